@@ -17,6 +17,7 @@ The four rooms have no ``__init__.py``: with one, ``datasets/`` would hide Huggi
 anyone who stands in the repository root.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Batch", "BatchReader", "LatentStore", "adapters", "load_snapshot", "make_loader"]
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # programs decide what is shown
 _HOMES = {
     "Batch": "datasets.batches.batch",
     "BatchReader": "datasets.batches.reader",

@@ -10,8 +10,9 @@ process. With a part, a process encodes only its share of the shards. ``engines`
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from .images.decoders import Decoders
 from .planning.additions import is_extension
 from .planning.compare import Comparison, Options
 from .planning.opening import check_apart, check_disk, check_fingerprint, is_sealed, newest_plan
-from .planning.pictures import num_threads
+from .planning.pictures import MAX_THREADS, num_threads
 from .planning.planner import Planner
 from .planning.self_check import NUM_PICTURES, check_autoencoder
 from .progress.clock import Progress, StageClock
@@ -44,6 +45,9 @@ from .sharing.part import Part
 from .sources.files.ignored import Ignored
 from .sources.several import SourcePaths, list_sources
 from .sources.source import OpenedSource, Source
+
+LOG = logging.getLogger(__name__)
+MOST_SHOWN = 20  # shards in a line of the log
 
 
 @dataclass
@@ -183,6 +187,12 @@ def precompute(
     check_apart(store_path, source)
     worker = worker or load_worker(recipe, device, num_threads())
     with Decoders(num_threads()) as decoders:
+        LOG.info(
+            "encoders on %s; %d decoders, one for each core that this process may use, at most %d",
+            worker.encoders.image.device,
+            decoders.num_at_once,
+            MAX_THREADS,
+        )
         stage = Stage1(store_path, recipe, source, worker, decoders, progress, part or Part(), say)
 
         # Plan: open the newest plan, or freeze the first.
@@ -243,6 +253,8 @@ def open_store(stage: Stage1, source: Source, *, new_revision: bool) -> OpenedSt
             spec = stage.describe(source, plan.spec)
             check_fingerprint(root, plan.spec, spec)
         was_sealed = bool(found) and is_sealed(root, plan)
+    state = "was complete" if was_sealed else "is resumed" if found else "is new"
+    LOG.info("store '%s': revision %d %s, fingerprint %s", root, plan.revision, state, plan.spec.fingerprint[:16])
     return OpenedStore(plan, planner, plan.spec.fingerprint == spec.fingerprint, bool(found), was_sealed)
 
 
@@ -267,6 +279,7 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
     # Processes without a part share all shards: only the one that seals checks their bytes.
     writer = StoreWriter(stage.root, plan, own=() if stage.part == Part() else own)
     missing = writer.missing_tasks(own)
+    _log_shards(plan, own, missing)
     if missing:
         ledger_of(stage.recipe.source, writer).check()
     check_disk(writer, missing)
@@ -281,6 +294,19 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
 
     encode(missing)
     return seal(stage, writer, encode)
+
+
+def _log_shards(plan: FrozenPlan, own: Sequence[Task], missing: Sequence[Task]) -> None:
+    buckets = ", ".join(f"{name}: {count}" for name, count in plan.layout.bucket_rows.items())
+    LOG.info("revision %d, pictures of each bucket: %s", plan.revision, buckets)
+    done = [task for task in own if task not in set(missing)]
+    LOG.info("revision %d, shards committed and skipped (%d): %s", plan.revision, len(done), _shards(done))
+    LOG.info("revision %d, shards missing (%d): %s", plan.revision, len(missing), _shards(missing))
+
+
+def _shards(tasks: Sequence[Task]) -> str:
+    shown = ", ".join(f"{part} {shard}" for part, shard in tasks[:MOST_SHOWN])
+    return (shown or "none") + (f" and {len(tasks) - MOST_SHOWN} more" if len(tasks) > MOST_SHOWN else "")
 
 
 def seal(stage: Stage1, writer: StoreWriter, encode: Callable[[list[Task]], None]) -> Manifest | None:

@@ -7,6 +7,7 @@ ordinary path decides.
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from .sources.files.ignored import Ignored
 from .sources.several import SourcePaths, list_sources
 from .sources.source import Source
 
+LOG = logging.getLogger(__name__)
 GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))  # of NVIDIA, AMD; of either under Windows
 
 
@@ -73,6 +75,7 @@ def unchanged(
         return None
     plan = read_plan(store, sealed[-1])
     if not _has_same_settings(plan.spec, recipe, store) or not _has_same_encoders(plan.spec, recipe, device):
+        LOG.info("store '%s': settings or encoders may be others than its own, so the encoders are loaded", store)
         return None
     source = list_sources(source_path, recipe.source, recipe.picture_columns)
     writer = StoreWriter(store, plan)
@@ -82,6 +85,7 @@ def unchanged(
         or not writer.is_sealed
         or writer.missing_tasks()
     ):
+        LOG.info("store '%s': the listing of the source is another, or a shard is missing", store)
         return source
     names = dict(zip(plan.spec.classes or (), plan.spec.class_names or (), strict=False))
     if any(names.get(name) != now for name, now in zip(source.classes or (), source.class_names or (), strict=False)):

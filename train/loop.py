@@ -7,6 +7,7 @@ so a run that was stopped resumes: bit for bit on a CPU.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from .parallel.deepspeed_config import read_config
 from .parallel.deepspeed_engine import apply_ds_config
 from .parallel.ranks import SharedStop, connected, read_ranks
 from .parallel.stop import StopRequest
+from .parallel.strategy import choose_strategy
 from .parallel.watchdog import Watchdog
 from .run.autotune import tune
 from .run.evaluation.evaluation import Evaluation
@@ -41,6 +43,8 @@ from .run.saver import Saver
 from .run.state import TrainState, origin_lines, prepare
 from .run.stores import open_stores
 from .step.train_step import train_step
+
+LOG = logging.getLogger(__name__)
 
 
 def print_warning(message: str) -> None:
@@ -105,6 +109,7 @@ def train(
         state = prepare(recipe, stores, device, warn, ranks, manifest and manifest.statistics)
         evaluates = recipe.data.holdout and recipe.run.evaluate_every
         evaluation = Evaluation(state, warn) if evaluates else None  # may refuse: nothing has been written
+        _log_settings(state)
         stop.check()
         if ranks.is_first:
             stack.enter_context(run_lock(run))
@@ -117,6 +122,18 @@ def train(
         if ranks.is_first:
             _note_start(state, run, recipe_name)
         return _Training(state, run, evaluation, watchdog, report, stop, warn).run()
+
+
+def _log_settings(state: TrainState) -> None:
+    """Log what computes a step, as far as the recipe leaves it open."""
+    recipe, ranks, device = state.recipe, state.ranks, state.device
+    strategy = choose_strategy(recipe.parallel, ranks)
+    LOG.info("rank %d of %d on %s, parallel.strategy %s", ranks.rank, ranks.world_size, device, strategy)
+    compiles = recipe.run.compile and device.type == "cuda" and strategy != "deepspeed"
+    asked = f"run.precision {recipe.run.precision}, run.compile {recipe.run.compile}"
+    how = "compiled blocks" if compiles else "nothing compiled"
+    LOG.info("computes in %s, %s (%s)", state.autocast_dtype or "float32", how, asked)
+    LOG.info("run.microbatch %d (0: open), run.prefetch %d batches", recipe.run.microbatch, recipe.run.prefetch)
 
 
 def _note_start(state: TrainState, run: Path, name: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ResourceError
+from ..units import readable_size
 from .owners import TEMPORARY_PREFIX, heartbeat, renew_time, replaced_beside, temporary_beside
 
 FAILPOINT_VARIABLE = "LEANDIT_FAILPOINT"
@@ -247,9 +248,9 @@ def raise_if_full(error: OSError, path: Path) -> None:
     """Turn "no space left" into a ResourceError with the free space."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         folder = next(parent for parent in path.absolute().parents if parent.exists())
-        free_mib = shutil.disk_usage(folder).free / 2**20
+        free = readable_size(shutil.disk_usage(folder).free)
         raise ResourceError(
-            f"file '{path}': {error.strerror} ({free_mib:.0f} MiB free on this disk). "
+            f"file '{path}': {error.strerror} ({free} free on this disk). "
             "Free some space, then run the same command again: it resumes."
         ) from error
 

@@ -27,6 +27,7 @@ from ..revisions.encoder_paths import with_moved_encoder_paths
 from ..revisions.plan import FrozenPlan, planned_revisions, read_plan, write_plan
 from ..revisions.writer import StoreWriter, row_checksum
 from ..store import LatentStore
+from ..units import readable_size
 
 
 def compact(
@@ -171,8 +172,8 @@ def _copy(writer: StoreWriter, store: LatentStore, progress: Callable[[str, int,
     free = shutil.disk_usage(writer.root).free
     if needed > free:
         raise ResourceError(
-            f"store '{store.path}': its compaction needs {needed / 2**30:.1f} GiB, the disk of --out has "
-            f"{free / 2**30:.1f} GiB free. Free some space, or give an --out on another disk."
+            f"store '{store.path}': its compaction needs {readable_size(needed)}, the disk of --out has "
+            f"{readable_size(free)} free. Free some space, or give an --out on another disk."
         )
     row_of = np.full(store.records.num_rows, -1, np.int64)  # of each record, in the stacked arrays of its bucket
     for bucket in store.buckets:

@@ -16,6 +16,7 @@ Processes, including forks, may share a folder. It may be deleted while no proce
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ from ..disk.fork_safe import reset_in_forks
 from ..disk.hashing import xxh3_file
 from ..errors import DamageError, LeanditError, RecipeError, ResourceError
 from ..format.schema import FileEntry, Manifest
+from ..units import readable_size
 from .bounded import BoundedFolder, NoRoom, locked, release_lock
 from .mirror import (
     MAX_LISTED,
@@ -39,13 +41,13 @@ from .mirror import (
     default_folder,
     fetch_manifest,
     fetch_small_files,
-    in_mib,
     is_shard,
     name_of,
 )
 from .prefetch import Prefetcher
 from .reader import RemoteReader
 
+LOG = logging.getLogger(__name__)
 STORE = "store"
 DEFAULT_CAPACITY_GIB = 64.0
 DEFAULT_THREADS = 4
@@ -247,10 +249,10 @@ class RemoteFolder:
             pinned = {name: size for name, size in sizes.items() if self._pins[name] and name != name_of(entry)}
         capacity, taken = self._capacity, sum(pinned.values())
         if taken + entry.bytes > capacity or is_late:
-            blocker = "held by others" if is_late else f"pinned ({in_mib(taken)})"
+            blocker = "held by others" if is_late else f"pinned ({readable_size(taken)})"
             raise ResourceError(
-                f"store '{self.url}': file '{entry.path}' needs {in_mib(entry.bytes)}; of its local folder's "
-                f"{in_mib(capacity)} too much is {blocker}. Give it more room, or use fewer shards at a time."
+                f"store '{self.url}': file '{entry.path}' needs {readable_size(entry.bytes)}; of its local folder's "
+                f"{readable_size(capacity)} too much is {blocker}. Give it more room, or use fewer shards at a time."
             )
 
     def _fetch_ahead(self, name: str) -> bool:
@@ -309,6 +311,9 @@ def open_remote(
             if len(manifest.files) <= MAX_LISTED:
                 check_listing(reader, manifest)
             fetch_small_files(reader, local / STORE, manifest)
+            LOG.info(
+                "store '%s': shards come into '%s', at most %s of them", reader.url, local, readable_size(capacity)
+            )
             return opened
     except OSError as error:
         if isinstance(error, LeanditError):

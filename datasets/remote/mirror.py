@@ -31,6 +31,7 @@ from ..format.schema import FileEntry, Manifest
 from ..revisions.catalog import read_spec, sealed_revisions
 from ..revisions.commits import read_manifest
 from ..revisions.plan import planned_revisions
+from ..units import readable_size
 from .bounded import is_name
 from .reader import RemoteReader
 
@@ -96,14 +97,9 @@ def check_entries(url: str, entries: Iterable[FileEntry], capacity: int) -> None
             )
         if entry.bytes > capacity:
             raise ResourceError(
-                f"store '{url}': shard '{entry.path}' has {in_mib(entry.bytes)}, the local folder may hold "
-                f"{in_mib(capacity)}. Give it more room (capacity_gib)."
+                f"store '{url}': shard '{entry.path}' has {readable_size(entry.bytes)}, the local folder may hold "
+                f"{readable_size(capacity)}. Give it more room (capacity_gib)."
             )
-
-
-def in_mib(size: int) -> str:
-    """Format a size for a message."""
-    return f"{size / 2**20:.4g} MiB"
 
 
 def fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import random
 import re
@@ -19,6 +20,7 @@ from ..errors import DamageError, RecipeError, StoreError
 from ..format.schema import FileEntry
 from .failures import is_not_allowed, lasts, library_errors, one_line, status_code
 
+LOG = logging.getLogger(__name__)
 ATTEMPTS = 6  # per request; botocore and others retry internally as well
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 20.0
 PIECE_BYTES = 16 << 20  # per request: lost if a connection breaks, held in memory by each thread
@@ -144,7 +146,10 @@ class RemoteReader:
         """
         try:
             return fetch()
-        except _WrongBytes:
+        except _WrongBytes as error:
+            LOG.warning(
+                "store '%s': file '%s' came with %s, not as in the manifest; again", self.url, entry.path, error
+            )
             self._fs.invalidate_cache()
         try:
             return fetch()
@@ -185,6 +190,7 @@ class RemoteReader:
             except FileNotFoundError:
                 raise
             except (OSError, *library_errors()) as error:
+                why = one_line(error)
                 if is_not_allowed(error):
                     raise StoreError(
                         f"{where} may not be read ({one_line(error)}). Give credentials that may, in the way of "
@@ -198,8 +204,9 @@ class RemoteReader:
                         "the network and the service, then run the same command again."
                     ) from error
             # Jitter, so that readers that failed together do not retry together.
-            pause = min(FIRST_WAIT_SECONDS * 2**attempt, MAX_WAIT_SECONDS)
-            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(FIRST_WAIT_SECONDS * 2**attempt, MAX_WAIT_SECONDS) * random.uniform(0.5, 1.0)
+            LOG.warning("%s: attempt %d of %d failed (%s), again in %.1f s", where, attempt + 1, ATTEMPTS, why, pause)
+            time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
 

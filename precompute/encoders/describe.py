@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 from ... import __version__
@@ -14,6 +15,8 @@ from ..sources.source import Source
 from .forwards import largest_batch
 from .loading import Encoders
 from .model_files import library_majors
+
+LOG = logging.getLogger(__name__)
 
 
 def describe_store(
@@ -48,6 +51,7 @@ def describe_store(
     elif not batch_size:  # one number for all buckets: what fits the largest
         _, height_px, width_px = max(table, key=lambda row: (row[1] * row[2], row))
         batch_size = largest_batch(encoders.image, height_px, width_px)
+        LOG.info("vae.batch_size 0: %d pictures of %dx%d px fit a forward", batch_size, height_px, width_px)
     unnamed = encoders.captions.get("")
     latent = encoders.image.latent_spec(recipe.vae, recipe.store.dtype, batch_size=batch_size)
     return StoreSpec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..config import FeatureSection, TextSection, VaeSection
 if TYPE_CHECKING:  # torch takes seconds to import
     import torch
 
+LOG = logging.getLogger(__name__)
 SHIPPED = "shipped:"
 CONFIG = "config.json"
 # Errors that the libraries raise for a malformed config or file.
@@ -109,6 +111,7 @@ def resolve_model(
             f"{what} '{model}': not a folder here, and the hub does not give it ({shortened(error)}). "
             f"Check the name, log in with 'hf auth login', or give a folder{how}."
         ) from error
+    LOG.info("%s '%s': commit %s of the hub, in '%s'", what, model, fetched.name, fetched / subfolder)
     return fetched / subfolder, fetched.name
 
 

@@ -43,6 +43,7 @@ from .model_files import (
     shortened,
 )
 
+LOG = logging.getLogger(__name__)
 PROBE_PX = 256  # a multiple of every published downscale up to 128
 
 
@@ -109,6 +110,7 @@ class ImageEncoder:
         self._is_compiled, self._batch_size = section.compile, section.batch_size
         if section.compile:  # after the probe, whose shape may not occur otherwise
             compile_encoder(self._model)
+        LOG.info("%s (%s) computes in %s on %s, vae.compile %s", place, name, dtype, device, section.compile)
         self.identity = EncoderIdentity(
             model=model_name(section, files.folder),
             revision=files.revision,

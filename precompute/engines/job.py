@@ -26,6 +26,7 @@ from ..sharing.leases import LOOK_SECONDS
 from ..sharing.part import Part
 from ..sources.several import open_sources
 from ..sources.source import Source
+from .told import level_told, told_to
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ class Job:
       num_threads: of torch; on a CPU the number changes the bits.
       leads: it lists, plans and lets the store grow; others only encode what is planned.
       folder: working directory, for relative paths in the recipe.
+      level_told: least level of what it tells the logger that the starting process hears.
     """
 
     recipe: PrecomputeRecipe
@@ -53,6 +55,7 @@ class Job:
     num_threads: int = field(default_factory=torch.get_num_threads)
     leads: bool = True
     folder: Path = field(default_factory=Path.cwd)
+    level_told: int = field(default_factory=level_told)
 
     def precompute(
         self,
@@ -108,13 +111,18 @@ def work(job: Job, send: Callable[[Any], None]) -> pipeline.Report:
     """Do a job in a process of its own.
 
     Args:
-      send: called with the ``Work`` so far, (stage, done, total) of the progress, and notes.
+      send: called with the ``Work`` so far, (stage, done, total) of the progress, notes, and what the logger is told.
     Raises: as ``precompute``.
     """
     send(Work())  # it has begun
     if job.folder.is_dir():
         os.chdir(job.folder)
     torch.set_num_threads(job.num_threads)
+    with told_to(send, job.level_told):
+        return _work(job, send)
+
+
+def _work(job: Job, send: Callable[[Any], None]) -> pipeline.Report:
     worker = pipeline.load_worker(job.recipe, torch.device(job.device), job.num_decoders)
     signal.signal(signal.SIGTERM, _unwind)  # from here on; during an import it would look like a bug
 

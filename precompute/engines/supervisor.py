@@ -7,6 +7,7 @@ leads: it alone lists the source, plans, and lets the store grow. If none can be
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -20,18 +21,20 @@ from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import planned_revisions
 from ..encoders.text.encoder import TokenCount
 from ..pipeline import Report
-from ..progress.clock import Progress, StageClock
+from ..progress.clock import REJECTED, Progress, StageClock
 from ..progress.tally import CAPTIONS, PICTURES, Work
 from ..progress.verdict import Power
 from .child import END_SECONDS
 from .job import Broken, Failed, Job, outcome
+from .told import tell
 
+LOG = logging.getLogger(__name__)
 MAX_DEATHS = 5  # of processes that held the same shard
 MAX_LOSSES = 3  # of one device, without a commit in between
 LOOK_SECONDS = 0.5  # between two points where a signal is noticed
 SILENCE_SECONDS = 60.0
 START_SECONDS = 300.0  # to the first message of a process that leads; on a cluster its machine may be gone
-OF_SHARDS = (CAPTIONS, PICTURES)  # stages that all processes report: the oldest one speaks
+OF_SHARDS = (CAPTIONS, PICTURES, REJECTED)  # stages that all processes report: the oldest one speaks
 
 
 class Process(Protocol):
@@ -142,6 +145,12 @@ class Supervisor:
             leads = place is self._places[0]
             self._end([one for one in self._running if one.place is place and one.leads != leads])
             if not any(one.place is place for one in self._running):
+                LOG.info(
+                    "a process on %s, which %s, with %d decoders",
+                    place.name,
+                    "lists and plans" if leads else "helps",
+                    place.job.num_decoders,
+                )
                 process = self._start(self._job(place, leads))
                 self._running.append(_Running(place, process, leads, self._messages))
                 self._started.append(self._running[-1])
@@ -187,6 +196,8 @@ class Supervisor:
                 self._lose(one, what)
             case str():
                 self._say(message)
+            case logging.LogRecord():
+                tell(message, one.place.name)
             case (stage, done, total) if stage not in OF_SHARDS or one is self._running[0]:
                 self._progress(stage, done, total)
         return None

@@ -7,6 +7,7 @@ sandbox: a child may read whatever its user may read.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -20,6 +21,7 @@ import numpy as np
 from ...datasets.errors import RecordRejected, ResourceError
 from .decoder_process import RETRY_PATIENCE, DecoderProcess
 
+LOG = logging.getLogger(__name__)
 CHILD_MODULE = f"{__package__}.decoder_child"
 
 
@@ -201,9 +203,10 @@ class Decoders:
                 raise RuntimeError("the decoders are closed")
             try:
                 head, pixels = child.ask(job, data, patience=patience[0])
-            except RecordRejected:
+            except RecordRejected as reject:
                 if self._closed.is_set() or len(patience) == 1:
                     raise
+                LOG.info("picture '%s' ended its decoder (%s): another tries once more", job.get("path"), reject)
                 head, pixels = child.ask(job, data, patience=patience[1])
         except (RecordRejected, ResourceError) as error:
             was_killed = isinstance(error, ResourceError) or error.reason == "decoder_crash"  # starting, or working

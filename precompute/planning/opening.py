@@ -16,6 +16,7 @@ from ...datasets.revisions.catalog import check_store, sealed_revisions
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import FrozenPlan, planned_revisions, read_plan
 from ...datasets.revisions.writer import StoreWriter
+from ...datasets.units import readable_size
 from ..sources.source import Source
 from .additions import is_extension
 
@@ -154,6 +155,7 @@ def check_disk(writer: StoreWriter, missing: list[Task]) -> None:
     free = shutil.disk_usage(writer.root).free
     if needed > free:
         raise ResourceError(
-            f"store '{writer.root}': the disk has {free / 2**30:.1f} GiB free, the store needs {needed / 2**30:.1f} "
-            "GiB more. Free some space, or give a --store on another disk; the same command then goes on."
+            f"store '{writer.root}': the disk has {readable_size(free)} free, the store needs "
+            f"{readable_size(needed)} more. Free some space, or give a --store on another disk; the same command then "
+            "goes on."
         )

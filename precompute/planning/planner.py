@@ -20,7 +20,7 @@ from ...datasets.store import LatentStore
 from ..config import PrecomputeRecipe
 from ..encoders.text.tokenizer import CaptionTokenizer
 from ..images.decoders import Decoders
-from ..progress.clock import Progress
+from ..progress.clock import REJECTED, Progress
 from ..progress.rejects import RejectLedger, RejectLimit, count_reasons
 from ..sources.listing.listing import Listing
 from ..sources.source import Source
@@ -201,9 +201,14 @@ class Planner:
                 self.recipe,
                 self.decoders,
                 limit,
-                progress=lambda done: self.progress("scan", done, len(fresh)),
+                progress=lambda done: self._scanned(done, len(fresh), limit),
             )
         )
+
+    def _scanned(self, done: int, total: int, limit: RejectLimit) -> None:
+        if limit.ledger and (rejected := limit.ledger.num_rejected):
+            self.progress(REJECTED, rejected, 0)
+        self.progress("scan", done, total)
 
     def refusal(self, comparison: Comparison, pictures: pa.Table) -> SourceError | None:
         """The error if nothing is carried over and no new picture can be encoded, or None."""

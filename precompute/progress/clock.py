@@ -9,7 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total) whenever something was done; a total that is not known is 0."""
+"""Called with (stage, done, total) whenever something was done; a total that is not known is 0.
+
+With REJECTED, ``done`` is how many records the revision has rejected so far.
+"""
+REJECTED = "rejected"
 
 
 @dataclass

@@ -55,6 +55,11 @@ class RejectLedger:
         counts = {"carried": self._carried, "rejected": self._rejected}
         return RejectLedger(self._section, self._total, **counts, hint=self._hint, planning=self.planning)
 
+    @property
+    def num_rejected(self) -> int:
+        """Rejects of this revision so far."""
+        return self._rejected.total()
+
     def add(self, reasons: Mapping[str, int]) -> None:
         """Count rejects, by reason."""
         self._rejected.update(reasons)

@@ -14,7 +14,7 @@ from ...datasets.format.schema import Reject
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.writer import StoreWriter
 from ..encoders.text.encoder import TokenCount
-from .clock import Progress
+from .clock import REJECTED, Progress
 from .rejects import NOT_COUNTED, RejectLedger
 
 CAPTIONS, PICTURES = "caption shards", "pictures"  # stages, by what they count
@@ -63,7 +63,7 @@ class Tally:
             self._totals[_stage(task)] += size
         self._pending: dict[str, str] = {}  # reasons of rejects that are not committed yet, by key
         self._counted = writer.reject_reasons
-        self._lock, self._next_look = threading.Lock(), 0.0
+        self._lock, self._next_look, self._shown_rejects = threading.Lock(), 0.0, 0
 
     def take(self, task: Task) -> None:
         """This process begins a shard, whose lease it holds."""
@@ -138,6 +138,9 @@ class Tally:
             self._committed[_stage(task)] += self._sizes[task]
 
     def _show(self, stage: str) -> None:
+        if (rejected := self._ledger.num_rejected) != self._shown_rejects:
+            self._shown_rejects = rejected
+            self._progress(REJECTED, rejected, 0)
         total = self._totals[stage]
         self._progress(stage, min(total, self._committed[stage] + self._encoded[stage]), total)
 

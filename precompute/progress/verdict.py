@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...datasets.units import readable_time
+
 READ, DECODE, ENCODE, TEXT, WRITE = "read", "decode", "encode", "text", "write"
 LOAD, PLAN, CHECK = "load", "plan", "check"  # before the stages; a plan includes its self-check
 
@@ -80,7 +82,7 @@ def before_stages(seconds: Mapping[str, float], power: Power) -> str:
     plan = max(0.0, seconds.get(PLAN, 0.0) / power.num_encoders - check)
     load = seconds.get(LOAD, 0.0) / power.num_encoders
     took = {"to load the encoders": load, "to plan": plan, "for the self-check": check}
-    return ", ".join(f"{value:.1f} s {what}" for what, value in took.items() if value >= LEAST_SECONDS)
+    return ", ".join(f"{readable_time(value)} {what}" for what, value in took.items() if value >= LEAST_SECONDS)
 
 
 def bound_by(times: list[StageTime]) -> str:
@@ -101,7 +103,7 @@ def advice(times: list[StageTime], *, on_cpu: bool, codec: str) -> str:
     bound = bound_by(times)
     found = {time.name: time for time in times}
     time = found.get(bound, StageTime(bound, 0.0, 1, None))
-    rate = f"{time.images_per_second:.1f} images/s" if time.images_per_second else f"{time.seconds:.1f} s"
+    rate = f"{time.images_per_second:,.1f} images/s" if time.images_per_second else readable_time(time.seconds)
     threads = f"{time.threads} thread{'s' if time.threads > 1 else ''}"
     device = "a GPU" if on_cpu else "vae.dtype 'bfloat16', a larger vae.batch_size, vae.compile, or another GPU"
     text_device = "a GPU" if on_cpu else "text.batch_tokens, or another GPU"

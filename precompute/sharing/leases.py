@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from ...datasets.format.schema import Manifest
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.writer import StoreWriter
 
+LOG = logging.getLogger(__name__)
 LEASE_SECONDS = 60.0  # without a touch, until others may take it; all processes must agree
 TOUCH_SECONDS = 15.0
 EMPTY_SECONDS = 2.0  # at most, from creating a lease's file to its first bytes
@@ -133,7 +135,8 @@ class Leases:
     def _take(self, task: Task) -> bool:
         part, shard = task
         name = f"{self._writer.plan.revision}-{part.replace('/', '-')}-{shard}.lock"
-        lease = self._wanted.pop(task, None) or Lease(self._folder / name)
+        waited_for = self._wanted.pop(task, None)
+        lease = waited_for or Lease(self._folder / name)
         try:
             self._folder.mkdir(exist_ok=True)
             is_taken = lease.take()
@@ -143,6 +146,8 @@ class Leases:
                 raise
             return not self._patient  # another process removed the folder
         (self._held if is_taken else self._wanted)[task] = lease
+        if not is_taken and waited_for is None:
+            LOG.info("shard %d of '%s' is left to the process that holds its lease", shard, part)
         self._writer.is_shared |= not is_taken
         return is_taken or not self._patient
 

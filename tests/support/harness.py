@@ -459,9 +459,7 @@ def check_fails(scenario: Scenario, kind: Any, points: Iterable[int]) -> int:
                 assert outcome.code == 1, f"{said}: ended with {outcome.code}"
                 wanted = {"enospc": "ResourceError", "eio": "OSError"}[kind]
                 assert wanted in outcome.error, f"{said}: {outcome.message}"
-                assert kind != "enospc" or re.search(r"MiB free|GiB free", outcome.message), (
-                    f"{said}: {outcome.message}"
-                )
+                assert kind != "enospc" or re.search(r"iB free", outcome.message), f"{said}: {outcome.message}"
                 assert_true_so_far(store, scenario, said)
                 left = [name for name in tree(store) if TEMPORARY_PREFIX in name or "leases" in name]
                 assert not left, f"{said}: left behind {left}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import platform
 import signal
 import sys
 import traceback as traceback_module
@@ -18,9 +19,11 @@ from typing import Annotated
 import typer
 
 from ... import __version__
-from ...datasets.errors import LeanditError
+from ...datasets.errors import LeanditError, RecipeError
 from ...train.parallel.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest, Terminated
+from ..terminal.next_steps import print_next
 from ..terminal.text import QUIET
+from ..terminal.verbose import show_decisions
 from .options import Overrides, output, print_error
 from .verbs.bench import bench
 from .verbs.export import export, publish
@@ -32,6 +35,7 @@ from .verbs.sample import evaluate, sample
 from .verbs.store import compact, inspect, verify
 from .verbs.train import average, train
 
+LOG = logging.getLogger(__name__)
 NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5
 TRACEBACK = "--traceback"
@@ -76,12 +80,17 @@ def options(
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print results and errors alone: no progress, no notes.", envvar=QUIET)
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Tell on stderr what is decided, and why.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Encode once, train lean: latent stores for training diffusion transformers."""
+    if quiet and verbose:
+        raise RecipeError(f"--verbose and --quiet (or {QUIET}): they ask for opposites. Give one of them.")
     os.environ[QUIET] = "1" if quiet else ""
+    show_decisions(verbose)
+    LOG.info("leandit %s, Python %s, %s", __version__, platform.python_version(), platform.platform())
 
 
 app.command()(precompute)
@@ -116,6 +125,12 @@ def demo(
 
     out.mkdir(parents=True, exist_ok=True)
     run_demo(out, num_pictures=num_pictures, overrides=overrides or [], stop=StopRequest(), say=print)
+    caption = "a big red circle above a tiny blue square"
+    print_next(
+        ["view", out / "store"],
+        ["sample", out / "run", "--out", out / "more", "--caption", caption],
+        ["precompute", "imagenet-256", "--source", "IMAGENET/train", "--store", "imagenet-256", "--dry-run"],
+    )
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ Overrides = Annotated[
 Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
 
+LOG = logging.getLogger(__name__)
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -104,6 +106,7 @@ def torch_device(name: str) -> Any:
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        LOG.info("--device auto is %s: torch %s sees %d GPUs", name, torch.__version__, torch.cuda.device_count())
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -133,7 +136,9 @@ def torch_devices(names: str) -> list[Any]:
 
     Raises: as ``torch_device``.
     """
-    if names in ("auto", "cuda") and torch_device(names).type == "cuda":
+    if names in ("auto", "cuda"):
+        if (device := torch_device(names)).type == "cpu":
+            return [device]
         import torch
 
         num_gpus = torch.cuda.device_count()

@@ -19,6 +19,7 @@ from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
 from ...datasets.revisions.encoder_paths import encoder_section
 from ...datasets.store import LatentStore
+from ...datasets.units import readable_size, readable_time
 from ...precompute import config as precompute_config
 from ...precompute.pipeline import precompute
 from ...train import config as train_config
@@ -241,14 +242,14 @@ def shuffle(captions: list[str]) -> list[str]:
 
 
 def render_result(stages: list[Stage], matched: Score, shuffled: Score, num_samples: int, out: Path) -> str:
-    """The table of stages, the scores, and what to try next."""
-    lines = [f"{'stage':<18}{'seconds':>9}{'images':>9}{'images/s':>10}{'MiB':>8}"]
+    """The table of stages, the scores, and the pictures."""
+    lines = [f"{'stage':<18}{'time':>13}{'images':>9}{'images/s':>10}{'size':>11}"]
     for s in stages:
-        mib = f"{s.bytes / 2**20:8.1f}" if s.bytes else f"{'-':>8}"
-        rate = f"{s.images_per_second:10.0f}" if s.images else f"{'-':>10}"
-        lines.append(f"{s.name:<18}{s.seconds:9.1f}{s.images:9d}{rate}{mib}")
+        size = readable_size(s.bytes) if s.bytes else "-"
+        rate = f"{s.images_per_second:,.0f}" if s.images else "-"
+        lines.append(f"{s.name:<18}{readable_time(s.seconds):>13}{s.images:>9,}{rate:>10}{size:>11}")
     lines += [
-        f"{'total':<18}{sum(s.seconds for s in stages):9.1f}",
+        f"{'total':<18}{readable_time(sum(s.seconds for s in stages)):>13}",
         "",
         f"{num_samples} samples, main object as the caption says:",
         f"  {'':<20}{'colour':>8}{'shape':>8}",
@@ -256,11 +257,5 @@ def render_result(stages: list[Stage], matched: Score, shuffled: Score, num_samp
         f"  {'shuffled captions':<20}{shuffled.colour:8.0%}{shuffled.shape:8.0%}",
         "",
         *(f"{name:<18}{out / file}" for name, file in PICTURES.items()),
-        "",
-        "next:",
-        f"  leandit inspect {out / 'store'} images/00000.png",
-        f"  leandit sample {out / 'run'} --out {out / 'more'} --caption 'a big red circle above a tiny blue square'",
-        f"  leandit train demo --store {out / 'store'} --run {out / 'longer'} --set run.steps=2000",
-        "  leandit precompute imagenet-256 --source IMAGENET/train --store imagenet-256 --dry-run",
     ]
     return "\n".join(lines)

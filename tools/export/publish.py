@@ -15,6 +15,7 @@ from typing import Any
 
 from ...datasets.errors import DamageError, RecipeError, StoreError
 from ...datasets.format.layout import MANIFEST, REVISIONS
+from ...datasets.units import readable_size
 from ...train.weights.folders import is_run
 from .card import CARD, MARK, Terms
 from .hub import HubRepository, ListedFile, OutgoingFile
@@ -241,10 +242,10 @@ def _check_listing(hub: HubRepository, files: Sequence[OutgoingFile]) -> None:
 def render(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """A result as rows of text."""
     verb = "to send" if result.get("dry_run") else "sent"
-    sizes = [f"{result[f'bytes{which}'] / 2**20:.1f} MiB" for which in ("_sent", "")]
-    counts = f"{result['files_sent']} files, {sizes[0]}, of {result['files']} files, {sizes[1]}"
+    sizes = [readable_size(result[f"bytes{which}"]) for which in ("_sent", "")]
+    counts = f"{result['files_sent']:,} files, {sizes[0]}, of {result['files']:,} files, {sizes[1]}"
     rows = [("repository", result["url"]), (verb, counts)]
     sent = result.get("sent", [])
-    rows += [("", f"{file['bytes']:>14}  {file['path']}") for file in sent[:SHOWN_FILES]]
+    rows += [("", f"{readable_size(file['bytes']):>10}  {file['path']}") for file in sent[:SHOWN_FILES]]
     rows += [("", f"and {len(sent) - SHOWN_FILES} more: see --json")] if len(sent) > SHOWN_FILES else []
     return rows if result.get("dry_run") else [*rows, ("checked", "sizes and hashes there are those of here")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...datasets.units import readable_size
 from ..terminal.text import printable
 
 FALLBACKS = {
@@ -32,11 +33,11 @@ def _render_state(summary: dict[str, Any]) -> list[str]:
     lines.append(_row("revision", f"{summary['revision']} of {summary['newest_revision']}"))
     planned, stored, rejected = (summary[f"num_{status}"] for status in ("planned", "stored", "rejected"))
     missing = planned - stored - rejected
-    counts = f"{planned} planned = {stored} stored + {rejected} rejected"
-    lines.append(_row("records", f"{counts} + {missing} missing" if missing else counts))
-    lines += [_row("", f"{count} x {reason}") for reason, count in summary["rejects"].items()]
+    counts = f"{planned:,} planned = {stored:,} stored + {rejected:,} rejected"
+    lines.append(_row("records", f"{counts} + {missing:,} missing" if missing else counts))
+    lines += [_row("", f"{count:,} x {reason}") for reason, count in summary["rejects"].items()]
     for fallback, count in summary["fallbacks"].items():
-        lines.append(_row("", f"{count} stored as {fallback}: {FALLBACKS[fallback.split(':')[0]]}"))
+        lines.append(_row("", f"{count:,} stored as {fallback}: {FALLBACKS[fallback.split(':')[0]]}"))
     lines.append(_row("classes", summary["classes"]))
     lines.append(_row("fingerprint", summary["fingerprint"]))
     return [*lines, _row("root hash", summary["root_hash"] or "none yet")]
@@ -44,9 +45,9 @@ def _render_state(summary: dict[str, Any]) -> list[str]:
 
 def _render_sizes(summary: dict[str, Any]) -> list[str]:
     lines = ["", _row("bucket", f"{'records':>10}")]
-    lines += [_row(bucket, f"{count:>10}") for bucket, count in summary["buckets"].items()]
-    lines += ["", _row("part", f"{'MiB':>10}")]
-    return lines + [_row(part, f"{size / 2**20:>10.2f}") for part, size in summary["bytes"].items()]
+    lines += [_row(bucket, f"{count:>10,}") for bucket, count in summary["buckets"].items()]
+    lines += ["", _row("part", f"{'size':>10}")]
+    return lines + [_row(part, f"{readable_size(size):>10}") for part, size in summary["bytes"].items()]
 
 
 def _render_encoders(summary: dict[str, Any]) -> list[str]:
@@ -85,16 +86,16 @@ def _render_captions(summary: dict[str, Any]) -> list[str]:
     if lengths := summary["caption_tokens"]:
         max_tokens = next(spec["max_tokens"] for spec in specs if spec)  # of the first text encoder
         lines += ["", _row("caption tokens", f"{'captions':>10}")]
-        lines += [_row(span, f"{count:>10}") for span, count in lengths["table"].items()]
+        lines += [_row(span, f"{count:>10,}") for span, count in lengths["table"].items()]
         lines.append(
-            f"{summary['num_captions']} captions, {summary['num_caption_tokens']} tokens: min {lengths['min']}, "
-            f"median {lengths['median']}, 95 % {lengths['p95']}, max {lengths['max']}; {lengths['num_truncated']} cut "
-            f"at {max_tokens}; {lengths['padding_avoided']}x fewer tokens than padded"
+            f"{summary['num_captions']:,} captions, {summary['num_caption_tokens']:,} tokens: min {lengths['min']}, "
+            f"median {lengths['median']}, 95 % {lengths['p95']}, max {lengths['max']}; {lengths['num_truncated']:,} "
+            f"cut at {max_tokens}; {lengths['padding_avoided']}x fewer tokens than padded"
         )
     if (quality := summary["caption_quality"]) and summary["text"]:  # of one with a name it stands below
         lines.append(
-            f"{quality['bytes_per_caption']:.0f} bytes a caption, {quality['fewer_than_padded_float16']}x fewer than "
-            f"float16 padded to {summary['text']['max_tokens']} tokens"
+            f"{readable_size(quality['bytes_per_caption'])} a caption, {quality['fewer_than_padded_float16']}x fewer "
+            f"than float16 padded to {summary['text']['max_tokens']} tokens"
         )
         if quality["min_cosine"] is not None and quality["max_error"] is not None:
             lines.append(
@@ -114,19 +115,21 @@ def _render_named(summary: dict[str, Any]) -> list[str]:
         kept = f"{stored}, {spec['width']} wide, stored as {spec['dtype']}, {length} {spec['max_tokens']} tokens"
         lines.append(_row(f"captions {name}", kept))
         if quality:
-            lines.append(_row("", f"{quality['bytes_per_caption']:.0f} bytes a caption{_cosines(quality, 'captions')}"))
+            lines.append(
+                _row("", f"{readable_size(quality['bytes_per_caption'])} a caption{_cosines(quality, 'captions')}")
+            )
     for name, feature in summary["features"].items():
         spec = feature["spec"]
         stored = {"patches": "patches", "cls": "class token", "both": "patches and class token"}[spec["output"]]
         kept = f"{stored}, {spec['width']} wide, stored as {spec['dtype']}, {spec['resolution_px']} px for the model"
         lines.append(_row(f"feature {name}", kept))
-        lines.append(_row("", f"{feature['bytes_per_record']:.0f} bytes a record{_cosines(feature, 'records')}"))
+        lines.append(_row("", f"{readable_size(feature['bytes_per_record'])} a record{_cosines(feature, 'records')}"))
     for name, picture in summary["pictures"].items():
         stored = (
             "encoded as the latents" if picture["kind"] == "picture" else "a mask, uint8 at the size of the latents"
         )
         lines.append(_row(f"picture {name}", f"column '{picture['column']}', {stored}"))
-        lines.append(_row("", f"{picture['bytes_per_record']:.0f} bytes a record"))
+        lines.append(_row("", f"{readable_size(picture['bytes_per_record'])} a record"))
     return ["", *lines] if lines else []
 
 
@@ -144,7 +147,7 @@ def _render_latents(summary: dict[str, Any]) -> list[str]:
         for channel, (mean, std) in enumerate(zip(stats["channel_mean"], stats["channel_std"], strict=True)):
             mark = "   <- unusual: is this the VAE's own scale?" if channel in stats["suspicious_channels"] else ""
             lines.append(f"{channel:<20}{mean:>10.3f}{std:>10.3f}{mark}")
-    lines.append(f"{stats['num_nonfinite']} rows are not finite, of {stats['num_rows_read']} read")
+    lines.append(f"{stats['num_nonfinite']:,} rows are not finite, of {stats['num_rows_read']:,} read")
     return lines + [f"  {row}" for row in stats["nonfinite"]]
 
 
@@ -155,7 +158,7 @@ def render_ledger(rejects: list[dict[str, Any]]) -> str:
         + (f" (tried {reject['attempts']} times)" if reject["attempts"] > 1 else "")
         for reject in rejects
     ]
-    return "\n".join(printable(line) for line in [*lines, f"{len(rejects)} rejected"])
+    return "\n".join(printable(line) for line in [*lines, f"{len(rejects):,} rejected"])
 
 
 def render_record(values: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from ...datasets.format.schema import StoreSpec
 from ...datasets.maintenance.findings import HARMLESS, Finding
 from ...datasets.maintenance.verify import Verification, verify_store
 from ...datasets.revisions.catalog import read_spec, sealed_revisions
+from ...datasets.units import readable_size, readable_time
 from ...precompute.progress.clock import Progress
 from ..terminal.text import printable
 
@@ -148,11 +149,12 @@ def _is_imported(store: Path) -> bool:
 
 def render(checked: Verification, done: dict[str, Any]) -> str:
     """A verification as text: what was checked, findings, what to do."""
-    rate = f"{checked.num_bytes / 2**20:.1f} MiB in {checked.seconds:.1f} s, {checked.mib_per_second:.0f} MiB/s"
+    rate = f"{readable_size(checked.num_bytes)} in {readable_time(checked.seconds)}"
+    rate += f", {readable_size(checked.mib_per_second * 2**20)}/s"
     lines = [
         f"{'store':<12}{checked.store}",
         f"{'revisions':<12}{', '.join(map(str, checked.revisions)) or 'none complete'}",
-        f"{'checked':<12}{checked.mode}: {checked.num_files} files, {rate}; {checked.num_records} records",
+        f"{'checked':<12}{checked.mode}: {checked.num_files:,} files, {rate}; {checked.num_records:,} records",
     ]
     if "before" in done:
         lines.append(f"{'repaired':<12}{done['before']} findings before, {len(checked.findings)} now")

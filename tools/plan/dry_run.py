@@ -20,6 +20,7 @@ from ...datasets.recipe import to_toml
 from ...datasets.revisions.commits import missing_work, read_commits
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.store import LatentStore
+from ...datasets.units import readable_size
 from ...precompute.config import EncoderSection, PrecomputeRecipe
 from ...precompute.encoders.describe import describe_store
 from ...precompute.encoders.loading import Encoders, load_encoders
@@ -124,9 +125,9 @@ def describe_precompute(
             return DryRun("\n".join([*lines, *shown_recipe]), refusal=refusal)
         plan = planner.plan(comparison, lineage, pictures)
     if num_completed := completed_rows(plan):
-        lines.append(f"{'would complete':<20}{num_completed} pictures that are there")
+        lines.append(f"{'would complete':<20}{num_completed:,} pictures that are there")
     total = pictures.num_rows - pictures["bucket"].null_count
-    say(f"encoding {min(PROBE_RECORDS, total)} of {total} pictures, and captions, to measure time and memory")
+    say(f"encoding {min(PROBE_RECORDS, total)} of {total:,} pictures, and captions, to measure time and memory")
     devices = {"num_devices": num_devices}
     costs, new_bytes = predict_lines(recipe, plan, source, comparison, pictures, encoders, **devices)
     old_bytes = sum(path.stat().st_size for path in files_below(store)) if store and lineage.stack else 0
@@ -165,10 +166,10 @@ def picture_lines(pictures: pa.Table) -> list[str]:
       pictures: of all new records (PICTURES_SCHEMA).
     """
     rejects, buckets = count_reasons(pictures["reason"]), count_reasons(pictures["bucket"])
-    lines = [f"{'would encode':<20}{buckets.total()} pictures"]
-    lines += [f"{'would reject':<20}{count} x {reason}" for reason, count in sorted(rejects.items())]
+    lines = [f"{'would encode':<20}{buckets.total():,} pictures"]
+    lines += [f"{'would reject':<20}{count:,} x {reason}" for reason, count in sorted(rejects.items())]
     lines += ["", f"{'bucket':<20}{'records':>10}"] if buckets else []
-    return lines + [f"{name:<20}{buckets[name]:>10}" for name in sorted(buckets, key=bucket_size)]
+    return lines + [f"{name:<20}{buckets[name]:>10,}" for name in sorted(buckets, key=bucket_size)]
 
 
 def store_state(store: Path, frozen: FrozenPlan, spec: StoreSpec, *, is_complete: bool) -> str:
@@ -246,9 +247,9 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
     frozen = f" of which {shortened(trained)} train" if trained < parameters else ""
     lines += [
         f"{'model':<20}{spec.name}, {shortened(parameters)} parameters{frozen}, {spec.channels} latent channels",
-        f"{'memory':<20}{state_bytes / 2**30:.2f} GiB of weights, gradients, {recipe.optimizer.name} and averages; "
+        f"{'memory':<20}{readable_size(state_bytes)} of weights, gradients, {recipe.optimizer.name} and averages; "
         "activations: 'leandit plan train'",
-        f"{'run':<20}{recipe.run.steps} steps of {recipe.run.global_batch} images",
+        f"{'run':<20}{recipe.run.steps:,} steps of {recipe.run.global_batch:,} images",
     ]
     for turn, store in zip(turns, stores, strict=True):
         lines += store_lines(turn, store, recipe)
@@ -260,12 +261,12 @@ def store_lines(turn: Turn, store: LatentStore, recipe: TrainRecipe) -> list[str
     run, epochs = recipe.run, ""
     if not (recipe.data.batch_tokens or turn.section.has_filter):
         trained = max(1, len(store) * (1 - recipe.data.holdout))
-        epochs = f": {turn.batches(run.steps) * run.global_batch / trained:.1f} epochs"
+        epochs = f": {turn.batches(run.steps) * run.global_batch / trained:,.1f} epochs"
     stop = run.steps if turn.stop is None else min(turn.stop, run.steps)
-    when = f"steps {turn.start + 1} to {stop}" if turn.start < stop else "after the last step"
+    when = f"steps {turn.start + 1:,} to {stop:,}" if turn.start < stop else "after the last step"
     share = f", {turn.share:.4g} of the batches" if turn.share < 1 else ""
-    lines = ["", f"{'store':<20}'{turn.section.store}', {len(store)} records, {when}{share}{epochs}"]
-    return [*lines, f"{'bucket':<20}{'records':>10}", *(f"{name:<20}{n:>10}" for name, n in store.buckets.items())]
+    lines = ["", f"{'store':<20}'{turn.section.store}', {len(store):,} records, {when}{share}{epochs}"]
+    return [*lines, f"{'bucket':<20}{'records':>10}", *(f"{name:<20}{n:>10,}" for name, n in store.buckets.items())]
 
 
 def _with_ds_config(recipe: TrainRecipe, device: torch.device) -> tuple[TrainRecipe, list[str], str | None]:

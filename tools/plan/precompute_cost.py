@@ -31,6 +31,7 @@ from ...datasets.format.table_schemas import suffixes
 from ...datasets.format.tables import parquet_file
 from ...datasets.format.zarr_shard import CRC_BYTES, ArrayLayout
 from ...datasets.revisions.plan import FrozenPlan
+from ...datasets.units import readable_size, readable_time
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.loading import Encoders
 from ...precompute.images.decoders import Decoders
@@ -129,13 +130,14 @@ def predict_lines(
     """
     spec, adds_texts = plan.spec, any(one.texts for one in plan.added)
     new_bytes, counts, num_captions = store_bytes(plan), *_token_counts(plan)
-    lines = [f"{'latents':<20}{new_bytes.latents / 2**20:>10.1f} MiB before any codec"]
+    lines = [f"{'latents':<20}{readable_size(new_bytes.latents):>10} before any codec"]
     for name, num_bytes in new_bytes.beside.items():
-        lines.append(f"{name:<20}{num_bytes / 2**20:>10.1f} MiB")
+        lines.append(f"{name:<20}{readable_size(num_bytes):>10}")
     for name, num_bytes in new_bytes.texts.items():
         label = f"captions {name}".strip()
-        lines.append(f"{label:<20}{num_bytes / 2**20:>10.1f} MiB, {num_captions[name]} distinct, {counts[name]} tokens")
-    lines.append(f"{'tables':<20}{new_bytes.tables / 2**20:>10.1f} MiB at most")
+        distinct = f"{num_captions[name]:,} distinct, {counts[name]:,} tokens"
+        lines.append(f"{label:<20}{readable_size(num_bytes):>10}, {distinct}")
+    lines.append(f"{'tables':<20}{readable_size(new_bytes.tables):>10} at most")
     texts = {name: encoders.captions[name] for name, count in counts.items() if count}
     captions = plan.captions if adds_texts else plan.own_captions
     probe = run_probe(
@@ -156,9 +158,9 @@ def predict_lines(
             rates = f"; decoding {probe.pictures / probe.decode_seconds:.1f}, encoding "
             rates += f"{probe.pictures / probe.encode_seconds:.1f} images/s, from {probe.pictures} pictures"
         devices = "" if on_cpu or num_devices == 1 else f" each of {num_devices} devices"
-        lines.append(f"{'time':<20}{seconds / 3600:>10.2f} h{rates}{devices}")
+        lines.append(f"{'time':<20}{readable_time(seconds):>10}{rates}{devices}")
         kind = "of the GPU, one batch of the largest bucket" if device.type == "cuda" else "of this machine, the probe"
-        lines.append(f"{'memory':<20}{probe.memory_bytes / GIB:>10.2f} GiB {kind}")
+        lines.append(f"{'memory':<20}{readable_size(probe.memory_bytes):>10} {kind}")
     return lines, new_bytes
 
 
@@ -230,7 +232,7 @@ def check_room(store: Path, num_bytes: int) -> None:
     free, missing = shutil.disk_usage(folder).free, num_bytes - written
     if missing > free:
         raise ResourceError(
-            f"store '{store}': the disk has {free / GIB:.1f} GiB free, {missing / GIB:.1f} GiB more are needed. Free "
+            f"store '{store}': the disk has {readable_size(free)} free, {readable_size(missing)} more are needed. Free "
             "some space, give a --store on another disk, or make it smaller (store.dtype, store.text_dtype, vae.flip)."
         )
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...datasets.errors import RecipeError
+from ...datasets.units import readable_size, readable_time
 from ...train.metrics.flops import shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
 from ...train.weights.folders import METRICS
@@ -218,12 +219,12 @@ def _render_workload(result: dict[str, Any]) -> list[str]:
     size += f" of which {shortened(result['trained_parameters'])} train" if result["lora_rank"] else ""
     return [
         f"model       {result['model']}, {size}, {result['bucket']} px{text}",
-        f"arithmetic  {result['flops_per_image'] / 1e12:.3f} TFLOP an image, {result['precision']}",
+        f"arithmetic  {result['flops_per_image'] / 1e12:.3g} TFLOP an image, {result['precision']}",
         f"batch       {result['global_batch']} images on {result['gpus']} GPUs",
         f"strategy    {result['asked']} by the recipe; below are all",
         *(f"{'':<12}{line}" for line in result["changes"]),
         f"MFU         {result['mfu']:.0%}, {kind}",
-        f"checkpoint  {result['checkpoint_bytes'] / GIB:.2f} GiB of weights that train, optimizer and averages",
+        f"checkpoint  {readable_size(result['checkpoint_bytes'])} of weights that train, optimizer and averages",
         f"memory      traced, not compiled{'; torch.compile takes less' if result['compiled'] else ''}",
     ]
 
@@ -245,7 +246,7 @@ def _render_gpus(result: dict[str, Any]) -> list[str]:
     rows = result["known_gpus"]
     lines = [
         f"largest microbatch on each GPU, and {result['images']:,} images on {result['gpus']} of them",
-        f"{'GPU':<12}{'GiB':>7}{'whole':>8}{'sharded':>9}{'images/s':>10}{'days':>9}",
+        f"{'GPU':<12}{'GiB':>7}{'whole':>8}{'sharded':>9}{'images/s':>10}{'time':>14}",
         *(f"{row['gpu']:<12}{row['memory_gib']:>7.1f}{_fit_columns(row)}" for row in rows),
     ]
     if any(row["launch_bound"] for row in rows):
@@ -259,10 +260,10 @@ def _render_gpus(result: dict[str, Any]) -> list[str]:
 
 
 def _fit_columns(row: Mapping[str, Any]) -> str:
-    """Microbatches, images a second and days of a GPU; dashes if it lacks the precision."""
+    """Microbatches, images a second and time of a GPU; dashes if it lacks the precision."""
     if row["seconds"] is None:
-        return f"{'-':>8}{'-':>9}{'-':>10}{'-':>9}"
+        return f"{'-':>8}{'-':>9}{'-':>10}{'-':>14}"
     return (
-        f"{row['microbatch_whole']:>8}{row['microbatch_sharded']:>9}{row['images_per_second']:>10.0f}"
-        f"{row['seconds'] / 86400:>9.2f}{' *' if row['launch_bound'] else ''}"
+        f"{row['microbatch_whole']:>8}{row['microbatch_sharded']:>9}{row['images_per_second']:>10,.0f}"
+        f"{readable_time(row['seconds']):>14}{' *' if row['launch_bound'] else ''}"
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import Manifest
+from ...datasets.units import readable_time
 from ...precompute.planning.compare import Comparison
 from ...precompute.progress.verdict import DECODE, ENCODE, advice, before_stages, bound_by
 
@@ -49,10 +50,11 @@ def _run_rows(report: Report) -> list[tuple[str, str]]:
     rows, tokens = [], report.tokens
     if tokens.num_captions:
         share = f"{tokens.num_padding / tokens.num_tokens:.1%} padding"
-        rows.append(("encoded", f"{tokens.num_tokens} tokens of {tokens.num_captions} captions, {share}"))
+        rows.append(("encoded", f"{tokens.num_tokens:,} tokens of {tokens.num_captions:,} captions, {share}"))
     if report.num_encoded:
         rate = report.num_encoded / report.total_seconds
-        rows.append(("this run", f"{report.num_encoded} pictures in {report.total_seconds:.1f} s, {rate:.1f} images/s"))
+        took = f"{report.num_encoded:,} pictures in {readable_time(report.total_seconds)}"
+        rows.append(("this run", f"{took}, {rate:,.1f} images/s"))
         if before := before_stages(report.seconds, report.power):
             rows.append(("before", f"{before}; the stages overlap"))
         rows += stage_rows(report)
@@ -68,10 +70,10 @@ def stage_rows(report: Report) -> list[tuple[str, str]]:
     """Time and rate of each stage, the bottleneck, and advice; empty if nothing was encoded."""
     if not report.seconds.get(ENCODE):
         return []  # every picture was rejected
-    rows = [("stages", f"{'':<8}{'seconds':>9}{'threads':>9}{'images/s':>10}  that it could do alone")]
+    rows = [("stages", f"{'':<8}{'busy':>13}{'threads':>9}{'images/s':>10}  that it could do alone")]
     for time in report.times:
-        rate = f"{time.images_per_second:.1f}" if time.images_per_second else "-"
-        rows.append(("", f"{time.name:<8}{time.seconds:>9.1f}{time.threads:>9}{rate:>10}"))
+        rate = f"{time.images_per_second:,.1f}" if time.images_per_second else "-"
+        rows.append(("", f"{time.name:<8}{readable_time(time.seconds):>13}{time.threads:>9}{rate:>10}"))
     bound = bound_by(report.times)
     tip = advice(report.times, on_cpu=report.power.device == "cpu", codec=report.codec)
     return [*rows, ("bound by", f"{bound}: {tip}")]
@@ -86,16 +88,17 @@ def import_rows(report: ImportReport, store: Path) -> list[tuple[str, str]]:
     rows += content_rows(report.manifest)
     if report.num_imported:
         rate = report.num_imported / report.total_seconds
-        took = f"{report.num_imported} records in {report.total_seconds:.1f} s, {rate:.1f} records/s"
+        took = f"{report.num_imported:,} records in {readable_time(report.total_seconds)}"
+        took += f", {rate:,.1f} records/s"
         return [*rows, ("this run", took)]
     return [*rows, ("this run", "nothing to copy, the store was complete")]
 
 
 def count_rows(manifest: Manifest, store: Path) -> list[tuple[str, str]]:
     """Numbers of records, and the command that lists the rejected ones."""
-    rejected = f"{manifest.num_stored} stored + {manifest.num_rejected} rejected"
+    rejected = f"{manifest.num_stored:,} stored + {manifest.num_rejected:,} rejected"
     rows = [("store", f"{store}: complete, revision {manifest.revision}")]
-    rows.append(("records", f"{manifest.num_planned} planned = {rejected}"))
+    rows.append(("records", f"{manifest.num_planned:,} planned = {rejected}"))
     if manifest.num_rejected:
         rows.append(("", f"why: 'leandit inspect {store} --rejects' names each, with its reason"))
     return rows
@@ -104,9 +107,9 @@ def count_rows(manifest: Manifest, store: Path) -> list[tuple[str, str]]:
 def content_rows(manifest: Manifest) -> list[tuple[str, str]]:
     """Buckets, captions and root hash."""
     buckets = sorted(manifest.buckets.items(), key=lambda entry: bucket_size(entry[0]))
-    rows = [("buckets", ", ".join(f"{name}: {count}" for name, count in buckets))]
+    rows = [("buckets", ", ".join(f"{name}: {count:,}" for name, count in buckets))]
     if manifest.num_captions:
-        rows.append(("captions", f"{manifest.num_captions} distinct, {manifest.num_caption_tokens} tokens"))
+        rows.append(("captions", f"{manifest.num_captions:,} distinct, {manifest.num_caption_tokens:,} tokens"))
     return [*rows, ("root hash", manifest.root_hash)]
 
 
@@ -119,7 +122,7 @@ def change_rows(changes: Comparison) -> list[tuple[str, str]]:
         "with another label or caption": changes.num_described,
         "gone": changes.num_gone,
     }
-    changed = [f"{count} {what}" for what, count in counts.items() if count]
+    changed = [f"{count:,} {what}" for what, count in counts.items() if count]
     changed += ["classes renamed"] if changes.is_renamed else []
     text = f"since the revision before: {', '.join(changed)}" if changed else "nothing has changed"
     rows = [("source", text)]

@@ -7,8 +7,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
 
+from ...datasets.units import readable_time
+from ...precompute.progress.clock import REJECTED
 from .text import is_quiet
 
 if TYPE_CHECKING:  # torch takes a second to import
@@ -17,8 +20,31 @@ if TYPE_CHECKING:  # torch takes a second to import
 PLAIN_EVERY_SECONDS = 30.0
 
 
+class _Counts(ProgressColumn):
+    """Done and total."""
+
+    def render(self, task: Task) -> Text:
+        """Of a task."""
+        total = f"{int(task.total):,}" if task.total else "?"
+        return Text(f"{int(task.completed):,}/{total}", style="progress.download")
+
+
+class _TimeLeft(ProgressColumn):
+    """Time left; after the end, the time that it took."""
+
+    def render(self, task: Task) -> Text:
+        """Of a task."""
+        if task.finished:
+            return Text(f"took {readable_time(task.finished_time or 0.0)}", style="progress.elapsed")
+        left = "" if task.time_remaining is None else f"{readable_time(round(task.time_remaining))} left"
+        return Text(left, style="progress.remaining")
+
+
 class ProgressLine:
-    """Shows the progress of each stage; call it with (stage, done, total) and an optional note."""
+    """Shows what is done of each stage, its rate, the time left, and the rejects.
+
+    Call it as ``Progress``, with an optional note.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, quiet=is_quiet())
@@ -26,6 +52,7 @@ class ProgressLine:
         self._tasks: dict[str, TaskID] = {}
         self._started: dict[str, tuple[float, int]] = {}
         self._latest: dict[str, int] = {}
+        self._num_rejected = 0
         self._last_plain = time.monotonic()
 
     def __enter__(self) -> ProgressLine:
@@ -33,8 +60,8 @@ class ProgressLine:
             columns = (
                 TextColumn("{task.description:>14}"),
                 BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
+                _Counts(),
+                _TimeLeft(),
                 TextColumn("{task.fields[note]}"),
             )
             self._live = Progress(*columns, console=self._console)
@@ -48,10 +75,19 @@ class ProgressLine:
             self._live.stop()
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
-        """Show that ``done`` of ``total`` items of a stage are finished; a total of 0 is unknown."""
+        """Show that ``done`` of ``total`` items of a stage are finished; a total of 0 is unknown.
+
+        Args:
+          note: instead of the rate.
+        """
+        if stage == REJECTED:
+            self._num_rejected = done
+            return
         start, first = self._started.setdefault(stage, (time.monotonic(), done))
         rate = (done - first) / max(time.monotonic() - start, 1e-9)
         note = note or (f"{rate:.1f}/s" if done > first else "")
+        if self._num_rejected:
+            note = f"{note}, {self._num_rejected:,} rejected".removeprefix(", ")
         if self._live:
             if stage not in self._tasks:
                 self._tasks[stage] = self._live.add_task(stage, total=total or None, note="")
@@ -60,8 +96,9 @@ class ProgressLine:
         is_finished, self._latest[stage] = done >= total > 0 and self._latest.get(stage) != done, done
         if is_finished or time.monotonic() - self._last_plain >= PLAIN_EVERY_SECONDS:
             self._last_plain = time.monotonic()
-            left = f", {_clock((total - done) / rate)} left" if rate and done < total else ""
-            line = f"{stage}: {done} of {total or '?'}  {note}{left}".rstrip()
+            left = f", {readable_time((total - done) / rate)} left" if rate and done < total else ""
+            of_total = f"{total:,}" if total else "?"
+            line = f"{stage}: {done:,} of {of_total}  {note}{left}".rstrip()
             self._console.print(line, highlight=False, markup=False)
 
 
@@ -73,9 +110,3 @@ def train_note(figures: StepReport) -> str:
     if figures.held_out and figures.held_out.averaged_loss is not None:
         parts.append(f"held out {figures.held_out.averaged_loss:.4f} ({figures.held_out.share:.1%} of the time)")
     return "  ".join([*parts, f"data wait {figures.data_wait_share:.1%}"])
-
-
-def _clock(seconds: float) -> str:
-    """Hours, minutes and seconds."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -6,6 +6,7 @@ sizes are saved in checkpoints, so that a resumed run sums in the same order.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 
@@ -26,6 +27,7 @@ from ..weights.checkpoint import OPTIMIZER
 from .state import TrainState
 from .texts_for_store import longest_caption, zero_texts
 
+LOG = logging.getLogger(__name__)
 TRIED = ((2, 4), (1, 2))  # images; fewer if those do not fit
 TRIED_IMAGES = 32  # for attention: enough to fill a GPU
 KEPT_FREE = 0.08  # share of memory for fragmentation and for workspaces of kernels
@@ -40,13 +42,16 @@ def tune(state: TrainState, watchdog: Watchdog) -> None:
     """
     if state.device.type != "cuda":
         return
+    LOG.info("attention kernels of the checkpoint: %s", state.attention_kernels or "none, so they are measured")
     buckets = dict.fromkeys(bucket for store in state.stores for bucket in store.buckets)  # in order, for ties
     largest = max(buckets, key=area)
     if not state.attention_kernels:
         state.attention_kernels = watchdog.announce(_fastest_attention(state, largest))
+        LOG.info("attention kernels for bucket %s, the fastest first: %s", largest, state.attention_kernels)
     if not (state.recipe.run.microbatch or state.microbatches) and isinstance(state.engine, TorchEngine):
         most = min(watchdog.gather(_most_images(state, largest)))
         state.microbatches = microbatch_sizes(buckets, largest, most)
+        LOG.info("images of a microbatch, measured in bucket %s: %s", largest, state.microbatches)
 
 
 def _fastest_attention(state: TrainState, bucket: str) -> list[str]:

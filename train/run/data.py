@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -23,6 +24,8 @@ from ..data_recipe import DataSection, RecordsSection, StoreSection
 from ..models.build import pixels_per_token
 from ..models.spec import ModelSpec
 from ..parallel.ranks import ALONE, Ranks
+
+LOG = logging.getLogger(__name__)
 
 
 def build_loader(
@@ -109,6 +112,13 @@ def store_plan(
     window = shard_window(store, data.window_shards, selection) if data.window_shards else None
     plan = BatchPlan(buckets, sizes, seed, leftovers=data.leftovers, window=window, selection=selection)
     check_not_empty(store, plan)
+    LOG.info(
+        "store '%s': records of each bucket %s, images of a batch %s, leftovers %s",
+        store.path,
+        dict(buckets),
+        sizes,
+        data.leftovers,
+    )
     if plan.never_read:
         names = ", ".join(f"{bucket} ({count})" for bucket, count in plan.never_read.items())
         warn(f"data.leftovers 'drop': never read, because they fill no batch, are the records of {names}")

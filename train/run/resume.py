@@ -6,6 +6,7 @@ change. Checkpoints hold whole tensors under the names of the model, so any stra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from .saver import Captured, Folder, buffers_of, gather
 from .state import TrainState
 from .stores import contents_read
 
+LOG = logging.getLogger(__name__)
 GROUPS = (MODEL, EMA, OPTIMIZER)
 CODES = "/codes"  # suffix of optimizer state in 8 bits
 
@@ -86,7 +88,9 @@ def start_or_resume(
     if watchdog is not None:
         announced = watchdog.announce(announced)
     if announced is None:
+        LOG.info("run '%s': no checkpoint, so it begins at step 0", run)
         return
+    LOG.info("run '%s': the checkpoint of step %d is valid, and the newest", run, announced["step"])
     if loaded is None:  # this is not the first rank
         progress = _Progress.model_validate(announced["progress"])
         loaded = Loaded(run, announced["step"], progress, {group: {} for group in GROUPS})
@@ -193,6 +197,8 @@ def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str] = ())
         state.engine.loss_scale.load_state_dict(progress.loss_scale)
     if progress.tuned_for == tuned_for(state):
         state.microbatches, state.attention_kernels = progress.microbatches, progress.attention_kernels
+    else:
+        LOG.info("microbatches and attention kernels are measured again: they were for %s", progress.tuned_for)
     state.step, state.num_images = loaded.step, progress.num_images
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..data_recipe import StoreSection
 from .manifest import RevisionRead, RunManifest
+
+LOG = logging.getLogger(__name__)
 
 
 def open_stores(
@@ -56,6 +59,8 @@ def open_stores(
             if not section.revision and opened[section.store, asked].newest_revision > asked > 0:
                 warn(_newer(opened[section.store, asked], run, may_move=may_move))
         stores.append(opened[section.store, asked])
+        why = "as the run has read it" if revisions else "named" if asked else "the newest"
+        LOG.info("store '%s': revision %d, %s; %d records", section.store, stores[-1].revision, why, len(stores[-1]))
         if revisions:
             _check_store(run, revisions, stores[-1])
     return stores

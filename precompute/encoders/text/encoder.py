@@ -44,6 +44,7 @@ from ..model_files import (
 from .families import FAMILIES, PROJECTED, check_request, class_name, language_config, text_config, whole_number
 from .tokenizer import CaptionTokenizer
 
+LOG = logging.getLogger(__name__)
 TEMPLATE = "{caption}"  # captions are stripped of white space at both ends, and otherwise left as they are
 INSTRUCTED = "{instruction}{caption}"
 EMBEDDING = "embed_tokens.weight"  # ends the name of a language model's first weight
@@ -282,6 +283,9 @@ class CaptionEncoder:
             ) from error
         model, loading = loaded
         check_loaded(loading, f"text.model '{self._folder}'")
+        attention = getattr(model.config, "_attn_implementation", "its own")
+        what = f"text.model '{self._folder}' ({self._class_name})"
+        LOG.info("%s computes in %s on %s, attention %s", what, self.identity.dtype, self._device, attention)
         return model.to(self._device).eval().requires_grad_(False)
 
     def _language_model_alone(self) -> dict[str, Any]:

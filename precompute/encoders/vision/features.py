@@ -9,6 +9,7 @@ Wu et al. 2025, "Representation Entanglement for Generation" (REG): the class to
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -37,6 +38,7 @@ from .families import Family, blocks_of, family_of, load_vision_model
 from .normalisation import GREY_LEVELS, PREPROCESSOR, normalisation
 from .positions import resample_positions
 
+LOG = logging.getLogger(__name__)
 PX_A_PATCH = 16  # of a picture, where the recipe leaves the resolution open
 
 
@@ -83,6 +85,7 @@ class FeatureEncoder:
         self._mean, self._std = (
             torch.tensor(numbers, dtype=torch.float32, device=device)[:, None, None] for numbers in (mean, std)
         )
+        LOG.info("%s (%s) computes in %s on %s", where, family.class_name, dtype, device)
         self.identity = EncoderIdentity(
             model=model_name(section, folder),
             revision=revision,

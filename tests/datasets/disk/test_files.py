@@ -124,7 +124,7 @@ def test_a_full_disk_is_a_resource_error_that_names_the_file_and_the_free_space(
     if function != "os.mkdir":
         path.parent.mkdir()
     monkeypatch.setattr(function, failing(OSError(number, os.strerror(number)), calls_before))
-    with pytest.raises(ResourceError, match=r"MiB free") as caught:
+    with pytest.raises(ResourceError, match=r"iB free") as caught:
         write_atomic(path, b"new")
     assert str(path) in str(caught.value)
     assert os.strerror(number) in str(caught.value)

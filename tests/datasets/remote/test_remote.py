@@ -516,10 +516,13 @@ PASSING = [
 ]
 
 
-def test_what_passes_is_tried_again(tmp_path: Path) -> None:
+def test_what_passes_is_tried_again_and_the_logger_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     FaultyFileSystem.faults = {PATHS[0]: list(PASSING)}
     assert made_up(tmp_path / "local").fetch(PATHS[0]).read_bytes() == CONTENT[PATHS[0]]
     assert FaultyFileSystem.requests.total() == len(PASSING) + 1
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("leandit.")]
+    assert len(told) == len(PASSING)
+    assert f"file '{PATHS[0]}': attempt 1 of {remote_reader.ATTEMPTS} failed (" in told[0]
 
 
 @pytest.mark.parametrize("fault", PASSING, ids=lambda fault: type(fault).__name__)
@@ -612,7 +615,7 @@ def test_a_shard_that_is_larger_than_the_room_is_refused_before_anything_comes(
     caption_store: LatentStore, tmp_path: Path
 ) -> None:
     upload(caption_store.path, "faulty://narrow")
-    with pytest.raises(ResourceError, match=r"shard '.*' has .* MiB, the local folder may hold .* MiB.*capacity_gib"):
+    with pytest.raises(ResourceError, match=r"shard '.*' has .*iB, the local folder may hold .* B.*capacity_gib"):
         open_remote("faulty://narrow", folder=tmp_path / "local", capacity_gib=1e-7)
     assert not [path for path in FaultyFileSystem.requests if path.endswith("parquet") or "/c/" in path]
 

@@ -170,7 +170,7 @@ def test_a_store_of_gemma_says_its_instruction_and_refuses_another(gemma: Path, 
     computed = int(store.tokens.lengths.sum()) + shared * count + 12  # and the empty caption
     assert report.tokens == TokenCount(computed, 11, count + 1)
     said = dict(precompute_rows(report, store.path))["encoded"]
-    assert said == f"{computed} tokens of {count + 1} captions, {11 / computed:.1%} padding"
+    assert said == f"{computed:,} tokens of {count + 1} captions, {11 / computed:.1%} padding"
     encode(caption_recipe(*recipe, "text.instruction=sana"), source, tmp_path / "again")
     assert tree_digest(tmp_path / "again") == tree_digest(tmp_path / "store")
     with pytest.raises(FingerprintMismatch, match=r"text\.instruction is "):

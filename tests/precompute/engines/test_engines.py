@@ -108,7 +108,7 @@ def kill(some: list[LocalProcess]) -> None:
 
 
 def test_two_processes_of_which_one_is_killed_make_the_bytes_of_one_and_list_nothing(
-    source: Path, whole: dict[str, bytes], tmp_path: Path, quick: None
+    source: Path, whole: dict[str, bytes], tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     hidden, said, seen = source / "metadata.jsonl.away", [], []
 
@@ -119,10 +119,13 @@ def test_two_processes_of_which_one_is_killed_make_the_bytes_of_one_and_list_not
             kill(started[1:])
 
     try:
-        report = with_processes(source, tmp_path / "store", progress=progress, said=said)
+        with caplog.at_level("INFO", logger="leandit"):
+            report = with_processes(source, tmp_path / "store", progress=progress, said=said)
     finally:
         hidden.rename(source / "metadata.jsonl")
     assert tree_digest(tmp_path / "store") == whole
+    told = {getattr(record, "place", "") for record in caplog.records if record.name.endswith("encoders.vae")}
+    assert told == {"cpu (process 1)", "cpu (process 2)"}  # each loads its own, and tells it here
     (line,) = [line for line in said if "columns:" not in line]
     assert "cpu (process 2) is gone: it was ended by signal 9 (Killed). Another is started" in line
     counts = [(done, total) for stage, done, total in seen if stage == "pictures"]

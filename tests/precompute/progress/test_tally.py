@@ -28,6 +28,7 @@ from leandit.datasets.revisions.writer import StoreWriter
 from leandit.precompute.config import SourceSection
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import precompute
+from leandit.precompute.progress.clock import REJECTED
 from leandit.precompute.progress.rejects import RejectLedger, RejectLimit, ledger_of
 from leandit.precompute.progress.tally import Tally, Work
 from leandit.precompute.shards.worker import Worker
@@ -130,6 +131,7 @@ def test_rejects_of_all_processes_count_together(store: Path, tmp_path: Path) ->
     it.encode(one)
     it.put_record(two)
     it.tally.look()
+    assert [done for stage, done, _ in it.seen if stage == REJECTED][-1] == 2 * BROKEN_ROWS
     it.put_record(three)
     with pytest.raises(SourceError, match="12 of 18 records are rejected, more than source"):
         it.tally.look()
@@ -151,8 +153,9 @@ def test_sums_are_right_in_any_order(store: Path, tmp_path: Path) -> None:
         it.tally.look()
         assert (it.work.num_encoded, it.work.held) == (own, [])
         assert it.seen[-1] == ("pictures", 18, 18)
-        counts = [done for _, done, _ in it.seen]
+        counts = [done for stage, done, _ in it.seen if stage == "pictures"]
         assert counts == sorted(counts)
+        assert [done for stage, done, _ in it.seen if stage == REJECTED][-1] == 3 * BROKEN_ROWS
 
 
 def test_a_worker_that_raises_counts_only_what_it_has_committed(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_disk_that_cannot_hold_what_is_missing_is_refused(
     needed = sum(array.shape[0] * array.row_bytes for array in arrays)
     for free, is_enough in ((needed - 1, False), (needed, True)):
         monkeypatch.setattr(opening.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        with contextlib.nullcontext() if is_enough else pytest.raises(ResourceError, match=r"/store'.*GiB free"):
+        with contextlib.nullcontext() if is_enough else pytest.raises(ResourceError, match=r"/store'.*iB free"):
             run(source, store)
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -102,7 +103,7 @@ FLAGS = {
         *("--json", "--peers", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),
     ],
 }
-EVERYWHERE = {"--install-completion", "--quiet", "--show-completion", "--traceback", "--version"}
+EVERYWHERE = {"--install-completion", "--quiet", "--show-completion", "--traceback", "--verbose", "--version"}
 
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -540,12 +541,12 @@ def test_a_dry_run_counts_the_source_and_checks_the_store(
     assert ended.code == 0
     assert "14 records" in ended.out
     assert "9 distinct" in ended.out
-    assert ended.out.index("GiB of this machine") < ended.out.index("\n[source]") < ended.out.index("\n[store]")
+    assert ended.out.index("iB of this machine") < ended.out.index("\n[source]") < ended.out.index("\n[store]")
     ended = leandit("train", "demo", "--store", caption_store.path, "--run", "new", "--dry-run", "--device", "cpu")
     assert ended.code == 0
     assert "14 records" in ended.out
     assert "pixart-tiny, 53.9 k parameters" in ended.out
-    assert "GiB of weights, gradients, adamw and averages; activations:" in ended.out
+    assert "iB of weights, gradients, adamw and averages; activations:" in ended.out
     assert ended.out.index("64x64 ") < ended.out.index("\n[model]")
     assert leandit("train", "dit-s-2-256", "--store", caption_store.path, "--dry-run").code == 3
     assert tree_digest(Path()) == {}
@@ -588,7 +589,7 @@ def test_a_dry_run_refuses_a_disk_that_is_too_small(
     ended = leandit(*command, "--store", "store")
     assert ended.code == 5
     assert "before any codec" in ended.out
-    assert "the disk has 0.0 GiB free" in ended.err
+    assert "the disk has 1000 B free" in ended.err
     assert not Path("store").exists()
 
 
@@ -661,6 +662,88 @@ def test_a_quiet_command_prints_results_and_errors_alone(
     assert "15 planned = 15 stored + 0 rejected" in quiet.out
     failed = leandit("--quiet", "inspect", "no-store")
     assert (failed.code, failed.err.startswith("leandit: store 'no-store'")) == (3, True)
+
+
+def test_verbose_tells_what_is_decided_and_why(class_folder: Path, tmp_path: Path, leandit: Leandit) -> None:
+    store, run = tmp_path / "store", tmp_path / "run"
+    command = ["precompute", "imagenet-256", "--source", class_folder, *settings(LABEL_RECIPE), "--store", store]
+    told = decisions(leandit("--verbose", *command).err)
+    for words in (
+        "tools.cli.options] --device auto is ",
+        "demo_encoders/vae' (AutoencoderKL) computes in float32 on ",
+        "decoders, one for each core",
+        f"store '{store}': revision 1 is new, fingerprint ",
+        "pictures of each bucket: 32x32: 15",
+        "shards committed and skipped (0): none",
+        "shards missing (1): buckets/32x32 0",
+    ):
+        assert any(words in line for line in told), (words, told)
+    (store / "manifest.json").unlink()
+    resumed = decisions(leandit("--verbose", *command).err)
+    assert any("revision 1 is resumed" in line for line in resumed)
+    assert any("shards committed and skipped (1): buckets/32x32 0" in line for line in resumed)
+    assert decisions(leandit(*command).err) == []
+
+    command = ["train", "dit-s-2-256", "--store", store, "--run", run, *TINY]
+    told = decisions(leandit("--verbose", *command, "--device", "cpu").err)
+    for words in (
+        f"train.run.stores] store '{store}': revision 1, the newest; 15 records",
+        "train.run.data] ",
+        "rank 0 of 1 on cpu, parallel.strategy single",
+        "computes in float32, nothing compiled (run.precision ",
+        f"run '{run}': no checkpoint, so it begins at step 0",
+    ):
+        assert any(words in line for line in told), (words, told)
+    assert len(told) < 25  # not one a step
+    again = decisions(leandit("--verbose", *command, "--device", "cpu", "--set", "run.steps=7").err)
+    assert any(f"run '{run}': the checkpoint of step 6 is valid, and the newest" in line for line in again)
+
+
+def decisions(err: str) -> list[str]:
+    """The lines of --verbose."""
+    return [line for line in err.splitlines() if re.match(r"leandit: \[\d+\.\d s [\w.]+\] ", line)]
+
+
+def test_verbose_and_quiet_are_opposites(leandit: Leandit) -> None:
+    ended = leandit("--verbose", "--quiet", "recipes")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("leandit: --verbose and --quiet")
+    assert leandit("--verbose", "recipes", "--json").out == leandit("recipes", "--json").out
+
+
+def test_what_to_run_next_is_named_on_stderr_and_runs(class_folder: Path, leandit: Leandit) -> None:
+    store, new, run = Path("a store"), Path("new"), Path("runs/a")
+    command = ["precompute", "imagenet-256", "--source", class_folder, *settings(LABEL_RECIPE), "--store", store]
+    shown = leandit(*command, "--dry-run")
+    assert next_of(shown)[-1][:2] == ["precompute", "imagenet-256"]
+    assert "--dry-run" not in next_of(shown)[-1]
+    made = leandit(*next_of(shown)[-1])
+    look, train = next_of(made)
+    assert "next: " not in made.out
+    assert made.err.endswith("--store 'a store' --run runs/dit-b-2-256\n")
+    assert next_of(leandit(*command)) == [look, train]
+    assert leandit(*look).code == 0
+    planned = leandit("plan", "train", "dit-s-2-256", "--store", store, *TINY)
+    assert next_of(planned)[0][:6] == ["train", "dit-s-2-256", "--store", "a store", "--run", "runs/dit-s-2-256"]
+    trained = leandit("train", "dit-s-2-256", "--store", store, "--run", run, *TINY)
+    sample, report = next_of(trained)
+    assert sample == ["sample", "runs/a", "--out", "runs/a-samples"]
+    drawn = leandit(*sample, "--steps", 1, "--json")
+    assert "next" not in json.loads(drawn.out)
+    assert [words[0] for words in next_of(drawn)] == ["report", "export"]
+    assert next_of(leandit(*report)) == [["view", "runs/a"]]
+    exported = leandit("export", run, "--out", "folder")
+    assert next_of(exported)[0][:4] == ["publish", "runs/a", "--to", "hf://OWNER/NAME"]
+    verify, _ = next_of(leandit("compact", store, "--out", new))
+    assert leandit(*verify).code == 0
+    assert next_of(leandit("verify", new, "--quick")) == [["verify", "new"]]
+    assert next_of(leandit("--quiet", *verify, "--quick")) == []
+    assert next_of(leandit("precompute", "imagenet-25", "--source", class_folder, "--store", store)) == []
+
+
+def next_of(ended: Ended) -> list[list[str]]:
+    """Words of the commands that are named as next."""
+    return [shlex.split(line)[2:] for line in ended.err.splitlines() if line.startswith("next: leandit ")]
 
 
 def test_shipped_recipes_are_listed_and_printed_to_start_from(leandit: Leandit) -> None:

@@ -92,7 +92,7 @@ def test_an_addition_to_a_finished_store_is_predicted_and_not_refused(tmp_path: 
     assert tree_digest(store) == was
     assert found.new_bytes is not None
     assert found.refusal is None
-    for words in ("would add encoders or pictures to it", "would complete      8 pictures", "h; decoding", "MiB"):
+    for words in ("would add encoders or pictures to it", "would complete      8 pictures", "s; decoding", "iB"):
         assert words in found.text
     assert found.new_bytes.latents == 0
     precompute(caption_recipe(*more), source_path=source, store_path=store, device=CPU, progress=no_progress)
@@ -104,7 +104,7 @@ def test_an_addition_to_a_finished_store_is_predicted_and_not_refused(tmp_path: 
 
 def test_the_text_says_bytes_hours_and_memory(caption_folder: Path) -> None:
     text = describe_precompute(caption_recipe(), caption_folder, CPU).text
-    for words in ("MiB before any codec", "9 distinct", "from 14 pictures", "GiB of this machine", "h; decoding"):
+    for words in ("iB before any codec", "9 distinct", "from 14 pictures", "iB of this machine", "s; decoding"):
         assert words in text
 
 
@@ -139,7 +139,7 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(precompute_cost.shutil, "disk_usage", lambda path: Usage(0, 0, 1000))
     store = tmp_path / "not" / "there"
     check_room(store, 1000)
-    with pytest.raises(ResourceError, match=r"the disk has 0\.0 GiB free, .* more are needed"):
+    with pytest.raises(ResourceError, match=r"the disk has 1000 B free, .* more are needed"):
         check_room(store, 1001)
     store.mkdir(parents=True)
     (store / "shard").write_bytes(bytes(500))
@@ -162,7 +162,7 @@ def test_on_gpus_decoding_runs_beside_the_encoders(on_cpu: bool, num_devices: in
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_its_own_memory_is_told(caption_folder: Path) -> None:
     text = describe_precompute(caption_recipe(), caption_folder, torch.device("cuda")).text
-    assert "GiB of the GPU" in text
+    assert "iB of the GPU" in text
 
 
 def test_a_store_that_grows_says_what_would_be_encoded(

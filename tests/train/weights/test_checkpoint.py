@@ -686,7 +686,7 @@ def test_a_full_disk_at_a_save_has_its_own_error_and_keeps_the_older_ones(
     write_folder = checkpoint.write_folder
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write_folder", fill)
-        with pytest.raises(ResourceError, match=r"checkpoint-3'.*MiB free") as caught:
+        with pytest.raises(ResourceError, match=r"checkpoint-3'.*iB free") as caught:
             go(label_store, run, 4)
     monkeypatch.setattr(files, "failpoint", None)
     assert caught.value.exit_code == 5

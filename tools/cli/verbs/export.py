@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ....train.weights.folders import is_run
+from ...terminal.next_steps import command_without, print_next
 from ...terminal.text import print_result
 from ..options import AsJson, Base, DryRun, Run, output, print_line, read_path
 from ..preflight import check_run
@@ -53,6 +55,9 @@ def export(
     names = ("snapshot", "format", "pipeline", "out")
     rows = [(name, str(result[name])) for name in names if result[name] is not None]
     print_result(result, lambda _: rows, as_json=as_json)
+    if layout == Layout.diffusers:
+        terms = ["--private", "--license", "NAME", "--encoder-license", "NAME"]
+        print_next(["publish", run, "--to", "hf://OWNER/NAME", "--export", *terms, "--dry-run"])
 
 
 def publish(
@@ -92,3 +97,7 @@ def publish(
     for note in result["notes"]:
         print_line(note)
     print_result(result, render, as_json=as_json)
+    if dry_run:
+        print_next(command_without("--dry-run"))
+    elif branch == "main" and not is_run(target):
+        print_next(["inspect", to])

@@ -9,6 +9,7 @@ import typer
 
 from ....datasets.errors import RecipeError
 from ....train.weights.folders import is_run
+from ...terminal.next_steps import print_next
 from ...terminal.text import print_rows
 from ..options import Device, is_url, local_input, output, path_or_url, print_line, torch_device
 
@@ -50,6 +51,7 @@ def report(
             options = SheetOptions(source, vae, count, scores and str(scores), score, seed)
             done = report_stores(targets, out, options, progress=progress)
     print_rows([("report", str(out)), *done])
+    print_next(["view", targets[0]])
 
 
 def _are_runs(targets: list[str]) -> bool:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ....datasets.errors import RecipeError
+from ...terminal.next_steps import print_next
 from ...terminal.text import print_result
 from ..options import AsJson, Overrides, Recipe, local_input, path_or_url
 
@@ -62,3 +63,7 @@ def plan_train(
     workload = workload_at_resolution(loaded, resolution) if resolution else workload_of_stores(loaded, store)
     result = make_plan(workload, gpu=gpu, num_gpus=gpus, images=images, run=run, changes=changes)
     print_result(result, render, as_json=as_json)
+    if not resolution:
+        places = [*(("--store", store) if store else ()), "--run", f"runs/{Path(recipe).name.removesuffix('.toml')}"]
+        changed = [word for override in overrides or () for word in ("--set", override)]
+        print_next(["train", recipe, *places, *changed])

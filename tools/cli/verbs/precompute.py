@@ -12,6 +12,7 @@ import typer
 from ....datasets.errors import RecipeError
 from ....precompute.sharing.part import Part, part_of
 from ....train.parallel.stop import StopRequest
+from ...terminal.next_steps import after_store, command_without, print_next
 from ...terminal.text import print_rows
 from ..options import Devices, DryRun, Overrides, Recipe, local_input, output, print_line, torch_devices
 from ..preflight import check_import, check_precompute, check_source
@@ -86,6 +87,7 @@ def precompute(
         for note in listed.notes:
             print_line(note)
         print_rows(unchanged_rows(listed, store))
+        print_next(*after_store(store, recipe))
         return
     from ...terminal.outcome import precompute_rows
 
@@ -107,6 +109,8 @@ def precompute(
         else:
             report = job.precompute(progress, print_line, listed=listed)
     print_rows(precompute_rows(report, store))
+    if report.manifest:
+        print_next(*after_store(store, recipe))
 
 
 def _dry_run(
@@ -138,6 +142,8 @@ def _dry_run(
         check_room(store, planned.store_bytes)
     if planned.refusal:
         raise planned.refusal  # as the run would
+    if source and store:
+        print_next(command_without("--dry-run"))
 
 
 @contextmanager
@@ -178,3 +184,4 @@ def import_(
     with _stoppable_progress(context.obj) as progress:
         report = import_features(kind, settings, source_path=source, store_path=store, progress=progress, null=null)
     print_rows(import_rows(report, store))
+    print_next(["inspect", store], ["verify", store])

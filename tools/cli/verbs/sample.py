@@ -12,6 +12,7 @@ import typer
 
 from ....datasets.errors import RecipeError
 from ....datasets.revisions.catalog import check_store
+from ...terminal.next_steps import print_next
 from ...terminal.text import print_result, print_rows
 from ..options import AsJson, Base, Device, Run, local_input, output, print_line, rank_device, read_path
 from ..preflight import check_evaluation, check_run, check_subjects
@@ -132,6 +133,10 @@ def _draw(
         names = ("snapshot", "bucket", "sampler", "guidance", file)
         rows = [("samples", drawn), *((name, str(result[name])) for name in names if result[name] is not None)]
         print_result(result, lambda _: rows, as_json=as_json)
+        if result.get("npz"):
+            print_next(["evaluate", places["out"], "--against", "REFERENCE"])
+        elif file == "grid" and not request.recipe:
+            print_next(["report", run, "--out", f"{run}.html"], ["export", run, "--out", f"{run}-diffusers"])
 
 
 def read_rank() -> Ranks:
@@ -244,6 +249,8 @@ def evaluate(
         result = measure(request, device=place, ranks=ranks, progress=line or (lambda *_: None))
     if result:
         _report(result, json_file)
+        if out:
+            print_next(["report", target, "--out", f"{target}.html"])
 
 
 def _report(result: dict[str, Any], json_file: Path | None) -> None:

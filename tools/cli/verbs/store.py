@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ....datasets.errors import DamageError, RecipeError, StoreIncomplete
+from ...terminal.next_steps import print_next
 from ...terminal.text import print_result, print_rows
 from ..options import AnyStore, AsJson, Device, LocalStore, Overrides, is_url, output, print_line, torch_device
 
@@ -118,6 +119,8 @@ def verify(
         raise typer.Exit(DamageError.exit_code)
     if not verification.complete:
         raise typer.Exit(StoreIncomplete.exit_code)
+    if quick:
+        print_next(["verify", store])
 
 
 def compact(
@@ -137,7 +140,8 @@ def compact(
 
     with ProgressLine() as progress:
         manifest = run(store, out, progress=progress, without=without or ())
-    rows = [("store", f"{out}: revision {manifest.revision}, {manifest.num_stored} records")]
+    rows = [("store", f"{out}: revision {manifest.revision}, {manifest.num_stored:,} records")]
     rows.append(("old store", f"{store}: as it was; remove it once no run reads it"))
     rows.append(("root hash", manifest.root_hash))
     print_rows(rows)
+    print_next(["verify", out], ["inspect", out])

@@ -11,6 +11,7 @@ import typer
 
 from ....datasets.errors import LeanditError, RecipeError
 from ....train.parallel.stop import StopRequest
+from ...terminal.next_steps import after_run, command_without, print_next
 from ...terminal.text import print_rows
 from ..options import (
     Device,
@@ -62,6 +63,8 @@ def train(
         from ...plan.dry_run import describe_train
 
         print(describe_train(loaded, store, torch_device(device)))
+        if run and (store or loaded.data.turns):
+            print_next(command_without("--dry-run"))
         return
     if run is None or not (store or loaded.data.turns):
         raise RecipeError("train: needed --store PATH and --run PATH (or --dry-run).")
@@ -75,6 +78,8 @@ def train(
     rows, finished = _train(loaded, store, run, device_of_rank, stop, ranks, recipe_name=recipe)
     if ranks.is_first:
         print_rows(rows)
+        if finished:
+            print_next(*after_run(run))
     if not finished:
         raise typer.Exit(stop.exit_code)
 
@@ -111,17 +116,17 @@ def _train(
     if precision == "bf16" and autocast_dtype("bf16", device) is None:
         precision = f"fp32 (bf16 was asked for, {device} has no fast bf16)"
     beyond = "; the recipe asks for fewer" if outcome.step > recipe.run.steps else ""
-    steps = f"{outcome.step} of {recipe.run.steps}{beyond}"
+    steps = f"{outcome.step:,} of {recipe.run.steps:,}{beyond}"
     rows = [("run", str(run)), ("steps", steps), ("computed in", precision)]
     if ranks.world_size > 1:
         rows.append(("ranks", f"{ranks.world_size}, {choose_strategy(recipe.parallel, ranks)}"))
     if outcome.first_step is None:
         rows.append(("this run", "nothing to do, the run was finished"))
     elif outcome.losses:
-        seen = f"{outcome.num_images} images{_if_short(outcome)}"
-        rate = f"at best {outcome.images_per_second:.1f} images/s"
-        rows.append(("this run", f"from step {outcome.first_step}, {seen}, {rate}"))
-        rows.append(("loss", ", ".join(f"{loss:.4f} at step {step}" for step, loss in dict.fromkeys(outcome.losses))))
+        seen = f"{outcome.num_images:,} images{_if_short(outcome)}"
+        rate = f"at best {outcome.images_per_second:,.1f} images/s"
+        rows.append(("this run", f"from step {outcome.first_step:,}, {seen}, {rate}"))
+        rows.append(("loss", ", ".join(f"{loss:.4f} at step {step:,}" for step, loss in dict.fromkeys(outcome.losses))))
     if not outcome.finished:
         rows.append(("state", "interrupted and saved; run the same command again to resume"))
     return rows, outcome.finished
@@ -172,3 +177,4 @@ def average(
     combined = combine(run, length, out, step=step)
     rows = [("snapshot", str(combined.path)), ("made of", f"{combined.used} stored averages")]
     print_rows([*rows, ("length", f"{length:g}, {combined.error:.2%} from its profile")])
+    print_next(["sample", out, "--out", f"{out}-samples"])

@@ -110,7 +110,7 @@ def rows_of(result: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for side in ("pictures", "reference"):
         if of_side := result.get(side):
-            count = of_side.get("count", "an unknown number")
+            count = f"{of_side['count']:,}" if "count" in of_side else "an unknown number"
             rows.append((side, f"{of_side['kind']} '{of_side['path']}', {count} pictures"))
             if "guidance" in of_side:
                 how = f"{of_side['sampler']}, {of_side['steps']} steps, guidance {of_side['guidance']:g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from .npz import Npz
 from .pictures import PICTURES, FolderPictures, NpzPictures, PictureSet, SpreadPictures
 from .store_pictures import DecodedPictures, SourcePictures
 
+LOG = logging.getLogger(__name__)
 PLACES = ("path", "network", "revision")  # where things lie, in a description; the rest is what they are
 
 
@@ -153,6 +155,7 @@ def kept_moments(
                     f"--keep-statistics '{file}': it is of {what} {found.get(what)}, this command has "
                     f"{described[what]}. Give another file, or remove this one."
                 )
+        LOG.info("reference: statistics kept in '%s'", file)
         return read_moments(kept)
     team.check(None)  # all have looked before the first writes
     moments = moments_of(opened, network, team, "reference", progress)

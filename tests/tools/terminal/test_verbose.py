@@ -1,0 +1,83 @@
+"""What modules tell the logger "leandit": shown by --verbose, silent without, and heard from other processes."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from leandit.precompute.engines.told import level_told, tell, told_to
+from leandit.tools.terminal.verbose import show_decisions
+
+LOG = logging.getLogger("leandit.somewhere.inside")
+
+
+@pytest.fixture(autouse=True)
+def nothing_shown() -> Iterator[None]:
+    yield
+    show_decisions(False)
+
+
+def test_decisions_are_shown_with_seconds_and_module_and_once(capsys: pytest.CaptureFixture[str]) -> None:
+    show_decisions(True)
+    show_decisions(True)
+    LOG.info("two decoders for '%s'", "a\x1b[1m")
+    LOG.debug("noise")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("leandit: [0.")
+    assert said.err.endswith(" s somewhere.inside] two decoders for 'a\\x1b[1m'\n")
+    assert said.err.count("\n") == 1
+    show_decisions(False)
+    LOG.warning("no longer")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_says_which_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "2")
+    show_decisions(True)
+    LOG.info("here")
+    assert " s rank 2 somewhere.inside] here" in capsys.readouterr().err
+
+
+def test_the_library_prints_nothing_by_itself() -> None:
+    code = "import logging, leandit; logging.getLogger('leandit.x').warning('heard')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
+    code = "import logging, leandit; logging.basicConfig(); logging.getLogger('leandit.x').warning('heard')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "heard" in ended.stderr
+
+
+def test_what_another_process_tells_is_told_here_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    sent: list[bytes] = []
+    show_decisions(True)
+    level = level_told()
+    show_decisions(False)
+    with told_to(lambda message: sent.append(pickle.dumps(message)), level):
+        LOG.info("%d decoders", 3)
+        LOG.debug("noise")
+    LOG.info("after its end")
+    assert level_told() > logging.INFO
+    with told_to(lambda message: sent.append(pickle.dumps(message)), level_told()):
+        LOG.info("nobody listens")
+    (record,) = map(pickle.loads, sent)
+    tell(record, "cuda:1 (process 2)")
+    assert capsys.readouterr().err == ""
+    show_decisions(True)
+    tell(record, "cuda:1 (process 2)")
+    assert " s cuda:1 (process 2) somewhere.inside] 3 decoders\n" in capsys.readouterr().err
+
+
+def test_a_process_whose_reader_is_gone_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def gone(message: object) -> None:
+        raise ConnectionError
+
+    with told_to(gone, logging.INFO):
+        LOG.info("into the void")
+    assert capsys.readouterr().err == ""

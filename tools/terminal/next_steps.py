@@ -1,0 +1,46 @@
+"""The last lines of a command that makes something: what is most worth running next."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from ...datasets.recipe import shipped_recipes
+from .text import is_quiet, printable
+
+
+def print_next(*commands: list[object]) -> None:
+    """Print commands on stderr, ready to paste, unless this one is quiet.
+
+    Args:
+      commands: the words after "leandit" of each; placeholders in capitals are for the user to fill in.
+    """
+    if is_quiet():
+        return
+    sys.stdout.flush()  # so that they come last
+    for words in commands:
+        print(f"next: leandit {printable(shlex.join(map(str, words)))}", file=sys.stderr, flush=True)
+
+
+def command_without(*flags: str) -> list[object]:
+    """The words of this command, without some flags."""
+    return [word for word in sys.argv[1:] if word not in flags]
+
+
+def after_store(store: Path | str, recipe: str) -> list[list[object]]:
+    """What to run when a store is complete: look at it, and train on it.
+
+    Args:
+      recipe: that made it; a shipped one has a train recipe whose first line names it.
+    """
+    shipped = shipped_recipes("leandit.train")
+    found = [one for one, text in shipped.items() if recipe == one or f"--store {recipe} " in text.partition("\n")[0]]
+    if not found:
+        return [["inspect", store], ["recipes"]]
+    return [["inspect", store], ["train", found[0], "--store", store, "--run", f"runs/{found[0]}"]]
+
+
+def after_run(run: Path) -> list[list[object]]:
+    """What to run when a run is finished: draw with it, and look at its curves."""
+    return [["sample", run, "--out", f"{run}-samples"], ["report", run, "--out", f"{run}.html"]]
