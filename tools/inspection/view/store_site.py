@@ -40,7 +40,7 @@ class StoreSite:
     Args:
       store: opened; it is only read.
       painter: of its pictures; started and stopped with the site.
-      has_previews: pages of several records show previews, as a CPU decodes slowly.
+      has_previews: pages of several records show previews first, as a CPU decodes slowly.
     """
 
     def __init__(self, store: LatentStore, painter: Painter, *, has_previews: bool = False) -> None:

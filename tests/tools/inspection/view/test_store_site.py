@@ -323,13 +323,16 @@ def test_a_decoder_that_fails_in_any_way_leaves_pictures_of_latents(label_store:
     painter.stop()
 
 
-def test_pages_of_many_records_show_previews_and_say_so(tmp_path: Path) -> None:
+def test_pages_of_many_records_show_previews_first_and_say_so(tmp_path: Path) -> None:
     make_store(tmp_path / "store", {"256x256": 2, "512x768": 1, "64x64": 1}, num_classes=3)
     store = LatentStore(tmp_path / "store")
     assert [preview_divisor(store, bucket) for bucket in ("256x256", "512x768", "64x64", "248x1024")] == [2, 4, 1, 1]
     with client(site(store, has_previews=True)) as web:
         page = web.get(ROOT + "/").text
-        assert "previews, decoded from shrunken latents" in text_of(page)
+        assert "previews, decoded from shrunken latents, come first" in text_of(page)
+        pictures = re.findall('<img src="([^"]+)[?]preview=1".* data-then="([^"]+)"', page)
+        assert len(pictures) == 4
+        assert all(first == then for first, then in pictures)
         sizes = [pixels_of(web.get(address).content).shape[:2] for address in re.findall('<img src="([^"]+)"', page)]
         record = web.get(ROOT + "/record/0").text
         assert "preview" not in record
@@ -337,6 +340,23 @@ def test_pages_of_many_records_show_previews_and_say_so(tmp_path: Path) -> None:
     assert sorted(sizes) == [(128, 128), (128, 128), (128, 128), (128, 192)]  # the smallest is enlarged
     with client(site(store)) as web:
         assert "preview" not in web.get(ROOT + "/").text
+
+
+def test_previews_are_made_before_pictures(label_store: LatentStore) -> None:
+    order = []
+
+    def decode(rows: np.ndarray, divisor: int) -> np.ndarray:
+        return grey(rows, divisor)
+
+    painter = Painter(label_store, lambda: decode)
+    wanted = [Subject(0), Subject(1), Subject(2, is_preview=True), Subject(3, is_preview=True)]
+    futures = [painter.paint(subject) for subject in wanted]
+    for subject, future in zip(wanted, futures, strict=True):
+        future.add_done_callback(lambda _, subject=subject: order.append(subject.record))
+    painter.start()
+    assert not wait(futures, 60).not_done
+    painter.stop()
+    assert order == [2, 3, 0, 1]
 
 
 def test_a_preview_is_decoded_from_the_mean_of_neighbours() -> None:

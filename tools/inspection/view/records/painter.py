@@ -35,7 +35,8 @@ Load = Callable[[], Decode]
 class Subject(NamedTuple):
     """What a picture shows: a stored record by its position in the table, or a companion picture of it by name.
 
-    A preview is decoded from a smaller latent, the mean of neighbouring positions: a quarter of the work or less.
+    A preview is decoded from a smaller latent, the mean of neighbouring positions: a quarter of the work or less, and
+    blurred, so it is shown only until the picture itself comes.
     """
 
     record: int
@@ -147,14 +148,14 @@ class Painter:
                 future.set_exception(error)
 
     def _next(self) -> dict[Subject, Future[bytes]]:
-        """The longest waiting request, and others of its bucket; nothing at the end."""
+        """The longest waiting request, of previews if there are any, and others of its bucket; nothing at the end."""
         with self._wake:
             while not self._waiting and not self._stopped:
                 self._wake.wait()
             if self._stopped:
                 return {}
             kinds = {subject: self._kind(subject) for subject in self._waiting}
-            first = next(iter(kinds))
+            first = min(kinds, key=lambda subject: not subject.is_preview)  # previews first, else who waits longest
             bucket = kinds[first][0] or ""
             room = BATCH_PIXELS // math.prod(bucket_size(bucket)) if bucket else 1
             alike = [subject for subject in kinds if kinds[subject] == kinds[first]][: max(1, min(self._batch, room))]

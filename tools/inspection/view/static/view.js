@@ -29,6 +29,12 @@ for (const image of document.querySelectorAll(".frame img")) {
   if (image.complete && !image.naturalWidth && image.loading !== "lazy") again();
 }
 
+for (const image of document.querySelectorAll("img[data-then]")) {
+  const sharpen = () => { image.src = image.dataset.then; };  // the preview stays until the picture has come
+  if (image.complete && image.naturalWidth) sharpen();
+  else image.addEventListener("load", sharpen, { once: true });
+}
+
 const note = document.getElementById("note");
 async function watchDecoder() {
   const state = await (await fetch(`${root}/status`)).json();
