@@ -62,7 +62,8 @@ def bucket_figures(stores: Sequence[StoreFacts]) -> list[Figure]:
 def caption_figures(stores: Sequence[StoreFacts]) -> list[Figure]:
     """Lengths of the captions in characters, and in tokens of each text encoder."""
     characters = {facts.name: facts.captions.characters for facts in stores if facts.captions}
-    figures = [_lengths("Characters of a caption", characters, "characters")] if characters else []
+    heading = _titled("Characters of a caption", characters, stores)
+    figures = [_lengths(heading, characters, "characters")] if characters else []
     encoders: dict[str, dict[str, TokenFacts]] = {}
     for facts in stores:
         for one in facts.tokens:
@@ -70,6 +71,7 @@ def caption_figures(stores: Sequence[StoreFacts]) -> list[Figure]:
     for title, of_stores in encoders.items():
         limits = {"cut at": sorted({one.max_tokens for one in of_stores.values()})}
         heading = "Tokens of a caption" + (f", encoder '{title}'" if len(encoders) > 1 else "")
+        heading = _titled(heading, of_stores, stores)
         figures.append(_lengths(heading, {name: one.tokens for name, one in of_stores.items()}, "tokens", limits))
     return figures
 
@@ -114,11 +116,11 @@ def class_figures(stores: Sequence[StoreFacts]) -> list[Figure]:
     names = first.store.class_names.names
     is_same = all(facts.store.class_names.names == names for facts in stores if facts.classes is not None)
     if is_same and len(names) <= FEW_CLASSES:
-        title, wide = "Records of each class", len(names) > 12
+        title, wide = _titled("Records of each class", counts, stores), len(names) > 12
         series = {name: numbers.tolist() for name, numbers in counts.items()}
         chart = bar_chart(names, series, title=title, x_label="class", y_label="records", wide=wide)
         return [Figure(title, chart, wide)]
-    title = "Records of each class, the largest first"
+    title = _titled("Records of each class, the largest first", counts, stores)
     curves = [
         Curve(name if len(counts) > 1 else "", np.arange(1, len(n) + 1), np.sort(n)[::-1]) for name, n in counts.items()
     ]
@@ -166,6 +168,11 @@ def latent_figures(stores: Sequence[StoreFacts]) -> list[Figure]:
     return figures
 
 
+def _titled(title: str, series: Mapping[str, Any], stores: Sequence[StoreFacts]) -> str:
+    """The heading of a chart, with the name of the store if it is the only one of several that is drawn."""
+    return f"{title}: {next(iter(series))}" if len(series) == 1 < len(stores) else title
+
+
 def _decibels(check: Mapping[str, Any]) -> list[float]:
     return [picture["psnr_db"] for picture in check["pictures"]]
 
@@ -180,9 +187,10 @@ def byte_figures(stores: Sequence[StoreFacts]) -> list[Figure]:
     title = "Bytes of each part, beside a file for each record"
     bars: dict[str, dict[str, float]] = {}
     for facts in stores:
-        of_name = f"{facts.name}: " if len(stores) > 1 else ""
-        bars[f"{of_name}this store"] = parts_of(facts.summary["bytes"])
-        bars[f"{of_name}a file for each record"] = parts_of(facts.separate_bytes)
+        here, apart = ("this store", "a file for each record")
+        if len(stores) > 1:
+            here, apart = facts.name, f"{facts.name}, in files"
+        bars[here], bars[apart] = parts_of(facts.summary["bytes"]), parts_of(facts.separate_bytes)
     names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
     series = {name: [parts.get(part, 0) / MIB for part in names] for name, parts in bars.items()}
     return [Figure(title, bar_chart(names, series, title=title, x_label="part", y_label="MiB", wide=True), True)]

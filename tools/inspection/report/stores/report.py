@@ -100,9 +100,9 @@ def contents(stores: Sequence[StoreFacts], options: SheetOptions, progress: Prog
 
 
 def side_by_side(stores: Sequence[StoreFacts], rows_of: Callable[[StoreFacts], dict[str, str]]) -> Rows:
-    """The same rows of each store; "-" where one has none."""
+    """The same rows of each store, in the order of the one with most; "-" where one has none."""
     every = [rows_of(facts) for facts in stores]
-    names = dict.fromkeys(name for rows in every for name in rows)
+    names = dict.fromkeys(name for rows in sorted(every, key=len, reverse=True) for name in rows)
     return [(name, [rows.get(name, "-") for rows in every]) for name in names]
 
 
