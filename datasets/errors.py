@@ -15,7 +15,8 @@
     ├── DamageError                           4   bytes on disk are not the bytes that were written
     └── ResourceError                         5   disk or memory ran out
 
-``RecordRejected`` is not part of the tree: it is caught for each record, and becomes a line of the ledger.
+``StoreWarning`` is shown and never raised. ``RecordRejected`` is not part of the tree: it is caught for each record,
+and becomes a line of the ledger.
 """
 
 from __future__ import annotations
@@ -94,6 +95,10 @@ class ResourceError(LeanditError):
     """Disk or memory ran out."""
 
     exit_code = 5
+
+
+class StoreWarning(RuntimeWarning):
+    """A store can be read, but not all is as it should be; the command line prints it as one line."""
 
 
 class RecordRejected(Exception):

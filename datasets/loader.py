@@ -22,6 +22,7 @@ from .batches.batch import Batch
 from .batches.captions import TextForm
 from .batches.latents import Normalise
 from .batches.reader import BatchReader
+from .batches.row_checks import RowCheck
 from .batches.stream import BatchStream, is_gpu
 from .errors import RunError
 from .order.batch_plan import BatchPlan, Leftovers
@@ -72,6 +73,7 @@ def make_loader(
     device: torch.device | str | None = None,
     caption_odds: CaptionOdds | None = None,
     normalise: Normalise = "encoder",
+    check: RowCheck = "first",
     collate_fn: Callable[[Batch], Any] | None = None,
 ) -> BatchLoader:
     """Loader over a store: each pass is one epoch, ``state_dict()`` resumes at any batch.
@@ -92,6 +94,9 @@ def make_loader(
       device: as of ``BatchStream``.
       caption_odds: how often each caption of a record is drawn; None for uniform draws.
       normalise: of the latents: that of the "encoder", by the statistics of the "store", or "none": raw.
+      check: when rows are compared with their checksums, in a thread: the "first" time that this process reads them,
+        "always" or "never". A damaged one raises DamageError in a later batch, at the end of the pass, or in
+        ``state_dict()``.
       collate_fn: makes of each batch what the loop reads, for example one of ``leandit.adapters``; None for the batch.
     Raises: RunError: the store has no records; RecipeError: the selection is of another store, or an argument is wrong.
     """
@@ -109,6 +114,7 @@ def make_loader(
         pin=is_gpu(device),
         caption_odds=[caption_odds],
         normalise=normalise,
+        check=check,
     )
     return loader_of(BatchStream(reader, prefetch=prefetch, device=device), collate_fn)
 

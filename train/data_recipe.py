@@ -135,6 +135,8 @@ class DataSection(RecordsSection):
     """Records of a bucket that fill no batch: a smaller one; "carry": into the next pass; "drop": not in this pass."""
     window_shards: Count = 0
     """Shuffle within so many shards of a bucket at a time, for slow disks and stores at a URL; 0: over all."""
+    check: Literal["first", "always", "never"] = "first"
+    """When rows are compared with their checksums: the first time that they are read, always, or never."""
     batch_tokens: Count = 0
     """Image tokens of an update, so that large buckets have smaller batches; 0: run.global_batch images of any size."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.0

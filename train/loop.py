@@ -170,6 +170,7 @@ class _Training:
         self._evaluation = evaluation
         self._pictures = Pictures(state, run, warn) if recipe.run.sample_every else None
         self._state, self._recipe, self._report, self._stop = state, recipe, report, stop
+        self._watchdog = watchdog
         self._writer = MetricsWriter(run, step=state.step, recipe=recipe) if ranks.is_first else None
         stop.check()
         peak = peak_flops(device, recipe.run.precision) * ranks.world_size
@@ -228,6 +229,8 @@ class _Training:
         if stopping and not self._window.is_empty:
             self._write_report(epoch)
         if stopping or due or averages_due:
+            state.loader.dataset.finish_checks()
+            self._watchdog.gather("checked")  # a rank that has read damaged rows ends all before anything is saved
             self._saver.begin(capture(state, averages=averages_due, resumable=stopping or due))
         self._saver.check()
         return stopping

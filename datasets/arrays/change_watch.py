@@ -21,6 +21,7 @@ import weakref
 from functools import cache
 
 from ..disk.fork_safe import reset_in_forks
+from ..errors import StoreWarning
 
 IN_MODIFY, IN_OVERFLOW, IN_IGNORED = 0x2, 0x4000, 0x8000
 _EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that follows
@@ -131,7 +132,7 @@ class _Queue:
             warnings.warn(
                 f"the system watches no more files for this user (fs.inotify.{limit}): a write to a shard that is "
                 f'being read is noticed only after {POLL_SECONDS:g} s. Raise the limit, or read with access="pread".',
-                RuntimeWarning,
+                StoreWarning,
                 stacklevel=2,
             )
         return False

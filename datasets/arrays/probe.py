@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..disk.hashing import xxh3_file
+from ..disk.hashing import xxh3_64, xxh3_file
 from ..errors import DamageError
 from ..format.caption_layout import EMBEDDINGS, POOLED, SCALES
 from ..format.layout import sharing_checksums
@@ -20,7 +20,6 @@ from ..format.row_layout import LATENTS
 from ..format.schema import Manifest, StoreSpec
 from ..format.zarr_shard import ArrayLayout
 from ..revisions.bucket_index import BucketIndex
-from ..revisions.writer import row_checksum
 from .caption_tokens import CaptionTokens
 from .shard_file import ShardFile
 from .shard_folder import ShardCheck, ShardFolder
@@ -75,7 +74,7 @@ def check_rows(store: ProbedStore, path: str) -> ShardCheck:
         row = int(index.rows[position]) - first
         checksum = int(store.checksums_of(group)[index.records[position]])
         opened = _with_twins(store, layout, shard, mapped, sharing_checksums(store.spec, path))
-        if int(row_checksum(*(file.read(row, row + 1) for file in opened)), 16) != checksum:
+        if xxh3_64(*(file.read(row, row + 1) for file in opened)) != checksum:
             raise _wrong_shard(store, layout, shard)
 
     return check
@@ -97,7 +96,7 @@ def check_captions(store: ProbedStore, name: str) -> ShardCheck:
         checksum = int(store.caption_checksums(name)[caption])
         opened = zip(tokens.paths, _with_twins(store, layout, shard, mapped, tokens.paths), strict=True)
         rows = [file.read(0, 1) if path.endswith(POOLED) else file.read(start, start + length) for path, file in opened]
-        if int(row_checksum(*rows), 16) != checksum:
+        if xxh3_64(*rows) != checksum:
             raise _wrong_shard(store, layout, shard)
 
     return check

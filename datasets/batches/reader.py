@@ -32,6 +32,7 @@ from .captions import TextForm, read_captions
 from .features import read_feature
 from .latents import Normalise, normalised_as
 from .lookup import Lookup, Records, WantedBatch
+from .row_checks import RowCheck, RowChecks
 
 PLANNED_AHEAD = 32  # batches planned together, at little more than the cost of one
 KEPT_GROUPS = 3  # of planned batches: threads read on both sides of a boundary, and one is planned ahead
@@ -60,8 +61,9 @@ class BatchReader(Dataset):
       caption_odds: how often each caption of a record is drawn, of each store; None for uniform draws.
       normalise: of the latents, as of ``normalised_as``.
       statistics: for "store"; None: those of all stores together.
-    Raises: RecipeError: a plan or selection is of another store, the stores cannot be mixed, or ``text`` is unknown;
-      IndexError: no such rank.
+      check: when rows are compared with their checksums, in a thread; call ``checks.finish()`` after the last batch.
+    Raises: RecipeError: a plan or selection is of another store, the stores cannot be mixed, ``text`` or ``check`` is
+      unknown; IndexError: no such rank.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class BatchReader(Dataset):
         caption_odds: Sequence[CaptionOdds | None] = (),
         normalise: Normalise = "encoder",
         statistics: LatentStatistics | None = None,
+        check: RowCheck = "never",
     ) -> None:
         if isinstance(stores, LatentStore) or len(stores) != len(order.plans):
             count = "one, not in a list" if isinstance(stores, LatentStore) else len(stores)
@@ -88,6 +91,8 @@ class BatchReader(Dataset):
         rank_slice(0, rank, world_size)  # checks the rank
         if text not in get_args(TextForm):
             raise RecipeError(f"text {text!r}: needed one of {', '.join(get_args(TextForm))}.")
+        if check not in get_args(RowCheck):
+            raise RecipeError(f"check {check!r}: needed one of {', '.join(get_args(RowCheck))}.")
         for store, plan in zip(self.stores, order.plans, strict=True):
             check_fit(store, plan)
         self._features = list(self.stores[0].features if features is None else features)
@@ -111,6 +116,7 @@ class BatchReader(Dataset):
         self.caption_odds = [of_store and of_store.identity() for of_store in odds] if any(odds) else None
         self._lookup = Lookup(self.stores, self.seeds, rank, world_size, text != "none", bounds)
         self._buffers = BufferPool(pin=pin)
+        self.checks = RowChecks(self.stores, check, (*self._features, *self._pictures))
         self.reset()
         reset_in_forks(self)
 
@@ -130,12 +136,13 @@ class BatchReader(Dataset):
 
         Args:
           number: of the global batch.
+        Raises: DamageError: a shard, or a row that was read before, is not what was written.
         """
         store, texts, bucket = self.stores[planned.plan], {}, planned.bucket
         if wanted.caption_ids is not None:
             ids, form = wanted.caption_ids, self._text
             texts = {name: read_captions(store.text(name), ids, form, self._buffers) for name in store.texts}
-        return Batch(
+        batch = Batch(
             stored=torch.from_numpy(self._read_rows(*self._latents(store, bucket), wanted)),
             labels=_tensor(wanted.labels),
             records=_tensor(wanted.records),
@@ -156,6 +163,8 @@ class BatchReader(Dataset):
                 for name in self._pictures
             },
         )
+        self.checks.add(planned.plan, bucket, wanted)
+        return batch
 
     def shards_of(self, number: int) -> tuple[LatentStore, list[str]]:
         """The store and the paths of the shards that this rank's slice of a batch may read."""

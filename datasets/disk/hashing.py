@@ -92,6 +92,16 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def xxh3_64(*rows: Any) -> int:
+    """XXH3-64 of consecutive contiguous buffers."""
+    if len(rows) == 1:
+        return xxhash.xxh3_64_intdigest(rows[0])
+    digest = xxhash.xxh3_64()
+    for row in rows:
+        digest.update(row)
+    return digest.intdigest()
+
+
 def xxh3_file(path: str | Path) -> str:
     """Hash a file with XXH3-128; 32 hex digits."""
     with open(path, "rb", buffering=0) as file:

@@ -7,7 +7,7 @@ files of an earlier revision never change.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ RECORDS = "records.parquet"
 CAPTIONS = "captions.parquet"
 PLAN = "plan"
 PLAN_FILE = "plan.json"
+COMMITS = "commits"
 REVISIONS = "revisions"
 LEASES = "leases"
 ADDED = "added"  # first folder of the parts that complete earlier revisions
@@ -41,16 +42,16 @@ def revision_prefix(revision: int) -> str:
     return "" if revision == 1 else f"{REVISIONS}/{revision:06d}/"
 
 
-def revisions_with(root: Path, name: str) -> list[int]:
-    """Revisions of a store that have a file, in order."""
-    numbers = [1] if (root / name).is_file() else []
+def revisions_with(root: Path, name: str, is_there: Callable[[Path], bool] = Path.is_file) -> list[int]:
+    """Revisions of a store that have a file, or a folder, in order."""
+    numbers = [1] if is_there(root / name) else []
     for path in root.glob(f"{REVISIONS}/*/{name}"):
         number = path.relative_to(root / REVISIONS).parts[0]
         if (
             re.fullmatch(r"[0-9]{6,9}", number)
             and int(number) > 1
             and path == root / revision_prefix(int(number)) / name
-            and path.is_file()
+            and is_there(path)
         ):
             numbers.append(int(number))
     return sorted(numbers)
@@ -64,7 +65,7 @@ def group_json(spec: StoreSpec) -> bytes:
 
 def commit_path(revision: int, part: str, shard: int) -> str:
     """Path of a shard task's commit record within the store."""
-    return f"{revision_prefix(revision)}commits/{part}/{shard:06d}.json"
+    return f"{revision_prefix(revision)}{COMMITS}/{part}/{shard:06d}.json"
 
 
 Task = tuple[str, int]

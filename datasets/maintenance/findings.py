@@ -14,7 +14,7 @@ import pyarrow.compute
 
 from ..arrays.shard_file import ShardFile
 from ..disk.cached import cached_property
-from ..disk.hashing import read_json, xxh3_file
+from ..disk.hashing import read_json, xxh3_64, xxh3_file
 from ..errors import DamageError, LeanditError
 from ..format.caption_layout import EMBEDDINGS, LENGTHS, OFFSETS, POOLED, SCALES, CaptionLayout
 from ..format.layout import CAPTIONS, GROUP, RECORDS, REVISIONS, revision_prefix, sharing_checksums
@@ -23,7 +23,6 @@ from ..format.table_schemas import suffixes
 from ..format.tables import read_table
 from ..format.zarr_shard import ArrayLayout
 from ..revisions.catalog import read_spec
-from ..revisions.writer import row_checksum
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -210,7 +209,6 @@ class Locator:
 def _checksum_of(maps: list[ShardFile], places: list[range]) -> int | None:
     """Checksum of some rows of each shard; None if one cannot be read."""
     try:
-        rows = (mapped.read(place.start, place.stop) for mapped, place in zip(maps, places, strict=True))
-        return int(row_checksum(*rows), 16)
+        return xxh3_64(*(mapped.read(place.start, place.stop) for mapped, place in zip(maps, places, strict=True)))
     except DamageError:
         return None

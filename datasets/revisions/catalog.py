@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from ..disk.hashing import read_json
 from ..errors import DamageError, FormatVersionError, StoreError, StoreIncomplete, StoreNotFound
-from ..format.layout import GROUP, MANIFEST, revision_prefix, revisions_with
+from ..format.layout import COMMITS, GROUP, MANIFEST, revision_prefix, revisions_with
 from ..format.schema import FORMAT_VERSION, StoreSpec
 from .plan import planned_revisions, read_plan
 
@@ -18,6 +18,19 @@ REPAIR = "Run 'leandit verify --repair --source PATH': it restores damaged files
 def sealed_revisions(path: Path) -> list[int]:
     """Complete revisions of a store, in order."""
     return revisions_with(path, MANIFEST)
+
+
+def begun_revisions(path: Path) -> list[int]:
+    """Revisions of a store that have a plan or commit records, complete or not, in order."""
+    return sorted({*planned_revisions(path), *revisions_with(path, COMMITS, Path.is_dir)})
+
+
+def unsealed(revision: int) -> str:
+    """A sentence on a revision that was begun and has no manifest, and what to do."""
+    return (
+        f"Revision {revision} was begun and has no manifest: it is not finished (run the same precompute command "
+        "again), or the manifest is lost (run 'leandit verify --repair --source PATH')."
+    )
 
 
 def check_store(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +11,14 @@ from pathlib import Path
 import pyarrow as pa
 
 from ..disk.hashing import xxh3_file
-from ..errors import DamageError, StoreError, StoreIncomplete
+from ..errors import DamageError, StoreError, StoreIncomplete, StoreWarning
 from ..format.layout import CAPTIONS, GROUP, RECORDS, REMOTE_ABOUT, revision_prefix
 from ..format.schema import CommitRecord, Manifest, StoreSpec
 from ..format.tables import read_table, table_problem
-from .catalog import REPAIR, check_store, read_spec, sealed_revisions
+from .catalog import REPAIR, begun_revisions, check_store, read_spec, sealed_revisions, unsealed
 from .commits import missing_work, read_commits, read_manifest
 from .merge import Task, merge_captions, merge_records
-from .plan import FrozenPlan, planned_revisions, read_plan
+from .plan import FrozenPlan, read_plan
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class OpenedRevision:
     Args:
       path: of the store; ``root``: absolute, for files that are read later.
       number: of the revision; ``newest``: of the newest complete one, 1 if there is none.
-      unfinished: number of a newer revision that is planned but not complete.
+      unfinished: number of a newer revision that was begun but is not complete, or has lost its manifest.
       plan: None where there is a manifest.
     """
 
@@ -112,11 +113,18 @@ def open_revision(path: Path, number: int, *, allow_incomplete: bool) -> OpenedR
     sealed = sealed_revisions(path)
     if number and number not in (sealed or [1]):
         complete = ", ".join(map(str, sealed)) or "none"
-        raise StoreError(f"store '{path}': it has no complete revision {number}. There are: {complete}.")
+        begun = f" {unsealed(number)}" if number in begun_revisions(path) else ""
+        raise StoreError(f"store '{path}': it has no complete revision {number}. There are: {complete}.{begun}")
     newest = sealed[-1] if sealed else 1
+    unfinished = max((one for one in begun_revisions(path) if one >= newest and one not in sealed), default=None)
+    if sealed and unfinished and not number:
+        warnings.warn(
+            f"store '{path}': revision {newest} is opened. {unsealed(unfinished)} Ask for revision {newest} to open it "
+            "without this warning.",
+            StoreWarning,
+            stacklevel=3,
+        )
     number = number or newest
-    planned = max(planned_revisions(path), default=0)
-    unfinished = planned if planned >= newest and planned not in sealed else None
     root, spec = Path(os.path.abspath(path)), read_spec(path, number)
     if sealed:
         return OpenedRevision(path, root, number, newest, unfinished, spec, read_manifest(path, number), None)

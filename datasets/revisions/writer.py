@@ -12,10 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from ..disk.files import write_atomic
-from ..disk.hashing import canonical_json, xxh3_file, xxh3_parts
+from ..disk.hashing import canonical_json, xxh3_64, xxh3_file, xxh3_parts
 from ..errors import LeanditError, StoreError
 from ..format.layout import CAPTIONS, MANIFEST, RECORDS, Task, commit_path, is_picture_task, revision_prefix
 from ..format.row_layout import LATENTS
@@ -30,10 +29,7 @@ READERS = 4  # threads that hash shards
 
 def row_checksum(*rows: np.ndarray) -> str:
     """XXH3-64 of consecutive rows, as 16 hex digits."""
-    digest = xxhash.xxh3_64()
-    for row in rows:
-        digest.update(np.ascontiguousarray(row).data)
-    return digest.hexdigest()
+    return f"{xxh3_64(*(np.ascontiguousarray(row).data for row in rows)):016x}"
 
 
 class StoreWriter:

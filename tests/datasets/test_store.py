@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +27,14 @@ from leandit.datasets.errors import (
     StoreError,
     StoreIncomplete,
     StoreNotFound,
+    StoreWarning,
     UnknownKey,
 )
 from leandit.datasets.format.buckets import bucket_size
 from leandit.datasets.format.schema import CommitRecord
 from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 from leandit.datasets.loader import make_loader
+from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.merge import merge_captions
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.record import MOST_COMPARED, near_keys
@@ -460,6 +463,31 @@ def test_a_store_can_be_moved_and_outlives_its_source(encode: Callable[..., Any]
         assert batch.captions is not None
         np.testing.assert_array_equal(found.captions, batch.captions)
     assert tree_digest(second) == digest  # reading writes nothing
+
+
+def test_a_newest_revision_without_its_manifest_is_warned_of(encode: Callable[..., Any], tmp_path: Path) -> None:
+    source, path = make_caption_folder(tmp_path / "source", count=4), tmp_path / "store"
+    encode(caption_recipe(), source, path)
+    shutil.rmtree(source)
+    make_caption_folder(source, count=6)
+    encode(caption_recipe(), source, path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert LatentStore(path).revision == 2
+    (path / "revisions/000002/manifest.json").unlink()
+    for lost in ("", "plan"):  # a plan, or only commit records
+        if lost:
+            shutil.rmtree(path / "revisions/000002" / lost)
+        with pytest.warns(StoreWarning, match=r"revision 1 is opened\. Revision 2 was begun and has no manifest"):
+            assert LatentStore(path).unfinished_revision == 2
+        with pytest.raises(StoreError, match=r"no complete revision 2\. There are: 1\. Revision 2 was begun"):
+            LatentStore(path, revision=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert LatentStore(path, revision=1).unfinished_revision == 2
+    shutil.rmtree(path / "revisions/000002/commits")
+    assert LatentStore(path).unfinished_revision is None  # only stray files are left: 'verify' names them
+    assert {finding.cause for finding in verify_store(path).findings} == {"stray"}
 
 
 def test_the_class_names_come_in_order_of_their_index(label_store: LatentStore, caption_store: LatentStore) -> None:

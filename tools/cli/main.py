@@ -13,13 +13,14 @@ import platform
 import signal
 import sys
 import traceback as traceback_module
+import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ... import __version__
-from ...datasets.errors import LeanditError, RecipeError
+from ...datasets.errors import LeanditError, RecipeError, StoreWarning
 from ...train.parallel.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest, Terminated
 from ..terminal.next_steps import print_next
 from ..terminal.text import QUIET
@@ -45,6 +46,7 @@ EXTRAS = {
     "markupsafe": "report",
     "matplotlib": "report",
 }  # of modules that "all" does not install
+FORMAT_WARNING = warnings.formatwarning
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
 
 # diffusers imports torchao if it is installed; both log warnings about parts that leandit does not use.
@@ -136,6 +138,7 @@ def demo(
 def main() -> None:
     """Run the command; the only place that turns an exception into one line and an exit code."""
     stop = StopRequest()
+    warnings.formatwarning = _warning_line
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -146,6 +149,13 @@ def main() -> None:
         stop.ignore(signal.SIGTERM)
         code = _fail("terminated; run the same command again to resume", EXIT_RESUMABLE)
     sys.exit(code)
+
+
+def _warning_line(message: Warning | str, category: type[Warning], *place: Any) -> str:
+    """Warnings of stores as one line, those of libraries as Python shows them."""
+    if issubclass(category, StoreWarning):
+        return f"leandit: {message}\n"
+    return FORMAT_WARNING(message, category, *place)
 
 
 def _run_command(stop: StopRequest) -> int:

@@ -63,6 +63,7 @@ def build_loader(
         caption_odds=[caption_odds(section) for section in sections] if spec.takes_text else (),
         normalise=recipe.latent.normalise,
         statistics=statistics,
+        check=recipe.data.check,
     )
     return loader_of(BatchStream(reader, prefetch=recipe.run.prefetch, device=device))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...datasets.batches.stream import content_hash
 from ...datasets.errors import RecipeError, RunError
-from ...datasets.revisions.catalog import read_spec, sealed_revisions
+from ...datasets.revisions.catalog import begun_revisions, read_spec, sealed_revisions, unsealed
 from ...datasets.revisions.commits import read_manifest
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
@@ -76,9 +76,10 @@ def _revision(section: StoreSection, run: Path, known: Sequence[RevisionRead], *
     path, pinned, asked = section.store, known[-1].revision, section.revision or known[-1].revision
     sealed = [] if "://" in path else sealed_revisions(Path(path))  # a URL raises when it is opened
     if may_move and not section.revision and sealed and pinned not in sealed:
+        lost = f"{unsealed(pinned)} " if pinned in begun_revisions(Path(path)) else ""
         raise RunError(
             f"run '{run}': it reads revision {pinned} of store '{path}', which has only "
-            f"{', '.join(map(str, sealed))} now. Move it with --set run.revision={sealed[-1]}."
+            f"{', '.join(map(str, sealed))} now. {lost}Move it with --set run.revision={sealed[-1]}."
         )
     if not may_move and asked != pinned:
         raise RunError(

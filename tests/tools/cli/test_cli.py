@@ -266,6 +266,14 @@ def test_the_installed_command_ends_with_the_code_of_the_error(tmp_path: Path) -
     assert ended.stderr.startswith("leandit: store 'no-store'")
 
 
+def test_a_warning_of_a_store_is_one_line(label_store: LatentStore, tmp_path: Path) -> None:
+    store = shutil.copytree(label_store.path, tmp_path / "store")
+    shutil.copytree(store / "plan", store / "revisions/000002/plan")
+    ended = subprocess.run([SCRIPT, "inspect", store], capture_output=True, text=True, check=True)
+    (line,) = [line for line in ended.stderr.splitlines() if "manifest" in line]
+    assert line.startswith(f"leandit: store '{store}': revision 1 is opened. Revision 2 was begun")
+
+
 @pytest.mark.parametrize("command", FLAGS)
 def test_every_command_has_help_with_an_example(command: str, leandit: Leandit) -> None:
     ended = leandit(*command.split(), "--help")

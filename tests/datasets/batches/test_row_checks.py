@@ -1,0 +1,288 @@
+"""Row checks: a damaged row never trains in silence, whatever the codec, dtype and kind of damage."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from everything import make_everything
+from faults import copy_of, files_of, flip, make_grown, make_plain, small_shards
+
+from leandit.datasets.batches import row_checks
+from leandit.datasets.batches.row_checks import _Checker, _Seen
+from leandit.datasets.errors import DamageError, RecipeError
+from leandit.datasets.loader import make_loader
+from leandit.datasets.maintenance.findings import shard_place
+from leandit.datasets.store import LatentStore
+from leandit.tools.synthetic.store import make_store
+
+PAGE = 256  # bytes; the shards of these stores are small
+
+
+class Damaged(NamedTuple):
+    """A store to be damaged, its intact copy and what one epoch reads of it."""
+
+    intact: Path
+    root: Path
+    batches: list[list[bytes]]
+    shards: list[str]
+
+
+def values_of(part: Any) -> Iterator[bytes]:
+    """The bytes of every tensor of a batch."""
+    if isinstance(part, torch.Tensor):
+        yield part.contiguous().view(torch.uint8).numpy().tobytes() if part.numel() else b""
+    elif isinstance(part, dict):
+        for one in part.values():
+            yield from values_of(one)
+    elif is_dataclass(part):
+        for one in fields(part):
+            yield from values_of(getattr(part, one.name))
+
+
+def epoch_of(root: Path, check: str = "first") -> list[list[bytes]]:
+    """What one epoch reads."""
+    loader = make_loader(LatentStore(root), global_batch=4, seed=1, prefetch=0, check=check)  # pyright: ignore
+    return [list(values_of(batch)) for batch in loader]
+
+
+def damaged(source: Path, work: Path) -> Damaged:
+    """A copy of a store, to be damaged."""
+    root = copy_of(source, work / "copy")
+    shards = [path for path in files_of(root) if shard_place(path)]
+    return Damaged(source, root, epoch_of(root), shards)
+
+
+STORES: dict[str, Callable[[Path], Path]] = {
+    "float16": lambda root: make_plain(root, "vae.flip=true")[1],
+    "float32, no posterior": lambda root: make_plain(root, "store.dtype=float32", "vae.keep=mean")[1],
+    "bfloat16 captions, zstd": lambda root: make_plain(root, "store.text_dtype=bfloat16", "store.codec=zstd")[1],
+    "int8 captions, blosc": lambda root: make_plain(root, "store.text_dtype=int8", "store.codec=blosc-lz4")[1],
+    "grown": lambda root: make_grown(root, "vae.flip=true", "store.text_dtype=int8")[1],
+    "everything": lambda root: make_everything(root).grown,
+}
+
+
+@pytest.fixture(scope="module", params=list(STORES))
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Damaged:
+    work = tmp_path_factory.mktemp("rows")
+    with small_shards():
+        return damaged(STORES[request.param](work / "made"), work)
+
+
+def damages(store: Damaged, rng: random.Random, count: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Names of damages to shards, and what brings each about."""
+    for _ in range(count):
+        kind, path = rng.choice(sorted(KINDS)), rng.choice(store.shards)
+        yield f"{kind} {path}", lambda kind=kind, path=path: KINDS[kind](store, path, rng)
+
+
+def changed(path: Path, start: int, replacement: bytes) -> None:
+    """Overwrite some bytes of a file."""
+    content = bytearray(path.read_bytes())
+    content[start : start + len(replacement)] = replacement[: len(content) - start]
+    path.write_bytes(content)
+
+
+def flip_bit(store: Damaged, path: str, rng: random.Random) -> None:
+    flip(store.root / path, rng.randrange(8 * (store.root / path).stat().st_size))
+
+
+def change_byte(store: Damaged, path: str, rng: random.Random) -> None:
+    changed(store.root / path, rng.randrange((store.root / path).stat().st_size), bytes([rng.randrange(256)]))
+
+
+def randomise_page(store: Damaged, path: str, rng: random.Random) -> None:
+    changed(store.root / path, rng.randrange((store.root / path).stat().st_size) // PAGE * PAGE, rng.randbytes(PAGE))
+
+
+def zero_page(store: Damaged, path: str, rng: random.Random) -> None:
+    changed(store.root / path, rng.randrange((store.root / path).stat().st_size) // PAGE * PAGE, bytes(PAGE))
+
+
+def swap_halves(store: Damaged, path: str, rng: random.Random) -> None:
+    """Exchange the first rows with the next ones, where rows are of one size."""
+    content = (store.root / path).read_bytes()
+    half = rng.choice([one for one in (16, 64, 256, 1024, 2048, 4096) if 2 * one <= len(content)] or [1])
+    changed(store.root / path, 0, content[half : 2 * half] + content[:half])
+
+
+def take_another(store: Damaged, path: str, rng: random.Random) -> None:
+    """The bytes of another shard of this size, or the same ones where there is none."""
+    size = (store.root / path).stat().st_size
+    same = [one for one in store.shards if (store.intact / one).stat().st_size == size]
+    (store.root / path).write_bytes((store.intact / rng.choice(same)).read_bytes())
+
+
+KINDS: dict[str, Callable[[Damaged, str, random.Random], None]] = {
+    "bit": flip_bit,
+    "byte": change_byte,
+    "random page": randomise_page,
+    "zeroed page": zero_page,
+    "swapped rows": swap_halves,
+    "another shard": take_another,
+}
+
+
+def silent_damages(store: Damaged, seed: int, count: int, check: str = "first") -> tuple[list[str], int]:
+    """Damages after which an epoch reads other values without an error, and how many were found."""
+    silent, found = [], 0
+    for name, make in damages(store, random.Random(seed), count):
+        make()
+        try:
+            if epoch_of(store.root, check) != store.batches:
+                silent.append(name)
+        except DamageError:
+            found += 1
+        path = name.split(" ")[-1]
+        (store.root / path).write_bytes((store.intact / path).read_bytes())
+    return silent, found
+
+
+def test_no_damage_of_a_shard_trains_in_silence(store: Damaged) -> None:
+    silent, found = silent_damages(store, seed=1, count=20)
+    assert silent == []
+    assert found >= 5
+
+
+@pytest.mark.slow
+def test_none_of_a_thousand_damages_trains_in_silence(store: Damaged) -> None:
+    silent, found = silent_damages(store, seed=2, count=1000)
+    print(f"{found} of 1000 found, the others harmless")
+    assert silent == []
+
+
+@pytest.mark.parametrize("mutant", ["never", "no comparison"])
+def test_without_the_checks_damage_is_silent(
+    mutant: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path_factory.mktemp("mutant")
+    with small_shards():
+        store = damaged(STORES["float16"](work / "made"), work)
+    if mutant == "no comparison":
+        monkeypatch.setattr(_Checker, "_check", lambda *_: None)
+    assert silent_damages(store, seed=1, count=40, check="never" if mutant == "never" else "first")[0]
+
+
+def damage_row(store: LatentStore, record: int, array: str = "") -> str:
+    """Change a byte within the row of a record; returns its shard. The first of a shard is compared when it is opened,
+    so it is another one."""
+    found = store.record_at(record)
+    assert found.bucket is not None
+    path, first, _ = store.array(f"buckets/{found.bucket}/{array or store.spec.latent.array}").place(found.row)
+    flip(store.path / path, 8 * (first + 5))
+    return path
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    make_store(tmp_path / "s", {"256x256": 40}, token_counts=tuple(range(3, 13)), text_width=16, num_classes=4)
+    return tmp_path / "s"
+
+
+def test_the_error_names_record_bucket_row_shard_and_remedy(plain: Path) -> None:
+    path = damage_row(LatentStore(plain), 7)
+    record = LatentStore(plain).record_at(7)
+    with pytest.raises(DamageError) as caught:
+        epoch_of(plain)
+    message = str(caught.value)
+    for part in (f"record '{record.key}'", "bucket '256x256'", f"row {record.row}", path, "leandit verify --repair"):
+        assert part in message
+    assert caught.value.exit_code == 4
+
+
+def test_the_error_of_a_caption_names_it_and_its_shard(plain: Path) -> None:
+    store = LatentStore(plain)
+    path, first, _ = store.text().arrays[0].place(int(store.text().offsets[9]))
+    flip(plain / path, 8 * (first + 3))
+    with pytest.raises(DamageError, match=rf"caption 9 \('.*'\) of text encoder '' in shard '{path}'"):
+        epoch_of(plain)
+
+
+def test_a_reader_without_captions_does_not_check_them(plain: Path) -> None:
+    store = LatentStore(plain)
+    path, first, _ = store.text().arrays[0].place(int(store.text().offsets[9]))
+    flip(plain / path, 8 * (first + 3))
+    assert len(list(make_loader(LatentStore(plain), global_batch=8, text="none"))) == 5
+
+
+def test_a_state_is_not_returned_once_a_damaged_row_was_read(plain: Path) -> None:
+    damage_row(LatentStore(plain), 7)
+    loader = make_loader(LatentStore(plain), global_batch=8, prefetch=0)
+    batches = iter(loader)
+    for batch in batches:
+        if 7 in batch.records:
+            break
+        loader.state_dict()  # nothing damaged was read so far
+    with pytest.raises(DamageError, match="does not match its checksum"):
+        loader.state_dict()
+    with pytest.raises(DamageError):  # and it stays so
+        loader.state_dict()
+    with pytest.raises(DamageError):
+        list(batches)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of rows of each check that is made from now on."""
+    rows, check = list[int](), _Checker._check_records
+
+    def counting(self: _Checker, *args: Any) -> None:
+        rows.append(len(args[-1]))
+        check(self, *args)
+
+    monkeypatch.setattr(_Checker, "_check_records", counting)
+    return rows
+
+
+def test_each_row_is_checked_once_or_always_or_never(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = counted(monkeypatch)
+    for check, wanted in (("first", 40), ("always", 120), ("never", 0)):
+        rows.clear()
+        loader = make_loader(LatentStore(plain), global_batch=8, prefetch=0, check=check)
+        for _ in range(3):
+            assert len(list(loader)) == 5
+        assert sum(rows) == wanted
+
+
+def test_ranks_check_what_they_read(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = counted(monkeypatch)
+    for rank in range(2):
+        list(make_loader(LatentStore(plain), global_batch=8, prefetch=0, rank=rank, world_size=2))
+        assert sum(rows) == 20 * (rank + 1)
+
+
+def test_an_unknown_check_is_refused(plain: Path) -> None:
+    with pytest.raises(RecipeError, match="check 'sometimes': needed one of first, always, never"):
+        make_loader(LatentStore(plain), global_batch=8, check="sometimes")  # pyright: ignore
+
+
+def test_the_thread_ends_with_its_loader_and_rests_until_somebody_waits(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_checks, "WORK_SHARE", 1e-9)  # it would rest for years
+    before = set(threading.enumerate())
+    loader = make_loader(LatentStore(plain), global_batch=8, prefetch=0)
+    assert len(list(loader)) == 5  # the end of the pass waits, so that it does not rest
+    next(iter(loader))  # rests
+    (thread,) = set(threading.enumerate()) - before
+    loader.dataset.close()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_position_is_new_once(seed: int) -> None:
+    rng, seen, before = np.random.default_rng(seed), _Seen(100, 100), set[int]()
+    for _ in range(60):
+        positions = rng.integers(0, 100, rng.integers(0, 20))
+        new = positions[seen.new(positions)].tolist()
+        assert sorted(new) == sorted(set(positions.tolist()) - before)
+        before |= set(new)
+        assert seen.remaining == 100 - len(before)

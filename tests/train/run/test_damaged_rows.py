@@ -1,0 +1,125 @@
+"""A run that reads a damaged row stops with exit code 4, and keeps the checkpoints from before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import flip
+from making import CPU, label_recipe, make_class_folder, no_progress, picture, train_recipe
+from ranks import start_ranks
+
+from leandit.datasets.errors import DamageError, RunError
+from leandit.datasets.store import LatentStore
+from leandit.precompute.pipeline import precompute
+from leandit.train import loop
+from leandit.train.loop import StopRequest, train
+from leandit.train.weights import checkpoint
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+SETTINGS = (
+    "run.steps=4",
+    "run.checkpoint_every=1",
+    "run.keep_checkpoints=4",
+    "run.global_batch=4",
+    "run.prefetch=0",
+    "run.async_checkpoint=false",
+)
+
+
+def run_on(store: Path, run: Path, *overrides: str) -> None:
+    train(
+        train_recipe("dit-s-4", *SETTINGS, *overrides),
+        store_path=store,
+        run=run,
+        device=CPU,
+        report=lambda _: None,
+        stop=StopRequest(),
+    )
+
+
+@pytest.fixture
+def order(label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Records of each step of a run over the intact store."""
+    steps, step = list[list[int]](), loop.train_step
+
+    def noting(state: Any, batch: Any) -> Any:
+        steps.append(batch.records.tolist())
+        return step(state, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", noting)
+        run_on(label_store.path, tmp_path / "intact")
+    return steps
+
+
+@pytest.fixture
+def damaged(label_store: LatentStore, tmp_path: Path, order: list[list[int]]) -> Path:
+    """A copy of the store, with a changed byte in the last record that the third step reads."""
+    store = LatentStore(shutil.copytree(label_store.path, tmp_path / "store"))
+    record = store.record_at(order[2][-1])
+    assert record.bucket is not None
+    path, first, _ = store.latents(record.bucket).place(record.row)
+    flip(store.path / path, 8 * (first + 9))
+    return store.path
+
+
+def saved_steps(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("checkpoint-")) for path in run.glob("checkpoint-*"))
+
+
+def test_the_run_stops_before_the_checkpoint_of_the_damaged_row_and_goes_on_once_it_is_repaired(
+    damaged: Path, label_store: LatentStore, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(DamageError, match=r"does not match its checksum.*leandit verify --repair"):
+        run_on(damaged, run)
+    assert saved_steps(run) == [1, 2]
+    with pytest.raises(DamageError):  # the same command finds it again
+        run_on(damaged, run)
+    assert saved_steps(run) == [1, 2]
+    shutil.rmtree(damaged)
+    shutil.copytree(label_store.path, damaged)
+    run_on(damaged, run)
+    assert saved_steps(run) == [1, 2, 3, 4]
+    for kind in ("checkpoint", "snapshot"):
+        for path in (tmp_path / f"intact/{kind}-4").glob("*.safetensors"):
+            assert (run / f"{kind}-4" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_run_that_checks_nothing_trains_on_it(damaged: Path, tmp_path: Path) -> None:
+    run_on(damaged, tmp_path / "run", "data.check=never")
+    assert saved_steps(tmp_path / "run") == [1, 2, 3, 4]
+
+
+def test_a_rank_that_reads_it_ends_all_before_the_first_one_saves(damaged: Path, tmp_path: Path) -> None:
+    """The damaged row is in the last rank's slice."""
+    job = {"recipe": "dit-s-4", "set": list(SETTINGS), "store": str(damaged), "run": str(tmp_path / "run")}
+    ranks = start_ranks([job], 2)
+    ended = [rank.communicate(timeout=120) for rank in ranks]
+    said = json.loads(ended[1][0].splitlines()[-1])
+    assert "does not match its checksum" in (said.get("error") or said.get("warn"))
+    assert ranks[0].returncode == 4
+    assert saved_steps(tmp_path / "run") == [1, 2]
+    assert checkpoint.read(tmp_path / "run/checkpoint-2").state["step"] == 2
+
+
+def test_a_run_whose_revision_has_lost_its_manifest_says_so(grown_label_store: Path, tmp_path: Path) -> None:
+    run_on(grown_label_store, tmp_path / "run", "run.steps=1")
+    (grown_label_store / "revisions/000002/manifest.json").unlink()
+    with pytest.raises(RunError, match=r"has only 1 now\. Revision 2 was begun and has no manifest"):
+        run_on(grown_label_store, tmp_path / "run")
+
+
+@pytest.fixture
+def grown_label_store(tmp_path: Path) -> Path:
+    """A store of two revisions."""
+    source = make_class_folder(tmp_path / "source")
+    for number in range(2):
+        precompute(label_recipe(), source_path=source, store_path=tmp_path / "grown", device=CPU, progress=no_progress)
+        picture(50 + number).save(source / f"n000/new{number}.png")
+    return tmp_path / "grown"
