@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ....datasets.batches.batch import Batch
+from ....datasets.batches.row_checks import RowCheck
 from ....datasets.loader import make_loader
 from ....datasets.store import LatentStore
 from ..harness.work import (
@@ -42,10 +43,10 @@ def load_leandit() -> None:
         importlib.import_module("pandas")
 
 
-def open_leandit(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
+def open_leandit(workload: Workload, folder: Path, seed: int, workers: int, check: RowCheck = "first") -> Epochs:
     """``make_loader``, as the training loop uses it; "workers" are the threads that read ahead."""
     store = LatentStore(folder)
-    loader = make_loader(store, global_batch=workload.batch, seed=seed, text="packed", prefetch=workers)
+    loader = make_loader(store, global_batch=workload.batch, seed=seed, text="packed", prefetch=workers, check=check)
 
     def epoch(_number: int) -> Iterator[Served]:
         return map(served, loader)  # every pass is the next epoch

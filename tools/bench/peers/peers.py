@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from . import arrays, files, flat, hf_datasets, streams
 
 IN_PROCESS, WORKERS = "w0", "w2"
 NUM_WORKERS = {IN_PROCESS: 0, WORKERS: 2}
-LIMIT, OURS = "memmap gather", ("leandit", "leandit gather")
+LIMIT = "memmap gather"
 LEFT_OUT = {"ffcv": "needs a C++ compiler and OpenCV to install"}
 
 
@@ -87,6 +88,15 @@ PEERS = {
             STORE,
             None,
             arrays.open_leandit,
+            workloads=EVERY,
+            load=arrays.load_leandit,
+        ),
+        Peer(
+            "leandit unchecked",
+            'make_loader, check="never": rows are not compared with their checksums',
+            STORE,
+            None,
+            partial(arrays.open_leandit, check="never"),
             workloads=EVERY,
             load=arrays.load_leandit,
         ),
