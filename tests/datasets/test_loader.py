@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader
 from leandit.datasets.batches import buffer_pool
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.buffer_pool import MAX_BUFFERS, BufferPool, CopiesInFlight
-from leandit.datasets.batches.captions import TextForm, read_captions
+from leandit.datasets.batches.captions import CaptionBatch, TextForm, read_captions
+from leandit.datasets.batches.features import FeatureBatch
 from leandit.datasets.batches.latents import draw_keys, final_latents
 from leandit.datasets.batches.reader import BatchReader
 from leandit.datasets.disk.cached import cached_property
@@ -584,6 +585,35 @@ def test_copies_that_pile_up_are_waited_for(label_store: LatentStore, fake_gpu: 
         batch.to("cuda")
     assert len(addresses) <= buffer_pool.MAX_COPIES + 2
     assert [event.waits for event in fake_gpu] == [1] * (20 - buffer_pool.MAX_COPIES) + [0] * buffer_pool.MAX_COPIES
+
+
+def test_every_tensor_of_a_batch_is_held_while_a_gpu_copies_it(
+    label_store: LatentStore, fake_gpu: list[FakeEvent]
+) -> None:
+    pool = BufferPool()
+
+    def lent() -> torch.Tensor:
+        return torch.from_numpy(pool.take((2, 4), "float32"))
+
+    def num_free() -> int:
+        return sum(count == buffer_pool.UNUSED for count in buffer_pool._reference_counts(pool._buffers))
+
+    batch = replace(
+        reader_of(label_store)[0],
+        **{name: lent() for name in ("stored", "labels", "records", "draw_keys")},
+        texts={name: CaptionBatch(*[lent() for _ in fields(CaptionBatch)]) for name in ("", "clip")},
+        features={"dino": FeatureBatch(*[lent() for _ in fields(FeatureBatch)])},
+        stored_pictures={name: lent() for name in ("depth", "mask")},
+    )
+    given = 4 + 2 * 4 + 4 + 2
+    moved = batch.to("cuda")
+    del batch
+    assert (len(pool._buffers), num_free()) == (given, 0)
+    assert len(fake_gpu) == 1  # after all copies
+    fake_gpu[0].done = True
+    buffer_pool.COPIES.release_done()
+    assert num_free() == given
+    assert moved.texts["clip"].pooled is not None
 
 
 def test_copies_are_held_for_gpus_and_page_locked_memory_only(
