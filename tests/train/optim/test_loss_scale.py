@@ -82,6 +82,18 @@ def test_fp16_skips_an_update_that_overflows_recovers_and_goes_on(
     assert [line["step"] for line in found] == list(range(1, 13))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "came"])
+def test_no_average_of_any_length_moves_at_an_update_that_fp16_skips(
+    optimizer: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflow_at(3, monkeypatch)
+    lengths = ["ema.kind=power", "ema.lengths=[0.05, 0.1]", "run.checkpoint_every=9"]
+    found = run_to(
+        label_store, tmp_path / "run", "run.precision=fp16", "run.steps=4", f"optimizer.name={optimizer}", *lengths
+    )
+    assert [line["skipped_steps"] for line in found][:3] == [0, 0, 1]
+
+
 def test_fp16_resumes_with_its_scale_bit_for_bit(
     label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
