@@ -29,7 +29,7 @@ from .metrics.writer import MetricsWriter, last_step
 from .optim.build import learning_rate
 from .parallel.deepspeed_config import read_config
 from .parallel.deepspeed_engine import apply_ds_config
-from .parallel.ranks import SharedStop, connected, read_ranks
+from .parallel.ranks import SharedStop, connected, lower_timeout, read_ranks
 from .parallel.stop import StopRequest
 from .parallel.strategy import choose_strategy
 from .parallel.watchdog import Watchdog
@@ -100,7 +100,8 @@ def train(
     Raises: LeanditError: before the first step, if recipe, stores and run are incompatible.
     """
     ranks = read_ranks()
-    with connected(ranks, device), Watchdog(ranks, warn) as watchdog, contextlib.ExitStack() as stack:
+    silent = recipe.run.silent_seconds
+    with connected(ranks, device), Watchdog(ranks, warn, silent) as watchdog, contextlib.ExitStack() as stack:
         manifest = read_run_manifest(run)
         stores = open_stores(recipe, store_path, run, manifest, warn)
         check_wandb(recipe)
@@ -187,6 +188,8 @@ class _Training:
         try:
             while state.step < steps and not stopping:
                 stopping = self._save_if_due(self._make_step(batches))
+                if state.step == first_step + 1:  # the shared stop has waited until all ranks have made the first
+                    lower_timeout()
             self._saver.finish()
             if self._pictures and state.step >= steps:
                 self._pictures.finish(self._writer)

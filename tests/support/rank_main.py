@@ -23,7 +23,7 @@ from leandit.train.loop import train
 from leandit.train.metrics.window import StepReport, StepResult
 from leandit.train.models.build import PIXART_SIZES, SD3_SIZES
 from leandit.train.models.dit import SIZES
-from leandit.train.parallel import deepspeed_engine, engine, watchdog
+from leandit.train.parallel import deepspeed_engine, engine
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.run.evaluation.decoding import Decoding
 from leandit.train.run.state import TrainState
@@ -105,8 +105,6 @@ def main() -> None:
             claim_fp16()
         if job.get("keeps_latents"):
             Decoding.start = lambda _: None
-        if seconds := job.get("silent_seconds"):
-            watchdog.SILENT_SECONDS = seconds
         if at := job.get(f"fail_{rank}"):
             fail_at(at)
 

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from ...datasets.errors import RecipeError, ResourceError
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=120)  # the heartbeat ends a run whose rank died; a slow collective is only slow
+# The heartbeat ends a run whose rank died; these end one whose rank lives, but hangs.
+FIRST_STEP_TIMEOUT = timedelta(minutes=120)  # of a collective call, until all ranks have compiled and made a step
+STEP_TIMEOUT = timedelta(minutes=30)  # afterwards; a rank may compile another shape, or write a checkpoint
 
 # rank, rank on its machine, number of ranks, and of those on this machine
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # accelerate and deepspeed set the same
@@ -95,7 +97,7 @@ def connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
             init_method=f"tcp://{where}" if "RANK" not in os.environ else None,
             rank=ranks.rank,
             world_size=ranks.world_size,
-            timeout=COLLECTIVE_TIMEOUT,
+            timeout=FIRST_STEP_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError) as error:
@@ -112,6 +114,13 @@ def connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def lower_timeout() -> None:
+    """From now on collective calls of all groups of this rank end after ``STEP_TIMEOUT``."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(STEP_TIMEOUT, group)
+
+
 class SharedStop:
     """Stops all ranks after the same step, once one of them has a stop request.
 
@@ -119,7 +128,7 @@ class SharedStop:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._group = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=FIRST_STEP_TIMEOUT) if ranks.world_size > 1 else None
         self._flag, self._pending = torch.zeros((), dtype=torch.int32), None
 
     def asked(self, requested: bool) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import socket
 import sys
@@ -27,8 +28,8 @@ from ...datasets.errors import LeanditError, ResourceError, RunError
 from .ranks import Ranks
 from .stop import Terminated
 
+LOG = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
-SILENT_SECONDS = 40.0  # without a heartbeat a rank is dead; a rank that compiles or writes still sends them
 PRINT_SECONDS = 5.0  # for a rank to print a line that it has claimed
 LOST = ("gloo", "nccl", "connection")  # words in torch's errors when another rank is gone
 EXIT_DEAD_RANK = ResourceError.exit_code
@@ -40,12 +41,13 @@ class Watchdog:
     Args:
       ranks: of this process; ``connected`` has connected it.
       say: prints the line that names a dead rank.
+      silent_seconds: without a heartbeat, after which a rank is dead; one that compiles or writes still sends them.
     """
 
     _count = itertools.count()
 
-    def __init__(self, ranks: Ranks, say: Callable[[str], None]) -> None:
-        self.ranks, self._say = ranks, say
+    def __init__(self, ranks: Ranks, say: Callable[[str], None], silent_seconds: float = 120.0) -> None:
+        self.ranks, self._say, self._silent_seconds = ranks, say, silent_seconds
         self._name = f"leandit-{next(self._count)}"  # the same on every rank: all create equally many
         self._store = PrefixStore(self._name, _default_store()) if ranks.world_size > 1 else None
         self._closed = threading.Event()
@@ -119,13 +121,23 @@ class Watchdog:
                     beat = store.add(f"beat/{other}", 0)
                     silent[other] = 0.0 if beat != seen[other] else silent[other] + BEAT_SECONDS
                     seen[other] = beat
-                    if silent[other] >= SILENT_SECONDS:
-                        host = store.get(f"host/{other}").decode() if store.check([f"host/{other}"]) else "not seen yet"
-                        name, why = f"rank {other} ({host})", f"no heartbeat for {SILENT_SECONDS:.0f} s"
-                        store.set("dead", json.dumps({"name": name, "why": why, "code": EXIT_DEAD_RANK}))
-                        self._end(store, name, why)
+                    self._judge(store, other, silent[other])
             except (dist.DistError, RuntimeError):  # the store is gone, with rank 0 or its launcher
                 self._end(store, "rank 0, or its launcher,", "its connection is closed")
+
+    def _judge(self, store: Any, other: int, silent: float) -> None:
+        """Log a rank that has been silent for half of the time, and end the run after all of it."""
+        limit = self._silent_seconds
+        if silent < limit / 2:
+            return
+        host = store.get(f"host/{other}").decode() if store.check([f"host/{other}"]) else "not seen yet"
+        name, why = f"rank {other} ({host})", f"no heartbeat for {silent:.0f} s"
+        if silent >= limit:
+            LOG.error("%s: %s, so the run ends (run.silent_seconds %g)", name, why, limit)
+            store.set("dead", json.dumps({"name": name, "why": why, "code": EXIT_DEAD_RANK}))
+            self._end(store, name, why)
+        elif silent - BEAT_SECONDS < limit / 2:  # once
+            LOG.warning("%s: %s; the run ends after %g s (run.silent_seconds)", name, why, limit)
 
     def _report(self, error: BaseException, store: Any) -> None:
         """Print why this rank fails, then tell the others, so that they end at once.
@@ -135,7 +147,7 @@ class Watchdog:
         name = f"rank {self.ranks.rank} ({socket.gethostname()}, process {os.getpid()})"
         try:
             if isinstance(error, RuntimeError) and any(value in str(error).lower() for value in LOST):
-                time.sleep(SILENT_SECONDS + 2 * BEAT_SECONDS)  # the watch thread ends the process during it
+                time.sleep(self._silent_seconds + 2 * BEAT_SECONDS)  # the watch thread ends the process during it
             if isinstance(error, Exception):
                 print_once(error, store, self._say, f"{name}: ")
         except Terminated as terminated:
@@ -167,7 +179,7 @@ class Watchdog:
         with contextlib.suppress(dist.DistError, RuntimeError):
             if self.ranks.is_first:
                 goodbyes = [f"bye/{rank}" for rank in range(1, self.ranks.world_size)]
-                self._store.wait(goodbyes, timedelta(seconds=SILENT_SECONDS))
+                self._store.wait(goodbyes, timedelta(seconds=self._silent_seconds))
             else:
                 self._store.set(f"bye/{self.ranks.rank}", "")
 
