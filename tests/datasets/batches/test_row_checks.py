@@ -153,9 +153,9 @@ def test_no_damage_of_a_shard_trains_in_silence(store: Damaged) -> None:
 
 
 @pytest.mark.slow
-def test_none_of_a_thousand_damages_trains_in_silence(store: Damaged) -> None:
-    silent, found = silent_damages(store, seed=2, count=1000)
-    print(f"{found} of 1000 found, the others harmless")
+def test_none_of_a_thousand_damages_of_six_stores_trains_in_silence(store: Damaged) -> None:
+    silent, found = silent_damages(store, seed=2, count=170)
+    print(f"{found} of 170 found, the others harmless")
     assert silent == []
 
 
