@@ -13,6 +13,7 @@ from urllib.request import url2pathname
 import typer
 
 from ...datasets.errors import RecipeError, ResourceError
+from ...datasets.recipe import STAGES, shipped_recipes
 from ..terminal.text import is_quiet, printable
 
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")]
@@ -25,11 +26,25 @@ Devices = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one recipe key; repeatable.")
 ]
-Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
 
 LOG = logging.getLogger(__name__)
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def complete_recipe(context: typer.Context, incomplete: str) -> list[str]:
+    """Shipped recipes that a shell offers: of the stage that the command is for; of both where it lists them."""
+    stages = {"precompute": STAGES[:1], "recipes": STAGES}.get(context.info_name or "", STAGES[1:])
+    names = {name for stage in stages for name in shipped_recipes(f"leandit.{stage}")}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="Name of a shipped recipe, or path of a TOML file.", autocompletion=complete_recipe
+    ),
+]
 
 
 def is_url(path: str) -> bool:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 from ...datasets.recipe import shipped_recipes
+from ...datasets.revisions.catalog import read_spec
 from .text import is_quiet, printable
+
+OF_THE_STORE = 0  # of model.channels
 
 
 def print_next(*commands: list[object]) -> None:
@@ -28,7 +32,7 @@ def command_without(*flags: str) -> list[object]:
     return [word for word in sys.argv[1:] if word not in flags]
 
 
-def after_store(store: Path | str, recipe: str) -> list[list[object]]:
+def after_store(store: Path, recipe: str) -> list[list[object]]:
     """What to run when a store is complete: look at it, and train on it.
 
     Args:
@@ -38,7 +42,10 @@ def after_store(store: Path | str, recipe: str) -> list[list[object]]:
     found = [one for one, text in shipped.items() if recipe == one or f"--store {recipe} " in text.partition("\n")[0]]
     if not found:
         return [["inspect", store], ["recipes"]]
-    return [["inspect", store], ["train", found[0], "--store", store, "--run", f"runs/{found[0]}"]]
+    named = tomllib.loads(shipped[found[0]])["model"].get("channels", OF_THE_STORE)
+    fits = named in (OF_THE_STORE, read_spec(store).latent.channels)  # else another VAE was set
+    other_vae = [] if fits else ["--set", f"model.channels={OF_THE_STORE}"]
+    return [["inspect", store], ["train", found[0], "--store", store, "--run", f"runs/{found[0]}", *other_vae]]
 
 
 def after_run(run: Path) -> list[list[object]]:

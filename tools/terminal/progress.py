@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # torch takes a second to import
     from ...train.metrics.window import StepReport
 
 PLAIN_EVERY_SECONDS = 30.0
+SPEED_OVER_SECONDS = 300.0  # a batch of a slow encoder takes over rich's 30 s, after which it knows no time left
 
 
 class _Counts(ProgressColumn):
@@ -51,6 +52,7 @@ class ProgressLine:
         self._live: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._started: dict[str, tuple[float, int]] = {}
+        self._finished: dict[str, float] = {}
         self._latest: dict[str, int] = {}
         self._num_rejected = 0
         self._last_plain = time.monotonic()
@@ -64,7 +66,7 @@ class ProgressLine:
                 _TimeLeft(),
                 TextColumn("{task.fields[note]}"),
             )
-            self._live = Progress(*columns, console=self._console)
+            self._live = Progress(*columns, console=self._console, speed_estimate_period=SPEED_OVER_SECONDS)
             self._live.start()
         return self
 
@@ -83,13 +85,13 @@ class ProgressLine:
         if stage == REJECTED:
             self._num_rejected = done
             return
-        start, first = self._started.setdefault(stage, (time.monotonic(), done))
-        rate = (done - first) / max(time.monotonic() - start, 1e-9)
-        note = note or (f"{rate:.1f}/s" if done > first else "")
+        rate = self._rate(stage, done, total)
+        note = note or (f"{rate:.1f}/s" if rate else "")
         if self._num_rejected:
             note = f"{note}, {self._num_rejected:,} rejected".removeprefix(", ")
         if self._live:
             if stage not in self._tasks:
+                self._end_uncounted(self._live)
                 self._tasks[stage] = self._live.add_task(stage, total=total or None, note="")
             self._live.update(self._tasks[stage], completed=done, note=note)
             return
@@ -99,7 +101,21 @@ class ProgressLine:
             left = f", {readable_time((total - done) / rate)} left" if rate and done < total else ""
             of_total = f"{total:,}" if total else "?"
             line = f"{stage}: {done:,} of {of_total}  {note}{left}".rstrip()
-            self._console.print(line, highlight=False, markup=False)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _rate(self, stage: str, done: int, total: int) -> float:
+        """Items a second since the first call for the stage; when it is finished, until then."""
+        now = time.monotonic()
+        start, first = self._started.setdefault(stage, (now, done))
+        if done >= total > 0:
+            now = self._finished.setdefault(stage, now)
+        return (done - first) / max(now - start, 1e-9)
+
+    def _end_uncounted(self, live: Progress) -> None:
+        """The next stage begins: one whose total was unknown has done all that there was."""
+        for task in live.tasks:
+            if task.total is None:
+                live.update(task.id, total=task.completed)
 
 
 def train_note(figures: StepReport) -> str:

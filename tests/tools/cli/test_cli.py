@@ -767,14 +767,24 @@ def test_shipped_recipes_are_listed_and_printed_to_start_from(leandit: Leandit) 
     assert (ended.code, "Did you mean 'pixart-256'?" in ended.err) == (2, True)
 
 
-def test_a_shell_completes_commands_without_torch() -> None:
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("leandit pu", ["publish"]),
+        ("leandit precompute pixart-2", ["pixart-256"]),
+        ("leandit plan train lightning", ["lightningdit-xl-1-256"]),
+        ("leandit recipes sd3", ["sd3-1024", "sd3-512", "sd3.5-medium-512"]),
+        ("leandit train mine.t", []),
+    ],
+)
+def test_a_shell_completes_commands_and_recipes_without_torch(line: str, offered: list[str]) -> None:
     code = (
         "import sys; from leandit.tools.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     )
-    env = os.environ | {"_LEANDIT_COMPLETE": "complete_bash", "COMP_WORDS": "leandit pu", "COMP_CWORD": "1"}
+    env = os.environ | {"_LEANDIT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
     script = f"import sys; sys.argv = ['leandit']\n{code}"
     ended = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
-    assert (ended.stdout.split(), ended.stderr) == (["publish"], "")
+    assert (ended.stdout.split(), ended.stderr) == (offered, "")
 
 
 def test_the_device_is_named_or_found(leandit: Leandit) -> None:

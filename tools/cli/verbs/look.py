@@ -16,7 +16,7 @@ from ..options import Device, is_url, local_input, output, path_or_url, print_li
 
 def report(
     targets: Annotated[
-        list[str], typer.Argument(parser=path_or_url, metavar="STORE|RUN...", help="Stores, or runs, side by side.")
+        list[str], typer.Argument(parser=path_or_url, metavar="STORE|RUN", help="Stores, or runs, side by side.")
     ],
     out: Annotated[Path, output("HTML file to write.")],
     source: Annotated[

@@ -162,7 +162,9 @@ def _stoppable_progress(stop: StopRequest) -> Iterator[Progress]:
 
 def import_(
     context: typer.Context,
-    kind: Annotated[str, typer.Argument(help="fast-dit, lightningdit, mar, edm2, pixart, mds, mlperf-flux or nemo.")],
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="fast-dit, lightningdit, mar, edm2, pixart, mds, mlperf-flux or nemo.")
+    ],
     source: Annotated[Path, local_input("Features: the folder or file that the other program wrote.")],
     store: Annotated[Path, output("Folder of the store; the same command again resumes.")],
     null: Annotated[

@@ -12,14 +12,17 @@ import typer
 from ....datasets.errors import RecipeError
 from ....datasets.recipe import STAGES, shipped_recipes
 from ...terminal.text import print_result
-from ..options import AsJson
+from ..options import AsJson, complete_recipe
 
 Shipped = list[dict[str, str]]
 LEAST_CHARS, MOST_CHARS = 30, 100  # of the line on a recipe
 
 
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="Print this recipe, with its comments.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Print this recipe, with its comments.", autocompletion=complete_recipe),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the shipped recipes of both stages, or print one to start your own from.

@@ -16,7 +16,7 @@ from ..options import AnyStore, AsJson, Device, LocalStore, Overrides, is_url, o
 
 def inspect(
     store: AnyStore,
-    key: Annotated[str | None, typer.Argument(help="Key of one record.")] = None,
+    key: Annotated[str | None, typer.Argument(metavar="KEY", help="Key of one record.")] = None,
     as_json: AsJson = False,
     revision: Annotated[int, typer.Option(min=0, help="Revision of the store; 0: the newest.")] = 0,
     rejects: Annotated[bool, typer.Option("--rejects", help="List every rejected record.")] = False,
