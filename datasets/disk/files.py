@@ -220,6 +220,16 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def drop_cached(path: Path) -> None:
+    """Ask the system to forget its copy of a synced file in memory, so that the next read comes from the disk."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
 def _write_file(path: Path, parts: bytes | Iterable[Any]) -> None:
     _step("create", path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)

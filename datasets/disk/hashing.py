@@ -115,8 +115,23 @@ def xxh3_file(path: str | Path) -> str:
 
 def xxh3_parts(parts: Iterable[Any]) -> tuple[int, str]:
     """Size in bytes and XXH3-128 of consecutive buffers."""
-    digest, size = xxhash.xxh3_128(), 0
+    hashed = Xxh3()
     for part in parts:
-        digest.update(part)
-        size += memoryview(part).nbytes
-    return size, digest.hexdigest()
+        hashed.update(part)
+    return hashed.size, hashed.hexdigest()
+
+
+class Xxh3:
+    """XXH3-128 of buffers that come one after the other, and their size in bytes."""
+
+    def __init__(self) -> None:
+        self.size, self._digest = 0, xxhash.xxh3_128()
+
+    def update(self, part: Any) -> None:
+        """Add a buffer."""
+        self._digest.update(part)
+        self.size += memoryview(part).nbytes
+
+    def hexdigest(self) -> str:
+        """32 hex digits."""
+        return self._digest.hexdigest()

@@ -17,16 +17,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as tensors_of
-from safetensors.torch import save as bytes_of
 from torch import Tensor
 
-from ...datasets.disk.files import move, remove, write_folder
-from ...datasets.disk.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
+from ...datasets.disk.files import drop_cached, move, remove, write_folder
+from ...datasets.disk.hashing import Xxh3, canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
 from ...datasets.errors import DamageError, RunError
 from .folders import AVERAGE as AVERAGE
 from .folders import CHECKPOINT, STATE, steps
 from .folders import SNAPSHOT as SNAPSHOT
 from .folders import find as find
+from .tensor_file import parts_of
 
 FORMAT_VERSION = 1
 STATE_HASH = "state_sha256"
@@ -127,26 +127,29 @@ def save(kind: str, run: Path, step: int, groups: Groups, state: dict[str, Any])
 
     Args:
       kind: CHECKPOINT, SNAPSHOT or AVERAGE.
-      groups: name of each safetensors file -> its tensors; one group at a time is in memory twice.
+      groups: name of each safetensors file -> its tensors, which are written as they lie in memory.
       state: everything except tensors; JSON values.
     Raises: ResourceError: the disk is full; DamageError: the disk returns other bytes. An older folder then stays.
     """
     final = run / f"{kind}-{step}"
     hashes: dict[str, Any] = {}
 
-    def content(name: str, tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
-        data = bytes_of({key: t.detach().contiguous().cpu() for key, t in tensors.items()})
-        size, digest = xxh3_parts([data])
-        hashes[name] = {"bytes": size, "xxh3_128": digest}
-        yield data
+    def content(name: str, tensors: Mapping[str, Tensor]) -> Iterator[Any]:
+        hashed = Xxh3()
+        for part in parts_of(tensors):
+            hashed.update(part)
+            yield part
+        hashes[name] = {"bytes": hashed.size, "xxh3_128": hashed.hexdigest()}
 
-    def files() -> Iterator[tuple[str, bytes | Iterator[bytes]]]:
+    def files() -> Iterator[tuple[str, bytes | Iterator[Any]]]:
         for group, tensors in groups.items():
             yield f"{group}.safetensors", content(f"{group}.safetensors", tensors)
         document = {"format_version": FORMAT_VERSION, "kind": kind, "step": step, "files": hashes} | state
         yield STATE, canonical_json(document | {STATE_HASH: sha256_of(document)})
 
     write_folder(final, files(), replace=True)
+    for name in hashes:
+        drop_cached(final / name)  # so that the disk is read, not the memory that was written from
     read(final)
     return final
 
