@@ -234,7 +234,9 @@ class _Training:
         if stopping or due or averages_due:
             state.loader.dataset.finish_checks()
             self._watchdog.gather("checked")  # a rank that has read damaged rows ends all before anything is saved
-            self._saver.begin(capture(state, averages=averages_due, resumable=stopping or due))
+            self._saver.finish()  # first, so that two states are never in memory
+            staging = self._saver.staging
+            self._saver.begin(capture(state, averages=averages_due, resumable=stopping or due, staging=staging))
         self._saver.check()
         return stopping
 

@@ -31,7 +31,7 @@ from ..weights.folders import RECIPE, RUN
 from ..weights.merging import FrozenWeights
 from .data import buckets_at
 from .manifest import RunManifest, check_settings, continue_manifest
-from .saver import Captured, Folder, buffers_of, gather
+from .saver import Captured, Folder, Staging, buffers_of, gather
 from .state import TrainState
 from .stores import contents_read
 
@@ -216,21 +216,25 @@ def _broadcast(
         yield name, tensor
 
 
-def capture(state: TrainState, *, averages: bool = False, resumable: bool = True) -> Captured:
+def capture(
+    state: TrainState, *, averages: bool = False, resumable: bool = True, staging: Staging | None = None
+) -> Captured:
     """Copy the state into memory; a collective call.
 
     Args:
       averages: store all averages of the step.
       resumable: a checkpoint and a snapshot, with the averages where the recipe stores them with each checkpoint.
+      staging: memory whose last copies have been written; None: new memory.
     """
+    staging = staging or Staging()
     recipe = state.recipe
     extra = state.extra | {"buckets": buckets_at(recipe.data, state.stores, state.step)}
-    groups = gather(state.engine, GROUPS if resumable else (EMA,), keep=state.ranks.is_first)
+    null = {"embedding": state.conditioner.null_caption, "pooled": state.conditioner.null_pooled}
+    kept = {name: tensor.cpu() for name, tensor in null.items() if tensor is not None}  # waits, so it comes first
+    rest = {MODEL: buffers_of(state.engine.model)} | ({NULL_CAPTION: kept} if kept else {})
+    groups = gather(state.engine, GROUPS if resumable else (EMA,), keep=state.ranks.is_first, staging=staging)
     if not groups:
         return Captured(state.step, [])
-    null = {"embedding": state.conditioner.null_caption, "pooled": state.conditioner.null_pooled}
-    kept = {name: tensor.cpu() for name, tensor in null.items() if tensor is not None}
-    rest = {MODEL: buffers_of(state.engine.model)} | ({NULL_CAPTION: kept} if kept else {})
     folders = []
     if averages or (resumable and recipe.ema.kind == "power" and not recipe.ema.keep_every):
         folders.append(Folder(AVERAGE, rest | {EMA: groups[EMA]}, extra | {"lengths": recipe.ema.lengths}))
@@ -239,7 +243,7 @@ def capture(state: TrainState, *, averages: bool = False, resumable: bool = True
         first = {name.removeprefix(prefix): t for name, t in groups[EMA].items() if name.startswith(prefix)}
         folders.append(Folder(SNAPSHOT, rest | {MODEL: rest[MODEL] | first}, extra))
         folders.append(Folder(CHECKPOINT, groups, _progress(state, groups).model_dump()))
-    return Captured(state.step, folders)
+    return Captured(state.step, folders, staging.copied())
 
 
 def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progress:
