@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -185,7 +186,7 @@ def _state(checked: Verification) -> str:
             return "foreign files: remove them yourself, leandit never does"
         if "not_reproduced" in causes:
             return "DAMAGED: see above"
-        return "DAMAGED: run 'leandit verify --repair --source PATH'"
+        return f"DAMAGED: run 'leandit verify {shlex.quote(checked.store)} --repair --source PATH'"
     if not checked.complete:
         return "whole so far, but incomplete: run the same precompute command again"
     return "whole" if not checked.findings else "whole; what is listed above does no harm"

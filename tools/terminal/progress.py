@@ -86,7 +86,7 @@ class ProgressLine:
             self._num_rejected = done
             return
         rate = self._rate(stage, done, total)
-        note = note or (f"{rate:.1f}/s" if rate else "")
+        note = note or (f"{rate:,.1f}/s" if rate else "")
         if self._num_rejected:
             note = f"{note}, {self._num_rejected:,} rejected".removeprefix(", ")
         if self._live:

@@ -60,13 +60,17 @@ def peak_flops(device: torch.device, precision: str) -> float:
     """Peak of a device in FLOP/s, in the precision it computes in; 0: a CPU, or an unknown GPU.
 
     Args:
-      precision: of the recipe; a device without bf16 computes in float32 instead.
+      precision: of the recipe.
     """
     if device.type != "cuda":
         return 0.0
     gpu = gpu_by_name(torch.cuda.get_device_name(device))
-    computed_in = "fp32" if precision == "bf16" and autocast_dtype(precision, device) is None else precision
-    return gpu.peak_flops(computed_in) if gpu else 0.0
+    return gpu.peak_flops(computed_in(precision, device)) if gpu else 0.0
+
+
+def computed_in(precision: str, device: torch.device) -> str:
+    """The precision that a recipe's means on a device: without bf16 it computes in float32 instead."""
+    return "fp32" if precision == "bf16" and autocast_dtype(precision, device) is None else precision
 
 
 class Gauges:

@@ -36,7 +36,7 @@ class Start(BaseModel):
       machine, device: of the first rank.
       world_size, num_machines: of all ranks.
       strategy: of ``parallel.strategy``, resolved.
-      precision: of the recipe.
+      precision: that it computes in: of the recipe, or fp32 where that is bf16 and the device has no fast one.
       versions: of this package and of the libraries.
     """
 
@@ -72,6 +72,7 @@ def start_of(
       release: version of this package.
     """
     from ..parallel.strategy import choose_strategy
+    from .device import computed_in
 
     return Start(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -83,7 +84,7 @@ def start_of(
         world_size=ranks.world_size,
         num_machines=ranks.num_machines,
         strategy=choose_strategy(recipe.parallel, ranks),
-        precision=recipe.run.precision,
+        precision=computed_in(recipe.run.precision, device),
         versions={"leandit": release, "python": platform.python_version()} | _versions(),
     )
 

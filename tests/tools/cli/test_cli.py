@@ -386,7 +386,7 @@ def test_verify_says_what_is_whole_damaged_repaired_and_unfinished(
     assert ended.code == 4
     assert f"bucket '32x32', shard 0: file '{SHARD}'" in ended.out
     assert "(1 records: n000/0.png)" in ended.out
-    assert "DAMAGED: run 'leandit verify --repair --source PATH'" in ended.out
+    assert f"DAMAGED: run 'leandit verify {path} --repair --source PATH'" in ended.out
     ended = leandit("verify", path, "--json")
     assert (ended.code, json.loads(ended.out)["findings"][0]["path"]) == (4, SHARD)
     assert leandit("verify", path, "--repair").code == 4

@@ -51,3 +51,9 @@ def test_a_line_that_is_no_start_is_named(tmp_path: Path) -> None:
         (tmp_path / "starts.jsonl").write_text(line + "\n")
         with pytest.raises(DamageError, match="line 1 is not a start"):
             read_starts(tmp_path)
+
+
+def test_the_precision_of_a_start_is_the_one_that_it_computes_in(label_store: LatentStore, tmp_path: Path) -> None:
+    recipe = train_recipe("dit-s-4", "run.steps=1", "run.precision=bf16")
+    train(recipe, store_path=label_store.path, run=tmp_path, device=CPU, report=lambda _: None, stop=StopRequest())
+    assert [start.precision for start in read_starts(tmp_path)] == ["fp32"]

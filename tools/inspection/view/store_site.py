@@ -118,9 +118,10 @@ class StoreSite:
         return _identity(self._manifest) != self._opened
 
     @property
-    def _classes(self) -> list[str]:
-        names = self._store.spec.class_names or self._store.spec.classes or []
-        return list(names) if len(names) <= MOST_CLASSES else []
+    def _classes(self) -> list[tuple[str, str]]:
+        """Folder and name of each class."""
+        names = self._store.class_names
+        return list(zip(names.classes, names.names, strict=True)) if len(names) <= MOST_CLASSES else []
 
     def _cell(self, position: int, query: Query) -> dict[str, Any]:
         record = self._store.record_at(position)

@@ -25,6 +25,7 @@ from PIL import Image
 from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT, ROOT, TOKEN, client, grey, hostile_store, no_decoder, site
 
 from leandit.datasets.errors import DamageError, EncoderError, StoreError
+from leandit.datasets.format.class_names import ClassNames
 from leandit.datasets.store import LatentStore
 from leandit.tools.export.publish import PublishRequest, publish
 from leandit.tools.inspection.view import server
@@ -115,6 +116,16 @@ def test_what_was_typed_stands_in_the_form_again(label_store: LatentStore) -> No
     with client(site(label_store)) as web:
         page = web.get(ROOT + "/", params={"q": '"><script>x</script>'}).text
     assert 'name="q" value="&#34;&gt;&lt;script&gt;x&lt;/script&gt;"' in page
+
+
+def test_classes_are_suggested_by_their_folders_and_names(tmp_path: Path) -> None:
+    make_store(tmp_path / "S", {"64x64": 1}, num_classes=2)
+    store = LatentStore(tmp_path / "S")
+    store.class_names = ClassNames(["n01440764", "mine"], ["tench", "mine"])
+    with client(site(store)) as web:
+        page = web.get(ROOT + "/").text
+    listed = '<option value="n01440764" label="tench"></option><option value="mine"></option>'
+    assert f'<datalist id="classes">{listed}</datalist>' in page
 
 
 def test_a_page_shows_24_records_and_leads_to_the_next(

@@ -226,7 +226,8 @@ def _store(run: Path, read: _StoreRead) -> StoreFacts:
         return StoreFacts(path.name, [*rows, ("not opened", str(error)), *_encoders_of_snapshot(run)])
     if last.root_hash and store.root_hash != last.root_hash:
         rows.append(("another store", f"the one there now has root hash {store.root_hash}"))
-    rows.append(("records", f"{sum(store.buckets.values()):,} in {len(store.buckets)} buckets"))
+    buckets = "bucket" if len(store.buckets) == 1 else "buckets"
+    rows.append(("records", f"{sum(store.buckets.values()):,} in {len(store.buckets)} {buckets}"))
     spec = store.spec
     encoders = {"autoencoder": spec.vae} | ({"text encoder": spec.text_encoder} if spec.text_encoder else {})
     encoders |= {f"{kind} {one.name}": one.encoder for kind in ("text", "feature") for one in _named(spec, kind)}

@@ -73,7 +73,7 @@ def report_runs(targets: Sequence[str], out: Path, *, progress: Progress) -> lis
         versions=_versions(runs),
         rules=[(rule.when,) for rule in RULES],
     )
-    return [("bytes", mib(write_page(out, html))), ("warnings", str(len(alerts)))]
+    return [("size", mib(write_page(out, html))), *[("warning", alert.text) for alert in alerts]]
 
 
 def _names(targets: Sequence[str]) -> list[str]:

@@ -98,7 +98,7 @@ def test_the_page_of_a_run_that_was_trained_and_resumed(label_store: LatentStore
     assert "Made from the shipped recipe dit-s-2-256" in page.text
     assert "model.name DiT-S/2 DiT-S/4" in page.text
     assert label_store.root_hash in page.text
-    assert "15 in 1 buckets" in page.text
+    assert "15 in 1 bucket" in page.text
     assert f"weights {label_store.spec.vae.weights_sha256[:16]}" in page.text
     titles = " ".join(page.charts)
     for title in ("Training loss", "Loss of held-out records", "Gradient norm", "Learning rate", "Images a second"):
