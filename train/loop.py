@@ -42,6 +42,7 @@ from .run.resume import averages_are_due, capture, start_or_resume
 from .run.saver import Saver
 from .run.state import TrainState, origin_lines, prepare
 from .run.stores import open_stores
+from .step.garbage import collected_by_hand
 from .step.train_step import train_step
 
 LOG = logging.getLogger(__name__)
@@ -186,10 +187,12 @@ class _Training:
         first_step, images_before = state.step + 1, state.num_images
         batches, stopping = endless(state.loader), False
         try:
-            while state.step < steps and not stopping:
-                stopping = self._save_if_due(self._make_step(batches))
-                if state.step == first_step + 1:  # the shared stop has waited until all ranks have made the first
-                    lower_timeout()
+            with collected_by_hand() as after_step:
+                while state.step < steps and not stopping:
+                    stopping = self._save_if_due(self._make_step(batches))
+                    after_step()
+                    if state.step == first_step + 1:  # the shared stop has waited until all ranks have made the first
+                        lower_timeout()
             self._saver.finish()
             if self._pictures and state.step >= steps:
                 self._pictures.finish(self._writer)

@@ -90,6 +90,8 @@ class Ema:
     def __init__(self, model: HasParameters, rules: Sequence[Rule]) -> None:
         self.rules = tuple(rules)
         self.averages = [{name: p.detach().clone().float() for name, p in model.named_parameters()} for _ in self.rules]
+        # Once, not in each step: of a sharded tensor it takes long. The model's own may be replaced by FSDP.
+        self._local = [[local(weight) for weight in average.values()] for average in self.averages]
 
     @torch.no_grad()
     def update(self, model: HasParameters, step: int, skipped: Tensor | None = None) -> None:
@@ -100,8 +102,8 @@ class Ema:
           skipped: () float32 on the device, 1 if the optimizer skipped the update, else 0; None: never skipped.
         """
         parameters = [local(p.detach()).float() for p in model.parameters()]
-        for rule, average in zip(self.rules, self.averages, strict=True):
-            weights, share = [local(weight) for weight in average.values()], 1 - rule.kept(step)
+        for rule, weights in zip(self.rules, self._local, strict=True):
+            share = 1 - rule.kept(step)
             moved = share if skipped is None else [(1 - skipped) * share] * len(weights)
             torch._foreach_lerp_(weights, parameters, moved)  # pyright: ignore[reportPrivateImportUsage]
 

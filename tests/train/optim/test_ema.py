@@ -264,3 +264,13 @@ def test_a_snapshot_of_another_length_has_the_null_caption(caption_store: Latent
     for one, other in zip(combined.model.state_dict().values(), first.model.state_dict().values(), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(combined.conditioner.null_caption, first.conditioner.null_caption)  # type: ignore
+
+
+def test_an_update_does_not_unwrap_the_averages_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Walk()
+    averages, unwrapped = Ema(model, [Power(0.05), Power(0.1)]), list[Tensor]()
+    monkeypatch.setattr("leandit.train.optim.ema.local", lambda tensor: unwrapped.append(tensor) or tensor)
+    model.advance()
+    averages.update(model, 1)
+    assert [tensor.data_ptr() for tensor in unwrapped] == [p.data_ptr() for p in model.parameters()]
+    assert all(torch.equal(average["w"], model.w) for average in averages.averages)
