@@ -23,6 +23,7 @@ from ..store import LatentStore
 
 Named = dict[str, Any]
 PROJECTED, PLAIN = "CLIPTextModelWithProjection", "CLIPTextModel"
+UNNAMED = "text"  # what stands for the text encoder of the recipe section [text]
 TOKEN_MULTIPLE = 8  # NeMo AutoModel's collate function pads captions to a multiple of it
 
 
@@ -43,7 +44,7 @@ def diffusers_sd3(
     """
     names = list(store.texts if texts is None else texts)
     if len(names) != 3:
-        raise RecipeError(f"{_place(store)}, needed CLIP-L, CLIP-G and T5. Name these three with 'texts'.")
+        raise RecipeError(f"{_place(store)}, needed CLIP-L, CLIP-G and T5. {_how_to_have(store, 3)}")
     specs = [_spec_of(store, name) for name in names]
     for name, spec in zip(names, specs, strict=True):
         _check_full_length(store, name, spec)
@@ -89,7 +90,7 @@ def diffusers_sdxl(
     """
     names = list(store.texts if texts is None else texts)
     if len(names) != 2:
-        raise RecipeError(f"{_place(store)}, needed CLIP-L and CLIP-G. Name these two with 'texts'.")
+        raise RecipeError(f"{_place(store)}, needed CLIP-L and CLIP-G. {_how_to_have(store, 2)}")
     specs = [_spec_of(store, name) for name in names]
     for name, spec in zip(names, specs, strict=True):
         _check_full_length(store, name, spec)
@@ -207,8 +208,11 @@ def _only(store: LatentStore, name: str | None, what: str, names: Sequence[str])
         return name
     if name is None and len(names) == 1:
         return names[0]
-    found = f"those with {what} are {[*names]}" if names else f"none has {what}"
-    raise RecipeError(f"{_place(store)}; {found}, got {what}={name!r}. Give '{what}' one of these names.")
+    if not names:
+        raise RecipeError(f"{_place(store)}; none has {what}, needed one. Precompute the store with one.")
+    raise RecipeError(
+        f"{_place(store)}; those with {what} are {[*names]}, got {what}={name!r}. Give '{what}' one of these names."
+    )
 
 
 def _spec_of(store: LatentStore, name: str) -> TextSpec:
@@ -222,8 +226,8 @@ def _check_full_length(store: LatentStore, name: str, spec: TextSpec) -> None:
     if not spec.has_tokens or not spec.full_length:
         has = "has captions without their padding" if spec.has_tokens else "has no tokens"
         raise RecipeError(
-            f"{_place(store)}; '{name}' {has}, and this trainer reads no mask. Precompute the store with "
-            f"text.{name}.full_length = true."
+            f"{_place(store)}; '{name or UNNAMED}' {has}, and this trainer reads no mask. Precompute the store with "
+            f"{_section(name)}.full_length = true."
         )
 
 
@@ -231,8 +235,8 @@ def _check_attends(store: LatentStore, name: str, spec: TextSpec) -> None:
     """Raise unless T5 saw the padding, as it does in the pipelines: the values of all its tokens depend on it."""
     if spec.kind in ("t5", "umt5") and not spec.attend_padding:
         raise RecipeError(
-            f"{_place(store)}; '{name}' has not attended to its padding, as the model's own T5 does. Precompute the "
-            f"store with text.{name}.attend_padding = true."
+            f"{_place(store)}; '{name or UNNAMED}' has not attended to its padding, as the model's own T5 does. "
+            f"Precompute the store with {_section(name)}.attend_padding = true."
         )
 
 
@@ -246,5 +250,18 @@ def _check_pooled(store: LatentStore, name: str, needed: str) -> None:
         )
 
 
+def _how_to_have(store: LatentStore, num: int) -> str:
+    if len(store.texts) < num:
+        return "Precompute the store with them, as the recipe sd3-512 does."
+    return f"Name these {num} with 'texts'."
+
+
+def _section(name: str) -> str:
+    """The recipe section of a text encoder."""
+    return f"text.{name}" if name else "text"
+
+
 def _place(store: LatentStore) -> str:
-    return f"store '{store.path}': its text encoders are {store.texts}"
+    found = store.texts
+    has = f"its text encoders are {found}" if any(found) else f"its text encoder is {UNNAMED}"
+    return f"store '{store.path}': {has if found else 'it has no text encoder'}"

@@ -11,6 +11,7 @@ from ...datasets.format.schema import IMPORTED, LatentSpec
 from ...precompute.encoders.text.instructions import instruction_text
 from ...train.models.diffusers_models.families import family_of
 from ...train.models.spec import ModelSpec
+from ...train.objective_recipe import ObjectiveSection
 from ...train.sampling.snapshot import Snapshot, text_encoders
 
 Format = Literal["diffusers", "official"]
@@ -150,7 +151,7 @@ def model_rows(state: Mapping[str, Any], spec: ModelSpec, snapshot: str) -> dict
         "model": spec.name,
         "weights": f"averaged, {snapshot}",
         "steps": state["step"],
-        "objective": json.dumps(state["objective"]),
+        "objective": objective_words(state["objective"]),
         "root hash of the store": ", ".join(map(str, state.get("root_hashes") or [None])),
         "VAE": f"{state['vae']['model'].get('model')}, weights {state['vae']['weights_sha256']}",
     }
@@ -169,6 +170,13 @@ def model_rows(state: Mapping[str, Any], spec: ModelSpec, snapshot: str) -> dict
     else:
         described["classes"] = len(state["classes"])
     return described
+
+
+def objective_words(objective: Mapping[str, Any]) -> str:
+    """The kind of an objective, and its settings that are not the defaults."""
+    usual = ObjectiveSection().model_dump()
+    changed = [f"{key} {value}" for key, value in objective.items() if key != "kind" and value != usual.get(key)]
+    return ", ".join([str(objective["kind"]), *changed])
 
 
 def table(described: Mapping[str, Any]) -> str:

@@ -214,7 +214,11 @@ def test_a_batch_of_torchtitan_is_what_its_encoders_would_have_given(flux_store:
 
 
 def test_a_store_without_what_the_trainer_reads_is_an_error_at_the_start(
-    sd3_store: LatentStore, flux_store: LatentStore, short_store: LatentStore, label_store: LatentStore
+    sd3_store: LatentStore,
+    flux_store: LatentStore,
+    short_store: LatentStore,
+    label_store: LatentStore,
+    caption_store: LatentStore,
 ) -> None:
     with pytest.raises(RecipeError, match=r"\['clip_l', 't5'\], needed CLIP-L, CLIP-G and T5"):
         adapters.diffusers_sd3(flux_store)
@@ -226,8 +230,12 @@ def test_a_store_without_what_the_trainer_reads_is_an_error_at_the_start(
         adapters.nemo_automodel(short_store)
     with pytest.raises(RecipeError, match=r"those with tokens are \['clip_l', 'clip_g', 't5'\].*Give 'tokens'"):
         adapters.nemo_automodel(sd3_store)
-    with pytest.raises(RecipeError, match="none has tokens"):
+    with pytest.raises(RecipeError, match="it has no text encoder; none has tokens"):
         adapters.torchtitan_flux(label_store)
+    with pytest.raises(RecipeError, match=r"its text encoder is text, needed CLIP-L.*as the recipe sd3-512 does"):
+        adapters.diffusers_sd3(caption_store)
+    with pytest.raises(RecipeError, match=r"'text' has captions without.*store with text\.full_length = true"):
+        adapters.nemo_automodel(caption_store)
     with pytest.raises(RecipeError, match=r"those with pooled are \['clip_l'\], got pooled='t5'"):
         adapters.torchtitan_flux(flux_store, pooled="t5")
     packed = make_loader(sd3_store, global_batch=4, text="packed", collate_fn=adapters.diffusers_sd3(sd3_store))

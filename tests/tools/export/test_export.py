@@ -17,10 +17,11 @@ from leandit.datasets.errors import RunError
 from leandit.datasets.format.schema import Decoding
 from leandit.datasets.store import LatentStore
 from leandit.tools.export.export import export, index_of, transformer_of
-from leandit.tools.export.export_card import departures
+from leandit.tools.export.export_card import departures, objective_words
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.layers import time_features
+from leandit.train.objective_recipe import ObjectiveSection
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot
 from leandit.train.weights.init_from import initial_weights
 
@@ -257,3 +258,9 @@ def test_the_card_says_what_is_known_and_a_folder_is_never_overwritten(runs: dic
     with pytest.raises(RunError, match="it already exists"):
         export(runs["pixart"], tmp_path / "out")
     assert tree_digest(tmp_path) == before
+
+
+def test_a_card_says_the_objective_and_what_is_unusual_about_it() -> None:
+    usual = ObjectiveSection(kind="flow").model_dump()
+    assert objective_words(usual) == "flow"
+    assert objective_words(usual | {"shift": 3.0, "cosine_weight": 1.0}) == "flow, shift 3.0, cosine_weight 1.0"
