@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder  # a file in one process, the longest first
 
-.PHONY: demo test test-long check docs format clean
+.PHONY: demo test test-long gpu check docs format clean
 
 # The exact versions that were tested; torch's CPU build where the index offers one.
 $(READY): pyproject.toml constraints.txt
@@ -23,6 +23,12 @@ test: $(READY)
 # The long forms: all crash points and bit flips, hundreds of kills, many examples. About an hour on two cores.
 test-long: $(READY)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest $(IN_TWO) -m "slow or hypothesis" --timeout 3600
+
+# Every figure that needs a GPU; the same command goes on where it was cut.
+MINUTES ?= 40
+gpu: $(READY)
+	$(BIN)/leandit bench gpu --minutes $(MINUTES) --out leandit-gpu
+	$(BIN)/leandit bench table leandit-gpu
 
 check: $(READY)
 	$(BIN)/ruff format --check .

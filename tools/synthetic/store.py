@@ -53,13 +53,15 @@ def make_store(
     features: Mapping[str, FeatureSpec] = {},
     shard_mib: int = 64,
     codec: str = "none",
+    downscale: int = DOWNSCALE,
     seed: int = 0,
 ) -> Manifest:
     """Write a store of noise: float16 latents, one label and, with ``token_counts``, one caption for each record.
 
     Args:
       root: of the store; the same arguments resume an unfinished one.
-      buckets: number of records by "HxW" in pixels; latents are 8 times smaller.
+      buckets: number of records by "HxW" in pixels.
+      downscale: pixels of a side of a latent place.
       token_counts: of the captions, which records take in turn; empty: no captions.
       text_width, text_dtype: of ``[text]``; "float16" or "int8". A width of 0: there is no ``[text]``.
       texts: further text encoders, by name, of the same captions; float16, float32 or int8.
@@ -76,6 +78,7 @@ def make_store(
         text_dtype=text_dtype,
         texts=texts,
         features=features,
+        downscale=downscale,
     )
     plan = freeze_plan(root, _plan(spec, buckets, num_classes, token_counts, seed))
     writer = StoreWriter(root, plan)
@@ -192,6 +195,7 @@ def noise_spec(
     text_dtype: str = "float16",
     texts: Mapping[str, TextSpec] = {},
     features: Mapping[str, FeatureSpec] = {},
+    downscale: int = DOWNSCALE,
 ) -> StoreSpec:
     """Description of a store of noise; the arguments are those of ``make_store``."""
     noise = EncoderIdentity(
@@ -221,7 +225,7 @@ def noise_spec(
             kind="latent",
             channels=channels,
             stored_channels=channels,
-            downscale=DOWNSCALE,
+            downscale=downscale,
             dtype="float16",
             shift=[0.0] * channels,
             scale=[1.0] * channels,

@@ -66,15 +66,22 @@ class _Recorder(TorchFunctionMode):
 
 
 def fastest_kernels(calls: Mapping[Call, int], images: int, dtype: torch.dtype, device: torch.device) -> list[str]:
-    """Names of the kernels, the fastest first, by forward and backward of all calls; unsupported ones come last.
+    """Names of the kernels, the fastest first; unsupported ones come last. The arguments are of ``kernel_seconds``."""
+    seconds = kernel_seconds(calls, images, dtype, device)
+    return sorted(KERNELS, key=lambda name: (seconds[name] is None, seconds[name]))
+
+
+def kernel_seconds(
+    calls: Mapping[Call, int], images: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, float | None]:
+    """GPU time of forward and backward of all calls, by kernel; None for one that does not support them.
 
     Args:
       images: in a microbatch.
       dtype: that attention is computed in.
       device: a GPU.
     """
-    seconds = {name: _seconds(name, calls, images, dtype, device) for name in KERNELS}
-    return sorted(KERNELS, key=lambda name: (seconds[name] is None, seconds[name]))
+    return {name: _seconds(name, calls, images, dtype, device) for name in KERNELS}
 
 
 def _seconds(

@@ -69,12 +69,15 @@ def run(request: PrecomputeRequest, progress: Progress) -> dict[str, Any]:
         gc.collect()
         torch.cuda.empty_cache()  # without CUDA it does nothing
         progress(name, done + 1, total)
-    figures: dict[str, Any] = {"rates": dict(measured), "memory_mb": _memory(inputs, progress)}
+    figures: dict[str, Any] = {"rates": dict(measured)}
+    if not request.quick:
+        figures["memory_mb"] = _memory(inputs, progress)
     figures["encode_share"] = [
         report.seconds["encode"] / (report.total_seconds - report.seconds["load"]) for report in reports
     ]
     if inputs.text_recipe:
-        figures["captions"] = captions | _caption_bytes(inputs, inputs.text_recipe, progress)
+        on_disk = {} if request.quick else _caption_bytes(inputs, inputs.text_recipe, progress)
+        figures["captions"] = captions | on_disk
     return {
         "command": request.command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

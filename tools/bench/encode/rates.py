@@ -51,6 +51,7 @@ class PrecomputeRequest:
       rounds: measurements of every cell.
       seconds: least time that a loop is measured.
       overrides: of the recipe.
+      quick: rates alone, without memory and bytes on disk.
       command: the command line, for the report.
     """
 
@@ -64,6 +65,7 @@ class PrecomputeRequest:
     rounds: int = 3
     seconds: float = 5.0
     overrides: Sequence[str] = ()
+    quick: bool = False
     command: str = field(default_factory=lambda: shlex.join(["leandit", *sys.argv[1:]]))
 
 

@@ -16,7 +16,7 @@ def ratios_of(figures: Mapping[str, Any], *, on_cpu: bool) -> dict[str, list[flo
     """Every ratio in each round, by what it compares.
 
     Args:
-      figures: "rates" of each cell in each round, "encode_share" of each precompute, "memory_mb", and "captions" where
+      figures: "rates" of each cell in each round, "encode_share" of each precompute; "memory_mb" and "captions" where
         they were measured.
       on_cpu: decoding and encoding share the cores.
     """
@@ -35,12 +35,12 @@ def ratios_of(figures: Mapping[str, Any], *, on_cpu: bool) -> dict[str, list[flo
             compared[f"images/s, of {peer}'s loop"] = ratios(ours, rates[peer])
     if captions := figures.get("captions"):
         compared["captions/s, of PixArt's loop"] = ratios(rates["leandit captions"], rates["PixArt captions"])
-        for dtype in ("float16", "int8"):
+        for dtype in [name for name in ("float16", "int8") if name in captions]:
             name = f"bytes a caption, padded to 300 in float16 (computed), of ours in {dtype} (on disk)"
             compared[name] = [captions["padded"] / captions[dtype]]
         compared["padding computed, of all tokens"] = [captions["padding_share"]]
-    memory = figures["memory_mb"]
-    compared["host memory beyond the running encoder, MiB"] = [(memory["run"] - memory["encoder"]) * 1e6 / MIB]
+    if memory := figures.get("memory_mb"):
+        compared["host memory beyond the running encoder, MiB"] = [(memory["run"] - memory["encoder"]) * 1e6 / MIB]
     return compared
 
 

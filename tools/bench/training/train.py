@@ -13,8 +13,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,10 +23,12 @@ from ....train import loop
 from ....train.config import TrainRecipe
 from ....train.metrics.device import peak_flops
 from ....train.metrics.flops import latent_size_of, train_flops
+from ....train.metrics.window import StepReport
 from ....train.optim.loss_scale import autocast_dtype
 from ....train.parallel.engine import TorchEngine
 from ....train.parallel.stop import StopRequest
 from ....train.step import train_step as step_module
+from ...plan.workload import TrainingWorkload
 from ...synthetic.store import make_store
 from ...terminal.cpu_memory import keep_freed_memory
 from ...terminal.progress import ProgressLine
@@ -59,7 +61,8 @@ def run(request: StepRequest, progress: ProgressLine) -> dict[str, Any]:
     recipe, spec = work.recipe, work.spec
     if device.type == "cpu":
         keep_freed_memory()  # as the command 'train' does
-    rates, outside = _on_store(request, progress) if request.data == "store" else (_beside(request, progress), [])
+    loops: list[LoopFigures] = []
+    rates = _on_store(request, progress, loops) if request.data == "store" else _beside(request, progress)
     size = latent_size_of(work.largest_bucket, work.store.latent)
     flops = train_flops(spec, size, work.tokens)
     precision = (
@@ -78,7 +81,9 @@ def run(request: StepRequest, progress: ProgressLine) -> dict[str, Any]:
         "flops_per_image": flops,
         "images_per_second": rates,
         "mfu": {cell: median(values) * flops / peak for cell, values in rates.items()} if peak else {},
-        "outside_share": outside,
+        "outside_share": [one.outside for one in loops] if device.type == "cpu" else [],
+        "data_wait_share": [one.data_wait for one in loops],
+        "peak_gib": max((one.peak_gib for one in loops), default=None),
     }
 
 
@@ -98,6 +103,8 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("", f"{first} of {cell}: {spread}"))
     if shares := result["outside_share"]:
         rows.append(("", f"outside forward, backward, update: {median_and_range(shares, '{:.2%}')}"))
+    if waits := result["data_wait_share"]:
+        rows.append(("", f"waits for data: {median_and_range(waits, '{:.2%}')}, peak {result['peak_gib']:.1f} GiB"))
     return rows
 
 
@@ -125,32 +132,45 @@ def _beside(request: StepRequest, progress: ProgressLine) -> dict[str, list[floa
 # --------------------------------------------------------------------------------------------- the real loop on a store
 
 
-def _on_store(request: StepRequest, progress: ProgressLine) -> tuple[dict[str, list[float]], list[float]]:
-    """Images a second of the real loop on a store and of its step on one batch; on a CPU also the shares outside."""
+class LoopFigures(NamedTuple):
+    """What a run did after its first report.
+
+    Args:
+      seconds: of a step.
+      outside: share of the time outside forward, backward and update. On a GPU, work is only launched there, so it
+        means nothing.
+      data_wait: share of the time spent waiting for batches.
+      peak_gib: of the GPU; on a CPU, of the process.
+    """
+
+    seconds: float
+    outside: float
+    data_wait: float
+    peak_gib: float
+
+
+def _on_store(request: StepRequest, progress: ProgressLine, loops: list[LoopFigures]) -> dict[str, list[float]]:
+    """Images a second of the real loop on a store and of its step on one batch; appends the figures of the loops."""
     work, size = request.work, request.work.recipe.run.global_batch
     rates: dict[str, list[float]] = {"store": [], "synthetic": []}
-    outside = []
     with tempfile.TemporaryDirectory(prefix="leandit-bench-") as scratch:
         names_stores = bool(work.recipe.data.turns)
-        path = request.store if names_stores or request.store else _noise_store(request, Path(scratch) / "store")
+        path = request.store if names_stores or request.store else noise_store(work, Path(scratch) / "store")
         step = our_step(request)
         timed(step, WARM_STEPS, request.device)
         for number in range(request.rounds):
             run_folder = Path(scratch) / f"run-{number}"
-            seconds, share = real_loop(work.recipe, path, run_folder, request.device, request.steps)
-            rates["store"].append(size / seconds)
-            outside.append(share)
+            loops.append(real_loop(work.recipe, path, run_folder, request.device, request.steps))
+            rates["store"].append(size / loops[-1].seconds)
             rates["synthetic"].append(request.steps * size / timed(step, request.steps, request.device))
             progress("train", number + 1, request.rounds, f"{rates['store'][-1]:.2f} images/s on the store")
-    return rates, outside if request.device.type == "cpu" else []
+    return rates
 
 
 def real_loop(
     recipe: TrainRecipe, store: Path | str | None, run_folder: Path, device: torch.device, steps: int
-) -> tuple[float, float]:
-    """Seconds of a step of ``leandit train``, and the share of it outside forward, backward and update.
-
-    On a GPU, work is only launched here, so the share means nothing there.
+) -> LoopFigures:
+    """Run ``leandit train`` for some steps.
 
     Args:
       steps: least number of measured steps, rounded up to whole report intervals.
@@ -159,23 +179,29 @@ def real_loop(
     last = LOSS_EVERY + steps  # steps before the first report are not counted
     changed = {"steps": last, "log_every": LOSS_EVERY, "checkpoint_every": last}
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update=changed)})
-    marks: list[tuple[float, float]] = []
+    marks: list[tuple[float, float, StepReport]] = []
     with ComputeTimer() as timer:
         loop.train(
             recipe,
             store_path=store,
             run=run_folder,
             device=device,
-            report=lambda figures: marks.append((time.perf_counter(), timer.seconds)),
+            report=lambda figures: marks.append((time.perf_counter(), timer.seconds, figures)),
             stop=StopRequest(),
             warn=lambda message: None,
         )
-    (start, within_before), (end, within_after) = marks[0], marks[-1]
-    return (end - start) / steps, 1 - (within_after - within_before) / (end - start)
+    (start, within_before, _), (end, within_after, _) = marks[0], marks[-1]
+    reports = [report for *_, report in marks[1:]]
+    return LoopFigures(
+        seconds=(end - start) / steps,
+        outside=1 - (within_after - within_before) / (end - start),
+        data_wait=mean(report.data_wait_share for report in reports),
+        peak_gib=max(report.memory_gib for report in reports),
+    )
 
 
-def _noise_store(request: StepRequest, path: Path) -> Path:
-    work = request.work
+def noise_store(work: TrainingWorkload, path: Path) -> Path:
+    """A store of noise for a workload: four batches of its largest bucket."""
     make_store(
         path,
         {work.largest_bucket: 4 * work.recipe.run.global_batch},
@@ -184,6 +210,7 @@ def _noise_store(request: StepRequest, path: Path) -> Path:
         token_counts=[work.tokens] * 8 if work.tokens else (),
         text_width=0 if work.spec.texts else work.spec.caption_width or 1,
         texts={one.name: one.spec for one in work.store.texts},
+        downscale=work.store.latent.downscale,
     )
     return path
 

@@ -8,7 +8,18 @@ from typing import Annotated
 import typer
 
 from ...terminal.text import print_result
-from ..options import AsJson, Device, Overrides, Recipe, local_input, output, path_or_url, torch_device
+from ..options import (
+    AsJson,
+    Device,
+    Overrides,
+    Recipe,
+    local_input,
+    output,
+    path_or_url,
+    print_line,
+    read_path,
+    torch_device,
+)
 
 bench = typer.Typer(no_args_is_help=True)
 
@@ -262,3 +273,43 @@ def bench_caching(
     with ProgressLine() as progress:
         result = run(request, progress)
     print_result(result, render, as_json=as_json)
+
+
+@bench.command("gpu")
+def bench_gpu(
+    out: Annotated[Path, output("Folder of the results; the same command goes on where it was cut.")],
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="For all of it; a cell that might not end by then is left out.")
+    ] = 40,
+    scratch: Annotated[
+        Path | None, output("Folder for stores, random encoders and checkpoints, 60 GB; else a folder of --out.")
+    ] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Tiny sizes, as always on a CPU: to see that it works.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Try cells again that have failed.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Measure all that needs a GPU, the most worthy first, each in a process of its own; cut it at any second.
+
+    Example: leandit bench gpu --minutes 40 --out gpu
+    """
+    from ...bench.gpu.runner import GpuRequest, run
+
+    where = torch_device(device)
+    is_tiny = tiny or where.type == "cpu"
+    request = GpuRequest(out.resolve(), (scratch or out / "scratch").resolve(), str(where), minutes, is_tiny, again)
+    run(request, print_line)
+    print_line(f"next: leandit bench table {out}")
+
+
+@bench.command("table")
+def bench_table(
+    results: Annotated[Path, typer.Argument(parser=read_path, metavar="DIR", help="What 'bench gpu' has measured.")],
+) -> None:
+    """Print the results of 'leandit bench gpu' as tables in Markdown.
+
+    Example: leandit bench table gpu
+    """
+    from ...bench.gpu.results import read_results
+    from ...bench.gpu.tables import render
+
+    print(render(read_results(results)))
