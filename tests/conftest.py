@@ -57,6 +57,7 @@ LONGEST = {
     "precompute/engines/test_ray.py": 30,
     "train/parallel/test_parallel.py": 30,
     "tools/plan/test_memory.py": 25,
+    "tools/bench/test_gpu.py": 25,
     "precompute/images/test_decoders.py": 20,
     "house/test_imports.py": 20,
     "house/test_store_machine.py": 15,

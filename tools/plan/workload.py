@@ -109,10 +109,19 @@ def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingW
     texts = published_texts(recipe.model.name)
     is_sana = family_of(recipe.model.name) == "sana"
     width = 0 if texts else SANA_TEXT_WIDTH if is_sana else TEXT_WIDTH
-    store = noise_spec({bucket: 1}, channels, classes, TOKENS, width, 64, "none", texts=texts, features=features)
-    images = store.images.model_copy(update={"resolution_px": resolution_px})
-    latent = store.latent.model_copy(update={"downscale": published_downscale(recipe.model.name, channels)})
-    store = store.model_copy(update={"images": images, "latent": latent})
+    store = noise_spec(
+        {bucket: 1},
+        channels,
+        classes,
+        TOKENS,
+        width,
+        64,
+        "none",
+        texts=texts,
+        features=features,
+        downscale=published_downscale(recipe.model.name, channels),
+        resolution_px=resolution_px,
+    )
     spec = model_spec(recipe, store, "a store of this resolution")
     check_sizes(spec, store.latent, [bucket])
     return TrainingWorkload(recipe, store, spec, {bucket: 1}, {bucket: 1.0}, longest_caption(spec, store))

@@ -37,7 +37,7 @@ from ...datasets.revisions.writer import StoreWriter, row_checksum
 NUMBER_BASE = 2048  # integers up to this are exact in float16
 NUMBER_DIGITS = 4
 POOL_ROWS = 257  # of noise; a prime, so shards do not repeat each other
-DOWNSCALE = 8
+DOWNSCALE, RESOLUTION_PX = 8, 256
 
 
 def make_store(
@@ -54,6 +54,7 @@ def make_store(
     shard_mib: int = 64,
     codec: str = "none",
     downscale: int = DOWNSCALE,
+    resolution_px: int = RESOLUTION_PX,
     seed: int = 0,
 ) -> Manifest:
     """Write a store of noise: float16 latents, one label and, with ``token_counts``, one caption for each record.
@@ -62,6 +63,7 @@ def make_store(
       root: of the store; the same arguments resume an unfinished one.
       buckets: number of records by "HxW" in pixels.
       downscale: pixels of a side of a latent place.
+      resolution_px: that the store says it was made for.
       token_counts: of the captions, which records take in turn; empty: no captions.
       text_width, text_dtype: of ``[text]``; "float16" or "int8". A width of 0: there is no ``[text]``.
       texts: further text encoders, by name, of the same captions; float16, float32 or int8.
@@ -79,6 +81,7 @@ def make_store(
         texts=texts,
         features=features,
         downscale=downscale,
+        resolution_px=resolution_px,
     )
     plan = freeze_plan(root, _plan(spec, buckets, num_classes, token_counts, seed))
     writer = StoreWriter(root, plan)
@@ -196,6 +199,7 @@ def noise_spec(
     texts: Mapping[str, TextSpec] = {},
     features: Mapping[str, FeatureSpec] = {},
     downscale: int = DOWNSCALE,
+    resolution_px: int = RESOLUTION_PX,
 ) -> StoreSpec:
     """Description of a store of noise; the arguments are those of ``make_store``."""
     noise = EncoderIdentity(
@@ -218,7 +222,12 @@ def noise_spec(
         leandit_version=__version__,
         fingerprint="",
         images=ImageSpec(
-            resolution_px=256, crop="bucket", buckets=list(buckets), resize_filter="none", colour="none", libraries={}
+            resolution_px=resolution_px,
+            crop="bucket",
+            buckets=list(buckets),
+            resize_filter="none",
+            colour="none",
+            libraries={},
         ),
         latent=LatentSpec(
             array="latents",

@@ -82,7 +82,11 @@ def test_the_real_loop_on_a_store_is_measured_beside_its_step() -> None:
     assert set(result["images_per_second"]) == {"store", "synthetic"}
     assert 0 < result["outside_share"][0] < 1
     share = f"{result['outside_share'][0]:.2%}"
-    assert render(result)[-1][1] == f"outside forward, backward, update: {share} ({share} to {share})"
+    wait = f"{result['data_wait_share'][0]:.2%}"
+    assert [said for _, said in render(result)[-2:]] == [
+        f"outside forward, backward, update: {share} ({share} to {share})",
+        f"waits for data: {wait} ({wait} to {wait}), peak {result['peak_gib']:.1f} GiB",
+    ]
 
 
 def test_what_is_watched_is_as_before_afterwards() -> None:

@@ -122,13 +122,11 @@ _DIT = {
     "side_px": 64,
     "settings": ["model.name=DiT-Ti/4", "run.global_batch=2", "run.precision=fp32", "run.compile=false"],
 }
-_SD3 = _DIT | {"recipe": "sd3.5-medium-512", "settings": ["model.name=sd3-tiny", *_DIT["settings"][1:]]}
 _CASE = {"recipe": "dit-s-2-256", "side_px": 64, "microbatch": 2, "count": 1, "changes": ["model.name=DiT-Ti/4"]}
 _SMALL = {"rounds": 1, "seconds": 0.01}
 TINY = (
     Cell(SMOKE, "all parts of a run", 120, {"side_px": 64, "settings": _DIT["settings"][:2]}),
     Cell(TRAIN, "DiT-Ti/4, 64 px", 120, _DIT | {"rounds": 1, "steps": 1}),
-    Cell(TRAIN, "sd3-tiny, 64 px", 120, _SD3 | {"rounds": 1, "steps": 1}),
     Cell(BESIDE, "DiT-Ti/4, 64 px", 120, _DIT | {"rounds": 1, "steps": 1}),
     Cell(PLANNER, "DiT-Ti/4, 1 x 2 images", 120, {"case": _CASE}),
     Cell(ENCODE, "32 px", 120, {"side_px": 32, "records": 4, "batch": 2, "vae": "shipped:vae"} | _SMALL),

@@ -211,6 +211,7 @@ def noise_store(work: TrainingWorkload, path: Path) -> Path:
         text_width=0 if work.spec.texts else work.spec.caption_width or 1,
         texts={one.name: one.spec for one in work.store.texts},
         downscale=work.store.latent.downscale,
+        resolution_px=work.store.images.resolution_px,
     )
     return path
 
