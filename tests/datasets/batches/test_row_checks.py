@@ -62,10 +62,10 @@ def damaged(source: Path, work: Path) -> Damaged:
 
 STORES: dict[str, Callable[[Path], Path]] = {
     "float16": lambda root: make_plain(root, "vae.flip=true")[1],
-    "float32, no posterior": lambda root: make_plain(root, "store.dtype=float32", "vae.keep=mean")[1],
+    "float32 means, gzip": lambda root: make_plain(root, "store.dtype=float32", "vae.keep=mean", "store.codec=gzip")[1],
     "bfloat16 captions, zstd": lambda root: make_plain(root, "store.text_dtype=bfloat16", "store.codec=zstd")[1],
     "int8 captions, blosc": lambda root: make_plain(root, "store.text_dtype=int8", "store.codec=blosc-lz4")[1],
-    "grown": lambda root: make_grown(root, "vae.flip=true", "store.text_dtype=int8")[1],
+    "grown, blosc-zstd": lambda root: make_grown(root, "vae.flip=true", "store.codec=blosc-zstd")[1],
     "everything": lambda root: make_everything(root).grown,
 }
 
@@ -84,15 +84,24 @@ def damages(store: Damaged, rng: random.Random, count: int) -> Iterator[tuple[st
         yield f"{kind} {path}", lambda kind=kind, path=path: KINDS[kind](store, path, rng)
 
 
+def replace(path: Path, content: bytes | bytearray) -> None:
+    """Give a file another content; threads that still read the one before keep it."""
+    new = path.with_name("new")
+    new.write_bytes(content)
+    new.replace(path)
+
+
 def changed(path: Path, start: int, replacement: bytes) -> None:
     """Overwrite some bytes of a file."""
     content = bytearray(path.read_bytes())
     content[start : start + len(replacement)] = replacement[: len(content) - start]
-    path.write_bytes(content)
+    replace(path, content)
 
 
 def flip_bit(store: Damaged, path: str, rng: random.Random) -> None:
-    flip(store.root / path, rng.randrange(8 * (store.root / path).stat().st_size))
+    content, bit = bytearray((store.root / path).read_bytes()), rng.randrange(8 * (store.root / path).stat().st_size)
+    content[bit // 8] ^= 1 << bit % 8
+    replace(store.root / path, content)
 
 
 def change_byte(store: Damaged, path: str, rng: random.Random) -> None:
@@ -118,7 +127,7 @@ def take_another(store: Damaged, path: str, rng: random.Random) -> None:
     """The bytes of another shard of this size, or the same ones where there is none."""
     size = (store.root / path).stat().st_size
     same = [one for one in store.shards if (store.intact / one).stat().st_size == size]
-    (store.root / path).write_bytes((store.intact / rng.choice(same)).read_bytes())
+    replace(store.root / path, (store.intact / rng.choice(same)).read_bytes())
 
 
 KINDS: dict[str, Callable[[Damaged, str, random.Random], None]] = {
@@ -142,7 +151,7 @@ def silent_damages(store: Damaged, seed: int, count: int, check: str = "first") 
         except DamageError:
             found += 1
         path = name.split(" ")[-1]
-        (store.root / path).write_bytes((store.intact / path).read_bytes())
+        replace(store.root / path, (store.intact / path).read_bytes())
     return silent, found
 
 
