@@ -43,6 +43,7 @@ from .run.saver import Saver
 from .run.state import TrainState, origin_lines, prepare
 from .run.stores import open_stores
 from .step.garbage import collected_by_hand
+from .step.gpu import expand_segments
 from .step.train_step import train_step
 
 LOG = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ def train(
       recipe_name: of the recipe, for ``starts.jsonl``.
     Raises: LeanditError: before the first step, if recipe, stores and run are incompatible.
     """
+    if device.type == "cuda":
+        expand_segments()
     ranks = read_ranks()
     silent = recipe.run.silent_seconds
     with connected(ranks, device), Watchdog(ranks, warn, silent) as watchdog, contextlib.ExitStack() as stack:

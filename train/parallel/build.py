@@ -92,6 +92,7 @@ def shard(
     low = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if dtype else MixedPrecisionPolicy()
     for block in model.blocks:
         fully_shard(block, mp_policy=low, **settings)
+    settings["reshard_after_forward"] = False  # the backward pass begins with what is outside of the blocks
     fully_shard(model, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **settings)
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")

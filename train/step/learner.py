@@ -25,6 +25,7 @@ from ..parallel.ranks import ALONE, Ranks
 from ..weights.init_from import first_weights
 from ..weights.merging import FrozenWeights, hash_of
 from ..weights.sources import lasting_source
+from .gpu import choose_kernels
 
 COMPILED_CAPTION_STEP = 64  # tokens, so that captions of 300 have five lengths
 
@@ -99,8 +100,7 @@ def build_learner(
     if device.type == "cuda":
         if device.index is not None:
             torch.cuda.set_device(device)  # events and streams that name no device are of the current one
-        # Layers that stay float32 under autocast, as the time embedding, need its precision.
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.run.precision == "tf32"
+        choose_kernels(recipe, spec)
     if device.type == "cpu" and onednn and not compiled:
         use_onednn(model)
     caption_step = COMPILED_CAPTION_STEP if compiled else 1

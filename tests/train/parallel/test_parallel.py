@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -29,6 +29,9 @@ from leandit.tools.synthetic.store import make_store
 from leandit.train import loop
 from leandit.train.config import ParallelSection
 from leandit.train.loop import train
+from leandit.train.models.build import build_model
+from leandit.train.models.spec import ModelSpec
+from leandit.train.parallel import build
 from leandit.train.parallel.ranks import ALONE, FIRST_STEP_TIMEOUT, SRUN, STEP_TIMEOUT, Ranks, lower_timeout, read_ranks
 from leandit.train.parallel.stop import StopRequest, Terminated
 from leandit.train.parallel.strategy import choose_strategy
@@ -658,3 +661,18 @@ def test_the_lower_timeout_is_that_of_all_groups(monkeypatch: pytest.MonkeyPatch
         assert [one.options._timeout for one in groups] == [STEP_TIMEOUT] * 2
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("shard", "blocks"), [("full", True), ("gradient", False)])
+def test_what_is_outside_of_the_blocks_stays_gathered_until_its_backward(
+    shard: Literal["full", "gradient"], blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ModelSpec(name="DiT-S/4", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
+    model, calls = build_model(spec, seed=0), list[tuple[Any, bool]]()
+    monkeypatch.setattr(
+        "torch.distributed.fsdp.fully_shard",
+        lambda module, **named: calls.append((module, named["reshard_after_forward"])),
+    )
+    monkeypatch.setattr("leandit.train.parallel.build._mesh", lambda *_: None)
+    build.shard(model, ParallelSection(strategy="fsdp", shard=shard), Ranks(0, 2, 0, 2), CPU, None)
+    assert calls == [*((block, blocks) for block in model.blocks), (model, False)]
