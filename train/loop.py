@@ -238,13 +238,17 @@ class _Training:
         if stopping and not self._window.is_empty:
             self._write_report(epoch)
         if stopping or due or averages_due:
-            state.loader.dataset.finish_checks()
-            self._watchdog.gather("checked")  # a rank that has read damaged rows ends all before anything is saved
-            self._saver.finish()  # first, so that two states are never in memory
-            staging = self._saver.staging
-            self._saver.begin(capture(state, averages=averages_due, resumable=stopping or due, staging=staging))
+            self._save(averages=averages_due, resumable=stopping or due)
         self._saver.check()
         return stopping
+
+    def _save(self, *, averages: bool, resumable: bool) -> None:
+        """Begin to write the state, unless a rank has read damaged rows: then all of them end here."""
+        self._state.loader.dataset.finish_checks()
+        self._watchdog.gather("checked")
+        self._saver.finish()  # first, so that two states are never in memory
+        captured = capture(self._state, averages=averages, resumable=resumable, staging=self._saver.staging)
+        self._saver.begin(captured)
 
     def _write_report(self, epoch: int) -> None:
         state, engine, section = self._state, self._state.engine, self._recipe.run
