@@ -32,6 +32,7 @@ from leandit.datasets.batches.captions import CaptionBatch, TextForm, read_capti
 from leandit.datasets.batches.features import FeatureBatch
 from leandit.datasets.batches.latents import draw_keys, final_latents
 from leandit.datasets.batches.reader import BatchReader
+from leandit.datasets.batches.row_checks import RowCheck
 from leandit.datasets.disk.cached import cached_property
 from leandit.datasets.errors import DamageError, RecipeError, RunError
 from leandit.datasets.format.schema import Decoding
@@ -513,15 +514,18 @@ def test_a_batch_that_is_kept_is_never_overwritten(caption_store: LatentStore) -
     np.testing.assert_array_equal(part, wanted)
 
 
-def test_memory_is_used_again(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("check", "of_checks"), [("never", 0), ("always", 2)])
+def test_memory_is_used_again(
+    check: RowCheck, of_checks: int, label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     allocated: list[int] = []
     allocate = BufferPool._allocate
     monkeypatch.setattr(BufferPool, "_allocate", lambda *a: allocated.append(a[1]) or allocate(*a))
-    loader = make_loader(label_store, global_batch=2, prefetch=3)
+    loader = make_loader(label_store, global_batch=2, prefetch=3, check=check)
     for _ in range(10):
         for _batch in loader:
             pass
-    assert len(allocated) <= 3 + 3  # read ahead, handed out, and on the way between
+    assert len(allocated) <= 3 + 3 + of_checks  # read ahead, handed out, and on the way between; rows, and flipped ones
 
 
 class FakeEvent:
