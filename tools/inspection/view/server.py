@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
 import threading
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ....datasets.disk.files import write_atomic
 from ....datasets.errors import ResourceError
@@ -61,12 +62,25 @@ def serve(app: Starlette, *, port: int, open_browser: bool, say: Callable[[str],
         timeout_graceful_shutdown=SECONDS_TO_END,
     )
     folder = tempfile.TemporaryDirectory(prefix="leandit-view-")  # of this user alone
-    with folder as own, contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):  # raised again at the end
+    server = uvicorn.Server(config)
+    with folder as own, contextlib.closing(listener), _ended_by_ctrl_c(server):
         listener.listen()  # from here on a browser waits instead of failing
         say(address)
         if open_browser and _has_display():
             _open(address, Path(own))
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c(server: Any) -> Iterator[None]:
+    """Let Ctrl-C end a server, also before it runs: Python drops a KeyboardInterrupt that is raised in a finalizer."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, lambda *_: setattr(server, "should_exit", True)) if is_main else None
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
 
 
 def _listen(port: int) -> socket.socket:

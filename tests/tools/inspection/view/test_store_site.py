@@ -417,7 +417,12 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 def test_a_store_on_the_hub_is_shown(label_store: LatentStore, hub: Hub) -> None:
     said = PublishRequest(label_store.path, "hf://datasets/somebody/shown", True, "mit", "mit")
     publish(said, no_progress)
-    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_DISABLE_XET": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
     environment.pop("HF_HUB_OFFLINE", None)  # of the tests
     command = [sys.executable, "-m", "leandit.tools.cli.main", "view", said.url, "--no-open"]
     # An interpreter of its own: huggingface_hub reads the environment as it is imported.
@@ -428,7 +433,12 @@ def test_a_store_on_the_hub_is_shown(label_store: LatentStore, hub: Hub) -> None
         assert process.stderr is not None
         line = process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        error = process.communicate(timeout=60)[1]
+        try:
+            error = process.communicate(timeout=10)[1]
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)
+            error = process.communicate()[1]
+            raise AssertionError(error) from None
     assert line.startswith("view  "), error
 
 
