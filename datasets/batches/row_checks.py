@@ -72,9 +72,10 @@ class RowChecks:
             if self._checker is None:
                 self._checker = _Checker(self._stores, self._groups, once=self._when == "first")
                 threading.Thread(target=self._checker.run, name="leandit-check", daemon=True).start()
-        self._checker.raise_found()
-        if not self._checker.has_seen_all[number]:
-            self._checker.queue.put((number, bucket, read))
+            checker = self._checker  # another thread may close it
+        checker.raise_found()
+        if not checker.has_seen_all[number]:
+            checker.queue.put((number, bucket, read))
 
     def finish(self) -> None:
         """Wait until everything that was added is checked.
