@@ -127,6 +127,7 @@ def leandit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     """Run the command in this process, in an empty folder."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("LEANDIT_QUIET", "")  # a command sets it for its own processes; put back after the test
 
     def run(*arguments: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["leandit", *map(str, arguments)])
@@ -661,10 +662,7 @@ def last_step(run: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
-def test_a_quiet_command_prints_results_and_errors_alone(
-    class_folder: Path, tmp_path: Path, leandit: Leandit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LEANDIT_QUIET", "")
+def test_a_quiet_command_prints_results_and_errors_alone(class_folder: Path, tmp_path: Path, leandit: Leandit) -> None:
     command = ["precompute", "imagenet-256", "--source", class_folder, *settings(LABEL_RECIPE), "--store"]
     loud, quiet = leandit(*command, tmp_path / "a"), leandit("--quiet", *command, tmp_path / "b")
     assert "pictures: 15 of 15" in loud.err
