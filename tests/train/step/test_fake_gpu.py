@@ -1,0 +1,270 @@
+"""A whole step on a GPU of fake tensors: it waits for nothing, mixes no devices, and multiplies in 16 bits.
+
+What a GPU does with it is in ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.attention.varlen  # registers its operation
+from fake_cuda import CUDA, HostWaitError, RefuseWaits, fake_cuda, gradients_of_zeros
+from making import CPU
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leandit.tools.plan.memory_tracker import clear_caches
+from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
+from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
+from leandit.train.config import load
+from leandit.train.metrics.window import StepResult
+from leandit.train.objectives.losses import PLAIN
+from leandit.train.step import train_step as step_module
+from leandit.train.step.learner import Learner
+from leandit.train.step.train_step import train_step
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+SHARED = ("optimizer.name=adamw", "optimizer.betas=[0.9, 0.99]", "run.microbatch=4", "model.num_classes=10")
+RECIPES = {
+    "labels": ("dit-s-2-256", ()),
+    "captions": ("dit-s-2-256", ("conditioning.kind=caption",)),
+    "pixart": ("pixart-sigma-256", ("model.name=pixart-tiny",)),
+    "sana": ("sana-600m-512", ("model.name=sana-tiny",)),
+    "sd3": ("sd3.5-medium-512", ("model.name=sd3-tiny",)),
+}
+DIFFUSERS = ("pixart", "sana", "sd3")
+ALIGNED = (
+    "sit-xl-2-256-reg",
+    (
+        "model.name=DiT-S/2",
+        "align.dinov2.block=1",
+        "routing.kind=tread",
+        "routing.first_block=1",
+        "routing.last_block=1",
+    ),
+)
+aten: Any = torch.ops.aten
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward}
+
+
+class Product(NamedTuple):
+    """A kernel of tensor cores.
+
+    Args:
+      module: that runs it, with * for a number; empty in the backward pass.
+      dtypes: of its factors.
+      has_rows: each factor has rows or columns without gaps between their numbers, so that none is copied before.
+    """
+
+    module: str
+    kernel: str
+    dtypes: frozenset[torch.dtype]
+    has_rows: bool
+
+
+class Products(TorchDispatchMode):
+    """Records the products of a model by module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.seen: Counter[Product] = Counter()
+        self._names: list[str] = []
+        self._within_attention = False
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(functools.partial(self._enter, re.sub(r"\d+", "*", name)))
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self._names.append(name)
+
+    def _leave(self, *_: Any) -> None:
+        self._names.pop()
+
+    def add(self, kernel: str, factors: list[Tensor], *, has_rows: bool) -> None:
+        module = self._names[-1] if self._names else ""
+        self.seen[Product(module, kernel, frozenset(one.dtype for one in factors), has_rows)] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func.overloadpacket
+        if packet in PRODUCTS and not self._within_attention:
+            factors = [one for one in args[:3] if isinstance(one, Tensor) and one.ndim > 1][-2:]
+            self.add(packet.__name__, factors, has_rows=all(map(lies_in_rows, factors)))
+        if packet is torch.ops.torch_attn._varlen_attn:
+            self.add("attention", list(args[:3]), has_rows=all(one.stride(-1) == 1 for one in args[:3]))
+        return func(*args, **(kwargs or {}))
+
+    def attention(self) -> TorchFunctionMode:
+        """Counts each call of attention as one kernel; a GPU chooses it, fake tensors take it apart."""
+        return _Attention(self)
+
+
+class _Attention(TorchFunctionMode):
+    def __init__(self, products: Products) -> None:
+        super().__init__()
+        self._products = products
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        self._products._within_attention = True
+        try:
+            attended = function(*args, **(kwargs or {}))
+        finally:
+            self._products._within_attention = False
+        # In the dtype of the result: autocast has converted what the kernel reads.
+        self._products.add("attention", [attended], has_rows=all(one.stride(-1) == 1 for one in args[:3]))
+        return attended
+
+
+def lies_in_rows(matrix: Tensor) -> bool:
+    """(..., M, N) whose rows or columns have no gaps, or dense (B, C, H, W), as kernels read them without a copy."""
+    if matrix.ndim == 4:
+        return matrix.is_contiguous() or matrix.is_contiguous(memory_format=torch.channels_last)
+    (rows, columns), (down, right) = matrix.shape[-2:], matrix.stride()[-2:]
+    return (right == 1 and down >= columns) or (down == 1 and right >= rows) or 1 in (rows, columns)
+
+
+def workload(recipe: str, settings: tuple[str, ...], *more: str) -> TrainingWorkload:
+    return workload_at_resolution(load(recipe, [*SHARED, *settings, *more]), 64)
+
+
+def steps_on_fake_gpu(work: TrainingWorkload, patch: pytest.MonkeyPatch) -> tuple[StepResult, Counter[Product]]:
+    """Two steps of two microbatches, the second of which may not wait, from the batch in memory of the host."""
+    with fake_cuda(patch):
+        gradients_of_zeros(patch)
+        learner = synthetic_learner(work.recipe, work.spec, work.tokens, CUDA, store=work.store)
+        batch = functools.partial(synthetic_batch, work.store, work.largest_bucket, 6, min(work.tokens, 20), CPU)
+        train_step(learner, batch().to(CUDA))
+        products = Products(learner.engine.model)
+        with RefuseWaits(), products, products.attention():
+            return train_step(learner, batch().to(CUDA)), products.seen
+
+
+@functools.cache
+def products_of(model: str, precision: str) -> Counter[Product]:
+    with pytest.MonkeyPatch.context() as patch:
+        result, products = steps_on_fake_gpu(workload(*RECIPES[model], f"run.precision={precision}"), patch)
+    assert {one.device for one in (result.loss, result.grad_norm, result.skipped)} == {CUDA}
+    return products
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [
+        pytest.param(model, precision, marks=[pytest.mark.slow] if precision != "bf16" and model in DIFFUSERS else [])
+        for model in RECIPES
+        for precision in ("bf16", "fp16", "fp32")
+    ],
+)
+def test_the_host_waits_for_nothing_in_a_step(model: str, precision: str) -> None:
+    assert products_of(model, precision)
+
+
+def test_nor_with_features_routed_tokens_and_a_class_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = steps_on_fake_gpu(workload(*ALIGNED), monkeypatch)
+    assert set(result.terms) >= {"align.dinov2", "class.dinov2"}
+
+
+def wait_of(value: Tensor) -> None:
+    value.sum().item()
+
+
+def number_from_list(value: Tensor) -> None:
+    torch.tensor([1.0], device=value.device)
+
+
+MUTANTS: dict[str, Callable[[Tensor], Any]] = {
+    "item": wait_of,
+    "nonzero": lambda value: value.nonzero(),
+    "mask": lambda value: value[value > 0],
+    "cpu": lambda value: value.cpu(),
+    "list": number_from_list,
+    "blocking copy": lambda value: torch.ones(3).to(value.device),
+    "tensor of the host": lambda value: value.flatten()[:3] + torch.ones(3),
+    "index of the host": lambda value: value[torch.zeros(2, dtype=torch.int64)],
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_what_waits_is_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_cuda(monkeypatch), RefuseWaits(), pytest.raises((HostWaitError, RuntimeError)):
+        MUTANTS[mutant](torch.zeros(2, 3, device=CUDA))
+
+
+def test_a_step_that_waits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = step_module.image_losses
+
+    def waiting(learner: Learner, *rest: Any) -> dict[str, Tensor]:
+        found = losses(learner, *rest)
+        if learner.step:
+            wait_of(found[PLAIN])
+        return found
+
+    monkeypatch.setattr(step_module, "image_losses", waiting)
+    with pytest.raises(HostWaitError, match="_local_scalar_dense"):
+        steps_on_fake_gpu(workload(*RECIPES["labels"]), monkeypatch)
+
+
+@functools.cache
+def whole_step(model: str, *settings: str) -> tuple[Counter[Product], Counter[Product]]:
+    """Products of a forward pass and of a step with its backward pass, on fake tensors of a CPU under bfloat16."""
+    work = workload(*RECIPES[model], *settings)
+    clear_caches()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        learner = synthetic_learner(work.recipe, work.spec, work.tokens, CPU, store=work.store, onednn=False)
+        learner.autocast_dtype = torch.bfloat16
+        batch = synthetic_batch(work.store, work.largest_bucket, 4, min(work.tokens, 20), CPU)
+        products = Products(learner.engine.model)
+        with RefuseWaits("cpu"), products:
+            train_step(learner, batch)
+    clear_caches()
+    forward = Counter({one: count for one, count in products.seen.items() if one.module})
+    return forward, products.seen - forward
+
+
+@pytest.mark.parametrize("model", RECIPES)
+def test_nor_in_the_backward_pass_whose_products_are_of_16_bits_too(model: str) -> None:
+    forward, backward = whole_step(model)
+    assert backward
+    wide = [sum(count for one, count in side.items() if one.dtypes != {torch.bfloat16}) for side in (forward, backward)]
+    assert wide[1] <= 2 * wide[0], backward  # of each product the gradients of both factors
+
+
+# In float32 on purpose, by module: the embedding of times in 0..1000, whose products have only (B, E) rows, and Sana's
+# linear attention, whose sums run over all tokens.
+FLOAT32 = {
+    "labels": {"net.t_embedder.mlp.*"},
+    "captions": {"net.t_embedder.mlp.*"},
+    "pixart": set(),
+    "sana": {"net.transformer_blocks.*.attn*"},
+    "sd3": set(),
+}
+
+
+@pytest.mark.parametrize("model", RECIPES)
+def test_products_are_of_16_bits_but_for_those_listed(model: str) -> None:
+    seen = products_of(model, "bf16")
+    wide = {one for one in seen if one.dtypes != {torch.bfloat16}}
+    assert all(one.dtypes == {torch.float32} for one in wide), wide  # and none has factors of two dtypes
+    assert {one.module for one in wide} == FLOAT32[model]
+    assert {one.kernel for one in wide} <= {"addmm", "bmm"}  # no attention, no convolution
+
+
+@pytest.mark.parametrize("model", RECIPES)
+def test_no_factor_is_copied_before_a_product(model: str) -> None:
+    assert [one for one in products_of(model, "bf16") if not one.has_rows] == []
+
+
+def test_factors_with_gaps_are_seen() -> None:
+    assert all(map(lies_in_rows, (torch.ones(4, 6), torch.ones(4, 6).t(), torch.ones(2, 4, 9)[..., :6])))
+    assert not lies_in_rows(torch.ones(4, 12)[:, ::2])
+    assert not lies_in_rows(torch.ones(2, 3, 4, 8)[..., ::2])
