@@ -129,15 +129,16 @@ def build_model(spec: ModelSpec, *, seed: int) -> Denoiser:
         family = family_of(spec.name)
         if family is None:
             return DiTDenoiser(spec)
-        config = spec.config or _config(spec)
+        config = diffusers_config(spec)
         model = JointDenoiser(config) if family == "sd3" else TextDenoiser(family, config)
     if spec.adapter:
         add_adapters(model, spec.adapter, seed=seed)
     return model
 
 
-def _config(spec: ModelSpec) -> dict[str, Any]:
-    return published_config(
+def diffusers_config(spec: ModelSpec) -> dict[str, Any]:
+    """Arguments of diffusers' class, for a model of diffusers."""
+    return spec.config or published_config(
         spec.name,
         channels=spec.channels,
         out_channels=spec.out_channels,

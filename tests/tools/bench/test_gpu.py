@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from forked import ForkedPython
+from plain_dit import made_up_fast_dit
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
 from leandit.tools.bench.gpu import runner, tables
 from leandit.tools.bench.gpu.cell import FUNCTIONS
-from leandit.tools.bench.gpu.cells import PIXART, REAL, RECIPES, SANA, SD3, SMOKE, TINY, Cell
+from leandit.tools.bench.gpu.cells import FAST_DIT, PIXART, REAL, RECIPES, SANA, SD3, SMOKE, TINY, Cell
 from leandit.tools.bench.gpu.measure import workload
 from leandit.tools.bench.gpu.results import CUT, DONE, FAILED, FILE, SKIPPED, append_result, read_results
 from leandit.tools.bench.gpu.runner import GpuRequest, run
@@ -70,7 +71,7 @@ def test_every_kind_of_cell_runs_in_its_tiny_form(forked: None, tmp_path: Path) 
     run(request_in(tmp_path), print)
     records = read_results(tmp_path / "out")
     status = {name: (record["status"], record["message"]) for name, record in records.items()}
-    skipped = {name for name in status if name.startswith("attention: ")}
+    skipped = {name for name in status if name.startswith(("attention: ", "fast_dit: "))}
     assert status == {c.name: (DONE, "") for c in TINY} | {n: (SKIPPED, records[n]["message"]) for n in skipped}
     assert [
         check for check in records[TINY[0].name]["result"]["checks"].values() if not check.startswith("works: ")
@@ -81,6 +82,24 @@ def test_every_kind_of_cell_runs_in_its_tiny_form(forked: None, tmp_path: Path) 
     said: list[str] = []
     run(request_in(tmp_path), said.append)
     assert said == [f"{len(TINY)} of {len(TINY)} cells are finished, 10 minutes for the others"]
+
+
+def test_fast_dit_is_measured_where_its_checkout_is_given_and_skipped_without(forked: None, tmp_path: Path) -> None:
+    cells = tuple(cell for cell in TINY if cell.table == FAST_DIT)
+    run(request_in(tmp_path), print, cells)
+    (record,) = read_results(tmp_path / "out").values()
+    assert record["status"] == SKIPPED
+    assert "give --fast-dit DIR and --again" in record["message"]
+    checkout = made_up_fast_dit(tmp_path)
+    run(request_in(tmp_path, again=True, fast_dit=checkout), print, cells)
+    (record,) = read_results(tmp_path / "out").values()
+    assert (record["status"], record["message"]) == (DONE, "")
+    assert set(record["result"]["images_per_second"]) == {"leandit", "fast-DiT"}
+    (checkout / "models.py").write_text("import no_such_package")
+    run(request_in(tmp_path / "other", fast_dit=checkout), print, cells)
+    (record,) = read_results(tmp_path / "other/out").values()
+    assert record["status"] == SKIPPED
+    assert "'no_such_package'" in record["message"]
 
 
 def test_a_cell_that_fails_is_recorded_with_its_message_and_the_next_one_runs(scripted: None, tmp_path: Path) -> None:

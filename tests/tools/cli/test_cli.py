@@ -99,7 +99,7 @@ FLAGS = {
     "bench open": ["--json", "--records", "--rounds", "--scratch"],
     "bench search": ["--json", "--records"],
     "bench bytes": ["--json", "--tokens"],
-    "bench gpu": ["--again", "--device", "--minutes", "--out", "--scratch", "--tiny"],
+    "bench gpu": ["--again", "--device", "--fast-dit", "--minutes", "--out", "--scratch", "--tiny"],
     "bench table": [],
     "bench loader": [
         *("--json", "--peers", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),

@@ -23,6 +23,7 @@ FUNCTIONS = {"smoke": smoke.smoke} | {
     for function in (
         measure.train,
         measure.beside,
+        measure.fast_dit,
         measure.planner,
         measure.precompute,
         measure.captions,

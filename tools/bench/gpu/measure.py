@@ -52,8 +52,21 @@ def train(device: torch.device, scratch: Path, *, rounds: int, steps: int, **how
 
 def beside(device: torch.device, scratch: Path, *, rounds: int, steps: int, **how: Any) -> Result:
     """Our step beside that of the usual loop around diffusers' model."""
-    with ProgressLine() as progress:
-        return bench_train.run(StepRequest(workload(**how), device, rounds, steps, "synthetic"), progress)
+    return _beside(StepRequest(workload(**how), device, rounds, steps, "synthetic"))
+
+
+def fast_dit(
+    device: torch.device, scratch: Path, *, rounds: int, steps: int, checkout: str | None = None, **how: Any
+) -> Result:
+    """Our step beside that of fast-DiT's own loop, which is not part of leandit."""
+    if checkout is None:
+        how_to = "clone github.com/chuanyangjin/fast-DiT, and give --fast-dit DIR and --again"
+        return {"skipped": f"fast-DiT is not part of leandit: {how_to}"}
+    request = StepRequest(workload(**how), device, rounds, steps, "synthetic", fast_dit=Path(checkout))
+    try:
+        return _beside(request)
+    except ModuleNotFoundError as error:
+        return {"skipped": f"fast-DiT needs the package '{error.name}': install it, and give --again"}
 
 
 def planner(device: torch.device, scratch: Path, *, case: dict[str, Any]) -> Result:
@@ -125,6 +138,11 @@ def checkpoint(device: torch.device, scratch: Path, *, steps: int, every: int, *
     usual = median(seconds[step] for step in seconds if step > 2 and step not in stalled)
     sizes = [sum(path.stat().st_size for path in files_below(one)) for one in run.glob(f"{CHECKPOINT}*")]
     return {"bytes": max(sizes), "step_seconds": usual, "stalls": [seconds[step] - usual for step in stalled]}
+
+
+def _beside(request: StepRequest) -> Result:
+    with ProgressLine() as progress:
+        return bench_train.run(request, progress)
 
 
 def _precompute(device: torch.device, scratch: Path, source: Path, **how: Any) -> Result:

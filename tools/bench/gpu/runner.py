@@ -25,7 +25,7 @@ from typing import Any
 
 from ..harness.meters import hardware
 from ..harness.scratch import benchmark_folder, fresh_folder
-from .cells import REAL, TINY, Cell
+from .cells import FAST_DIT, REAL, TINY, Cell
 from .results import CUT, DONE, FAILED, SKIPPED, Record, append_result, is_finished, read_results
 
 OWN_FOLDER, LOGS = "bench-gpu", "logs"
@@ -43,7 +43,8 @@ class GpuRequest:
       device: as ``torch.device`` takes it.
       minutes: for all of it.
       tiny: sizes for a CPU; no figure means anything.
-      again: try cells again that have failed.
+      again: try cells again that have failed, or were skipped.
+      fast_dit: checkout of fast-DiT; None skips its cell.
       command: the command line, for the records.
     """
 
@@ -53,6 +54,7 @@ class GpuRequest:
     minutes: float
     tiny: bool
     again: bool = False
+    fast_dit: Path | None = None
     command: str = field(default_factory=lambda: shlex.join(["leandit", *sys.argv[1:]]))
 
 
@@ -88,7 +90,9 @@ def _run_cell(cell: Cell, request: GpuRequest, scratch: Path) -> Record:
     logs = request.out / LOGS
     logs.mkdir(exist_ok=True)
     out, err, start = logs / f"{name}.out", logs / f"{name}.err", time.monotonic()
-    job = {"function": cell.table, "arguments": cell.arguments, "device": request.device, "scratch": str(scratch)}
+    given = {"checkout": str(request.fast_dit)} if cell.table == FAST_DIT and request.fast_dit else {}
+    job = {"function": cell.table, "arguments": cell.arguments | given}
+    job |= {"device": request.device, "scratch": str(scratch)}
     environment = os.environ | {"TMPDIR": str(fresh_folder(scratch, "tmp"))}  # a killed cell leaves its files there
     command = [sys.executable, "-m", f"{__package__}.cell", json.dumps(job)]
     how: dict[str, Any] = {"stdin": subprocess.PIPE, "process_group": 0, "env": environment}

@@ -45,7 +45,8 @@ def _of(key: str, other: str) -> Callable[[Result], str]:
 TITLES: Mapping[str, str] = {
     kinds.SMOKE: "Smoke test",
     kinds.TRAIN: "Training, on a store of noise",
-    kinds.BESIDE: "Our step and the usual loop around diffusers' DiT, images/s",
+    kinds.BESIDE: "Our step and the usual loop around diffusers' model, images/s",
+    kinds.FAST_DIT: "Our step and that of fast-DiT, images/s",
     kinds.PLANNER: "Peak memory that the planner says, and of real steps, GiB",
     kinds.ENCODE: "Precompute of pictures, SD-VAE, images/s",
     kinds.CAPTIONS: "Precompute of captions, 20 to 120 tokens, captions/s",
@@ -67,6 +68,11 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = {
         ("leandit", _rate(lambda r: r[RATES]["leandit"])),
         ("diffusers", _rate(lambda r: r[RATES]["diffusers"])),
         ("ratio", _ratio("leandit", "diffusers")),
+    ),
+    kinds.FAST_DIT: (
+        ("leandit", _rate(lambda r: r[RATES]["leandit"])),
+        ("fast-DiT", _rate(lambda r: r[RATES]["fast-DiT"])),
+        ("ratio", _ratio("leandit", "fast-DiT")),
     ),
     kinds.PLANNER: (
         ("predicted", lambda r: f"{r['predicted'] / GIB:.2f}"),

@@ -1,21 +1,18 @@
-"""The steps that ``bench train`` measures: ours, and the usual loop around diffusers' DiT."""
+"""What ``bench train`` is asked for, our step, and how steps are timed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....datasets.errors import RecipeError
 from ....train import loop
 from ....train.config import TrainRecipe
-from ....train.models.dit import size_of
-from ....train.models.spec import ModelSpec
-from ....train.objectives.losses import draw_times, loss_per_image
-from ....train.optim.loss_scale import autocast_dtype
 from ....train.run.model_for_store import model_spec
 from ...plan.workload import TrainingWorkload
 from ...synthetic.batches import synthetic_batch, synthetic_learner
@@ -35,6 +32,7 @@ class StepRequest:
       data: "synthetic", or "store" for the real loop on a store.
       store: to train on; None makes one of noise.
       without: sections of the recipe; the step without each is measured beside it.
+      fast_dit: checkout of fast-DiT, whose loop is then measured beside ours instead of that around diffusers' model.
     """
 
     work: TrainingWorkload
@@ -44,6 +42,7 @@ class StepRequest:
     data: str
     store: str | None = None
     without: tuple[str, ...] = ()
+    fast_dit: Path | None = None
 
 
 def without_section(request: StepRequest, name: str) -> StepRequest:
@@ -75,70 +74,6 @@ def our_step(request: StepRequest) -> Step:
             losses.clear()
 
     return step
-
-
-def usual_step(request: StepRequest, model: nn.Module) -> Step:
-    """One step of a usual loop, with our objective, on the same kind of batch."""
-    work, device, recipe = request.work, request.device, request.work.recipe
-    model = model.to(device).train()
-    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
-    section = recipe.optimizer
-    optimizer = torch.optim.AdamW(model.parameters(), lr=section.lr, weight_decay=section.weight_decay)
-    batch = synthetic_batch(work.store, work.largest_bucket, recipe.run.global_batch, 0, device)
-    dtype, size = autocast_dtype(recipe.run.precision, device), recipe.run.global_batch
-    microbatch = recipe.run.microbatch or size
-    generator = torch.Generator(device).manual_seed(0)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        for start in range(0, size, microbatch):
-            x = batch.latents[start : start + microbatch]
-            noise = torch.randn(x.shape, device=device)
-            t = draw_times(recipe.objective, len(x), generator)
-            dropped = torch.rand(len(x), device=device) < recipe.conditioning.drop
-            y = torch.where(dropped, work.spec.num_classes, batch.labels[start : start + microbatch])
-
-            def predict(noisy: Tensor, time: Tensor, y: Tensor = y) -> Tensor:
-                with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                    return model(noisy, time, y)
-
-            loss = loss_per_image(recipe.objective, predict, x, noise, t).sum() / size
-            loss.backward()
-            loss.item()
-        if recipe.run.grad_clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.run.grad_clip)
-        optimizer.step()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                averages[name].mul_(recipe.run.ema_decay).add_(parameter, alpha=1 - recipe.run.ema_decay)
-
-    return step
-
-
-class DiffusersDiT(nn.Module):
-    """diffusers' class with the call of the others; its own label dropout is turned off."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
-
-        depth, width, heads, patch = size_of(spec.name)
-        self.net = DiTTransformer2DModel(
-            num_layers=depth,
-            num_attention_heads=heads,
-            attention_head_dim=width // heads,
-            in_channels=spec.channels,
-            out_channels=spec.out_channels,
-            sample_size=spec.base_size,
-            patch_size=patch,
-            num_embeds_ada_norm=spec.num_classes,
-        )
-        for module in self.net.modules():
-            if hasattr(module, "dropout_prob"):
-                setattr(module, "dropout_prob", 0.0)  # noqa: B010 (for a type checker it is a tensor)
-
-    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        return self.net(x, timestep=t, class_labels=y, return_dict=False)[0]
 
 
 def device_name(device: torch.device) -> str:

@@ -1,8 +1,7 @@
 """``leandit bench train``: our training step compared with usual ones, and our real loop with its bare step.
 
-On the same noise, with the same objective, precision and batch: our step, and diffusers' ``DiTTransformer2DModel`` in
-the usual loop (of DiT, SiT and others): eager modules, AdamW as torch constructs it, averages parameter by parameter in
-Python, the loss read at every step. Or our step beside itself without a section of the recipe. They alternate in one
+On the same noise, with the same objective, precision and batch: our step, and diffusers' class of the same model in the
+usual loop (``usual.py``). Or fast-DiT's own loop; or our step without a section of the recipe. They alternate in one
 process.
 """
 
@@ -34,20 +33,20 @@ from ...terminal.cpu_memory import keep_freed_memory
 from ...terminal.progress import ProgressLine
 from ..harness.meters import hardware
 from ..harness.rounds import alternating_rounds, median_and_range, ratios
+from .fast_dit import fast_dit_step
 from .steps import (
     LOSS_EVERY,
     WARM_STEPS,
-    DiffusersDiT,
     Step,
     StepRequest,
     device_name,
     our_step,
     timed,
-    usual_step,
     without_section,
 )
+from .usual import is_of_diffusers, usual_step
 
-OURS, DIFFUSERS = "leandit", "diffusers"
+OURS, DIFFUSERS, FAST_DIT = "leandit", "diffusers", "fast-DiT"
 
 
 def run(request: StepRequest, progress: ProgressLine) -> dict[str, Any]:
@@ -113,12 +112,13 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _beside(request: StepRequest, progress: ProgressLine) -> dict[str, list[float]]:
     """Images a second of each cell in each round."""
-    spec = request.work.spec
     cells: dict[str, Step] = {OURS: our_step(request)}
     for name in request.without:
         cells[f"without {name}"] = our_step(without_section(request, name))
-    if not spec.takes_text and not request.without:
-        cells[DIFFUSERS] = usual_step(request, DiffusersDiT(spec))
+    if request.fast_dit:
+        cells[FAST_DIT] = fast_dit_step(request)
+    elif not request.without and is_of_diffusers(request.work.spec):
+        cells[DIFFUSERS] = usual_step(request)
     rates: dict[str, list[float]] = {cell: [] for cell in cells}
     for step in cells.values():
         timed(step, WARM_STEPS, request.device)

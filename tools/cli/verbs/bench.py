@@ -203,7 +203,7 @@ def bench_train(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare our training step with diffusers' DiT, or our real loop with its step.
+    """Compare our training step with that around diffusers' model, or our real loop with its step.
 
     Example: leandit bench train dit-b-2-256 --set run.global_batch=8
     """
@@ -285,7 +285,10 @@ def bench_gpu(
         Path | None, output("Folder for stores, random encoders and checkpoints, 60 GB; else a folder of --out.")
     ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Tiny sizes, as always on a CPU: to see that it works.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Try cells again that have failed.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Try cells again that have failed or were skipped.")] = False,
+    fast_dit: Annotated[
+        Path | None, local_input("Checkout of github.com/chuanyangjin/fast-DiT, to train beside it; else skipped.")
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Measure all that needs a GPU, the most worthy first, each in a process of its own; cut it at any second.
@@ -293,10 +296,15 @@ def bench_gpu(
     Example: leandit bench gpu --minutes 40 --out gpu
     """
     from ...bench.gpu.runner import GpuRequest, run
+    from ...bench.training.fast_dit import check_checkout
 
+    if fast_dit:
+        check_checkout(fast_dit)
+        fast_dit = fast_dit.resolve()
     where = torch_device(device)
     is_tiny = tiny or where.type == "cpu"
-    request = GpuRequest(out.resolve(), (scratch or out / "scratch").resolve(), str(where), minutes, is_tiny, again)
+    folders = out.resolve(), (scratch or out / "scratch").resolve()
+    request = GpuRequest(*folders, str(where), minutes, is_tiny, again, fast_dit)
     run(request, print_line)
     print_line(f"next: leandit bench table {out}")
 
