@@ -31,7 +31,7 @@ class Conditioning(NamedTuple):
     source_sizes: Tensor | None = None
     pooled: Tensor | None = None
 
-    def part(self, rows: slice) -> Conditioning:
+    def part(self, rows: slice | Tensor) -> Conditioning:
         """The conditioning of a microbatch."""
         return Conditioning(*(None if tensor is None else tensor[rows] for tensor in self))
 

@@ -39,7 +39,7 @@ class Draws(NamedTuple):
     token_order: Tensor | None = None
     less_time: Tensor | None = None
 
-    def part(self, rows: slice) -> Draws:
+    def part(self, rows: slice | Tensor) -> Draws:
         """The draws of a microbatch."""
         return Draws(*(None if drawn is None else drawn[rows] for drawn in self))  # pyright: ignore[reportArgumentType]
 

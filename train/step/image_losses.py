@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...datasets.batches.batch import Batch
 from ...datasets.format.buckets import bucket_size
+from ..config import TrainRecipe
 from ..models.build import patch_of, routed_blocks
 from ..models.conditioning import Conditioning, Extras, ModelOutput
 from ..models.model_keys import dispersed_block
@@ -42,8 +43,8 @@ class Microbatch(NamedTuple):
     conditioning: Conditioning
     teachers: Mapping[str, Teacher]
 
-    def part(self, rows: slice) -> Microbatch:
-        """Some of these images."""
+    def part(self, rows: slice | Tensor) -> Microbatch:
+        """Some of these images, in this order."""
         teachers = {
             name: Teacher(*(None if tokens is None else tokens[rows] for tokens in teacher))
             for name, teacher in self.teachers.items()
@@ -84,6 +85,11 @@ def is_active(stop_step: int, step: int) -> bool:
     return not stop_step or step <= stop_step
 
 
+def compares_images(recipe: TrainRecipe) -> bool:
+    """Whether a term of the loss depends on which images share a microbatch."""
+    return bool(recipe.objective.contrastive_weight or recipe.objective.dispersive_weight)
+
+
 def num_routed_tokens(learner: Learner, shape: Sequence[int], step: int) -> int:
     """Tokens of an image, of latents of a shape (..., H, W), if some of them skip blocks at a step, else 0."""
     routing = learner.recipe.routing
@@ -93,7 +99,7 @@ def num_routed_tokens(learner: Learner, shape: Sequence[int], step: int) -> int:
 
 
 @torch.no_grad()
-def with_own_teacher(learner: Learner, images: Microbatch, parts: Sequence[slice]) -> Microbatch:
+def with_own_teacher(learner: Learner, images: Microbatch, parts: Sequence[slice | Tensor]) -> Microbatch:
     """The images with the tokens of the averaged model as one more teacher, computed in the same microbatches.
 
     Source: Jiang et al. 2025 (SRA), section 3.2: the same noise, at an earlier time.

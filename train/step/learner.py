@@ -39,6 +39,7 @@ class Learner:
       step, num_images: made and seen so far.
       microbatches: measured limits of images in a forward, by bucket.
       attention_kernels: measured, the fastest first.
+      compiled: the blocks are, for each shape, so that parts of a batch have one.
       feature_specs: of the image features that the recipe aligns with, by name.
       frozen: the weights that adapters belong to.
       origin: of the first weights, in words.
@@ -55,6 +56,7 @@ class Learner:
     num_images: int = 0
     microbatches: dict[str, int] = field(default_factory=dict)
     attention_kernels: list[str] = field(default_factory=list)
+    compiled: bool = False
     feature_specs: Mapping[str, FeatureSpec] = field(default_factory=dict)
     frozen: FrozenWeights | None = None
     origin: str = ""
@@ -112,6 +114,7 @@ def build_learner(
         conditioner=Conditioner(spec, null_caption, source_sizes, caption_step, null_pooled),
         device=device,
         autocast_dtype=autocast_dtype(recipe.run.precision, device),
+        compiled=compiled,
         feature_specs={one.name: one.spec for one in store.features if one.name in recipe.align} if store else {},
         frozen=frozen,
         origin=origin,

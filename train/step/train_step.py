@@ -13,7 +13,15 @@ from ..objectives.draws import draw
 from ..objectives.losses import PLAIN, time_share
 from ..optim.build import learning_rate
 from .attention_kernels import preferred
-from .image_losses import Microbatch, image_losses, is_active, num_routed_tokens, teachers_of, with_own_teacher
+from .image_losses import (
+    Microbatch,
+    compares_images,
+    image_losses,
+    is_active,
+    num_routed_tokens,
+    teachers_of,
+    with_own_teacher,
+)
 from .learner import Learner
 
 
@@ -23,13 +31,12 @@ def train_step(learner: Learner, batch: Batch) -> StepResult:
     Returns: losses and gradient norm, still on the device.
     """
     recipe, engine, step, size = learner.recipe, learner.engine, learner.step + 1, batch.global_size
-    rows = rank_slice(size, learner.ranks.rank, learner.ranks.world_size)
     draws = draw(
         recipe.objective,
         recipe.conditioning.drop,
         seed=recipe.run.seed,
         step=step,
-        rows=rows,
+        rows=rank_slice(size, learner.ranks.rank, learner.ranks.world_size),
         shape=tuple(batch.latents.shape[1:]),
         device=learner.device,
         class_width=learner.spec.class_width,
@@ -45,15 +52,18 @@ def train_step(learner: Learner, batch: Batch) -> StepResult:
     parts = microbatches(
         size, learner.ranks.world_size, recipe.run.microbatch or microbatch_limit(learner, batch.bucket)
     )
+    rows = [rows_of(learner, part, len(batch)) for part in parts]
     if recipe.self_align.weight and is_active(recipe.self_align.stop_step, step):
-        images = with_own_teacher(learner, images, parts)
+        images = with_own_teacher(learner, images, rows)
     parts_losses: list[dict[str, Tensor]] = []
-    for part in parts:
+    for part, some in zip(parts, rows, strict=True):
         with (
             engine.microbatch(last=part is parts[-1]),
             preferred(learner.attention_kernels),  # for recomputed forwards too
         ):
-            losses = image_losses(learner, images.part(part), step)
+            losses = image_losses(learner, images.part(some), step)
+            if isinstance(some, Tensor):  # those that fill it up do not count
+                losses = {name: loss[: max(0, len(batch) - part.start)] for name, loss in losses.items()}
             engine.backward(torch.stack(list(losses.values())).sum() / size)
         parts_losses.append({name: loss.detach() for name, loss in losses.items()})
 
@@ -95,3 +105,14 @@ def microbatches(size: int, world_size: int, limit: int) -> list[slice]:
     count = -(-most // limit) if limit else 1
     each = -(-most // count)
     return [slice(start, start + each) for start in range(0, most, each)]
+
+
+def rows_of(learner: Learner, part: slice, count: int) -> slice | Tensor:
+    """The images of a microbatch, among ``count`` of this rank.
+
+    Compiled blocks would be compiled again for a last microbatch with fewer images. Its last image is repeated until it
+    has as many as the others; of 256 images in microbatches of at most 90, two. Not where a term compares images.
+    """
+    if part.stop <= count or not count or not learner.compiled or compares_images(learner.recipe):
+        return part
+    return torch.arange(part.start, part.stop, device=learner.device).clamp_max(count - 1)

@@ -25,7 +25,7 @@ from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.step import train_step as step_module
 from leandit.train.step.image_losses import Microbatch, image_losses, plain_losses
-from leandit.train.step.train_step import train_step
+from leandit.train.step.train_step import rows_of, train_step
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 FLOW = ("objective.kind=flow", "model.name=DiT-S/1")
@@ -176,6 +176,54 @@ def test_images_lose_the_same_in_microbatches_where_no_term_compares_images(stor
     for name, term in steps[0].terms.items():
         torch.testing.assert_close(term, steps[1].terms[name], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(steps[0].grad_norm, steps[1].grad_norm, rtol=1e-4, atol=1e-6)
+
+
+def test_images_that_fill_up_the_last_microbatch_do_not_count(
+    store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = [one for one in ALL if "contrastive" not in one and "dispersive" not in one]
+    steps, weights, seen = [], [], list[int]()
+
+    def look(learner: Any, images: Microbatch, step: int) -> dict[str, Tensor]:
+        seen.append(len(images.latents))
+        return image_losses(learner, images, step)
+
+    monkeypatch.setattr(step_module, "image_losses", look)
+    for compiled in (False, True):
+        state = state_of(store, *overrides, "run.microbatch=3")
+        state.compiled = compiled
+        batches = iter(state.loader)
+        for _ in range(2):  # a new model puts out zero
+            seen.clear()
+            steps.append(train_step(state, next(batches)))
+        assert seen == [3, 3, 3 if compiled else 2]
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in state.engine.model.parameters()]))
+    for plain, filled in zip(steps[:2], steps[2:], strict=True):
+        assert len(filled.losses) == 8
+        torch.testing.assert_close(filled.losses, plain.losses, rtol=1e-6, atol=0)
+        torch.testing.assert_close(filled.loss, filled.losses.sum() / 8, rtol=0, atol=0)
+        torch.testing.assert_close(filled.grad_norm, plain.grad_norm, rtol=1e-5, atol=0)
+        for name, term in plain.terms.items():
+            torch.testing.assert_close(filled.terms[name], term, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("term", ["contrastive_weight=0.05", "dispersive_weight=0.5"])
+def test_nothing_is_filled_up_where_a_term_compares_images(term: str, store: LatentStore) -> None:
+    more = ["objective.dispersive_block=2"] if "dispersive" in term else []
+    state = state_of(store, *FLOW, f"objective.{term}", *more)
+    state.compiled = True
+    assert rows_of(state, slice(6, 9), 8) == slice(6, 9)
+
+
+def test_a_rank_with_fewer_images_fills_up_too_and_one_without_any_has_one_of_zeros(store: LatentStore) -> None:
+    state = state_of(store)
+    state.compiled = True
+    filled, beyond = rows_of(state, slice(3, 6), 5), rows_of(state, slice(6, 9), 5)
+    assert isinstance(filled, Tensor)
+    assert isinstance(beyond, Tensor)
+    assert (filled.tolist(), beyond.tolist()) == ([3, 4, 4], [4, 4, 4])
+    assert rows_of(state, slice(0, 3), 0) == slice(0, 3)
 
 
 def test_a_rank_without_images_has_the_same_terms(store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
