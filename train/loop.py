@@ -199,6 +199,11 @@ class _Training:
             self._saver.finish()
             if self._pictures and state.step >= steps:
                 self._pictures.finish(self._writer)
+        except BaseException:
+            if self._window.can_end or state.ranks.world_size == 1:  # others may never do what this rank would wait for
+                with contextlib.suppress(Exception):
+                    self._end_report()
+            raise
         finally:
             self._saver.close()
             if self._pictures:
@@ -227,16 +232,21 @@ class _Training:
     def _save_if_due(self, epoch: int) -> bool:
         """Report and save what is due after a step; returns whether the run stops here."""
         state, section, stop = self._state, self._recipe.run, self._stop
+        self._end_report()  # of the step before: the device has this one to do meanwhile
         due = state.step % section.checkpoint_every == 0 or state.step == section.steps
         averages_due = averages_are_due(state)
         shows = any(part and part.is_due(state.step) for part in (self._evaluation, self._pictures))
         # Before a checkpoint always, because a loss that is not finite must not be saved.
         if due or averages_due or shows or state.step % section.log_every == 0:
-            self._write_report(epoch)
+            self._begin_report(epoch)
+            if due or averages_due or shows or self._window.ends_at_once:
+                self._end_report()
         # The only place that looks at the stop request, so that no run stops without saving.
         stopping = self._shared_stop.asked(bool(stop))
         if stopping and not self._window.is_empty:
-            self._write_report(epoch)
+            self._begin_report(epoch)
+        if stopping:
+            self._end_report()
         if stopping or due or averages_due:
             self._save(averages=averages_due, resumable=stopping or due)
         self._saver.check()
@@ -250,20 +260,27 @@ class _Training:
         captured = capture(self._state, averages=averages, resumable=resumable, staging=self._saver.staging)
         self._saver.begin(captured)
 
-    def _write_report(self, epoch: int) -> None:
+    def _begin_report(self, epoch: int) -> None:
         state, engine, section = self._state, self._state.engine, self._recipe.run
         rate = engine.scheduled_rate
         if rate is None:
             rate = learning_rate(self._recipe.peak_lr, self._recipe.schedule, state.step, section.steps)
-        scale = engine.loss_scale.value() if engine.loss_scale else None
-        figures = self._window.report(
+        scale = engine.loss_scale.value() if engine.loss_scale else None  # waits for the device
+        self._window.begin_report(
             step=state.step, num_images=state.num_images, epoch=epoch, learning_rate=rate, scale=scale
         )
-        if self._evaluation and self._evaluation.is_due(state.step):
-            figures = replace(figures, held_out=self._evaluation.evaluate())
-        if self._pictures and self._pictures.is_due(state.step):
-            self._pictures.draw()
-        self._window.reset()  # the time of both is not that of steps
+
+    def _end_report(self) -> None:
+        """Write the report that has begun, with what is shown after its step; nothing if there is none."""
+        figures, evaluation, pictures = self._window.end_report(), self._evaluation, self._pictures
+        if figures is None:
+            return
+        if evaluation and evaluation.is_due(figures.step):
+            figures = replace(figures, held_out=evaluation.evaluate())
+            self._window.reset()  # the time of an evaluation, or of pictures, is not that of steps
+        if pictures and pictures.is_due(figures.step):
+            pictures.draw()
+            self._window.reset()
         self._reports.append(figures)
         if self._writer:
             self._writer.write(figures)

@@ -22,12 +22,14 @@ from leandit.datasets.errors import DamageError, LeanditError, RecipeError, RunE
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
+from leandit.train import loop
 from leandit.train.config import ScheduleSection, TrainRecipe
 from leandit.train.loop import Outcome, StopRequest, train
-from leandit.train.metrics.window import StepReport
+from leandit.train.metrics.window import StepReport, Window
 from leandit.train.optim.build import learning_rate
 from leandit.train.optim.ema import Ema, Exponential
 from leandit.train.run.lock import run_lock
+from leandit.train.run.saver import Saver
 from leandit.train.step import train_step as step_module
 from leandit.train.weights import checkpoint
 
@@ -292,6 +294,7 @@ HOLDS = """
 import sys
 from pathlib import Path
 from leandit.train.run.lock import run_lock
+from leandit.train.run.saver import Saver
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     input()
@@ -317,6 +320,7 @@ FORKS = """
 import os, sys, time
 from pathlib import Path
 from leandit.train.run.lock import run_lock
+from leandit.train.run.saver import Saver
 with run_lock(Path(sys.argv[1])):
     child = os.fork()
     if not child:
@@ -430,6 +434,96 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_of_it_is_saved(
     saved = [path.name for kind in ("checkpoint", "snapshot") for path in checkpoint.find(kind, tmp_path / "run")]
     assert saved == ["checkpoint-1", "checkpoint-2", "snapshot-1", "snapshot-2"]
     assert all(tensor.isfinite().all() for step in (1, 2) for tensor in weights(tmp_path / "run", step).values())
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Reports end as on a GPU; what is done in which order."""
+    order, step = list[str](), loop.train_step
+    monkeypatch.setattr(Window, "ends_at_once", False)
+
+    def noted(state: Any, batch: Any) -> Any:
+        order.append(f"step {state.step + 1}")
+        return step(state, batch)
+
+    monkeypatch.setattr(loop, "train_step", noted)
+    return order
+
+
+def test_figures_of_a_gpu_are_read_once_the_next_step_is_launched_or_something_is_saved(
+    done: list[str], stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, store = constant("dit-s-4", "run.log_every=2", "run.checkpoint_every=5"), stores["dit-s-4"]
+    stop, run, begin = StopRequest(), tmp_path / "late", Saver.begin
+
+    def train_to(figures: StepReport) -> None:
+        done.append(f"report {figures.step}")
+
+    monkeypatch.setattr(Saver, "begin", lambda self, captured: (done.append("save"), begin(self, captured))[1])
+    outcome = train(recipe, store_path=store, run=run, device=CPU, report=train_to, stop=stop)
+    assert " ".join(done).replace("report", "r").replace("step", "s") == (
+        "s 1 s 2 s 3 r 2 s 4 s 5 r 4 r 5 save s 6 r 6 save"
+    )
+    monkeypatch.undo()
+    assert outcome.losses == run_to(recipe, store, tmp_path / "run")[0].losses
+    assert_equal_bits(tmp_path / "run", run, 6)
+
+
+@pytest.mark.parametrize("stop_at", [2, 4])
+def test_a_stop_reads_the_figures_that_are_on_their_way(
+    stop_at: int, done: list[str], stores: dict[str, Path], tmp_path: Path
+) -> None:
+    stop, seen = StopRequest(), list[int]()
+    original = loop.train_step
+
+    def step(state: Any, batch: Any) -> Any:
+        if state.step + 1 == stop_at:
+            stop.set()
+        return original(state, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", step)
+        recipe, store = constant("dit-s-4", "run.log_every=2", "run.checkpoint_every=100"), stores["dit-s-4"]
+        outcome = train(
+            recipe, store_path=store, run=tmp_path / "run", device=CPU, report=lambda f: seen.append(f.step), stop=stop
+        )
+    assert outcome.step == stop_at
+    assert seen == list(range(2, stop_at + 1, 2))
+    outcome, _ = run_to(recipe, store, tmp_path / "run")
+    assert [line[0] for line in metrics(tmp_path / "run")] == [2, 4, 6]
+
+
+def test_a_loss_that_is_not_finite_is_seen_before_the_next_checkpoint_though_it_is_read_late(
+    done: list[str], stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image_losses = step_module.image_losses
+
+    def spoil(learner: Any, images: Any, step: int) -> dict[str, torch.Tensor]:
+        losses = image_losses(learner, images, step)
+        return {name: loss * float("nan") for name, loss in losses.items()} if step == 2 else losses
+
+    monkeypatch.setattr(step_module, "image_losses", spoil)
+    recipe = constant("dit-s-4", "run.log_every=2", "run.checkpoint_every=3")
+    with pytest.raises(RunError, match="step 2: the loss of records"):
+        run_to(recipe, stores["dit-s-4"], tmp_path / "run")
+    assert done == ["step 1", "step 2", "step 3"]
+    assert checkpoint.find("checkpoint", tmp_path / "run") == []
+
+
+def test_a_crash_loses_no_figures_that_are_on_their_way(
+    done: list[str], stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image_losses = step_module.image_losses
+
+    def crash(learner: Any, images: Any, step: int) -> dict[str, torch.Tensor]:
+        if step == 3:
+            raise KeyboardInterrupt
+        return image_losses(learner, images, step)
+
+    monkeypatch.setattr(step_module, "image_losses", crash)
+    with pytest.raises(KeyboardInterrupt):
+        run_to(constant("dit-s-4", "run.log_every=2"), stores["dit-s-4"], tmp_path / "run")
+    assert [line[0] for line in metrics(tmp_path / "run")] == [2]
 
 
 @pytest.mark.parametrize(

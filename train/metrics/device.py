@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import resource
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -73,6 +74,36 @@ def computed_in(precision: str, device: torch.device) -> str:
     return "fp32" if precision == "bf16" and autocast_dtype(precision, device) is None else precision
 
 
+class Moment:
+    """Now: on a GPU when it has done all that it was given so far, on a CPU at once. Nothing waits for it.
+
+    Args:
+      device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds, self._event = time.perf_counter(), None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    @property
+    def has_passed(self) -> bool:
+        """The device is so far."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Wait until the device is so far."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, other: Moment) -> float:
+        """Seconds from another moment, by the clock of the device; both must have passed."""
+        if self._event is None or other._event is None:
+            return self._seconds - other._seconds
+        return other._event.elapsed_time(self._event) / 1000
+
+
 class Gauges:
     """Busy time and memory of a device; a CPU has no busy time, and its memory is that of the process.
 
@@ -81,33 +112,34 @@ class Gauges:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.device = device
+        self._steps: list[tuple[Moment, Moment]] = []
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around a step: time it on the device."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             yield
             return
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        start = Moment(self.device)
         yield
-        end.record()
-        self._events.append((start, end))
+        self._steps.append((start, Moment(self.device)))
 
-    def busy_share(self, seconds: float) -> float | None:
-        """Share of the time spent in steps since the last call; the device must have finished them."""
-        events, self._events = self._events, []
-        if not events:
-            return None
-        return min(1.0, sum(start.elapsed_time(end) for start, end in events) / 1000 / seconds)
+    def steps(self) -> list[tuple[Moment, Moment]]:
+        """Start and end of the steps since the last call; none on a CPU."""
+        steps, self._steps = self._steps, []
+        return steps
 
     def peak_memory_gib(self) -> float:
         """Peak of torch's allocations on the GPU since the last call; on a CPU, the process's peak so far."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
         return peak / 2**30
+
+
+def busy_share(steps: Sequence[tuple[Moment, Moment]], seconds: float) -> float | None:
+    """Share of the time that a device spent in steps; None without steps. It must have finished them."""
+    return min(1.0, sum(end.since(start) for start, end in steps) / seconds) if steps else None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from ...datasets.errors import RunError
 from ...datasets.store import LatentStore
 from ..optim.loss_scale import SMALLEST_SCALE
 from ..parallel.watchdog import Watchdog
-from .device import ComputeCounter, Gauges
+from .device import ComputeCounter, Gauges, Moment, busy_share
 from .held_out import HeldOutLoss
 from .loss_bands import band_means, band_sums
 
@@ -96,8 +97,36 @@ class StepResult(NamedTuple):
     store: int
 
 
+class Begun(NamedTuple):
+    """A report whose figures are on their way from the device.
+
+    Args:
+      known: figures that the host has.
+      losses, norms, skipped: (S,) of its steps; losses of all ranks.
+      terms: (N, S) that the recipe adds to the loss, by the names of each result.
+      bands: see ``band_sums``.
+      start, end: of its steps.
+      wait: seconds spent waiting for batches.
+      gpu_steps: start and end of each step, on a GPU.
+    """
+
+    known: dict[str, Any]
+    results: list[StepResult]
+    losses: Tensor
+    norms: Tensor
+    skipped: Tensor
+    terms: Tensor
+    bands: Tensor
+    start: Moment
+    end: Moment
+    wait: float
+    images: int
+    compute: ComputeCounter
+    gpu_steps: list[tuple[Moment, Moment]]
+
+
 class Window:
-    """Figures since the last report; only a report waits for the device.
+    """Figures since the last report, whose figures come from the device while the next step is launched.
 
     Args:
       watchdog: connects the ranks, which report together.
@@ -118,11 +147,12 @@ class Window:
     ) -> None:
         self._watchdog, self._stores, self._may_skip = watchdog, stores, may_skip
         self._compute, self._gauges = compute, gauges
+        self._begun: Begun | None = None
         self.reset()
 
     def reset(self) -> None:
         """Start again from now, without steps."""
-        self._start, self._wait, self._images = time.perf_counter(), 0.0, 0
+        self._start, self._wait, self._images = Moment(self._gauges.device), 0.0, 0
         self._results: list[StepResult] = []
         self._compute.reset()
 
@@ -148,14 +178,13 @@ class Window:
         self._results.append(result)
         self._images += result.num_images
 
-    def report(
+    def begin_report(
         self, *, step: int, num_images: int, epoch: int, learning_rate: float, scale: float | None
-    ) -> StepReport:
-        """Read the figures and reset them; a collective call.
+    ) -> None:
+        """Begin to read the figures, without waiting for the device, and reset them; a collective call.
 
         Args:
           scale: of the loss, with float16.
-        Raises: RunError: a loss or a gradient is not finite, naming the records; or the loss scale is too small.
         """
         columns = [(result.loss, result.grad_norm, result.skipped) for result in self._results]
         losses, norms, skipped = (torch.stack(column) for column in zip(*columns, strict=True))
@@ -166,44 +195,75 @@ class Window:
         if self._watchdog.ranks.world_size > 1:
             dist.all_reduce(terms)
             dist.all_reduce(bands)
-        losses = terms[0]
-        good = skipped == 0
-        loss, num_skipped = losses.mean().item(), int(skipped.sum().item())  # waits for the device
-        seconds = time.perf_counter() - self._start
+        known = {"step": step, "num_images": num_images, "epoch": epoch, "learning_rate": learning_rate}
+        known |= {"loss_scale": scale, "memory_gib": self._gauges.peak_memory_gib()}
+        terms, norms, skipped, bands = (one.to("cpu", non_blocking=True) for one in (terms, norms, skipped, bands))
+        self._begun = Begun(
+            known=known,
+            results=self._results,
+            losses=terms[0],
+            norms=norms,
+            skipped=skipped,
+            terms=terms[1:],
+            bands=bands,
+            start=self._start,
+            end=Moment(self._gauges.device),
+            wait=self._wait,
+            images=self._images,
+            compute=copy.copy(self._compute),
+            gpu_steps=self._gauges.steps(),
+        )
+        self.reset()
+
+    @property
+    def ends_at_once(self) -> bool:
+        """The device has always done what it was given."""
+        return self._gauges.device.type == "cpu"
+
+    @property
+    def can_end(self) -> bool:
+        """A report has begun, and to end it waits for nothing."""
+        return self._begun is not None and self._begun.end.has_passed
+
+    def end_report(self) -> StepReport | None:
+        """The report that has begun, else None; a collective call where it raises.
+
+        Raises: RunError: a loss or a gradient is not finite, naming the records; or the loss scale is too small.
+        """
+        it, self._begun = self._begun, None
+        if it is None:
+            return None
+        it.end.wait()
+        seconds, good = it.end.since(it.start), it.skipped == 0
+        loss, num_skipped = it.losses.mean().item(), int(it.skipped.sum().item())
         if not math.isfinite(loss) or (num_skipped and not self._may_skip):
-            self._raise_not_finite(losses, skipped)
+            self._raise_not_finite(it)
+        scale = it.known["loss_scale"]
         if scale is not None and scale < SMALLEST_SCALE:
             self._watchdog.leave()  # every rank raises, so none of them is dead
             raise RunError(
-                f"step {step}: the loss scale of fp16 has shrunk to {scale:g}, and gradients still overflow. Train "
-                "with --set run.precision=bf16, or a lower optimizer.lr."
+                f"step {it.known['step']}: the loss scale of fp16 has shrunk to {scale:g}, and gradients still "
+                "overflow. Train with --set run.precision=bf16, or a lower optimizer.lr."
             )
-        figures = StepReport(
-            step=step,
-            num_images=num_images,
-            epoch=epoch,
+        return StepReport(
+            **it.known,
             loss=loss,
-            grad_norm=norms[good].mean().item() if num_skipped < len(norms) else None,
-            learning_rate=learning_rate,
-            seconds_per_step=seconds / len(self._results),
-            images_per_second=self._images / seconds,
-            tokens_per_second=self._compute.tokens_per_second(seconds),
-            mfu=self._compute.mfu(seconds),
-            data_wait_share=self._wait / seconds,
-            gpu_busy_share=self._gauges.busy_share(seconds),
-            memory_gib=self._gauges.peak_memory_gib(),
+            grad_norm=it.norms[good].mean().item() if num_skipped < len(it.norms) else None,
+            seconds_per_step=seconds / len(it.results),
+            images_per_second=it.images / seconds,
+            tokens_per_second=it.compute.tokens_per_second(seconds),
+            mfu=it.compute.mfu(seconds),
+            data_wait_share=min(1.0, it.wait / seconds),
+            gpu_busy_share=busy_share(it.gpu_steps, seconds),
             skipped_steps=num_skipped,
-            loss_scale=scale,
-            loss_by_time=band_means(bands),
-            loss_terms=dict(zip(names, terms[1:].mean(1).tolist(), strict=True)),
+            loss_by_time=band_means(it.bands),
+            loss_terms=dict(zip(it.results[0].terms, it.terms.mean(1).tolist(), strict=True)),
         )
-        self.reset()
-        return figures
 
-    def _raise_not_finite(self, losses: Tensor, skipped: Tensor) -> NoReturn:
+    def _raise_not_finite(self, it: Begun) -> NoReturn:
         """Raise the same RunError on every rank: the first step that is not finite, and its records."""
-        bad_update = (skipped != 0) & (not self._may_skip)  # on the CPU if the optimizer is
-        result = self._results[(~losses.isfinite() | bad_update.to(losses.device)).tolist().index(True)]
+        bad_update = (it.skipped != 0) & (not self._may_skip)
+        result = it.results[(~it.losses.isfinite() | bad_update).tolist().index(True)]
         records = result.records[~result.losses.isfinite()].tolist()
         rank_keys = self._watchdog.gather([self._stores[result.store].record_at(record).key for record in records])
         keys = [key for of_rank in rank_keys for key in of_rank]

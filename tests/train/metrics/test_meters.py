@@ -86,7 +86,12 @@ def test_the_losses_by_time_are_the_means_of_their_images() -> None:
             with window.step(batch):
                 traces.append(train_step(learner, batch))
             window.add(traces[-1])
-        figures = window.report(step=3, num_images=12, epoch=0, learning_rate=0.1, scale=None)
+        with NoWaiting():
+            window.begin_report(step=3, num_images=12, epoch=0, learning_rate=0.1, scale=None)
+        assert window.is_empty
+        figures = window.end_report()
+        assert figures is not None
+        assert window.end_report() is None
     pairs = [
         (float(t), float(loss)) for trace in traces for t, loss in zip(trace.time_shares, trace.losses, strict=True)
     ]
@@ -100,6 +105,58 @@ def test_the_losses_by_time_are_the_means_of_their_images() -> None:
     assert figures.gpu_busy_share is None
     assert 0.05 < figures.memory_gib < 100
     assert "MFU" in train_note(figures)
+
+
+class FakeEvent:
+    """An event of a GPU that is a second behind its host for each event since, until the host waits."""
+
+    clock, waits = 0, 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = -1
+
+    def record(self) -> None:
+        FakeEvent.clock += 1
+        self.at = FakeEvent.clock
+
+    def query(self) -> bool:
+        return FakeEvent.waits > 0
+
+    def synchronize(self) -> None:
+        FakeEvent.waits += 1
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert FakeEvent.waits, "an event is read before the device has passed it"
+        return 1000.0 * (end.at - self.at)
+
+
+def test_a_report_of_a_gpu_has_the_times_of_the_device_and_waits_at_its_end_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**31)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    it = planned("dit-s-2-256")
+    learner = synthetic_learner(it.recipe, it.spec, 0, CPU)
+    batch = synthetic_batch(it.store, it.largest_bucket, 4, 0, CPU)
+    with Watchdog(ALONE, print) as watchdog:
+        counter = ComputeCounter(it.spec, it.store.latent, 1e12)
+        window = Window(watchdog, [], counter, Gauges(torch.device("cuda")))  # start at 1
+        assert not window.ends_at_once
+        for step in range(1, 5):
+            with window.step(batch):  # from 2 to 3, from 4 to 5
+                trace = train_step(learner, batch)
+            window.add(trace)
+            if step == 2:
+                window.begin_report(step=2, num_images=8, epoch=0, learning_rate=0.1, scale=None)  # end at 6
+                assert not window.can_end
+        assert FakeEvent.waits == 0
+        figures = window.end_report()
+    assert figures is not None
+    assert (figures.step, figures.seconds_per_step, figures.images_per_second) == (2, 2.5, 1.6)
+    assert (figures.gpu_busy_share, figures.memory_gib) == (2 / 5, 2.0)
+    assert figures.mfu == pytest.approx(it.flops * 1.6 / 1e12)
+    assert not window.is_empty
 
 
 def test_bands_are_equal_parts_and_one_that_is_spoiled_is_alone() -> None:

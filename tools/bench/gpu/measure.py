@@ -6,8 +6,6 @@ the reason of a cell that cannot be measured here.
 
 from __future__ import annotations
 
-import itertools
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -121,7 +119,7 @@ def attention(device: torch.device, scratch: Path, *, images: int, **how: Any) -
 def checkpoint(device: torch.device, scratch: Path, *, steps: int, every: int, **how: Any) -> Result:
     """How long a step takes, and how much longer the one after each checkpoint, while it is written."""
     work, folder = workload(**how), fresh_folder(scratch, "checkpoint")
-    store, run, moments = bench_train.noise_store(work, folder / "store"), folder / "run", [0.0]
+    store, run, seconds = bench_train.noise_store(work, folder / "store"), folder / "run", dict[int, float]()
     changed = {"steps": steps, "log_every": 1, "checkpoint_every": every}
     recipe = work.recipe.model_copy(update={"run": work.recipe.run.model_copy(update=changed)})
     loop.train(
@@ -129,11 +127,10 @@ def checkpoint(device: torch.device, scratch: Path, *, steps: int, every: int, *
         store_path=store,
         run=run,
         device=device,
-        report=lambda figures: moments.append(time.perf_counter()),
+        report=lambda figures: seconds.update({figures.step: figures.seconds_per_step}),
         stop=StopRequest(),
         warn=print,
     )
-    seconds = {step: after - before for step, (before, after) in enumerate(itertools.pairwise(moments), 1)}
     stalled = [step for step in seconds if step > every and step % every == 1]
     usual = median(seconds[step] for step in seconds if step > 2 and step not in stalled)
     sizes = [sum(path.stat().st_size for path in files_below(one)) for one in run.glob(f"{CHECKPOINT}*")]
