@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import groupby
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from ..optim.loss_scale import LossScale, Scale
 from ..optim.named_state import expected_tensors, load_optimizer_tensors, optimizer_tensors, placed
 from ..weights.checkpoint import EMA, MODEL, OPTIMIZER
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 NORM_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
@@ -109,7 +112,8 @@ class TorchEngine:
     ) -> None:
         self.model, self.forward, self.loss_scale = model, forward, loss_scale
         self._world_size, self._section = ranks.world_size, recipe.optimizer
-        self._trained = Trained(model)
+        # A model has hundreds of modules: no step walks over them.
+        self._trained, self._sharded = Trained(model), _sharded_modules(model)
         self.optimizer = build_optimizer(recipe.optimizer, model)
         self.ema = Ema(self._trained, build_rules(recipe))
         # torch's fused optimizers read the scale and the skip flag on the device.
@@ -122,8 +126,8 @@ class TorchEngine:
             with self.forward.no_sync():
                 yield
             return
-        if _is_sharded(self.model):  # only the all-reduce of hsdp can wait
-            self.model.set_requires_all_reduce(last)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        for module in self._sharded:  # only the all-reduce of hsdp can wait
+            module.set_requires_all_reduce(last, recurse=False)
         yield
 
     def backward(self, loss: Tensor) -> None:
@@ -131,6 +135,7 @@ class TorchEngine:
         loss = loss * self._world_size
         (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
 
+    @torch.no_grad()
     def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
         """See ``Engine``."""
         gradients = [p.grad for p in self._trained.parameters() if p.grad is not None]
@@ -146,7 +151,7 @@ class TorchEngine:
             self.optimizer.grad_scale, self.optimizer.found_inf = 1 / factor, skipped  # pyright: ignore
             self.optimizer.step()
         else:
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_([local(gradient) for gradient in gradients], factor)  # pyright: ignore[reportPrivateImportUsage]
             if not skipped.item():  # waits for the device
                 self.optimizer.step()
         if self.loss_scale:
@@ -166,8 +171,8 @@ class TorchEngine:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        if _is_sharded(self.model):
-            _reshard(self.model)
+        for module in self._sharded:  # drops gathered weights, which a forward without a backward may leave
+            module.reshard()
         for parameter, average in zip(self._trained.parameters(), self.ema.weights.values(), strict=True):
             weight, mean = local(parameter.detach()), local(average)
             kept = weight.clone()
@@ -235,14 +240,9 @@ def like(tensor: Tensor, target: Tensor) -> Tensor:
     return tensor.to(target.device) if tensor.shape == target.shape else tensor
 
 
-def _reshard(model: nn.Module) -> None:
-    """Drop gathered weights, which a forward without a backward may leave."""
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    if not hasattr(model, "set_requires_all_reduce"):
+        return []
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return hasattr(model, "set_requires_all_reduce")
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -48,7 +48,8 @@ def train_step(learner: Learner, batch: Batch) -> StepResult:
     conditioning = learner.conditioner.drop(conditioning, draws.dropped)
     images = Microbatch(batch.latents, draws, conditioning, teachers_of(learner, batch))
 
-    engine.model.train()
+    if not engine.model.training:  # after an evaluation; it walks over all modules
+        engine.model.train()
     parts = microbatches(
         size, learner.ranks.world_size, recipe.run.microbatch or microbatch_limit(learner, batch.bucket)
     )

@@ -69,6 +69,46 @@ def test_a_step_does_not_wait_for_the_device(name: str, overrides: tuple[str, ..
     assert torch.isfinite(trace.loss)
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("dit-s-2-256", ("run.microbatch=2",)),
+        (
+            "dit-s-2-256",
+            ("objective.kind=flow", "self_align.weight=0.5", "self_align.block=1", "self_align.teacher_block=2"),
+        ),
+        ("demo", ("run.activation_checkpointing=blocks",)),
+        ("sd3.5-medium-512", ("model.name=sd3-tiny",)),
+        ("sana-600m-512", ("model.name=sana-tiny",)),
+    ],
+)
+def test_a_step_does_not_walk_over_the_modules(
+    name: str, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = planned(name, *overrides)
+    learner = synthetic_learner(it.recipe, it.spec, it.tokens, CPU)
+    batch = synthetic_batch(it.store, it.largest_bucket, 4, it.tokens, CPU)
+    learner.engine.model.eval()
+    train_step(learner, batch)
+    assert all(module.training for module in learner.engine.model.modules())
+
+    model, originals = learner.engine.model, {}
+
+    def refuse(method: str) -> Any:
+        def walk(self: torch.nn.Module, *args: Any, **how: Any) -> Any:
+            assert self not in (model, model.net), f"a step walks over all modules by {method}"
+            return originals[method](self, *args, **how)
+
+        return walk
+
+    for method in ("train", "named_modules", "named_children", "_named_members"):  # all others call one of them
+        originals[method] = getattr(torch.nn.Module, method)
+        monkeypatch.setattr(torch.nn.Module, method, refuse(method))
+    with pytest.raises(AssertionError, match="walks over all modules"):
+        list(model.parameters())
+    train_step(learner, batch)
+
+
 @pytest.mark.parametrize("act", [lambda x: x.item(), bool, lambda x: x.nonzero(), lambda x: x[x > 0]])
 def test_the_watch_sees_what_waits(act: Any) -> None:
     with NoWaiting(), pytest.raises(AssertionError, match="waits for the device"):
