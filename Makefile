@@ -24,11 +24,12 @@ test: $(READY)
 test-long: $(READY)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest $(IN_TWO) -m "slow or hypothesis" --timeout 3600
 
-# Every figure that needs a GPU; the same command goes on where it was cut.
+# The tests that need a GPU, then every figure; where a test fails, make does too, after the figures. The same command goes
+# on where it was cut.
 MINUTES ?= 40
 gpu: $(READY)
-	$(BIN)/leandit bench gpu --minutes $(MINUTES) --out leandit-gpu
-	$(BIN)/leandit bench table leandit-gpu
+	$(BIN)/python -m pytest tests/gpu --durations 5; tests=$$?; \
+	$(BIN)/leandit bench gpu --minutes $(MINUTES) --out leandit-gpu && $(BIN)/leandit bench table leandit-gpu && exit $$tests
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from companions import PICTURES, make_companion_folder
 from making import CPU, caption_recipe, label_recipe, make_caption_folder, no_progress, tree_digest
 from vision import make_dinov2
@@ -157,12 +156,6 @@ def test_on_gpus_decoding_runs_beside_the_encoders(on_cpu: bool, num_devices: in
         10, decode_seconds=10.0, encode_seconds=20.0, seconds_per_token={"": 0.25, "clip": 0.5}, memory_bytes=0
     )
     assert probe.seconds_for(100, {"": 100, "clip": 50}, on_cpu=on_cpu, num_devices=num_devices) == seconds
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_its_own_memory_is_told(caption_folder: Path) -> None:
-    text = describe_precompute(caption_recipe(), caption_folder, torch.device("cuda")).text
-    assert "iB of the GPU" in text
 
 
 def test_a_store_that_grows_says_what_would_be_encoded(

@@ -16,6 +16,7 @@ import torch
 import torch.nn.attention.varlen  # registers its operation
 from fake_cuda import CUDA, HostWaitError, RefuseWaits, fake_cuda, gradients_of_zeros
 from making import CPU
+from tiny_steps import RECIPES, TinySteps
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
@@ -23,35 +24,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leandit.tools.plan.memory_tracker import clear_caches
-from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
-from leandit.train.config import load
 from leandit.train.metrics.window import StepResult
 from leandit.train.objectives.losses import PLAIN
 from leandit.train.step import train_step as step_module
 from leandit.train.step.learner import Learner
-from leandit.train.step.train_step import train_step
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
-SHARED = ("optimizer.name=adamw", "optimizer.betas=[0.9, 0.99]", "run.microbatch=4", "model.num_classes=10")
-RECIPES = {
-    "labels": ("dit-s-2-256", ()),
-    "captions": ("dit-s-2-256", ("conditioning.kind=caption",)),
-    "pixart": ("pixart-sigma-256", ("model.name=pixart-tiny",)),
-    "sana": ("sana-600m-512", ("model.name=sana-tiny",)),
-    "sd3": ("sd3.5-medium-512", ("model.name=sd3-tiny",)),
-}
 DIFFUSERS = ("pixart", "sana", "sd3")
-ALIGNED = (
-    "sit-xl-2-256-reg",
-    (
-        "model.name=DiT-S/2",
-        "align.dinov2.block=1",
-        "routing.kind=tread",
-        "routing.first_block=1",
-        "routing.last_block=1",
-    ),
-)
 aten: Any = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward}
 
@@ -133,26 +112,21 @@ def lies_in_rows(matrix: Tensor) -> bool:
     return (right == 1 and down >= columns) or (down == 1 and right >= rows) or 1 in (rows, columns)
 
 
-def workload(recipe: str, settings: tuple[str, ...], *more: str) -> TrainingWorkload:
-    return workload_at_resolution(load(recipe, [*SHARED, *settings, *more]), 64)
-
-
-def steps_on_fake_gpu(work: TrainingWorkload, patch: pytest.MonkeyPatch) -> tuple[StepResult, Counter[Product]]:
+def steps_on_fake_gpu(model: str, patch: pytest.MonkeyPatch, *settings: str) -> tuple[StepResult, Counter[Product]]:
     """Two steps of two microbatches, the second of which may not wait, from the batch in memory of the host."""
     with fake_cuda(patch):
         gradients_of_zeros(patch)
-        learner = synthetic_learner(work.recipe, work.spec, work.tokens, CUDA, store=work.store)
-        batch = functools.partial(synthetic_batch, work.store, work.largest_bucket, 6, min(work.tokens, 20), CPU)
-        train_step(learner, batch().to(CUDA))
-        products = Products(learner.engine.model)
+        steps = TinySteps(model, CUDA, "run.microbatch=4", *settings)
+        steps.step(6)
+        products = Products(steps.learner.engine.model)
         with RefuseWaits(), products, products.attention():
-            return train_step(learner, batch().to(CUDA)), products.seen
+            return steps.step(6), products.seen
 
 
 @functools.cache
 def products_of(model: str, precision: str) -> Counter[Product]:
     with pytest.MonkeyPatch.context() as patch:
-        result, products = steps_on_fake_gpu(workload(*RECIPES[model], f"run.precision={precision}"), patch)
+        result, products = steps_on_fake_gpu(model, patch, f"run.precision={precision}")
     assert {one.device for one in (result.loss, result.grad_norm, result.skipped)} == {CUDA}
     return products
 
@@ -170,7 +144,7 @@ def test_the_host_waits_for_nothing_in_a_step(model: str, precision: str) -> Non
 
 
 def test_nor_with_features_routed_tokens_and_a_class_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, _ = steps_on_fake_gpu(workload(*ALIGNED), monkeypatch)
+    result, _ = steps_on_fake_gpu("aligned", monkeypatch)
     assert set(result.terms) >= {"align.dinov2", "class.dinov2"}
 
 
@@ -211,21 +185,19 @@ def test_a_step_that_waits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(step_module, "image_losses", waiting)
     with pytest.raises(HostWaitError, match="_local_scalar_dense"):
-        steps_on_fake_gpu(workload(*RECIPES["labels"]), monkeypatch)
+        steps_on_fake_gpu("labels", monkeypatch)
 
 
 @functools.cache
-def whole_step(model: str, *settings: str) -> tuple[Counter[Product], Counter[Product]]:
+def whole_step(model: str) -> tuple[Counter[Product], Counter[Product]]:
     """Products of a forward pass and of a step with its backward pass, on fake tensors of a CPU under bfloat16."""
-    work = workload(*RECIPES[model], *settings)
     clear_caches()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        learner = synthetic_learner(work.recipe, work.spec, work.tokens, CPU, store=work.store, onednn=False)
-        learner.autocast_dtype = torch.bfloat16
-        batch = synthetic_batch(work.store, work.largest_bucket, 4, min(work.tokens, 20), CPU)
-        products = Products(learner.engine.model)
+        steps = TinySteps(model, CPU)
+        steps.learner.autocast_dtype = torch.bfloat16
+        products = Products(steps.learner.engine.model)
         with RefuseWaits("cpu"), products:
-            train_step(learner, batch)
+            steps.step(4)
     clear_caches()
     forward = Counter({one: count for one, count in products.seen.items() if one.module})
     return forward, products.seen - forward

@@ -1,4 +1,4 @@
-"""Settings of torch for a GPU; what a GPU does with them is not tested here."""
+"""Settings of torch for a GPU; what a GPU does with them is in ``tests/gpu``."""
 
 from __future__ import annotations
 

@@ -8,50 +8,17 @@ from typing import Any
 import pytest
 import torch
 from making import CPU
+from tiny_steps import BUCKETS, FULL, KINDS, LEFTOVER, LENGTHS, LIMIT, RECIPES, TinySteps
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
-from leandit.train.config import load
-from leandit.train.metrics.window import StepResult
 from leandit.train.models import cross_attention
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.spec import ModelSpec
 from leandit.train.parallel.build import compile_blocks
-from leandit.train.step.learner import Learner
-from leandit.train.step.train_step import train_step
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
-BUCKETS = ("64x64", "48x80", "32x64", "96x32", "80x64")  # each with another number of tokens, else they share code
-SHARED = ("optimizer.name=adamw", "optimizer.betas=[0.9, 0.99]", "run.precision=fp32", "model.num_classes=10")
-RECIPES = {
-    "labels": ("dit-s-2-256", ()),
-    "captions": ("dit-s-2-256", ("conditioning.kind=caption",)),
-    "pixart": ("pixart-sigma-256", ("model.name=pixart-tiny",)),
-    "sana": ("sana-600m-512", ("model.name=sana-tiny",)),
-    "sd3": ("sd3.5-medium-512", ("model.name=sd3-tiny",)),
-}
-SLOW_TO_COMPILE = {"pixart": 3, "sana": 2, "sd3": 2}  # buckets
-KINDS = {"sd3": 3}  # blocks with two attentions, with one, and the last one, which gives no captions
-LENGTHS = (5, 60, 64, 65, 128)  # of the longest caption of a batch: two, once they are padded
-FULL, LEFTOVER, LIMIT = 7, 4, 3  # microbatches of 3, 3 and 1; of 2 and 2
-
-
-class Compiled:
-    """A learner with compiled blocks; a break of a graph raises."""
-
-    def __init__(self, model: str, *settings: str) -> None:
-        recipe, own = RECIPES[model]
-        self.work: TrainingWorkload = workload_at_resolution(load(recipe, [*SHARED, *own, *settings]), 256)
-        self.learner: Learner = synthetic_learner(
-            self.work.recipe, self.work.spec, self.work.tokens, CPU, store=self.work.store, compiled=True
-        )
-
-    def step(self, bucket: str, images: int, tokens: int, *, scale: int = 1) -> StepResult:
-        sides = (int(side) * scale for side in bucket.split("x"))
-        size = "x".join(map(str, sides))
-        return train_step(self.learner, synthetic_batch(self.work.store, size, images, tokens, CPU))
+FEWER = {"pixart": 3, "sana": 2, "sd3": 1}  # buckets, of blocks that take long to compile
 
 
 @pytest.fixture
@@ -65,31 +32,33 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacken
         torch._dynamo.reset()
 
 
+def compiled(model: str, *settings: str) -> TinySteps:
+    return TinySteps(model, CPU, "run.precision=fp32", *settings, compiled=True)
+
+
 @pytest.mark.parametrize("model", RECIPES)
 def test_a_bucket_is_compiled_once_for_each_kind_of_block_and_for_its_leftovers(
     model: str, graphs: CompileCounterWithBackend
 ) -> None:
-    run, scale = Compiled(model, f"run.microbatch={LIMIT}"), 4 if model == "sana" else 1
-    buckets = BUCKETS[: SLOW_TO_COMPILE.get(model)]
+    run, buckets = compiled(model, f"run.microbatch={LIMIT}"), BUCKETS[: FEWER.get(model)]
     for _ in range(2):
         for bucket in buckets:
             for images in (FULL, LEFTOVER):
-                run.step(bucket, images, LENGTHS[0], scale=scale)
+                run.step(images, bucket)
     assert graphs.frame_count == KINDS.get(model, 1) * len(buckets) * 2
 
 
 @pytest.mark.parametrize("model", ["captions", "pixart", "sana"])
 def test_captions_of_many_lengths_have_few_shapes(model: str, graphs: CompileCounterWithBackend) -> None:
-    run, scale = Compiled(model), 4 if model == "sana" else 1
+    run = compiled(model)
     for tokens in LENGTHS:
-        run.step(BUCKETS[0], 2, tokens, scale=scale)
+        run.step(tokens=tokens)
     assert graphs.frame_count == 2
 
 
 @pytest.mark.parametrize(("images", "limit"), [(7, 3), (8, 3), (5, 4), (6, 2), (5, 0)])
 def test_microbatches_of_a_batch_have_one_shape(images: int, limit: int, graphs: CompileCounterWithBackend) -> None:
-    run = Compiled("labels", f"run.microbatch={limit}")
-    run.step("64x64", images, 0)
+    compiled("labels", f"run.microbatch={limit}").step(images)
     assert graphs.frame_count == 1
 
 
