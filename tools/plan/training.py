@@ -20,6 +20,8 @@ from ...train.metrics.flops import shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
 from ...train.weights.folders import METRICS
 from .memory_tracker import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
+from .scaling import LAUNCH_SECONDS, NETWORK_GBIT, Cluster, step_time
+from .scaling_table import recipe_strategy, render_scaling, scaling, step_work
 from .step_memory import StepMemory, step_memory
 from .strategies import Strategy, keeps_on_host, strategies, zero_section
 from .workload import TrainingWorkload
@@ -28,12 +30,17 @@ MIB, GIB = 2**20, 2**30
 CONTEXT_BYTES = 600 * MIB  # a guess: a CUDA 12 context with cuBLAS, cuDNN and NCCL; not seen by the allocator
 CUBLAS_BYTES = 2 * 32 * MIB  # for the forward's and the backward's thread; 32 MiB is torch's default on Hopper
 UNUSABLE = 0.04  # a guess: share of a GPU lost to fragmentation in the caching allocator
-GUESSED_MFU = 0.35  # an estimate, without a measured run
-LAUNCH_SECONDS = 10e-6  # a rule, not measured on a GPU: host time of an operation that is not compiled
 
 
 def plan(
-    workload: TrainingWorkload, *, gpu: str, num_gpus: int, images: int, run: Path | None, changes: Sequence[str] = ()
+    workload: TrainingWorkload,
+    *,
+    gpu: str,
+    num_gpus: int,
+    images: int,
+    run: Path | None,
+    network_gbit: float = NETWORK_GBIT,
+    changes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The plan as JSON values, in bytes and seconds.
 
@@ -41,23 +48,32 @@ def plan(
       gpu: name of the GPU that the strategies are shown for.
       images: to train on; 0: those of the recipe's steps.
       run: gives a measured MFU.
+      network_gbit: Gbit/s of each GPU between machines.
       changes: lines that list what a ds_config.json changes in the recipe.
     Raises: RecipeError: the GPU is unknown, or lacks the precision; TraceError.
     """
     recipe = workload.recipe
     precision = recipe.run.precision
     chosen = find_gpu(gpu, precision)
-    planner = _Planner(workload, num_gpus)
-    images = images or recipe.run.steps * recipe.run.global_batch
-    mfu = measured_mfu(run) if run else GUESSED_MFU
+    traces, batch = _Traces(workload), recipe.run.global_batch
+    planner = _Planner(workload, num_gpus, -(-batch // num_gpus), traces)
+    images = images or recipe.run.steps * batch
+    measured = measured_mfu(run) if run else None
+    rows = [planner.gpu_row(known, images, measured, network_gbit) for known in GPUS]
+    rate = next(row["images_per_second"] for row in rows if row["gpu"] == chosen.name)
+    mfu = measured or rate * workload.flops / (num_gpus * chosen.peak_flops(precision))
+
+    def fits(ranks: int, local_batch: int) -> tuple[str, int]:
+        return _Planner(workload, ranks, local_batch, traces).recipe_fit(chosen)
+
     return {
         "model": workload.spec.name,
         "bucket": workload.largest_bucket,
         "caption_tokens": workload.tokens,
-        "parameters": planner.whole.states[PARAMETERS] // 4,
+        "parameters": traces.whole.states[PARAMETERS] // 4,
         "lora_rank": recipe.lora.rank,
-        "trained_parameters": planner.whole.states[GRADIENTS] // 4,
-        "checkpoint_bytes": sum(planner.whole.states[name] for name in (GRADIENTS, OPTIMIZER, EMA)),
+        "trained_parameters": traces.whole.states[GRADIENTS] // 4,
+        "checkpoint_bytes": sum(traces.whole.states[name] for name in (GRADIENTS, OPTIMIZER, EMA)),
         "flops_per_image": workload.flops,
         "precision": precision,
         "compiled": recipe.run.compile,
@@ -70,7 +86,16 @@ def plan(
         "mfu": mfu,
         "mfu_is_measured": run is not None,
         "strategies": [planner.strategy_row(chosen, *pair) for pair in planner.strategies],
-        "known_gpus": [planner.gpu_row(known, images, mfu, measured=run is not None) for known in GPUS],
+        "known_gpus": rows,
+        "scaling": scaling(
+            step_work(workload, traces.whole, traces.launches),
+            Cluster(chosen, network_gbit),
+            fits,
+            batch=batch,
+            images=images,
+            gpus=num_gpus,
+            mfu=measured,
+        ),
     }
 
 
@@ -105,26 +130,44 @@ def measured_mfu(run: Path) -> float:
     return median(reported[len(reported) // 2 :])
 
 
-class _Planner:
-    """The traced steps of a workload, and what fits on a GPU."""
+class _Traces:
+    """The traced steps of a workload, for any number of GPUs and images."""
 
-    def __init__(self, workload: TrainingWorkload, num_gpus: int) -> None:
-        recipe = workload.recipe
-        self.workload, self.num_gpus = workload, num_gpus
-        self.local_batch = -(-recipe.run.global_batch // num_gpus)  # of the rank with most images
-        self.read_ahead = recipe.run.prefetch * workload.batch_bytes(self.local_batch)
+    def __init__(self, workload: TrainingWorkload) -> None:
         self.whole, self.split = trace_workload(workload, accumulates=False), trace_workload(workload, accumulates=True)
         self.zero_whole, self.zero_split = self.whole, self.split
-        if keeps_on_host(recipe):
+        if keeps_on_host(workload.recipe):
             self.zero_whole = trace_workload(workload, accumulates=False, to_host=True)
             self.zero_split = trace_workload(workload, accumulates=True, to_host=True)
+
+    @property
+    def launches(self) -> tuple[int, int]:
+        """Operations of a step with one microbatch, and of each further one: those that allocate, which is nearly all.
+
+        Compiled or captured code has fewer.
+        """
+        first = len(self.whole.base)
+        return first, len(self.split.base) - first
+
+
+class _Planner:
+    """What fits on a GPU of several.
+
+    Args:
+      local_batch: images of the rank with most images.
+    """
+
+    def __init__(self, workload: TrainingWorkload, num_gpus: int, local_batch: int, traces: _Traces) -> None:
+        self.workload, self.num_gpus, self.local_batch, self.traces = workload, num_gpus, local_batch, traces
+        self.read_ahead = workload.recipe.run.prefetch * workload.batch_bytes(local_batch)
         self.strategies = self._strategies()
 
     def _strategies(self) -> list[tuple[Strategy, Strategy]]:
         """Each strategy for a batch in one microbatch, and in several."""
         zero = zero_section(self.workload.recipe)
-        at_once = strategies(self.whole, self.num_gpus, zero)
-        pairs = list(zip(at_once, strategies(self.split, self.num_gpus, zero, accumulates=True), strict=True))
+        at_once = strategies(self.traces.whole, self.num_gpus, zero)
+        in_parts = strategies(self.traces.split, self.num_gpus, zero, accumulates=True)
+        pairs = list(zip(at_once, in_parts, strict=True))
         if self.num_gpus > 1:
             return pairs[1:]  # all but "single"
         on_one_gpu = ("single", *(f"zero-{stage}, offloaded" for stage in (1, 2, 3)))
@@ -132,9 +175,10 @@ class _Planner:
 
     def fit(self, gpu: Gpu, at_once: Strategy, in_parts: Strategy) -> tuple[int, StepMemory, Strategy]:
         """Largest microbatch with the memory of its step: the whole batch if it fits, else several microbatches."""
-        is_zero, batch = at_once.name.startswith("zero"), self.local_batch
+        traces, batch = self.traces, self.local_batch
+        is_zero = at_once.name.startswith("zero")
         most = min(self.workload.recipe.run.microbatch or batch, batch)
-        whole, split = (self.zero_whole, self.zero_split) if is_zero else (self.whole, self.split)
+        whole, split = (traces.zero_whole, traces.zero_split) if is_zero else (traces.whole, traces.split)
         room = self._room(gpu, at_once)
         if whole.largest(room, most=most, shares=at_once.shares) == batch:
             return batch, whole, at_once
@@ -161,32 +205,34 @@ class _Planner:
             "host": round(strategy.host) + memory.on_host(max(1, microbatch)),
         }
 
-    def gpu_row(self, gpu: Gpu, images: int, mfu: float, *, measured: bool) -> dict[str, Any]:
-        """Largest microbatches on a GPU and its rate. A measured MFU already contains launches, a guess does not."""
-        run = self.workload.recipe.run
+    def recipe_fit(self, gpu: Gpu) -> tuple[str, int]:
+        """The recipe's strategy, and its largest microbatch; 0: not even one image fits."""
+        name = recipe_strategy(self.workload.recipe, self.num_gpus)
+        pair = next((pair for pair in self.strategies if pair[0].name == name), self.strategies[0])
+        return name, self.fit(gpu, *pair)[0]
+
+    def gpu_row(self, gpu: Gpu, images: int, mfu: float | None, network_gbit: float) -> dict[str, Any]:
+        """Largest microbatches on a GPU and its rate. A measured MFU already contains all that takes time."""
+        run, is_launch_bound, rate = self.workload.recipe.run, False, 0.0
         peak_flops = gpu.peak_flops(run.precision)
         whole, sharded = (self.fit(gpu, *pair)[0] if peak_flops else None for pair in self.strategies[:2])
-        rate = peak_flops * mfu / self.workload.flops * self.num_gpus
-        fastest = run.global_batch / self.launch_seconds(microbatches=-(-self.local_batch // max(1, whole or 1)))
-        launch_bound = rate > fastest and not measured
-        rate = fastest if launch_bound else rate
+        if peak_flops and mfu:
+            rate = peak_flops * mfu / self.workload.flops * self.num_gpus
+        elif peak_flops:
+            work = step_work(self.workload, self.traces.whole, self.traces.launches)
+            name, microbatch = self.recipe_fit(gpu)
+            cluster = Cluster(gpu, network_gbit)
+            time = step_time(work, cluster, name, self.num_gpus, self.local_batch, max(1, microbatch))
+            rate, is_launch_bound = run.global_batch / time.seconds, time.is_launch_bound
         return {
             "gpu": gpu.name,
             "memory_gib": gpu.memory_gib,
             "microbatch_whole": whole,
             "microbatch_sharded": sharded,
             "images_per_second": rate,
-            "launch_bound": launch_bound,
+            "launch_bound": is_launch_bound,
             "seconds": images / rate if rate else None,
         }
-
-    def launch_seconds(self, microbatches: int) -> float:
-        """Shortest time of a step: what the host takes to launch its operations.
-
-        Every traced operation that allocates counts. Compiled or captured code has fewer.
-        """
-        first = len(self.whole.base)
-        return (first + (microbatches - 1) * (len(self.split.base) - first)) * LAUNCH_SECONDS
 
 
 def trace_workload(workload: TrainingWorkload, *, accumulates: bool, to_host: bool = False) -> StepMemory:
@@ -209,11 +255,16 @@ def _recipe_strategy(workload: TrainingWorkload) -> str:
 
 def render(result: dict[str, Any]) -> str:
     """The plan as aligned text."""
-    return "\n".join([*_render_workload(result), "", *_render_strategies(result), "", *_render_gpus(result)])
+    parts = (_render_workload, _render_strategies, _render_gpus)
+    return "\n".join(line for part in parts for line in (*part(result), "")) + "\n".join(
+        render_scaling(result["scaling"])
+    )
 
 
 def _render_workload(result: dict[str, Any]) -> list[str]:
-    kind = "measured" if result["mfu_is_measured"] else "an estimate, not measured; --run gives a measured one"
+    kind = "measured"
+    if not result["mfu_is_measured"]:
+        kind = f"on {result['gpu']}, an estimate, not measured: of published trainers; --run gives yours"
     text = f", {result['caption_tokens']} caption tokens" if result["caption_tokens"] else ""
     size = f"{shortened(result['parameters'])} parameters"
     size += f" of which {shortened(result['trained_parameters'])} train" if result["lora_rank"] else ""

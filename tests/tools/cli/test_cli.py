@@ -86,7 +86,9 @@ FLAGS = {
         *("--tokenizer", "--vae"),
     ],
     "plan": [],
-    "plan train": ["--gpu", "--gpus", "--images", "--json", "--resolution", "--run", "--set", "--store"],
+    "plan train": [
+        *("--gpu", "--gpus", "--images", "--json", "--network-gbit", "--resolution", "--run", "--set", "--store"),
+    ],
     "bench train": [
         *("--data", "--device", "--json", "--resolution", "--rounds", "--set", "--steps", "--store", "--without"),
     ],
@@ -642,9 +644,10 @@ def test_a_recipe_that_names_its_stores_needs_no_store(leandit: Leandit) -> None
     assert ended.code == 0, ended.err
     assert "6 of 6" in ended.out
     assert "nothing to do" in leandit("train", "run/recipe.toml", "--run", "run", "--device", "cpu").out
-    planned = leandit("plan", "train", "both.toml", *TINY)
+    planned = leandit("plan", "train", "both.toml", *TINY, "--network-gbit", 100)
     assert planned.code == 0, planned.err
     assert "32x64" in planned.out
+    assert "GPUs are worth it" in planned.out
     shown = leandit("train", "both.toml", *TINY, "--dry-run", "--device", "cpu")
     assert "'art', 6 records, steps 2 to 6, 0.75 of the batches" in shown.out
     for words in (["train", "both.toml", "--run", "other"], ["plan", "train", "both.toml"]):

@@ -39,12 +39,15 @@ def plan_train(
     ] = None,
     gpu: Annotated[str, typer.Option(help="GPU that the strategies are shown for.")] = "H200",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the work.")] = 1,
+    network_gbit: Annotated[float, typer.Option(min=1, help="Gbit/s that each GPU has between machines.")] = 400.0,
     images: Annotated[int, typer.Option(min=0, help="Images to train on; 0: as the recipe's steps.")] = 0,
     run: Annotated[Path | None, local_input("Run whose measured MFU is used, else an estimate.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Memory for each strategy, the largest microbatch, which GPUs fit, and the time to N images. Nothing is computed.
+    """Memory for each strategy, the largest microbatch, which GPUs fit, time, and up to how many GPUs it scales.
+
+    Nothing is computed.
 
     Example: leandit plan train dit-xl-2-256 --resolution 256 --gpus 8 --gpu A100-40
     """
@@ -61,7 +64,9 @@ def plan_train(
         raise RecipeError("plan train: needed --store PATH, or --resolution PX where there is no store yet.")
     loaded, changes = with_ds_config(loaded, gpus)
     workload = workload_at_resolution(loaded, resolution) if resolution else workload_of_stores(loaded, store)
-    result = make_plan(workload, gpu=gpu, num_gpus=gpus, images=images, run=run, changes=changes)
+    result = make_plan(
+        workload, gpu=gpu, num_gpus=gpus, images=images, run=run, network_gbit=network_gbit, changes=changes
+    )
     print_result(result, render, as_json=as_json)
     if not resolution:
         places = [*(("--store", store) if store else ()), "--run", f"runs/{Path(recipe).name.removesuffix('.toml')}"]

@@ -1,0 +1,257 @@
+"""The time of a step on many GPUs: its limits, its order, and how far it is from published runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published_runs import DIT, RUNS, PublishedRun
+
+from leandit.tools.plan import scaling
+from leandit.tools.plan.scaling import Cluster, collective_seconds, step_time, traffic
+from leandit.tools.plan.scaling_table import COUNTS, limits, recipe_strategy, render_scaling
+from leandit.tools.plan.scaling_table import scaling as scaling_rows
+from leandit.train.config import ParallelSection, load
+from leandit.train.metrics.gpus import GPUS, gpu_by_name
+
+DOCS = Path(__file__).parents[3] / "docs" / "planning.md"
+STRATEGIES = ("ddp", "fsdp", "fsdp, gradients", "hsdp", "zero-1", "zero-2", "zero-3")
+H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
+HEAVY = dataclasses.replace(DIT, flops=20 * DIT.flops)
+FP32 = dataclasses.replace(DIT, gathered=DIT.weights, precision="fp32")
+
+
+def sent(strategy: str, ranks: int, microbatches: int = 1) -> float:
+    return sum(one.sent_bytes for one in traffic(strategy, FP32, ranks, microbatches))
+
+
+def seconds(strategy: str, ranks: int, images: int = 32, **changes: float) -> float:
+    return step_time(DIT, Cluster(H100, **changes), strategy, ranks, images, images).seconds  # pyright: ignore
+
+
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_one_gpu_does_not_communicate(strategy: str) -> None:
+    assert traffic(strategy, DIT, 1) == []
+    time = step_time(DIT, Cluster(H100), strategy, 1, 32, 32)
+    assert (time.communication, time.exposed) == (0, 0)
+    assert time.seconds == time.compute + time.update > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64, 512])
+def test_each_strategy_sends_what_its_algorithm_says(ranks: int) -> None:
+    share = (ranks - 1) / ranks * FP32.weights
+    assert sent("ddp", ranks) == pytest.approx(2 * share)
+    assert sent("ddp", ranks, microbatches=4) == sent("ddp", ranks)
+    assert sent("fsdp", ranks) == pytest.approx(1.5 * sent("ddp", ranks))
+    assert sent("fsdp", ranks, microbatches=4) == pytest.approx(4 * sent("fsdp", ranks))
+    assert sent("fsdp, gradients", ranks) == sent("zero-1", ranks) == sent("zero-2", ranks) == sent("ddp", ranks)
+    assert sent("zero-2", ranks, microbatches=4) == pytest.approx(5 * share)  # gradients of each, weights once
+    assert sent("zero-3", ranks) == sent("fsdp", ranks) == sent("fsdp, offloaded", ranks)
+
+
+def test_hsdp_sends_between_machines_only_gradients_of_its_part() -> None:
+    within, across = (
+        sum(one.sent_bytes for one in traffic("hsdp", FP32, 64) if one.across is where) for where in (False, True)
+    )
+    assert within == pytest.approx(3 * 7 / 8 * FP32.weights)
+    assert across == pytest.approx(2 * 7 / 8 * FP32.weights / 8)
+    assert traffic("hsdp", FP32, 8) == traffic("fsdp", FP32, 8)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_more_bandwidth_is_never_slower_and_more_gpus_of_equal_work_never_faster(strategy: str) -> None:
+    by_network = [seconds(strategy, 64, network_gbit=gbit) for gbit in (1, 10, 100, 400, 1600)]
+    assert by_network == sorted(by_network, reverse=True)
+    assert by_network[0] > by_network[-1]
+    slow_link = dataclasses.replace(H100, link_gb_s=16.0)
+    assert step_time(DIT, Cluster(slow_link), strategy, 8, 32, 32).seconds > seconds(strategy, 8)
+    if strategy == "ddp":  # others have less to update with more GPUs
+        by_count = [seconds(strategy, n) for n in COUNTS]
+        assert by_count == sorted(by_count)
+    for ranks in (8, 512):
+        by_images = [seconds(strategy, ranks, images) for images in (1, 2, 8, 32, 128)]
+        assert all(more >= less * (1 - 1e-9) for less, more in itertools.pairwise(by_images))
+
+
+def test_a_hop_more_takes_longer_even_for_nothing() -> None:
+    times = [
+        collective_seconds(traffic("fsdp", dataclasses.replace(DIT, gathered=0.0), n)[0], Cluster(H100))
+        for n in COUNTS[1:]
+    ]
+    assert times == sorted(times)
+    rings = [
+        collective_seconds(one, Cluster(H100)) / one.calls
+        for n in COUNTS[1:]
+        for one in traffic("ddp", dataclasses.replace(DIT, gradients=1.0), n)
+    ]
+    assert rings == sorted(rings)
+    assert rings[-1] < 200e-6  # a tree, not 1,022 hops
+
+
+def test_what_fits_behind_the_backward_is_hidden_but_for_the_last_collective() -> None:
+    time = step_time(DIT, Cluster(H100), "ddp", 64, 32, 32)
+    bucket = time.communication / math.ceil(DIT.gradients / scaling.DDP_BUCKET)
+    assert time.exposed == pytest.approx(bucket)
+    slow = step_time(DIT, Cluster(H100, network_gbit=10), "ddp", 64, 32, 32)
+    assert slow.exposed == pytest.approx(slow.communication - 2 / 3 * slow.compute)
+    assert slow.limit == "communication"
+    parts = step_time(DIT, Cluster(H100, network_gbit=10), "ddp", 64, 32, 8)
+    assert parts.exposed == pytest.approx(parts.communication - 2 / 3 * parts.compute / 4)
+
+
+def test_a_measured_mfu_takes_the_place_of_the_fit_but_not_of_launches() -> None:
+    cluster = Cluster(H100)
+    time = step_time(DIT, cluster, "ddp", 8, 256, 256, mfu=0.5)
+    assert time.compute == pytest.approx(256 * DIT.flops / (989.4e12 * 0.5))
+    assert step_time(DIT, cluster, "ddp", 8, 1, 1, mfu=0.5).compute == DIT.launches[0] * scaling.LAUNCH_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("section", "names"),
+    [
+        (ParallelSection(), ("single", "ddp")),
+        (ParallelSection(strategy="fsdp"), ("single", "fsdp")),
+        (ParallelSection(strategy="fsdp", shard="gradient"), ("single", "fsdp, gradients")),
+        (ParallelSection(strategy="hsdp"), ("single", "hsdp")),
+        (ParallelSection(deepspeed_config="docs/ds-zero-2.json"), ("zero-2", "zero-2")),
+    ],
+)
+def test_the_table_is_of_the_recipes_strategy(
+    section: ParallelSection, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(DOCS.parents[1])
+    recipe = load("dit-s-2-256", []).model_copy(update={"parallel": section})
+    assert (recipe_strategy(recipe, 1), recipe_strategy(recipe, 8)) == names
+
+
+def table(batch: int = 256, fits: int = 1 << 16, gpus: int = 8) -> dict[str, Any]:
+    return scaling_rows(
+        HEAVY,
+        Cluster(H100),
+        lambda ranks, images: ("ddp", min(images, fits)),
+        batch=batch,
+        images=1000 * batch,
+        gpus=gpus,
+        mfu=None,
+    )
+
+
+def test_the_table_ends_where_a_gpu_has_no_image() -> None:
+    result = table(batch=64)
+    rows = {row["gpus"]: row for row in result["rows"]}
+    assert rows[64]["images_a_gpu"] == 1
+    assert rows[128]["seconds"] is None
+    assert rows[8]["of_linear"] == 1
+    assert rows[8]["seconds"] == pytest.approx(1000 * rows[8]["step_seconds"])
+    assert rows[8]["gpu_hours"] == pytest.approx(8 * rows[8]["seconds"] / 3600)
+    assert rows[512]["grown_batch"] == 512 * 8
+    assert rows[512]["grown_images_per_second"] > 60 * rows[8]["grown_images_per_second"]
+    text = "\n".join(render_scaling(result))
+    assert "run.global_batch = 64 has no image for them" in text
+    assert "predicted, not measured" in text
+    assert "has no image" not in "\n".join(render_scaling(table(batch=4096)))
+
+
+def test_what_does_not_fit_has_dashes_and_no_advice() -> None:
+    lines = render_scaling(table(fits=0))
+    assert lines[-1].startswith("nowhere does an image fit")
+    assert all(" - " in line for line in lines[3:-1])
+    assert len(lines) == 3 + len(COUNTS) + 1
+
+
+def test_a_number_of_gpus_that_was_asked_for_has_a_row() -> None:
+    assert [row["gpus"] for row in table(gpus=24)["rows"]] == sorted({*COUNTS, 24})
+
+
+@pytest.mark.parametrize(
+    ("rates", "worth", "end"),
+    [
+        ({1: 10.0, 8: 80.0, 16: 160.0, 32: 200.0, 64: 205.0}, 16, 32),
+        ({1: 10.0, 8: 20.0, 16: 20.0}, 1, 8),
+        ({8: 80.0, 16: 150.0}, 16, 16),
+    ],
+)
+def test_the_advice_is_where_doubling_stops_to_pay(rates: dict[int, float], worth: int, end: int) -> None:
+    assert limits(rates) == {"worth": worth, "end": end}
+
+
+def documented(heading: str) -> Iterator[list[str]]:
+    """Cells of the rows of the table below a line of docs/planning.md that begins so."""
+    text = DOCS.read_text().split(heading, 1)[1]
+    lines = text[text.index("\n|") + 1 :].splitlines()[2:]
+    for line in lines:
+        if not line.startswith("|"):
+            return
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_documented_rates_are_what_the_model_says_of_published_runs() -> None:
+    by_name = {run.name: run for run in RUNS}
+    rows = list(documented("Images a second and GPU:"))
+    assert {row[0].strip("\\*") for row in rows} == {run.name for run in RUNS if run.mfu is None}
+    for name, published, predicted, ratio, _ in rows:
+        run = by_name[name.strip("\\*")]
+        assert run.is_fitted == name.startswith("\\*")
+        assert float(published) == pytest.approx(run.rate, rel=0.005)
+        assert float(predicted) == pytest.approx(run.predicted, rel=0.005)
+        assert float(ratio) == pytest.approx(run.predicted / run.rate, abs=0.006)
+
+
+def test_rates_of_published_runs_are_met_as_documented() -> None:
+    ratios = {run: run.predicted / run.rate for run in RUNS if run.mfu is None}
+    fitted = [ratio for run, ratio in ratios.items() if run.is_fitted]
+    assert len(fitted) == 7
+    assert 0.8 <= min(fitted) <= max(fitted) <= 1.2
+    assert math.sqrt(sum(math.log(ratio) ** 2 for ratio in fitted) / 7) < 0.11
+    others = {run.name: ratio for run, ratio in ratios.items() if not run.is_fitted}
+    missed = {name for name, ratio in others.items() if not 0.7 <= ratio <= 1.3}
+    assert missed == {"DiT-XL/2, 8 A100, TF32", "SD2 U-Net 256 px, 128 A100"}
+    assert all(others[name] < 2 for name in missed)
+
+
+def pairs() -> dict[str, tuple[PublishedRun, PublishedRun]]:
+    """Runs of the same thing on fewest and on more GPUs, by the name of the larger."""
+    groups: dict[str, list[PublishedRun]] = {}
+    for run in RUNS:
+        groups.setdefault(re.sub(r", \d+ ([AH]\d+)", r", \1", run.name), []).append(run)
+    return {more.name: (group[0], more) for group in groups.values() for more in group[1:]}
+
+
+def test_scaling_of_published_runs_is_met_as_documented() -> None:
+    rows = list(documented("Images a second and GPU, relative"))
+    found = pairs()
+    assert {row[0] for row in rows} == set(found)
+    missed = set()
+    for name, published, predicted, _ in rows:
+        first, more = found[name]
+        real, model = more.rate / first.rate, more.predicted / first.predicted
+        assert float(published) == pytest.approx(real, abs=0.006)
+        assert float(predicted) == pytest.approx(model, abs=0.006)
+        if abs(model / real - 1) > 0.1:
+            missed.add(name)
+    assert missed == {"SD2 U-Net 256 px, 128 A100", "Wan 2.1 14B, 64 H100"}
+
+
+@pytest.mark.parametrize(("name", "step"), [("MATMUL_SHARE", 0.3), ("BYTES_PER_FLOP", 0.15)])
+def test_the_constants_fit_the_runs_of_one_machine(name: str, step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def error() -> float:
+        return sum(math.log(run.predicted / run.rate) ** 2 for run in RUNS if run.is_fitted)
+
+    fitted, value = error(), getattr(scaling, name)
+    for factor in (1 - step, 1 + step):
+        monkeypatch.setattr(scaling, name, value * factor)
+        assert error() > fitted
+
+
+def test_every_gpu_has_its_bandwidths() -> None:
+    for gpu in GPUS:
+        assert 0 < gpu.link_gb_s < gpu.memory_gb_s
+    nvl = gpu_by_name("NVIDIA H100 NVL")
+    assert nvl is not None
+    assert nvl.link_gb_s < H100.link_gb_s
