@@ -147,9 +147,10 @@ def render_scaling(result: Mapping[str, Any]) -> list[str]:
         ("GPUs", "each", "s/step", "images/s", "linear", "exposed", "time", "GPU h", "batch", "images/s", "linear"),
         *(_cells(row) for row in rows),
     ]
+    most, batch = rows[-1]["gpus"], result["global_batch"]
     return [
-        f"{result['images']:,} images on more {result['gpu']}, {result['strategy']}: predicted, not measured. Left",
-        f"with run.global_batch = {result['global_batch']}, right with {each} images on each GPU: another training",
+        f"{result['images']:,} images on 1 to {most} {result['gpu']} by {result['strategy']}: predicted, not measured",
+        f"left: run.global_batch = {batch}; right: {each} images on each GPU, which is another training",
         *aligned(table),
         *_advice(result),
     ]
@@ -187,17 +188,15 @@ def _advice(result: Mapping[str, Any]) -> list[str]:
     worth, end, batch = found["worth"], found["end"], result["global_batch"]
     at = rows[worth]
     lines = [
-        f"up to {worth} GPUs are worth it (twice as many at least 1.5 times as fast): {readable_time(at['seconds'])}, "
+        f"worth it up to {worth} (twice as many GPUs are at least 1.5 times as fast): {readable_time(at['seconds'])}, "
         f"{at['gpu_hours']:,.0f} GPU hours"
     ]
     more = [row for row in result["rows"] if row["gpus"] > worth and row["seconds"]]
     if more:
         faster = more[0]["images_per_second"] / at["images_per_second"]
-        lines.append(
-            f"{more[0]['gpus']} are {faster:.2f} times as fast: with fewer images on each, {more[0]['limit']} does not shrink"
-        )
+        lines.append(f"{more[0]['gpus']} are {faster:.2f} times as fast: {more[0]['limit']} takes as long as before")
     if end == max(rows):
-        lines.append(f"beyond {end} GPUs was not looked at")
+        lines.append(f"beyond {end} GPUs: not looked at")
     elif any(row["gpus"] > end for row in more):
         lines.append(f"beyond {end} GPUs more bring less than 10 %")
     else:
