@@ -155,7 +155,7 @@ class RunSection(Section):
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
     """Arithmetic of forward and backward; weights and optimizer stay float32. A device without bf16 uses fp32."""
     residual: Literal["float32", "bf16"] = "float32"
-    """DiT: its residual stream under bf16; "float32" as published; "bf16": less memory, larger rounding errors."""
+    """Stream of DiT, PixArt, Sana under bf16: "float32" as published; "bf16": less memory, larger rounding errors."""
     compile: bool = True
     """torch.compile per block, on a GPU; not with DeepSpeed."""
     activation_checkpointing: Annotated[Literal["none", "blocks", "selective"], BeforeValidator(_checkpointing)] = (

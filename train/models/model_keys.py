@@ -49,10 +49,8 @@ def _check_no_keys_of_dit(recipe: TrainRecipe) -> None:
     added["objective.dispersive_weight"] = recipe.objective.dispersive_weight
     if keys := [key for key, value in added.items() if value]:
         raise RecipeError(f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT.")
-    if recipe.run.residual != "float32":
-        raise RecipeError(
-            f"run.residual '{recipe.run.residual}': model '{name}' has a float32 stream. Only DiT has this key."
-        )
+    if recipe.run.residual != "float32" and family_of(name) == "sd3":
+        raise RecipeError(f"run.residual '{recipe.run.residual}': model '{name}' has float32 streams. Remove the key.")
     if recipe.conditioning.kind == "label":
         raise RecipeError(f"conditioning.kind 'label': model '{name}' takes captions. Use a DiT, or 'auto'.")
 

@@ -22,6 +22,12 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
+def casts_to_bf16(device: torch.device) -> bool:
+    """Whether autocast makes matrix products of a device bfloat16."""
+    kind = device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     """Widen 16 bits, leave float64."""
     return x if x.dtype == torch.float64 else x.float()

@@ -16,6 +16,7 @@ from ..config import TrainRecipe
 from ..models.build import DiTDenoiser, build_model, routed_blocks
 from ..models.conditioning import Conditioner
 from ..models.diffusers_models.adapters import add_adapters
+from ..models.diffusers_models.text_denoiser import TextDenoiser
 from ..models.numerics import use_onednn
 from ..models.spec import ModelSpec
 from ..optim.loss_scale import autocast_dtype
@@ -96,6 +97,8 @@ def build_learner(
     if spec.adapter:
         add_adapters(model, spec.adapter, seed=recipe.run.seed)
     model.checkpoint_activations(recipe.run.activation_checkpointing)
+    if isinstance(model, TextDenoiser):
+        model.residual = recipe.run.residual
     if isinstance(model, DiTDenoiser):
         model.net.residual = recipe.run.residual
         model.net.routed = routed_blocks(recipe.routing, len(model.blocks))

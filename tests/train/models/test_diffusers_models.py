@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from making import CPU, train_recipe
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
 
 from leandit.datasets.batches.captions import CaptionBatch
 from leandit.datasets.store import LatentStore
@@ -22,7 +25,7 @@ from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.cross_attention import Padded, pack_captions
 from leandit.train.models.diffusers_models.families import Family, published_config, transformer_class
 from leandit.train.models.diffusers_models.patch_embed import CachedPatchEmbed
-from leandit.train.models.diffusers_models.processors import LinearProcessor
+from leandit.train.models.diffusers_models.processors import LinearProcessor, products
 from leandit.train.models.diffusers_models.text_denoiser import TextDenoiser
 from leandit.train.models.spec import ModelSpec
 from leandit.train.parallel.build import MOST_SHAPES, compile_blocks
@@ -94,8 +97,12 @@ def test_the_function_is_that_of_diffusers(
             **options,
         )[0]
         found = model(x, t, given)
+        for block in model.blocks:
+            block.compile(backend="eager")  # where queries, keys and values are one product
+        joined = model(x, t, given)
     assert wanted.abs().max() > 0.1
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(joined, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_picture_is_told_of_its_source_matters_and_defaults_to_its_own_size() -> None:
@@ -221,6 +228,72 @@ def test_under_autocast_all_blocks_share_one_graph_too(spec: ModelSpec, dtype: t
     with torch.autocast("cpu", dtype):
         model(*inputs()).float().square().sum().backward()
     assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["pixart-tiny", "sana-tiny"])
+@pytest.mark.parametrize(
+    ("dtype", "residual", "stream"),
+    [
+        (torch.bfloat16, "float32", torch.float32),
+        (torch.bfloat16, "bf16", torch.bfloat16),
+        (torch.float16, "bf16", torch.float32),
+        (None, "bf16", torch.float32),
+    ],
+)
+def test_the_residual_stream_is_bf16_only_where_asked_for_under_bf16(
+    name: str, dtype: torch.dtype | None, residual: Any, stream: torch.dtype
+) -> None:
+    seen: list[torch.dtype] = []
+    model: Any = shake(build_model(PIXART.model_copy(update={"name": name}), seed=0))
+    model.residual = residual
+    with torch.no_grad():
+        wanted = model(*inputs())
+        for block in model.blocks:
+            block.register_forward_pre_hook(
+                lambda module, given, named: seen.append((given[0] if given else named["hidden_states"]).dtype),
+                with_kwargs=True,
+            )
+            block.register_forward_hook(lambda module, given, output: seen.append(output.dtype))
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            found = model(*inputs())
+    assert set(seen) == {stream}
+    assert (found.float() - wanted).norm() < 0.05 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["pixart-tiny", "sana-tiny"])
+def test_compiled_gradients_keep_the_precision_of_the_forward(name: str) -> None:
+    """Compiled under autocast, as torch does it by default, sums that the forward keeps in float32 have 16 bits."""
+    torch._dynamo.reset()
+    products: list[torch.dtype] = []
+
+    def backend(graph: torch.fx.GraphModule, given: list[Tensor]) -> Any:
+        of_each = [node.meta["val"].dtype for node in graph.graph.nodes if node.target is torch.ops.aten.bmm.default]
+        products.extend(of_each)
+        return make_boxed_func(graph)
+
+    model: Any = shake(build_model(PIXART.model_copy(update={"name": name}), seed=0))
+    compile_blocks(model, backend=aot_autograd(fw_compiler=backend))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(*inputs()).float().square().sum()
+    loss.backward()
+    # Two sums of linear attention forward, and two gradients of each.
+    assert products == ([torch.float32] * 6 if name == "sana-tiny" else [])
+
+
+def test_what_has_replaced_a_linear_layer_is_called() -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    layers, x = [torch.nn.Linear(4, 6), torch.nn.Linear(4, 2, bias=True), Doubled(4, 6)], torch.randn(2, 3, 4)
+    wanted = [layer(x) for layer in layers]
+    graphs = CompileCounterWithBackend("eager")
+    found = torch.compile(lambda: products(x, *layers), backend=graphs)()
+    torch.testing.assert_close(found, wanted)
+    joined = torch.compile(lambda: products(x, *layers[:2]), backend=graphs)()
+    torch.testing.assert_close(joined, wanted[:2])
+    linear = [sum(node.target is F.linear for node in graph.graph.nodes) for graph in graphs.graphs]
+    assert linear[-1] == 1
 
 
 def test_positions_are_added_to_tokens_of_16_bits_without_rounding() -> None:

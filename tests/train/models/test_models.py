@@ -125,7 +125,7 @@ def test_each_model_makes_outputs_of_any_size_and_all_but_sana_start_at_zero(
         ("dit-s-4", "label", ["conditioning.kind=caption"], RunError, ("captions", "none")),
         ("pixart-tiny", "caption", ["conditioning.kind=label"], RecipeError, ("conditioning.kind", "captions")),
         ("sana-tiny", "caption", ["model.qk_norm=true"], RecipeError, ("model.qk_norm", "DiT alone")),
-        ("sana-tiny", "caption", ["run.residual=bf16"], RecipeError, ("run.residual", "sana-tiny", "float32")),
+        ("sd3-tiny", "caption", ["run.residual=bf16"], RecipeError, ("run.residual", "sd3-tiny", "float32")),
     ],
 )
 def test_a_model_that_does_not_fit_the_store_is_refused(

@@ -13,6 +13,7 @@ from ..conditioning import Conditioning
 from .families import transformer_class
 from .initial_weights import initialize_joint_weights
 from .patch_embed import CroppedPatchEmbed, start_stream
+from .processors import JointProcessor
 
 
 class JointDenoiser(nn.Module):
@@ -30,6 +31,10 @@ class JointDenoiser(nn.Module):
         self.net.pos_embed = CroppedPatchEmbed(self.net.pos_embed)
         for embed in (self.net.pos_embed, self.net.context_embedder):
             embed.register_forward_hook(start_stream)
+        for block in self.net.transformer_blocks:
+            for attention in (block.attn, block.attn2):
+                if attention is not None:
+                    attention.set_processor(JointProcessor())
         initialize_joint_weights(self.net)
 
     def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cross_attention import CaptionLayout
@@ -16,9 +16,27 @@ LINEAR_EPS = 1e-15  # of the sums of linear attention, as diffusers has it
 
 def _project(attn: Any, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of x, keys and values of the source, normed over all heads where the model does so (Sana 1.5)."""
-    q, k, v = attn.to_q(x), attn.to_k(source), attn.to_v(source)
+    if source is x:
+        q, k, v = products(x, attn.to_q, attn.to_k, attn.to_v)
+    else:
+        q, (k, v) = attn.to_q(x), products(source, attn.to_k, attn.to_v)
     q = q if attn.norm_q is None else attn.norm_q(q)
     return q, k if attn.norm_k is None else attn.norm_k(k), v
+
+
+def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+    """What several linear layers make of the same tokens: one product of their joined matrices in compiled code.
+
+    There the copy that joins them is the one that casts them, and the gradients of x need no sum. Layers that
+    something has replaced, as adapters do, are called one by one.
+    """
+    joined = [one for one in layers if type(one) is nn.Linear]
+    if not torch.compiler.is_compiling() or len(joined) < len(layers):
+        return [one(x) for one in layers]
+    biases: list[Tensor] = [one.bias for one in joined if one.bias is not None]
+    weights: list[Tensor] = [one.weight for one in joined]
+    together = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+    return list(together.split([one.out_features for one in joined], dim=-1))
 
 
 class CaptionProcessor:
@@ -70,3 +88,33 @@ class LinearProcessor:
         attended = attended[:, :, :-1] / (attended[:, :, -1:] + LINEAR_EPS)
         attended = attn.to_out[1](attn.to_out[0](attended.flatten(1, 2).transpose(1, 2).to(dtype)))
         return attended.clip(-65504, 65504) if attended.dtype == torch.float16 else attended
+
+
+class JointProcessor:
+    """Self-attention of Stable Diffusion 3 over both streams, pictures before captions."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """(B, T, E), and (B, L, E) or None, to the same; padding is attended to, as in the published model."""
+        assert attention_mask is None
+        x, heads = hidden_states, (attn.heads, -1)
+        q, k, v = (y.unflatten(-1, heads).transpose(1, 2) for y in products(x, attn.to_q, attn.to_k, attn.to_v))
+        q = q if attn.norm_q is None else attn.norm_q(q)
+        k = k if attn.norm_k is None else attn.norm_k(k)
+        if encoder_hidden_states is not None:
+            added = products(encoder_hidden_states, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+            text_q, text_k, text_v = (y.unflatten(-1, heads).transpose(1, 2) for y in added)
+            text_q = text_q if attn.norm_added_q is None else attn.norm_added_q(text_q)
+            text_k = text_k if attn.norm_added_k is None else attn.norm_added_k(text_k)
+            q, k, v = torch.cat([q, text_q], 2), torch.cat([k, text_k], 2), torch.cat([v, text_v], 2)
+        attended = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v).transpose(1, 2).flatten(2)
+        images = attn.to_out[1](attn.to_out[0](attended[:, : x.shape[1]]))
+        if encoder_hidden_states is None:
+            return images
+        text = attended[:, x.shape[1] :]
+        return images, text if attn.context_pre_only else attn.to_add_out(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from ....datasets.format.buckets import published_ratio
 from ..activation_checkpointing import Mode, checkpoint_blocks
 from ..conditioning import Conditioning
 from ..cross_attention import arrange_captions
+from ..numerics import casts_to_bf16
+from .blocks import compute_our_way
 from .families import Family, transformer_class
 from .initial_weights import initialize_weights
 from .patch_embed import CachedPatchEmbed, start_stream
@@ -26,7 +28,12 @@ class TextDenoiser(nn.Module):
     Args:
       family: which class.
       config: its arguments.
+
+    Attributes:
+      residual: dtype of the residual stream under autocast to bfloat16; in any other precision it is float32.
     """
+
+    residual: Literal["float32", "bf16"] = "float32"
 
     def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -36,9 +43,10 @@ class TextDenoiser(nn.Module):
         embed = getattr(self.net, name)
         if embed.pos_embed is not None:
             setattr(self.net, name, CachedPatchEmbed(embed))
-        getattr(self.net, name).register_forward_hook(start_stream)
+        getattr(self.net, name).register_forward_hook(self._start_stream)
         blocks: list[Any] = list(self.blocks)
         for block in blocks:
+            compute_our_way(block)
             block.attn2.set_processor(CaptionProcessor())
             if family == "sana":
                 block.attn1.set_processor(LinearProcessor())
@@ -64,6 +72,10 @@ class TextDenoiser(nn.Module):
             return_dict=False,
             **more,
         )[0]
+
+    def _start_stream(self, embed: nn.Module, inputs: Any, tokens: Tensor) -> Tensor:
+        tokens = start_stream(embed, inputs, tokens)
+        return tokens.bfloat16() if self.residual == "bf16" and casts_to_bf16(tokens.device) else tokens
 
     def size_conditions(self, x: Tensor, conditioning: Conditioning) -> dict[str, Tensor | None]:
         """Inputs of PixArt-alpha at 1024 px: (B, 2) height and width of the source picture, and (B, 1) aspect ratio.
