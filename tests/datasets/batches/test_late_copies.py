@@ -1,0 +1,218 @@
+"""The loader and a GPU that does everything as late as it may: no batch is torn, none is used too early.
+
+Stands for CUDA: the work of a stream is done when the host waits for an event that was recorded after it, never before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+from leandit.datasets.batches import buffer_pool
+from leandit.datasets.batches.batch import Batch
+from leandit.datasets.batches.buffer_pool import CopiesInFlight
+from leandit.datasets.batches.latents import final_latents
+from leandit.datasets.loader import BatchLoader, make_loader
+from leandit.datasets.store import LatentStore
+from leandit.tools.synthetic.store import make_store
+
+BATCHES = 40
+Work = Callable[[], Any]
+
+
+class LateStream:
+    """Work in its order, which nobody has waited for yet."""
+
+    def __init__(self, device: Any = None) -> None:
+        self._work: list[Work] = []
+        self._done, self._lock = 0, threading.RLock()
+
+    def add(self, work: Work) -> None:
+        with self._lock:
+            self._work.append(work)
+
+    def end(self) -> int:
+        with self._lock:
+            return len(self._work)
+
+    def run_to(self, end: int) -> None:
+        with self._lock:
+            for work in self._work[self._done : end]:
+                work()
+            self._done = max(self._done, end)
+
+    def has_done(self, end: int) -> bool:
+        return self._done >= end
+
+
+class LateEvent:
+    """The end of what a stream had to do when it was recorded."""
+
+    def record(self, stream: LateStream) -> None:
+        self._stream, self._end = stream, stream.end()
+
+    def query(self) -> bool:
+        return self._stream.has_done(self._end)
+
+    def synchronize(self) -> None:
+        self._stream.run_to(self._end)
+
+
+class LateGpu:
+    """The parts of torch that the loader uses for a GPU.
+
+    Attributes:
+      compute: the current stream of a thread that has chosen none.
+      copies: whether each copy came from page-locked memory, was asynchronous, and was not on ``compute``.
+      kept: for each tensor that was kept for a stream, by its address.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.compute, self.copies, self.kept = LateStream(), list[tuple[bool, bool, bool]](), dict[int, LateStream]()
+        self._pinned: list[range] = []
+        self._local = threading.local()
+        self._to, self._empty = torch.Tensor.to, torch.empty
+        for name, stand_in in {
+            "Stream": LateStream,
+            "Event": LateEvent,
+            "stream": self._chosen,
+            "current_stream": self.current,
+            "is_available": lambda: True,
+        }.items():
+            patch.setattr(torch.cuda, name, stand_in)
+        patch.setattr(torch, "empty", self._allocate)
+        patch.setattr(torch.Tensor, "to", lambda tensor, *args, **how: self._copy(tensor, *args, **how))
+        patch.setattr(torch.Tensor, "is_pinned", lambda tensor: self._is_pinned(tensor))
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self._keep(tensor, stream))
+        patch.setattr(Batch, "finish", lambda batch: self._finish(batch))
+        patch.setattr(buffer_pool, "COPIES", CopiesInFlight())
+
+    def current(self, device: Any = None) -> LateStream:
+        return getattr(self._local, "stream", self.compute)
+
+    @contextlib.contextmanager
+    def _chosen(self, stream: LateStream) -> Iterator[None]:
+        before, self._local.stream = self.current(), stream
+        yield
+        self._local.stream = before
+
+    def _allocate(self, *size: Any, pin_memory: bool = False, **how: Any) -> torch.Tensor:
+        made = self._empty(*size, **how)
+        if pin_memory:
+            self._pinned.append(range(made.data_ptr(), made.data_ptr() + made.nbytes))
+        return made
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        return any(tensor.data_ptr() in place for place in self._pinned)
+
+    def _copy(self, tensor: torch.Tensor, *args: Any, non_blocking: bool = False, **how: Any) -> torch.Tensor:
+        if torch.device("cuda") not in args:
+            return self._to(tensor, *args, **how)
+        on_gpu = torch.full_like(tensor, 99)  # what nobody must see
+        is_pinned = self._is_pinned(tensor)
+        self.copies.append((is_pinned, non_blocking, self.current() is not self.compute))
+        if is_pinned:  # of its memory, whatever lies in it by then
+            assert tensor.is_contiguous()
+            address, nbytes = tensor.data_ptr(), tensor.nbytes
+            self.current().add(lambda: _copy_memory(on_gpu, address, nbytes))
+        else:
+            on_gpu.copy_(tensor)  # CUDA stages it before the call returns
+        return on_gpu
+
+    def _keep(self, tensor: torch.Tensor, stream: LateStream) -> None:
+        self.kept[tensor.data_ptr()] = stream
+
+    def _finish(self, batch: Batch) -> Batch:
+        latents = torch.full_like(batch.stored[:, : batch.spec.channels], 99, dtype=torch.float32)
+        vars(batch)["latents"] = latents
+        self.current().add(lambda: latents.copy_(final_latents(batch.stored, batch.spec, batch.draw_keys)))
+        return batch
+
+
+def _copy_memory(target: torch.Tensor, address: int, nbytes: int) -> None:
+    """As a device reads memory: without a reference to it, so that nothing keeps it from being used again."""
+    ctypes.memmove(target.data_ptr(), address, nbytes)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    folder = tmp_path_factory.mktemp("late") / "store"
+    make_store(folder, {"64x64": 40, "48x80": 30}, token_counts=[3, 9, 5], text_width=16, num_classes=5)
+    return LatentStore(folder)
+
+
+def loaders(store: LatentStore, prefetch: int, patch: pytest.MonkeyPatch) -> tuple[BatchLoader, BatchLoader, LateGpu]:
+    """Of the CPU and of such a GPU."""
+    plain = make_loader(store, global_batch=4, prefetch=prefetch)
+    gpu = LateGpu(patch)
+    return plain, make_loader(store, global_batch=4, prefetch=prefetch, device="cuda"), gpu
+
+
+def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
+    text = batch.text
+    assert text is not None
+    found = {name: getattr(batch, name) for name in ("stored", "latents", "labels", "records", "draw_keys")}
+    found |= {"tokens": text.tokens, "lengths": text.lengths, "scales": text.scales}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def torn(plain: BatchLoader, loader: BatchLoader, gpu: LateGpu) -> list[tuple[int, str]]:
+    """Tensors of the GPU's batches that differ from the CPU's at the moment when they are handed out."""
+    different = []
+    for number, (wanted, batch) in enumerate(zip(islice(epochs(plain), BATCHES), epochs(loader), strict=False)):
+        wanted, found = tensors_of(wanted), tensors_of(batch)
+        assert wanted.keys() == found.keys()
+        different += [(number, name) for name in wanted if not torch.equal(wanted[name], found[name])]
+        assert all(gpu.kept.get(tensor.data_ptr()) is gpu.compute for tensor in found.values())
+        gpu.kept.clear()
+    return different
+
+
+def epochs(loader: BatchLoader) -> Iterator[Batch]:
+    while True:
+        yield from loader
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_no_batch_is_torn_or_handed_out_before_its_copy(
+    prefetch: int, store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, loader, gpu = loaders(store, prefetch, monkeypatch)
+    assert torn(plain, loader, gpu) == []
+    pinned, asynchronous, beside = (sum(column) for column in zip(*gpu.copies, strict=True))
+    assert pinned >= 2 * BATCHES  # latents and captions at least
+    assert asynchronous == beside == len(gpu.copies)
+    loader.dataset.close()
+
+
+def test_a_loader_that_does_not_wait_for_its_copies_is_seen(
+    store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, loader, gpu = loaders(store, 0, monkeypatch)
+    monkeypatch.setattr(LateEvent, "synchronize", lambda event: None)
+    assert {name for _, name in torn(plain, loader, gpu)} >= {"stored", "latents", "tokens"}
+    loader.dataset.close()
+
+
+def moved_by_hand(loader: BatchLoader, gpu: LateGpu) -> list[torch.Tensor]:
+    """Of batches that are dropped at once; the GPU does its work after the last one."""
+    moved = [loader.dataset.reader[number].to("cuda").stored for number in range(12)]
+    gpu.compute.run_to(gpu.compute.end())
+    return moved
+
+
+def test_batches_moved_by_hand_may_be_dropped_at_once(store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, loader, gpu = loaders(store, 0, monkeypatch)
+    wanted = [plain.dataset.reader[number].stored.clone() for number in range(12)]
+    assert all(map(torch.equal, moved_by_hand(loader, gpu), wanted))
+    with monkeypatch.context() as patch:
+        patch.setattr(CopiesInFlight, "hold", lambda *_: None)
+        assert not all(map(torch.equal, moved_by_hand(loader, gpu), wanted))  # its buffers are used again too early
+    loader.dataset.close()
