@@ -56,7 +56,7 @@ def sample_set(
     Returns: what was drawn and how many pictures exist, as plain values.
     Raises: RunError: the folder holds another set; RecipeError, EncoderError, StoreError.
     """
-    generator, count = open_generator(run, request, device, vae, text), request.total
+    generator, count = open_generator(run, request, device, vae, text, ranks.world_size), request.total
     subjects = Subjects(generator.snapshot, generator.request, run, store, text, device)
     open_set(out, describe(generator))
 

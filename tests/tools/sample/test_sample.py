@@ -16,6 +16,7 @@ import torch
 from making import CPU, caption_recipe, label_recipe, no_progress, train_recipe
 from PIL import Image
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from leandit.datasets.errors import EncoderError, LeanditError, RecipeError, RunError
 from leandit.datasets.order.shuffle import keyed_hash
@@ -565,6 +566,37 @@ def test_compiled_blocks_draw_the_same_and_see_few_lengths(
         drawn.append(draw_latents(snapshot, given, size=(8, 8), seed=0, solver=Solver(steps=2, guidance=2.0)))
     assert lengths == {16}  # of null; a multiple of 64 would be beyond it
     torch.testing.assert_close(drawn[0], drawn[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "interval", "shapes"), [("labels", (0.0, 1.0), 1), ("captions", (0.3, 1.0), 2)])
+def test_pictures_of_one_size_compile_each_kind_of_block_once_and_are_those_of_eager_blocks(
+    kind: str, interval: tuple[float, float], shapes: int, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter, real = CompileCounterWithBackend("eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, backend=counter, fullgraph=True, **how))
+    run = getattr(runs, kind)
+    request = SampleRequest(count=7, batch=3, steps=4, guidance=2.0, interval=interval)
+    where: dict[str, Any] = {"device": CPU, "store": None, "vae": None, "text": None, "progress": no_progress}
+    drawn = []
+    torch._dynamo.reset()
+    for compiled in (False, True):
+        out = tmp_path / str(compiled)
+        assert sample_set(run, dataclasses.replace(request, compiled=compiled), out=out, **where)["drawn"] == 7
+        drawn.append(np.stack([np.asarray(Image.open(path)) for path in sorted(out.glob("*.png"))]).astype(int))
+    torch._dynamo.reset()
+    assert counter.frame_count == shapes
+    assert np.abs(drawn[0] - drawn[1]).max() <= 2
+
+
+def test_blocks_are_compiled_on_a_gpu_for_many_pictures_or_as_asked() -> None:
+    gpu, set_of_many = torch.device("cuda"), SampleRequest(count=50_000)
+    assert set_of_many.compiles(gpu)
+    assert not set_of_many.compiles(CPU)
+    assert not set_of_many.compiles(gpu, processes=64)
+    assert not SampleRequest(count=256).compiles(gpu)
+    assert SampleRequest(count=256, steps=250).compiles(gpu)
+    assert SampleRequest(compiled=True).compiles(CPU)
+    assert not dataclasses.replace(set_of_many, compiled=False).compiles(gpu)
 
 
 def published_request(folder: Path, recipe: Any, encoders: Any, **options: Any) -> SampleRequest:

@@ -47,6 +47,7 @@ Num = typer.Option(min=1, help="Pictures of each label or caption, else of all; 
 Npz = typer.Option("--npz", help=f"A set of files, as for more than {LARGEST_GRID} pictures.")
 Interval = typer.Option(metavar="LOW,HIGH", help="Times of guidance: 0 is data, 1 noise.")
 SamplerOption = typer.Option(help="flow: euler, heun, dpm. ddpm: ddim, dpm, ddpm.")
+Compile = typer.Option("--compile/--no-compile", help="torch.compile the blocks; else a GPU does for many pictures.")
 Precision = typer.Option(help="Of the model's forwards; tf32 and bf16 on a GPU.")
 
 
@@ -66,7 +67,7 @@ def sample(
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps of the solver.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
     precision: Annotated[PrecisionName, Precision] = PrecisionName.fp32,
-    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the blocks; for many pictures.")] = False,
+    compiled: Annotated[bool | None, Compile] = None,
     recipe: Annotated[str, typer.Option(help="Train recipe of a published checkpoint, given as RUN.")] = "",
     encoders: Annotated[str, typer.Option(help="Precompute recipe of its VAE and text encoder.")] = "",
     store: Annotated[Path | None, local_input("Store of the captions, else the run's own.")] = None,
