@@ -56,6 +56,8 @@ LONGEST = {
     "precompute/test_additions.py": 35,
     "precompute/engines/test_ray.py": 30,
     "train/parallel/test_parallel.py": 30,
+    "train/step/test_fake_gpu.py": 30,
+    "train/step/test_graph.py": 30,
     "tools/plan/test_memory.py": 25,
     "tools/bench/test_gpu.py": 25,
     "precompute/images/test_decoders.py": 20,

@@ -37,7 +37,7 @@ def test_compiled_steps_have_few_graphs_no_break_and_the_same_losses(
     model: str, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter, real = CompileCounterWithBackend("inductor"), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, backend=counter, fullgraph=True, **how))
+    monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, **how | {"backend": counter, "fullgraph": True}))
     torch._dynamo.reset()
     settings = "run.precision=fp32", f"run.microbatch={LIMIT}"
     ours, plain = (TinySteps(model, gpu, *settings, compiled=compiled) for compiled in (True, False))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as gradients
 from making import CPU
 from tiny_steps import BUCKETS, FULL, KINDS, LEFTOVER, LENGTHS, LIMIT, RECIPES, TinySteps
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -18,15 +19,16 @@ from leandit.train.models.spec import ModelSpec
 from leandit.train.parallel.build import compile_blocks
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
-FEWER = {"pixart": 3, "sana": 2, "sd3": 1}  # buckets, of blocks that take long to compile
+QUICK = {"labels": 5, "captions": 2, "pixart": 2, "sana": 1, "sd3": 1}  # buckets; a graph takes a second
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
     """Counts the graphs of ``compile_blocks``, which are run as they are."""
     counter, real = CompileCounterWithBackend("eager"), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, backend=counter, fullgraph=True, **how))
-    with torch._dynamo.config.patch({"recompile_limit": 8, "accumulated_recompile_limit": 256, "optimize_ddp": True}):
+    monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, **how | {"backend": counter, "fullgraph": True}))
+    limits = {"recompile_limit": 8, "accumulated_recompile_limit": 256, "optimize_ddp": True}
+    with torch._dynamo.config.patch(limits), gradients.patch(backward_pass_autocast=gradients.backward_pass_autocast):
         torch._dynamo.reset()
         yield counter
         torch._dynamo.reset()
@@ -36,11 +38,14 @@ def compiled(model: str, *settings: str) -> TinySteps:
     return TinySteps(model, CPU, "run.precision=fp32", *settings, compiled=True)
 
 
-@pytest.mark.parametrize("model", RECIPES)
+@pytest.mark.parametrize(
+    ("model", "num_buckets"),
+    [*QUICK.items(), *(pytest.param(model, len(BUCKETS), marks=pytest.mark.slow) for model in RECIPES)],
+)
 def test_a_bucket_is_compiled_once_for_each_kind_of_block_and_for_its_leftovers(
-    model: str, graphs: CompileCounterWithBackend
+    model: str, num_buckets: int, graphs: CompileCounterWithBackend
 ) -> None:
-    run, buckets = compiled(model, f"run.microbatch={LIMIT}"), BUCKETS[: FEWER.get(model)]
+    run, buckets = compiled(model, f"run.microbatch={LIMIT}"), BUCKETS[:num_buckets]
     for _ in range(2):
         for bucket in buckets:
             for images in (FULL, LEFTOVER):
