@@ -97,6 +97,7 @@ FLAGS = {
         "--vae",
     ],
     "bench planner": ["--device", "--json", "--set"],
+    "bench kernels": ["--fast-dit", "--json", "--resolution", "--set"],
     "bench learning": ["--json", "--out", "--pictures", "--seeds", "--set", "--steps"],
     "bench open": ["--json", "--records", "--rounds", "--scratch"],
     "bench search": ["--json", "--records"],

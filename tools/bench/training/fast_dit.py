@@ -43,12 +43,14 @@ def fast_dit_step(request: StepRequest) -> Step:
     assert request.fast_dit is not None
     model_class, create_diffusion = _imported(request.fast_dit, spec.name)
     batch = synthetic_batch(work.store, work.largest_bucket, batch_size, 0, device)
-    model = model_class(input_size=batch.latents.shape[-1], num_classes=spec.num_classes).to(device)
+    is_gpu = device.type == "cuda"
+    model = model_class(input_size=batch.latents.shape[-1], num_classes=spec.num_classes)
+    model = model.to(device) if is_gpu else model  # a module of fake tensors cannot be moved, even to its own device
     average = deepcopy(model).requires_grad_(False).eval()
     diffusion = create_diffusion(timestep_respacing="")
     optimizer = torch.optim.AdamW(model.parameters(), lr=work.recipe.optimizer.lr, weight_decay=0)
-    is_gpu = device.type == "cuda"
-    accelerator = Accelerator(mixed_precision="fp16" if is_gpu else "no", cpu=not is_gpu)
+    precision = "fp16" if is_gpu else "bf16" if request.as_on_gpu else "no"  # a CPU may have no fp16; as many bytes
+    accelerator = Accelerator(mixed_precision=precision, cpu=not is_gpu, device_placement=is_gpu)
     model, optimizer = accelerator.prepare(model.train(), optimizer)
     decay = work.recipe.run.ema_decay
 

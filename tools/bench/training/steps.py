@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from ....datasets.errors import RecipeError
 from ....train import loop
 from ....train.config import TrainRecipe
+from ....train.optim.loss_scale import autocast_dtype
 from ....train.run.model_for_store import model_spec
 from ...plan.workload import TrainingWorkload
 from ...synthetic.batches import synthetic_batch, synthetic_learner
@@ -33,6 +35,7 @@ class StepRequest:
       store: to train on; None makes one of noise.
       without: sections of the recipe; the step without each is measured beside it.
       fast_dit: checkout of fast-DiT, whose loop is then measured beside ours instead of that around diffusers' model.
+      as_on_gpu: with the precision and the compiled blocks of a GPU on any device, to count their work.
     """
 
     work: TrainingWorkload
@@ -43,6 +46,20 @@ class StepRequest:
     store: str | None = None
     without: tuple[str, ...] = ()
     fast_dit: Path | None = None
+    as_on_gpu: bool = False
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Dtype of matrix products; None: float32."""
+        precision = self.work.recipe.run.precision
+        if self.as_on_gpu:
+            return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        return autocast_dtype(precision, self.device)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether our blocks are."""
+        return self.work.recipe.run.compile and (self.as_on_gpu or self.device.type == "cuda")
 
 
 def without_section(request: StepRequest, name: str) -> StepRequest:
@@ -61,8 +78,9 @@ def without_section(request: StepRequest, name: str) -> StepRequest:
 def our_step(request: StepRequest) -> Step:
     """One step of our loop on noise; the loss is read every ``LOSS_EVERY`` steps, as in the loop."""
     work, device = request.work, request.device
-    compiled = work.recipe.run.compile and device.type == "cuda"
-    learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, store=work.store, compiled=compiled)
+    how: dict[str, Any] = {"store": work.store, "compiled": request.is_compiled, "onednn": not request.as_on_gpu}
+    learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, **how)
+    learner.autocast_dtype = request.autocast
     size = work.recipe.run.global_batch
     batch = synthetic_batch(work.store, work.largest_bucket, size, work.tokens, device)
     losses: list[Tensor] = []

@@ -11,7 +11,6 @@ from ....train.models.diffusers_models.families import family_of, transformer_cl
 from ....train.models.dit import size_of
 from ....train.models.spec import ModelSpec
 from ....train.objectives.losses import draw_times, loss_per_image
-from ....train.optim.loss_scale import autocast_dtype
 from ...synthetic.batches import synthetic_batch
 from .steps import Step, StepRequest
 
@@ -31,7 +30,7 @@ def usual_step(request: StepRequest) -> Step:
     update_averages = (_diffusers_averages if spec.takes_text else _plain_averages)(model, recipe.run.ema_decay)
     section = recipe.optimizer
     optimizer = torch.optim.AdamW(model.parameters(), lr=section.lr, weight_decay=section.weight_decay)
-    dtype, size = autocast_dtype(recipe.run.precision, device), recipe.run.global_batch
+    dtype, size = request.autocast, recipe.run.global_batch
     batch = synthetic_batch(work.store, work.largest_bucket, size, work.tokens, device)
     null = torch.zeros(work.tokens, spec.caption_width, device=device) if spec.takes_text else None
     null_pooled = torch.zeros(spec.pooled_width, device=device) if spec.pooled_width else None

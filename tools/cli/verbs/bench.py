@@ -22,6 +22,9 @@ from ..options import (
 )
 
 bench = typer.Typer(no_args_is_help=True)
+FastDit = Annotated[
+    Path | None, local_input("Checkout of github.com/chuanyangjin/fast-DiT, to put beside ours; else left out.")
+]
 
 
 @bench.callback()
@@ -222,6 +225,33 @@ def bench_train(
     print_result(result, render, as_json=as_json)
 
 
+@bench.command("kernels")
+def bench_kernels(
+    recipe: Recipe,
+    resolution: Annotated[int, typer.Option(min=8, help="Side of the pictures, in pixels.")] = 256,
+    fast_dit: FastDit = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count the kernels of a training step and the bytes that they move, ours and the usual ones; on any machine.
+
+    Example: leandit bench kernels dit-xl-2-256 --set run.global_batch=64
+    """
+    import torch
+
+    from ....train.config import load
+    from ...bench.training.kernels import render, run
+    from ...bench.training.steps import StepRequest
+    from ...plan.workload import workload_at_resolution
+    from ...terminal.progress import ProgressLine
+
+    workload = workload_at_resolution(load(recipe, overrides or []), resolution)
+    request = StepRequest(workload, torch.device("cpu"), 1, 1, "synthetic", fast_dit=fast_dit)
+    with ProgressLine() as progress:
+        result = run(request, progress)
+    print_result(result, render, as_json=as_json)
+
+
 @bench.command("learning")
 def bench_learning(
     out: Annotated[Path, output("Folder for pictures, store, runs and results; the same command resumes.")],
@@ -286,9 +316,7 @@ def bench_gpu(
     ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Tiny sizes, as always on a CPU: to see that it works.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Try cells again that have failed or were skipped.")] = False,
-    fast_dit: Annotated[
-        Path | None, local_input("Checkout of github.com/chuanyangjin/fast-DiT, to train beside it; else skipped.")
-    ] = None,
+    fast_dit: FastDit = None,
     device: Device = "auto",
 ) -> None:
     """Measure all that needs a GPU, the most worthy first, each in a process of its own; cut it at any second.
