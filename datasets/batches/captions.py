@@ -6,7 +6,7 @@ So the stored bytes are copied to the device: of int8 half those of float16, plu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
@@ -30,12 +30,14 @@ class CaptionBatch:
       lengths: (B,) int64 stored tokens of each, or None likewise.
       scales: (B, L) or (sum L,) float32 of int8 tokens, 0 where padded; else None.
       pooled: (B, P) pooled vectors, or None.
+      host_lengths: (B,) int64 the lengths again, which stay on the host, where nothing waits to read them; or None.
     """
 
     tokens: torch.Tensor | None
     lengths: torch.Tensor | None
     scales: torch.Tensor | None = None
     pooled: torch.Tensor | None = None
+    host_lengths: np.ndarray | None = None
 
     @cached_property
     def embeddings(self) -> torch.Tensor | None:
@@ -46,8 +48,9 @@ class CaptionBatch:
 
     def to(self, device: torch.device) -> CaptionBatch:
         """The same captions on a device."""
-        tensors = {one.name: getattr(self, one.name) for one in fields(self)}
-        return CaptionBatch(**{name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()})
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        tensors = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **tensors)
 
     @cached_property
     def offsets(self) -> torch.Tensor:
@@ -79,6 +82,7 @@ def read_captions(tokens: CaptionTokens, caption_ids: np.ndarray, form: TextForm
         lengths=torch.from_numpy(lengths),
         scales=torch.from_numpy(gathered[1]) if len(gathered) == 2 else None,
         pooled=pooled,
+        host_lengths=lengths,
     )
 
 

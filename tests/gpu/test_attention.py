@@ -16,11 +16,15 @@ from leandit.train.models.spec import ModelSpec
 from leandit.train.step.attention_kernels import KERNELS, Call, fastest_kernels
 
 LENGTHS = (77, 1, 300, 128, 5)
+MEAN_TOKENS = 112  # at least their mean
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [32, 64, 72, 112])  # of a head, as the models have them
-def test_packed_captions_are_attended_to_as_padded_ones(dtype: torch.dtype, width: int, gpu: torch.device) -> None:
+@pytest.mark.parametrize("tokens", [max(LENGTHS), MEAN_TOKENS])
+def test_packed_captions_are_attended_to_as_padded_ones(
+    dtype: torch.dtype, width: int, tokens: int, gpu: torch.device
+) -> None:
     generator = torch.Generator(gpu).manual_seed(0)
     lengths = torch.tensor(LENGTHS, device=gpu)
     mask = torch.arange(max(LENGTHS), device=gpu) < lengths[:, None]
@@ -32,8 +36,8 @@ def test_packed_captions_are_attended_to_as_padded_ones(dtype: torch.dtype, widt
         if kind == torch.float32:
             attended = Padded(mask[:, None, None]).attend(x, k, v)
         else:
-            (packed_k, layout), (packed_v, _) = (pack_captions(one.flatten(2), mask) for one in (k, v))
-            attended = layout.attend(x, packed_k.view(k.shape), packed_v.view(v.shape))
+            (packed_k, layout), (packed_v, _) = (pack_captions(one.flatten(2), mask, tokens) for one in (k, v))
+            attended = layout.attend(x, *(one.unflatten(2, (4, width)) for one in (packed_k, packed_v)))
         gradients = torch.autograd.grad(attended.float().square().sum(), (x, k, v))
         found.append([attended, *gradients])
     for packed, padded in zip(found[1], found[0], strict=True):
@@ -60,7 +64,7 @@ def test_a_model_gives_the_same_for_both(name: str, gpu: torch.device, monkeypat
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             kinds.append(has_varlen(captions, 16))
-            output = model(x, t, Conditioning(captions=captions, caption_mask=mask)).float()
+            output = model(x, t, Conditioning(captions=captions, caption_mask=mask, mean_tokens=MEAN_TOKENS)).float()
         output.square().mean().backward()
         found.append([output, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert kinds[0], "no variable-length attention on this GPU"

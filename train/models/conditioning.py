@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ class Conditioning(NamedTuple):
       caption_mask: (B, L) true for valid tokens; None for models that read padding.
       source_sizes: (B, 2) float32 height and width of the source pictures in pixels, for models that use them.
       pooled: (B, P) float32, for models that read pooled vectors.
+      mean_tokens: at least the mean of the valid tokens of any microbatch's captions; None: unknown.
     """
 
     labels: Tensor | None = None
@@ -30,18 +31,22 @@ class Conditioning(NamedTuple):
     caption_mask: Tensor | None = None
     source_sizes: Tensor | None = None
     pooled: Tensor | None = None
+    mean_tokens: int | None = None
 
     def part(self, rows: slice | Tensor) -> Conditioning:
         """The conditioning of a microbatch."""
-        return Conditioning(*(None if tensor is None else tensor[rows] for tensor in self))
+        return self._with_tensors(lambda tensor: tensor[rows])
 
     def repeated(self, times: int) -> Conditioning:
         """Each image's conditioning so many times, one after the other."""
-        return Conditioning(*(None if tensor is None else tensor.repeat_interleave(times, 0) for tensor in self))
+        return self._with_tensors(lambda tensor: tensor.repeat_interleave(times, 0))
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
+        return self._replace(**{name: change(v) for name, v in self._asdict().items() if isinstance(v, Tensor)})
 
     def dummy(self) -> Conditioning:
         """Zeros for one image, with one valid token."""
-        labels, captions, mask, sizes, pooled = self
+        labels, captions, mask, sizes, pooled, _ = self
         return Conditioning(
             labels=None if labels is None else labels.new_zeros(1),
             captions=None if captions is None else captions.new_zeros(1, 1, captions.shape[2]),

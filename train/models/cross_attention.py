@@ -43,9 +43,11 @@ class Packed(NamedTuple):
 
     Args:
       offsets: (B + 1,) int32 where each caption starts, and where the last one ends.
+      longest: no caption has more tokens; the exact maximum would wait for the GPU.
     """
 
     offsets: Tensor
+    longest: int
 
     @property
     def ndim(self) -> int:
@@ -53,7 +55,7 @@ class Packed(NamedTuple):
         return self.offsets.ndim
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, varlen: Varlen | None = None) -> Tensor:
-        """Attention of (B, T, h, d) to the first ``offsets[-1]`` of B * L keys and values, (B, L, h, d).
+        """Attention of (B, T, h, d) to the first ``offsets[-1]`` of B * K keys and values, (B, K, h, d).
 
         Args:
           varlen: variable-length attention; None: torch's.
@@ -64,31 +66,33 @@ class Packed(NamedTuple):
 
             varlen = cast(Varlen, varlen_attn)
         batch, tokens = q.shape[:2]
-        max_keys = k.shape[1]  # an upper bound; the exact maximum would wait for the GPU
-        k, v = k.flatten(0, 1), v.flatten(0, 1)  # (B * L, h, d)
+        k, v = k.flatten(0, 1), v.flatten(0, 1)  # (B * K, h, d)
         # The backward kernel leaves gradients of padding uninitialised: they must not reach the projection.
         real = (torch.arange(len(k), device=k.device) < self.offsets[-1])[:, None, None]
         k, v = torch.where(real, k, 0), torch.where(real, v, 0)
         q_offsets = torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=q.device)
-        attended: Tensor = varlen(q.flatten(0, 1), k, v, q_offsets, self.offsets, tokens, max_keys)
+        attended: Tensor = varlen(q.flatten(0, 1), k, v, q_offsets, self.offsets, tokens, self.longest)
         return attended.view(q.shape)
 
 
 CaptionLayout = Padded | Packed
 
 
-def arrange_captions(captions: Tensor, mask: Tensor, *, head_width: int) -> tuple[Tensor, CaptionLayout]:
+def arrange_captions(
+    captions: Tensor, mask: Tensor, *, head_width: int, mean_tokens: int | None = None
+) -> tuple[Tensor, CaptionLayout]:
     """Captions in the fastest layout of their device.
 
     Args:
       captions: (B, L, D).
       mask: (B, L) true for real tokens; at least one in each row.
       head_width: d of the cross-attention.
-    Returns: captions (B, L, D), with the real tokens first if packed; their layout.
+      mean_tokens: at least the mean of the captions' real tokens; None: unknown.
+    Returns: captions (B, L, D), or (B, mean_tokens, D) with the real tokens first if packed; their layout.
     """
     mask = mask.bool()
     if has_varlen(captions, head_width):
-        return pack_captions(captions, mask)
+        return pack_captions(captions, mask, mean_tokens)
     return captions, Padded(mask[:, None, None, :])
 
 
@@ -100,12 +104,17 @@ def has_varlen(x: Tensor, head_width: int) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
-def pack_captions(captions: Tensor, mask: Tensor) -> tuple[Tensor, Packed]:
-    """Move the real tokens of all captions to the front, in order; the shape stays, so nothing waits for the device.
+def pack_captions(captions: Tensor, mask: Tensor, mean_tokens: int | None = None) -> tuple[Tensor, Packed]:
+    """Move the real tokens of all captions to the front, in order; what is beyond ``mean_tokens`` an image is padding.
 
-    Returns: (B, L, D), to be read as (B * L, D); the layout.
+    The shape does not depend on the mask, so nothing waits for the device.
+
+    Returns: (B, mean_tokens, D), to be read as rows of D; the layout.
     """
-    order = torch.argsort((~mask).flatten().byte(), stable=True)
+    images, length, width = captions.shape
+    tokens = min(mean_tokens or length, length)
+    order = torch.argsort((~mask).flatten().byte(), stable=True)[: images * tokens]
     ends = mask.sum(1).cumsum(0).int()
-    packed = captions.flatten(0, 1).index_select(0, order).view_as(captions)
-    return packed, Packed(F.pad(ends, (1, 0)))
+    packed = captions.flatten(0, 1).index_select(0, order).view(images, tokens, width)
+    longest = 1 << (length - 1).bit_length()  # few values, since each is compiled
+    return packed, Packed(F.pad(ends, (1, 0)), longest)

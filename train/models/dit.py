@@ -201,6 +201,7 @@ class DiT(nn.Module):
         captions: Tensor | None = None,
         caption_mask: Tensor | None = None,
         extras: Extras | None = None,
+        mean_tokens: int | None = None,
     ) -> Tensor | ModelOutput:
         """Predict noise (and variance), or velocity.
 
@@ -209,6 +210,7 @@ class DiT(nn.Module):
           t: (B,) time in 0..1000.
           y: (B,) int64 class index, ``num_classes`` for null.
           captions: (B, L, D) instead of labels, with (B, L) true for real tokens.
+          mean_tokens: at least the mean of their real tokens; None: unknown.
         Returns: (B, out_channels, H, W); with extras, it and what they ask for.
         Raises: ValueError: the model denoises a class token, and none is given.
         """
@@ -222,7 +224,8 @@ class DiT(nn.Module):
         if self.takes_text:
             assert captions is not None
             assert caption_mask is not None
-            captions, layout = arrange_captions(captions, caption_mask, head_width=self.head_width)
+            widths = {"head_width": self.head_width, "mean_tokens": mean_tokens}
+            captions, layout = arrange_captions(captions, caption_mask, **widths)
             captions = self.y_embedder(captions)  # (B, L, E)
         more = extras or Extras()
         x, rotation = self.join_class_token(x, rotation, more.class_token)

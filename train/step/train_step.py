@@ -3,6 +3,10 @@ whether the gradient is finite."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +27,8 @@ from .image_losses import (
     with_own_teacher,
 )
 from .learner import Learner
+
+TOKEN_STEP = 16  # of packed captions: fewer shapes to compile, and little padding
 
 
 def train_step(learner: Learner, batch: Batch) -> StepResult:
@@ -54,6 +60,8 @@ def train_step(learner: Learner, batch: Batch) -> StepResult:
         size, learner.ranks.world_size, recipe.run.microbatch or microbatch_limit(learner, batch.bucket)
     )
     rows = [rows_of(learner, part, len(batch)) for part in parts]
+    if (lengths := caption_lengths(batch)) is not None:
+        images = images._replace(conditioning=conditioning._replace(mean_tokens=mean_tokens(lengths, parts)))
     if recipe.self_align.weight and is_active(recipe.self_align.stop_step, step):
         images = with_own_teacher(learner, images, rows)
     parts_losses: list[dict[str, Tensor]] = []
@@ -106,6 +114,23 @@ def microbatches(size: int, world_size: int, limit: int) -> list[slice]:
     count = -(-most // limit) if limit else 1
     each = -(-most // count)
     return [slice(start, start + each) for start in range(0, most, each)]
+
+
+def caption_lengths(batch: Batch) -> np.ndarray | None:
+    """(B,) tokens of each caption, on the host; None if there are several text encoders, or none."""
+    return next(iter(batch.texts.values())).host_lengths if len(batch.texts) == 1 and len(batch) else None
+
+
+def mean_tokens(lengths: np.ndarray, parts: Sequence[slice]) -> int:
+    """The most tokens an image that any microbatch has in the mean, rounded up to a multiple of ``TOKEN_STEP``.
+
+    Args:
+      lengths: (B,) tokens of each caption; the last one may fill up the last microbatch (``rows_of``).
+    """
+    last = len(lengths) - 1
+    filled = [lengths[np.arange(part.start, part.stop).clip(max=last)].mean() for part in parts]
+    short = [lengths[part].mean() for part in parts if part.start <= last]
+    return -(-math.ceil(max(filled + short)) // TOKEN_STEP) * TOKEN_STEP
 
 
 def rows_of(learner: Learner, part: slice, count: int) -> slice | Tensor:

@@ -383,15 +383,20 @@ def test_packing_puts_the_real_tokens_first_in_order() -> None:
     assert layout.offsets.tolist() == [0, 4, 5, 12]
     assert packed.flatten()[:12].tolist() == [0, 1, 2, 3, 7, 14, 15, 16, 17, 18, 19, 20]
     assert packed.shape == captions.shape
+    fewer, same = pack_captions(captions, MASK, 4)
+    assert torch.equal(fewer.flatten(), packed.flatten()[:12])
+    assert torch.equal(same.offsets, layout.offsets)
+    assert pack_captions(captions, MASK, 8)[0].shape == captions.shape
 
 
-def test_packed_attention_is_padded_attention() -> None:
+@pytest.mark.parametrize("mean_tokens", [None, 4, 5])
+def test_packed_attention_is_padded_attention(mean_tokens: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = ((3, 5, 2, 4), (3, 7, 2, 4), (3, 7, 2, 4))
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes)
     padded = Padded(MASK[:, None, None]).attend(q, k, v)
     both = torch.cat([k, v], dim=2).flatten(2)
-    packed_rows, layout = pack_captions(both, MASK)
+    packed_rows, layout = pack_captions(both, MASK, mean_tokens)
     one, two = packed_rows.unflatten(2, (4, 4)).chunk(2, dim=2)
     packed = layout.attend(q, one, two, varlen=plain_varlen)
     torch.testing.assert_close(packed, padded, rtol=1e-12, atol=1e-12)
@@ -406,7 +411,7 @@ def test_the_packed_form_of_each_model_is_its_padded_form(spec: ModelSpec, monke
     model = shake(build_model(spec, seed=0)).double()
     x, t, given = inputs()
     assert given.captions is not None
-    given = given._replace(captions=given.captions.double())
+    given = given._replace(captions=given.captions.double(), mean_tokens=4)
     results = []
     for packed in (False, True):
         if packed:

@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from making import CPU, train_recipe
 from torch import Tensor
 
@@ -18,6 +21,7 @@ from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Extras
+from leandit.train.models.diffusers_models import text_denoiser
 from leandit.train.objectives.draws import draw
 from leandit.train.objectives.losses import PLAIN
 from leandit.train.run.state import TrainState, prepare
@@ -25,7 +29,7 @@ from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.step import train_step as step_module
 from leandit.train.step.image_losses import Microbatch, image_losses, plain_losses
-from leandit.train.step.train_step import rows_of, train_step
+from leandit.train.step.train_step import TOKEN_STEP, mean_tokens, microbatches, rows_of, train_step
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 FLOW = ("objective.kind=flow", "model.name=DiT-S/1")
@@ -224,6 +228,36 @@ def test_a_rank_with_fewer_images_fills_up_too_and_one_without_any_has_one_of_ze
     assert isinstance(beyond, Tensor)
     assert (filled.tolist(), beyond.tolist()) == ([3, 4, 4], [4, 4, 4])
     assert rows_of(state, slice(0, 3), 0) == slice(0, 3)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 9))
+def test_captions_of_every_microbatch_fit_where_they_are_packed(lengths: list[int], ranks: int, limit: int) -> None:
+    stored, parts = np.array(lengths), microbatches(len(lengths) * ranks, ranks, limit)
+    tokens = mean_tokens(stored, parts)
+    assert tokens % TOKEN_STEP == 0
+    means = []
+    for part in parts:
+        filled = stored[np.minimum(np.arange(part.start, part.stop), len(stored) - 1)]
+        for own in (stored[part], filled):
+            assert own.sum() <= tokens * len(own)
+            means += [own.mean()] if len(own) else []
+    assert tokens < max(means) + TOKEN_STEP
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_a_step_says_how_many_tokens_its_captions_have(
+    caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = prepare(train_recipe("pixart-tiny"), [caption_store], CPU, print)
+    batch, seen = next(iter(state.loader)), []
+    arrange = text_denoiser.arrange_captions
+    monkeypatch.setattr(text_denoiser, "arrange_captions", lambda *a, **how: seen.append(how) or arrange(*a, **how))
+    train_step(state, batch)
+    assert batch.text is not None
+    assert batch.text.host_lengths is not None
+    assert batch.caption_lengths is not None
+    assert batch.text.host_lengths.tolist() == batch.to("cpu").caption_lengths.tolist()
+    assert [how["mean_tokens"] for how in seen] == [mean_tokens(batch.text.host_lengths, [slice(0, len(batch))])]
 
 
 def test_a_rank_without_images_has_the_same_terms(store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,10 @@ class TextDenoiser(nn.Module):
         assert conditioning.captions is not None
         assert conditioning.caption_mask is not None
         captions, layout = arrange_captions(
-            conditioning.captions, conditioning.caption_mask, head_width=self.cross_head_width
+            conditioning.captions,
+            conditioning.caption_mask,
+            head_width=self.cross_head_width,
+            mean_tokens=conditioning.mean_tokens,
         )
         more = {"added_cond_kwargs": self.size_conditions(x, conditioning)} if self.family == "pixart" else {}
         return self.net(
