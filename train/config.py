@@ -156,6 +156,9 @@ class RunSection(Section):
     """Arithmetic of forward and backward; weights and optimizer stay float32. A device without bf16 uses fp32."""
     residual: Literal["float32", "bf16"] = "float32"
     """Stream of DiT, PixArt, Sana under bf16: "float32" as published; "bf16": less memory, larger rounding errors."""
+    fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    """Linear layers of blocks in FP8 on an H100, scaled by torchao; "tensorwise": each matrix; "rowwise": each row;
+    "rowwise_with_gw_hp": the same, and gradients of weights from bf16."""
     compile: bool = True
     """torch.compile per block, on a GPU; not with DeepSpeed."""
     activation_checkpointing: Annotated[Literal["none", "blocks", "selective"], BeforeValidator(_checkpointing)] = (

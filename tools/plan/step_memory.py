@@ -101,7 +101,7 @@ def trace_step(
       to_host: keep the inputs of checkpointed blocks in host memory.
     """
     host = HostCounter()
-    run = workload.recipe.run.model_copy(update={"microbatch": microbatch})
+    run = workload.recipe.run.model_copy(update={"microbatch": microbatch, "fp8": "none"})  # which keeps as many bytes
     recipe = workload.recipe.model_copy(update={"run": run, "parallel": ParallelSection()})  # one process
     tokens, device = workload.tokens, torch.device("cpu")
     clear_caches()

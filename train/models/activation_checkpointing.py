@@ -73,6 +73,7 @@ def kept_operations() -> list[Any]:
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
+        aten._scaled_mm.default,
         *([torch.ops.mkldnn._linear_pointwise.default] if has_onednn() else []),
         aten.convolution.default,
         aten._scaled_dot_product_flash_attention.default,

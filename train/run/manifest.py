@@ -50,6 +50,7 @@ FREE_ON_RESUME = {
     "run.activation_checkpointing",
     "run.precision",
     "run.residual",
+    "run.fp8",
     "run.microbatch",
     "parallel.strategy",
     "parallel.shard",

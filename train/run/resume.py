@@ -266,7 +266,7 @@ def tuned_for(state: TrainState) -> dict[str, Any]:
     return {
         "world_size": state.ranks.world_size,
         "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else state.device.type,
-        "run": [run.precision, run.compile, run.activation_checkpointing],
+        "run": [run.precision, run.compile, run.activation_checkpointing, *([run.fp8] if run.fp8 != "none" else [])],
         "parallel": [parallel.strategy, parallel.shard, parallel.replicas, parallel.cpu_offload],
     }
 

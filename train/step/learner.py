@@ -26,6 +26,7 @@ from ..parallel.ranks import ALONE, Ranks
 from ..weights.init_from import first_weights
 from ..weights.merging import FrozenWeights, hash_of
 from ..weights.sources import lasting_source
+from .fp8 import check_fp8, use_fp8
 from .gpu import choose_kernels
 
 COMPILED_CAPTION_STEP = 64  # tokens, so that captions of 300 have five lengths
@@ -89,6 +90,7 @@ def build_learner(
       onednn: use oneDNN for matrix products on a CPU, if nothing is compiled.
     Raises: RecipeError, RunError: something does not fit.
     """
+    check_fp8(recipe, ranks, device, compiled=compiled)
     model, frozen, origin = build_model(spec.plain, seed=recipe.run.seed), None, "new weights"
     if pretrained and (source := recipe.model.init_from):
         weights, origin = first_weights(source, model, spec)
@@ -106,6 +108,8 @@ def build_learner(
         if device.index is not None:
             torch.cuda.set_device(device)  # events and streams that name no device are of the current one
         choose_kernels(recipe, spec)
+    if recipe.run.fp8 != "none":
+        use_fp8(model, recipe.run.fp8)
     if device.type == "cpu" and onednn and not compiled:
         use_onednn(model)
     caption_step = COMPILED_CAPTION_STEP if compiled else 1

@@ -235,6 +235,14 @@ def test_a_bf16_residual_stream_takes_less_memory() -> None:
     assert found["bf16"] < 0.85 * found["float32"]
 
 
+def test_fp8_is_planned_as_the_bf16_that_it_keeps() -> None:
+    plain, eight = (
+        trace_step(work("dit-s-2-256", f"run.fp8={fp8}"), "64x64", microbatch=2, autocast=torch.bfloat16)
+        for fp8 in ("none", "rowwise")
+    )
+    assert (eight.moments == plain.moments).all()
+
+
 def test_the_largest_microbatch_fits_and_the_next_one_does_not() -> None:
     found = memory()
     room = found.total(50) + 1
