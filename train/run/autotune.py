@@ -21,7 +21,7 @@ from ..objective_recipe import SELF
 from ..objectives.draws import draw
 from ..parallel.engine import TorchEngine
 from ..parallel.watchdog import Watchdog
-from ..step.attention_kernels import attention_calls, fastest_kernels, preferred
+from ..step.attention_kernels import attention_calls, fastest_kernels, install_flash, preferred
 from ..step.image_losses import Microbatch, Teacher, image_losses, num_routed_tokens, token_grid
 from ..weights.checkpoint import OPTIMIZER
 from .state import TrainState
@@ -48,6 +48,7 @@ def tune(state: TrainState, watchdog: Watchdog) -> None:
     if not state.attention_kernels:
         state.attention_kernels = watchdog.announce(_fastest_attention(state, largest))
         LOG.info("attention kernels for bucket %s, the fastest first: %s", largest, state.attention_kernels)
+    install_flash(state.attention_kernels)
     if not (state.recipe.run.microbatch or state.microbatches) and isinstance(state.engine, TorchEngine):
         most = min(watchdog.gather(_most_images(state, largest)))
         state.microbatches = microbatch_sizes(buckets, largest, most)

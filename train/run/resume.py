@@ -25,6 +25,7 @@ from ...datasets.recipe import to_toml
 from ..models.spec import ModelSpec
 from ..optim.ema import build_rules
 from ..parallel.watchdog import Watchdog
+from ..step.attention_kernels import has_flash3
 from ..weights import checkpoint
 from ..weights.checkpoint import AVERAGE, CHECKPOINT, EMA, MODEL, NULL_CAPTION, OPTIMIZER, SNAPSHOT, CheckpointDamage
 from ..weights.folders import RECIPE, RUN
@@ -263,7 +264,8 @@ def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progr
 def tuned_for(state: TrainState) -> dict[str, Any]:
     """What measured microbatches and kernels depend on; where it changes, they are measured again."""
     run, parallel = state.recipe.run, state.recipe.parallel
-    return {
+    flash3 = {"flash3": True} if has_flash3(state.device) else {}
+    return flash3 | {
         "world_size": state.ranks.world_size,
         "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else state.device.type,
         "run": [run.precision, run.compile, run.activation_checkpointing, *([run.fp8] if run.fp8 != "none" else [])],

@@ -7,26 +7,33 @@ Checkpoints store the choice, because kernels round differently.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from ...datasets.errors import ResourceError
 from ..metrics.flops import example_conditioning, meta_model
 from ..models.spec import ModelSpec
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
+    "flash3": SDPBackend.FLASH_ATTENTION,  # once it is installed in place of torch's
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+FLASH3_PACKAGE, FLASH3_NAME, FLASH3_MAJOR = "flash_attn_interface", "FA3", 9  # it is for Hopper alone
 TRIES = 10
+LOG = logging.getLogger(__name__)
 
 
 class Call(NamedTuple):
@@ -71,6 +78,33 @@ def fastest_kernels(calls: Mapping[Call, int], images: int, dtype: torch.dtype, 
     return sorted(KERNELS, key=lambda name: (seconds[name] is None, seconds[name]))
 
 
+def has_flash3(device: torch.device) -> bool:
+    """Whether FlashAttention-3 is there: a torch that can install it, its package, and a Hopper GPU."""
+    known: Any = getattr(attention, "list_flash_attention_impls", list)
+    if device.type != "cuda" or FLASH3_NAME not in known() or find_spec(FLASH3_PACKAGE) is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == FLASH3_MAJOR
+
+
+def install_flash(names: Sequence[str]) -> None:
+    """Make torch's flash attention, that of variable length too, the version that comes first among the names.
+
+    For the whole process, because a backward must be of the version that the forward was of.
+
+    Raises: ResourceError: its package is missing, or does not fit to torch or CUDA.
+    """
+    if next((name for name in names if KERNELS[name] is SDPBackend.FLASH_ATTENTION), None) == "flash3":
+        try:
+            attention.activate_flash_attention_impl(FLASH3_NAME)
+        except (RuntimeError, ImportError, OSError) as error:
+            raise ResourceError(
+                f"attention kernel 'flash3': package '{FLASH3_PACKAGE}' does not load: {error}. Install the one for "
+                "this torch and CUDA on every machine, or remove it: then the run measures its kernels again."
+            ) from error
+    elif (has_current := getattr(attention, "current_flash_attention_impl", None)) and has_current():
+        attention.restore_flash_attention_impl()
+
+
 def kernel_seconds(
     calls: Mapping[Call, int], images: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, float | None]:
@@ -81,7 +115,23 @@ def kernel_seconds(
       dtype: that attention is computed in.
       device: a GPU.
     """
-    return {name: _seconds(name, calls, images, dtype, device) for name in KERNELS}
+    found: dict[str, float | None] = {}
+    for name in KERNELS:
+        is_there = name != "flash3" or has_flash3(device)
+        found[name] = _seconds_installed(name, calls, images, dtype, device) if is_there else None
+    return found
+
+
+def _seconds_installed(name: str, *given: Any) -> float | None:
+    """``_seconds``, with torch's own flash attention afterwards."""
+    try:
+        install_flash([name])
+        return _seconds(name, *given)
+    except ResourceError as error:
+        LOG.warning("%s", error)
+        return None
+    finally:
+        install_flash([])
 
 
 def _seconds(
@@ -116,4 +166,5 @@ def preferred(names: Sequence[str]) -> AbstractContextManager[Any]:
     """Within this context attention uses the first of these kernels that supports a call; no names: torch's choice."""
     if not names:
         return contextlib.nullcontext()
-    return sdpa_kernel([*(KERNELS[name] for name in names), SDPBackend.MATH], set_priority=True)
+    backends = dict.fromkeys(KERNELS[name] for name in names)  # two versions are one backend
+    return sdpa_kernel([*backends, SDPBackend.MATH], set_priority=True)

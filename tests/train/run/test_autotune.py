@@ -58,7 +58,9 @@ def test_smaller_buckets_take_more_images() -> None:
 def test_of_buckets_with_as_many_pixels_the_first_is_measured(
     buckets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    installed = []
     monkeypatch.setattr(autotune, "_fastest_attention", lambda _, largest: [largest])
+    monkeypatch.setattr(autotune, "install_flash", installed.append)
     state: Any = SimpleNamespace(
         device=torch.device("cuda"),
         stores=[SimpleNamespace(buckets=dict.fromkeys(["32x32", *buckets], 1))],
@@ -67,6 +69,7 @@ def test_of_buckets_with_as_many_pixels_the_first_is_measured(
     )
     autotune.tune(state, SimpleNamespace(announce=lambda value: value))  # type: ignore[arg-type]
     assert state.attention_kernels == buckets[:1]
+    assert installed == [buckets[:1]]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import pytest
 import torch
 from making import train_recipe
+from torch.nn.attention import _registry
+from torch.nn.functional import scaled_dot_product_attention
 
+from leandit.datasets.errors import ResourceError
 from leandit.datasets.store import LatentStore
 from leandit.train.models.spec import ModelSpec
 from leandit.train.parallel.engine import TorchEngine
+from leandit.train.run import resume
+from leandit.train.run.resume import tuned_for
 from leandit.train.run.state import prepare
 from leandit.train.step import attention_kernels
-from leandit.train.step.attention_kernels import Call, attention_calls, fastest_kernels
+from leandit.train.step.attention_kernels import (
+    Call,
+    attention_calls,
+    fastest_kernels,
+    has_flash3,
+    install_flash,
+    kernel_seconds,
+    preferred,
+)
 from leandit.train.step.train_step import train_step
 
 CUDA = torch.device("cuda")
@@ -33,9 +49,91 @@ def test_calls_under_a_mask_are_not_counted() -> None:
 
 
 def test_the_fastest_comes_first_and_what_fails_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"cudnn": 0.3, "flash": None, "efficient": 0.2}
+    seconds = {"cudnn": 0.3, "flash": None, "efficient": 0.2}  # and no package of FlashAttention-3
     monkeypatch.setattr(attention_kernels, "_seconds", lambda name, *_: seconds[name])
-    assert fastest_kernels({}, 1, torch.bfloat16, CUDA) == ["efficient", "cudnn", "flash"]
+    assert fastest_kernels({}, 1, torch.bfloat16, CUDA) == ["efficient", "cudnn", "flash", "flash3"]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A GPU with the package of FlashAttention-3, of which only what torch's registry does is there: a log of it."""
+    log = []
+
+    def register() -> SimpleNamespace:
+        log.append("activated")
+        return SimpleNamespace(remove=lambda: log.append("removed"))
+
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", register)
+    monkeypatch.setattr(attention_kernels, "find_spec", lambda name: name == "flash_attn_interface")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
+    yield log
+    install_flash([])
+
+
+def test_flash3_needs_its_package_and_a_hopper(hopper: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_flash3(CUDA)
+    assert not has_flash3(torch.device("cpu"))
+    for attribute, owner, value in (
+        ("find_spec", attention_kernels, lambda _: None),
+        ("get_device_capability", torch.cuda, lambda _: (10, 0)),
+        ("list_flash_attention_impls", torch.nn.attention, lambda: ["FA4"]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, value)
+            assert not has_flash3(CUDA)
+    assert not hopper
+
+
+def test_flash3_is_active_while_it_is_timed_and_no_longer(hopper: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+    current = torch.nn.attention.current_flash_attention_impl
+    monkeypatch.setattr(attention_kernels, "_seconds", lambda name, *_: timed.append((name, current())) or 0.1)
+    assert set(kernel_seconds({}, 1, torch.bfloat16, CUDA).values()) == {0.1}
+    assert timed == [("cudnn", None), ("flash", None), ("flash3", "FA3"), ("efficient", None)]
+    assert current() is None
+    assert hopper == ["activated", "removed"]
+
+
+def test_a_package_that_does_not_load_is_left_out_with_a_warning_and_refused_where_it_was_chosen(
+    hopper: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def register() -> None:
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", register)
+    monkeypatch.setattr(attention_kernels, "_seconds", lambda *_: 0.1)
+    assert kernel_seconds({}, 1, torch.bfloat16, CUDA)["flash3"] is None
+    assert "undefined symbol" in caplog.text
+    with pytest.raises(ResourceError, match=r"flash3.*flash_attn_interface.*undefined symbol.*remove it"):
+        install_flash(["flash3", "flash"])
+
+
+@pytest.mark.parametrize(
+    ("names", "installed"),
+    [
+        (["flash3", "cudnn", "flash", "efficient"], "FA3"),
+        (["cudnn", "flash3", "flash", "efficient"], "FA3"),  # for captions that are packed
+        (["flash", "flash3", "cudnn", "efficient"], None),
+        ([], None),
+    ],
+)
+@pytest.mark.usefixtures("hopper")
+def test_the_faster_version_of_flash_attention_is_installed(names: list[str], installed: str | None) -> None:
+    install_flash(["flash3"])  # of a run before, in the same process
+    install_flash(names)
+    assert torch.nn.attention.current_flash_attention_impl() == installed
+    with preferred(names):  # names torch's backend once, or torch would refuse it
+        assert scaled_dot_product_attention(*[torch.ones(1, 1, 2, 8)] * 3).sum() == 16
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_kernels_are_measured_again_where_flash3_comes_or_goes(
+    label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = prepare(train_recipe("dit-s-4"), [label_store], torch.device("cpu"), print)
+    without = tuned_for(state)
+    monkeypatch.setattr(resume, "has_flash3", lambda _: True)
+    assert tuned_for(state) == without | {"flash3": True}
 
 
 @pytest.mark.parametrize("mode", ["none", "blocks", "selective"])

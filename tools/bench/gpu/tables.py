@@ -27,7 +27,7 @@ def _ratio(one: str, other: str, key: str = RATES) -> Callable[[Result], str]:
 
 def _milliseconds(kernel: str) -> Callable[[Result], str]:
     def show(result: Result) -> str:
-        seconds = result["seconds"][kernel]
+        seconds = result["seconds"].get(kernel)
         return "not supported" if seconds is None else f"{1000 * seconds:.1f}"
 
     return show
@@ -98,7 +98,7 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = {
         ("online", _rate(lambda r: r[RATES]["online"])),
         ("ratio", _ratio("cached", "online")),
     ),
-    kinds.ATTENTION: tuple((name, _milliseconds(name)) for name in ("cudnn", "flash", "efficient")),
+    kinds.ATTENTION: tuple((name, _milliseconds(name)) for name in ("cudnn", "flash", "flash3", "efficient")),
     kinds.CHECKPOINT: (
         ("checkpoint, GB", lambda r: f"{r['bytes'] / GB:.2f}"),
         ("step, s", lambda r: f"{r['step_seconds']:.3f}"),
