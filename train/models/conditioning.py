@@ -33,13 +33,23 @@ class Conditioning(NamedTuple):
     pooled: Tensor | None = None
     mean_tokens: int | None = None
 
-    def part(self, rows: slice | Tensor) -> Conditioning:
+    def part(self, rows: slice | Tensor | list[int]) -> Conditioning:
         """The conditioning of a microbatch."""
         return self._with_tensors(lambda tensor: tensor[rows])
 
     def repeated(self, times: int) -> Conditioning:
         """Each image's conditioning so many times, one after the other."""
         return self._with_tensors(lambda tensor: tensor.repeat_interleave(times, 0))
+
+    def followed_by(self, other: Conditioning) -> Conditioning:
+        """These images, then others with the same kinds of conditioning."""
+        return self._replace(
+            **{
+                name: torch.cat([value, getattr(other, name)])
+                for name, value in self._asdict().items()
+                if isinstance(value, Tensor)
+            }
+        )
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
         return self._replace(**{name: change(v) for name, v in self._asdict().items() if isinstance(v, Tensor)})

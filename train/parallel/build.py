@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,13 +24,10 @@ MOST_SHAPES = (
 )
 
 
-def compile_blocks(model: Denoiser, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_blocks(model: Denoiser) -> None:
     """Compile the forward of each block, once for each shape.
 
     Hooks of FSDP stay outside of the graph, and parameters keep their names. All blocks share the code of a shape.
-
-    Args:
-      backend: of torch.compile.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_SHAPES)
@@ -40,7 +36,7 @@ def compile_blocks(model: Denoiser, backend: str | Callable[..., Any] = "inducto
     # Gradients are computed outside of autocast; compiled with it, sums that the forward keeps in float32 lose 16 bits.
     gradients.backward_pass_autocast = "off"
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
+        block.forward = torch.compile(block.forward, dynamic=False)
 
 
 def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: torch.device, *, compiled: bool) -> Engine:

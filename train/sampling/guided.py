@@ -152,8 +152,7 @@ class Guided:
         assert given is not None
         everywhere = torch.ones(len(given), dtype=torch.bool, device=device)
         null = snapshot.conditioner.drop(conditioning, everywhere)
-        pairs = zip(conditioning, null, strict=True)
-        self._both = Conditioning(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs))
+        self._both = conditioning.followed_by(null)
         self._conditioning, self._model, self._solver, self._device = conditioning, snapshot.model, solver, device
         self._shape, self._class_width = shape, snapshot.spec.class_width
         if self._class_width and solver.guided_channels:

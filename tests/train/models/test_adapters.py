@@ -70,7 +70,7 @@ def test_blocks_with_adapters_compile_whole_and_to_two_graphs(family: str, monke
         graphs.append(graph)
         return graph.forward
 
-    def compiled(forward: Any, *, dynamic: bool, backend: str) -> Any:
+    def compiled(forward: Any, *, dynamic: bool) -> Any:
         return compile_by(forward, dynamic=dynamic, fullgraph=True, backend=keep)
 
     monkeypatch.setattr(torch, "compile", compiled)

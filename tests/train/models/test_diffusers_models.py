@@ -261,7 +261,7 @@ def test_the_residual_stream_is_bf16_only_where_asked_for_under_bf16(
 
 
 @pytest.mark.parametrize("name", ["pixart-tiny", "sana-tiny"])
-def test_compiled_gradients_keep_the_precision_of_the_forward(name: str) -> None:
+def test_compiled_gradients_keep_the_precision_of_the_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled under autocast, as torch does it by default, sums that the forward keeps in float32 have 16 bits."""
     torch._dynamo.reset()
     products: list[torch.dtype] = []
@@ -272,7 +272,9 @@ def test_compiled_gradients_keep_the_precision_of_the_forward(name: str) -> None
         return make_boxed_func(graph)
 
     model: Any = shake(build_model(PIXART.model_copy(update={"name": name}), seed=0))
-    compile_blocks(model, backend=aot_autograd(fw_compiler=backend))
+    compile_by = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compile_by(f, backend=aot_autograd(backend), **how))
+    compile_blocks(model)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(*inputs()).float().square().sum()
     loss.backward()

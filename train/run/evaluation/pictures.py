@@ -22,7 +22,6 @@ from ....datasets.format.schema import LatentSpec
 from ...data_recipe import RecordsSection, Turn
 from ...metrics.flops import latent_size_of, tokens_per_image
 from ...metrics.writer import MetricsWriter
-from ...models.conditioning import Conditioning
 from ...sampling.guided import Solver, draw_latents
 from ...step.attention_kernels import preferred
 from ...weights.folders import SAMPLES
@@ -132,7 +131,7 @@ class Pictures:
                 # A sharded model needs every rank in every forward: one without pictures draws another's again.
                 places = [rank * each + place for place in range(start, min(each, start + most))]
                 numbers = [place % count for place in places]
-                part = Conditioning(*(None if t is None else t[numbers] for t in conditioning))
+                part = conditioning.part(numbers)
                 how = {"size": size, "seed": self._section.seed, "solver": self._solver}
                 latents = draw_latents(live, part, **how, numbers=numbers)
                 for place, latent in zip(places, latents, strict=True):
