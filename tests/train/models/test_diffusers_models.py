@@ -273,7 +273,9 @@ def test_compiled_gradients_keep_the_precision_of_the_forward(name: str, monkeyp
 
     model: Any = shake(build_model(PIXART.model_copy(update={"name": name}), seed=0))
     compile_by = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **how: compile_by(f, backend=aot_autograd(backend), **how))
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **how: compile_by(f, backend=aot_autograd(fw_compiler=backend), **how)
+    )
     compile_blocks(model)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(*inputs()).float().square().sum()
