@@ -134,9 +134,8 @@ def _log_settings(state: TrainState) -> None:
     recipe, ranks, device = state.recipe, state.ranks, state.device
     strategy = choose_strategy(recipe.parallel, ranks)
     LOG.info("rank %d of %d on %s, parallel.strategy %s", ranks.rank, ranks.world_size, device, strategy)
-    compiles = recipe.run.compile and device.type == "cuda" and strategy != "deepspeed"
     asked = f"run.precision {recipe.run.precision}, run.compile {recipe.run.compile}"
-    how = "compiled blocks" if compiles else "nothing compiled"
+    how = "compiled blocks" if state.compiled else "nothing compiled"
     LOG.info("computes in %s, %s (%s)", state.autocast_dtype or "float32", how, asked)
     LOG.info("run.microbatch %d (0: open), run.prefetch %d batches", recipe.run.microbatch, recipe.run.prefetch)
 
@@ -200,9 +199,9 @@ class _Training:
             if self._pictures and state.step >= steps:
                 self._pictures.finish(self._writer)
         except BaseException:
-            if self._window.can_end or state.ranks.world_size == 1:  # others may never do what this rank would wait for
-                with contextlib.suppress(Exception):
-                    self._end_report()
+            with contextlib.suppress(Exception):
+                if self._window.can_end or state.ranks.world_size == 1:  # others may never do what it would wait for
+                    self._end_report(alone=True)
             raise
         finally:
             self._saver.close()
@@ -270,9 +269,9 @@ class _Training:
             step=state.step, num_images=state.num_images, epoch=epoch, learning_rate=rate, scale=scale
         )
 
-    def _end_report(self) -> None:
+    def _end_report(self, *, alone: bool = False) -> None:
         """Write the report that has begun, with what is shown after its step; nothing if there is none."""
-        figures, evaluation, pictures = self._window.end_report(), self._evaluation, self._pictures
+        figures, evaluation, pictures = self._window.end_report(alone=alone), self._evaluation, self._pictures
         if figures is None:
             return
         if evaluation and evaluation.is_due(figures.step):

@@ -294,7 +294,6 @@ HOLDS = """
 import sys
 from pathlib import Path
 from leandit.train.run.lock import run_lock
-from leandit.train.run.saver import Saver
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     input()
@@ -320,7 +319,6 @@ FORKS = """
 import os, sys, time
 from pathlib import Path
 from leandit.train.run.lock import run_lock
-from leandit.train.run.saver import Saver
 with run_lock(Path(sys.argv[1])):
     child = os.fork()
     if not child:

@@ -162,8 +162,8 @@ def traffic(
     if name != "fsdp, gradients":
         collectives.append(Collective("backward", gathered, k * units, group))
     if group < n:
-        part = k * work.gradients / group
-        collectives.append(Collective("backward", part, k * units, n // group, is_all_reduce=True, across=True))
+        part = work.gradients / group  # reduced once, after the last microbatch
+        collectives.append(Collective("last backward", part, units, n // group, is_all_reduce=True, across=True))
     return collectives
 
 
@@ -210,7 +210,7 @@ def step_time(
       strategy: a name of ``strategies.py``.
       images: of the rank with most images.
       microbatch: images of each forward.
-      mfu: measured, instead of the fit.
+      mfu: measured, instead of the fit; of whole steps, so that it contains the update.
     """
     microbatches = math.ceil(images / microbatch)
     launches = (work.launches[0] + (microbatches - 1) * work.launches[1]) * LAUNCH_SECONDS
@@ -219,7 +219,7 @@ def step_time(
     else:
         compute = launches + arithmetic_seconds(work, cluster.gpu, images)
     share = update_share(strategy, ranks, cluster.gpus_per_machine)
-    update = 2 * work.states * share / (cluster.gpu.memory_gb_s * 1e9)
+    update = 0.0 if mfu else 2 * work.states * share / (cluster.gpu.memory_gb_s * 1e9)
     collectives = traffic(strategy, work, ranks, microbatches, cluster.gpus_per_machine)
     hidden: dict[Phase, float] = {
         "forward": FORWARD * compute,

@@ -222,8 +222,9 @@ class _Planner:
             work = step_work(self.workload, self.traces.whole, self.traces.launches)
             name, microbatch = self.recipe_fit(gpu)
             cluster = Cluster(gpu, network_gbit)
-            time = step_time(work, cluster, name, self.num_gpus, self.local_batch, max(1, microbatch))
-            rate, is_launch_bound = run.global_batch / time.seconds, time.is_launch_bound
+            if microbatch:
+                time = step_time(work, cluster, name, self.num_gpus, self.local_batch, microbatch)
+                rate, is_launch_bound = run.global_batch / time.seconds, time.is_launch_bound
         return {
             "gpu": gpu.name,
             "memory_gib": gpu.memory_gib,
@@ -263,7 +264,9 @@ def render(result: dict[str, Any]) -> str:
 
 def _render_workload(result: dict[str, Any]) -> list[str]:
     kind = "measured"
-    if not result["mfu_is_measured"]:
+    if not result["mfu"]:
+        kind = f"on {result['gpu']}: not one image fits; below are GPUs and strategies that have room"
+    elif not result["mfu_is_measured"]:
         kind = f"on {result['gpu']}, an estimate, not measured: of published trainers; --run gives yours"
     text = f", {result['caption_tokens']} caption tokens" if result["caption_tokens"] else ""
     size = f"{shortened(result['parameters'])} parameters"

@@ -64,7 +64,7 @@ def sample_set(
     missing = [number for number in rank_numbers if not picture_path(out, number).is_file()]
     for start in range(0, len(missing), request.batch):
         numbers = missing[start : start + request.batch]
-        pictures = generator.draw(subjects.conditioning(numbers), numbers)
+        pictures = generator.draw(subjects.conditioning(numbers), numbers, total=len(missing))
         for number, pixels in zip(numbers, pictures, strict=True):
             write_atomic(picture_path(out, number), png_bytes(pixels))
         progress("sample", len(rank_numbers) - len(missing) + start + len(numbers), len(rank_numbers))

@@ -121,9 +121,9 @@ class Generator:
     sampler: str
     warning: str | None
 
-    def draw(self, conditioning: Conditioning, numbers: Sequence[int]) -> np.ndarray:
+    def draw(self, conditioning: Conditioning, numbers: Sequence[int], total: int = 0) -> np.ndarray:
         """As ``draw_pictures``."""
-        how = {"bucket": self.bucket, "request": self.request}
+        how = {"bucket": self.bucket, "request": self.request, "total": total}
         return draw_pictures(self.snapshot, conditioning, self.decoder, **how, numbers=numbers)
 
     def summary(self) -> dict[str, Any]:
@@ -210,10 +210,12 @@ def draw_pictures(
     bucket: str,
     request: SampleRequest,
     numbers: Sequence[int] | None = None,
+    total: int = 0,
 ) -> np.ndarray:
     """Draw and decode; (B, height_px, width_px, 3) uint8.
 
     Args:
+      total: pictures that this process draws, in this call and others; 0: these alone.
       numbers: of the pictures; each number and the seed give the noise. None: 0, 1, 2, ...
     Raises: RunError: latents are not finite.
     """
@@ -226,7 +228,7 @@ def draw_pictures(
     for start in range(0, len(subjects), request.batch):
         rows = list(range(start, min(start + request.batch, len(subjects))))
         # Compiled blocks would be compiled again for a last batch with fewer pictures.
-        missing = min(request.batch, request.total) - len(rows) if request.compiled else 0
+        missing = min(request.batch, total or len(subjects)) - len(rows) if request.compiled else 0
         filled = rows + rows[-1:] * missing
         given, noise = conditioning.part(torch.tensor(filled)), [numbers[row] for row in filled]
         how = {"size": size, "solver": solver, "seed": request.seed, "numbers": noise}

@@ -225,9 +225,11 @@ class Window:
         """A report has begun, and to end it waits for nothing."""
         return self._begun is not None and self._begun.end.has_passed
 
-    def end_report(self) -> StepReport | None:
+    def end_report(self, *, alone: bool = False) -> StepReport | None:
         """The report that has begun, else None; a collective call where it raises.
 
+        Args:
+          alone: other ranks may not call it, so it raises nothing: None for figures that are not finite.
         Raises: RunError: a loss or a gradient is not finite, naming the records; or the loss scale is too small.
         """
         it, self._begun = self._begun, None
@@ -237,9 +239,11 @@ class Window:
         seconds, good = it.end.since(it.start), it.skipped == 0
         loss, num_skipped = it.losses.mean().item(), int(it.skipped.sum().item())
         if not math.isfinite(loss) or (num_skipped and not self._may_skip):
+            if alone:
+                return None
             self._raise_not_finite(it)
         scale = it.known["loss_scale"]
-        if scale is not None and scale < SMALLEST_SCALE:
+        if scale is not None and scale < SMALLEST_SCALE and not alone:
             self._watchdog.leave()  # every rank raises, so none of them is dead
             raise RunError(
                 f"step {it.known['step']}: the loss scale of fp16 has shrunk to {scale:g}, and gradients still "

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 MAX_HEAD_WIDTH = 256  # of flash attention
+USUAL_TOKENS = 512  # text encoders give at most so many for a caption
 Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
 
 
@@ -116,5 +117,5 @@ def pack_captions(captions: Tensor, mask: Tensor, mean_tokens: int | None = None
     order = torch.argsort((~mask).flatten().byte(), stable=True)[: images * tokens]
     ends = mask.sum(1).cumsum(0).int()
     packed = captions.flatten(0, 1).index_select(0, order).view(images, tokens, width)
-    longest = 1 << (length - 1).bit_length()  # few values, since each is compiled
+    longest = max(USUAL_TOKENS, 1 << (length - 1).bit_length())  # few values, since each is compiled
     return packed, Packed(F.pad(ends, (1, 0)), longest)

@@ -22,10 +22,11 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def casts_to_bf16(device: torch.device) -> bool:
-    """Whether autocast makes matrix products of a device bfloat16."""
-    kind = device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+def product_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast makes of matrix products on a device; None without it, as on meta, which has none."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

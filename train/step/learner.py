@@ -23,6 +23,7 @@ from ..optim.loss_scale import autocast_dtype
 from ..parallel.build import build_engine
 from ..parallel.engine import Engine
 from ..parallel.ranks import ALONE, Ranks
+from ..parallel.strategy import choose_strategy
 from ..weights.init_from import first_weights
 from ..weights.merging import FrozenWeights, hash_of
 from ..weights.sources import lasting_source
@@ -91,6 +92,7 @@ def build_learner(
     Raises: RecipeError, RunError: something does not fit.
     """
     check_fp8(recipe, ranks, device, compiled=compiled)
+    compiled = compiled and choose_strategy(recipe.parallel, ranks) != "deepspeed"
     model, frozen, origin = build_model(spec.plain, seed=recipe.run.seed), None, "new weights"
     if pretrained and (source := recipe.model.init_from):
         weights, origin = first_weights(source, model, spec)

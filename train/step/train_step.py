@@ -28,7 +28,7 @@ from .image_losses import (
 )
 from .learner import Learner
 
-TOKEN_STEP = 16  # of packed captions: fewer shapes to compile, and little padding
+TOKEN_STEP = 32  # of packed captions: few shapes to compile, and little padding
 
 
 def train_step(learner: Learner, batch: Batch) -> StepResult:

@@ -61,6 +61,8 @@ def test_hsdp_sends_between_machines_only_gradients_of_its_part() -> None:
     )
     assert within == pytest.approx(3 * 7 / 8 * FP32.weights)
     assert across == pytest.approx(2 * 7 / 8 * FP32.weights / 8)
+    four = [one for one in traffic("hsdp", FP32, 64, microbatches=4) if one.across]
+    assert sum(one.sent_bytes for one in four) == pytest.approx(across)  # after the last microbatch alone
     assert traffic("hsdp", FP32, 8) == traffic("fsdp", FP32, 8)
 
 

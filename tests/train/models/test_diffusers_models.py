@@ -97,12 +97,14 @@ def test_the_function_is_that_of_diffusers(
             **options,
         )[0]
         found = model(x, t, given)
-        for block in model.blocks:
-            block.compile(backend="eager")  # where queries, keys and values are one product
-        joined = model(x, t, given)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = model(x, t, given).float()
+            for block in model.blocks:
+                block.compile(backend="eager")  # where queries, keys and values are one product
+            joined = model(x, t, given).float()
     assert wanted.abs().max() > 0.1
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(joined, wanted, rtol=1e-5, atol=1e-5)
+    assert (joined - rounded).norm() < 1e-3 * rounded.norm()
 
 
 def test_what_a_picture_is_told_of_its_source_matters_and_defaults_to_its_own_size() -> None:
@@ -272,10 +274,8 @@ def test_compiled_gradients_keep_the_precision_of_the_forward(name: str, monkeyp
         return make_boxed_func(graph)
 
     model: Any = shake(build_model(PIXART.model_copy(update={"name": name}), seed=0))
-    compile_by = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, **how: compile_by(f, backend=aot_autograd(fw_compiler=backend), **how)
-    )
+    compile_by, by_ours = torch.compile, aot_autograd(fw_compiler=backend)
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compile_by(f, backend=by_ours, **how))
     compile_blocks(model)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(*inputs()).float().square().sum()
@@ -289,15 +289,16 @@ def test_what_has_replaced_a_linear_layer_is_called() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
-    layers, x = [torch.nn.Linear(4, 6), torch.nn.Linear(4, 2, bias=True), Doubled(4, 6)], torch.randn(2, 3, 4)
-    wanted = [layer(x) for layer in layers]
+    layers, x = [torch.nn.Linear(4, 6), torch.nn.Linear(4, 2), Doubled(4, 6)], torch.randn(2, 3, 4)
     graphs = CompileCounterWithBackend("eager")
-    found = torch.compile(lambda: products(x, *layers), backend=graphs)()
-    torch.testing.assert_close(found, wanted)
-    joined = torch.compile(lambda: products(x, *layers[:2]), backend=graphs)()
-    torch.testing.assert_close(joined, wanted[:2])
+    for given in (layers, layers[:2]):
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = [layer(x) for layer in given]
+            found = torch.compile(lambda given=given: products(x, *given), backend=graphs)()
+        torch.testing.assert_close(found, wanted)
+    torch.compile(lambda: products(x, *layers[:2]), backend=graphs)()
     linear = [sum(node.target is F.linear for node in graph.graph.nodes) for graph in graphs.graphs]
-    assert linear[-1] == 1
+    assert linear == [3, 1, 2]  # joined where autocast casts them
 
 
 def test_positions_are_added_to_tokens_of_16_bits_without_rounding() -> None:

@@ -78,6 +78,8 @@ def test_packed_captions_are_in_the_graph(
     denoiser: Any = build_model(spec, seed=0).to("meta")
     compile_blocks(denoiser)
     x, captions = (torch.empty(size, device="meta") for size in ((3, 4, 8, 8), (3, 7, 6)))
-    given = Conditioning(captions=captions, caption_mask=torch.ones(3, 7, dtype=torch.bool, device="meta"))
+    given = Conditioning(
+        captions=captions, caption_mask=torch.ones(3, 7, dtype=torch.bool, device="meta"), mean_tokens=5
+    )
     denoiser(x, torch.empty(3, device="meta"), given).square().sum().backward()
     assert graphs.frame_count == 1

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cross_attention import CaptionLayout
-from ..numerics import at_least_float32, without_autocast
+from ..numerics import at_least_float32, product_dtype, without_autocast
 
 LINEAR_EPS = 1e-15  # of the sums of linear attention, as diffusers has it
 
@@ -27,11 +27,13 @@ def _project(attn: Any, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tens
 def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     """What several linear layers make of the same tokens: one product of their joined matrices in compiled code.
 
-    There the copy that joins them is the one that casts them, and the gradients of x need no sum. Layers that
-    something has replaced, as adapters do, are called one by one.
+    Where autocast casts float32 weights, the copy that joins them is the one that casts them, and the gradients of x
+    need no sum. Elsewhere it would be a copy more, which stays until the backward pass: as of 16-bit weights that FSDP
+    gathers. Layers that something has replaced, as adapters do, are called one by one.
     """
-    joined = [one for one in layers if type(one) is nn.Linear]
-    if not torch.compiler.is_compiling() or len(joined) < len(layers):
+    joined = [one for one in layers if type(one) is nn.Linear and one.weight.dtype == torch.float32]
+    casts = torch.compiler.is_compiling() and product_dtype(x.device) is not None
+    if not casts or len(joined) < len(layers):
         return [one(x) for one in layers]
     biases: list[Tensor] = [one.bias for one in joined if one.bias is not None]
     weights: list[Tensor] = [one.weight for one in joined]
@@ -91,7 +93,7 @@ class LinearProcessor:
 
 
 class JointProcessor:
-    """Self-attention of Stable Diffusion 3 over both streams, pictures before captions."""
+    """Self-attention of PixArt, and of Stable Diffusion 3 over both streams, pictures before captions."""
 
     def __call__(
         self,

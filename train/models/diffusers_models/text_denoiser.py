@@ -12,12 +12,12 @@ from ....datasets.format.buckets import published_ratio
 from ..activation_checkpointing import Mode, checkpoint_blocks
 from ..conditioning import Conditioning
 from ..cross_attention import arrange_captions
-from ..numerics import casts_to_bf16
+from ..numerics import product_dtype
 from .blocks import compute_our_way
 from .families import Family, transformer_class
 from .initial_weights import initialize_weights
 from .patch_embed import CachedPatchEmbed, start_stream
-from .processors import CaptionProcessor, LinearProcessor
+from .processors import CaptionProcessor, JointProcessor, LinearProcessor
 
 PIXART_DOWNSCALE = 8  # pixels a latent pixel, of the VAEs that PixArt is trained with
 
@@ -48,8 +48,7 @@ class TextDenoiser(nn.Module):
         for block in blocks:
             compute_our_way(block)
             block.attn2.set_processor(CaptionProcessor())
-            if family == "sana":
-                block.attn1.set_processor(LinearProcessor())
+            block.attn1.set_processor(LinearProcessor() if family == "sana" else JointProcessor())
         self.cross_head_width = blocks[0].attn2.inner_dim // blocks[0].attn2.heads
         initialize_weights(self.net, family)
 
@@ -78,7 +77,8 @@ class TextDenoiser(nn.Module):
 
     def _start_stream(self, embed: nn.Module, inputs: Any, tokens: Tensor) -> Tensor:
         tokens = start_stream(embed, inputs, tokens)
-        return tokens.bfloat16() if self.residual == "bf16" and casts_to_bf16(tokens.device) else tokens
+        narrow = self.residual == "bf16" and product_dtype(tokens.device) == torch.bfloat16
+        return tokens.bfloat16() if narrow else tokens
 
     def size_conditions(self, x: Tensor, conditioning: Conditioning) -> dict[str, Tensor | None]:
         """Inputs of PixArt-alpha at 1024 px: (B, 2) height and width of the source picture, and (B, 1) aspect ratio.
