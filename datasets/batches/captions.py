@@ -30,14 +30,14 @@ class CaptionBatch:
       lengths: (B,) int64 stored tokens of each, or None likewise.
       scales: (B, L) or (sum L,) float32 of int8 tokens, 0 where padded; else None.
       pooled: (B, P) pooled vectors, or None.
-      host_lengths: (B,) int64 the lengths again, which stay on the host, where nothing waits to read them; or None.
+      host_lengths: the lengths again, which stay on the host, where nothing waits to read them; or None.
     """
 
     tokens: torch.Tensor | None
     lengths: torch.Tensor | None
     scales: torch.Tensor | None = None
     pooled: torch.Tensor | None = None
-    host_lengths: np.ndarray | None = None
+    host_lengths: tuple[int, ...] | None = None
 
     @cached_property
     def embeddings(self) -> torch.Tensor | None:
@@ -82,7 +82,7 @@ def read_captions(tokens: CaptionTokens, caption_ids: np.ndarray, form: TextForm
         lengths=torch.from_numpy(lengths),
         scales=torch.from_numpy(gathered[1]) if len(gathered) == 2 else None,
         pooled=pooled,
-        host_lengths=lengths,
+        host_lengths=tuple(lengths.tolist()),
     )
 
 

@@ -605,7 +605,7 @@ def test_every_tensor_of_a_batch_is_held_while_a_gpu_copies_it(
     batch = replace(
         reader_of(label_store)[0],
         **{name: lent() for name in ("stored", "labels", "records", "draw_keys")},
-        texts={name: CaptionBatch(*[lent() for _ in fields(CaptionBatch)]) for name in ("", "clip")},
+        texts={name: CaptionBatch(lent(), lent(), lent(), lent(), (4, 4)) for name in ("", "clip")},
         features={"dino": FeatureBatch(*[lent() for _ in fields(FeatureBatch)])},
         stored_pictures={name: lent() for name in ("depth", "mask")},
     )

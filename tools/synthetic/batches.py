@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
 from ...datasets.batches.batch import Batch
@@ -58,7 +57,7 @@ def synthetic_batch(
         texts[one.name] = CaptionBatch(
             tokens=torch.randn(count, length, one.spec.width, device=device).half(),
             lengths=torch.full((count,), length, device=device),
-            host_lengths=np.full(count, length),
+            host_lengths=(length,) * count,
             pooled=torch.randn(count, one.spec.pooled_width, device=device).half() if one.spec.pooled_width else None,
         )
     classes = len(store.classes or ())

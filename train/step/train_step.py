@@ -118,7 +118,10 @@ def microbatches(size: int, world_size: int, limit: int) -> list[slice]:
 
 def caption_lengths(batch: Batch) -> np.ndarray | None:
     """(B,) tokens of each caption, on the host; None if there are several text encoders, or none."""
-    return next(iter(batch.texts.values())).host_lengths if len(batch.texts) == 1 and len(batch) else None
+    if len(batch.texts) != 1 or not len(batch):
+        return None
+    (text,) = batch.texts.values()
+    return None if text.host_lengths is None else np.array(text.host_lengths)
 
 
 def mean_tokens(lengths: np.ndarray, parts: Sequence[slice]) -> int:
