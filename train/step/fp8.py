@@ -1,4 +1,4 @@
-"""Linear layers of the blocks in FP8, by torchao: products of 8-bit floats, scaled anew at each use.
+"""Linear layers of the blocks in FP8, by torchao: products of 8-bit floats, scaled at each use.
 
 Weights, gradients and optimizer stay as they are and keep their names, so checkpoints do not depend on it.
 

@@ -189,7 +189,7 @@ def _blank(node: Any) -> Any:
 
 @contextlib.contextmanager
 def _uncached() -> Iterator[None]:
-    """Compile anew: a graph in torch's cache would not be scheduled."""
+    """Compile again: a graph in torch's cache would not be scheduled."""
     torch._dynamo.reset()
     try:
         with compiler.patch(force_disable_caches=True):

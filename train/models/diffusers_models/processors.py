@@ -20,8 +20,11 @@ def _project(attn: Any, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tens
         q, k, v = products(x, attn.to_q, attn.to_k, attn.to_v)
     else:
         q, (k, v) = attn.to_q(x), products(source, attn.to_k, attn.to_v)
-    q = q if attn.norm_q is None else attn.norm_q(q)
-    return q, k if attn.norm_k is None else attn.norm_k(k), v
+    return _normed(attn.norm_q, q), _normed(attn.norm_k, k), v
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
@@ -106,13 +109,11 @@ class JointProcessor:
         assert attention_mask is None
         x, heads = hidden_states, (attn.heads, -1)
         q, k, v = (y.unflatten(-1, heads).transpose(1, 2) for y in products(x, attn.to_q, attn.to_k, attn.to_v))
-        q = q if attn.norm_q is None else attn.norm_q(q)
-        k = k if attn.norm_k is None else attn.norm_k(k)
+        q, k = _normed(attn.norm_q, q), _normed(attn.norm_k, k)
         if encoder_hidden_states is not None:
             added = products(encoder_hidden_states, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
             text_q, text_k, text_v = (y.unflatten(-1, heads).transpose(1, 2) for y in added)
-            text_q = text_q if attn.norm_added_q is None else attn.norm_added_q(text_q)
-            text_k = text_k if attn.norm_added_k is None else attn.norm_added_k(text_k)
+            text_q, text_k = _normed(attn.norm_added_q, text_q), _normed(attn.norm_added_k, text_k)
             q, k, v = torch.cat([q, text_q], 2), torch.cat([k, text_k], 2), torch.cat([v, text_v], 2)
         attended = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v).transpose(1, 2).flatten(2)
         images = attn.to_out[1](attn.to_out[0](attended[:, : x.shape[1]]))
