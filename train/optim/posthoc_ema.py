@@ -66,15 +66,18 @@ def _numbers(profiles: Sequence[Profile]) -> tuple[list[int], list[float]]:
 
 
 def solve(stored: Sequence[Profile], wanted: Profile) -> tuple[np.ndarray, float]:
-    """Weights of stored averages whose sum is nearest to a wanted one.
+    """Weights of stored averages whose sum is nearest to a wanted one, divided by their total, as EDM2 does.
 
-    Returns: (len(stored),) float64, and the distance of the profiles, relative to the wanted one's norm.
+    Least squares alone gives a profile whose integral is not 1, which scales every weight of the model.
+
+    Returns: (len(stored),) float64 with sum 1, and the distance of the profiles, relative to the wanted one's norm.
     """
     if wanted in stored:
         return np.array([float(profile == wanted) for profile in stored]), 0.0
     gram, aim = products(stored, stored), products(stored, [wanted])[:, 0]
     norms = np.sqrt(gram.diagonal())  # unit profiles, so that no step's size hides another's
     weights = np.linalg.lstsq(gram / norms[:, None] / norms, aim / norms, rcond=SMALLEST)[0] / norms
+    weights /= weights.sum()
     square = products([wanted], [wanted])[0, 0]
     distance = weights @ gram @ weights - 2 * weights @ aim + square
     return weights, float(np.sqrt(max(0.0, distance) / square))

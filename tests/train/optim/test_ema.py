@@ -199,6 +199,28 @@ def test_a_stored_average_is_the_nearest_to_itself_by_the_equations_too() -> Non
     assert far > 0.9
 
 
+@pytest.mark.parametrize("steps", [(5,), (5, 10, 15, 20)])
+@pytest.mark.parametrize("length", [0.03, 0.075, 0.15, 0.2])
+def test_any_average_of_weights_that_never_change_is_these_weights(
+    steps: tuple[int, ...], length: float, tmp_path: Path
+) -> None:
+    weights = {"w": torch.randn(3, 4)}
+    groups = {"ema": {f"{each:g}/{name}": w for each in (0.05, 0.10) for name, w in weights.items()}, "model": {}}
+    for step in steps:
+        checkpoint.save(checkpoint.AVERAGE, tmp_path / "run", step, groups, {"lengths": [0.05, 0.10]})
+    made = combine(tmp_path / "run", length, tmp_path / "out")
+    torch.testing.assert_close(checkpoint.read(made.path).tensors("model", weights), weights)
+
+
+def test_the_reported_error_is_that_of_the_weights_that_are_used() -> None:
+    stored, wanted = [Profile(5, 0.05), Profile(5, 0.10)], Profile(5, 0.2)
+    weights, error = solve(stored, wanted)
+    t = (np.arange(200_000) + 0.5) / 200_000 * 5
+    profiles = [(g + 1) * t**g / 5 ** (g + 1) for g in (Power(p.length).exponent for p in [*stored, wanted])]
+    difference = weights[0] * profiles[0] + weights[1] * profiles[1] - profiles[2]
+    assert error == pytest.approx(np.linalg.norm(difference) / np.linalg.norm(profiles[2]), rel=1e-3)
+
+
 def test_an_earlier_step_uses_nothing_of_later_ones(walked: SimpleNamespace, tmp_path: Path) -> None:
     made = combine(walked.run, 0.10, tmp_path, step=200)
     assert (made.path.name, made.used) == ("snapshot-200", 1)
