@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-MODULATION = "adaLN_modulation"
+MODULATIONS = ("adaLN_modulation", "norm1.linear", "norm1_context.linear")  # of DiT, and of SD3's two streams
 IS_MUON = "muon"  # key of a group
 
 
@@ -64,5 +64,5 @@ def hidden_matrices(model: nn.Module) -> set[int]:
         id(module.weight)
         for block in getattr(model, "blocks", ())
         for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) and MODULATION not in name
+        if isinstance(module, nn.Linear) and not any(modulation in name for modulation in MODULATIONS)
     }

@@ -17,6 +17,7 @@ from leandit.datasets.batches.captions import CaptionBatch
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.format.schema import TextSpec
 from leandit.datasets.store import LatentStore
+from leandit.train.config import OptimizerSection
 from leandit.train.metrics.flops import forward_flops
 from leandit.train.models.activation_checkpointing import checkpoint_blocks
 from leandit.train.models.build import build_model
@@ -29,6 +30,7 @@ from leandit.train.models.diffusers_models.families import (
 )
 from leandit.train.models.diffusers_models.joint_denoiser import JointDenoiser
 from leandit.train.models.spec import ModelSpec, TextInput
+from leandit.train.optim.build import build_optimizer
 from leandit.train.run.model_for_store import check_sizes, model_spec
 from leandit.train.step.attention_kernels import attention_calls
 
@@ -78,6 +80,16 @@ def test_the_function_is_that_of_diffusers(more: dict[str, Any], size: tuple[int
         found = model(x, t, given)
     assert wanted.abs().max() > 0.1
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_muon_leaves_the_modulations_to_adamw() -> None:
+    model = build_model(SPEC, seed=0)
+    optimizer = build_optimizer(OptimizerSection(name="muon"), model)
+    by_muon = {id(p) for group in optimizer.param_groups if group["muon"] for p in group["params"]}
+    names = {name.removeprefix("net.") for name, p in model.named_parameters() if id(p) in by_muon}
+    assert not [name for name in names if "norm" in name]
+    streams = {"attn.to_q", "attn.add_q_proj", "attn2.to_q", "ff.net.2", "ff_context.net.0.proj"}
+    assert {f"transformer_blocks.0.{layer}.weight" for layer in streams} <= names
 
 
 def test_clips_stand_beside_each_other_before_t5_and_all_are_dropped_together() -> None:
