@@ -39,8 +39,8 @@ class ObjectiveSection(Section):
     """DiT: weight of the loss that drives the tokens of different images apart (dispersive loss: 0.5)."""
     dispersive_block: Count = 0
     """The block whose output disperses, from 1; 0: after a quarter of the depth."""
-    dispersive_temperature: Annotated[float, Field(gt=0)] = 0.5
-    """Of the dispersive loss."""
+    dispersive_temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of the dispersive loss; the published code has none, which is 1."""
 
     @model_validator(mode="after")
     def _keys_of_the_other_kind_are_not_set(self) -> ObjectiveSection:

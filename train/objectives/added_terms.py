@@ -37,7 +37,7 @@ def contrast(velocity: Tensor, target: Tensor) -> Tensor:
 def dispersion(tokens: Tensor, temperature: float) -> Tensor:
     """Logarithm of the mean similarity of all pairs of images, each with itself too: exp(-distance / temperature).
 
-    The squared distance is divided by the number of entries, as in the published code.
+    The squared distance is divided by the number of entries, and temperature 1 is the published code, which has none.
 
     Args:
       tokens: (B, T, E) output of a block.

@@ -47,6 +47,14 @@ def test_dispersion_is_the_log_of_the_mean_similarity_of_all_pairs(count: int) -
     torch.testing.assert_close(dispersion(tokens, 0.5), torch.full((count,), expected), rtol=1e-4, atol=1e-5)
 
 
+def test_the_default_dispersion_is_that_of_the_published_code() -> None:
+    tokens = random(5, 3, 4)
+    flat = tokens.flatten(1)
+    published = (-torch.cdist(flat, flat).square() / 12).exp().mean().log()  # there is no temperature
+    found = dispersion(tokens, ObjectiveSection().dispersive_temperature)
+    torch.testing.assert_close(found, published.expand(5).float(), rtol=1e-4, atol=1e-5)
+
+
 def test_what_all_images_share_does_not_round_their_distances_away() -> None:
     tokens = random(5, 3, 4).float()
     torch.testing.assert_close(dispersion(tokens + 10_000, 0.5), dispersion(tokens, 0.5), rtol=1e-2, atol=0)
