@@ -176,24 +176,32 @@ def lasting_source(source: str) -> str:
 
 
 def class_map_warning(source: str, num_classes: int, classes: Sequence[str]) -> str | None:
-    """A warning if published weights have ImageNet's labels and the store has other labels, else None.
+    """A warning if the store has other labels than the weights have learned, else None.
+
+    A run has learned the classes of its store; published weights of 1000 classes those of ImageNet. A class of the store
+    that is named by its own number fits any.
 
     Args:
       num_classes: of the model.
       classes: of the store, in order of its labels.
     """
     wnids = list(imagenet_names())
-    if num_classes != len(wnids) or read_snapshot(source):
-        return None
-    differing = [i for i, name in enumerate(classes) if name not in (wnids[i], str(i))]
-    if not differing:
+    if snapshot := read_snapshot(source):
+        learned, whose = snapshot.state["classes"] or [], "another store's"
+    else:
+        learned, whose = wnids if num_classes == len(wnids) else [], "ImageNet's"
+    known = dict(enumerate(learned))
+    differing = [i for i, name in enumerate(classes) if name not in (known.get(i), str(i))]
+    if not learned or not differing:
         return None
     label, name = differing[0], classes[differing[0]]
-    known_label = f", ImageNet's label {wnids.index(name)}" if name in wnids else ""
+    was = f"it learned as '{known[label]}'" if label in known else "it has not learned"
+    known_label = f"; it learned '{name}' as label {learned.index(name)}" if name in learned else ""
     return (
-        f"model.init_from '{source}' has learned ImageNet's 1000 labels, {len(differing)} of the store's "
-        f"{len(classes)} differ: labels are positions of sorted class names, so label {label} is '{name}'{known_label}"
-        ". For ImageNet's own labels use a store of all classes; data.labels chooses which of them train."
+        f"model.init_from '{source}' has learned {whose} {len(learned)} labels, {len(differing)} of this store's "
+        f"{len(classes)} differ: labels are positions of sorted class names, so '{name}' is label {label}, which {was}"
+        f"{known_label}. To keep the labels it has learned, use a store of all these classes; data.labels chooses which "
+        "of them train."
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from making import CPU, train_recipe
+from making import CPU, label_recipe, make_class_folder, train_recipe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -357,9 +357,12 @@ def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(tmp_p
         assert class_map_warning(source, 1000, same) is None
     subset = [wnids[0], wnids[207], wnids[360]]
     warning = class_map_warning(source, 1000, subset) or ""
-    assert f"label 1 is '{wnids[207]}', ImageNet's label 207" in warning
-    assert "2 of the store's 3" in warning
-    assert "label 0 is 'cat'." in (class_map_warning(source, 1000, ["cat", "dog"]) or "")
+    assert "ImageNet's 1000 labels, 2 of this store's 3 differ" in warning
+    assert f"'{wnids[207]}' is label 1, which it learned as '{wnids[1]}'" in warning
+    assert f"it learned '{wnids[207]}' as label 207." in warning
+    assert f"'cat' is label 0, which it learned as '{wnids[0]}'." in (
+        class_map_warning(source, 1000, ["cat", "dog"]) or ""
+    )
     assert class_map_warning(source, 3, subset) is None
 
 
@@ -369,4 +372,31 @@ def test_a_run_warns_of_other_labels_than_its_official_weights_have(label_store:
     recipe = train_recipe("dit-s-4", "model.num_classes=1000", f"model.init_from={tmp_path / 'first.pt'}")
     warnings: list[str] = []
     prepare(recipe, [label_store], CPU, warnings.append)
-    assert any("label 0 is 'n000'" in warning for warning in warnings)
+    assert any("'n000' is label 0" in warning for warning in warnings)
+
+
+def test_a_run_warns_of_other_labels_than_those_of_the_run_that_it_begins_with(
+    label_store: LatentStore, encode: Callable[..., Any], tmp_path: Path
+) -> None:
+    first = tmp_path / "first"
+    recipe = train_recipe("dit-s-4", "run.steps=1")
+    train(recipe, store_path=label_store.path, run=first, device=CPU, report=print, stop=StopRequest())
+
+    def warnings_of(*classes: str) -> list[str]:
+        folder = make_class_folder(tmp_path / "-".join(classes), classes=len(classes), per_class=2)
+        for old, new in zip(sorted(folder.iterdir()), classes, strict=True):
+            old.rename(folder / f"new-{new}")
+        for path in folder.iterdir():
+            path.rename(folder / path.name.removeprefix("new-"))
+        encode(label_recipe(), folder, store := folder.with_suffix(".store"))
+        tuned, said = train_recipe("dit-s-4", "model.num_classes=3", f"model.init_from={first}"), list[str]()
+        prepare(tuned, [LatentStore(store)], CPU, said.append)
+        return [warning for warning in said if "labels" in warning]
+
+    assert warnings_of("n000", "n001") == []
+    assert warnings_of("0", "1") == []
+    (warning,) = warnings_of("cat", "n000")
+    assert f"'{first}' has learned another store's 3 labels, 2 of this store's 2 differ" in warning
+    assert "'cat' is label 0, which it learned as 'n000'." in warning
+    (warning,) = warnings_of("n000", "n002")
+    assert "'n002' is label 1, which it learned as 'n001'; it learned 'n002' as label 2." in warning
