@@ -45,15 +45,21 @@ def from_lightningdit(weights: Mapping[str, Tensor], spec: ModelSpec, source: st
     are rotated in pairs of neighbours there, rows first; here in pairs of halves, columns first. A permutation of both
     changes no product of the two.
 
-    Raises: RunError: the model has not the options of LightningDiT, which no tensor tells apart.
+    Only its RMS norms have gains, so a file without them is of one with layer norms.
+
+    Raises: RunError: the model has other norms or positions, or its modulations no shift.
     """
-    if not any(name.startswith("feat_rope.") or name.endswith("norm1.weight") for name in weights):
-        return dict(weights)
+    _check_shift(weights, source)
     has_rotation = any(name.startswith("feat_rope.") for name in weights)
-    if spec.options.norm != "rms" or spec.options.positions != ("both" if has_rotation else "sincos"):
+    has_gains = any(name.endswith("norm1.weight") for name in weights)
+    if not has_rotation and not has_gains:
+        return dict(weights)
+    norm, positions = "rms" if has_gains else "layer", "both" if has_rotation else "sincos"
+    if (spec.options.norm, spec.options.positions) != (norm, positions):
         raise RunError(
-            f"model.init_from '{source}': a LightningDiT. Use --set model.norm=rms --set model.time=to_data --set "
-            f"model.positions={'both' if has_rotation else 'sincos'}, as the recipe lightningdit-xl-1-256."
+            f"model.init_from '{source}': a LightningDiT with {'RMS' if has_gains else 'layer'} norms and "
+            f"{'rotary' if has_rotation else 'added'} positions. Use --set model.norm={norm} --set "
+            f"model.positions={positions} --set model.time=to_data; the recipe lightningdit-xl-1-256 has the rest."
         )
     num_heads = size_of(spec.name)[2]
     converted = {name: tensor for name, tensor in weights.items() if not name.startswith("feat_rope.")}
@@ -65,6 +71,16 @@ def from_lightningdit(weights: Mapping[str, Tensor], spec: ModelSpec, source: st
         elif has_rotation and ".attn." in name and module.endswith(("qkv", "q_norm", "k_norm")):
             converted[name] = _in_our_order(converted[name], num_heads, fused=module.endswith("qkv"))
     return converted
+
+
+def _check_shift(weights: Mapping[str, Tensor], source: str) -> None:
+    """Raise RunError if the modulations of a block are scale and gate alone (LightningDiT's ``wo_shift``)."""
+    modulation, embedding = weights.get("blocks.0.adaLN_modulation.1.bias"), weights.get("x_embedder.proj.bias")
+    if modulation is not None and embedding is not None and len(modulation) == 4 * len(embedding):
+        raise RunError(
+            f"model.init_from '{source}': a LightningDiT with wo_shift = true, whose blocks have modulations of 4 "
+            "vectors, scale and gate. Only blocks with 6 are supported: shift, scale and gate (wo_shift = false)."
+        )
 
 
 def _fold_gain(weights: dict[str, Tensor], parent: str, gain: Tensor, scale: int) -> None:

@@ -178,8 +178,8 @@ def lasting_source(source: str) -> str:
 def class_map_warning(source: str, num_classes: int, classes: Sequence[str]) -> str | None:
     """A warning if the store has other labels than the weights have learned, else None.
 
-    A run has learned the classes of its store; published weights of 1000 classes those of ImageNet. A class of the store
-    that is named by its own number fits any.
+    A run has learned the classes of its store; published weights of 1000 classes those of ImageNet. A class of the
+    store that is named by its own number fits any.
 
     Args:
       num_classes: of the model.
@@ -200,8 +200,8 @@ def class_map_warning(source: str, num_classes: int, classes: Sequence[str]) -> 
     return (
         f"model.init_from '{source}' has learned {whose} {len(learned)} labels, {len(differing)} of this store's "
         f"{len(classes)} differ: labels are positions of sorted class names, so '{name}' is label {label}, which {was}"
-        f"{known_label}. To keep the labels it has learned, use a store of all these classes; data.labels chooses which "
-        "of them train."
+        f"{known_label}. To keep the labels it has learned, use a store of all these classes; data.labels chooses "
+        "which of them train."
     )
 
 

@@ -43,6 +43,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "S", (DEPTH, WIDTH, HEADS))
 
 
+LIGHTNING_LAYER = LIGHTNING.model_copy(
+    update={"options": LIGHTNING.options.model_copy(update={"norm": "layer"})}  # use_rmsnorm = false
+)
+
+
 def published(spec: ModelSpec, *, lightning: bool, qk_norm: bool = False) -> dict[str, Tensor]:
     """Random weights in the published layout, of both models with 2C outputs or C."""
     patch = int(spec.name[-1])
@@ -77,8 +82,9 @@ def published(spec: ModelSpec, *, lightning: bool, qk_norm: bool = False) -> dic
     side = spec.base_size // patch
     weights["pos_embed"] = positions(side)[None]
     if lightning:
-        gains = [f"blocks.{i}.{norm}" for i in range(DEPTH) for norm in ("norm1", "norm2")]
-        weights |= {f"{name}.weight": 1 + random(WIDTH, scale=0.3) for name in [*gains, "final_layer.norm_final"]}
+        if spec.options.norm == "rms":
+            gains = [f"blocks.{i}.{norm}" for i in range(DEPTH) for norm in ("norm1", "norm2")]
+            weights |= {f"{name}.weight": 1 + random(WIDTH, scale=0.3) for name in [*gains, "final_layer.norm_final"]}
         angles = neighbour_angles(side)
         weights |= {"feat_rope.freqs_cos": angles.cos().float(), "feat_rope.freqs_sin": angles.sin().float()}
     if qk_norm:
@@ -160,8 +166,8 @@ def velocity_to_data(weights: dict[str, Tensor], spec: ModelSpec, x: Tensor, t: 
 
 @pytest.mark.parametrize(
     ("spec", "lightning", "qk_norm"),
-    [(SIT, False, False), (LIGHTNING, True, False), (LIGHTNING, True, True)],
-    ids=["SiT", "LightningDiT", "LightningDiT with QK-norm"],
+    [(SIT, False, False), (LIGHTNING, True, False), (LIGHTNING, True, True), (LIGHTNING_LAYER, True, False)],
+    ids=["SiT", "LightningDiT", "LightningDiT with QK-norm", "LightningDiT with layer norms"],
 )
 @torch.no_grad()
 def test_a_published_checkpoint_gives_the_published_velocity(
@@ -182,10 +188,25 @@ def test_a_published_checkpoint_gives_the_published_velocity(
     torch.testing.assert_close(-ours.double(), theirs, rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize(("norm", "positions"), [("rms", "rope"), ("layer", "both")])
-def test_a_lightningdit_without_its_options_is_refused(norm: Any, positions: Any, tmp_path: Path) -> None:
-    torch.save(published(LIGHTNING, lightning=True), tmp_path / "published.pt")
+@pytest.mark.parametrize(
+    ("learned", "norm", "positions"),
+    [(LIGHTNING, "rms", "rope"), (LIGHTNING, "layer", "both"), (LIGHTNING_LAYER, "rms", "both")],
+)
+def test_a_lightningdit_without_its_options_is_refused(
+    learned: ModelSpec, norm: Any, positions: Any, tmp_path: Path
+) -> None:
+    torch.save(published(learned, lightning=True), tmp_path / "published.pt")
     options = DiTOptions(time="to_data", mlp="swiglu", norm=norm, positions=positions)
     spec = LIGHTNING.model_copy(update={"options": options})
-    with pytest.raises(RunError, match=r"LightningDiT.*model\.norm=rms.*model\.positions=both"):
+    with pytest.raises(RunError, match=rf"LightningDiT.*model\.norm={learned.options.norm} .*model\.positions=both"):
+        initial_weights(str(tmp_path / "published.pt"), build_model(spec, seed=0), spec)
+
+
+@pytest.mark.parametrize("spec", [LIGHTNING, LIGHTNING_LAYER])
+def test_a_lightningdit_without_shifts_is_refused(spec: ModelSpec, tmp_path: Path) -> None:
+    weights = published(spec, lightning=True)
+    for name in [name for name in weights if name.startswith("blocks.") and "adaLN" in name]:
+        weights[name] = weights[name][: 4 * WIDTH].clone()
+    torch.save(weights, tmp_path / "published.pt")
+    with pytest.raises(RunError, match=r"wo_shift = true.* 4 vectors.*Only blocks with 6"):
         initial_weights(str(tmp_path / "published.pt"), build_model(spec, seed=0), spec)
