@@ -56,6 +56,8 @@ class LoraSection(Section):
     """The product is multiplied by alpha / rank; 0: as rank, by one."""
     targets: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Ends of the names of the linear layers that get adapters; empty: queries, keys, values, outputs of attention."""
+    ema_decay: Share = 0.99
+    """Largest decay of the averaged adapters, which train for fewer steps than a model: run.ema_decay, up to this."""
 
     @model_validator(mode="after")
     def _keys_of_adapters_have_a_rank(self) -> LoraSection:
@@ -129,6 +131,9 @@ class EmaSection(Section):
 
     kind: Literal["exponential", "power"] = "exponential"
     """"exponential": run.ema_decay at each step. "power": longer as the run grows, with any length to choose later."""
+    warmup: bool = True
+    """Of "exponential": the decay of update n is at most (1 + n) / (10 + n), so that a short run's average is of
+    about its last tenth; false: run.ema_decay from the first update on, as most papers have it."""
     lengths: Annotated[list[Annotated[float, Field(gt=0, lt=0.28)]], Field(min_length=1)] = Field(default=[0.05, 0.10])
     """Of "power": an average for each, its standard deviation as a share of the run; snapshots hold the first."""
     keep_every: Count = 0
@@ -256,6 +261,11 @@ class TrainRecipe(Section):
         """The learning rate that the schedule starts from, scaled to the batch as PixArt's and Sana's ``auto_lr``."""
         base = self.optimizer.lr_base_batch
         return self.optimizer.lr * (math.sqrt(self.run.global_batch / base) if base else 1.0)
+
+    @property
+    def ema_decay(self) -> float:
+        """The decay that the averages of ema.kind = "exponential" reach."""
+        return min(self.run.ema_decay, self.lora.ema_decay) if self.lora.rank else self.run.ema_decay
 
     @property
     def takes_captions(self) -> bool:

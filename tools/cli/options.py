@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -104,6 +105,16 @@ Run = Annotated[Path, typer.Argument(parser=read_path, metavar="RUN", help="Run,
 LocalStore = Annotated[Path, typer.Argument(parser=written_path, metavar="STORE", help="Folder of the store.")]
 AnyStore = Annotated[str, typer.Argument(parser=path_or_url, metavar="STORE", help="Store: a folder, or a URL.")]
 Base = Annotated[str, typer.Option(help="Where the weights lie now that the adapters of a run were trained on.")]
+
+
+class WeightsName(StrEnum):
+    """Values of ``--weights``."""
+
+    averaged = "averaged"
+    raw = "raw"
+
+
+Weights = Annotated[WeightsName, typer.Option(help="Of a run: averaged, or raw as the newest checkpoint has them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

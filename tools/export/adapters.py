@@ -37,13 +37,13 @@ def check_adapters(snapshot: Snapshot, *, merged: bool, encoders: bool) -> bool:
 
 
 def adapter_files(snapshot: Snapshot) -> Files:
-    """The averaged adapters, float32, with rank and alpha."""
+    """The adapters, float32, with rank and alpha."""
     spec = snapshot.spec.adapter
     assert spec is not None
     config = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": list(spec.targets)}
     tensors = {
         name.removeprefix("net.").replace(f".{ADAPTER}.", "."): tensor
-        for name, tensor in checkpoint.read(snapshot.path).read(checkpoint.MODEL).items()
+        for name, tensor in checkpoint.read(snapshot.weights_path).read(checkpoint.MODEL).items()
     }
     if pipeline_loads(snapshot):
         prefixed = {PIPELINE_PREFIX + name: tensor for name, tensor in tensors.items()}

@@ -24,7 +24,7 @@ from ...train.models.diffusers_models.families import family_of
 from ...train.models.dit import size_of
 from ...train.models.layers import DiTOptions
 from ...train.sampling.schedulers import pipeline_scheduler
-from ...train.sampling.snapshot import Snapshot, load_snapshot, text_encoders
+from ...train.sampling.snapshot import Snapshot, Weights, load_snapshot, text_encoders
 from ...train.weights.dit_checkpoints import official_bytes, to_diffusers
 from ...train.weights.folders import RECIPE
 from .adapters import adapter_files, adapter_notes, check_adapters
@@ -51,8 +51,9 @@ def export(
     text: str | None = None,
     merged: bool = False,
     base: str = "",
+    weights: Weights = "averaged",
 ) -> dict:
-    """Write the averaged weights of a run for other programs; the folder appears complete or not at all.
+    """Write the weights of a run for other programs; the folder appears complete or not at all.
 
     Args:
       run: or a folder that ``leandit average`` has made.
@@ -62,12 +63,13 @@ def export(
       vae, text: their current location: folder or hub id.
       merged: of a run with adapters: its model with the adapters merged into the weights, instead of the adapters.
       base: current location of the weights that the adapters were trained on.
+      weights: averaged or raw.
     Returns: what was written, as plain values.
     Raises: RunError: the layout cannot hold the model, or the folder exists; EncoderError: an encoder cannot be found.
     """
     if out.exists():
         raise RunError(f"folder '{out}': it already exists. Give another --out.")
-    snapshot = load_snapshot(run, torch.device("cpu"), step, frozen=base)
+    snapshot = load_snapshot(run, torch.device("cpu"), step, frozen=base, weights=weights)
     kind: str = layout
     if layout == "official":
         check_official(snapshot, encoders=encoders)
@@ -79,6 +81,7 @@ def export(
         check_diffusers(snapshot)
         copies = encoder_folders(snapshot, vae, text) if encoders else {}
         files, notes = diffusers_files(snapshot, copies), departures(snapshot)
+    notes = [*([snapshot.warning] if snapshot.warning else []), *notes]
     out.parent.mkdir(parents=True, exist_ok=True)
     sweep_strays(out.parent)
     recipe = (run / RECIPE).read_text() if (run / RECIPE).is_file() else None
@@ -87,6 +90,7 @@ def export(
     return {
         "snapshot": snapshot.path.name,
         "step": snapshot.step,
+        "weights": snapshot.weights,
         "format": kind,
         "pipeline": pipeline_class(snapshot) if layout == "diffusers" else None,
         "files": sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()),

@@ -130,7 +130,7 @@ def with_card(files: Files, snapshot: Snapshot, layout: Format, notes: list[str]
 def card(snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | None) -> str:
     """The model card."""
     described = {"layout": layout if layout == "official" else f"diffusers, for {pipeline_class(snapshot)}"}
-    described |= model_rows(snapshot.state, snapshot.spec, snapshot.path.name)
+    described |= model_rows(snapshot.state, snapshot.spec, f"{snapshot.weights}, {snapshot.weights_path.name}")
     head = "---\nlibrary_name: diffusers\n---\n\n" if layout == "diffusers" else ""
     note_lines = "".join(f"\n- {note}" for note in notes)
     trained = f"\n## Recipe\n\n```toml\n{recipe.strip()}\n```\n" if recipe else ""
@@ -140,16 +140,16 @@ def card(snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | Non
     )
 
 
-def model_rows(state: Mapping[str, Any], spec: ModelSpec, snapshot: str) -> dict[str, Any]:
+def model_rows(state: Mapping[str, Any], spec: ModelSpec, weights: str) -> dict[str, Any]:
     """Rows of a card: the model, its training and its encoders.
 
     Args:
       state: of the snapshot.
-      snapshot: name of its folder.
+      weights: which they are, and the name of their folder.
     """
     described = {
         "model": spec.name,
-        "weights": f"averaged, {snapshot}",
+        "weights": weights,
         "steps": state["step"],
         "objective": objective_words(state["objective"]),
         "root hash of the store": ", ".join(map(str, state.get("root_hashes") or [None])),

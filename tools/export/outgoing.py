@@ -150,7 +150,7 @@ def outgoing_run(run: Path, hub: HubRepository, terms: Terms, *, as_pipeline: bo
         for name, entry in saved.files.items():
             files.append(OutgoingFile(f"{saved.path.name}/{name}", saved.path / name, entry.xxh3_128))
         loading, notes = ("python", _LOAD_RUN.format(arguments=_arguments(hub))), list[str]()
-    described = model_rows(state, ModelSpec.model_validate(state["spec"]), saved.path.name)
+    described = model_rows(state, ModelSpec.model_validate(state["spec"]), f"averaged, {saved.path.name}")
     card = run_card(hub.name, described, terms, loading=loading, notes=notes, recipe=recipe, is_pipeline=as_pipeline)
     files.append(OutgoingFile(CARD, card.encode()))
     files += [OutgoingFile(TRAIN_RECIPE, recipe.encode())] if recipe else []

@@ -26,7 +26,7 @@ from ...train.models.conditioning import Conditioning
 from ...train.optim.loss_scale import autocast_dtype
 from ...train.sampling.guided import Solver, draw_latents
 from ...train.sampling.schedulers import Sampler, choose_sampler
-from ...train.sampling.snapshot import Snapshot, load_snapshot
+from ...train.sampling.snapshot import Snapshot, Weights, load_snapshot
 from ..inspection.contact_sheet import gives_zero_to_one, load_decoder
 from ..inspection.grid import COLUMNS, Cell, draw_sheet
 from .captions import Captions
@@ -58,6 +58,7 @@ class SampleRequest:
       recipe, encoders: names or paths of a train and a precompute recipe, for a published checkpoint instead of a run.
       compiled: torch.compile the model's blocks; None: where it pays (``compiles``).
       base: where the weights lie that the adapters of a run were trained on; empty: where they were.
+      weights: of the run, averaged or raw.
     """
 
     labels: Sequence[int | str] = ()
@@ -76,6 +77,7 @@ class SampleRequest:
     encoders: str = ""
     compiled: bool | None = None
     base: str = ""
+    weights: Weights = "averaged"
 
     @property
     def num_subjects(self) -> int:
@@ -111,7 +113,7 @@ class Generator:
 
     Args:
       request: with class indexes for labels.
-      warning: for the user, if the decoder is not the VAE that made the store.
+      warning: for the user, if the average is young, or the decoder is not the VAE that made the store.
     """
 
     snapshot: Snapshot
@@ -131,6 +133,7 @@ class Generator:
         return {
             "snapshot": self.snapshot.path.name,
             "step": self.snapshot.step,
+            "weights": self.snapshot.weights,
             "bucket": self.bucket,
             "sampler": self.sampler,
             "guidance": self.request.guidance,
@@ -154,7 +157,8 @@ def open_generator(
     bucket = choose_bucket(snapshot, request)
     sampler = choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
     decoder = load_decoder(snapshot.state["vae"]["model"], vae, device)
-    return Generator(snapshot, request, decoder, bucket, sampler, check_decoder(snapshot, decoder))
+    warnings = [warning for warning in (snapshot.warning, check_decoder(snapshot, decoder)) if warning]
+    return Generator(snapshot, request, decoder, bucket, sampler, "; ".join(warnings) or None)
 
 
 def sample(
@@ -191,7 +195,10 @@ def sample(
 
 def _load_model(run: Path, request: SampleRequest, device: torch.device, vae: str | None, text: str | None) -> Snapshot:
     if not (request.recipe or request.encoders):
-        return load_snapshot(run, device, compiled=bool(request.compiled), frozen=request.base)
+        how = {"compiled": bool(request.compiled), "frozen": request.base, "weights": request.weights}
+        return load_snapshot(run, device, **how)
+    if request.weights == "raw":
+        raise RecipeError("--weights raw: only a run has them. Leave it out for a published checkpoint.")
     if not (request.recipe and request.encoders):
         raise RecipeError(
             "a published checkpoint needs --recipe (of its model, as 'dit-xl-2-256') and --encoders (of its VAE and "

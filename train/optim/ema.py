@@ -1,7 +1,7 @@
 """Moving averages of the weights, in float32.
 
-The decay of an update depends on the step alone; a skipped update does not change the averages. Averages are sharded
-like their parameters.
+The decay of an update depends on its step alone, so it is the same with every strategy and after a resume; a skipped
+update does not change the averages. Averages are sharded like their parameters.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..config import TrainRecipe
+
+NEGLIGIBLE = 1e-3
 
 
 class Rule(Protocol):
@@ -33,13 +35,20 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Exponential:
-    """The same decay at each step."""
+    """The same decay at each step, after a warm-up if there is one.
+
+    Args:
+      warmup: the decay of update n is at most (1 + n) / (10 + n), so that a young average covers about the last tenth
+        of the run and soon forgets where it began.
+    Source: of the warm-up, TensorFlow's ``ExponentialMovingAverage`` with ``num_updates``.
+    """
 
     decay: float
     prefix: str = ""
+    warmup: bool = False
 
     def kept(self, step: int) -> float:
-        return self.decay
+        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,16 @@ class Power:
 
     def kept(self, step: int) -> float:
         return (1 - 1 / step) ** (self.exponent + 1)
+
+
+def first_share(rule: Rule, steps: int) -> float:
+    """Share of an average after some updates that is still the weights that it began with; 0 below a thousandth."""
+    share = 1.0
+    for step in range(1, steps + 1):
+        share *= rule.kept(step)
+        if share < NEGLIGIBLE:
+            return 0.0
+    return share
 
 
 class HasParameters(Protocol):
@@ -126,5 +145,5 @@ def local(tensor: Tensor) -> Tensor:
 def build_rules(recipe: TrainRecipe) -> list[Rule]:
     """The averages of a recipe."""
     if recipe.ema.kind == "exponential":
-        return [Exponential(recipe.run.ema_decay)]
+        return [Exponential(recipe.ema_decay, warmup=recipe.ema.warmup)]
     return [Power(length) for length in recipe.ema.lengths]

@@ -137,8 +137,12 @@ def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: 
 
     Raises: RunError: naming the settings that differ.
     """
-    # A key that is newer than the run has its default, which keeps the old behaviour.
+    # A key that is newer than the run has its default, which keeps the old behaviour, or else what it did.
     defaults = TrainRecipe().model_dump()
+    if recipe.ema.kind == "exponential":
+        defaults["ema"]["warmup"] = False
+    if recipe.lora.rank:
+        defaults["lora"]["ema_decay"] = 1.0
     then = manifest.recipe | {name: keys | manifest.recipe.get(name, {}) for name, keys in defaults.items()}
     stored = flatten({"spec": manifest.spec.model_dump(), "recipe": then})
     current = flatten({"spec": spec.model_dump(), "recipe": recipe.model_dump()})

@@ -23,11 +23,21 @@ from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import DamageError, RunError
 from ...datasets.recipe import to_toml
 from ..models.spec import ModelSpec
-from ..optim.ema import build_rules
+from ..optim.ema import build_rules, first_share
 from ..parallel.watchdog import Watchdog
 from ..step.attention_kernels import has_flash3
 from ..weights import checkpoint
-from ..weights.checkpoint import AVERAGE, CHECKPOINT, EMA, MODEL, NULL_CAPTION, OPTIMIZER, SNAPSHOT, CheckpointDamage
+from ..weights.checkpoint import (
+    AVERAGE,
+    CHECKPOINT,
+    EMA,
+    FIRST_SHARE,
+    MODEL,
+    NULL_CAPTION,
+    OPTIMIZER,
+    SNAPSHOT,
+    CheckpointDamage,
+)
 from ..weights.folders import RECIPE, RUN
 from ..weights.merging import FrozenWeights
 from .data import buckets_at
@@ -240,9 +250,10 @@ def capture(
     if averages or (resumable and recipe.ema.kind == "power" and not recipe.ema.keep_every):
         folders.append(Folder(AVERAGE, rest | {EMA: groups[EMA]}, extra | {"lengths": recipe.ema.lengths}))
     if resumable:
-        prefix = build_rules(recipe)[0].prefix
+        rule = build_rules(recipe)[0]
+        prefix, young = rule.prefix, {FIRST_SHARE: first_share(rule, state.step)}
         first = {name.removeprefix(prefix): t for name, t in groups[EMA].items() if name.startswith(prefix)}
-        folders.append(Folder(SNAPSHOT, rest | {MODEL: rest[MODEL] | first}, extra))
+        folders.append(Folder(SNAPSHOT, rest | {MODEL: rest[MODEL] | first}, extra | young))
         folders.append(Folder(CHECKPOINT, groups, _progress(state, groups).model_dump()))
     return Captured(state.step, folders, staging.copied())
 

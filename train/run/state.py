@@ -20,9 +20,11 @@ from ..models.build import patch_of
 from ..models.diffusers_models.adapters import trained_parameters
 from ..models.diffusers_models.families import family_of
 from ..models.spec import ModelSpec
+from ..optim.ema import build_rules, first_share
 from ..parallel.ranks import ALONE, Ranks
 from ..step.learner import Learner, build_learner
-from ..weights.sources import class_map_warning, scale_warning
+from ..weights.checkpoint import YOUNG
+from ..weights.sources import class_map_warning, scale_warning, young_warning
 from .data import buckets_at, build_loader
 from .model_for_store import model_for_stores
 from .texts_for_store import null_captions
@@ -70,8 +72,9 @@ def prepare(
         warn(warning)
     loader = build_loader(recipe, stores, spec, device, warn, ranks, statistics)
     latent = loader.dataset.reader.latent_specs[0]
-    if source and (warning := scale_warning(source, latent)):
-        warn(warning)
+    for warning in (scale_warning(source, latent), young_warning(source)) if source else ():
+        if warning:
+            warn(warning)
     null, null_pooled = null_captions(spec, store)
     learner = build_learner(
         recipe,
@@ -138,7 +141,7 @@ def snapshot_state(
 
 
 def origin_lines(state: TrainState, run: Path) -> Iterator[str]:
-    """Lines on the first weights, what was converted of them, what trains, and a warm-up that the run does not end."""
+    """Lines on the first weights, what was converted of them, what trains, and what takes longer than the run."""
     recipe, steps = state.recipe, state.recipe.run.steps
     if state.step:
         yield f"run '{run}' resumes after step {state.step}"
@@ -157,6 +160,11 @@ def origin_lines(state: TrainState, run: Path) -> Iterator[str]:
         yield (
             f"schedule.warmup_steps {warmup}: the learning rate rises until then, the run ends at step {steps}, so it "
             "may seem not to learn. For a short test --set schedule.warmup_steps=0"
+        )
+    if (share := first_share(build_rules(recipe)[0], steps)) > YOUNG:
+        yield (
+            f"run.ema_decay {recipe.ema_decay:g}: the average is longer than the run, at its end {share:.0%} of it is "
+            "still what the run began with, and so are snapshots and pictures. For a short run --set ema.warmup=true"
         )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -23,17 +23,21 @@ from ..parallel.build import compile_blocks
 from ..step.learner import COMPILED_CAPTION_STEP
 from ..weights import checkpoint
 from ..weights.checkpoint import MODEL, NULL_CAPTION
+from ..weights.folders import CHECKPOINT, SNAPSHOT, steps
 from ..weights.init_from import merged_weights
+
+Weights = Literal["averaged", "raw"]
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Averaged weights, ready to sample.
+    """The weights of a run, ready to sample.
 
     Args:
       model: in evaluation mode, on its device; adapters are merged into its weights.
       state: the rest of what was saved (encoders, classes, buckets).
       weights_hash: XXH3-128 of the file that the weights were read from.
+      weights: "averaged", or those of the checkpoint of the same step.
     """
 
     path: Path
@@ -46,6 +50,17 @@ class Snapshot:
     conditioner: Conditioner
     state: dict
     weights_hash: str = ""
+    weights: Weights = "averaged"
+
+    @property
+    def weights_path(self) -> Path:
+        """The folder that the weights were read from."""
+        return self.path if self.weights == "averaged" else self.path.with_name(f"{CHECKPOINT}-{self.step}")
+
+    @property
+    def warning(self) -> str | None:
+        """For the user, if the average is still much of what the run began with."""
+        return checkpoint.young_average(self.path, self.state) if self.weights == "averaged" else None
 
     @property
     def class_names(self) -> ClassNames:
@@ -54,7 +69,13 @@ class Snapshot:
 
 
 def load_snapshot(
-    run: Path, device: torch.device, step: int = 0, *, compiled: bool = False, frozen: str = ""
+    run: Path,
+    device: torch.device,
+    step: int = 0,
+    *,
+    compiled: bool = False,
+    frozen: str = "",
+    weights: Weights = "averaged",
 ) -> Snapshot:
     """Load a snapshot of a run.
 
@@ -62,15 +83,28 @@ def load_snapshot(
       step: of the snapshot; 0: the newest.
       compiled: the blocks go through torch.compile.
       frozen: where the weights lie that the adapters of the run were trained on; empty: where they were.
+      weights: "averaged", or "raw": those that were trained, of a step whose checkpoint is still there.
     Raises: RunError: there is none, or its state is not valid; DamageError.
     """
-    paths = checkpoint.find(checkpoint.SNAPSHOT, run)
-    if not paths:
+    snapshots = dict(steps(SNAPSHOT, run))
+    if not snapshots:
         raise RunError(f"run '{run}': there is no snapshot. Train first: a checkpoint makes one too.")
-    snapshots = {int(path.name.partition("-")[2]): path for path in paths}
+    wanted = SNAPSHOT
+    if weights == "raw":
+        checkpoints, wanted = dict(steps(CHECKPOINT, run)), CHECKPOINT
+        snapshots = {at: path for at, path in snapshots.items() if at in checkpoints}
+        if not snapshots:
+            raise RunError(
+                f"run '{run}': it has no checkpoint, which alone has raw weights. Use the averaged ones, or the folder "
+                "that the run was trained in."
+            )
     if step and step not in snapshots:
-        raise RunError(f"run '{run}': no snapshot of step {step}; there are {', '.join(map(str, snapshots))}.")
-    saved = checkpoint.read(snapshots[step or max(snapshots)])
+        raise RunError(f"run '{run}': no {wanted} of step {step}; there are {', '.join(map(str, sorted(snapshots)))}.")
+    saved = source = checkpoint.read(snapshots[step or max(snapshots)])
+    if weights == "raw":
+        source = replace(
+            checkpoint.read(saved.path.with_name(f"{CHECKPOINT}-{saved.state['step']}")), state=saved.state
+        )
     try:
         spec = ModelSpec.model_validate(saved.state["spec"])
         objective = ObjectiveSection.model_validate(saved.state["objective"])
@@ -80,9 +114,9 @@ def load_snapshot(
         raise RunError(f"snapshot '{saved.path}': its state is not valid ({error}).") from error
     model = build_model(spec.plain, seed=0)
     if spec.adapter:
-        model.load_state_dict(merged_weights(saved, model, spec, frozen))
+        model.load_state_dict(merged_weights(source, model, spec, frozen))
     else:
-        model.load_state_dict(saved.tensors(MODEL, model.state_dict()))
+        model.load_state_dict(source.tensors(MODEL, model.state_dict()))
     null = _null_caption(saved, spec, text)
     return Snapshot(
         path=saved.path,
@@ -99,7 +133,8 @@ def load_snapshot(
             null_pooled=null["pooled"].to(device) if "pooled" in null else None,
         ),
         state=saved.state,
-        weights_hash=saved.files[f"{MODEL}.safetensors"].xxh3_128,
+        weights_hash=source.files[f"{MODEL}.safetensors"].xxh3_128,
+        weights=weights,
     )
 
 

@@ -34,6 +34,9 @@ DAMAGED_PREFIX = "damaged-"
 
 MODEL, EMA, OPTIMIZER, NULL_CAPTION = "model", "ema", "optimizer", "null_caption"  # groups of tensors, a file each
 
+FIRST_SHARE = "first_share"  # of a snapshot's state: the share of the average that is what the run began with
+YOUNG = 0.2  # of that share, above which the average is not one yet; with a warm-up it is below from the first step on
+
 Groups = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -67,6 +70,21 @@ class _State(BaseModel):
     kind: Literal["checkpoint", "snapshot", "average"]
     step: Annotated[int, Field(ge=0)]
     files: dict[Annotated[str, Field(pattern=r"^[a-z_]+\.safetensors$")], FileHash]
+
+
+def young_average(path: Path, state: Mapping[str, Any]) -> str | None:
+    """A warning if the average of a snapshot is still much of what its run began with, else None.
+
+    Args:
+      path, state: of the snapshot.
+    """
+    if (share := state.get(FIRST_SHARE, 0.0)) <= YOUNG:
+        return None
+    return (
+        f"snapshot '{path}': {share:.0%} of the averaged weights is still what the run began with, since the average "
+        f"is longer than its {state['step']:,} steps. Use --weights raw, or train with ema.warmup = true or a smaller "
+        "run.ema_decay"
+    )
 
 
 @dataclass(frozen=True)

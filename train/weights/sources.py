@@ -220,6 +220,12 @@ def scale_warning(source: str, latent: LatentSpec) -> str | None:
     )
 
 
+def young_warning(source: str) -> str | None:
+    """A warning if a run's averaged weights are still much of what that run began with, else None."""
+    snapshot = read_snapshot(source)
+    return checkpoint.young_average(snapshot.path, snapshot.state) if snapshot else None
+
+
 def _json_object(path: Path) -> dict[str, Any]:
     content = read_json(path, max_bytes=MAX_CONFIG_BYTES)
     if not isinstance(content, dict):

@@ -23,6 +23,7 @@ import typer
 from forked import ForkedPython
 from in_turn import IN_TURN
 from making import LABEL_RECIPE, TRAIN_RECIPE, all_commands, label_recipe, train_recipe, tree_digest
+from safetensors.torch import load_file
 
 from leandit import __version__
 from leandit.datasets.recipe import shipped_recipes, to_toml
@@ -63,16 +64,18 @@ FLAGS = {
     "sample": [
         *("--base", "--batch", "--bucket", "--caption", "--compile", "--device", "--encoders", "--guidance"),
         *("--guidance-channels", "--guidance-interval", "--json", "--label", "--npz", "--num", "--out", "--precision"),
-        *("--recipe", "--sampler", "--seed", "--steps", "--store", "--text", "--vae"),
+        *("--recipe", "--sampler", "--seed", "--steps", "--store", "--text", "--vae", "--weights"),
     ],
     "evaluate": [
         *("--against", "--against-num", "--base", "--bucket", "--captions", "--clip", "--crop", "--device"),
         "--features",
         *("--guidance", "--json", "--keep-statistics", "--num", "--out", "--precision", "--resize", "--sampler"),
-        *("--seed", "--source", "--steps", "--text", "--vae"),
+        *("--seed", "--source", "--steps", "--text", "--vae", "--weights"),
     ],
     "average": ["--length", "--out", "--step"],
-    "export": ["--base", "--encoders", "--format", "--json", "--merged", "--out", "--step", "--text", "--vae"],
+    "export": [
+        *("--base", "--encoders", "--format", "--json", "--merged", "--out", "--step", "--text", "--vae", "--weights"),
+    ],
     "publish": [
         *("--dry-run", "--encoder-license", "--export", "--json", "--license", "--pictures", "--private"),
         *("--revision", "--to", "--vae"),
@@ -532,6 +535,37 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
     assert leandit("export", run, "--out", tmp_path / "files", "--format", "official").code == 0
     assert (tmp_path / "files/DiT-S-4.pt").is_file()
     assert leandit("export", run, "--out", tmp_path / "files").code == 3
+
+
+def test_a_young_average_is_told_of_and_raw_weights_are_used_where_asked(
+    label_store: LatentStore, tmp_path: Path, leandit: Leandit
+) -> None:
+    train = ["train", "dit-s-2-256", "--store", label_store.path, *TINY, *settings(["run.steps=3"])]
+    young, grown = "73% of the averaged weights is still what the run began with", tmp_path / "grown"
+    assert "at its end 73% of it is still" in leandit(*train, "--run", tmp_path / "run").err  # 0.9 ** 3
+    assert "is still" not in leandit(*train, "--run", grown, "--set", "ema.warmup=true", "--set", "run.ema_decay=1").err
+    drawn = {}
+    for weights in ("averaged", "raw"):
+        out, more = tmp_path / weights, () if weights == "averaged" else ("--weights", "raw")
+        command = ["sample", tmp_path / "run", "--out", out, "--label", 1, "--steps", 2, "--json", *more]
+        ended = leandit(*command)
+        assert (young in ended.err) == (weights == "averaged")
+        drawn[weights] = (out / "grid.png").read_bytes(), json.loads(ended.out)["weights"]
+        ended = leandit("export", tmp_path / "run", "--out", out / "files", "--format", "official", "--json", *more)
+        assert (young in ended.err) == (weights == "averaged")
+        kind = "snapshot" if weights == "averaged" else "checkpoint"
+        trained = load_file(tmp_path / f"run/{kind}-3/model.safetensors")
+        written = load_file(out / "files/DiT-S-4.safetensors")
+        assert all(torch.equal(written[name.removeprefix("net.")], tensor) for name, tensor in trained.items())
+    assert drawn["averaged"] != drawn["raw"]
+    assert drawn["raw"][1] == "raw"
+    assert young not in leandit("sample", grown, "--out", tmp_path / "out", "--label", 1, "--steps", 2).err
+    tuned = [*train, "--run", tmp_path / "tuned", "--set", f"model.init_from={tmp_path / 'run'}"]
+    assert young in leandit(*tuned).err
+    shutil.rmtree(tmp_path / "run/checkpoint-3")
+    ended = leandit("sample", tmp_path / "run", "--out", tmp_path / "out", "--label", 1, "--weights", "raw")
+    assert ended.code == 3
+    assert "it has no checkpoint, which alone has raw weights" in ended.err
 
 
 @pytest.mark.parametrize(

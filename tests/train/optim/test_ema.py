@@ -25,7 +25,7 @@ from leandit.datasets.store import LatentStore
 from leandit.train.config import EmaSection
 from leandit.train.loop import train
 from leandit.train.models.dit import SIZES
-from leandit.train.optim.ema import Ema, Exponential, Power
+from leandit.train.optim.ema import Ema, Exponential, Power, first_share
 from leandit.train.optim.posthoc_ema import Profile, combine, products, solve
 from leandit.train.parallel.engine import whole
 from leandit.train.parallel.stop import StopRequest
@@ -93,6 +93,33 @@ def test_the_exponential_average_is_that_of_torch_and_of_diffusers() -> None:
     for value, other in zip(ours.weights.values(), diffusers.shadow_params, strict=True):
         torch.testing.assert_close(value, other)
     assert relative(ours.weights["w"], model.w) > 0.01
+
+
+def test_the_warmed_up_average_is_that_of_diffusers() -> None:
+    from diffusers.training_utils import EMAModel
+
+    model = Walk()
+    ours, diffusers = Ema(model, [Exponential(0.8, warmup=True)]), EMAModel(model.parameters(), decay=0.8)
+    diffusers.step(model.parameters())  # it begins with the first update, where ours begins with the model
+    for step in range(1, 50):  # 0.8 is reached at 35
+        model.advance()
+        ours.update(model, step)
+        diffusers.step(model.parameters())
+    for value, other in zip(ours.weights.values(), diffusers.shadow_params, strict=True):
+        torch.testing.assert_close(value, other)
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps"), [(Exponential(0.9), 5), (Exponential(0.9, warmup=True), 2), (Power(0.1), 3)]
+)
+def test_the_share_of_the_first_weights_is_what_is_left_of_them(rule: Any, steps: int) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.ones_(model.weight)
+    ema = Ema(model, [rule])
+    nn.init.zeros_(model.weight)
+    for step in range(1, steps + 1):
+        ema.update(model, step)
+    assert ema.weights["weight"].mean().item() == pytest.approx(first_share(rule, steps))
 
 
 @hypothesis.given(st.floats(0.005, 0.27))

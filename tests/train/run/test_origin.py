@@ -13,7 +13,7 @@ from leandit.train.loop import StopRequest, train
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
-PLAIN = ["run.steps=1", "schedule.kind=constant", "schedule.warmup_steps=0"]
+PLAIN = ["run.steps=1", "run.ema_decay=0.0", "schedule.kind=constant", "schedule.warmup_steps=0"]
 
 
 def said_by(recipe: TrainRecipe, store: LatentStore, run: Path) -> list[str]:

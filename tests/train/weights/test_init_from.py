@@ -351,6 +351,24 @@ def test_a_run_from_before_a_key_goes_on_without_it(label_store: LatentStore, tm
         train(scaled, store_path=label_store.path, run=run, device=CPU, report=print, stop=StopRequest())
 
 
+def test_a_run_from_before_the_warm_up_of_averages_goes_on_without_it(label_store: LatentStore, tmp_path: Path) -> None:
+    def go(run: str, steps: int, warmup: bool) -> None:
+        recipe = train_recipe("dit-s-4", f"run.steps={steps}", f"ema.warmup={str(warmup).lower()}")
+        options = {"device": CPU, "report": print, "stop": StopRequest()}
+        train(recipe, store_path=label_store.path, run=tmp_path / run, **options)
+
+    go("whole", 4, warmup=False)
+    go("parts", 2, warmup=False)
+    head = json.loads((tmp_path / "parts/run.json").read_text())
+    del head["recipe"]["ema"]["warmup"]
+    (tmp_path / "parts/run.json").write_text(json.dumps(head))
+    with pytest.raises(RunError, match=r"ema\.warmup was False, is True"):
+        go("parts", 4, warmup=True)
+    go("parts", 4, warmup=False)
+    one, other = (load_file(tmp_path / run / "snapshot-4/model.safetensors") for run in ("whole", "parts"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(tmp_path: Path) -> None:
     wnids, source = list(imagenet_names()), str(tmp_path / "DiT.pt")
     for same in (wnids, wnids[:3], ["0", "1", "2"]):

@@ -11,7 +11,7 @@ import typer
 from ....train.weights.folders import is_run
 from ...terminal.next_steps import command_without, print_next
 from ...terminal.text import print_result
-from ..options import AsJson, Base, DryRun, Run, output, print_line, read_path
+from ..options import AsJson, Base, DryRun, Run, Weights, WeightsName, output, print_line, read_path
 from ..preflight import check_run
 
 
@@ -38,18 +38,18 @@ def export(
         bool, typer.Option("--merged", help="Of a run with adapters: the model with them, not the adapters alone.")
     ] = False,
     base: Base = "",
+    weights: Weights = WeightsName.averaged,
     as_json: AsJson = False,
 ) -> None:
-    """Write the averaged weights of a run as a folder that diffusers' pipelines load.
+    """Write the weights of a run as a folder that diffusers' pipelines load.
 
     Example: leandit export runs/dit-s --out dit-s-diffusers
     """
     check_run(run)
     from ...export.export import export as write
 
-    result = write(
-        run, out, layout=layout.value, step=step, encoders=encoders, vae=vae, text=text, merged=merged, base=base
-    )
+    options = {"encoders": encoders, "vae": vae, "text": text, "merged": merged, "base": base}
+    result = write(run, out, layout=layout.value, step=step, weights=weights.value, **options)
     for note in result["notes"]:
         print_line(note)
     names = ("snapshot", "format", "pipeline", "out")

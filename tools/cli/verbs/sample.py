@@ -14,7 +14,19 @@ from ....datasets.errors import RecipeError
 from ....datasets.revisions.catalog import check_store
 from ...terminal.next_steps import print_next
 from ...terminal.text import print_result, print_rows
-from ..options import AsJson, Base, Device, Run, local_input, output, print_line, rank_device, read_path
+from ..options import (
+    AsJson,
+    Base,
+    Device,
+    Run,
+    Weights,
+    WeightsName,
+    local_input,
+    output,
+    print_line,
+    rank_device,
+    read_path,
+)
 from ..preflight import check_evaluation, check_run, check_subjects
 
 if TYPE_CHECKING:  # torch takes a second to import
@@ -74,6 +86,7 @@ def sample(
     vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's VAE.")] = None,
     text: Annotated[str | None, typer.Option(help="Folder or hub id for captions not in the store.")] = None,
     base: Base = "",
+    weights: Weights = WeightsName.averaged,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -106,6 +119,7 @@ def sample(
         encoders=encoders,
         compiled=compiled,
         base=base,
+        weights=weights.value,
     )
     places = {"out": out, "store": store, "vae": vae, "text": text}
     _draw(run, request, read_rank(), device, places, as_set=npz, as_json=as_json)
@@ -204,6 +218,7 @@ def evaluate(
     vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's VAE.")] = None,
     text: Annotated[str | None, typer.Option(help="Folder or hub id for captions not in the store.")] = None,
     base: Base = "",
+    weights: Weights = WeightsName.averaged,
     json_file: Annotated[Path | None, output("Write the numbers here, as one JSON object.", "--json")] = None,
     device: Device = "auto",
 ) -> None:
@@ -228,6 +243,7 @@ def evaluate(
         seed=seed,
         precision=precision.value,
         base=base,
+        weights=weights.value,
     )
     request = EvaluateRequest(
         target=target,

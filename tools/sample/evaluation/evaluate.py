@@ -87,7 +87,7 @@ def evaluate(
         reference = _open_reference(request, network, device) if network else None
         target = _open_target(request, network, team, device=device, ranks=ranks, progress=progress)
         result: dict[str, Any] = {"pictures": target.description}
-        notes: list[str] = []
+        notes = [target.description["warning"]] if target.description.get("warning") else []
         moments = other = None
         if network and reference:
             other = kept_moments(reference, network, team, request.keep, progress)
@@ -114,7 +114,7 @@ def rows_of(result: dict[str, Any]) -> list[tuple[str, str]]:
             rows.append((side, f"{of_side['kind']} '{of_side['path']}', {count} pictures"))
             if "guidance" in of_side:
                 how = f"{of_side['sampler']}, {of_side['steps']} steps, guidance {of_side['guidance']:g}"
-                rows.append(("drawn with", how))
+                rows.append(("drawn with", f"{of_side['weights']} weights, {how}"))
     if network := result.get("features"):
         rows.append(("features", f"{network['network']}, {network['side_px']} px, {network['resize']}"))
     return rows + [(name, f"{result[name]:.6g}") for name in SCORES if result.get(name) is not None]
@@ -227,7 +227,7 @@ def _open_target(
     team.check(failure)
     count = request.draw.total
     pictures = SpreadPictures(FolderPictures(request.out), np.arange(count))
-    described = {key: drawn[key] for key in ("snapshot", "bucket", "sampler", "guidance")}
+    described = {key: drawn[key] for key in ("snapshot", "weights", "warning", "bucket", "sampler", "guidance")}
     described |= {"steps": request.draw.steps, "seed": request.draw.seed, "count": count, "drawn_to": str(request.out)}
     return MeasuredSet(pictures, None, {"kind": "run", "path": str(request.target)} | described)
 

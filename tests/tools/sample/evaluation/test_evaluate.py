@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,13 @@ def test_a_run_is_drawn_and_measured(label_store: LatentStore, here: Path, tmp_p
     draw = SampleRequest(count=8, steps=2, guidance=1.0, seed=3)
     found = measured(run, label_store.path, here, draw=draw, out=out)
     assert (found["pictures"]["kind"], found["pictures"]["snapshot"]) == ("run", "snapshot-2")
+    assert dict(rows_of(found))["drawn with"].startswith("averaged weights, ")
     assert dict(rows_of(found))["drawn with"].endswith("2 steps, guidance 1")
+    assert "81% of the averaged weights is still what the run began with" in found["notes"][0]  # 0.9 ** 2
+    raw = measured(run, label_store.path, here, draw=replace(draw, weights="raw"), out=tmp_path / "raw")
+    assert raw["pictures"]["weights"] == "raw"
+    assert not any("began with" in note for note in raw["notes"])
+    assert raw["frechet"] != found["frechet"]
     assert len(list(out.glob("0*.png"))) == 8
     assert numbers(measured(out, label_store.path, here)) == numbers(found)
     fewer = SampleRequest(count=6, steps=2, guidance=1.0, seed=3)
