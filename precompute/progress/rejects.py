@@ -20,7 +20,10 @@ from ..config import SourceSection
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 SMALL_NUMBER = 10  # rejects that are always allowed, unless they are more than half: one of twenty is 5 %
-NOT_COUNTED = "source_changed"  # the next revision encodes the changed picture
+CHANGED_HINT = (
+    "Files of the source were cut short, replaced or rewritten after the plan was made (source_changed): restore them "
+    "and run the same command again."
+)
 
 
 class RejectLedger:
@@ -99,7 +102,6 @@ def ledger_of(section: SourceSection, writer: StoreWriter) -> RejectLedger:
     is_own = pc.equal(refused["revision"], plan.revision)
     carried, own = refused.filter(pc.invert(is_own)), refused.filter(is_own)
     rejected = count_reasons(own["reason"]) + writer.reject_reasons
-    del rejected[NOT_COUNTED]
     return RejectLedger(section, plan.records.num_rows, carried=count_reasons(carried["reason"]), rejected=rejected)
 
 
@@ -138,7 +140,7 @@ class RejectLimit:
         """
         if reject is None:
             self._in_a_row.clear()
-        elif reject.reason != NOT_COUNTED:
+        else:
             self._on_reject(key, reject)
             if self.ledger:
                 self.refuse(self.ledger.count(key, reject))
@@ -183,7 +185,8 @@ def _too_many(
     what: str, reasons: Counter[str], example: str, hint: str, setting: str, *, planning: bool
 ) -> SourceError:
     counts = ", ".join(f"{number} x {reason}" for reason, number in reasons.most_common())
-    said = " ".join(part for part in (f"{what}: {counts}.", example, hint) if part)
+    changed = CHANGED_HINT if "source_changed" in reasons else ""
+    said = " ".join(part for part in (f"{what}: {counts}.", example, hint, changed) if part)
     kept = "" if planning else " What is encoded stays, the same command goes on."
     return SourceError(
         f"{said} Look at the source; if it is right as it is, allow more with --set source.{setting}=...{kept}"

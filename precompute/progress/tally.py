@@ -15,7 +15,7 @@ from ...datasets.revisions.commits import Task
 from ...datasets.revisions.writer import StoreWriter
 from ..encoders.text.encoder import TokenCount
 from .clock import REJECTED, Progress
-from .rejects import NOT_COUNTED, RejectLedger
+from .rejects import RejectLedger
 
 CAPTIONS, PICTURES = "caption shards", "pictures"  # stages, by what they count
 LOOK_SHARE = 0.05  # of the time at most, for looking what others have committed
@@ -126,7 +126,6 @@ class Tally:
             return
         self._settle([task for task in self._missing if self._writer.is_committed(task)])
         committed = self._writer.reject_reasons
-        del committed[NOT_COUNTED]
         self._ledger.add(committed - self._counted)
         self._counted = committed
         self._next_look = time.monotonic() + (time.monotonic() - start) / LOOK_SHARE

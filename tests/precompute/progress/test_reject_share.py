@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from making import CPU, caption_recipe, make_caption_folder, no_progress
+from making import CPU, caption_recipe, label_recipe, make_caption_folder, no_progress, picture
+from source_files import put, write_tar
 
 from leandit.datasets.errors import SourceError
 from leandit.datasets.format.schema import Manifest
@@ -73,3 +76,41 @@ def test_a_listing_that_rejects_too_much_says_all_reasons_and_what_to_do(run: Ru
     assert "docs/sources.md says which tables" in said
     assert "--set source.missing_caption=null" in said
     assert not (tmp_path / "store").exists()
+
+
+def test_a_tar_that_is_cut_short_during_a_run_stops_it(tmp_path: Path) -> None:
+    buffer, source = io.BytesIO(), tmp_path / "source"
+    picture(0).save(buffer, "PNG")
+    for name, count in (("a", 30), ("b", 90)):
+        samples = [{"__key__": f"{name}{i}", "png": buffer.getvalue(), "cls": i % 3} for i in range(count)]
+        put(source / f"{name}.tar")
+        write_tar(source / f"{name}.tar", *samples)
+    whole = (source / "b.tar").read_bytes()
+
+    def run(store: Path, *overrides: str, cut: bool = False) -> Manifest | None:
+        def progress(stage: str, done: int, total: int) -> None:
+            if cut and stage == "scan" and done == total:
+                os.truncate(source / "b.tar", 0)
+
+        recipe = label_recipe(*overrides)
+        return precompute(recipe, source_path=source, store_path=store, device=CPU, progress=progress).manifest
+
+    generous = "source.max_reject_share=0.9", "source.max_rejects_in_a_row=50"
+    for store, overrides, why in (
+        (
+            tmp_path / "a",
+            (),
+            r"11 of 120 records are rejected, .*: 11 x source_changed\. .*0 bytes of \d+ are left in b",
+        ),
+        (tmp_path / "b", generous, r"50 records in a row are rejected .*: 50 x source_changed\."),
+    ):
+        with pytest.raises(SourceError, match=why) as raised:
+            run(store, *overrides, cut=True)
+        assert raised.value.exit_code == 3
+        assert "cut short, replaced or rewritten" in str(raised.value)
+        assert "restore them and run the same command again" in str(raised.value)
+        assert not (store / "manifest.json").exists()
+        (source / "b.tar").write_bytes(whole)
+        manifest = run(store)
+        assert manifest is not None
+        assert (manifest.num_stored, manifest.num_rejected) == (120, 0)
