@@ -70,6 +70,11 @@ def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[Source
                 f"source '{files.name}': its splits are folders of shards, which make one store each: "
                 f"{', '.join(splits)}. Name one of them with --set source.split={_likely(splits)}."
             )
+        if len(splits) == 1 and not settings.split:  # ImageNet's train/ alone is no class
+            return _entered(files, splits[0]), [
+                f"the only folder, '{splits[0]}', is a split: keys and classes are those inside it, as with --source "
+                f"{files.name.rstrip('/')}/{splits[0]}; source.split=all makes it a class"
+            ]
         counts = Counter({folder: _num_entries(files, folder) for folder in splits})
         chosen = choose_split(files.name, counts, settings.split, lambda count: _counted(count, "entry"))
         if chosen is not None:
@@ -105,9 +110,11 @@ def _is_split(where: str, split: str) -> bool:
 
 
 def _are_splits(files: SourceFiles, folders: list[str], splits: list[str], asked: str) -> bool:
-    """Folders named like splits are splits, not classes, if no other folder holds pictures."""
+    """Folders named like splits are splits, not classes, if no other folder holds pictures; a lone one, if no picture
+    lies beside it."""
     others = [folder for folder in folders if folder not in splits]
-    enough = len(splits) > 1 or asked not in ("", ALL)
+    is_lone = len(splits) == 1 and not any(map(is_picture, files.names()))
+    enough = len(splits) > 1 or asked not in ("", ALL) or (is_lone and not asked)
     return enough and len(folders) <= MAX_CONFIGS and not any(_holds_pictures(files, folder) for folder in others)
 
 
