@@ -72,7 +72,7 @@ class ArrayStack:
             array = revision_prefix(revision) + path
             metadata = self.root / array / GROUP
             if f"{array}/{GROUP}" in self._sizes if self._sizes is not None else metadata.is_file():
-                layouts[revision] = ArrayLayout.from_metadata(array, read_json(metadata, max_bytes=MAX_METADATA_BYTES))
+                layouts[revision] = self._read_layout(array)
                 self._check_layout(path, layouts[revision])
         return layouts
 
@@ -166,8 +166,14 @@ class ArrayStack:
         if len(inside) < 3:  # these are the latents: others lie in folders of the bucket
             return None
         latents = f"{layout.path.rsplit('/', 3)[0]}/{self.spec.latent.array}"
-        beside = read_json(self.root / latents / GROUP, max_bytes=MAX_METADATA_BYTES)
-        return ArrayLayout.from_metadata(latents, beside).shape[0]
+        return self._read_layout(latents).shape[0]
+
+    def _read_layout(self, array: str) -> ArrayLayout:
+        try:
+            metadata = read_json(self.root / array / GROUP, max_bytes=MAX_METADATA_BYTES)
+        except FileNotFoundError as error:  # it was there when the store was opened
+            raise DamageError(f"store '{self.root}': file '{array}/{GROUP}' is missing. {REPAIR}") from error
+        return ArrayLayout.from_metadata(array, metadata)
 
     def _row_of(self, path: str) -> tuple[tuple[int, ...], str] | None:
         """Shape and dtype of a row of an array by the spec; None if the store has no such array."""

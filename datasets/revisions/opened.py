@@ -75,7 +75,11 @@ class OpenedRevision:
         assert self.manifest is not None
         path = revision_prefix(self.number) + name
         entry = next((entry for entry in self.manifest.files if entry.path == path), None)
-        if entry is None or xxh3_file(self.root / path) != entry.xxh3_128:
+        try:
+            is_same = entry is not None and xxh3_file(self.root / path) == entry.xxh3_128
+        except FileNotFoundError as error:  # it was there when the store was opened
+            raise DamageError(f"store '{self.path}': file '{path}' is missing. {REPAIR}") from error
+        if not is_same:
             raise DamageError(f"store '{self.path}': '{path}' differs from the manifest. {REPAIR}")
         return read_table(self.root / path, columns)
 

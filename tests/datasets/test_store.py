@@ -161,6 +161,25 @@ def test_a_store_that_is_not_whole_is_refused_when_opened(
     assert "\n" not in message
 
 
+def test_a_file_that_vanishes_before_its_first_read_is_damage_that_names_it(copied: Path) -> None:
+    def read_all(store: LatentStore) -> None:
+        for bucket in store.buckets:
+            store.latents(bucket).read(0, 1)
+        store.caption(0)
+        _ = store.null_caption, store.records, store.captions
+
+    read_all(LatentStore(copied))
+    arrays = [f"buckets/{name}/moments" for name in LatentStore(copied).buckets]
+    arrays += ["captions/embeddings", "captions/offsets", "captions/lengths", "captions/null"]
+    for name in ["records.parquet", "captions.parquet", *(f"{array}/zarr.json" for array in arrays)]:
+        store = LatentStore(copied)
+        (copied / name).rename(copied / "away")
+        with pytest.raises(DamageError) as caught:
+            read_all(store)
+        assert [word for word in (str(copied), name, "is missing", REPAIR) if word not in str(caught.value)] == []
+        (copied / "away").rename(copied / name)
+
+
 @pytest.mark.parametrize(("name", "attribute"), [("records.parquet", "records"), ("captions.parquet", "captions")])
 def test_an_edited_table_is_refused_when_read(name: str, attribute: str, copied: Path) -> None:
     flip_byte(copied / name)

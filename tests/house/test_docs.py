@@ -16,7 +16,7 @@ from leandit.datasets.recipe import Section, shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.importing.formats.recipe import ImportRecipe
-from leandit.tools.cli.main import app
+from leandit.tools.cli.commands import app
 from leandit.train.config import TrainRecipe, load
 from leandit.train.data_recipe import RecordsSection
 from leandit.train.loop import StopRequest, train

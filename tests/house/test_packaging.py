@@ -114,7 +114,7 @@ def test_every_exception_is_caught_at_the_edge_and_where_a_picture_is_rejected_o
     # painter.py: the edge of a thread, for whose pictures a page waits
     # row_checks.py: the edge of a thread, whose errors the reader raises
     edges = {
-        "tools/cli/main.py",
+        "tools/cli/commands.py",
         "datasets/batches/row_checks.py",
         "precompute/engines/job.py",
         "tools/inspection/view/records/painter.py",

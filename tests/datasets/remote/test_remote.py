@@ -56,7 +56,7 @@ from leandit.datasets.remote.reader import RemoteReader
 from leandit.datasets.revisions.commits import with_root_hash
 from leandit.datasets.revisions.opened import OpenedRevision
 from leandit.datasets.store import LatentStore
-from leandit.tools.cli.main import app
+from leandit.tools.cli.commands import app
 from leandit.tools.inspection.summary import summarise
 from leandit.train.loop import train
 from leandit.train.metrics.window import StepReport

@@ -15,7 +15,7 @@ from leandit.datasets.revisions.encoder_paths import encoder_section, openable_r
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.pipeline import precompute
-from leandit.tools.cli.main import app
+from leandit.tools.cli.commands import app
 from leandit.train.parallel.stop import StopRequest
 
 TINY = ["model.name=DiT-S/4", "model.num_classes=0", "run.compile=false", *TRAIN_RECIPE, "run.steps=1"]

@@ -28,7 +28,8 @@ from safetensors.torch import load_file
 from leandit import __version__
 from leandit.datasets.recipe import shipped_recipes, to_toml
 from leandit.datasets.store import LatentStore
-from leandit.tools.cli.main import app, main
+from leandit.tools.cli.commands import app
+from leandit.tools.cli.main import main
 from leandit.tools.cli.options import read_path, written_path
 from leandit.tools.synthetic.store import make_store
 from leandit.train.models.build import build_model
@@ -668,6 +669,35 @@ def test_a_signal_saves_and_the_same_command_goes_on(label_store: LatentStore, t
         reached = step
     lines = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines == list(range(1, reached + 1))
+
+
+SIGNALLED = """
+import os, sys
+class Finder:
+    def find_spec(name, *_):
+        if name == module:
+            sys.meta_path.remove(Finder)
+            os.kill(os.getpid(), int(number))
+sys.meta_path.insert(0, Finder)
+module, number = sys.argv[1:3]
+sys.argv[:] = ["leandit", *sys.argv[3:]]
+from leandit.tools.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    "module", ["leandit.tools.cli.commands", "typer", "pyarrow.lib", "leandit.tools.inspection.summary"]
+)
+def test_a_signal_while_a_command_starts_ends_it_without_a_traceback(
+    module: str, number: signal.Signals, code: int, label_store: LatentStore
+) -> None:
+    command = [sys.executable, "-c", SIGNALLED, module, str(int(number)), "inspect", str(label_store.path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    what = {130: "interrupted", 75: "terminated"}[code]
+    said = f"leandit: {what}; run the same command again to resume"
+    assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (code, "", said)
 
 
 def test_a_recipe_that_names_its_stores_needs_no_store(leandit: Leandit) -> None:

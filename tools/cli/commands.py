@@ -1,0 +1,203 @@
+"""The sub-commands. They are verbs; settings live in the recipe (``--set section.key=value``).
+
+Results go to stdout, progress and warnings to stderr. A user's mistake prints one line, not a traceback. Each
+sub-command imports its stage itself, so ``leandit inspect`` starts without torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import platform
+import sys
+import traceback as traceback_module
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ... import __version__
+from ...datasets.errors import LeanditError, RecipeError, StoreWarning
+from ...train.parallel.stop import EXIT_CTRL_C, StopRequest, Terminated
+from ..terminal.next_steps import print_next
+from ..terminal.text import QUIET
+from ..terminal.verbose import show_decisions
+from .options import Overrides, output, print_error
+from .verbs.bench import bench
+from .verbs.export import export, publish
+from .verbs.look import report, view
+from .verbs.plan import plan
+from .verbs.precompute import import_, precompute
+from .verbs.recipes import recipes
+from .verbs.sample import evaluate, sample
+from .verbs.store import compact, inspect, verify
+from .verbs.train import average, train
+
+LOG = logging.getLogger(__name__)
+NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5
+TRACEBACK = "--traceback"
+EXTRAS = {
+    "huggingface_hub": "publish",
+    "jinja2": "report",
+    "markupsafe": "report",
+    "matplotlib": "report",
+}  # of modules that "all" does not install
+FORMAT_WARNING = warnings.formatwarning
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
+
+# diffusers imports torchao if it is installed; both log warnings about parts that leandit does not use.
+NOISY = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
+
+HELP = """Encode pictures and captions once into a latent store, then train diffusion transformers on the store alone.
+
+First look: leandit demo
+
+In order: leandit precompute RECIPE --source PICTURES --store STORE, then leandit train RECIPE --store STORE --run RUN,
+then leandit sample RUN --out SAMPLES.
+
+A recipe is a name or a TOML file; --set section.key=value changes a setting, and --dry-run shows what would be done.
+The same command again resumes.
+"""
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
+app.add_typer(bench, name="bench")
+app.add_typer(plan, name="plan")
+
+# typer brings its own copy of click and exports only some of it.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    traceback: Annotated[bool, typer.Option(TRACEBACK, help="Show the traceback of an error.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print results and errors alone: no progress, no notes.", envvar=QUIET)
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Tell on stderr what is decided, and why.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Encode once, train lean: latent stores for training diffusion transformers."""
+    if quiet and verbose:
+        raise RecipeError(f"--verbose and --quiet (or {QUIET}): they ask for opposites. Give one of them.")
+    os.environ[QUIET] = "1" if quiet else ""
+    show_decisions(verbose)
+    LOG.info("leandit %s, Python %s, %s", __version__, platform.python_version(), platform.platform())
+
+
+app.command()(precompute)
+app.command("import")(import_)
+app.command()(train)
+
+
+app.command()(inspect)
+app.command()(verify)
+app.command()(compact)
+app.command()(report)
+app.command()(view)
+app.command()(sample)
+app.command()(evaluate)
+app.command()(average)
+app.command()(export)
+app.command()(publish)
+app.command()(recipes)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, output("Folder for everything the demo makes.")] = Path("leandit-demo"),
+    num_pictures: Annotated[int, typer.Option("--pictures", min=24, help="Pictures to draw.")] = 3000,
+    overrides: Overrides = None,
+) -> None:
+    """Everything, on made-up pictures, on a CPU, in minutes; measures whether samples show what captions say.
+
+    Example: leandit demo --out leandit-demo
+    """
+    from ..demo.demo import run_demo
+
+    out.mkdir(parents=True, exist_ok=True)
+    run_demo(out, num_pictures=num_pictures, overrides=overrides or [], stop=StopRequest(), say=print)
+    caption = "a big red circle above a tiny blue square"
+    print_next(
+        ["view", out / "store"],
+        ["sample", out / "run", "--out", out / "more", "--caption", caption],
+        ["precompute", "imagenet-256", "--source", "IMAGENET/train", "--store", "imagenet-256", "--dry-run"],
+    )
+
+
+def run_command(stop: StopRequest) -> int:
+    """Run the command; the only place that turns an exception into one line and an exit code.
+
+    Raises: Terminated; KeyboardInterrupt.
+    """
+    warnings.formatwarning = _warning_line
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        code = app(standalone_mode=False, obj=stop)
+        if code == EXIT_CTRL_C:  # typer handles Ctrl-C
+            raise KeyboardInterrupt
+    except UsageError as error:
+        error.show()  # pyright: ignore[reportAttributeAccessIssue]
+        code = EXIT_USAGE
+    except LeanditError as error:
+        code = _fail_once(error)
+    except MemoryError:
+        code = _fail("out of memory. Use a smaller batch (see --set)", EXIT_RESOURCES)
+    except Exception as error:  # nothing above catches it
+        if stop.is_terminated:  # an extension module turns any exception during its import into ImportError
+            raise Terminated from error
+        code = _unexpected(error)
+    return code if isinstance(code, int) else 0
+
+
+def _warning_line(message: Warning | str, category: type[Warning], *place: Any) -> str:
+    """Warnings of stores as one line, those of libraries as Python shows them."""
+    if issubclass(category, StoreWarning):
+        return f"leandit: {message}\n"
+    return FORMAT_WARNING(message, category, *place)
+
+
+def _unexpected(error: Exception) -> int:
+    if isinstance(error, ModuleNotFoundError):
+        problem = f"{error.name} is not installed" if error.name else str(error)  # some libraries raise it unnamed
+        extra = EXTRAS.get((error.name or "").split(".")[0], "all")
+        return _fail(f"{problem}. Install it with: pip install 'leandit[{extra}]'", EXIT_RESOURCES)
+    if isinstance(error, OSError) and error.errno in NOT_PERMITTED:
+        problem = f"'{error.filename or 'a file'}': {error.strerror}"
+        return _fail(
+            f"{problem}. Give this user the permission, or use another path; the same command then resumes",
+            EXIT_RESOURCES,
+        )
+    problem = f"{type(error).__name__}: {error}"
+    return _fail(
+        f"unexpected {problem}. Run again with '{TRACEBACK}' before the command, and report it", EXIT_UNEXPECTED
+    )
+
+
+def _fail_once(error: LeanditError) -> int:
+    """Print an error once if several ranks fail with it."""
+    if not (error.is_said or TORCHRUN in os.environ):
+        return _fail(str(error), error.exit_code)
+    from ...train.parallel.watchdog import print_for_all
+
+    if TRACEBACK in sys.argv:
+        traceback_module.print_exc()
+    print_for_all(error, print_error)
+    return error.exit_code
+
+
+def _fail(message: str, code: int) -> int:
+    if TRACEBACK in sys.argv:
+        traceback_module.print_exc()
+    print_error(message)
+    return code
