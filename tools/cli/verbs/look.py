@@ -78,7 +78,7 @@ def view(
     device: Device = "cpu",
     revision: Annotated[int, typer.Option(min=0, help="Revision of the store; 0: the newest.")] = 0,
 ) -> None:
-    """Show a store or a run as a web page on this machine, which reads and never writes. Ctrl-C ends it.
+    """Show a store or a run as a web page on this machine, which reads and never writes. Ctrl-C or SIGTERM ends it.
 
     Example: leandit view imagenet-256
     """

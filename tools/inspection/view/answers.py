@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from starlette.applications import Starlette
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -12,6 +13,15 @@ from ....datasets.errors import DamageError, LeanditError, RecipeError, RowOutOf
 from .pages import render, static_file
 
 STATUS = {RecipeError: 400, RowOutOfRange: 404, UnknownKey: 404, DamageError: 500, StoreError: 404}
+
+
+class _Position(IntegerConvertor):
+    """A number that fits into 64 bits. With more digits no route matches; Python refuses to parse 4,301 digits."""
+
+    regex = "[0-9]{1,18}"
+
+
+register_url_convertor("position", _Position())  # as in "/record/{index:position}"
 
 
 def answer_errors(app: Starlette) -> Starlette:

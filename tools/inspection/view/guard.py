@@ -49,8 +49,11 @@ class Guard:
 
     async def _answer(self, scope: Message, receive: Any, send: Send) -> None:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        upgrades = [value.lower() for name, value in scope["headers"] if name == b"upgrade"]
         if len(hosts) != 1 or _name_of(hosts[0]) not in HOSTS:
             await _refuse(send, 400, "This page answers to 127.0.0.1 and localhost only.")
+        elif b"websocket" in upgrades:
+            await _refuse(send, 400, "This page has no WebSocket.")
         elif not self._knows_token(scope["path"]):
             await _refuse(send, 404, "Not found. Open the address that 'leandit view' has printed.")
         else:

@@ -30,7 +30,7 @@ class RunSite:
         routes = [
             Route("/", self._page),
             Route("/state", self._state_json),
-            Route("/grid/{step:int}", self._grid),
+            Route("/grid/{step:position}", self._grid),
             static_route(),
         ]
         return answer_errors(Starlette(routes=routes))

@@ -1,4 +1,4 @@
-"""Serve a site on this machine alone, until Ctrl-C."""
+"""Serve a site on this machine alone, until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def serve(app: Starlette, *, port: int, open_browser: bool, say: Callable[[str],
     address = f"http://{ADDRESS}:{listener.getsockname()[1]}/{token}/"
     config = uvicorn.Config(
         Guard(app, token),
-        log_level="warning",
+        log_level="error",  # warnings are of requests that are not valid
         access_log=False,  # it would hold the token
         server_header=False,
         lifespan="on",
@@ -63,7 +63,7 @@ def serve(app: Starlette, *, port: int, open_browser: bool, say: Callable[[str],
     )
     folder = tempfile.TemporaryDirectory(prefix="leandit-view-")  # of this user alone
     server = uvicorn.Server(config)
-    with folder as own, contextlib.closing(listener), _ended_by_ctrl_c(server):
+    with folder as own, contextlib.closing(listener), _ended_by_signals(server):
         listener.listen()  # from here on a browser waits instead of failing
         say(address)
         if open_browser and _has_display():
@@ -72,15 +72,15 @@ def serve(app: Starlette, *, port: int, open_browser: bool, say: Callable[[str],
 
 
 @contextlib.contextmanager
-def _ended_by_ctrl_c(server: Any) -> Iterator[None]:
-    """Let Ctrl-C end a server, also before it runs: Python drops a KeyboardInterrupt that is raised in a finalizer."""
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, lambda *_: setattr(server, "should_exit", True)) if is_main else None
+def _ended_by_signals(server: Any) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end a server, also before it runs: Python drops what is raised in a finalizer."""
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda *_: setattr(server, "should_exit", True)) for number in numbers}
     try:
         yield
     finally:
-        if is_main:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _listen(port: int) -> socket.socket:

@@ -57,10 +57,10 @@ class StoreSite:
         """The application, for ``Guard``."""
         routes = [
             Route("/", self._browse),
-            Route("/record/{index:int}", self._record),
-            Route("/picture/{index:int}", self._picture),
-            Route("/channel/{index:int}/{number:int}", self._channel),
-            Route("/feature/{index:int}/{name}", self._feature),
+            Route("/record/{index:position}", self._record),
+            Route("/picture/{index:position}", self._picture),
+            Route("/channel/{index:position}/{number:position}", self._channel),
+            Route("/feature/{index:position}/{name}", self._feature),
             Route("/status", self._status),
             static_route(),
         ]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import wait
+from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from everything import Everything
+from forked import ForkedPython
 from hub_server import Hub, hub_server
 from making import CPU, no_progress, tree_digest
 from PIL import Image
@@ -38,6 +40,10 @@ from leandit.tools.synthetic.store import make_store
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
     return hostile_store(tmp_path_factory.mktemp("hostile"))
+
+
+LONG = f"record/{'9' * 5000}"  # Python refuses to parse so many digits
+WEBSOCKET = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13", "sec-websocket-key": "a"}
 
 
 def text_of(page: str) -> str:
@@ -205,7 +211,7 @@ def test_without_a_decoder_a_picture_is_its_latent_and_the_page_says_so(label_st
 def test_what_is_not_there_is_said(hostile: LatentStore) -> None:
     rejected = hostile.records["status"].to_pylist().index("rejected")
     with client(site(hostile)) as web:
-        for path in ("record/99", "picture/99", f"picture/{rejected}", f"channel/{rejected}/0", "channel/0/99"):
+        for path in ("record/99", "picture/99", f"picture/{rejected}", f"channel/{rejected}/0", "channel/0/99", LONG):
             answer = web.get(f"{ROOT}/{path}")
             assert answer.status_code == 404, path
             assert 'role="alert"' in answer.text
@@ -440,6 +446,27 @@ def test_a_store_on_the_hub_is_shown(label_store: LatentStore, hub: Hub) -> None
             error = process.communicate()[1]
             raise AssertionError(error) from None
     assert line.startswith("view  "), error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_page_refuses_websockets_quietly_and_a_signal_ends_it(
+    number: signal.Signals, label_store: LatentStore
+) -> None:
+    command = ["-c", "from leandit.tools.cli.main import main; main()", "view", label_store.path, "--no-open"]
+    with ForkedPython(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            place = urlsplit(process.stdout.readline().split()[1])
+            for path, headers, status in (("", {}, 200), (LONG, {}, 404), ("", WEBSOCKET, 400)):
+                connection = HTTPConnection(str(place.hostname), place.port, timeout=60)
+                connection.request("GET", place.path + path, headers=headers)
+                assert connection.getresponse().status == status
+                connection.close()
+            process.send_signal(number)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (0, "leandit: Ctrl-C ends it\n")
 
 
 # Every user of the machine can read the arguments of a process.
