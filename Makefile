@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/leandit demo --out leandit-demo
+	$(BIN)/leandit demo
 
 test: $(READY)
 	$(BIN)/python -m pytest $(IN_TWO) --durations 10
@@ -37,9 +37,10 @@ check: $(READY)
 	$(BIN)/pyright
 	$(MAKE) docs
 
-# The documentation with search and a reference of the public names, in build/site. A broken link is an error.
+# The documentation with search and a reference of the public names, in build/site. A warning is an error (with --quiet
+# mkdocs would count none).
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: $(READY)
 	$(BIN)/ruff format .

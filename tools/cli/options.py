@@ -66,7 +66,7 @@ def path_or_url(value: str) -> str:
     return url2pathname(parts.path)
 
 
-def read_path(value: str) -> Path:
+def read_path(value: str | Path) -> Path:
     """A local path to read.
 
     Raises: BadParameter: it is a URL.
@@ -75,7 +75,7 @@ def read_path(value: str) -> Path:
     return _local_path(value, f"and this command reads local folders only. {hint}")
 
 
-def written_path(value: str) -> Path:
+def written_path(value: str | Path) -> Path:
     """A local path to write to.
 
     Raises: BadParameter: it is a URL.
@@ -84,8 +84,8 @@ def written_path(value: str) -> Path:
     return _local_path(value, f"and this command writes to local folders only. {hint}")
 
 
-def _local_path(value: str, error: str) -> Path:
-    path = path_or_url(value)
+def _local_path(value: str | Path, error: str) -> Path:
+    path = path_or_url(str(value))  # typer parses defaults too, which are paths already
     if is_url(path):
         raise typer.BadParameter(f"'{path}' is a URL, {error}")
     return Path(path)

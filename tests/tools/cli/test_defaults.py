@@ -1,0 +1,90 @@
+"""Every command takes its own defaults, and the commands of the README run as they stand."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from forked import ForkedPython, run_forked
+from making import ROOT, all_commands
+
+from leandit.datasets.store import LatentStore
+from leandit.tools.cli.main import app
+
+SCRIPT = Path(sys.executable).with_name("leandit")  # as pip installs it
+COMMANDS = {
+    name: command
+    for name, command in all_commands(typer.main.get_command(app)).items()
+    if not hasattr(command, "commands")
+}
+README = (ROOT / "README.md").read_text()
+
+
+def required_words(command: Any) -> list[str]:
+    """A value for each required argument and option, without the others."""
+    words: list[str] = []
+    for parameter in command.params:
+        if parameter.required:
+            words += [word for word in parameter.opts[:1] if word.startswith("--")] + ["0.1"]
+    return words
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_defaults_of_every_command_are_values_that_it_takes(name: str) -> None:
+    command = COMMANDS[name]
+    context = command.make_context(name, required_words(command))
+    assert context.params.keys() >= {parameter.name for parameter in command.params if parameter.required}
+
+
+def test_the_demo_begins_without_an_option_and_a_signal_ends_it(tmp_path: Path) -> None:
+    process = ForkedPython([SCRIPT, "demo"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("leandit-demo/*/*")) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, os.listdir(tmp_path)) == (75, ["leandit-demo"]), err
+
+
+def readme_commands() -> list[list[str]]:
+    """Words of each command of the README, without the name of the script."""
+    lines = re.findall(r"^leandit .*$", README, re.MULTILINE)
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def test_the_commands_of_the_readme_run(label_store: LatentStore, class_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "imagenet").mkdir()
+    (tmp_path / "imagenet/train").symlink_to(class_folder)
+    (tmp_path / "imagenet-256").symlink_to(label_store.path)
+    ended = {}
+    for words in readme_commands():
+        only_looks = ["--dry-run"] if words[0] in ("precompute", "train") else []
+        only_looks += ["--help"] if words[0] == "view" else []  # it would serve pages until Ctrl-C
+        ended[words[0]] = run_forked([SCRIPT, *words, *only_looks], cwd=tmp_path)
+    codes = {name: one.returncode for name, one in ended.items()}
+    errors = {name: one.stderr for name, one in ended.items()}
+    # There is no run to sample from yet.
+    assert codes == {"precompute": 0, "view": 0, "train": 0, "sample": 3, "verify": 0}, errors
+    assert "run 'runs/xl'" in errors["sample"]
+
+
+def test_the_imports_of_the_readme_work() -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    imports = [node for node in ast.parse(snippet).body if isinstance(node, ast.ImportFrom)]
+    names = [(node.module, alias.name) for node in imports for alias in node.names]
+    assert names
+    assert [name for module, name in names if not hasattr(importlib.import_module(module or ""), name)] == []
