@@ -123,8 +123,9 @@ def nemo_automodel(
     """Batches for NeMo AutoModel's diffusion recipe: its ``FlowMatchingPipeline.step``.
 
     Args:
-      tokens, pooled: names of the text encoders whose tokens and pooled vectors are read; None for the only one that
-        has them. Pooled vectors are left out of a store without them.
+      tokens: name of the text encoder whose tokens are read; None for the only one that has tokens.
+      pooled: name of the one whose pooled vectors are read; None for the only one that has them. They are left out of
+        a store without them.
       reads_mask: the model's adapter reads ``text_attention_mask``; else captions must be stored at full length.
       dtype: of the tensors.
     Returns: a function from a batch to
@@ -163,7 +164,8 @@ def torchtitan_flux(
     """Batches for torchtitan's FLUX trainer, as they are after its ``preprocess_data``.
 
     Args:
-      tokens, pooled: names of T5 and CLIP; None for the only one that has tokens and the only one with pooled vectors.
+      tokens: name of T5; None for the only text encoder that has tokens.
+      pooled: name of CLIP; None for the only one that has pooled vectors.
       dtype: of the tensors.
     Returns: a function from a batch to
       a dictionary of img_encodings (B, C, H, W), t5_encodings (B, L, D) and clip_encodings (B, P);

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -143,3 +146,12 @@ def test_the_tree_in_the_readme_names_every_folder_of_the_house() -> None:
 def test_links_and_pictures_in_the_documentation_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """As ``make docs``: a broken link, or a docstring that is not understood, ends it."""
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    ended = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "make_loader" in (tmp_path / "api.html").read_text()
