@@ -11,7 +11,7 @@ from ..disk.hashing import canonical_json, read_json, sha256_of, xxh3_file
 from ..errors import DamageError, LeanditError
 from ..format.layout import CAPTIONS, MANIFEST, PLAN, PLAN_FILE, RECORDS, commit_path, revision_prefix
 from ..format.schema import FileEntry, Manifest
-from ..revisions.commits import CommitFiles, file_entry, read_commit, read_manifest, read_record, seal_files
+from ..revisions.commits import file_entry, read_commit, read_manifest, read_record, seal_files
 from ..revisions.plan import FrozenPlan, read_plan
 from .findings import CAUSES, Finding, shard_place
 
@@ -103,7 +103,7 @@ def _unsealed_manifest(root: Path, plan: FrozenPlan, sealed: list[int]) -> tuple
     """The manifest that plan and commit records give; None while shards are missing."""
     if not all(read_commit(root, plan, *task) for task in plan.layout.tasks()):
         return None, []  # unfinished, or too much is missing
-    manifest = seal_files(plan, CommitFiles(root, plan))[1]
+    manifest = seal_files(root, plan)[1]
     if plan.revision in sealed:
         return manifest, []
     prefix = revision_prefix(plan.revision)

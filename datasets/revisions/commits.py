@@ -34,7 +34,7 @@ from ..format.schema import FORMAT_VERSION, CommitRecord, FeatureRows, FileEntry
 from ..format.table_schemas import REJECT_REASONS, captions_schema, records_schema
 from ..format.tables import parquet_of_groups
 from .latent_statistics import merge_statistics
-from .merge import Commits, Merge
+from .merge import STATUSES, Merge
 from .plan import FrozenPlan
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -169,7 +169,7 @@ class CommitSummary(NamedTuple):
 class CommitFiles(Mapping[Task, CommitRecord]):
     """The commit records of a plan, each read from disk on access.
 
-    Raises: DamageError: one of them has changed since the seal began.
+    Raises: DamageError: one of them has changed since the seal began, or does not account for each of its rows.
     """
 
     def __init__(self, root: Path, plan: FrozenPlan) -> None:
@@ -181,6 +181,7 @@ class CommitFiles(Mapping[Task, CommitRecord]):
                 f"store '{self._root}': '{commit_path(self._plan.revision, *task)}' changed while the store was "
                 "sealed. Run the same command again."
             )
+        _check_rows(self._root, self._plan, record)
         return record
 
     def __iter__(self) -> Iterator[Task]:
@@ -190,17 +191,42 @@ class CommitFiles(Mapping[Task, CommitRecord]):
         return len(self._plan.layout.tasks())
 
 
-def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes | memoryview], Manifest]:
+def _check_rows(root: Path, plan: FrozenPlan, record: CommitRecord) -> None:
+    """Raise DamageError unless each planned row of a shard of pictures is either stored or rejected, exactly once."""
+    part = plan.layout.parts[record.part]
+    if part.captions:  # always stored: ``_matches_plan`` has seen a checksum of each
+        return
+    rows = plan.layout.rows_of(record.part, record.shard)
+    positions = plan.positions_of(part)[rows.start : rows.stop]
+    rejects = Counter(reject.row for reject in record.rejects)
+    groups = [record.checksums] if LATENTS in part.groups else []
+    groups += [found.checksums for found in record.features.values()]
+    for row, position, *checksums in zip(rows, positions, *groups, strict=True):
+        is_stored, count = any(checksums), rejects[row]
+        if is_stored + count == (position >= 0) and all(checksums) == is_stored:
+            continue
+        key = f"record '{plan.records['key'][int(position)]}'" if position >= 0 else "no record"
+        where = f"revision {plan.revision}, bucket {part.bucket}, shard {record.shard}, row {row} ({key})"
+        raise DamageError(
+            f"store '{root}': {where} has {sum(map(bool, checksums))} of {len(checksums)} checksums and {count} "
+            "rejects; a record is stored with all checksums, or rejected once. Remove "
+            f"'{commit_path(plan.revision, record.part, record.shard)}' and run the same command again: it encodes "
+            "this shard again."
+        )
+
+
+def seal_files(root: Path, plan: FrozenPlan) -> tuple[dict[str, bytes | memoryview], Manifest]:
     """Content of the files that a seal writes, and the manifest.
 
-    Args:
-      commits: of all tasks of the plan; each is read once.
+    Reads each commit record of the plan once.
+
     Returns: content by path of the files that are neither shards nor commit records (tables in mapped temporary files),
       and the manifest.
+    Raises: DamageError: as ``CommitFiles``, or a record is neither stored nor rejected.
     """
     prefix, merge = revision_prefix(plan.revision), Merge(plan)
     entries, statistics = {entry.path: entry for entry in plan.carried}, [plan.statistics] if plan.stack else []
-    for task, commit in commits.items():
+    for task, commit in CommitFiles(root, plan).items():
         merge.add(task, commit)
         if LATENTS in plan.layout.parts[task[0]].groups:
             statistics.append(commit.statistics)
@@ -209,6 +235,7 @@ def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes | me
 
     def counted(groups: Iterable[pa.Table]) -> Iterator[pa.Table]:
         for group in groups:
+            _check_statuses(root, plan, group)
             statuses.update(_counts(group["status"]))
             stored.update(_counts(group["bucket"].filter(pc.equal(group["status"], "stored"))))
             yield group
@@ -219,8 +246,6 @@ def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes | me
         prefix + CAPTIONS: parquet_of_groups(captions_schema(plan.spec), merge.caption_groups()),
     }
     entries |= {path: file_entry(path, content) for path, content in files.items()}
-    num_stored, num_rejected = statuses["stored"], statuses["rejected"]
-    assert num_stored + num_rejected == plan.records.num_rows, "a record is neither stored nor rejected"
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         revision=plan.revision,
@@ -230,8 +255,8 @@ def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes | me
         fingerprint=plan.spec.fingerprint,
         plan=plan.hash,
         num_planned=plan.records.num_rows,
-        num_stored=num_stored,
-        num_rejected=num_rejected,
+        num_stored=statuses["stored"],
+        num_rejected=statuses["rejected"],
         buckets={**dict.fromkeys(plan.bucket_positions, 0), **stored},
         num_captions=plan.captions.num_rows,
         num_caption_tokens=pc.sum(pc.cast(plan.captions["num_tokens"], pa.int64())).as_py() or 0,
@@ -241,6 +266,17 @@ def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes | me
         statistics=_merged(statistics),
     )
     return files, with_root_hash(manifest)
+
+
+def _check_statuses(root: Path, plan: FrozenPlan, group: pa.Table) -> None:
+    """Raise DamageError at a record that is neither stored nor rejected."""
+    left = group.filter(pc.invert(pc.is_in(group["status"], STATUSES)))
+    for one in left.slice(0, 1).to_pylist():
+        where = f"revision {plan.revision}, bucket {one['bucket']}, row {one['row']} (record '{one['key']}')"
+        raise DamageError(
+            f"store '{root}': {where} is '{one['status']}', and in no shard of the plan; each must be stored or "
+            "rejected. The plan cannot be completed: precompute into another --store."
+        )
 
 
 def _merged(statistics: Sequence[LatentStatistics | None]) -> LatentStatistics | None:

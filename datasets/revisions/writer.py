@@ -20,7 +20,7 @@ from ..format.layout import CAPTIONS, MANIFEST, RECORDS, Task, commit_path, is_p
 from ..format.row_layout import LATENTS
 from ..format.schema import Fallback, FeatureRows, FileEntry, LatentStatistics, Manifest, Reject
 from ..format.zarr_shard import pack_shard
-from .commits import CommitFiles, CommitSummary, commit_record, file_entry, read_commit, read_manifest, seal_files
+from .commits import CommitSummary, commit_record, file_entry, read_commit, read_manifest, seal_files
 from .latent_statistics import statistics_of
 from .plan import FrozenPlan
 
@@ -187,7 +187,7 @@ class StoreWriter:
     def seal(self) -> Manifest:
         """Merge the commit records into the tables and the manifest; the manifest comes last.
 
-        Raises: StoreError: shards are missing.
+        Raises: StoreError: shards are missing; DamageError: as ``seal_files``.
         """
         if missing := self.missing_tasks():
             raise StoreError(
@@ -196,7 +196,7 @@ class StoreWriter:
             )
         if manifest := self._valid_manifest():  # a new one could differ: Parquet names its writer
             return manifest
-        files, manifest = seal_files(self.plan, CommitFiles(self.root, self.plan))
+        files, manifest = seal_files(self.root, self.plan)
         for path, content in files.items():
             self._ensure(path, content)
         self._ensure(revision_prefix(self.plan.revision) + MANIFEST, canonical_json(manifest.model_dump()))
