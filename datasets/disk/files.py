@@ -255,8 +255,14 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def raise_if_full(error: OSError, path: Path) -> None:
-    """Turn "no space left" into a ResourceError with the free space."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    """Turn "no space left" into a ResourceError with the free space, and "file too large" into one with the limits."""
+    if error.errno == errno.EFBIG:
+        raise ResourceError(
+            f"file '{path}': {error.strerror}. A limit of this process ('ulimit -f' shows it) or of the file system "
+            "(FAT32: 4 GiB a file) was reached. Raise it, or use another disk, then run the same command again: it "
+            "resumes."
+        ) from error
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         free = readable_size(shutil.disk_usage(folder).free)
         raise ResourceError(

@@ -17,7 +17,7 @@ import numpy as np
 from ...datasets.errors import RecordRejected, ResourceError
 from .decoder_child import READY
 
-START_SECONDS = 60.0  # a cold interpreter on a busy network disk
+START_SECONDS = 600.0  # a busy machine may take minutes; a child that ends sooner is noticed at once
 END_SECONDS = 2.0  # from the end of a socket to the end of its process
 MAX_HEAD_BYTES = 1 << 20
 RETRY_PATIENCE = 4  # times the time-out, for a large picture on a busy machine

@@ -44,7 +44,7 @@ from leandit.datasets.disk.owners import (
 from leandit.datasets.disk.strays import find_strays, sweep_strays
 from leandit.datasets.errors import DamageError, ResourceError
 
-FULL = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG]
+FULL = [(errno.ENOSPC, "iB free"), (errno.EDQUOT, "iB free"), (errno.EFBIG, "ulimit -f")]
 
 
 def names(folder: Path) -> list[str]:
@@ -116,15 +116,15 @@ def test_when_only_the_sync_of_the_folder_fails_the_new_content_is_there(
 @pytest.mark.parametrize(
     ("function", "calls_before"), [("os.rename", 0), ("os.fsync", 0), ("os.fsync", 1), ("os.mkdir", 0)]
 )
-@pytest.mark.parametrize("number", FULL)
-def test_a_full_disk_is_a_resource_error_that_names_the_file_and_the_free_space(
-    function: str, calls_before: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("number", "reason"), FULL)
+def test_a_full_disk_is_a_resource_error_that_names_the_file_and_its_limit(
+    function: str, calls_before: int, number: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "folder/file"
     if function != "os.mkdir":
         path.parent.mkdir()
     monkeypatch.setattr(function, failing(OSError(number, os.strerror(number)), calls_before))
-    with pytest.raises(ResourceError, match=r"iB free") as caught:
+    with pytest.raises(ResourceError, match=reason) as caught:
         write_atomic(path, b"new")
     assert str(path) in str(caught.value)
     assert os.strerror(number) in str(caught.value)

@@ -76,13 +76,12 @@ def test_what_would_run_eagerly_is_an_error(section: VaeSection, monkeypatch: py
         encoder.encode(pictures(1, *SHAPES[2]))
 
 
-def test_without_a_compiler_the_error_says_what_to_install(
-    section: VaeSection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_the_error_says_what_to_install(section: VaeSection) -> None:
     torch.compiler.reset()
-    monkeypatch.setattr(inductor_config.cpp, "cxx", ("no-such-compiler",))
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
-    with pytest.raises(ResourceError, match=r"vae\.compile: torch cannot compile here.*g\+\+.*vae\.compile = false"):
+    message = r"vae\.compile: torch cannot compile here.*g\+\+.*vae\.compile = false"
+    # By its own patch: pytest's would leave a key that is an alias hidden from all later tests of this process.
+    changes = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
+    with inductor_config.patch(changes), pytest.raises(ResourceError, match=message):
         ImageEncoder(section, CPU).encode(pictures(1, 16, 16))
 
 
