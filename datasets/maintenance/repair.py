@@ -20,7 +20,18 @@ from ..disk.strays import sweep_strays
 from ..errors import DamageError, StoreError, StoreIncomplete
 from ..format.buckets import bucket_size
 from ..format.caption_layout import NULL_PART
-from ..format.layout import ADDED, CAPTIONS, GROUP, RECORDS, commit_path, group_json, revision_prefix
+from ..format.layout import (
+    ADDED,
+    CAPTIONS,
+    GROUP,
+    MANIFEST,
+    PLAN,
+    PLAN_FILE,
+    RECORDS,
+    commit_path,
+    group_json,
+    revision_prefix,
+)
 from ..format.row_layout import bucket_part
 from ..format.schema import Addition, CommitRecord, Manifest, StoreSpec
 from ..format.table_schemas import (
@@ -58,19 +69,26 @@ def repair_revision(root: Path, revision: int, found: Verification) -> StoreWrit
     if plan is None:
         return None
     for task in plan.layout.tasks():
-        if read_record(root, plan, *task) is None:
-            record = rebuild_record(root, plan, task, found.expected)
-            if record:
-                write_atomic(root / commit_path(revision, *task), canonical_json(record.model_dump()))
+        record = read_record(root, plan, *task) or rebuild_record(root, plan, task, found.expected)
+        if record:
+            _write_json(root / commit_path(revision, *task), record.model_dump())
     writer = StoreWriter(root, plan)  # rewrites damaged metadata
     reseal(writer)
     return writer
 
 
+def _write_json(path: Path, value: Any) -> None:
+    """Write JSON unless the file has these bytes: a space more leaves its values, and so their hash, as they were."""
+    content = canonical_json(value)
+    if not path.is_file() or path.read_bytes() != content:
+        write_atomic(path, content)
+
+
 def reseal(writer: StoreWriter) -> None:
     """Write tables and manifest again if all shards exist."""
     if not writer.missing_tasks() and (writer.num_stored or writer.plan.stack):
-        writer.seal()
+        manifest = writer.seal()
+        _write_json(writer.root / revision_prefix(manifest.revision) / MANIFEST, manifest.model_dump())
 
 
 def repair_without_encoding(root: Path, found: Verification) -> Verification:
@@ -137,9 +155,16 @@ def _repair_root_group(root: Path, found: Verification) -> None:
 def _plan_of(root: Path, revision: int) -> FrozenPlan | None:
     """Read a plan; if it is damaged, rebuild it from the sealed tables and write it."""
     try:
-        return read_plan(root, revision)
+        plan = read_plan(root, revision)
     except (DamageError, StoreIncomplete):
-        pass
+        return _rebuilt_plan(root, revision)
+    head = root / revision_prefix(revision) / PLAN / PLAN_FILE
+    _write_json(head, read_json(head))
+    return plan
+
+
+def _rebuilt_plan(root: Path, revision: int) -> FrozenPlan | None:
+    """Rebuild a plan from the sealed tables, and write it."""
     try:
         manifest, spec = read_manifest(root, revision), read_spec(root, revision)
         records, captions = (read_intact_table(root, manifest, name) for name in (RECORDS, CAPTIONS))

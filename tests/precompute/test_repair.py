@@ -6,7 +6,9 @@ import functools
 import json
 import os
 import random
+import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ from leandit.datasets.revisions.writer import StoreWriter, row_checksum
 from leandit.datasets.store import LatentStore
 from leandit.precompute import repair as repair_module
 from leandit.precompute.deep_check import deep_check
+from leandit.tools.cli.main import main
 from leandit.tools.inspection.verify import check, loaded_tools
 
 
@@ -481,3 +484,45 @@ def test_a_rebuilt_commit_record_of_the_null_caption_is_the_same(plain: tuple[Pi
     assert mended(root, None)[0].findings == []
     assert path.read_bytes() == (plain[1] / path.relative_to(root)).read_bytes()
     shutil.rmtree(root)
+
+
+def one_of_each_kind(store: Path) -> list[str]:
+    """A file of each kind that is no shard, of each revision; the kind is its path without names and numbers."""
+    kinds: dict[str, str] = {}
+    for path in files_of(store):
+        if task_of(store, path) is None and not path.endswith("/c/0"):
+            kinds.setdefault(re.sub(r"\d+x\d+|/\d+(\.json)?$", "", path), path)
+    return list(kinds.values())
+
+
+@pytest.mark.parametrize("how", ["newline", "space", "gone"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("grown", marks=pytest.mark.slow)])
+def test_metadata_of_every_kind_comes_back_to_the_byte_at_once(
+    name: str, how: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = request.getfixturevalue(name)[1]
+    root, whole = copy_of(store, tmp_path / "store"), tree_digest(store)
+
+    def verify(*options: str) -> object:
+        monkeypatch.setattr(sys, "argv", ["leandit", "verify", str(root), *options])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code
+
+    kinds = one_of_each_kind(store)
+    assert {Path(path).name for path in kinds} >= {"manifest.json", "plan.json", "zarr.json", *SEAL}
+    assert any("commits/" in path for path in kinds)
+    for path in kinds:
+        written = whole[path]
+        if how == "gone":
+            (root / path).unlink()
+        else:  # a space within JSON leaves its values as they are
+            spaced = written.replace(b'": ', b'":  ', 1) if path.endswith(".json") else b" " + written
+            (root / path).write_bytes(written + b"\n" if how == "newline" else spaced)
+        is_newest_seal = how == "gone" and path.endswith("manifest.json")
+        assert verify() in ((3, 4) if is_newest_seal else (4,)), path
+        assert verify("--repair") == 0, path
+        assert verify() == 0, path
+        if is_plan(path) and (how == "gone" or path.endswith(".parquet")):  # where pictures lie is known nowhere else
+            root = copy_of(store, tmp_path / "store")
+        assert tree_digest(root) == whole, path
