@@ -151,8 +151,6 @@ def run_command(stop: StopRequest) -> int:
         code = EXIT_USAGE
     except LeanditError as error:
         code = _fail_once(error)
-    except MemoryError:
-        code = _fail("out of memory. Use a smaller batch (see --set)", EXIT_RESOURCES)
     except Exception as error:  # nothing above catches it
         if stop.is_terminated:  # an extension module turns any exception during its import into ImportError
             raise Terminated from error
@@ -168,6 +166,12 @@ def _warning_line(message: Warning | str, category: type[Warning], *place: Any) 
 
 
 def _unexpected(error: Exception) -> int:
+    if getattr(error, "is_said", False):  # for all ranks, by the one that failed
+        if TRACEBACK in sys.argv:
+            traceback_module.print_exc()
+        return EXIT_RESOURCES if isinstance(error, MemoryError) else EXIT_UNEXPECTED
+    if isinstance(error, MemoryError):
+        return _fail("out of memory. Use a smaller batch (see --set)", EXIT_RESOURCES)
     if isinstance(error, ModuleNotFoundError):
         problem = f"{error.name} is not installed" if error.name else str(error)  # some libraries raise it unnamed
         extra = EXTRAS.get((error.name or "").split(".")[0], "all")

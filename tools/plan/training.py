@@ -6,7 +6,6 @@ The memory of a step is traced from the real model (``step_memory.py``); a strat
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -19,6 +18,7 @@ from ...datasets.units import readable_size, readable_time
 from ...train.metrics.flops import shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
 from ...train.weights.folders import METRICS
+from ..inspection.report.runs.metrics import read_metrics
 from .memory_tracker import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
 from .scaling import LAUNCH_SECONDS, NETWORK_GBIT, Cluster, step_time
 from .scaling_table import recipe_strategy, render_scaling, scaling, step_work
@@ -118,13 +118,11 @@ def find_gpu(name: str, precision: str) -> Gpu:
 def measured_mfu(run: Path) -> float:
     """Median MFU over the later half of a run's reports.
 
-    Raises: RecipeError: the run has no MFU.
+    Raises: RecipeError: the run has no MFU; DamageError: a line is not a report.
     """
     if not run.is_dir():
         raise RecipeError(f"--run '{run}': no such folder. Check the path.")
-    path = run / METRICS
-    lines = path.read_text().splitlines() if path.is_file() else []
-    reported = [mfu for line in lines if (mfu := json.loads(line).get("mfu"))]
+    reported = [mfu for mfu in read_metrics(run).columns["mfu"].tolist() if mfu > 0]  # NaN: unknown
     if not reported:
         raise RecipeError(f"--run '{run}': its {METRICS} has no MFU; only runs on known GPUs report one.")
     return median(reported[len(reported) // 2 :])

@@ -32,6 +32,7 @@ LOG = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
 PRINT_SECONDS = 5.0  # for a rank to print a line that it has claimed
 LOST = ("gloo", "nccl", "connection")  # words in torch's errors when another rank is gone
+SAID = "is_said"  # attribute of an exception that was printed, as of LeanditError
 EXIT_DEAD_RANK = ResourceError.exit_code
 
 
@@ -164,7 +165,7 @@ class Watchdog:
         """End this process because the named rank has failed."""
         if self._closed.is_set() or name.startswith(f"rank {self.ranks.rank} "):
             return
-        advice = "; start the same command again to resume from the newest checkpoint" if code == EXIT_DEAD_RANK else ""
+        advice = "; start the same command again to resume" if code == EXIT_DEAD_RANK else ""
         line = f"{name} ended: {why.rstrip('.')}. All ranks end{advice}"
         print_once(why, store, lambda _: self._say(line))
         sys.stderr.flush()
@@ -201,13 +202,13 @@ def print_once(error: Exception | str, store: Any, say: Callable[[str], None], p
     """Print an error unless another rank of this machine prints the same text; returns once it is printed.
 
     Args:
-      error: or its text; sets ``is_said`` of a ``LeanditError``.
+      error: or its text; an exception is marked, so that the command does not print it again.
       store: of the ranks; None: always print.
       say: prints a line, and flushes.
       prefix: of the line.
     """
-    if isinstance(error, LeanditError):
-        error.is_said = True
+    if isinstance(error, Exception):
+        error.__dict__[SAID] = True
     text = error if isinstance(error, str) else _text(error)
     key = f"{socket.gethostname()}/{sha256_of(text)[:16]}"
     with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone: twice is better than never
@@ -221,7 +222,9 @@ def print_once(error: Exception | str, store: Any, say: Callable[[str], None], p
 
 
 def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    if isinstance(error, LeanditError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _first_death(store: Any) -> dict[str, Any] | None:

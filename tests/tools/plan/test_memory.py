@@ -394,7 +394,7 @@ def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
     assert slower[2]["grown_images_per_second"] < scaled[16]["grown_images_per_second"]
 
     lines = [json.dumps({"step": step, "mfu": mfu}) + "\n" for step, mfu in ((1, 0.1), (2, 0.4))]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    (tmp_path / "metrics.jsonl").write_text("".join([*lines, '{"step": 3, "mf']))  # of a run that was killed
     measured = plan(work(), gpu="H200", num_gpus=1, images=0, run=tmp_path)
     assert (measured["mfu"], measured["images"]) == (0.4, 8 * work().recipe.run.steps)
     assert measured["strategies"][0]["strategy"] == "single"

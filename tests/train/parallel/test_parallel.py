@@ -540,7 +540,7 @@ def test_a_rank_that_fails_alone_ends_the_others_with_its_message(label_store: L
     said = [[json.loads(line)["warn"] for line in out.splitlines() if "warn" in line] for out, _ in ended]
     assert [len(lines) for lines in said] == [0, 1]  # on one machine once, by the rank that failed
     assert said[1][0].startswith("rank 1 (")
-    assert said[1][0].endswith("): a disk that is full")
+    assert said[1][0].endswith("): ValueError: a disk that is full")
 
 
 @pytest.mark.slow

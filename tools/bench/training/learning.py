@@ -24,8 +24,9 @@ from ....datasets.store import LatentStore
 from ....precompute import config as precompute_config
 from ....precompute.pipeline import precompute
 from ....train import config as train_config
-from ....train.loop import StopRequest, train
+from ....train.loop import StopRequest, print_warning, train
 from ....train.parallel.ranks import ALONE
+from ....train.parallel.watchdog import Watchdog
 from ....train.weights.folders import METRICS
 from ...demo.demo import CPU, draw_pictures_folder, sample_captions
 from ...demo.vision import train_vision
@@ -90,7 +91,8 @@ def run(request: LearningRequest, progress: ProgressLine) -> dict[str, Any]:
     store = make_store(request, progress)
     seconds = seconds_per_step(request, store, progress)
     network = open_network(str(out / "measuring"), None, CPU)
-    reference = moments_of(open_set(out / "pictures", network, CPU), network, Team(ALONE), "reference", progress)
+    team = Team(Watchdog(ALONE, print_warning))
+    reference = moments_of(open_set(out / "pictures", network, CPU), network, team, "reference", progress)
     assert reference is not None
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in RECIPES}
     for seed in range(request.seeds):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....datasets.errors import LeanditError, RecipeError, SourceError
+from ....datasets.errors import RecipeError, SourceError
 from ....datasets.format.layout import GROUP
 from ....precompute.progress.clock import Progress
+from ....train.loop import print_warning
 from ....train.parallel.ranks import Ranks, connected
+from ....train.parallel.watchdog import Watchdog
 from ....train.weights.folders import is_run
 from ..sample_set import RESULT, sample_set
 from ..sampler import SampleRequest
@@ -72,16 +75,23 @@ class EvaluateRequest:
 
 
 def evaluate(
-    request: EvaluateRequest, *, device: torch.device, ranks: Ranks, progress: Progress
+    request: EvaluateRequest,
+    *,
+    device: torch.device,
+    ranks: Ranks,
+    progress: Progress,
+    warn: Callable[[str], None] = print_warning,
 ) -> dict[str, Any] | None:
-    """Measure a set of pictures; all processes call it.
+    """Measure a set of pictures; all processes call it, and an error of one ends all.
 
+    Args:
+      warn: prints the error of a process, if there are several.
     Returns: the numbers and what they are of, as plain values; None for others than the first process.
     Raises: RecipeError, SourceError, StoreError, RunError, EncoderError, DamageError.
     """
     _check_options(request)
-    with connected(ranks, device):
-        team = Team(ranks)
+    with connected(ranks, device), Watchdog(ranks, warn) as watchdog:
+        team = Team(watchdog)
         network = open_network(request.features, request.resize, device) if request.against else None
         clip = ClipScore(request.clip, device) if request.clip else None
         reference = _open_reference(request, network, device) if network else None
@@ -98,7 +108,6 @@ def evaluate(
             result |= {"clip": clip.description, "clip_score": score}
             if num_cut:
                 notes.append(f"{num_cut} captions are longer than CLIP reads; the rest of each does not count")
-        # Last, since only the first process does it: no other waits for it in vain after an error.
         if moments and other and network and reference and team.is_first:
             result |= measure(moments, other, network, device)
             notes += find_notes(moments, other, reference, network)
@@ -218,13 +227,9 @@ def _open_target(
         return MeasuredSet(pictures, None, pictures.description)
     assert request.draw is not None
     assert request.out is not None
-    drawn, failure = {}, None
-    try:
-        places: dict[str, Any] = {"store": None, "vae": request.vae, "text": request.text, "out": request.out}
-        drawn = sample_set(request.target, request.draw, device=device, ranks=ranks, progress=progress, **places)
-    except LeanditError as error:
-        failure = error
-    team.check(failure)
+    places: dict[str, Any] = {"store": None, "vae": request.vae, "text": request.text, "out": request.out}
+    drawn = sample_set(request.target, request.draw, device=device, ranks=ranks, progress=progress, **places)
+    team.wait()  # all pictures are there
     count = request.draw.total
     pictures = SpreadPictures(FolderPictures(request.out), np.arange(count))
     described = {key: drawn[key] for key in ("snapshot", "weights", "warning", "bucket", "sampler", "guidance")}

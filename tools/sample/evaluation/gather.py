@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from torch import distributed
 
-from ....datasets.errors import LeanditError
 from ....precompute.progress.clock import Progress
-from ....train.parallel.ranks import Ranks
+from ....train.parallel.watchdog import Watchdog
 from ....train.sampling.guided import float32_products
 from .pictures import PictureSet
 
@@ -28,51 +26,35 @@ class Team:
     """The processes of an evaluation.
 
     Args:
-      ranks: connected, if there are several.
+      watchdog: of its ranks, which are connected if there are several; it ends all of them if one fails.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._group: Any = distributed.new_group(backend="gloo") if ranks.world_size > 1 else None
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._ranks, self._watchdog = watchdog.ranks, watchdog
+        self._group: Any = distributed.new_group(backend="gloo") if self._ranks.world_size > 1 else None
 
     @property
     def is_first(self) -> bool:
         """Whether this process gets the results."""
         return self._ranks.is_first
 
-    def check(self, failure: Exception | None) -> None:
-        """Raise in all processes if one has failed; a collective call.
-
-        Raises: the failure; elsewhere LeanditError, which is not printed again.
-        """
-        failed = torch.tensor(int(failure is not None))
-        if self._group is not None:
-            distributed.all_reduce(failed, op=distributed.ReduceOp.MAX, group=self._group)
-        if failure:
-            raise failure
-        if failed:
-            stopped = LeanditError("another process has failed.")
-            stopped.is_said = True
-            raise stopped
+    def wait(self) -> None:
+        """Wait for all processes."""
+        self._watchdog.gather(None)
 
     def run(self, pictures: PictureSet, compute: Compute, stage: str, progress: Progress) -> Iterator[np.ndarray]:
         """Compute all batches; a collective call, to be iterated to its end in all processes.
 
         Returns: for the first process the results of each batch, in order; for others nothing.
-        Raises: as ``check``.
         """
         ranks, count = self._ranks, len(pictures)
         batches = [np.arange(start, min(start + BATCH, count)) for start in range(0, count, BATCH)]
         own = batches[ranks.rank :: ranks.world_size]
         read = pictures.batches(iter(own))
         for first in range(0, len(batches), ranks.world_size):
-            index, result, failure = first // ranks.world_size, None, None
-            try:
-                with float32_products(tf32=False):  # torch allows it for convolutions
-                    result = compute(next(read), own[index]) if index < len(own) else None
-            except Exception as error:  # noqa: BLE001 any: the others wait for this process
-                failure = error
-            self.check(failure)
+            index = first // ranks.world_size
+            with float32_products(tf32=False):  # torch allows it for convolutions
+                result = compute(next(read), own[index]) if index < len(own) else None
             yield from self._collected(result)
             progress(stage, int(batches[min(first + ranks.world_size, len(batches)) - 1][-1]) + 1, count)
 

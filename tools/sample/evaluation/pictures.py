@@ -17,6 +17,7 @@ from ....precompute.images.decoders import Decoders, PicturePlace
 from .npz import Npz
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif", ".heic", ".heif")
+MOST_DIGITS = 24  # of a number that is a name, with its suffix
 NUM_DECODERS = 2  # child processes; a network takes longer than they do
 PICTURES = "arr_0"  # as ADM names them
 
@@ -76,7 +77,7 @@ def _decode(decoders: Decoders, place: PicturePlace, fit: Fit) -> np.ndarray:
 
 
 class FolderPictures:
-    """The picture files of a folder and its sub-folders, in order of their paths.
+    """The picture files of a folder and its sub-folders, in order of their paths; names that are numbers by number.
 
     Args:
       crop_px: side of the square that ADM's crop makes of each; 0: as they are.
@@ -85,7 +86,7 @@ class FolderPictures:
 
     def __init__(self, folder: Path, *, crop_px: int = 0) -> None:
         found = [path for path in files_below(folder) if path.suffix.lower() in SUFFIXES]
-        self.paths = sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+        self.paths = sorted(found, key=lambda path: _place(path.relative_to(folder)))
         if not self.paths:
             raise SourceError(f"folder '{folder}': it holds no pictures ({', '.join(SUFFIXES)}). Check the path.")
         self._fit = Fit((crop_px, crop_px), "adm") if crop_px else Fit(None)
@@ -109,6 +110,11 @@ class FolderPictures:
             [(PicturePlace(self.paths[number], 0, self._sizes[number]), self._fit) for number in numbers]
             for numbers in batches
         )
+
+
+def _place(path: Path) -> str:
+    """What orders a picture: its path, with a number as its name filled up, since 1000000.png is after 999999.png."""
+    return (path.with_name(path.name.zfill(MOST_DIGITS)) if path.stem.isdecimal() else path).as_posix()
 
 
 class NpzPictures:

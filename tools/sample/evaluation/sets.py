@@ -157,7 +157,7 @@ def kept_moments(
                 )
         LOG.info("reference: statistics kept in '%s'", file)
         return read_moments(kept)
-    team.check(None)  # all have looked before the first writes
+    team.wait()  # all have looked before the first writes
     moments = moments_of(opened, network, team, "reference", progress)
     if moments:
         keep(file, moments, described)

@@ -50,6 +50,19 @@ class Broken:
 if os.environ["RANK"] == "0":
     evaluate.open_network = lambda *asked: Broken(open_network(*asked))
 {LEANDIT}"""
+LEANDIT_OUT_OF_MEMORY = f"""
+import os, torch
+from leandit.tools.sample import sampler
+from leandit.train.models.dit import SIZES
+
+SIZES["S"] = (2, 32, 2)
+
+def fail(*args, **options):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+if os.environ["RANK"] == "1":
+    sampler.draw_latents = fail
+{LEANDIT}"""
 DISTANCES = ("frechet", "kid", "precision", "recall", "density", "coverage")
 
 
@@ -308,6 +321,22 @@ def test_captions_are_found_by_name_and_long_ones_are_cut(here: Path, tmp_path: 
         measured(here / "one", None, here, clip=str(clip.folder))
 
 
+def test_pictures_named_by_number_are_in_order_of_their_numbers(here: Path, tmp_path: Path) -> None:
+    """Of a set of a million pictures and more, 1000000.png is after 999999.png, and so are the captions."""
+    clip, captions = make_clip(tmp_path / "clip"), [CLIP_TEXTS[i % 5 == 0] for i in range(12)]
+    for i, pixels in enumerate(pixels_of(here / "one")[:12]):
+        for name in (f"padded/{i:06d}.png", f"plain/{i}.png"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            Image.fromarray(pixels).save(tmp_path / name)
+    for name in ("padded", "plain"):
+        (tmp_path / name / "samples.json").write_text(json.dumps({"samples": captions}))
+    padded, plain = (measured(tmp_path / name, None, here, clip=str(clip.folder)) for name in ("padded", "plain"))
+    assert plain["clip_score"] == padded["clip_score"]
+    (tmp_path / "plain/999999.png").write_bytes(b"")
+    (tmp_path / "plain/1000000.png").write_bytes(b"")
+    assert FolderPictures(tmp_path / "plain").names == [f"{i}.png" for i in (*range(12), 999_999, 1_000_000)]
+
+
 # ----------------------------------------------------------------------------------------------------------- processes
 
 
@@ -365,6 +394,22 @@ def test_an_error_of_one_device_ends_all_processes(here: Path) -> None:
     assert [code != 0 for code, _, _ in ended] == [True, True]
     assert "CUDA error: no kernel image" in ended[0][2]
     assert ended[1][2] == ""
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_a_process_that_runs_out_of_memory_ends_all_with_one_message(
+    label_store: LatentStore, here: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    recipe = train_recipe("dit-s-4", "run.steps=1")
+    train(recipe, store_path=label_store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+    command = (run, "--against", here / "one", "--out", tmp_path / "out", "--num", 8, "--steps", 2)
+    ended = in_processes(2, here, *command, code=LEANDIT_OUT_OF_MEMORY)
+    assert all(code not in (0, None) for code, _, _ in ended)
+    said = [line for _, _, errors in ended for line in errors.splitlines() if line.startswith("leandit: ")]
+    assert len(said) == 1, ended
+    assert "rank 1 (" in said[0]
+    assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB" in said[0]
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
