@@ -247,16 +247,16 @@ class _Training:
         if stopping:
             self._end_report()
         if stopping or due or averages_due:
-            self._save(averages=averages_due, resumable=stopping or due)
+            self._save(averages=averages_due, resumable=stopping or due, interrupted=stopping and not due)
         self._saver.check()
         return stopping
 
-    def _save(self, *, averages: bool, resumable: bool) -> None:
+    def _save(self, **how: bool) -> None:
         """Begin to write the state, unless a rank has read damaged rows: then all of them end here."""
         self._state.loader.dataset.finish_checks()
         self._watchdog.gather("checked")
         self._saver.finish()  # first, so that two states are never in memory
-        captured = capture(self._state, averages=averages, resumable=resumable, staging=self._saver.staging)
+        captured = capture(self._state, staging=self._saver.staging, **how)
         self._saver.begin(captured)
 
     def _begin_report(self, epoch: int) -> None:

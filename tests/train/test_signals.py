@@ -285,6 +285,38 @@ def test_sigterm_in_a_step_finishes_and_saves_it(
     assert (tmp_path / "run/checkpoint-5").is_dir()
 
 
+def test_of_the_snapshots_of_stops_the_newest_stays(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, make_step = tmp_path / "run", loop.train_step
+    every = ["run.steps=20", "run.checkpoint_every=5", "ema.kind=power", "run.keep_checkpoints=1"]
+
+    def stopped_at(step: int) -> list[str]:
+        stop = StopRequest()
+        stop.catch(signal.SIGTERM)
+
+        def step_while_killed(trained: TrainState, batch: Any) -> Any:
+            if trained.step == step - 1:
+                kill_self()
+            return make_step(trained, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "train_step", step_while_killed)
+            train_here(label_store, run, stop, every)
+        kept = [path.name.rpartition("-")[2] for path in checkpoint.find("snapshot", run)]
+        assert [path.name.rpartition("-")[2] for path in checkpoint.find("average", run)] == kept
+        return kept
+
+    assert stopped_at(2) == ["2"]
+    assert stopped_at(4) == ["4"]
+    assert stopped_at(7) == ["5", "7"]
+    assert stopped_at(9) == ["5", "9"]
+    assert stopped_at(15) == ["5", "9", "10", "15"]  # 15 is a step of the recipe
+    assert stopped_at(17) == ["5", "10", "15", "17"]
+    assert train_here(label_store, run, StopRequest(), every).finished
+    assert [path.name for path in checkpoint.find("snapshot", run)] == [f"snapshot-{n}" for n in (5, 10, 15, 17, 20)]
+
+
 @pytest.mark.parametrize("place", ["prepare", "start_or_resume", "MetricsWriter", "train_step"])
 def test_sigterm_before_there_is_a_step_stops_at_once(
     place: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -228,13 +228,19 @@ def _broadcast(
 
 
 def capture(
-    state: TrainState, *, averages: bool = False, resumable: bool = True, staging: Staging | None = None
+    state: TrainState,
+    *,
+    averages: bool = False,
+    resumable: bool = True,
+    interrupted: bool = False,
+    staging: Staging | None = None,
 ) -> Captured:
     """Copy the state into memory; a collective call.
 
     Args:
       averages: store all averages of the step.
       resumable: a checkpoint and a snapshot, with the averages where the recipe stores them with each checkpoint.
+      interrupted: the run ends at this step although the recipe saves nothing then.
       staging: memory whose last copies have been written; None: new memory.
     """
     staging = staging or Staging()
@@ -243,17 +249,19 @@ def capture(
     null = {"embedding": state.conditioner.null_caption, "pooled": state.conditioner.null_pooled}
     kept = {name: tensor.cpu() for name, tensor in null.items() if tensor is not None}  # waits, so it comes first
     rest = {MODEL: buffers_of(state.engine.model)} | ({NULL_CAPTION: kept} if kept else {})
+    stopped = {checkpoint.INTERRUPTED: True} if interrupted else {}
     groups = gather(state.engine, GROUPS if resumable else (EMA,), keep=state.ranks.is_first, staging=staging)
     if not groups:
         return Captured(state.step, [])
     folders = []
     if averages or (resumable and recipe.ema.kind == "power" and not recipe.ema.keep_every):
-        folders.append(Folder(AVERAGE, rest | {EMA: groups[EMA]}, extra | {"lengths": recipe.ema.lengths}))
+        named = extra | ({} if averages else stopped) | {"lengths": recipe.ema.lengths}
+        folders.append(Folder(AVERAGE, rest | {EMA: groups[EMA]}, named))
     if resumable:
         rule = build_rules(recipe)[0]
         prefix, young = rule.prefix, {FIRST_SHARE: first_share(rule, state.step)}
         first = {name.removeprefix(prefix): t for name, t in groups[EMA].items() if name.startswith(prefix)}
-        folders.append(Folder(SNAPSHOT, rest | {MODEL: rest[MODEL] | first}, extra | young))
+        folders.append(Folder(SNAPSHOT, rest | {MODEL: rest[MODEL] | first}, extra | young | stopped))
         folders.append(Folder(CHECKPOINT, groups, _progress(state, groups).model_dump()))
     return Captured(state.step, folders, staging.copied())
 

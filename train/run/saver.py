@@ -130,7 +130,7 @@ def buffers_of(model: nn.Module) -> Tensors:
 
 
 def write(captured: Captured, run: Path, section: RunSection) -> None:
-    """Write the folders, a checkpoint last; then remove older checkpoints.
+    """Write the folders, a checkpoint last; then remove older checkpoints, and older snapshots of interruptions.
 
     Raises: ResourceError: the disk is full; DamageError: it returned other bytes. Older checkpoints then stay.
     """
@@ -140,6 +140,8 @@ def write(captured: Captured, run: Path, section: RunSection) -> None:
         path = checkpoint.save(folder.kind, run, captured.step, folder.groups, dict(folder.state))
         if folder.kind == checkpoint.CHECKPOINT:
             checkpoint.prune(run, section.keep_checkpoints, proven=path, keep_every=section.keep_every)
+        elif folder.state.get(checkpoint.INTERRUPTED):
+            checkpoint.prune_interrupted(folder.kind, run)
 
 
 class Saver:
