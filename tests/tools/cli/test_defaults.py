@@ -20,7 +20,7 @@ from forked import ForkedPython, run_forked
 from making import ROOT, all_commands
 
 from leandit.datasets.store import LatentStore
-from leandit.tools.cli.main import app
+from leandit.tools.cli.commands import app
 
 SCRIPT = Path(sys.executable).with_name("leandit")  # as pip installs it
 COMMANDS = {
