@@ -109,7 +109,6 @@ def test_every_exception_is_caught_at_the_edge_and_where_a_picture_is_rejected_o
     }
     # encoders/text/tokenizer.py: the library of the tokenizers raises this very class; any other goes on
     # job.py: the edge of a process that encodes for another, to which it sends what was raised
-    # gather.py: likewise, the other processes wait for this one; it goes on here
     # deepspeed_engine.py: so does DeepSpeed, where its loss scale ends
     # painter.py: the edge of a thread, for whose pictures a page waits
     # row_checks.py: the edge of a thread, whose errors the reader raises
@@ -118,7 +117,6 @@ def test_every_exception_is_caught_at_the_edge_and_where_a_picture_is_rejected_o
         "datasets/batches/row_checks.py",
         "precompute/engines/job.py",
         "tools/inspection/view/records/painter.py",
-        "tools/sample/evaluation/gather.py",
     }
     libraries = {"precompute/encoders/text/tokenizer.py", "train/parallel/deepspeed_engine.py"}
     assert places == edges | libraries | {"precompute/images/pixels.py"}

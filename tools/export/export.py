@@ -6,6 +6,7 @@ and only if they are the ones that made the store.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from ...train.models.build import DiTDenoiser
 from ...train.models.diffusers_models.families import family_of
 from ...train.models.dit import size_of
 from ...train.models.layers import DiTOptions
+from ...train.models.spec import ModelSpec
+from ...train.objective_recipe import ObjectiveSection
 from ...train.sampling.schedulers import pipeline_scheduler
 from ...train.sampling.snapshot import Snapshot, Weights, load_snapshot, text_encoders
 from ...train.weights.dit_checkpoints import official_bytes, to_diffusers
-from ...train.weights.folders import RECIPE
+from ...train.weights.folders import RECIPE, SNAPSHOT, STATE, find
 from .adapters import adapter_files, adapter_notes, check_adapters
 from .export_card import FLOW_PIPELINES, NULL_LABEL, Files, Format, departures, pipeline_class, vae_class, with_card
 
@@ -72,13 +75,13 @@ def export(
     snapshot = load_snapshot(run, torch.device("cpu"), step, frozen=base, weights=weights)
     kind: str = layout
     if layout == "official":
-        check_official(snapshot, encoders=encoders)
+        check_official(snapshot.spec, encoders=encoders)
         files, notes = official_files(snapshot), []
     elif check_adapters(snapshot, merged=merged, encoders=encoders):
         kind = "adapters"
         files, notes = adapter_files(snapshot), [*adapter_notes(snapshot), *departures(snapshot)]
     else:
-        check_diffusers(snapshot)
+        check_diffusers(snapshot.spec, snapshot.objective, snapshot.state)
         copies = encoder_folders(snapshot, vae, text) if encoders else {}
         files, notes = diffusers_files(snapshot, copies), departures(snapshot)
     notes = [*([snapshot.warning] if snapshot.warning else []), *notes]
@@ -102,28 +105,45 @@ def export(
 # ------------------------------------------------------------------------------------------------------------- checks
 
 
-def check_official(snapshot: Snapshot, *, encoders: bool) -> None:
+def fitting_layout(run: Path) -> Format | None:
+    """The layout that holds the newest snapshot of a run: diffusers' if it does, else the official one; None: neither.
+
+    Raises: IndexError: there is no snapshot.
+    """
+    state = read_json(find(SNAPSHOT, run)[-1] / STATE)
+    spec, objective = ModelSpec.model_validate(state["spec"]), ObjectiveSection.model_validate(state["objective"])
+    with contextlib.suppress(RunError):
+        if not spec.adapter:
+            check_diffusers(spec, objective, state)
+        return "diffusers"
+    with contextlib.suppress(RunError):
+        check_official(spec, encoders=False)
+        return "official"
+    return None
+
+
+def check_official(spec: ModelSpec, *, encoders: bool) -> None:
     """Raise if the official layout of DiT cannot hold the model.
 
     Raises: RunError.
     """
-    if family_of(snapshot.spec.name):
-        raise RunError(f"model '{snapshot.spec.name}': the official layout is DiT's. Use --format diffusers.")
+    if family_of(spec.name):
+        raise RunError(f"model '{spec.name}': the official layout is DiT's. Use --format diffusers.")
     if encoders:
         raise RunError("--encoders: the official layout is of the model alone. Use --format diffusers.")
 
 
-def check_diffusers(snapshot: Snapshot) -> None:
+def check_diffusers(spec: ModelSpec, objective: ObjectiveSection, state: dict[str, Any]) -> None:
     """Raise if diffusers' class cannot hold the model.
 
     Raises: RunError.
     """
-    spec, instead = snapshot.spec, "Use --format official, which holds every DiT exactly."
+    instead = "Use --format official, which holds every DiT exactly."
     if family_of(spec.name) == "sd3":
-        check_sd3(snapshot)
+        check_sd3(spec, objective, state)
         return
     if family_of(spec.name):
-        kind = snapshot.state["text_encoder"]["model"]["kind"]
+        kind = state["text_encoder"]["model"]["kind"]
         if kind not in TEXT_CLASSES:
             raise RunError(
                 f"model '{spec.name}': it reads captions of a '{kind}', and diffusers' pipelines for it only those of "
@@ -147,21 +167,21 @@ def check_diffusers(snapshot: Snapshot) -> None:
         )
 
 
-def check_sd3(snapshot: Snapshot) -> None:
+def check_sd3(spec: ModelSpec, objective: ObjectiveSection, state: dict[str, Any]) -> None:
     """Raise if ``StableDiffusion3Pipeline`` cannot draw with the model.
 
     Raises: RunError.
     """
-    spec, encoders = snapshot.spec, text_encoders(snapshot.state)
+    encoders = text_encoders(state)
     kinds = [encoders[one.name]["model"].get("kind") for one in spec.texts]
     if kinds != SD3_KINDS or spec.texts[-1].width != spec.caption_width:
         raise RunError(
             f"model '{spec.name}': it reads captions of {', '.join(map(str, kinds))}, StableDiffusion3Pipeline of two "
             "clips and a t5 at least as wide as both. Load its weights from the snapshot."
         )
-    if snapshot.objective.kind != "flow":
+    if objective.kind != "flow":
         raise RunError(
-            f"model '{spec.name}': it was trained with objective.kind = '{snapshot.objective.kind}', "
+            f"model '{spec.name}': it was trained with objective.kind = '{objective.kind}', "
             "StableDiffusion3Pipeline draws flows alone. Load its weights from the snapshot."
         )
 

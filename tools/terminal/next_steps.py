@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tomllib
 from pathlib import Path
 
+from ...datasets.disk.hashing import read_json
+from ...datasets.format.schema import StoreSpec
 from ...datasets.recipe import shipped_recipes
-from ...datasets.revisions.catalog import read_spec
+from ...datasets.revisions.catalog import read_spec, sealed_revisions
+from ...train.config import TrainRecipe, load
+from ...train.models.diffusers_models.families import TEXT_ROLES, family_of
+from ...train.weights.folders import SNAPSHOT, STATE, find
 from .text import is_quiet, printable
 
 OF_THE_STORE = 0  # of model.channels
@@ -32,22 +36,46 @@ def command_without(*flags: str) -> list[object]:
     return [word for word in sys.argv[1:] if word not in flags]
 
 
-def after_store(store: Path, recipe: str) -> list[list[object]]:
+def after_store(store: Path, recipe: str = "") -> list[list[object]]:
     """What to run when a store is complete: look at it, and train on it.
 
     Args:
-      recipe: that made it; a shipped one has a train recipe whose first line names it.
+      recipe: that made it. Of the train recipes that fit the store, those that name it come first, then those for the
+        resolution of the store.
     """
+    spec = read_spec(store, max(sealed_revisions(store), default=1))
     shipped = shipped_recipes("leandit.train")
-    found = [one for one, text in shipped.items() if recipe == one or f"--store {recipe} " in text.partition("\n")[0]]
-    if not found:
-        return [["inspect", store], ["recipes"]]
-    named = tomllib.loads(shipped[found[0]])["model"].get("channels", OF_THE_STORE)
-    fits = named in (OF_THE_STORE, read_spec(store).latent.channels)  # else another VAE was set
-    other_vae = [] if fits else ["--set", f"model.channels={OF_THE_STORE}"]
-    return [["inspect", store], ["train", found[0], "--store", store, "--run", f"runs/{found[0]}", *other_vae]]
+    named = [one for one, text in shipped.items() if recipe == one or f"--store {recipe} " in text.partition("\n")[0]]
+    named += [one for one in shipped if one.endswith(f"-{spec.images.resolution_px}")]
+    for settings in ([], [f"model.channels={OF_THE_STORE}"]):  # the latter of a store with another VAE
+        for name in named:
+            if _fits(load(name, settings), spec):
+                changes = [word for setting in settings for word in ("--set", setting)]
+                return [["inspect", store], ["train", name, "--store", store, "--run", f"runs/{name}", *changes]]
+    return [["inspect", store], ["recipes"]]
+
+
+def _fits(recipe: TrainRecipe, store: StoreSpec) -> bool:
+    """Whether a recipe trains on a store, as far as that is known without torch; the trainer checks all of it."""
+    family = family_of(recipe.model.name)
+    if not recipe.takes_captions:
+        has_inputs = 0 < len(store.classes or ()) <= (recipe.model.num_classes or sys.maxsize)
+    elif family and (roles := TEXT_ROLES.get(family)):
+        has_inputs = len(store.text_encoders) == len(roles)
+    else:
+        has_inputs = store.text is not None and store.text.has_tokens
+    has_features = recipe.align.keys() <= {one.name for one in store.features}
+    return has_inputs and has_features and recipe.model.channels in (OF_THE_STORE, store.latent.channels)
 
 
 def after_run(run: Path) -> list[list[object]]:
     """What to run when a run is finished: draw with it, and look at its curves."""
-    return [["sample", run, "--out", f"{run}-samples"], ["report", run, "--out", f"{run}.html"]]
+    return [sample_with(run), ["report", run, "--out", f"{run}.html"]]
+
+
+def sample_with(run: Path) -> list[object]:
+    """The command that draws with a run; one that was trained without a null condition cannot be guided."""
+    snapshots = find(SNAPSHOT, run)
+    state = read_json(snapshots[-1] / STATE) if snapshots else None
+    unguided = isinstance(state, dict) and state.get("drop") == 0
+    return ["sample", run, "--out", f"{run}-samples", *(["--guidance", 1] if unguided else [])]

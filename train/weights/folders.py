@@ -8,6 +8,7 @@ from pathlib import Path
 
 RUN, STATE = "run.json", "state.json"
 RECIPE, METRICS, STARTS, SAMPLES = "recipe.toml", "metrics.jsonl", "starts.jsonl", "samples"
+EVALUATIONS = "evaluations.jsonl"  # a line for each result of ``leandit evaluate`` of the run
 CHECKPOINT, SNAPSHOT, AVERAGE = "checkpoint", "snapshot", "average"
 
 

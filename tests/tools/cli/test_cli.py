@@ -817,6 +817,20 @@ def test_what_to_run_next_is_named_on_stderr_and_runs(class_folder: Path, leandi
     assert next_of(leandit("precompute", "imagenet-25", "--source", class_folder, "--store", store)) == []
 
 
+def test_after_samples_an_export_is_named_that_holds_the_model(caption_store: LatentStore, leandit: Leandit) -> None:
+    changes = [*TRAIN_RECIPE, "model.name=DiT-S/2", "conditioning.kind=caption", "conditioning.drop=0"]
+    trained = leandit("train", "demo", "--store", caption_store.path, "--run", "run", *settings(changes))
+    assert trained.code == 0, trained.err
+    sample, _ = next_of(trained)
+    assert sample == ["sample", "run", "--out", "run-samples", "--guidance", "1"], "it has not learned the null caption"
+    report, export = next_of(leandit(*sample, "--steps", 1))
+    assert report[0] == "report"
+    assert export == ["export", "run", "--out", "run-official", "--format", "official"], "a DiT of captions"
+    exported = leandit(*export)
+    assert (exported.code, next_of(exported)) == (0, [])
+    assert [words[0] for words in next_of(leandit(*sample, "--steps", 1))] == ["report"], "the folder is there"
+
+
 def next_of(ended: Ended) -> list[list[str]]:
     """Words of the commands that are named as next."""
     return [shlex.split(line)[2:] for line in ended.err.splitlines() if line.startswith("next: leandit ")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -72,20 +73,26 @@ def test_what_to_run_next_can_be_pasted(capsys: pytest.CaptureFixture[str], monk
     assert capsys.readouterr().err == ""
 
 
-def test_a_store_of_a_shipped_recipe_is_trained_on_by_one_that_names_it(tmp_path: Path) -> None:
-    make_store(four := tmp_path / "four", {"64x64": 1}, channels=4)
-    make_store(other := tmp_path / "other", {"64x64": 1}, channels=16)
-    train = ["train", "pixart-sigma-512", "--store", four, "--run", "runs/pixart-sigma-512"]
-    assert after_store(four, "pixart-512") == [["inspect", four], train]
-    assert after_store(other, "pixart-512")[1][4:] == [
-        "--run",
-        "runs/pixart-sigma-512",
-        "--set",
-        "model.channels=0",
-    ], "the store was made with a VAE of other channels than the recipe's"
-    assert after_store(four, "demo")[1][:2] == ["train", "demo"]
-    assert after_store(four, "imagenet-256")[1][1] == "dit-b-2-256"
-    assert after_store(four, "mine.toml") == [["inspect", four], ["recipes"]]
+def test_the_train_recipe_that_is_named_next_fits_the_store(tmp_path: Path) -> None:
+    def named(recipe: str, text: bool = False, **store: Any) -> list[str]:
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        make_store(path, {"64x64": 1}, token_counts=[3] if text else [], **store)
+        look, train = after_store(path, recipe)
+        assert look == ["inspect", path]
+        assert train == ["recipes"] or train[2:6] == ["--store", path, "--run", f"runs/{train[1]}"]
+        return [str(word) for word in (*train[:2], *train[6:])]
+
+    assert named("pixart-512", text=True) == ["train", "pixart-sigma-512"]
+    another_vae = ["train", "pixart-sigma-512", "--set", "model.channels=0"]
+    assert named("pixart-512", text=True, channels=16) == another_vae
+    assert named("demo", text=True) == ["train", "demo"]
+    assert named("imagenet-256") == ["train", "dit-b-2-256"]
+    assert named("imagenet-256", channels=32, resolution_px=256) == ["train", "lightningdit-xl-1-256"]
+    assert named("imagenet-256", channels=16) == ["train", "dit-b-2-256", "--set", "model.channels=0"]
+    assert named("pixart-512", resolution_px=512) == ["train", "dit-xl-2-512"], "there are classes, no captions"
+    assert named("imagenet-256", num_classes=0, text=True, resolution_px=256) == ["train", "pixart-sigma-256"]
+    assert named("mine.toml", resolution_px=64) == ["recipes"]
+    assert named("mine.toml", resolution_px=256) == ["train", "dit-b-2-256"]
     assert after_run(Path("runs/a"))[0] == ["sample", Path("runs/a"), "--out", "runs/a-samples"]
 
 

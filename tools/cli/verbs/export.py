@@ -55,7 +55,7 @@ def export(
     names = ("snapshot", "format", "pipeline", "out")
     rows = [(name, str(result[name])) for name in names if result[name] is not None]
     print_result(result, lambda _: rows, as_json=as_json)
-    if layout == Layout.diffusers:
+    if layout == Layout.diffusers and not (step or merged or base):  # what publish has no options for
         terms = ["--private", "--license", "NAME", "--encoder-license", "NAME"]
         print_next(["publish", run, "--to", "hf://OWNER/NAME", "--export", *terms, "--dry-run"])
 

@@ -186,4 +186,4 @@ def import_(
     with _stoppable_progress(context.obj) as progress:
         report = import_features(kind, settings, source_path=source, store_path=store, progress=progress, null=null)
     print_rows(import_rows(report, store))
-    print_next(["inspect", store], ["verify", store])
+    print_next(["verify", store], *after_store(store))

@@ -12,6 +12,7 @@ import typer
 
 from ....datasets.errors import RecipeError
 from ....datasets.revisions.catalog import check_store
+from ....train.weights.folders import RUN
 from ...terminal.next_steps import print_next
 from ...terminal.text import print_result, print_rows
 from ..options import (
@@ -151,7 +152,19 @@ def _draw(
         if result.get("npz"):
             print_next(["evaluate", places["out"], "--against", "REFERENCE"])
         elif file == "grid" and not request.recipe:
-            print_next(["report", run, "--out", f"{run}.html"], ["export", run, "--out", f"{run}-diffusers"])
+            print_next(*_after_grid(run, request.base))
+
+
+def _after_grid(run: Path, base: str) -> list[list[object]]:
+    """What to run after a grid: look at the curves of the run, and export it in a layout that holds its model."""
+    from ...export.export import fitting_layout
+
+    layout = fitting_layout(run)
+    commands: list[list[object]] = [["report", run, "--out", f"{run}.html"]] if (run / RUN).is_file() else []
+    if layout and not (out := Path(f"{run}-{layout}")).exists():
+        how = ["--format", layout] if layout != "diffusers" else []
+        commands.append(["export", run, "--out", out, *how, *(["--base", base] if base else [])])
+    return commands
 
 
 def read_rank() -> Ranks:
@@ -266,7 +279,7 @@ def evaluate(
         result = measure(request, device=place, ranks=ranks, progress=line or (lambda *_: None))
     if result:
         _report(result, json_file)
-        if out:
+        if (target / RUN).is_file():
             print_next(["report", target, "--out", f"{target}.html"])
 
 

@@ -11,7 +11,7 @@ import typer
 
 from ....datasets.errors import LeanditError, RecipeError
 from ....train.parallel.stop import StopRequest
-from ...terminal.next_steps import after_run, command_without, print_next
+from ...terminal.next_steps import after_run, command_without, print_next, sample_with
 from ...terminal.text import print_rows
 from ..options import (
     Device,
@@ -177,4 +177,4 @@ def average(
     combined = combine(run, length, out, step=step)
     rows = [("snapshot", str(combined.path)), ("made of", f"{combined.used} stored averages")]
     print_rows([*rows, ("length", f"{length:g}, {combined.error:.2%} from its profile")])
-    print_next(["sample", out, "--out", f"{out}-samples"])
+    print_next(sample_with(out))

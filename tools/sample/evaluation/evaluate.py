@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....datasets.disk.files import write_atomic
+from ....datasets.disk.hashing import read_json
 from ....datasets.errors import RecipeError, SourceError
 from ....datasets.format.layout import GROUP
 from ....precompute.progress.clock import Progress
 from ....train.loop import print_warning
 from ....train.parallel.ranks import Ranks, connected
 from ....train.parallel.watchdog import Watchdog
-from ....train.weights.folders import is_run
-from ..sample_set import RESULT, sample_set
+from ....train.weights.folders import EVALUATIONS, is_run
+from ..sample_set import RESULT, SET, sample_set
 from ..sampler import SampleRequest
 from .caption_score import ClipScore, read_captions
 from .distances import (
@@ -84,6 +87,8 @@ def evaluate(
 ) -> dict[str, Any] | None:
     """Measure a set of pictures; all processes call it, and an error of one ends all.
 
+    The numbers of a run are added to its ``evaluations.jsonl`` too.
+
     Args:
       warn: prints the error of a process, if there are several.
     Returns: the numbers and what they are of, as plain values; None for others than the first process.
@@ -111,7 +116,19 @@ def evaluate(
         if moments and other and network and reference and team.is_first:
             result |= measure(moments, other, network, device)
             notes += find_notes(moments, other, reference, network)
-        return result | {"notes": notes} if team.is_first else None
+        if not team.is_first:
+            return None
+        result["notes"] = notes
+        if is_run(request.target):
+            _note(request.target, result)
+        return result
+
+
+def _note(run: Path, result: dict[str, Any]) -> None:
+    """Add a result to those of a run, without a line that a crash cut off."""
+    path = run / EVALUATIONS
+    before = path.read_bytes() if path.is_file() else b""
+    write_atomic(path, before[: before.rfind(b"\n") + 1] + json.dumps(result).encode() + b"\n")
 
 
 def rows_of(result: dict[str, Any]) -> list[tuple[str, str]]:
@@ -232,8 +249,9 @@ def _open_target(
     team.wait()  # all pictures are there
     count = request.draw.total
     pictures = SpreadPictures(FolderPictures(request.out), np.arange(count))
-    described = {key: drawn[key] for key in ("snapshot", "weights", "warning", "bucket", "sampler", "guidance")}
-    described |= {"steps": request.draw.steps, "seed": request.draw.seed, "count": count, "drawn_to": str(request.out)}
+    settings = {key: value for key, value in read_json(request.out / SET).items() if value not in ([], None)}
+    described = settings | {key: drawn[key] for key in ("step", "weights", "warning")}
+    described |= {"count": count, "drawn_to": str(request.out)}
     return MeasuredSet(pictures, None, {"kind": "run", "path": str(request.target)} | described)
 
 

@@ -23,6 +23,7 @@ from vision import make_dinov2
 from leandit.datasets.errors import DamageError, EncoderError, LeanditError, RecipeError, SourceError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.images.decoders import Decoders
+from leandit.tools.inspection.report.runs.report import report_runs
 from leandit.tools.sample.evaluation import gather, pictures
 from leandit.tools.sample.evaluation.distances import frechet_distance
 from leandit.tools.sample.evaluation.evaluate import EvaluateRequest, evaluate, rows_of
@@ -278,6 +279,25 @@ def test_a_run_is_drawn_and_measured(label_store: LatentStore, here: Path, tmp_p
     assert numbers(measured(out, label_store.path, here)) == numbers(found)
     fewer = SampleRequest(count=6, steps=2, guidance=1.0, seed=3)
     assert measured(run, label_store.path, here, draw=fewer, out=out)["pictures"]["count"] == 6
+
+    with open(run / "evaluations.jsonl", "a") as file:
+        file.write('{"pictures": {')  # of a command that was killed
+    again = measured(run, label_store.path, here, draw=fewer, out=out)
+    lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert len(lines) == 3
+    assert lines[0] == found
+    assert lines[2] == again
+    how = {"step": 2, "sampler": "ddim", "steps": 2, "guidance": 1.0, "interval": [0.0, 1.0], "seed": 3, "count": 8}
+    assert lines[0]["pictures"] | how == lines[0]["pictures"]
+    assert len(lines[0]["pictures"]["weights_xxh3_128"]) == 32
+    assert lines[0]["reference"]["count"] == len(label_store)
+
+    shutil.copy(run / "evaluations.jsonl", run / "copy.json")  # which is no result by itself
+    (run / "same.json").write_text(json.dumps(found))
+    report_runs([str(run)], tmp_path / "run.html", progress=no_progress)
+    page = (tmp_path / "run.html").read_text()
+    assert page.count(f"{found['frechet']:.5g}") == 1
+    assert "same.json" not in page
 
 
 # ------------------------------------------------------------------------------------------------------------ captions

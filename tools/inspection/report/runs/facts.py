@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +17,8 @@ from .....datasets.errors import DamageError, LeanditError
 from .....datasets.store import LatentStore
 from .....train.metrics.starts import Start, read_starts
 from .....train.run.evaluation.decoding import waiting
-from .....train.weights.folders import CHECKPOINT, METRICS, RECIPE, RUN, SAMPLES, SNAPSHOT, STATE, find
-from .metrics import Metrics, read_metrics
+from .....train.weights.folders import CHECKPOINT, EVALUATIONS, METRICS, RECIPE, RUN, SAMPLES, SNAPSHOT, STATE, find
+from .metrics import Metrics, read_metrics, whole_lines
 from .recipes import RecipeDiff, diff_to_shipped
 
 SCORES = ("frechet", "kid", "cmmd", "precision", "recall", "density", "coverage", "clip_score")
@@ -188,19 +190,26 @@ def _grids(samples: Path) -> dict[int, Path]:
 
 
 def _evaluations(run: Path) -> list[Evaluation]:
-    """Results of ``leandit evaluate --json`` beside the files of the run."""
-    found = []
+    """Results of ``leandit evaluate``: of the run itself, and others whose ``--json`` lies beside the run's files.
+
+    Raises: DamageError: a whole line is not JSON.
+    """
+    lines, _ = whole_lines(run / EVALUATIONS)
+    try:
+        results = [(EVALUATIONS, json.loads(line)) for line in lines]
+    except ValueError as error:
+        raise DamageError(f"'{run / EVALUATIONS}': a line is not JSON ({error}). Remove the line.") from error
+    noted = [value for _, value in results]
     for path in sorted(run.glob("*.json")):
-        try:
-            value = read_json(path) if path.name != RUN else None
-        except DamageError:
-            continue  # not ours: the trainer has no other JSON there
+        with contextlib.suppress(DamageError):  # not ours: the trainer has no other JSON there
+            if path.name != RUN and (value := read_json(path)) not in noted:
+                results.append((path.name, value))
+    found = []
+    for name, value in results:
         if not (isinstance(value, dict) and isinstance(value.get("pictures"), dict)):
             continue
-        scores = {name: value[name] for name in SCORES if isinstance(value.get(name), (int, float))}
-        if scores:
-            reference = value.get("reference")
-            found.append(Evaluation(path.name, _side(value["pictures"]), _side(reference), scores))
+        if scores := {name: value[name] for name in SCORES if isinstance(value.get(name), (int, float))}:
+            found.append(Evaluation(name, _side(value["pictures"]), _side(value.get("reference")), scores))
     return found
 
 

@@ -94,7 +94,7 @@ def read_metrics(run: Path) -> Metrics:
     Raises: DamageError: another line is not a report.
     """
     path = run / METRICS
-    lines, num_cut = _whole_lines(path)
+    lines, num_cut = whole_lines(path)
     rows: dict[int, int] = {}  # step to the number of its last line
     table = np.full((len(lines), len(COLUMNS)), np.nan)
     bands, terms = list[Any](), list[Any]()
@@ -130,7 +130,7 @@ def read_metrics(run: Path) -> Metrics:
     )
 
 
-def _whole_lines(path: Path) -> tuple[list[bytes], int]:
+def whole_lines(path: Path) -> tuple[list[bytes], int]:
     """The lines of a file, and 1 if another one was cut off."""
     if not path.is_file():
         return [], 0
