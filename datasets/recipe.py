@@ -20,6 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .errors import RecipeError
 
 STAGES = ("precompute", "train")  # packages that ship recipes
+MAX_DEPTH = 16  # tables and lists inside each other
+MAX_INTEGER = 2**63 - 1  # as TOML has them; Python fails to print one of more than 4,300 digits
+
+MAX_SHOWN = 200  # characters of a value in a message
+TOO_DEEP = f"tables or lists are nested more than {MAX_DEPTH} deep. Expected [SECTION] with keys."
+TOO_LARGE = f"an integer is too large. Expected at most {MAX_INTEGER}."
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -67,10 +73,36 @@ def load_recipe(name: str, model: type[RecipeT], *, package: str, overrides: Seq
             f"recipe '{name}': neither a file nor a shipped recipe.{hint} Shipped are: {', '.join(shipped)}."
         )
     try:
-        values = tomllib.loads(text)
+        values = _parsed(text, f"recipe '{name}'")
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"recipe '{name}': not valid TOML: {error}.") from error
     return parse_with_overrides(name, model, values, overrides)
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    """TOML to plain values of reasonable size.
+
+    Raises: TOMLDecodeError: not TOML. RecipeError: nested too deeply, or an integer that is too large.
+    """
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError as error:
+        raise RecipeError(f"{where}: {TOO_DEEP}") from error
+    except ValueError as error:  # Python reads at most 4,300 digits
+        raise RecipeError(f"{where}: {TOO_LARGE}") from error
+    _check_reasonable(values, where)
+    return values
+
+
+def _check_reasonable(value: Any, where: str, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise RecipeError(f"{where}: {TOO_DEEP}")
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise RecipeError(f"{where}: {TOO_LARGE}")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_reasonable(inner, where, depth + 1)
 
 
 def parse_with_overrides(name: str, model: type[RecipeT], values: dict[str, Any], overrides: Sequence[str]) -> RecipeT:
@@ -101,20 +133,22 @@ def _apply_override(values: dict[str, Any], override: str, model: type[Section])
     names = key.strip().split(".")
     if not equals or not all(names):
         raise RecipeError(f"--set '{override}': needed SECTION.KEY=VALUE, as in --set optimizer.lr=2e-4.")
+    if len(names) > MAX_DEPTH:
+        raise RecipeError(f"--set {key.strip()[:40]}...: {TOO_DEEP}")
     section = values
     for name in names[:-1]:
         section = section.setdefault(name, {})
         if not isinstance(section, dict):
             raise RecipeError(f"--set '{override}': '{name}' is a key, not a section.")
-    section[names[-1]] = _typed(text.strip(), _annotation(model, names))
+    section[names[-1]] = _typed(text.strip(), _annotation(model, names), f"--set {key.strip()}")
 
 
-def _typed(text: str, annotation: Any) -> Any:
+def _typed(text: str, annotation: Any, where: str) -> Any:
     """Parse an override as TOML; keep plain text if the key holds text or the TOML is invalid."""
     if annotation is str:
         return text.strip("\"'") if text[:1] in "\"'" else text
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return _parsed(f"value = {text}", where)["value"]
     except tomllib.TOMLDecodeError:
         return text
 
@@ -142,7 +176,9 @@ def _describe(problem: Any, model: type[BaseModel]) -> str:
         return message
     what = f"'{key}': {message[:1].lower()}{message[1:]}"
     is_of_section = problem["type"] == "value_error" and isinstance(got, dict)  # its message names the keys
-    return what if is_of_section else f"{what} (got {got!r})"
+    shown = repr(got)
+    shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
+    return what if is_of_section else f"{what} (got {shown})"
 
 
 def _instead(key: str, known: Sequence[str]) -> str:

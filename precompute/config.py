@@ -84,8 +84,10 @@ class ImagesSection(Section):
 
     def warnings(self) -> list[str]:
         """What to say where "area" makes so few buckets that a picture between two of them loses much."""
+        if self.buckets != "area":
+            return []
         share, ratio = largest_crop(self.table, self.max_ratio)
-        if self.buckets != "area" or share <= MAX_CROP_SHARE:
+        if share <= MAX_CROP_SHARE:
             return []
         finer = (self.model_copy(update={"step_px": self.step_px >> halvings}) for halvings in range(1, 11))
         step = next((one.step_px for one in finer if one.step_px >= MIN_STEP_PX and not one.warnings()), None)

@@ -37,6 +37,7 @@ PIXART_RESOLUTIONS_PX = (256, 512, 1024, 2048, 2880, 4096)
 LANCZOS_RESOLUTIONS_PX = (2048, 2880)  # PixArt's trainer resizes for these tables with Lanczos, else bicubically
 MAX_RATIO = 4.5  # PixArt-Sigma drops pictures that are longer than this, either way
 STEP_PX = 64  # of the sides of the published tables for 1024 px
+MAX_BUCKETS = 2048  # published tables have 40; every image is compared with all
 NO_EXIF = "no exif orientation"  # prefix of ``ImageSpec.colour`` if EXIF was ignored; here, decoders import it cheaply
 
 Table = tuple[tuple[float, int, int], ...]
@@ -68,9 +69,13 @@ def bucket_table(
       resolution_px: side of the square, or of the square of equal area.
       step_px: for "area": every side is a multiple of it.
       max_ratio: for "area": longest side over shortest.
-    Raises: RecipeError: no table is published for this resolution, or a name is not HxW.
+    Raises: RecipeError: no table is published for this resolution, a name is not HxW, or too many buckets.
     """
-    return _table(buckets if isinstance(buckets, str) else tuple(buckets), resolution_px, step_px, max_ratio)
+    table = _table(buckets if isinstance(buckets, str) else tuple(buckets), resolution_px, step_px, max_ratio)
+    if len(table) > MAX_BUCKETS:
+        advice = "a larger images.step_px" if buckets == "area" else "fewer"
+        raise RecipeError(f"images.buckets: {len(table)} buckets. Expected at most {MAX_BUCKETS}: use {advice}.")
+    return table
 
 
 def published_ratio(height_px: int, width_px: int) -> float:
