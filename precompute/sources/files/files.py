@@ -6,9 +6,10 @@ others may never end.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -42,7 +43,8 @@ class SourceFiles(Protocol):
 
         Args:
           files_first: files of a folder before its subfolders.
-          left_out: called with the name of each hidden or system folder; at a URL only system folders.
+          left_out: called with the name of each hidden or system folder, and of each link to a folder that is listed
+            elsewhere; at a URL only with system folders.
         """
         ...
 
@@ -87,7 +89,10 @@ def _unreadable(source: str, folder: str, error: OSError) -> SourceError:
 
 
 class LocalFiles:
-    """A local folder or file; see ``SourceFiles``. Links to folders are followed, each folder once."""
+    """A local folder or file; see ``SourceFiles``. Links to folders are followed, each folder once.
+
+    A link to a folder that holds the source would lead back to it, so it is left out.
+    """
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -96,20 +101,22 @@ class LocalFiles:
         self.only = None if path.is_dir() else path.name
         self.root = path if path.is_dir() else path.parent
         self._root = str(self.root)
+        above = filter(os.path.exists, self.root.resolve().parents)
+        self._around = {_identity(folder) for folder in (self.root, *above)}
 
     def names(self) -> Iterator[str]:
         try:
             with os.scandir(self.root) as found:
-                yield from (entry.name for entry in found if not entry.name.startswith(".") and entry.is_file())
+                yield from (entry.name for entry in found if not entry.name.startswith(".") and _is(entry.is_file))
         except OSError as error:
             raise _unreadable(self.name, self.root.name, error) from error
 
     def folders(self) -> Iterator[str]:
-        entries = self._entries("", {_identity(self.root)}, False, lambda _: None)
+        entries = self._entries("", {*self._around}, False, lambda _: None)
         return (entry for entry in entries if isinstance(entry, str))
 
     def walk(self, *, files_first: bool = False, left_out: LeftOut = lambda _: None) -> Iterator[FoundFile]:
-        seen = {_identity(self.root)}
+        seen = {*self._around}
         return depth_first(lambda folder: self._entries(folder, seen, files_first, left_out))
 
     def _entries(
@@ -117,7 +124,7 @@ class LocalFiles:
     ) -> Iterator[FoundFile | str]:
         try:
             with os.scandir(self.root / folder) as found:
-                entries = sorted_entries(people_made(((e.name, e.is_dir()) for e in found), left_out))
+                entries = sorted_entries(people_made(((e.name, _is(e.is_dir)) for e in found), left_out))
         except OSError as error:
             raise _unreadable(self.name, folder, error) from error
         # All are marked before one is entered: a folder with two links belongs to the higher one.
@@ -128,6 +135,8 @@ class LocalFiles:
                 yield self._found(path)
             elif name in new:
                 yield path
+            else:
+                left_out(name)
 
     def _is_new(self, folder: str, seen: set[tuple[int, int]]) -> bool:
         identity = _identity(self.root / folder.lstrip("/"))
@@ -165,6 +174,16 @@ class LocalFiles:
 
     def read(self, path: str, offset: int, num_bytes: int, stage: str) -> bytes:
         return read_bytes(str(self.root / path), offset, num_bytes, stage)
+
+
+def _is(kind: Callable[[], bool]) -> bool:
+    """Whether an entry is of a kind; a link that leads to itself is of none."""
+    try:
+        return kind()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
 
 
 def _identity(folder: Path) -> tuple[int, int]:

@@ -61,7 +61,8 @@ class Ignored:
         if HEIF_EXTENSIONS & self.extensions.keys():
             lines.append("HEIC and HEIF are read with pillow-heif: pip install 'leandit[heif]'")
         if self.folders:
-            lines.append(f"{_counted(self.folders.total(), 'folder')}, hidden or of a system: {_most(self.folders)}")
+            count = _counted(self.folders.total(), "folder")
+            lines.append(f"{count}, hidden, of a system or linked twice: {_most(self.folders)}")
         return lines
 
 

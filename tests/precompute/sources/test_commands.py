@@ -48,3 +48,19 @@ def test_a_lone_split_folder_is_entered_and_makes_the_store_of_the_folder_itself
     whole = precompute(tmp_path / "imagenet", tmp_path / "whole", "source.split=all")
     assert root_hash(whole) != root_hash(inside)
     assert facts(tmp_path / "whole")[2] == ["train"]
+
+
+def test_a_link_to_itself_is_rejected_and_one_to_a_folder_around_it_is_counted(tmp_path: Path) -> None:
+    source = make_class_folder(tmp_path / "imagenet/train", classes=2, per_class=15)
+    (source / "n000/loop.png").symlink_to("loop.png")
+    (source / "loop").symlink_to("loop")
+    (source / "n001/up").symlink_to(source, target_is_directory=True)
+    (source / "outside").symlink_to(source.parent, target_is_directory=True)
+    done = precompute(source, tmp_path / "store")
+    assert done.returncode == 0, done.stderr
+    assert "31 planned = 30 stored + 1 rejected" in done.stdout
+    assert "1 file, no pictures by name: 1 without extension" in done.stdout
+    assert re.search(r"2 folders, .*linked twice: 1 (up, 1 outside|outside, 1 up)", done.stdout)
+    records = LatentStore(tmp_path / "store").records.to_pylist()
+    assert [(row["key"], row["reason"]) for row in records if row["reason"]] == [("n000/loop.png", "unreadable")]
+    assert facts(tmp_path / "store")[2] == ["n000", "n001"]
