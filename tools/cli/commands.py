@@ -85,6 +85,8 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
+    # DeepSpeed's launcher puts it before the sub-command, and LOCAL_RANK, which is what is read, into the environment.
+    _local_rank: Annotated[int | None, typer.Option("--local_rank", hidden=True)] = None,
 ) -> None:
     """Encode once, train lean: latent stores for training diffusion transformers."""
     if quiet and verbose:

@@ -6,6 +6,7 @@ The memory of a step is traced from the real model (``step_memory.py``); a strat
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -106,7 +107,11 @@ def find_gpu(name: str, precision: str) -> Gpu:
     """
     gpu = gpu_by_name(name)
     if gpu is None:
-        raise RecipeError(f"--gpu '{name}': not known. Needed one of {', '.join(known.name for known in GPUS)}.")
+        names = {known.name.casefold(): known.name for known in GPUS}
+        wanted = name.casefold()
+        near = [known for known in names if wanted in known] or difflib.get_close_matches(wanted, names, n=1)
+        hint = f" Did you mean '{names[near[0]]}'?" if near else ""
+        raise RecipeError(f"--gpu '{name}': not known.{hint} Expected one of {', '.join(names.values())}.")
     if not gpu.peak_flops(precision):
         raise RecipeError(
             f"--gpu '{name}': it has no {precision}, so training would use another precision. Plan with "

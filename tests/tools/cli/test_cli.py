@@ -160,7 +160,7 @@ def test_the_flags_of_every_command_are_frozen() -> None:
     }
     assert found == FLAGS
     everywhere = typer.main.get_command(app).params
-    assert {flag for param in everywhere for flag in param.opts} == EVERYWHERE
+    assert {flag for param in everywhere if not param.hidden for flag in param.opts} == EVERYWHERE
 
 
 def test_every_option_for_a_path_says_what_becomes_of_a_url() -> None:
@@ -478,6 +478,21 @@ def test_other_errors_have_their_exit_codes(
     assert (ended.code, ended.out) == (code, "")
     assert words in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_what_the_launcher_of_deepspeed_adds_to_a_command_is_taken(leandit: Leandit) -> None:
+    ended = leandit("--local_rank=1", "train", "dit-s-2-256", "--dry-run", "--device", "cpu")
+    assert ended.code == 0, ended.err
+    assert "local_rank" not in leandit("--help").out
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("4090", "RTX-4090"), ("rtx4090", "RTX-4090"), ("h20", "H200"), ("v100s", "V100")]
+)
+def test_a_gpu_that_is_not_known_is_answered_with_the_nearest(name: str, meant: str, leandit: Leandit) -> None:
+    ended = leandit("plan", "train", "dit-s-2-256", "--resolution", 256, "--gpu", name)
+    assert (ended.code, f"--gpu '{name}': not known. Did you mean '{meant}'?" in ended.err) == (2, True), ended.err
+    assert "Did you mean" not in leandit("plan", "train", "dit-s-2-256", "--resolution", 256, "--gpu", "Radeon").err
 
 
 def test_the_traceback_is_shown_when_asked_for(leandit: Leandit) -> None:
