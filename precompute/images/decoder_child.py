@@ -10,6 +10,7 @@ in a fraction of a second.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -22,22 +23,49 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 from PIL import Image
 
-from ...datasets.errors import RecordRejected
+from ...datasets.errors import RecordRejected, ResourceError
 from .pixels import PROGRAMMING_ERRORS, decode_picture, read_size
 
+T = TypeVar("T")
 READY = b"ready"
 PARENT_CHECK_SECONDS = 5.0
 HEADER_BYTES = 1 << 16  # of a JPEG; they nearly always contain its size
 JPEG_BEGIN = b"\xff\xd8\xff"
+# Faults of the disk, the network or the machine, which say nothing about the file.
+TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT})
+RETRY_PAUSES_SECONDS = (0.1, 0.3, 0.6)  # all within the time limit of one image
 
 Answer = tuple[dict[str, Any], np.ndarray | None]
 """Metadata of a picture, and its pixels if requested."""
+
+
+def retried(read: Callable[[], T], what: str) -> T:
+    """Read from the source, again after a fault that may pass: a store must not depend on such faults.
+
+    Args:
+      what: is read, for the message.
+    Raises: ResourceError: the fault remains. OSError: any other, at once.
+    """
+    for pause_seconds in (*RETRY_PAUSES_SECONDS, None):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in TRANSIENT:
+                raise
+            if pause_seconds is None:
+                raise ResourceError(
+                    f"source, '{what}': reading failed {len(RETRY_PAUSES_SECONDS) + 1} times ({error.strerror}). The "
+                    "disk, the network folder or this machine is at fault, so nothing was rejected for it. Repair it "
+                    "(for open files: ulimit -n), and run the same command again."
+                ) from error
+            time.sleep(pause_seconds)
+    raise AssertionError("the last try returns or raises")
 
 
 def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: int | None = None) -> bytes:
@@ -45,10 +73,11 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: i
 
     Args:
       at_most: read at most this many bytes from its beginning.
-    Raises: RecordRejected: unreadable, or shorter than listed.
+    Raises: RecordRejected: unreadable, or shorter than listed. ResourceError: as of ``retried``.
     """
     name, num_wanted = os.path.basename(path), num_bytes if at_most is None else min(num_bytes, at_most)
-    try:
+
+    def read() -> tuple[bytes, int]:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
@@ -62,12 +91,16 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: i
             if offset + num_bytes <= status.st_size:
                 file.seek(offset)
                 data = file.read(num_wanted)
+            return data, status.st_size
+
+    try:
+        data, size = retried(read, path)
     except OSError as error:
         raise RecordRejected(stage, "unreadable", f"{error.strerror or error}: {name}") from error
     except ValueError as error:  # a NUL in the name
         raise RecordRejected(stage, "unreadable", f"{error}: {name!r}") from error
     if len(data) != num_wanted:
-        left = max(0, status.st_size - offset)
+        left = max(0, size - offset)
         raise RecordRejected(stage, "source_changed", f"{left} bytes of {num_bytes} are left in {name}")
     return data
 
@@ -113,7 +146,7 @@ def answer(job: dict[str, Any]) -> Answer:
         true.
     Returns: "size" (height_px, width_px), and for a decoded picture "checksum", "seconds" (reading, decoding) and its
       pixels; or "sizes".
-    Raises: RecordRejected.
+    Raises: RecordRejected. ResourceError: as of ``retried``.
     """
     exif: dict[str, bool] = {"exif_orientation": job.get("exif_orientation", True)}
     if "places" in job:
@@ -154,6 +187,8 @@ def serve(
             head, pixels = answer(job)
         except RecordRejected as reject:
             head = {"reject": (reject.stage, reject.reason, reject.detail)}
+        except ResourceError as error:
+            head = {"lacking": str(error)}
         except MemoryError:
             head = {"reject": (job["stage"], "too_large", "more memory than a decoder may take")}
         except PROGRAMMING_ERRORS:

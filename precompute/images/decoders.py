@@ -125,7 +125,7 @@ class Decoders:
           exif_orientation: as of ``pixels.read_size``.
         Raises:
           RecordRejected: stage "scan"; not a picture, too large, unreadable, or it crashed its child.
-          ResourceError: a child cannot be started.
+          ResourceError: a child cannot be started, or the disk or network folder fails again and again.
           RuntimeError: a bug in the decoder, or this is closed.
         """
         job = {"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes}
@@ -217,6 +217,8 @@ class Decoders:
             self._idle.put(child)
         if "reject" in head:
             raise RecordRejected(*head["reject"])
+        if "lacking" in head:
+            raise ResourceError(head["lacking"])
         if "error" in head:
             first = job.get("path") or job["places"][0][0]
             raise RuntimeError(f"picture '{first}': a bug in the decoder\n{head['error']}")

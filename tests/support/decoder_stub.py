@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ def answer(job: dict[str, Any]) -> decoder_child.Answer:
     """Misbehave, or decode."""
     if "places" in job:
         for path, _, _ in job["places"]:
-            if Path(path).name in ("kill", "sleep", "exit"):
+            if Path(path).name in ("kill", "sleep", "exit", "EIO once.png", "EIO always.png"):
                 answer({**job, "path": path})
         return decoder_child.answer(job)
     match Path(job["path"]).name:
@@ -40,11 +41,27 @@ def answer(job: dict[str, Any]) -> decoder_child.Answer:
             if not (marker := Path(job["path"]).with_name("killed")).exists():
                 marker.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
+        case "EIO once.png" | "EIO always.png" as name:
+            fail_to_open(Path(job["path"]), once=name == "EIO once.png")
         case "name error":
             undefined_name  # type: ignore[name-defined]  # noqa: B018, F821
         case "environment":
             raise AssertionError(f"{os.environ['OMP_NUM_THREADS']} fds={sorted(os.listdir('/proc/self/fd'))}")
     return decoder_child.answer(job)
+
+
+def fail_to_open(failing: Path, *, once: bool) -> None:
+    """Let the disk fail when a file is opened."""
+    real = os.open
+
+    def fail(path: str, *args: Any, **options: Any) -> int:
+        if path != str(failing):
+            return real(path, *args, **options)
+        if once:
+            os.open = real
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    os.open = fail
 
 
 if __name__ == "__main__":

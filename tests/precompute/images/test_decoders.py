@@ -284,6 +284,25 @@ def test_a_file_that_is_larger_than_the_memory_is_rejected(shared: Decoders, tmp
     assert rejected(lambda: shared.size(path, 0, 8 << 30)).reason == "too_large"
 
 
+def test_a_fault_of_the_disk_is_tried_again_and_never_a_reject(photo: Path) -> None:
+    once, always, size = photo.with_name("EIO once.png"), photo.with_name("EIO always.png"), photo.stat().st_size
+    for path in (once, always):
+        path.write_bytes(photo.read_bytes())
+    with Decoders(1, _child_module=STUB) as decoders:
+        place = PicturePlace(once, 0, size)
+        assert decoders.sizes([place]) == [(60, 40)]
+        assert decoders.size(*place) == (60, 40)
+        assert decode(decoders, once).height_px == 60
+        place = PicturePlace(always, 0, size)
+        for work in (
+            lambda: decoders.sizes([place]),
+            lambda: decoders.size(*place),
+            lambda: decode(decoders, always),
+        ):
+            with pytest.raises(ResourceError, match=r"EIO always.*failed 4 times.*Input/output.*run the same command"):
+                work()
+
+
 # -- the children themselves --
 
 
