@@ -45,6 +45,23 @@ def encoder_section(spec: StoreSpec, role: str, store: Path) -> dict[str, Any]:
     )
 
 
+def vae_of(spec: StoreSpec, store: Path) -> dict[str, Any]:
+    """The VAE of a store, as a snapshot names it: ``encoder_section``, class, weights, and its shift and scale.
+
+    Shift and scale are None if an import has raw latents and the numbers of a model, not those of the VAE.
+    """
+    latent = spec.latent
+    normalization = latent.decoding or latent
+    is_known = latent.decoding is None or not (any(latent.shift) or set(latent.scale) - {1.0})
+    return {
+        "model": encoder_section(spec, "vae", store),
+        "class_name": spec.vae.class_name,
+        "weights_sha256": spec.vae.weights_sha256,
+        "shift": normalization.shift if is_known else None,
+        "scale": normalization.scale if is_known else None,
+    }
+
+
 def openable_recipe(spec: StoreSpec, store: Path) -> dict[str, Any]:
     """The recipe of a store, with the paths of all encoders that this process can open, as of ``encoder_section``."""
     return {key: _with_paths_changed(section, _resolver(store)) for key, section in spec.recipe.items()}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +54,7 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 SINGLE_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
+_FETCHES: ContextVar[bool] = ContextVar("fetches", default=True)
 MAX_ERROR_CHARS = 200  # of a library's message; some list every weight
 MAX_JSON_BYTES = 1 << 26  # of a tokenizer.json; the largest published ones have 35 MB
 TOKENIZER_CLASSES = (
@@ -74,6 +77,16 @@ TOKENIZER_CLASSES = (
 )
 
 
+@contextlib.contextmanager
+def nothing_fetched() -> Iterator[None]:
+    """Find models on this machine alone, in folders and in the hub's cache: a store or run of others names them."""
+    token = _FETCHES.set(False)
+    try:
+        yield
+    finally:
+        _FETCHES.reset(token)
+
+
 def weight_names(stem: str) -> tuple[str, ...]:
     """File patterns of a model's safetensors on the hub, whole or sharded."""
     return f"{stem}.safetensors", f"{stem}.safetensors.index.json", f"{stem}-?????-of-?????.safetensors"
@@ -82,12 +95,12 @@ def weight_names(stem: str) -> tuple[str, ...]:
 def resolve_model(
     model: str, subfolder: str, revision: str, *, files: Iterable[str], what: str
 ) -> tuple[Path, str | None]:
-    """Find the folder of a model; files of a hub id are downloaded.
+    """Find the folder of a model; files of a hub id are downloaded, except within ``nothing_fetched``.
 
     Args:
       files: names to download, "?" for any character.
     Returns: the folder, and the commit if it came from the hub.
-    Raises: EncoderError: no such folder, and the hub does not have it.
+    Raises: EncoderError: no such folder, and the hub does not have it, or it is not on this machine.
     """
     folder = local_folder(model)
     if folder is not None:
@@ -103,9 +116,17 @@ def resolve_model(
         return folder, None
     prefix = f"{subfolder.strip('/')}/" if subfolder else ""
     patterns = [prefix + name for name in files]
+    is_local = not _FETCHES.get()
     try:
-        fetched = Path(snapshot_download(model, revision=revision or None, allow_patterns=patterns))
+        fetched = Path(
+            snapshot_download(model, revision=revision or None, allow_patterns=patterns, local_files_only=is_local)
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        if is_local:
+            raise EncoderError(
+                f"{what} '{model}': it is not on this machine, and nothing is fetched because a store or run names it. "
+                f"Fetch it with 'hf download {model}'."
+            ) from error
         how = f" with --set {what}=PATH" if "." in what else ""
         raise EncoderError(
             f"{what} '{model}': not a folder here, and the hub does not give it ({shortened(error)}). "

@@ -17,7 +17,6 @@ import torch
 
 from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
-from ...datasets.revisions.encoder_paths import encoder_section
 from ...datasets.store import LatentStore
 from ...datasets.units import readable_size, readable_time
 from ...precompute import config as precompute_config
@@ -27,11 +26,12 @@ from ...train.loop import StopRequest, train
 from ...train.metrics.window import StepReport
 from ...train.sampling.snapshot import load_snapshot
 from ...train.weights import folders
-from ..inspection.contact_sheet import choose_records, load_decoder, store_sheet
+from ..inspection.contact_sheet import choose_records, store_sheet
+from ..inspection.decoder import LatentDecoder
 from ..inspection.grid import Cell, draw_sheet
 from ..inspection.render import render
 from ..inspection.summary import summarise
-from ..sample.sampler import SampleRequest, draw_pictures, make_conditioning
+from ..sample.sampler import SampleRequest, decoder_of, draw_pictures, make_conditioning
 from ..terminal.cpu_memory import keep_freed_memory
 from ..terminal.progress import ProgressLine
 from .charts import draw_loss
@@ -130,7 +130,7 @@ def _precompute(out: Path) -> tuple[int, int]:
 def _inspect(out: Path, say: Callable[[str], None]) -> tuple[int, int]:
     store = LatentStore(out / "store")
     say(render(summarise(store)) + "\n")
-    decoder = load_decoder(encoder_section(store.spec, "vae", store.path), None, CPU)
+    decoder = LatentDecoder.of_store(store, None, CPU)
     store_sheet(store, decoder, choose_records(store, count=24)).save(out / PICTURES["contact sheet"])
     return store.records.num_rows, 0
 
@@ -210,7 +210,7 @@ def sample_captions(
       per_bucket: most captions of a bucket.
     """
     snapshot = load_snapshot(run, device, step)
-    decoder = load_decoder(snapshot.state["vae"]["model"], None, device)
+    decoder = decoder_of(snapshot, None, device)
     texts = store.captions["text"].to_pylist()
     pictures, captions = [], []
     with ProgressLine() as progress:

@@ -122,7 +122,7 @@ def run_card(
     """
     head: dict[str, Any] = {"library_name": "diffusers" if is_pipeline else "leandit"}
     head["tags"] = ["leandit", "diffusion", "text-to-image" if "classes" not in described else "class-conditional"]
-    noted = ["## Differences from the trained model\n", *(f"- {note}" for note in notes), ""] if notes else []
+    noted = ["## Differences from the trained model\n", *(f"- {cell(note)}" for note in notes), ""] if notes else []
     made = ["## Recipe\n", fenced("toml", recipe)] if recipe else []
     return "\n".join(
         [

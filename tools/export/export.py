@@ -298,6 +298,7 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
         TOKENIZER_FILES,
         VAE_WEIGHTS,
         hash_files,
+        nothing_fetched,
         resolve_model,
         weight_files,
         weight_names,
@@ -311,6 +312,12 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
         texts = {suffix: TextSection.model_validate(one["model"] | moved) for suffix, one in parts.items()}
     except (ValidationError, TypeError) as error:
         raise EncoderError(f"snapshot '{snapshot.path}': it does not name its encoders ({error}).") from error
+
+    def find(section: VaeSection | TextSection, subfolder: str, files: tuple[str, ...], what: str) -> Path:
+        is_named = vae_place if isinstance(section, VaeSection) else text_place
+        with contextlib.nullcontext() if is_named else nothing_fetched():
+            return resolve_model(section.model, subfolder, section.revision, files=files, what=what)[0]
+
     wanted: list[tuple[str, str, VaeSection | TextSection, str]] = []
     wanted.append(("vae", VAE_WEIGHTS, vae, state["vae"]["weights_sha256"]))
     for suffix, text in texts.items():
@@ -318,9 +325,8 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
     folders: dict[str, Path] = {}
     for name, stem, section, made_with in wanted:
         what, flag = f"--encoders: {name}", "--vae" if name == "vae" else "--text"
-        files = (CONFIG, *weight_names(stem))
         try:
-            folders[name], _ = resolve_model(section.model, section.subfolder, section.revision, files=files, what=what)
+            folders[name] = find(section, section.subfolder, (CONFIG, *weight_names(stem)), what)
             weights_sha256 = hash_files(weight_files(folders[name], stem, what=what))
         except EncoderError as error:
             raise EncoderError(f"{error} If it is in another folder, give it with {flag}.") from error
@@ -328,9 +334,7 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
             raise EncoderError(f"{what} '{folders[name]}': not the one that made the store. Check {flag}.")
     for suffix, text in texts.items():
         what = f"--encoders: tokenizer{suffix}"
-        folders[f"tokenizer{suffix}"], _ = resolve_model(
-            text.model, text.tokenizer_subfolder, text.revision, files=TOKENIZER_FILES, what=what
-        )
+        folders[f"tokenizer{suffix}"] = find(text, text.tokenizer_subfolder, TOKENIZER_FILES, what)
     return folders
 
 

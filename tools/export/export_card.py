@@ -13,6 +13,7 @@ from ...train.models.diffusers_models.families import family_of
 from ...train.models.spec import ModelSpec
 from ...train.objective_recipe import ObjectiveSection
 from ...train.sampling.snapshot import Snapshot, text_encoders
+from .card import cell, fenced, table
 
 Format = Literal["diffusers", "official"]
 Files = Iterator[tuple[str, Any]]
@@ -128,14 +129,14 @@ def with_card(files: Files, snapshot: Snapshot, layout: Format, notes: list[str]
 
 
 def card(snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | None) -> str:
-    """The model card."""
+    """The model card. What a run says of itself becomes text, never markup."""
     described = {"layout": layout if layout == "official" else f"diffusers, for {pipeline_class(snapshot)}"}
     described |= model_rows(snapshot.state, snapshot.spec, f"{snapshot.weights}, {snapshot.weights_path.name}")
     head = "---\nlibrary_name: diffusers\n---\n\n" if layout == "diffusers" else ""
-    note_lines = "".join(f"\n- {note}" for note in notes)
-    trained = f"\n## Recipe\n\n```toml\n{recipe.strip()}\n```\n" if recipe else ""
+    note_lines = "".join(f"\n- {cell(note)}" for note in notes)
+    trained = f"\n## Recipe\n\n{fenced('toml', recipe)}" if recipe else ""
     return (
-        f"{head}# {snapshot.spec.name}\n\nTrained and exported with leandit {__version__}.\n\n{table(described)}"
+        f"{head}# {cell(snapshot.spec.name)}\n\nTrained and exported with leandit {__version__}.\n\n{table(described)}"
         f"{note_lines + chr(10) if note_lines else ''}{trained}"
     )
 
@@ -177,8 +178,3 @@ def objective_words(objective: Mapping[str, Any]) -> str:
     usual = ObjectiveSection().model_dump()
     changed = [f"{key} {value}" for key, value in objective.items() if key != "kind" and value != usual.get(key)]
     return ", ".join([str(objective["kind"]), *changed])
-
-
-def table(described: Mapping[str, Any]) -> str:
-    """A table of two columns in Markdown."""
-    return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in described.items())

@@ -10,19 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import ValidationError
 
-from ...datasets.batches.latents import raw_latents
-from ...datasets.errors import EncoderError, RecordRejected, StoreError
+from ...datasets.errors import RecordRejected, StoreError
 from ...datasets.format.buckets import bucket_size
-from ...datasets.format.schema import LatentSpec
-from ...datasets.revisions.encoder_paths import encoder_section
 from ...datasets.store import LatentStore
-from ...precompute.config import SourceSection, VaeSection
-from ...precompute.encoders.vae import ImageEncoder
+from ...precompute.config import SourceSection
 from ...precompute.images.decoders import Decoders
 from ...precompute.planning.compare import DUPLICATE
 from ...precompute.sources.several import SourcePaths, list_sources
+from .decoder import LatentDecoder
 from .grid import Cell, draw_sheet
 from .summary import ledger
 
@@ -71,7 +67,7 @@ def write_sheet(store: LatentStore, path: Path, options: SheetOptions) -> str:
         positions = _chosen_positions(store, options)
         keys = [store.record_at(position).key for position in positions]
         originals = read_originals(store, options.source, keys) if options.source and options.with_originals else None
-        decoder = load_decoder(encoder_section(store.spec, "vae", store.path), options.vae, torch.device("cpu"))
+        decoder = LatentDecoder.of_store(store, options.vae, torch.device("cpu"))
         image, shown = store_sheet(store, decoder, positions, originals=originals), f"{len(keys)} records"
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, format="PNG")
@@ -105,7 +101,7 @@ def choose_records(store: LatentStore, *, count: int, bucket: str | None = None,
 
 
 def store_sheet(
-    store: LatentStore, decoder: ImageEncoder, positions: Sequence[int], *, originals: Originals | None = None
+    store: LatentStore, decoder: LatentDecoder, positions: Sequence[int], *, originals: Originals | None = None
 ) -> Image.Image:
     """Contact sheet of decoded records.
 
@@ -117,8 +113,7 @@ def store_sheet(
     for position in positions:
         record = store.record_at(position)
         assert record.bucket is not None
-        latent = stored_to_latent(store, store.latents(record.bucket).take(np.array([record.row])))
-        pixels = decoder.decode(latent, zero_to_one=gives_zero_to_one(store.spec.latent))[0]
+        pixels = decoder.decode_rows(store.latents(record.bucket).take(np.array([record.row])))[0]
         caption = caption_of(store, record.caption_ids, record.label)
         cells.append(Cell(pixels, caption, record.key, originals.get(record.key) if originals else None))
     return draw_sheet(cells, with_originals=originals is not None)
@@ -174,17 +169,6 @@ def read_originals(store: LatentStore, source: SourcePaths, keys: Sequence[str])
     return originals
 
 
-def stored_to_latent(store: LatentStore, stored: np.ndarray) -> np.ndarray:
-    """Raw latents of stored rows, (B, C, H, W) float32; the mean of a stored posterior."""
-    rows = torch.from_numpy(stored.astype(np.float32)[:, : store.spec.latent.channels])
-    return raw_latents(rows, store.spec.latent).numpy()
-
-
-def gives_zero_to_one(spec: LatentSpec) -> bool:
-    """Whether the VAE decodes to pictures from 0 to 1 instead of -1 to 1."""
-    return spec.decoding is not None and spec.decoding.zero_to_one
-
-
 def caption_of(store: LatentStore, caption_ids: Sequence[int], label: int) -> str:
     """First caption of a record, else its class, else nothing."""
     if caption_ids:
@@ -192,22 +176,3 @@ def caption_of(store: LatentStore, caption_ids: Sequence[int], label: int) -> st
     if label >= 0 and store.spec.classes:
         return f"{label}: {store.class_names.describe(label)}"
     return ""
-
-
-def load_decoder(section: Any, vae: str | None, device: torch.device) -> ImageEncoder:
-    """Load the VAE of a store or snapshot, or the one that the user names.
-
-    Args:
-      section: [vae] of the store's recipe.
-      vae: hub id or folder instead.
-    Raises: EncoderError: it cannot be loaded.
-    """
-    other = {"model": vae, "subfolder": "", "revision": "", "config": ""} if vae else {}
-    try:
-        vae_section = VaeSection.model_validate(section | other | {"dtype": "float32"})
-    except (ValidationError, TypeError) as error:
-        raise EncoderError(f"section [vae] of the recipe is invalid ({error}). Give a VAE with --vae PATH.") from error
-    try:
-        return ImageEncoder(vae_section, device)
-    except EncoderError as error:
-        raise EncoderError(f"{error} If the VAE is in another folder, give it with --vae.") from error

@@ -126,6 +126,7 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
     from ...precompute.config import PrecomputeRecipe
     from ...precompute.encoders.describe import describe_store
     from ...precompute.encoders.loading import load_encoders
+    from ...precompute.encoders.model_files import nothing_fetched
     from ...precompute.images.decoders import Decoders
     from ...precompute.planning.opening import check_fingerprint
     from ...precompute.planning.pictures import num_threads
@@ -134,9 +135,10 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
 
     spec = _newest_spec(store)
     recipe = parse_with_overrides(str(store), PrecomputeRecipe, openable_recipe(spec, store), overrides)
-    listed, encoders = list_sources(source, recipe.source, recipe.picture_columns), load_encoders(recipe, device)
-    check_fingerprint(store, spec, describe_store(recipe, listed, encoders, known=spec))
-    with Decoders(num_threads()) as decoders:
+    listed = list_sources(source, recipe.source, recipe.picture_columns)
+    with nothing_fetched(), Decoders(num_threads()) as decoders:
+        encoders = load_encoders(recipe, device)
+        check_fingerprint(store, spec, describe_store(recipe, listed, encoders, known=spec))
         yield Tools(listed, recipe, spec.fingerprint, encoders, decoders)
 
 

@@ -16,6 +16,7 @@ from ...datasets.errors import EncoderError, RunError, StoreError
 from ...datasets.format.schema import UNKNOWN
 from ...datasets.store import LatentStore
 from ...precompute.config import TextSection
+from ...precompute.encoders.model_files import nothing_fetched
 from ...precompute.encoders.text.encoder import CaptionEncoder, EncodedCaption
 from ...precompute.encoders.text.tokenizer import CaptionTokenizer
 from ...train.models.conditioning import Conditioning
@@ -89,8 +90,9 @@ class Captions:
         other = {"model": self._text, "subfolder": "", "tokenizer_subfolder": "", "revision": ""} if self._text else {}
         section = TextSection.model_validate(made["model"] | other)
         try:
-            encoder = CaptionEncoder(section, CaptionTokenizer(section), self._device)
-            encoder.load()
+            with contextlib.nullcontext() if self._text else nothing_fetched():
+                encoder = CaptionEncoder(section, CaptionTokenizer(section), self._device)
+                encoder.load()
         except EncoderError as error:
             raise EncoderError(
                 f"caption '{captions[0]}' is not in the store, and its {what} is not available: {error} "

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from ...datasets.disk.files import remove, write_atomic
 from ...datasets.errors import DamageError, EncoderError, LeanditError
-from ...precompute.encoders.vae import ImageEncoder
+from ...datasets.format.schema import LatentSpec
 from ...train.run.evaluation.decoding import PICTURE, waiting
-from ..inspection.contact_sheet import load_decoder
+from ..inspection.decoder import LatentDecoder
 from ..inspection.grid import Cell, draw_sheet
 
 DECODED = 4  # pictures decoded at once
@@ -37,19 +37,23 @@ def decode_grids(folder: Path, vae: str | None = None) -> None:
     Raises: EncoderError: the VAE cannot be loaded, or is another one; DamageError: a grid cannot be read; the others
       are decoded before.
     """
-    decoder: ImageEncoder | None = None
+    decoder: LatentDecoder | None = None
     unreadable: dict[Path, DamageError] = {}
     while path := next((path for path in waiting(folder).values() if path not in unreadable), None):
         try:
-            latents, grid = _read(path)
+            latents, spec, grid = _read(path)
         except DamageError as error:
             unreadable[path] = error
             continue
         if decoder is None:
-            decoder = load_decoder(grid["vae"]["model"], vae, torch.device("cpu"))
-            _check(decoder, grid, latents, named=vae is not None)
+            decoder = LatentDecoder(grid["vae"], spec, vae, torch.device("cpu"), where=f"grid '{path}'")
+            if not (vae or decoder.is_own):
+                raise EncoderError(
+                    f"vae '{decoder.identity.model}': it is not the one that made the store. Name it with --vae to "
+                    "use it."
+                )
         parts = [latents[start : start + DECODED] for start in range(0, len(latents), DECODED)]
-        pictures = np.concatenate([decoder.decode(part, zero_to_one=grid["zero_to_one"]) for part in parts])
+        pictures = np.concatenate([decoder.decode(part) for part in parts])
         cells = [Cell(pixels, name) for pixels, name in zip(pictures, grid["names"], strict=True)]
         png = io.BytesIO()
         draw_sheet(cells).save(png, format="PNG")
@@ -59,24 +63,17 @@ def decode_grids(folder: Path, vae: str | None = None) -> None:
         raise next(iter(unreadable.values()))
 
 
-def _read(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """(B, C, H, W) float32 raw latents, and what their writer says of them."""
+def _read(path: Path) -> tuple[np.ndarray, LatentSpec, dict[str, Any]]:
+    """(B, C, H, W) float32 raw latents, their spec, and what their writer says of them."""
     try:
         with safe_open(path, framework="np") as file:
-            return file.get_tensor("latents"), json.loads(file.metadata()["grid"])
+            grid = json.loads(file.metadata()["grid"])
+            latents, spec = file.get_tensor("latents"), LatentSpec.model_validate(grid["latent"])
+            if latents.ndim != 4 or latents.shape[1] != spec.channels:
+                raise ValueError(f"latents of {latents.shape}, needed (B, {spec.channels}, H, W)")
+            return latents, spec, grid
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DamageError(f"grid '{path}': it cannot be read ({error}). Remove it.") from error
-
-
-def _check(decoder: ImageEncoder, grid: dict[str, Any], latents: np.ndarray, *, named: bool) -> None:
-    """Raise EncoderError if the decoder does not fit the latents."""
-    name = decoder.identity.model
-    if decoder.num_channels != latents.shape[1]:
-        raise EncoderError(
-            f"vae '{name}': its latents have {decoder.num_channels} channels, those of the run {latents.shape[1]}."
-        )
-    if not named and decoder.identity.weights_sha256 != grid["vae"]["weights_sha256"]:
-        raise EncoderError(f"vae '{name}': it is not the one that made the store. Name it with --vae to use it.")
 
 
 def main() -> None:

@@ -81,7 +81,15 @@ def load_published(
             caption_step=caption_step(compiled),
             null_pooled=null_pooled if null_pooled is None else null_pooled.to(device),
         ),
-        state=snapshot_state(recipe, store, spec, place=Path(), buckets=_squarest_first(store), root_hashes=()),
+        state=snapshot_state(
+            recipe,
+            store,
+            spec,
+            latent=store.latent,
+            place=Path(),
+            buckets=_squarest_first(store),
+            root_hashes=(),
+        ),
         weights_hash=xxh3_parts([np.ascontiguousarray(weights[name].numpy()) for name in sorted(weights)])[1],
     )
 

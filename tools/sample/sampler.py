@@ -16,10 +16,9 @@ import torch
 from ...datasets.batches.latents import denormalise
 from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
-from ...datasets.errors import EncoderError, RecipeError, RunError
+from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.buckets import bucket_size
 from ...precompute import config as precompute_config
-from ...precompute.encoders.vae import ImageEncoder
 from ...train import config as train_config
 from ...train.models.build import most_tokens_a_side, patch_of
 from ...train.models.conditioning import Conditioning
@@ -27,7 +26,7 @@ from ...train.optim.loss_scale import autocast_dtype
 from ...train.sampling.guided import Solver, draw_latents
 from ...train.sampling.schedulers import Sampler, choose_sampler
 from ...train.sampling.snapshot import Snapshot, Weights, load_snapshot
-from ..inspection.contact_sheet import gives_zero_to_one, load_decoder
+from ..inspection.decoder import LatentDecoder
 from ..inspection.grid import COLUMNS, Cell, draw_sheet
 from .captions import Captions
 from .published import load_published
@@ -118,7 +117,7 @@ class Generator:
 
     snapshot: Snapshot
     request: SampleRequest
-    decoder: ImageEncoder
+    decoder: LatentDecoder
     bucket: str
     sampler: str
     warning: str | None
@@ -156,9 +155,21 @@ def open_generator(
     request = resolve_request(snapshot, request)
     bucket = choose_bucket(snapshot, request)
     sampler = choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
-    decoder = load_decoder(snapshot.state["vae"]["model"], vae, device)
-    warnings = [warning for warning in (snapshot.warning, check_decoder(snapshot, decoder)) if warning]
+    decoder = decoder_of(snapshot, vae, device)
+    other = f"decoded by '{decoder.identity.model}', which is not the VAE that the store was made with"
+    warnings = [warning for warning in (snapshot.warning, None if decoder.is_own else other) if warning]
     return Generator(snapshot, request, decoder, bucket, sampler, "; ".join(warnings) or None)
+
+
+def decoder_of(snapshot: Snapshot, vae: str | None, device: torch.device) -> LatentDecoder:
+    """The decoder of what a snapshot draws.
+
+    Args:
+      vae: hub id or folder of another VAE for the same latents; None: that of the store.
+    Raises: EncoderError.
+    """
+    where = f"snapshot '{snapshot.path}'"
+    return LatentDecoder(snapshot.state["vae"], snapshot.latent, vae, device, where=where)
 
 
 def sample(
@@ -212,7 +223,7 @@ def _load_model(run: Path, request: SampleRequest, device: torch.device, vae: st
 def draw_pictures(
     snapshot: Snapshot,
     conditioning: Conditioning,
-    decoder: ImageEncoder,
+    decoder: LatentDecoder,
     *,
     bucket: str,
     request: SampleRequest,
@@ -249,8 +260,7 @@ def draw_pictures(
             )
         raw = denormalise(latents.cpu(), snapshot.latent).numpy()
         for first in range(0, len(raw), DECODED):
-            part = raw[first : first + DECODED]
-            pictures.append(decoder.decode(part, zero_to_one=gives_zero_to_one(snapshot.latent)))
+            pictures.append(decoder.decode(raw[first : first + DECODED]))
     return np.concatenate(pictures)
 
 
@@ -327,18 +337,3 @@ def choose_bucket(snapshot: Snapshot, request: SampleRequest) -> str:
     if most and max(bucket_size(bucket)) > most * step:
         raise RecipeError(f"--bucket {bucket}: the model's table of positions ends at {most * step} px.")
     return bucket
-
-
-def check_decoder(snapshot: Snapshot, decoder: ImageEncoder) -> str | None:
-    """A warning if the decoder is not the VAE that made the store, else None.
-
-    Raises: EncoderError: its latents have another number of channels.
-    """
-    if decoder.num_channels != snapshot.spec.channels:
-        raise EncoderError(
-            f"vae '{decoder.identity.model}': its latents have {decoder.num_channels} channels, the model makes "
-            f"{snapshot.spec.channels}. Give the store's VAE with --vae."
-        )
-    if decoder.identity.weights_sha256 != snapshot.state["vae"]["weights_sha256"]:
-        return f"decoded by '{decoder.identity.model}', which is not the VAE that the store was made with"
-    return None

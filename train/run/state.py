@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ...datasets.errors import RecipeError
-from ...datasets.format.schema import EncoderIdentity, LatentStatistics, StoreSpec
+from ...datasets.format.schema import EncoderIdentity, LatentSpec, LatentStatistics, StoreSpec
 from ...datasets.loader import BatchLoader
-from ...datasets.revisions.encoder_paths import encoder_section
+from ...datasets.revisions.encoder_paths import encoder_section, vae_of
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..metrics.flops import meta_model, shortened
@@ -89,8 +89,8 @@ def prepare(
         pretrained=True,
     )
     buckets, hashes = buckets_at(recipe.data, stores, 1), [each.root_hash for each in stores]
-    read = store.spec.model_copy(update={"latent": latent})
-    extra = snapshot_state(recipe, read, spec, place=store.path, buckets=buckets, root_hashes=hashes)
+    where = {"place": store.path, "buckets": buckets, "root_hashes": hashes}
+    extra = snapshot_state(recipe, store.spec, spec, latent=latent, **where)
     if learner.frozen:
         extra["frozen"] = learner.frozen.model_dump()
     return TrainState(**vars(learner), stores=list(stores), loader=loader, extra=extra)
@@ -101,6 +101,7 @@ def snapshot_state(
     store: StoreSpec,
     spec: ModelSpec,
     *,
+    latent: LatentSpec,
     place: Path,
     buckets: Mapping[str, int],
     root_hashes: Sequence[str | None],
@@ -108,12 +109,12 @@ def snapshot_state(
     """What a snapshot stores beside its tensors: all that sampling and export need of recipe and store.
 
     Args:
+      latent: of the store, with the normalisation of the recipe.
       place: folder of the store, which relative paths of encoders start from.
-      store: its latents with the normalisation of the recipe.
       buckets: that train, with their number of records.
       root_hashes: of all stores.
     """
-    vae, encoder = store.vae, store.text_encoder
+    encoder = store.text_encoder
 
     def text_encoder(name: str, identity: EncoderIdentity) -> dict[str, Any]:
         section = encoder_section(store, f"text.{name}" if name else "text", place)
@@ -124,13 +125,9 @@ def snapshot_state(
         "spec": spec.model_dump(),
         "objective": recipe.objective.model_dump(),
         "drop": recipe.conditioning.drop,
-        "latent": store.latent.model_dump(),
+        "latent": latent.model_dump(),
         "text": store.text and store.text.model_dump(),
-        "vae": {
-            "model": encoder_section(store, "vae", place),
-            "class_name": vae.class_name,
-            "weights_sha256": vae.weights_sha256,
-        },
+        "vae": vae_of(store, place),
         "text_encoder": encoder and text_encoder("", encoder),
         "texts": read,
         "classes": store.classes,

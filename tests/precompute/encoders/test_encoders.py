@@ -432,7 +432,7 @@ def test_the_revision_of_a_hub_model_is_recorded(vae: Path, tmp_path: Path, monk
     vae.rename(snapshot)
     asked: list[Any] = []
 
-    def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(model: str, *, revision: str | None, allow_patterns: list[str], **_: Any) -> str:
         asked.append((model, revision))
         return str(snapshot)
 
@@ -467,7 +467,7 @@ def hub_with(folder: Path, models: dict[str, Path], others: str, monkeypatch: py
     (folder / "decoy").write_bytes(b"not to be fetched")
     fetched: set[str] = set()
 
-    def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(model: str, *, revision: str | None, allow_patterns: list[str], **_: Any) -> str:
         for name in filter_repo_objects(list(listing), allow_patterns=allow_patterns):
             target = folder / "snapshots/0123abcd" / name
             target.parent.mkdir(parents=True, exist_ok=True)

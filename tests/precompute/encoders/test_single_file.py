@@ -14,13 +14,12 @@ from safetensors.torch import load_file, save_file
 from tiny_autoencoders import save_autoencoder
 
 from leandit.datasets.errors import EncoderError
-from leandit.datasets.revisions.encoder_paths import encoder_section
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import VaeSection
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.pipeline import precompute
 from leandit.precompute.unchanged import Unchanged, unchanged
-from leandit.tools.inspection.contact_sheet import load_decoder
+from leandit.tools.inspection.decoder import LatentDecoder
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 BLOCKS = 2  # of the tiny AutoencoderKL
@@ -148,6 +147,5 @@ def test_a_store_of_a_single_file_is_found_unchanged_and_its_decoder_loads(
     assert store.spec.recipe["vae"]["model"] == store.spec.vae.model == "../ae.safetensors"
     assert store.spec.recipe["vae"]["config"] == "../vae"
     assert isinstance(unchanged(recipe, [str(source)], root, device="cpu"), Unchanged)
-    decoder = load_decoder(encoder_section(store.spec, "vae", root), None, CPU)
-    assert decoder.identity.weights_sha256 == store.spec.vae.weights_sha256
-    assert load_decoder(encoder_section(store.spec, "vae", root), str(folder), CPU).identity.model == str(folder)
+    assert LatentDecoder.of_store(store, None, CPU).is_own
+    assert LatentDecoder.of_store(store, str(folder), CPU).identity.model == str(folder)

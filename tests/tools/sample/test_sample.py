@@ -24,10 +24,10 @@ from leandit.datasets.recipe import to_toml
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.tools.cli.preflight import check_evaluation, check_subjects
-from leandit.tools.inspection.contact_sheet import load_decoder
 from leandit.tools.sample.sample_set import sample_set
 from leandit.tools.sample.sampler import (
     SampleRequest,
+    decoder_of,
     draw_pictures,
     make_conditioning,
     resolve_request,
@@ -468,7 +468,7 @@ def test_pictures_of_one_label_differ_and_are_those_of_a_set(runs: Runs, tmp_pat
     sample_set(runs.labels, request, out=tmp_path, progress=no_progress, **places)
     snapshot = load_snapshot(runs.labels, CPU)
     conditioning = make_conditioning(snapshot, request, runs.labels, None, None, CPU)[1]
-    decoder = load_decoder(snapshot.state["vae"]["model"], None, CPU)
+    decoder = decoder_of(snapshot, None, CPU)
     numbers = subject_by_subject(request, 4)
     assert numbers == [0, 2, 1, 3]
     drawn = draw_pictures(snapshot, conditioning, decoder, bucket="32x32", request=request, numbers=numbers).astype(int)
@@ -480,7 +480,7 @@ def test_pictures_of_one_label_differ_and_are_those_of_a_set(runs: Runs, tmp_pat
 def test_latents_that_are_not_finite_are_no_picture(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot, request = load_snapshot(runs.labels, CPU), SampleRequest(labels=(2, 0), count=2, steps=2, guidance=1.0)
     conditioning = make_conditioning(snapshot, request, runs.labels, None, None, CPU)[1]
-    decoder = load_decoder(snapshot.state["vae"]["model"], None, CPU)
+    decoder = decoder_of(snapshot, None, CPU)
     drawn = torch.zeros(4, snapshot.spec.channels, 4, 4)
     drawn[1, 0, 2, 3] = torch.nan
     monkeypatch.setattr("leandit.tools.sample.sampler.draw_latents", lambda *_, **__: drawn)
@@ -540,7 +540,9 @@ def test_another_vae_is_used_with_a_warning(go: Draw, runs: Runs, tmp_path: Path
 
 
 def test_a_vae_of_other_channels_is_refused(go: Draw, runs: Runs, tmp_path: Path) -> None:
-    with pytest.raises(EncoderError, match="8 channels, the model makes 4"):
+    with pytest.raises(
+        EncoderError, match=r"decodes 8 channels of 1/\d+ of the pixels, the latents of snapshot .* have 4 of"
+    ):
         go(runs.labels, SampleRequest(labels=(0,), steps=1), vae=other_vae(tmp_path / "vae", 8))
 
 

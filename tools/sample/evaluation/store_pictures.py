@@ -10,13 +10,11 @@ import torch
 
 from ....datasets.errors import RecordRejected, SourceError
 from ....datasets.format.buckets import bucket_size
-from ....datasets.revisions.encoder_paths import encoder_section
 from ....datasets.store import LatentStore
 from ....precompute.config import SourceSection
-from ....precompute.encoders.vae import ImageEncoder
 from ....precompute.images.decoders import PicturePlace
 from ....precompute.sources.several import SourcePaths, list_sources
-from ...inspection.contact_sheet import gives_zero_to_one, load_decoder, stored_to_latent
+from ...inspection.decoder import LatentDecoder
 from .pictures import Fit, decoded
 
 DECODED = 16  # pictures decoded at once
@@ -34,7 +32,7 @@ class DecodedPictures:
 
     def __init__(self, store: LatentStore, vae: str | None, device: torch.device) -> None:
         self._store = store
-        self._decoder: ImageEncoder = load_decoder(encoder_section(store.spec, "vae", store.path), vae, device)
+        self._decoder = LatentDecoder.of_store(store, vae, device)
         self._buckets = [(name, store.index(name).rows) for name in store.buckets]
         self._starts = np.cumsum([0, *(len(rows) for _, rows in self._buckets)])
         if not len(self):
@@ -65,8 +63,7 @@ class DecodedPictures:
                 yield name, chosen[first : first + DECODED]
 
     def _decode(self, bucket: str, rows: np.ndarray) -> np.ndarray:
-        latents = stored_to_latent(self._store, self._store.latents(bucket).take(rows))
-        return self._decoder.decode(latents, zero_to_one=gives_zero_to_one(self._store.spec.latent))
+        return self._decoder.decode_rows(self._store.latents(bucket).take(rows))
 
 
 class SourcePictures:

@@ -76,7 +76,7 @@ class Pictures:
         content = {
             "names": grid.subjects.names,
             "vae": state.extra["vae"],
-            "zero_to_one": bool(grid.latent.decoding and grid.latent.decoding.zero_to_one),
+            "latent": grid.latent.model_dump(),
         }
         data = safetensors.torch.save({"latents": raw.contiguous()}, metadata={"grid": json.dumps(content)})
         write_atomic(self._decoding.path_of(state.step), data)

@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from .....datasets.errors import EncoderError
 from .....datasets.order.filters import ScoreTable, read_scores
-from .....datasets.revisions.encoder_paths import encoder_section
 from .....datasets.store import LatentStore
 from ..page import several
 from ..pictures import Thumbnail, latent_pixels, thumbnail
@@ -164,9 +163,9 @@ def _decoder(store: LatentStore, vae: str | None) -> tuple[Callable[[np.ndarray]
         import torch
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        from ...contact_sheet import gives_zero_to_one, load_decoder, stored_to_latent
+        from ...decoder import LatentDecoder
 
-        decoder = load_decoder(encoder_section(store.spec, "vae", store.path), vae, device)
+        decoder = LatentDecoder.of_store(store, vae, device)
     except ModuleNotFoundError as error:
         reason = f"{error.name} is not installed"
     except EncoderError as error:
@@ -174,11 +173,7 @@ def _decoder(store: LatentStore, vae: str | None) -> tuple[Callable[[np.ndarray]
             raise
         reason = str(error)
     else:
-
-        def decode(stored: np.ndarray) -> Sequence[np.ndarray]:
-            zero_to_one = gives_zero_to_one(store.spec.latent)
-            return [decoder.decode(stored_to_latent(store, row[None]), zero_to_one=zero_to_one)[0] for row in stored]
-
-        return decode, f"Decoded from the latents by {vae or store.spec.vae.model}."
+        how = f"Decoded from the latents by {vae or store.spec.vae.model}."
+        return lambda stored: [decoder.decode_rows(row[None])[0] for row in stored], how
     note = f"These are the first channels of the latents, not pictures: the autoencoder cannot be loaded. {reason}"
     return lambda stored: [latent_pixels(row[: store.spec.latent.channels]) for row in stored], note

@@ -1,0 +1,192 @@
+"""The decoder of a store or run in every command that shows images: what it is given, and where it may come from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+from hub_server import Hub, hub_server
+from making import CPU, TRAIN_RECIPE, label_recipe, no_progress, train_recipe
+from tiny_autoencoders import save_autoencoder
+from typer.testing import CliRunner
+from vision import make_dinov2
+
+from leandit.datasets.batches.latents import denormalise
+from leandit.datasets.disk.hashing import xxh3_file
+from leandit.datasets.errors import EncoderError
+from leandit.datasets.format.schema import Manifest
+from leandit.datasets.revisions.commits import with_root_hash
+from leandit.datasets.store import LatentStore
+from leandit.precompute.pipeline import precompute
+from leandit.tools.cli.commands import app
+from leandit.tools.inspection.view.records.decoder import decoder_of
+from leandit.tools.sample.decode_grids import decode_grids
+from leandit.tools.sample.evaluation.store_pictures import DecodedPictures
+from leandit.tools.sample.sampler import SampleRequest, sample
+from leandit.train.loop import StopRequest, train
+from leandit.train.run.evaluation.decoding import Decoding
+from leandit.train.sampling.snapshot import load_snapshot
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+LARGE = {"latent_channels": 5, "scaling_factor": 0.25, "shift_factor": 0.5, "block_out_channels": (8, 8, 16)}
+LARGE |= {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
+RUN = [
+    "model.name=DiT-S/4",
+    "model.num_classes=0",
+    "model.channels=0",
+    "run.compile=false",
+    *TRAIN_RECIPE,
+    "run.steps=1",
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, class_folder: Path) -> Path:
+    """A store of a KL autoencoder, and tiny ones: for the same latents, and for others."""
+    root = tmp_path_factory.mktemp("home")
+    save_autoencoder(root / "large", "kl", **LARGE)
+    save_autoencoder(root / "tiny", "tiny")
+    save_autoencoder(root / "other", "tiny", latent_channels=16)
+    recipe = label_recipe(f"vae.model={root / 'large'}")
+    precompute(recipe, source_path=class_folder, store_path=root / "store", device=CPU, progress=no_progress)
+    return root
+
+
+@pytest.fixture(scope="module")
+def store(home: Path) -> LatentStore:
+    return LatentStore(home / "store")
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What the tiny autoencoder is given to decode."""
+    seen: list[torch.Tensor] = []
+    decode = diffusers.AutoencoderTiny.decode
+
+    def recorded(self: Any, latents: torch.Tensor, *more: Any, **options: Any) -> Any:
+        seen.append(latents)
+        return decode(self, latents, *more, **options)
+
+    monkeypatch.setattr(diffusers.AutoencoderTiny, "decode", recorded)
+    return seen
+
+
+def leandit(*words: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, words)), obj=StopRequest())
+
+
+def scaled(raw: np.ndarray) -> np.ndarray:
+    """What the model sees of raw latents of the large autoencoder."""
+    return (raw - 0.5) * 0.25
+
+
+def assert_given(given: list[torch.Tensor], raw: np.ndarray) -> None:
+    assert np.allclose(torch.cat(given).numpy(), scaled(raw), atol=1e-3)
+
+
+def test_a_tiny_vae_is_given_what_the_model_sees_of_a_store(
+    home: Path, store: LatentStore, given: list[torch.Tensor], tmp_path: Path
+) -> None:
+    bucket = next(iter(store.buckets))
+    means = store.latents(bucket).take(store.index(bucket).rows)[:, :5].astype(np.float32)
+    named, count = ["--vae", home / "tiny"], len(means)
+    assert leandit("inspect", store.path, "--sheet", tmp_path / "a.png", "--count", count, *named).exit_code == 0
+    assert_given(given, means)
+    given.clear()
+    assert leandit("report", store.path, "--out", tmp_path / "a.html", "--count", count, *named).exit_code == 0
+    assert_given(given, means)
+    given.clear()
+    decoder_of(store, str(home / "tiny"), lambda: CPU)(store.latents(bucket).take(store.index(bucket).rows), 1)
+    assert_given(given, means)
+    given.clear()
+    list(DecodedPictures(store, str(home / "tiny"), CPU).batches([np.arange(count)]))
+    assert_given(given, means)
+
+
+@pytest.mark.parametrize("normalise", ["encoder", "store"])
+def test_a_tiny_vae_is_given_what_its_large_one_scales_of_a_run(
+    normalise: str, home: Path, store: LatentStore, given: list[torch.Tensor], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(Decoding, "start", lambda self: None)
+    monkeypatch.setattr(Decoding, "finish", lambda self: None)
+    recipe = train_recipe("dit-s-4", *RUN, f"latent.normalise={normalise}", "run.sample_every=1", "run.sample_count=2")
+    run, tiny = tmp_path / "run", str(home / "tiny")
+    train(recipe, store_path=store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+    drawn = torch.randn(2, 5, 8, 8)
+    monkeypatch.setattr("leandit.tools.sample.sampler.draw_latents", lambda *_, **__: drawn)
+    request = SampleRequest(labels=(0, 1), steps=1)
+    sample(run, request, out=tmp_path / "out", device=CPU, store=None, vae=tiny, text=None)
+    assert_given(given, denormalise(drawn, load_snapshot(run, CPU).latent).numpy())
+    given.clear()
+    from safetensors.numpy import load_file
+
+    raw = load_file(run / "samples/step-1.safetensors")["latents"]
+    decode_grids(run / "samples", tiny)
+    assert (run / "samples/step-1.png").is_file()
+    assert_given(given, raw)
+
+
+def test_a_vae_of_other_channels_is_refused_by_every_command(home: Path, store: LatentStore, tmp_path: Path) -> None:
+    for words in (["inspect", store.path, "--sheet"], ["report", store.path, "--out"]):
+        ended = leandit(*words, tmp_path / "a", "--vae", home / "other")
+        assert isinstance(ended.exception, EncoderError)
+        assert "it decodes 16 channels of 1/4 of the pixels, the latents of store" in str(ended.exception)
+        assert "have 5 of 1/4" in str(ended.exception)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with hub_server() as server:
+        yield server
+
+
+def naming(store: LatentStore, path: Path, vae: str) -> Path:
+    """A copy of a store that says that another VAE made it."""
+    shutil.copytree(store.path, path)
+    group = json.loads((path / "zarr.json").read_text())
+    group["attributes"]["leandit"]["recipe"]["vae"]["model"] = vae
+    (path / "zarr.json").write_text(json.dumps(group))
+    manifest = json.loads((path / "manifest.json").read_text())
+    entry = next(one for one in manifest["files"] if one["path"] == "zarr.json")
+    entry |= {"bytes": (path / "zarr.json").stat().st_size, "xxh3_128": xxh3_file(path / "zarr.json")}
+    manifest["root_hash"] = with_root_hash(Manifest.model_validate(manifest)).root_hash
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+def test_nothing_is_fetched_because_a_store_or_a_run_names_it(store: LatentStore, hub: Hub, tmp_path: Path) -> None:
+    named = naming(store, tmp_path / "named", "somebody/vae")
+    make_dinov2(tmp_path / "dinov2", width=16, deviation=0.2)
+    run = tmp_path / "run"
+    train(
+        train_recipe("dit-s-4", *RUN),
+        store_path=named,
+        run=run,
+        device=CPU,
+        report=lambda _: None,
+        stop=StopRequest(),
+    )
+    report = ["report", named, "--out", tmp_path / "a.html"]
+    for words in (
+        ["inspect", named, "--sheet", tmp_path / "a.png"],
+        ["sample", run, "--out", tmp_path / "out", "--label", 0, "--device", "cpu"],
+        ["evaluate", named, "--against", named, "--features", tmp_path / "dinov2", "--device", "cpu"],
+        ["export", run, "--out", tmp_path / "exported", "--encoders"],
+    ):
+        ended = leandit(*words)
+        assert "nothing is fetched because a store or run names it" in str(ended.exception), words
+    assert leandit(*report).exit_code == 0
+    assert "somebody/vae&#39;: it is not on this machine" in (tmp_path / "a.html").read_text()
+    assert hub.requests == []
+    assert leandit(*report, "--vae", "somebody/vae").exit_code == 1
+    assert hub.requests
