@@ -19,7 +19,9 @@ def answer(job: dict[str, Any]) -> decoder_child.Answer:
     """Misbehave, or decode."""
     if "places" in job:
         for path, _, _ in job["places"]:
-            if Path(path).name in ("kill", "sleep", "exit", "EIO once.png", "EIO always.png"):
+            if Path(path).name in ("EIO once.png", "EIO always.png"):
+                fail_to_open(Path(path), once=Path(path).name == "EIO once.png")
+            if Path(path).name in ("kill", "sleep", "exit"):
                 answer({**job, "path": path})
         return decoder_child.answer(job)
     match Path(job["path"]).name:
