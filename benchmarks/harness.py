@@ -74,7 +74,7 @@ def timed(step: Callable[[], object], count: int, device: Any) -> float:
     return time.perf_counter() - start
 
 
-# ---------------------------------------------------------------------------------------- processes, memory, the machine
+# --------------------------------------------------------------------------------------- processes, memory, the machine
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _child_main() -> None:
     threading.Thread(target=watch, daemon=True).start()
     module, function, arguments = sys.argv[1:]
     result = getattr(importlib.import_module(module), function)(**json.loads(arguments))
-    print(json.dumps(result), flush=True)
+    print("\n" + json.dumps(result), flush=True)  # a library may have left a line without its end
 
 
 class PeakMemory:

@@ -32,6 +32,7 @@ def test_the_packages_are_the_folders() -> None:
 def test_there_are_no_stray_modules() -> None:
     assert {path.parts[len(ROOT.parts)] for path in ROOT.glob("*/**/*.py")} - {".venv", "build", "docs"} == {
         *FOLDERS,
+        "benchmarks",
         "tests",
     }
     assert [path.name for path in ROOT.glob("docs/**/*.py")] == ["site_pages.py"]  # a hook of mkdocs

@@ -84,11 +84,6 @@ FLAGS = {
     "recipes": ["--json"],
     "demo": ["--out", "--pictures", "--set"],
     "bench": [],
-    "bench plan": ["--captions", "--json", "--records", "--scratch", "--sizes"],
-    "bench precompute": [
-        *("--device", "--json", "--records", "--rounds", "--scratch", "--seconds", "--set", "--source", "--text"),
-        *("--tokenizer", "--vae"),
-    ],
     "plan": [],
     "plan train": [
         *("--gpu", "--gpus", "--images", "--json", "--network-gbit", "--resolution", "--run", "--set", "--store"),
@@ -96,21 +91,7 @@ FLAGS = {
     "bench train": [
         *("--data", "--device", "--json", "--resolution", "--rounds", "--set", "--steps", "--store", "--without"),
     ],
-    "bench caching": [
-        *("--device", "--json", "--resolution", "--rounds", "--scratch", "--set", "--steps", "--text", "--tokenizer"),
-        "--vae",
-    ],
-    "bench planner": ["--device", "--json", "--set"],
-    "bench kernels": ["--fast-dit", "--json", "--resolution", "--set"],
-    "bench learning": ["--json", "--out", "--pictures", "--seeds", "--set", "--steps"],
-    "bench open": ["--json", "--records", "--rounds", "--scratch"],
-    "bench search": ["--json", "--records"],
-    "bench bytes": ["--json", "--tokens"],
-    "bench gpu": ["--again", "--device", "--fast-dit", "--minutes", "--out", "--scratch", "--tiny"],
-    "bench table": [],
-    "bench loader": [
-        *("--json", "--peers", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),
-    ],
+    "bench loader": ["--batch", "--cold", "--json", "--scratch", "--seconds"],
 }
 EVERYWHERE = {"--install-completion", "--quiet", "--show-completion", "--traceback", "--verbose", "--version"}
 
@@ -187,8 +168,7 @@ URL_AS_OUTPUT = {
     "compact": ["nope", "--out"],
     "report": ["nope", "--out"],
     "demo": ["--out"],
-    "bench plan": ["--scratch"],
-    "bench loader": ["--scratch"],
+    "bench loader": ["nope", "--scratch"],
 }
 
 
@@ -315,9 +295,7 @@ def test_the_version_is_the_packages(leandit: Leandit) -> None:
         (["inspect", "no-store", "--sheet", "s.png", "--originals", "photos"], 2, ["'photos'", "--source PATH"]),
         (["verify", "no-store"], 3, ["no-store"]),
         (["compact", "no-store", "--out", "new"], 3, ["no-store"]),
-        (["bench", "loader", "--scratch", "bench", "--peers", "nobody"], 2, ["--peers 'nobody'", "leandit"]),
-        (["bench", "loader", "--scratch", "bench", "--workload", "pictures"], 2, ["--workload 'pictures'", "latents"]),
-        (["bench", "loader", "--scratch", "bench", "--python", "nobody=python"], 2, ["--python 'nobody'", "leandit"]),
+        (["bench", "loader", "no-store"], 3, ["no-store", "leandit precompute"]),
         (["verify", "no-store", "--deep"], 2, ["--deep", "--source"]),
         (["sample", "no-run", "--out", "out"], 3, ["no-run", "Train first"]),
         (["sample", "no-run", "--out", "out", "--guidance-interval", "1,0"], 2, ["--guidance-interval '1,0'"]),

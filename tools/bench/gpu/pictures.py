@@ -9,11 +9,11 @@ import numpy as np
 from PIL import Image
 
 from ...demo.pictures import COLOURS, SHAPES
-from ..harness.work import MAX_TOKENS, MIN_TOKENS
 
 CELLS, GRAIN = 16, 6.0  # coarse colours on a side, deviation of the fine noise: about 2 bits a pixel as JPEG
 WORDS = [*COLOURS, *SHAPES, "a", "and", "big", "small", "tiny", "above", "below"]  # each one token of the shipped T5
 LARGER = 1.25  # than what is encoded, so that it is resized
+MIN_TOKENS, MAX_TOKENS = 20, 120  # of a caption; the mean is 60
 
 
 def draw_pictures(folder: Path, count: int, side_px: int) -> None:

@@ -1,1 +1,0 @@
-"""The loader benchmark: each peer in fresh processes, checked before it is timed."""

@@ -1,1 +1,0 @@
-"""How each peer stores and reads the same records."""
