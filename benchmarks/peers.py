@@ -142,13 +142,21 @@ class PlannedOrder:
             yield planned if self._whole else [(planned.bucket, row) for row in planned.rows.tolist()]
 
 
-def in_loader(dataset: Dataset, workload: Workload, seed: int, workers: int, *, whole: bool = False) -> Epochs:
+def in_loader(
+    dataset_of: Callable[[Workload, Path], Dataset],
+    workload: Workload,
+    folder: Path,
+    seed: int,
+    workers: int,
+    *,
+    whole: bool = False,
+) -> Epochs:
     """A map-style dataset behind a DataLoader, keyed by (bucket, row), or by ``Planned`` for whole batches."""
     order = PlannedOrder(workload, seed, whole=whole)
     how: dict[str, Any] = {"batch_sampler": order, "collate_fn": collate}
     if whole:
         how = {"sampler": order, "batch_size": None, "collate_fn": _unchanged}
-    loader = DataLoader(dataset, num_workers=workers, persistent_workers=workers > 0, **how)
+    loader = DataLoader(dataset_of(workload, folder), num_workers=workers, persistent_workers=workers > 0, **how)
 
     def epoch(number: int) -> Iterator[Batch]:
         order.epoch = number
@@ -302,7 +310,7 @@ def open_gather(workload: Workload, folder: Path, seed: int, workers: int) -> Ep
 class MappedSamples(Dataset):
     """A map-style dataset over the flat files, as commonly written by hand."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, workload: Workload, folder: Path) -> None:
         self._folder, self._flats = folder, dict[str, Flat]()
 
     def __getitem__(self, key: tuple[str, int]) -> dict[str, Any]:
@@ -315,11 +323,6 @@ class MappedSamples(Dataset):
             name: int(array[row]) if name == "label" else array[span if name in RAGGED else row].copy()
             for name, array in arrays.items()
         }
-
-
-def open_mapped(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """A memory map, a Dataset, a DataLoader."""
-    return in_loader(MappedSamples(folder), workload, seed, workers)
 
 
 # ------------------------------------------------------------------------------- the store: leandit, and tensorstore
@@ -422,11 +425,6 @@ class NpySamples(Dataset):
         return sample
 
 
-def open_npy(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """A DataLoader over the files."""
-    return in_loader(NpySamples(workload, folder), workload, seed, workers)
-
-
 def write_safetensors(parts: list[Records], folder: Path) -> None:
     """Shards of stacked arrays; those of captions one after the other, with the first row of each."""
     save: Any = importlib.import_module("safetensors.numpy").save_file
@@ -470,11 +468,6 @@ class SafetensorsSamples(Dataset):
             rows = shard.get_slice(name)[start:end]
             sample[name] = rows if name in RAGGED else rows[0]
         return sample
-
-
-def open_safetensors(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """A DataLoader over the shards."""
-    return in_loader(SafetensorsSamples(workload, folder), workload, seed, workers)
 
 
 # ------------------------------------------------------------ shards in an order of their own: WebDataset, MDS, LitData
@@ -624,11 +617,6 @@ class BatchesOfBytes(Dataset):
         return batch
 
 
-def open_hf_datasets(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """A DataLoader of whole batches."""
-    return in_loader(BatchesOfBytes(workload, folder), workload, seed, workers, whole=True)
-
-
 class _Indexed:
     """Records as FFCV's writer reads them: tuples of latent and label, also in its worker processes."""
 
@@ -713,13 +701,13 @@ PEERS = {
     LIMIT: Peer(write_flat, open_gather, "flat"),
     "leandit": Peer(None, open_leandit, STORE),
     "leandit unchecked": Peer(None, partial(open_leandit, check="never"), STORE),
-    "memmap dataset": Peer(write_flat, open_mapped, "flat"),
-    "npy": Peer(write_npy, open_npy, "npy"),
-    "safetensors": Peer(write_safetensors, open_safetensors, "safetensors", "safetensors"),
+    "memmap dataset": Peer(write_flat, partial(in_loader, MappedSamples), "flat"),
+    "npy": Peer(write_npy, partial(in_loader, NpySamples), "npy"),
+    "safetensors": Peer(write_safetensors, partial(in_loader, SafetensorsSamples), "safetensors", "safetensors"),
     "webdataset": Peer(write_webdataset, open_webdataset, "webdataset", "webdataset"),
     "mosaicml": Peer(write_mosaicml, open_mosaicml, "mosaicml", "streaming", "mosaicml-streaming"),
     "litdata": Peer(write_litdata, open_litdata, "litdata", "litdata"),
-    "hf datasets": Peer(write_hf_datasets, open_hf_datasets, "hf-datasets", "datasets"),
+    "hf datasets": Peer(write_hf_datasets, partial(in_loader, BatchesOfBytes, whole=True), "hf-datasets", "datasets"),
     "tensorstore": Peer(None, open_tensorstore, STORE, "tensorstore"),
     "ffcv": Peer(write_ffcv, open_ffcv, "ffcv", "ffcv", workloads=("latents",)),
 }
