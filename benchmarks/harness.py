@@ -264,6 +264,13 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def machine() -> str:
+    """One line of ``hardware`` with the day."""
+    facts = hardware()
+    parts = f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB", facts["gpu"], facts["kernel"]
+    return ", ".join([*filter(None, parts), f"Python {facts['python']}, {time.strftime('%Y-%m-%d')}"])
+
+
 # ------------------------------------------------------------------------------------------------------- files, results
 
 

@@ -1,0 +1,492 @@
+"""What a store of millions of records costs: to plan, seal, open and search, and in bytes beside other caches.
+
+    python benchmarks/scale.py plan --scratch bench --records 10000000 --no-captions
+    python benchmarks/scale.py open --scratch bench
+    python benchmarks/scale.py search
+    python benchmarks/scale.py bytes --tokens 120
+
+Each stage of **plan** and each opening runs in a process of its own. Memory is anonymous and shared memory (PSS) of the
+process and its decoders beyond what it had before; mapped files do not count. Files are in the page cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet as pq
+import typer
+from harness import PeakMemory, fresh_folder, machine, measure_in_child, print_table, tree_cpu_seconds, tree_memory_mb
+from PIL import Image
+
+from leandit.datasets.batches.reader import PLANNED_AHEAD
+from leandit.datasets.disk.files import write_atomic
+from leandit.datasets.disk.hashing import canonical_json
+from leandit.datasets.format.buckets import bucket_name
+from leandit.datasets.format.class_names import ClassNames
+from leandit.datasets.format.layout import (
+    CAPTIONS,
+    PLAN,
+    RECORDS,
+    Content,
+    RevisionLayout,
+    commit_path,
+    is_picture_part,
+)
+from leandit.datasets.format.schema import Reject, TextSpec
+from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
+from leandit.datasets.loader import make_loader
+from leandit.datasets.order.batch_plan import BatchPlan
+from leandit.datasets.revisions.commits import commit_record, file_entry
+from leandit.datasets.revisions.plan import read_plan
+from leandit.datasets.revisions.writer import StoreWriter
+from leandit.datasets.store import LatentStore
+from leandit.precompute.config import load
+from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
+from leandit.precompute.images.decoders import Decoders
+from leandit.precompute.planning.pictures import num_threads
+from leandit.precompute.planning.planner import Planner
+from leandit.precompute.sources.source import list_source
+from leandit.tools.inspection.view.records.query import Query
+from leandit.tools.inspection.view.records.search import RecordSearch
+from leandit.tools.plan.precompute_cost import array_bytes
+from leandit.tools.synthetic.store import DOWNSCALE, make_store, noise_spec
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+IMAGENET = 1_281_167
+Scratch = Annotated[Path, typer.Option(help="Folder for manifests and stores.")]
+Figures = dict[str, float]
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+SHAPES = np.array([(256, 256), (224, 336), (336, 224), (200, 400), (30, 256)], np.int32)  # the last fits no bucket
+RARE = 1000  # one row in 1000 has the last shape; one is rejected by a worker
+WORDS = ("a", "photo", "of", "the", "small", "red", "house", "near", "old", "green", "river", "under", "blue", "sky")
+BLOCK_ROWS = 1 << 16
+EVERY_SECONDS = 2.0  # a sample of the memory takes longer the more is mapped
+SETTINGS = ['images.buckets="pixart"', "images.resolution=256", 'images.crop="bucket"', "text.max_tokens=120"]
+
+
+@app.command("plan")
+def plan_command(
+    scratch: Scratch,
+    records: Annotated[int, typer.Option(min=1, help="Rows of the manifest.")] = IMAGENET,
+    sizes: Annotated[str, typer.Option(help="Where sizes of images come from: header or manifest.")] = "manifest",
+    captions: Annotated[bool, typer.Option(help="Plan captions too; else class labels alone.")] = True,
+) -> None:
+    """Plan a manifest, open the plan, and seal the store.
+
+    Rows name a few small images by a different path each. Commit records are made up, with a checksum of every row and
+    a few rejects, and shards are files of one byte, because a seal reads no latents.
+    """
+    folder = scratch.resolve() / f"manifest-{'captions' if captions else 'labels'}-{records}"
+    if not (folder / "manifest.parquet").is_file():
+        write_manifest(folder, records, captions=captions)
+    store = fresh_folder(scratch.resolve(), "store") / "store"
+    settings = [*SETTINGS, f"source.sizes={sizes}", *([] if captions else ["text.kind=none"])]
+    source = str(folder / "manifest.parquet")
+    planned = measure_in_child("scale", "measure_plan", settings=settings, source=source, store=str(store))
+    opened = measure_in_child("scale", "measure_plan_open", store=str(store))
+    measure_in_child("scale", "write_commits", store=str(store))
+    sealed = measure_in_child("scale", "measure_seal", store=str(store))
+    plan_mib = sum(path.stat().st_size for path in (store / PLAN).iterdir()) / 2**20
+    table_mib = sum((store / name).stat().st_size for name in (RECORDS, CAPTIONS)) / 2**20
+    print(f"{machine()}; {records} rows, sizes from the {sizes}{'' if captions else ', no captions'}\n")
+    print_table(
+        [
+            ("", "s", "MB beyond the start"),
+            (f"plan ({plan_mib:.1f} MiB)", f"{planned['seconds']:.1f}", f"{planned['mb']:.0f}"),
+            ("of that: listing", f"{planned['list_seconds']:.1f}", ""),
+            ("of that: sizes and buckets", f"{planned['scan_seconds']:.1f}", ""),
+            ("of that: captions and tables", f"{planned['rest_seconds']:.1f}", ""),
+            ("processor, with imports and decoders", f"{planned['cpu_seconds']:.1f}", ""),
+            ("open the plan", f"{opened['seconds']:.1f}", f"{opened['mb']:.0f}"),
+            (f"read {sealed['shards']} commit records", f"{sealed['read_seconds']:.1f}", ""),
+            (f"read and seal (tables of {table_mib:.1f} MiB)", f"{sealed['seconds']:.1f}", f"{sealed['mb']:.0f}"),
+        ]
+    )
+
+
+def write_manifest(folder: Path, records: int, *, captions: bool) -> None:
+    """Write images of a few shapes, and a Parquet manifest with many names for each.
+
+    The folder holds a hundred links to itself, so "12/34/0.jpg" is "0.jpg": a file for each row would measure the disk
+    more than the plan.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(100):
+        if not (link := folder / f"{number:02d}").is_symlink():
+            link.symlink_to(".")
+    for i, (height_px, width_px) in enumerate(SHAPES):
+        pixels = np.random.default_rng(i).integers(0, 256, (height_px, width_px, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.jpg")
+    blocks, half = manifest_blocks(records, captions=captions), folder / "manifest.parquet.half"
+    first = next(blocks)
+    with pq.ParquetWriter(half, first.schema, compression="zstd") as writer:
+        for block in (first, *blocks):
+            writer.write_table(block)
+    half.rename(folder / "manifest.parquet")
+
+
+def manifest_blocks(records: int, *, captions: bool) -> Iterator[pa.Table]:
+    """The rows; one caption in ten repeats an earlier one."""
+    links, names = pa.array([f"{i:02d}" for i in range(100)]), pa.array([f"{i}.jpg" for i in range(len(SHAPES))])
+    for start in range(0, records, BLOCK_ROWS):
+        numbers = np.arange(start, min(start + BLOCK_ROWS, records))
+        shapes = np.where(numbers % RARE == RARE - 1, len(SHAPES) - 1, numbers % (len(SHAPES) - 1))
+        folders = [links.take(pa.array(numbers // step % 100)) for step in (10**6, 10**4, 100, 1)]
+        path = pc.binary_join_element_wise(*folders, names.take(pa.array(shapes)), "/")
+        columns = {"path": path, "height": SHAPES[shapes, 0], "width": SHAPES[shapes, 1]}
+        if captions:
+            columns["prompt"] = pa.array([caption(i // 2 if i % 10 == 0 else i) for i in numbers.tolist()])
+        yield pa.table(columns)
+
+
+def caption(number: int) -> str:
+    """A caption of 6 to 17 words, different for each number."""
+    words = [WORDS[(number >> shift) % len(WORDS)] for shift in range(5 + number % 12)]
+    return f"{' '.join(words)} {number}"
+
+
+def measure_plan(settings: list[str], source: str, store: str) -> Figures:
+    """List and plan a source."""
+    recipe = load("demo", settings)
+    tokenizers = {name: CaptionTokenizer(section) for name, section in recipe.text_sections.items()}
+    buckets = [bucket_name(height_px, width_px) for _, height_px, width_px in recipe.images.table]
+    max_tokens = recipe.text.max_tokens if tokenizers else 0
+    spec = noise_spec(dict.fromkeys(buckets, 1), 4, 0, max_tokens, 64, 64, "none")
+    last: Figures = {}
+
+    def progress(stage: str, done: int, total: int) -> None:
+        last[stage] = time.perf_counter()
+
+    with PeakMemory(every_seconds=EVERY_SECONDS) as memory, Decoders(num_threads()) as decoders:
+        start = time.perf_counter()
+        listing = list_source(source, "manifest", progress=lambda done: None)
+        listed = time.perf_counter()
+        Planner(Path(store), spec, listing, recipe, tokenizers, decoders, progress).plan_first()
+        end = time.perf_counter()
+    return {
+        "seconds": end - start,
+        "list_seconds": listed - start,
+        "scan_seconds": last["scan"] - listed,
+        "rest_seconds": end - last["scan"],
+        "cpu_seconds": tree_cpu_seconds(),
+        "mb": memory.beyond_mb,
+    }
+
+
+def measure_plan_open(store: str) -> Figures:
+    """Open a plan, as every worker does."""
+    with PeakMemory() as memory:
+        start = time.perf_counter()
+        read_plan(Path(store), 1).layout.tasks()
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "mb": memory.beyond_mb}
+
+
+def write_commits(store: str) -> None:
+    """Write made-up commit records of all shards, as workers do."""
+    root, rng = Path(store), np.random.default_rng(0)
+    plan = read_plan(root, 1)
+    for part, shard in plan.layout.tasks():
+        paths = [array.shard_path(shard) for array in plan.layout.part_arrays(part)]
+        for path in paths:
+            write_atomic(root / path, b"x")
+        rows, is_rows = plan.layout.rows_of(part, shard), is_picture_part(part)
+        checksums = [
+            f"{number:016x}" for number in rng.integers(0, 1 << 63, plan.layout.num_items(part, shard)).tolist()
+        ]
+        rejected = range(rows.start, rows.stop, RARE) if is_rows else ()
+        for row in rejected:
+            checksums[row - rows.start] = ""
+        record = commit_record(
+            plan,
+            part,
+            shard,
+            files=[file_entry(path, b"x") for path in paths],
+            checksums=checksums,
+            source_checksums=checksums if is_rows else [],
+            rejects=[Reject(row=r, key=f"{r}", stage="encode", reason="nonfinite", detail="made up") for r in rejected],
+            fallbacks=[],
+        )
+        write_atomic(root / commit_path(1, part, shard), canonical_json(record.model_dump()))
+
+
+def measure_seal(store: str) -> Figures:
+    """Read the commit records and seal, as the last worker does after opening the plan."""
+    plan = read_plan(Path(store), 1)
+    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
+        start = time.perf_counter()
+        writer = StoreWriter(Path(store), plan, doubted=())
+        missing = writer.missing_tasks()
+        read = time.perf_counter()
+        assert not missing
+        writer.seal()
+        end = time.perf_counter()
+    shards = len(plan.layout.tasks())
+    return {"seconds": end - start, "read_seconds": read - start, "shards": shards, "mb": memory.beyond_mb}
+
+
+# ---------------------------------------------------------------------------------------------------------------- open
+
+BUCKET, BATCH = "256x256", 256
+PLANNED_SIZES = (10_000, IMAGENET, 1_000_000_000)
+PLANNED_BATCHES = 4096
+
+
+@app.command("open")
+def open_command(
+    scratch: Scratch,
+    records: Annotated[int, typer.Option(min=1000, help="Of a store of noise; 8 KiB each.")] = IMAGENET,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that it is opened; medians are shown.")] = 5,
+) -> None:
+    """Open a store in fresh processes, read a batch, and plan batches."""
+    store = scratch.resolve() / f"open-{records}"
+    make_store(store, {BUCKET: records})
+    opened = [measure_in_child("scale", "measure_open", store=str(store)) for _ in range(rounds)]
+    middle = {name: median(figures[name] for figures in opened) for name in opened[0]}
+    print(f"{machine()}; {records} records\n")
+    print_table(
+        [
+            ("", ""),
+            ("open", f"{middle['seconds']:.2f} s, {middle['mb']:.0f} MB"),
+            ("first batch after that", f"{middle['first_batch_ms']:.0f} ms"),
+            *((f"plan a batch of {BATCH} of {n} records", f"{plan_seconds(n) * 1e6:.1f} us") for n in PLANNED_SIZES),
+        ]
+    )
+
+
+def measure_open(store: str) -> Figures:
+    """Open a store and read its first batch."""
+    before, start = tree_memory_mb(), time.perf_counter()
+    opened = LatentStore(store)
+    for bucket in opened.buckets:
+        opened.index(bucket)
+    seconds = time.perf_counter() - start
+    mb = tree_memory_mb() - before
+    start = time.perf_counter()
+    next(iter(make_loader(opened, global_batch=BATCH, prefetch=2)))
+    return {"seconds": seconds, "mb": mb, "first_batch_ms": (time.perf_counter() - start) * 1e3}
+
+
+def plan_seconds(size: int) -> float:
+    """Seconds to plan one batch as the loader does, in the mean over many."""
+    plan = BatchPlan({BUCKET: size}, BATCH, seed=0)
+    plan.batches(0, PLANNED_AHEAD)
+    start = time.perf_counter()
+    for first in range(0, PLANNED_BATCHES, PLANNED_AHEAD):
+        plan.batches(first, PLANNED_AHEAD)
+    return (time.perf_counter() - start) / PLANNED_BATCHES
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+
+VOCABULARY, CAPTION_WORDS, CLASSES = 20_000, 10, 1000
+BUCKETS = ["256x256", "208x304", "304x208"]
+
+
+@app.command("search")
+def search_command(records: Annotated[int, typer.Option(min=1000, help="A caption each.")] = IMAGENET) -> None:
+    """Ask ``leandit view``'s search 50 different queries; words of captions are as frequent as those of a language."""
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("etaoinshrdlcumwfgypbvk"), n)) for n in rng.integers(2, 11, VOCABULARY)]
+    start = time.perf_counter()
+    find = open_search(made_up_records(rng, records), made_up_captions(rng, words, records))
+    prepared = time.perf_counter() - start
+    elapsed, processor = [], []
+    for query in queries(words):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        find(query)
+        elapsed.append((time.perf_counter() - start) * 1e3)
+        processor.append((time.process_time() - cpu_start) * 1e3)
+    rows = [
+        (name, *(f"{ms:.0f}" for ms in (median(values), quantiles(values, n=20)[-1], max(values))))
+        for name, values in (("elapsed", elapsed), ("processor", processor))
+    ]
+    print(f"{machine()}; {records} records, {len(elapsed)} queries; prepared in {prepared:.1f} s\n")
+    print_table([("ms", "median", "95 %", "max"), *rows])
+
+
+def open_search(records: pa.Table, captions: pa.Table) -> Callable[[Query], object]:
+    """The search of ``leandit view``."""
+    search = RecordSearch(records, captions, ClassNames([f"n{number:08d}" for number in range(CLASSES)], None))
+    search.prepare()
+    return search.find
+
+
+def made_up_captions(rng: np.random.Generator, words: list[str], count: int) -> pa.Table:
+    """Captions of words with Zipf's frequencies."""
+    shares = 1 / np.arange(1, VOCABULARY + 1)
+    chosen = rng.choice(VOCABULARY, count * CAPTION_WORDS, p=shares / shares.sum())
+    offsets = pa.array(np.arange(0, len(chosen) + 1, CAPTION_WORDS, dtype=np.int32))
+    lists = pa.ListArray.from_arrays(offsets, pa.array(words).take(pa.array(chosen)))
+    columns = {"text": pc.binary_join(lists, " ")}
+    return pa.table({field.name: columns.get(field.name, pa.nulls(count, field.type)) for field in CAPTIONS_SCHEMA})
+
+
+def made_up_records(rng: np.random.Generator, count: int) -> pa.Table:
+    """Records with keys as ImageNet's, one caption each; one in a hundred is rejected."""
+    numbers, labels = np.arange(count), rng.integers(0, CLASSES, count)
+    sides = rng.integers(200, 1600, (2, count)).astype(np.int32)
+    columns = {
+        "key": [f"n{label:08d}/n{label:08d}_{number}.JPEG" for number, label in enumerate(labels.tolist())],
+        "bucket": pa.array(BUCKETS).take(pa.array(numbers % len(BUCKETS))),
+        "label": labels,
+        "caption_ids": pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32), pa.array(numbers, pa.int32())),
+        "height_px": sides[0],
+        "width_px": sides[1],
+        "status": pa.array(["stored", "rejected"]).take(pa.array((numbers % 100 == 7).astype(int))),
+    }
+    arrays = [pa.array(columns.get(field.name, pa.nulls(count)), field.type) for field in RECORDS_SCHEMA]
+    return pa.table(arrays, schema=RECORDS_SCHEMA)
+
+
+def queries(words: list[str]) -> list[Query]:
+    """Words from the most to the least frequent, parts of them, several, phrases, keys, columns, orders."""
+    often, rare = words[:12], words[1000:20_000:1900]
+    texts = [*often, *rare, *"ek", "n00000123", "n00000007/", "_99.jpeg", "7_1234"]
+    texts += [f"{a} {b}" for a, b in zip(often[:6], rare[:6], strict=True)]
+    texts += [f'"{a} {b}"' for a, b in zip(often[:4], often[4:8], strict=True)]
+    where = ("height_px >= 1200", "width_px < 300 and height_px < 300", "key ~ _77")
+    return [
+        *(Query(q=text) for text in texts),
+        *(Query(where=condition) for condition in where),
+        *(Query(sort=sort, order=order) for sort in ("height_px", "width_px") for order in ("up", "down")),
+        Query(q=often[3], bucket=BUCKETS[1], status="stored"),
+        Query(status="rejected"),
+        Query(class_="n00000011"),
+        Query(q=rare[7], sort="height_px"),
+        Query(q=often[9], sort="width_px", order="down"),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- bytes
+
+LAID_OUT = 10_000  # records of the store that is laid out: its indexes are shared among them
+T5, CLIP_TOKENS, CLIP_L, CLIP_G, FLUX2, QWEN = 4096, 77, 768, 1280, 15360, 3584
+CLIPS = (CLIP_TOKENS + 1) * (CLIP_L + CLIP_G)  # numbers of the tokens and pooled vectors of both
+CLIP_POOLED = (0, CLIP_TOKENS, CLIP_L)
+
+
+class ImageSet(NamedTuple):
+    """Images with captions, as one model is trained on them.
+
+    Args:
+      reads_padding: the published model was trained on the embeddings of padding too.
+      encoders: width of a token (0: only the pooled vector is stored), most tokens, width of the pooled vector.
+    """
+
+    side_px: int
+    channels: int
+    reads_padding: bool
+    encoders: tuple[tuple[int, int, int], ...]
+
+
+class Cache(NamedTuple):
+    """What another trainer saves of a record of an image set.
+
+    Args:
+      keeps: numbers for each of the latent: 1, or 2 with the spread.
+      fixed: 16-bit numbers of its text, whatever the length of the caption.
+      a_token: 16-bit numbers of its text for each valid token.
+      latent_bytes: of a number of the latent.
+    """
+
+    images: str
+    name: str
+    keeps: int
+    fixed: int
+    a_token: int = 0
+    latent_bytes: int = 2
+
+
+SETS = {
+    "PixArt-Sigma": ImageSet(1024, 4, False, ((T5, 300, 0),)),
+    "SD3": ImageSet(1024, 16, True, ((T5, 256, 0), (CLIP_L, CLIP_TOKENS, CLIP_L), (CLIP_G, CLIP_TOKENS, CLIP_G))),
+    "Flux.1": ImageSet(1024, 16, True, ((T5, 512, 0), CLIP_POOLED)),
+    "Flux.1, MLPerf": ImageSet(256, 16, True, ((T5, 256, 0), CLIP_POOLED)),
+    "Flux.2": ImageSet(1024, 32, True, ((FLUX2, 512, 0),)),
+    "Qwen-Image": ImageSet(1024, 16, False, ((QWEN, 1024, 0),)),
+}
+CACHES = (
+    Cache("PixArt-Sigma", "PixArt npz", 2, 300 * T5),  # before its compression
+    Cache("PixArt-Sigma", "OneTrainer", 1, 120 * T5),
+    Cache("PixArt-Sigma", "SimpleTuner", 1, 0, T5),
+    Cache("SD3", "diffusion-pipe", 1, 256 * T5 + CLIPS),
+    Cache("SD3", "OneTrainer", 1, CLIP_TOKENS * T5 + CLIPS),
+    # One sequence: CLIP's tokens padded to the width of T5's, then 154 of T5.
+    Cache("SD3", "SimpleTuner", 1, (CLIP_TOKENS + 154) * T5 + CLIP_L + CLIP_G),
+    Cache("Flux.1", "diffusion-pipe", 1, 512 * T5 + CLIP_L),
+    Cache("Flux.1", "OneTrainer", 1, 77 * T5 + CLIP_L),
+    Cache("Flux.1", "SimpleTuner", 1, 512 * T5 + CLIP_L),
+    Cache("Flux.1, MLPerf", "MLPerf", 2, 256 * T5 + CLIP_L),
+    Cache("Flux.2", "diffusion-pipe", 1, 512 * FLUX2, latent_bytes=4),
+    Cache("Flux.2", "OneTrainer", 1, 512 * FLUX2),
+    Cache("Flux.2", "SimpleTuner", 1, 0, FLUX2),
+    *(Cache("Qwen-Image", name, 1, 0, QWEN) for name in ("diffusion-pipe", "OneTrainer", "SimpleTuner")),
+)
+
+
+@app.command("bytes")
+def bytes_command(tokens: Annotated[int, typer.Option(min=1, help="Valid tokens of each caption.")] = 60) -> None:
+    """Compute bytes a record of our layout, and of what other trainers save; nothing is encoded."""
+    rows = [("set", "cache", "latents", "text", "total", "text, of ours", "total, of ours")]
+    for name, images in SETS.items():
+        ours = {keeps: our_bytes(images, tokens, keeps=keeps) for keeps in (1, 2)}
+        forms = [("leandit, valid tokens", 2, *ours[2]), ("leandit, valid tokens, mean", 1, *ours[1])]
+        if images.reads_padding:
+            forms.insert(0, ("leandit, full length", 2, *our_bytes(images, tokens, keeps=2, padded=True)))
+        for cache in (cache for cache in CACHES if cache.images == name):
+            numbers = cache.keeps * images.channels * (images.side_px // DOWNSCALE) ** 2
+            text = cache.fixed + min(tokens, images.encoders[0][1]) * cache.a_token
+            forms.append((cache.name, cache.keeps, numbers * cache.latent_bytes, 2 * text))
+        for form, keeps, latents, text in forms:  # each beside ours that keeps as many numbers of the latent
+            sizes = [f"{size / 1000:,.1f}" for size in (latents, text, latents + text)]
+            of_ours = [f"{text / ours[keeps][1]:.2f}x", f"{(latents + text) / sum(ours[keeps]):.2f}x"]
+            rows.append((f"{name}, {images.side_px} px", form, *sizes, *of_ours))
+    print(f"KB (1000 bytes) a record; a caption has {tokens} valid tokens\n")
+    print_table(rows)
+
+
+def our_bytes(images: ImageSet, tokens: int, *, keeps: int, padded: bool = False) -> tuple[int, int]:
+    """Bytes of the latent and of the text of a store, indexes included: float16, and int8 with scales."""
+    texts = {f"text_{i}": text_spec(*encoder, padded=padded) for i, encoder in enumerate(images.encoders)}
+    bucket = {f"{images.side_px}x{images.side_px}": LAID_OUT}
+    spec = noise_spec(bucket, images.channels * keeps, 0, 0, 1, 64, "none", texts=texts)
+    lengths = {n: one.max_tokens if one.full_length else min(tokens, one.max_tokens) for n, one in texts.items()}
+    counts = {name: np.full(LAID_OUT, length) for name, length in lengths.items()}
+    latents = text = 0
+    for part in RevisionLayout(spec, Content(1, bucket, counts, has_null=False)).parts.values():
+        if part.captions:
+            text += sum(map(array_bytes, [*part.arrays, *part.captions.index]))
+        else:
+            latents += sum(map(array_bytes, part.arrays))
+    return latents // LAID_OUT, text // LAID_OUT
+
+
+def text_spec(width: int, max_tokens: int, pooled_width: int, *, padded: bool) -> TextSpec:
+    """An encoder in our form; captions of a CLIP always have the full length."""
+    is_clip = max_tokens == CLIP_TOKENS
+    return TextSpec(
+        kind="clip" if is_clip else "t5",
+        width=width or pooled_width,
+        max_tokens=max_tokens,
+        dtype="int8",
+        template="",
+        batch_size=64,
+        output="both" if width and pooled_width else "tokens" if width else "pooled",
+        full_length=is_clip or padded,
+        pooled_width=pooled_width,
+    )
+
+
+if __name__ == "__main__":
+    app()
