@@ -66,7 +66,6 @@ LONGEST = {
     "tools/plan/test_prediction.py": 15,
     "tools/cli/test_cli.py": 15,
     "house/test_crash.py": 15,
-    "tools/bench/test_precompute.py": 15,
     "train/weights/test_checkpoint.py": 15,
     "precompute/engines/test_engines.py": 15,
 }

@@ -13,7 +13,6 @@ from making import CPU
 from plain_dit import PlainDiT, made_up_fast_dit
 
 from leandit.datasets.errors import RecipeError
-from leandit.tools.bench.encode import caching
 from leandit.tools.bench.training.fast_dit import check_checkout, fast_dit_step
 from leandit.tools.bench.training.steps import StepRequest, our_step
 from leandit.tools.bench.training.train import DIFFUSERS, OURS, ComputeTimer, render, run
@@ -148,13 +147,3 @@ def test_what_is_watched_is_as_before_afterwards() -> None:
 def test_unknown_data_is_refused() -> None:
     with pytest.raises(RecipeError, match="needed synthetic or store"):
         run(StepRequest(tiny_work(), CPU, 1, 1, "none"), quiet)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(("recipe", "text"), [("dit-s-2-256", None), ("demo", "shipped:t5")])
-def test_caching_is_measured_with_labels_and_with_captions(recipe: str, text: str | None, tmp_path: Path) -> None:
-    loaded = load(recipe, TINY)
-    request = caching.CachingRequest(loaded, 64, "shipped:vae", text, None, tmp_path, CPU, rounds=1, steps=1)
-    result = caching.run(request, quiet)  # pyright: ignore[reportArgumentType]
-    assert (result["caption_tokens"] > 0) == (text is not None)
-    assert all(found[0] > 0 for found in result["images_per_second"].values())
-    assert "caching gains" in caching.render(result)[-1][1]

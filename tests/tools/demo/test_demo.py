@@ -13,6 +13,8 @@ from PIL import Image
 from leandit.datasets.store import LatentStore
 from leandit.tools.demo import demo
 from leandit.tools.demo.charts import MEAN_COLOUR, draw_loss, loss_ticks, step_ticks
+from leandit.tools.demo.pictures import COLOURS, draw_scene, make_scenes, nearest_colours
+from leandit.tools.demo.vision import KINDS, train_vision
 from leandit.tools.inspection.grid import CELL_PX, MARGIN_PX
 from leandit.train.config import load
 from leandit.train.loop import StopRequest, train
@@ -82,3 +84,21 @@ def test_the_table_names_every_picture() -> None:
     text = demo.render_result([demo.Stage("train", 2.0, 4, 0)], demo.Score(1, 0.5), demo.Score(0, 0), 4, Path("out"))
     for name in ("contact-sheet.png", "loss.png", "progress.png", "samples.png"):
         assert f"out/{name}" in text
+
+
+def test_the_vision_model_learns_what_lies_in_a_patch(tmp_path: Path) -> None:
+    known = train_vision(tmp_path, seed=0, steps=60, num_pictures=128, progress=lambda step, steps: None)
+    assert known > 0.6  # two thirds of the patches are background
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+    }
+
+
+def test_each_pixel_of_an_object_has_its_colour() -> None:
+    scene = next(scene for scene in make_scenes(20, seed=3) if scene.relation)
+    found = nearest_colours(np.asarray(draw_scene(scene)))
+    names = {list(COLOURS)[number] for number in np.unique(found) if number >= 0 and (found == number).sum() > 20}
+    assert names == {scene.colour, scene.other_colour}
+    assert (scene.colour, scene.shape) in KINDS
