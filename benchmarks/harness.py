@@ -33,7 +33,7 @@ READ_BYTES = 1 << 24
 FOLDER_PREFIX = "leandit-benchmark-"  # a benchmark deletes only folders with this prefix
 
 
-# ------------------------------------------------------------------------------------------------------ rounds, ratios
+# ------------------------------------------------------------------------------------------------------- rounds, ratios
 
 
 def alternating_rounds(cells: Sequence[Cell], num_rounds: int) -> Iterator[tuple[int, Cell]]:
