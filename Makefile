@@ -29,7 +29,7 @@ test-long: $(READY)
 MINUTES ?= 40
 gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu --durations 5; tests=$$?; \
-	$(BIN)/leandit bench gpu --minutes $(MINUTES) --out leandit-gpu && $(BIN)/leandit bench table leandit-gpu && exit $$tests
+	$(BIN)/python benchmarks/gpu.py run --minutes $(MINUTES) --out leandit-gpu && $(BIN)/python benchmarks/gpu.py table leandit-gpu && exit $$tests
 
 check: $(READY)
 	$(BIN)/ruff format --check .

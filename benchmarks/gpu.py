@@ -101,7 +101,7 @@ def _run_cell(cell: Cell, device: str, scratch: Path, fast_dit: Path | None) -> 
     return record | {"status": outcome.status, "result": outcome.result}
 
 
-# ----------------------------------------------------------------------------------------------------------- the results
+# --------------------------------------------------------------------------------------------------------- the results
 
 
 def read_results(out: Path) -> dict[str, Record]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import torch.distributed as dist
 import typer
-from harness import in_child, log, print_table
+from harness import log, measure_in_child, print_table
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -182,17 +182,23 @@ def _planner_work(job: dict[str, Any]) -> TrainingWorkload:
     return workload_at_resolution(load(job["recipe"], settings), job["side_px"])
 
 
+def measured_apart(job: dict[str, Any]) -> int:
+    """``measured_peak`` in a process of its own.
+
+    Raises: RuntimeError: it failed.
+    """
+    return measure_in_child("planner", "measured_peak", job=job)
+
+
 def measure_planner(device: str, case: dict[str, Any], overrides: list[str] | None = None) -> dict[str, Any]:
-    """Predicted and measured peak of a case, in bytes, and their ratio; the measurement in a process of its own.
+    """Predicted and measured peak of a case, in bytes, and their ratio.
 
     Raises: RuntimeError: the measurement failed.
     """
     with tempfile.TemporaryDirectory(prefix="leandit-benchmark-") as folder:
         job = planner_job(Case(**case), torch.device(device), Path(folder), *(overrides or []))
-        predicted, measured = predicted_peak(job), in_child("planner", "measured_peak", {"job": job})
-    if measured.status != "done":
-        raise RuntimeError(f"planner, {case['recipe']}: {measured.message}")
-    return {"predicted": predicted, "measured": measured.result, "ratio": predicted / measured.result}
+        predicted, measured = predicted_peak(job), measured_apart(job)
+    return {"predicted": predicted, "measured": measured, "ratio": predicted / measured}
 
 
 def main(

@@ -59,7 +59,6 @@ LONGEST = {
     "train/step/test_fake_gpu.py": 30,
     "train/step/test_graph.py": 30,
     "tools/plan/test_memory.py": 25,
-    "tools/bench/test_gpu.py": 25,
     "precompute/images/test_decoders.py": 20,
     "house/test_imports.py": 20,
     "house/test_store_machine.py": 15,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from making import caption_recipe, train_recipe
+from planner import CHECKPOINTED, Case, measured_apart, planner_job, predicted_peak
 
 from leandit.datasets.store import LatentStore
-from leandit.tools.bench.training.planner import CHECKPOINTED, Case, job_of, measure_apart, predict
 from leandit.tools.plan.dry_run import describe_precompute
 from leandit.tools.synthetic.store import make_store
 from leandit.train.run import autotune
@@ -32,8 +32,8 @@ BUCKET = "512x512"
     ids=str,
 )
 def test_the_planner_is_within_five_per_cent(case: Case, gpu: torch.device, tmp_path: Path) -> None:
-    job = job_of(case, gpu, tmp_path, "run.compile=false")
-    predicted, measured = predict(job), measure_apart(job)
+    job = planner_job(case, gpu, tmp_path, "run.compile=false")
+    predicted, measured = predicted_peak(job), measured_apart(job)
     assert predicted == pytest.approx(measured, rel=0.05), predicted / measured
 
 

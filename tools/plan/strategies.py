@@ -1,6 +1,6 @@
 """What one GPU holds under each strategy: a share of every category of memory, and buffers.
 
-``leandit bench planner`` measures DDP, FSDP and ZeRO on two processes.
+``benchmarks/planner.py`` measures DDP, FSDP and ZeRO on two processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def strategies(
     """Every strategy, for the memory of a step.
 
     Sources: PyTorch's documentation of DistributedDataParallel and fully_shard; Rajbhandari et al. 2020 (ZeRO),
-    figure 1; DeepSpeed's documentation of zero_optimization; and measurements (``leandit bench planner``).
+    figure 1; DeepSpeed's documentation of zero_optimization; and measurements (``benchmarks/planner.py``).
 
     - DDP: gradients are views of its buckets, which stay allocated from step to step.
     - FSDP: two blocks are gathered, the current one and the next, which arrives in a buffer; so are the parameters

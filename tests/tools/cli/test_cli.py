@@ -89,7 +89,7 @@ FLAGS = {
         *("--gpu", "--gpus", "--images", "--json", "--network-gbit", "--resolution", "--run", "--set", "--store"),
     ],
     "bench train": [
-        *("--data", "--device", "--json", "--resolution", "--rounds", "--set", "--steps", "--store", "--without"),
+        *("--device", "--json", "--rounds", "--set", "--steps", "--store"),
     ],
     "bench loader": ["--batch", "--cold", "--json", "--scratch", "--seconds"],
 }

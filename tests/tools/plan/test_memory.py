@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from making import CPU
+from planner import CASES, Case, measured_apart, measured_peak, planner_job, predicted_peak
 from torch.autograd.graph import save_on_cpu
 
 from leandit.datasets.errors import RecipeError, RunError
-from leandit.tools.bench.training.planner import ON_CPU, Case, job_of, measure, measure_apart, predict
 from leandit.tools.plan import training
 from leandit.tools.plan.dry_run import held_bytes
 from leandit.tools.plan.memory_tracker import (
@@ -103,18 +103,18 @@ def test_no_table_of_fake_numbers_stays_with_the_optimizer_of_8_bits() -> None:
 def test_the_peak_is_the_one_of_real_steps(
     recipe: str, microbatch: int, count: int, change: str, tmp_path: Path
 ) -> None:
-    job = job_of(Case(recipe, 128, microbatch, count, (change,)), CPU, tmp_path, *SMALL)
-    assert 0.97 < predict(job) / measure(job) < 1.05
+    job = planner_job(Case(recipe, 128, microbatch, count, (change,)), CPU, tmp_path, *SMALL)
+    assert 0.97 < predicted_peak(job) / measured_peak(job) < 1.05
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ON_CPU, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_peak_of_every_benchmarked_configuration_is_the_one_of_real_steps(
     case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.undo()  # the published sizes
-    job = job_of(case, CPU, tmp_path)
-    assert 0.97 < predict(job) / measure_apart(job) < 1.05
+    job = planner_job(case, CPU, tmp_path)
+    assert 0.97 < predicted_peak(job) / measured_apart(job) < 1.05
 
 
 def test_a_microbatch_that_was_not_traced_lies_on_the_lines() -> None:

@@ -47,36 +47,27 @@ def bench_loader(
 @bench.command("train")
 def bench_train(
     recipe: Recipe,
-    resolution: Annotated[int, typer.Option(min=8, help="Side of the pictures, in pixels.")] = 256,
-    data: Annotated[
-        str, typer.Option(help="synthetic; or store: the real loop on a store, and its step.")
-    ] = "synthetic",
     store: Annotated[
-        str | None, typer.Option(parser=path_or_url, metavar="PATH", help="Store for --data store, else one of noise.")
+        str | None,
+        typer.Option(parser=path_or_url, metavar="PATH", help="Store to train on; not where the recipe names stores."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that everything is measured.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each, in each round.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that it is measured.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each round.")] = 50,
     device: Device = "auto",
-    without: Annotated[
-        list[str] | None, typer.Option(metavar="SECTION", help="Compare with the recipe without a section; repeatable.")
-    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare our training step with that around diffusers' model, or our real loop with its step.
+    """Measure what a step of a recipe costs on a store: seconds, waiting for data, memory, MFU.
 
-    Example: leandit bench train dit-b-2-256 --set run.global_batch=8
+    Example: leandit bench train dit-b-2-256 --store imagenet-256
     """
     from ....train.config import load
-    from ...bench.training.steps import StepRequest
-    from ...bench.training.train import render, run
-    from ...plan.workload import workload_at_resolution, workload_of_stores
+    from ...bench.train import measure, render
+    from ...plan.workload import workload_of_stores
     from ...terminal.progress import ProgressLine
 
     loaded = load(recipe, overrides or [])
-    has_stores = store or loaded.data.turns
-    workload = workload_of_stores(loaded, store) if has_stores else workload_at_resolution(loaded, resolution)
+    work, where = workload_of_stores(loaded, store), torch_device(device)
     with ProgressLine() as progress:
-        request = StepRequest(workload, torch_device(device), rounds, steps, data, store, tuple(without or ()))
-        result = run(request, progress)
+        result = measure(work, store, where, rounds=rounds, steps=steps, progress=progress)
     print_result(result, render, as_json=as_json)

@@ -1,6 +1,6 @@
 """How many kernels a training step launches, and how many bytes they read and write: ours beside the usual loops.
 
-    python benchmarks/kernels.py dit-xl-2-256 --set run.global_batch=64
+    python benchmarks/count_kernels.py dit-xl-2-256 --set run.global_batch=64
 
 Counted on fake tensors, which have shapes and no bytes, so it needs neither memory nor a GPU. In eager code, each
 operation that is not a view is a kernel, also one over a list of tensors. In compiled blocks, each node that torch's

@@ -1,1 +1,0 @@
-"""Stage 1: encoding, decoding, planning, memory."""

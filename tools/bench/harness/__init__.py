@@ -1,1 +1,0 @@
-"""Time, memory and hardware; a scratch folder; what every benchmark reads."""

@@ -1,1 +1,0 @@
-"""Stage 2: the step and the planner."""
