@@ -195,7 +195,7 @@ def _is(kind: Callable[[], bool]) -> bool:
 class _RetriedFile(io.FileIO):
     """A file whose reads are tried again; see ``retried``."""
 
-    read, readall = io.RawIOBase.read, io.RawIOBase.readall  # by readinto
+    read, readall = io.RawIOBase.read, io.RawIOBase.readall  # pyright: ignore[reportAssignmentType] (both call readinto)
 
     def __init__(self, descriptor: int, path: str) -> None:
         super().__init__(descriptor)
