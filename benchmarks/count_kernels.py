@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 import typer
-from harness import log, print_table
+from measuring import log, print_table
 from torch import Tensor
 from torch._inductor import config as compiler
 from torch._inductor.graph import GraphLowering

@@ -35,7 +35,8 @@ import numpy as np
 import torch
 import typer
 from extraction import PIXART_TOKENS, caption_rate, fast_dit, load_t5, load_vae, pixart_images, steady_rate
-from harness import (
+from inputs import draw_images, sample_source, text_model, vae_model
+from measuring import (
     PeakMemory,
     alternating_rounds,
     fresh_folder,
@@ -47,7 +48,6 @@ from harness import (
     ratios,
     timed,
 )
-from inputs import draw_images, sample_source, text_model, vae_model
 
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.disk.files import files_below

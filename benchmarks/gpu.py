@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import gpu_cells as cells
 import typer
 from gpu_cells import FUNCTIONS, NEEDS_SCRATCH, REAL, TINY, Cell
-from harness import fresh_folder, hardware, in_child, log, median_and_range, print_table, ratios
+from measuring import fresh_folder, hardware, in_child, log, median_and_range, print_table, ratios
 
 FILE, MISSING, GIB = "cells.jsonl", "not yet measured", 2**30
 Record = dict[str, Any]

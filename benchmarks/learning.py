@@ -22,8 +22,8 @@ import matplotlib
 import numpy as np
 import torch
 import typer
-from harness import alternating_rounds, log, machine, print_table, timed
 from matplotlib import pyplot as plt
+from measuring import alternating_rounds, log, machine, print_table, timed
 
 from leandit.datasets.disk.files import write_atomic
 from leandit.datasets.store import LatentStore

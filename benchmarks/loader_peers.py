@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import typer
 import xxhash
-from harness import (
+from measuring import (
     FOLDER_PREFIX,
     alternating_rounds,
     disk_bytes,

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import torch.distributed as dist
 import typer
-from harness import log, measure_in_child, print_table
+from measuring import log, measure_in_child, print_table
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 import typer
-from harness import PeakMemory, fresh_folder, machine, measure_in_child, print_table, tree_cpu_seconds, tree_memory_mb
+from measuring import PeakMemory, fresh_folder, machine, measure_in_child, print_table, tree_cpu_seconds, tree_memory_mb
 from PIL import Image
 
 from leandit.datasets.batches.reader import PLANNED_AHEAD

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness import alternating_rounds, hardware, log, median_and_range, print_table, ratios, timed
+from measuring import alternating_rounds, hardware, log, median_and_range, print_table, ratios, timed
 from torch import Tensor, nn
 
 from leandit.datasets.errors import RecipeError

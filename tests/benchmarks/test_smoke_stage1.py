@@ -37,7 +37,7 @@ def run(*arguments: object, call: bool = False) -> str:
     script, *rest = map(str, arguments)
     command = [
         sys.executable,
-        str(ROOT / "benchmarks" / ("harness.py" if call else script)),
+        str(ROOT / "benchmarks" / ("measuring.py" if call else script)),
         *([script] if call else []),
     ]
     ended = subprocess.run([*command, *rest], capture_output=True, text=True, check=False, stdin=subprocess.PIPE)

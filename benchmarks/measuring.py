@@ -1,7 +1,7 @@
 """What the benchmarks share: alternating rounds, ratios, clocks, memory, and measurements in a process of their own.
 
 A measurement that must not see what another has imported, allocated or left running is a function of a benchmark that
-``in_child`` calls in a fresh process: ``python benchmarks/harness.py MODULE FUNCTION JSON``. Its arguments and its
+``in_child`` calls in a fresh process: ``python benchmarks/measuring.py MODULE FUNCTION JSON``. Its arguments and its
 result are JSON values.
 """
 
