@@ -307,7 +307,7 @@ def list_source(
     """
     opened, files, notes = _opened(path, asked)
     kind, settings = opened.kind, opened.settings
-    scan = Scan(settings, notes=notes)
+    scan = Scan(settings, notes=notes, companions=list(pictures.values()))
     if files.only and kind in ("imagefolder", "sidecars", "metadata", "arrow"):
         raise SourceError(f"source '{files.name}': a file; needed a folder for source.kind \"{kind}\".")
     names = read_class_names(settings.class_names) if settings.class_names else None  # before the long listing

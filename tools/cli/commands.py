@@ -22,7 +22,7 @@ from ... import __version__
 from ...datasets.errors import LeanditError, RecipeError, StoreWarning
 from ...train.parallel.stop import EXIT_CTRL_C, StopRequest, Terminated
 from ..terminal.next_steps import print_next
-from ..terminal.text import QUIET
+from ..terminal.text import QUIET, printable
 from ..terminal.verbose import show_decisions
 from .options import Overrides, output, print_error
 from .verbs.bench import bench
@@ -163,7 +163,7 @@ def run_command(stop: StopRequest) -> int:
 def _warning_line(message: Warning | str, category: type[Warning], *place: Any) -> str:
     """Warnings of stores as one line, those of libraries as Python shows them."""
     if issubclass(category, StoreWarning):
-        return f"leandit: {message}\n"
+        return f"leandit: {printable(str(message))}\n"
     return FORMAT_WARNING(message, category, *place)
 
 

@@ -21,10 +21,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def print_text(text: str) -> None:
+    """Print lines on stdout, with control characters escaped."""
+    print("\n".join(map(printable, text.split("\n"))))
+
+
 def print_rows(rows: Rows) -> None:
     """Print names and values in two columns."""
     for name, value in rows:
-        print(f"{name:<12}{value}")
+        print(f"{name:<12}{printable(value)}")
 
 
 def print_result(result: Any, render: Callable[[Any], str | Rows], *, as_json: bool) -> None:
@@ -32,7 +37,7 @@ def print_result(result: Any, render: Callable[[Any], str | Rows], *, as_json: b
     if as_json:
         print(json.dumps(result, indent=1))
     elif isinstance(shown := render(result), str):
-        print(shown)
+        print_text(shown)
     else:
         print_rows(shown)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ....datasets.errors import RecordRejected
@@ -30,6 +30,7 @@ class Scan:
       classes: class names in order of their labels; None if they are numbers.
       ignored: files and folders that were skipped.
       notes: on how the source was read.
+      companions: columns of the companion pictures of the records.
       picture: name of the companion whose column is listed; empty for the records' own pictures.
     """
 
@@ -37,6 +38,7 @@ class Scan:
     classes: list[str] | None = None
     ignored: Ignored = field(default_factory=Ignored)
     notes: list[str] = field(default_factory=list)
+    companions: Sequence[str] = ()
     picture: str = ""
     _labels: dict[str, int] = field(default_factory=dict)
 

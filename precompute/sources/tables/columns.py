@@ -76,14 +76,20 @@ def shown_columns(columns: Sequence[str]) -> str:
     return f"Its columns: {', '.join(repr(name[:40]) for name in columns[:MAX_SHOWN])}{more}."
 
 
-def columns_note(chosen: dict[str, str], columns: Sequence[str]) -> str:
-    """The roles of the columns, as a note for the user."""
+def columns_note(chosen: dict[str, str], columns: Sequence[str], companions: Sequence[str]) -> str:
+    """The roles of the columns, as a note for the user.
+
+    Args:
+      companions: columns of companion pictures.
+    """
     roles: dict[str, list[str]] = {role: [] for role in ROLES}
     for column, name in chosen.items():
         if name in KNOWN_ROLE and column in columns:
             roles[KNOWN_ROLE[name]].append(repr(column))
     described = [f"{ROLES[role]} {' or '.join(names) if names else 'none'}" for role, names in roles.items()]
-    others = [column for column in columns if column not in chosen]
+    if beside := [repr(column) for column in companions if column in columns]:
+        described.append(f"companions {', '.join(beside)}")
+    others = [column for column in columns if column not in chosen and column not in companions]
     return f"columns: {', '.join(described)}" + (
         f"; not used: {', '.join(map(repr, others[:MAX_SHOWN]))}" if others else ""
     )

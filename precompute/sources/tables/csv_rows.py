@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+import time
+import weakref
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -24,12 +26,13 @@ from ..files.record import CAPTION_NAMES, LABEL_NAMES, MAX_CLASSES, PATH_NAMES, 
 from .columns import columns_note
 from .csv_layout import NUMBERED, TextLayout, column_of, read_layout
 from .foreign_parquet import TABLE_ROWS
-from .rows import Rows, first_names
+from .rows import Rows, first_names, no_utf8
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 BLOCK_BYTES = 1 << 24  # limits the length of a row
 MAX_CLASS_BYTES = 1 << 26  # of all class names
+DROP_SECONDS = 1.0  # within which a finished reader is gone
 MAX_BROKEN_ROWS = 10_000  # with more, the delimiter is probably wrong
 WHOLE_NUMBER = r"^[+-]?[0-9]{1,18}(\.0*)?$"  # pandas writes integers as 3.0 if other cells are empty
 LIST_CELL = r"""(?s)^\[\s*["'].*["']\s*\]$"""
@@ -53,17 +56,20 @@ def text_rows(files: SourceFiles, path: str, scan: Scan, broken: list[SourceReco
     table = f"source '{shown(files, path)}'"
     with files.open(path) as file:
         layout = read_layout(file, table, scan.settings)
-    with files.open(path) as file:
-        classes = _class_names(file, layout, table)
-    scan.classes = classes
-    scan.notes.append(columns_note(layout.chosen, layout.columns))
+    scan.notes.append(columns_note(layout.chosen, layout.columns, scan.companions))
+    scan.classes = classes = _class_names(files, path, layout, table)
+    encoding_is_told = False
     number = 1
     with files.open(path) as file:
         for batch in _batches(file, layout, list(layout.chosen), table, broken):
             for start in range(0, batch.num_rows, TABLE_ROWS):
                 part = batch.slice(start, TABLE_ROWS)
                 where = lambda i, first=number: f"{table}, row {first + i}"  # noqa: E731
-                yield Rows(_row_values(part, layout, classes, broken), where), part.nbytes
+                values = _row_values(part, layout, classes, broken)
+                if isinstance(values, list) and not encoding_is_told:  # a reason why rows are no columns
+                    encoding_is_told = True
+                    scan.notes += _other_encoding(files, path, f"'{path}'")
+                yield Rows(values, where), part.nbytes
                 number += part.num_rows
 
 
@@ -98,6 +104,7 @@ def _batches(
         broken.append(SourceRecord(key, key, problem=("bad_metadata", detail)))
         return "skip"
 
+    reader, is_held = None, weakref.ref(skip)
     numbers = [str(number) for number in range(len(layout.columns))]  # names may be empty, or repeat
     wanted = [numbers[layout.columns.index(column)] for column in columns]
     try:
@@ -126,9 +133,26 @@ def _batches(
             f"{table}: not a readable text table: a row longer than {BLOCK_BYTES >> 20} MiB, an unclosed quote, or "
             f"another delimiter than {layout.delimiter!r} ({str(error)[:200]})."
         ) from error
+    finally:
+        # A thread of Arrow drops the file and then the handler; if Python is ending by then, the process is aborted.
+        del reader, skip
+        deadline = time.monotonic() + DROP_SECONDS
+        while is_held() and time.monotonic() < deadline:
+            time.sleep(0.0005)
 
 
-def _class_names(file: BinaryIO, layout: TextLayout, table: str) -> list[str] | None:
+def _other_encoding(files: SourceFiles, path: str, where: str) -> list[str]:
+    """What to say of the first line that is not UTF-8; empty if all are."""
+    with files.open(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return [no_utf8(f"{where}, line {number}", error)]
+    return []
+
+
+def _class_names(files: SourceFiles, path: str, layout: TextLayout, table: str) -> list[str] | None:
     """Class names in the order of their labels; None if all labels are numbers.
 
     Raises: SourceError: too many.
@@ -137,17 +161,18 @@ def _class_names(file: BinaryIO, layout: TextLayout, table: str) -> list[str] | 
     if column is None:
         return None
     names: set[bytes] = set()
-    for batch in _batches(file, layout, [column], table, []):
-        names.update(name.strip() for name in pc.unique(batch[column]).to_pylist())
-        if len(names) > MAX_CLASSES or sum(map(len, names)) > MAX_CLASS_BYTES:
-            raise SourceError(
-                f"{table}: column '{column}' has {len(names)} different values already, so they are no labels. Name "
-                "another with --set source.label=NAME, or rename the column."
-            )
+    with files.open(path) as file:
+        for batch in _batches(file, layout, [column], table, []):
+            names.update(name.strip() for name in pc.unique(batch[column]).to_pylist())
+            if len(names) > MAX_CLASSES or sum(map(len, names)) > MAX_CLASS_BYTES:
+                raise SourceError(
+                    f"{table}: column '{column}' has {len(names)} different values already, so they are no labels. "
+                    "Name another with --set source.label=NAME, or rename the column."
+                )
     try:  # strip them as in the rows, where whitespace need not be ASCII
         texts = pc.utf8_trim_whitespace(pa.array(names, pa.binary()).cast(pa.string())).to_pylist()
     except pa.ArrowInvalid as error:
-        raise SourceError(f"{table}: column '{column}' is not UTF-8. Save the table as UTF-8.") from error
+        raise SourceError(f"{_other_encoding(files, path, table)[0]}.") from error
     classes = sorted({*texts} - {""})
     return None if all(re.match(WHOLE_NUMBER, name) for name in classes) else classes
 

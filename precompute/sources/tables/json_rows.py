@@ -12,7 +12,7 @@ from ..files.folders import Scan
 from ..files.record import PATH_NAMES
 from .columns import choose_keys, columns_note
 from .foreign_parquet import TABLE_ROWS
-from .rows import Rows, no_row
+from .rows import Rows, no_row, no_utf8
 
 MAX_LINE_BYTES = 1 << 24  # of a JSON row
 READ_BYTES = 1 << 20
@@ -35,6 +35,8 @@ def _objects_of_lines(file: BinaryIO, table: str) -> Iterator[tuple[Any, str, in
         if line.strip():
             try:
                 row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise SourceError(f"{no_utf8(where, error)}.") from error
             except (ValueError, RecursionError) as error:
                 raise no_row(where, error) from error
             yield row, where, len(line)
@@ -58,6 +60,8 @@ def _objects_of_array(file: BinaryIO, table: str) -> Iterator[tuple[Any, str, in
         text.expect("]")
         if text.peek():
             raise ValueError("more follows the list")
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{no_utf8(f'{table}, row {number} or later', error)}.") from error
     except (ValueError, RecursionError) as error:
         raise no_row(f"{table}, row {number}", error) from error
 
@@ -70,7 +74,7 @@ def _together(objects: Iterable[tuple[Any, str, int]], table: str, scan: Scan) -
         if isinstance(value, dict):
             if chosen is None:
                 chosen = choose_keys(list(value), scan.settings, table)
-                scan.notes.append(columns_note(chosen, list(value)))
+                scan.notes.append(columns_note(chosen, list(value), scan.companions))
             known = {chosen[name]: value[name] for name in chosen if name in value}
             value = known if known.keys() & set(PATH_NAMES) else dict.fromkeys(value)
         values.append(value)

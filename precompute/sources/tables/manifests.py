@@ -218,7 +218,7 @@ def _parquet_rows(file: BinaryIO, table: str, scan: Scan) -> Iterator[tuple[Rows
     try:
         columns = open_parquet(file).schema_arrow.names
         chosen = choose_columns(columns, scan.settings, table)
-        scan.notes.append(columns_note(chosen, columns))
+        scan.notes.append(columns_note(chosen, columns, scan.companions))
         for batch, num_bytes in read_rows(open_parquet(file, list(chosen)), list(chosen), table):
             named = pa.RecordBatch.from_arrays(batch.columns, names=list(chosen.values()))
             yield Rows(named, lambda i, first=number: f"{table}, row {first + i}"), num_bytes

@@ -197,6 +197,8 @@ def row_record(files: SourceFiles, placement: Placement, row: Any, where: str) -
         return SourceRecord(name, name, problem=("bad_metadata", f"file_name {problem}"))
     try:
         label, captions = label_of(row), captions_of(row)
+    except UnicodeEncodeError:
+        return SourceRecord(name, inside, problem=("bad_metadata", f"{where}: its text is not UTF-8"))
     except (TypeError, ValueError) as error:
         return SourceRecord(name, inside, problem=("bad_metadata", str(error)))
     file = placement.look(files, inside)
@@ -208,6 +210,13 @@ def row_record(files: SourceFiles, placement: Placement, row: Any, where: str) -
 def no_row(where: str, error: object) -> SourceError:
     """The error for a row that describes no picture."""
     return SourceError(f"{where}: needed a JSON object with 'file_name' (or 'path') as text ({str(error)[:200]}).")
+
+
+def no_utf8(where: str, error: UnicodeDecodeError) -> str:
+    """What to say of a table in another encoding."""
+    got = error.object[error.start]
+    convert = "iconv -f LATIN1 -t UTF-8 OLD > NEW"
+    return f"{where}: expected UTF-8, got byte 0x{got:02x}. Convert the table with its own encoding, as: {convert}"
 
 
 def _columns_of_batch(batch: pa.RecordBatch) -> pa.RecordBatch:

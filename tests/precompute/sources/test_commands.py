@@ -16,8 +16,12 @@ MAIN = "from leandit.tools.cli.main import main; main()"
 
 def precompute(source: Path, store: Path, *overrides: str, recipe: str = "imagenet-256") -> CompletedProcess[str]:
     """The command with the small encoders that ship with leandit."""
+    return run_forked(["-c", MAIN, *command(source, store, *overrides, recipe=recipe)])
+
+
+def command(source: Path, store: Path, *overrides: str, recipe: str = "imagenet-256") -> list[object]:
     words = [word for override in (*LABEL_RECIPE, *overrides) for word in ("--set", override)]
-    return run_forked(["-c", MAIN, "precompute", recipe, "--source", source, "--store", store, *words])
+    return ["precompute", recipe, "--source", source, "--store", store, *words]
 
 
 def facts(store: Path) -> tuple[list[str], list[int], list[str] | None]:
@@ -64,3 +68,52 @@ def test_a_link_to_itself_is_rejected_and_one_to_a_folder_around_it_is_counted(t
     records = LatentStore(tmp_path / "store").records.to_pylist()
     assert [(row["key"], row["reason"]) for row in records if row["reason"]] == [("n000/loop.png", "unreadable")]
     assert facts(tmp_path / "store")[2] == ["n000", "n001"]
+
+
+LATIN = "image,text\n0.png,a cat\n1.png,café\n"
+
+
+def test_a_table_in_latin_1_names_the_line_and_how_to_convert_it(tmp_path: Path) -> None:
+    source = make_class_folder(tmp_path / "source", classes=1, per_class=2) / "n000"
+    (source / "list.csv").write_bytes(LATIN.encode("latin-1"))
+    done = precompute(source, tmp_path / "store", "source.max_reject_share=1")
+    assert "'list.csv', line 3: expected UTF-8, got byte 0xe9" in done.stderr
+    assert "iconv -f LATIN1 -t UTF-8" in done.stderr
+    assert "codec" not in done.stderr
+    row = LatentStore(tmp_path / "store").records.to_pylist()[1]
+    assert row["reason"] == "bad_metadata"
+    assert "list.csv', row 2: its text is not UTF-8" in row["detail"]
+
+    for name, content in (
+        ("labels.csv", LATIN.replace("text", "label")),
+        ("rows.jsonl", '{"file_name": "0.png"}\n\n{"file_name": "1.png", "text": "café"}\n'),
+    ):
+        (source / name).write_bytes(content.encode("latin-1"))
+        done = precompute(source / name, tmp_path / "other")
+        assert done.returncode == 3
+        assert f"{name}', line 3: expected UTF-8, got byte 0xe9" in done.stderr
+        assert "codec" not in done.stderr
+
+
+def test_columns_of_companions_are_used(tmp_path: Path) -> None:
+    source = make_class_folder(tmp_path / "source", classes=1, per_class=2) / "n000"
+    (source / "metadata.csv").write_text("image,edit,depth,shot\n0.png,1.png,0.png,x\n1.png,0.png,0.png,y\n")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[pictures.edit]\n[pictures.second]\ncolumn = "depth"\nkind = "mask"\n')
+    done = precompute(source, tmp_path / "store", recipe=str(recipe))
+    assert done.returncode == 0, done.stderr
+    assert "companions 'edit', 'depth'; not used: 'shot'\n" in done.stderr
+
+
+def test_no_control_character_of_a_source_reaches_the_terminal(tmp_path: Path) -> None:
+    source = make_class_folder(tmp_path / "source", classes=2, per_class=12)
+    (source / "n000").rename(source / "n\u202e000")
+    (source / "n001/0.png").rename(source / "n001/\u202e\x1b[31m.png")
+    (source / "n001/\u202e\x1b[31m.png").write_bytes(b"")
+    (source / "n001/file.\u202egnp").write_bytes(b"")
+    for flags in ([], ["--dry-run"]):
+        words = ["--set", "source.max_reject_share=0.5", *flags]
+        done = run_forked(["-c", MAIN, *command(source, tmp_path / "store"), *words])
+        assert done.returncode == 0, done.stderr
+        assert "n\\u202e000" in done.stdout
+        assert re.findall(r"[^\n -~]", done.stdout + done.stderr) == []

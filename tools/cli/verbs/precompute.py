@@ -13,7 +13,7 @@ from ....datasets.errors import RecipeError
 from ....precompute.sharing.part import Part, part_of
 from ....train.parallel.stop import StopRequest
 from ...terminal.next_steps import after_store, command_without, print_next
-from ...terminal.text import print_rows
+from ...terminal.text import print_rows, print_text
 from ..options import Devices, DryRun, Overrides, Recipe, local_input, output, print_line, torch_devices
 from ..preflight import check_import, check_precompute, check_source
 
@@ -137,7 +137,7 @@ def _dry_run(
         options=options,
         say=print_line,
     )
-    print(planned.text)
+    print_text(planned.text)
     if store:
         check_room(store, planned.store_bytes)
     if planned.refusal:
