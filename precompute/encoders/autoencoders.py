@@ -25,11 +25,13 @@ from ...datasets.errors import EncoderError, RecipeError
 from ..config import VaeSection
 from .model_files import (
     CONFIG,
+    TAESD_FILE,
     VAE_WEIGHTS,
     check_header,
     hash_files,
     is_single_file,
     resolve_model,
+    taesd_conversion,
     weight_files,
     weight_names,
 )
@@ -195,6 +197,9 @@ def config_folder(section: VaeSection) -> tuple[Path, str | None]:
     """
     if not is_single_file(section.model):
         return resolve_model(section.model, section.subfolder, section.revision, files=(CONFIG,), what="vae.model")
+    file = Path(section.model).expanduser()
+    if TAESD_FILE.fullmatch(file.name):
+        raise EncoderError(f"vae.model '{section.model}': {taesd_conversion(file)}")
     if not section.config:
         raise EncoderError(
             f"vae.model '{section.model}': a single file, needed vae.config as well: a folder or hub id with the "

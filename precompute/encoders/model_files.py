@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from importlib import metadata
@@ -55,6 +56,7 @@ TOKENIZER_FILES = (
 )
 SINGLE_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 _FETCHES: ContextVar[bool] = ContextVar("fetches", default=True)
+TAESD_FILE = re.compile(r"(tae.*_)(?:en|de)(coder\.(?:safetensors|pth))")
 MAX_ERROR_CHARS = 200  # of a library's message; some list every weight
 MAX_JSON_BYTES = 1 << 26  # of a tokenizer.json; the largest published ones have 35 MB
 TOKENIZER_CLASSES = (
@@ -104,6 +106,8 @@ def resolve_model(
     """
     folder = local_folder(model)
     if folder is not None:
+        if TAESD_FILE.fullmatch(folder.name) and not folder.is_dir():
+            raise EncoderError(f"{what} '{model}': {taesd_conversion(folder)}")
         if folder.is_file() or (folder.suffix in SINGLE_FILES and not folder.is_dir()):
             raise EncoderError(
                 f"{what} '{model}': a single file, needed a folder with config.json. Load it with the library that "
@@ -140,6 +144,29 @@ def is_single_file(model: str) -> bool:
     """Whether a model is one file of safetensors, and no folder or hub id."""
     path = local_folder(model)
     return path is not None and path.suffix == ".safetensors" and not path.is_dir()
+
+
+def taesd_conversion(file: Path) -> str:
+    """For an error: how the encoder and the decoder of a TAESD, as published and in ComfyUI, become a folder.
+
+    The published decoder counts its clamp as layer 0, which diffusers does not.
+    """
+    encoder, decoder = (str(file.with_name(TAESD_FILE.sub(rf"\1{part}\2", file.name))) for part in ("en", "de"))
+    load = (
+        "safetensors.torch.load_file(path)" if file.suffix == ".safetensors" else "torch.load(path, weights_only=True)"
+    )
+    folder = str(file.with_name(file.name.split("_")[0]))
+    lines = [
+        "import re, torch, safetensors.torch; from diffusers import AutoencoderTiny",
+        f"load = lambda path: {load}",
+        f'w = {{"encoder.layers." + k: v for k, v in load({encoder!r}).items()}}',
+        f'w |= {{"decoder.layers." + re.sub(r"^\\d+", lambda m: str(int(m[0]) - 1), k): v '
+        f"for k, v in load({decoder!r}).items()}}",
+        'model = AutoencoderTiny(latent_channels=w["decoder.layers.0.weight"].shape[1]); model.load_state_dict(w)',
+        f"model.save_pretrained({folder!r})",
+        f"# Then give the folder {folder!r} instead of the file.",
+    ]
+    return "half of a TAESD, with the names of its publisher. Convert both halves with Python:\n  " + "\n  ".join(lines)
 
 
 def model_folder(folder: Path, subfolder: str) -> Path:
