@@ -674,6 +674,8 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 module, number = sys.argv[1:3]
 sys.argv[:] = ["leandit", *sys.argv[3:]]
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
 from leandit.tools.cli.main import main
 main()
 """

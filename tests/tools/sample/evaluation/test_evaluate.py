@@ -284,9 +284,10 @@ def test_a_run_is_drawn_and_measured(label_store: LatentStore, here: Path, tmp_p
         file.write('{"pictures": {')  # of a command that was killed
     again = measured(run, label_store.path, here, draw=fewer, out=out)
     lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert lines[0] == found
-    assert lines[2] == again
+    assert lines[1]["pictures"]["weights"] == "raw"
+    assert lines[3] == again
     how = {"step": 2, "sampler": "ddim", "steps": 2, "guidance": 1.0, "interval": [0.0, 1.0], "seed": 3, "count": 8}
     assert lines[0]["pictures"] | how == lines[0]["pictures"]
     assert len(lines[0]["pictures"]["weights_xxh3_128"]) == 32
