@@ -10,6 +10,7 @@ IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder  # a file in one process, 
 
 # The exact versions that were tested; torch's CPU build where the index offers one.
 $(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "leandit needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

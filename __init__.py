@@ -18,6 +18,7 @@ anyone who stands in the repository root.
 """
 
 import logging
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from .datasets.loader import make_loader
     from .datasets.store import LatentStore
     from .train.sampling.snapshot import load_snapshot
+
+if sys.version_info < (3, 11):  # noqa: UP036 - in a clone; pip refuses by itself
+    raise SystemExit(f"leandit needs Python 3.11 or newer, and this is {sys.version.split()[0]}: {sys.executable}")
 
 __version__ = "0.1.0"
 __all__ = ["Batch", "BatchReader", "LatentStore", "adapters", "load_snapshot", "make_loader"]

@@ -50,7 +50,7 @@ class RemoteReader:
         except ImportError as error:
             raise RecipeError(
                 f"{what} '{self.url}': {one_line(error)}. To read from a URL, install leandit with its extra "
-                "'remote' (s3), or the package of the file system."
+                "'remote' (s3) or 'publish' (hf), or the package of the file system."
             ) from error
         except (ValueError, OSError, *library_errors()) as error:
             raise RecipeError(f"{what} '{self.url}': {one_line(error)}. Check the URL.") from error

@@ -105,7 +105,7 @@ def check_fingerprint(root: Path, found: StoreSpec, wanted: StoreSpec) -> None:
             then = "run this command again: it adds the rest"
         advice = f"or first finish this one with the settings that made it, and then {then}"
         if has_unfinished(root, after=1):
-            advice += " (docs/growing.md says how to give up an addition)"
+            advice += ", or give the addition up: remove its folder, the last in revisions/"
     elif left_out := _left_out(found, wanted):
         names = " ".join(f"--without {name}" for name in left_out)
         advice += f"; 'leandit compact {root} --out NEW {names}' makes a store without what the recipe leaves out"

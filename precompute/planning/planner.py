@@ -33,8 +33,8 @@ from .records import PlannedTexts, plan_records
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 NO_CAPTION_HINT = (
-    "docs/sources.md says which tables and texts beside the pictures are read as captions. To store pictures without a "
-    "caption, add --set source.missing_caption=null."
+    "Captions are read from tables that name the images (metadata.jsonl, CSV, Parquet; --set source.caption=COLUMN), "
+    "and from .txt files of the same names. To store images without a caption, add --set source.missing_caption=null."
 )
 
 

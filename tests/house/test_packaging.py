@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from leandit.tools.cli.main import EXTRAS, EXTRAS_OF_COMMANDS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("precompute", "train", "datasets", "tools")
@@ -44,7 +48,7 @@ def test_all_data_files_are_packaged() -> None:
     packaged = set()
     for package, globs in patterns.items():
         for pattern in globs:
-            found = set((ROOT / package.removeprefix("leandit.").replace(".", "/")).glob(pattern))
+            found = set(ROOT.joinpath(*package.split(".")[1:]).glob(pattern))
             assert found, f"{package}: '{pattern}' matches nothing"
             packaged |= found
     data = {
@@ -53,7 +57,7 @@ def test_all_data_files_are_packaged() -> None:
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc")
     }
-    assert {name_of(path) for path in data} == {name_of(path) for path in packaged}
+    assert {name_of(path) for path in data} == {name_of(path) for path in packaged} - {"py.typed"}
     assert {"demo.toml", "FORMAT.md", "tokenizer.json"} <= {path.name for path in packaged}
 
 
@@ -72,6 +76,66 @@ def test_every_direct_dependency_is_pinned() -> None:
     direct = {requirement(line) for group in groups for line in group} - {"leandit"}
     assert len(direct) > 15
     assert direct - {requirement(line) for line in lines} == set()
+
+
+def installed_by(extra: str) -> set[str]:
+    """Names of what an extra installs, through other extras of ours too."""
+    found = set()
+    for line in PROJECT["project"]["optional-dependencies"][extra]:
+        inner = re.fullmatch(r"leandit\[(.*)\]", line)
+        found |= set().union(*map(installed_by, inner[1].split(","))) if inner else {requirement(line)}
+    return found
+
+
+def test_an_extra_that_a_message_names_exists_and_has_what_is_missing() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    texts = [re.sub(r'"\s*f?"', "", path.read_text()) for path in SOURCES]  # literals that go on in the next line
+    named = {name for text in texts for name in re.findall(r"leandit\[([\w,]+)\]|extra '(\w+)'", text)}
+    assert {extra for names in named for extra in ",".join(names).strip(",").split(",")} - extras.keys() == set()
+    assert len(named) > 5
+    assert {*EXTRAS.values(), *EXTRAS_OF_COMMANDS.values()} <= extras.keys()
+    of_jinja2 = {"markupsafe"}
+    assert [name for name, extra in EXTRAS.items() if name not in installed_by(extra) | of_jinja2] == []
+
+
+def test_all_is_what_every_command_needs_but_the_benchmarks_of_peers() -> None:
+    wanted = ("precompute", "train", "remote", "lora", "publish", "report", "view")
+    assert installed_by("all") == set().union(*map(installed_by, wanted))
+
+
+def test_help_and_messages_name_no_file_that_the_wheel_lacks() -> None:
+    found = []
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        texts = [
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        texts.remove(ast.get_docstring(tree, clean=False))  # a module's is for those who read the code
+        found += [(name_of(path), text) for text in texts if "docs/" in text]
+    recipes = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.toml")]
+    assert recipes
+    assert found + [name_of(path) for path in recipes if "docs/" in path.read_text()] == []
+
+
+def test_an_older_python_is_told_in_one_line(tmp_path: Path) -> None:
+    code = "import sys; sys.version_info = (3, 10, 1); sys.argv = ['leandit', '--help']; import leandit.tools.cli.main"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), ended.stderr
+    assert ended.stderr.startswith("leandit needs Python 3.11 or newer")
+    (python := tmp_path / "python3.10").write_text(
+        f'#!/bin/sh\nshift\nexec {sys.executable} -c "import sys; sys.version_info = (3, 10, 1); $*"\n'
+    )
+    python.chmod(0o755)
+    made = subprocess.run(
+        ["make", f"PYTHON={python}", f"VENV={tmp_path}/venv", "demo"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 2
+    assert "leandit needs Python 3.11 or newer" in made.stderr
+    assert not (tmp_path / "venv").exists()
 
 
 def test_the_base_needs_no_torch() -> None:

@@ -39,12 +39,20 @@ LOG = logging.getLogger(__name__)
 NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5
 TRACEBACK = "--traceback"
+# The smallest extra that installs a module, or what a command needs of those that several extras install.
 EXTRAS = {
-    "huggingface_hub": "publish",
-    "jinja2": "report",
-    "markupsafe": "report",
-    "matplotlib": "report",
-}  # of modules that "all" does not install
+    **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "report"),
+    **dict.fromkeys(("fsspec", "s3fs"), "remote"),
+    **dict.fromkeys(("braceexpand", "filelock", "sentencepiece", "transformers", "webdataset"), "precompute"),
+    **dict.fromkeys(("tensorboard", "torchdata"), "train"),
+    "peft": "lora",
+}
+EXTRAS_OF_COMMANDS = {
+    **dict.fromkeys(("import", "inspect", "precompute", "verify"), "precompute"),
+    **dict.fromkeys(("average", "export", "plan", "train"), "train"),
+    "publish": "publish",
+    "report": "report",
+}
 FORMAT_WARNING = warnings.formatwarning
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
 
@@ -176,7 +184,8 @@ def _unexpected(error: Exception) -> int:
         return _fail("out of memory. Use a smaller batch (see --set)", EXIT_RESOURCES)
     if isinstance(error, ModuleNotFoundError):
         problem = f"{error.name} is not installed" if error.name else str(error)  # some libraries raise it unnamed
-        extra = EXTRAS.get((error.name or "").split(".")[0], "all")
+        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        extra = EXTRAS.get((error.name or "").split(".")[0]) or EXTRAS_OF_COMMANDS.get(command, "all")
         return _fail(f"{problem}. Install it with: pip install 'leandit[{extra}]'", EXIT_RESOURCES)
     if isinstance(error, OSError) and error.errno in NOT_PERMITTED:
         problem = f"'{error.filename or 'a file'}': {error.strerror}"

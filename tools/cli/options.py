@@ -13,7 +13,7 @@ from urllib.request import url2pathname
 
 import typer
 
-from ...datasets.errors import RecipeError, ResourceError
+from ...datasets.errors import RecipeError
 from ...datasets.recipe import STAGES, shipped_recipes
 from ..terminal.text import is_quiet, printable
 
@@ -121,14 +121,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def torch_device(name: str) -> Any:
     """The device that ``--device`` names.
 
-    Raises: RecipeError: the device does not exist; ResourceError: torch is not installed.
+    Raises: RecipeError: the device does not exist; ModuleNotFoundError: torch is not installed.
     """
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        raise ResourceError(
-            "this command needs torch, which is not installed. Install leandit with its extra 'all'"
-        ) from error
+    import torch
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

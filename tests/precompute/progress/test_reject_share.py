@@ -73,7 +73,7 @@ def test_a_listing_that_rejects_too_much_says_all_reasons_and_what_to_do(run: Ru
     said = str(caught.value)
     assert "25 of 25 records are rejected" in said
     assert ": 24 x no_caption, 1 x missing_file. The first is 'images/none.png'" in said
-    assert "docs/sources.md says which tables" in said
+    assert "Captions are read from tables that name the images (metadata.jsonl" in said
     assert "--set source.missing_caption=null" in said
     assert not (tmp_path / "store").exists()
 

@@ -473,6 +473,34 @@ def test_a_gpu_that_is_not_known_is_answered_with_the_nearest(name: str, meant: 
     assert "Did you mean" not in leandit("plan", "train", "dit-s-2-256", "--resolution", 256, "--gpu", "Radeon").err
 
 
+@pytest.mark.parametrize(
+    ("command", "module", "extra"),
+    [
+        ("precompute imagenet-256 --source . --store s", "torch", "precompute"),
+        ("precompute imagenet-256 --source . --store s", "PIL.Image", "precompute"),
+        ("--quiet precompute imagenet-256 --source . --store s", "s3fs", "remote"),
+        ("train dit-s-2-256 --dry-run --device cpu", "torch", "train"),
+        ("train dit-s-2-256 --dry-run --device cpu", "braceexpand", "precompute"),  # the rest of train is there then
+        ("train dit-s-2-256 --dry-run --device cpu", "peft", "lora"),
+        ("demo", "torch", "all"),
+        ("demo", "torchdata.stateful_dataloader", "train"),
+        ("bench bytes", "litdata", "bench"),
+    ],
+)
+def test_what_is_not_installed_is_named_with_the_smallest_extra_that_has_it(
+    command: str, module: str, extra: str, leandit: Leandit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise ModuleNotFoundError(f"No module named '{module}'", name=module)
+
+    for place in ("plan.dry_run.describe_train", "demo.demo.run_demo", "bench.encode.cache_bytes.run"):
+        monkeypatch.setattr(f"leandit.tools.{place}", fail)
+    monkeypatch.setattr("leandit.precompute.pipeline.precompute", fail)
+    ended = leandit(*command.split())
+    said = f"leandit: {module} is not installed. Install it with: pip install 'leandit[{extra}]'\n"
+    assert (ended.code, ended.err) == (5, said)
+
+
 def test_the_traceback_is_shown_when_asked_for(leandit: Leandit) -> None:
     ended = leandit("--traceback", "inspect", "no-store")
     assert ended.code == 3

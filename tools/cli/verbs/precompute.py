@@ -39,7 +39,7 @@ def precompute(
     context: typer.Context,
     recipe: Recipe,
     source: Annotated[
-        list[str] | None, typer.Option(help="Pictures: a folder, a file or a URL; docs/sources.md; repeatable.")
+        list[str] | None, typer.Option(help="Images: a folder, a table or tars, also at a URL; repeatable.")
     ] = None,
     store: Annotated[Path | None, output("Folder of the store; the same command again resumes.")] = None,
     device: Devices = "auto",
