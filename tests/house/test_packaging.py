@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from leandit.tools.cli.main import EXTRAS, EXTRAS_OF_COMMANDS
+from leandit.tools.cli.commands import EXTRAS, EXTRAS_OF_COMMANDS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("precompute", "train", "datasets", "tools")
