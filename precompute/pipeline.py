@@ -32,7 +32,7 @@ from .encoders.text.encoder import TokenCount
 from .images.decoders import Decoders
 from .planning.additions import is_extension
 from .planning.compare import Comparison, Options
-from .planning.opening import check_apart, check_disk, check_fingerprint, is_sealed, newest_plan
+from .planning.opening import check_apart, check_disk, check_fingerprint, is_sealed, label_warnings, newest_plan
 from .planning.pictures import MAX_THREADS, num_threads
 from .planning.planner import Planner
 from .planning.self_check import NUM_PICTURES, check_autoencoder
@@ -182,7 +182,7 @@ def precompute(
     )
     for note in source.notes:
         say(f"source '{source.name}': {note}")
-    for warning in recipe.images.warnings():
+    for warning in [*recipe.images.warnings(), *label_warnings(recipe, source)]:
         say(warning)
     check_apart(store_path, source)
     worker = worker or load_worker(recipe, device, num_threads())

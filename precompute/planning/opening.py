@@ -17,6 +17,7 @@ from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import FrozenPlan, planned_revisions, read_plan
 from ...datasets.revisions.writer import StoreWriter
 from ...datasets.units import readable_size
+from ..config import PrecomputeRecipe
 from ..sources.source import Source
 from .additions import is_extension
 
@@ -47,6 +48,17 @@ def check_apart(root: Path, source: Source) -> None:
                 f"store '{root}': it is inside source '{one.name}', whose folders are its classes: the store "
                 "would become one of them. Nothing was changed. Give a --store elsewhere."
             )
+
+
+def label_warnings(recipe: PrecomputeRecipe, source: Source) -> list[str]:
+    """What to say if no model of leandit could be trained on the store: neither labels nor captions."""
+    if source.classes or recipe.text_sections or recipe.source.labels == "none":
+        return []
+    return [
+        f"source '{source.name}': it has no labels, and the recipe encodes no captions, so 'leandit train' refuses the "
+        "store: its models need one of them. Put the images in class folders, add a table with the header "
+        "'image,label', or encode captions with [text]; source.labels=none stores none without this warning."
+    ]
 
 
 def look_for_plan(root: Path) -> FrozenPlan | None:

@@ -310,13 +310,18 @@ def list_source(
     scan = Scan(settings, notes=notes, companions=list(pictures.values()))
     if files.only and kind in ("imagefolder", "sidecars", "metadata", "arrow"):
         raise SourceError(f"source '{files.name}': a file; needed a folder for source.kind \"{kind}\".")
+    if settings.labels == "wnid" and kind != "imagefolder":
+        raise SourceError(
+            f"source '{files.name}': source.labels \"wnid\" is for a folder of images; this is {kind}. Leave it "
+            "out, or set source.kind=imagefolder."
+        )
     names = read_class_names(settings.class_names) if settings.class_names else None  # before the long listing
     batches = _batches(files, opened.files, scan)
     scans = [_scan_of_picture(files, settings, name, column) for name, column in pictures.items()]
     if scans:
         companions = {one.picture: _batches(files, opened.files, one) for one in scans}
         batches = with_pictures(batches, companions, f"source '{files.name}'")
-    batches = batches if settings.labels == "auto" else map(_unlabelled, batches)
+    batches = batches if settings.labels != "none" else map(_unlabelled, batches)
     records = spool(_readable(files, batches), progress, merge_rows=kind in TABLES)
     for one in scans:  # where they were found; the columns are told already
         scan.notes += [f"picture '{one.picture}': {note}" for note in one.notes if note.startswith(FOUND)]

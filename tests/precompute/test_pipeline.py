@@ -695,7 +695,7 @@ def test_a_picture_that_changes_behind_the_plan_is_rejected(
 
 def test_a_run_and_a_dry_run_warn_once_of_buckets_that_crop_much(tmp_path: Path) -> None:
     picture(0, 64, 64).save(tmp_path / "a.png")
-    images = ["images.crop=bucket", "images.buckets=area", "images.resolution=64"]
+    images = ["images.crop=bucket", "images.buckets=area", "images.resolution=64", "source.labels=none"]
     few, more = (label_recipe(*images, f"images.step_px={step}") for step in (32, 16))
     notes: list[str] = []
     how: dict[str, Any] = {"source_path": tmp_path, "device": CPU, "progress": no_progress, "say": notes.append}

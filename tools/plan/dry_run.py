@@ -28,7 +28,7 @@ from ...precompute.encoders.model_files import is_single_file, local_folder, mod
 from ...precompute.images.decoders import Decoders
 from ...precompute.planning.additions import is_extension
 from ...precompute.planning.compare import Comparison, Options, all_fresh
-from ...precompute.planning.opening import check_apart, check_fingerprint, is_sealed, look_for_plan
+from ...precompute.planning.opening import check_apart, check_fingerprint, is_sealed, label_warnings, look_for_plan
 from ...precompute.planning.pictures import num_threads
 from ...precompute.planning.planner import Lineage, Planner
 from ...precompute.progress.rejects import count_reasons
@@ -103,6 +103,7 @@ def describe_precompute(
     if store:
         check_apart(store, source)
     lines += source_lines(source)
+    lines += [f"{'warning':<20}{warning}" for warning in label_warnings(recipe, source)]
     encoders = _local_encoders(recipe, device)
     spec = encoders and describe_store(recipe, source, encoders, known=frozen and frozen.spec)
     with ProgressLine() as progress, Decoders(num_threads()) as decoders:

@@ -11,11 +11,12 @@ from typing import BinaryIO
 from ....datasets.errors import SourceError
 from ...config import SourceSection
 from ..files.record import PATH_NAMES, is_picture
-from .columns import CAPTIONS, PICTURES, choose_columns, shown_columns, usual_columns
+from .columns import CAPTIONS, LABELS, PICTURES, choose_columns, shown_columns, usual_columns
 
 SNIFF_BYTES = 1 << 18
 MAX_COLUMNS = 4096
 DELIMITERS = (",", "\t", ";", "|")
+WNID = "wnid"  # column of the classes of ImageNet, if no other is known to hold labels
 NUMBERED = r"#[0-9]+$"  # Flickr8k's "NAME.jpg#0", the number of the caption
 
 
@@ -75,6 +76,8 @@ def read_layout(file: BinaryIO, table: str, settings: SourceSection) -> TextLayo
         chosen = _numbered_columns(cells, columns, settings, table)
         is_numbered = bool(re.search(NUMBERED, cells[columns.index(column_of(chosen, PATH_NAMES) or "1")]))
         return TextLayout(delimiter, has_quotes and not is_numbered, columns, False, is_numbered, chosen)
+    if not settings.label and not usual_columns(cells, LABELS) and WNID in cells:
+        settings = settings.model_copy(update={"label": WNID})
     chosen = choose_columns(cells, settings, table)
     if twice := next((name for name in chosen if cells.count(name) > 1), None):
         raise SourceError(f"{table}: two columns are called '{twice}'. Remove or rename one.")
