@@ -18,6 +18,7 @@ def main() -> None:
         from .commands import run_command
 
         code = run_command(stop)
+        stop.check_deferred()
         _ignore_signals(stop)
     except (Terminated, KeyboardInterrupt) as error:
         _ignore_signals(stop)

@@ -64,6 +64,11 @@ class StopRequest:
             self._deferred = None
             raise Terminated if self.is_terminated else KeyboardInterrupt
 
+    def check_deferred(self) -> None:
+        """Raise what a signal during an import is still to raise, as the command has ended meanwhile."""
+        if self._deferred is not None:
+            self.check()
+
     def release(self) -> None:
         """Let signals raise again."""
         self._held = False
