@@ -180,7 +180,8 @@ def _child_main() -> None:
     def watch() -> None:
         while os.read(0, 1):  # not sys.stdin, whose lock would be held when Python ends
             pass
-        os.killpg(0, signal.SIGKILL)
+        leads = os.getpgrp() == os.getpid()  # not where it was started by hand
+        os.killpg(0, signal.SIGKILL) if leads else os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
     module, function, arguments = sys.argv[1:]
