@@ -44,6 +44,7 @@ from leandit.tools.terminal.progress import ProgressLine
 from leandit.train import config as train_config
 from leandit.train.loop import StopRequest, train
 from leandit.train.parallel.ranks import ALONE
+from leandit.train.parallel.watchdog import Watchdog
 from leandit.train.step.train_step import train_step
 from leandit.train.weights.folders import METRICS
 
@@ -125,7 +126,7 @@ def main(
         store = make_store(study, progress)
         network = open_network(str(study.out / "measuring"), None, CPU)
         pictures = open_set(study.out / "pictures", network, CPU)
-        reference = moments_of(pictures, network, Team(ALONE), "reference", progress)
+        reference = moments_of(pictures, network, Team(Watchdog(ALONE, log)), "reference", progress)
         assert reference is not None, "the only rank"
         seconds = kept(study.out / "seconds.json", partial(seconds_per_step, study, store, rounds))
         runs: dict[str, list[Run]] = {name: [] for name in RECIPES}
