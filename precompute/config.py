@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..datasets.format.buckets import MAX_RATIO, STEP_PX, Table, bucket_table, largest_crop
+from ..datasets.format.buckets import DOWNSCALE, MAX_RATIO, Table, area_step, bucket_table, largest_crop
 from ..datasets.format.caption_layout import CAPTION_ARRAYS, CAPTION_PART
 from ..datasets.format.row_layout import FEATURES, PICTURES
 from ..datasets.format.schema import Name
@@ -68,8 +68,8 @@ class ImagesSection(Section):
     """"adm": DiT's centre crop, bit-exact. "bucket": cover-resize, centre crop."""
     buckets: str | list[str] = "square"
     """"square", "pixart" (the published tables), "area" (computed), or a list such as ["512x768", "768x512"]."""
-    step_px: Annotated[int, Field(ge=1, le=1024)] = STEP_PX
-    """For "area": every side is a multiple of it."""
+    step_px: Annotated[int, Field(ge=0, le=1024)] = 0
+    """For "area": every side is a multiple of it; 0: an eighth of the resolution that fits the VAE, at most 64."""
     max_ratio: Annotated[float, Field(ge=1, le=16)] = MAX_RATIO
     """Longest side over shortest: with several buckets, longer pictures are rejected; also the limit of "area"."""
     min_px: Annotated[int, Field(ge=1, le=8192)] = 1
@@ -79,8 +79,17 @@ class ImagesSection(Section):
 
     @property
     def table(self) -> Table:
-        """Rows (ratio, height_px, width_px) of the bucket table."""
-        return bucket_table(self.buckets, self.resolution, step_px=self.step_px, max_ratio=self.max_ratio)
+        """Rows (ratio, height_px, width_px) of the bucket table; a step of 0 is that for a VAE of 8 px a latent."""
+        step_px = self.for_vae().step_px
+        return bucket_table(self.buckets, self.resolution, step_px=step_px, max_ratio=self.max_ratio)
+
+    def for_vae(self, downscale: int = DOWNSCALE) -> ImagesSection:
+        """The same with the step that an autoencoder needs, unless the recipe sets one.
+
+        Args:
+          downscale: of the autoencoder, in pixels a latent.
+        """
+        return self.model_copy(update={"step_px": self.step_px or area_step(self.resolution, downscale)})
 
     def warnings(self) -> list[str]:
         """What to say where "area" makes so few buckets that a picture between two of them loses much."""
@@ -89,11 +98,14 @@ class ImagesSection(Section):
         share, ratio = largest_crop(self.table, self.max_ratio)
         if share <= MAX_CROP_SHARE:
             return []
-        finer = (self.model_copy(update={"step_px": self.step_px >> halvings}) for halvings in range(1, 11))
+        step_px = self.for_vae().step_px
+        finer = (
+            self.model_copy(update={"step_px": step_px >> halvings}) for halvings in range(1, step_px.bit_length())
+        )
         step = next((one.step_px for one in finer if one.step_px >= MIN_STEP_PX and not one.warnings()), None)
         advice = f"Set a smaller step that is a multiple of the VAE's downscale, as --set images.step_px={step}."
         return [
-            f"images.buckets 'area' at {self.resolution} px with images.step_px = {self.step_px} makes few buckets: a "
+            f"images.buckets 'area' at {self.resolution} px with images.step_px = {step_px} makes few buckets: a "
             f"picture of height / width {ratio:.2f} loses {share:.0%} of its area to the crop. "
             f"{advice if step else 'Take a larger images.resolution.'}"
         ]

@@ -182,10 +182,12 @@ def precompute(
     )
     for note in source.notes:
         say(f"source '{source.name}': {note}")
-    for warning in [*recipe.images.warnings(), *label_warnings(recipe, source)]:
+    for warning in label_warnings(recipe, source):
         say(warning)
     check_apart(store_path, source)
     worker = worker or load_worker(recipe, device, num_threads())
+    for warning in recipe.images.for_vae(worker.encoders.image.downscale).warnings():
+        say(warning)
     with Decoders(num_threads()) as decoders:
         LOG.info(
             "encoders on %s; %d decoders, one for each core that this process may use, at most %d",

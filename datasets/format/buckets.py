@@ -37,6 +37,7 @@ PIXART_RESOLUTIONS_PX = (256, 512, 1024, 2048, 2880, 4096)
 LANCZOS_RESOLUTIONS_PX = (2048, 2880)  # PixArt's trainer resizes for these tables with Lanczos, else bicubically
 MAX_RATIO = 4.5  # PixArt-Sigma drops pictures that are longer than this, either way
 STEP_PX = 64  # of the sides of the published tables for 1024 px
+DOWNSCALE = 8  # of most autoencoders: pixels a latent
 MAX_BUCKETS = 2048  # published tables have 40; every image is compared with all
 NO_EXIF = "no exif orientation"  # prefix of ``ImageSpec.colour`` if EXIF was ignored; here, decoders import it cheaply
 
@@ -76,6 +77,20 @@ def bucket_table(
         advice = "a larger images.step_px" if buckets == "area" else "fewer"
         raise RecipeError(f"images.buckets: {len(table)} buckets. Expected at most {MAX_BUCKETS}: use {advice}.")
     return table
+
+
+def area_step(resolution_px: int, downscale: int = DOWNSCALE) -> int:
+    """Step of "area" where the recipe sets none: at most 64 px and an eighth of the resolution, and a divisor of it.
+
+    Args:
+      downscale: of the autoencoder; the step is a multiple of two latents, which a model's patch takes, up to 64 px.
+    Returns: in pixels; 64 from 512 px on.
+    """
+    if resolution_px >= 8 * STEP_PX:
+        return STEP_PX
+    patch_px = min(STEP_PX, 2 * downscale)
+    largest = max(patch_px, resolution_px // 8 // patch_px * patch_px)
+    return next((step for step in range(largest, 0, -patch_px) if resolution_px % step == 0), largest)
 
 
 def published_ratio(height_px: int, width_px: int) -> float:

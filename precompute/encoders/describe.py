@@ -30,8 +30,9 @@ def describe_store(
         with vae.batch_size = 0 its batch size is kept, otherwise the largest that fits is measured.
     Raises: RecipeError: the VAE cannot encode pictures of a bucket's size. ResourceError: not even one picture fits.
     """
-    images, table = recipe.images, recipe.images.table
     downscale, batch_size = encoders.image.downscale, recipe.vae.batch_size
+    images = recipe.images.for_vae(downscale)
+    table = images.table
     side_px = encoders.image.fixed_side_px
     for _, height_px, width_px in table:
         if height_px % downscale or width_px % downscale:

@@ -194,11 +194,12 @@ class Planner:
 
     def look_at(self, fresh: Listing, limit: RejectLimit) -> pa.Table:
         """Size, bucket and crop of new pictures (PICTURES_SCHEMA). Raises: SourceError: too many are rejected."""
+        images = self.recipe.images.for_vae(self.spec.latent.downscale) if self.spec else self.recipe.images
         return picture_table(
             plan_pictures(
                 self.source,
                 fresh,
-                self.recipe,
+                self.recipe.model_copy(update={"images": images}),
                 self.decoders,
                 limit,
                 progress=lambda done: self._scanned(done, len(fresh), limit),

@@ -93,8 +93,8 @@ def describe_precompute(
     """
     frozen = look_for_plan(store) if store else None
     lines, shown_recipe = encoder_lines(recipe), ["", to_toml(recipe).rstrip()]
-    lines += [f"{'warning':<20}{warning}" for warning in recipe.images.warnings()]
     if source_path is None:
+        lines += _warning_lines(recipe.images.warnings())
         return DryRun("\n".join([*lines, "give --source to count its pictures", *shown_recipe]))
     with ProgressLine() as progress:
         source = list_sources(
@@ -103,8 +103,9 @@ def describe_precompute(
     if store:
         check_apart(store, source)
     lines += source_lines(source)
-    lines += [f"{'warning':<20}{warning}" for warning in label_warnings(recipe, source)]
     encoders = _local_encoders(recipe, device)
+    images = recipe.images.for_vae(encoders.image.downscale) if encoders else recipe.images
+    lines += _warning_lines([*label_warnings(recipe, source), *images.warnings()])
     spec = encoders and describe_store(recipe, source, encoders, known=frozen and frozen.spec)
     with ProgressLine() as progress, Decoders(num_threads()) as decoders:
         tokenizers = encoders.tokenizers if encoders else {}
@@ -191,6 +192,10 @@ def store_state(store: Path, frozen: FrozenPlan, spec: StoreSpec, *, is_complete
 def _encoder_sections(recipe: PrecomputeRecipe) -> dict[str, EncoderSection]:
     texts = {f"text encoder {name}".strip(): section for name, section in recipe.text_sections.items()}
     return {"vae": recipe.vae, **texts, **{f"feature {name}": one for name, one in recipe.features.items()}}
+
+
+def _warning_lines(warnings: list[str]) -> list[str]:
+    return [f"{'warning':<20}{warning}" for warning in warnings]
 
 
 def _local_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders | None:

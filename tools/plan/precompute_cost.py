@@ -351,7 +351,7 @@ def _peak_bytes(recipe: PrecomputeRecipe, batch_size: int, encoders: Encoders) -
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-    _, height_px, width_px = max(recipe.images.table, key=lambda row: row[1] * row[2])
+    _, height_px, width_px = max(recipe.images.for_vae(encoders.image.downscale).table, key=lambda row: row[1] * row[2])
     torch.cuda.reset_peak_memory_stats(device)
     encoders.image.encode(np.zeros((batch_size, height_px, width_px, 3), np.uint8))
     return torch.cuda.max_memory_allocated(device)

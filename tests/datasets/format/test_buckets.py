@@ -18,6 +18,7 @@ from leandit.datasets.format.buckets import (
     PIXART_2880,
     PIXART_RESOLUTIONS_PX,
     adm_sizes,
+    area_step,
     assign_bucket,
     bucket_name,
     bucket_size,
@@ -252,8 +253,11 @@ def test_no_picture_loses_more_than_the_largest_crop(name: str, side: int, max_r
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"resolution": 128}, "2.00 loses 50% .*=32"),
-        ({"resolution": 64}, "4.50 loses 78% .*=16"),
+        ({"resolution": 128, "step_px": 64}, "2.00 loses 50% .*=32"),
+        ({"resolution": 64, "step_px": 64}, "4.50 loses 78% .*=16"),
+        ({"resolution": 48}, "48 px with images.step_px = 16 makes few"),
+        ({"resolution": 128}, ""),
+        ({"resolution": 64}, ""),
         ({"resolution": 16, "step_px": 16}, "loses 78% .*larger images.resolution"),
         ({"resolution": 256}, ""),
         ({"resolution": 128, "step_px": 32}, ""),
@@ -265,3 +269,22 @@ def test_too_few_buckets_are_warned_of_with_a_step_that_is_fine_enough(changes: 
     warnings = ImagesSection(**{"crop": "bucket", "buckets": "area"} | changes).warnings()
     assert len(warnings) == bool(said)
     assert re.search(said, "".join(warnings))
+
+
+@given(st.integers(16, 1200), st.sampled_from([1, 2, 4, 8, 16, 32, 64]))
+def test_the_step_of_an_area_table_fits_the_resolution_and_the_autoencoder(resolution_px: int, downscale: int) -> None:
+    step_px = area_step(resolution_px, downscale)
+    assert step_px == 64 if resolution_px >= 512 else step_px <= 64
+    assert step_px % downscale == 0
+    assert step_px <= max(resolution_px // 8, 2 * downscale)
+    assert area_step(128) == 16
+    assert area_step(256) == 32
+    assert area_step(448) == 32  # 48 would make the square 432
+    assert area_step(128, 32) == 64
+
+
+def test_a_small_area_table_keeps_its_step_if_the_recipe_sets_one() -> None:
+    images = {"crop": "bucket", "buckets": "area", "resolution": 128}
+    assert ImagesSection(**images, step_px=64).table == bucket_table("area", 128, step_px=64)
+    assert len(ImagesSection(**images).table) == 17
+    assert ImagesSection(**images | {"resolution": 512}).table == bucket_table("area", 512)

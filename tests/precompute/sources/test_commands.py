@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import pytest
 from forked import run_forked
 from making import LABEL_RECIPE, make_class_folder, picture
+from tiny_autoencoders import save_autoencoder
 
 from leandit.datasets.store import LatentStore
 
@@ -200,3 +202,32 @@ def test_a_source_without_labels_is_warned_of_and_a_table_of_wnids_gives_them(tm
     assert facts(tmp_path / "labelled") == (names, [1, 0, 0], sorted(WNIDS))
     assert "labels 'wnid'" in done.stderr
     assert NEEDS not in done.stderr
+
+
+@pytest.mark.parametrize(("levels", "buckets"), [(4, 17), (5, 9)])
+def test_buckets_of_a_small_resolution_fit_the_autoencoder(levels: int, buckets: int, tmp_path: Path) -> None:
+    vae = save_autoencoder(
+        tmp_path / "vae",
+        "kl",
+        block_out_channels=[8] * levels,
+        down_block_types=["DownEncoderBlock2D"] * levels,
+        up_block_types=["UpDecoderBlock2D"] * levels,
+    )
+    source = make_class_folder(tmp_path / "source", classes=1, per_class=1) / "n000"
+    for number, size in enumerate([(300, 400), (400, 300), (300, 450), (200, 600)]):
+        picture(number, *size).save(source / f"{number}.png")
+    images = ["images.resolution=128", "images.crop=bucket", "images.buckets=area", f"vae.model={vae}"]
+    done = precompute(source, tmp_path / "store", "source.labels=none", *images)
+    assert done.returncode == 0, done.stderr
+    opened = LatentStore(tmp_path / "store")
+    assert len(opened.spec.images.buckets) == buckets
+    assert "128x128" in opened.spec.images.buckets
+    assert len(set(opened.records.to_pydict()["bucket"])) >= 3
+    assert "few buckets" not in done.stderr
+    again = precompute(source, tmp_path / "store", "source.labels=none", *images)
+    assert "no picture to encode" in again.stdout
+
+    coarse = precompute(source, tmp_path / "coarse", "source.labels=none", *images, "images.step_px=64")
+    assert coarse.returncode == 0, coarse.stderr
+    assert LatentStore(tmp_path / "coarse").spec.images.buckets == ["64x256", "64x192", "128x128", "192x64", "256x64"]
+    assert "few buckets" in coarse.stderr
