@@ -64,7 +64,7 @@ SHARED = (
 RECIPES = {
     PLAIN: (),
     "REPA": (f"align.{FEATURE}.block=3", f"align.{FEATURE}.projector_width=256"),
-    "TREAD": ("routing.kind=tread",),
+    "TREAD": ("routing.kind=tread", "routing.last_block=6"),
     "contrastive": ("objective.contrastive_weight=0.05",),
 }
 NUM_EVALUATIONS, NUM_SNAPSHOTS = 16, 4  # held-out losses and Fréchet distances of a run

@@ -95,6 +95,6 @@ class RoutingSection(Section):
     first_block: Positive = 3
     """The first block that they skip, from 1."""
     last_block: Count = 0
-    """The last one; 0: the third from the end."""
+    """The last one; 0: three blocks follow it for "tread", as published, two for "sprint"."""
     stop_step: Count = 0
     """Last step that routes, before steps with all tokens; 0: all."""

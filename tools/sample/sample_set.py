@@ -134,7 +134,10 @@ class Subjects:
 def describe(generator: Generator) -> dict[str, Any]:
     """Everything that determines the pictures of a set."""
     request = generator.request
-    return {
+    more: dict[str, Any] = {} if request.shift is None else {"shift": request.shift}
+    if generator.sampler == "sde":
+        more |= {"diffusion": request.diffusion, "last_step": request.last_step}
+    return more | {
         "snapshot": generator.snapshot.path.name,
         "weights_xxh3_128": generator.snapshot.weights_hash,
         "decoder_sha256": generator.decoder.identity.weights_sha256,
@@ -164,11 +167,12 @@ def open_set(out: Path, description: dict[str, Any]) -> None:
     existing = read_json(out / SET)
     if not isinstance(existing, dict):
         raise DamageError(f"folder '{out}': '{SET}' is damaged. Give another --out.")
-    for key, value in description.items():
-        if existing.get(key) != value:
+    for key in existing | description:
+        before, now = existing.get(key), description.get(key)
+        if before != now:
             raise RunError(
-                f"folder '{out}': its pictures were drawn with {key} {existing.get(key)!r}, this command has "
-                f"{value!r}. Give another --out."
+                f"folder '{out}': its pictures were drawn with {key} {before!r}, this command has {now!r}. Give "
+                "another --out."
             )
 
 

@@ -23,6 +23,7 @@ from ...train import config as train_config
 from ...train.models.build import most_tokens_a_side, patch_of
 from ...train.models.conditioning import Conditioning
 from ...train.optim.loss_scale import autocast_dtype
+from ...train.sampling.euler_maruyama import Diffusion, LastStep
 from ...train.sampling.guided import Solver, draw_latents
 from ...train.sampling.schedulers import Sampler, choose_sampler
 from ...train.sampling.snapshot import Snapshot, Weights, load_snapshot
@@ -50,7 +51,7 @@ class SampleRequest:
       captions: texts, for a model with captions.
       count: pictures of each label or caption, or in all without either; 0: one, or ``DEFAULT_COUNT``.
       bucket: "HxW" in pixels; None: the most common one.
-      steps, guidance, sampler, interval, guided_channels: as in ``Solver``.
+      steps, guidance, sampler, interval, guided_channels, shift, diffusion, last_step: as in ``Solver``.
       seed: of the noise, and of the choice of subjects without labels and captions.
       precision: of the model's forwards; a device without fast bf16 uses fp32.
       batch: pictures drawn at once.
@@ -70,6 +71,9 @@ class SampleRequest:
     sampler: Sampler = "auto"
     interval: tuple[float, float] = (0.0, 1.0)
     guided_channels: int = 0
+    shift: float | None = None
+    diffusion: Diffusion = "sigma"
+    last_step: LastStep = "mean"
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     batch: int = BATCH
     recipe: str = ""
@@ -101,9 +105,18 @@ class SampleRequest:
 
     def solver(self, device: torch.device) -> Solver:
         """The solver for a device."""
-        dtype = autocast_dtype(self.precision, device)
-        guidance = self.guidance, self.interval, self.guided_channels
-        return Solver(self.sampler, self.steps, *guidance, dtype, tf32=self.precision == "tf32")
+        return Solver(
+            sampler=self.sampler,
+            steps=self.steps,
+            guidance=self.guidance,
+            interval=self.interval,
+            guided_channels=self.guided_channels,
+            shift=self.shift,
+            diffusion=self.diffusion,
+            last_step=self.last_step,
+            autocast=autocast_dtype(self.precision, device),
+            tf32=self.precision == "tf32",
+        )
 
 
 @dataclass(frozen=True)
@@ -155,6 +168,10 @@ def open_generator(
     request = resolve_request(snapshot, request)
     bucket = choose_bucket(snapshot, request)
     sampler = choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
+    if sampler != "sde" and (request.diffusion, request.last_step) != ("sigma", "mean"):
+        raise RecipeError("--diffusion, --last-step: they are of --sampler sde. Give it, or leave them out.")
+    if snapshot.objective.kind != "flow" and request.shift is not None:
+        raise RecipeError(f"--shift {request.shift:g}: it is of flow matching; the run has 'ddpm'. Leave it out.")
     decoder = decoder_of(snapshot, vae, device)
     other = f"decoded by '{decoder.identity.model}', which is not the VAE that the store was made with"
     warnings = [warning for warning in (snapshot.warning, None if decoder.is_own else other) if warning]

@@ -73,7 +73,8 @@ def routed_blocks(routing: RoutingSection, depth: int) -> tuple[int, int]:
     """
     if routing.kind == "none":
         return 0, 0
-    first, last = routing.first_block, routing.last_block or depth - 2
+    behind = 3 if routing.kind == "tread" else 2  # TREAD's configuration of DiT-B: blocks 3 to 9 of 12
+    first, last = routing.first_block, routing.last_block or max(0, depth - behind)
     if not first <= last <= depth:
         raise RecipeError(
             f"routing.first_block {first}, routing.last_block {last}: the model has {depth} blocks. Needed 1 <= first "

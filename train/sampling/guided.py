@@ -17,7 +17,8 @@ from ..models.conditioning import Conditioner, Conditioning, Extras, ModelOutput
 from ..models.spec import ModelSpec
 from ..objective_recipe import ObjectiveSection
 from ..objectives.losses import TRAIN_STEPS
-from .schedulers import Sampler, build_scheduler, choose_sampler
+from .euler_maruyama import Diffusion, LastStep
+from .schedulers import STOCHASTIC, Sampler, build_scheduler, choose_sampler
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Solver:
       guidance: 1 is none; output = null + guidance * (conditional - null).
       interval: guidance only at times from the first to the second, 0 is data and 1 noise.
       guided_channels: guide only the first channels, 3 in DiT's reference; 0: all.
+      shift: of the times of "flow" towards noise; None: that of training.
+      diffusion, last_step: of "sde", as of ``EulerMaruyama``.
       autocast: dtype of the forwards; None: that of the weights.
       tf32: float32 products in TensorFloat-32, on a GPU that has it.
     """
@@ -39,6 +42,9 @@ class Solver:
     guidance: float = 4.0
     interval: tuple[float, float] = (0.0, 1.0)
     guided_channels: int = 0
+    shift: float | None = None
+    diffusion: Diffusion = "sigma"
+    last_step: LastStep = "mean"
     autocast: torch.dtype | None = None
     tf32: bool = False
 
@@ -105,7 +111,10 @@ def draw_latents(
     Raises: RecipeError: the sampler is not one of the objective's.
     Source: Ho and Salimans 2022, equation 6; Kynkaanniemi et al. 2024, section 3 (the interval).
     """
-    sampler = choose_sampler(snapshot.objective, solver.sampler, steps=solver.steps)
+    objective = snapshot.objective
+    if solver.shift is not None:
+        objective = objective.model_copy(update={"shift": solver.shift})
+    sampler = choose_sampler(objective, solver.sampler, steps=solver.steps)
     inputs = conditioning.labels if conditioning.labels is not None else conditioning.captions
     assert inputs is not None
     device = inputs.device
@@ -117,11 +126,11 @@ def draw_latents(
         tokens = torch.stack([torch.randn(width, generator=generator) for generator in generators]).to(device)
         x = torch.cat([x.flatten(1), tokens], dim=1)
     forward = Guided(snapshot, conditioning, solver, device, shape)
-    scheduler = build_scheduler(snapshot.objective, sampler)
+    scheduler = build_scheduler(objective, sampler, diffusion=solver.diffusion, last_step=solver.last_step)
     scheduler.set_timesteps(solver.steps)
-    noises: dict[str, Any] = {"generator": generators} if sampler == "ddpm" else {}
+    noises: dict[str, Any] = {"generator": generators} if sampler in STOCHASTIC else {}
     times = scheduler.timesteps.tolist()
-    if snapshot.objective.kind == "flow" and sampler == "dpm":
+    if objective.kind == "flow" and sampler == "dpm":
         times = (scheduler.sigmas[:-1] * TRAIN_STEPS).tolist()  # its timesteps are rounded to whole numbers
         scheduler.set_begin_index(0)  # two of which may be equal
     # Not inference_mode: what FSDP gathers in it cannot be trained afterwards.

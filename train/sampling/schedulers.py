@@ -1,6 +1,6 @@
 """The samplers of each objective, as diffusers' schedulers.
 
-"flow": Euler, Heun and DPM-Solver++. "ddpm": DDIM, DPM-Solver++ and DDPM's own.
+"flow": Euler, Heun, DPM-Solver++ and Euler-Maruyama. "ddpm": DDIM, DPM-Solver++ and DDPM's own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from typing import Any, Literal
 from ...datasets.errors import RecipeError
 from ..objective_recipe import ObjectiveSection
 from ..objectives.losses import BETA_END, BETA_START, TRAIN_STEPS
+from .euler_maruyama import Diffusion, EulerMaruyama, LastStep
 
-Sampler = Literal["auto", "euler", "heun", "ddim", "dpm", "ddpm"]
-SAMPLERS: dict[str, tuple[Sampler, ...]] = {"flow": ("euler", "heun", "dpm"), "ddpm": ("ddim", "dpm", "ddpm")}
+Sampler = Literal["auto", "euler", "heun", "sde", "ddim", "dpm", "ddpm"]
+SAMPLERS: dict[str, tuple[Sampler, ...]] = {"flow": ("euler", "heun", "dpm", "sde"), "ddpm": ("ddim", "dpm", "ddpm")}
+STOCHASTIC: tuple[Sampler, ...] = ("sde", "ddpm")  # whose steps take the generators of the noise
 
 
 def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) -> Sampler:
@@ -27,13 +29,25 @@ def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) 
         raise RecipeError(f"--steps {steps}: --sampler dpm needs {TRAIN_STEPS - 1} at most; 20 are usual.")
     if wanted == "ddpm" and steps < 2:  # steps include the first and the last time
         raise RecipeError(f"--steps {steps}: --sampler ddpm needs 2 at least, as DiT is evaluated 250.")
+    if wanted == "sde" and steps < 2:
+        raise RecipeError(
+            f"--steps {steps}: --sampler sde needs 2 at least, the last of them without noise; 250 are usual."
+        )
     if wanted not in known:
         raise RecipeError(f"--sampler {wanted}: the run has objective.kind '{objective.kind}'. Use {', '.join(known)}.")
     return wanted
 
 
-def build_scheduler(objective: ObjectiveSection, sampler: Sampler) -> Any:
-    """The diffusers scheduler of a sampler of ``SAMPLERS``."""
+def build_scheduler(
+    objective: ObjectiveSection, sampler: Sampler, *, diffusion: Diffusion = "sigma", last_step: LastStep = "mean"
+) -> Any:
+    """The scheduler of a sampler of ``SAMPLERS``: diffusers', or ``EulerMaruyama``.
+
+    Args:
+      diffusion, last_step: of ``EulerMaruyama``.
+    """
+    if sampler == "sde":
+        return EulerMaruyama(shift=objective.shift, diffusion=diffusion, last_step=last_step)
     from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
     from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler

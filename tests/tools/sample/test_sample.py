@@ -108,8 +108,10 @@ WAYS_IDS = [f"{objective.kind}-{objective.shift:g}-{objective.predict}-{sampler}
 @pytest.mark.parametrize(("objective", "sampler"), WAYS, ids=WAYS_IDS)
 @pytest.mark.parametrize("steps", [1, 4, 50])
 def test_a_constant_target_is_recovered_exactly(objective: ObjectiveSection, sampler: Sampler, steps: int) -> None:
-    steps = max(steps, 2) if sampler == "ddpm" else steps
-    latents = draw(objective, 0.0, steps=steps, sampler=sampler)
+    steps = max(steps, 2) if sampler in ("ddpm", "sde") else steps
+    latents = draw(
+        objective, 0.0, steps=steps, sampler=sampler, last_step="tweedie"
+    )  # "mean" goes beyond by 0.04 noise
     tolerance = 1e-3 if objective.kind == "flow" else 0.02  # DDIM's first step divides by the square root of 4e-5
     torch.testing.assert_close(latents[0], torch.full((2, 8, 8), 0.7), rtol=0, atol=tolerance)
     torch.testing.assert_close(latents[1], torch.full((2, 8, 8), -1.2), rtol=0, atol=tolerance)
@@ -121,7 +123,7 @@ def test_a_gaussian_target_is_recovered(objective: ObjectiveSection, sampler: Sa
     latents = draw(objective, 0.5, count=64, steps=steps, sampler=sampler)
     for part, mean in ((latents[:32], 0.7), (latents[32:], -1.2)):
         assert part.mean() == pytest.approx(mean, abs=0.02)
-        assert part.std() == pytest.approx(0.5, abs=0.015 if sampler != "ddpm" else 0.03)
+        assert part.std() == pytest.approx(0.5, abs=0.015 if sampler not in ("ddpm", "sde") else 0.03)
 
 
 @pytest.mark.parametrize(("sampler", "steps"), [("ddim", 1000), ("dpm", 999), ("ddpm", 1000)])
@@ -215,6 +217,67 @@ def test_the_learned_variance_is_what_the_ancestral_sampler_draws_with() -> None
         share = (value + 1) / 2
         wanted = (share * beta.log() + (1 - share) * posterior.log()).exp().sqrt()
         assert drawn.std() == pytest.approx(float(wanted), rel=0.02)
+
+
+SIT_DIFFUSION: dict[str, Callable[[float], float]] = {  # of SiT's time, 0 is noise
+    "sigma": lambda s: 1 - s,
+    "linear": lambda s: 1 - s,
+    "constant": lambda s: 1.0,
+    "decreasing": lambda s: 0.25 * (math.cos(math.pi * s) + 1) ** 2,
+    "increasing-decreasing": lambda s: math.sin(math.pi * s) ** 2,
+}
+
+
+@pytest.mark.parametrize("diffusion", SIT_DIFFUSION)
+@pytest.mark.parametrize("last_step", ["mean", "euler", "tweedie"])
+def test_the_sde_is_sits_in_its_own_time(diffusion: Any, last_step: Any) -> None:
+    """A loop in float64 from 0 (noise) to 1 (data), with SiT's velocity, its score, and noise drawn image by image."""
+    labels, steps, numbers = Conditioning(labels=torch.tensor([0, 1, 0])), 12, (4, 1, 9)
+    snapshot = snapshot_of(OBJECTIVES[0], 0.5)
+    solver = Solver("sde", steps=steps, guidance=2.0, interval=(0.1, 0.9), diffusion=diffusion, last_step=last_step)
+    found = draw_latents(snapshot, labels, size=(8, 8), seed=3, solver=solver, numbers=numbers)
+
+    keys = [torch.Generator().manual_seed(keyed_hash(3, n) % 2**63) for n in numbers]
+    forward = Guided(snapshot, labels, solver, CPU, (2, 8, 8))
+
+    def draw_noise() -> Tensor:
+        return torch.stack([torch.randn((2, 8, 8), generator=key) for key in keys]).double()
+
+    x = draw_noise()
+    times = [0.96 * i / (steps - 1) for i in range(steps)]
+    width = times[1]
+    for s in times:
+        velocity = -forward(x.float(), 1000 * (1 - s)).double()
+        score = (s * velocity - x) / (1 - s)
+        drift = velocity + SIT_DIFFUSION[diffusion](s) * score
+        if s < times[-1]:
+            x = x + drift * width + math.sqrt(2 * SIT_DIFFUSION[diffusion](s) * width) * draw_noise()
+        elif last_step == "tweedie":
+            x = x / s + (1 - s) ** 2 / s * score
+        else:
+            x = x + 0.04 * (drift if last_step == "mean" else velocity)
+    torch.testing.assert_close(found, x.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("diffusion", SIT_DIFFUSION)
+@pytest.mark.parametrize("shift", [0.3, 1.0, 3.0])
+def test_every_diffusion_has_the_marginals_of_the_flow(diffusion: str, shift: float) -> None:
+    how = {"sampler": "sde", "steps": 400, "diffusion": diffusion, "shift": shift, "last_step": "tweedie"}
+    latents = draw(OBJECTIVES[0], 0.5, count=64, **how)
+    for part, mean in ((latents[:32], 0.7), (latents[32:], -1.2)):
+        assert part.mean() == pytest.approx(mean, abs=0.03)
+        assert part.std() == pytest.approx(0.5, abs=0.03)
+    assert (draw(OBJECTIVES[0], 0.5, seed=1, **how) - draw(OBJECTIVES[0], 0.5, seed=1, **how)).abs().max() == 0
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS["flow"])
+def test_the_shift_of_sampling_takes_the_place_of_that_of_training(sampler: Sampler) -> None:
+    trained = ObjectiveSection(kind="flow", shift=10 / 3)
+    own, asked = (
+        draw(one, 0.5, steps=6, sampler=sampler, shift=s) for one, s in ((trained, None), (OBJECTIVES[0], 10 / 3))
+    )
+    assert torch.equal(own, asked)
+    assert (draw(OBJECTIVES[0], 0.5, steps=6, sampler=sampler) - asked).abs().max() > 1e-3
 
 
 def dpm_by_its_formula(x: Tensor, velocity: Callable[[Tensor, float], Tensor], steps: int, shift: float) -> Tensor:
@@ -494,6 +557,13 @@ def test_a_clip_score_of_classes_is_refused_before_they_are_drawn(runs: Runs, tm
         check_evaluation(runs.labels, captions=None, **how)
     check_evaluation(runs.labels, captions=tmp_path, **how)
     check_evaluation(runs.captions, captions=None, **how)
+
+
+def test_settings_of_another_sampler_are_refused_and_those_of_a_set_stay(go: Draw, runs: Runs, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="--diffusion, --last-step: they are of --sampler sde"):
+        go(runs.labels, SampleRequest(labels=(0,), steps=2, guidance=1.0, diffusion="constant"))
+    with pytest.raises(RecipeError, match="--shift 3: it is of flow matching"):
+        go(runs.labels, SampleRequest(labels=(0,), steps=2, guidance=1.0, shift=3.0))
 
 
 def test_guidance_of_a_model_that_never_saw_null_is_refused(go: Draw, runs: Runs) -> None:

@@ -144,6 +144,22 @@ def test_another_set_in_the_folder_is_refused(run: Path, key: str, value: Any, t
         go(run, tmp_path, **{"count": 2, key: value})
 
 
+def test_the_noise_of_an_sde_is_of_the_picture_and_its_settings_are_of_the_set(
+    caption_run: Path, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"sampler": "sde", "steps": 3, "shift": 2.0, "diffusion": "constant"}
+    go(caption_run, tmp_path / "one", **how)
+    for rank in range(3):
+        go(caption_run, tmp_path / "many", Ranks(rank, 3), batch=3, **how)
+    same_up_to_rounding(tmp_path / "one", tmp_path / "many")
+    assert {"sampler": "sde", "shift": 2.0, "diffusion": "constant", "last_step": "mean"}.items() <= (
+        read_json(tmp_path / "one/set.json").items()
+    )
+    for key, other in (("shift", None), ("shift", 3.0), ("diffusion", "sigma"), ("last_step", "euler")):
+        with pytest.raises(RunError, match=f"drawn with {key}.*another --out"):
+            go(caption_run, tmp_path / "one", **how | {key: other})
+
+
 def test_other_pictures_in_the_folder_are_refused_and_a_damaged_one_is_named(run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     shutil.copy(Image.__file__, tmp_path / "mine/cat.png")

@@ -20,8 +20,10 @@ from leandit.datasets.format.schema import FeatureSpec
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
 from leandit.train.loop import StopRequest, train
+from leandit.train.models.build import routed_blocks
 from leandit.train.models.conditioning import Extras
 from leandit.train.models.diffusers_models import text_denoiser
+from leandit.train.objective_recipe import RoutingSection
 from leandit.train.objectives.draws import draw
 from leandit.train.objectives.losses import PLAIN
 from leandit.train.run.state import TrainState, prepare
@@ -310,7 +312,7 @@ def test_held_out_records_lose_the_plain_loss_and_training_does_not_notice(store
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("sampler", ["euler", "heun", "dpm"])
+@pytest.mark.parametrize("sampler", ["euler", "heun", "dpm", "sde"])
 def test_a_model_with_a_class_token_draws_latents(sampler: Any, store: LatentStore, tmp_path: Path) -> None:
     run_to(store, tmp_path / "run", 2, *ALL)
     snapshot = load_snapshot(tmp_path / "run", CPU)
@@ -330,6 +332,15 @@ def test_a_run_begins_from_one_with_projectors_and_the_other_way_round(store: La
         own = state.engine.model.state_dict()
         saved = load_snapshot(tmp_path / source, CPU).model.state_dict()
         assert all(torch.equal(own[name], saved[name]) for name in own.keys() & saved.keys())
+
+
+def test_a_route_is_where_it_is_published_unless_it_is_set() -> None:
+    """Of TREAD: config of DiT-B, from the third block to the ninth, and half of the tokens."""
+    tread, sprint = (RoutingSection(kind=kind) for kind in ("tread", "sprint"))
+    assert tread.share == 0.5
+    assert [routed_blocks(tread, depth) for depth in (12, 28)] == [(3, 9), (3, 25)]
+    assert [routed_blocks(sprint, depth) for depth in (12, 28)] == [(3, 10), (3, 26)]
+    assert routed_blocks(RoutingSection(kind="tread", last_block=10), 12) == (3, 10)
 
 
 @pytest.mark.parametrize(

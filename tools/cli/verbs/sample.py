@@ -43,9 +43,28 @@ class SamplerName(StrEnum):
     auto = "auto"
     euler = "euler"
     heun = "heun"
+    sde = "sde"
     ddim = "ddim"
     dpm = "dpm"
     ddpm = "ddpm"
+
+
+class DiffusionName(StrEnum):
+    """Values of ``--diffusion``; those of ``train.sampling.euler_maruyama.Diffusion``."""
+
+    sigma = "sigma"
+    linear = "linear"
+    constant = "constant"
+    decreasing = "decreasing"
+    increasing_decreasing = "increasing-decreasing"
+
+
+class LastStepName(StrEnum):
+    """Values of ``--last-step``; those of ``train.sampling.euler_maruyama.LastStep``."""
+
+    mean = "mean"
+    euler = "euler"
+    tweedie = "tweedie"
 
 
 class PrecisionName(StrEnum):
@@ -59,7 +78,11 @@ class PrecisionName(StrEnum):
 Num = typer.Option(min=1, help="Pictures of each label or caption, else of all; without it 1 of each, else 16.")
 Npz = typer.Option("--npz", help=f"A set of files, as for more than {LARGEST_GRID} pictures.")
 Interval = typer.Option(metavar="LOW,HIGH", help="Times of guidance: 0 is data, 1 noise.")
-SamplerOption = typer.Option(help="flow: euler, heun, dpm. ddpm: ddim, dpm, ddpm.")
+Channels = typer.Option(min=0, help="Guide the first channels alone; 0: all.")
+SamplerOption = typer.Option(help="flow: euler, heun, dpm, sde. ddpm: ddim, dpm, ddpm.")
+Shift = typer.Option(min=0.01, help="Of the times of flow towards noise, else that of training.")
+DiffusionOption = typer.Option(help="Of sde: its diffusion coefficient.")
+LastStepOption = typer.Option(help="Of sde: its last step, without noise.")
 Compile = typer.Option("--compile/--no-compile", help="torch.compile the blocks; else a GPU does for many pictures.")
 Precision = typer.Option(help="Of the model's forwards; tf32 and bf16 on a GPU.")
 
@@ -75,8 +98,11 @@ def sample(
     bucket: Annotated[str | None, typer.Option(help="HxW in pixels, else the most common bucket.")] = None,
     guidance: Annotated[float, typer.Option(help="Classifier-free guidance; 1 is none.")] = 4.0,
     guidance_interval: Annotated[str, Interval] = "0,1",
-    guidance_channels: Annotated[int, typer.Option(min=0, help="Guide the first channels alone; 0: all.")] = 0,
+    guidance_channels: Annotated[int, Channels] = 0,
     sampler: Annotated[SamplerName, SamplerOption] = SamplerName.auto,
+    shift: Annotated[float | None, Shift] = None,
+    diffusion: Annotated[DiffusionName, DiffusionOption] = DiffusionName.sigma,
+    last_step: Annotated[LastStepName, LastStepOption] = LastStepName.mean,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps of the solver.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
     precision: Annotated[PrecisionName, Precision] = PrecisionName.fp32,
@@ -114,6 +140,9 @@ def sample(
         sampler=sampler.value,
         interval=interval,
         guided_channels=guidance_channels,
+        shift=shift,
+        diffusion=diffusion.value,
+        last_step=last_step.value,
         precision=precision.value,
         batch=batch,
         recipe=recipe,
@@ -224,7 +253,12 @@ def evaluate(
     num: Annotated[int, typer.Option(min=6, help="Pictures that a run draws.")] = 50_000,
     bucket: Annotated[str | None, typer.Option(help="HxW in pixels, else the most common bucket.")] = None,
     guidance: Annotated[float, typer.Option(help="Classifier-free guidance; 1 is none.")] = 4.0,
+    guidance_interval: Annotated[str, Interval] = "0,1",
+    guidance_channels: Annotated[int, Channels] = 0,
     sampler: Annotated[SamplerName, SamplerOption] = SamplerName.auto,
+    shift: Annotated[float | None, Shift] = None,
+    diffusion: Annotated[DiffusionName, DiffusionOption] = DiffusionName.sigma,
+    last_step: Annotated[LastStepName, LastStepOption] = LastStepName.mean,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps of the solver.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
     precision: Annotated[PrecisionName, Precision] = PrecisionName.fp32,
@@ -239,6 +273,7 @@ def evaluate(
 
     Example: leandit evaluate runs/xl --against imagenet-256 --source imagenet/train --out fid
     """
+    interval = parse_interval(guidance_interval)
     check_evaluation(target, against, clip=clip, captions=captions, features=features, out=out)
     from ....train.parallel.ranks import read_ranks
     from ...sample.evaluation.evaluate import EvaluateRequest
@@ -254,6 +289,11 @@ def evaluate(
         sampler=sampler.value,
         steps=steps,
         seed=seed,
+        interval=interval,
+        guided_channels=guidance_channels,
+        shift=shift,
+        diffusion=diffusion.value,
+        last_step=last_step.value,
         precision=precision.value,
         base=base,
         weights=weights.value,

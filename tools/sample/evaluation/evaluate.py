@@ -140,6 +140,7 @@ def rows_of(result: dict[str, Any]) -> list[tuple[str, str]]:
             rows.append((side, f"{of_side['kind']} '{of_side['path']}', {count} pictures"))
             if "guidance" in of_side:
                 how = f"{of_side['sampler']}, {of_side['steps']} steps, guidance {of_side['guidance']:g}"
+                how += f", shift {of_side['shift']:g}" if "shift" in of_side else ""
                 rows.append(("drawn with", f"{of_side['weights']} weights, {how}"))
     if network := result.get("features"):
         rows.append(("features", f"{network['network']}, {network['side_px']} px, {network['resize']}"))
