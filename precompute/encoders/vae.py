@@ -82,24 +82,34 @@ class ImageEncoder:
         self._family = family_of(config, place)
         self.fixed_side_px = fixed_side_px(config)
         name = config["_class_name"]
-        self._place, self._model_class = place, getattr(diffusers, name)
-        self._files = files = find_files(section, found)
+        model_class: Any = getattr(diffusers, name)
+        files = find_files(section, found)
         dtype = arithmetic(section.dtype, device)
         self._dtype, self._device = torch.float32, device
-        self._model, loading = self._loaded()
+
+        def load_weights() -> tuple[Any, dict[str, Any]]:
+            try:
+                with unused_config_keys_unsaid():
+                    return (load_single_file if files.is_single_file else _load)(model_class, files)
+            except LOADING_ERRORS as error:
+                raise EncoderError(f"{place}: cannot be loaded as {name}: {shortened(error)}") from error
+
+        loaded, loading = load_weights()
         check_loaded(loading, place)
         if left_out := sorted(key for key in loading["unexpected_keys"] if not key.startswith(DECODER)):
             raise EncoderError(
                 f"{place}: its weights hold '{left_out[0]}', which its config.json has no place for, so "
                 "its latents would be others. Fetch or save the model again."
             )
+        self._load_weights, self._tile_px = load_weights, section.tile_px
+        self._exact: Any = None  # as loaded, in float32 on the CPU; only after a fallback
+        self._model = self._on_device(loaded.eval().requires_grad_(False))
         self._probe_px = self.fixed_side_px or PROBE_PX
         self._probe_shape = self._forward(np.zeros((1, self._probe_px, self._probe_px, 3), np.uint8)).shape
-        self._shift_and_scale = shift_and_scale(self._model, self._family, self.num_channels, place)
+        self._shift_and_scale = shift_and_scale(loaded, self._family, self.num_channels, place)
         self._dtype = getattr(torch, dtype)
         torch.nn.Module.to(self._model, self._dtype)  # diffusers' own method would warn
-        self._tile_px = section.tile_px
-        self._tile()
+        self._tile(self._model)
         self._is_compiled, self._batch_size = section.compile, section.batch_size
         if section.compile:  # after the probe, whose shape may not occur otherwise
             compile_encoder(self._model)
@@ -192,40 +202,36 @@ class ImageEncoder:
             return self._forward(filled_up(pixels, self._batch_size))[: len(pixels)]
 
     def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
-        """Encode in float32 whatever the recipe's dtype, one image at a time; as ``encode``.
+        """Encode in float32 whatever the recipe's dtype, one picture at a time; as ``encode``.
 
-        The weights are those of the file, not rounded to the recipe's dtype: they are loaded again for each call, which
-        is rare, and held on the device only during it.
+        The weights are those of the file, not rounded to the recipe's dtype. The first call loads them again; then they
+        stay in the CPU's memory, and lie on the device beside the others only during a call.
 
-        Raises: EncoderError: the weights can no longer be loaded.
+        Raises: EncoderError: they can no longer be loaded.
         """
-        rounded, dtype = self._model, self._dtype
+        model, dtype = self._model, self._dtype
+        if dtype != torch.float32 and self._exact is None:
+            self._exact = self._load_weights()[0].eval().requires_grad_(False)
+            self._tile(self._exact)
         try:
-            if dtype != torch.float32:  # a cast back would keep the rounded weights
-                self._model, self._dtype = self._loaded()[0], torch.float32
-                self._tile()
+            if dtype != torch.float32:
+                self._model, self._dtype = self._on_device(self._exact), torch.float32
             with eager():
                 return np.concatenate([self._forward(pixels[i : i + 1]) for i in range(len(pixels))])
         finally:
-            self._model, self._dtype = rounded, dtype
+            self._model, self._dtype = model, dtype
+            if self._exact is not None:
+                self._exact.to("cpu")
 
-    def _loaded(self) -> tuple[Any, dict[str, Any]]:
-        """The model in float32 on its device, with its missing and unexpected keys."""
-        load = load_single_file if self._files.is_single_file else _load
-        try:
-            with unused_config_keys_unsaid():
-                loaded, loading = load(self._model_class, self._files)
-        except LOADING_ERRORS as error:
-            name = self._model_class.__name__
-            raise EncoderError(f"{self._place}: cannot be loaded as {name}: {shortened(error)}") from error
-        model = loaded.to(self._device).eval().requires_grad_(False)
+    def _on_device(self, model: Any) -> Any:
+        model = model.to(self._device)
         if self._device.type == "cuda" and self._family.rank == 4:  # pixels have channels last: no transpose
             model.to(memory_format=torch.channels_last)
-        return model, loading
+        return model
 
-    def _tile(self) -> None:
+    def _tile(self, model: Any) -> None:
         if self._tile_px:
-            set_tiling(self._model, self._tile_px, self.downscale // self._family.patchify)
+            set_tiling(model, self._tile_px, self.downscale // self._family.patchify)
 
     @torch.inference_mode()
     def _forward(self, pixels: np.ndarray) -> np.ndarray:

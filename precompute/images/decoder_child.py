@@ -10,7 +10,6 @@ in a fraction of a second.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -23,49 +22,24 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import xxhash
 from PIL import Image
 
-from ...datasets.errors import RecordRejected, ResourceError
+from ...datasets.errors import RecordRejected
+from .faults import is_fault
 from .pixels import PROGRAMMING_ERRORS, decode_picture, read_size
 
-T = TypeVar("T")
 READY = b"ready"
+READING, READ = b"reading", b"read"  # told to the parent, so that it tells a stalled disk from a decoder that hangs
 PARENT_CHECK_SECONDS = 5.0
 HEADER_BYTES = 1 << 16  # of a JPEG; they nearly always contain its size
 JPEG_BEGIN = b"\xff\xd8\xff"
-# Faults of the disk, the network or the machine, which say nothing about the file.
-TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT})
-RETRY_PAUSES_SECONDS = (0.1, 0.3, 0.6)  # all within the time limit of one image
 
 Answer = tuple[dict[str, Any], np.ndarray | None]
 """Metadata of a picture, and its pixels if requested."""
-
-
-def retried(read: Callable[[], T], what: str) -> T:
-    """Read from the source, again after a fault that may pass: a store must not depend on such faults.
-
-    Args:
-      what: is read, for the message.
-    Raises: ResourceError: the fault remains. OSError: any other, at once.
-    """
-    for pause_seconds in (*RETRY_PAUSES_SECONDS, None):
-        try:
-            return read()
-        except OSError as error:
-            if error.errno not in TRANSIENT:
-                raise
-            if pause_seconds is None:
-                raise ResourceError(
-                    f"source, '{what}': reading failed {len(RETRY_PAUSES_SECONDS) + 1} times ({error.strerror}). The "
-                    "disk, the network folder or this machine is at fault, so nothing was rejected for it. Repair it "
-                    "(for open files: ulimit -n), and run the same command again."
-                ) from error
-            time.sleep(pause_seconds)
-    raise AssertionError("the last try returns or raises")
 
 
 def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: int | None = None) -> bytes:
@@ -73,11 +47,10 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: i
 
     Args:
       at_most: read at most this many bytes from its beginning.
-    Raises: RecordRejected: unreadable, or shorter than listed. ResourceError: as of ``retried``.
+    Raises: RecordRejected: unreadable, or shorter than listed. OSError: a fault, as of ``is_fault``.
     """
     name, num_wanted = os.path.basename(path), num_bytes if at_most is None else min(num_bytes, at_most)
-
-    def read() -> tuple[bytes, int]:
+    try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
@@ -91,38 +64,46 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: i
             if offset + num_bytes <= status.st_size:
                 file.seek(offset)
                 data = file.read(num_wanted)
-            return data, status.st_size
-
-    try:
-        data, size = retried(read, path)
     except OSError as error:
+        if is_fault(error):
+            raise
         raise RecordRejected(stage, "unreadable", f"{error.strerror or error}: {name}") from error
     except ValueError as error:  # a NUL in the name
         raise RecordRejected(stage, "unreadable", f"{error}: {name!r}") from error
     if len(data) != num_wanted:
-        left = max(0, size - offset)
+        left = max(0, status.st_size - offset)
         raise RecordRejected(stage, "source_changed", f"{left} bytes of {num_bytes} are left in {name}")
     return data
 
 
-def size_in_file(path: str, offset: int, num_bytes: int, *, exif_orientation: bool) -> tuple[int, int]:
+def size_in_file(
+    path: str, offset: int, num_bytes: int, *, exif_orientation: bool, told: Callable[[bytes], None] = lambda _: None
+) -> tuple[int, int]:
     """Height and width in pixels of a picture in a file; of a JPEG usually only the first bytes are read.
 
-    Raises: RecordRejected.
+    Args:
+      told: called with READ after each read, and with READING before the second.
+    Raises: as ``read_bytes``.
     """
     head = read_bytes(path, offset, num_bytes, "scan", at_most=HEADER_BYTES)
+    told(READ)
     if len(head) < num_bytes and head.startswith(JPEG_BEGIN):
         # Size and orientation precede the pixels.
         with contextlib.suppress(RecordRejected):
             return read_size(head, exif_orientation=exif_orientation)
-    data = head if len(head) == num_bytes else read_bytes(path, offset, num_bytes, "scan")
+    if len(head) == num_bytes:
+        return read_size(head, exif_orientation=exif_orientation)
+    told(READING)
+    data = read_bytes(path, offset, num_bytes, "scan")
+    told(READ)
     return read_size(data, exif_orientation=exif_orientation)
 
 
 def answer_sizes(places: list[tuple[str, int, int]], seconds: float, *, exif_orientation: bool) -> Answer:
     """Read the headers of many pictures: as many as fit into the time limit, but at least one.
 
-    Returns: "sizes": for each (height_px, width_px), or (stage, reason, detail) of a reject.
+    Returns: "sizes": for each (height_px, width_px), or (stage, reason, detail) of a reject; those before a fault.
+    Raises: OSError: a fault at the first.
     """
     sizes: list[tuple[int, int] | tuple[str, str, str]] = []
     end = time.monotonic() + seconds
@@ -133,6 +114,10 @@ def answer_sizes(places: list[tuple[str, int, int]], seconds: float, *, exif_ori
             sizes.append(size_in_file(*place, exif_orientation=exif_orientation))
         except RecordRejected as reject:
             sizes.append((reject.stage, reject.reason, reject.detail))
+        except OSError:
+            if not sizes:
+                raise
+            break  # the next message begins with this one
     return {"sizes": sizes}, None
 
 
@@ -143,19 +128,21 @@ def answer(job: dict[str, Any]) -> Answer:
       job: stage; for many pictures: places (path, offset, num_bytes) and seconds for all of them; for one picture:
         path, offset, num_bytes, data if its bytes were sent, and for stage "decode" bucket, crop and resize_filter as
         of ``decode_picture``, for a companion also beside and mask_px; exif_orientation as of ``read_size``, default
-        true.
+        true; told as of ``size_in_file``.
     Returns: "size" (height_px, width_px), and for a decoded picture "checksum", "seconds" (reading, decoding) and its
       pixels; or "sizes".
-    Raises: RecordRejected. ResourceError: as of ``retried``.
+    Raises: as ``read_bytes``.
     """
+    told: Callable[[bytes], None] = job.get("told", lambda _: None)
     exif: dict[str, bool] = {"exif_orientation": job.get("exif_orientation", True)}
     if "places" in job:
         return answer_sizes(job["places"], job["seconds"], **exif)
     data, start = job.get("data"), time.perf_counter()
     if data is None and job["stage"] == "scan":
-        return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"], **exif)}, None
+        return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"], **exif, told=told)}, None
     if data is None:
         data = read_bytes(job["path"], job["offset"], job["num_bytes"], job["stage"])
+        told(READ)
     read_seconds = time.perf_counter() - start
     if job["stage"] == "scan":
         return {"size": read_size(data, **exif)}, None
@@ -179,6 +166,7 @@ def serve(
                 return
         job = json.loads(connection.recv_bytes())
         signal.alarm(math.ceil(2 * timeout_seconds))  # if the child hangs and the parent is dead
+        job["told"] = connection.send_bytes
         if job["is_sent"]:
             job["data"] = connection.recv_bytes()
         head: dict[str, Any]
@@ -187,10 +175,12 @@ def serve(
             head, pixels = answer(job)
         except RecordRejected as reject:
             head = {"reject": (reject.stage, reject.reason, reject.detail)}
-        except ResourceError as error:
-            head = {"lacking": str(error)}
         except MemoryError:
             head = {"reject": (job["stage"], "too_large", "more memory than a decoder may take")}
+        except OSError as error:
+            if not is_fault(error):
+                raise
+            head = {"fault": (error.errno, error.strerror)}
         except PROGRAMMING_ERRORS:
             head = {"error": traceback.format_exc()}
         head["shape"] = None if pixels is None else pixels.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...datasets.errors import RecordRejected, ResourceError
-from .decoder_child import READY
+from .decoder_child import READ, READING, READY
 
 START_SECONDS = 600.0  # a busy machine may take minutes; a child that ends sooner is noticed at once
 END_SECONDS = 2.0  # from the end of a socket to the end of its process
@@ -36,24 +37,32 @@ class DecoderProcess:
     ) -> tuple[dict[str, Any], np.ndarray | None]:
         """Send one job, with its bytes if they are not in a file, and wait for the answer.
 
-        Raises: RecordRejected: decoder_crash, decoder_timeout. ResourceError: it does not start.
+        Raises: RecordRejected: decoder_crash, decoder_timeout. TimeoutError: it is still reading the file.
+          ResourceError: it does not start.
         """
         if self._process is not None and self._process.poll() is not None:
             self.stop()  # killed from outside while idle
-        answered = False
+        answered, is_reading = False, data is None and "places" not in job
         try:
             connection = self._connection or self._start()
             connection.send_bytes(json.dumps({**job, "is_sent": data is not None}).encode())
             if data is not None:
                 connection.send_bytes(data)
-            if not connection.poll(self._timeout_seconds * patience):
-                raise BlockingIOError
-            head = json.loads(connection.recv_bytes(MAX_HEAD_BYTES))
+            end = time.monotonic() + self._timeout_seconds * patience
+            message = READ
+            while message in (READ, READING):
+                if (left := end - time.monotonic()) <= 0 or not connection.poll(left):
+                    raise BlockingIOError
+                message = connection.recv_bytes(MAX_HEAD_BYTES)
+                is_reading = message == READING or (is_reading and message != READ)
+            head = json.loads(message)
             shape = head.get("shape")
             pixels = None if shape is None else np.frombuffer(connection.recv_bytes(), np.uint8).reshape(shape)
             answered = True
         except BlockingIOError as error:
             detail = f"no answer in {self._timeout_seconds * patience:g} s"
+            if is_reading:
+                raise TimeoutError(errno.ETIMEDOUT, f"no bytes in {self._timeout_seconds * patience:g} s") from error
             raise RecordRejected(job["stage"], "decoder_timeout", detail) from error
         except (EOFError, OSError, ValueError) as error:
             raise RecordRejected(job["stage"], "decoder_crash", self._how_it_ended()) from error

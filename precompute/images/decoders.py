@@ -20,6 +20,7 @@ import numpy as np
 
 from ...datasets.errors import RecordRejected, ResourceError
 from .decoder_process import RETRY_PATIENCE, DecoderProcess
+from .faults import retried
 
 LOG = logging.getLogger(__name__)
 CHILD_MODULE = f"{__package__}.decoder_child"
@@ -125,7 +126,7 @@ class Decoders:
           exif_orientation: as of ``pixels.read_size``.
         Raises:
           RecordRejected: stage "scan"; not a picture, too large, unreadable, or it crashed its child.
-          ResourceError: a child cannot be started, or the disk or network folder fails again and again.
+          ResourceError: a child cannot be started, or the disk or this machine fails, after some tries.
           RuntimeError: a bug in the decoder, or this is closed.
         """
         job = {"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes}
@@ -194,7 +195,14 @@ class Decoders:
     def _ask(
         self, job: dict[str, Any], data: bytes | None, *, patience: tuple[int, ...] = (1, RETRY_PATIENCE)
     ) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Send a job to a child; ``patience`` holds a factor of the time-out for each try."""
+        """Send a job to a child; ``patience`` holds a factor of the time-out for each try. Faults are retried."""
+        path = job.get("path") or job["places"][0][0]
+        return retried(lambda: self._try(job, data, patience), path, pause=self._closed.wait)
+
+    def _try(
+        self, job: dict[str, Any], data: bytes | None, patience: tuple[int, ...]
+    ) -> tuple[dict[str, Any], np.ndarray | None]:
+        """As ``_ask``; raises OSError at a fault."""
         if os.getpid() != self._owner:
             raise RuntimeError(f"decoders of process {self._owner} used in process {os.getpid()}; make new ones there")
         child = self._idle.get()
@@ -203,10 +211,10 @@ class Decoders:
                 raise RuntimeError("the decoders are closed")
             try:
                 head, pixels = child.ask(job, data, patience=patience[0])
-            except RecordRejected as reject:
+            except (RecordRejected, TimeoutError) as error:
                 if self._closed.is_set() or len(patience) == 1:
                     raise
-                LOG.info("picture '%s' ended its decoder (%s): another tries once more", job.get("path"), reject)
+                LOG.info("picture '%s' ended its decoder (%s): another tries once more", job.get("path"), error)
                 head, pixels = child.ask(job, data, patience=patience[1])
         except (RecordRejected, ResourceError) as error:
             was_killed = isinstance(error, ResourceError) or error.reason == "decoder_crash"  # starting, or working
@@ -217,8 +225,8 @@ class Decoders:
             self._idle.put(child)
         if "reject" in head:
             raise RecordRejected(*head["reject"])
-        if "lacking" in head:
-            raise ResourceError(head["lacking"])
+        if "fault" in head:
+            raise OSError(*head["fault"])
         if "error" in head:
             first = job.get("path") or job["places"][0][0]
             raise RuntimeError(f"picture '{first}': a bug in the decoder\n{head['error']}")

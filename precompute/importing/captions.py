@@ -12,8 +12,6 @@ from ...datasets.revisions.writer import row_checksum
 from ..shards.latent_shard import PackedShard
 from .null_caption import read_null
 
-MEASURED = ("int8", "bfloat16")  # dtypes of a store whose captions have a quality
-
 
 class CaptionRows:
     """The rows of a shard of captions of one text encoder."""
@@ -27,6 +25,7 @@ class CaptionRows:
         ]
         self._checksums: list[str] = []
         self._qualities: list[tuple[float, float]] = []
+        self._is_narrowed = False  # what is stored exactly has no quality
 
     def add(self, caption: int, text: str, values: np.ndarray) -> None:
         """Add the next caption.
@@ -54,14 +53,15 @@ class CaptionRows:
         ):
             array[start - base : start - base + len(part)] = part
         self._checksums.append(row_checksum(*rows))
-        if spec.dtype in MEASURED:
-            before = values.reshape(-1, values.shape[-1]).astype(np.float32)
-            self._qualities.append(quality(before, stored, stored_dtype(spec)))
+        before = values.reshape(-1, values.shape[-1]).astype(np.float32)
+        self._qualities.append(quality(before, stored, stored_dtype(spec)))
+        self._is_narrowed |= spec.dtype != "float32" and stored_dtype(spec) != values.dtype.name
 
     def shard(self) -> PackedShard:
         """The shard of all captions added."""
         arrays = {layout.path: rows for layout, rows in zip(self._part.arrays, self._arrays, strict=True)}
-        return PackedShard(self._part.name, self._number, arrays, self._checksums, qualities=self._qualities)
+        qualities = self._qualities if self._is_narrowed else []
+        return PackedShard(self._part.name, self._number, arrays, self._checksums, qualities=qualities)
 
 
 def null_shard(part: Part, spec: StoreSpec, choice: str | None) -> PackedShard:

@@ -21,6 +21,7 @@ from ...datasets.disk.hashing import sha256_of
 from ...datasets.errors import RecordRejected, SourceError
 from ..config import Kind, SourceSection
 from ..images.decoders import PicturePlace
+from ..images.faults import fault_error, is_fault
 from .files.files import LocalFiles, SourceFiles, open_source_files
 from .files.folders import Scan, has_sidecars, image_folder, sidecar_folder
 from .files.ignored import Ignored
@@ -368,7 +369,9 @@ def _unlabelled(batch: pa.RecordBatch) -> pa.RecordBatch:
 def _readable(files: SourceFiles, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     try:
         yield from batches
-    except OSError as error:
+    except (OSError, MemoryError) as error:
+        if is_fault(error):
+            raise fault_error(files.name, error) from error
         raise SourceError(
             f"source '{files.name}': it cannot be read ({error}). Look at the disk or the mount."
         ) from error

@@ -19,12 +19,20 @@ def answer(job: dict[str, Any]) -> decoder_child.Answer:
     """Misbehave, or decode."""
     if "places" in job:
         for path, _, _ in job["places"]:
-            if Path(path).name in ("EIO once.png", "EIO always.png"):
-                fail_to_open(Path(path), once=Path(path).name == "EIO once.png")
             if Path(path).name in ("kill", "sleep", "exit"):
-                answer({**job, "path": path})
-        return decoder_child.answer(job)
-    match Path(job["path"]).name:
+                misbehave(Path(path), job)
+    else:
+        misbehave(Path(job["path"]), job)
+    return decoder_child.answer(job)
+
+
+def misbehave(path: Path, job: dict[str, Any]) -> None:
+    """Do what the name of a file says."""
+    if path.name == "stall" and path.with_name("stalls").exists():
+        time.sleep(60)  # as a network folder whose server is away
+    if "places" not in job:
+        job["told"](decoder_child.READ)  # what follows is the decoder's
+    match path.name:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "segfault":
@@ -40,31 +48,28 @@ def answer(job: dict[str, Any]) -> decoder_child.Answer:
         case "memory":
             np.ones(10 << 30, np.uint8)
         case "kill once":
-            if not (marker := Path(job["path"]).with_name("killed")).exists():
+            if not (marker := path.with_name("killed")).exists():
                 marker.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-        case "EIO once.png" | "EIO always.png" as name:
-            fail_to_open(Path(job["path"]), once=name == "EIO once.png")
         case "name error":
             undefined_name  # type: ignore[name-defined]  # noqa: B018, F821
         case "environment":
             raise AssertionError(f"{os.environ['OMP_NUM_THREADS']} fds={sorted(os.listdir('/proc/self/fd'))}")
-    return decoder_child.answer(job)
 
 
-def fail_to_open(failing: Path, *, once: bool) -> None:
-    """Let the disk fail when a file is opened."""
-    real = os.open
+read_bytes = decoder_child.read_bytes
 
-    def fail(path: str, *args: Any, **options: Any) -> int:
-        if path != str(failing):
-            return real(path, *args, **options)
-        if once:
-            os.open = real
-        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
-    os.open = fail
+def read_from_a_broken_disk(path: str, *how: Any, **more: Any) -> bytes:
+    """Fail as often as the file "broken" beside a picture "eio.png" says."""
+    marker = Path(path).with_name("broken")
+    if Path(path).name == "eio.png" and marker.exists() and (left := int(marker.read_text())):
+        marker.write_text(str(left - 1))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return read_bytes(path, *how, **more)
 
+
+decoder_child.read_bytes = read_from_a_broken_disk
 
 if __name__ == "__main__":
     decoder_child.main(answer)

@@ -103,6 +103,10 @@ class EncodedCaptions(NamedTuple):
         return self.tokens
 
 
+def _is_finite(caption: EncodedCaption) -> bool:
+    return all(np.isfinite(array).all() for array in caption if array is not None)
+
+
 @contextlib.contextmanager
 def other_weights_unsaid() -> Iterator[None]:
     """Silence transformers' table of unused weights, as of a head or a vision tower; missing ones are an error."""
@@ -147,6 +151,7 @@ class CaptionEncoder:
         family, dtype = FAMILIES[section.kind], arithmetic(section.dtype, device)
         self._section, self._dtype, self._device = section, getattr(torch, dtype), device
         self._model: Any = None
+        self._exact: Any = None  # in float32 on the CPU; only after a caption that was not finite
         self._layers = [] if section.output == "pooled" else section.layers or list(family.layers)
         self._is_masked = family.masked and not section.attend_padding
         self._is_capped = bool(config.get("attn_logit_softcapping"))
@@ -191,20 +196,22 @@ class CaptionEncoder:
 
         "" has the tokens of the null caption, whatever the instruction: without padding, or all.
 
-        Raises: EncoderError: the model cannot be loaded, or gives NaN.
+        A caption that gives NaN or infinity is encoded again alone, in float32.
+
+        Raises: EncoderError: the model cannot be loaded, or gives NaN or infinity in float32 too.
         """
         if "" in captions:
             return self._with_null(captions)
         ids, mask = self.tokenizer.ids(captions)
-        return self._checked(ids, mask, self.tokenizer.stored(ids.shape[1]))
+        return self._checked(ids, mask, self.tokenizer.stored(ids.shape[1]), captions)
 
     def encode_null(self) -> EncodedCaptions:
         """Encode the empty caption at full length, padded as the trainers do; B = 1, L = max_tokens.
 
-        Raises: EncoderError: the model cannot be loaded, or gives NaN.
+        Raises: as ``encode``.
         """
         ids, mask = self.tokenizer.null_ids()
-        return self._checked(ids, mask, self.tokenizer.stored(ids.shape[1], null=True))
+        return self._checked(ids, mask, self.tokenizer.stored(ids.shape[1], null=True), [""])
 
     def load(self) -> None:
         """Load the weights, if they are not.
@@ -215,7 +222,7 @@ class CaptionEncoder:
 
     def release(self) -> None:
         """Drop the weights, so that another model fits; the next encode loads them again."""
-        self._model = None
+        self._model = self._exact = None
         gc.collect()  # modules refer to each other
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -235,15 +242,50 @@ class CaptionEncoder:
 
         return EncodedCaptions(merged(null.tokens, encoded.tokens), merged(null.pooled, encoded.pooled))
 
-    def _checked(self, ids: torch.Tensor, mask: torch.Tensor, stored: list[int]) -> EncodedCaptions:
+    def _checked(
+        self, ids: torch.Tensor, mask: torch.Tensor, stored: list[int], captions: Sequence[str]
+    ) -> EncodedCaptions:
+        """Embeddings of token ids (B, L), each finite; those that are not are computed again in float32."""
         encoded = self._forward(ids, mask, stored)
         self.computed += TokenCount(ids.numel(), int((mask == 0).sum()), len(ids))
-        if not all(np.isfinite(array).all() for array in encoded if array is not None):
-            raise EncoderError(
-                f"text.model: {self._class_name} in {self.identity.dtype} gave NaN or infinity. "
-                'Use text.dtype = "bfloat16" or "float32".'
-            )
+        for i, text in enumerate(captions):
+            if _is_finite(encoded.row(i)):
+                continue
+            if self._dtype != torch.float32:
+                LOG.warning(
+                    "caption %r: NaN or infinity in %s, encoded again in float32, which takes long; "
+                    'text.dtype = "bfloat16" or "float32" may avoid it',
+                    text[:80],
+                    self.identity.dtype,
+                )
+                again = self._in_float32(ids[i : i + 1], mask[i : i + 1], stored)
+                for rows, row in zip(encoded, again.row(0), strict=True):
+                    if rows is not None:
+                        rows[i] = row
+            if not _is_finite(encoded.row(i)):
+                raise EncoderError(
+                    f"text.model: {self._class_name} in float32 gave NaN or infinity for the caption {text[:80]!r}. "
+                    "Check its weights, or leave the caption out of the source."
+                )
         return encoded
+
+    def _in_float32(self, ids: torch.Tensor, mask: torch.Tensor, stored: list[int]) -> EncodedCaptions:
+        """As ``_forward``, in float32 with the weights of the file.
+
+        The first call loads them again; they stay in the CPU's memory until ``release``. During a call the model of the
+        recipe's dtype makes room for them on the device.
+        """
+        model, dtype = self._model, self._dtype
+        model.to("cpu")
+        try:
+            self._dtype = torch.float32
+            self._model = self._exact = self._exact or self._loaded()
+            self._model.to(self._device)
+            return self._forward(ids, mask, stored)
+        finally:
+            if self._exact is not None:
+                self._exact.to("cpu")
+            self._model, self._dtype = model.to(self._device), dtype
 
     @torch.inference_mode()
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, stored: list[int]) -> EncodedCaptions:
@@ -285,7 +327,8 @@ class CaptionEncoder:
         check_loaded(loading, f"text.model '{self._folder}'")
         attention = getattr(model.config, "_attn_implementation", "its own")
         what = f"text.model '{self._folder}' ({self._class_name})"
-        LOG.info("%s computes in %s on %s, attention %s", what, self.identity.dtype, self._device, attention)
+        dtype = str(self._dtype).removeprefix("torch.")
+        LOG.info("%s computes in %s on %s, attention %s", what, dtype, self._device, attention)
         return model.to(self._device).eval().requires_grad_(False)
 
     def _language_model_alone(self) -> dict[str, Any]:

@@ -73,15 +73,24 @@ class FeatureEncoder:
         dtype = arithmetic(section.encoder_dtype, device)
         self._dtype, self._device, self._options = getattr(torch, dtype), device, dict(family.options)
         self.turn = threading.Lock()
-        loaded = load_vision_model(family, folder, self._dtype, where)
-        self._model = loaded.to(device).eval().requires_grad_(False)
-        check_choices(section, family, len(blocks_of(loaded)), f"features.{name}")
-        self._spec = feature_spec(loaded.config, section, images_px, what)
-        self._take_layer(section.layer)
-        registers = getattr(loaded.config, "num_register_tokens", 0)
+        self._layer = section.layer
+        if section.layer >= 0:
+            self._options["output_hidden_states"] = True
+
+        def load_weights(dtype: torch.dtype) -> Any:
+            loaded = load_vision_model(family, folder, dtype, where)
+            check_choices(section, family, len(blocks_of(loaded)), f"features.{name}")
+            if section.layer >= 0:
+                del blocks_of(loaded)[max(1, section.layer) :]  # the others would be computed for nothing
+            if family.positions:
+                resample_positions(loaded, family, where)
+            return loaded.eval().requires_grad_(False)
+
+        self._load_weights, self._exact = load_weights, None
+        self._model: Any = load_weights(self._dtype).to(device)
+        self._spec = feature_spec(self._model.config, section, images_px, what)
+        registers = getattr(self._model.config, "num_register_tokens", 0)
         self._num_prefix = registers + 1 if family.has_class_token else 0
-        if family.positions:
-            resample_positions(loaded, family, where)
         self._mean, self._std = (
             torch.tensor(numbers, dtype=torch.float32, device=device)[:, None, None] for numbers in (mean, std)
         )
@@ -116,26 +125,24 @@ class FeatureEncoder:
         return self._forward(pixels)
 
     def encode_in_float32(self, pixels: np.ndarray) -> list[np.ndarray]:
-        """Encode in float32 whatever the recipe's dtype, one picture at a time; as ``encode``."""
-        dtype = self._dtype
+        """Encode in float32 whatever the recipe's dtype, one picture at a time; as ``encode``.
+
+        The weights are loaded and kept as those of ``ImageEncoder.encode_in_float32``.
+
+        Raises: EncoderError: they can no longer be loaded.
+        """
+        model, dtype = self._model, self._dtype
+        if dtype != torch.float32 and self._exact is None:
+            self._exact = self._load_weights(torch.float32)
         try:
-            self._cast(torch.float32)
+            if self._exact is not None:
+                self._model, self._dtype = self._exact.to(self._device), torch.float32
             alone = [self._forward(pixels[i : i + 1]) for i in range(len(pixels))]
             return [np.concatenate(arrays) for arrays in zip(*alone, strict=True)]
         finally:
-            self._cast(dtype)
-
-    def _cast(self, dtype: torch.dtype) -> None:
-        """Cast the weights alone: buffers, as the frequencies of rotary positions, always have float32."""
-        self._dtype = dtype
-        for weight in self._model.parameters():
-            weight.data = weight.data.to(dtype)
-
-    def _take_layer(self, layer: int) -> None:
-        self._layer = layer
-        if layer >= 0:
-            self._options["output_hidden_states"] = True
-            del blocks_of(self._model)[max(1, layer) :]  # the others would be computed for nothing
+            self._model, self._dtype = model, dtype
+            if self._exact is not None:
+                self._exact.to("cpu")
 
     @torch.inference_mode()
     def _forward(self, pixels: np.ndarray) -> list[np.ndarray]:

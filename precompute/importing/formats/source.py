@@ -21,14 +21,13 @@ import numpy as np
 import xxhash
 from safetensors import SafetensorError
 
-from ....datasets.errors import RecordRejected, ResourceError, SourceError
+from ....datasets.errors import RecordRejected, SourceError
 from ...config import TextSection
+from ...images.faults import fault_error, is_fault
 from .recipe import ImportRecipe
 from .untrusted.arrays import parse_npy, read_file
 
 UNREADABLE = (OSError, ValueError, EOFError, LookupError, NotImplementedError, SafetensorError)
-LACKING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
-FAILING = frozenset({errno.EIO, errno.ESTALE})
 
 
 @dataclass(frozen=True)
@@ -171,25 +170,15 @@ def rejecting(what: str, reason: str = "") -> Iterator[None]:
 
     Args:
       reason: of the reject, if not "missing_file" or "unreadable".
-    Raises: RecordRejected. ResourceError: out of memory, disk or file descriptors. SourceError: the disk fails.
+    Raises: RecordRejected. ResourceError: a fault, as of ``is_fault``, or no room for a temporary file.
     """
     try:
         yield
     except FileNotFoundError as error:
         raise RecordRejected("scan", reason or "missing_file", f"{what}: there is no such file") from error
     except (*UNREADABLE, MemoryError) as error:
-        number = getattr(error, "errno", None)
-        if number in LACKING or isinstance(error, MemoryError):
-            raise ResourceError(
-                f"source, '{what}': this machine lacks what reading takes ({error or 'no memory'}). Needed: memory, "
-                "room for temporary files (TMPDIR), and open files (ulimit -n). Nothing was rejected for it: make "
-                "some free, and run the same command again."
-            ) from error
-        if number in FAILING:
-            raise SourceError(
-                f"source, '{what}': its disk or network folder fails ({error}). Nothing was rejected for it: repair "
-                "it, and run the same command again."
-            ) from error
+        if is_fault(error) or getattr(error, "errno", None) == errno.ENOSPC:
+            raise fault_error(what, error) from error
         raise RecordRejected(
             "scan", reason or "unreadable", f"{what}: {type(error).__name__}: {error}"[:500]
         ) from error

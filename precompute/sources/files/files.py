@@ -7,15 +7,15 @@ others may never end.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from ....datasets.errors import SourceError
-from ...images.decoder_child import read_bytes, retried
+from ...images.decoder_child import read_bytes
+from ...images.faults import retried
 from .entries import FoundFile, LeftOut, depth_first, ordered, people_made, sorted_entries
 from .remote import RemoteFiles
 
@@ -58,14 +58,14 @@ class SourceFiles(Protocol):
 
         Args:
           ahead: it is read sequentially, so read-ahead pays.
-        Raises: SourceError: it cannot be read.
+        Raises: SourceError: it cannot be read. ResourceError: a fault, as of ``retried``.
         """
         ...
 
     def read(self, path: str, offset: int, num_bytes: int, stage: str) -> bytes:
         """Read the bytes of one picture.
 
-        Raises: RecordRejected: unreadable, or changed since the listing.
+        Raises: RecordRejected: unreadable, or changed since the listing. ResourceError: as ``open``.
         """
         ...
 
@@ -158,8 +158,7 @@ class LocalFiles:
             return FoundFile(path, problem=("unreadable", f"{error.strerror}: {path}"))
 
     def _stat(self, path: str) -> os.stat_result:
-        name = f"{self._root}/{path}"  # Path is slower than the stat
-        return retried(lambda: os.stat(name), name)
+        return retried(lambda: os.stat(f"{self._root}/{path}"), path)  # Path is slower than the stat
 
     def _described(self, path: str, found: os.stat_result) -> FoundFile:
         if not stat.S_ISREG(found.st_mode):  # a FIFO or a device may never end
@@ -169,17 +168,17 @@ class LocalFiles:
     def open(self, path: str, *, ahead: bool = True) -> BinaryIO:
         try:
             # Without O_NONBLOCK, opening a FIFO waits for a writer.
-            name, flags = f"{self._root}/{path}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-            descriptor = retried(lambda: os.open(name, flags), name)
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = retried(lambda: os.open(self.root / path, flags), path)
         except OSError as error:
             raise SourceError(f"source '{self.root / path}': it cannot be read ({error.strerror}).") from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise SourceError(f"source '{self.root / path}': not a regular file. Remove it from the source.")
-        return io.BufferedReader(_RetriedFile(descriptor, f"{self._root}/{path}"))
+        return open(descriptor, "rb")
 
     def read(self, path: str, offset: int, num_bytes: int, stage: str) -> bytes:
-        return read_bytes(str(self.root / path), offset, num_bytes, stage)
+        return retried(lambda: read_bytes(str(self.root / path), offset, num_bytes, stage), path)
 
 
 def _is(kind: Callable[[], bool]) -> bool:
@@ -190,19 +189,6 @@ def _is(kind: Callable[[], bool]) -> bool:
         if error.errno == errno.ELOOP:
             return False
         raise
-
-
-class _RetriedFile(io.FileIO):
-    """A file whose reads are tried again; see ``retried``."""
-
-    read, readall = io.RawIOBase.read, io.RawIOBase.readall  # pyright: ignore[reportAssignmentType] (both call readinto)
-
-    def __init__(self, descriptor: int, path: str) -> None:
-        super().__init__(descriptor)
-        self._path = path
-
-    def readinto(self, buffer: Any, /) -> int:
-        return retried(lambda: io.FileIO.readinto(self, buffer), self._path)
 
 
 def _identity(folder: Path) -> tuple[int, int]:

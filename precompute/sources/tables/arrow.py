@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from ....datasets.errors import SourceError
 from ...config import SourceSection
+from ...images.faults import is_fault
 from ..files.entries import FoundFile
 from ..files.files import LocalFiles, SourceFiles, open_source_files, shown
 from ..files.folders import Scan
@@ -148,6 +149,8 @@ def _opened(files: SourceFiles, name: str) -> Iterator[pa.NativeFile]:
             else:
                 yield pa.PythonFile(file, mode="r")
     except ARROW_ERRORS as error:
+        if is_fault(error):
+            raise
         raise SourceError(f"source '{where}': not a readable Arrow stream ({str(error)[:200]}). Restore it.") from error
 
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from ....datasets.errors import SourceError
 from ...config import SourceSection
+from ...images.faults import is_fault
 from ..files.entries import FoundFile
 from ..files.files import SourceFiles, shown
 from ..files.folders import Scan
@@ -224,4 +225,6 @@ def _parquet_rows(file: BinaryIO, table: str, scan: Scan) -> Iterator[tuple[Rows
             yield Rows(named, lambda i, first=number: f"{table}, row {first + i}"), num_bytes
             number += batch.num_rows
     except PARQUET_ERRORS as error:
+        if is_fault(error):
+            raise
         raise SourceError(f"{table}: not a readable Parquet file ({error}). Restore it.") from error

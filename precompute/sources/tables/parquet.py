@@ -20,8 +20,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ....datasets.errors import RecordRejected, SourceError
+from ....datasets.errors import RecordRejected, SourceError, StoreError
 from ...config import SourceSection
+from ...images.faults import is_fault, retried
 from ..files.entries import FoundFile
 from ..files.files import SourceFiles, shown
 from ..files.folders import Scan
@@ -181,6 +182,8 @@ def _described(file: pq.ParquetFile, columns: Columns, where: str) -> Iterator[d
                 captions = {CAPTIONS: row[columns.captions]} if columns.captions else {}
                 yield captions | ({} if label is None else {"label": label})
     except PARQUET_ERRORS as error:
+        if is_fault(error):
+            raise
         raise SourceError(f"{where}: not a readable Parquet file ({error}). Restore it.") from error
 
 
@@ -219,7 +222,12 @@ class RowBytes:
         """Bytes of the picture of a row.
 
         Raises: RecordRejected: the file is missing or damaged, has fewer rows, or the row has no picture.
+          SourceError: the URL cannot be reached. ResourceError: a fault, as of ``retried``.
         """
+        return retried(lambda: self._try(path, row, stage), path)
+
+    def _try(self, path: str, row: int, stage: str) -> bytes:
+        """As ``read``; raises OSError or MemoryError at a fault."""
         try:
             starts, column = self._known_starts(path)
             if not 0 <= row < starts[-1]:
@@ -227,8 +235,12 @@ class RowBytes:
             group = int(np.searchsorted(starts, row, "right")) - 1
             value = self._group(path, group, column)[row - int(starts[group])]
         except SourceError as error:
+            if isinstance(error.__cause__, StoreError):  # of the network or credentials, not of the file
+                raise
             raise RecordRejected(stage, "unreadable", str(error)) from error
         except (*PARQUET_ERRORS, IndexError) as error:
+            if is_fault(error):
+                raise
             raise RecordRejected(stage, "unreadable", f"{path}, row {row}: {error}") from error
         data = value.as_py()
         if data is None:
@@ -306,6 +318,8 @@ def _opened(files: SourceFiles, name: str) -> Iterator[pq.ParquetFile]:
         try:
             parquet = open_parquet(file, CAPTION_NAMES)
         except PARQUET_ERRORS as error:
+            if is_fault(error):
+                raise
             raise SourceError(
                 f"source '{shown(files, name)}': not a readable Parquet file ({error}). Restore it."
             ) from error

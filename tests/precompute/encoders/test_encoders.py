@@ -183,17 +183,9 @@ def test_encoding_in_float32_leaves_the_arithmetic_as_it_was(save: Save, monkeyp
     one_by_one = np.concatenate([high.encode(pixels()[i : i + 1]) for i in range(3)])
     again = low.encode_in_float32(pixels())
     assert again.dtype == np.float32
-    assert np.array_equal(again, one_by_one)  # also the weights are those of the file, not rounded
+    assert np.array_equal(again, one_by_one)  # with the weights of the file, not those rounded to bfloat16
+    assert np.array_equal(low.encode_in_float32(pixels()), one_by_one)
     assert np.array_equal(low.encode(pixels()), before)
-
-
-def test_encoding_again_in_float32_tiles_as_the_recipe_says(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leandit.precompute.encoders.vae.arithmetic", lambda dtype, device: dtype)  # as on a GPU
-    folder = save("kl")
-    low, _ = image_encoder(folder, dtype="bfloat16", tile_px=48)
-    high, _ = image_encoder(folder, tile_px=48)
-    large = np.random.default_rng(0).integers(0, 256, (1, 96, 128, 3), np.uint8)
-    assert np.array_equal(low.encode_in_float32(large), high.encode(large))
 
 
 @pytest.mark.parametrize(("family", "tile_px"), [("kl", 48), ("kl", 64), ("dc", 64)])
@@ -635,11 +627,33 @@ def test_an_unusable_t5_is_one_clear_error(spoil: Callable[[Path], None], words:
         caption_encoder(t5).load()
 
 
-def test_nonfinite_caption_embeddings_are_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, nan = caption_encoder(), np.full((1, 3, 64), np.nan, np.float32)
-    monkeypatch.setattr(encoder, "_forward", lambda ids, mask, stored: EncodedCaptions(nan, None))
-    with pytest.raises(EncoderError, match=r'NaN or infinity.*text\.dtype = "bfloat16" or "float32"'):
-        encoder.encode(["a circle"])
+@pytest.mark.parametrize("heals", [True, False], ids=["heals in float32", "never heals"])
+def test_a_caption_that_is_not_finite_is_encoded_again_in_float32(heals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leandit.precompute.encoders.text.encoder.arithmetic", lambda dtype, device: dtype)  # as a GPU
+    low, high, forward = caption_encoder(dtype="bfloat16"), caption_encoder(), CaptionEncoder._forward
+    captions = ["a red circle", "a red square", "a tiny circle"]
+    exact = high.encode(["a red square"]).token_rows()[0]
+    plain = low.encode(captions).token_rows()
+
+    def failing(self: CaptionEncoder, ids: torch.Tensor, mask: torch.Tensor, stored: list[int]) -> EncodedCaptions:
+        encoded = forward(self, ids, mask, stored)
+        if len(ids) == 3:
+            encoded.token_rows()[1, 0, 0] = np.nan
+        elif not heals:
+            encoded.token_rows()[0, 0, 0] = np.inf
+        return encoded
+
+    monkeypatch.setattr(CaptionEncoder, "_forward", failing)
+    if not heals:
+        with pytest.raises(EncoderError, match=r"float32 gave NaN or infinity for the caption 'a red square'.*leave"):
+            low.encode(captions)
+        return
+    found = low.encode(captions).token_rows()
+    assert np.array_equal(found[1], exact)  # with the weights of the file, not those rounded to bfloat16
+    assert not np.array_equal(found[1], plain[1])
+    assert np.array_equal(found[[0, 2]], plain[[0, 2]])
+    monkeypatch.undo()
+    assert np.array_equal(low.encode(captions).token_rows(), plain)
 
 
 def test_the_identity_of_a_t5_follows_weights_and_tokenizer(t5: Path) -> None:

@@ -18,11 +18,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from making import SUPPORT
+from making import CPU, SUPPORT, label_recipe, make_class_folder
 from pictures import encoded, exif, noise
 
 from leandit.datasets.errors import RecordRejected, ResourceError
+from leandit.datasets.format.schema import Manifest
 from leandit.datasets.format.table_schemas import REJECT_REASONS
+from leandit.precompute import pipeline
+from leandit.precompute.images import faults
 from leandit.precompute.images.decoders import Decoded, Decoders, PicturePlace
 from leandit.precompute.images.pixels import decode_picture, read_size
 
@@ -284,25 +287,6 @@ def test_a_file_that_is_larger_than_the_memory_is_rejected(shared: Decoders, tmp
     assert rejected(lambda: shared.size(path, 0, 8 << 30)).reason == "too_large"
 
 
-def test_a_fault_of_the_disk_is_tried_again_and_never_a_reject(photo: Path) -> None:
-    once, always, size = photo.with_name("EIO once.png"), photo.with_name("EIO always.png"), photo.stat().st_size
-    for path in (once, always):
-        path.write_bytes(photo.read_bytes())
-    with Decoders(1, _child_module=STUB) as decoders:
-        place = PicturePlace(once, 0, size)
-        assert decoders.sizes([place]) == [(60, 40)]
-        assert decoders.size(*place) == (60, 40)
-        assert decode(decoders, once).height_px == 60
-        place = PicturePlace(always, 0, size)
-        for work in (
-            lambda: decoders.sizes([place]),
-            lambda: decoders.size(*place),
-            lambda: decode(decoders, always),
-        ):
-            with pytest.raises(ResourceError, match=r"EIO always.*failed 4 times.*Input/output.*run the same command"):
-                work()
-
-
 # -- the children themselves --
 
 
@@ -485,3 +469,77 @@ def test_decoders_belong_to_the_process_that_made_them(photo: Path) -> None:
 def test_no_children_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match="num_children"):
         Decoders(count)
+
+
+# -- faults of the disk or the machine --
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses between tries that a test can wait for."""
+    monkeypatch.setattr(faults, "PAUSES", (0.01, 0.02, 0.05))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_disk_that_fails_for_a_moment_costs_nothing(shared: Decoders, tmp_path: Path) -> None:
+    path = tmp_path / "eio.png"
+    path.write_bytes(encoded(noise(40, 60), "PNG"))
+    (tmp_path / "broken").write_text("3")
+    assert decode(shared, path).height_px == 40
+    (tmp_path / "broken").write_text("1")
+    place = PicturePlace(path, 0, path.stat().st_size)
+    assert shared.sizes([place, place]) == [(40, 60)] * 2
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_disk_that_fails_is_an_error_of_resources_and_no_reject(shared: Decoders, tmp_path: Path) -> None:
+    path = tmp_path / "eio.png"
+    path.write_bytes(encoded(noise(40, 60), "PNG"))
+    (tmp_path / "broken").write_text("100")
+    for work in (
+        lambda: decode(shared, path),
+        lambda: shared.size(path, 0, 9),
+        lambda: shared.sizes([PicturePlace(path, 0, 9)]),
+    ):
+        with pytest.raises(ResourceError, match=r"eio\.png.*Input/output error.*Nothing was rejected") as caught:
+            work()
+        assert caught.value.exit_code == 5
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_network_folder_that_stalls_is_no_reject(tmp_path: Path) -> None:
+    path = tmp_path / "stall"
+    path.write_bytes(encoded(noise(40, 60), "PNG"))
+    (tmp_path / "stalls").touch()
+    with Decoders(1, timeout_seconds=0.2, _child_module=STUB) as decoders:
+        with pytest.raises(ResourceError, match=r"stall.*no bytes in 0\.8 s"):
+            decode(decoders, path)
+        waiter = threading.Timer(0.5, (tmp_path / "stalls").unlink)
+        waiter.start()
+        assert decode(decoders, path).height_px == 40
+        waiter.join()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_precompute_stops_at_a_failing_disk_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, broken = make_class_folder(tmp_path / "source", classes=1, per_class=3), tmp_path / "source/n000/broken"
+    (source / "n000/1.png").rename(source / "n000/eio.png")
+    monkeypatch.setattr(pipeline, "Decoders", lambda count: Decoders(count, _child_module=STUB))
+
+    def run(*, fails_after: str = "") -> Manifest | None:
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage == fails_after and done >= total:
+                broken.write_text("100")
+
+        recipe = label_recipe()
+        store = tmp_path / "store"
+        return pipeline.precompute(recipe, source_path=source, store_path=store, device=CPU, progress=progress).manifest
+
+    for stage in ("list", "scan"):
+        with pytest.raises(ResourceError, match=r"eio\.png.*run the same command again; it resumes"):
+            run(fails_after=stage)
+        assert not (tmp_path / "store/manifest.json").exists()
+        broken.unlink()
+    manifest = run()
+    assert manifest
+    assert (manifest.num_stored, manifest.num_rejected) == (3, 0)

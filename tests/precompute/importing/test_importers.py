@@ -623,6 +623,24 @@ def test_buckets_are_the_sizes_of_the_latents(tmp_path: Path) -> None:
     assert store.captions.num_rows == 7
 
 
+def test_captions_that_an_import_narrows_to_float16_are_measured(tmp_path: Path) -> None:
+    made = make_pixart(tmp_path / "source")
+    for path in (made.source / "InternData/caption_features_new").glob("*.npz"):
+        with np.load(path) as held:
+            feature, mask = held["caption_feature"].astype(np.float32) * 1.0001, held["attention_mask"]
+        np.savez_compressed(path, caption_feature=feature, attention_mask=mask)
+    run_import(made, tmp_path / "narrow", "store.dtype=float16")
+    run_import(made, tmp_path / "exact")
+    columns = ["min_cosine", "max_error"]
+    for row in LatentStore(tmp_path / "narrow").captions.select(columns).to_pylist():
+        assert 0.999 < row["min_cosine"] <= 1
+        assert 0 < row["max_error"] < 0.01
+    exact = LatentStore(tmp_path / "exact")
+    assert exact.spec.text
+    assert exact.spec.text.dtype == "float32"
+    assert {tuple(row.values()) for row in exact.captions.select(columns).to_pylist()} == {(None, None)}
+
+
 def test_without_a_null_caption_the_user_is_told_what_it_is_for(tmp_path: Path) -> None:
     made = make_pixart(tmp_path / "source")
     with pytest.raises(SourceError, match=r"replaces some by a null caption of shape \(12, 16\).*--null"):
@@ -791,8 +809,8 @@ def test_packed_shards_hold_no_open_files(tmp_path: Path) -> None:
         (OSError(errno.ENOMEM, "Cannot allocate memory"), ResourceError),
         (OSError(errno.ENOSPC, "No space left on device"), ResourceError),
         (MemoryError(), ResourceError),
-        (OSError(errno.EIO, "Input/output error"), SourceError),
-        (OSError(errno.ESTALE, "Stale file handle"), SourceError),
+        (OSError(errno.EIO, "Input/output error"), ResourceError),
+        (OSError(errno.ESTALE, "Stale file handle"), ResourceError),
         (OSError(errno.EACCES, "Permission denied"), RecordRejected),
         (OSError("not a regular file"), RecordRejected),
     ],

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
+import resource
 import shutil
 import tarfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 import pyarrow as pa
@@ -20,9 +22,11 @@ import pytest
 from making import caption_recipe, label_recipe, picture, tree_digest
 from s3_server import s3_server
 
-from leandit.datasets.errors import RecordRejected, SourceError
+from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
 from leandit.datasets.store import LatentStore
+from leandit.precompute.images import faults
 from leandit.precompute.pipeline import Report
+from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.source import Source, list_source
 from leandit.precompute.sources.tables import json_rows, parquet
@@ -642,3 +646,67 @@ def test_few_row_groups_are_read_at_once(tmp_path: Path, monkeypatch: pytest.Mon
         found = pool.map(lambda r: source.place(r.path, r.offset, r.num_bytes, stage="decode").data, source.records)
         assert list(found) == [content] * 12
     assert max(most) == parquet.GROUPS_AT_ONCE
+
+
+class FailingFile(io.RawIOBase):
+    """A file whose disk fails for a number of reads."""
+
+    def __init__(self, file: BinaryIO, failures: list[BaseException]) -> None:
+        self._file, self._failures = file, failures
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, *where: int) -> int:
+        return self._file.seek(*where)
+
+    def read(self, size: int = -1) -> bytes:
+        if self._failures:
+            raise self._failures.pop()
+        return self._file.read(size)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle")]
+)
+def test_a_disk_that_fails_under_a_parquet_file_is_no_reject(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    monkeypatch.setattr(faults, "PAUSES", (0.0, 0.0, 0.0))
+    write_parquet(tmp_path / "a.parquet", {"image": struct_column([jpeg(0), jpeg(1)])})
+    source, failures, opened = list_source(tmp_path), list[BaseException](), LocalFiles.open
+    monkeypatch.setattr(LocalFiles, "open", lambda self, *a, **k: FailingFile(opened(self, *a, **k), failures))
+    failures[:] = [error] * 3
+    assert bytes_of(source, source.records[1]) == jpeg(1)  # three tries met it
+    source = list_source(tmp_path)
+    failures[:] = [error] * 100
+    with pytest.raises(ResourceError, match=r"a\.parquet.*Nothing was rejected") as caught:
+        bytes_of(source, source.records[1])
+    assert caught.value.exit_code == 5
+    with pytest.raises(ResourceError, match=r"Nothing was rejected"):
+        list_source(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "parquet", "tar"])
+def test_too_few_open_files_are_no_reject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(faults, "PAUSES", (0.0, 0.0, 0.0))
+    if kind == "folder":
+        put(tmp_path / "c/a.jpg", jpeg(0))
+    elif kind == "parquet":
+        write_parquet(tmp_path / "a.parquet", {"image": struct_column([jpeg(0)])})
+    else:
+        put(tmp_path / "a.tar", tar_of([("a.jpg", jpeg(0))]))
+    source, (soft, hard) = list_source(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those below are open already
+    try:
+        with pytest.raises(ResourceError, match=r"Too many open files.*ulimit -n.*Nothing was rejected"):
+            bytes_of(source, source.records[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert bytes_of(source, source.records[0]) == jpeg(0)

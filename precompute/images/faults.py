@@ -1,0 +1,64 @@
+"""Faults of a disk, a network folder or this machine while a source is read: retried, and never a reject.
+
+A picture is rejected for what its file holds. A store that depended on the weather could not be made again.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from ...datasets.errors import ResourceError
+
+T = TypeVar("T")
+
+PAUSES = (1.0, 5.0, 20.0)  # seconds between tries: a server that restarts, a mount that comes back
+FAULTS = frozenset(
+    {
+        *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY),
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS),
+        *(errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED),
+        *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+        *(number for name in ("EREMOTEIO", "ENOLINK", "ECOMM") if (number := getattr(errno, name, 0))),
+    }
+)
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether reading failed for a reason that is not the file's, so that it may succeed later."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in FAULTS)
+
+
+def fault_error(what: str, error: BaseException) -> ResourceError:
+    """The error that ends a run at a fault.
+
+    Args:
+      what: the file that was read.
+    """
+    return ResourceError(
+        f"source, '{what}': it cannot be read now ({error or 'out of memory'}). The disk, the network folder or this "
+        "machine fails (needed: memory, open files (ulimit -n), room for temporary files (TMPDIR)), not the file. "
+        "Nothing was rejected for it: make it work again, then run the same command again; it resumes."
+    )
+
+
+def retried(read: Callable[[], T], what: str, *, pause: Callable[[float], object] = time.sleep) -> T:
+    """Read, and again after pauses where a fault prevents it.
+
+    Args:
+      what: the file, for the error.
+      pause: waits for some seconds.
+    Raises: ResourceError: the last try met a fault as well; whatever else ``read`` raises.
+    """
+    for seconds in (*PAUSES, None):
+        try:
+            return read()
+        except (OSError, MemoryError) as error:
+            if not is_fault(error):
+                raise
+            if seconds is None:
+                raise fault_error(what, error) from error
+            pause(seconds)
+    raise AssertionError("the last try returns or raises")
