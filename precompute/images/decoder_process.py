@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,7 +19,8 @@ import numpy as np
 from ...datasets.errors import RecordRejected, ResourceError
 from .decoder_child import READ, READING, READY
 
-START_SECONDS = 600.0  # a busy machine may take minutes; a child that ends sooner is noticed at once
+START_SECONDS = 600.0  # until a living child counts as hung: a cold interpreter, a network disk, a busy machine
+ALIVE_SECONDS = 1.0  # between two looks at a child that starts
 END_SECONDS = 2.0  # from the end of a socket to the end of its process
 MAX_HEAD_BYTES = 1 << 20
 RETRY_PATIENCE = 4  # times the time-out, for a large picture on a busy machine
@@ -103,8 +105,12 @@ class DecoderProcess:
                     stderr=subprocess.DEVNULL,  # libtiff and others log there
                     process_group=0,  # Ctrl-C is the parent's
                 )
-            if not self._connection.poll(START_SECONDS):
-                raise TimeoutError(f"no answer in {START_SECONDS:g} s")
+            end = time.monotonic() + START_SECONDS
+            while not self._connection.poll(ALIVE_SECONDS):  # also True at the end of the socket
+                if self._process.poll() is not None:
+                    raise EOFError  # a process forked meanwhile holds the socket open
+                if time.monotonic() > end:
+                    raise TimeoutError(f"no answer in {START_SECONDS:g} s")
             if self._connection.recv_bytes(len(READY)) != READY:
                 raise OSError("its first message is wrong")
         except (EOFError, OSError) as error:

@@ -72,4 +72,5 @@ def read_from_a_broken_disk(path: str, *how: Any, **more: Any) -> bytes:
 decoder_child.read_bytes = read_from_a_broken_disk
 
 if __name__ == "__main__":
+    time.sleep(float(os.environ.get("STUB_START_SECONDS", "0")))
     decoder_child.main(answer)

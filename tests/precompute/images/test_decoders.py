@@ -443,6 +443,13 @@ def test_a_child_that_cannot_start_is_an_error_of_resources(photo: Path) -> None
     assert open_files() == files
 
 
+@pytest.mark.slow
+def test_a_child_that_starts_slowly_is_waited_for(photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_START_SECONDS", "65")  # as on a machine with ten busy processes for each core
+    with Decoders(1, _child_module=STUB) as decoders:
+        assert decode(decoders, photo).height_px == 60
+
+
 def test_decoders_belong_to_the_process_that_made_them(photo: Path) -> None:
     def use(send: object) -> None:
         try:
