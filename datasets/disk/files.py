@@ -81,7 +81,7 @@ def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
     Args:
       path: the file; its folder is created if missing.
       parts: the content, or consecutive buffers of it.
-    Raises: ResourceError: the disk is full or over quota; nothing remains.
+    Raises: ResourceError: the disk is full or over quota, or the file too large; nothing remains.
     """
     temporary = temporary_beside(path)
     try:
@@ -108,7 +108,7 @@ def write_folder(final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]]
       replace: replace an existing folder and remove it last (``sweep_strays`` restores it if the process dies in
         between); otherwise an existing folder stays.
     Returns: False if an existing folder stayed.
-    Raises: ResourceError: the disk is full or over quota; nothing remains.
+    Raises: ResourceError: the disk is full or over quota, or the file too large; nothing remains.
     """
     with temporary_folder(final) as temporary:
         is_new = _write_folder(temporary, final, files, replace=replace)
@@ -121,7 +121,7 @@ def write_folder(final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]]
 def temporary_folder(final: Path) -> Iterator[Path]:
     """An empty folder next to ``final``, to be filled and moved there; removed if the block fails.
 
-    Raises: ResourceError: the disk is full or over quota.
+    Raises: ResourceError: the disk is full or over quota, or the file too large.
     """
     temporary = temporary_beside(final)
     try:
@@ -258,8 +258,8 @@ def raise_if_full(error: OSError, path: Path) -> None:
     """Turn "no space left" into a ResourceError with the free space, and "file too large" into one with the limits."""
     if error.errno == errno.EFBIG:
         raise ResourceError(
-            f"file '{path}': {error.strerror}. A limit of this process ('ulimit -f' shows it) or of the file system "
-            "(FAT32: 4 GiB a file) was reached. Raise it, or use another disk, then run the same command again: it "
+            f"file '{path}': {error.strerror}: more than this process ('ulimit -f') or the file system (FAT32: 4 GiB) "
+            "allows in one file. Raise the limit or use another file system, then run the same command again: it "
             "resumes."
         ) from error
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

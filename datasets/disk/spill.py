@@ -32,10 +32,11 @@ def named_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        free = "Free some space there, or name" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Name"
+        full, large = "Free some space there, or name", "Raise 'ulimit -f', or name"
+        advice = {errno.ENOSPC: full, errno.EDQUOT: full, errno.EFBIG: large}.get(error.errno or 0, "Name")
         raise ResourceError(
-            f"{what}: '{tempfile.gettempdir()}' cannot hold it ({error}). {free} another folder in the environment as "
-            "TMPDIR."
+            f"{what}: '{tempfile.gettempdir()}' cannot hold it ({error}). {advice} another folder in the environment "
+            "as TMPDIR."
         ) from error
 
 

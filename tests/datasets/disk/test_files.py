@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -41,10 +42,11 @@ from leandit.datasets.disk.owners import (
     temporary_beside,
     this_process,
 )
+from leandit.datasets.disk.spill import map_array
 from leandit.datasets.disk.strays import find_strays, sweep_strays
 from leandit.datasets.errors import DamageError, ResourceError
 
-FULL = [(errno.ENOSPC, "iB free"), (errno.EDQUOT, "iB free"), (errno.EFBIG, "ulimit -f")]
+FULL = [errno.ENOSPC, errno.EDQUOT]
 
 
 def names(folder: Path) -> list[str]:
@@ -130,6 +132,21 @@ def test_a_full_disk_is_a_resource_error_that_names_the_file_and_its_limit(
     assert os.strerror(number) in str(caught.value)
     assert caught.value.exit_code == 5
     assert not list(tmp_path.rglob(f"{TEMPORARY_PREFIX}*"))
+
+
+def test_a_file_that_is_too_large_is_not_told_to_free_space(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(ResourceError, match=r"File too large.*'ulimit -f'.*file system.*Raise the limit") as caught:
+            write_atomic(tmp_path / "file", bytes(1 << 17))
+        with pytest.raises(ResourceError, match=r"File too large.*Raise 'ulimit -f', or name another folder.*TMPDIR"):
+            map_array(1 << 17, "uint8", "a table")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "space" not in str(caught.value)
+    assert caught.value.exit_code == 5
+    assert names(tmp_path) == []
 
 
 def test_the_order_is_write_sync_rename_sync_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
