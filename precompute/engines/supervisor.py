@@ -106,6 +106,7 @@ class Supervisor:
         self._running: list[_Running] = []
         self._started: list[_Running] = []
         self._deaths: Counter[Task] = Counter()
+        self._totals: dict[str, int] = {}  # of the stages whose progress was shown
         self._leaders_lost = 0  # in a row, without a commit
         self._last_planned = self._planned()  # before this run
 
@@ -188,7 +189,9 @@ class Supervisor:
                 one.work = message
             case _ if one not in self._running:  # ended meanwhile
                 pass
-            case Report():
+            case Report():  # all is committed, though the last counts of others may still be on their way
+                for stage, total in self._totals.items():
+                    self._progress(stage, total, total)
                 return message
             case Failed(error):
                 raise error
@@ -199,6 +202,8 @@ class Supervisor:
             case logging.LogRecord():
                 tell(message, one.place.name)
             case (stage, done, total) if stage not in OF_SHARDS or one is self._running[0]:
+                if stage in (CAPTIONS, PICTURES):
+                    self._totals[stage] = total
                 self._progress(stage, done, total)
         return None
 

@@ -485,7 +485,6 @@ def test_a_gpu_that_is_not_known_is_answered_with_the_nearest(name: str, meant: 
         ("train dit-s-2-256 --dry-run --device cpu", "peft", "lora"),
         ("demo", "torch", "all"),
         ("demo", "torchdata.stateful_dataloader", "train"),
-        ("bench bytes", "litdata", "bench"),
     ],
 )
 def test_what_is_not_installed_is_named_with_the_smallest_extra_that_has_it(
@@ -494,7 +493,7 @@ def test_what_is_not_installed_is_named_with_the_smallest_extra_that_has_it(
     def fail(*_args: object, **_kwargs: object) -> None:
         raise ModuleNotFoundError(f"No module named '{module}'", name=module)
 
-    for place in ("plan.dry_run.describe_train", "demo.demo.run_demo", "bench.encode.cache_bytes.run"):
+    for place in ("plan.dry_run.describe_train", "demo.demo.run_demo"):
         monkeypatch.setattr(f"leandit.tools.{place}", fail)
     monkeypatch.setattr("leandit.precompute.pipeline.precompute", fail)
     ended = leandit(*command.split())
