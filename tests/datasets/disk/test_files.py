@@ -46,7 +46,7 @@ from leandit.datasets.disk.spill import map_array
 from leandit.datasets.disk.strays import find_strays, sweep_strays
 from leandit.datasets.errors import DamageError, ResourceError
 
-FULL = [errno.ENOSPC, errno.EDQUOT]
+FULL = [(errno.ENOSPC, "iB free"), (errno.EDQUOT, "iB free"), (errno.EFBIG, "ulimit -f")]
 
 
 def names(folder: Path) -> list[str]:
