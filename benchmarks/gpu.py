@@ -92,9 +92,10 @@ def _run_cell(cell: Cell, device: str, scratch: Path, fast_dit: Path | None) -> 
             return record | {"status": "skipped", "message": message, "result": None}
         arguments["fast_dit"] = str(fast_dit.resolve())
     if cell.table in NEEDS_SCRATCH:
-        arguments["scratch"] = str(scratch)
-    temporary = {"TMPDIR": str(fresh_folder(scratch, "tmp"))}  # a killed cell leaves its files there
-    outcome = in_child(*FUNCTIONS[cell.table], arguments, limit_seconds=cell.limit_seconds, environment=temporary)
+        arguments["scratch"], environment = str(scratch), {}
+    else:  # temporary stores, which a killed cell leaves; not where workers need a short path for their sockets
+        environment = {"TMPDIR": str(fresh_folder(scratch, "tmp"))}
+    outcome = in_child(*FUNCTIONS[cell.table], arguments, limit_seconds=cell.limit_seconds, environment=environment)
     record |= {"seconds": round(outcome.seconds, 1), "message": outcome.message}
     if outcome.status == "done" and (reason := outcome.result.get("skipped")):
         return record | {"status": "skipped", "message": reason, "result": None}

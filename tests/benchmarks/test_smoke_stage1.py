@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,15 +33,20 @@ PRECOMPUTE = [
 ]
 
 
-def run(*arguments: object, call: bool = False) -> str:
-    """Stdout of a benchmark that ends with 0, or of a function of one with JSON arguments."""
-    script, *rest = map(str, arguments)
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / ("measuring.py" if call else script)),
-        *([script] if call else []),
-    ]
-    ended = subprocess.run([*command, *rest], capture_output=True, text=True, check=False, stdin=subprocess.PIPE)
+def run(script: str, *arguments: object) -> str:
+    """Stdout of a benchmark that ends with 0."""
+    return output([str(ROOT / "benchmarks" / script), *map(str, arguments)])
+
+
+def call(function: str, arguments: dict[str, Any]) -> Any:
+    """The result of a function of encode.py, by way of JSON."""
+    code = f"import json, encode; print(json.dumps(encode.{function}(**json.loads({json.dumps(arguments)!r}))))"
+    return json.loads(output(["-c", code]).splitlines()[-1])
+
+
+def output(command: list[str]) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, env=environment)
     assert ended.returncode == 0, ended.stderr[-2000:]
     return ended.stdout
 
@@ -97,8 +103,9 @@ def test_the_page_has_the_bytes_that_the_command_prints() -> None:
 
 @pytest.mark.slow
 def test_recipes_are_compared_and_the_comparison_resumes(tmp_path: Path) -> None:
-    sizes = ["--seeds", 1, "--steps", 4, "--images", 48, "--teacher-steps", 2, "--samples", 3, "--rounds", 1]
-    command = ["learning.py", "--out", tmp_path, *sizes, "--set", "run.global_batch=8"]
+    sizes = ["--seeds", 1, "--steps", 2, "--images", 48, "--teacher-steps", 2, "--samples", 1, "--rounds", 1]
+    settings = ["--set", "run.global_batch=2", "--set", "run.evaluate_images=8"]
+    command = ["learning.py", "--out", tmp_path, *sizes, *settings]
     found = table(run(*command))
     assert {"plain", "REPA", "TREAD", "contrastive"} <= found.keys()
     assert np.asarray(Image.open(tmp_path / "learning.png")).std() > 0
@@ -112,9 +119,6 @@ def test_functions_for_other_processes_return_what_tables_need(tmp_path: Path) -
     images = {"side_px": 32, "batch": 2, "vae": "shipped:vae"}
     settings = ["model.name=DiT-Ti/4", "run.global_batch=2", "run.precision=fp32", "run.compile=false"]
     caching = {"recipe": "dit-s-2-256", "side_px": 64, "settings": settings, "vae": "shipped:vae", "text": None}
-
-    def call(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        return json.loads(run("encode", function, json.dumps(arguments), call=True).splitlines()[-1])
 
     rates = call("measure_precompute", sizes | images)["rates"]
     assert rates.keys() == {"bare encoder", "bare decode", "leandit", "PixArt", "fast-DiT"}
