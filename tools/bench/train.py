@@ -19,7 +19,6 @@ from ...train.config import TrainRecipe
 from ...train.metrics.window import StepReport
 from ...train.parallel.stop import StopRequest
 from ..plan.workload import TrainingWorkload
-from ..terminal.cpu_memory import keep_freed_memory
 from ..terminal.progress import ProgressLine
 
 REPORT_EVERY = 10  # steps: as the default of run.log_every, so that waits for figures cost what they cost in a run
@@ -45,8 +44,6 @@ def measure(
       (0 to 1; None where the peak of the device is unknown), peak_gib.
     Raises: as ``loop.train``; RunError: it was stopped.
     """
-    if device.type == "cpu":
-        keep_freed_memory()
     figures: dict[str, list[Any]] = {name: [] for name in ("step_seconds", "data_wait_share", "mfu", "peak_gib")}
     recipe, rates = work.recipe, list[float]()
     for number in range(rounds):

@@ -27,9 +27,9 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.main import main
 from leandit.tools.export import publish as publishing
-from leandit.tools.export.card import fenced, front_matter, table
+from leandit.tools.export.cards import Terms, model_card
 from leandit.tools.export.hub import HubRepository
-from leandit.tools.export.publish import PublishRequest, publish
+from leandit.tools.export.publish import publish
 from leandit.train.loop import StopRequest, train
 from leandit.train.sampling.snapshot import load_snapshot
 
@@ -48,7 +48,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 def send(store: Path, url: str = URL, **changes: object) -> dict:
-    return publish(PublishRequest(store, url, **SAID | changes), no_progress)  # type: ignore[arg-type]
+    return publish(store, url, no_progress, **SAID | changes)  # type: ignore[arg-type]
 
 
 def published(hub: Hub, name: str = NAME, branch: str = "main") -> dict[str, Stored]:
@@ -139,7 +139,7 @@ from leandit.tools.export import publish as publishing
 publishing.COMMIT_FILES = 5
 use_hub(sys.argv[1], pytest.MonkeyPatch())
 said = {"private": True, "licence": "cc-by-4.0", "encoder_licence": "mit"}
-publishing.publish(publishing.PublishRequest(Path(sys.argv[2]), sys.argv[3], **said), lambda *_: None)
+publishing.publish(Path(sys.argv[2]), sys.argv[3], lambda *_: None, **said)
 """
 
 
@@ -201,9 +201,9 @@ def test_a_branch_is_a_place_of_its_own(hub: Hub, caption_store: LatentStore) ->
         ({"private": None}, "--private or --public: who may read it. Give"),
         ({"licence": " "}, "--license: that of the pictures"),
         ({"private": None, "licence": "", "encoder_licence": ""}, "who may read it; --license.*; --encoder-license"),
-        ({"url": "hf://datasets/one-name"}, "needed hf://datasets/OWNER/NAME"),
+        ({"url": "hf://datasets/one-name"}, "expected hf://datasets/OWNER/NAME"),
         ({"url": f"hf://{NAME}"}, "is a store. Give hf://datasets/OWNER/NAME"),
-        ({"url": "s3://bucket/pictures"}, "needed hf://"),
+        ({"url": "s3://bucket/pictures"}, "expected hf://"),
         ({"as_pipeline": True}, "--export: it is for a run"),
     ],
 )
@@ -293,13 +293,13 @@ def test_a_file_that_goes_meanwhile_is_one_error(
     send(caption_store.path)
     shutil.copy(caption_store.path / "captions.parquet", store)
     remove_before("listing")
-    with pytest.raises(StoreError, match=r"captions\.parquet' has gone while it was published"):
+    with pytest.raises(StoreError, match=r"captions\.parquet' disappeared while it was published"):
         send(store)
 
 
 @pytest.mark.parametrize("branch", ["", "a b", "/a", "a//b", "../a", "-a", "a?b"])
 def test_what_is_no_branch_is_refused(branch: str, hub: Hub, caption_store: LatentStore) -> None:
-    with pytest.raises(RecipeError, match="needed the name of a branch"):
+    with pytest.raises(RecipeError, match="expected the name of a branch"):
         send(caption_store.path, branch=branch)
     assert hub.requests == []
 
@@ -405,14 +405,16 @@ def yaml_of(card: str) -> dict:
     return yaml.safe_load(card.split("---\n")[1])
 
 
-def test_text_of_a_store_is_no_markup() -> None:
+def test_untrusted_text_is_no_markup_in_a_card() -> None:
     evil = "x |<img src=x onerror=y>`[a](javascript:b)\x1b[31m\u202e"
-    shown = table({evil: evil})
+    how = {"is_pipeline": False, "notes": [evil], "recipe": "a = '```'\n"}
+    card = model_card(evil, {evil: evil}, **how, terms=Terms("a: b\n- c", evil)).decode()
+    front, page, recipe = card.partition("<!-- Written")[0], *card.split("-->")[1].split("## Recipe\n\n")
     for mark in ("<", "`", "[a]", "\x1b", "\u202e"):
-        assert mark not in re.sub(r"\\.", "", shown), mark
-    assert shown.count("\n") == 3
-    assert fenced("toml", "a = '```'\n").startswith("````toml\n")
-    assert yaml_of(front_matter("a: b\n- c", {"x": evil}))["license_name"] == "a: b\n- c"
+        assert mark not in re.sub(r"\\.", "", page), mark
+    assert sum(line.startswith("| x") for line in page.splitlines()) == 1
+    assert recipe.startswith("````toml\n")
+    assert yaml_of(front)["license_name"] == "a: b\n- c"
 
 
 def test_pictures_are_published_only_when_asked_for(hub: Hub, caption_store: LatentStore) -> None:
@@ -519,7 +521,7 @@ def test_the_command_says_what_it_sent_and_never_its_token(
     hub.fault = lambda number, request: "500" if number % 7 == 0 else ""
     code, out, _ = leandit(*said)
     assert code == 0
-    assert "sizes and hashes there are those of here" in out
+    assert "the hub lists the sizes and hashes" in out
     hub.repositories.clear()
     hub.objects.clear()
     monkeypatch.setenv("HF_TOKEN", f"{TOKEN}_that_is_wrong")
