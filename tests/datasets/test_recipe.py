@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any, get_args, get_origin

@@ -12,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,15 +75,11 @@ def test_a_published_store_is_read_where_it_lies(hub: Hub, caption_store: Latent
         np.testing.assert_array_equal(batch.latents, latents)
     verified = verify_remote(URL)
     assert (verified.findings, verified.complete) == ([], True)
-    assert len(hub.dataset(NAME).branches["main"]) > 2
-
-
-def test_the_same_command_sends_nothing_again(hub: Hub, caption_store: LatentStore) -> None:
-    send(caption_store.path)
-    before = len(hub.dataset(NAME).branches["main"])
+    commits = len(hub.dataset(NAME).branches["main"])
+    assert commits > 2
     again = send(caption_store.path)
     assert (again["files_sent"], again["bytes_sent"]) == (0, 0)
-    assert len(hub.dataset(NAME).branches["main"]) == before
+    assert len(hub.dataset(NAME).branches["main"]) == commits
     assert max(hub.uploads.values()) == 1
 
 
@@ -205,6 +202,10 @@ def test_a_branch_is_a_place_of_its_own(hub: Hub, caption_store: LatentStore) ->
         ({"url": f"hf://{NAME}"}, "is a store. Give hf://datasets/OWNER/NAME"),
         ({"url": "s3://bucket/pictures"}, "expected hf://"),
         ({"as_pipeline": True}, "--export: it is for a run"),
+        *(
+            ({"branch": name}, "expected the name of a branch")
+            for name in ("", "a b", "/a", "a//b", "../a", "-a", "a?b")
+        ),
     ],
 )
 def test_nothing_is_guessed(changes: dict, words: str, hub: Hub, caption_store: LatentStore) -> None:
@@ -213,23 +214,21 @@ def test_nothing_is_guessed(changes: dict, words: str, hub: Hub, caption_store: 
     assert hub.requests == []
 
 
-def damaged_metadata(store: Path) -> None:
-    (store / "zarr.json").write_bytes((store / "zarr.json").read_bytes()[:-1] + b" ")
+def flip_bit(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
 
 
-def damaged_shard(store: Path) -> None:
-    shard = store / "buckets/64x64/moments/c/0/0/0/0"
-    content = bytearray(shard.read_bytes())
-    content[100] ^= 1
-    shard.write_bytes(content)
+SHARD = "buckets/64x64/moments/c/0/0/0/0"
 
 
 @pytest.mark.parametrize(
     ("damage", "error", "words"),
     [
-        (damaged_metadata, DamageError, "zarr.json"),
-        (damaged_shard, DamageError, "its bytes are not those of the manifest"),
-        (lambda store: (store / "buckets/64x64/moments/c/0/0/0/0").unlink(), DamageError, "verify --repair"),
+        (lambda store: flip_bit(store / "zarr.json", -1), DamageError, "zarr.json"),
+        (lambda store: flip_bit(store / SHARD, 100), DamageError, "its bytes are not those of the manifest"),
+        (lambda store: (store / SHARD).unlink(), DamageError, "verify --repair"),
         (lambda store: (store / "manifest.json").unlink(), StoreIncomplete, "not complete"),
     ],
     ids=["metadata", "shard", "missing", "unsealed"],
@@ -262,46 +261,28 @@ def test_what_is_there_is_respected(hub: Hub, caption_store: LatentStore, label_
     assert published(hub) == before
 
 
-def test_a_later_revision_there_is_not_hidden(hub: Hub, placed_store: Path, tmp_path: Path) -> None:
-    first = Path(shutil.copytree(placed_store, tmp_path / "first"))
-    shutil.rmtree(first / "revisions")
-    send(placed_store)
-    before = dict(published(hub))
-    with pytest.raises(StoreError, match=r"holds a revision that this store lacks: 'revisions/000002/manifest\.json'"):
-        send(first)
-    assert published(hub) == before
-
-
-def test_a_file_that_goes_meanwhile_is_one_error(
-    hub: Hub, caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [
+        ("create", r"captions\.parquet' is not a file"),
+        ("listing", r"captions\.parquet' disappeared while it was publis"),
+    ],
+)
+def test_a_file_that_disappears_meanwhile_is_one_error(
+    when: str, words: str, hub: Hub, caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Path(shutil.copytree(caption_store.path, tmp_path / "copy"))
+    store, method = Path(shutil.copytree(caption_store.path, tmp_path / "copy")), getattr(HubRepository, when)
+    if when == "listing":  # which is asked for where the repository exists
+        send(caption_store.path)
 
-    def remove_before(name: str) -> None:
-        real = getattr(HubRepository, name)
+    def remove_first(self: HubRepository, **options: Any) -> object:
+        (store / "captions.parquet").unlink(missing_ok=True)
+        return method(self, **options)
 
-        def remove(self: HubRepository, *arguments: object, **options: object) -> object:
-            (store / "captions.parquet").unlink(missing_ok=True)
-            return real(self, *arguments, **options)
-
-        monkeypatch.setattr(HubRepository, name, remove)
-
-    remove_before("create")
-    with pytest.raises(StoreError, match=r"captions\.parquet' is not a file"):
+    monkeypatch.setattr(HubRepository, when, remove_first)
+    with pytest.raises(StoreError, match=words):
         send(store)
-    assert "manifest.json" not in published(hub)
-    send(caption_store.path)
-    shutil.copy(caption_store.path / "captions.parquet", store)
-    remove_before("listing")
-    with pytest.raises(StoreError, match=r"captions\.parquet' disappeared while it was published"):
-        send(store)
-
-
-@pytest.mark.parametrize("branch", ["", "a b", "/a", "a//b", "../a", "-a", "a?b"])
-def test_what_is_no_branch_is_refused(branch: str, hub: Hub, caption_store: LatentStore) -> None:
-    with pytest.raises(RecipeError, match="expected the name of a branch"):
-        send(caption_store.path, branch=branch)
-    assert hub.requests == []
+    assert when == "listing" or "manifest.json" not in published(hub)
 
 
 def test_strays_stay_at_home_and_a_download_is_a_store(hub: Hub, caption_store: LatentStore, tmp_path: Path) -> None:
@@ -370,19 +351,27 @@ def test_local_folders_are_not_published_and_all_revisions_stay_whole(
     assert send(placed_store)["files_sent"] == 0
 
 
-def test_a_grown_store_is_published_again_by_what_is_new(hub: Hub, placed_store: Path, tmp_path: Path) -> None:
+def test_a_grown_store_is_published_again_by_what_is_new_and_never_hidden(
+    hub: Hub, placed_store: Path, tmp_path: Path
+) -> None:
     first = Path(shutil.copytree(placed_store, tmp_path / "first"))
     shutil.rmtree(first / "revisions")
     send(first)
     sent = send(placed_store)
     assert 0 < sent["files_sent"] < sent["files"] / 1.5
     assert (LatentStore(URL).revision, LatentStore(URL, revision=1).revision) == (2, 1)
+    before = dict(published(hub))
+    with pytest.raises(StoreError, match=r"holds a revision that this store lacks: 'revisions/000002/manifest\.json'"):
+        send(first)
+    assert published(hub) == before
 
 
 # --------------------------------------------------------------------------------------------------------------- cards
 
 
-def test_the_card_says_what_it_is_and_how_it_is_read(hub: Hub, caption_store: LatentStore) -> None:
+def test_the_card_says_what_it_is_and_how_it_is_read_and_pictures_are_published_only_when_asked_for(
+    hub: Hub, caption_store: LatentStore
+) -> None:
     send(caption_store.path, licence="My own licence", encoder_licence="mit")
     card = published(hub)["README.md"].content.decode()
     head = yaml_of(card)
@@ -396,6 +385,11 @@ def test_the_card_says_what_it_is_and_how_it_is_read(hub: Hub, caption_store: La
     blocks = re.findall(r"```toml\n(.*?)```", card, re.DOTALL)
     assert tomllib.loads(blocks[0])["images"]["buckets"] == ["48x80", "64x64", "80x48"]
     assert "contact-sheet" not in card
+    send(caption_store.path, pictures=True)
+    files = published(hub)
+    assert files["contact-sheet.png"].content.startswith(b"\x89PNG")
+    assert "![Decoded records](contact-sheet.png)" in files["README.md"].content.decode()
+    assert verify_remote(URL).findings == []
 
 
 def yaml_of(card: str) -> dict:
@@ -415,14 +409,6 @@ def test_untrusted_text_is_no_markup_in_a_card() -> None:
     assert sum(line.startswith("| x") for line in page.splitlines()) == 1
     assert recipe.startswith("````toml\n")
     assert yaml_of(front)["license_name"] == "a: b\n- c"
-
-
-def test_pictures_are_published_only_when_asked_for(hub: Hub, caption_store: LatentStore) -> None:
-    send(caption_store.path, pictures=True)
-    files = published(hub)
-    assert files["contact-sheet.png"].content.startswith(b"\x89PNG")
-    assert "![Decoded records](contact-sheet.png)" in files["README.md"].content.decode()
-    assert verify_remote(URL).findings == []
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs
@@ -451,13 +437,6 @@ def test_a_published_run_is_a_run(run: Path, hub: Hub, tmp_path: Path) -> None:
     head = yaml_of((down / "README.md").read_text())
     assert (head["license"], head["library_name"]) == ("cc-by-4.0", "leandit")
     assert len(hub.repositories["somebody/tiny"].branches["main"]) == 2  # all in one commit
-
-
-def test_a_card_of_a_run_on_a_branch_loads_that_branch(run: Path, hub: Hub) -> None:
-    for as_pipeline in (False, True):
-        send(run, url="hf://somebody/tiny", branch="second", as_pipeline=as_pipeline)
-        card = hub.repositories["somebody/tiny"].files("second")["README.md"].content.decode()
-        assert '("somebody/tiny", revision="second")' in card
 
 
 def test_a_run_does_not_join_another(run: Path, hub: Hub, tmp_path: Path) -> None:
@@ -496,6 +475,10 @@ def test_a_run_is_published_as_a_pipeline(run: Path, hub: Hub, tmp_path: Path) -
     assert 'PixArtSigmaPipeline.from_pretrained("somebody/tiny")' in card
     assert_anonymous(hub, run.parent)
     assert send(run, url="hf://somebody/tiny", as_pipeline=True)["files_sent"] == 0
+    for as_pipeline in (False, True):
+        send(run, url="hf://somebody/tiny", branch="second", as_pipeline=as_pipeline)
+        card = hub.repositories["somebody/tiny"].files("second")["README.md"].content.decode()
+        assert '("somebody/tiny", revision="second")' in card
 
 
 # ------------------------------------------------------------------------------------------------------------- command
