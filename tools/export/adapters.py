@@ -12,7 +12,6 @@ from typing import Any
 from safetensors.torch import save as safetensors_of
 
 from ...datasets.disk.hashing import canonical_json
-from ...datasets.errors import RunError
 from ...train.models.diffusers_models.adapters import ADAPTER
 from ...train.sampling.snapshot import Snapshot
 from ...train.weights import checkpoint
@@ -21,18 +20,6 @@ Files = Iterator[tuple[str, Any]]  # relative path, and bytes or an iterable of 
 
 PIPELINE_FILE, PIPELINE_PREFIX = "pytorch_lora_weights.safetensors", "transformer."
 PEFT_FILE, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
-
-
-def check_adapters(snapshot: Snapshot, *, merged: bool, encoders: bool) -> bool:
-    """Whether adapters are written, not a model.
-
-    Raises: RunError: the options do not fit the run.
-    """
-    if merged and not snapshot.spec.adapter:
-        raise RunError(f"--merged: run '{snapshot.path.parent}' has no adapters. Leave it out.")
-    if encoders and snapshot.spec.adapter and not merged:
-        raise RunError("--encoders: adapters are a file beside a pipeline. Use --merged to write a whole one.")
-    return bool(snapshot.spec.adapter) and not merged
 
 
 def adapter_files(snapshot: Snapshot) -> Files:

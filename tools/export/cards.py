@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
@@ -19,10 +19,11 @@ from ...datasets.format.layout import CAPTIONS, RECORDS, revision_prefix
 from ...datasets.format.schema import Manifest, StoreSpec
 from ...datasets.recipe import values_to_toml
 from ...datasets.units import readable_size
-from ...train.models.spec import ModelSpec
 from ...train.objective_recipe import ObjectiveSection
-from ...train.sampling.snapshot import text_encoders
 from ..terminal.text import printable
+
+if TYPE_CHECKING:  # it loads torch, which publishing a store does without
+    from ...train.models.spec import ModelSpec
 
 CARD, SHEET = "README.md", "contact-sheet.png"
 MARK = "<!-- Written by 'leandit publish', which replaces this page as long as this line is in it. -->"
@@ -195,6 +196,8 @@ def model_rows(state: Mapping[str, Any], spec: ModelSpec, weights: str) -> dict[
         rows["length of the average"] = f"{average['length']:g} of the run"
     if not spec.takes_text:
         return rows | {"classes": len(state["classes"])}
+    from ...train.sampling.snapshot import text_encoders
+
     for name, text in text_encoders(state).items():
         rows[f"text encoder {name}".strip()] = f"{text['model'].get('model')}, weights {text['weights_sha256']}"
     return rows

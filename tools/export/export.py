@@ -31,7 +31,7 @@ from ...train.sampling.schedulers import pipeline_scheduler
 from ...train.sampling.snapshot import Snapshot, Weights, load_snapshot, text_encoders
 from ...train.weights.dit_checkpoints import official_bytes, to_diffusers
 from ...train.weights.folders import RECIPE, SNAPSHOT, STATE, find
-from .adapters import Files, adapter_files, adapter_notes, check_adapters
+from .adapters import Files, adapter_files, adapter_notes
 from .cards import CARD, model_card, model_rows
 from .compatibility import FLOW_PIPELINES, NULL_LABEL, compatibility_notes, pipeline_class, vae_class
 
@@ -80,7 +80,11 @@ def export(
     if pipeline is None:
         check_official(snapshot.spec, encoders=encoders)
         files = official_files(snapshot)
-    elif check_adapters(snapshot, merged=merged, encoders=encoders):
+    elif merged and not snapshot.spec.adapter:
+        raise RunError(f"--merged: run '{snapshot.path.parent}' has no adapters. Leave it out.")
+    elif snapshot.spec.adapter and not merged:
+        if encoders:
+            raise RunError("--encoders: adapters are a file beside a pipeline. Use --merged to write a whole one.")
         kind, files = "adapters", adapter_files(snapshot)
         notes = [*adapter_notes(snapshot, pipeline), *compatibility_notes(snapshot)]
     else:

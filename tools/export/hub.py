@@ -52,11 +52,13 @@ class OutgoingFile:
       path: in the repository.
       content: a file on disk, or the bytes.
       xxh3_128: as its manifest has it; empty if none lists it.
+      is_last: it is committed at once with all such files, after the others: it makes them readable, or is the card.
     """
 
     path: str
     content: Path | bytes
     xxh3_128: str = ""
+    is_last: bool = False
 
     @cached_property
     def size(self) -> int:

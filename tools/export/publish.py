@@ -11,8 +11,7 @@ import os
 import re
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +46,6 @@ QUOTED_PATH = re.compile(r"[\"']((?:/|[A-Za-z]:[\\/])[^\"'\n]{1,4000})[\"']")
 METRICS, TRAIN_RECIPE = "metrics.jsonl", "recipe.toml"
 ANOTHER_PLACE = "Give another name, or another branch with --revision."
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass
-class Publication:
-    """The files of a store or a run.
-
-    Args:
-      first: files that are committed first, in any number of commits.
-      last: files that are committed at once, at the end: what makes the others readable, and the card.
-      notes: for the user.
-    """
-
-    first: list[OutgoingFile]
-    last: list[OutgoingFile]
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def all(self) -> list[OutgoingFile]:
-        """All files in their order."""
-        return [*self.first, *self.last]
 
 
 def publish(
@@ -114,13 +93,13 @@ def publish(
         raise RecipeError("--export: it is for a run. Leave it out for a store.")
     with tempfile.TemporaryDirectory(prefix="leandit-publish-") as scratch:
         if of_run:
-            publication = run_publication(target, hub, terms, as_pipeline=as_pipeline, scratch=Path(scratch))
+            files, notes = run_files(target, hub, terms, as_pipeline=as_pipeline, scratch=Path(scratch))
         else:
             sheet = Path(scratch) / SHEET if pictures else None
-            publication = store_publication(target, hub, terms, sheet=sheet, vae=vae)
-        _refuse_local_paths(target, publication)
+            files, notes = store_files(target, hub, terms, sheet=sheet, vae=vae)
+        _refuse_local_paths(target, files)
         try:
-            return _send(hub, publication, progress, private=bool(private), dry_run=dry_run)
+            return _send(hub, files, notes, progress, private=bool(private), dry_run=dry_run)
         except FileNotFoundError as error:
             raise StoreError(
                 f"'{target}': '{error.filename}' disappeared while it was published. Let nothing change it "
@@ -131,10 +110,10 @@ def publish(
 # -------------------------------------------------------------------------------------------------------------- files
 
 
-def store_publication(
+def store_files(
     root: Path, hub: HubRepository, terms: Terms, *, sheet: Path | None, vae: str | None
-) -> Publication:
-    """The files of a complete store whose sizes and metadata are as its manifests say.
+) -> tuple[list[OutgoingFile], list[str]]:
+    """The files of a complete store whose sizes and metadata are as its manifests say, and notes for the user.
 
     Args:
       sheet: where to write a contact sheet of decoded records, which is published too; None: no pictures.
@@ -171,23 +150,22 @@ def store_publication(
         terms,
         sheet=sheet is not None,
     )
-    files = [
-        OutgoingFile(path, portable.changed.get(path, root / path), entry.xxh3_128)
-        for path, entry in sorted(portable.entries.items())
-    ]
-    last = [file for file in files if Path(file.path).name == MANIFEST]
-    first = [file for file in files if file not in last]
-    last.append(OutgoingFile(CARD, card))
+    files = [OutgoingFile(CARD, card, is_last=True)]
+    for path, entry in portable.entries.items():
+        content, is_last = portable.changed.get(path, root / path), Path(path).name == MANIFEST
+        files.append(OutgoingFile(path, content, entry.xxh3_128, is_last))
     if sheet:
         from ..inspection.contact_sheet import SheetOptions, write_sheet
 
         write_sheet(store, sheet, SheetOptions(vae=vae))
-        last.append(OutgoingFile(SHEET, sheet))
-    return Publication(first, last, notes)
+        files.append(OutgoingFile(SHEET, sheet, is_last=True))
+    return files, notes
 
 
-def run_publication(run: Path, hub: HubRepository, terms: Terms, *, as_pipeline: bool, scratch: Path) -> Publication:
-    """The newest averaged weights of a run, its recipe and its metrics, all in one commit.
+def run_files(
+    run: Path, hub: HubRepository, terms: Terms, *, as_pipeline: bool, scratch: Path
+) -> tuple[list[OutgoingFile], list[str]]:
+    """The newest averaged weights of a run, its recipe and its metrics, all in one commit, and notes for the user.
 
     Args:
       as_pipeline: as diffusers' pipelines load them, not as a snapshot.
@@ -204,46 +182,48 @@ def run_publication(run: Path, hub: HubRepository, terms: Terms, *, as_pipeline:
     state, folder, notes = without_local_folders(saved.state), saved.path.name, list[str]()
     path = run / TRAIN_RECIPE
     recipe = values_to_toml(without_local_folders(tomllib.loads(path.read_text("utf-8")))) if path.is_file() else ""
-    name = f'"{hub.name}"' + (f', revision="{hub.branch}"' if hub.branch != "main" else "")
+    arguments = f'"{hub.name}"' + (f', revision="{hub.branch}"' if hub.branch != "main" else "")
+    files: dict[str, Path | bytes] = {}
     if as_pipeline:
         from .export import export
 
         made = export(run, scratch / "pipeline")
         notes, pipeline = made["notes"], made["pipeline"]
-        files = [OutgoingFile(path, scratch / "pipeline" / path) for path in made["files"] if path != CARD]
+        files = {path: scratch / "pipeline" / path for path in made["files"]}
         loading = f"""from diffusers import {pipeline}
 
 # Give the encoders of the table as keywords, such as vae=...
-pipeline = {pipeline}.from_pretrained({name})"""
-        loading = f"pipeline.load_lora_weights({name})" if made["format"] == "adapters" else loading
+pipeline = {pipeline}.from_pretrained({arguments})"""
+        loading = f"pipeline.load_lora_weights({arguments})" if made["format"] == "adapters" else loading
     else:
-        document = canonical_json(state | {checkpoint.STATE_HASH: sha256_of(state)})
-        files = [OutgoingFile(f"{folder}/{checkpoint.STATE}", document)]
-        files += [
-            OutgoingFile(f"{folder}/{name}", saved.path / name, entry.xxh3_128) for name, entry in saved.files.items()
-        ]
+        files = {f"{folder}/{name}": saved.path / name for name in saved.files}
+        files[f"{folder}/{checkpoint.STATE}"] = canonical_json(state | {checkpoint.STATE_HASH: sha256_of(state)})
         loading = f"""from huggingface_hub import snapshot_download
 
-run = snapshot_download({name})  # then: leandit sample RUN --out samples"""
-    rows = model_rows(state, ModelSpec.model_validate(state["spec"]), f"averaged, {folder}")
-    title = hub.name.partition("/")[2]
-    card = model_card(title, rows, is_pipeline=as_pipeline, notes=notes, recipe=recipe, terms=terms, loading=loading)
-    files.append(OutgoingFile(CARD, card))
-    files += [OutgoingFile(TRAIN_RECIPE, recipe.encode())] if recipe else []
+run = snapshot_download({arguments})  # then: leandit sample RUN --out samples"""
+    rows, title = (
+        model_rows(state, ModelSpec.model_validate(state["spec"]), f"averaged, {folder}"),
+        hub.name.split("/")[1],
+    )
+    how: dict[str, Any] = {"notes": notes, "recipe": recipe, "terms": terms, "loading": loading}
+    files[CARD] = model_card(title, rows, is_pipeline=as_pipeline, **how)
+    if recipe:
+        files[TRAIN_RECIPE] = recipe.encode()
     if (run / METRICS).is_file():
         metrics = (run / METRICS).read_bytes()
-        files.append(OutgoingFile(METRICS, metrics[: metrics.rfind(b"\n") + 1]))  # whole lines of a file that may grow
-    return Publication([], files, notes)
+        files[METRICS] = metrics[: metrics.rfind(b"\n") + 1]  # whole lines of a file that may grow
+    hashes = {f"{folder}/{name}": entry.xxh3_128 for name, entry in saved.files.items()}
+    return [OutgoingFile(path, files[path], hashes.get(path, ""), is_last=True) for path in files], notes
 
 
-def _refuse_local_paths(source: Path, publication: Publication) -> None:
+def _refuse_local_paths(source: Path, files: Sequence[OutgoingFile]) -> None:
     """Raise if a text that is published names the folder of the source, the home folder, or a path of this machine.
 
     Raises: StoreError.
     """
     folders = {os.path.abspath(source.parent), str(Path.home()), os.path.realpath(source.parent)} - {"/"}
     folders = [folder.rstrip("/") + "/" for folder in sorted(folders)]
-    for file in publication.all:
+    for file in files:
         for text in _texts_of(file):
             paths = [folder for folder in folders if folder in text]
             if paths := paths or [path for path in QUOTED_PATH.findall(text) if _is_here(path)]:
@@ -271,7 +251,13 @@ def _texts_of(file: OutgoingFile) -> Iterator[str]:
 
 
 def _send(
-    hub: HubRepository, publication: Publication, progress: Progress, *, private: bool, dry_run: bool
+    hub: HubRepository,
+    files: Sequence[OutgoingFile],
+    notes: list[str],
+    progress: Progress,
+    *,
+    private: bool,
+    dry_run: bool,
 ) -> dict[str, Any]:
     there = hub.is_private()
     if there not in (None, private):
@@ -281,10 +267,10 @@ def _send(
         )
     listed = hub.listing() if there is not None else {}
     if CARD in listed and MARK not in hub.read_text(CARD):
-        publication.notes.append(f"'{CARD}' there was not written by this command, so it stays")
-        publication.last = [file for file in publication.last if file.path != CARD]
-    _refuse_other(hub, publication, listed)
-    files, missing = publication.all, list[OutgoingFile]()
+        notes.append(f"'{CARD}' there was not written by this command, so it stays")
+        files = [file for file in files if file.path != CARD]
+    _refuse_other(hub, {file.path: file for file in files if file.is_last}, listed)
+    missing = list[OutgoingFile]()
     for done, file in enumerate(files, start=1):
         missing += [] if file.is_same(listed.get(file.path)) else [file]
         progress("compare", done, len(files))
@@ -294,35 +280,35 @@ def _send(
         "bytes": sum(file.size for file in files),
         "files_sent": len(missing),
         "bytes_sent": sum(file.size for file in missing),
-        "notes": publication.notes,
+        "notes": notes,
     }
     if dry_run:
         return result | {"dry_run": True, "sent": [{"path": file.path, "bytes": file.size} for file in missing]}
     if missing:
         hub.create(private=private)
-    last = [file for file in missing if file in publication.last]
-    first = missing[: len(missing) - len(last)]
+    first, last = ([file for file in missing if file.is_last is is_last] for is_last in (False, True))
     for start in range(0, len(first), COMMIT_FILES):
-        files = first[start : start + COMMIT_FILES]
-        hub.commit(files, f"leandit publish: {len(files)} files")
-        progress("upload", start + len(files), len(missing))
+        commit = first[start : start + COMMIT_FILES]
+        hub.commit(commit, f"leandit publish: {len(commit)} files")
+        progress("upload", start + len(commit), len(missing))
     if first:
-        _check_listing(hub, publication.first)
+        _check_listing(hub, [file for file in files if not file.is_last])
     if last:
         hub.commit(last, "leandit publish: readable from here on")
         progress("upload", len(missing), len(missing))
-    _check_listing(hub, publication.all)
+    _check_listing(hub, files)
     return result
 
 
-def _refuse_other(hub: HubRepository, publication: Publication, listed: Mapping[str, ListedFile]) -> None:
+def _refuse_other(hub: HubRepository, files: Mapping[str, OutgoingFile], listed: Mapping[str, ListedFile]) -> None:
     """Raise if the repository holds another store, a later revision, or another run: readers would get half of each.
 
     A run is known by the first line of its metrics, which has its first loss and times.
 
+    Args:
+      files: those that are sent last, by path.
     Raises: StoreError.
     """
-    files = {file.path: file for file in publication.last}
     for path in sorted(listed):
         if path not in files and re.fullmatch(rf"{REVISIONS}/\d+/{re.escape(MANIFEST)}", path):
             raise StoreError(
@@ -345,7 +331,7 @@ def _refuse_other(hub: HubRepository, publication: Publication, listed: Mapping[
             raise StoreError(f"'{hub.address}' holds another run: its '{METRICS}' begins otherwise. {ANOTHER_PLACE}")
 
 
-def _check_listing(hub: HubRepository, files: list[OutgoingFile]) -> None:
+def _check_listing(hub: HubRepository, files: Sequence[OutgoingFile]) -> None:
     """Raise if the hub does not list the files with their sizes and hashes.
 
     Raises: DamageError.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -81,6 +82,14 @@ def test_a_published_store_is_read_where_it_lies(hub: Hub, caption_store: Latent
     assert (again["files_sent"], again["bytes_sent"]) == (0, 0)
     assert len(hub.dataset(NAME).branches["main"]) == commits
     assert max(hub.uploads.values()) == 1
+
+
+def test_a_store_is_published_without_torch(hub: Hub, caption_store: LatentStore) -> None:
+    code = CHILD.replace("publishing.COMMIT_FILES = 5", "sys.modules['torch'] = None")
+    command = [sys.executable, "-c", code, hub.url, caption_store.path, URL]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests/support")}
+    subprocess.run(command, check=True, env=env, timeout=120)
+    assert "manifest.json" in published(hub)
 
 
 def test_nobody_reads_half_of_a_store(hub: Hub, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
