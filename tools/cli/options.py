@@ -112,6 +112,7 @@ StoreOfRecipe = Annotated[
         help="Store to train on, unless the recipe names stores: a folder, s3://, gs://, hf://.",
     ),
 ]
+Vae = Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's own VAE.")]
 Base = Annotated[str, typer.Option(help="Where the weights lie now that the adapters of a run were trained on.")]
 
 
@@ -136,7 +137,7 @@ def torch_device(name: str) -> Any:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
         LOG.info("--device auto is %s: torch %s sees %d GPUs", name, torch.__version__, torch.cuda.device_count())
-    if not re.fullmatch(r"cpu|cuda(:\d\d?)?", name):
+    if not re.fullmatch(r"(cpu|cuda)(:\d\d?)?", name):
         raise RecipeError(f"--device '{name}': expected cpu, cuda, cuda:N or auto.")
     device = torch.device(name)
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):

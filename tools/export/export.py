@@ -323,15 +323,15 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
         raise EncoderError(f"snapshot '{snapshot.path}': it does not name its encoders ({error}).") from error
     folders: dict[str, Path] = {}
     for name, section, subfolder, stem, made_with in wanted:
-        what, flag = f"--encoders: {name}", "--vae" if name == "vae" else "--text"
+        what, role = f"--encoders: {name}", "vae" if name == "vae" else "text"
         names = (files.CONFIG, *files.weight_names(stem)) if stem else files.TOKENIZER_FILES
         try:
-            with contextlib.nullcontext() if moved[flag[2:]] else files.nothing_fetched():
+            with contextlib.nullcontext() if moved[role] else files.nothing_fetched():
                 folder, _ = files.resolve_model(section.model, subfolder, section.revision, files=names, what=what)
             weights = files.hash_files(files.weight_files(folder, stem, what=what)) if stem else UNKNOWN
         except EncoderError as error:
-            raise EncoderError(f"{error} If it is in another folder, give it with {flag}.") from error
+            raise EncoderError(f"{error} If it is in another folder, give it with --{role}.") from error
         if made_with not in (UNKNOWN, weights):
-            raise EncoderError(f"{what} '{folder}': not the one that made the store. Check {flag}.")
+            raise EncoderError(f"{what} '{folder}': not the one that made the store. Check --{role}.")
         folders[name] = folder
     return folders

@@ -24,19 +24,17 @@ NOTHING_TO_DO = "no picture to encode, they are there"
 
 def precompute_rows(report: Report, store: Path) -> Rows:
     """Results of a precompute: name and value of each line."""
-    manifest = report.manifest
-    if manifest is None:
+    if report.manifest is None:
         left = f"{store}: not complete; {report.num_left} shards are left to other parts"
         return [("store", left), *_run_rows(report)]
-    rows = [*_count_rows(manifest, store), *_source_rows(report.classes, report.ignored)]
-    rows += change_rows(report.changes) if report.changes else []
-    return [*rows, *_content_rows(manifest), *_run_rows(report)]
+    source = _source_rows(report.classes, report.ignored) + (change_rows(report.changes) if report.changes else [])
+    return _store_rows(report.manifest, store, source) + _run_rows(report)
 
 
 def unchanged_rows(found: Unchanged, store: Path) -> Rows:
     """Results of a precompute that had nothing to do."""
-    rows = [*_count_rows(found.manifest, store), *_source_rows(found.classes, found.ignored)]
-    return [*rows, *_content_rows(found.manifest), ("this run", NOTHING_TO_DO)]
+    rows = _store_rows(found.manifest, store, _source_rows(found.classes, found.ignored))
+    return [*rows, ("this run", NOTHING_TO_DO)]
 
 
 def import_rows(report: ImportReport, store: Path) -> Rows:
@@ -45,13 +43,11 @@ def import_rows(report: ImportReport, store: Path) -> Rows:
     if report.num_imported:
         this_run = _rate(report.num_imported, "records", report.total_seconds, "records/s")
     flipped = ", with flipped copies" if latent.flip else ""
-    return [
-        *_count_rows(report.manifest, store),
+    imported = [
         ("latents", f"{latent.kind}, {latent.channels} channels, {latent.dtype}{flipped}"),
         ("vae", f"said to be '{report.spec.vae.model}': an import cannot prove it"),
-        *_content_rows(report.manifest),
-        ("this run", this_run),
     ]
+    return [*_store_rows(report.manifest, store, imported), ("this run", this_run)]
 
 
 def change_rows(changes: Comparison) -> Rows:
@@ -72,30 +68,24 @@ def change_rows(changes: Comparison) -> Rows:
     return rows
 
 
-def _count_rows(manifest: Manifest, store: Path) -> Rows:
-    """Numbers of records, and the command that lists the rejected ones."""
-    stored = f"{manifest.num_stored:,} stored + {manifest.num_rejected:,} rejected"
-    why = f"why: 'leandit inspect {store} --rejects' names each, with its reason"
-    return [
-        ("store", f"{store}: complete, revision {manifest.revision}"),
-        ("records", f"{manifest.num_planned:,} planned = {stored}"),
-        *([("", why)] if manifest.num_rejected else []),
-    ]
+def _store_rows(manifest: Manifest, store: Path, source: Rows) -> Rows:
+    """Records, buckets, captions and root hash, with rows on the source between them."""
+    counts = f"{manifest.num_stored:,} stored + {manifest.num_rejected:,} rejected"
+    rows = [("store", f"{store}: complete, revision {manifest.revision}")]
+    rows.append(("records", f"{manifest.num_planned:,} planned = {counts}"))
+    if manifest.num_rejected:
+        rows.append(("", f"why: 'leandit inspect {store} --rejects' names each, with its reason"))
+    buckets = sorted(manifest.buckets.items(), key=lambda bucket: bucket_size(bucket[0]))
+    rows += [*source, ("buckets", ", ".join(f"{name}: {count:,}" for name, count in buckets))]
+    if manifest.num_captions:
+        rows.append(("captions", f"{manifest.num_captions:,} distinct, {manifest.num_caption_tokens:,} tokens"))
+    return [*rows, ("root hash", manifest.root_hash)]
 
 
 def _source_rows(classes: ClassNames, ignored: Ignored) -> Rows:
     """The classes of the source, and its ignored files."""
     rows = [("classes", classes.summary())] if len(classes) else []
     return rows + [("ignored", line) for line in ignored.lines()]
-
-
-def _content_rows(manifest: Manifest) -> Rows:
-    """Buckets, captions and root hash."""
-    buckets = sorted(manifest.buckets.items(), key=lambda entry: bucket_size(entry[0]))
-    rows = [("buckets", ", ".join(f"{name}: {count:,}" for name, count in buckets))]
-    if manifest.num_captions:
-        rows.append(("captions", f"{manifest.num_captions:,} distinct, {manifest.num_caption_tokens:,} tokens"))
-    return [*rows, ("root hash", manifest.root_hash)]
 
 
 def _run_rows(report: Report) -> Rows:

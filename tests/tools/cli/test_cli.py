@@ -60,8 +60,8 @@ FLAGS = {
     "report": "--count --out --score --scores --seed --source --vae",
     "view": "--device --open --port --revision --vae",
     "sample": (
-        "--base --batch --bucket --caption --compile --device --diffusion --encoders --guidance --guidance- "
-        "channels --guidance-interval --json --label --last-step --npz --num --out --precision --recipe "
+        "--base --batch --bucket --caption --compile --device --diffusion --encoders --guidance "
+        "--guidance-channels --guidance-interval --json --label --last-step --npz --num --out --precision --recipe "
         "--sampler --seed --shift --steps --store --text --vae --weights"
     ),
     "evaluate": (

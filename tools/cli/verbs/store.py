@@ -11,7 +11,7 @@ import typer
 from ....datasets.errors import DamageError, RecipeError, StoreIncomplete
 from ...terminal.next_steps import print_next
 from ...terminal.text import print_result, print_rows
-from ..options import AnyStore, AsJson, Device, LocalStore, Overrides, is_url, output, print_line, torch_device
+from ..options import AnyStore, AsJson, Device, LocalStore, Overrides, Vae, is_url, output, print_line, torch_device
 
 
 def inspect(
@@ -32,7 +32,7 @@ def inspect(
     source: Annotated[
         list[str] | None, typer.Option(help="Pictures that the store was made from, for a sheet; repeatable.")
     ] = None,
-    vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's own VAE.")] = None,
+    vae: Vae = None,
 ) -> None:
     """Show what a store holds, and whether its numbers are as they should be.
 
