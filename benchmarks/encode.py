@@ -70,13 +70,13 @@ from leandit.tools.cli.options import Device, Overrides, torch_device
 from leandit.tools.plan.workload import CLASSES
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
 from leandit.tools.synthetic.store import make_store
-from leandit.tools.terminal.cpu_memory import keep_freed_memory
 from leandit.train import config as train_config
 from leandit.train.config import TrainRecipe
 from leandit.train.loop import endless
 from leandit.train.parallel.ranks import ALONE
 from leandit.train.run.data import build_loader
 from leandit.train.run.model_for_store import model_spec
+from leandit.train.step.cpu import keep_freed_memory
 from leandit.train.step.train_step import train_step
 
 Result = dict[str, Any]

@@ -39,12 +39,12 @@ from leandit.tools.sample.evaluation.moments import Moments, collect
 from leandit.tools.sample.evaluation.networks.extractors import Network, open_network
 from leandit.tools.sample.evaluation.sets import moments_of, open_set
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
-from leandit.tools.terminal.cpu_memory import keep_freed_memory
 from leandit.tools.terminal.progress import ProgressLine
 from leandit.train import config as train_config
 from leandit.train.loop import StopRequest, train
 from leandit.train.parallel.ranks import ALONE
 from leandit.train.parallel.watchdog import Watchdog
+from leandit.train.step.cpu import keep_freed_memory
 from leandit.train.step.train_step import train_step
 from leandit.train.weights.folders import METRICS
 

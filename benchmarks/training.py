@@ -30,7 +30,6 @@ from leandit.tools.bench.train import measure
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution, workload_of_stores
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
 from leandit.tools.synthetic.store import make_store
-from leandit.tools.terminal.cpu_memory import keep_freed_memory
 from leandit.tools.terminal.progress import ProgressLine
 from leandit.train.config import TrainRecipe, load
 from leandit.train.metrics.device import peak_flops
@@ -43,6 +42,7 @@ from leandit.train.models.spec import ModelSpec
 from leandit.train.objectives.losses import draw_times, loss_per_image
 from leandit.train.optim.loss_scale import autocast_dtype
 from leandit.train.run.model_for_store import model_spec
+from leandit.train.step.cpu import keep_freed_memory
 from leandit.train.step.train_step import train_step
 
 OURS, DIFFUSERS, FAST_DIT = "leandit", "diffusers", "fast-DiT"

@@ -38,6 +38,22 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class About(Section):
+    """The section ``[about]`` of a recipe file: for readers and for the commands to run next, no setting of a run.
+
+    Args:
+      summary: what the recipe is for, in one line.
+      trains: of a precompute recipe: train recipes for its store, the usual one first.
+    """
+
+    summary: str = ""
+    trains: list[str] = []
+
+
+class _WithAbout(Section):
+    about: About = About()
+
+
 RecipeT = TypeVar("RecipeT", bound=Section)
 
 
@@ -55,6 +71,20 @@ def load_recipe(name: str, model: type[RecipeT], *, package: str, overrides: Seq
 
     Raises: RecipeError: unknown recipe, not TOML, unknown key (with the nearest one), wrong type or value.
     """
+    values, _ = _read_recipe(name, package)
+    return parse_with_overrides(name, model, values, overrides)
+
+
+def about_recipe(name: str, *, package: str) -> About:
+    """The section ``[about]`` of a recipe.
+
+    Raises: as ``load_recipe``.
+    """
+    return _read_recipe(name, package)[1]
+
+
+def _read_recipe(name: str, package: str) -> tuple[dict[str, Any], About]:
+    """The plain values of a recipe file or of a shipped recipe, and its section ``[about]``, which is no setting."""
     shipped = shipped_recipes(package)
     path = Path(name)
     if name in shipped:
@@ -76,7 +106,7 @@ def load_recipe(name: str, model: type[RecipeT], *, package: str, overrides: Seq
         values = _parsed(text, f"recipe '{name}'")
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"recipe '{name}': not valid TOML: {error}.") from error
-    return parse_with_overrides(name, model, values, overrides)
+    return values, parse_recipe(name, _WithAbout, {"about": values.pop("about", {})}).about
 
 
 def _parsed(text: str, where: str) -> dict[str, Any]:

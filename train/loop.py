@@ -42,6 +42,7 @@ from .run.resume import averages_are_due, capture, start_or_resume
 from .run.saver import Saver
 from .run.state import TrainState, origin_lines, prepare
 from .run.stores import open_stores
+from .step.cpu import keep_freed_memory
 from .step.garbage import collected_by_hand
 from .step.gpu import expand_segments
 from .step.train_step import train_step
@@ -103,6 +104,8 @@ def train(
     """
     if device.type == "cuda":
         expand_segments()
+    else:
+        keep_freed_memory()
     ranks = read_ranks()
     silent = recipe.run.silent_seconds
     with connected(ranks, device), Watchdog(ranks, warn, silent) as watchdog, contextlib.ExitStack() as stack:

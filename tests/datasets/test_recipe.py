@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -370,3 +371,16 @@ def test_a_list_of_too_many_buckets_is_a_mistake_of_the_user(tmp_path: Path) -> 
     done = run_forked(["-c", MAIN, "precompute", recipe, "--dry-run"], timeout=60)
     assert done.returncode == 2
     assert "89401 buckets. Expected at most 2048" in done.stderr
+
+
+@pytest.mark.parametrize("stage", ["precompute", "train"])
+def test_what_a_recipe_is_about_is_no_setting(stage: str, tmp_path: Path) -> None:
+    shipped = shipped_recipes(f"leandit.{stage}")["demo"]
+    plain = re.sub(r"\[about\]\n(.+\n)*", "", shipped)
+    assert plain != shipped
+    (path := tmp_path / "mine.toml").write_text(plain)
+    assert load(stage, str(path)) == load(stage, "demo")
+    assert "about" not in tomllib.loads(to_toml(load(stage, "demo")))
+    path.write_text(plain + '[about]\nsumary = "?"\n')
+    with pytest.raises(RecipeError, match=r"unknown key 'about\.sumary', did you mean 'about\.summary'\?"):
+        load(stage, str(path))

@@ -15,11 +15,9 @@ import torch
 
 from ...datasets.errors import RunError
 from ...train import loop
-from ...train.config import TrainRecipe
 from ...train.metrics.window import StepReport
 from ...train.parallel.stop import StopRequest
 from ..plan.workload import TrainingWorkload
-from ..terminal.cpu_memory import keep_freed_memory
 from ..terminal.progress import ProgressLine
 
 REPORT_EVERY = 10  # steps: as the default of run.log_every, so that waits for figures cost what they cost in a run
@@ -45,20 +43,28 @@ def measure(
       (0 to 1; None where the peak of the device is unknown), peak_gib.
     Raises: as ``loop.train``; RunError: it was stopped.
     """
-    if device.type == "cpu":
-        keep_freed_memory()
-    figures: dict[str, list[Any]] = {name: [] for name in ("step_seconds", "data_wait_share", "mfu", "peak_gib")}
-    recipe, rates = work.recipe, list[float]()
-    for number in range(rounds):
+    last = REPORT_EVERY * (1 + -(-steps // REPORT_EVERY))
+    changed = {"steps": last, "log_every": REPORT_EVERY, "checkpoint_every": last}
+    run = work.recipe.run.model_copy(update=changed | {"evaluate_every": 0, "sample_every": 0})
+    recipe, measured = work.recipe.model_copy(update={"run": run}), list[dict[str, Any]]()
+    for number in range(1, rounds + 1):
+        reports: list[StepReport] = []
+        how: dict[str, Any] = {"report": reports.append, "stop": StopRequest(), "warn": lambda message: None}
         with tempfile.TemporaryDirectory(prefix="leandit-bench-") as folder:
-            reports = _run(recipe, store, Path(folder) / "run", device, steps)
-        figures["step_seconds"].append(mean(report.seconds_per_step for report in reports))
-        figures["data_wait_share"].append(mean(report.data_wait_share for report in reports))
+            outcome = loop.train(recipe, store_path=store, run=Path(folder) / "run", device=device, **how)
+        if not outcome.finished:
+            raise RunError("bench train: stopped before the measured steps were done.")
+        del reports[0]
         shares = [report.mfu for report in reports if report.mfu is not None]
-        figures["mfu"].append(mean(shares) if shares else None)
-        figures["peak_gib"].append(max(report.memory_gib for report in reports))
-        rates.append(mean(report.images_per_second for report in reports))
-        progress("train", number + 1, rounds, f"{rates[-1]:.2f} images/s")
+        figures = {
+            "images_per_second": mean(report.images_per_second for report in reports),
+            "step_seconds": mean(report.seconds_per_step for report in reports),
+            "data_wait_share": mean(report.data_wait_share for report in reports),
+            "mfu": mean(shares) if shares else None,
+            "peak_gib": max(report.memory_gib for report in reports),
+        }
+        measured.append(figures)
+        progress("train", number, rounds, f"{figures['images_per_second']:.2f} images/s")
     return {
         "model": work.spec.name,
         "buckets": len(work.buckets),
@@ -67,31 +73,8 @@ def measure(
         "precision": recipe.run.precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads",
         "torch": torch.__version__,
-        "images_per_second": rates,
-        **figures,
+        **{name: [figures[name] for figures in measured] for name in measured[0]},
     }
-
-
-def _run(
-    recipe: TrainRecipe, store: Path | str | None, run: Path, device: torch.device, steps: int
-) -> list[StepReport]:
-    """The reports of a run after its first one."""
-    last = REPORT_EVERY * (1 + -(-steps // REPORT_EVERY))
-    changed = {"steps": last, "log_every": REPORT_EVERY, "checkpoint_every": last, "evaluate_every": 0}
-    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update=changed | {"sample_every": 0})})
-    reports: list[StepReport] = []
-    outcome = loop.train(
-        recipe,
-        store_path=store,
-        run=run,
-        device=device,
-        report=reports.append,
-        stop=StopRequest(),
-        warn=lambda message: None,
-    )
-    if not outcome.finished:
-        raise RunError("bench train: stopped before the measured steps were done.")
-    return reports[1:]
 
 
 def render(result: dict[str, Any]) -> list[tuple[str, str]]:

@@ -89,7 +89,7 @@ def options(
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print results and errors alone: no progress, no notes.", envvar=QUIET)
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Tell on stderr what is decided, and why.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log decisions to stderr, and why.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
@@ -98,7 +98,7 @@ def options(
 ) -> None:
     """Encode once, train lean: latent stores for training diffusion transformers."""
     if quiet and verbose:
-        raise RecipeError(f"--verbose and --quiet (or {QUIET}): they ask for opposites. Give one of them.")
+        raise RecipeError(f"--verbose and --quiet (or {QUIET}) are mutually exclusive. Give one of them.")
     os.environ[QUIET] = "1" if quiet else ""
     show_decisions(verbose)
     LOG.info("leandit %s, Python %s, %s", __version__, platform.python_version(), platform.platform())
@@ -106,20 +106,8 @@ def options(
 
 app.command()(precompute)
 app.command("import")(import_)
-app.command()(train)
-
-
-app.command()(inspect)
-app.command()(verify)
-app.command()(compact)
-app.command()(report)
-app.command()(view)
-app.command()(sample)
-app.command()(evaluate)
-app.command()(average)
-app.command()(export)
-app.command()(publish)
-app.command()(recipes)
+for command in (train, inspect, verify, compact, report, view, sample, evaluate, average, export, publish, recipes):
+    app.command()(command)
 
 
 @app.command()

@@ -8,13 +8,11 @@ import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 
 import typer
 
 from ...datasets.errors import RecipeError
-from ...datasets.recipe import STAGES, shipped_recipes
 from ..terminal.text import is_quiet, printable
 
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")]
@@ -35,6 +33,8 @@ URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 def complete_recipe(context: typer.Context, incomplete: str) -> list[str]:
     """Shipped recipes that a shell offers: of the stage that the command is for; of both where it lists them."""
+    from ...datasets.recipe import STAGES, shipped_recipes
+
     stages = {"precompute": STAGES[:1], "recipes": STAGES}.get(context.info_name or "", STAGES[1:])
     names = {name for stage in stages for name in shipped_recipes(f"leandit.{stage}")}
     return sorted(name for name in names if name.startswith(incomplete))
@@ -62,8 +62,8 @@ def path_or_url(value: str) -> str:
         return value
     parts = urlsplit(value)
     if parts.netloc not in ("", "localhost"):
-        raise typer.BadParameter(f"'{value}': needed file:///PATH, with three slashes before the first folder.")
-    return url2pathname(parts.path)
+        raise typer.BadParameter(f"'{value}': expected file:///PATH, with three slashes before the first folder.")
+    return unquote(parts.path)
 
 
 def read_path(value: str | Path) -> Path:
@@ -71,8 +71,7 @@ def read_path(value: str | Path) -> Path:
 
     Raises: BadParameter: it is a URL.
     """
-    hint = "Copy it first, as with 'aws s3 sync s3://BUCKET/NAME FOLDER'."
-    return _local_path(value, f"and this command reads local folders only. {hint}")
+    return _local_path(value, "reads", "Copy it first, as with 'aws s3 sync s3://BUCKET/NAME FOLDER'.")
 
 
 def written_path(value: str | Path) -> Path:
@@ -81,13 +80,13 @@ def written_path(value: str | Path) -> Path:
     Raises: BadParameter: it is a URL.
     """
     hint = "Give a folder, then copy it there, as with 'aws s3 sync FOLDER s3://BUCKET/NAME'."
-    return _local_path(value, f"and this command writes to local folders only. {hint}")
+    return _local_path(value, "writes to", hint)
 
 
-def _local_path(value: str | Path, error: str) -> Path:
+def _local_path(value: str | Path, does: str, hint: str) -> Path:
     path = path_or_url(str(value))  # typer parses defaults too, which are paths already
     if is_url(path):
-        raise typer.BadParameter(f"'{path}' is a URL, {error}")
+        raise typer.BadParameter(f"'{path}' is a URL, and this command {does} local folders only. {hint}")
     return Path(path)
 
 
@@ -104,6 +103,16 @@ def local_input(help: str, *names: str) -> Any:
 Run = Annotated[Path, typer.Argument(parser=read_path, metavar="RUN", help="Run, or what 'leandit average' has made.")]
 LocalStore = Annotated[Path, typer.Argument(parser=written_path, metavar="STORE", help="Folder of the store.")]
 AnyStore = Annotated[str, typer.Argument(parser=path_or_url, metavar="STORE", help="Store: a folder, or a URL.")]
+StoreOfRecipe = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        parser=path_or_url,
+        metavar="PATH",
+        help="Store to train on, unless the recipe names stores: a folder, s3://, gs://, hf://.",
+    ),
+]
+Vae = Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's own VAE.")]
 Base = Annotated[str, typer.Option(help="Where the weights lie now that the adapters of a run were trained on.")]
 
 
@@ -128,12 +137,9 @@ def torch_device(name: str) -> Any:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
         LOG.info("--device auto is %s: torch %s sees %d GPUs", name, torch.__version__, torch.cuda.device_count())
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise RecipeError(f"--device '{name}': needed cpu, cuda, cuda:N or auto.") from error
-    if device.type not in ("cpu", "cuda"):
-        raise RecipeError(f"--device '{name}': needed cpu, cuda, cuda:N or auto.")
+    if not re.fullmatch(r"(cpu|cuda)(:\d\d?)?", name):
+        raise RecipeError(f"--device '{name}': expected cpu, cuda, cuda:N or auto.")
+    device = torch.device(name)
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise RecipeError(f"--device '{name}': torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here.")
     return device

@@ -32,7 +32,6 @@ from ..inspection.grid import Cell, draw_sheet
 from ..inspection.render import render
 from ..inspection.summary import summarise
 from ..sample.sampler import SampleRequest, decoder_of, draw_pictures, make_conditioning
-from ..terminal.cpu_memory import keep_freed_memory
 from ..terminal.progress import ProgressLine
 from .charts import draw_loss
 from .pictures import draw_scene, main_object_of, make_scenes, read_main_object
@@ -143,7 +142,6 @@ def _train(out: Path, overrides: list[str], stop: StopRequest) -> tuple[int, int
             note = f"loss {report.loss:.3f}  {report.images_per_second:.0f} images/s"
             progress("train", report.step, recipe.run.steps, note)
 
-        keep_freed_memory()
         outcome = train(recipe, store_path=out / "store", run=run, device=CPU, report=show, stop=stop)
     if not outcome.finished:
         raise KeyboardInterrupt

@@ -7,9 +7,10 @@ and only if they are the ones that made the store.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -30,16 +31,18 @@ from ...train.sampling.schedulers import pipeline_scheduler
 from ...train.sampling.snapshot import Snapshot, Weights, load_snapshot, text_encoders
 from ...train.weights.dit_checkpoints import official_bytes, to_diffusers
 from ...train.weights.folders import RECIPE, SNAPSHOT, STATE, find
-from .adapters import adapter_files, adapter_notes, check_adapters
-from .export_card import FLOW_PIPELINES, NULL_LABEL, Files, Format, departures, pipeline_class, vae_class, with_card
+from .adapters import Files, adapter_files, adapter_notes
+from .cards import CARD, model_card, model_rows
+from .compatibility import FLOW_PIPELINES, NULL_LABEL, compatibility_notes, pipeline_class, vae_class
 
-INDEX = "model_index.json"
+Layout = Literal["diffusers", "official"]
+
 TRANSFORMER = ("transformer/config.json", "transformer/diffusion_pytorch_model.safetensors")
 PART_BYTES = 1 << 24
 NO_TOKENIZER = ("*.safetensors", "config.json", "*.index.json")
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 TEXT_CLASSES = {"t5": ("T5EncoderModel", "T5Tokenizer"), "gemma2": ("Gemma2Model", "GemmaTokenizer")}
-SEVERAL_CLASSES = TEXT_CLASSES | {"clip": ("CLIPTextModelWithProjection", "CLIPTokenizer")}
+SD3_CLASSES = TEXT_CLASSES | {"clip": ("CLIPTextModelWithProjection", "CLIPTokenizer")}
 SD3_KINDS = ["clip", "clip", "t5"]
 
 
@@ -47,7 +50,7 @@ def export(
     run: Path,
     out: Path,
     *,
-    layout: Format = "diffusers",
+    layout: Layout = "diffusers",
     step: int = 0,
     encoders: bool = False,
     vae: str | None = None,
@@ -73,29 +76,36 @@ def export(
     if out.exists():
         raise RunError(f"folder '{out}': it already exists. Give another --out.")
     snapshot = load_snapshot(run, torch.device("cpu"), step, frozen=base, weights=weights)
-    kind: str = layout
-    if layout == "official":
+    kind, pipeline, notes = str(layout), pipeline_class(snapshot) if layout == "diffusers" else None, list[str]()
+    if pipeline is None:
         check_official(snapshot.spec, encoders=encoders)
-        files, notes = official_files(snapshot), []
-    elif check_adapters(snapshot, merged=merged, encoders=encoders):
-        kind = "adapters"
-        files, notes = adapter_files(snapshot), [*adapter_notes(snapshot), *departures(snapshot)]
+        files = official_files(snapshot)
+    elif merged and not snapshot.spec.adapter:
+        raise RunError(f"--merged: run '{snapshot.path.parent}' has no adapters. Leave it out.")
+    elif snapshot.spec.adapter and not merged:
+        if encoders:
+            raise RunError("--encoders: adapters are a file beside a pipeline. Use --merged to write a whole one.")
+        kind, files = "adapters", adapter_files(snapshot)
+        notes = [*adapter_notes(snapshot, pipeline), *compatibility_notes(snapshot)]
     else:
         check_diffusers(snapshot.spec, snapshot.objective, snapshot.state)
-        copies = encoder_folders(snapshot, vae, text) if encoders else {}
-        files, notes = diffusers_files(snapshot, copies), departures(snapshot)
+        files = diffusers_files(snapshot, encoder_folders(snapshot, vae, text) if encoders else {})
+        notes = compatibility_notes(snapshot)
     notes = [*([snapshot.warning] if snapshot.warning else []), *notes]
+    described = model_rows(snapshot.state, snapshot.spec, f"{snapshot.weights}, {snapshot.weights_path.name}")
+    rows = {"layout": f"diffusers, for {pipeline}" if pipeline else layout} | described
+    recipe = (run / RECIPE).read_text() if (run / RECIPE).is_file() else ""
+    card = model_card(snapshot.spec.name, rows, is_pipeline=bool(pipeline), notes=notes, recipe=recipe)
     out.parent.mkdir(parents=True, exist_ok=True)
     sweep_strays(out.parent)
-    recipe = (run / RECIPE).read_text() if (run / RECIPE).is_file() else None
-    if not write_folder(out, with_card(files, snapshot, layout, notes, recipe), replace=False):
+    if not write_folder(out, itertools.chain(files, [(CARD, card)]), replace=False):
         raise RunError(f"folder '{out}': another process created it. Give another --out.")
     return {
         "snapshot": snapshot.path.name,
         "step": snapshot.step,
         "weights": snapshot.weights,
         "format": kind,
-        "pipeline": pipeline_class(snapshot) if layout == "diffusers" else None,
+        "pipeline": pipeline,
         "files": sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()),
         "notes": notes,
         "out": str(out),
@@ -105,7 +115,7 @@ def export(
 # ------------------------------------------------------------------------------------------------------------- checks
 
 
-def fitting_layout(run: Path) -> Format | None:
+def fitting_layout(run: Path) -> Layout | None:
     """The layout that holds the newest snapshot of a run: diffusers' if it does, else the official one; None: neither.
 
     Raises: IndexError: there is no snapshot.
@@ -134,56 +144,46 @@ def check_official(spec: ModelSpec, *, encoders: bool) -> None:
 
 
 def check_diffusers(spec: ModelSpec, objective: ObjectiveSection, state: dict[str, Any]) -> None:
-    """Raise if diffusers' class cannot hold the model.
+    """Raise if diffusers' class cannot hold the model, or its pipeline cannot draw with it.
 
     Raises: RunError.
     """
-    instead = "Use --format official, which holds every DiT exactly."
-    if family_of(spec.name) == "sd3":
-        check_sd3(spec, objective, state)
-        return
-    if family_of(spec.name):
-        kind = state["text_encoder"]["model"]["kind"]
-        if kind not in TEXT_CLASSES:
-            raise RunError(
-                f"model '{spec.name}': it reads captions of a '{kind}', and diffusers' pipelines for it only those of "
-                f"{' or '.join(TEXT_CLASSES)}. Load its weights from the snapshot."
+    family, problem, instead = family_of(spec.name), "", "Load its weights from the snapshot."
+    changed = [name for name, value in spec.options if value != getattr(DiTOptions(), name)]
+    if family == "sd3":
+        encoders = text_encoders(state)
+        kinds = [encoders[text.name]["model"].get("kind") for text in spec.texts]
+        if kinds != SD3_KINDS or spec.texts[-1].width != spec.caption_width:
+            problem = (
+                f"it reads captions of {', '.join(map(str, kinds))}, StableDiffusion3Pipeline of two clips and a t5 at "
+                "least as wide as both"
             )
-        return
-    if spec.takes_text:
-        raise RunError(f"model '{spec.name}': it takes captions, diffusers' DiT only labels. {instead}")
-    differing = [name for name, value in spec.options if value != getattr(DiTOptions(), name)]
-    if differing:
-        option = f"model.{differing[0]} = {getattr(spec.options, differing[0])!r}"
-        raise RunError(
-            f"model '{spec.name}': it was trained with {option}, which diffusers' DiT does not support. {instead}"
-        )
-    if spec.class_width or spec.fused:
-        raise RunError(f"model '{spec.name}': diffusers' DiT has no class token and no routed tokens. {instead}")
-    if spec.num_classes > NULL_LABEL:
-        raise RunError(
-            f"model '{spec.name}': it has {spec.num_classes} classes, DiTPipeline takes {NULL_LABEL} at most, since "
-            f"its null is label {NULL_LABEL}. {instead}"
-        )
-
-
-def check_sd3(spec: ModelSpec, objective: ObjectiveSection, state: dict[str, Any]) -> None:
-    """Raise if ``StableDiffusion3Pipeline`` cannot draw with the model.
-
-    Raises: RunError.
-    """
-    encoders = text_encoders(state)
-    kinds = [encoders[one.name]["model"].get("kind") for one in spec.texts]
-    if kinds != SD3_KINDS or spec.texts[-1].width != spec.caption_width:
-        raise RunError(
-            f"model '{spec.name}': it reads captions of {', '.join(map(str, kinds))}, StableDiffusion3Pipeline of two "
-            "clips and a t5 at least as wide as both. Load its weights from the snapshot."
-        )
-    if objective.kind != "flow":
-        raise RunError(
-            f"model '{spec.name}': it was trained with objective.kind = '{objective.kind}', "
-            "StableDiffusion3Pipeline draws flows alone. Load its weights from the snapshot."
-        )
+        elif objective.kind != "flow":
+            problem = (
+                f"it was trained with objective.kind = '{objective.kind}', StableDiffusion3Pipeline draws flows alone"
+            )
+    elif family:
+        if (kind := state["text_encoder"]["model"]["kind"]) not in TEXT_CLASSES:
+            problem = (
+                f"it reads captions of a '{kind}', and diffusers' pipelines for it only those of "
+                f"{' or '.join(TEXT_CLASSES)}"
+            )
+    else:
+        instead = "Use --format official, which holds every DiT exactly."
+        if spec.takes_text:
+            problem = "it takes captions, diffusers' DiT only labels"
+        elif changed:
+            option = f"model.{changed[0]} = {getattr(spec.options, changed[0])!r}"
+            problem = f"it was trained with {option}, which diffusers' DiT does not support"
+        elif spec.class_width or spec.fused:
+            problem = "diffusers' DiT has no class token and no routed tokens"
+        elif spec.num_classes > NULL_LABEL:
+            problem = (
+                f"it has {spec.num_classes} classes, DiTPipeline takes {NULL_LABEL} at most, since its null is label "
+                f"{NULL_LABEL}"
+            )
+    if problem:
+        raise RunError(f"model '{spec.name}': {problem}. {instead}")
 
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -196,16 +196,30 @@ def official_files(snapshot: Snapshot) -> Files:
         yield f"{name}{suffix}", official_bytes(snapshot.model.state_dict(), suffix)
 
 
-def diffusers_files(snapshot: Snapshot, copies: dict[str, Path]) -> Files:
-    """The files of a pipeline's folder."""
+def diffusers_files(snapshot: Snapshot, copies: Mapping[str, Path]) -> Files:
+    """The files of a pipeline's folder.
+
+    Args:
+      copies: folders of encoders by their names in the pipeline.
+    """
     scheduler = pipeline_scheduler(snapshot.objective, takes_flow_match=family_of(snapshot.spec.name) in FLOW_PIPELINES)
     config, weights = transformer_of(snapshot)
     yield TRANSFORMER[0], canonical_json(config)
     yield TRANSFORMER[1], safetensors_of({name: t.contiguous() for name, t in weights.items()}, {"format": "pt"})
     yield "scheduler/scheduler_config.json", scheduler.to_json_string().encode()
-    yield INDEX, canonical_json(index_of(snapshot, type(scheduler).__name__, copies))
+    yield "model_index.json", canonical_json(index_of(snapshot, type(scheduler).__name__, copies))
     for name, folder in copies.items():
-        yield from copied(folder, name, but=NO_TOKENIZER if name.startswith("tokenizer") else ())
+        left_out = NO_TOKENIZER if name.startswith("tokenizer") else ()
+        for path in sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)}):
+            if ".fp16." not in path.name and not any(map(path.match, left_out)):
+                yield f"{name}/{path.name}", _parts_of(path)
+
+
+def _parts_of(path: Path) -> Iterator[bytes]:
+    """The content of a file that may be larger than memory."""
+    with open(path, "rb") as file:
+        while part := file.read(PART_BYTES):
+            yield part
 
 
 def tokenizer_class(folder: Path) -> str | None:
@@ -261,7 +275,7 @@ def index_of(snapshot: Snapshot, scheduler: str, copies: Mapping[str, Path]) -> 
     parts["vae"] = ["diffusers", vae_class(snapshot)]
     if spec.takes_text:
         for suffix, made in text_parts(snapshot).items():
-            encoder, tokenizer = (SEVERAL_CLASSES if spec.texts else TEXT_CLASSES)[made["model"]["kind"]]
+            encoder, tokenizer = (SD3_CLASSES if spec.texts else TEXT_CLASSES)[made["model"]["kind"]]
             folder = copies.get(f"tokenizer{suffix}")
             tokenizer = (folder and tokenizer_class(folder)) or tokenizer
             parts[f"text_encoder{suffix}"] = ["transformers", encoder]
@@ -292,62 +306,32 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
     Raises: EncoderError: one cannot be found, or did not make the store.
     """
     from ...precompute.config import TextSection, VaeSection
-    from ...precompute.encoders.model_files import (
-        CONFIG,
-        TEXT_WEIGHTS,
-        TOKENIZER_FILES,
-        VAE_WEIGHTS,
-        hash_files,
-        nothing_fetched,
-        resolve_model,
-        weight_files,
-        weight_names,
-    )
+    from ...precompute.encoders import model_files as files
 
-    state = snapshot.state
+    vae, texts = snapshot.state["vae"], text_parts(snapshot) if snapshot.spec.takes_text else {}
+    moved = {name: {"model": place} if place else {} for name, place in (("vae", vae_place), ("text", text_place))}
+    wanted: list[tuple[str, VaeSection | TextSection, str, str, str]] = []
     try:
-        vae = VaeSection.model_validate(state["vae"]["model"] | ({"model": vae_place} if vae_place else {}))
-        moved, parts = {"model": text_place} if text_place else {}, text_parts(snapshot)
-        parts = parts if snapshot.spec.takes_text else {}
-        texts = {suffix: TextSection.model_validate(one["model"] | moved) for suffix, one in parts.items()}
+        section = VaeSection.model_validate(vae["model"] | moved["vae"])
+        wanted.append(("vae", section, section.subfolder, files.VAE_WEIGHTS, vae["weights_sha256"]))
+        for suffix, text in texts.items():
+            section = TextSection.model_validate(text["model"] | moved["text"])
+            made_with = text["weights_sha256"]
+            wanted.append((f"text_encoder{suffix}", section, section.subfolder, files.TEXT_WEIGHTS, made_with))
+            wanted.append((f"tokenizer{suffix}", section, section.tokenizer_subfolder, "", UNKNOWN))
     except (ValidationError, TypeError) as error:
         raise EncoderError(f"snapshot '{snapshot.path}': it does not name its encoders ({error}).") from error
-
-    def find(section: VaeSection | TextSection, subfolder: str, files: tuple[str, ...], what: str) -> Path:
-        is_named = vae_place if isinstance(section, VaeSection) else text_place
-        with contextlib.nullcontext() if is_named else nothing_fetched():
-            return resolve_model(section.model, subfolder, section.revision, files=files, what=what)[0]
-
-    wanted: list[tuple[str, str, VaeSection | TextSection, str]] = []
-    wanted.append(("vae", VAE_WEIGHTS, vae, state["vae"]["weights_sha256"]))
-    for suffix, text in texts.items():
-        wanted.append((f"text_encoder{suffix}", TEXT_WEIGHTS, text, parts[suffix]["weights_sha256"]))
     folders: dict[str, Path] = {}
-    for name, stem, section, made_with in wanted:
-        what, flag = f"--encoders: {name}", "--vae" if name == "vae" else "--text"
+    for name, section, subfolder, stem, made_with in wanted:
+        what, role = f"--encoders: {name}", "vae" if name == "vae" else "text"
+        names = (files.CONFIG, *files.weight_names(stem)) if stem else files.TOKENIZER_FILES
         try:
-            folders[name] = find(section, section.subfolder, (CONFIG, *weight_names(stem)), what)
-            weights_sha256 = hash_files(weight_files(folders[name], stem, what=what))
+            with contextlib.nullcontext() if moved[role] else files.nothing_fetched():
+                folder, _ = files.resolve_model(section.model, subfolder, section.revision, files=names, what=what)
+            weights = files.hash_files(files.weight_files(folder, stem, what=what)) if stem else UNKNOWN
         except EncoderError as error:
-            raise EncoderError(f"{error} If it is in another folder, give it with {flag}.") from error
-        if made_with not in (UNKNOWN, weights_sha256):
-            raise EncoderError(f"{what} '{folders[name]}': not the one that made the store. Check {flag}.")
-    for suffix, text in texts.items():
-        what = f"--encoders: tokenizer{suffix}"
-        folders[f"tokenizer{suffix}"] = find(text, text.tokenizer_subfolder, TOKENIZER_FILES, what)
+            raise EncoderError(f"{error} If it is in another folder, give it with --{role}.") from error
+        if made_with not in (UNKNOWN, weights):
+            raise EncoderError(f"{what} '{folder}': not the one that made the store. Check --{role}.")
+        folders[name] = folder
     return folders
-
-
-def copied(folder: Path, name: str, but: tuple[str, ...] = ()) -> Files:
-    """The files of a model's folder, read in parts."""
-    paths = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
-    for path in sorted(path for path in paths if not any(path.match(pattern) for pattern in but)):
-        if ".fp16." not in path.name:
-            yield f"{name}/{path.name}", parts_of(path)
-
-
-def parts_of(path: Path) -> Iterator[bytes]:
-    """The content of a file."""
-    with open(path, "rb") as file:
-        while part := file.read(PART_BYTES):
-            yield part

@@ -2,227 +2,333 @@
 
 The files that make a store readable are committed last, and only after the hub has listed all others with their sizes
 and hashes, so nobody reads half of a store. The same command resumes: what the hub lists already is not sent again.
+Absolute paths of this machine are not published.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...datasets.errors import DamageError, RecipeError, StoreError
-from ...datasets.format.layout import MANIFEST, REVISIONS
+import pyarrow.parquet as pq
+
+from ...datasets.disk.hashing import canonical_json, sha256_of
+from ...datasets.errors import DamageError, RecipeError, RunError, StoreError, StoreIncomplete
+from ...datasets.format.layout import MANIFEST, RECORDS, REVISIONS
+from ...datasets.format.schema import StoreSpec
+from ...datasets.maintenance.portable import portable_files
+from ...datasets.maintenance.verify import verify_store
+from ...datasets.recipe import values_to_toml
+from ...datasets.revisions.encoder_paths import portable_spec, without_local_folders
+from ...datasets.store import LatentStore
 from ...datasets.units import readable_size
 from ...train.weights.folders import is_run
-from .card import CARD, MARK, Terms
+from ..terminal.text import Rows, printable
+from .cards import CARD, MARK, SHEET, Terms, model_card, model_rows, store_card
 from .hub import HubRepository, ListedFile, OutgoingFile
-from .outgoing import METRICS, Outgoing, outgoing_run, outgoing_store
 
-COMMIT_FILES, COMMIT_BYTES = 500, 8 << 30  # at most in a commit: a kill costs what is not yet uploaded of one
-PLAIN_BYTES = 64 << 20  # of small files in a commit, which travel in its request
-PLAIN_FILE_BYTES = 1 << 20
+COMMIT_FILES = 100  # at most in a commit; files of a commit that was not made are uploaded, and not uploaded again
 SHOWN_FILES = 20
 LINE_BYTES = 1 << 16  # of a line that is compared
 SNAPSHOT_STATE = re.compile(r"snapshot-(\d+)/state\.json")
-REASONS = {
+REQUIRED = {
     "--private or --public": "who may read it",
     "--license": "that of the pictures (of a run: of the weights), as 'cc-by-4.0', any other name, or a https link",
     "--encoder-license": "that of the encoders, whose output is published",
 }
+TEXTS, TEXT_BYTES = (".json", ".jsonl", ".toml", ".md"), 1 << 26  # a larger file is not searched for local paths
+QUOTED_PATH = re.compile(r"[\"']((?:/|[A-Za-z]:[\\/])[^\"'\n]{1,4000})[\"']")
+METRICS, TRAIN_RECIPE = "metrics.jsonl", "recipe.toml"
+ANOTHER_PLACE = "Give another name, or another branch with --revision."
+Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
-class PublishRequest:
-    """What is published, and where.
+def publish(
+    target: Path,
+    url: str,
+    progress: Progress,
+    *,
+    private: bool | None,
+    licence: str,
+    encoder_licence: str,
+    pictures: bool = False,
+    vae: str | None = None,
+    as_pipeline: bool = False,
+    branch: str = "main",
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Publish a store or a run.
 
     Args:
       target: folder of a store or a run.
       url: of the repository.
-      private: who may read it; None: not said.
-      licence, encoder_licence: empty: not said.
+      progress: called with (stage, files done, files).
+      private: who may read it; None: missing.
+      licence, encoder_licence: empty: missing.
       pictures: publish a contact sheet of decoded records.
       vae: that decodes them; None: the store's own.
       as_pipeline: of a run: as diffusers' pipelines load it.
       branch: of the repository.
       dry_run: send nothing.
-    """
-
-    target: Path
-    url: str
-    private: bool | None
-    licence: str = ""
-    encoder_licence: str = ""
-    pictures: bool = False
-    vae: str | None = None
-    as_pipeline: bool = False
-    branch: str = "main"
-    dry_run: bool = False
-
-
-def publish(request: PublishRequest, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
-    """Publish a store or a run.
-
-    Args:
-      progress: called with (stage, files done, files).
     Returns: what was sent, as plain values.
     Raises: RecipeError: an answer is missing; StoreError, RunError: it cannot be published, or the hub refuses it;
-      DamageError: bytes here or there are not those of the manifest.
+      DamageError: bytes on this machine or on the hub are not those of the manifest.
     """
-    terms = _terms(request)
-    hub = HubRepository(request.url, request.branch)
-    _check_kind(request, hub)
+    answers = (private is not None, licence.strip(), encoder_licence.strip())
+    if missing := [name for name, answer in zip(REQUIRED, answers, strict=True) if not answer]:
+        wanted = "; ".join(f"{name}: {REQUIRED[name]}" for name in missing)
+        raise RecipeError(f"publish '{target}': required, without a default: {wanted}. Give them.")
+    terms, hub, of_run = Terms(licence.strip(), encoder_licence.strip()), HubRepository(url, branch), is_run(target)
+    if of_run != (hub.kind == "model"):
+        kind, expected = ("run", "hf://OWNER/NAME") if of_run else ("store", "hf://datasets/OWNER/NAME")
+        raise RecipeError(f"--to '{url}': '{target}' is a {kind}. Give {expected}.")
+    if of_run and pictures:
+        raise RecipeError("--pictures: they are of a store. Leave it out for a run.")
+    if not of_run and as_pipeline:
+        raise RecipeError("--export: it is for a run. Leave it out for a store.")
     with tempfile.TemporaryDirectory(prefix="leandit-publish-") as scratch:
-        if hub.kind == "dataset":
-            outgoing = outgoing_store(request.target, hub, terms, pictures=request.pictures, vae=request.vae)
+        if of_run:
+            files, notes = run_files(target, hub, terms, as_pipeline=as_pipeline, scratch=Path(scratch))
         else:
-            outgoing = outgoing_run(request.target, hub, terms, as_pipeline=request.as_pipeline, scratch=Path(scratch))
+            sheet = Path(scratch) / SHEET if pictures else None
+            files, notes = store_files(target, hub, terms, sheet=sheet, vae=vae)
+        _refuse_local_paths(target, files)
         try:
-            return _send(request, hub, outgoing, progress)
+            return _send(hub, files, notes, progress, private=bool(private), dry_run=dry_run)
         except FileNotFoundError as error:
             raise StoreError(
-                f"'{request.target}': '{error.filename}' has gone while it was published. Let nothing change it "
+                f"'{target}': '{error.filename}' disappeared while it was published. Let nothing change it "
                 "meanwhile, then run the same command again."
             ) from error
 
 
-def _terms(request: PublishRequest) -> Terms:
-    """The licences. Raises: RecipeError: an answer is missing, and none is guessed."""
-    given = (request.private is not None, request.licence.strip(), request.encoder_licence.strip())
-    missing = [name for name, value in zip(REASONS, given, strict=True) if not value]
-    if missing:
-        asked = "; ".join(f"{name}: {REASONS[name]}" for name in missing)
-        raise RecipeError(f"publish '{request.target}': not said, and never guessed: {asked}. Give them.")
-    return Terms(request.licence.strip(), request.encoder_licence.strip())
+# -------------------------------------------------------------------------------------------------------------- files
 
 
-def _check_kind(request: PublishRequest, hub: HubRepository) -> None:
-    """Raise if the options are those of a store and the target is a run, or the other way round."""
-    of_run = is_run(request.target)
-    if of_run != (hub.kind == "model"):
-        kind, needed = ("run", "hf://OWNER/NAME") if of_run else ("store", "hf://datasets/OWNER/NAME")
-        raise RecipeError(f"--to '{request.url}': '{request.target}' is a {kind}. Give {needed}.")
-    if of_run and request.pictures:
-        raise RecipeError("--pictures: they are of a store. Leave it out for a run.")
-    if not of_run and request.as_pipeline:
-        raise RecipeError("--export: it is for a run. Leave it out for a store.")
+def store_files(
+    root: Path, hub: HubRepository, terms: Terms, *, sheet: Path | None, vae: str | None
+) -> tuple[list[OutgoingFile], list[str]]:
+    """The files of a complete store whose sizes and metadata are as its manifests say, and notes for the user.
+
+    Args:
+      sheet: where to write a contact sheet of decoded records, which is published too; None: no pictures.
+      vae: that decodes them; None: the store's own.
+    Raises: StoreNotFound, StoreError; StoreIncomplete; DamageError; EncoderError: the VAE cannot be loaded.
+    """
+    checked = verify_store(root, quick=True)
+    if damage := [one for one in checked.findings if one.cause not in ("stray", "temporary", "unsealed")]:
+        raise DamageError(
+            f"store '{root}': {len(damage)} of its files are not as they were written, the first: "
+            f"{printable(damage[0].line())}. Run 'leandit verify --repair --source PATH', then publish."
+        )
+    if not checked.complete:
+        raise StoreIncomplete(
+            f"store '{root}': it is not complete, and no part of a store is published. Run the same precompute command "
+            "again, then publish."
+        )
+    portable, store, notes = portable_files(root), LatentStore(root), list[str]()
+    if strays := [one.path for one in checked.findings]:
+        notes.append(f"{len(strays)} files that are not of the store stay here, such as '{strays[0]}'")
+    if store.root_hash != portable.manifest.root_hash:
+        notes.append(
+            "of local folders in its recipe the last name alone is published, so the root hash there is "
+            f"{portable.manifest.root_hash}, and here {store.root_hash}"
+        )
+    reasons = store.record_columns(("reason",))["reason"].value_counts().to_pylist()
+    card = store_card(
+        hub.name,
+        hub.address,
+        StoreSpec.model_validate(portable_spec(store.spec.model_dump())),
+        portable.manifest,
+        {reason["values"]: reason["counts"] for reason in reasons if reason["values"] is not None},
+        sum(entry.bytes for entry in portable.entries.values()),
+        terms,
+        sheet=sheet is not None,
+    )
+    files = [OutgoingFile(CARD, card, is_last=True)]
+    for path, entry in portable.entries.items():
+        content, is_last = portable.changed.get(path, root / path), Path(path).name == MANIFEST
+        files.append(OutgoingFile(path, content, entry.xxh3_128, is_last))
+    if sheet:
+        from ..inspection.contact_sheet import SheetOptions, write_sheet
+
+        write_sheet(store, sheet, SheetOptions(vae=vae))
+        files.append(OutgoingFile(SHEET, sheet, is_last=True))
+    return files, notes
+
+
+def run_files(
+    run: Path, hub: HubRepository, terms: Terms, *, as_pipeline: bool, scratch: Path
+) -> tuple[list[OutgoingFile], list[str]]:
+    """The newest averaged weights of a run, its recipe and its metrics, all in one commit, and notes for the user.
+
+    Args:
+      as_pipeline: as diffusers' pipelines load them, not as a snapshot.
+      scratch: an empty folder, for the pipeline.
+    Raises: RunError: there is no snapshot, or diffusers cannot hold the model; DamageError.
+    """
+    from ...train.models.spec import ModelSpec
+    from ...train.weights import checkpoint
+
+    snapshots = checkpoint.find(checkpoint.SNAPSHOT, run)
+    if not snapshots:
+        raise RunError(f"run '{run}': there is no snapshot to publish. Train first: a checkpoint makes one too.")
+    saved = checkpoint.read(snapshots[-1])
+    state, folder, notes = without_local_folders(saved.state), saved.path.name, list[str]()
+    path = run / TRAIN_RECIPE
+    recipe = values_to_toml(without_local_folders(tomllib.loads(path.read_text("utf-8")))) if path.is_file() else ""
+    arguments = f'"{hub.name}"' + (f', revision="{hub.branch}"' if hub.branch != "main" else "")
+    files: dict[str, Path | bytes] = {}
+    if as_pipeline:
+        from .export import export
+
+        made = export(run, scratch / "pipeline")
+        notes, pipeline = made["notes"], made["pipeline"]
+        files = {path: scratch / "pipeline" / path for path in made["files"]}
+        loading = f"""from diffusers import {pipeline}
+
+# Give the encoders of the table as keywords, such as vae=...
+pipeline = {pipeline}.from_pretrained({arguments})"""
+        loading = f"pipeline.load_lora_weights({arguments})" if made["format"] == "adapters" else loading
+    else:
+        files = {f"{folder}/{name}": saved.path / name for name in saved.files}
+        files[f"{folder}/{checkpoint.STATE}"] = canonical_json(state | {checkpoint.STATE_HASH: sha256_of(state)})
+        loading = f"""from huggingface_hub import snapshot_download
+
+run = snapshot_download({arguments})  # then: leandit sample RUN --out samples"""
+    rows, title = (
+        model_rows(state, ModelSpec.model_validate(state["spec"]), f"averaged, {folder}"),
+        hub.name.split("/")[1],
+    )
+    how: dict[str, Any] = {"notes": notes, "recipe": recipe, "terms": terms, "loading": loading}
+    files[CARD] = model_card(title, rows, is_pipeline=as_pipeline, **how)
+    if recipe:
+        files[TRAIN_RECIPE] = recipe.encode()
+    if (run / METRICS).is_file():
+        metrics = (run / METRICS).read_bytes()
+        files[METRICS] = metrics[: metrics.rfind(b"\n") + 1]  # whole lines of a file that may grow
+    hashes = {f"{folder}/{name}": entry.xxh3_128 for name, entry in saved.files.items()}
+    return [OutgoingFile(path, files[path], hashes.get(path, ""), is_last=True) for path in files], notes
+
+
+def _refuse_local_paths(source: Path, files: Sequence[OutgoingFile]) -> None:
+    """Raise if a text that is published names the folder of the source, the home folder, or a path of this machine.
+
+    Raises: StoreError.
+    """
+    folders = {os.path.abspath(source.parent), str(Path.home()), os.path.realpath(source.parent)} - {"/"}
+    folders = [folder.rstrip("/") + "/" for folder in sorted(folders)]
+    for file in files:
+        for text in _texts_of(file):
+            paths = [folder for folder in folders if folder in text]
+            if paths := paths or [path for path in QUOTED_PATH.findall(text) if _is_here(path)]:
+                raise StoreError(
+                    f"'{source}': file '{file.path}' names '{paths[0]}' of this machine, which is not published. "
+                    "Remove what names it (of a store: 'leandit inspect STORE --rejects'), then publish again."
+                )
+
+
+def _is_here(path: str) -> bool:
+    folder = os.path.dirname(path)
+    return os.path.exists(path) or (folder != "/" and os.path.isdir(folder))
+
+
+def _texts_of(file: OutgoingFile) -> Iterator[str]:
+    """The texts of a file that the program itself has written."""
+    if file.path.endswith(RECORDS) and isinstance(file.content, Path):
+        for batch in pq.ParquetFile(file.content).iter_batches(columns=["detail"]):
+            yield from filter(None, batch["detail"].unique().to_pylist())
+    elif file.path.endswith(TEXTS) and file.size <= TEXT_BYTES:
+        yield file.read().decode(errors="replace")
+
+
+# ------------------------------------------------------------------------------------------------------------ sending
 
 
 def _send(
-    request: PublishRequest, hub: HubRepository, outgoing: Outgoing, progress: Callable[[str, int, int], None]
+    hub: HubRepository,
+    files: Sequence[OutgoingFile],
+    notes: list[str],
+    progress: Progress,
+    *,
+    private: bool,
+    dry_run: bool,
 ) -> dict[str, Any]:
-    assert request.private is not None, "asked for before"
-    private = hub.is_private()
-    if private not in (None, request.private):
+    there = hub.is_private()
+    if there not in (None, private):
         raise RecipeError(
-            f"'{hub.address}' is {'private' if private else 'public'} already. Give that option, or change it in the "
+            f"'{hub.address}' is {'private' if there else 'public'} already. Give that option, or change it in the "
             "settings of the repository."
         )
-    listed = hub.listing() if private is not None else {}
-    outgoing = _without_foreign_card(hub, outgoing, listed)
-    _refuse_other(hub, outgoing, listed)
-    first, last = (_missing(files, listed, progress) for files in (outgoing.files, outgoing.last))
+    listed = hub.listing() if there is not None else {}
+    if CARD in listed and MARK not in hub.read_text(CARD):
+        notes.append(f"'{CARD}' there was not written by this command, so it stays")
+        files = [file for file in files if file.path != CARD]
+    _refuse_other(hub, {file.path: file for file in files if file.is_last}, listed)
+    missing = list[OutgoingFile]()
+    for done, file in enumerate(files, start=1):
+        missing += [] if file.is_same(listed.get(file.path)) else [file]
+        progress("compare", done, len(files))
     result = {
         "url": hub.address,
-        "files": len(outgoing.all),
-        "bytes": sum(file.size for file in outgoing.all),
-        "files_sent": len(first) + len(last),
-        "bytes_sent": sum(file.size for file in (*first, *last)),
-        "notes": outgoing.notes,
+        "files": len(files),
+        "bytes": sum(file.size for file in files),
+        "files_sent": len(missing),
+        "bytes_sent": sum(file.size for file in missing),
+        "notes": notes,
     }
-    if request.dry_run:
-        return result | {"dry_run": True, "sent": [{"path": f.path, "bytes": f.size} for f in (*first, *last)]}
-    if first or last:
-        hub.create(private=request.private)
-    done = 0
-    for files in _batches(first):
-        hub.commit(files, f"leandit publish: {len(files)} files")
-        done += len(files)
-        progress("upload", done, len(first) + len(last))
+    if dry_run:
+        return result | {"dry_run": True, "sent": [{"path": file.path, "bytes": file.size} for file in missing]}
+    if missing:
+        hub.create(private=private)
+    first, last = ([file for file in missing if file.is_last is is_last] for is_last in (False, True))
+    for start in range(0, len(first), COMMIT_FILES):
+        commit = first[start : start + COMMIT_FILES]
+        hub.commit(commit, f"leandit publish: {len(commit)} files")
+        progress("upload", start + len(commit), len(missing))
     if first:
-        _check_listing(hub, outgoing.files)
+        _check_listing(hub, [file for file in files if not file.is_last])
     if last:
         hub.commit(last, "leandit publish: readable from here on")
-        progress("upload", done + len(last), len(first) + len(last))
-    _check_listing(hub, outgoing.all)
+        progress("upload", len(missing), len(missing))
+    _check_listing(hub, files)
     return result
 
 
-def _without_foreign_card(hub: HubRepository, outgoing: Outgoing, listed: Mapping[str, ListedFile]) -> Outgoing:
-    """Leave out the card where the repository has one that somebody else has written."""
-    if CARD not in listed or MARK in hub.read_text(CARD):
-        return outgoing
-    note = f"'{CARD}' there was not written by this command, so it stays"
-    last = [file for file in outgoing.last if file.path != CARD]
-    return Outgoing(outgoing.files, last, [*outgoing.notes, note])
+def _refuse_other(hub: HubRepository, files: Mapping[str, OutgoingFile], listed: Mapping[str, ListedFile]) -> None:
+    """Raise if the repository holds another store, a later revision, or another run: readers would get half of each.
 
+    A run is known by the first line of its metrics, which has its first loss and times.
 
-def _refuse_other(hub: HubRepository, outgoing: Outgoing, listed: Mapping[str, ListedFile]) -> None:
-    """Raise if the repository holds another store, a later revision, or another run: readers would get half of each."""
-    _refuse_later_revision(hub, outgoing, listed) if hub.kind == "dataset" else _refuse_other_run(hub, outgoing, listed)
-    for file in outgoing.last:
-        if file.path.endswith("manifest.json") and file.path in listed and not file.is_same(listed[file.path]):
-            raise StoreError(
-                f"'{hub.address}' holds another store: its '{file.path}' differs. Give another name, or another branch "
-                "with --revision."
-            )
-
-
-def _refuse_later_revision(hub: HubRepository, outgoing: Outgoing, listed: Mapping[str, ListedFile]) -> None:
-    known = {file.path for file in outgoing.last}
+    Args:
+      files: those that are sent last, by path.
+    Raises: StoreError.
+    """
     for path in sorted(listed):
-        if path not in known and re.fullmatch(rf"{REVISIONS}/\d+/{re.escape(MANIFEST)}", path):
+        if path not in files and re.fullmatch(rf"{REVISIONS}/\d+/{re.escape(MANIFEST)}", path):
             raise StoreError(
                 f"'{hub.address}' holds a revision that this store lacks: '{path}'. Its readers would go on with that "
                 "one. Publish the store that has it, or give another name or another branch with --revision."
             )
-
-
-def _refuse_other_run(hub: HubRepository, outgoing: Outgoing, listed: Mapping[str, ListedFile]) -> None:
-    """A run is known by the first line of its metrics, which has its first loss and times."""
-    steps = [int(match[1]) for path in listed if (match := SNAPSHOT_STATE.fullmatch(path))]
-    here = [int(match[1]) for file in outgoing.last if (match := SNAPSHOT_STATE.fullmatch(file.path))]
-    if here and max(steps, default=0) > here[0]:
+        if path in files and path.endswith(MANIFEST) and not files[path].is_same(listed[path]):
+            raise StoreError(f"'{hub.address}' holds another store: its '{path}' differs. {ANOTHER_PLACE}")
+    steps, steps_there = (
+        [int(match[1]) for match in map(SNAPSHOT_STATE.fullmatch, paths) if match] for paths in (files, listed)
+    )
+    if steps and max(steps_there, default=0) > steps[0]:
         raise StoreError(
-            f"'{hub.address}' holds the snapshot of step {max(steps)}, and this one is of step {here[0]}: readers take "
-            "the later one. Give another name, or another branch with --revision."
+            f"'{hub.address}' holds the snapshot of step {max(steps_there)}, and this one is of step {steps[0]}: "
+            f"readers take the later one. {ANOTHER_PLACE}"
         )
-    metrics = next((file.content for file in outgoing.last if file.path == METRICS), b"")
-    assert isinstance(metrics, bytes)
-    first = metrics.partition(b"\n")[0].decode(errors="replace")
-    if first and METRICS in listed and hub.read_text(METRICS, LINE_BYTES).partition("\n")[0] != first[:LINE_BYTES]:
-        raise StoreError(
-            f"'{hub.address}' holds another run: its '{METRICS}' begins otherwise. Give another name, or another "
-            "branch with --revision."
-        )
-
-
-def _missing(
-    files: Sequence[OutgoingFile], listed: Mapping[str, ListedFile], progress: Callable[[str, int, int], None]
-) -> list[OutgoingFile]:
-    """The files that the repository does not list with these bytes."""
-    missing = []
-    for done, file in enumerate(files, start=1):
-        if not file.is_same(listed.get(file.path)):
-            missing.append(file)
-        progress("compare", done, len(files))
-    return missing
-
-
-def _batches(files: Sequence[OutgoingFile]) -> Iterator[list[OutgoingFile]]:
-    """Files in commits of bounded size."""
-    batch: list[OutgoingFile] = []
-    for file in files:
-        sizes = [one.size for one in (*batch, file)]
-        plain = sum(size for size in sizes if size <= PLAIN_FILE_BYTES)
-        if batch and (len(sizes) > COMMIT_FILES or sum(sizes) > COMMIT_BYTES or plain > PLAIN_BYTES):
-            yield batch
-            batch = []
-        batch.append(file)
-    if batch:
-        yield batch
+    if METRICS in files and METRICS in listed:
+        line = files[METRICS].read().partition(b"\n")[0].decode(errors="replace")[:LINE_BYTES]
+        if line and hub.read_text(METRICS, LINE_BYTES).partition("\n")[0] != line:
+            raise StoreError(f"'{hub.address}' holds another run: its '{METRICS}' begins otherwise. {ANOTHER_PLACE}")
 
 
 def _check_listing(hub: HubRepository, files: Sequence[OutgoingFile]) -> None:
@@ -231,21 +337,18 @@ def _check_listing(hub: HubRepository, files: Sequence[OutgoingFile]) -> None:
     Raises: DamageError.
     """
     listed = hub.listing()
-    wrong = [file.path for file in files if not file.is_same(listed.get(file.path))]
-    if wrong:
+    if wrong := [file.path for file in files if not file.is_same(listed.get(file.path))]:
         raise DamageError(
             f"'{hub.address}': {len(wrong)} files there are not those that were sent, the first is '{wrong[0]}'. Run "
             "the same command again: it sends them again."
         )
 
 
-def render(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+def render(result: Mapping[str, Any]) -> Rows:
     """A result as rows of text."""
-    verb = "to send" if result.get("dry_run") else "sent"
-    sizes = [readable_size(result[f"bytes{which}"]) for which in ("_sent", "")]
-    counts = f"{result['files_sent']:,} files, {sizes[0]}, of {result['files']:,} files, {sizes[1]}"
-    rows = [("repository", result["url"]), (verb, counts)]
-    sent = result.get("sent", [])
+    dry_run, sent = result.get("dry_run"), result.get("sent", [])
+    counts = [f"{result[f'files{part}']:,} files, {readable_size(result[f'bytes{part}'])}" for part in ("_sent", "")]
+    rows = [("repository", result["url"]), ("to send" if dry_run else "sent", ", of ".join(counts))]
     rows += [("", f"{readable_size(file['bytes']):>10}  {file['path']}") for file in sent[:SHOWN_FILES]]
     rows += [("", f"and {len(sent) - SHOWN_FILES} more: see --json")] if len(sent) > SHOWN_FILES else []
-    return rows if result.get("dry_run") else [*rows, ("checked", "sizes and hashes there are those of here")]
+    return rows if dry_run else [*rows, ("checked", "the hub lists the sizes and hashes of the local files")]

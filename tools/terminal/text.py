@@ -44,15 +44,6 @@ def print_result(result: Any, render: Callable[[Any], str | Rows], *, as_json: b
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table: the first column left-aligned, the others right-aligned."""
-    widths = column_widths(rows)
-    return [
-        "  ".join(
-            [f"{row[0]:<{widths[0]}}", *(f"{text:>{width}}" for text, width in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Characters of the widest cell of each column."""
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return ["  ".join(cells).rstrip() for cells in lines]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,20 @@ from loaded import load_pipeline, load_transformer
 from making import CPU, train_recipe, tree_digest
 from torch import Tensor
 
+from leandit.datasets.disk.hashing import canonical_json, sha256_of
 from leandit.datasets.errors import RunError
 from leandit.datasets.format.schema import Decoding
 from leandit.datasets.store import LatentStore
+from leandit.tools.export.cards import objective_words
+from leandit.tools.export.compatibility import compatibility_notes
 from leandit.tools.export.export import export, index_of, transformer_of
-from leandit.tools.export.export_card import card, departures, objective_words
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.layers import time_features
 from leandit.train.objective_recipe import ObjectiveSection
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot
+from leandit.train.weights import checkpoint
+from leandit.train.weights.folders import SNAPSHOT, find
 from leandit.train.weights.init_from import initial_weights
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -218,7 +223,7 @@ def test_an_imported_store_names_the_vae_of_the_pipeline_and_the_card_its_shift(
     snapshot = load_snapshot(runs["pixart"], CPU)
     channels = snapshot.latent.channels
     plain = snapshot.latent.model_copy(update={"shift": [0.0] * channels, "scale": [1.0] * channels})
-    assert not any("shifted" in note for note in departures(replace(snapshot, latent=plain)))
+    assert not any("shifted" in note for note in compatibility_notes(replace(snapshot, latent=plain)))
     for shift, scale in (
         ([0.1159] * channels, [0.3611] * channels),
         ([0.0] * channels, [1.0] * (channels - 1) + [2.0]),
@@ -230,8 +235,8 @@ def test_an_imported_store_names_the_vae_of_the_pipeline_and_the_card_its_shift(
             state=snapshot.state | {"vae": snapshot.state["vae"] | {"class_name": "imported:pixart"}},
         )
         assert index_of(imported, "DDIMScheduler", {})["vae"] == ["diffusers", "AutoencoderKL"]
-        assert any("shifted" in note for note in departures(imported))
-        assert any("from 0 to 1" in note for note in departures(imported))
+        assert any("shifted" in note for note in compatibility_notes(imported))
+        assert any("from 0 to 1" in note for note in compatibility_notes(imported))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +247,9 @@ def test_the_card_of_a_sana_spells_its_instruction(instruction: str, given: str,
     snapshot = load_snapshot(runs["sana"], CPU)
     text = snapshot.state["text_encoder"]
     state = snapshot.state | {"text_encoder": text | {"model": text["model"] | {"instruction": instruction}}}
-    assert any(f"complex_human_instruction={given}" in note for note in departures(replace(snapshot, state=state)))
+    assert any(
+        f"complex_human_instruction={given}" in note for note in compatibility_notes(replace(snapshot, state=state))
+    )
 
 
 def test_the_card_says_what_is_known_and_a_folder_is_never_overwritten(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -251,7 +258,7 @@ def test_the_card_says_what_is_known_and_a_folder_is_never_overwritten(runs: dic
     snapshot = load_snapshot(runs["dit"], CPU)
     for word in (snapshot.state["root_hashes"][0], "snapshot-6", (runs["dit"] / "recipe.toml").read_text().strip()):
         assert word in card
-    assert made["notes"] == departures(snapshot)
+    assert made["notes"] == compatibility_notes(snapshot)
     assert all(note in card.replace("\\", "") for note in made["notes"])  # Markdown's own escapes
     index = json.loads((tmp_path / "out/model_index.json").read_text())
     assert index["vae"] == ["diffusers", "AutoencoderKL"]
@@ -261,14 +268,17 @@ def test_the_card_says_what_is_known_and_a_folder_is_never_overwritten(runs: dic
     assert tree_digest(tmp_path) == before
 
 
-def test_what_a_run_says_of_itself_is_no_markup_in_its_card(runs: dict[str, Path]) -> None:
-    snapshot, markup = load_snapshot(runs["dit"], CPU), '<img src="https://elsewhere.example/x"> | [a](b) `c`'
-    vae = snapshot.state["vae"]
-    state = snapshot.state | {"vae": vae | {"model": vae["model"] | {"model": markup}}}
-    written = card(replace(snapshot, state=state), "diffusers", [markup], "```\n<b>\n```")
-    shown, recipe = written.split("## Recipe")
+def test_what_a_run_says_of_itself_is_no_markup_in_its_card(runs: dict[str, Path], tmp_path: Path) -> None:
+    run, markup = shutil.copytree(runs["dit"], tmp_path / "run"), '<img src="https://elsewhere.example/x"> | [a](b) `c`'
+    state = checkpoint.read(find(SNAPSHOT, run)[-1]).state
+    state["vae"]["model"]["model"] = markup
+    document = canonical_json(state | {checkpoint.STATE_HASH: sha256_of(state)})
+    (run / "snapshot-6/state.json").write_bytes(document)
+    (run / "recipe.toml").write_text("```\n<b>\n```")
+    export(run, tmp_path / "out")
+    shown, recipe = (tmp_path / "out/README.md").read_text().split("## Recipe")
     assert not re.search(r"(?<!\\)[<\[`]", shown)
-    assert shown.count(r"\<img src=") == 2
+    assert shown.count(r"\<img src=") == 1
     assert recipe.strip().splitlines()[:2] == ["````toml", "```"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -12,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,9 +29,9 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.main import main
 from leandit.tools.export import publish as publishing
-from leandit.tools.export.card import fenced, front_matter, table
+from leandit.tools.export.cards import Terms, model_card
 from leandit.tools.export.hub import HubRepository
-from leandit.tools.export.publish import PublishRequest, publish
+from leandit.tools.export.publish import publish
 from leandit.train.loop import StopRequest, train
 from leandit.train.sampling.snapshot import load_snapshot
 
@@ -48,7 +50,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 def send(store: Path, url: str = URL, **changes: object) -> dict:
-    return publish(PublishRequest(store, url, **SAID | changes), no_progress)  # type: ignore[arg-type]
+    return publish(store, url, no_progress, **SAID | changes)  # type: ignore[arg-type]
 
 
 def published(hub: Hub, name: str = NAME, branch: str = "main") -> dict[str, Stored]:
@@ -74,16 +76,20 @@ def test_a_published_store_is_read_where_it_lies(hub: Hub, caption_store: Latent
         np.testing.assert_array_equal(batch.latents, latents)
     verified = verify_remote(URL)
     assert (verified.findings, verified.complete) == ([], True)
-    assert len(hub.dataset(NAME).branches["main"]) > 2
-
-
-def test_the_same_command_sends_nothing_again(hub: Hub, caption_store: LatentStore) -> None:
-    send(caption_store.path)
-    before = len(hub.dataset(NAME).branches["main"])
+    commits = len(hub.dataset(NAME).branches["main"])
+    assert commits > 2
     again = send(caption_store.path)
     assert (again["files_sent"], again["bytes_sent"]) == (0, 0)
-    assert len(hub.dataset(NAME).branches["main"]) == before
+    assert len(hub.dataset(NAME).branches["main"]) == commits
     assert max(hub.uploads.values()) == 1
+
+
+def test_a_store_is_published_without_torch(hub: Hub, caption_store: LatentStore) -> None:
+    code = CHILD.replace("publishing.COMMIT_FILES = 5", "sys.modules['torch'] = None")
+    command = [sys.executable, "-c", code, hub.url, caption_store.path, URL]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests/support")}
+    subprocess.run(command, check=True, env=env, timeout=120)
+    assert "manifest.json" in published(hub)
 
 
 def test_nobody_reads_half_of_a_store(hub: Hub, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +145,7 @@ from leandit.tools.export import publish as publishing
 publishing.COMMIT_FILES = 5
 use_hub(sys.argv[1], pytest.MonkeyPatch())
 said = {"private": True, "licence": "cc-by-4.0", "encoder_licence": "mit"}
-publishing.publish(publishing.PublishRequest(Path(sys.argv[2]), sys.argv[3], **said), lambda *_: None)
+publishing.publish(Path(sys.argv[2]), sys.argv[3], lambda *_: None, **said)
 """
 
 
@@ -201,10 +207,14 @@ def test_a_branch_is_a_place_of_its_own(hub: Hub, caption_store: LatentStore) ->
         ({"private": None}, "--private or --public: who may read it. Give"),
         ({"licence": " "}, "--license: that of the pictures"),
         ({"private": None, "licence": "", "encoder_licence": ""}, "who may read it; --license.*; --encoder-license"),
-        ({"url": "hf://datasets/one-name"}, "needed hf://datasets/OWNER/NAME"),
+        ({"url": "hf://datasets/one-name"}, "expected hf://datasets/OWNER/NAME"),
         ({"url": f"hf://{NAME}"}, "is a store. Give hf://datasets/OWNER/NAME"),
-        ({"url": "s3://bucket/pictures"}, "needed hf://"),
+        ({"url": "s3://bucket/pictures"}, "expected hf://"),
         ({"as_pipeline": True}, "--export: it is for a run"),
+        *(
+            ({"branch": name}, "expected the name of a branch")
+            for name in ("", "a b", "/a", "a//b", "../a", "-a", "a?b")
+        ),
     ],
 )
 def test_nothing_is_guessed(changes: dict, words: str, hub: Hub, caption_store: LatentStore) -> None:
@@ -213,23 +223,21 @@ def test_nothing_is_guessed(changes: dict, words: str, hub: Hub, caption_store: 
     assert hub.requests == []
 
 
-def damaged_metadata(store: Path) -> None:
-    (store / "zarr.json").write_bytes((store / "zarr.json").read_bytes()[:-1] + b" ")
+def flip_bit(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
 
 
-def damaged_shard(store: Path) -> None:
-    shard = store / "buckets/64x64/moments/c/0/0/0/0"
-    content = bytearray(shard.read_bytes())
-    content[100] ^= 1
-    shard.write_bytes(content)
+SHARD = "buckets/64x64/moments/c/0/0/0/0"
 
 
 @pytest.mark.parametrize(
     ("damage", "error", "words"),
     [
-        (damaged_metadata, DamageError, "zarr.json"),
-        (damaged_shard, DamageError, "its bytes are not those of the manifest"),
-        (lambda store: (store / "buckets/64x64/moments/c/0/0/0/0").unlink(), DamageError, "verify --repair"),
+        (lambda store: flip_bit(store / "zarr.json", -1), DamageError, "zarr.json"),
+        (lambda store: flip_bit(store / SHARD, 100), DamageError, "its bytes are not those of the manifest"),
+        (lambda store: (store / SHARD).unlink(), DamageError, "verify --repair"),
         (lambda store: (store / "manifest.json").unlink(), StoreIncomplete, "not complete"),
     ],
     ids=["metadata", "shard", "missing", "unsealed"],
@@ -262,46 +270,28 @@ def test_what_is_there_is_respected(hub: Hub, caption_store: LatentStore, label_
     assert published(hub) == before
 
 
-def test_a_later_revision_there_is_not_hidden(hub: Hub, placed_store: Path, tmp_path: Path) -> None:
-    first = Path(shutil.copytree(placed_store, tmp_path / "first"))
-    shutil.rmtree(first / "revisions")
-    send(placed_store)
-    before = dict(published(hub))
-    with pytest.raises(StoreError, match=r"holds a revision that this store lacks: 'revisions/000002/manifest\.json'"):
-        send(first)
-    assert published(hub) == before
-
-
-def test_a_file_that_goes_meanwhile_is_one_error(
-    hub: Hub, caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [
+        ("create", r"captions\.parquet' is not a file"),
+        ("listing", r"captions\.parquet' disappeared while it was publis"),
+    ],
+)
+def test_a_file_that_disappears_meanwhile_is_one_error(
+    when: str, words: str, hub: Hub, caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Path(shutil.copytree(caption_store.path, tmp_path / "copy"))
+    store, method = Path(shutil.copytree(caption_store.path, tmp_path / "copy")), getattr(HubRepository, when)
+    if when == "listing":  # which is asked for where the repository exists
+        send(caption_store.path)
 
-    def remove_before(name: str) -> None:
-        real = getattr(HubRepository, name)
+    def remove_first(self: HubRepository, **options: Any) -> object:
+        (store / "captions.parquet").unlink(missing_ok=True)
+        return method(self, **options)
 
-        def remove(self: HubRepository, *arguments: object, **options: object) -> object:
-            (store / "captions.parquet").unlink(missing_ok=True)
-            return real(self, *arguments, **options)
-
-        monkeypatch.setattr(HubRepository, name, remove)
-
-    remove_before("create")
-    with pytest.raises(StoreError, match=r"captions\.parquet' is not a file"):
+    monkeypatch.setattr(HubRepository, when, remove_first)
+    with pytest.raises(StoreError, match=words):
         send(store)
-    assert "manifest.json" not in published(hub)
-    send(caption_store.path)
-    shutil.copy(caption_store.path / "captions.parquet", store)
-    remove_before("listing")
-    with pytest.raises(StoreError, match=r"captions\.parquet' has gone while it was published"):
-        send(store)
-
-
-@pytest.mark.parametrize("branch", ["", "a b", "/a", "a//b", "../a", "-a", "a?b"])
-def test_what_is_no_branch_is_refused(branch: str, hub: Hub, caption_store: LatentStore) -> None:
-    with pytest.raises(RecipeError, match="needed the name of a branch"):
-        send(caption_store.path, branch=branch)
-    assert hub.requests == []
+    assert when == "listing" or "manifest.json" not in published(hub)
 
 
 def test_strays_stay_at_home_and_a_download_is_a_store(hub: Hub, caption_store: LatentStore, tmp_path: Path) -> None:
@@ -370,19 +360,27 @@ def test_local_folders_are_not_published_and_all_revisions_stay_whole(
     assert send(placed_store)["files_sent"] == 0
 
 
-def test_a_grown_store_is_published_again_by_what_is_new(hub: Hub, placed_store: Path, tmp_path: Path) -> None:
+def test_a_grown_store_is_published_again_by_what_is_new_and_never_hidden(
+    hub: Hub, placed_store: Path, tmp_path: Path
+) -> None:
     first = Path(shutil.copytree(placed_store, tmp_path / "first"))
     shutil.rmtree(first / "revisions")
     send(first)
     sent = send(placed_store)
     assert 0 < sent["files_sent"] < sent["files"] / 1.5
     assert (LatentStore(URL).revision, LatentStore(URL, revision=1).revision) == (2, 1)
+    before = dict(published(hub))
+    with pytest.raises(StoreError, match=r"holds a revision that this store lacks: 'revisions/000002/manifest\.json'"):
+        send(first)
+    assert published(hub) == before
 
 
 # --------------------------------------------------------------------------------------------------------------- cards
 
 
-def test_the_card_says_what_it_is_and_how_it_is_read(hub: Hub, caption_store: LatentStore) -> None:
+def test_the_card_says_what_it_is_and_how_it_is_read_and_pictures_are_published_only_when_asked_for(
+    hub: Hub, caption_store: LatentStore
+) -> None:
     send(caption_store.path, licence="My own licence", encoder_licence="mit")
     card = published(hub)["README.md"].content.decode()
     head = yaml_of(card)
@@ -396,6 +394,11 @@ def test_the_card_says_what_it_is_and_how_it_is_read(hub: Hub, caption_store: La
     blocks = re.findall(r"```toml\n(.*?)```", card, re.DOTALL)
     assert tomllib.loads(blocks[0])["images"]["buckets"] == ["48x80", "64x64", "80x48"]
     assert "contact-sheet" not in card
+    send(caption_store.path, pictures=True)
+    files = published(hub)
+    assert files["contact-sheet.png"].content.startswith(b"\x89PNG")
+    assert "![Decoded records](contact-sheet.png)" in files["README.md"].content.decode()
+    assert verify_remote(URL).findings == []
 
 
 def yaml_of(card: str) -> dict:
@@ -405,22 +408,16 @@ def yaml_of(card: str) -> dict:
     return yaml.safe_load(card.split("---\n")[1])
 
 
-def test_text_of_a_store_is_no_markup() -> None:
+def test_untrusted_text_is_no_markup_in_a_card() -> None:
     evil = "x |<img src=x onerror=y>`[a](javascript:b)\x1b[31m\u202e"
-    shown = table({evil: evil})
+    how = {"is_pipeline": False, "notes": [evil], "recipe": "a = '```'\n"}
+    card = model_card(evil, {evil: evil}, **how, terms=Terms("a: b\n- c", evil)).decode()
+    front, page, recipe = card.partition("<!-- Written")[0], *card.split("-->")[1].split("## Recipe\n\n")
     for mark in ("<", "`", "[a]", "\x1b", "\u202e"):
-        assert mark not in re.sub(r"\\.", "", shown), mark
-    assert shown.count("\n") == 3
-    assert fenced("toml", "a = '```'\n").startswith("````toml\n")
-    assert yaml_of(front_matter("a: b\n- c", {"x": evil}))["license_name"] == "a: b\n- c"
-
-
-def test_pictures_are_published_only_when_asked_for(hub: Hub, caption_store: LatentStore) -> None:
-    send(caption_store.path, pictures=True)
-    files = published(hub)
-    assert files["contact-sheet.png"].content.startswith(b"\x89PNG")
-    assert "![Decoded records](contact-sheet.png)" in files["README.md"].content.decode()
-    assert verify_remote(URL).findings == []
+        assert mark not in re.sub(r"\\.", "", page), mark
+    assert sum(line.startswith("| x") for line in page.splitlines()) == 1
+    assert recipe.startswith("````toml\n")
+    assert yaml_of(front)["license_name"] == "a: b\n- c"
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs
@@ -449,13 +446,6 @@ def test_a_published_run_is_a_run(run: Path, hub: Hub, tmp_path: Path) -> None:
     head = yaml_of((down / "README.md").read_text())
     assert (head["license"], head["library_name"]) == ("cc-by-4.0", "leandit")
     assert len(hub.repositories["somebody/tiny"].branches["main"]) == 2  # all in one commit
-
-
-def test_a_card_of_a_run_on_a_branch_loads_that_branch(run: Path, hub: Hub) -> None:
-    for as_pipeline in (False, True):
-        send(run, url="hf://somebody/tiny", branch="second", as_pipeline=as_pipeline)
-        card = hub.repositories["somebody/tiny"].files("second")["README.md"].content.decode()
-        assert '("somebody/tiny", revision="second")' in card
 
 
 def test_a_run_does_not_join_another(run: Path, hub: Hub, tmp_path: Path) -> None:
@@ -494,6 +484,10 @@ def test_a_run_is_published_as_a_pipeline(run: Path, hub: Hub, tmp_path: Path) -
     assert 'PixArtSigmaPipeline.from_pretrained("somebody/tiny")' in card
     assert_anonymous(hub, run.parent)
     assert send(run, url="hf://somebody/tiny", as_pipeline=True)["files_sent"] == 0
+    for as_pipeline in (False, True):
+        send(run, url="hf://somebody/tiny", branch="second", as_pipeline=as_pipeline)
+        card = hub.repositories["somebody/tiny"].files("second")["README.md"].content.decode()
+        assert '("somebody/tiny", revision="second")' in card
 
 
 # ------------------------------------------------------------------------------------------------------------- command
@@ -519,7 +513,7 @@ def test_the_command_says_what_it_sent_and_never_its_token(
     hub.fault = lambda number, request: "500" if number % 7 == 0 else ""
     code, out, _ = leandit(*said)
     assert code == 0
-    assert "sizes and hashes there are those of here" in out
+    assert "the hub lists the sizes and hashes" in out
     hub.repositories.clear()
     hub.objects.clear()
     monkeypatch.setenv("HF_TOKEN", f"{TOKEN}_that_is_wrong")

@@ -26,8 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_elsewhere_a_plain_line_has_rate_rejects_and_the_time_left(clock: list[float]) -> None:
-    stream = io.StringIO()
-    with ProgressLine(Console(file=stream, width=200)) as line:
+    with ProgressLine(Console(file=(stream := io.StringIO()), width=80)) as line:
         line("pictures", 0, 12_000)
         clock[0] += 40
         line(REJECTED, 3, 0)
@@ -35,29 +34,32 @@ def test_elsewhere_a_plain_line_has_rate_rejects_and_the_time_left(clock: list[f
         clock[0] += 5
         line("pictures", 90, 12_000)  # too soon for another line
         line("pictures", 12_000, 12_000)
+        clock[0] += 15
+        line("pictures", 12_000, 12_000)  # it has ended
+        line("train", 2, 4)
+        clock[0] += 40
+        line("train", 3, 4, "a note of many words " * 6 + "[b]")
     assert stream.getvalue().splitlines() == [
         "pictures: 80 of 12,000  2.0/s, 3 rejected, 1 h 39 min left",
         "pictures: 12,000 of 12,000  266.7/s, 3 rejected",
+        "train: 3 of 4  " + "a note of many words " * 6 + "[b], 3 rejected, 40.0 s left",
     ]
 
 
 def test_a_terminal_has_a_bar_with_counts_rate_time_left_and_rejects() -> None:
-    stream = io.StringIO()
-    with ProgressLine(Console(file=stream, width=160, force_terminal=True)) as line:
+    with ProgressLine(Console(file=(stream := io.StringIO()), width=160, force_terminal=True)) as line:
         line("list", 1234, 0)
         line("pictures", 0, 12_000)
         for done in (4, 8):
             time.sleep(0.05)
             line("pictures", done, 12_000)
         line(REJECTED, 1, 0)
-        line("pictures", 9, 12_000)
-        assert line._live
-        line._live.refresh()
+        line("pictures", 9, 12_000, "[b]")
     shown = stream.getvalue()
-    assert "1,234/1,234" in shown, "a stage of unknown length has ended when the next one begins"
-    assert "9/12,000" in shown
-    assert "/s, 1 rejected" in shown
-    assert " left" in shown
+    assert "1234/1234" in shown, "a stage of unknown length has ended when the next one begins"
+    assert "9/12000" in shown.replace(" ", "")
+    assert "[b], 1 rejected" in shown
+    assert "0:0" in shown
 
 
 def test_what_to_run_next_can_be_pasted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,45 +73,33 @@ def test_what_to_run_next_can_be_pasted(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setenv("LEANDIT_QUIET", "1")
     print_next(["inspect", "a"])
     assert capsys.readouterr().err == ""
+    monkeypatch.setattr(next_steps.sys, "argv", ["/bin/leandit", "train", "demo", "--dry-run", "--run", "r"])
+    assert next_steps.command_without("--dry-run") == ["train", "demo", "--run", "r"]
 
 
-def test_the_train_recipe_that_is_named_next_fits_the_store(tmp_path: Path) -> None:
+def test_the_train_recipe_that_is_named_next_fits_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
     def named(recipe: str, text: bool = False, **store: Any) -> list[str]:
-        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        path = tmp_path / f"store-{len(list(tmp_path.iterdir()))}"
         make_store(path, {"64x64": 1}, token_counts=[3] if text else [], **store)
         look, train = after_store(path, recipe)
         assert look == ["inspect", path]
-        assert train == ["recipes"] or train[2:6] == ["--store", path, "--run", f"runs/{train[1]}"]
-        return [str(word) for word in (*train[:2], *train[6:])]
+        assert train == ["recipes"] or train[2:5] == ["--store", path, "--run"]
+        return [str(word) for word in (*train[:2], *train[5:])]
 
-    assert named("pixart-512", text=True) == ["train", "pixart-sigma-512"]
-    another_vae = ["train", "pixart-sigma-512", "--set", "model.channels=0"]
-    assert named("pixart-512", text=True, channels=16) == another_vae
-    assert named("demo", text=True) == ["train", "demo"]
-    assert named("imagenet-256") == ["train", "dit-b-2-256"]
-    assert named("imagenet-256", channels=32, resolution_px=256) == ["train", "lightningdit-xl-1-256"]
-    assert named("imagenet-256", channels=16) == ["train", "dit-b-2-256", "--set", "model.channels=0"]
-    assert named("pixart-512", resolution_px=512) == ["train", "dit-xl-2-512"], "there are classes, no captions"
-    assert named("imagenet-256", num_classes=0, text=True, resolution_px=256) == ["train", "pixart-sigma-256"]
-    assert named("mine.toml", resolution_px=64) == ["recipes"]
-    assert named("mine.toml", resolution_px=256) == ["train", "dit-b-2-256"]
+    assert named("pixart-512", text=True) == ["train", "pixart-sigma-512", "runs/pixart-sigma-512"]
+    changed = ["--set", "model.channels=0"]  # the store has another VAE
+    assert named("pixart-512", text=True, channels=16)[1::2] == ["pixart-sigma-512", "--set"]
+    assert named("demo", text=True)[1] == "demo"
+    assert named("imagenet-256")[1] == "dit-b-2-256"
+    assert named("imagenet-256", channels=32, resolution_px=256)[1] == "lightningdit-xl-1-256"
+    assert named("imagenet-256", channels=16)[1:] == ["dit-b-2-256", "runs/dit-b-2-256", *changed]
+    assert named("pixart-512", resolution_px=512)[1] == "dit-xl-2-512", "there are classes, no captions"
+    assert named("imagenet-256", num_classes=0, text=True, resolution_px=256)[1] == "pixart-sigma-256"
+    assert named("gone.toml", resolution_px=64) == ["recipes"]
+    assert named("gone.toml", resolution_px=256)[1] == "dit-b-2-256"
+    Path("own.toml").write_text('[model]\nname = "DiT-S/2"\n[about]\nsummary = "mine"\n')
+    Path("mine.toml").write_text('[about]\ntrains = ["gone", "./own.toml"]\n')
+    assert named("mine.toml", resolution_px=256)[1:] == ["./own.toml", "runs/own"], "about.trains of one's own recipe"
     assert after_run(Path("runs/a"))[0] == ["sample", Path("runs/a"), "--out", "runs/a-samples"]
-
-
-def test_a_plain_line_is_one_line_and_the_rate_of_a_finished_stage_stays(clock: list[float]) -> None:
-    line = ProgressLine(Console(file=(stream := io.StringIO()), width=80))
-    line("train", 0, 2)
-    clock[0] += 40
-    line("train", 1, 2, "a note of many words " * 6)
-    line("shards", 0, 2)
-    clock[0] += 1
-    line("shards", 2, 2)
-    clock[0] += 10
-    line("shards", 2, 2)
-    assert len(stream.getvalue().splitlines()) == 2
-    assert line._rate("shards", 2, 2) == pytest.approx(2.0)
-
-
-def test_a_dry_run_names_the_command_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(next_steps.sys, "argv", ["/bin/leandit", "train", "demo", "--dry-run", "--run", "r"])
-    assert next_steps.command_without("--dry-run") == ["train", "demo", "--run", "r"]

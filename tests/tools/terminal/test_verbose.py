@@ -1,4 +1,4 @@
-"""What modules tell the logger "leandit": shown by --verbose, silent without, and heard from other processes."""
+"""What modules log to "leandit": shown by --verbose, silent without, and passed on from other processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def nothing_shown() -> Iterator[None]:
     show_decisions(False)
 
 
-def test_decisions_are_shown_with_seconds_and_module_and_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_decisions_are_shown_once_with_seconds_rank_and_module(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     show_decisions(True)
     show_decisions(True)
     LOG.info("two decoders for '%s'", "a\x1b[1m")
@@ -35,9 +37,6 @@ def test_decisions_are_shown_with_seconds_and_module_and_once(capsys: pytest.Cap
     show_decisions(False)
     LOG.warning("no longer")
     assert capsys.readouterr().err == ""
-
-
-def test_a_rank_says_which_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "2")
     show_decisions(True)
@@ -45,16 +44,14 @@ def test_a_rank_says_which_it_is(capsys: pytest.CaptureFixture[str], monkeypatch
     assert " s rank 2 somewhere.inside] here" in capsys.readouterr().err
 
 
-def test_the_library_prints_nothing_by_itself() -> None:
-    code = "import logging, leandit; logging.getLogger('leandit.x').warning('heard')"
+@pytest.mark.parametrize(("settings", "heard"), [("", False), ("logging.basicConfig(); ", True)])
+def test_the_library_prints_nothing_by_itself(settings: str, heard: bool) -> None:
+    code = f"import logging, leandit; {settings}logging.getLogger('leandit.x').warning('heard')"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (ended.stdout, ended.stderr) == ("", "")
-    code = "import logging, leandit; logging.basicConfig(); logging.getLogger('leandit.x').warning('heard')"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "heard" in ended.stderr
+    assert ("heard" in ended.stderr, bool(ended.stderr)) == (heard, heard)
 
 
-def test_what_another_process_tells_is_told_here_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_another_process_logs_is_shown_here_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     sent: list[bytes] = []
     show_decisions(True)
     level = level_told()

@@ -20,7 +20,6 @@ from leandit.datasets.order.alike import check_alike
 from leandit.datasets.recipe import parse_recipe, to_toml
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
-from leandit.tools.cli.preflight import check_trainable
 from leandit.tools.plan.dry_run import describe_train
 from leandit.tools.plan.workload import workload_of_stores
 from leandit.tools.synthetic.store import make_store
@@ -278,16 +277,6 @@ def test_a_run_stays_at_its_revisions_while_a_store_grows_and_says_so(here: Path
     assert_equal_bits("whole", "run", 4)
     with pytest.raises(RunError, match=r"reads revision 1 of store 'photos', not 2\. .*model\.init_from=run"):
         run_to(recipe_of(MIXTURE.replace('"photos"', '"photos"\nrevision = 2'), "run.steps=6"))
-
-
-def test_stores_of_a_run_that_has_begun_are_not_compared_at_their_newest_revisions(here: Path) -> None:
-    make_store(Path("other"), {"32x32": 8}, num_classes=4)
-    recipe = recipe_of(MIXTURE.replace('"art"', '"other"'))
-    with pytest.raises(RecipeError, match="number of classes 3 and 4"):
-        check_trainable(recipe, None, Path("run"))
-    Path("run").mkdir()
-    Path("run/run.json").touch()
-    check_trainable(recipe, None, Path("run"))
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ...terminal.text import print_result
-from ..options import AsJson, Device, Overrides, Recipe, output, path_or_url, read_path, torch_device
+from ..options import AsJson, Device, Overrides, Recipe, StoreOfRecipe, output, read_path, torch_device
 
 bench = typer.Typer(no_args_is_help=True)
 
@@ -47,10 +47,7 @@ def bench_loader(
 @bench.command("train")
 def bench_train(
     recipe: Recipe,
-    store: Annotated[
-        str | None,
-        typer.Option(parser=path_or_url, metavar="PATH", help="Store to train on; not where the recipe names stores."),
-    ] = None,
+    store: StoreOfRecipe = None,
     rounds: Annotated[int, typer.Option(min=1, help="Times that it is measured.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each round.")] = 50,
     device: Device = "auto",

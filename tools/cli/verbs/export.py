@@ -15,7 +15,7 @@ from ..options import AsJson, Base, DryRun, Run, Weights, WeightsName, output, p
 from ..preflight import check_run
 
 
-class Layout(StrEnum):
+class LayoutName(StrEnum):
     """Values of ``--format``."""
 
     diffusers = "diffusers"
@@ -26,8 +26,8 @@ def export(
     run: Run,
     out: Annotated[Path, output("Folder to make.")],
     layout: Annotated[
-        Layout, typer.Option("--format", help="A pipeline of diffusers, or the official layout of DiT.")
-    ] = Layout.diffusers,
+        LayoutName, typer.Option("--format", help="A pipeline of diffusers, or the official layout of DiT.")
+    ] = LayoutName.diffusers,
     step: Annotated[int, typer.Option(min=0, help="Of which snapshot; 0: the newest.")] = 0,
     encoders: Annotated[
         bool, typer.Option("--encoders", help="Copy the store's VAE, text encoder and tokenizer too.")
@@ -55,7 +55,7 @@ def export(
     names = ("snapshot", "format", "pipeline", "out")
     rows = [(name, str(result[name])) for name in names if result[name] is not None]
     print_result(result, lambda _: rows, as_json=as_json)
-    if layout == Layout.diffusers and not (step or merged or base):  # what publish has no options for
+    if layout == LayoutName.diffusers and not (step or merged or base):  # what publish has no options for
         terms = ["--private", "--license", "NAME", "--encoder-license", "NAME"]
         print_next(["publish", run, "--to", "hf://OWNER/NAME", "--export", *terms, "--dry-run"])
 
@@ -64,13 +64,14 @@ def publish(
     target: Annotated[Path, typer.Argument(parser=read_path, metavar="STORE|RUN", help="Folder of a store or a run.")],
     to: Annotated[str, typer.Option(help="hf://datasets/OWNER/NAME for a store, hf://OWNER/NAME for a run.")],
     private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Who may read it; there is no default.")
+        bool | None, typer.Option("--private/--public", help="Who may read it; required, no default.")
     ] = None,
     licence: Annotated[
-        str, typer.Option("--license", help="Of the pictures of a store, of the weights of a run; there is no default.")
+        str,
+        typer.Option("--license", help="Of the pictures of a store, of the weights of a run; required, no default."),
     ] = "",
     encoder_licence: Annotated[
-        str, typer.Option("--encoder-license", help="Of the encoders; there is no default.")
+        str, typer.Option("--encoder-license", help="Of the encoders; required, no default.")
     ] = "",
     pictures: Annotated[
         bool, typer.Option("--pictures", help="Of a store: publish a contact sheet of decoded records too.")
@@ -87,13 +88,14 @@ def publish(
 
     Example: leandit publish imagenet-256 --to hf://datasets/OWNER/NAME --private --license NAME --encoder-license mit
     """
-    from ...export.publish import PublishRequest, render
     from ...export.publish import publish as send
+    from ...export.publish import render
     from ...terminal.progress import ProgressLine
 
-    request = PublishRequest(target, to, private, licence, encoder_licence, pictures, vae, as_pipeline, branch, dry_run)
+    terms = {"private": private, "licence": licence, "encoder_licence": encoder_licence}
+    options = {"pictures": pictures, "vae": vae, "as_pipeline": as_pipeline, "branch": branch, "dry_run": dry_run}
     with ProgressLine() as progress:
-        result = send(request, progress)
+        result = send(target, to, progress, **terms, **options)
     for note in result["notes"]:
         print_line(note)
     print_result(result, render, as_json=as_json)

@@ -4,35 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ....datasets.errors import RecipeError
-from ....precompute.sharing.part import Part, part_of
+from ....datasets.errors import RecipeError, SourceError
 from ....train.parallel.stop import StopRequest
 from ...terminal.next_steps import after_store, command_without, print_next
 from ...terminal.text import print_rows, print_text
 from ..options import Devices, DryRun, Overrides, Recipe, local_input, output, print_line, torch_devices
-from ..preflight import check_import, check_precompute, check_source
 
-if TYPE_CHECKING:  # they load torch, which most commands do without
-    from ....precompute.config import PrecomputeRecipe
-    from ....precompute.planning.compare import Options
+if TYPE_CHECKING:  # torch takes a second to import
     from ....precompute.progress.clock import Progress
 
-LOCAL, RAY = "local", "ray"
+
+class EngineName(StrEnum):
+    """Values of ``--engine``."""
+
+    local = "local"
+    ray = "ray"
 
 
-def parse_engine(text: str) -> str:
-    """Read ``--engine``.
+def parse_part(text: str) -> Any:
+    """Read ``--part``.
 
-    Raises: ValueError: an unknown engine.
+    Raises: BadParameter: malformed, or no such part.
     """
-    if text not in (LOCAL, RAY):
-        raise ValueError(f"'{text}': needed {LOCAL} or {RAY}.")
-    return text
+    from ....precompute.sharing.part import part_of
+
+    try:
+        return part_of(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def precompute(
@@ -52,12 +57,9 @@ def precompute(
         typer.Option("--new-revision", help="With other encoders or settings: encode everything as a new revision."),
     ] = False,
     part: Annotated[
-        Part | None,
-        typer.Option(parser=part_of, metavar="I/N", help="Only the I-th of N shares of the shards."),
+        str | None, typer.Option(parser=parse_part, metavar="I/N", help="Only the I-th of N shares of the shards.")
     ] = None,
-    engine: Annotated[
-        str, typer.Option(parser=parse_engine, metavar="NAME", help="local, or ray: the GPUs of a Ray cluster.")
-    ] = LOCAL,
+    engine: Annotated[EngineName, typer.Option(help="ray: the GPUs of a Ray cluster.")] = EngineName.local,
     address: Annotated[
         str, typer.Option(help="Address of the Ray cluster; auto: the cluster of this machine.")
     ] = "auto",
@@ -68,37 +70,49 @@ def precompute(
     """
     from ....precompute.config import load
     from ....precompute.planning.compare import Options
+    from ..preflight import check_encoders, check_sources
 
     loaded = load(recipe, overrides or [])
     options = Options(drop_gone=drop_gone, retry_rejected=retry_rejected)
+    if not dry_run and not (source and store):
+        raise RecipeError("precompute: expected --source PATH and --store PATH (or --dry-run).")
+    check_sources(loaded, source or [])
     if dry_run:
-        _dry_run(loaded, source or [], store, device, options, new_revision=new_revision)
-        return
-    if not source or store is None:
-        raise RecipeError("precompute: needed --source PATH and --store PATH (or --dry-run).")
-    from ....precompute.unchanged import Unchanged, unchanged
+        from ...plan.dry_run import describe_precompute
+        from ...plan.precompute_cost import check_room
 
-    check_precompute(loaded, source)
-    is_plain = options == Options() and not (new_revision or part) and engine == LOCAL
+        devices = torch_devices(device)
+        how: dict[str, Any] = {"num_devices": len(devices), "store": store, "new_revision": new_revision}
+        planned = describe_precompute(loaded, source or None, devices[0], **how, options=options, say=print_line)
+        print_text(planned.text)
+        if store:
+            check_room(store, planned.store_bytes)
+        if planned.refusal:
+            raise planned.refusal  # as the run would
+        if source and store:
+            print_next(command_without("--dry-run"))
+        return
+    assert source
+    assert store
+    check_encoders(loaded)
+    from ....precompute.unchanged import Unchanged, unchanged
+    from ...terminal.outcome import precompute_rows, unchanged_rows
+
+    is_plain = options == Options() and not (new_revision or part) and engine == EngineName.local
     listed = unchanged(loaded, source, store, device=device) if is_plain else None
     if isinstance(listed, Unchanged):
-        from ...terminal.outcome import unchanged_rows
-
         for note in listed.notes:
             print_line(note)
         print_rows(unchanged_rows(listed, store))
         print_next(*after_store(store, recipe))
         return
-    from ...terminal.outcome import precompute_rows
-
-    devices = [] if engine == RAY else [str(one) for one in torch_devices(device)]
+    devices = [] if engine == EngineName.ray else [str(one) for one in torch_devices(device)]
     from ....precompute.engines.job import Job
 
-    if len(devices) != 1:
-        listed = None  # the process that leads lists again
-    job = Job(loaded, tuple(source), store, options, new_revision, part, device=devices[0] if devices else device)
+    shared: Any = part  # parsed
+    job = Job(loaded, tuple(source), store, options, new_revision, shared, device=devices[0] if devices else device)
     with _stoppable_progress(context.obj) as progress:
-        if engine == RAY:
+        if engine == EngineName.ray:
             from ....precompute.engines.cluster import run_on_cluster
 
             report = run_on_cluster(job, address, progress=progress, say=print_line)
@@ -111,39 +125,6 @@ def precompute(
     print_rows(precompute_rows(report, store))
     if report.manifest:
         print_next(*after_store(store, recipe))
-
-
-def _dry_run(
-    recipe: PrecomputeRecipe,
-    source: list[str],
-    store: Path | None,
-    device: str,
-    options: Options,
-    *,
-    new_revision: bool,
-) -> None:
-    check_source(recipe, source)
-    from ...plan.dry_run import describe_precompute
-    from ...plan.precompute_cost import check_room
-
-    devices = torch_devices(device)
-    planned = describe_precompute(
-        recipe,
-        source or None,
-        devices[0],
-        num_devices=len(devices),
-        store=store,
-        new_revision=new_revision,
-        options=options,
-        say=print_line,
-    )
-    print_text(planned.text)
-    if store:
-        check_room(store, planned.store_bytes)
-    if planned.refusal:
-        raise planned.refusal  # as the run would
-    if source and store:
-        print_next(command_without("--dry-run"))
 
 
 @contextmanager
@@ -179,7 +160,8 @@ def import_(
     from ....precompute.importing.formats.recipe import load
 
     settings = load(overrides or [])
-    check_import(source)
+    if not source.exists():
+        raise SourceError(f"source '{source}': no such file or folder. Check the path.")
     from ....precompute.importing.pipeline import import_features
     from ...terminal.outcome import import_rows
 

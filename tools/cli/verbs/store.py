@@ -11,7 +11,7 @@ import typer
 from ....datasets.errors import DamageError, RecipeError, StoreIncomplete
 from ...terminal.next_steps import print_next
 from ...terminal.text import print_result, print_rows
-from ..options import AnyStore, AsJson, Device, LocalStore, Overrides, is_url, output, print_line, torch_device
+from ..options import AnyStore, AsJson, Device, LocalStore, Overrides, Vae, is_url, output, print_line, torch_device
 
 
 def inspect(
@@ -32,13 +32,26 @@ def inspect(
     source: Annotated[
         list[str] | None, typer.Option(help="Pictures that the store was made from, for a sheet; repeatable.")
     ] = None,
-    vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's own VAE.")] = None,
+    vae: Vae = None,
 ) -> None:
     """Show what a store holds, and whether its numbers are as they should be.
 
     Example: leandit inspect imagenet-256 --sheet sheet.png
     """
-    _check_inspect(key, rejects, bool(sheet), bucket or class_, originals, source)
+    selection = bucket or class_
+    contradictions = {
+        f"inspect --originals: it takes no value, so '{key}' is the key of a record. Give the pictures that the "
+        "store was made from with --source PATH.": originals and key and not source,
+        "inspect: --bucket, --class, --originals and --source are of a contact sheet. Give --sheet.": not sheet
+        and (selection or originals or source),
+        "inspect --originals: the store does not hold the source pictures. Give --source PATH.": originals
+        and not source,
+        "inspect --rejects: it has all rejects. Leave out KEY, --bucket and --class.": rejects and (key or selection),
+        "inspect KEY: it is one record. Leave out --bucket and --class.": key and selection,
+    }
+    for problem, is_found in contradictions.items():
+        if is_found:
+            raise RecipeError(problem)
     from ....datasets.store import LatentStore
     from ...inspection.render import render, render_ledger, render_record
     from ...inspection.summary import describe_record, ledger, summarise
@@ -55,30 +68,6 @@ def inspect(
         print_result(describe_record(opened, opened.record(key)), render_record, as_json=as_json)
     else:
         print_result(summarise(opened), render, as_json=as_json)
-
-
-def _check_inspect(
-    key: str | None, rejects: bool, sheet: bool, selection: str | None, originals: bool, source: list[str] | None
-) -> None:
-    """Raise if the options contradict each other.
-
-    Args:
-      selection: a bucket or a class.
-    Raises: RecipeError.
-    """
-    if originals and key and not source:
-        raise RecipeError(
-            f"inspect --originals: it takes no value, so '{key}' is the key of a record. Give the pictures that the "
-            "store was made from with --source PATH."
-        )
-    if not sheet and (selection or originals or source):
-        raise RecipeError("inspect: --bucket, --class, --originals and --source are of a contact sheet. Give --sheet.")
-    if originals and not source:
-        raise RecipeError("inspect --originals: the store does not hold the source pictures. Give --source PATH.")
-    if rejects and (key or selection):
-        raise RecipeError("inspect --rejects: it has all rejects. Leave out KEY, --bucket and --class.")
-    if key and selection:
-        raise RecipeError("inspect KEY: it is one record. Leave out --bucket and --class.")
 
 
 def verify(
@@ -142,6 +131,5 @@ def compact(
         manifest = run(store, out, progress=progress, without=without or ())
     rows = [("store", f"{out}: revision {manifest.revision}, {manifest.num_stored:,} records")]
     rows.append(("old store", f"{store}: as it was; remove it once no run reads it"))
-    rows.append(("root hash", manifest.root_hash))
-    print_rows(rows)
+    print_rows([*rows, ("root hash", manifest.root_hash)])
     print_next(["verify", out], ["inspect", out])

@@ -12,14 +12,14 @@ import typer
 from ....datasets.errors import LeanditError, RecipeError
 from ....train.parallel.stop import StopRequest
 from ...terminal.next_steps import after_run, command_without, print_next, sample_with
-from ...terminal.text import print_rows
+from ...terminal.text import Rows, print_rows
 from ..options import (
     Device,
     DryRun,
     Overrides,
     Recipe,
+    StoreOfRecipe,
     output,
-    path_or_url,
     print_line,
     rank_device,
     read_path,
@@ -39,14 +39,7 @@ if TYPE_CHECKING:  # torch takes a second to import
 def train(
     context: typer.Context,
     recipe: Recipe,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            parser=path_or_url,
-            metavar="PATH",
-            help="Store, unless the recipe names stores: a folder, s3://, gs://, hf://.",
-        ),
-    ] = None,
+    store: StoreOfRecipe = None,
     run: Annotated[Path | None, output("Folder of the run; the same command again resumes.")] = None,
     device: Device = "auto",
     overrides: Overrides = None,
@@ -59,85 +52,79 @@ def train(
     from ....train.config import load
 
     loaded = load(recipe, overrides or [])
+    names_store = bool(store or loaded.data.turns)
     if dry_run:
         from ...plan.dry_run import describe_train
 
         print(describe_train(loaded, store, torch_device(device)))
-        if run and (store or loaded.data.turns):
+        if run and names_store:
             print_next(command_without("--dry-run"))
         return
-    if run is None or not (store or loaded.data.turns):
-        raise RecipeError("train: needed --store PATH and --run PATH (or --dry-run).")
-    check_trainable(loaded, store, run)
+    if run is None or not names_store:
+        raise RecipeError("train: expected --store PATH and --run PATH (or --dry-run).")
+    check_trainable(loaded, store)
+    from ....train.loop import train as train_run
     from ....train.parallel.ranks import read_ranks
+    from ...terminal.progress import ProgressLine, train_note
 
     stop: StopRequest = context.obj
     stop.catch(signal.SIGINT)
     ranks = read_ranks()
-    device_of_rank = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
-    rows, finished = _train(loaded, store, run, device_of_rank, stop, ranks, recipe_name=recipe)
-    if ranks.is_first:
-        print_rows(rows)
-        if finished:
-            print_next(*after_run(run))
-    if not finished:
-        raise typer.Exit(stop.exit_code)
-
-
-def _train(
-    recipe: TrainRecipe,
-    store: str | None,
-    run: Path,
-    device: torch.device,
-    stop: StopRequest,
-    ranks: Ranks,
-    *,
-    recipe_name: str,
-) -> tuple[list[tuple[str, str]], bool]:
-    """Train; returns rows for the user, and whether the run is finished."""
-    from ....train.loop import train as train_run
-    from ....train.optim.loss_scale import autocast_dtype
-    from ....train.parallel.strategy import choose_strategy
-    from ...terminal.cpu_memory import keep_freed_memory
-    from ...terminal.progress import ProgressLine, train_note
-
-    if device.type == "cpu":
-        keep_freed_memory()
-        _warn_of_memory(recipe, store, ranks)
+    place = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
+    if place.type == "cpu" and ranks.is_first:
+        _warn_of_memory(loaded, store, ranks)
     with ProgressLine() if ranks.is_first else contextlib.nullcontext() as progress:
 
         def show(figures: StepReport) -> None:
             if progress:
-                progress("train", figures.step, recipe.run.steps, train_note(figures))
+                progress("train", figures.step, loaded.run.steps, train_note(figures))
 
-        places = {"store_path": store, "run": run, "device": device, "recipe_name": recipe_name}
-        outcome = train_run(recipe, **places, report=show, stop=stop, warn=print_line, say=print_line)
-    precision = outcome.recipe.run.precision
+        outcome = train_run(
+            loaded,
+            store_path=store,
+            run=run,
+            device=place,
+            report=show,
+            stop=stop,
+            warn=print_line,
+            say=print_line,
+            recipe_name=recipe,
+        )
+    if ranks.is_first:
+        print_rows([("run", str(run)), *_rows(outcome, loaded.run.steps, place, ranks)])
+        if outcome.finished:
+            print_next(*after_run(run))
+    if not outcome.finished:
+        raise typer.Exit(stop.exit_code)
+
+
+def _rows(outcome: Outcome, num_steps: int, device: torch.device, ranks: Ranks) -> Rows:
+    """What a call has trained.
+
+    Args:
+      num_steps: that the recipe asks for.
+    """
+    from ....train.optim.loss_scale import autocast_dtype
+    from ....train.parallel.strategy import choose_strategy
+
+    recipe, precision, first = outcome.recipe, outcome.recipe.run.precision, outcome.first_step
     if precision == "bf16" and autocast_dtype("bf16", device) is None:
         precision = f"fp32 (bf16 was asked for, {device} has no fast bf16)"
-    beyond = "; the recipe asks for fewer" if outcome.step > recipe.run.steps else ""
-    steps = f"{outcome.step:,} of {recipe.run.steps:,}{beyond}"
-    rows = [("run", str(run)), ("steps", steps), ("computed in", precision)]
+    beyond = "; the recipe asks for fewer" if outcome.step > num_steps else ""
+    rows = [("steps", f"{outcome.step:,} of {num_steps:,}{beyond}"), ("computed in", precision)]
     if ranks.world_size > 1:
         rows.append(("ranks", f"{ranks.world_size}, {choose_strategy(recipe.parallel, ranks)}"))
-    if outcome.first_step is None:
+    if first is None:
         rows.append(("this run", "nothing to do, the run was finished"))
     elif outcome.losses:
-        seen = f"{outcome.num_images:,} images{_if_short(outcome)}"
+        is_short = outcome.num_images < (outcome.step - first + 1) * recipe.run.global_batch
+        short = " (short batches: data.leftovers)" if is_short and not recipe.data.batch_tokens else ""
         rate = f"at best {outcome.images_per_second:,.1f} images/s"
-        rows.append(("this run", f"from step {outcome.first_step:,}, {seen}, {rate}"))
+        rows.append(("this run", f"from step {first:,}, {outcome.num_images:,} images{short}, {rate}"))
         rows.append(("loss", ", ".join(f"{loss:.4f} at step {step:,}" for step, loss in dict.fromkeys(outcome.losses))))
     if not outcome.finished:
         rows.append(("state", "interrupted and saved; run the same command again to resume"))
-    return rows, outcome.finished
-
-
-def _if_short(outcome: Outcome) -> str:
-    """Why a run has seen fewer images than its steps have room for."""
-    recipe, first = outcome.recipe, outcome.first_step or 0
-    whole = (outcome.step - first + 1) * recipe.run.global_batch
-    is_short = outcome.num_images < whole and not recipe.data.batch_tokens
-    return " (short batches: data.leftovers)" if is_short else ""
+    return rows
 
 
 def _warn_of_memory(recipe: TrainRecipe, store: str | None, ranks: Ranks) -> None:
@@ -146,17 +133,13 @@ def _warn_of_memory(recipe: TrainRecipe, store: str | None, ranks: Ranks) -> Non
     from ...plan.memory_check import available_bytes, memory_warning
 
     available = available_bytes()
-    if available is None or not ranks.is_first or any("://" in t.section.store for t in recipe.turns(store)):
+    if available is None or any("://" in turn.section.store for turn in recipe.turns(store)):
         return
-    try:
-        if choose_strategy(recipe.parallel, ranks) not in ("single", "ddp"):
-            return  # the estimate assumes that each rank holds the whole model
-        if warning := memory_warning(
-            recipe, store, available, num_ranks=ranks.world_size, local_ranks=ranks.local_world_size
-        ):
-            print_line(warning)
-    except LeanditError:
-        return
+    with contextlib.suppress(LeanditError):
+        if choose_strategy(recipe.parallel, ranks) in ("single", "ddp"):  # the estimate: each rank has the whole model
+            num_ranks = {"num_ranks": ranks.world_size, "local_ranks": ranks.local_world_size}
+            if warning := memory_warning(recipe, store, available, **num_ranks):
+                print_line(warning)
 
 
 def average(

@@ -29,7 +29,7 @@ from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT, ROOT, TOKEN, client, grey
 from leandit.datasets.errors import DamageError, EncoderError, StoreError
 from leandit.datasets.format.class_names import ClassNames
 from leandit.datasets.store import LatentStore
-from leandit.tools.export.publish import PublishRequest, publish
+from leandit.tools.export.publish import publish
 from leandit.tools.inspection.view import server
 from leandit.tools.inspection.view.records.decoder import decoder_of, preview_divisor, shrunk
 from leandit.tools.inspection.view.records.painter import BATCH, MOST_WAITING, Dropped, Painter, Subject
@@ -421,8 +421,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 def test_a_store_on_the_hub_is_shown(label_store: LatentStore, hub: Hub) -> None:
-    said = PublishRequest(label_store.path, "hf://datasets/somebody/shown", True, "mit", "mit")
-    publish(said, no_progress)
+    url = "hf://datasets/somebody/shown"
+    publish(label_store.path, url, no_progress, private=True, licence="mit", encoder_licence="mit")
     environment = os.environ | {
         "HF_ENDPOINT": hub.url,
         "HF_HUB_DISABLE_XET": "1",
@@ -430,7 +430,7 @@ def test_a_store_on_the_hub_is_shown(label_store: LatentStore, hub: Hub) -> None
         "PYTHONFAULTHANDLER": "1",
     }
     environment.pop("HF_HUB_OFFLINE", None)  # of the tests
-    command = [sys.executable, "-m", "leandit.tools.cli.main", "view", said.url, "--no-open"]
+    command = [sys.executable, "-m", "leandit.tools.cli.main", "view", url, "--no-open"]
     # An interpreter of its own: huggingface_hub reads the environment as it is imported.
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

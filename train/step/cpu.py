@@ -1,4 +1,4 @@
-"""How much freed memory a process on a CPU keeps."""
+"""How much freed memory a process keeps that computes on a CPU."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import resource, sys, torch
-from leandit.tools.terminal.cpu_memory import keep_freed_memory
+from leandit.train.step.cpu import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 
