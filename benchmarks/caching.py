@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import typer
 from inputs import text_folder, vae_folder
-from measuring import alternate, fresh_folder, log, machine, median_and_range, print_table, ratios, timed
+from measuring import alternate, fresh_folder, log, machine, print_rates, timed
 
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.store import LatentStore
@@ -141,8 +141,7 @@ def main(
     where = str(torch_device(device))
     figures = measure_caching(where, str(scratch), recipe, resolution, overrides or [], vae, text, rounds, steps)
     print(f"{machine()}; device {where}; {recipe}, {resolution} px; {vae} {text}; medians (ranges)\n")
-    rows = [[name, median_and_range(rates, "{:.2f}".format)] for name, rates in figures.items()]
-    print_table([["", "images/s"], *rows, ["ratio", median_and_range(ratios(figures[CACHED], figures[ONLINE]))]])
+    print_rates("images/s", figures, CACHED)
 
 
 if __name__ == "__main__":

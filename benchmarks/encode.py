@@ -47,6 +47,7 @@ from measuring import (
     machine,
     measure_in_child,
     median_and_range,
+    print_rates,
     print_table,
     ratios,
 )
@@ -98,7 +99,8 @@ def main(
     shared |= {"rounds": rounds, "seconds": seconds, "settings": overrides or []}
     print(f"{machine()}; device {where}; VAE {vae}, text {text or 'none'}; medians of {rounds} rounds (ranges)\n")
     found = measure_precompute(vae=vae, with_memory=True, **shared)
-    print_rates("images/s", found, OURS, (ENCODER, DECODER, OURS, FAST_DIT, PIXART))
+    rates = {name: found[name] for name in (ENCODER, DECODER, OURS, FAST_DIT, PIXART) if name in found}
+    print_rates("images/s", rates, OURS)
     both = [1 / (1 / a + 1 / b) for a, b in zip(found[ENCODER], found[DECODER], strict=True)]
     facts = [
         ("encode stage busy, of the run", median_and_range(found[BUSY])),
@@ -107,22 +109,12 @@ def main(
     ]
     if text:
         found = measure_captions(text=text, tokenizer=tokenizer, with_bytes=True, **shared)
-        print_rates("captions/s", found, OUR_CAPTIONS, (OUR_CAPTIONS, PIXART_CAPTIONS))
+        print_rates("captions/s", {name: found[name] for name in (OUR_CAPTIONS, PIXART_CAPTIONS)}, OUR_CAPTIONS)
         facts.append(("padding computed, of all tokens", median_and_range(found[PADDING], "{:.1%}".format)))
         for dtype in ("float16", "int8"):
             times = f"{found[f'padded bytes, of ours in {dtype}'][0]:.1f}x"
             facts.append((f"bytes a caption, padded in float16, of ours in {dtype}", times))
     print_table([("", ""), *facts])
-
-
-def print_rates(unit: str, figures: Figures, ours: str, names: tuple[str, ...]) -> None:
-    """A table of rates, and of our rate as a multiple of each."""
-    rows = [("", unit, f"{ours}, of it")]
-    for name in (name for name in names if name in figures):
-        multiple = median_and_range(ratios(figures[ours], figures[name]), "{:.3g}x".format)
-        rows.append((name, median_and_range(figures[name], "{:.2f}".format), multiple))
-    print_table(rows)
-    print()
 
 
 def measure_precompute(

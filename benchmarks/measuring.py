@@ -276,6 +276,16 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
         print(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |")
 
 
+def print_rates(unit: str, rates: Mapping[str, Sequence[float]], ours: str) -> None:
+    """A table of rates in each round, and of our rate as a multiple of each."""
+    rows = [("", unit, f"{ours}, of it")]
+    for name, values in rates.items():
+        multiple = median_and_range(ratios(rates[ours], values), "{:.3f}x".format)
+        rows.append((name, median_and_range(values, "{:.2f}".format), multiple))
+    print_table(rows)
+    print()
+
+
 def log(message: str) -> None:
     """A line on stderr."""
     print(message, file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import alternate, machine, median_and_range, print_table, ratios, tf32, timed
+from measuring import alternate, machine, print_rates, tf32, timed
 from torch import Tensor, nn
 
 from leandit.datasets.errors import RecipeError
@@ -373,10 +373,7 @@ def main(
     checkout = str(fast_dit.resolve()) if fast_dit else None
     rates = measure_beside(device, recipe, resolution, overrides, rounds, steps, checkout, without)
     print(f"{recipe}, {resolution} px; {machine()}\n")
-    table = [["step", "images/s", "leandit, of it"]]
-    for name, values in rates.items():
-        table.append([name, median_and_range(values), median_and_range(ratios(rates[OURS], values), "{:.3f}x".format)])
-    print_table(table)
+    print_rates("images/s", rates, OURS)
 
 
 if __name__ == "__main__":
