@@ -24,6 +24,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
+from measuring import tf32
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoTokenizer, T5EncoderModel
@@ -48,7 +49,7 @@ class ImageFiles(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
         with Image.open(self._paths[number]) as file:
             image = self._transforms[number](file.convert("RGB"))
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1, number
+        return to_model(np.array(image)), number
 
     def batches(self, workers: int, device: torch.device) -> Iterator[tuple[torch.Tensor, int]]:
         """Each image as a batch on the device, with its number."""
@@ -59,83 +60,71 @@ class ImageFiles(Dataset[tuple[torch.Tensor, int]]):
             yield images.to(device), int(numbers[0])
 
 
-def adm_square(image: Image.Image, side_px: int) -> Image.Image:
+def to_model(pixels: np.ndarray) -> torch.Tensor:
+    """(height_px, width_px, 3) uint8 to (3, height_px, width_px) float32 in -1..1."""
+    return torch.from_numpy(pixels).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def adm_square(image: Image.Image, side_px: int, *, flips: bool = False) -> Image.Image:
     """ADM's crop (guided-diffusion): halve with a box while twice as large, resize bicubically, crop the center."""
     while min(image.size) >= 2 * side_px:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = side_px / min(image.size)
     image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
     left, top = (image.width - side_px) // 2, (image.height - side_px) // 2
-    return image.crop((left, top, left + side_px, top + side_px))
+    image = image.crop((left, top, left + side_px, top + side_px))
+    is_flipped = flips and torch.rand(1).item() < 0.5
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if is_flipped else image
 
 
-def _adm_square_flipped(image: Image.Image, side_px: int) -> Image.Image:
-    image = adm_square(image, side_px)
-    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if torch.rand(1).item() < 0.5 else image
+def posterior_of(vae: Any, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation of each latent; the deviation of an autoencoder without a posterior is 0."""
+    encoded = vae.encode(images)
+    if hasattr(encoded, "latent_dist"):
+        return encoded.latent_dist.mean, encoded.latent_dist.std
+    latents = encoded.latents if hasattr(encoded, "latents") else encoded.latent
+    return latents, torch.zeros_like(latents)
 
 
-def _squash(image: Image.Image, size_px: tuple[int, int]) -> Image.Image:
-    """Resize to exactly (height, width), whatever the aspect ratio."""
-    return image.resize(size_px[::-1], Image.Resampling.BICUBIC)
-
-
-def fast_dit(
-    paths: Sequence[Path], side_px: int, *, vae: Any, out: Path, workers: int = FAST_DIT_WORKERS
-) -> Generator[int]:
+def fast_dit(paths: Sequence[Path], side_px: int, *, vae: Any, out: Path) -> Generator[int]:
     """Extract one image after another; yields the number of each.
 
     Args:
       vae: from ``load_vae``.
     """
-    files = ImageFiles(paths, [partial(_adm_square_flipped, side_px=side_px)] * len(paths))
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        for images, number in files.batches(workers, vae.device):
-            with torch.no_grad():
-                encoded = vae.encode(images)
-                latent = encoded.latent_dist.sample() if hasattr(encoded, "latent_dist") else _latent(encoded)
-            np.save(out / f"{number}-features.npy", latent.mul_(SCALE).cpu().numpy())
-            np.save(out / f"{number}-label.npy", np.array([0]))
-            yield number
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    files = ImageFiles(paths, [partial(adm_square, side_px=side_px, flips=True)] * len(paths))
+    for images, number in files.batches(FAST_DIT_WORKERS, vae.device):
+        with torch.no_grad(), tf32():
+            mean, deviation = posterior_of(vae, images)
+            latent = mean + deviation * torch.randn_like(mean)
+        np.save(out / f"{number}-features.npy", latent.mul_(SCALE).cpu().numpy())
+        np.save(out / f"{number}-label.npy", np.array([0]))
+        yield number
 
 
-def pixart_images(
-    paths: Sequence[Path], buckets: Sequence[tuple[int, int]], *, vae: Any, out: Path, workers: int = PIXART_WORKERS
-) -> Generator[int]:
+def pixart_images(paths: Sequence[Path], buckets: Sequence[tuple[int, int]], *, vae: Any, out: Path) -> Generator[int]:
     """Extract one image after another; yields the number of each.
 
     Args:
-      buckets: (height_px, width_px) of each.
+      buckets: (height_px, width_px) of each, to which it is resized, whatever its aspect ratio.
     """
-    files = ImageFiles(paths, [partial(_squash, size_px=bucket) for bucket in buckets])
-    for images, number in files.batches(workers, vae.device):
+    transforms = [partial(Image.Image.resize, size=(w, h), resample=Image.Resampling.BICUBIC) for h, w in buckets]
+    for images, number in ImageFiles(paths, transforms).batches(PIXART_WORKERS, vae.device):
         with torch.no_grad(), torch.autocast("cuda", torch.float16, enabled=vae.device.type == "cuda"):
-            encoded = vae.encode(images)
-            if posterior := getattr(encoded, "latent_dist", None):
-                latents = torch.cat([posterior.mean, posterior.std], dim=1)
-            else:
-                latents = _latent(encoded)
-        np.save(out / f"{number}.npy", latents[0].cpu().numpy())
+            moments = torch.cat(posterior_of(vae, images), dim=1)
+        np.save(out / f"{number}.npy", moments[0].cpu().numpy())
         yield number
 
 
 def pixart_captions(captions: Sequence[str], *, model: Any, tokenizer: Any, out: Path) -> float:
     """Extract all captions; returns the seconds."""
     lock = Lock()
+    how = {"max_length": PIXART_TOKENS, "padding": "max_length", "truncation": True, "return_tensors": "pt"}
 
     @torch.no_grad()
     def extract(number: int) -> None:
         with lock:
-            tokens = tokenizer(
-                [captions[number].strip()],
-                max_length=PIXART_TOKENS,
-                padding="max_length",
-                truncation=True,
-                return_tensors="pt",
-            ).to(model.device)
+            tokens = tokenizer([captions[number].strip()], **how).to(model.device)
             features = model(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
         caption_feature = features.to(torch.float16).cpu().numpy()
         attention_mask = tokens.attention_mask.to(torch.int16).cpu().numpy()
@@ -182,8 +171,3 @@ def caption_rate(captions: Sequence[str], seconds: float, *, out: Path, **models
     count = min(len(captions), max(FEWEST, math.ceil(seconds / first)))
     chosen = [captions[i * len(captions) // count] for i in range(count)]
     return count / pixart_captions(chosen, out=out, **models)
-
-
-def _latent(encoded: Any) -> torch.Tensor:
-    """The latents of an autoencoder without a posterior."""
-    return encoded.latents if hasattr(encoded, "latents") else encoded.latent

@@ -3,8 +3,8 @@
     python benchmarks/gpu.py run --minutes 40 --out leandit-gpu
     python benchmarks/gpu.py table leandit-gpu
 
-Each cell runs in a process of its own. One that crashes or takes too long costs itself alone: it is recorded with its
-message, and the next one runs. The same command goes on where it was cut.
+A cell is a call of a function of this folder in a process of its own. One that crashes or takes too long costs itself
+alone: it is recorded with its message, and the next one runs. The same command goes on where it was cut.
 """
 
 from __future__ import annotations
@@ -14,24 +14,252 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-import gpu_cells as cells
 import typer
-from gpu_cells import FUNCTIONS, NEEDS_SCRATCH, REAL, TINY, Cell
-from measuring import fresh_folder, hardware, in_child, log, median_and_range, print_table, ratios
+from measuring import fresh_folder, in_child, log, machine, median_and_range, print_table, ratios
 
-FILE, MISSING, GIB = "cells.jsonl", "not yet measured", 2**30
+FILE, MISSING = "cells.jsonl", "not yet measured"
 Record = dict[str, Any]
-Column = tuple[str, Callable[[Any], str]]
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="All figures that need a GPU.")
 
-# --------------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------------------- tables, their cells
+
+
+Column = tuple[str | tuple[str, str], Callable[[Any], str]]
+"""Key of a cell's result, or two keys, whose ratio in each round is shown; and how a value is shown."""
+
+
+class Table(NamedTuple):
+    """A table of results, a row for each cell.
+
+    Args:
+      function: its module and name; it returns lists with a value for each round, by key.
+      needs_scratch: the function takes the folder ``scratch``, for encoders that several cells load.
+    """
+
+    title: str
+    function: tuple[str, str]
+    columns: dict[str, Column]
+    needs_scratch: bool = False
+
+
+class Cell(NamedTuple):
+    """One measurement.
+
+    Args:
+      table: key of ``TABLES``.
+      limit_seconds: after which its process is killed; about twice what is expected.
+      arguments: of the function, without the device.
+      goal: that the table shows.
+    """
+
+    table: str
+    row: str
+    limit_seconds: float
+    arguments: dict[str, Any]
+    goal: str = ""
+
+    @property
+    def name(self) -> str:
+        """Unique, for people and for the results."""
+        return f"{self.table}: {self.row}"
+
+
+RATE, TIMES, PERCENT, THREE_DIGITS = "{:.1f}".format, "{:.3g}x".format, "{:.2%}".format, "{:.3f}".format
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f}"
+
+
+def _two(one: str, other: str, suffix: str = "") -> dict[str, Column]:
+    """Columns of two rates and their ratio."""
+    keys = one + suffix, other + suffix
+    return {one: (keys[0], RATE), other: (keys[1], RATE), "ratio": (keys, TIMES)}
+
+
+TABLES = {
+    "train": Table(
+        "Training, on a store of noise",
+        ("training", "measure_store"),
+        {
+            "images/s": ("images_per_second", RATE),
+            "MFU": ("mfu", "{:.1%}".format),
+            "of one synthetic batch": (("images_per_second", "synthetic"), TIMES),
+            "waits for data": ("data_wait_share", PERCENT),
+            "peak GiB": ("peak_gib", RATE),
+            "batch, precision": ("size", str),
+        },
+    ),
+    "beside": Table(
+        "Our step and the usual loop around diffusers' model, images/s",
+        ("training", "measure_beside"),
+        _two("leandit", "diffusers"),
+    ),
+    "fast_dit": Table(
+        "Our step and that of fast-DiT, images/s", ("training", "measure_beside"), _two("leandit", "fast-DiT")
+    ),
+    "planner": Table(
+        "Peak memory that the planner predicts, and of real steps, GiB",
+        ("planner", "measure_planner"),
+        {"predicted": ("predicted", _gib), "measured": ("measured", _gib), "ratio": ("ratio", THREE_DIGITS)},
+    ),
+    "precompute": Table(
+        "Precompute of images, SD-VAE, images/s",
+        ("encode", "measure_precompute"),
+        {
+            "bare encoder": ("bare encoder", RATE),
+            "leandit": ("leandit", RATE),
+            "of the bare encoder": (("leandit", "bare encoder"), TIMES),
+            "bare decode": ("bare decode", RATE),
+            "of fast-DiT": (("leandit", "fast-DiT"), TIMES),
+            "of PixArt": (("leandit", "PixArt"), TIMES),
+        },
+        needs_scratch=True,
+    ),
+    "captions": Table(
+        "Precompute of captions, 20 to 120 tokens, captions/s",
+        ("encode", "measure_captions"),
+        _two("leandit", "PixArt", " captions") | {"padding computed": ("padding", PERCENT)},
+        needs_scratch=True,
+    ),
+    "caching": Table(
+        "Training on a store, and with the encoders in every step, images/s",
+        ("caching", "measure_caching"),
+        _two("cached", "online"),
+        needs_scratch=True,
+    ),
+    "attention": Table(
+        "Attention of a forward and backward of 32 images, ms",
+        ("training", "measure_attention"),
+        {name: (name, lambda seconds: f"{1000 * seconds:.1f}") for name in ("cudnn", "flash", "flash3", "efficient")},
+    ),
+    "checkpoint": Table(
+        "A step, and what it takes longer after a checkpoint",
+        ("training", "measure_checkpoint"),
+        {
+            "checkpoint, GB": ("bytes", lambda num_bytes: f"{num_bytes / 1e9:.2f}"),
+            "step, s": ("step", THREE_DIGITS),
+            "longer by, s": ("longer", THREE_DIGITS),
+        },
+    ),
+}
+
+XL, XL_512, B, PIXART = "DiT-XL/2, 256 px", "DiT-XL/2, 512 px", "DiT-B/2, 256 px", "PixArt-Sigma, 512 px"
+SANA, SD3 = "Sana 1.6B, 1024 px", "SD3.5 Medium, 512 px"
+
+
+def _recipe(name: str, side_px: int, batch: int, microbatch: int) -> dict[str, Any]:
+    sizes = [f"run.global_batch={batch}", f"run.microbatch={microbatch}"]
+    return {"recipe": name, "side_px": side_px, "settings": sizes}
+
+
+# Each microbatch fits a GPU of 80 GB.
+RECIPES = {
+    XL: _recipe("dit-xl-2-256", 256, 256, 64),
+    XL_512: _recipe("dit-xl-2-512", 512, 64, 16),
+    B: _recipe("dit-b-2-256", 256, 256, 128),
+    PIXART: _recipe("pixart-sigma-512", 512, 64, 32),
+    SANA: _recipe("sana-1600m-1024", 1024, 32, 16),
+    SD3: _recipe("sd3.5-medium-512", 512, 32, 8),
+}
+ADAMW = "optimizer.name=adamw"  # beside the usual loops around models with text, which have no other
+
+
+def _train(row: str, limit: float, goal: str = "") -> Cell:
+    return Cell("train", row, limit, RECIPES[row] | {"rounds": 2, "steps": 20}, goal)
+
+
+def _beside(row: str, limit: float, *changes: str, goal: str = "", steps: int = 4) -> Cell:
+    settings = {"settings": [*RECIPES[row]["settings"], *changes], "rounds": 3, "steps": steps}
+    return Cell("beside", row, limit, RECIPES[row] | settings, goal)
+
+
+def _planner(recipe: str, side_px: int, microbatch: int, count: int = 1, *changes: str) -> Cell:
+    case = {"recipe": recipe, "side_px": side_px, "microbatch": microbatch, "count": count, "changes": list(changes)}
+    row = " ".join([f"{recipe}, {count} x {microbatch} images", *changes])
+    return Cell("planner", row, 120, {"case": case}, "0.97 to 1.05")
+
+
+def _encode(side_px: int, limit: float) -> Cell:
+    settings = [f"images.resolution={side_px}", f"vae.batch_size={8192 // side_px}", "vae.dtype=bfloat16"]
+    images = {"source": f"drawn:{side_px}", "records": 2**20 // side_px, "settings": settings, "vae": "random:sd"}
+    return Cell("precompute", f"{side_px} px", limit, images | {"rounds": 2, "seconds": 5.0}, "0.95")
+
+
+def _captions(text: str, records: int) -> dict[str, Any]:
+    return {"source": "drawn:32", "text": text, "records": records, "settings": []}
+
+
+def _caching(row: str, limit: float, text: str = "") -> Cell:
+    arguments = RECIPES[row] | {"settings": ["run.global_batch=64", *RECIPES[row]["settings"][1:]]}
+    return Cell("caching", row, limit, arguments | {"vae": "random:sd", "text": text, "rounds": 2, "steps": 5})
+
+
+def _attention(row: str) -> Cell:
+    return Cell("attention", row, 90, RECIPES[row] | {"images": 32})
+
+
+REAL = (
+    _train(XL, 300, "40 % MFU"),
+    _train(XL_512, 300, "38 % MFU"),
+    _train(B, 200, "32 % MFU"),
+    _beside(XL, 240, goal="1.5x"),
+    Cell("fast_dit", XL, 300, RECIPES[XL] | {"rounds": 3, "steps": 4}, "2.5x"),
+    _train(PIXART, 300, "38 % MFU"),
+    _planner("dit-xl-2-256", 256, 64),
+    _encode(256, 270),
+    _caching(B, 200),
+    _attention(XL),
+    _attention(XL_512),
+    _attention(PIXART),
+    Cell("checkpoint", XL, 240, RECIPES[XL] | {"steps": 12, "every": 4}),
+    Cell("captions", "T5-XXL", 420, _captions("random:t5-xxl", 1024) | {"rounds": 2, "seconds": 5.0}, "4x"),
+    _beside(PIXART, 300, ADAMW, steps=2),
+    _caching(PIXART, 300, "random:t5-xxl"),
+    _planner("dit-s-2-256", 256, 256),
+    _planner("dit-b-2-256", 256, 128),
+    _planner("dit-b-2-256", 256, 128, 2),
+    _planner("dit-xl-2-256", 256, 64, 2, "run.activation_checkpointing=blocks"),
+    _planner("dit-xl-2-512", 512, 16),
+    _planner("pixart-sigma-512", 512, 16),
+    _encode(512, 270),
+    _train(SD3, 300),
+    _train(SANA, 300),
+    _beside(SANA, 300, ADAMW, steps=2),
+    _beside(B, 200, goal="1.5x"),
+    _caching(XL, 240),
+    _encode(1024, 300),
+    _beside(SD3, 300, ADAMW, steps=2),  # two models of 2.2 B parameters, with all that trains them: 100 GB
+)
+
+# One of each kind in seconds on a CPU, to see that all of it works: no figure of it means anything.
+_PLAIN = ["run.global_batch=2", "run.precision=fp32", "run.compile=false"]
+_DIT = {"recipe": "dit-s-2-256", "side_px": 64, "settings": ["model.name=DiT-Ti/4", *_PLAIN]}
+_TEXT = {"recipe": "pixart-sigma-512", "side_px": 64, "settings": ["model.name=pixart-tiny", ADAMW, *_PLAIN]}
+_FAST_DIT = _DIT | {"settings": ["model.name=DiT-S/8", *_PLAIN]}  # it has no smaller one
+_CASE = {"recipe": "dit-s-2-256", "side_px": 64, "microbatch": 2, "count": 1, "changes": ["model.name=DiT-Ti/4"]}
+_IMAGES = {"source": "drawn:32", "records": 4, "settings": ["images.resolution=32", "vae.batch_size=2"]}
+_IMAGES |= {"vae": "shipped:vae"}
+_ONCE, _SHORT = {"rounds": 1, "steps": 1}, {"rounds": 1, "seconds": 0.01}
+TINY = (
+    Cell("train", "DiT-Ti/4, 64 px", 120, _DIT | _ONCE),
+    Cell("beside", "DiT-Ti/4, 64 px", 120, _DIT | _ONCE),
+    Cell("beside", "PixArt, 64 px", 120, _TEXT | _ONCE),
+    Cell("fast_dit", "DiT-S/8, 64 px", 120, _FAST_DIT | _ONCE),
+    Cell("planner", "DiT-Ti/4, 1 x 2 images", 120, {"case": _CASE}),
+    Cell("precompute", "32 px", 120, _IMAGES | _SHORT),
+    Cell("caching", "DiT-Ti/4, 64 px", 120, _DIT | {"vae": "shipped:vae", "text": ""} | _ONCE),
+    Cell("attention", "DiT-Ti/4, 64 px", 120, _DIT | {"images": 2}),
+    Cell("checkpoint", "DiT-Ti/4, 64 px", 120, _DIT | {"steps": 6, "every": 2}),
+    Cell("captions", "T5", 120, _captions("shipped:t5", 4) | _SHORT),
+)
+
+# --------------------------------------------------------------------------------------------------------- the commands
 
 
 @app.command()
@@ -40,69 +268,53 @@ def run(
     minutes: Annotated[float, typer.Option(help="For all; a cell that might not end by then is not begun.")] = 40,
     scratch: Annotated[Path | None, typer.Option(help="Folder for stores and random encoders, 60 GB.")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Tiny sizes, to see that everything works.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Try cells again that failed or were skipped.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Try cells again that failed.")] = False,
     fast_dit: Annotated[Path | None, typer.Option(help="Checkout of github.com/chuanyangjin/fast-DiT.")] = None,
     device: Annotated[str, typer.Option(help="cuda:N, or cpu with --tiny.")] = "cuda:0",
 ) -> None:
     """Run all cells that are not finished; those that were cut before come last."""
     if device == "cpu" and not tiny:
         raise typer.BadParameter("--device cpu: the real sizes need a GPU. Add --tiny.")
-    run_cells(TINY if tiny else REAL, out, (scratch or out / "scratch").resolve(), device, minutes, again, fast_dit)
+    end, about, cells = time.monotonic() + 60 * minutes, machine(), TINY if tiny else REAL
+    scratch = (scratch or out / "scratch").resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    results = read_results(out)
+    left = [cell for cell in cells if not is_finished(cell, results.get(cell.name), again=again)]
+    log(f"{len(cells) - len(left)} of {len(cells)} cells are finished, {minutes:g} minutes for the others")
+    for cell in sorted(left, key=lambda cell: results.get(cell.name, {}).get("status") == "cut"):
+        seconds = end - time.monotonic()
+        if seconds < cell.limit_seconds:
+            log(f"{cell.name}: not begun, {max(0, seconds):.0f} s are left; it may take {cell.limit_seconds:.0f} s")
+            continue
+        if cell.table == "fast_dit" and fast_dit is None:
+            log(f"{cell.name}: skipped. Clone github.com/chuanyangjin/fast-DiT and give --fast-dit DIR")
+            continue
+        log(f"{cell.name}: begins")
+        record = run_cell(cell, device, scratch, fast_dit)
+        append_result(out, record | {"machine": about, "command": shlex.join(sys.argv)})
+        log(f"{cell.name}: {record['status']} in {record['seconds']:.0f} s. {record['message']}".rstrip())
     log(f"next: python benchmarks/gpu.py table {out}")
 
 
-@app.command()
-def table(results: Annotated[Path, typer.Argument(help="What 'run' has measured.")]) -> None:
-    """Print the results as tables in Markdown."""
-    print_results(read_results(results))
+def is_finished(cell: Cell, record: Record | None, *, again: bool) -> bool:
+    """Whether a cell need not run: it is done with the same arguments, or has failed and is not to be tried again."""
+    if record is None or record["arguments"] != cell.arguments:
+        return False
+    return record["status"] == "done" or (record["status"] == "failed" and not again)
 
 
-def run_cells(
-    todo: Sequence[Cell],
-    out: Path,
-    scratch: Path,
-    device: str,
-    minutes: float,
-    again: bool = False,
-    fast_dit: Path | None = None,
-) -> None:
-    """Run cells within a budget of time, and append a record of each to ``out``."""
-    end, machine = time.monotonic() + 60 * minutes, hardware() | {"torch": metadata.version("torch")}
-    out.mkdir(parents=True, exist_ok=True)
-    found = read_results(out)
-    remaining = [cell for cell in todo if not _is_finished(cell, found.get(cell.name), again)]
-    log(f"{len(todo) - len(remaining)} of {len(todo)} cells are finished, {minutes:g} minutes for the others")
-    for cell in sorted(remaining, key=lambda cell: found.get(cell.name, {}).get("status") == "cut"):
-        left = end - time.monotonic()
-        if left < cell.limit_seconds:
-            log(f"{cell.name}: not begun, {max(0, left):.0f} s are left and it may take {cell.limit_seconds:.0f} s")
-            continue
-        record = _run_cell(cell, device, scratch, fast_dit)
-        record |= {"machine": machine, "command": shlex.join(sys.argv), "arguments": cell.arguments}
-        append_result(out, record)
-        log(f"{cell.name}: {record['status']} in {record['seconds']:.0f} s. {record['message']}".rstrip())
-
-
-def _run_cell(cell: Cell, device: str, scratch: Path, fast_dit: Path | None) -> Record:
-    record = {"cell": cell.name, "date": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": 0.0}
-    arguments = {"device": device} | cell.arguments
-    if cell.table == cells.FAST_DIT:
-        if fast_dit is None:
-            message = "clone github.com/chuanyangjin/fast-DiT, and give --fast-dit DIR and --again"
-            return record | {"status": "skipped", "message": message, "result": None}
-        arguments["fast_dit"] = str(fast_dit.resolve())
-    if cell.table in NEEDS_SCRATCH:
-        arguments["scratch"], environment = str(scratch), {}
-    else:  # temporary stores, which a killed cell leaves; not where workers need a short path for their sockets
-        environment = {"TMPDIR": str(fresh_folder(scratch, "tmp"))}
-    outcome = in_child(*FUNCTIONS[cell.table], arguments, limit_seconds=cell.limit_seconds, environment=environment)
-    record |= {"seconds": round(outcome.seconds, 1), "message": outcome.message}
-    if outcome.status == "done" and (reason := outcome.result.get("skipped")):
-        return record | {"status": "skipped", "message": reason, "result": None}
-    return record | {"status": outcome.status, "result": outcome.result}
-
-
-# --------------------------------------------------------------------------------------------------------- the results
+def run_cell(cell: Cell, device: str, scratch: Path, fast_dit: Path | None) -> Record:
+    """Run a cell; what became of it."""
+    date, how, environment = datetime.now(UTC).isoformat(timespec="seconds"), {"device": device}, {}
+    if cell.table == "fast_dit":
+        how["fast_dit"] = str(fast_dit and fast_dit.resolve())
+    if TABLES[cell.table].needs_scratch:
+        how["scratch"] = str(scratch)
+    else:  # temporary stores, which a killed cell leaves; those above start workers, whose sockets need a short path
+        environment["TMPDIR"] = str(fresh_folder(scratch, "tmp"))
+    arguments, limit = cell.arguments | how, cell.limit_seconds
+    outcome = in_child(*TABLES[cell.table].function, arguments, limit_seconds=limit, environment=environment)
+    return {"cell": cell.name, "date": date, "arguments": cell.arguments} | outcome._asdict()
 
 
 def read_results(out: Path) -> dict[str, Record]:
@@ -125,121 +337,24 @@ def append_result(out: Path, record: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _is_finished(cell: Cell, record: Record | None, again: bool) -> bool:
-    """Whether a cell need not run: it is done with the same arguments, or has failed and is not to be tried again."""
-    if record is None or record["arguments"] != cell.arguments:
-        return False
-    return record["status"] == "done" or (record["status"] in ("failed", "skipped") and not again)
-
-
-def _rate(name: str, key: str = "images_per_second") -> Column:
-    return name, lambda result: median_and_range(result[key][name], "{:.1f}")
-
-
-def _ratio(one: str, other: str, title: str = "ratio", key: str = "images_per_second") -> Column:
-    def show(result: Any) -> str:
-        return median_and_range(ratios(result[key][one], result[key][other]), "{:.3g}x")
-
-    return title, show
-
-
-def _milliseconds(kernel: str) -> Column:
-    def show(result: Any) -> str:
-        seconds = result["seconds"].get(kernel)
-        return "not supported" if seconds is None else f"{1000 * seconds:.1f}"
-
-    return kernel, show
-
-
-def _mfu(result: Any) -> str:
-    return "unknown" if None in result["mfu"] else f"{median(result['mfu']):.1%}"
-
-
-TABLES: dict[str, tuple[str, tuple[Column, ...]]] = {
-    cells.TRAIN: (
-        "Training, on a store of noise",
-        (
-            ("images/s", lambda r: median_and_range(r["images_per_second"]["store"], "{:.1f}")),
-            ("MFU", _mfu),
-            _ratio("store", "synthetic", "of one synthetic batch"),
-            ("waits for data", lambda r: f"{median(r['data_wait_share']):.2%}"),
-            ("peak GiB", lambda r: f"{max(r['peak_gib']):.1f}"),
-            ("batch, precision", lambda r: f"{r['batch']}, {r['precision']}"),
-        ),
-    ),
-    cells.BESIDE: (
-        "Our step and the usual loop around diffusers' model, images/s",
-        (_rate("leandit"), _rate("diffusers"), _ratio("leandit", "diffusers")),
-    ),
-    cells.FAST_DIT: (
-        "Our step and that of fast-DiT, images/s",
-        (_rate("leandit"), _rate("fast-DiT"), _ratio("leandit", "fast-DiT")),
-    ),
-    cells.PLANNER: (
-        "Peak memory that the planner predicts, and of real steps, GiB",
-        (
-            ("predicted", lambda r: f"{r['predicted'] / GIB:.2f}"),
-            ("measured", lambda r: f"{r['measured'] / GIB:.2f}"),
-            ("ratio", lambda r: f"{r['ratio']:.3f}"),
-        ),
-    ),
-    cells.ENCODE: (
-        "Precompute of images, SD-VAE, images/s",
-        (
-            _rate("bare encoder", "rates"),
-            _rate("leandit", "rates"),
-            _ratio("leandit", "bare encoder", "of the bare encoder", "rates"),
-            _rate("bare decode", "rates"),
-            _ratio("leandit", "fast-DiT", "of fast-DiT", "rates"),
-            _ratio("leandit", "PixArt", "of PixArt", "rates"),
-        ),
-    ),
-    cells.CAPTIONS: (
-        "Precompute of captions, 20 to 120 tokens, captions/s",
-        (
-            _rate("leandit captions", "rates"),
-            _rate("PixArt captions", "rates"),
-            _ratio("leandit captions", "PixArt captions", key="rates"),
-            ("padding computed", lambda r: f"{r['captions']['padding_share']:.1%}"),
-        ),
-    ),
-    cells.CACHING: (
-        "Training on a store, and with the encoders in every step, images/s",
-        (_rate("cached"), _rate("online"), _ratio("cached", "online")),
-    ),
-    cells.ATTENTION: (
-        "Attention of a forward and backward of 32 images, ms",
-        tuple(_milliseconds(name) for name in ("cudnn", "flash", "flash3", "efficient")),
-    ),
-    cells.CHECKPOINTS: (
-        "A step, and what it takes longer after a checkpoint",
-        (
-            ("checkpoint, GB", lambda r: f"{r['bytes'] / 1e9:.2f}"),
-            ("step, s", lambda r: f"{r['step_seconds']:.3f}"),
-            ("longer by, s", lambda r: median_and_range(r["stalls"], "{:.3f}")),
-        ),
-    ),
-}
-
-
-def print_results(records: Mapping[str, Record]) -> None:
-    """All tables; a cell without a record is not yet measured, and the last table says which cells failed and why."""
+@app.command()
+def table(out: Annotated[Path, typer.Argument(metavar="RESULTS", help="What 'run' has measured.")]) -> None:
+    """Print the results as tables in Markdown; the last one says which cells are not done, and why."""
+    records = read_results(out)
     is_tiny = any(cell.name in records for cell in TINY)
     if is_tiny:
         print("**Tiny sizes: these figures show that the command works, and nothing else.**\n")
-    machines: dict[str, set[str]] = {}
-    for record in records.values():
-        machine = record["machine"]
-        about = f"{machine['gpu'] or 'no GPU'}; {machine['cpu']}, {machine['cores']} cores; torch {machine['torch']}"
-        machines.setdefault(about, set()).add(record["date"][:10])
-    for about, days in machines.items():
-        print(f"{about}; {', '.join(sorted(days))}.\n")
-    for name, (title, columns) in TABLES.items():
-        of_table = [cell for cell in (TINY if is_tiny else REAL) if cell.table == name]
-        goal = ["goal"] if any(cell.goal for cell in of_table) else []
-        rows = [["", *(column for column, _ in columns), *goal]]
-        for cell in of_table:
-            rows.append([cell.row, *_values(columns, records.get(cell.name)), *([cell.goal] if goal else [])])
+    for about in dict.fromkeys(record["machine"] for record in records.values()):
+        print(f"{about}.\n")
+    for name, (title, _, columns, _) in TABLES.items():
+        rows = [["", *columns, "goal"]]
+        for cell in (cell for cell in (TINY if is_tiny else REAL) if cell.table == name):
+            record = records.get(cell.name, {"status": MISSING})
+            if record["status"] == "done":
+                figures = [show(record["result"], column) for column in columns.values()]
+            else:
+                figures = [record["status"]] * len(columns)
+            rows.append([cell.row, *figures, cell.goal])
         print(f"**{title}**\n")
         print_table(rows)
         print()
@@ -248,12 +363,13 @@ def print_results(records: Mapping[str, Record]) -> None:
         print_table([["cell", "", ""], *([one["cell"], one["status"], one["message"]] for one in not_done)])
 
 
-def _values(columns: Sequence[Column], record: Record | None) -> list[str]:
-    if record is None or record["status"] == "cut":
-        return [MISSING] * len(columns)
-    if record["status"] != "done":
-        return [record["status"]] * len(columns)
-    return [show(record["result"]) for _, show in columns]
+def show(result: Mapping[str, Any], column: Column) -> str:
+    """Median and range over the rounds; "-" where a kernel, or the peak of a device, is unknown."""
+    keys, form = column
+    series: list[Any] = [result.get(key) for key in ([keys] if isinstance(keys, str) else keys)]
+    if any(not values or None in values for values in series):
+        return "-"
+    return median_and_range(ratios(*series) if len(series) == 2 else series[0], form)
 
 
 if __name__ == "__main__":

@@ -2,34 +2,32 @@
 
     python benchmarks/learning.py --out learning
 
-Every recipe trains with every seed on the same store of the demo's images. Compared are the held-out loss, and the
-Fréchet distance of what the averaged weights draw, measured by a vision model other than REPA's teacher. Seconds are
-steps times the seconds of a step, which are measured before, in alternating rounds, so that other work on the machine
-matters little. On a CPU; the same command resumes. It writes learning.json and learning.png.
+Every recipe trains with every seed on the same store of the demo's images, on a CPU. Compared are the held-out loss
+and the Fréchet distance of what the averaged weights draw, measured by a vision model other than REPA's teacher.
+Seconds are steps times the seconds of a step, which are measured before, in alternating rounds. The same command
+resumes. It writes learning.json and learning.png.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import matplotlib
 import numpy as np
 import torch
 import typer
 from matplotlib import pyplot as plt
-from measuring import alternating_rounds, log, machine, print_table, timed
+from measuring import alternate, log, machine, print_table, timed
 
 from leandit.datasets.disk.files import write_atomic
 from leandit.datasets.store import LatentStore
 from leandit.precompute import config as precompute_config
 from leandit.precompute.pipeline import precompute
-from leandit.tools.cli.options import Overrides
 from leandit.tools.demo.demo import draw_pictures_folder, sample_captions
 from leandit.tools.demo.vision import train_vision
 from leandit.tools.plan.workload import workload_of_stores
@@ -58,8 +56,6 @@ SHARED = (
     "schedule.kind=constant",
     "run.ema_decay=0.99",
     "data.holdout=0.05",
-    "run.evaluate_images=64",
-    "run.global_batch=32",
 )
 RECIPES = {
     PLAIN: (),
@@ -73,108 +69,94 @@ STEPS, WARM_STEPS = 4, 3  # of the timing: short rounds, as other work on the ma
 Run = Mapping[str, Any]  # "held_out" and "frechet": values by step
 
 
-@dataclass(frozen=True)
-class Study:
-    """What is compared, and its folder.
+class Sizes(NamedTuple):
+    """How much is drawn and trained.
 
     Args:
+      images: in the store.
+      batch, held_out: images of a step, and of a held-out loss.
       samples: of each of the demo's three aspect ratios, for a Fréchet distance.
-      overrides: of all recipes.
+      rounds: of the timing of a step.
     """
 
-    out: Path
-    seeds: int
-    steps: int
-    num_images: int
-    teacher_steps: int
-    samples: int
-    overrides: tuple[str, ...]
+    seeds: int = 3
+    steps: int = 800
+    images: int = 3000
+    batch: int = 32
+    held_out: int = 64
+    teacher_steps: int = 600
+    samples: int = 64
+    rounds: int = 20
 
     def recipe(self, name: str, seed: int) -> train_config.TrainRecipe:
         """The demo's recipe, with a DiT, a constant rate and held-out records."""
-        every = {
-            "steps": self.steps,
-            "seed": seed,
-            "evaluate_every": max(1, self.steps // NUM_EVALUATIONS),
-            "checkpoint_every": max(1, self.steps // NUM_SNAPSHOTS),
-            "keep_every": max(1, self.steps // NUM_SNAPSHOTS),
-        }
-        settings = [f"run.{key}={value}" for key, value in every.items()]
-        return train_config.load("demo", [*SHARED, *settings, *RECIPES[name], *self.overrides])
+        snapshot = max(1, self.steps // NUM_SNAPSHOTS)
+        run = {"steps": self.steps, "seed": seed, "global_batch": self.batch, "evaluate_images": self.held_out}
+        run |= {"evaluate_every": max(1, self.steps // NUM_EVALUATIONS)}
+        run |= {"checkpoint_every": snapshot, "keep_every": snapshot}
+        settings = [f"run.{key}={value}" for key, value in run.items()]
+        return train_config.load("demo", [*SHARED, *settings, *RECIPES[name]])
 
-    @property
-    def snapshots(self) -> list[int]:
-        """Steps whose averaged weights draw."""
-        every = max(1, self.steps // NUM_SNAPSHOTS)
-        return list(range(every, self.steps + 1, every))
+
+TINY = Sizes(seeds=1, steps=2, images=48, batch=2, held_out=8, teacher_steps=2, samples=1, rounds=1)
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for images, store, runs and results; the same command resumes.")],
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 800,
-    images: Annotated[int, typer.Option(min=12, help="To draw.")] = 3000,
-    teacher_steps: Annotated[int, typer.Option(min=1, help="Of the training of each vision model.")] = 600,
-    samples: Annotated[int, typer.Option(min=1, help="Of each aspect ratio, for a Fréchet distance.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Of the timing of a step.")] = 20,
-    overrides: Overrides = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Tiny sizes, to see that everything works.")] = False,
 ) -> None:
     """Compare what REPA, routing and contrastive flow bring a small DiT."""
-    study = Study(out.resolve(), seeds, steps, images, teacher_steps, samples, tuple(overrides or ()))
+    sizes, out = TINY if tiny else Sizes(), out.resolve()
     keep_freed_memory()
     with ProgressLine() as progress:
-        store = make_store(study, progress)
-        network = open_network(str(study.out / "measuring"), None, CPU)
-        pictures = open_set(study.out / "pictures", network, CPU)
+        store = make_store(sizes, out, progress)
+        network = open_network(str(out / "measuring"), None, CPU)
+        pictures = open_set(out / "pictures", network, CPU)
         reference = moments_of(pictures, network, Team(Watchdog(ALONE, log)), "reference", progress)
         assert reference is not None, "the only rank"
-        seconds = kept(study.out / "seconds.json", partial(seconds_per_step, study, store, rounds))
+        seconds = kept(out / "seconds.json", partial(seconds_per_step, sizes, store))
         runs: dict[str, list[Run]] = {name: [] for name in RECIPES}
-        for seed in range(seeds):
+        for seed in range(sizes.seeds):
             for name in RECIPES:
-                runs[name].append(measure_run(study, name, seed, store, network, reference, progress))
-    result = {"machine": machine(), "steps": steps, "seconds_per_step": seconds, "runs": runs}
-    write_atomic(study.out / "learning.json", json.dumps(result, indent=1).encode())
-    draw_chart(runs, seconds, study.out / "learning.png")
-    print(f"{machine()}; {steps} steps, {seeds} seeds: mean (range); seconds are medians of {rounds} rounds\n")
-    print_table(table_rows(runs, seconds, steps))
+                folder = out / "runs" / f"{name}-{seed}"
+                runs[name].append(measure_run(sizes, folder, name, seed, store, network, reference, progress))
+    result = {"machine": machine(), "sizes": sizes._asdict(), "seconds_per_step": seconds, "runs": runs}
+    write_atomic(out / "learning.json", json.dumps(result, indent=1).encode())
+    draw_chart(runs, seconds, out / "learning.png")
+    print(f"{machine()}; {sizes.steps} steps, {sizes.seeds} seeds: mean (range)\n")
+    print_table(table_rows(runs, seconds, sizes.steps))
 
 
-def make_store(study: Study, progress: ProgressLine) -> LatentStore:
+def make_store(sizes: Sizes, out: Path, progress: ProgressLine) -> LatentStore:
     """The demo's images with a teacher's patches; and the model that measures samples, of another seed."""
-    draw_pictures_folder(study.out / "pictures", study.num_images, progress)
+    draw_pictures_folder(out / "pictures", sizes.images, progress)
     for seed, name in enumerate(("teacher", "measuring")):
-        if not (study.out / name / "preprocessor_config.json").is_file():
-            show = partial(progress, name)
-            sizes = {"steps": study.teacher_steps, "num_pictures": study.num_images}
-            train_vision(study.out / name, seed=seed, progress=show, **sizes)
-    recipe = precompute_config.load("demo", [f"features.{FEATURE}.model={study.out / 'teacher'}"])
-    where: dict[str, Any] = {"source_path": study.out / "pictures", "store_path": study.out / "store"}
+        if not (out / name / "preprocessor_config.json").is_file():
+            how = {"steps": sizes.teacher_steps, "num_pictures": sizes.images}
+            train_vision(out / name, seed=seed, progress=partial(progress, name), **how)
+    recipe = precompute_config.load("demo", [f"features.{FEATURE}.model={out / 'teacher'}"])
+    where: dict[str, Any] = {"source_path": out / "pictures", "store_path": out / "store"}
     precompute(recipe, device=CPU, progress=progress, **where)
-    return LatentStore(study.out / "store")
+    return LatentStore(out / "store")
 
 
-def seconds_per_step(study: Study, store: LatentStore, rounds: int) -> dict[str, float]:
+def seconds_per_step(sizes: Sizes, store: LatentStore) -> dict[str, float]:
     """Median seconds of a step of each recipe, on one batch of noise."""
-    steps = {name: step_on_noise(study.recipe(name, 0), store) for name in RECIPES}
-    for step in steps.values():
+    cells: dict[str, Callable[[], float]] = {}
+    for name in RECIPES:
+        recipe = sizes.recipe(name, 0)
+        work = workload_of_stores(recipe, store.path)
+        learner = synthetic_learner(recipe, work.spec, work.tokens, CPU, store=work.store)
+        batch = synthetic_batch(work.store, work.largest_bucket, recipe.run.global_batch, work.tokens, CPU)
+        step = partial(train_step, learner, batch)
         timed(step, WARM_STEPS, CPU)
-    seconds: dict[str, list[float]] = {name: [] for name in RECIPES}
-    for _, name in alternating_rounds(list(RECIPES), rounds):
-        seconds[name].append(timed(steps[name], STEPS, CPU) / STEPS)
-    return {name: median(values) for name, values in seconds.items()}
-
-
-def step_on_noise(recipe: train_config.TrainRecipe, store: LatentStore) -> Callable[[], object]:
-    """The step of ``leandit train``, without a loader."""
-    work = workload_of_stores(recipe, store.path)
-    learner = synthetic_learner(recipe, work.spec, work.tokens, CPU, store=work.store)
-    batch = synthetic_batch(work.store, work.largest_bucket, recipe.run.global_batch, work.tokens, CPU)
-    return lambda: train_step(learner, batch).loss.item()
+        cells[name] = lambda step=step: timed(step, STEPS, CPU) / STEPS
+    return {name: median(values) for name, values in alternate(cells, sizes.rounds).items()}
 
 
 def measure_run(
-    study: Study,
+    sizes: Sizes,
+    folder: Path,
     name: str,
     seed: int,
     store: LatentStore,
@@ -186,24 +168,25 @@ def measure_run(
 
     Raises: KeyboardInterrupt: it was stopped.
     """
-    folder, recipe = study.out / "runs" / f"{name}-{seed}", study.recipe(name, seed)
+    recipe = sizes.recipe(name, seed)
 
     def show(report: Any) -> None:
-        progress(f"train {name}, seed {seed}", report.step, study.steps, f"loss {report.loss:.3f}")
+        progress(f"train {name}, seed {seed}", report.step, sizes.steps, f"loss {report.loss:.3f}")
 
     if not train(recipe, store_path=store.path, run=folder, device=CPU, report=show, stop=StopRequest()).finished:
         raise KeyboardInterrupt
 
     def distance(step: int) -> float:
-        images, _ = sample_captions(folder, store, CPU, step=step, per_bucket=study.samples)
+        images, _ = sample_captions(folder, store, CPU, step=step, per_bucket=sizes.samples)
         starts = range(0, len(images), FORWARD_IMAGES)
         drawn = collect((network.features(images[i : i + FORWARD_IMAGES]) for i in starts), len(images))
         return frechet_distance(drawn.mean, drawn.covariance, reference.mean, reference.covariance)
 
-    frechet = {n: kept(folder / f"frechet-{n}.json", partial(distance, n)) for n in study.snapshots}
+    every = recipe.run.checkpoint_every
+    snapshots = range(every, sizes.steps + 1, every)
+    frechet = {step: kept(folder / f"frechet-{step}.json", partial(distance, step)) for step in snapshots}
     reports = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     held_out = {one["step"]: one["held_out"]["averaged_loss"] for one in reports if one.get("held_out")}
-    log(f"{name}, seed {seed}: held-out loss {held_out[study.steps]:.3f}")
     return {"seed": seed, "held_out": held_out, "frechet": frechet}
 
 
@@ -219,22 +202,21 @@ def kept(path: Path, measure: Callable[[], Any]) -> Any:
 
 def table_rows(runs: Mapping[str, Sequence[Run]], seconds: Mapping[str, float], steps: int) -> list[tuple[str, ...]]:
     """A row for each recipe: means over the seeds, with their ranges."""
-    goal = min(mean_curve(runs[PLAIN], "held_out").values())
+    curves = {
+        name: {n: mean(run["held_out"][n] for run in found) for n in found[0]["held_out"]}
+        for name, found in runs.items()
+    }
+    goal = min(curves[PLAIN].values())
     rows: list[tuple[str, ...]] = [
         ("", "seconds a step", "held-out loss", "Fréchet distance", "steps to plain's last loss", "seconds to it")
     ]
     for name, found in runs.items():
-        reached, relative = first_below(mean_curve(found, "held_out"), goal), seconds[name] / seconds[PLAIN]
+        reached, relative = first_below(curves[name], goal), seconds[name] / seconds[PLAIN]
         shares = ["not reached"] * 2 if reached is None else [f"{reached * x / steps:.0%}" for x in (1, relative)]
         lasts = ([run[key][max(run[key])] for run in found] for key in ("held_out", "frechet"))
         cells = [f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})" for values in lasts]
         rows.append((name, f"{seconds[name]:.3f} ({relative:.2f}x)", *cells, *shares))
     return rows
-
-
-def mean_curve(runs: Sequence[Run], key: str) -> dict[int, float]:
-    """Mean over the seeds, by step."""
-    return {step: mean(run[key][step] for run in runs) for step in runs[0][key]}
 
 
 def first_below(curve: Mapping[int, float], goal: float) -> float | None:
@@ -261,7 +243,6 @@ def draw_chart(runs: Mapping[str, Sequence[Run]], seconds: Mapping[str, float], 
                 x = np.array(steps) * unit
                 (line,) = axis.plot(x, values.mean(0), label=name, marker="o", markersize=3)
                 axis.fill_between(x, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
-                axis.grid(visible=True, alpha=0.3)
         row[0].set_ylabel(label)
     axes[0, 0].legend()
     axes[1, 0].set_xlabel("steps")

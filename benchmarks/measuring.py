@@ -1,64 +1,55 @@
-"""What the benchmarks share: alternating rounds, ratios, clocks, memory, and measurements in a process of their own.
+"""What the benchmarks share: alternating rounds, ratios, memory, and functions that run in a process of their own.
 
-A measurement that must not see what another has imported, allocated or left running is a function of a benchmark that
-``in_child`` calls in a fresh process: ``python benchmarks/measuring.py MODULE FUNCTION JSON``. Its arguments and its
-result are JSON values.
+A measurement that must not see what another has imported, allocated or left running is a function that ``in_child``
+calls in a fresh process: ``python benchmarks/measuring.py MODULE FUNCTION JSON FILE``. Its arguments and its result are
+JSON values.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
-Cell = TypeVar("Cell")
-LAST_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Rejected)\b.*")  # the last line of a traceback
-READ_BYTES = 1 << 24
+Name = TypeVar("Name", bound=Hashable)
+Result = TypeVar("Result")
 FOLDER_PREFIX = "leandit-benchmark-"  # a benchmark deletes only folders with this prefix
-
 
 # ------------------------------------------------------------------------------------------------------- rounds, ratios
 
 
-def alternating_rounds(cells: Sequence[Cell], num_rounds: int) -> Iterator[tuple[int, Cell]]:
-    """Every cell once a round, with the number of the round; every second round goes backwards.
+def alternate(cells: Mapping[Name, Callable[[], Result]], rounds: int) -> dict[Name, list[Result]]:
+    """The results of every cell, one a round; every second round goes backwards.
 
     So whatever warms up or slows down during a round affects all cells alike.
     """
-    for number in range(num_rounds):
-        for cell in cells if number % 2 == 0 else reversed(cells):
-            yield number, cell
-
-
-def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """The ratio of two rates in each round."""
-    return [a / b for a, b in zip(numerators, denominators, strict=True)]
-
-
-def median_and_range(values: Sequence[float], form: str = "{:.3g}") -> str:
-    """Such as "1.88x (1.80x to 2.01x)".
-
-    Args:
-      form: format of one value, as "{:.2f}x".
-    """
-    low, middle, high = (form.format(value) for value in (min(values), median(values), max(values)))
-    return f"{middle} ({low} to {high})" if len(values) > 1 else middle
+    results: dict[Name, list[Result]] = {name: [] for name in cells}
+    for number in range(rounds):
+        for name in list(cells)[:: 1 if number % 2 == 0 else -1]:
+            result = cells[name]()
+            results[name].append(result)
+            log(f"round {number + 1} of {rounds}, {name}: {f'{result:.4g}' if isinstance(result, float) else 'done'}")
+            gc.collect()
+            if "torch" in sys.modules:
+                sys.modules["torch"].cuda.empty_cache()  # without CUDA it does nothing
+    return results
 
 
 def timed(step: Callable[[], object], count: int, device: Any) -> float:
@@ -74,21 +65,49 @@ def timed(step: Callable[[], object], count: int, device: Any) -> float:
     return time.perf_counter() - start
 
 
-# --------------------------------------------------------------------------------------- processes, memory, the machine
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """The ratio of two rates in each round."""
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a measurement in a child process.
+def median_and_range(values: Sequence[float], form: Callable[[float], str] = "{:.3g}".format) -> str:
+    """Such as "1.88x (1.80x to 2.01x)".
+
+    Args:
+      form: one value as text.
+    """
+    low, middle, high = (form(value) for value in (min(values), median(values), max(values)))
+    return f"{middle} ({low} to {high})" if len(values) > 1 else middle
+
+
+@contextlib.contextmanager
+def tf32() -> Iterator[None]:
+    """TF32 for float32 products and convolutions, as the scripts of fast-DiT set it; afterwards as before."""
+    import torch
+
+    flags: tuple[Any, Any] = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [flag.allow_tf32 for flag in flags]
+    for flag in flags:
+        flag.allow_tf32 = True
+    try:
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            flag.allow_tf32 = value
+
+
+# ---------------------------------------------------------------------------------------------------------- processes
+
+
+class Outcome(NamedTuple):
+    """What became of a function in a child process.
 
     Args:
       status: "done"; "failed" with a message; "cut" at its time limit.
       result: JSON value that the function returned; None unless done.
-      message: why it failed.
-      seconds: from start to end.
     """
 
-    status: Literal["done", "failed", "cut"]
+    status: str
     result: Any
     message: str
     seconds: float
@@ -97,43 +116,35 @@ class Outcome:
 def in_child(
     module: str,
     function: str,
-    arguments: dict[str, Any],
+    arguments: Mapping[str, Any],
     *,
     limit_seconds: float = 900,
     python: str = sys.executable,
-    environment: dict[str, str] | None = None,
+    environment: Mapping[str, str] = {},
 ) -> Outcome:
     """Call ``function`` of a module of this folder in a fresh process, and kill all that it has left running.
 
     Args:
       python: interpreter, of another environment where a peer needs one.
     """
-    command = [python, __file__, module, function, json.dumps(arguments)]
+    variables = os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", **environment}
     start = time.monotonic()
-    try:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,  # kept open: its end tells the child that this process has ended
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"} | (environment or {}),
-            process_group=0,
-        )
-    except OSError as error:
-        return Outcome("failed", None, f"'{python}' does not start: {error.strerror}", 0.0)
-    try:
-        output, errors = _communicate(child, limit_seconds)
-    except subprocess.TimeoutExpired:
-        return Outcome("cut", None, f"killed after {limit_seconds:.0f} s", time.monotonic() - start)
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    seconds, lines = time.monotonic() - start, output.strip().splitlines()
-    if child.returncode or not lines:
-        return Outcome("failed", None, _failure(errors, child.returncode), seconds)
-    return Outcome("done", json.loads(lines[-1]), "", seconds)
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
+        file = Path(folder) / "result.json"
+        command = [python, __file__, module, function, json.dumps(arguments), str(file)]
+        # Its stdin is open as long as this process lives; what it prints goes to stderr, like our log.
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, env=variables, process_group=0) as child:
+            try:
+                code = child.wait(limit_seconds)
+            except subprocess.TimeoutExpired:
+                return Outcome("cut", None, f"killed after {limit_seconds:.0f} s", time.monotonic() - start)
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)
+        answer = json.loads(file.read_text()) if file.is_file() else {}
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    status, message = ("done", "") if "result" in answer else ("failed", answer.get("error", how))
+    return Outcome(status, answer.get("result"), message, time.monotonic() - start)
 
 
 def measure_in_child(module: str, function: str, **arguments: Any) -> Any:
@@ -147,53 +158,32 @@ def measure_in_child(module: str, function: str, **arguments: Any) -> Any:
     return outcome.result
 
 
-def _communicate(child: subprocess.Popen[str], limit_seconds: float) -> tuple[str, str]:
-    """All of stdout and stderr, while stdin stays open (``Popen.communicate`` would close it)."""
-    texts: dict[str, str] = {}
-    streams = {"out": child.stdout, "err": child.stderr}
-    readers = [
-        threading.Thread(target=lambda name=name, stream=stream: texts.update({name: stream.read()}), daemon=True)
-        for name, stream in streams.items()
-        if stream
-    ]
-    for reader in readers:
-        reader.start()
-    child.wait(limit_seconds)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # workers that are left would keep the pipes open
-        os.killpg(child.pid, signal.SIGKILL)
-    for reader in readers:
-        reader.join()
-    return texts["out"], texts["err"]
-
-
-def _failure(errors: str, code: int) -> str:
-    """The last error that a process printed, else its last line."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    last = ([line for line in lines if LAST_ERROR.match(line)] or lines or ["no output"])[-1]
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return f"{how}: {last[:400]}"
-
-
 def _child_main() -> None:
     """Run the function of the command line; end with the process that started this one."""
+    module, function, arguments, file = sys.argv[1:]
 
-    def watch() -> None:
-        while os.read(0, 1):  # not sys.stdin, whose lock would be held when Python ends
+    def end_with_parent() -> None:
+        while os.read(0, 1):
             pass
-        leads = os.getpgrp() == os.getpid()  # not where it was started by hand
-        os.killpg(0, signal.SIGKILL) if leads else os._exit(1)
+        os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True).start()
-    module, function, arguments = sys.argv[1:]
-    result = getattr(importlib.import_module(module), function)(**json.loads(arguments))
-    print("\n" + json.dumps(result), flush=True)  # a library may have left a line without its end
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        result = getattr(importlib.import_module(module), function)(**json.loads(arguments))
+        Path(file).write_text(json.dumps({"result": result}))
+    except BaseException as error:
+        Path(file).write_text(json.dumps({"error": f"{type(error).__name__}: {str(error)[:400]}"}))
+        if not isinstance(error, ModuleNotFoundError):  # of a peer, whose message is enough
+            raise
+
+
+# ------------------------------------------------------------------------------------------------ memory, the machine
 
 
 class PeakMemory:
-    """Samples the memory of this process and its children while its block runs: ``mb`` is the peak, 10**6 bytes.
+    """Samples the memory of this process and its children while its block runs; ``mb`` is the peak, 10**6 bytes.
 
-    Anonymous and shared memory, each page once (PSS), without page cache. A sample walks through all mapped pages and
-    stops the process meanwhile, so sample seldom where gigabytes are mapped.
+    A sample walks through all mapped pages and stops the process meanwhile: sample seldom where gigabytes are mapped.
     """
 
     def __init__(self, *, every_seconds: float = 0.1) -> None:
@@ -227,7 +217,7 @@ def _tree() -> list[psutil.Process]:
 
 
 def tree_memory_mb() -> float:
-    """Anonymous and shared memory (PSS) of this process and its children, 10**6 bytes; Linux only."""
+    """Anonymous and shared memory of this process and its children, each page once (PSS), without page cache; Linux."""
     total_kib = 0
     for process in _tree():
         with contextlib.suppress(OSError):  # it has ended
@@ -246,30 +236,26 @@ def tree_cpu_seconds() -> float:
     return total
 
 
-def hardware() -> dict[str, Any]:
-    """Processor, usable cores, memory, GPU with driver, kernel and Python of this machine."""
+def machine() -> str:
+    """One line: processor, usable cores, memory, GPU with driver, kernel, Python, torch, and the day."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     gpus = ""
     with contextlib.suppress(OSError):  # this process must take no memory of the GPU, so its tool is asked
-        gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": len(psutil.Process().cpu_affinity() or []) if hasattr(psutil.Process, "cpu_affinity") else None,
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": gpus or None,
-        "kernel": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-    }
-
-
-def machine() -> str:
-    """One line of ``hardware`` with the day."""
-    facts = hardware()
-    parts = f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB", facts["gpu"], facts["kernel"]
-    return ", ".join([*filter(None, parts), f"Python {facts['python']}, {time.strftime('%Y-%m-%d')}"])
+        gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().replace("\n", "; ")
+    facts = (
+        models[0] if models else platform.processor(),
+        f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores",
+        f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
+        gpus or "no GPU",
+        f"{platform.system()} {platform.release()}",
+        f"Python {platform.python_version()}",
+        f"torch {metadata.version('torch')}",
+        time.strftime("%Y-%m-%d"),
+    )
+    return ", ".join(facts)
 
 
 # ------------------------------------------------------------------------------------------------------- files, results
@@ -283,26 +269,21 @@ def fresh_folder(scratch: Path, name: str) -> Path:
     return folder
 
 
-def read_into_page_cache(folder: Path) -> None:
-    """Read every file below a folder."""
-    buffer = bytearray(READ_BYTES)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
-
-
-def disk_bytes(folder: Path) -> int:
-    """Bytes that the files of a folder occupy, in whole blocks of the file system."""
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
-
-
 def print_table(rows: Sequence[Sequence[str]]) -> None:
     """A table in Markdown, as docs/benchmarks.md has it; the first row is its head."""
     head, *body = rows
     for row in (head, ["---"] * len(head), *body):
         print(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |")
+
+
+def print_rates(unit: str, rates: Mapping[str, Sequence[float]], ours: str) -> None:
+    """A table of rates in each round, and of our rate as a multiple of each."""
+    rows = [("", unit, f"{ours}, of it")]
+    for name, values in rates.items():
+        multiple = median_and_range(ratios(rates[ours], values), "{:.3f}x".format)
+        rows.append((name, median_and_range(values, "{:.2f}".format), multiple))
+    print_table(rows)
+    print()
 
 
 def log(message: str) -> None:

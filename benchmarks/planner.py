@@ -212,7 +212,7 @@ def measure_planner(device: str, case: dict[str, Any], overrides: list[str] | No
     with tempfile.TemporaryDirectory(prefix="leandit-benchmark-") as folder:
         job = planner_job(Case(**case), torch.device(device), Path(folder), *(overrides or []))
         predicted, measured = predicted_peak(job), measured_apart(job)
-    return {"predicted": predicted, "measured": measured, "ratio": predicted / measured}
+    return {"predicted": [predicted], "measured": [measured], "ratio": [predicted / measured]}
 
 
 def main(
@@ -224,9 +224,9 @@ def main(
     for case in CASES:
         row = measure_planner(device, case._asdict(), overrides)
         strategy = [] if case.strategy == "single" else [f"{case.ranks} ranks, {case.strategy}"]
-        sizes = [f"{row[key] / 2**20:.1f}" for key in ("predicted", "measured")]
+        sizes = [f"{row[key][0] / 2**20:.1f}" for key in ("predicted", "measured")]
         images, changes = f"{case.count} x {case.microbatch}", " ".join([*strategy, *case.changes])
-        rows.append([f"{case.recipe}, {case.side_px} px", images, changes, *sizes, f"{row['ratio']:.3f}"])
+        rows.append([f"{case.recipe}, {case.side_px} px", images, changes, *sizes, f"{row['ratio'][0]:.3f}"])
         log(", ".join(rows[-1]))
     print_table(rows)
 

@@ -1,9 +1,8 @@
-"""What a store of millions of records costs: to plan, seal, open and search, and in bytes beside other caches.
+"""What a store of millions of records costs: to plan, seal, open and search.
 
     python benchmarks/scale.py plan --scratch bench --records 10000000 --no-captions
     python benchmarks/scale.py open --scratch bench
     python benchmarks/scale.py search
-    python benchmarks/scale.py bytes --tokens 120
 
 Each stage of **plan** and each opening runs in a process of its own. Memory is anonymous and shared memory (PSS) of the
 process and its decoders beyond what it had before; mapped files do not count. Files are in the page cache.
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,12 +33,10 @@ from leandit.datasets.format.layout import (
     CAPTIONS,
     PLAN,
     RECORDS,
-    Content,
-    RevisionLayout,
     commit_path,
     is_picture_part,
 )
-from leandit.datasets.format.schema import Reject, TextSpec
+from leandit.datasets.format.schema import Reject
 from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 from leandit.datasets.loader import make_loader
 from leandit.datasets.order.batch_plan import BatchPlan
@@ -55,8 +52,7 @@ from leandit.precompute.planning.planner import Planner
 from leandit.precompute.sources.source import list_source
 from leandit.tools.inspection.view.records.query import Query
 from leandit.tools.inspection.view.records.search import RecordSearch
-from leandit.tools.plan.precompute_cost import array_bytes
-from leandit.tools.synthetic.store import DOWNSCALE, make_store, noise_spec
+from leandit.tools.synthetic.store import make_store, noise_spec
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 IMAGENET = 1_281_167
@@ -72,13 +68,13 @@ WORDS = ("a", "photo", "of", "the", "small", "red", "house", "near", "old", "gre
 BLOCK_ROWS = 1 << 16
 EVERY_SECONDS = 2.0  # a sample of the memory takes longer the more is mapped
 SETTINGS = ['images.buckets="pixart"', "images.resolution=256", 'images.crop="bucket"', "text.max_tokens=120"]
+SETTINGS += ["source.sizes=manifest"]
 
 
 @app.command("plan")
 def plan_command(
     scratch: Scratch,
     records: Annotated[int, typer.Option(min=1, help="Rows of the manifest.")] = IMAGENET,
-    sizes: Annotated[str, typer.Option(help="Where sizes of images come from: header or manifest.")] = "manifest",
     captions: Annotated[bool, typer.Option(help="Plan captions too; else class labels alone.")] = True,
 ) -> None:
     """Plan a manifest, open the plan, and seal the store.
@@ -90,7 +86,7 @@ def plan_command(
     if not (folder / "manifest.parquet").is_file():
         write_manifest(folder, records, captions=captions)
     store = fresh_folder(scratch.resolve(), "store") / "store"
-    settings = [*SETTINGS, f"source.sizes={sizes}", *([] if captions else ["text.kind=none"])]
+    settings = [*SETTINGS, *([] if captions else ["text.kind=none"])]
     source = str(folder / "manifest.parquet")
     planned = measure_in_child("scale", "measure_plan", settings=settings, source=source, store=str(store))
     opened = measure_in_child("scale", "measure_plan_open", store=str(store))
@@ -98,7 +94,7 @@ def plan_command(
     sealed = measure_in_child("scale", "measure_seal", store=str(store))
     plan_mib = sum(path.stat().st_size for path in (store / PLAN).iterdir()) / 2**20
     table_mib = sum((store / name).stat().st_size for name in (RECORDS, CAPTIONS)) / 2**20
-    print(f"{machine()}; {records} rows, sizes from the {sizes}{'' if captions else ', no captions'}\n")
+    print(f"{machine()}; {records} rows{'' if captions else ', no captions'}\n")
     print_table(
         [
             ("", "s", "MB beyond the start"),
@@ -366,126 +362,6 @@ def queries(words: list[str]) -> list[Query]:
         Query(q=rare[7], sort="height_px"),
         Query(q=often[9], sort="width_px", order="down"),
     ]
-
-
-# --------------------------------------------------------------------------------------------------------------- bytes
-
-LAID_OUT = 10_000  # records of the store that is laid out: its indexes are shared among them
-T5, CLIP_TOKENS, CLIP_L, CLIP_G, FLUX2, QWEN = 4096, 77, 768, 1280, 15360, 3584
-CLIPS = (CLIP_TOKENS + 1) * (CLIP_L + CLIP_G)  # numbers of the tokens and pooled vectors of both
-CLIP_POOLED = (0, CLIP_TOKENS, CLIP_L)
-
-
-class ImageSet(NamedTuple):
-    """Images with captions, as one model is trained on them.
-
-    Args:
-      reads_padding: the published model was trained on the embeddings of padding too.
-      encoders: width of a token (0: only the pooled vector is stored), most tokens, width of the pooled vector.
-    """
-
-    side_px: int
-    channels: int
-    reads_padding: bool
-    encoders: tuple[tuple[int, int, int], ...]
-
-
-class Cache(NamedTuple):
-    """What another trainer saves of a record of an image set.
-
-    Args:
-      keeps: numbers for each of the latent: 1, or 2 with the spread.
-      fixed: 16-bit numbers of its text, whatever the length of the caption.
-      a_token: 16-bit numbers of its text for each valid token.
-      latent_bytes: of a number of the latent.
-    """
-
-    images: str
-    name: str
-    keeps: int
-    fixed: int
-    a_token: int = 0
-    latent_bytes: int = 2
-
-
-SETS = {
-    "PixArt-Sigma": ImageSet(1024, 4, False, ((T5, 300, 0),)),
-    "SD3": ImageSet(1024, 16, True, ((T5, 256, 0), (CLIP_L, CLIP_TOKENS, CLIP_L), (CLIP_G, CLIP_TOKENS, CLIP_G))),
-    "Flux.1": ImageSet(1024, 16, True, ((T5, 512, 0), CLIP_POOLED)),
-    "Flux.1, MLPerf": ImageSet(256, 16, True, ((T5, 256, 0), CLIP_POOLED)),
-    "Flux.2": ImageSet(1024, 32, True, ((FLUX2, 512, 0),)),
-    "Qwen-Image": ImageSet(1024, 16, False, ((QWEN, 1024, 0),)),
-}
-CACHES = (
-    Cache("PixArt-Sigma", "PixArt npz", 2, 300 * T5),  # before its compression
-    Cache("PixArt-Sigma", "OneTrainer", 1, 120 * T5),
-    Cache("PixArt-Sigma", "SimpleTuner", 1, 0, T5),
-    Cache("SD3", "diffusion-pipe", 1, 256 * T5 + CLIPS),
-    Cache("SD3", "OneTrainer", 1, CLIP_TOKENS * T5 + CLIPS),
-    # One sequence: CLIP's tokens padded to the width of T5's, then 154 of T5.
-    Cache("SD3", "SimpleTuner", 1, (CLIP_TOKENS + 154) * T5 + CLIP_L + CLIP_G),
-    Cache("Flux.1", "diffusion-pipe", 1, 512 * T5 + CLIP_L),
-    Cache("Flux.1", "OneTrainer", 1, 77 * T5 + CLIP_L),
-    Cache("Flux.1", "SimpleTuner", 1, 512 * T5 + CLIP_L),
-    Cache("Flux.1, MLPerf", "MLPerf", 2, 256 * T5 + CLIP_L),
-    Cache("Flux.2", "diffusion-pipe", 1, 512 * FLUX2, latent_bytes=4),
-    Cache("Flux.2", "OneTrainer", 1, 512 * FLUX2),
-    Cache("Flux.2", "SimpleTuner", 1, 0, FLUX2),
-    *(Cache("Qwen-Image", name, 1, 0, QWEN) for name in ("diffusion-pipe", "OneTrainer", "SimpleTuner")),
-)
-
-
-@app.command("bytes")
-def bytes_command(tokens: Annotated[int, typer.Option(min=1, help="Valid tokens of each caption.")] = 60) -> None:
-    """Compute bytes a record of our layout, and of what other trainers save; nothing is encoded."""
-    rows = [("set", "cache", "latents", "text", "total", "text, of ours", "total, of ours")]
-    for name, images in SETS.items():
-        ours = {keeps: our_bytes(images, tokens, keeps=keeps) for keeps in (1, 2)}
-        forms = [("leandit, valid tokens", 2, *ours[2]), ("leandit, valid tokens, mean", 1, *ours[1])]
-        if images.reads_padding:
-            forms.insert(0, ("leandit, full length", 2, *our_bytes(images, tokens, keeps=2, padded=True)))
-        for cache in (cache for cache in CACHES if cache.images == name):
-            numbers = cache.keeps * images.channels * (images.side_px // DOWNSCALE) ** 2
-            text = cache.fixed + min(tokens, images.encoders[0][1]) * cache.a_token
-            forms.append((cache.name, cache.keeps, numbers * cache.latent_bytes, 2 * text))
-        for form, keeps, latents, text in forms:  # each beside ours that keeps as many numbers of the latent
-            sizes = [f"{size / 1000:,.1f}" for size in (latents, text, latents + text)]
-            of_ours = [f"{text / ours[keeps][1]:.2f}x", f"{(latents + text) / sum(ours[keeps]):.2f}x"]
-            rows.append((f"{name}, {images.side_px} px", form, *sizes, *of_ours))
-    print(f"KB (1000 bytes) a record; a caption has {tokens} valid tokens\n")
-    print_table(rows)
-
-
-def our_bytes(images: ImageSet, tokens: int, *, keeps: int, padded: bool = False) -> tuple[int, int]:
-    """Bytes of the latent and of the text of a store, indexes included: float16, and int8 with scales."""
-    texts = {f"text_{i}": text_spec(*encoder, padded=padded) for i, encoder in enumerate(images.encoders)}
-    bucket = {f"{images.side_px}x{images.side_px}": LAID_OUT}
-    spec = noise_spec(bucket, images.channels * keeps, 0, 0, 1, 64, "none", texts=texts)
-    lengths = {n: one.max_tokens if one.full_length else min(tokens, one.max_tokens) for n, one in texts.items()}
-    counts = {name: np.full(LAID_OUT, length) for name, length in lengths.items()}
-    latents = text = 0
-    for part in RevisionLayout(spec, Content(1, bucket, counts, has_null=False)).parts.values():
-        if part.captions:
-            text += sum(map(array_bytes, [*part.arrays, *part.captions.index]))
-        else:
-            latents += sum(map(array_bytes, part.arrays))
-    return latents // LAID_OUT, text // LAID_OUT
-
-
-def text_spec(width: int, max_tokens: int, pooled_width: int, *, padded: bool) -> TextSpec:
-    """An encoder in our form; captions of a CLIP always have the full length."""
-    is_clip = max_tokens == CLIP_TOKENS
-    return TextSpec(
-        kind="clip" if is_clip else "t5",
-        width=width or pooled_width,
-        max_tokens=max_tokens,
-        dtype="int8",
-        template="",
-        batch_size=64,
-        output="both" if width and pooled_width else "tokens" if width else "pooled",
-        full_length=is_clip or padded,
-        pooled_width=pooled_width,
-    )
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ of its repository, or our own step without sections of the recipe. All of them l
 from __future__ import annotations
 
 import importlib
+import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -22,18 +23,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import alternating_rounds, hardware, log, median_and_range, print_table, ratios, timed
+from measuring import alternate, machine, print_rates, tf32, timed
 from torch import Tensor, nn
 
 from leandit.datasets.errors import RecipeError
-from leandit.tools.bench.train import measure
-from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution, workload_of_stores
+from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
 from leandit.tools.synthetic.store import make_store
-from leandit.tools.terminal.progress import ProgressLine
+from leandit.train import loop
 from leandit.train.config import TrainRecipe, load
-from leandit.train.metrics.device import peak_flops
-from leandit.train.metrics.flops import latent_size_of, train_flops
+from leandit.train.metrics.flops import latent_size_of
 from leandit.train.models.build import diffusers_config
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.diffusers_models.families import family_of, transformer_class
@@ -41,14 +40,18 @@ from leandit.train.models.dit import size_of
 from leandit.train.models.spec import ModelSpec
 from leandit.train.objectives.losses import draw_times, loss_per_image
 from leandit.train.optim.loss_scale import autocast_dtype
+from leandit.train.parallel.stop import StopRequest
 from leandit.train.run.model_for_store import model_spec
+from leandit.train.step.attention_kernels import attention_calls, kernel_seconds
 from leandit.train.step.cpu import keep_freed_memory
 from leandit.train.step.train_step import train_step
+from leandit.train.weights.folders import CHECKPOINT
 
 OURS, DIFFUSERS, FAST_DIT = "leandit", "diffusers", "fast-DiT"
 WARM_STEPS = 3  # not counted: compile, fill caches, allocate
 LOSS_EVERY = 10  # steps after which our loop reads its loss: run.log_every
 Step = Callable[[], None]
+Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,19 @@ class Setting:
 
         Raises: RecipeError: the recipe does not set it.
         """
-        work, default = self.work, TrainRecipe()
-        if getattr(work.recipe, section, None) == getattr(default, section, None):
+        recipe, default = self.work.recipe, getattr(TrainRecipe(), section, None)
+        if getattr(recipe, section, None) == default:
             raise RecipeError(f"--without '{section}': the recipe has no section [{section}] of its own.")
-        recipe = work.recipe.model_copy(update={section: getattr(default, section)})
-        spec = model_spec(recipe, work.store, "the same store")
-        return replace(self, work=replace(work, recipe=recipe, spec=spec))
+        recipe = recipe.model_copy(update={section: default})
+        spec = model_spec(recipe, self.work.store, "the same store")
+        return replace(self, work=replace(self.work, recipe=recipe, spec=spec))
+
+
+def setting_of(recipe: str, settings: list[str], side_px: int, device: str) -> Setting:
+    """A recipe on square images of noise."""
+    if device == "cpu":
+        keep_freed_memory()  # as "leandit train" does
+    return Setting(workload_at_resolution(load(recipe, settings), side_px), torch.device(device))
 
 
 # ------------------------------------------------------------------------------------------------------------ the steps
@@ -115,6 +125,38 @@ def is_in_diffusers(spec: ModelSpec) -> bool:
     return not spec.takes_text or family_of(spec.name) is not None
 
 
+def diffusers_model(spec: ModelSpec) -> tuple[Any, Callable[[Tensor, Tensor, Conditioning], Tensor]]:
+    """diffusers' class of a model as it comes, and its call with the arguments of ours."""
+    family = family_of(spec.name)
+    if family is not None:
+        net = transformer_class(family)(**diffusers_config(spec))
+
+        def predict(x: Tensor, t: Tensor, given: Conditioning) -> Tensor:
+            more = {"pooled_projections": given.pooled}
+            if family != "sd3":
+                more = {"encoder_attention_mask": given.caption_mask}
+            return net(x, encoder_hidden_states=given.captions, timestep=t, return_dict=False, **more)[0]
+
+        return net, predict
+    from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+
+    depth, width, heads, patch = size_of(spec.name)
+    dit = DiTTransformer2DModel(
+        num_layers=depth,
+        num_attention_heads=heads,
+        attention_head_dim=width // heads,
+        in_channels=spec.channels,
+        out_channels=spec.out_channels,
+        sample_size=spec.base_size,
+        patch_size=patch,
+        num_embeds_ada_norm=spec.num_classes,
+    )
+    for module in dit.modules():
+        if hasattr(module, "dropout_prob"):  # labels are dropped before the call, as ours are
+            setattr(module, "dropout_prob", 0.0)  # noqa: B010 (for a type checker it is a tensor)
+    return dit, lambda x, t, given: dit(x, timestep=t, class_labels=given.labels, return_dict=False)[0]
+
+
 def diffusers_step(setting: Setting) -> Step:
     """One step of the usual loop around diffusers' model, with our objective, on the same kind of batch.
 
@@ -123,10 +165,11 @@ def diffusers_step(setting: Setting) -> Step:
     recomputed where the recipe says so. Captions are on the device, padded to the longest.
     """
     work, device, recipe, spec = setting.work, setting.device, setting.work.recipe, setting.work.spec
-    model = (DiffusersText(spec) if spec.takes_text else DiffusersDiT(spec)).to(device).train()
+    model, call = diffusers_model(spec)
+    model.to(device).train()
     if recipe.run.activation_checkpointing != "none":
-        model.net.enable_gradient_checkpointing()
-    update_averages = (_diffusers_averages if spec.takes_text else _plain_averages)(model, recipe.run.ema_decay)
+        model.enable_gradient_checkpointing()
+    update_averages = averages_of(model, recipe.run.ema_decay, by_diffusers=spec.takes_text)
     section, size, dtype = recipe.optimizer, recipe.run.global_batch, setting.autocast
     optimizer = torch.optim.AdamW(model.parameters(), lr=section.lr, weight_decay=section.weight_decay)
     batch = setting.batch()
@@ -146,7 +189,7 @@ def diffusers_step(setting: Setting) -> Step:
 
             def predict(noisy: Tensor, time: Tensor, given: Conditioning = given) -> Tensor:
                 with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                    return model(noisy, time, given)
+                    return call(noisy, time, given)
 
             loss = loss_per_image(recipe.objective, predict, x, torch.randn_like(x), t).sum() / size
             loss.backward()
@@ -160,7 +203,50 @@ def diffusers_step(setting: Setting) -> Step:
     return step
 
 
-def _plain_averages(model: nn.Module, decay: float) -> Step:
+def fast_dit_step(setting: Setting, checkout: Path) -> Step:
+    """One step of fast-DiT's loop on a checkout of its repository: its model and its diffusion, driven as it does.
+
+    The whole batch at once, blocks recomputed, fp16 on a GPU, TF32. Nothing of it is part of leandit: its license
+    forbids commercial use. Source: github.com/chuanyangjin/fast-DiT, ``train.py``, as its README starts it.
+
+    Raises: ModuleNotFoundError: the folder is no checkout of it, or it needs a package that is not installed.
+    """
+    from accelerate import Accelerator
+
+    work, device, spec = setting.work, setting.device, setting.work.spec
+    sys.path.insert(0, str(checkout))
+    models, diffusions = importlib.import_module("models"), importlib.import_module("diffusion")
+    batch, is_gpu = setting.batch(), device.type == "cuda"
+    model_class = getattr(models, spec.name.replace("-", "_").replace("/", "_"))  # such as DiT_XL_2
+    model = model_class(input_size=batch.latents.shape[-1], num_classes=spec.num_classes)
+    model = model.to(device) if is_gpu else model  # a module of fake tensors cannot be moved, even to its own device
+    diffusion = diffusions.create_diffusion(timestep_respacing="")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=work.recipe.optimizer.lr, weight_decay=0)
+    precision = "fp16" if is_gpu else "bf16" if setting.as_on_gpu else "no"  # a CPU may have no fp16; as many bytes
+    accelerator = Accelerator(mixed_precision=precision, cpu=not is_gpu, device_placement=is_gpu)
+    update_averages = averages_of(model, work.recipe.run.ema_decay)
+    model, optimizer = accelerator.prepare(model.train(), optimizer)
+
+    def step() -> None:
+        with tf32():
+            t = torch.randint(0, diffusion.num_timesteps, (len(batch),), device=device)
+            loss = diffusion.training_losses(model, batch.latents, t, {"y": batch.labels})["loss"].mean()
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            update_averages()
+            loss.item()
+
+    return step
+
+
+def averages_of(model: nn.Module, decay: float, *, by_diffusers: bool = False) -> Step:
+    """What updates averages of the weights, parameter by parameter."""
+    if by_diffusers:
+        from diffusers.training_utils import EMAModel
+
+        theirs = EMAModel(model.parameters(), decay=decay)
+        return lambda: theirs.step(model.parameters())
     averages = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     @torch.no_grad()
@@ -169,131 +255,6 @@ def _plain_averages(model: nn.Module, decay: float) -> Step:
             averages[name].mul_(decay).add_(parameter, alpha=1 - decay)
 
     return update
-
-
-def _diffusers_averages(model: nn.Module, decay: float) -> Step:
-    from diffusers.training_utils import EMAModel
-
-    averages = EMAModel(model.parameters(), decay=decay)
-    return lambda: averages.step(model.parameters())
-
-
-class DiffusersDiT(nn.Module):
-    """diffusers' class with the call of ours; its own label dropout is turned off."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
-
-        depth, width, heads, patch = size_of(spec.name)
-        self.net = DiTTransformer2DModel(
-            num_layers=depth,
-            num_attention_heads=heads,
-            attention_head_dim=width // heads,
-            in_channels=spec.channels,
-            out_channels=spec.out_channels,
-            sample_size=spec.base_size,
-            patch_size=patch,
-            num_embeds_ada_norm=spec.num_classes,
-        )
-        for module in self.net.modules():
-            if hasattr(module, "dropout_prob"):
-                setattr(module, "dropout_prob", 0.0)  # noqa: B010 (for a type checker it is a tensor)
-
-    def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
-        return self.net(x, timestep=t, class_labels=conditioning.labels, return_dict=False)[0]
-
-
-class DiffusersText(nn.Module):
-    """diffusers' PixArt, Sana or SD3 as it comes, with the call of ours."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        family = family_of(spec.name)
-        assert family is not None
-        self.net = transformer_class(family)(**diffusers_config(spec))
-        self._is_joint = family == "sd3"
-
-    def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
-        captions, mask = conditioning.captions, conditioning.caption_mask
-        more = {"pooled_projections": conditioning.pooled} if self._is_joint else {"encoder_attention_mask": mask}
-        return self.net(x, encoder_hidden_states=captions, timestep=t, return_dict=False, **more)[0]
-
-
-def fast_dit_step(setting: Setting, checkout: Path) -> Step:
-    """One step of fast-DiT's loop on a checkout of its repository: its model and its diffusion, driven as it does.
-
-    The whole batch at once, blocks recomputed, fp16 on a GPU, TF32. Nothing of it is part of leandit: its license
-    forbids commercial use. Source: github.com/chuanyangjin/fast-DiT, ``train.py``, as its README starts it.
-
-    Raises: RecipeError: the folder is no checkout of it, or it has no model of this name. ModuleNotFoundError: a
-      package that it needs is not installed.
-    """
-    from accelerate import Accelerator
-
-    work, device, spec = setting.work, setting.device, setting.work.spec
-    model_class, create_diffusion = _import_fast_dit(checkout, spec.name)
-    batch, is_gpu = setting.batch(), device.type == "cuda"
-    model = model_class(input_size=batch.latents.shape[-1], num_classes=spec.num_classes)
-    model = model.to(device) if is_gpu else model  # a module of fake tensors cannot be moved, even to its own device
-    average = deepcopy(model).requires_grad_(False).eval()
-    diffusion = create_diffusion(timestep_respacing="")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=work.recipe.optimizer.lr, weight_decay=0)
-    precision = "fp16" if is_gpu else "bf16" if setting.as_on_gpu else "no"  # a CPU may have no fp16; as many bytes
-    accelerator = Accelerator(mixed_precision=precision, cpu=not is_gpu, device_placement=is_gpu)
-    model, optimizer = accelerator.prepare(model.train(), optimizer)
-    decay = work.recipe.run.ema_decay
-
-    def step() -> None:
-        t = torch.randint(0, diffusion.num_timesteps, (len(batch),), device=device)
-        loss = diffusion.training_losses(model, batch.latents, t, {"y": batch.labels})["loss"].mean()
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        with torch.no_grad():
-            averages = dict(average.named_parameters())
-            for name, parameter in model.named_parameters():
-                averages[name].mul_(decay).add_(parameter, alpha=1 - decay)
-        loss.item()
-
-    return _with_tf32(step)
-
-
-def _import_fast_dit(checkout: Path, name: str) -> tuple[Any, Any]:
-    """The class of a model, such as "DiT-XL/2", and the function that makes a diffusion."""
-    parts = ("models", "diffusion")
-    missing = [part for part in parts if not ((checkout / f"{part}.py").is_file() or (checkout / part).is_dir())]
-    if missing:
-        raise RecipeError(
-            f"--fast-dit '{checkout}': it has no {' and no '.join(missing)}. Expected a checkout of "
-            "github.com/chuanyangjin/fast-DiT."
-        )
-    sys.path.insert(0, str(checkout))
-    try:
-        models, diffusion = (importlib.import_module(part) for part in parts)
-    finally:
-        sys.path.remove(str(checkout))
-    model_class = getattr(models, name.replace("-", "_").replace("/", "_"), None)
-    if model_class is None:
-        raise RecipeError(f"model.name '{name}': fast-DiT has no such model. Use one of its sizes, such as DiT-XL/2.")
-    return model_class, diffusion.create_diffusion
-
-
-def _with_tf32(step: Step) -> Step:
-    """A step with TF32 for what stays float32, as fast-DiT's script sets it; afterwards as before, for our step."""
-
-    def stepped() -> None:
-        flags: tuple[Any, Any] = torch.backends.cuda.matmul, torch.backends.cudnn
-        before = [flag.allow_tf32 for flag in flags]
-        for flag in flags:
-            flag.allow_tf32 = True
-        try:
-            step()
-        finally:
-            for flag, value in zip(flags, before, strict=True):
-                flag.allow_tf32 = value
-
-    return stepped
 
 
 # ----------------------------------------------------------------------------------------- measurements, as JSON values
@@ -307,54 +268,75 @@ def measure_beside(
     rounds: int,
     steps: int,
     fast_dit: str | None = None,
-    without: list[str] | None = None,
-) -> dict[str, Any]:
-    """Images a second of each step in each round.
+    without: list[str] = [],  # noqa: B006
+) -> Figures:
+    """Images/s of each step in each round, by its name.
 
     Args:
       fast_dit: checkout of fast-DiT, whose loop is then measured instead of that around diffusers' model.
       without: sections of the recipe; our step without each is measured instead of others.
     """
-    setting = Setting(workload_at_resolution(load(recipe, settings), side_px), torch.device(device))
-    if setting.device.type == "cpu":
-        keep_freed_memory()  # as "leandit train" does
-    cells = {OURS: our_step(setting)}
-    for section in without or []:
-        cells[f"without {section}"] = our_step(setting.without(section))
+    setting = setting_of(recipe, settings, side_px, device)
+    making: dict[str, Step] = {OURS: our_step(setting)}
+    for section in without:
+        making[f"without {section}"] = our_step(setting.without(section))
     if fast_dit:
-        cells[FAST_DIT] = fast_dit_step(setting, Path(fast_dit))
+        making[FAST_DIT] = fast_dit_step(setting, Path(fast_dit))
     elif not without and is_in_diffusers(setting.work.spec):
-        cells[DIFFUSERS] = diffusers_step(setting)
-    for step in cells.values():
-        timed(step, WARM_STEPS, setting.device)
-    run, rates = setting.work.recipe.run, {name: list[float]() for name in cells}
-    for number, name in alternating_rounds(list(cells), rounds):
-        rates[name].append(steps * run.global_batch / timed(cells[name], steps, setting.device))
-        log(f"round {number + 1} of {rounds}, {name}: {rates[name][-1]:.2f} images/s")
-    return {"images_per_second": rates, "mfu": _mfu(setting, rates), "batch": run.global_batch}
+        making[DIFFUSERS] = diffusers_step(setting)
+    return alternate({name: rate_of(step, steps, setting) for name, step in making.items()}, rounds)
 
 
-def _mfu(setting: Setting, rates: dict[str, list[float]]) -> dict[str, float]:
-    """Model FLOPs utilization of each step; empty where the peak of the device is unknown."""
-    work = setting.work
-    peak = peak_flops(setting.device, work.recipe.run.precision)
-    flops = train_flops(work.spec, latent_size_of(work.largest_bucket, work.store.latent), work.tokens)
-    return {name: median(values) * flops / peak for name, values in rates.items()} if peak else {}
-
-
-def measure_store(
-    device: str, recipe: str, side_px: int, settings: list[str], rounds: int, steps: int
-) -> dict[str, Any]:
-    """The real loop on a store of noise (``leandit bench train``), then our step on one batch in memory."""
-    setting = Setting(workload_at_resolution(load(recipe, settings), side_px), torch.device(device))
-    with tempfile.TemporaryDirectory(prefix="leandit-benchmark-") as folder, ProgressLine() as progress:
-        store = noise_store(setting.work, Path(folder) / "store")
-        work = workload_of_stores(setting.work.recipe, store)
-        result = measure(work, store, setting.device, rounds=rounds, steps=steps, progress=progress)
-    step, batch = our_step(setting), setting.work.recipe.run.global_batch
+def rate_of(step: Step, steps: int, setting: Setting) -> Callable[[], float]:
+    """What measures a step, after warming it up: images/s."""
     timed(step, WARM_STEPS, setting.device)
-    synthetic = [steps * batch / timed(step, steps, setting.device) for _ in range(rounds)]
-    return result | {"images_per_second": {"store": result["images_per_second"], "synthetic": synthetic}}
+    return lambda: steps * setting.work.recipe.run.global_batch / timed(step, steps, setting.device)
+
+
+def measure_store(device: str, recipe: str, side_px: int, settings: list[str], rounds: int, steps: int) -> Figures:
+    """What ``leandit bench train`` prints of a store of noise; and images/s of our step on one batch in memory."""
+    setting = setting_of(recipe, settings, side_px, device)
+    with tempfile.TemporaryDirectory(prefix="leandit-benchmark-") as folder:
+        store = noise_store(setting.work, Path(folder) / "store")
+        command = [sys.executable, "-m", "leandit.tools.cli.main", "bench", "train", recipe, "--store", str(store)]
+        command += ["--rounds", str(rounds), "--steps", str(steps), "--device", device, "--json"]
+        command += [word for each in settings for word in ("--set", each)]
+        printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    measure = rate_of(our_step(setting), steps, setting)
+    figures = json.loads(printed)
+    size = f"{figures['batch']}, {figures['precision']}"
+    return figures | {"size": [size], "synthetic": [measure() for _ in range(rounds)]}
+
+
+def measure_checkpoint(device: str, recipe: str, side_px: int, settings: list[str], steps: int, every: int) -> Figures:
+    """Bytes of a checkpoint, seconds of a step, and how many more the step after each checkpoint takes."""
+    work, seconds = setting_of(recipe, settings, side_px, device).work, dict[int, float]()
+    changed = {"steps": steps, "log_every": 1, "checkpoint_every": every}
+    with tempfile.TemporaryDirectory(prefix="leandit-benchmark-") as folder:
+        run = Path(folder) / "run"
+        loop.train(
+            work.recipe.model_copy(update={"run": work.recipe.run.model_copy(update=changed)}),
+            store_path=noise_store(work, Path(folder) / "store"),
+            run=run,
+            device=torch.device(device),
+            report=lambda report: seconds.update({report.step: report.seconds_per_step}),
+            stop=StopRequest(),
+        )
+        checkpoints = run.glob(f"{CHECKPOINT}*")
+        sizes = [sum(file.stat().st_size for file in one.rglob("*") if file.is_file()) for one in checkpoints]
+    after = [step for step in seconds if step > every and step % every == 1]
+    usual = median(seconds[step] for step in seconds if step > 2 and step not in after)
+    return {"bytes": [max(sizes)], "step": [usual], "longer": [seconds[step] - usual for step in after]}
+
+
+def measure_attention(device: str, recipe: str, side_px: int, settings: list[str], images: int) -> Figures:
+    """Seconds of all attention of a forward and backward, by kernel; None for one that does not support it."""
+    work = setting_of(recipe, settings, side_px, device).work
+    calls = attention_calls(work.spec, latent_size_of(work.largest_bucket, work.store.latent), work.tokens)
+    if device == "cpu":  # which has no kernels to choose from
+        return {}
+    seconds = kernel_seconds(calls, images, torch.bfloat16, torch.device(device))
+    return {name: [value] for name, value in seconds.items()}
 
 
 def noise_store(work: TrainingWorkload, path: Path) -> Path:
@@ -389,13 +371,9 @@ def main(
 ) -> None:
     """Our step beside diffusers' (default), fast-DiT's, or our own without sections of the recipe."""
     checkout = str(fast_dit.resolve()) if fast_dit else None
-    result = measure_beside(device, recipe, resolution, overrides, rounds, steps, checkout, without)
-    rates, rows = result["images_per_second"], [["step", "images/s", "MFU", "of leandit"]]
-    for name, values in rates.items():
-        mfu = f"{result['mfu'][name]:.1%}" if result["mfu"] else "unknown"
-        rows.append([name, median_and_range(values), mfu, median_and_range(ratios(values, rates[OURS]), "{:.3f}x")])
-    print(f"{recipe}, {resolution} px, batch {result['batch']}; {hardware()['cpu']}, torch {torch.__version__}")
-    print_table(rows)
+    rates = measure_beside(device, recipe, resolution, overrides, rounds, steps, checkout, without)
+    print(f"{recipe}, {resolution} px; {machine()}\n")
+    print_rates("images/s", rates, OURS)
 
 
 if __name__ == "__main__":

@@ -1,39 +1,138 @@
-"""Each script of benchmarks/ runs at its smallest size and prints its table; run by 'make test-long'."""
+"""Each script of benchmarks/ runs at its smallest size and prints its table; no time is asserted.
+
+What peers compute is compared with ours by the scripts, before they time it.
+"""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+from making import CPU
+from plain_dit import made_up_fast_dit
+from training import diffusers_model
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from leandit.tools.plan.workload import workload_at_resolution
+from leandit.tools.synthetic.batches import synthetic_batch
+from leandit.train.config import load
+from leandit.train.models.build import build_model
+from leandit.train.models.conditioning import Conditioner
+
+ROOT = Path(__file__).parents[2]
+TINY = ["run.global_batch=2", "run.precision=fp32", "run.compile=false"]
+TINY_DIT = [word for setting in ["model.name=DiT-Ti/4", *TINY] for word in ("--set", setting)]
 pytestmark = pytest.mark.slow
 
 
-def run_script(name: str, *options: object) -> str:
-    """Run a script of benchmarks/; its stdout."""
-    command = [sys.executable, str(BENCHMARKS / name), *map(str, options)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200).stdout
+def run(script: str, *arguments: object) -> dict[str, list[str]]:
+    """The tables that a script prints: the cells of each row, by the first one."""
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    rows = [line.strip("|").split("|") for line in ended.stdout.splitlines() if line.startswith("| ")]
+    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in rows}
 
 
-def test_loader_peers(tmp_path: Path) -> None:
-    how: dict[str, Any] = {"--records": 50, "--rounds": 1, "--seconds": 0.01, "--json": tmp_path / "all.json"}
-    how |= {"--workload": "latents,aligned", "--peers": "leandit,memmap dataset,npy,safetensors,webdataset,ffcv"}
-    out = run_script("loader_peers.py", "--scratch", tmp_path, *(word for pair in how.items() for word in pair))
-    result = json.loads((tmp_path / "all.json").read_text())
-    assert [workload["workload"] for workload in result["workloads"]] == ["latents", "aligned"]
-    for workload in result["workloads"]:
-        for name, state in workload["peers"].items():
-            if "missing" in state:
-                assert f"{name}: not installed" in out
-                continue
-            assert {mode: checked["problems"] for mode, checked in state["checks"].items()} == {
-                "in process": [],
-                "2 workers": [],
-            }
-            assert min(cell["ratio"] for cells in state["cells"].values() for cell in cells) > 0
-            assert f"| {name} |" in out
+def test_every_kind_of_cell_that_needs_a_gpu_runs_in_its_tiny_form_and_only_once(tmp_path: Path) -> None:
+    how = ["run", "--tiny", "--device", "cpu", "--out", tmp_path / "out", "--fast-dit", made_up_fast_dit(tmp_path)]
+    run("gpu.py", *how)
+    lines = (tmp_path / "out/cells.jsonl").read_text().splitlines()
+    found = run("gpu.py", "table", tmp_path / "out")
+    assert "not yet measured" not in str(found)
+    assert "failed" not in str(found)
+    assert {
+        "DiT-Ti/4, 64 px",
+        "PixArt, 64 px",
+        "DiT-S/8, 64 px",
+        "32 px",
+        "T5",
+        "DiT-Ti/4, 1 x 2 images",
+    } <= found.keys()
+    run("gpu.py", *how)
+    assert (tmp_path / "out/cells.jsonl").read_text().splitlines() == lines
+
+
+def test_loaders_deliver_the_records_of_the_store_and_are_timed(tmp_path: Path) -> None:
+    peers = ["leandit", "memmap dataset", "npy", "safetensors", "webdataset"]
+    sizes = ["--records", 60, "--rounds", 1, "--seconds", 0.01, "--peers", ",".join([*peers, "ffcv"])]
+    for workload in ("latents", "aligned"):
+        found = run("loader_peers.py", "--scratch", tmp_path, "--workload", workload, *sizes)
+        assert all(float(found[name][0]) > 0 for name in ["flat gather", *peers])
+
+
+def test_our_step_stands_beside_others() -> None:
+    sizes = ["--resolution", 64, "--rounds", 2, "--steps", 1]
+    assert {"leandit", "diffusers"} <= run("training.py", "dit-s-2-256", *sizes, *TINY_DIT).keys()
+    without = ["--without", "objective", "--set", "objective.kind=ddpm"]
+    assert "without objective" in run("training.py", "demo", *sizes, *without, *TINY_DIT)
+
+
+@pytest.mark.parametrize("recipe", ["pixart-sigma-512", "sana-1600m-1024", "sd3.5-medium-512"])
+def test_the_models_of_diffusers_are_the_same_functions_as_ours(recipe: str) -> None:
+    tiny = recipe.partition("-")[0].removesuffix(".5") + "-tiny"
+    work = workload_at_resolution(load(recipe, [*TINY, f"model.name={tiny}", "optimizer.name=adamw"]), 64)
+    ours, (theirs, call) = build_model(work.spec, seed=0), diffusers_model(work.spec)
+    theirs.load_state_dict(ours.net.state_dict())
+    batch = synthetic_batch(work.store, "64x64", 2, work.tokens, CPU)
+    given = Conditioner(work.spec, None)(batch.labels, batch.texts)
+    t = torch.tensor([3.0, 900.0])
+    torch.testing.assert_close(call(batch.latents, t, given), ours(batch.latents, t, given), rtol=1e-4, atol=1e-4)
+
+
+def test_kernels_are_counted() -> None:
+    sizes = ["--resolution", 64, "--set", "model.name=DiT-Ti/4", "--set", "run.global_batch=4"]
+    found = run("count_kernels.py", "dit-s-2-256", *sizes, "--set", "run.microbatch=2")
+    ours, eager, usual = (
+        int(found[name][0].split()[0].replace(",", "")) for name in ("leandit", "not compiled", "diffusers")
+    )
+    assert ours < eager < usual
+
+
+def test_a_precompute_is_measured_beside_its_encoder_and_the_extraction_loops(
+    caption_folder: Path, tmp_path: Path
+) -> None:
+    sizes = ["--records", 6, "--rounds", 1, "--seconds", 0.01, "--set", "images.resolution=32"]
+    how = ["--vae", "shipped:vae", "--text", "shipped:t5", "--device", "cpu", "--set", "vae.batch_size=4", *sizes]
+    found = run("encode.py", "--source", caption_folder, "--scratch", tmp_path, *how)
+    names = ["bare encoder", "bare decode", "leandit", "PixArt", "fast-DiT", "leandit captions", "PixArt captions"]
+    assert all(float(found[name][0]) > 0 for name in names)
+    assert float(found["host memory beyond the encoder, MiB"][0]) >= 0
+    assert "bytes a caption, padded in float16, of ours in int8" in found
+
+
+def test_training_on_a_store_is_measured_beside_training_that_encodes(tmp_path: Path) -> None:
+    how = ["--vae", "shipped:vae", "--text", "shipped:t5", "--resolution", 64, "--rounds", 1, "--steps", 1]
+    tiny = ["--set", "run.global_batch=2", "--set", "run.precision=fp32"]
+    found = run("caching.py", "demo", "--scratch", tmp_path, "--device", "cpu", *how, *tiny)
+    assert all(float(found[name][0]) > 0 for name in ("cached", "online"))
+
+
+def test_a_manifest_is_planned_opened_and_sealed(tmp_path: Path) -> None:
+    found = run("scale.py", "plan", "--scratch", tmp_path, "--records", 2000)
+    sealed = next(cells for name, cells in found.items() if name.startswith("read and seal"))
+    assert all(float(cell) >= 0 for cell in sealed)
+
+
+def test_opening_and_searching_are_measured(tmp_path: Path) -> None:
+    opened = run("scale.py", "open", "--scratch", tmp_path, "--records", 1000, "--rounds", 1)
+    assert {"open", "first batch after that"} <= opened.keys()
+    assert {"elapsed", "processor"} <= run("scale.py", "search", "--records", 20_000).keys()
+
+
+def test_the_page_has_the_bytes_that_the_command_prints() -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    command = [sys.executable, str(ROOT / "benchmarks/record_bytes.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in printed.splitlines() if line]
+    assert len(lines) > 30
+    assert [line for line in lines if line not in page] == []
+
+
+def test_recipes_are_compared_and_the_comparison_resumes(tmp_path: Path) -> None:
+    found = run("learning.py", "--out", tmp_path, "--tiny")
+    assert {"plain", "REPA", "TREAD", "contrastive"} <= found.keys()
+    assert (tmp_path / "learning.png").stat().st_size > 0
+    assert run("learning.py", "--out", tmp_path, "--tiny") == found  # nothing is measured again
