@@ -34,10 +34,9 @@ from leandit.tools.demo.demo import draw_pictures_folder, sample_captions
 from leandit.tools.demo.vision import train_vision
 from leandit.tools.plan.workload import workload_of_stores
 from leandit.tools.sample.evaluation.distances import frechet_distance
-from leandit.tools.sample.evaluation.gather import Team
-from leandit.tools.sample.evaluation.moments import Moments, collect
-from leandit.tools.sample.evaluation.networks.extractors import Network, open_network
-from leandit.tools.sample.evaluation.sets import moments_of, open_set
+from leandit.tools.sample.evaluation.extractors import Network, open_network
+from leandit.tools.sample.evaluation.images import folder_images
+from leandit.tools.sample.evaluation.moments import Moments, Team, collect, moments_of
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
 from leandit.tools.terminal.cpu_memory import keep_freed_memory
 from leandit.tools.terminal.progress import ProgressLine
@@ -125,8 +124,8 @@ def main(
     with ProgressLine() as progress:
         store = make_store(study, progress)
         network = open_network(str(study.out / "measuring"), None, CPU)
-        pictures = open_set(study.out / "pictures", network, CPU)
-        reference = moments_of(pictures, network, Team(Watchdog(ALONE, log)), "reference", progress)
+        pictures = folder_images(study.out / "pictures")
+        reference = moments_of(pictures, network, Team(Watchdog(ALONE, log), progress), "reference")
         assert reference is not None, "the only rank"
         seconds = kept(study.out / "seconds.json", partial(seconds_per_step, study, store, rounds))
         runs: dict[str, list[Run]] = {name: [] for name in RECIPES}

@@ -17,7 +17,7 @@ from ...datasets.revisions.catalog import check_store, read_spec, sealed_revisio
 from ...precompute.config import EncoderSection, PrecomputeRecipe
 from ...train.config import TrainRecipe
 from ...train.weights.folders import RUN, SNAPSHOT, STATE, find, is_run
-from ..sample.subjects import find_labels
+from ..sample.request import find_labels
 from .options import is_url
 
 RANKS = ("RANK", "WORLD_SIZE", "SLURM_PROCID")  # set when several processes would print the same error
