@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ def open_reference(request: EvaluateRequest, network: Network, device: torch.dev
     path, most = request.against, request.most
     if request.source and path.exists() and not (path / GROUP).is_file():
         raise RecipeError(f"--source: only a store has it, and '{path}' is none. Leave it out.")
-    side = open_side(path, network, request, device)
+    side = open_side(path, network, request, device, request.source)
     options = {f"--against-num {most}": most, f"--keep-statistics '{request.keep}'": request.keep}
     if not side.images and (unused := [name for name, value in options.items() if value]):
         raise RecipeError(f"{unused[0]}: '{path}' holds statistics, not images. Leave it out.")
@@ -180,11 +180,14 @@ def open_target(request: EvaluateRequest, network: Network | None, team: Team, d
     return Side(folder_images(out).some(np.arange(draw.total)), None, description)
 
 
-def open_side(path: Path, network: Network | None, request: EvaluateRequest, device: torch.device) -> Side:
+def open_side(
+    path: Path, network: Network | None, request: EvaluateRequest, device: torch.device, source: Sequence[str] = ()
+) -> Side:
     """Open a store, a folder of images or a .npz file.
 
     Args:
       network: None: statistics are of no use.
+      source: of a store: its source images are read instead of decoding it.
     Raises: SourceError, StoreError, EncoderError, DamageError, RecipeError.
     """
     if not path.exists():
@@ -192,7 +195,7 @@ def open_side(path: Path, network: Network | None, request: EvaluateRequest, dev
     if path.is_file():
         return _open_npz(Npz(path), network)
     if (path / GROUP).is_file():
-        store, source = LatentStore(path), request.source if path == request.against else []
+        store = LatentStore(path)
         images = source_images(store, source) if source else decoded_images(store, request.draw.vae, device)
     else:
         images = folder_images(path, request.crop_px)

@@ -235,6 +235,9 @@ def test_a_store_is_decoded_or_its_source_pictures_are_read(
     assert decoded["reference"]["kind"] == "store, decoded by its VAE"
     assert decoded["frechet"] > 1e-4  # the error of the VAE
     assert any("the error of the VAE is not counted" in note for note in decoded["notes"])
+    both = measured(label_store.path, label_store.path, here, source=[str(class_folder)])  # of the reference alone
+    assert both["pictures"] == decoded["reference"]
+    assert both["reference"] == source["reference"]
 
 
 def test_a_store_of_several_buckets_is_read_whole(caption_store: LatentStore, caption_folder: Path, here: Path) -> None:
