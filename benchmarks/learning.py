@@ -32,10 +32,9 @@ from leandit.tools.demo.demo import draw_pictures_folder, sample_captions
 from leandit.tools.demo.vision import train_vision
 from leandit.tools.plan.workload import workload_of_stores
 from leandit.tools.sample.evaluation.distances import frechet_distance
-from leandit.tools.sample.evaluation.gather import Team
-from leandit.tools.sample.evaluation.moments import Moments, collect
-from leandit.tools.sample.evaluation.networks.extractors import Network, open_network
-from leandit.tools.sample.evaluation.sets import moments_of, open_set
+from leandit.tools.sample.evaluation.extractors import Network, open_network
+from leandit.tools.sample.evaluation.images import folder_images
+from leandit.tools.sample.evaluation.moments import Moments, Team, collect, moments_of
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
 from leandit.tools.terminal.progress import ProgressLine
 from leandit.train import config as train_config
@@ -111,8 +110,8 @@ def main(
     with ProgressLine() as progress:
         store = make_store(sizes, out, progress)
         network = open_network(str(out / "measuring"), None, CPU)
-        pictures = open_set(out / "pictures", network, CPU)
-        reference = moments_of(pictures, network, Team(Watchdog(ALONE, log)), "reference", progress)
+        pictures = folder_images(out / "pictures")
+        reference = moments_of(pictures, network, Team(Watchdog(ALONE, log), progress), "reference")
         assert reference is not None, "the only rank"
         seconds = kept(out / "seconds.json", partial(seconds_per_step, sizes, store))
         runs: dict[str, list[Run]] = {name: [] for name in RECIPES}

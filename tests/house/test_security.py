@@ -55,7 +55,8 @@ from leandit.precompute.sources.files.record import MAX_CAPTION_CHARS, MAX_CAPTI
 from leandit.precompute.sources.source import list_source
 from leandit.precompute.sources.tables.json_rows import MAX_LINE_BYTES
 from leandit.tools.inspection.summary import describe_record, ledger, summarise
-from leandit.tools.sample.sampler import SampleRequest, sample
+from leandit.tools.sample.request import SampleRequest
+from leandit.tools.sample.sampler import sample_grid
 from leandit.train.loop import StopRequest, train
 from leandit.train.weights.checkpoint import find
 
@@ -1271,8 +1272,8 @@ def test_pickles_in_a_run_are_never_loaded(label_store: LatentStore, tmp_path: P
     with contextlib.suppress(RunError, DamageError):
         go_on(6)
     with contextlib.suppress(RunError, DamageError):
-        one = SampleRequest(count=1, steps=1)
-        sample(run, one, out=tmp_path / "o", device=CPU, store=None, vae="shipped:vae", text=None)
+        one = SampleRequest(count=1, steps=1, vae="shipped:vae")
+        sample_grid(run, one, out=tmp_path / "o", device=CPU)
     assert not marker.exists()
 
 

@@ -80,7 +80,7 @@ def check_run(run: Path) -> None:
 
 def check_subjects(run: Path, labels: Sequence[str], captions: Sequence[str]) -> None:
     """Raise if the newest snapshot of a run cannot draw these labels or captions. Raises: RecipeError."""
-    from ..sample.subjects import find_labels
+    from ..sample.request import find_labels
 
     with contextlib.suppress(*UNREADABLE):
         find_labels(_newest_state(run), labels, captions)

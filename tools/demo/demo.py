@@ -31,7 +31,8 @@ from ..inspection.decoder import LatentDecoder
 from ..inspection.grid import Cell, draw_sheet
 from ..inspection.render import render
 from ..inspection.summary import summarise
-from ..sample.sampler import SampleRequest, decoder_of, draw_pictures, make_conditioning
+from ..sample.request import SampleRequest
+from ..sample.sampler import ImageSampler
 from ..terminal.progress import ProgressLine
 from .charts import draw_loss
 from .pictures import draw_scene, main_object_of, make_scenes, read_main_object
@@ -208,7 +209,6 @@ def sample_captions(
       per_bucket: most captions of a bucket.
     """
     snapshot = load_snapshot(run, device, step)
-    decoder = decoder_of(snapshot, None, device)
     texts = store.captions["text"].to_pylist()
     pictures, captions = [], []
     with ProgressLine() as progress:
@@ -216,10 +216,11 @@ def sample_captions(
             index = store.index(bucket)
             chosen = np.linspace(0, len(index.rows) - 1, min(per_bucket, len(index.rows))).round().astype(int)
             wanted = [texts[index.caption_ids[index.caption_starts[i]]] for i in chosen]
-            request = SampleRequest(captions=wanted, bucket=bucket, steps=SAMPLE_STEPS, guidance=GUIDANCE, seed=number)
-            names, conditioning = make_conditioning(snapshot, request, run, store.path, None, device)
-            pictures += list(draw_pictures(snapshot, conditioning, decoder, bucket=bucket, request=request))
-            captions += names
+            how = {"steps": SAMPLE_STEPS, "guidance": GUIDANCE, "seed": number}
+            request = SampleRequest(captions=wanted, bucket=bucket, **how, store=store.path)
+            drawn = ImageSampler(snapshot, run, request, device).draw(range(len(wanted)))
+            pictures += [pixels for _, pixels in drawn]
+            captions += [caption.strip() for caption in wanted]
             progress("sample", number + 1, len(store.buckets))
     return pictures, captions
 

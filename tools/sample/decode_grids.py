@@ -23,8 +23,9 @@ from ...datasets.format.schema import LatentSpec
 from ...train.run.evaluation.decoding import PICTURE, waiting
 from ..inspection.decoder import LatentDecoder
 from ..inspection.grid import Cell, draw_sheet
+from .sampler import decode_in_parts
 
-DECODED = 4  # pictures decoded at once
+DECODED = 4  # images decoded at once
 NICENESS = 10  # the loader of the run comes first
 CORES_SHARE = 4  # a quarter of the cores
 
@@ -52,9 +53,8 @@ def decode_grids(folder: Path, vae: str | None = None) -> None:
                     f"vae '{decoder.identity.model}': it is not the one that made the store. Name it with --vae to "
                     "use it."
                 )
-        parts = [latents[start : start + DECODED] for start in range(0, len(latents), DECODED)]
-        pictures = np.concatenate([decoder.decode(part) for part in parts])
-        cells = [Cell(pixels, name) for pixels, name in zip(pictures, grid["names"], strict=True)]
+        images = decode_in_parts(decoder.decode, latents, DECODED)
+        cells = [Cell(pixels, name) for pixels, name in zip(images, grid["names"], strict=True)]
         png = io.BytesIO()
         draw_sheet(cells).save(png, format="PNG")
         write_atomic(path.with_suffix(f".{PICTURE}"), png.getvalue())

@@ -16,11 +16,12 @@ from ...datasets.disk.hashing import xxh3_parts
 from ...datasets.errors import RecipeError
 from ...datasets.format.class_names import imagenet_names
 from ...datasets.format.schema import StoreSpec
+from ...precompute import config as precompute_config
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.describe import describe_store
 from ...precompute.encoders.loading import load_encoders
 from ...precompute.encoders.text.encoder import CaptionEncoder
-from ...train.config import TrainRecipe
+from ...train import config as train_config
 from ...train.models.build import build_model
 from ...train.models.conditioning import Conditioner
 from ...train.models.spec import ModelSpec
@@ -29,58 +30,49 @@ from ...train.run.state import snapshot_state
 from ...train.run.texts_for_store import joined_null, null_batch
 from ...train.sampling.snapshot import Snapshot, caption_step, prepare_model
 from ...train.weights.init_from import initial_weights
+from .request import SampleRequest
 
 
-def load_published(
-    source: str,
-    *,
-    recipe: TrainRecipe,
-    encoders: PrecomputeRecipe,
-    vae: str | None,
-    text: str | None,
-    device: torch.device,
-    compiled: bool = False,
-) -> Snapshot:
+def load_published(source: Path, request: SampleRequest, device: torch.device, *, compiled: bool) -> Snapshot:
     """Load published weights as a snapshot.
 
     Args:
       source: as ``model.init_from``: a hub id or folder in diffusers' layout, or a DiT's file in the official layout.
-      recipe: train recipe with the model and objective.
-      encoders: precompute recipe with images, VAE and text encoder.
-      vae, text: hub id or folder instead of the recipe's.
+      request: names the two recipes, and other locations of the encoders.
       compiled: torch.compile the blocks.
     Raises: RecipeError, RunError: the weights are of another model; EncoderError: an encoder cannot be loaded.
     """
+    if request.weights == "raw":
+        raise RecipeError("--weights raw: only a run has them. Leave it out for a published checkpoint.")
+    if not (request.recipe and request.encoders):
+        raise RecipeError(
+            "a published checkpoint needs --recipe (of its model, as 'dit-xl-2-256') and --encoders (of its VAE and "
+            "text encoder, as 'imagenet-256')."
+        )
+    recipe = train_config.load(request.recipe, [])
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"init_from": str(source)})})
+    encoders = _with_models(precompute_config.load(request.encoders, []), request)
     takes_text, num_classes = bool(encoders.text_sections), recipe.model.num_classes
-    encoders = _with_models(encoders, vae, text if takes_text else None)
+    if not (takes_text or num_classes):
+        raise RecipeError("--recipe: its model.num_classes is 0. Expected the number of classes, as of 'dit-xl-2-256'.")
     loaded = load_encoders(encoders, device)
     wnids = list(imagenet_names())
     names = wnids if num_classes == len(wnids) else [str(label) for label in range(num_classes)]
-    classes = None if takes_text else names
-    store = describe_store(encoders, None, loaded).model_copy(update={"classes": classes})
-    if not (takes_text or num_classes):
-        raise RecipeError("--recipe: its model.num_classes is 0. Needed the number of classes, as of 'dit-xl-2-256'.")
-    model_section = recipe.model.model_copy(update={"init_from": source})
-    spec = model_spec(recipe.model_copy(update={"model": model_section}), store, f"--encoders of {source}").plain
-
+    store = describe_store(encoders, None, loaded).model_copy(update={"classes": None if takes_text else names})
+    spec = model_spec(recipe, store, f"--encoders of {source}").plain
     model = build_model(spec, seed=0)
-    weights = initial_weights(source, model, spec)
+    weights = initial_weights(str(source), model, spec)
     model.load_state_dict(weights)
-    null, null_pooled = encoded_null(spec, loaded.captions)
+    null, null_pooled = (part if part is None else part.to(device) for part in encoded_null(spec, loaded.captions))
     return Snapshot(
-        path=Path(source),
+        path=source,
         step=0,
         model=prepare_model(model, device, compiled=compiled),
         spec=spec,
         objective=recipe.objective,
         latent=store.latent,
         text=store.text,
-        conditioner=Conditioner(
-            spec,
-            null if null is None else null.to(device),
-            caption_step=caption_step(compiled),
-            null_pooled=null_pooled if null_pooled is None else null_pooled.to(device),
-        ),
+        conditioner=Conditioner(spec, null, caption_step=caption_step(compiled), null_pooled=null_pooled),
         state=snapshot_state(
             recipe,
             store,
@@ -112,18 +104,18 @@ def encoded_null(spec: ModelSpec, encoders: Mapping[str, CaptionEncoder]) -> tup
     return joined_null(spec, nulls)
 
 
-def _with_models(encoders: PrecomputeRecipe, vae: str | None, text: str | None) -> PrecomputeRecipe:
-    """The recipe with other encoders, each in a folder of its own.
+def _with_models(encoders: PrecomputeRecipe, request: SampleRequest) -> PrecomputeRecipe:
+    """The recipe with the requested encoders, each in a folder of its own.
 
     Raises: RecipeError: there are several text encoders.
     """
-    changes = {}
-    if text and encoders.texts:
-        raise RecipeError(f"--text '{text}': the recipe has several text encoders. Name their folders in it.")
-    if vae:
-        changes["vae"] = encoders.vae.model_copy(update={"model": vae, "subfolder": "", "revision": ""})
-    if text:
-        location = {"model": text, "subfolder": "", "tokenizer_subfolder": "", "revision": ""}
+    changes, location = {}, {"subfolder": "", "revision": ""}
+    if request.text and encoders.texts:
+        raise RecipeError(f"--text '{request.text}': the recipe has several text encoders. Name their folders in it.")
+    if request.vae:
+        changes["vae"] = encoders.vae.model_copy(update=location | {"model": request.vae})
+    if request.text and encoders.text_sections:
+        location |= {"model": request.text, "tokenizer_subfolder": ""}
         changes["text"] = encoders.text.model_copy(update=location)
     return encoders.model_copy(update=changes)
 

@@ -16,7 +16,7 @@ from leandit.datasets.order.shuffle import keyed_hash
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.export.export import export
-from leandit.tools.sample.captions import Captions
+from leandit.tools.sample.subjects import Captions
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.diffusers_models.families import published_config, transformer_class
 from leandit.train.run.state import prepare
@@ -117,7 +117,7 @@ def test_a_caption_that_no_store_has_is_encoded_by_all_three(run: Path, store: L
     snapshot = load_snapshot(run, CPU)
     captions = Captions(snapshot, run, None, None, CPU)
     (stored,) = captions.embed(PROMPTS[:1])
-    (encoded,) = captions._encode(PROMPTS[:1])
+    (encoded,) = captions.embed_live(PROMPTS[:1])
     assert list(encoded) == list(stored) == ["clip_g", "clip_l", "t5"]
     for name, one in stored.items():
         for ours, theirs in zip(one, encoded[name], strict=True):

@@ -29,8 +29,9 @@ from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection.view.records.decoder import decoder_of
 from leandit.tools.sample.decode_grids import decode_grids
-from leandit.tools.sample.evaluation.store_pictures import DecodedPictures
-from leandit.tools.sample.sampler import SampleRequest, sample
+from leandit.tools.sample.evaluation.images import decoded_images
+from leandit.tools.sample.request import SampleRequest
+from leandit.tools.sample.sampler import sample_grid
 from leandit.train.loop import StopRequest, train
 from leandit.train.run.evaluation.decoding import Decoding
 from leandit.train.sampling.snapshot import load_snapshot
@@ -108,7 +109,7 @@ def test_a_tiny_vae_is_given_what_the_model_sees_of_a_store(
     decoder_of(store, str(home / "tiny"), lambda: CPU)(store.latents(bucket).take(store.index(bucket).rows), 1)
     assert_given(given, means)
     given.clear()
-    list(DecodedPictures(store, str(home / "tiny"), CPU).batches([np.arange(count)]))
+    list(decoded_images(store, str(home / "tiny"), CPU).read([np.arange(count)]))
     assert_given(given, means)
 
 
@@ -123,8 +124,7 @@ def test_a_tiny_vae_is_given_what_its_large_one_scales_of_a_run(
     train(recipe, store_path=store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
     drawn = torch.randn(2, 5, 8, 8)
     monkeypatch.setattr("leandit.tools.sample.sampler.draw_latents", lambda *_, **__: drawn)
-    request = SampleRequest(labels=(0, 1), steps=1)
-    sample(run, request, out=tmp_path / "out", device=CPU, store=None, vae=tiny, text=None)
+    sample_grid(run, SampleRequest(labels=["0", "1"], steps=1, vae=tiny), out=tmp_path / "out", device=CPU)
     assert_given(given, denormalise(drawn, load_snapshot(run, CPU).latent).numpy())
     given.clear()
     from safetensors.numpy import load_file

@@ -17,12 +17,12 @@ from PIL import Image
 
 from leandit.datasets.disk.files import EXIT_DIED, FAILPOINT_VARIABLE, TEMPORARY_PREFIX
 from leandit.datasets.disk.hashing import read_json
-from leandit.datasets.errors import DamageError, LeanditError, RecipeError, RunError
+from leandit.datasets.errors import DamageError, LeanditError, RunError
 from leandit.datasets.store import LatentStore
-from leandit.tools.cli.verbs.sample import parse_interval, read_rank
-from leandit.tools.sample import sample_set as module
-from leandit.tools.sample.sample_set import npz_parts, sample_set
-from leandit.tools.sample.sampler import SampleRequest
+from leandit.tools.sample.npz import Rows, npz_parts
+from leandit.tools.sample.request import SampleRequest
+from leandit.tools.sample.sample_set import sample_set
+from leandit.tools.sample.subjects import Subjects
 from leandit.train.loop import StopRequest, train
 from leandit.train.parallel.ranks import Ranks
 from leandit.train.sampling.snapshot import load_snapshot
@@ -64,8 +64,7 @@ def request(**options: Any) -> SampleRequest:
 
 
 def go(run: Path, out: Path, ranks: Ranks | None = None, **options: Any) -> dict:
-    places: dict[str, Any] = {"device": CPU, "store": None, "vae": None, "text": None, "progress": no_progress}
-    return sample_set(run, request(**options), out=out, ranks=ranks or Ranks(), **places)
+    return sample_set(run, request(**options), out=out, ranks=ranks or Ranks(), device=CPU, progress=no_progress)
 
 
 def pictures_of(out: Path, count: int = COUNT) -> np.ndarray:
@@ -103,13 +102,12 @@ def test_a_set_is_pngs_and_an_npz_as_adms_evaluator_reads_it(run: Path, tmp_path
 
 def test_classes_are_drawn_uniformly_and_by_number(run: Path) -> None:
     snapshot = load_snapshot(run, CPU)
-    subjects = module.Subjects(snapshot, request(seed=3), run, None, None, CPU)
-    labels = subjects.labels(3000)
-    assert labels is not None
+    subjects = Subjects(snapshot, run, request(seed=3), CPU, evenly=False)
+    labels = np.array([subjects.label(number) for number in range(3000)])
     assert np.bincount(labels).tolist() == pytest.approx([1000] * 3, abs=100)
     assert (labels[:-1] == labels[1:]).mean() == pytest.approx(1 / 3, abs=0.05)
-    given = module.Subjects(snapshot, request(labels=(2, 0)), run, None, None, CPU)
-    assert [given.label(i) for i in range(5)] == [2, 0, 2, 0, 2]
+    requested = Subjects(snapshot, run, request(labels=["2", "0"]), CPU, evenly=False)
+    assert [requested.label(i) for i in range(5)] == [2, 0, 2, 0, 2]
 
 
 @pytest.mark.parametrize(("world", "batch"), [(2, 4), (3, 3), (1, 11), (5, 1)])
@@ -136,11 +134,11 @@ def test_what_is_there_is_not_drawn_again_and_a_set_grows(run: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("seed", 1), ("steps", 3), ("guidance", 1.0), ("interval", (0.0, 0.5)), ("labels", (1,))]
+    ("key", "value"), [("seed", 1), ("steps", 3), ("guidance", 1.0), ("guidance_interval", "0,0.5"), ("labels", ["1"])]
 )
 def test_another_set_in_the_folder_is_refused(run: Path, key: str, value: Any, tmp_path: Path) -> None:
     go(run, tmp_path, count=2)
-    with pytest.raises(RunError, match=f"drawn with {key}.*another --out"):
+    with pytest.raises(RunError, match=f"drawn with {key.removeprefix('guidance_')}.*another --out"):
         go(run, tmp_path, **{"count": 2, key: value})
 
 
@@ -183,14 +181,14 @@ def test_captions_of_the_store_or_given_ones_are_drawn(caption_run: Path, tmp_pa
     assert len(set(names)) > 1
     with np.load(next((tmp_path / "one").glob("*.npz"))) as found:
         assert found.files == ["arr_0"]
-    go(caption_run, tmp_path / "given", count=2, captions=("a red circle", "a purple triangle"))
+    go(caption_run, tmp_path / "given", count=2, captions=["a red circle", "a purple triangle"])
     assert read_json(tmp_path / "given/samples.json")["samples"] == ["a red circle", "a purple triangle"] * 2
 
 
 def test_the_archive_is_made_without_holding_the_pictures(tmp_path: Path) -> None:
     shape = (300, 64, 64, 3)
-    pictures = (np.full(shape[1:], i % 251, np.uint8) for i in range(shape[0]))
-    parts = list(npz_parts(pictures, shape, None))
+    images = (np.full(shape[1:], i % 251, np.uint8) for i in range(shape[0]))
+    parts = list(npz_parts({"arr_0": Rows(shape, "|u1", images)}))
     assert max(map(len, parts)) < 2 * 64 * 64 * 3
     (tmp_path / "a.npz").write_bytes(b"".join(parts))
     with np.load(tmp_path / "a.npz") as found:
@@ -228,21 +226,8 @@ def test_two_processes_of_which_one_is_killed_and_started_again_draw_what_one_dr
         assert np.array_equal(found["arr_0"], pictures_of(out))
 
 
-def test_under_srun_no_meeting_place_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("PROCID", "3"), ("LOCALID", "1"), ("STEP_NUM_TASKS", "4"), ("STEP_TASKS_PER_NODE", "2(x2)")):
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    assert read_rank() == Ranks(3, 4, 1, 2)
-
-
-@pytest.mark.parametrize("text", ["1", "a,b", "0.5,0.2", "0,2", "-1,1", "nan,1", "0,,1"])
-def test_an_interval_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(RecipeError, match="--guidance-interval"):
-        parse_interval(text)
-    assert parse_interval("0.1,0.8") == (0.1, 0.8)
-
-
 def test_a_label_that_the_model_has_not_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
-    for wrong in ({"labels": (3,)}, {"captions": ("a red circle",)}, {"bucket": "30x32"}):
+    for wrong in ({"labels": ["3"]}, {"captions": ["a red circle"]}, {"bucket": "30x32"}):
         with pytest.raises(LeanditError):
             go(run, tmp_path / "out", **wrong)
     assert not (tmp_path / "out").exists()

@@ -24,12 +24,13 @@ from leandit.datasets.errors import DamageError, EncoderError, LeanditError, Rec
 from leandit.datasets.store import LatentStore
 from leandit.precompute.images.decoders import Decoders
 from leandit.tools.inspection.report.runs.report import report_runs
-from leandit.tools.sample.evaluation import gather, pictures
+from leandit.tools.sample.evaluation import images, moments
 from leandit.tools.sample.evaluation.distances import frechet_distance
-from leandit.tools.sample.evaluation.evaluate import EvaluateRequest, evaluate, rows_of
-from leandit.tools.sample.evaluation.networks.extractors import open_network
-from leandit.tools.sample.evaluation.pictures import FolderPictures
-from leandit.tools.sample.sampler import SampleRequest
+from leandit.tools.sample.evaluation.evaluate import evaluate, rows_of
+from leandit.tools.sample.evaluation.extractors import open_network
+from leandit.tools.sample.evaluation.images import folder_images
+from leandit.tools.sample.evaluation.request import EvaluateRequest
+from leandit.tools.sample.request import SampleRequest
 from leandit.train.loop import StopRequest, train
 from leandit.train.parallel.ranks import Ranks
 
@@ -37,19 +38,15 @@ WIDTH = 256
 LEANDIT = "import torch; torch.set_num_threads(1); from leandit.tools.cli.main import main; main()"
 LEANDIT_ON_A_BROKEN_DEVICE = f"""
 import os
+from dataclasses import replace
 from leandit.tools.sample.evaluation import evaluate
-from leandit.tools.sample.evaluation.networks.extractors import open_network
+from leandit.tools.sample.evaluation.extractors import open_network
 
-class Broken:
-    def __init__(self, network):
-        self.network = network
-    def __getattr__(self, name):
-        return getattr(self.network, name)
-    def features(self, pictures):
-        raise RuntimeError("CUDA error: no kernel image")
+def fail(images):
+    raise RuntimeError("CUDA error: no kernel image")
 
 if os.environ["RANK"] == "0":
-    evaluate.open_network = lambda *asked: Broken(open_network(*asked))
+    evaluate.open_network = lambda *asked: replace(open_network(*asked), features=fail)
 {LEANDIT}"""
 LEANDIT_OUT_OF_MEMORY = f"""
 import os, torch
@@ -87,7 +84,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _quick(decoders: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes that decode pictures are started once."""
-    monkeypatch.setattr(pictures, "Decoders", lambda _: contextlib.nullcontext(decoders))
+    monkeypatch.setattr(images, "Decoders", lambda _: contextlib.nullcontext(decoders))
 
 
 def measured(target: Path, against: Path | None, here: Path, ranks: Ranks | None = None, **options: Any) -> dict:
@@ -137,7 +134,7 @@ def test_an_npz_of_pictures_is_as_their_folder(here: Path, tmp_path: Path) -> No
 
 
 def test_a_crop_makes_squares_as_the_encoders_do(here: Path) -> None:
-    cropped = next(FolderPictures(here / "one", crop_px=32).batches([np.arange(40)]))
+    cropped = next(folder_images(here / "one", 32).read([np.arange(40)]))
     assert {one.shape for one in cropped} == {(32, 32, 3)}
     assert numbers(measured(here / "noise", here / "one", here, crop_px=32)) != numbers(
         measured(here / "noise", here / "one", here)
@@ -151,7 +148,7 @@ def test_fewer_pictures_of_the_reference_are_spread_over_it(here: Path) -> None:
 
 def test_many_batches_give_what_one_gives(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = measured(here / "other", here / "one", here)
-    monkeypatch.setattr(gather, "BATCH", 7)
+    monkeypatch.setattr(moments, "BATCH", 7)
     assert numbers(measured(here / "other", here / "one", here)) == pytest.approx(numbers(whole), rel=1e-3, abs=1e-9)
 
 
@@ -207,10 +204,10 @@ def test_reference_batches_of_adm_have_statistics_of_other_pictures(
     assert found["frechet"] == pytest.approx(expected, rel=1e-6)
     assert (found["precision"], found["recall"]) == (1, 1)  # of the pictures in the file
     assert any("use --resize tensorflow" in note for note in found["notes"])
-    assert any("40 pictures for 256 features" in note for note in found["notes"])
+    assert any("40 images for 256 features" in note for note in found["notes"])
     of_two_sides = measured(here / "noise", here / "noise", here)["notes"]
     assert [note.partition(" for ")[0] for note in of_two_sides if "too large" in note] == [
-        "40 pictures and 40 of the reference"
+        "40 images and 40 of the reference"
     ]
     assert [note[-4:] for note in of_two_sides if "precision, recall" in note] == ["0.08"]
 
@@ -220,7 +217,7 @@ def test_reference_batches_of_adm_have_statistics_of_other_pictures(
     assert "precision" not in alone
     assert any("only the Fréchet distance" in note for note in alone["notes"])
     np.savez(tmp_path / "small.npz", mu=mean[:9], sigma=covariance[:9, :9])
-    with pytest.raises(SourceError, match=r"256 features, the reference 9\. Needed both of the same network"):
+    with pytest.raises(SourceError, match=r"256 features, the reference 9\. Expected both of the same network"):
         measured(here / "noise", tmp_path / "small.npz", here)
 
 
@@ -230,7 +227,7 @@ def test_reference_batches_of_adm_have_statistics_of_other_pictures(
 def test_a_store_is_decoded_or_its_source_pictures_are_read(
     label_store: LatentStore, class_folder: Path, here: Path
 ) -> None:
-    source = measured(class_folder, label_store.path, here, crop_px=32, source=(str(class_folder),))
+    source = measured(class_folder, label_store.path, here, crop_px=32, source=[str(class_folder)])
     assert source["reference"]["kind"] == "store, source pictures"
     assert source["frechet"] == pytest.approx(0, abs=1e-9)  # ADM's crop to 32 px is that of the store
     assert source["precision"] == 1
@@ -238,13 +235,16 @@ def test_a_store_is_decoded_or_its_source_pictures_are_read(
     assert decoded["reference"]["kind"] == "store, decoded by its VAE"
     assert decoded["frechet"] > 1e-4  # the error of the VAE
     assert any("the error of the VAE is not counted" in note for note in decoded["notes"])
+    both = measured(label_store.path, label_store.path, here, source=[str(class_folder)])  # of the reference alone
+    assert both["pictures"] == decoded["reference"]
+    assert both["reference"] == source["reference"]
 
 
 def test_a_store_of_several_buckets_is_read_whole(caption_store: LatentStore, caption_folder: Path, here: Path) -> None:
     assert len(caption_store.buckets) == 3
     decoded = measured(caption_folder, caption_store.path, here)
     assert (decoded["reference"]["count"], decoded["pictures"]["count"]) == (14, 14)
-    source = measured(caption_folder, caption_store.path, here, source=(str(caption_folder),))
+    source = measured(caption_folder, caption_store.path, here, source=[str(caption_folder)])
     assert source["reference"]["count"] == 14
 
 
@@ -254,7 +254,7 @@ def test_a_source_without_a_record_of_the_store_is_refused(
     copy = shutil.copytree(class_folder, tmp_path / "train")
     (copy / "n001/3.png").unlink()
     with pytest.raises(SourceError, match=r"1 of its records are not in the source, the first is 'n001/3\.png'"):
-        measured(class_folder, label_store.path, here, source=(str(copy),))
+        measured(class_folder, label_store.path, here, source=[str(copy)])
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs
@@ -323,20 +323,20 @@ def test_the_clip_score_is_that_of_transformers(here: Path, tmp_path: Path) -> N
 
 def test_captions_are_found_by_name_and_long_ones_are_cut(here: Path, tmp_path: Path) -> None:
     clip = make_clip(tmp_path / "clip")
-    names = FolderPictures(here / "one").names
+    names = folder_images(here / "one").names
     lines = [{"file_name": name, "text": "a cat " * 100 if i == 5 else "a cat"} for i, name in enumerate(names)]
     (tmp_path / "captions.jsonl").write_text("\n".join(map(json.dumps, reversed(lines))))
     options: dict[str, Any] = {"clip": str(clip.folder), "captions": tmp_path / "captions.jsonl"}
     found = measured(here / "one", None, here, **options)
     assert found["notes"] == ["1 captions are longer than CLIP reads; the rest of each does not count"]
     (tmp_path / "captions.jsonl").write_text("\n".join(map(json.dumps, lines[:-2])))
-    with pytest.raises(SourceError, match=f"none for picture '{names[-2]}', and 1 others"):
+    with pytest.raises(SourceError, match=f"none for image '{names[-2]}', and 1 others"):
         measured(here / "one", None, here, **options)
     (tmp_path / "captions.jsonl").write_text('{"file_name": 3}')
-    with pytest.raises(SourceError, match="line 1: needed an object with file_name and text"):
+    with pytest.raises(SourceError, match="line 1: expected an object with file_name and text"):
         measured(here / "one", None, here, **options)
     (tmp_path / "samples.json").write_text(json.dumps({"samples": ["3"] * 40}))
-    with pytest.raises(SourceError, match=r"its 'samples' are classes\. Needed captions"):
+    with pytest.raises(SourceError, match=r"its 'samples' are classes\. Expected captions"):
         measured(here / "one", None, here, clip=str(clip.folder), captions=tmp_path / "samples.json")
     with pytest.raises(RecipeError, match=r"has neither samples\.json nor metadata\.jsonl"):
         measured(here / "one", None, here, clip=str(clip.folder))
@@ -355,7 +355,7 @@ def test_pictures_named_by_number_are_in_order_of_their_numbers(here: Path, tmp_
     assert plain["clip_score"] == padded["clip_score"]
     (tmp_path / "plain/999999.png").write_bytes(b"")
     (tmp_path / "plain/1000000.png").write_bytes(b"")
-    assert FolderPictures(tmp_path / "plain").names == [f"{i}.png" for i in (*range(12), 999_999, 1_000_000)]
+    assert folder_images(tmp_path / "plain").names == [f"{i}.png" for i in (*range(12), 999_999, 1_000_000)]
 
 
 # ----------------------------------------------------------------------------------------------------------- processes
@@ -439,11 +439,11 @@ def test_a_process_that_runs_out_of_memory_ends_all_with_one_message(
 @pytest.mark.parametrize(
     ("against", "options", "words"),
     [
-        (None, {"source": ("a",)}, "--source: it is of a reference"),
-        (None, {"most": 3}, "--against-num: it is of a reference"),
-        (None, {"keep": Path("k.npz")}, "--keep-statistics: it is of a reference"),
+        (None, {"source": ["a"]}, "--source: only a reference"),
+        (None, {"most": 3}, "--against-num: only a reference"),
+        (None, {"keep": Path("k.npz")}, "--keep-statistics: only a reference"),
         ("one", {"captions": Path("c.json")}, "--captions: they are for the CLIP score"),
-        ("noise.npz", {"crop_px": 8}, "--crop: it is of folders"),
+        ("noise.npz", {"crop_px": 8}, "--crop: it crops folders"),
     ],
 )
 def test_an_option_that_would_change_nothing_is_refused(
@@ -465,7 +465,7 @@ def test_features_that_are_not_finite_are_an_error_in_all_processes(
             return rows
 
     monkeypatch.setattr("leandit.tools.sample.evaluation.evaluate.open_network", lambda *_: Broken())
-    with pytest.raises(EncoderError, match="not finite for picture 3 of the set"):
+    with pytest.raises(EncoderError, match="not finite for image 3 of the set"):
         measured(here / "noise", here / "one", here)
 
 
@@ -479,14 +479,14 @@ def test_what_cannot_be_measured_is_named(here: Path, tmp_path: Path) -> None:
     (tmp_path / "five").mkdir()
     for i in range(5):
         picture(i).save(tmp_path / f"five/{i}.png")
-    assert "it holds no pictures" in said(SourceError, tmp_path / "empty", here / "one")
+    assert "it holds no images" in said(SourceError, tmp_path / "empty", here / "one")
     assert "there is no such file" in said(SourceError, here / "one", tmp_path / "nothing")
-    assert "needed more than 5 of each" in said(SourceError, tmp_path / "five", here / "one")
-    assert "--source: it is of a store" in said(RecipeError, here / "one", here / "other", source=("a",))
+    assert "expected more than 5 of each" in said(SourceError, tmp_path / "five", here / "one")
+    assert "--source: only a store has it" in said(RecipeError, here / "one", here / "other", source=["a"])
     np.savez(tmp_path / "grey.npz", arr_0=np.zeros((4, 8, 8), np.uint8))
     assert "arr_0 is (4, 8, 8) uint8" in said(DamageError, tmp_path / "grey.npz", here / "one")
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
-    assert "neither pictures nor statistics" in said(SourceError, tmp_path / "other.npz", here / "one")
+    assert "neither images nor statistics" in said(SourceError, tmp_path / "other.npz", here / "one")
     np.savez(tmp_path / "told.npz", leandit=np.frombuffer(b'{"network": 3}', np.uint8))
     assert "does not say of what" in said(DamageError, here / "one", tmp_path / "told.npz")
     np.savez(tmp_path / "mu.npz", mu=np.zeros(3), sigma=np.zeros((3, 3)))

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from leandit.datasets.errors import DamageError
-from leandit.tools.sample.evaluation.moments import Moments, collect, keep, read_moments, spread
-from leandit.tools.sample.evaluation.npz import Npz
+from leandit.tools.sample.evaluation.moments import Moments, collect, read_moments, write_moments
+from leandit.tools.sample.npz import Npz
+from leandit.tools.sample.subjects import evenly_spread
 
 
 def rows(count: int = 103, width: int = 7) -> np.ndarray:
@@ -34,18 +35,17 @@ def test_mean_and_covariance_of_batches_are_those_of_all(size: int) -> None:
 
 
 def test_the_kept_features_are_spread_evenly() -> None:
-    assert spread(5, 9).tolist() == [0, 1, 2, 3, 4]
-    assert spread(101, 5).tolist() == [0, 25, 50, 75, 100]
+    assert evenly_spread(101, 5).tolist() == [0, 25, 50, 75, 100]
     features = rows()
     found = collect(batches(features, 10), len(features), most=20)
     assert found.features is not None
-    assert np.array_equal(found.features, features[spread(103, 20)])
+    assert np.array_equal(found.features, features[evenly_spread(103, 20)])
     assert found.count == 103
 
 
 def test_kept_statistics_are_read_as_they_were_and_by_numpy(tmp_path: Path) -> None:
     found, path = collect(batches(rows(), 10), 103), tmp_path / "kept.npz"
-    keep(path, found, {"network": {"side_px": 8}})
+    write_moments(path, found, {"network": {"side_px": 8}})
     again = read_moments(Npz(path))
     assert again.count == 103
     assert np.array_equal(again.mean, found.mean)
@@ -56,7 +56,7 @@ def test_kept_statistics_are_read_as_they_were_and_by_numpy(tmp_path: Path) -> N
     with np.load(path, allow_pickle=False) as plain:
         assert np.array_equal(plain["mu"], found.mean)
     before = path.read_bytes()
-    keep(path, found, {"network": {"side_px": 8}})
+    write_moments(path, found, {"network": {"side_px": 8}})
     assert path.read_bytes() == before
 
 
@@ -74,7 +74,7 @@ def test_rows_of_an_array_are_read_in_ranges(compressed: bool, tmp_path: Path) -
     (np.savez_compressed if compressed else np.savez)(tmp_path / "a.npz", arr_0=array)
     file = Npz(tmp_path / "a.npz")
     assert file.shape("arr_0") == ((10, 2, 3), np.uint8)
-    first, second = file.rows("arr_0", iter([(1, 3), (7, 10)]))
+    first, second = file.rows("arr_0", [(1, 3), (7, 10)])
     assert np.array_equal(first, array[1:3])
     assert np.array_equal(second, array[7:])
 
@@ -117,7 +117,9 @@ def test_moments_that_do_not_belong_together_are_refused(tmp_path: Path) -> None
     np.savez(tmp_path / "b.npz", mu=np.array([np.nan]), sigma=np.zeros((1, 1)))
     with pytest.raises(DamageError, match="not mean and covariance of features, or not finite"):
         read_moments(Npz(tmp_path / "b.npz"))
-    keep(tmp_path / "c.npz", Moments(2, np.zeros(1), np.zeros((1, 1)), np.full((2, 1), np.nan, np.float32)), {"a": 1})
+    write_moments(
+        tmp_path / "c.npz", Moments(2, np.zeros(1), np.zeros((1, 1)), np.full((2, 1), np.nan, np.float32)), {"a": 1}
+    )
     with pytest.raises(DamageError, match="or not finite"):
         read_moments(Npz(tmp_path / "c.npz"))
     np.savez(tmp_path / "d.npz", mu=np.zeros(3))

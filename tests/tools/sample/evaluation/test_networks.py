@@ -15,9 +15,9 @@ from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, Dinov2
 from vision import make_dinov2
 
 from leandit.datasets.errors import EncoderError, RecipeError
-from leandit.tools.sample.evaluation.networks.extractors import INCEPTION_FILES, input_side_px, open_network
-from leandit.tools.sample.evaluation.networks.inception import Inception
-from leandit.tools.sample.evaluation.networks.resizing import centre_square, squares
+from leandit.tools.sample.evaluation.extractors import INCEPTION_FILES, input_side_px, open_network
+from leandit.tools.sample.evaluation.inception import Inception
+from leandit.tools.sample.evaluation.resizing import centre_square, squares
 
 
 def picture(height: int = 40, width: int = 56, seed: int = 0) -> np.ndarray:
@@ -96,7 +96,7 @@ def test_inception_gives_a_row_for_each_picture_whatever_the_batch(inception_fil
 
 
 def test_the_pools_of_inception_leave_out_the_padding() -> None:
-    from leandit.tools.sample.evaluation.networks.inception import Mixed
+    from leandit.tools.sample.evaluation.inception import Mixed
 
     block = Mixed(4, [], pool="average", pool_channels=4).eval()
     with torch.no_grad():
@@ -118,10 +118,10 @@ def test_inception_is_found_where_other_programs_keep_it(
 
 def test_another_model_than_inception_is_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(3)}, tmp_path / "other.pth")
-    with pytest.raises(EncoderError, match=r"'Conv2d_1a_3x3\.conv\.weight' is nothing, needed \(32, 3, 3, 3\)"):
+    with pytest.raises(EncoderError, match=r"'Conv2d_1a_3x3\.conv\.weight' is nothing, expected \(32, 3, 3, 3\)"):
         open_network(str(tmp_path / "other.pth"), None, CPU)
     save_file({"Conv2d_1a_3x3.conv.weight": torch.zeros(32, 3, 5, 5)}, tmp_path / "other.safetensors")
-    with pytest.raises(EncoderError, match=r"is \(32, 3, 5, 5\), needed \(32, 3, 3, 3\)"):
+    with pytest.raises(EncoderError, match=r"is \(32, 3, 5, 5\), expected \(32, 3, 3, 3\)"):
         open_network(str(tmp_path / "other.safetensors"), None, CPU)
     (tmp_path / "no.pth").write_bytes(b"nothing")
     with pytest.raises(EncoderError, match=r"no\.pth.*Fetch the file again"):
@@ -156,7 +156,7 @@ def test_of_clip_the_projected_embedding_counts(tmp_path: Path) -> None:
         expected = model(squares([picture()], 32, CPU) / 127.5 - 1).image_embeds
     assert network.features([picture()]) == pytest.approx(expected.numpy(), abs=1e-5)
     assert network.is_clip
-    with pytest.raises(RecipeError, match="--resize tensorflow: it is a part of Inception"):
+    with pytest.raises(RecipeError, match="--resize tensorflow: only Inception has it"):
         open_network(str(tmp_path), "tensorflow", CPU)
 
 
@@ -165,5 +165,5 @@ def test_the_side_is_that_of_the_preprocessor() -> None:
     assert input_side_px({"size": {"height": 384, "width": 384}}, 518, "m") == 384
     assert input_side_px({"size": {"shortest_edge": 336}}, 518, "m") == 336
     assert input_side_px({}, 518, "m") == 518
-    with pytest.raises(EncoderError, match=r"m: the size .* needed one side"):
+    with pytest.raises(EncoderError, match=r"m: the size .* expected one side"):
         input_side_px({"size": {"height": 2, "width": 3}}, 518, "m")

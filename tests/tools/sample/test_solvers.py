@@ -1,0 +1,349 @@
+"""Sampling: the solvers recover known targets, with the guidance and the noise of their formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from making import CPU
+from torch import Tensor, nn
+
+from leandit.datasets.errors import RecipeError
+from leandit.datasets.order.shuffle import keyed_hash
+from leandit.train.models.conditioning import Conditioner, Conditioning
+from leandit.train.models.spec import ModelSpec
+from leandit.train.objective_recipe import ObjectiveSection
+from leandit.train.objectives.losses import ddpm_schedule
+from leandit.train.sampling.guided import Guided, Solver, draw_latents, float32_products
+from leandit.train.sampling.schedulers import SAMPLERS, Sampler, build_scheduler
+from leandit.train.sampling.snapshot import Snapshot
+
+LABELS = ModelSpec(name="DiT-S/2", channels=2, out_channels=4, num_classes=2, caption_width=0, base_size=8)
+ALPHA_BAR = ddpm_schedule(CPU)["alpha_bar"].double()
+MEANS = torch.tensor([0.7, -1.2, 3.0])  # of the classes 0, 1 and null
+
+
+class Known(nn.Module):
+    """The exact denoiser of latents that are Gaussian with the mean of their class.
+
+    Args:
+      objective: what it puts out: velocity, or noise or v, and a variance between the two bounds.
+      std: of the latents, in each place.
+    """
+
+    def __init__(self, objective: ObjectiveSection, std: float) -> None:
+        super().__init__()
+        self.anchor = nn.Parameter(torch.zeros(1))
+        self._kind, self._std = objective.kind, std
+        self._predicts_v = objective.predict == "v"
+
+    def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
+        assert conditioning.labels is not None
+        mean = MEANS[conditioning.labels].double()[:, None, None, None]
+        if self._kind == "flow":
+            b = t.double()[:, None, None, None] / 1000
+            a = 1 - b
+        else:
+            alpha_bar = ALPHA_BAR[t.long()][:, None, None, None]
+            a, b = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
+        # x_t = a data + b noise; the best guesses of both, given x_t (Bishop 2006, equation 2.116).
+        surprise = (x.double() - a * mean) / (a**2 * self._std**2 + b**2)
+        data, noise = mean + a * self._std**2 * surprise, b * surprise
+        if self._kind == "flow":
+            return (noise - data).float()
+        return torch.cat([a * noise - b * data if self._predicts_v else noise, torch.zeros_like(noise)], 1).float()
+
+
+def snapshot_of(objective: ObjectiveSection, std: float) -> Snapshot:
+    model = Known(objective, std).eval()
+    return Snapshot(Path(), 0, model, LABELS, objective, None, None, Conditioner(LABELS, None), {})  # type: ignore
+
+
+def draw(objective: ObjectiveSection, std: float, count: int = 2, **options: Any) -> Tensor:
+    labels = torch.arange(2).repeat_interleave(count // 2)
+    seed = int(options.pop("seed", 0))
+    solver = Solver(**({"steps": 100, "guidance": 1.0} | options))  # type: ignore
+    return draw_latents(snapshot_of(objective, std), Conditioning(labels=labels), size=(8, 8), seed=seed, solver=solver)
+
+
+OBJECTIVES = [
+    ObjectiveSection(kind="flow"),
+    ObjectiveSection(kind="flow", shift=3.0),
+    ObjectiveSection(kind="ddpm"),
+    ObjectiveSection(kind="ddpm", predict="v"),
+]
+WAYS = [(objective, sampler) for objective in OBJECTIVES for sampler in SAMPLERS[objective.kind]]
+WAYS_IDS = [f"{objective.kind}-{objective.shift:g}-{objective.predict}-{sampler}" for objective, sampler in WAYS]
+
+
+@pytest.mark.parametrize(("objective", "sampler"), WAYS, ids=WAYS_IDS)
+@pytest.mark.parametrize("steps", [1, 4, 50])
+def test_a_constant_target_is_recovered_exactly(objective: ObjectiveSection, sampler: Sampler, steps: int) -> None:
+    steps = max(steps, 2) if sampler in ("ddpm", "sde") else steps
+    latents = draw(
+        objective, 0.0, steps=steps, sampler=sampler, last_step="tweedie"
+    )  # "mean" goes beyond by 0.04 noise
+    tolerance = 1e-3 if objective.kind == "flow" else 0.02  # DDIM's first step divides by the square root of 4e-5
+    torch.testing.assert_close(latents[0], torch.full((2, 8, 8), 0.7), rtol=0, atol=tolerance)
+    torch.testing.assert_close(latents[1], torch.full((2, 8, 8), -1.2), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("objective", "sampler"), WAYS, ids=WAYS_IDS)
+@pytest.mark.parametrize("steps", [150, 250, 350])
+def test_a_gaussian_target_is_recovered(objective: ObjectiveSection, sampler: Sampler, steps: int) -> None:
+    latents = draw(objective, 0.5, count=64, steps=steps, sampler=sampler)
+    for part, mean in ((latents[:32], 0.7), (latents[32:], -1.2)):
+        assert part.mean() == pytest.approx(mean, abs=0.02)
+        assert part.std() == pytest.approx(0.5, abs=0.015 if sampler not in ("ddpm", "sde") else 0.03)
+
+
+@pytest.mark.parametrize(("sampler", "steps"), [("ddim", 1000), ("dpm", 999), ("ddpm", 1000)])
+def test_as_many_steps_as_there_are_times_are_as_good(sampler: Sampler, steps: int) -> None:
+    assert draw(OBJECTIVES[2], 0.5, steps=steps, sampler=sampler).std(dim=(1, 2, 3)) == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_learned_variance_is_never_guided() -> None:
+    outputs = []
+    for channels in (2, 4):
+        solver = Solver("ddpm", guidance=3.0, guided_channels=channels)
+        labels = Conditioning(labels=torch.tensor([0, 1]))
+        x = torch.randn((2, 2, 8, 8), generator=torch.Generator().manual_seed(0))
+        outputs.append(Guided(snapshot_of(OBJECTIVES[2], 0.5), labels, solver, CPU, (2, 8, 8))(x, 500.0))
+    assert torch.equal(*outputs)
+
+
+def test_guidance_moves_away_from_null_by_its_formula() -> None:
+    latents = draw(OBJECTIVES[0], 0.0, guidance=3.0)
+    assert latents[0].mean() == pytest.approx(3.0 + 3 * (0.7 - 3.0), abs=1e-2)
+    assert latents[1].mean() == pytest.approx(3.0 + 3 * (-1.2 - 3.0), abs=1e-2)
+
+
+@pytest.mark.parametrize(("objective", "sampler"), WAYS, ids=WAYS_IDS)
+def test_an_image_depends_on_the_seed_and_its_number_alone(objective: ObjectiveSection, sampler: Sampler) -> None:
+    snapshot, solver = snapshot_of(objective, 0.5), Solver(sampler, steps=5, guidance=2.0)
+
+    def drawn(numbers: list[int], seed: int = 0) -> Tensor:
+        torch.manual_seed(len(numbers))
+        labels = torch.tensor(numbers) % 2
+        return draw_latents(
+            snapshot, Conditioning(labels=labels), size=(8, 8), seed=seed, solver=solver, numbers=numbers
+        )
+
+    alone, together = torch.cat([drawn([7]), drawn([2])]), drawn([2, 5, 7])
+    torch.testing.assert_close(alone, together[[2, 0]], rtol=1e-5, atol=1e-5)
+    assert (drawn([7], seed=1) - alone[:1]).abs().max() > 0.1
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, list[int]]]:
+    """Time and labels of each forward."""
+    seen: list[tuple[float, list[int]]] = []
+    forward = Known.forward
+
+    def watch(self: Known, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
+        assert conditioning.labels is not None
+        assert t.unique().numel() == 1
+        seen.append((float(t[0]) / 1000, conditioning.labels.tolist()))
+        return forward(self, x, t, conditioning)
+
+    monkeypatch.setattr(Known, "forward", watch)
+    return seen
+
+
+@pytest.mark.parametrize(("objective", "sampler"), WAYS, ids=WAYS_IDS)
+def test_guidance_asks_for_null_within_its_interval_alone_and_in_one_batch(
+    objective: ObjectiveSection, sampler: Sampler, forwards: list[tuple[float, list[int]]]
+) -> None:
+    draw(objective, 0.5, steps=10, sampler=sampler, guidance=2.0, interval=(0.3, 0.6))
+    assert len(forwards) == (19 if sampler == "heun" else 10)
+    guided = [labels for t, labels in forwards if 0.3 <= t <= 0.6]
+    assert 0 < len(guided) < len(forwards)
+    assert all(labels == [0, 1, 2, 2] for labels in guided)
+    assert all(labels == [0, 1] for t, labels in forwards if not 0.3 <= t <= 0.6)
+    forwards.clear()
+    draw(objective, 0.5, steps=3, sampler=sampler)
+    assert all(labels == [0, 1] for _, labels in forwards)  # guidance of 1 needs no null
+
+
+@pytest.mark.parametrize("kind", ["flow", "ddpm"])
+def test_guidance_of_the_first_channels_leaves_the_others_as_they_are(kind: Any) -> None:
+    objective = ObjectiveSection(kind=kind)
+    plain, all_of_them, first = (
+        draw(objective, 0.5, steps=8, guidance=guidance, guided_channels=channels)
+        for guidance, channels in ((1.0, 0), (3.0, 0), (3.0, 1))
+    )
+    torch.testing.assert_close(first[:, :1], all_of_them[:, :1])
+    torch.testing.assert_close(first[:, 1:], plain[:, 1:])
+    assert (first[:, :1] - plain[:, :1]).abs().max() > 1
+
+
+def test_the_learned_variance_is_what_the_ancestral_sampler_draws_with() -> None:
+    """Between the two bounds of Nichol and Dhariwal 2021, equation 15, of the steps that are made."""
+    scheduler = build_scheduler(ObjectiveSection(kind="ddpm"), "ddpm")
+    scheduler.set_timesteps(250)
+    assert scheduler.timesteps[0] == 999
+    assert scheduler.timesteps[-1] == 0
+    t, before = scheduler.timesteps[100], scheduler.timesteps[101]
+    beta = 1 - ALPHA_BAR[t] / ALPHA_BAR[before]
+    posterior = beta * (1 - ALPHA_BAR[before]) / (1 - ALPHA_BAR[t])
+    x, generators = torch.zeros(64, 1, 16, 16), [torch.Generator().manual_seed(i) for i in range(64)]
+    for value in (-1.0, 0.0, 1.0):
+        output = torch.cat([torch.zeros_like(x), torch.full_like(x, value)], 1)
+        drawn = scheduler.step(output, t, x, generator=generators).prev_sample
+        share = (value + 1) / 2
+        wanted = (share * beta.log() + (1 - share) * posterior.log()).exp().sqrt()
+        assert drawn.std() == pytest.approx(float(wanted), rel=0.02)
+
+
+SIT_DIFFUSION: dict[str, Callable[[float], float]] = {  # of SiT's time, 0 is noise
+    "sigma": lambda s: 1 - s,
+    "linear": lambda s: 1 - s,
+    "constant": lambda s: 1.0,
+    "decreasing": lambda s: 0.25 * (math.cos(math.pi * s) + 1) ** 2,
+    "increasing-decreasing": lambda s: math.sin(math.pi * s) ** 2,
+}
+
+
+@pytest.mark.parametrize("diffusion", SIT_DIFFUSION)
+@pytest.mark.parametrize("last_step", ["mean", "euler", "tweedie"])
+def test_the_sde_is_sits_in_its_own_time(diffusion: Any, last_step: Any) -> None:
+    """A loop in float64 from 0 (noise) to 1 (data), with SiT's velocity, its score, and noise drawn image by image."""
+    labels, steps, numbers = Conditioning(labels=torch.tensor([0, 1, 0])), 12, (4, 1, 9)
+    snapshot = snapshot_of(OBJECTIVES[0], 0.5)
+    solver = Solver("sde", steps=steps, guidance=2.0, interval=(0.1, 0.9), diffusion=diffusion, last_step=last_step)
+    found = draw_latents(snapshot, labels, size=(8, 8), seed=3, solver=solver, numbers=numbers)
+
+    keys = [torch.Generator().manual_seed(keyed_hash(3, n) % 2**63) for n in numbers]
+    forward = Guided(snapshot, labels, solver, CPU, (2, 8, 8))
+
+    def draw_noise() -> Tensor:
+        return torch.stack([torch.randn((2, 8, 8), generator=key) for key in keys]).double()
+
+    x = draw_noise()
+    times = [0.96 * i / (steps - 1) for i in range(steps)]
+    width = times[1]
+    for s in times:
+        velocity = -forward(x.float(), 1000 * (1 - s)).double()
+        score = (s * velocity - x) / (1 - s)
+        drift = velocity + SIT_DIFFUSION[diffusion](s) * score
+        if s < times[-1]:
+            x = x + drift * width + math.sqrt(2 * SIT_DIFFUSION[diffusion](s) * width) * draw_noise()
+        elif last_step == "tweedie":
+            x = x / s + (1 - s) ** 2 / s * score
+        else:
+            x = x + 0.04 * (drift if last_step == "mean" else velocity)
+    torch.testing.assert_close(found, x.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("diffusion", SIT_DIFFUSION)
+@pytest.mark.parametrize("shift", [0.3, 1.0, 3.0])
+def test_every_diffusion_has_the_marginals_of_the_flow(diffusion: str, shift: float) -> None:
+    how = {"sampler": "sde", "steps": 400, "diffusion": diffusion, "shift": shift, "last_step": "tweedie"}
+    latents = draw(OBJECTIVES[0], 0.5, count=64, **how)
+    for part, mean in ((latents[:32], 0.7), (latents[32:], -1.2)):
+        assert part.mean() == pytest.approx(mean, abs=0.03)
+        assert part.std() == pytest.approx(0.5, abs=0.03)
+    assert (draw(OBJECTIVES[0], 0.5, seed=1, **how) - draw(OBJECTIVES[0], 0.5, seed=1, **how)).abs().max() == 0
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS["flow"])
+def test_the_shift_of_sampling_takes_the_place_of_that_of_training(sampler: Sampler) -> None:
+    trained = ObjectiveSection(kind="flow", shift=10 / 3)
+    own, asked = (
+        draw(one, 0.5, steps=6, sampler=sampler, shift=s) for one, s in ((trained, None), (OBJECTIVES[0], 10 / 3))
+    )
+    assert torch.equal(own, asked)
+    assert (draw(OBJECTIVES[0], 0.5, steps=6, sampler=sampler) - asked).abs().max() > 1e-3
+
+
+def dpm_by_its_formula(x: Tensor, velocity: Callable[[Tensor, float], Tensor], steps: int, shift: float) -> Tensor:
+    """DPM-Solver++ of second order, multistep, in float64 (Lu et al. 2022, algorithm 2), at Sana's times."""
+    even = [1 - (1 - 1 / 1000) * i / steps for i in range(steps)]
+    even = [t - 1 / 1000 for t in even]  # from just before the noise; the end, no noise at all, comes below
+    sigmas = [shift * t / (1 + (shift - 1) * t) for t in even]
+    x, previous, h_before = x.double(), None, 0.0
+    for i, sigma in enumerate(sigmas):
+        data = x - sigma * velocity(x, 1000 * sigma).double()
+        if i == len(sigmas) - 1:
+            return data
+        after = sigmas[i + 1]
+        h = math.log((1 - after) / after) - math.log((1 - sigma) / sigma)
+        guess = data if previous is None else data + (data - previous) * h / (2 * h_before)
+        x = after / sigma * x + (1 - after) * (1 - math.exp(-h)) * guess
+        previous, h_before = data, h
+    raise AssertionError("no steps")
+
+
+def test_the_flow_solver_draws_as_sana_does() -> None:
+    from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
+
+    objective, labels = ObjectiveSection(kind="flow", shift=3.0), Conditioning(labels=torch.tensor([0, 1]))
+    snapshot, solver = snapshot_of(objective, 0.5), Solver("dpm", steps=20, guidance=4.5)
+    found = draw_latents(snapshot, labels, size=(8, 8), seed=3, solver=solver)
+
+    shape, keys = (2, 8, 8), [torch.Generator().manual_seed(keyed_hash(3, n) % 2**63) for n in (0, 1)]
+    noise, forward = (
+        torch.stack([torch.randn(shape, generator=key) for key in keys]),
+        Guided(snapshot, labels, solver, CPU, (2, 8, 8)),
+    )
+    own = dpm_by_its_formula(noise, lambda x, t: forward(x.float(), t), 20, 3.0)
+    torch.testing.assert_close(found, own.float(), rtol=1e-4, atol=1e-4)
+
+    scheduler: Any = DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, algorithm_type="dpmsolver++"
+    )
+    scheduler.set_timesteps(20)
+    x, rounded = noise, noise
+    for t, sigma in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
+        x = scheduler.step(forward(x, 1000 * float(sigma)), t, x).prev_sample
+    torch.testing.assert_close(found, x)
+    scheduler.set_timesteps(20)
+    for t in scheduler.timesteps:
+        rounded = scheduler.step(forward(rounded, float(t)), t, rounded).prev_sample
+    assert 1e-4 < (found - rounded).abs().max() < 0.1  # the pipeline's whole times are others
+
+
+@pytest.mark.parametrize("steps", [900, 999])
+def test_the_flow_solver_starts_at_its_first_time_with_any_number_of_steps(steps: int) -> None:
+    latents = draw(ObjectiveSection(kind="flow", shift=6.0), 0.0, steps=steps, sampler="dpm")
+    torch.testing.assert_close(latents[0], torch.full((2, 8, 8), 0.7), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_products_are_in_tf32_where_asked_and_only_while_drawing(tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, seen = Known.forward, set[tuple[bool, bool]]()
+
+    def flags() -> tuple[bool, bool]:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+    def watch(self: Known, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
+        seen.add(flags())
+        return forward(self, x, t, conditioning)
+
+    monkeypatch.setattr(Known, "forward", watch)
+    solver = Solver(steps=2, guidance=1.0, tf32=tf32)
+    label = Conditioning(labels=torch.tensor([0]))
+    with float32_products(not tf32):
+        draw_latents(snapshot_of(OBJECTIVES[0], 0.5), label, size=(8, 8), seed=0, solver=solver)
+        assert flags() == (not tf32, not tf32)
+    assert seen == {(tf32, tf32)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampler", "steps", "words"),
+    [
+        ("flow", "ddim", 50, "--sampler ddim.*flow"),
+        ("ddpm", "euler", 50, "--sampler euler.*ddpm"),
+        ("ddpm", "ddpm", 1, r"--steps 1.*2 at least"),
+        ("ddpm", "dpm", 1000, "--sampler dpm needs 999 at most"),
+    ],
+)
+def test_a_sampler_or_steps_that_the_objective_does_not_have_are_refused(
+    kind: Any, sampler: Sampler, steps: int, words: str
+) -> None:
+    with pytest.raises(RecipeError, match=words):
+        draw(ObjectiveSection(kind=kind), 0.5, sampler=sampler, steps=steps)

@@ -1,1 +1,0 @@
-"""Networks whose features are compared, and how pictures become their input."""

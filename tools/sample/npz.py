@@ -1,0 +1,168 @@
+"""Arrays of .npz files of any size: written in parts, and read by ranges of rows.
+
+``numpy.load`` allocates what a header claims and loads whole arrays; 50,000 images of 256 px have 10 GB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from tokenize import TokenError
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib import format as npy
+
+from ...datasets.disk.files import write_atomic
+from ...datasets.errors import DamageError, SourceError
+from ...precompute.importing.formats.untrusted.arrays import HEADERS, MAX_HEADER, ZIP_ERRORS
+
+DTYPES = ("uint8", "int32", "int64", "float32", "float64")
+ZIP_TIME = (1980, 1, 1, 0, 0, 0)  # so that equal arrays give equal files
+TEXT = "leandit"  # array of UTF-8 bytes that describes the others
+
+
+class Rows(NamedTuple):
+    """An array that is written a part at a time, (n, ...) rows each."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: Iterable[np.ndarray]
+
+
+def write_npz(path: Path, arrays: Mapping[str, np.ndarray | Rows], text: Mapping[str, Any] | None = None) -> None:
+    """Write arrays and a description, uncompressed and atomically; ``numpy.load`` reads them too."""
+    described = {} if text is None else {TEXT: np.frombuffer(json.dumps(text, sort_keys=True).encode(), np.uint8)}
+    write_atomic(path, npz_parts({**arrays, **described}))
+
+
+def npz_parts(arrays: Mapping[str, np.ndarray | Rows]) -> Iterator[bytes]:
+    """The bytes of an uncompressed .npz, a part of an array at a time."""
+    written: Any = _Written()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            rows = array if isinstance(array, Rows) else Rows(array.shape, array.dtype.str, [array])
+            header = {"descr": rows.dtype, "fortran_order": False, "shape": rows.shape}
+            with archive.open(zipfile.ZipInfo(f"{name}.npy", ZIP_TIME), "w", force_zip64=True) as member:
+                npy.write_array_header_1_0(member, header)
+                for part in rows.parts:
+                    member.write(part.tobytes())
+                    yield written.take()
+    yield written.take()
+
+
+class _Written(bytearray):
+    """What a ``ZipFile`` has written since the last ``take``; it cannot seek, so no byte changes later."""
+
+    def write(self, data: bytes) -> int:
+        self.extend(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Called by ``ZipFile``."""
+
+    def take(self) -> bytes:
+        taken = bytes(self)
+        self.clear()
+        return taken
+
+
+class Npz:
+    """The arrays of an untrusted .npz file.
+
+    Raises: SourceError: there is no such file; DamageError: it is not one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise SourceError(f"'{path}': there is no such file. Check the path.")
+        try:
+            with zipfile.ZipFile(path) as archive:
+                self._members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+        except ZIP_ERRORS as error:
+            raise DamageError(f"'{path}': not a .npz file ({error}). Make it again.") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._members
+
+    def checksum(self, name: str) -> int:
+        """CRC-32 of an array, from the directory of the file."""
+        return self._members[name].CRC
+
+    def shape(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of an array, from its header.
+
+        Raises: DamageError.
+        """
+        with self._open(name) as (_, shape, dtype):
+            return shape, dtype
+
+    def rows(self, name: str, ranges: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
+        """Rows of an array from a start to a stop, for each range in ascending order.
+
+        Raises: DamageError.
+        """
+        with self._open(name) as (member, shape, dtype):
+            row_bytes, first = math.prod(shape[1:]) * dtype.itemsize, member.tell()
+            for start, stop in ranges:
+                member.seek(first + start * row_bytes)
+                content = member.read((stop - start) * row_bytes)
+                if len(content) != (stop - start) * row_bytes:
+                    raise ValueError(f"array '{name}' ends before row {stop}")
+                yield np.frombuffer(content, dtype).reshape(stop - start, *shape[1:])
+
+    def read(self, name: str) -> np.ndarray:
+        """A whole array.
+
+        Raises: DamageError.
+        """
+        shape, _ = self.shape(name)
+        if not shape:
+            raise DamageError(f"'{self.path}': array '{name}' is a single number. Make the file again.")
+        return next(self.rows(name, [(0, shape[0])]))
+
+    def text(self) -> dict[str, Any] | None:
+        """The description that ``write_npz`` has stored; None: the file is of another program.
+
+        Raises: DamageError.
+        """
+        if TEXT not in self:
+            return None
+        try:
+            found = json.loads(self.read(TEXT).tobytes())
+        except ValueError as error:
+            raise DamageError(f"'{self.path}': its description is damaged ({error}). Make it again.") from error
+        return found if isinstance(found, dict) else None
+
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Iterator[tuple[Any, tuple[int, ...], np.dtype]]:
+        """An array at its first row, its shape and dtype; errors meanwhile are damage."""
+        if name not in self:
+            raise DamageError(f"'{self.path}': it has no array '{name}'. Make the file again.")
+        info = self._members[name]
+        try:
+            with zipfile.ZipFile(self.path) as archive, archive.open(info) as member:
+                yield member, *_read_header(member, info.file_size)
+        except (ValueError, EOFError, OSError, *ZIP_ERRORS) as error:
+            raise DamageError(f"'{self.path}': array '{name}': {error}. Make the file again.") from error
+
+
+def _read_header(member: Any, num_bytes: int) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of an array, which must have exactly its bytes; raises ValueError."""
+    version = npy.read_magic(member)
+    if version not in HEADERS:
+        raise ValueError(f"version {version} of the npy format, expected 1.0 or 2.0")
+    try:
+        shape, by_columns, dtype = HEADERS[version](member, max_header_size=MAX_HEADER)
+    except (TokenError, SyntaxError, RecursionError, TypeError) as error:
+        raise ValueError(f"its header is not one of an array ({type(error).__name__})") from error
+    if dtype.hasobject or dtype.name not in DTYPES or by_columns:
+        raise ValueError(f"it holds {dtype}{' by columns' if by_columns else ''}, expected {', '.join(DTYPES)} by rows")
+    if min(shape, default=0) < 0 or member.tell() + math.prod(shape) * dtype.itemsize != num_bytes:
+        raise ValueError(f"its header claims shape {shape}, it has {num_bytes} bytes")
+    return shape, dtype

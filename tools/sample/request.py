@@ -1,0 +1,129 @@
+"""What to draw: the options of ``leandit sample``, most of which ``leandit evaluate`` shares. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Option
+
+from ...datasets.errors import RecipeError
+from ...datasets.format.class_names import ClassNames
+
+DEFAULT_COUNT = 16
+LARGEST_GRID = 256  # images; a larger number becomes a set of files
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """What to draw, and how. A field with an ``Option`` is one of the command line.
+
+    Args:
+      store: with captions; None: the store that the run trained on.
+    """
+
+    labels: Annotated[list[str], Option("--label", help="Class name, folder (wnid) or index; repeatable.")] = field(
+        default_factory=list
+    )
+    captions: Annotated[list[str], Option("--caption", help="Caption; repeatable.")] = field(default_factory=list)
+    count: Annotated[
+        int | None,
+        Option("--num", min=1, help="Images of each label or caption, else of all; without it 1 of each, else 16."),
+    ] = None
+    batch: Annotated[int, Option(min=1, help="Images drawn at once.")] = 64
+    bucket: Annotated[str | None, Option(help="HxW in pixels, else the most common bucket.")] = None
+    guidance: Annotated[float, Option(help="Classifier-free guidance; 1 is none.")] = 4.0
+    guidance_interval: Annotated[str, Option(metavar="LOW,HIGH", help="Times of guidance: 0 is data, 1 noise.")] = "0,1"
+    guided_channels: Annotated[
+        int, Option("--guidance-channels", min=0, help="Guide only the first channels; 0: all.")
+    ] = 0
+    sampler: Annotated[
+        Literal["auto", "euler", "heun", "sde", "ddim", "dpm", "ddpm"],
+        Option(help="flow: euler, heun, dpm, sde. ddpm: ddim, dpm, ddpm."),
+    ] = "auto"
+    shift: Annotated[
+        float | None, Option(min=0.01, help="Shift of the times of flow towards noise, else that of training.")
+    ] = None
+    diffusion: Annotated[
+        Literal["sigma", "linear", "constant", "decreasing", "increasing-decreasing"],
+        Option(help="Diffusion coefficient of --sampler sde."),
+    ] = "sigma"
+    last_step: Annotated[
+        Literal["mean", "euler", "tweedie"], Option(help="Last step of --sampler sde, without noise.")
+    ] = "mean"
+    steps: Annotated[int, Option(min=1, max=1000, help="Steps of the solver.")] = 50
+    seed: Annotated[int, Option(min=0, help="Seed of the noise.")] = 0
+    precision: Annotated[
+        Literal["fp32", "tf32", "bf16"], Option(help="Of the model's forwards; tf32 and bf16 need a GPU.")
+    ] = "fp32"
+    compiled: Annotated[
+        bool | None,
+        Option("--compile/--no-compile", help="torch.compile the blocks; else a GPU does for many images."),
+    ] = None
+    recipe: Annotated[str, Option(help="Train recipe of a published checkpoint, given as RUN.")] = ""
+    encoders: Annotated[str, Option(help="Precompute recipe of its VAE and text encoder.")] = ""
+    vae: Annotated[str | None, Option(help="Folder or hub id to decode with, else the store's VAE.")] = None
+    text: Annotated[str | None, Option(help="Folder or hub id for captions not in the store.")] = None
+    base: Annotated[str, Option(help="Current place of the weights that the adapters of a run were trained on.")] = ""
+    weights: Annotated[
+        Literal["averaged", "raw"], Option(help="Of a run: averaged, or raw as the newest checkpoint has them.")
+    ] = "averaged"
+    store: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raise RecipeError for an interval that is none."""
+        _ = self.interval
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Times of guidance.
+
+        Raises: RecipeError: not two times in order.
+        """
+        try:
+            low, high = map(float, self.guidance_interval.split(","))
+        except ValueError:
+            low, high = 1.0, 0.0
+        if not 0 <= low <= high <= 1:
+            raise RecipeError(
+                f"--guidance-interval '{self.guidance_interval}': expected two times from 0 (data) to 1 (noise), as "
+                "0.1,0.8."
+            )
+        return low, high
+
+    @property
+    def num_subjects(self) -> int:
+        """Number of labels or captions."""
+        return len(self.labels) + len(self.captions)
+
+    @property
+    def total(self) -> int:
+        """Number of images."""
+        return self.num_subjects * (self.count or 1) if self.num_subjects else self.count or DEFAULT_COUNT
+
+    @property
+    def is_published(self) -> bool:
+        """Whether a published checkpoint draws, not a run."""
+        return bool(self.recipe or self.encoders)
+
+
+def find_labels(state: Mapping[str, Any], labels: Sequence[int | str], captions: Sequence[str]) -> list[int]:
+    """The index of each class, given by name, folder or index.
+
+    Args:
+      state: of a snapshot.
+    Raises: RecipeError: labels for a model of captions, or captions for a model of labels; no class has the name, or
+      several have.
+    """
+    spec = state["spec"]
+    if labels and spec["caption_width"]:
+        raise RecipeError(f"--label: model '{spec['name']}' takes captions. Use --caption.")
+    if captions and not spec["caption_width"]:
+        raise RecipeError(f"--caption: model '{spec['name']}' takes class labels. Use --label.")
+    classes = ClassNames(state["classes"], state.get("class_names"))
+    try:
+        return [classes.find(label, num_labels=spec["num_classes"]) for label in labels]
+    except RecipeError as error:
+        raise RecipeError(f"--label: {error}") from error
