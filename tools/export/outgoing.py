@@ -22,6 +22,7 @@ from ...datasets.maintenance.verify import verify_store
 from ...datasets.recipe import values_to_toml
 from ...datasets.revisions.encoder_paths import portable_spec, without_local_folders
 from ...datasets.store import LatentStore
+from ..inspection.store_facts import StoreFacts
 from ..terminal.text import printable
 from .card import CARD, SHEET, Terms, run_card, store_card
 from .hub import HubRepository, OutgoingFile
@@ -78,7 +79,7 @@ def outgoing_store(root: Path, hub: HubRepository, terms: Terms, *, pictures: bo
         hub.address,
         StoreSpec.model_validate(portable_spec(opened.spec.model_dump())),
         found.manifest,
-        _reject_counts(opened),
+        StoreFacts(opened).records["rejects"],
         sum(entry.bytes for entry in found.entries.values()),
         terms,
         has_sheet=pictures,
@@ -111,16 +112,11 @@ def _verify(root: Path) -> list[str]:
     return [one.path for one in checked.findings]
 
 
-def _reject_counts(store: LatentStore) -> dict[str, int]:
-    counts = store.record_columns(("reason",))["reason"].value_counts().to_pylist()
-    return {entry["values"]: entry["counts"] for entry in counts if entry["values"] is not None}
-
-
 def _contact_sheet(store: LatentStore, vae: str | None) -> bytes:
-    from ..inspection.contact_sheet import SheetOptions, write_sheet
+    from ..inspection.contact_sheet import write_sheet
 
     with tempfile.TemporaryDirectory(prefix="leandit-publish-") as scratch:
-        write_sheet(store, Path(scratch) / SHEET, SheetOptions(vae=vae))
+        write_sheet(store, Path(scratch) / SHEET, vae=vae)
         return (Path(scratch) / SHEET).read_bytes()
 
 
