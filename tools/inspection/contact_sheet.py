@@ -28,18 +28,12 @@ Originals = Mapping[str, np.ndarray]
 
 
 class ShownRecord(NamedTuple):
-    """A stored record that is shown as an image.
+    """A stored record that is shown as an image; the caption is its first one, else its class, else empty."""
 
-    Args:
-      position: in the records table.
-      row: in ``store.latents(bucket)``.
-      caption: the first one, else the class, else nothing.
-    """
-
-    position: int
+    position: int  # in the records table
     key: str
     bucket: str
-    row: int
+    row: int  # in ``store.latents(bucket)``
     caption: str
 
 
@@ -74,7 +68,7 @@ def write_sheet(
         if not rejected:
             raise StoreError(f"store '{store.path}': it has no rejects, so there is nothing to show.")
         originals = read_originals(store, source, [reject["key"] for reject in rejected]) if source else {}
-        image, shown = rejects_sheet(rejected, originals), f"{len(rejected)} rejected records"
+        image, shown = draw_sheet(reject_cells(rejected, originals)), f"{len(rejected)} rejected records"
     else:
         if key:
             records = [_record(store, key)]
@@ -158,22 +152,19 @@ def store_sheet(
     return draw_sheet(cells, with_originals=originals is not None)
 
 
-def rejects_sheet(rejects: Sequence[Mapping[str, Any]], originals: Originals) -> Image.Image:
-    """Contact sheet of rejected records, at least one: the source image if it can be read, and the reason."""
-    return draw_sheet([Cell(reject_image(one, originals), reject_reason(one), one["key"]) for one in rejects])
+def reject_cells(rejects: Sequence[Mapping[str, Any]], originals: Originals) -> list[Cell]:
+    """Rejected records: their source images if they can be read, and the reasons.
 
-
-def reject_image(reject: Mapping[str, Any], originals: Originals) -> np.ndarray | None:
-    """The source image of a rejected record; None if it cannot be read.
-
-    None for a duplicate key too: the source image with that key belongs to the accepted record.
+    A duplicate key has no image: the source image with that key belongs to the accepted record.
     """
-    return None if reject["reason"] == DUPLICATE else originals.get(reject["key"])
-
-
-def reject_reason(reject: Mapping[str, Any]) -> str:
-    """Why a record was rejected."""
-    return f"{reject['reason']}: {reject['detail'] or ''}"
+    return [
+        Cell(
+            None if one["reason"] == DUPLICATE else originals.get(one["key"]),
+            f"{one['reason']}: {one['detail'] or ''}",
+            one["key"],
+        )
+        for one in rejects
+    ]
 
 
 def read_originals(store: LatentStore, source: SourcePaths, keys: Sequence[str]) -> Originals:

@@ -329,17 +329,17 @@ class StoreFacts:
 
     def _rows_to_scan(self) -> dict[str, np.ndarray]:
         """Rows to read of each bucket: all up to SCAN_BYTES, else an even sample; at a URL in whole shards."""
-        store = self.store
-        rows = {bucket: store.index(bucket).rows for bucket in store.buckets}
-        total = sum(len(rows[bucket]) * store.latents(bucket).row_bytes for bucket in rows)
-        step = max(1, -(-total // (SCAN_BYTES_AT_URL if store.remote else SCAN_BYTES)))
-        if not store.remote:
+        arrays = {bucket: self.store.latents(bucket) for bucket in self.store.buckets}
+        rows = {bucket: self.store.index(bucket).rows for bucket in arrays}
+        total = sum(len(rows[bucket]) * array.row_bytes for bucket, array in arrays.items())
+        step = max(1, -(-total // (SCAN_BYTES_AT_URL if self.store.remote else SCAN_BYTES)))
+        if not self.store.remote:
             return {bucket: bucket_rows[::step] for bucket, bucket_rows in rows.items()}
         chosen, num_shards = {}, 0
-        for bucket, bucket_rows in rows.items():
-            shard_rows = store.latents(bucket).shard_rows
-            chosen[bucket] = bucket_rows[(num_shards + bucket_rows // shard_rows) % step == 0]
-            num_shards += -(-len(bucket_rows) // shard_rows)
+        for bucket, array in arrays.items():
+            shards = num_shards + rows[bucket] // array.shard_rows
+            chosen[bucket] = rows[bucket][shards % step == 0]
+            num_shards += -(-len(rows[bucket]) // array.shard_rows)
         return chosen
 
 

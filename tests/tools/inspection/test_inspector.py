@@ -23,7 +23,7 @@ from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
 from leandit.tools.demo.pictures import draw_scene, main_object_of, make_scenes, read_main_object
 from leandit.tools.inspection import store_facts
-from leandit.tools.inspection.contact_sheet import read_originals, rejects_sheet, write_sheet
+from leandit.tools.inspection.contact_sheet import read_originals, reject_cells, write_sheet
 from leandit.tools.inspection.grid import (
     CELL_PX,
     FONT_PX,
@@ -297,7 +297,7 @@ def test_rejects_are_drawn_with_what_can_be_read() -> None:
         {"key": "b.png", "reason": "x", "detail": ""},
         {"key": "a.png", "reason": "duplicate_key", "detail": "the first one is kept"},
     ]
-    pixels = np.asarray(rejects_sheet(rejects, {"a.png": np.zeros((8, 8, 3), np.uint8)}))
+    pixels = np.asarray(draw_sheet(reject_cells(rejects, {"a.png": np.zeros((8, 8, 3), np.uint8)})))
     assert frames_of(pixels) == 3
     middles = [pixels[MARGIN_PX + CELL_PX // 2, i * (CELL_PX + MARGIN_PX) + MARGIN_PX + CELL_PX // 2] for i in range(3)]
     assert [(middle == 0).all() for middle in middles] == [True, False, False]

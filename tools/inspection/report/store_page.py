@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from ....datasets.format.table_schemas import REJECT_REASONS
 from ....datasets.order.filters import ScoreTable
@@ -15,38 +15,13 @@ from ....datasets.units import readable_size
 from .. import store_text
 from ..store_facts import StoreFacts
 from .page import Alert, Section, render_page, write_page
-from .pictures import Thumbnail
 from .store_alerts import find_alerts
 from .store_figures import bucket_figures, byte_figures, caption_figures, class_figures, latent_figures
-from .store_sheets import Progress, Sheet, bucket_sheets, reject_thumbnails
+from .store_sheets import Progress, bucket_sheets, reject_thumbnails
 
 MAX_REJECTS = 200  # that are listed
 NUM_EXTREMES = 10  # smallest and largest classes that are listed
 TITLES = ("Identity", "Records", "Buckets", "Pictures", "Captions", "Features", "Classes", "Latents", "Bytes")
-
-
-class ShownStore(NamedTuple):
-    """A store of a page: its facts, decoded images of each bucket with a note about them, and source images of
-    rejects."""
-
-    facts: StoreFacts
-    sheets: list[Sheet]
-    note: str
-    rejects: list[Thumbnail]
-
-    @property
-    def recipe(self) -> list[str]:
-        """A line for each key of the recipe."""
-        recipe = flatten(self.facts.spec.recipe)
-        return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]
-
-    @property
-    def classes(self) -> list[tuple[str, int]]:
-        """Classes and their records, the smallest first; empty if all of them are drawn as bars."""
-        counts, names = self.facts.classes, self.facts.store.class_names
-        if counts is None or len(counts) <= NUM_EXTREMES:
-            return []
-        return [(names.describe(label), int(counts[label])) for label in counts.argsort(kind="stable").tolist()]
 
 
 def report_stores(
@@ -82,7 +57,11 @@ def report_stores(
         sheets, note = bucket_sheets(
             facts.store, count=count, vae=vae, scores=scores, seed=seed, num_stores=len(stores), progress=progress
         )
-        shown.append(ShownStore(facts, sheets, note, reject_thumbnails(facts, source) if source else []))
+        rejects = reject_thumbnails(facts, source) if source else []
+        recipe = [
+            f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in flatten(facts.spec.recipe).items()
+        ]
+        shown.append({"facts": facts, "sheets": sheets, "note": note, "rejects": rejects, "recipe": recipe})
     alerts = [
         Alert(f"{facts.name}: {alert.text}" if len(stores) > 1 else alert.text, alert.section)
         for facts in stores
@@ -92,10 +71,10 @@ def report_stores(
     return [("size", readable_size(num_bytes)), *[("warning", alert.text) for alert in alerts]]
 
 
-def _page(shown: Sequence[ShownStore], alerts: Sequence[Alert]) -> str:
-    stores = [store.facts for store in shown]
+def _page(shown: Sequence[dict[str, Any]], alerts: Sequence[Alert]) -> str:
+    stores: list[StoreFacts] = [store["facts"] for store in shown]
     absent = {
-        "Pictures": not any(store.sheets for store in shown),
+        "Pictures": not any(store["sheets"] for store in shown),
         "Captions": not any(facts.captions for facts in stores),
         "Features": not any(facts.spec.groups for facts in stores),
         "Classes": not any(facts.store.num_classes for facts in stores),

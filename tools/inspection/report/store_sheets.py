@@ -11,7 +11,7 @@ import numpy as np
 from ....datasets.errors import EncoderError
 from ....datasets.order.filters import ScoreTable, read_scores
 from ....datasets.store import LatentStore
-from ..contact_sheet import read_originals, reject_image, reject_reason, shown_records
+from ..contact_sheet import read_originals, reject_cells, shown_records
 from ..grid import spread
 from ..store_facts import StoreFacts
 from .page import several
@@ -59,7 +59,8 @@ def bucket_sheets(
     if not count or not buckets:
         return [], ""
     each = max(1, min(count, MAX_IMAGES // num_stores // len(buckets)))
-    most = each * len(buckets) * num_stores
+    total = each * len(buckets) * num_stores
+    side_px, most_bytes = LARGE_PX if total <= MANY else SMALL_PX, PAGE_BYTES // total
     decode, note = _decoder(store, vae)
     values = _read_scores(store, scores) if scores else None
     records = shown_records(store, {name: choose_rows(store, name, each, values, seed) for name in buckets})
@@ -68,17 +69,9 @@ def bucket_sheets(
         progress("decode", number, len(buckets))
         thumbnails = []
         for record in group:
-            row = store.latents(bucket).take(np.array([record.row]))[0]
-            score = "" if values is None else f"score {values[record.position]:.4g}; "
-            thumbnails.append(
-                thumbnail(
-                    decode(row),
-                    key=record.key,
-                    text=f"{score}{record.caption}",
-                    side_px=LARGE_PX if most <= MANY else SMALL_PX,
-                    most_bytes=PAGE_BYTES // most,
-                )
-            )
+            pixels = decode(store.latents(bucket).take(np.array([record.row]))[0])
+            text = record.caption if values is None else f"score {values[record.position]:.4g}; {record.caption}"
+            thumbnails.append(thumbnail(pixels, key=record.key, text=text, side_px=side_px, most_bytes=most_bytes))
         sheets.append(Sheet(f"{bucket}: {several(store.buckets[bucket], 'record')}", thumbnails))
     progress("decode", len(buckets), len(buckets))
     if len(store.buckets) > len(buckets):
@@ -109,10 +102,8 @@ def reject_thumbnails(facts: StoreFacts, source: list[str]) -> list[Thumbnail]:
     if not rejects:
         return []
     originals = read_originals(facts.store, source, [one["key"] for one in rejects])
-    return [
-        thumbnail(reject_image(one, originals), key=one["key"], text=reject_reason(one), side_px=SMALL_PX)
-        for one in rejects
-    ]
+    cells = reject_cells(rejects, originals)
+    return [thumbnail(cell.pixels, key=cell.key, text=cell.caption, side_px=SMALL_PX) for cell in cells]
 
 
 def _read_scores(store: LatentStore, scores: ScoreTable) -> np.ndarray:
