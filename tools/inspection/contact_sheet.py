@@ -105,19 +105,14 @@ def choose_records(
       bucket, label: choose from these only.
     Raises: StoreError: no record matches; UnknownKey: the store has no such bucket.
     """
-    places = {
-        name: np.flatnonzero(index.labels == label) if label is not None else np.arange(len(index))
-        for name in ([bucket] if bucket else store.buckets)
-        for index in [store.index(name)]
-    }
-    ends = np.cumsum([0, *map(len, places.values())]).tolist()
-    if not ends[-1]:
+    buckets = [bucket] if bucket else list(store.buckets)
+    indexes = [store.index(name) for name in buckets]
+    parts = [np.arange(len(one)) if label is None else np.flatnonzero(one.labels == label) for one in indexes]
+    numbers = np.repeat(np.arange(len(buckets)), [len(part) for part in parts])
+    if not len(numbers):
         raise StoreError(f"store '{store.path}': it holds no such records, so there is nothing to show.")
-    chosen = spread(ends[-1], count)
-    of_buckets = zip(places.items(), ends, ends[1:], strict=False)
-    return shown_records(
-        store, {name: own[chosen[(start <= chosen) & (chosen < end)] - start] for (name, own), start, end in of_buckets}
-    )
+    places, chosen = np.concatenate(parts), spread(len(numbers), count)
+    return shown_records(store, {name: places[chosen[numbers[chosen] == i]] for i, name in enumerate(buckets)})
 
 
 def shown_records(store: LatentStore, places: Mapping[str, np.ndarray]) -> list[ShownRecord]:

@@ -53,15 +53,7 @@ class StoreFacts:
     def to_json(self) -> dict[str, Any]:
         """The facts of ``leandit inspect --json``, as plain values."""
         store, spec = self.store, self.spec
-        of_store = (
-            "complete",
-            "revision",
-            "newest_revision",
-            "unfinished_revision",
-            "root_hash",
-            "num_classes",
-            "buckets",
-        )
+        of_store = ("complete", "revision", "newest_revision", "unfinished_revision", "root_hash", "num_classes")
         texts = {one.name: self.text_facts(one) for one in spec.text_encoders}
         first = next(iter(texts.values()), {"caption_tokens": None, "caption_quality": None})
         return {
@@ -69,6 +61,7 @@ class StoreFacts:
             **{name: getattr(store, name) for name in of_store},
             **{name: getattr(spec, name) for name in ("format_version", "fingerprint", "codec")},
             **self.records,
+            "buckets": store.buckets,
             "classes": store.class_names.summary(),
             "num_captions": store.captions.num_rows,
             "num_caption_tokens": self.num_caption_tokens,

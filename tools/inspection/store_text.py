@@ -79,6 +79,7 @@ def captions(facts: StoreFacts) -> Rows:
     """Uses of captions, and of each text encoder what is stored of them and how well."""
     if not (found := facts.captions):
         return {}
+    num_distinct = found["num_distinct"] or facts.store.captions.num_rows  # of ``used_lengths``
     rows: Rows = {
         "distinct captions": f"{facts.store.captions.num_rows:,}, {facts.num_caption_tokens:,} tokens",
         "captions of records": f"{found['num_uses']:,}, {counted(found['num_distinct'], found['num_uses'])} distinct",
@@ -98,7 +99,7 @@ def captions(facts: StoreFacts) -> Rows:
         ]
         rows[f"tokens {encoder.name}".strip()] = [
             f"min {lengths['min']}, median {lengths['median']}, 95 % {lengths['p95']}, max {lengths['max']}",
-            f"{counted(lengths['num_truncated'], found['num_distinct'])} cut at {spec.max_tokens} tokens",
+            f"{counted(lengths['num_truncated'], num_distinct)} cut at {spec.max_tokens} tokens",
             f"{lengths['padding_avoided']:g} times fewer than padded",
         ]
     return rows

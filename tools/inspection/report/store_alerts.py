@@ -65,14 +65,14 @@ def _records(facts: StoreFacts) -> Iterator[Alert]:
 
 
 def _captions(facts: StoreFacts) -> Iterator[Alert]:
-    if not (captions := facts.captions):
+    captions, stored = facts.captions, facts.records["num_stored"]
+    if not captions or not stored:
         return
     for one in facts.spec.text_encoders:
         if cut := facts.used_lengths(one)["num_truncated"]:
             distinct, of = captions["num_distinct"], f" for the encoder '{one.name}'" if one.name else ""
             counted = f"{share(cut, distinct)} of captions ({cut:,} of {distinct:,})"
             yield Alert(f"{counted} are cut at {one.spec.max_tokens} tokens{of}.", "captions")
-    stored = facts.records["num_stored"]
     if captions["most_uses"] >= max(MIN_EQUAL, SHARE_OF_ONE_CAPTION * stored):
         text = captions["repeated"][0][0][:80]
         uses = f"One caption appears {captions['most_uses']:,} times in a store of {stored:,} records"
