@@ -158,7 +158,7 @@ except SystemExit as end:
     assert not end.code, end.code
 """
     modules = loaded_after(code, str(label_store.path), cwd=tmp_path)
-    assert "leandit.tools.inspection.summary" in modules
+    assert "leandit.tools.inspection.store_facts" in modules
     assert [name for name in modules if name.split(".")[0] in ("torch", "diffusers", "transformers")] == []
 
 

@@ -54,7 +54,7 @@ from leandit.precompute.encoders.vision.features import FeatureEncoder
 from leandit.precompute.sources.files.record import MAX_CAPTION_CHARS, MAX_CAPTIONS, MAX_TEXT_BYTES, SourceRecord
 from leandit.precompute.sources.source import list_source
 from leandit.precompute.sources.tables.json_rows import MAX_LINE_BYTES
-from leandit.tools.inspection.summary import describe_record, ledger, summarise
+from leandit.tools.inspection.store_facts import StoreFacts, describe_record
 from leandit.tools.sample.request import SampleRequest
 from leandit.tools.sample.sampler import sample_grid
 from leandit.train.loop import StopRequest, train
@@ -155,9 +155,10 @@ def read_all(path: Path, *, allow_incomplete: bool = False) -> dict[str, Any]:
         record = store.record_at(i)
         if store.complete:
             describe_record(store, record)
-    ledger(store)
+    facts = StoreFacts(store)
+    _ = facts.rejected
     if store.complete:
-        summarise(store)
+        facts.to_json()
     return {"numbers": digest.hexdigest()}
 
 
@@ -422,7 +423,7 @@ def read_named(path: Path) -> None:
         for caption in range(store.captions.num_rows):
             text.stored_rows(caption)
         text.stored_null_rows  # noqa: B018
-    summarise(store)
+    StoreFacts(store).to_json()
 
 
 @pytest.mark.parametrize("spoil", OF_MANY.values(), ids=OF_MANY.keys())

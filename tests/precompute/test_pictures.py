@@ -46,8 +46,8 @@ from leandit.precompute.repair import Tools, repair
 from leandit.precompute.sharing.part import Part
 from leandit.precompute.sources.several import SourcePaths, list_sources
 from leandit.precompute.sources.source import list_source
-from leandit.tools.inspection.render import render
-from leandit.tools.inspection.summary import summarise
+from leandit.tools.inspection.store_facts import StoreFacts
+from leandit.tools.inspection.store_text import render
 from leandit.tools.plan.dry_run import describe_precompute
 
 BASE = ("vae.flip=true", "vae.batch_size=4", "text.kind=none", "source.max_reject_share=1")
@@ -600,12 +600,13 @@ def test_another_column_or_order_is_another_store(stores: Stores, source: Path) 
 
 
 def test_inspect_and_dry_run_tell_of_each(stores: Stores, source: Path) -> None:
-    summary = summarise(LatentStore(stores.whole))
+    facts = StoreFacts(LatentStore(stores.whole))
+    summary = facts.to_json()
     assert summary["pictures"]["mask"]["row_shape"] == [6, 10]
     assert {"picture copy", "picture edit", "picture mask"} <= summary["bytes"].keys()
-    shown = render(summary)
+    shown = render(facts)
     assert "picture edit        column 'source image', encoded as the latents" in shown
-    assert "picture mask        column 'mask', a mask, uint8 at the size of the latents" in shown
+    assert "picture mask        column 'mask', a mask, uint8, 6 x 10" in shown
     dry = describe_precompute(with_pictures(), source, CPU)
     assert dry.new_bytes is not None
     assert list(dry.new_bytes.beside) == ["picture copy", "picture edit", "picture mask"]

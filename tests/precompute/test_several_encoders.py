@@ -41,8 +41,8 @@ from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.planning.compare import Options
 from leandit.precompute.sharing.part import Part
-from leandit.tools.inspection.render import render
-from leandit.tools.inspection.summary import summarise
+from leandit.tools.inspection.store_facts import StoreFacts
+from leandit.tools.inspection.store_text import render
 
 BASE = ("vae.flip=true", "vae.batch_size=4", "store.text_dtype=int8")
 SHORT = ("text.short.kind=t5", "text.short.model=shipped:t5", "text.short.max_tokens=5", "text.short.full_length=true")
@@ -434,13 +434,14 @@ def test_a_wrong_shard_of_a_feature_is_refused_when_it_is_read(stores: Stores, t
 
 
 def test_inspect_tells_of_each(stores: Stores) -> None:
-    summary = summarise(LatentStore(stores.added))
+    facts = StoreFacts(LatentStore(stores.added))
+    summary = facts.to_json()
     assert summary["features"]["dino"]["spec"]["output"] == "both"
     assert summary["features"]["dino"]["bytes_per_record"] > 0
     assert summary["texts"]["short"]["caption_quality"]["min_cosine"] > 0.99
     assert {"feature dino", "captions short", "captions"} <= summary["bytes"].keys()
-    shown = render(summary)
-    assert "feature dino        patches and class token, 8 wide, stored as int8, 56 px for the model" in shown
+    shown = render(facts)
+    assert "feature dino        4 x 4 patches and class token, 8 wide, stored as int8, 56 px for the model" in shown
     width = LatentStore(stores.added).spec.texts[0].spec.width
     assert f"captions short      tokens, {width} wide, stored as int8, all 5 tokens" in shown
 

@@ -29,8 +29,8 @@ from ...train.weights import folders
 from ..inspection.contact_sheet import choose_records, store_sheet
 from ..inspection.decoder import LatentDecoder
 from ..inspection.grid import Cell, draw_sheet
-from ..inspection.render import render
-from ..inspection.summary import summarise
+from ..inspection.store_facts import StoreFacts
+from ..inspection.store_text import render
 from ..sample.request import SampleRequest
 from ..sample.sampler import ImageSampler
 from ..terminal.progress import ProgressLine
@@ -129,7 +129,7 @@ def _precompute(out: Path) -> tuple[int, int]:
 
 def _inspect(out: Path, say: Callable[[str], None]) -> tuple[int, int]:
     store = LatentStore(out / "store")
-    say(render(summarise(store)) + "\n")
+    say(render(StoreFacts(store)) + "\n")
     decoder = LatentDecoder.of_store(store, None, CPU)
     store_sheet(store, decoder, choose_records(store, count=24)).save(out / PICTURES["contact sheet"])
     return store.records.num_rows, 0

@@ -1,7 +1,8 @@
-"""Pictures in a grid with their captions below."""
+"""Images in a grid with their captions below."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +10,21 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from ..terminal.text import printable
+
 CELL_PX = 192
 COLUMNS = 6
 CAPTION_LINES = 3
 FONT_PX, LINE_PX = 13, 17
 MARGIN_PX, GAP_PX = 12, 4  # between cells; inside a cell
 ORIGINAL, DECODED = "original", "decoded"  # below the two pictures of a cell
+MAX_CHARS, DOTS = 1000, "..."  # of a text that is measured; in place of what is cut
 FRAME, EMPTY, KEY_COLOUR = (190, 190, 190), (236, 236, 236), (110, 110, 110)
+
+
+def spread(total: int, count: int) -> np.ndarray:
+    """Positions of ``count`` of ``total`` items, or of all, spread evenly from the first to the last."""
+    return np.linspace(0, total - 1, min(count, total)).round().astype(int)
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ def draw_sheet(cells: Sequence[Cell], *, columns: int = COLUMNS, with_originals:
     columns = min(max(1, columns // frames), len(cells))
     width = frames * CELL_PX + (frames - 1) * GAP_PX
     texts = [_wrapped(cell.caption, font, width) for cell in cells]
-    keys = [_shortened(_printable(cell.key), font, width) for cell in cells]
+    keys = [_shortened(cell.key, font, width) for cell in cells]
     side_lines, key_lines, text_lines = frames - 1, int(any(keys)), max(map(len, texts))
     height = CELL_PX + GAP_PX + (side_lines + key_lines + text_lines) * LINE_PX
     rows = -(-len(cells) // columns)
@@ -85,41 +94,28 @@ def _paste(sheet: Image.Image, pixels: np.ndarray | None, left: int, top: int) -
 
 
 def _wrapped(text: str, font: Any, width_px: int) -> list[str]:
-    """Lines of at most this width; the last one ends in dots if text is cut."""
-    lines, words = [""], [part for word in _printable(text).split() for part in _pieces(word, font, width_px)]
-    for word in words:
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= width_px:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    if len(lines) > CAPTION_LINES:
-        last = lines[CAPTION_LINES - 1]
-        while last and font.getlength(last + "...") > width_px:
-            last = last[:-1]
-        lines = [*lines[: CAPTION_LINES - 1], last.rstrip() + "..."]
-    return [line for line in lines if line]
-
-
-def _pieces(word: str, font: Any, width_px: int) -> list[str]:
-    """A word cut into pieces that fit on a line."""
-    pieces = [""]
-    for character in word[:1000]:
-        if font.getlength(pieces[-1] + character) > width_px:
-            pieces.append("")
-        pieces[-1] += character
-    return pieces
+    """Lines of at most this width, broken between words where possible; the last one ends in dots if text is cut."""
+    rest, lines = printable(" ".join(text[:MAX_CHARS].split())), []
+    while rest and len(lines) < CAPTION_LINES:
+        end = _num_fitting(rest, font, width_px)
+        if end < len(rest) and " " in rest[: end + 1]:
+            end = rest.rindex(" ", 0, end + 1)
+        lines.append(rest[:end])
+        rest = rest[end:].strip()
+    if rest:
+        lines[-1] = lines[-1][: _num_fitting(lines[-1], font, width_px - font.getlength(DOTS))].rstrip() + DOTS
+    return lines
 
 
 def _shortened(text: str, font: Any, width_px: int) -> str:
     """One line; dots replace its middle if it is too wide, since the ends of a key identify it."""
+    text = printable(text[:MAX_CHARS])
     if font.getlength(text) <= width_px:
         return text
-    kept = len(text)
-    while kept > 2 and font.getlength(text[: kept // 2] + "..." + text[-(kept // 2) :]) > width_px:
-        kept -= 1
-    return text[: kept // 2] + "..." + text[-(kept // 2) :]
+    half_px = (width_px - font.getlength(DOTS)) / 2
+    return text[: _num_fitting(text, font, half_px)] + DOTS + text[-_num_fitting(text[::-1], font, half_px) :]
 
 
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else " " for character in text)
+def _num_fitting(text: str, font: Any, width_px: float) -> int:
+    """Number of characters from the start of a text that fit into a width, at least 1."""
+    return max(1, bisect_right(range(1, len(text) + 1), width_px, key=lambda end: font.getlength(text[:end])))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...datasets.errors import RecipeError
 from ...datasets.format.layout import GROUP, revisions_with
 from ...datasets.format.schema import StoreSpec
-from ...datasets.maintenance.findings import HARMLESS, Finding
+from ...datasets.maintenance.findings import HARMLESS
 from ...datasets.maintenance.verify import Verification, verify_store
 from ...datasets.revisions.catalog import read_spec, sealed_revisions
 from ...datasets.units import readable_size, readable_time
@@ -48,7 +48,7 @@ def check(
     """
     if deep and not source:
         raise RecipeError("verify --deep: encoding a sample again needs the pictures. Give --source PATH.")
-    if deep and revisions_with(store, GROUP) and _is_imported(store):
+    if deep and revisions_with(store, GROUP) and _newest_spec(store).is_imported:
         raise RecipeError(
             f"verify --deep: store '{store}' was imported, so nothing can encode it again. Without --deep, "
             "every byte is checked against its hash."
@@ -88,7 +88,8 @@ def _encode_damaged(
     """
     from ...precompute.repair import repair
 
-    if not _is_imported(store):
+    spec = _newest_spec(store)
+    if not spec.is_imported:
         with loaded_tools(store, source, device(), overrides) as tools:
             return repair(store, tools, verification, progress)
     from ...precompute.importing.repair import load_importer
@@ -97,7 +98,7 @@ def _encode_damaged(
     first, *others = paths_of(source)
     if others:
         raise RecipeError(f"verify '{store}': it was imported from one source. Give one --source.")
-    return repair(store, load_importer(_newest_spec(store), Path(first)), verification, progress)
+    return repair(store, load_importer(spec, Path(first)), verification, progress)
 
 
 def check_url(url: str, *, quick: bool, deep: bool, repair: bool) -> tuple[Verification, dict[str, Any]]:
@@ -146,10 +147,6 @@ def _newest_spec(store: Path) -> StoreSpec:
     return read_spec(store, (sealed_revisions(store) or [1])[-1])
 
 
-def _is_imported(store: Path) -> bool:
-    return _newest_spec(store).is_imported
-
-
 def render(checked: Verification, done: dict[str, Any]) -> str:
     """A verification as text: what was checked, findings, what to do."""
     rate = f"{readable_size(checked.num_bytes)} in {readable_time(checked.seconds)}"
@@ -161,24 +158,18 @@ def render(checked: Verification, done: dict[str, Any]) -> str:
     ]
     if "before" in done:
         lines.append(f"{'repaired':<12}{done['before']} findings before, {len(checked.findings)} now")
-    if "deep" in done:
-        lines.append(f"{'deep':<12}{_deep_line(done['deep']) if done['deep'] else 'not done: see below'}")
-    lines += [_finding_line(finding) for finding in checked.findings[:SHOWN]]
+    if deep := done.get("deep"):
+        lines.append(
+            f"{'deep':<12}{deep['num_records']} records and {deep['num_captions']} captions encoded again: "
+            f"{deep['num_exact']} equal bit for bit, {deep['num_close']} within rounding, {deep['findings']} not"
+        )
+    elif "deep" in done:
+        lines.append(f"{'deep':<12}not done: see below")
+    lines += [f"{finding.cause:<16}{finding.line()}" for finding in checked.findings[:SHOWN]]
     if len(checked.findings) > SHOWN:
         lines.append(f"{'':<12}and {len(checked.findings) - SHOWN} more: see --json")
     lines.append(f"{'state':<12}{_state(checked)}")
-    return "\n".join(printable(line) for line in lines)
-
-
-def _deep_line(deep: dict[str, Any]) -> str:
-    return (
-        f"{deep['num_records']} records and {deep['num_captions']} captions encoded again: {deep['num_exact']} equal "
-        f"bit for bit, {deep['num_close']} within rounding, {deep['findings']} not"
-    )
-
-
-def _finding_line(finding: Finding) -> str:
-    return f"{finding.cause:<16}{finding.line()}"
+    return "\n".join(map(printable, lines))
 
 
 def _state(checked: Verification) -> str:

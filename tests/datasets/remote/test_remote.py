@@ -57,7 +57,7 @@ from leandit.datasets.revisions.commits import with_root_hash
 from leandit.datasets.revisions.opened import OpenedRevision
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli.commands import app
-from leandit.tools.inspection.summary import summarise
+from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.train.loop import train
 from leandit.train.metrics.window import StepReport
 from leandit.train.parallel.stop import StopRequest
@@ -1186,7 +1186,7 @@ def test_inspect_and_verify_read_a_url(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runner = CliRunner()
     told = runner.invoke(app, ["inspect", f"{s3}/shown", "--json"])
-    values, there = json.loads(told.stdout), summarise(caption_store)
+    values, there = json.loads(told.stdout), StoreFacts(caption_store).to_json()
     assert values == there | {"store": f"{s3}/shown"}
     key = caption_store.records["key"][0].as_py()
     assert f"key                 {key}" in runner.invoke(app, ["inspect", f"{s3}/shown", key]).stdout
@@ -1200,10 +1200,10 @@ def test_of_a_large_store_at_a_url_some_whole_shards_are_inspected(
     caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload(caption_store.path, "faulty://large")
-    monkeypatch.setattr("leandit.tools.inspection.summary.SCAN_BYTES_AT_URL", 1 << 13)
+    monkeypatch.setattr("leandit.tools.inspection.store_facts.SCAN_BYTES_AT_URL", 1 << 13)
     store = LatentStore("faulty://large", remote={"folder": tmp_path / "local"})
     assert store.remote
-    values = summarise(store)["latent_statistics"]
+    values = StoreFacts(store).latents
     assert 0 < values["num_rows_read"] < 14
     brought = [path for path in FaultyFileSystem.requests if "/moments/c/" in path]
     assert 0 < len(brought) < len([entry for entry in shards_of(caption_store) if "/moments/" in entry.path])

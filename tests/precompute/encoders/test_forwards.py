@@ -22,8 +22,8 @@ from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.forwards import OWN, LatentRows, encode_batch, largest_batch, rows_of_a_forward
 from leandit.precompute.encoders.vae import ImageEncoder
-from leandit.tools.inspection.render import render
-from leandit.tools.inspection.summary import summarise
+from leandit.tools.inspection.store_facts import StoreFacts
+from leandit.tools.inspection.store_text import render
 from leandit.tools.inspection.verify import check
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -98,7 +98,8 @@ def test_a_batch_that_does_not_fit_is_halved_and_each_row_tells_it(
     np.testing.assert_array_equal(latents(tmp_path / "store"), latents(tmp_path / "twos"))
     encode(label_recipe(), class_folder, tmp_path / "again")
     assert tree_digest(tmp_path / "again") == tree_digest(tmp_path / "store")
-    assert "14 stored as batch:2: the batch ran out of memory" in render(summarise(LatentStore(tmp_path / "store")))
+    shown = render(StoreFacts(LatentStore(tmp_path / "store")))
+    assert "stored as batch:2   14: the batch ran out of memory" in shown
 
 
 def test_a_batch_that_was_begun_too_large_is_what_waiting_would_have_made_it(
@@ -177,7 +178,7 @@ def test_a_latent_that_is_not_finite_is_made_again_and_told(
     assert store.buckets == {"32x32": 15}
     assert np.isfinite(latents(tmp_path / "store").astype(float)).all()
     assert np.flatnonzero([how == "float32" for how in fallbacks(tmp_path / "store")]).tolist() == [2, 7, 12]
-    assert summarise(store)["fallbacks"] == {"float32": 3}
+    assert StoreFacts(store).records["fallbacks"] == {"float32": 3}
     assert store.record("n000/2.png").fallback == "float32"
 
 

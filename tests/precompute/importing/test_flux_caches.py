@@ -35,8 +35,8 @@ from leandit.datasets.batches.latents import denormalise, final_latents
 from leandit.datasets.errors import SourceError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import load as load_precompute
-from leandit.tools.inspection.render import render
-from leandit.tools.inspection.summary import summarise
+from leandit.tools.inspection.store_facts import StoreFacts
+from leandit.tools.inspection.store_text import render
 from leandit.tools.inspection.verify import check
 
 # MLPerf's set for Flux.1.
@@ -57,8 +57,8 @@ def test_the_set_of_mlperf_becomes_a_store_like_that_of_the_flux_recipe(tmp_path
         assert (spec.kind, spec.dtype) == ("imported", "bfloat16")
     assert (store.text("t5").spec.max_tokens, store.text("clip").spec.max_tokens) == (6, 77)
     assert store.captions.num_rows == 7  # the others have the same embeddings
-    rendered = render(summarise(store))
-    assert "7 captions, 7 tokens" in rendered
+    rendered = render(StoreFacts(store))
+    assert "distinct captions   7, 7 tokens" in rendered
     assert "clip encoder        imported:mlperf-flux 'openai/clip-vit-large-patch14'" in rendered
     assert "captions t5         tokens, 16 wide, stored as bfloat16, all 6 tokens" in rendered
 

@@ -24,8 +24,8 @@ from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe, load
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.planning.self_check import NUM_PICTURES, checked_positions
-from leandit.tools.inspection.render import render
-from leandit.tools.inspection.summary import summarise
+from leandit.tools.inspection.store_facts import StoreFacts
+from leandit.tools.inspection.store_text import render
 
 
 @dataclass
@@ -201,8 +201,9 @@ def test_a_grown_and_a_compacted_store_keep_it_and_one_that_starts_over_makes_it
     assert read_manifest(tmp_path / "new", 3).self_check == first.self_check
 
     store = LatentStore(tmp_path / "store")
-    summary = summarise(store)
+    facts = StoreFacts(store)
+    summary = facts.to_json()
     assert [one["psnr_db"] for one in summary["self_check"]["pictures"]] == decibels(first)
     assert json.loads(json.dumps(summary))["self_check"]["channel_std"] == first.self_check.channel_std  # type: ignore
     median = summary["self_check"]["median_psnr_db"]
-    assert f"8 pictures came back from the VAE with {median:.1f} dB PSNR (median)" in render(summary)
+    assert f"8 images came back from the VAE with {median:.1f} dB PSNR (median)" in render(facts)

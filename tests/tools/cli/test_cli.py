@@ -682,7 +682,7 @@ main()
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 @pytest.mark.parametrize(
-    "module", ["leandit.tools.cli.commands", "typer", "pyarrow.lib", "leandit.tools.inspection.summary"]
+    "module", ["leandit.tools.cli.commands", "typer", "pyarrow.lib", "leandit.tools.inspection.store_facts"]
 )
 def test_a_signal_while_a_command_starts_ends_it_without_a_traceback(
     module: str, number: signal.Signals, code: int, label_store: LatentStore

@@ -1,4 +1,4 @@
-"""``inspect``: its keys and figures, what it flags, contact sheets, and the rule that reads the demo's pictures."""
+"""``inspect``: its keys and numbers, what it flags, contact sheets, and the rule that reads the demo's images."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ import pytest
 import torch
 from making import CPU, caption_recipe, no_progress, picture
 from PIL import Image, ImageDraw, ImageFont
+from typer.testing import CliRunner
 
 from leandit.datasets.batches.latents import draw_keys, final_latents
-from leandit.datasets.errors import LeanditError, StoreError, StoreIncomplete
+from leandit.datasets.errors import LeanditError, StoreIncomplete
 from leandit.datasets.maintenance.findings import Finding
 from leandit.datasets.maintenance.verify import Verification
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
+from leandit.tools.cli.commands import app
 from leandit.tools.demo.pictures import draw_scene, main_object_of, make_scenes, read_main_object
-from leandit.tools.inspection.contact_sheet import SheetOptions, read_originals, rejects_sheet, write_sheet
+from leandit.tools.inspection import store_facts
+from leandit.tools.inspection.contact_sheet import read_originals, reject_cells, write_sheet
 from leandit.tools.inspection.grid import (
     CELL_PX,
     FONT_PX,
@@ -32,30 +35,52 @@ from leandit.tools.inspection.grid import (
     Cell,
     draw_sheet,
 )
-from leandit.tools.inspection.render import render, render_ledger, render_record
-from leandit.tools.inspection.summary import describe_record, ledger, summarise
 from leandit.tools.inspection.verify import render as render_verification
 
 PROMISED = {
     *("num_planned", "num_stored", "num_rejected", "complete", "buckets", "num_captions", "num_caption_tokens"),
     *("bytes", "fingerprint", "latent", "text", "root_hash"),
 }
+HOSTILE = "a\x1b[2J\x07\n\u202eb\x9b.png"
+
+
+def text_of(store: LatentStore | Path, *arguments: str) -> str:
+    """What ``inspect`` prints."""
+    result = CliRunner().invoke(app, ["inspect", str(getattr(store, "path", store)), *arguments])
+    assert result.exit_code == 0, result.exception
+    return result.stdout
+
+
+def json_of(store: LatentStore | Path, *arguments: str) -> Any:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not valid JSON")
+
+    return json.loads(text_of(store, *arguments, "--json"), parse_constant=refuse)
+
+
+def unsealed(store: LatentStore, to: Path) -> Path:
+    """A copy whose manifest is missing, so it has all shards but is not complete."""
+    shutil.copytree(store.path, to)
+    (to / "manifest.json").unlink()
+    return to
 
 
 def test_the_promised_keys_hold_the_values_of_the_store(label_store: LatentStore, caption_store: LatentStore) -> None:
-    labels, captions = summarise(label_store), summarise(caption_store)
-    for summary, store in ((labels, label_store), (captions, caption_store)):
-        assert PROMISED - summary.keys() == set()
-        assert summary["complete"] is True
-        assert summary["buckets"] == dict(store.buckets)
-        assert summary["fingerprint"] == store.spec.fingerprint
-        assert summary["root_hash"] == store.root_hash
-        assert summary["latent"] == store.spec.latent.model_dump()
+    labels, captions = json_of(label_store), json_of(caption_store)
+    for found, store in ((labels, label_store), (captions, caption_store)):
+        assert PROMISED - found.keys() == set()
+        assert found["complete"] is True
+        assert found["buckets"] == dict(store.buckets)
+        assert found["fingerprint"] == store.spec.fingerprint
+        assert found["root_hash"] == store.root_hash
+        assert found["latent"] == store.spec.latent.model_dump()
         assert store.manifest is not None
-        sizes = [path.stat().st_size for path in store.path.rglob("*") if path.is_file()]
         sealed = sum(entry.bytes for entry in store.manifest.files)
-        assert summary["bytes"]["total"] == sealed <= sum(sizes)
-        assert sum(size for part, size in summary["bytes"].items() if part != "total") == sealed
+        assert found["bytes"]["total"] == sealed
+        assert sum(size for part, size in found["bytes"].items() if part != "total") == sealed
+        shown = text_of(store)
+        assert f"root hash           {store.root_hash}" in shown
+        assert f"records             {len(store)} planned = {len(store)} stored + 0 rejected" in shown
     assert [labels[key] for key in ("num_planned", "num_stored", "num_rejected", "num_captions")] == [15, 15, 0, 0]
     assert (labels["num_classes"], labels["text"], labels["num_caption_tokens"]) == (3, None, 0)
     assert (captions["num_planned"], captions["num_stored"]) == (14, 14)
@@ -67,40 +92,34 @@ def test_the_promised_keys_hold_the_values_of_the_store(label_store: LatentStore
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_the_quality_of_captions_is_told_where_they_were_narrowed(
+def test_the_quality_of_captions_is_shown_if_they_were_narrowed(
     dtype: str, caption_folder: Path, tmp_path: Path
 ) -> None:
     recipe = caption_recipe(f"store.text_dtype={dtype}")
     precompute(recipe, source_path=caption_folder, store_path=tmp_path / "store", device=CPU, progress=no_progress)
     store = LatentStore(tmp_path / "store")
-    summary = summarise(store)
-    found, columns = summary["caption_quality"], store.captions.to_pydict()
+    facts, shown, columns = json_of(store), text_of(store), store.captions.to_pydict()
+    quality = facts["caption_quality"]
     shards = [path for path in store.path.glob("captions/*/c/**/*") if path.is_file()]
     size = sum(p.stat().st_size for p in shards if "embeddings" in str(p) or "/scales/" in str(p))
-    assert found["bytes_per_caption"] == round(size / 9, 1)
-    assert found["fewer_than_padded_float16"] == round(64 * 2 * 16 / (size / 9), 2)
-    assert summary["bytes"]["captions"] == size + sum(p.stat().st_size for p in shards if "/null" in str(p))
+    assert quality["bytes_per_caption"] == round(size / 9, 1)
+    assert quality["fewer_than_padded_float16"] == round(64 * 2 * 16 / (size / 9), 2)
+    assert facts["bytes"]["captions"] == size + sum(p.stat().st_size for p in shards if "/null" in str(p))
     if dtype == "float32":
-        assert (found["num_measured"], found["min_cosine"], found["max_error"]) == (0, None, None)
-        assert "cosine" not in render(summary)
+        assert (quality["num_measured"], quality["min_cosine"], quality["max_error"]) == (0, None, None)
+        assert "cosine" not in shown
         return
-    assert found["num_measured"] == 9
-    assert found["min_cosine"] == round(min(columns["min_cosine"]), 8) > 0.999
-    assert found["median_cosine"] == round(float(np.median(columns["min_cosine"])), 8)
-    assert found["max_error"] == round(max(columns["max_error"]), 8) > 0
-    assert f"cosine at least {found['min_cosine']}" in render(summary)
+    assert quality["num_measured"] == 9
+    assert quality["min_cosine"] == round(min(columns["min_cosine"]), 8) > 0.999
+    assert quality["median_cosine"] == round(float(np.median(columns["min_cosine"])), 8)
+    assert quality["max_error"] == round(max(columns["max_error"]), 8) > 0
+    assert f"cosine at least {quality['min_cosine']}" in shown
 
 
-@pytest.mark.parametrize("name", ["label_store", "caption_store"])
-def test_the_summary_is_json_and_text(name: str, request: pytest.FixtureRequest) -> None:
-    summary = summarise(request.getfixturevalue(name))
-    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
-    text = render(summary)
-    assert summary["root_hash"] in text
-    assert f"{summary['num_stored']} stored" in text
-
-
-def test_channel_statistics_are_those_of_the_latents_that_training_reads(caption_store: LatentStore) -> None:
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_channel_statistics_are_those_of_the_latents_that_training_reads(
+    is_sealed: bool, caption_store: LatentStore, tmp_path: Path
+) -> None:
     drawn = []
     for epoch in range(20):
         for bucket in caption_store.buckets:
@@ -110,77 +129,68 @@ def test_channel_statistics_are_those_of_the_latents_that_training_reads(caption
             latents = final_latents(stored, caption_store.spec.latent, keys).numpy()
             drawn.append(latents.transpose(1, 0, 2, 3).reshape(latents.shape[1], -1))
     values = np.concatenate(drawn, axis=1)
-    statistics = summarise(caption_store)["latent_statistics"]
-    np.testing.assert_allclose(statistics["channel_mean"], values.mean(1), atol=0.01)
-    np.testing.assert_allclose(statistics["channel_std"], values.std(1), atol=0.01)
-    assert (statistics["num_rows_read"], statistics["num_nonfinite"]) == (14, 0)
+    found = json_of(caption_store if is_sealed else unsealed(caption_store, tmp_path / "store"))["latent_statistics"]
+    np.testing.assert_allclose(found["channel_mean"], values.mean(1), atol=0.01)
+    np.testing.assert_allclose(found["channel_std"], values.std(1), atol=0.01)
+    assert (found["is_sealed"], found["num_rows_read"], found["num_nonfinite"]) == (is_sealed, 14, 0)
 
 
-@pytest.fixture
-def spoiled(label_store: LatentStore, tmp_path: Path) -> tuple[LatentStore, str]:
-    """A copy of the store whose fourth row was overwritten with NaN, and the key of that row's record."""
-    path = shutil.copytree(label_store.path, tmp_path / "store")
+def test_sealed_statistics_are_not_computed_again(caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_facts, "statistics_of", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr(store_facts, "SCAN_BYTES", 1 << 13)  # so that only some rows are read
+    found = json_of(caption_store)["latent_statistics"]
+    assert caption_store.manifest
+    assert caption_store.manifest.statistics
+    assert found["channel_std"] == [round(std, 4) for std in caption_store.manifest.statistics.channel_std]
+    assert 0 < found["num_rows_read"] < 14
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_a_row_of_nan_is_counted_and_named(is_sealed: bool, label_store: LatentStore, tmp_path: Path) -> None:
+    path = unsealed(label_store, tmp_path / "store")
+    if is_sealed:
+        shutil.copy(label_store.path / "manifest.json", path)
     layout, shard = label_store.latents("32x32").locate(3)
     with open(path / layout.shard_path(shard), "r+b") as file:
         file.seek(3 * layout.row_bytes)
         file.write(np.full(layout.shape[1:], np.nan, layout.dtype).tobytes())
-    store = LatentStore(path)
-    index = store.index("32x32")
-    return store, store.record_at(int(index.records[list(index.rows).index(3)])).key
-
-
-def test_a_row_of_nan_is_counted_and_named(spoiled: tuple[LatentStore, str]) -> None:
-    summary = summarise(spoiled[0])
-    statistics = summary["latent_statistics"]
-    assert (statistics["num_nonfinite"], statistics["nonfinite"]) == (1, ["32x32, row 3"])
-    assert np.isfinite(statistics["channel_mean"]).all()
-    assert "1 rows are not finite" in render(summary)
-    assert "32x32, row 3" in render(summary)
-
-
-def test_a_record_of_nan_is_still_valid_json(spoiled: tuple[LatentStore, str]) -> None:
-    store, key = spoiled
-    values = describe_record(store, store.record(key))
-    assert values["finite"] is False
-    json.dumps(values, allow_nan=False)
+    found = json_of(path)["latent_statistics"]
+    assert (found["num_nonfinite"], found["nonfinite"]) == (1, ["32x32, row 3"])
+    assert np.isfinite(found["channel_mean"]).all()
+    assert "1 of 15 rows read\n                    32x32, row 3" in text_of(path)
+    index = label_store.index("32x32")
+    key = label_store.record_at(int(index.records[list(index.rows).index(3)])).key
+    assert json_of(path, key)["finite"] is False
 
 
 def test_an_unusual_scale_is_flagged(label_store: LatentStore, tmp_path: Path) -> None:
-    path = shutil.copytree(label_store.path, tmp_path / "store")
+    path = unsealed(label_store, tmp_path / "store")
     attributes = json.loads((path / "zarr.json").read_text())
     latent = attributes["attributes"]["leandit"]["latent"]
     latent["scale"] = [value * 5.5 for value in latent["scale"]]
-    text = json.dumps(attributes, sort_keys=True, indent=1)
-    whole = (path / "zarr.json").stat().st_size
-    (path / "zarr.json").write_text(text + " " * max(0, whole - len(text)))
-    if (path / "manifest.json").exists():
-        (path / "manifest.json").unlink()  # its sizes may differ; the commits say the same
-    summary = summarise(LatentStore(path, allow_incomplete=True))
-    assert summary["latent_statistics"]["suspicious_channels"] == [0, 1, 2, 3]
-    assert render(summary).count("<- unusual") == 4
-    usual = summarise(label_store)["latent_statistics"]
-    ratio = np.array(summary["latent_statistics"]["channel_std"]) / np.array(usual["channel_std"])
-    np.testing.assert_allclose(ratio, 5.5, rtol=0.01)
+    (path / "zarr.json").write_text(json.dumps(attributes, sort_keys=True, indent=1))
+    found, usual = json_of(path)["latent_statistics"], json_of(label_store)["latent_statistics"]
+    assert found["suspicious_channels"] == [0, 1, 2, 3]
+    assert text_of(path).count("<- unusual") == 4
+    np.testing.assert_allclose(np.array(found["channel_std"]) / usual["channel_std"], 5.5, rtol=0.01)
 
 
 def test_an_incomplete_store_says_so(label_store: LatentStore, tmp_path: Path) -> None:
-    path = shutil.copytree(label_store.path, tmp_path / "store")
-    (path / "manifest.json").unlink()
-    summary = summarise(LatentStore(path, allow_incomplete=True))
-    assert (summary["complete"], summary["root_hash"], summary["num_stored"]) == (False, None, 15)
-    assert "INCOMPLETE" in render(summary)
+    path = unsealed(label_store, tmp_path / "store")
+    found = json_of(path)
+    assert (found["complete"], found["root_hash"], found["num_stored"]) == (False, None, 15)
+    assert "INCOMPLETE" in text_of(path)
     next(path.rglob("commits/buckets/**/*.json")).unlink()
     with pytest.raises(StoreIncomplete, match="not complete; 1 of 1 shards, with 15 of 15 pictures are missing"):
         LatentStore(path)
-    said = render(summarise(LatentStore(path, allow_incomplete=True)))
-    assert "15 planned = 0 stored + 0 rejected + 15 missing" in said
+    assert "15 planned = 0 stored + 0 rejected + 15 missing" in text_of(path)
 
 
 def test_a_record_is_described_with_its_captions_and_its_place(
     label_store: LatentStore, caption_store: LatentStore
 ) -> None:
     record = caption_store.record_at(4)
-    values = describe_record(caption_store, record)
+    values = json_of(caption_store, record.key)
     texts = caption_store.captions["text"].to_pylist()
     assert [caption["text"] for caption in values["captions"]] == [texts[i] for i in record.caption_ids]
     assert values["captions"][0]["num_tokens"] == len(caption_store.caption(record))
@@ -189,65 +199,41 @@ def test_a_record_is_described_with_its_captions_and_its_place(
     stored = caption_store.latents(values["bucket"])[values["row"]].astype(np.float64)
     assert values["stored_shape"] == list(stored.shape)
     np.testing.assert_allclose(values["channel_mean"], stored.mean((1, 2)), atol=1e-4)
-    text = render_record(values)
-    assert record.key in text
-    assert values["captions"][0]["text"] in text
-    labelled = describe_record(label_store, label_store.record_at(14))
+    shown = text_of(caption_store, record.key)
+    assert f"key                 {record.key}" in shown
+    assert f"caption             {values['captions'][0]['text']}  (" in shown
+    labelled = json_of(label_store, label_store.record_at(14).key)
     assert (labelled["label"], labelled["class"]) == (2, "n002")
+    assert (json_of(label_store, "--rejects"), text_of(label_store, "--rejects")) == ([], "0 rejected\n")
+    unknown = CliRunner().invoke(app, ["inspect", str(label_store.path), "n001/"])
+    assert "Keys that contain it: n001/0.png" in str(unknown.exception)
 
 
-HOSTILE = "a\x1b[2J\x07\n\u202eb\x9b.png"
-
-
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
-    """A store whose keys and captions would move the cursor, ring the bell and turn the text around."""
-    root = tmp_path_factory.mktemp("hostile")
-    lines = []
+def test_no_control_character_of_a_key_or_caption_reaches_the_terminal(tmp_path: Path) -> None:
+    source, lines = tmp_path / "source", []
+    source.mkdir()
     for name in (HOSTILE, f"broken{HOSTILE}"):
-        picture(1, 64, 64).save(root / "p.png")
-        (root / "p.png").rename(root / name)
+        picture(1, 64, 64).save(source / "p.png")
+        (source / "p.png").rename(source / name)
         lines.append({"file_name": name, "caption": f"red {name}"})
-    (root / f"broken{HOSTILE}").write_bytes(b"no picture")
-    (root / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe, store = caption_recipe(), root.parent / "hostile-store"
-    precompute(recipe, source_path=root, store_path=store, device=CPU, progress=no_progress)
-    return LatentStore(store)
-
-
-def test_no_control_character_of_a_key_or_caption_reaches_the_terminal(hostile: LatentStore) -> None:
-    record = hostile.record(HOSTILE)
-    found = ledger(hostile)
-    assert [reject["key"] for reject in found] == [f"broken{HOSTILE}"]  # as it is, for --json, which escapes
-    shard = "buckets/64x64/moments/c/0/0/0/0"
-    finding = Finding(shard, "content", "differs", 1, "64x64", 0, 1, [HOSTILE])
+    (source / f"broken{HOSTILE}").write_bytes(b"no picture")
+    (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    precompute(caption_recipe(), source_path=source, store_path=tmp_path / "s", device=CPU, progress=no_progress)
+    ledger = json_of(tmp_path / "s", "--rejects")
+    assert [reject["key"] for reject in ledger] == [f"broken{HOSTILE}"]  # as it is, since JSON escapes it
+    assert "\x1b" not in text_of(tmp_path / "s", "--rejects", "--json")
+    finding = Finding("buckets/64x64/moments/c/0/0/0/0", "content", "differs", 1, "64x64", 0, 1, [HOSTILE])
     verification = Verification("store", "full", True, [1], findings=[finding, Finding("x\x1b", "stray", "?", 1)])
-    texts = [
-        render_record(describe_record(hostile, record)),
-        render_ledger(found),
-        render(summarise(hostile)),
-        render_verification(verification, {}),
-    ]
-    for text in texts:
+    shown = [text_of(tmp_path / "s", *arguments) for arguments in ([HOSTILE], ["--rejects"], [])]
+    for text in (*shown, render_verification(verification, {})):
         assert [c for c in text.replace("\n", "") if not c.isprintable()] == []
-    assert "\\x1b[2J" in texts[0]
-    assert texts[1].splitlines()[-1] == "1 rejected"
-    assert len(texts[1].splitlines()) == 2
-    assert "\x1b" not in json.dumps(found)
-
-
-def test_the_ledger_lists_nothing_where_nothing_was_rejected(label_store: LatentStore) -> None:
-    assert (ledger(label_store), render_ledger([])) == ([], "0 rejected")
-
-
-def test_an_unknown_key_is_refused_with_the_nearest(label_store: LatentStore) -> None:
-    with pytest.raises(StoreError, match="n001"):
-        label_store.record("n001/")
+    assert "\\x1b[2J" in shown[0]
+    assert shown[1].splitlines()[1:] == ["1 rejected"]
 
 
 def draw(store: LatentStore, path: Path, **asked: Any) -> tuple[str, np.ndarray]:
     """What was drawn, in words, and the pixels of the sheet."""
-    drawn = write_sheet(store, path, SheetOptions(**asked))
+    drawn = write_sheet(store, path, **asked)
     with Image.open(path) as sheet:
         assert sheet.format == "PNG"
         return drawn, np.asarray(sheet.convert("RGB"))
@@ -263,62 +249,61 @@ def frames_of(pixels: np.ndarray) -> int:
     return int(corner.sum())
 
 
-@pytest.mark.parametrize(("count", "cells"), [(5, 5), (24, 14)])
+@pytest.mark.parametrize(
+    ("name", "asked", "cells"),
+    [
+        ("caption_store", {"count": 5}, 5),
+        ("caption_store", {}, 14),
+        ("caption_store", {"bucket": "80x48"}, 4),
+        ("label_store", {"class_name": "n001"}, 5),
+        ("label_store", {"key": "n001/2.png"}, 1),
+    ],
+)
 def test_a_contact_sheet_has_a_frame_for_each_record(
-    count: int, cells: int, caption_store: LatentStore, tmp_path: Path
+    name: str, asked: dict[str, Any], cells: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    drawn, pixels = draw(caption_store, tmp_path / "new/sheet.png", count=count)
+    drawn, pixels = draw(request.getfixturevalue(name), tmp_path / "new/sheet.png", **asked)
     assert (drawn, frames_of(pixels)) == (f"{cells} records", cells)
 
 
-def test_a_sheet_of_one_class_bucket_or_record(
-    label_store: LatentStore, caption_store: LatentStore, tmp_path: Path
+@pytest.mark.parametrize("asked", [{"class_name": "n009"}, {"bucket": "1x1"}, {"key": "none.png"}, {"rejects": True}])
+def test_a_sheet_of_nothing_is_refused(asked: dict[str, Any], label_store: LatentStore, tmp_path: Path) -> None:
+    with pytest.raises(LeanditError):
+        draw(label_store, tmp_path / "sheet.png", **asked)
+    assert not (tmp_path / "sheet.png").exists()
+
+
+def test_originals_are_drawn_beside_what_is_decoded(
+    label_store: LatentStore, class_folder: Path, tmp_path: Path
 ) -> None:
-    assert frames_of(draw(label_store, tmp_path / "a.png", class_name="n001")[1]) == 5
-    assert frames_of(draw(caption_store, tmp_path / "b.png", bucket="80x48")[1]) == 4
-    assert frames_of(draw(label_store, tmp_path / "c.png", key="n001/2.png")[1]) == 1
-    for wrong in ({"class_name": "n009"}, {"bucket": "1x1"}, {"key": "none.png"}, {"rejects": True}):
-        with pytest.raises(LeanditError):
-            draw(label_store, tmp_path / "d.png", **wrong)
-    assert not (tmp_path / "d.png").exists()
-
-
-def test_originals_lie_beside_what_is_decoded(label_store: LatentStore, class_folder: Path, tmp_path: Path) -> None:
     key = "n001/2.png"
     pixels = draw(label_store, tmp_path / "a.png", key=key, source=str(class_folder), with_originals=True)[1]
     assert frames_of(pixels) == 2
     original = read_originals(label_store, class_folder, [key, "gone.png"])
     assert original.keys() == {key}
-    found = pixels[MARGIN_PX + 1 : MARGIN_PX + CELL_PX - 1, MARGIN_PX + 1 : MARGIN_PX + CELL_PX - 1]
+    drawn = pixels[MARGIN_PX + 1 : MARGIN_PX + CELL_PX - 1, MARGIN_PX + 1 : MARGIN_PX + CELL_PX - 1]
     enlarged = Image.fromarray(original[key]).resize((CELL_PX - 2, CELL_PX - 2), Image.Resampling.NEAREST)
-    assert np.array_equal(found, np.asarray(enlarged))
-
-
-def test_below_an_original_and_what_is_decoded_stands_which_is_which(
-    label_store: LatentStore, class_folder: Path, tmp_path: Path
-) -> None:
-    asked = {"key": "n001/2.png", "source": str(class_folder), "with_originals": True}
-    pixels = draw(label_store, tmp_path / "a.png", **asked)[1]
+    assert np.array_equal(drawn, np.asarray(enlarged))
     top = MARGIN_PX + CELL_PX + GAP_PX
     for left, word in ((MARGIN_PX, "original"), (MARGIN_PX + CELL_PX + GAP_PX, "decoded")):
-        wanted = Image.new("RGB", (CELL_PX, LINE_PX), "white")
-        ImageDraw.Draw(wanted).text((0, 0), word, fill=KEY_COLOUR, font=ImageFont.load_default(FONT_PX))
-        assert np.array_equal(pixels[top : top + LINE_PX, left : left + CELL_PX], np.asarray(wanted))
+        expected = Image.new("RGB", (CELL_PX, LINE_PX), "white")
+        ImageDraw.Draw(expected).text((0, 0), word, fill=KEY_COLOUR, font=ImageFont.load_default(FONT_PX))
+        assert np.array_equal(pixels[top : top + LINE_PX, left : left + CELL_PX], np.asarray(expected))
 
 
-def test_rejects_are_drawn_with_what_can_be_read(tmp_path: Path) -> None:
+def test_rejects_are_drawn_with_what_can_be_read() -> None:
     rejects = [
         {"key": "a.png", "reason": "too_small", "detail": "1 x 1"},
         {"key": "b.png", "reason": "x", "detail": ""},
         {"key": "a.png", "reason": "duplicate_key", "detail": "the first one is kept"},
     ]
-    pixels = np.asarray(rejects_sheet(rejects, {"a.png": np.zeros((8, 8, 3), np.uint8)}))
+    pixels = np.asarray(draw_sheet(reject_cells(rejects, {"a.png": np.zeros((8, 8, 3), np.uint8)})))
     assert frames_of(pixels) == 3
     middles = [pixels[MARGIN_PX + CELL_PX // 2, i * (CELL_PX + MARGIN_PX) + MARGIN_PX + CELL_PX // 2] for i in range(3)]
     assert [(middle == 0).all() for middle in middles] == [True, False, False]
 
 
-@pytest.mark.parametrize("text", ["word " * 100, "x" * 500, "", "two\nlines"])
+@pytest.mark.parametrize("text", ["word " * 100, "x" * 500, "W" * 30 + " i", "", "two\nlines"])
 def test_captions_and_keys_stay_inside_their_cell(text: str) -> None:
     pixels = np.asarray(draw_sheet([Cell(np.zeros((4, 4, 3), np.uint8), text, text.replace(" ", ""))] * 2, columns=2))
     left, right = MARGIN_PX + CELL_PX, MARGIN_PX + CELL_PX + MARGIN_PX
@@ -326,15 +311,11 @@ def test_captions_and_keys_stay_inside_their_cell(text: str) -> None:
     assert (pixels[:, -MARGIN_PX + 1 :] == 255).all()
 
 
-def test_the_rule_reads_every_drawn_picture_at_the_size_of_the_demo() -> None:
+def test_the_rule_reads_every_drawn_image_at_the_size_of_the_demo() -> None:
     wrong = []
     for scene in make_scenes(400, seed=3):
-        picture = draw_scene(scene).resize((scene.width_px // 2, scene.height_px // 2), Image.Resampling.BICUBIC)
-        for caption in scene.captions:
-            if read_main_object(np.asarray(picture)) != main_object_of(caption):
-                wrong.append((caption, read_main_object(np.asarray(picture))))
+        image = draw_scene(scene).resize((scene.width_px // 2, scene.height_px // 2), Image.Resampling.BICUBIC)
+        found = read_main_object(np.asarray(image))
+        wrong += [(caption, found) for caption in scene.captions if found != main_object_of(caption)]
     assert wrong == []
-
-
-def test_the_rule_sees_nothing_in_grey() -> None:
     assert read_main_object(np.full((64, 64, 3), 200, np.uint8)) is None

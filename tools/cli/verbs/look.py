@@ -39,17 +39,19 @@ def report(
         raise RecipeError(
             f"report '{targets[0]}': --source, --vae and --scores are of stores, and it is a run. Leave them out."
         )
+    from ....datasets.order.filters import ScoreTable
     from ...inspection.report.runs.report import report_runs
-    from ...inspection.report.stores.report import report_stores
-    from ...inspection.report.stores.sheets import SheetOptions
+    from ...inspection.report.store_page import report_stores
     from ...terminal.progress import ProgressLine
 
     with ProgressLine() as progress:
         if are_runs:
             done = report_runs(targets, out, progress=progress)
         else:
-            options = SheetOptions(source, vae, count, scores and str(scores), score, seed)
-            done = report_stores(targets, out, options, progress=progress)
+            table = ScoreTable(scores, score, minimum=0.0) if scores else None
+            done = report_stores(
+                targets, out, source=source, vae=vae, count=count, scores=table, seed=seed, progress=progress
+            )
     print_rows([("report", str(out)), *done])
     print_next(["view", targets[0]])
 

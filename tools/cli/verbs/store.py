@@ -53,21 +53,33 @@ def inspect(
         if is_found:
             raise RecipeError(problem)
     from ....datasets.store import LatentStore
-    from ...inspection.render import render, render_ledger, render_record
-    from ...inspection.summary import describe_record, ledger, summarise
+    from ...inspection.store_facts import StoreFacts, describe_record
+    from ...inspection.store_text import render, render_ledger, render_record
 
     opened = LatentStore(store, revision=revision, allow_incomplete=True)
     if sheet:
-        from ...inspection.contact_sheet import SheetOptions, write_sheet
+        from ...inspection.contact_sheet import write_sheet
 
-        options = SheetOptions(key, rejects, count, bucket, class_, source, originals, vae)
-        print_line(f"contact sheet of {write_sheet(opened, sheet, options)} written to {sheet}")
+        shown = write_sheet(
+            opened,
+            sheet,
+            key=key,
+            rejects=rejects,
+            count=count,
+            bucket=bucket,
+            class_name=class_,
+            source=source,
+            with_originals=originals,
+            vae=vae,
+        )
+        print_line(f"contact sheet of {shown} written to {sheet}")
+    facts = StoreFacts(opened)
     if rejects:
-        print_result(ledger(opened), render_ledger, as_json=as_json)
+        print_result(facts.rejected.to_pylist(), render_ledger, as_json=as_json)
     elif key:
         print_result(describe_record(opened, opened.record(key)), render_record, as_json=as_json)
     else:
-        print_result(summarise(opened), render, as_json=as_json)
+        print_result(facts.to_json() if as_json else facts, render, as_json=as_json)
 
 
 def verify(

@@ -12,8 +12,7 @@ from making import no_progress
 from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT, hostile_store
 
 from leandit.tools.inspection.report.runs.report import report_runs
-from leandit.tools.inspection.report.stores.report import report_stores
-from leandit.tools.inspection.report.stores.sheets import SheetOptions
+from leandit.tools.inspection.report.store_page import report_stores
 from leandit.tools.terminal.text import printable
 
 ELSEWHERE = "https://elsewhere.example/picture.png"
@@ -64,8 +63,7 @@ def assert_policy_holds(watched: Watched, html: Path) -> None:
 
 def test_the_report_of_a_store_opens_from_disk_and_its_texts_do_no_harm(watched: Watched, tmp_path: Path) -> None:
     store, html = hostile_store(tmp_path), tmp_path / "report.html"
-    options = SheetOptions(count=8, source=[str(tmp_path / "source")])
-    report_stores([str(store.path)], html, options, progress=no_progress)
+    report_stores([str(store.path)], html, source=[str(tmp_path / "source")], progress=no_progress)
     text = open_report(watched, html)
     for hostile in (MARKUP, CONTROL, RIGHT_TO_LEFT):
         assert printable(hostile) in text

@@ -92,7 +92,7 @@ def test_warnings_come_before_everything_else(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_template_prints_no_value_that_is_not_there() -> None:
-    with pytest.raises(jinja2.UndefinedError, match="tiles"):
+    with pytest.raises(jinja2.UndefinedError, match="stores"):
         render_page("store.html", title="t", sections=[])
 
 

@@ -1,0 +1,387 @@
+"""What ``inspect``, ``report``, ``view`` and cards say about a store, each fact computed once. Needs no torch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from ...datasets.disk.cached import cached_property
+from ...datasets.format.caption_layout import caption_arrays, caption_folder
+from ...datasets.format.layout import commit_path
+from ...datasets.format.row_layout import FEATURES, PICTURES
+from ...datasets.format.schema import LatentStatistics, TextEncoder
+from ...datasets.format.table_schemas import suffixes
+from ...datasets.revisions.latent_statistics import merge_statistics, statistics_of
+from ...datasets.store import LatentStore, Record
+from .store_files import StoreFiles, padded_bytes
+
+pc: Any = pyarrow.compute  # defined at run time, so type checkers do not know its functions
+
+SCAN_BYTES = 2 << 30  # of latents that are searched for rows that are not finite; more are sampled evenly
+SCAN_BYTES_AT_URL = 256 << 20  # of a remote store, in whole shards
+SCAN_ROWS = 512  # read at a time
+# Models expect latents of about zero mean and unit deviation. Beyond these limits the scale is probably another VAE's.
+MEAN_LIMIT, STD_LIMITS = 0.5, (2 / 3, 1.5)
+PERCENTILES = (0, 50, 95, 100)
+TOKEN_EDGES = (0, 8, 16, 32, 64, 128, 256, 512, 4096)
+NUM_EXTREMES = 10  # captions and duplicates that are listed
+MAX_KEYS = 6  # of records with one image
+ASPECT_EDGES = np.geomspace(1 / 4, 4, 33)  # of height / width; more extreme images are clipped to the outer bins
+LEDGER = ("key", "stage", "reason", "detail", "attempts", "revision")
+
+
+class StoreFacts:
+    """What a store holds.
+
+    Statistics of the latents are those that the store was sealed with. The latents themselves are read to find rows
+    that are not finite, and for statistics where none were sealed.
+
+    Args:
+      name: for headings and legends; stores in one report have different ones.
+    """
+
+    def __init__(self, store: LatentStore, name: str = "") -> None:
+        self.store, self.spec = store, store.spec
+        self.path = store.remote.url if store.remote else str(store.path)
+        self.name = name or self.path
+        self.files = StoreFiles(store)
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts of ``leandit inspect --json``, as plain values."""
+        store, spec = self.store, self.spec
+        of_store = ("complete", "revision", "newest_revision", "unfinished_revision", "root_hash", "num_classes")
+        texts = {one.name: self.text_facts(one) for one in spec.text_encoders}
+        first = next(iter(texts.values()), {"caption_tokens": None, "caption_quality": None})
+        return {
+            "store": self.path,
+            **{name: getattr(store, name) for name in of_store},
+            **{name: getattr(spec, name) for name in ("format_version", "fingerprint", "codec")},
+            **self.records,
+            "buckets": store.buckets,
+            "classes": store.class_names.summary(),
+            "num_captions": store.captions.num_rows,
+            "num_caption_tokens": self.num_caption_tokens,
+            "caption_tokens": first["caption_tokens"],
+            "caption_quality": first["caption_quality"],
+            "bytes": self.files.parts,
+            "images": spec.images.model_dump(),
+            "latent": spec.latent.model_dump(),
+            "text": spec.text and spec.text.model_dump(),
+            "texts": {one.name: {"spec": one.spec.model_dump(), **texts[one.name]} for one in spec.texts},
+            "features": self.features,
+            "pictures": self.companions,
+            "encoders": self.encoders,
+            "self_check": self.self_check,
+            "latent_statistics": self.latents,
+        }
+
+    @cached_property
+    def records(self) -> dict[str, Any]:
+        """Planned, stored and rejected records, rejects by reason, and those that were encoded in another way."""
+        table = self.store.record_columns(("status", "reason", "fallback"))
+        statuses = value_counts(table["status"])
+        return {
+            "num_planned": table.num_rows,
+            "num_stored": statuses.get("stored", 0),
+            "num_rejected": statuses.get("rejected", 0),
+            "rejects": value_counts(table.filter(pc.equal(table["status"], "rejected"))["reason"]),
+            "fallbacks": value_counts(table["fallback"]),
+        }
+
+    @cached_property
+    def rejected(self) -> pa.Table:
+        """Every rejected record: the columns ``LEDGER``."""
+        table = self.store.record_columns((*LEDGER, "status"))
+        return table.filter(pc.equal(table["status"], "rejected")).select(LEDGER)
+
+    @cached_property
+    def classes(self) -> np.ndarray | None:
+        """(num_classes,) stored records of each class; None without classes."""
+        if not self.store.num_classes:
+            return None
+        labels = np.concatenate([np.empty(0, np.int64), *(self.store.index(b).labels for b in self.store.buckets)])
+        return np.bincount(labels[labels >= 0], minlength=self.store.num_classes)
+
+    @cached_property
+    def sources(self) -> dict[str, Any]:
+        """The source images of stored records.
+
+        Returns: ``aspects``: histogram over ASPECT_EDGES of height / width, None if no size is known; ``num_enlarged``:
+        images with fewer pixels than they were resized to; ``num_duplicates``: records whose image has the bytes of an
+        earlier one; ``duplicates``: the most repeated images, with the keys of their first records.
+        """
+        sides = ("height_px", "width_px", "resized_height_px")
+        table = self.store.record_columns((*sides, "status"))
+        table = table.filter(pc.equal(table["status"], "stored"))
+        height_px, width_px, resized_px = (pc.fill_null(table[side], 0).to_numpy() for side in sides)
+        known = (height_px > 0) & (width_px > 0)
+        ratios = np.clip(height_px[known] / width_px[known], ASPECT_EDGES[0], ASPECT_EDGES[-1])
+        checksums = self.store.record_columns(("source_checksum",))[0].drop_null()
+        images = pa.Table.from_struct_array(checksums.value_counts())
+        repeated = images.filter(pc.greater(images["counts"], 1)).sort_by([("counts", "descending")])
+        keys = self.store.record_columns(("key", "source_checksum")) if repeated.num_rows else images
+        return {
+            "aspects": np.histogram(ratios, ASPECT_EDGES)[0] if known.any() else None,
+            "num_enlarged": int(np.count_nonzero(resized_px[known] > height_px[known])),
+            "num_duplicates": len(checksums) - images.num_rows,
+            "duplicates": [
+                {
+                    "num_records": count.as_py(),
+                    "keys": keys["key"].filter(pc.equal(keys["source_checksum"], value))[:MAX_KEYS].to_pylist(),
+                }
+                for value, count in zip(*repeated[:NUM_EXTREMES].columns, strict=True)
+            ],
+        }
+
+    # Captions
+
+    @cached_property
+    def used_captions(self) -> pa.Table:
+        """Captions that a stored record names, with their ``uses`` and ``characters``."""
+        names = [f"{name}{suffix}" for suffix in suffixes(self.spec).values() for name in ("num_tokens", "truncated")]
+        table = self.store.captions.select(["text", *names])
+        ids = np.concatenate([np.empty(0, np.int64), *(self.store.index(b).caption_ids for b in self.store.buckets)])
+        table = table.append_column("uses", pa.array(np.bincount(ids, minlength=table.num_rows)))
+        table = table.append_column("characters", pc.utf8_length(table["text"].cast(pa.string())))
+        return table.filter(pc.greater(table["uses"], 0))
+
+    @cached_property
+    def captions(self) -> dict[str, Any] | None:
+        """How often captions are used, and the most repeated and longest ones; None without captions."""
+        if not self.store.captions.num_rows:
+            return None
+        used = self.used_captions
+        written = used.filter(pc.greater(used["characters"], 0))
+        num_uses = pc.sum(used["uses"]).as_py() or 0
+        most_uses = pc.max(written["uses"]).as_py() or 0
+        return {
+            "num_uses": num_uses,
+            "num_distinct": used.num_rows,
+            "num_unused": self.store.captions.num_rows - used.num_rows,  # by records that are not stored alone
+            "num_empty": num_uses - (pc.sum(written["uses"]).as_py() or 0),
+            "most_uses": most_uses,
+            "repeated": _highest(written.filter(pc.greater(written["uses"], 1)), "uses"),
+            "longest": _highest(used, "characters"),
+        }
+
+    @cached_property
+    def num_caption_tokens(self) -> int:
+        """Tokens of all captions, of the first text encoder."""
+        return pc.sum(self.store.captions["num_tokens"]).as_py() or 0
+
+    def text_facts(self, encoder: TextEncoder) -> dict[str, Any]:
+        """Lengths and quality of all captions of a text encoder; None each without captions."""
+        if not self.store.captions.num_rows:
+            return {"caption_tokens": None, "caption_quality": None}
+        lengths = self._token_lengths(encoder, self.store.captions)
+        return {"caption_tokens": lengths, "caption_quality": self.caption_quality(encoder)}
+
+    def used_lengths(self, encoder: TextEncoder) -> dict[str, Any]:
+        """Lengths in tokens of the captions that stored records name; of all while no record is stored."""
+        used = self.used_captions
+        return self._token_lengths(encoder, used if used.num_rows else self.store.captions)
+
+    def _token_lengths(self, encoder: TextEncoder, captions: pa.Table) -> dict[str, Any]:
+        suffix = suffixes(self.spec)[encoder.name]
+        tokens = captions[f"num_tokens{suffix}"].to_numpy()
+        counts, _ = np.histogram(tokens, bins=[edge + 0.5 for edge in TOKEN_EDGES])
+        spans = zip(itertools.pairwise(TOKEN_EDGES), counts.tolist(), strict=True)
+        low, median, p95, high = (int(value) for value in np.percentile(tokens, PERCENTILES, method="higher"))
+        return {
+            "min": low,
+            "median": median,
+            "p95": p95,
+            "max": high,
+            "table": {f"{first + 1}-{last}": count for (first, last), count in spans if count},
+            "num_truncated": pc.sum(captions[f"truncated{suffix}"]).as_py() or 0,
+            # Times fewer tokens than padded to max_tokens.
+            "padding_avoided": round(len(tokens) * encoder.spec.max_tokens / max(1, int(tokens.sum())), 2),
+        }
+
+    def caption_quality(self, encoder: TextEncoder) -> dict[str, Any]:
+        """Error and saving of storing captions, of which there are some, in a narrower dtype.
+
+        The cosine of a caption is the smallest cosine between one of its tokens as encoded and as stored.
+        """
+        captions, folder, suffix = self.store.captions, caption_folder(encoder.name), suffixes(self.spec)[encoder.name]
+        shards = sum(self.files.array_bytes(f"{folder}/{array}/c/") for array in caption_arrays(encoder.spec))
+        each, cosines = shards / captions.num_rows, captions[f"min_cosine{suffix}"]
+        return {
+            "num_measured": len(cosines) - cosines.null_count,
+            **_quality(cosines, captions[f"max_error{suffix}"]),
+            "bytes_per_caption": round(each, 1),
+            "fewer_than_padded_float16": round(padded_bytes(encoder) / max(each, 1), 2),
+        }
+
+    # Encoders, features and companions
+
+    @cached_property
+    def encoders(self) -> dict[str, dict[str, Any] | None]:
+        """What encoded the store, by role: "vae", "text" or None, then texts and features by their names."""
+        named = {one.name: one.encoder for one in (*self.spec.texts, *self.spec.features)}
+        roles = {"vae": self.spec.vae, "text": self.spec.text_encoder} | named
+        return {role: one and one.model_dump(exclude={"config"}) for role, one in roles.items()}
+
+    @cached_property
+    def features(self) -> dict[str, dict[str, Any]]:
+        """Features: what is stored of a record, bytes, and the quality of narrowed tokens, as of captions."""
+        return {
+            one.name: {
+                "spec": one.spec.model_dump(),
+                "bytes_per_record": self.files.bytes_per_record(f"/{FEATURES}/{one.name}/"),
+                **_quality(*self.store.record_columns((f"min_cosine_{one.name}", f"max_error_{one.name}"))),
+            }
+            for one in self.spec.features
+        }
+
+    @cached_property
+    def companions(self) -> dict[str, dict[str, Any]]:
+        """Companion images: column and kind, the shape of a row in the first bucket, bytes."""
+        bucket = next(iter(self.store.buckets), None)
+        return {
+            one.name: {
+                "column": one.column,
+                "kind": one.kind,
+                "row_shape": list(self.store.picture(one.name, bucket).row_shape) if bucket else None,
+                "bytes_per_record": self.files.bytes_per_record(f"/{PICTURES}/{one.name}/"),
+            }
+            for one in self.spec.pictures
+        }
+
+    # Latents
+
+    @cached_property
+    def self_check(self) -> dict[str, Any] | None:
+        """How images came back from the VAE before the store was planned; None without a check."""
+        check = self.store.manifest and self.store.manifest.self_check
+        if not check:
+            return None
+        median = float(np.median([image.psnr_db for image in check.pictures]))
+        return check.model_dump() | {"median_psnr_db": round(median, 2)}
+
+    @cached_property
+    def min_psnr_db(self) -> float | None:
+        """The limit of the self-check in the store's recipe; None without one."""
+        section = self.spec.recipe.get("vae")
+        limit = section.get("min_psnr") if isinstance(section, dict) else None
+        return float(limit) if isinstance(limit, int | float) and limit > 0 else None
+
+    @cached_property
+    def is_sealed(self) -> bool:
+        """Whether the statistics of the latents were sealed with the store."""
+        manifest = self.store.manifest
+        return bool(manifest and manifest.statistics and manifest.statistics.count)
+
+    @cached_property
+    def statistics(self) -> LatentStatistics:
+        """Mean and deviation of each channel as a model sees it, of all rows if they are sealed, else of those read."""
+        if self.store.manifest and self.store.manifest.statistics and self.is_sealed:
+            return self.store.manifest.statistics
+        return merge_statistics(self._scan[2] or [statistics_of([], self.spec.latent)])
+
+    @cached_property
+    def suspicious_channels(self) -> list[int]:
+        """Channels whose mean or deviation is beyond the limits."""
+        mean, std = np.array(self.statistics.channel_mean), np.array(self.statistics.channel_std)
+        beyond = (np.abs(mean) > MEAN_LIMIT) | (std < STD_LIMITS[0]) | (std > STD_LIMITS[1])
+        return np.flatnonzero(beyond).tolist() if self.statistics.count else []
+
+    @cached_property
+    def latents(self) -> dict[str, Any]:
+        """Statistics of the latents, and rows that are not finite."""
+        num_rows, nonfinite, _ = self._scan
+        return {
+            "num_rows_read": num_rows,
+            "num_nonfinite": len(nonfinite),
+            "nonfinite": nonfinite[:20],
+            "is_sealed": self.is_sealed,  # the next three are of all rows, not of those read
+            "channel_mean": [round(value, 4) for value in self.statistics.channel_mean],
+            "channel_std": [round(value, 4) for value in self.statistics.channel_std],
+            "suspicious_channels": self.suspicious_channels,
+        }
+
+    @cached_property
+    def _scan(self) -> tuple[int, list[str], list[LatentStatistics]]:
+        """Number of rows read, those that are not finite, and statistics of the others where none are sealed."""
+        num_rows, nonfinite, parts = 0, [], []
+        for bucket, rows in self._rows_to_scan().items():
+            array = self.store.latents(bucket)
+            for start in range(0, len(rows), SCAN_ROWS):
+                chunk = rows[start : start + SCAN_ROWS]
+                values = array.take(chunk)
+                finite = np.isfinite(values).all(axis=(1, 2, 3))
+                nonfinite += [f"{bucket}, row {row}" for row in chunk[~finite]]
+                num_rows += len(chunk)
+                if not self.is_sealed:
+                    parts.append(statistics_of([values[finite]], self.spec.latent))
+        return num_rows, nonfinite, parts
+
+    def _rows_to_scan(self) -> dict[str, np.ndarray]:
+        """Rows to read of each bucket: all up to SCAN_BYTES, else an even sample; at a URL in whole shards."""
+        arrays = {bucket: self.store.latents(bucket) for bucket in self.store.buckets}
+        rows = {bucket: self.store.index(bucket).rows for bucket in arrays}
+        total = sum(len(rows[bucket]) * array.row_bytes for bucket, array in arrays.items())
+        step = max(1, -(-total // (SCAN_BYTES_AT_URL if self.store.remote else SCAN_BYTES)))
+        if not self.store.remote:
+            return {bucket: bucket_rows[::step] for bucket, bucket_rows in rows.items()}
+        chosen, num_shards = {}, 0
+        for bucket, array in arrays.items():
+            shards = num_shards + rows[bucket] // array.shard_rows
+            chosen[bucket] = rows[bucket][shards % step == 0]
+            num_shards += -(-len(rows[bucket]) // array.shard_rows)
+        return chosen
+
+
+def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:
+    """All fields of a record, its captions, and statistics of its latent."""
+    values: dict[str, Any] = {name: getattr(record, name) for name in Record.__dataclass_fields__}
+    values["caption_ids"] = list(record.caption_ids)
+    if store.spec.classes and record.label >= 0:
+        values["class"] = store.spec.classes[record.label]
+        values["class_name"] = store.class_names.names[record.label]
+    if record.caption_ids:
+        table = store.captions.select(["text", "num_tokens"])
+        values["captions"] = [table.slice(number, 1).to_pylist()[0] for number in record.caption_ids]
+    if record.status != "stored" or record.bucket is None:
+        return values
+    array = store.latents(record.bucket)
+    layout, shard = array.locate(record.row)
+    row = array[record.row].astype(np.float64)
+    return values | {
+        "shard": layout.shard_path(shard),
+        "commit": commit_path(record.revision, f"buckets/{record.bucket}", shard),
+        "stored_shape": list(row.shape),
+        "finite": bool(np.isfinite(row).all()),
+        "channel_mean": [_rounded(value) for value in row.mean(axis=(1, 2))],
+        "channel_std": [_rounded(value) for value in row.std(axis=(1, 2))],
+    }
+
+
+def value_counts(column: pa.ChunkedArray) -> dict[str, int]:
+    """Number of times that each text occurs in a column, in alphabetical order; without nulls."""
+    counts = {entry["values"]: entry["counts"] for entry in column.value_counts().to_pylist()}
+    return {text: counts[text] for text in sorted(text for text in counts if text is not None)}
+
+
+def _highest(captions: pa.Table, column: str) -> list[tuple[str, int]]:
+    """Captions with the highest numbers in a column, and these; equal ones in their order."""
+    order = pc.sort_indices(captions[column], sort_keys=[("", "descending")])[:NUM_EXTREMES]
+    return [(one["text"], one[column]) for one in captions.take(order).to_pylist()]
+
+
+def _quality(cosines: pa.ChunkedArray, errors: pa.ChunkedArray) -> dict[str, float | None]:
+    measured, error = cosines.drop_null().to_numpy(), pc.max(errors).as_py()
+    return {
+        "min_cosine": _rounded(measured.min(), 8) if len(measured) else None,
+        "median_cosine": _rounded(np.median(measured), 8) if len(measured) else None,
+        "max_error": None if error is None else _rounded(error, 8),
+    }
+
+
+def _rounded(value: float, digits: int = 4) -> float | None:
+    """The rounded value; None if it is not finite, which JSON cannot hold."""
+    return round(float(value), digits) if np.isfinite(value) else None

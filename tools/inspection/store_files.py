@@ -1,0 +1,131 @@
+"""The files of a store: bytes of each part, revisions, and when they were written."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...datasets.disk.cached import cached_property
+from ...datasets.format.caption_layout import CAPTION_PART, LENGTHS, OFFSETS
+from ...datasets.format.layout import MANIFEST, PLAN, PLAN_FILE, revision_prefix
+from ...datasets.format.row_layout import FEATURES, PICTURES
+from ...datasets.format.schema import Manifest, TextEncoder
+from ...datasets.format.token_dtypes import token_bytes
+from ...datasets.revisions.catalog import sealed_revisions
+from ...datasets.revisions.commits import read_manifest
+from ...datasets.store import LatentStore
+
+BLOCK_BYTES = 4096  # in which a file system allocates space
+
+
+class StoreFiles:
+    """The files of a store; each value is computed when it is first used, and once."""
+
+    def __init__(self, store: LatentStore) -> None:
+        self._store = store
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file of the store."""
+        if self._store.manifest:
+            return {entry.path: entry.bytes for entry in self._store.manifest.files}
+        files = (path for path in self._store.path.rglob("*") if path.is_file())
+        return {path.relative_to(self._store.path).as_posix(): path.stat().st_size for path in files}
+
+    @cached_property
+    def parts(self) -> dict[str, int]:
+        """Bytes on disk of each part of the store."""
+        parts = {"latents": 0, **{f"feature {name}": 0 for name in self._store.features}}
+        parts |= {f"picture {name}": 0 for name in self._store.pictures}
+        parts |= {f"captions {name}".strip(): 0 for name in self._store.texts or [""]} | {"tables and metadata": 0}
+        for path, size in self.sizes.items():
+            parts[_part_of(path)] += size
+        return parts | {"total": sum(self.sizes.values())}
+
+    def array_bytes(self, part: str) -> int:
+        """Bytes of the shards whose path contains a part."""
+        return sum(size for path, size in self.sizes.items() if part in path and "/c/" in path)
+
+    def bytes_per_record(self, part: str) -> float:
+        """As ``array_bytes``, over the stored records."""
+        return round(self.array_bytes(part) / max(1, len(self._store)), 1)
+
+    @cached_property
+    def separate(self) -> dict[str, int]:
+        """Bytes of the same numbers as a file for each record, in whole blocks of a disk, by part.
+
+        Latents and features are as here; each caption of each record is padded to its encoder's limit, in float16.
+        """
+        caption_bytes = sum(map(padded_bytes, self._store.spec.text_encoders))
+        beside = self.array_bytes(f"/{FEATURES}/") + self.array_bytes(f"/{PICTURES}/")
+        each_beside, latents, captions, total = beside / max(1, len(self._store)), 0, 0, 0
+        for bucket, num_records in self._store.buckets.items():
+            row_bytes = int(self._store.latents(bucket).row_bytes) * (1 + self._store.spec.latent.flip)
+            per_record = np.diff(self._store.index(bucket).caption_starts) * caption_bytes
+            latents += row_bytes * num_records
+            captions += int(per_record.sum())
+            total += int((-(-(per_record + row_bytes + each_beside) // BLOCK_BYTES) * BLOCK_BYTES).sum())
+        parts = {"latents": latents, "captions": captions, "features and pictures": beside}
+        return parts | {"unused ends of blocks": total - sum(parts.values()), "total": total}
+
+    @cached_property
+    def revisions(self) -> list[tuple[Manifest, float]]:
+        """Complete revisions up to the opened one, in order, and the date of each seal in seconds since 1970."""
+        store = self._store
+        if store.manifest is None:
+            return []
+        return [
+            (
+                store.manifest if number == store.revision else read_manifest(store.path, number),
+                (store.path / f"{revision_prefix(number)}{MANIFEST}").stat().st_mtime,
+            )
+            for number in sealed_revisions(store.path)
+            if number <= store.revision
+        ]
+
+    @cached_property
+    def stages(self) -> dict[str, float]:
+        """Seconds since 1970 at which stages of the revision ended, from the dates of its files.
+
+        Returns: empty for a store at a URL, and for a copy whose files have the dates of copying.
+        """
+        root = self._store.path / revision_prefix(self._store.revision)
+        plan = root / PLAN / PLAN_FILE
+        if self._store.remote or not self._store.manifest or not plan.is_file():
+            return {}
+        images, captions = (
+            [path.stat().st_mtime for path in (root / "commits" / part).rglob("*.json")]
+            for part in ("buckets", "captions")
+        )
+        if not images:
+            return {}
+        dates = {"planned": plan.stat().st_mtime}
+        if captions and max(captions) <= min(images):
+            dates["captions"] = max(captions)
+        if min(images) < max(images):
+            dates |= {"first images": min(images), "other images": max(images)}
+        else:
+            dates["images"] = max(images)
+        dates["sealing"] = (root / MANIFEST).stat().st_mtime
+        is_in_order = list(dates.values()) == sorted(dates.values())
+        return dates if is_in_order and dates["sealing"] > dates["planned"] else {}
+
+
+def padded_bytes(encoder: TextEncoder) -> int:
+    """Bytes of a caption of a text encoder at its largest length, in float16."""
+    spec = encoder.spec
+    tokens = token_bytes(spec.width, "float16") * spec.max_tokens if spec.has_tokens else 0
+    return tokens + token_bytes(spec.pooled_width, "float16")
+
+
+def _part_of(path: str) -> str:
+    """The part of a store that a file belongs to, for a person."""
+    folder, _, key = path.partition("/c/")
+    names = folder.split("/")
+    if not key or names[-1] in (OFFSETS, LENGTHS):
+        return "tables and metadata"
+    for parent, part in ((FEATURES, "feature"), (PICTURES, "picture")):
+        if parent in names:
+            return f"{part} {names[-2]}"
+    if "buckets" in names:
+        return "latents"
+    return "captions" if names[-2] == CAPTION_PART else f"captions {names[-2]}"
