@@ -1,57 +1,50 @@
-"""Where the bytes of a record lie, and whether they are as written."""
+"""All about one record: its columns, captions, channels, and where its bytes lie and whether they are as written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ....datasets.errors import LeanditError
 from ....datasets.format.layout import commit_path
 from ....datasets.format.row_layout import LATENTS, bucket_part, row_arrays
+from ....datasets.format.table_schemas import suffixes
 from ....datasets.revisions.writer import row_checksum
 from ....datasets.store import LatentStore, Record
+from .tables import StoreTables
+
+HASHED = ("checksum", "source_checksum")  # columns of 64 bits, shown as 16 hex digits
 
 
-class RowPlace(NamedTuple):
-    """Where a row of one array lies.
-
-    Args:
-      array: path of the array within its bucket.
-      shape, dtype: of the row as stored.
-      file: path of the shard within the store.
-      offset: first byte of the row, or of its compressed chunk.
-      num_bytes: of the row, or of its compressed chunk.
-    """
-
-    array: str
-    shape: tuple[int, ...]
-    dtype: str
-    file: str
-    offset: int
-    num_bytes: int
+def readable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row of ``StoreTables``, checksums as 16 hex digits."""
+    return {
+        name: f"{value:016x}" if name.startswith(HASHED) and value is not None else value
+        for name, value in row.items()
+        if name != "position"
+    }
 
 
-@dataclass(frozen=True)
-class GroupFacts:
-    """The arrays of a record that share a checksum: its latents, a feature, or a companion image.
+def captions_of(store: LatentStore, tables: StoreTables, record: Record) -> list[dict[str, Any]]:
+    """``id``, ``text``, ``tokens`` by text encoder, and ``truncated`` of each caption, in the record's order."""
+    captions, columns = tables.captions(record.caption_ids), suffixes(store.spec)
+    return [
+        {
+            "id": number,
+            "text": captions[number]["text"],
+            "tokens": {name: captions[number][f"num_tokens{suffix}"] for name, suffix in columns.items()},
+            "truncated": any(captions[number][f"truncated{suffix}"] for suffix in columns.values()),
+        }
+        for number in record.caption_ids
+    ]
 
-    Args:
-      recorded: XXH3-64 in the records table, 16 hex digits; "" for none.
-      read: the same of the bytes as they are now; "" if they cannot be read.
-      problem: why they cannot be read.
-    """
 
-    name: str
-    places: list[RowPlace]
-    recorded: str
-    read: str
-    problem: str = ""
-
-    @property
-    def is_as_written(self) -> bool:
-        """The bytes are those that were written."""
-        return bool(self.read) and self.read == self.recorded
+def channel_names(store: LatentStore) -> list[str]:
+    """A name for each stored channel of a latent: "mean 0"."""
+    spec = store.spec.latent
+    second = {"mean_logvar": "log-variance", "mean_std": "deviation"}.get(spec.kind, "")
+    names = ["mean" if second else "channel"] * spec.channels + [second] * (spec.stored_channels - spec.channels)
+    return [f"{name} {number % spec.channels}" for number, name in enumerate(names)]
 
 
 def commit_of(store: LatentStore, record: Record) -> str:
@@ -61,20 +54,24 @@ def commit_of(store: LatentStore, record: Record) -> str:
     return commit_path(record.revision, bucket_part(record.bucket), shard)
 
 
-def groups_of(store: LatentStore, record: Record, values: Mapping[str, Any]) -> Iterator[GroupFacts]:
-    """The latents, features and companion images of a stored record, read now.
+def groups_of(store: LatentStore, record: Record, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arrays of a stored record that share a checksum: its latents, each feature, each companion image.
 
     Args:
-      values: the columns of the record, checksums as 16 hex digits.
+      values: the ``readable`` columns of the record.
+    Returns: ``name``; ``places``, in each array the row's ``shape`` and ``dtype``, the ``file`` in the store and the
+      first byte (``offset``) and ``num_bytes`` of the row or its compressed chunk; ``recorded``, XXH3-64 in the records
+      table as 16 hex digits, and ``read``, that of the bytes as they are now; ``problem``, if they cannot be read.
     """
     for name in (LATENTS, *store.features, *store.pictures):
-        recorded = values[f"checksum_{name}" if name else "checksum"] or ""
+        facts = {"name": name or "latent", "recorded": values[f"checksum_{name}" if name else "checksum"] or ""}
         try:
             places, rows = [], []
             for path, (shape, dtype) in row_arrays(store.spec, record.bucket or "", name).items():
                 array = store.array(f"{bucket_part(record.bucket or '')}/{path}")
-                places.append(RowPlace(path, shape, dtype, *array.place(record.row)))
+                place = dict(zip(("file", "offset", "num_bytes"), array.place(record.row), strict=True))
+                places.append({"array": path, "shape": shape, "dtype": dtype, **place})
                 rows.append(array[record.row])
-            yield GroupFacts(name or "latent", places, recorded, row_checksum(*rows))
+            yield facts | {"places": places, "read": row_checksum(*rows), "problem": ""}
         except LeanditError as error:
-            yield GroupFacts(name or "latent", [], recorded, "", str(error))
+            yield facts | {"places": [], "read": "", "problem": str(error)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,17 +14,16 @@ from starlette.routing import Route
 
 from ....datasets.errors import LeanditError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from ....datasets.format.layout import MANIFEST, revision_prefix
-from ....datasets.format.table_schemas import REJECT_REASONS, suffixes
+from ....datasets.format.table_schemas import REJECT_REASONS
 from ....datasets.store import LatentStore, Record
 from .images import Busy, Decode, ImageDecoder, channel_pixels, principal_colors, webp
 from .pages import answer_errors, render, static_route
 from .query import Query
-from .record_facts import commit_of, groups_of
+from .record_facts import captions_of, channel_names, commit_of, groups_of, readable
 from .tables import FIELDS, PAGE, StoreTables
 
 MAX_CLASSES = 1000  # that a list of suggestions has
 KEEP = {"cache-control": "private, max-age=3600"}  # for images: while this runs, an address keeps its image
-HASHED = ("checksum", "source_checksum")  # columns of 64 bits, shown as 16 hex digits
 
 
 class StoreSite:
@@ -71,6 +70,7 @@ class StoreSite:
                 raise RecipeError(f"page {query.page}: the last one is {max(1, -(-num_hits // PAGE))}.")
         except LeanditError as error:  # a table that was replaced too: the page says so
             problem, status = str(error), 400 if isinstance(error, RecipeError) else 500
+        milliseconds = (time.perf_counter() - start) * 1000
         return self._page(
             request,
             "store.html",
@@ -80,7 +80,7 @@ class StoreSite:
             problem=problem,
             cells=self._cells(positions, query),
             num_hits=num_hits,
-            milliseconds=(time.perf_counter() - start) * 1000,
+            milliseconds=milliseconds,
             pages=max(1, -(-num_hits // PAGE)),
             first=(query.page - 1) * PAGE + 1,
             counts=self._counts,
@@ -136,7 +136,7 @@ class StoreSite:
                     "class_name": self._class_of(row["label"]),
                     "height_px": height_px,
                     "width_px": width_px,
-                    "sort": query.sort and _readable(row)[query.sort],
+                    "sort": query.sort and readable(row)[query.sort],
                 }
             )
         return cells
@@ -146,7 +146,7 @@ class StoreSite:
 
     def _record(self, request: Request) -> Response:
         record = self._tables.record(request.path_params["index"])
-        values = _readable(self._tables.rows([record.index])[0])
+        values = readable(self._tables.rows([record.index])[0])
         is_stored = record.status == "stored"
         return self._page(
             request,
@@ -155,34 +155,12 @@ class StoreSite:
             record=record,
             reason=REJECT_REASONS.get(record.reason or "", ""),
             class_name=self._class_of(record.label),
-            captions=self._captions_of(record),
+            captions=captions_of(self._store, self._tables, record),
             groups=list(groups_of(self._store, record, values)) if is_stored else [],
             commit=commit_of(self._store, record) if is_stored else "",
             values=values,
-            channels=self._channel_names() if is_stored else [],
+            channels=channel_names(self._store) if is_stored else [],
         )
-
-    def _captions_of(self, record: Record) -> list[dict[str, Any]]:
-        """Id, text, tokens by text encoder, and whether one cut it, of each caption."""
-        captions, columns = self._tables.captions(record.caption_ids), suffixes(self._store.spec)
-        return [
-            {
-                "id": number,
-                "text": captions[number]["text"],
-                "tokens": {name: captions[number][f"num_tokens{suffix}"] for name, suffix in columns.items()},
-                "truncated": any(captions[number][f"truncated{suffix}"] for suffix in columns.values()),
-            }
-            for number in record.caption_ids
-        ]
-
-    def _channel_names(self) -> list[str]:
-        spec = self._store.spec.latent
-        second = {"mean_logvar": "log-variance", "mean_std": "deviation"}.get(spec.kind, "")
-        first = "mean" if second else "channel"
-        return [
-            f"{first if number < spec.channels else second} {number % spec.channels}"
-            for number in range(spec.stored_channels)
-        ]
 
     async def _image(self, request: Request) -> Response:
         name = request.query_params.get("companion", "")
@@ -218,12 +196,3 @@ class StoreSite:
 
     def _status(self, request: Request) -> Response:
         return JSONResponse({"is_ready": self._images.is_ready, "note": self._images.note})
-
-
-def _readable(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a record, checksums as 16 hex digits."""
-    return {
-        name: f"{value:016x}" if name.startswith(HASHED) and value is not None else value
-        for name, value in row.items()
-        if name != "position"
-    }
