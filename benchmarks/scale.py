@@ -10,10 +10,12 @@ process and its decoders beyond what it had before; mapped files do not count. F
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median, quantiles
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
@@ -38,6 +40,7 @@ from leandit.datasets.format.layout import (
 )
 from leandit.datasets.format.schema import Reject
 from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
+from leandit.datasets.format.tables import parquet_file
 from leandit.datasets.loader import make_loader
 from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.revisions.commits import commit_record, file_entry
@@ -50,8 +53,8 @@ from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning.pictures import num_threads
 from leandit.precompute.planning.planner import Planner
 from leandit.precompute.sources.source import list_source
-from leandit.tools.inspection.view.records.query import Query
-from leandit.tools.inspection.view.records.search import RecordSearch
+from leandit.tools.inspection.view.query import Query
+from leandit.tools.inspection.view.tables import StoreTables
 from leandit.tools.synthetic.store import make_store, noise_spec
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -294,28 +297,37 @@ def search_command(records: Annotated[int, typer.Option(min=1000, help="A captio
     """Ask ``leandit view``'s search 50 different queries; words of captions are as frequent as those of a language."""
     rng = np.random.default_rng(0)
     words = ["".join(rng.choice(list("etaoinshrdlcumwfgypbvk"), n)) for n in rng.integers(2, 11, VOCABULARY)]
-    start = time.perf_counter()
-    find = open_search(made_up_records(rng, records), made_up_captions(rng, words, records))
-    prepared = time.perf_counter() - start
     elapsed, processor = [], []
-    for query in queries(words):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        find(query)
-        elapsed.append((time.perf_counter() - start) * 1e3)
-        processor.append((time.process_time() - cpu_start) * 1e3)
+    with tempfile.TemporaryDirectory() as folder:
+        write_tables(Path(folder), made_up_records(rng, records), made_up_captions(rng, words, records))
+        tables = open_tables(Path(folder))
+        for query in queries(words):
+            start, cpu_start = time.perf_counter(), time.process_time()
+            tables.find(query)
+            elapsed.append((time.perf_counter() - start) * 1e3)
+            processor.append((time.process_time() - cpu_start) * 1e3)
+        tables.close()
     rows = [
         (name, *(f"{ms:.0f}" for ms in (median(values), quantiles(values, n=20)[-1], max(values))))
         for name, values in (("elapsed", elapsed), ("processor", processor))
     ]
-    print(f"{machine()}; {records} records, {len(elapsed)} queries; prepared in {prepared:.1f} s\n")
+    print(f"{machine()}; {records} records, {len(elapsed)} queries\n")
     print_table([("ms", "median", "95 %", "max"), *rows])
 
 
-def open_search(records: pa.Table, captions: pa.Table) -> Callable[[Query], object]:
-    """The search of ``leandit view``."""
-    search = RecordSearch(records, captions, ClassNames([f"n{number:08d}" for number in range(CLASSES)], None))
-    search.prepare()
-    return search.find
+def write_tables(folder: Path, records: pa.Table, captions: pa.Table) -> None:
+    """The Parquet files of a store."""
+    for name, table in ((RECORDS, records), (CAPTIONS, captions)):
+        write_atomic(folder / name, [parquet_file(table)])
+
+
+def open_tables(folder: Path) -> StoreTables:
+    """The tables of ``leandit view``, of a store that has nothing else."""
+    spec = noise_spec(dict.fromkeys(BUCKETS, 1), 4, CLASSES, 0, 0, 64, "none")
+    classes = ClassNames([f"n{number:08d}" for number in range(CLASSES)], None)
+    checks: Any = {"record_columns": lambda columns: None, "texts": []}
+    store: Any = SimpleNamespace(path=folder, revision=1, complete=True, spec=spec, class_names=classes, **checks)
+    return StoreTables(store)
 
 
 def made_up_captions(rng: np.random.Generator, words: list[str], count: int) -> pa.Table:

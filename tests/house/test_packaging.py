@@ -175,13 +175,13 @@ def test_every_exception_is_caught_at_the_edge_and_where_a_picture_is_rejected_o
     # encoders/text/tokenizer.py: the library of the tokenizers raises this very class; any other goes on
     # job.py: the edge of a process that encodes for another, to which it sends what was raised
     # deepspeed_engine.py: so does DeepSpeed, where its loss scale ends
-    # painter.py: the edge of a thread, for whose pictures a page waits
+    # images.py: the edges of two threads, for whose images a page waits
     # row_checks.py: the edge of a thread, whose errors the reader raises
     edges = {
         "tools/cli/commands.py",
         "datasets/batches/row_checks.py",
         "precompute/engines/job.py",
-        "tools/inspection/view/records/painter.py",
+        "tools/inspection/view/images.py",
     }
     libraries = {"precompute/encoders/text/tokenizer.py", "train/parallel/deepspeed_engine.py"}
     assert places == edges | libraries | {"precompute/images/pixels.py"}

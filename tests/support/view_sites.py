@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,9 +14,8 @@ from starlette.testclient import TestClient
 from leandit.datasets.errors import EncoderError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
-from leandit.tools.inspection.view.guard import Guard
-from leandit.tools.inspection.view.records.decoder import Decode
-from leandit.tools.inspection.view.records.painter import Painter
+from leandit.tools.inspection.view.images import Decode
+from leandit.tools.inspection.view.server import Guard
 from leandit.tools.inspection.view.store_site import StoreSite
 
 TOKEN = "t" * 43
@@ -42,20 +41,18 @@ def hostile_store(folder: Path) -> LatentStore:
     return LatentStore(folder / "store")
 
 
-def grey(rows: np.ndarray, divisor: int = 1) -> np.ndarray:
-    """A decoder for tests: 8 pixels for each place of a latent, as grey as its row."""
-    levels = (np.arange(len(rows)) + 1).astype(np.uint8).reshape(-1, 1, 1, 1)
-    height_px, width_px = (side * 8 // divisor for side in rows.shape[2:])
-    return np.broadcast_to(levels, (len(rows), height_px, width_px, 3)).copy()
+def grey(rows: np.ndarray) -> np.ndarray:
+    """A decoder for tests: 8 grey pixels for each place of a latent."""
+    height_px, width_px = (8 * side for side in rows.shape[2:])
+    return np.full((len(rows), height_px, width_px, 3), 77, np.uint8)
 
 
 def no_decoder() -> Decode:
     raise EncoderError("vae.model 'far/away': not a folder here.")
 
 
-def site(store: LatentStore, load: object = None, **options: bool) -> Starlette:
-    painter = Painter(store, load or (lambda: grey))  # pyright: ignore[reportArgumentType]
-    return StoreSite(store, painter, **options).app()
+def site(store: LatentStore, load: Callable[[], Decode] = lambda: grey) -> Starlette:
+    return StoreSite(store, load).app()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from leandit.datasets.revisions.commits import with_root_hash
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
-from leandit.tools.inspection.view.records.decoder import decoder_of
+from leandit.tools.inspection.decoder import LatentDecoder
 from leandit.tools.sample.decode_grids import decode_grids
 from leandit.tools.sample.evaluation.images import decoded_images
 from leandit.tools.sample.request import SampleRequest
@@ -106,7 +106,8 @@ def test_a_tiny_vae_is_given_what_the_model_sees_of_a_store(
     assert leandit("report", store.path, "--out", tmp_path / "a.html", "--count", count, *named).exit_code == 0
     assert_given(given, means)
     given.clear()
-    decoder_of(store, str(home / "tiny"), lambda: CPU)(store.latents(bucket).take(store.index(bucket).rows), 1)
+    decoder = LatentDecoder.of_store(store, str(home / "tiny"), CPU)
+    decoder.decode_rows(store.latents(bucket).take(store.index(bucket).rows))
     assert_given(given, means)
     given.clear()
     list(decoded_images(store, str(home / "tiny"), CPU).read([np.arange(count)]))

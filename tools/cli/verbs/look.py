@@ -93,13 +93,16 @@ def view(
         app = RunSite(Path(target)).app()
     else:
         from ....datasets.store import LatentStore
-        from ...inspection.view.records.decoder import decoder_of
-        from ...inspection.view.records.painter import BATCH, CPU_BATCH, Painter
+        from ...inspection.view.images import Decode
         from ...inspection.view.store_site import StoreSite
 
         store = LatentStore(target, revision=revision, allow_incomplete=True)
-        batch = CPU_BATCH if device == "cpu" else BATCH
-        painter = Painter(store, lambda: decoder_of(store, vae, lambda: torch_device(device)), batch=batch)
-        app = StoreSite(store, painter, has_previews=device == "cpu").app()
+
+        def load_decoder() -> Decode:
+            from ...inspection.decoder import LatentDecoder
+
+            return LatentDecoder.of_store(store, vae, torch_device(device)).decode_rows
+
+        app = StoreSite(store, load_decoder).app()
     print_line("Ctrl-C ends it")
     serve(app, port=port, open_browser=open_browser, say=lambda address: print(f"view        {address}", flush=True))

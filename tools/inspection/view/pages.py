@@ -1,4 +1,4 @@
-"""HTML of the pages, by the environment of the reports: every text is escaped, its control characters are visible."""
+"""What all pages of ``leandit view`` share: templates, errors as pages, the style sheet and the script."""
 
 from __future__ import annotations
 
@@ -8,36 +8,80 @@ from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
+from starlette.applications import Starlette
+from starlette.convertors import IntegerConvertor, register_url_convertor
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
 from .... import __version__
+from ....datasets.errors import DamageError, LeanditError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from ..report.page import environment
 
 HERE = Path(__file__).parent
 STATIC = {"view.css": "text/css", "view.js": "text/javascript", "view.svg": "image/svg+xml"}
+STATUS = {RecipeError: 400, RowOutOfRange: 404, UnknownKey: 404, DamageError: 500, StoreError: 404}
+
+
+class _Position(IntegerConvertor):
+    """A number that fits into 64 bits. With more digits no route matches; Python refuses to parse 4,301 digits."""
+
+    regex = "[0-9]{1,18}"
+
+
+register_url_convertor("position", _Position())  # as in "/record/{index:position}"
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill in a template of ``templates/``."""
+    """Fill in a template of ``templates/``, with the environment of the reports: every text is escaped, its control
+    characters are visible."""
     return _environment().get_template(template).render(version=__version__, **values)
-
-
-def static_file(name: str) -> tuple[bytes, str]:
-    """Content and type of a file of ``static/``.
-
-    Raises: KeyError.
-    """
-    kind = STATIC[name]
-    return (HERE / "static" / name).read_bytes(), kind
 
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    found = environment()
-    found.loader = jinja2.FileSystemLoader(HERE / "templates")
-    found.filters["typed"] = typed
-    return found
+    templates = environment()
+    templates.loader = jinja2.FileSystemLoader(HERE / "templates")
+    templates.filters["typed"] = typed
+    return templates
 
 
 def typed(value: str) -> Markup:
     """What the user has typed, for the value of an input, unchanged."""
     return escape(value)
+
+
+def answer_errors(app: Starlette) -> Starlette:
+    """Answer errors that a user can understand with a page."""
+    app.add_exception_handler(LeanditError, _problem)
+    app.add_exception_handler(OSError, _problem)  # such as a folder that was removed
+    app.add_exception_handler(HTTPException, _refusal)
+    return app
+
+
+def _problem(request: Request, error: Exception) -> Response:
+    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
+    return _error_page(request, "Request failed", str(error), status)
+
+
+def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error_page(request, str(error.status_code), error.detail, error.status_code)
+
+
+def _error_page(request: Request, title: str, problem: str, status: int) -> Response:
+    page = render("problem.html", root=request.scope["root_path"], title=title, problem=problem)
+    return HTMLResponse(page, status_code=status)
+
+
+def static_route() -> Route:
+    """The route of the style sheet and the script."""
+    return Route("/static/{name}", _static)
+
+
+def _static(request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in STATIC:
+        raise HTTPException(404, "There is no such file.")
+    return Response((HERE / "static" / name).read_bytes(), media_type=STATIC[name])

@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from .answers import answer_errors, static_route
-from .pages import render
+from .pages import answer_errors, render, static_route
 from .run_state import RunState
 
 

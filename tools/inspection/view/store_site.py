@@ -1,37 +1,29 @@
-"""The pages of a store: records by search, one record, and their pictures."""
+"""The pages of a store: records by search, one record, and their images."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from ....datasets.errors import RecipeError, RowOutOfRange, StoreError, UnknownKey
+from ....datasets.errors import LeanditError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from ....datasets.format.layout import MANIFEST, revision_prefix
-from ....datasets.format.schema import FeatureSpec
+from ....datasets.format.table_schemas import REJECT_REASONS
 from ....datasets.store import LatentStore, Record
-from .answers import answer_errors, static_route
-from .pages import render
-from .records import planes
-from .records.decoder import preview_divisor
-from .records.painter import Dropped, Painter, Subject
-from .records.query import Query
-from .records.record_facts import captions_of, column_values, commit_of, groups_of, reason_in_words
-from .records.search import RecordSearch
+from .images import Busy, Decode, ImageDecoder, channel_pixels, principal_colors, webp
+from .pages import answer_errors, render, static_route
+from .query import Query
+from .record_facts import captions_of, channel_names, commit_of, groups_of, readable
+from .tables import FIELDS, PAGE, StoreTables
 
-PAGE = 24  # records
-MOST_CLASSES = 1000  # that a list of suggestions has
-KEEP = {"cache-control": "private, max-age=3600"}  # of pictures: an address never has another one while this runs
+MAX_CLASSES = 1000  # that a list of suggestions has
+KEEP = {"cache-control": "private, max-age=3600"}  # for images: while this runs, an address keeps its image
 
 
 class StoreSite:
@@ -39,26 +31,22 @@ class StoreSite:
 
     Args:
       store: opened; it is only read.
-      painter: of its pictures; started and stopped with the site.
-      has_previews: pages of several records show previews first, as a CPU decodes slowly.
+      load: returns the decoder of its rows; called in another thread.
     """
 
-    def __init__(self, store: LatentStore, painter: Painter, *, has_previews: bool = False) -> None:
-        self._store, self._painter = store, painter
-        divisors = [preview_divisor(store, bucket) for bucket in store.buckets] if has_previews else []
-        self._has_previews = max(divisors, default=1) > 1
-        self._search = RecordSearch(store.records, store.captions, store.class_names)
+    def __init__(self, store: LatentStore, load: Callable[[], Decode]) -> None:
+        self._store, self._tables = store, StoreTables(store)
+        self._images = ImageDecoder(store, self._tables, load)
         self._name = str(store.remote.url if store.remote else store.path)
-        self._manifest = store.path / f"{revision_prefix(store.revision)}{MANIFEST}"
-        self._opened = _identity(self._manifest)
-        self._counts = {name: self._search.counts(name) for name in ("bucket", "status", "reason")}
+        self._opened = self._identity
+        self._counts = {name: self._tables.counts(name) for name in FIELDS}
 
     def app(self) -> Starlette:
         """The application, for ``Guard``."""
         routes = [
             Route("/", self._browse),
             Route("/record/{index:position}", self._record),
-            Route("/picture/{index:position}", self._picture),
+            Route("/image/{index:position}", self._image),
             Route("/channel/{index:position}/{number:position}", self._channel),
             Route("/feature/{index:position}/{name}", self._feature),
             Route("/status", self._status),
@@ -68,157 +56,143 @@ class StoreSite:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._painter.start()
-        threading.Thread(target=self._search.prepare, name="leandit-words", daemon=True).start()
+        self._images.start()
         yield
-        self._painter.stop()
+        self._images.stop()
+        self._tables.close()
 
     def _browse(self, request: Request) -> Response:
-        problem, found, began = "", np.empty(0, np.int32), time.perf_counter()
+        query, problem, status, num_hits, positions, start = Query(), "", 200, 0, [], time.perf_counter()
         try:
             query = Query.parse(request.query_params)
-        except RecipeError as error:
-            query, problem = Query(), str(error)
-        if not problem:
-            try:
-                found = self._search.find(query)
-            except RecipeError as error:
-                problem = str(error)
-        milliseconds = (time.perf_counter() - began) * 1000
-        pages = max(1, -(-len(found) // PAGE))
-        if query.page > pages:
-            problem = f"page {query.page}: the last one is {pages}."
-        shown = [self._cell(int(position), query) for position in found[(query.page - 1) * PAGE : query.page * PAGE]]
-        page = render(
+            num_hits, positions = self._tables.find(query)
+            if not positions and query.page > 1:
+                raise RecipeError(f"page {query.page}: the last one is {max(1, -(-num_hits // PAGE))}.")
+        except LeanditError as error:  # a table that was replaced too: the page says so
+            problem, status = str(error), 400 if isinstance(error, RecipeError) else 500
+        milliseconds = (time.perf_counter() - start) * 1000
+        return self._page(
+            request,
             "store.html",
-            root=request.scope["root_path"],
             title=self._name,
-            store=self._store,
+            status=status,
             query=query,
             problem=problem,
-            cells=shown,
-            num_found=len(found),
-            num_records=self._store.records.num_rows,
+            cells=self._cells(positions, query),
+            num_hits=num_hits,
             milliseconds=milliseconds,
-            pages=pages,
+            pages=max(1, -(-num_hits // PAGE)),
             first=(query.page - 1) * PAGE + 1,
             counts=self._counts,
-            columns=self._search.columns,
+            columns=list(self._tables.columns),
             classes=self._classes,
-            note=self._painter.note,
-            is_ready=self._painter.is_ready,
-            has_changed=self._has_changed,
-            has_previews=self._has_previews and not (self._painter.is_ready and self._painter.note),
         )
-        return HTMLResponse(page, status_code=400 if problem else 200)
+
+    def _page(self, request: Request, template: str, *, title: str, status: int = 200, **values: Any) -> Response:
+        page = render(
+            template,
+            root=request.scope["root_path"],
+            title=title,
+            store=self._store,
+            store_name=self._name,
+            num_records=self._tables.num_records,
+            note=self._images.note,
+            is_ready=self._images.is_ready,
+            has_changed=self._identity != self._opened,
+            **values,
+        )
+        return HTMLResponse(page, status_code=status)
 
     @property
-    def _has_changed(self) -> bool:
-        """Whether another store lies there now: tables that were read and pictures that are read would not fit."""
-        return _identity(self._manifest) != self._opened
+    def _identity(self) -> tuple[int, int] | None:
+        """Of the manifest file. If it changes, another store lies there, whose images do not fit these tables."""
+        try:
+            state = (self._store.path / f"{revision_prefix(self._store.revision)}{MANIFEST}").stat()
+        except OSError:
+            return None
+        return state.st_ino, state.st_ctime_ns  # a copy keeps the time of its content
 
     @property
     def _classes(self) -> list[tuple[str, str]]:
         """Folder and name of each class."""
         names = self._store.class_names
-        return list(zip(names.classes, names.names, strict=True)) if len(names) <= MOST_CLASSES else []
+        return list(zip(names.classes, names.names, strict=True)) if len(names) <= MAX_CLASSES else []
 
-    def _cell(self, position: int, query: Query) -> dict[str, Any]:
-        record = self._store.record_at(position)
-        texts = [self._store.captions["text"][number].as_py() for number in record.caption_ids]
-        shape = [int(side) for side in (record.bucket or "1x1").split("x")]
-        sort = query.sort and column_values(self._store, record)[query.sort]
-        return {
-            "record": record,
-            "text": self._search.best_caption(query, texts),
-            "more": max(0, len(texts) - 1),
-            "class_name": self._class_of(record),
-            "height_px": shape[0],
-            "width_px": shape[1],
-            "sort": sort,
-        }
+    def _cells(self, positions: list[int], query: Query) -> list[dict[str, Any]]:
+        """For each record its row, class, size, and the caption that has the words, or the first."""
+        rows = self._tables.rows(positions)
+        captions = self._tables.captions({number for row in rows for number in row["caption_ids"] or ()}, query.words)
+        cells = []
+        for row in rows:
+            own = [captions[number] for number in row["caption_ids"] or ()]
+            height_px, width_px = (row["bucket"] or "1x1").split("x")
+            cells.append(
+                {
+                    "record": row,
+                    "text": next(
+                        (caption["text"] for caption in own if caption["is_hit"]), own[0]["text"] if own else ""
+                    ),
+                    "more": max(0, len(own) - 1),
+                    "class_name": self._class_of(row["label"]),
+                    "height_px": height_px,
+                    "width_px": width_px,
+                    "sort": query.sort and readable(row)[query.sort],
+                }
+            )
+        return cells
 
-    def _class_of(self, record: Record) -> str:
-        return self._store.class_names.describe(record.label) if record.label >= 0 else ""
+    def _class_of(self, label: int) -> str:
+        return self._store.class_names.describe(label) if label >= 0 else ""
 
     def _record(self, request: Request) -> Response:
-        record = self._store.record_at(request.path_params["index"])
+        record = self._tables.record(request.path_params["index"])
+        values = readable(self._tables.rows([record.index])[0])
         is_stored = record.status == "stored"
-        page = render(
+        return self._page(
+            request,
             "record.html",
-            root=request.scope["root_path"],
             title=record.key,
-            store=self._store,
-            store_name=self._name,
             record=record,
-            reason=reason_in_words(record),
-            class_name=self._class_of(record),
-            captions=captions_of(self._store, record),
-            groups=list(groups_of(self._store, record)) if is_stored else [],
+            reason=REJECT_REASONS.get(record.reason or "", ""),
+            class_name=self._class_of(record.label),
+            captions=captions_of(self._store, self._tables, record),
+            groups=list(groups_of(self._store, record, values)) if is_stored else [],
             commit=commit_of(self._store, record) if is_stored else "",
-            values=column_values(self._store, record),
-            channels=self._channel_names() if is_stored else [],
-            num_records=self._store.records.num_rows,
-            has_changed=self._has_changed,
-            note=self._painter.note,
-            is_ready=self._painter.is_ready,
+            values=values,
+            channels=channel_names(self._store) if is_stored else [],
         )
-        return HTMLResponse(page)
 
-    def _channel_names(self) -> list[str]:
-        spec = self._store.spec.latent
-        second = {"mean_logvar": "log-variance", "mean_std": "deviation"}.get(spec.kind, "")
-        first = "mean" if second else "channel"
-        return [
-            f"{first if number < spec.channels else second} {number % spec.channels}"
-            for number in range(spec.stored_channels)
-        ]
-
-    async def _picture(self, request: Request) -> Response:
+    async def _image(self, request: Request) -> Response:
         name = request.query_params.get("companion", "")
         if name and name not in self._store.pictures:
-            raise UnknownKey(f"store '{self._name}': no picture '{name}'.")
-        is_preview = self._has_previews and "preview" in request.query_params
-        future = self._painter.paint(Subject(request.path_params["index"], name, is_preview))
+            raise UnknownKey(f"store '{self._name}': no companion image '{name}'.")
         try:
-            content = await asyncio.shield(asyncio.wrap_future(future))
-        except Dropped as error:
+            content = await self._images.webp_for(request, request.path_params["index"], name)
+        except Busy as error:
             return Response(str(error), status_code=503, headers={"retry-after": "1"})
-        return Response(content, media_type="image/webp", headers=KEEP if self._painter.is_ready else {})
+        return Response(content, media_type="image/webp", headers=KEEP)
 
     def _channel(self, request: Request) -> Response:
         record, number = self._stored(request), request.path_params["number"]
         row = self._store.latents(record.bucket or "")[record.row]
         if number >= len(row):
             raise RowOutOfRange(f"record '{record.key}': channel {number}, there are {len(row)}")
-        return _webp(lambda: planes.channel(row[number]))
+        return Response(webp(channel_pixels(row[number])), media_type="image/webp", headers=KEEP)
 
     def _feature(self, request: Request) -> Response:
         record, name = self._stored(request), request.path_params["name"]
         arrays = self._store.feature(name, record.bucket or "")
-        spec: FeatureSpec = arrays.spec
         if "patches" not in arrays.outputs:
-            raise StoreError(f"feature '{name}': it has no patches, so it has no picture.")
+            raise StoreError(f"feature '{name}': it has no patches, so it has no image.")
         height_px, width_px = (int(side) for side in (record.bucket or "").split("x"))
-        return _webp(lambda: planes.principal_colours(arrays.row(record.row), spec.grid(height_px, width_px)))
+        pixels = principal_colors(arrays.row(record.row), arrays.spec.grid(height_px, width_px))
+        return Response(webp(pixels), media_type="image/webp", headers=KEEP)
 
     def _stored(self, request: Request) -> Record:
-        record = self._store.record_at(request.path_params["index"])
+        record = self._tables.record(request.path_params["index"])
         if record.status != "stored":
             raise StoreError(f"record '{record.key}': it is {record.status}, so it has no latent.")
         return record
 
     def _status(self, request: Request) -> Response:
-        return JSONResponse({"is_ready": self._painter.is_ready, "note": self._painter.note})
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        state = path.stat()
-    except OSError:
-        return None
-    return state.st_ino, state.st_ctime_ns  # a copy keeps the time of its content
-
-
-def _webp(pixels: Callable[[], np.ndarray]) -> Response:
-    return Response(planes.webp(pixels()), media_type="image/webp", headers=KEEP)
+        return JSONResponse({"is_ready": self._images.is_ready, "note": self._images.note})

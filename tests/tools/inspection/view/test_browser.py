@@ -73,21 +73,6 @@ def test_pages_of_a_store_lead_on_and_back(watched: Watched, tmp_path: Path) -> 
     watched.assert_harmless(urlsplit(address).netloc)
 
 
-def test_previews_become_pictures(watched: Watched, tmp_path: Path) -> None:
-    from leandit.tools.synthetic.store import make_store
-
-    make_store(tmp_path / "store", {"256x256": 3}, num_classes=3)
-    page = watched.page
-    with viewed(tmp_path / "store", "--vae", "shipped:vae") as address:
-        page.goto(address)
-        watched.until("[...document.images].every((image) => image.naturalWidth === 256)")
-        assert all("preview" not in image.get_attribute("src") for image in page.locator("img").all())
-    asked = [url for url in watched.requests if "/picture/" in url]
-    assert len([url for url in asked if url.endswith("?preview=1")]) == 3
-    assert len(asked) == 6
-    watched.assert_harmless(urlsplit(address).netloc)
-
-
 def test_a_run_is_followed(watched: Watched, label_store: LatentStore, tmp_path: Path) -> None:
     run, page = tmp_path / "run", watched.page
     recipe = train_recipe("dit-s-4", "run.steps=4")

@@ -1,110 +1,262 @@
-"""Search finds what a scan of every text finds, and orders as asked."""
+"""Search finds what a filter in plain Python finds, whatever is typed; and nothing but the two tables can be read."""
 
 from __future__ import annotations
 
-import numpy as np
-import pyarrow as pa
+import json
+import operator
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from making import CPU, caption_recipe, make_caption_folder, no_progress
+from view_sites import ROOT, client, site
 
-from leandit.datasets.errors import RecipeError
+from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.store import LatentStore
-from leandit.tools.inspection.view.records.query import Query
-from leandit.tools.inspection.view.records.search import RecordSearch
-from leandit.tools.inspection.view.records.word_index import LetterPairs, WordIndex, needles
+from leandit.precompute.pipeline import precompute
+from leandit.tools.inspection.view import tables as module
+from leandit.tools.inspection.view.query import Query
+from leandit.tools.inspection.view.tables import StoreTables
 
-TEXTS = st.lists(st.text(alphabet="aBc d\u00c4\u00e4\u00df\n", max_size=12), max_size=12)
-
-
-@given(TEXTS, st.text(alphabet='aBc"d \u00c4\u00e4', max_size=8))
-def test_the_index_finds_what_a_scan_finds(texts: list[str], query: str) -> None:
-    wanted = needles(query)
-    scanned = [all(one in text.lower() for one in wanted) for text in texts]
-    assert WordIndex(pa.chunked_array([texts], pa.string())).find(wanted).tolist() == scanned
-
-
-@given(TEXTS, st.text(alphabet="aBc \u00e4", max_size=4))
-def test_a_part_whose_pairs_are_unknown_is_in_no_text(texts: list[str], part: str) -> None:
-    lower = [text.lower() for text in texts]
-    may_hold = LetterPairs(pa.chunked_array([lower[:5], lower[5:]], pa.string())).may_hold(part.lower())
-    assert may_hold or not any(part.lower() in text for text in lower)
-    assert LetterPairs(pa.chunked_array([["ab"]])).may_hold("ba") is False
-
-
-def test_many_words_are_found_in_one_pass() -> None:
-    texts = [f"word{number} again" for number in range(400)]
-    index = WordIndex(pa.chunked_array([texts[:200], texts[200:]], pa.string()))
-    assert index.find(["word"]).all()
-    assert np.flatnonzero(index.find(["word39", "again"])).tolist() == [39, *range(390, 400)]
-
-
-def test_quotes_make_one_needle_of_several_words() -> None:
-    assert needles(' Red  "big BLUE" x" y') == ["red", "big blue", "x", "y"]
+LETTERS = "aBc _%'\"\\\u00c4\u00e4\u00df"
+COMPARE = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+HOSTILE = [
+    "'; DROP TABLE records; --",
+    '" OR 1 = 1 --',
+    "x') OR ('' = '",
+    "/* */ $word0 ? {} {0} %s",
+    "read_csv('/etc/passwd')",
+    "' UNION SELECT * FROM read_text('/etc/passwd') --",
+    "(a+)+$" * 100,
+    "9" * 1000,
+    "a\0b",
+    "\U0010ffff\ud800",
+    " ".join("abcdefghijklmnopqrstuvwxyz"),
+]
 
 
-def search_of(store: LatentStore) -> RecordSearch:
-    return RecordSearch(store.records, store.captions, store.class_names)
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    """32 records with awkward keys and captions, some shared, and two rejects."""
+    folder = make_caption_folder(tmp_path_factory.mktemp("search") / "source", count=32)
+    lines = []
+    for number in range(34):
+        name = f"images/{number}.png" if number < 32 else f"images/gone {number}.png"
+        captions = [
+            "".join(LETTERS[(number * 7 + i * i * (2 + number % 3)) % len(LETTERS)] for i in range(n)) for n in (5, 9)
+        ]
+        lines.append({"file_name": name, "captions": ["shared", *captions][number % 2 :]})
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = folder.parent / "it's [a] store*"  # DuckDB would read a pattern
+    precompute(caption_recipe(), source_path=folder, store_path=path, device=CPU, progress=no_progress)
+    return LatentStore(path)
 
 
-def found(store: LatentStore, **query: str) -> list[str]:
-    positions = search_of(store).find(Query.parse({name: str(value) for name, value in query.items()}))
-    return [store.record_at(int(position)).key for position in positions]
+@pytest.fixture(scope="module")
+def tables(store: LatentStore) -> Iterator[StoreTables]:
+    tables = StoreTables(store)
+    yield tables
+    tables.close()
+
+
+def filtered(store: LatentStore, query: Query) -> list[int]:
+    """Positions of all pages."""
+    records, texts = store.records.to_pylist(), store.captions["text"].to_pylist()
+    words = [word.lower() for word in query.words]
+
+    def is_hit(row: dict[str, Any]) -> bool:
+        candidates = [row["key"], *(texts[number] for number in row["caption_ids"])]
+        hit = any(all(word in text.lower() for word in words) for text in candidates)
+        for column in ("bucket", "status", "reason"):
+            hit = hit and getattr(query, column) in ("", row[column])
+        for column, sign, value in query.conditions:
+            if value == "null":
+                hit = hit and (row[column] is None) == (sign == "=")
+            elif sign == "~":
+                hit = hit and row[column] is not None and value.lower() in str(row[column]).lower()
+            else:
+                typed = value if isinstance(row[column], str) else int(value)
+                hit = hit and row[column] is not None and COMPARE[sign](row[column], typed)
+        return hit
+
+    hits = [position for position, row in enumerate(records) if is_hit(row)]
+    if query.sort:
+        known = [position for position in hits if records[position][query.sort] is not None]
+        known.sort(key=lambda position: records[position][query.sort], reverse=query.order == "down")
+        hits = known + [position for position in hits if records[position][query.sort] is None]
+    return hits
+
+
+CONDITIONS = st.one_of(
+    st.builds(
+        "{} {} {}".format, st.sampled_from(["height_px", "row"]), st.sampled_from(sorted(COMPARE)), st.integers(-1, 120)
+    ),
+    st.builds("{} {} null".format, st.sampled_from(["reason", "bucket"]), st.sampled_from(["=", "!="])),
+    st.builds(
+        "{} {} {}".format, st.just("key"), st.sampled_from(["<", ">=", "~"]), st.sampled_from(["images/2", "G", "_"])
+    ),
+)
+QUERIES = st.builds(
+    Query,
+    q=st.one_of(st.just(""), st.text(LETTERS, max_size=6), st.sampled_from(["SHARED", "images 1", '"gone 33"'])),
+    where=st.lists(CONDITIONS, max_size=2).map(" and ".join),
+    bucket=st.sampled_from(["", "", "64x64"]),
+    status=st.sampled_from(["", "", "stored"]),
+    reason=st.sampled_from(["", "", "missing_file"]),
+    sort=st.sampled_from(["", "key", "height_px", "bucket", "checksum"]),
+    order=st.sampled_from(["up", "down"]),
+    page=st.integers(1, 4),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(query=QUERIES, size=st.sampled_from([3, 24]))
+def test_hits_are_those_of_a_filter_in_python(query: Query, size: int, tables: StoreTables, store: LatentStore) -> None:
+    expected = filtered(store, query)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PAGE", size)
+        hits = tables.find(query)
+    assert hits == (len(expected), expected[(query.page - 1) * size : query.page * size])
+
+
+def test_quotes_make_one_word_of_several() -> None:
+    assert Query(q=' Red  "big BLUE" x" y red').words == ["Red", "big BLUE", "x", "y", "red"]
+
+
+def keys(store: LatentStore, **query: str) -> list[str]:
+    tables = StoreTables(store)
+    positions = tables.find(Query.parse(query))[1]
+    tables.close()
+    return [store.record_at(position).key for position in positions]
 
 
 def test_words_are_looked_for_in_one_caption_the_class_or_the_key(
     caption_store: LatentStore, label_store: LatentStore
 ) -> None:
     everything = caption_store.records["key"].to_pylist()
-    assert found(caption_store, q="RED circ") == everything[::3]
-    assert found(caption_store, q="red big") == []  # of two captions
-    assert found(caption_store, q='"big blue" tiny green') == everything
-    assert found(caption_store, q='"blue big"') == []
-    assert found(caption_store, q="images/1.PNG") == [everything[1]]
-    assert found(label_store, q="n002 3") == ["n002/3.png"]
-    assert found(label_store, class_="n001") == [f"n001/{number}.png" for number in range(5)]
-
-
-def test_columns_are_compared(caption_store: LatentStore) -> None:
-    heights = caption_store.records["height_px"].to_pylist()
-    keys = caption_store.records["key"].to_pylist()
-    tall = [key for key, height in zip(keys, heights, strict=True) if height >= 64]
-    assert found(caption_store, where="height_px >= 64") == tall
-    assert found(caption_store, where="height_px>=64 and key ~ /1") == [key for key in tall if "/1" in key]
-    assert found(caption_store, where="fallback != null") == []
-    assert found(caption_store, where="fallback = null", bucket="64x64") == keys[::3]
+    assert keys(caption_store, q="RED circ") == everything[::3]
+    assert keys(caption_store, q="red big") == []  # of two captions
+    assert keys(caption_store, q='"big blue" tiny green') == everything
+    assert keys(caption_store, q='"blue big"') == []
+    assert keys(caption_store, q="images/1.PNG") == [everything[1]]
+    assert keys(label_store, q="n002 3") == ["n002/3.png"]
+    assert keys(label_store, class_="n001") == [f"n001/{number}.png" for number in range(5)]
     checksum = caption_store.records["checksum"][4].as_py()
-    assert found(caption_store, where=f"checksum = {checksum:#x}") == [keys[4]]
+    assert keys(caption_store, where=f"checksum = {checksum:#x}") == [everything[4]]
 
 
-@pytest.mark.parametrize("order", ["up", "down"])
-def test_records_are_sorted_by_a_column_and_stay_in_order_where_equal(caption_store: LatentStore, order: str) -> None:
-    heights, keys = caption_store.records["height_px"].to_pylist(), caption_store.records["key"].to_pylist()
-    sign = 1 if order == "up" else -1
-    wanted = [keys[at] for at in sorted(range(len(keys)), key=lambda at: sign * heights[at])]
-    assert found(caption_store, sort="height_px", order=order) == wanted
+def test_an_incomplete_store_is_searched_too(caption_store: LatentStore, tmp_path: Path) -> None:
+    path = shutil.copytree(caption_store.path, tmp_path / "store")
+    for name in ("manifest.json", "records.parquet", "captions.parquet"):
+        (path / name).unlink()
+    store = LatentStore(path, allow_incomplete=True)
+    assert not store.complete
+    everything = caption_store.records["key"].to_pylist()
+    assert keys(store, q="RED circ", sort="key", order="down") == sorted(everything[::3], reverse=True)
 
 
 @pytest.mark.parametrize(
-    ("query", "says"),
+    ("query", "message"),
     [
         ({"where": "height >= 3"}, "no column 'height'. There are: key"),
-        ({"where": "height_px is 3"}, "needed COLUMN, one of = !="),
+        ({"where": "height_px is 3"}, "expected COLUMN, one of = !="),
         ({"where": "height_px = tall"}, "'tall' is no int32"),
         ({"where": "height_px = 99999999999"}, "is no int32"),
-        ({"where": "fallback > null"}, "needed = or !="),
+        ({"where": "fallback > null"}, "expected = or !="),
+        ({"where": "position >= 1"}, "no column 'position'"),
         ({"sort": "caption_ids"}, "no column 'caption_ids'"),
-        ({"page": "0"}, "page '0': needed a number from 1"),
-        ({"order": "sideways"}, "needed one of up, down"),
-        ({"colour": "red"}, "no parameter 'colour'"),
-        ({"q": "x" * 1001}, "1001 characters, at most 1000"),
+        ({"sort": '"key" DESC; --'}, "no column"),
+        ({"page": "0"}, "page '0': expected a number from 1"),
+        ({"page": "9" * 900}, "expected a number from 1"),
+        ({"order": "sideways"}, "expected one of up, down"),
+        ({"color": "red"}, "no parameter 'color'"),
+        ({"q": "x" * 1001}, "1001 characters, expected at most 1000"),
+        ({"q": " ".join(map(str, range(33)))}, "33 words, expected at most 32"),
         ({"class_": "cat"}, "no class 'cat'"),
     ],
 )
-def test_a_query_that_cannot_be_says_why(query: dict[str, str], says: str, caption_store: LatentStore) -> None:
+def test_an_invalid_query_says_why(query: dict[str, str], message: str, tables: StoreTables) -> None:
     with pytest.raises(RecipeError) as error:
-        search_of(caption_store).find(Query.parse(query))
-    assert says in str(error.value)
+        tables.find(Query.parse(query))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_is_typed_is_a_value_and_never_sql(text: str, store: LatentStore) -> None:
+    values = [("q", text), ("where", f"key = {text}"), ("where", f"key ~ {text}"), ("where", f"height_px >= {text}")]
+    values += [
+        (name, text) for name in ("where", "bucket", "class_", "status", "reason", "sort", "order", "page", text)
+    ]
+    text = text.encode("utf-8", "replace").decode()
+    with client(site(store)) as web:
+        for name, value in values:
+            answer = web.get(ROOT + "/", params={name.encode("utf-8", "replace"): value.encode("utf-8", "replace")})
+            assert answer.status_code in (200, 400), (name, answer.text)
+            assert "root:" not in answer.text
+            assert (answer.status_code == 400) == ('role="alert"' in answer.text)
+            hits = re.search(r"<strong>(\d+)</strong> of 34 records", answer.text)
+            assert hits
+            assert hits[1] in ("0", "34") or name == "q"
+        assert "<strong>34</strong> of 34 records" in web.get(ROOT + "/").text
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT * FROM read_csv('/etc/passwd')",
+        "SELECT * FROM read_text('/proc/self/environ')",
+        "SELECT * FROM glob('/*')",
+        "SELECT * FROM 'https://elsewhere.example/x.parquet'",
+        "COPY records TO '{folder}/stolen.csv'",
+        "COPY records TO '{folder}/records.parquet' (FORMAT parquet)",
+        "ATTACH '{folder}/new.db'",
+        "INSTALL httpfs",
+        "SET enable_external_access = true",
+        "SET memory_limit = '100GB'",
+        "SET lock_configuration = false",
+        "RESET max_execution_time",
+    ],
+)
+def test_the_database_reads_two_files_and_is_locked(sql: str, tables: StoreTables, tmp_path: Path) -> None:
+    with pytest.raises(duckdb.Error):
+        tables._database.execute(sql.format(folder=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_search_ends_after_its_time(store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module.CONFIG, "max_execution_time", 200)
+    monkeypatch.setattr(
+        module,
+        "FIND",
+        "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE a.range * b.range <> $size + $first",
+    )
+    tables = StoreTables(store)
+    with pytest.raises(RecipeError, match="it takes longer than 30 s"):
+        tables.find(Query())
+    tables.close()
+
+
+@pytest.mark.parametrize("name", ["records.parquet", "captions.parquet"])
+def test_a_table_that_is_not_of_the_manifest_is_refused(name: str, caption_store: LatentStore, tmp_path: Path) -> None:
+    path = shutil.copytree(caption_store.path, tmp_path / "store")
+    content = bytearray((path / name).read_bytes())
+    content[100] ^= 1
+    (path / name).write_bytes(content)
+    with pytest.raises(DamageError, match=f"'{name}' differs from the manifest"):
+        StoreTables(LatentStore(path))
 
 
 def test_an_address_leads_back_to_its_query() -> None:

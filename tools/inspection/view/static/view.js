@@ -1,5 +1,5 @@
 "use strict";
-// The page works by its links; this adds the search form, pictures that are asked for again, and the note of the decoder.
+// The page works by its links; this adds the search form, images that are requested again, and the note of the decoder.
 const root = document.body.dataset.root;
 
 const form = document.getElementById("search");
@@ -23,16 +23,10 @@ for (const image of document.querySelectorAll(".frame img")) {
     tries += 1;
     if (tries >= MOST_TRIES) return;
     const address = image.getAttribute("src");
-    setTimeout(() => { image.src = address; }, 500 * 2 ** tries);  // the server drops pictures that it has no room for
+    setTimeout(() => { image.src = address; }, 500 * 2 ** tries);  // the server refuses images while too many wait
   };
   image.addEventListener("error", again);
   if (image.complete && !image.naturalWidth && image.loading !== "lazy") again();
-}
-
-for (const image of document.querySelectorAll("img[data-then]")) {
-  const sharpen = () => { image.src = image.dataset.then; };  // the preview stays until the picture has come
-  if (image.complete && image.naturalWidth) sharpen();
-  else image.addEventListener("load", sharpen, { once: true });
 }
 
 const note = document.getElementById("note");
@@ -41,7 +35,7 @@ async function watchDecoder() {
   if (!state.is_ready) {
     setTimeout(watchDecoder, 1000);
   } else if (state.note) {
-    note.textContent = `Pictures are the first three channels of their latents: no decoder. ${state.note}`;
+    note.textContent = `Images are the first three channels of their latents: no decoder. ${state.note}`;
   } else {
     note.hidden = true;
   }

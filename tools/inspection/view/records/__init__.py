@@ -1,1 +1,0 @@
-"""The records of a store: searched, described, and shown as pictures."""
