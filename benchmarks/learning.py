@@ -43,10 +43,10 @@ from leandit.tools.terminal.cpu_memory import keep_freed_memory
 from leandit.tools.terminal.progress import ProgressLine
 from leandit.train import config as train_config
 from leandit.train.loop import StopRequest, train
+from leandit.train.metrics.reader import read_metrics
 from leandit.train.parallel.ranks import ALONE
 from leandit.train.parallel.watchdog import Watchdog
 from leandit.train.step.train_step import train_step
-from leandit.train.weights.folders import METRICS
 
 CPU = torch.device("cpu")
 FEATURE = "scene"  # the teacher's, in the store
@@ -201,8 +201,9 @@ def measure_run(
         return frechet_distance(drawn.mean, drawn.covariance, reference.mean, reference.covariance)
 
     frechet = {n: kept(folder / f"frechet-{n}.json", partial(distance, n)) for n in study.snapshots}
-    reports = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    held_out = {one["step"]: one["held_out"]["averaged_loss"] for one in reports if one.get("held_out")}
+    metrics = read_metrics(folder)
+    losses = metrics.columns["held_out.averaged_loss"][metrics.is_evaluated].tolist()
+    held_out = dict(zip(metrics.steps[metrics.is_evaluated].tolist(), losses, strict=True))
     log(f"{name}, seed {seed}: held-out loss {held_out[study.steps]:.3f}")
     return {"seed": seed, "held_out": held_out, "frechet": frechet}
 

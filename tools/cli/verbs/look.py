@@ -39,7 +39,7 @@ def report(
         raise RecipeError(
             f"report '{targets[0]}': --source, --vae and --scores are of stores, and it is a run. Leave them out."
         )
-    from ...inspection.report.runs.report import report_runs
+    from ...inspection.report.run import report_runs
     from ...inspection.report.stores.report import report_stores
     from ...inspection.report.stores.sheets import SheetOptions
     from ...terminal.progress import ProgressLine

@@ -7,7 +7,6 @@ is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,10 @@ from markupsafe import Markup, escape
 
 from .... import __version__
 from ....datasets.disk.files import write_atomic
+from ....datasets.units import readable_size
 from ...terminal.text import printable
 
+mib = readable_size  # the filter's name
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_CHARS = 2000  # of one text, so that a caption of megabytes does not fill the page
 
@@ -46,7 +47,13 @@ class Section:
 
 
 def render_page(
-    template: str, *, title: str, sections: Sequence[Section], alerts: Sequence[Alert] = (), **values: Any
+    template: str,
+    *,
+    title: str,
+    sections: Sequence[Section],
+    alerts: Sequence[Alert] = (),
+    page_version: str = "",
+    **values: Any,
 ) -> str:
     """Fill in a template.
 
@@ -55,10 +62,12 @@ def render_page(
       title: of the page; it may hold any text.
       sections: for the list of contents, in order.
       alerts: shown above everything else.
+      page_version: of a page that ``leandit view`` serves, which reloads itself when there is another; "": a file.
       values: what the template prints; it may print nothing else.
     """
     page = environment().get_template(template)
-    return page.render(title=title, sections=sections, alerts=alerts, version=__version__, **values)
+    values |= {"title": title, "sections": sections, "alerts": alerts, "page_version": page_version}
+    return page.render(version=__version__, **values)
 
 
 def write_page(path: Path, html: str) -> int:
@@ -103,12 +112,6 @@ def count(value: int) -> str:
 def several(number: int, thing: str) -> str:
     """A count of things: "1 record", "1,281,167 records"."""
     return f"{count(number)} {thing}{'' if number == 1 else 's'}"
-
-
-def mib(num_bytes: float) -> str:
-    """Bytes in the unit that reads best: "812 B", "3.4 KiB", "62.9 MiB", "9.8 GiB"."""
-    power = min(4, int(math.log(max(1, abs(num_bytes)), 1024)))
-    return f"{num_bytes / 1024**power:.{min(1, power)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -53,21 +53,22 @@ def thumbnail(
 
 
 def webp_uri(pixels: np.ndarray, *, side_px: int = SIDE_PX, most_bytes: int = MOST_BYTES) -> Markup:
-    """A picture as a ``data:`` URI, which a template prints as it is.
+    """An image as a ``data:`` URI, which a template prints as it is.
 
     Args:
       pixels: (height, width, 3) uint8; made smaller if its longest side is longer than ``side_px``.
-      most_bytes: of the URI; a picture that needs more is stored with a lower quality, down to the lowest.
+      most_bytes: of the URI; an image that needs more gets a lower quality, and then fewer pixels.
     """
-    image, uri = Image.fromarray(pixels), Markup()
-    image.thumbnail((side_px, side_px), Image.Resampling.LANCZOS)
-    for quality in QUALITIES:
-        stream = io.BytesIO()
-        image.save(stream, "WEBP", quality=quality, method=4)
-        uri = Markup(f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode()}")
-        if len(uri) <= most_bytes:
-            break
-    return uri
+    image = Image.fromarray(pixels)
+    while True:
+        image.thumbnail((side_px, side_px), Image.Resampling.LANCZOS)
+        for quality in QUALITIES:
+            stream = io.BytesIO()
+            image.save(stream, "WEBP", quality=quality, method=4)
+            uri = Markup(f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode()}")
+            if len(uri) <= most_bytes or side_px == 1:
+                return uri
+        side_px = max(1, max(image.size) * 2 // 3)
 
 
 def latent_pixels(latent: np.ndarray) -> np.ndarray:
