@@ -13,8 +13,7 @@ from PIL import Image, UnidentifiedImageError
 from ....datasets.errors import DamageError
 from ....datasets.units import readable_size, readable_time
 from ....train.metrics.reader import RUNNING
-from .page import Alert, Section, count, number, render_page, write_page
-from .pictures import webp_uri
+from .page import Alert, Section, count, number, render_page, webp_uri, write_page
 from .run_charts import draw_charts
 from .run_facts import ABSENT, SCORES, RunFacts, differing, read_run
 from .run_rules import RULES, warnings_of

@@ -14,8 +14,17 @@ from markupsafe import Markup
 from PIL import Image
 
 from leandit.tools.inspection.report.charts import COLOURS, Curve, bar_chart, histogram, line_chart, short
-from leandit.tools.inspection.report.page import Alert, Section, environment, number, render_page, write_page
-from leandit.tools.inspection.report.pictures import latent_pixels, thumbnail, webp_uri
+from leandit.tools.inspection.report.page import (
+    Alert,
+    Section,
+    environment,
+    latent_pixels,
+    number,
+    render_page,
+    thumbnail,
+    webp_uri,
+    write_page,
+)
 
 MARKUP = "<script>alert(1)</script><img src=x onerror=alert(2)>\" onload='alert(3)"
 MARKS = "abc\u202edef\x1b[31m\u2066\x00\u05d0\u05d1"

@@ -12,8 +12,7 @@ import pyarrow as pa
 from .....datasets.errors import EncoderError
 from .....datasets.order.filters import ScoreTable, read_scores
 from .....datasets.store import LatentStore
-from ..page import several
-from ..pictures import Thumbnail, latent_pixels, thumbnail
+from ..page import Thumbnail, latent_pixels, several, thumbnail
 
 Progress = Callable[[str, int, int], None]
 MAX_PICTURES = 160  # of a report: decoding takes seconds for each on a CPU

@@ -20,7 +20,7 @@ from .....datasets.errors import EncoderError, LeanditError, StoreError
 from .....datasets.format.buckets import bucket_size
 from .....datasets.format.row_layout import MASK
 from .....datasets.store import LatentStore
-from ...report.pictures import latent_pixels
+from ...report.page import latent_pixels
 from .decoder import Decode, preview_divisor
 from .planes import webp
 
