@@ -38,7 +38,7 @@ COLUMNS = (
 )
 HELD_OUT = "held_out"
 MAX_TIMES, MAX_TERMS = 64, 32  # of a line; the trainer writes 10 and 8 times, and a few terms
-LARGEST = 1e300  # a larger number is damage: no figure of a run comes near it
+LARGEST = 1e200  # a larger number is damage: no figure of a run comes near it
 SMOOTHED_SHARE = 0.02  # of a run, over which a smoothed line averages
 QUIET_LINES, QUIET_SECONDS = 10, 300.0  # a run that has reported nothing for longer than both has stopped
 NOT_BEGUN, RUNNING, STOPPED, FINISHED = "not begun", "running", "stopped", "finished"

@@ -116,21 +116,14 @@ class ChartSpec:
 
 
 DIFFERENCE = "Held-out loss of averaged weights, less that of the first run"
+BY_TIME = "Loss against diffusion time (held-out: averaged weights)"
 NORM = "Gradient norm before clipping, and run.grad_clip (dotted)"
 CHARTS = (
     ChartSpec("losses", "Training loss", "loss", "loss", is_loss=True, wide=True),
     ChartSpec("losses", "Loss of held-out records", "loss", _held_out, STEP, False, True, one_colour=True, wide=True),
     ChartSpec("losses", "Training loss by diffusion time, smoothed", "loss", _bands, is_loss=True),
     ChartSpec("losses", DIFFERENCE, "difference of losses", _difference, is_smoothed=False, dotted=0.0),
-    ChartSpec(
-        "losses",
-        "Loss against diffusion time (held-out: averaged weights)",
-        "loss",
-        _by_time,
-        TIME,
-        is_smoothed=False,
-        is_loss=True,
-    ),
+    ChartSpec("losses", BY_TIME, "loss", _by_time, TIME, is_smoothed=False, is_loss=True),
     ChartSpec("losses", "Terms added to the loss, weighted, smoothed", "weight times term", _terms),
     ChartSpec("steps", NORM, "L2 norm", "grad_norm", is_loss=True, dotted="run.grad_clip"),
     ChartSpec("steps", "Learning rate", "learning rate", "learning_rate", is_smoothed=False),
@@ -170,7 +163,7 @@ def _draw(spec: ChartSpec, runs: Sequence[RunFacts], lines: Sequence[tuple[RunFa
         curves.append(Curve(label, x, y, colour=colour, dashed=dashed, dots=dots))
     top, spikes = _spikes(spec, lines, is_single) if spec.from_zero else (None, "")
     has_notes = is_single and spec.x_label == STEP
-    dotted = {run.key(spec.dotted) if isinstance(spec.dotted, str) else spec.dotted for run in runs}
+    dotted = [run.key(spec.dotted) or None if isinstance(spec.dotted, str) else spec.dotted for run in runs]
     image = line_chart(
         curves,
         title=spec.title + spikes,
@@ -178,7 +171,7 @@ def _draw(spec: ChartSpec, runs: Sequence[RunFacts], lines: Sequence[tuple[RunFa
         y_label=spec.unit,
         log_y=spec.is_loss and _is_spread(np.concatenate([curve.y for curve in curves])),
         marks={"resumed": runs[0].restart_steps} if has_notes and runs[0].restart_steps else None,
-        expected=sorted(value for value in dotted if isinstance(value, (int, float)) and (value or spec.dotted == 0)),
+        expected=sorted({value for value in dotted if isinstance(value, (int, float))}),
         y_range=(0.0, top) if spec.from_zero else None,
         x_notes=_notes(runs[0].metrics) if has_notes else None,
         wide=spec.wide,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from pathlib import Path
 
 import jinja2
 import numpy as np
@@ -13,17 +12,15 @@ from html_elements import Elements
 from markupsafe import Markup
 from PIL import Image
 
-from leandit.tools.inspection.report.charts import COLOURS, Curve, bar_chart, histogram, line_chart, short
+from leandit.tools.inspection.report.charts import Curve, bar_chart, histogram, line_chart, short
 from leandit.tools.inspection.report.page import (
     Alert,
     Section,
     environment,
     latent_pixels,
-    number,
     render_page,
     thumbnail,
     webp_uri,
-    write_page,
 )
 
 MARKUP = "<script>alert(1)</script><img src=x onerror=alert(2)>\" onload='alert(3)"
@@ -91,12 +88,6 @@ def test_a_page_asks_for_nothing_and_may_not(monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(set(ids)) == sorted(ids)
 
 
-def test_warnings_come_before_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "".join(Elements(page_of("harmless", monkeypatch)).text)
-    assert text.index("1 warning") < text.index("lines")
-    assert "No warnings." in render_page("page.html", title="t", sections=[])
-
-
 def test_a_template_prints_no_value_that_is_missing() -> None:
     with pytest.raises(jinja2.UndefinedError, match="runs"):
         render_page("run.html", title="t", sections=[])
@@ -106,12 +97,6 @@ def test_a_long_text_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     html = page_of("x" * 100_000, monkeypatch)
     assert "x" * 2001 not in html
     assert "(100,000 characters)" in html
-
-
-def test_a_page_is_written_whole(tmp_path: Path) -> None:
-    assert write_page(tmp_path / "new/page.html", "é") == 2
-    assert (tmp_path / "new/page.html").read_text() == "é"
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["page.html"]
 
 
 def charts() -> list[Markup]:
@@ -139,22 +124,12 @@ def test_a_chart_is_an_image_with_the_names_of_its_axes_and_the_same_bytes_each_
         assert len(chart) < 60_000
 
 
-def test_the_colours_of_a_chart_are_those_of_the_list() -> None:
-    chart = bar_chart(["a"], {str(i): [i] for i in range(len(COLOURS))}, title="t", x_label="x", y_label="y")
-    styles = " ".join(value for name, value in svgs(chart)[0].attributes if name == "style")
-    assert all(f"fill: {colour.lower()}" in styles for colour in COLOURS)
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (0.25, "0.25"), (1500, "1,500"), (20_000, "20k"), (1_300_000, "1.3M"), (2.5e9, "2.5G"), (-1e6, "-1M")],
 )
 def test_numbers_of_an_axis_are_short(value: float, text: str) -> None:
     assert short(value) == text
-
-
-def test_numbers_are_written_with_four_digits() -> None:
-    assert [number(n) for n in (None, 0.123456, 3)] == ["-", "0.1235", "3"]
 
 
 def test_an_image_is_a_small_webp_of_its_own_shape() -> None:
