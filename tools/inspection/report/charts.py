@@ -49,7 +49,6 @@ class Curve:
     Args:
       name: in the legend; "" leaves it out.
       x, y: as many numbers each; NaN interrupts the line.
-      low, high: of the band around it, or None.
       colour: number of ``COLOURS``; None: the next one.
       faint: drawn thin and pale, and left out of the legend: raw values behind smoothed ones.
     """
@@ -57,8 +56,6 @@ class Curve:
     name: str
     x: Numbers
     y: Numbers
-    low: Numbers | None = None
-    high: Numbers | None = None
     colour: int | None = None
     dashed: bool = False
     faint: bool = False
@@ -71,7 +68,6 @@ def line_chart(
     title: str,
     x_label: str,
     y_label: str,
-    log_x: bool = False,
     log_y: bool = False,
     marks: Mapping[str, Sequence[float]] | None = None,
     expected: Sequence[float] = (),
@@ -98,7 +94,7 @@ def line_chart(
         _draw_marks(axes, marks)
         if y_range:
             axes.set_ylim(*y_range)
-        _set_scales(axes, log_x=log_x, log_y=log_y, is_whole=all(_is_whole(curve.x) for curve in curves))
+        _set_scales(axes, log_x=False, log_y=log_y, is_whole=all(_is_whole(curve.x) for curve in curves))
         if x_notes:
             axes.xaxis.set_major_formatter(lambda value, _: f"{short(value)}\n{x_notes(value)}")
         return _image(figure, title)
@@ -191,8 +187,6 @@ def _draw_curve(axes: Any, curve: Curve, colour: str) -> None:
     style = {"linestyle": (0, (4, 2))} if curve.dashed else {}
     dots = {"marker": "o", "markersize": 3} if curve.dots else {}
     axes.plot(curve.x, curve.y, color=colour, **faint, **style, **dots)
-    if curve.low is not None and curve.high is not None:
-        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
 
 
 def _draw_marks(axes: Any, marks: Mapping[str, Sequence[float]] | None) -> None:
