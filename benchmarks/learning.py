@@ -39,11 +39,11 @@ from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
 from leandit.tools.terminal.progress import ProgressLine
 from leandit.train import config as train_config
 from leandit.train.loop import StopRequest, train
+from leandit.train.metrics.reader import read_metrics
 from leandit.train.parallel.ranks import ALONE
 from leandit.train.parallel.watchdog import Watchdog
 from leandit.train.step.cpu import keep_freed_memory
 from leandit.train.step.train_step import train_step
-from leandit.train.weights.folders import METRICS
 
 CPU = torch.device("cpu")
 FEATURE = "scene"  # the teacher's, in the store
@@ -184,8 +184,9 @@ def measure_run(
     every = recipe.run.checkpoint_every
     snapshots = range(every, sizes.steps + 1, every)
     frechet = {step: kept(folder / f"frechet-{step}.json", partial(distance, step)) for step in snapshots}
-    reports = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    held_out = {one["step"]: one["held_out"]["averaged_loss"] for one in reports if one.get("held_out")}
+    metrics = read_metrics(folder)
+    losses = metrics.columns["held_out.averaged_loss"][metrics.is_evaluated].tolist()
+    held_out = dict(zip(metrics.steps[metrics.is_evaluated].tolist(), losses, strict=True))
     return {"seed": seed, "held_out": held_out, "frechet": frechet}
 
 

@@ -1313,7 +1313,7 @@ ALLOWED_WRITES = {
     ("train/metrics/writer.py", "open"),  # metrics.jsonl grows by a line at a time
     ("train/weights/dit_checkpoints.py", "save"),  # into memory, from where datasets/disk/files.py writes it
     ("tools/sample/sample_set.py", "save"),  # likewise
-    ("tools/inspection/report/pictures.py", "save"),  # likewise
+    ("tools/inspection/report/page.py", "save"),  # likewise
     ("tools/inspection/view/images.py", "save"),  # into memory, for an answer
     ("tools/sample/decode_grids.py", "save"),
     ("tools/inspection/contact_sheet.py", "save"),  # pictures for people to look at, which nothing reads again

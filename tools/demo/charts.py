@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ...train.weights.folders import METRICS
+from ...train.metrics.reader import read_metrics, smoothed
 from ..inspection.grid import FRAME, KEY_COLOUR
 
 SCALE = 3
@@ -28,10 +26,9 @@ Points = Sequence[tuple[float, float]]
 
 def draw_loss(run: Path) -> Image.Image:
     """Chart of ``metrics.jsonl``: the loss of every report, and its running mean, over the steps."""
-    reports = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
-    steps, losses = [report["step"] for report in reports], [report["loss"] for report in reports]
-    half = max(1, round(len(losses) * MEAN_SHARE / 2))
-    means = [float(np.mean(losses[max(0, i - half) : i + half + 1])) for i in range(len(losses))]
+    metrics = read_metrics(run)
+    steps, losses = metrics.steps.tolist(), metrics.columns["loss"].tolist()
+    means = smoothed(metrics.columns["loss"], MEAN_SHARE).tolist()
     chart = _Chart(last_step=steps[-1], lowest=min(losses), highest=max(losses))
     chart.axes()
     chart.line(steps, losses, REPORT_COLOUR, width=1)

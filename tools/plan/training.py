@@ -18,8 +18,8 @@ from ...datasets.errors import RecipeError
 from ...datasets.units import readable_size, readable_time
 from ...train.metrics.flops import shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
+from ...train.metrics.reader import read_metrics
 from ...train.weights.folders import METRICS
-from ..inspection.report.runs.metrics import read_metrics
 from .memory_tracker import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
 from .scaling import LAUNCH_SECONDS, NETWORK_GBIT, Cluster, step_time
 from .scaling_table import recipe_strategy, render_scaling, scaling, step_work

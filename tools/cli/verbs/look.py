@@ -40,7 +40,7 @@ def report(
             f"report '{targets[0]}': --source, --vae and --scores are of stores, and it is a run. Leave them out."
         )
     from ....datasets.order.filters import ScoreTable
-    from ...inspection.report.runs.report import report_runs
+    from ...inspection.report.run import report_runs
     from ...inspection.report.store_page import report_stores
     from ...terminal.progress import ProgressLine
 

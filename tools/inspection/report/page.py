@@ -7,21 +7,31 @@ is.
 
 from __future__ import annotations
 
-import math
+import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup, escape
+from PIL import Image
 
 from .... import __version__
 from ....datasets.disk.files import write_atomic
+from ....datasets.units import readable_size
 from ...terminal.text import printable
 
+mib = readable_size  # the filter's name
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_CHARS = 2000  # of one text, so that a caption of megabytes does not fill the page
+SIDE_PX = 192  # of a thumbnail, at most
+QUALITIES = (80, 60, 40, 20)  # of WebP: the first that fits
+MOST_BYTES = 400_000  # of a picture
+STRETCH = (2.0, 98.0)  # percentiles of a latent that become black and white
+RGB = 3
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,13 @@ class Section:
 
 
 def render_page(
-    template: str, *, title: str, sections: Sequence[Section], alerts: Sequence[Alert] = (), **values: Any
+    template: str,
+    *,
+    title: str,
+    sections: Sequence[Section],
+    alerts: Sequence[Alert] = (),
+    page_version: str = "",
+    **values: Any,
 ) -> str:
     """Fill in a template.
 
@@ -55,10 +71,12 @@ def render_page(
       title: of the page; it may hold any text.
       sections: for the list of contents, in order.
       alerts: shown above everything else.
+      page_version: of a page that ``leandit view`` serves, which reloads itself when there is another; "": a file.
       values: what the template prints; it may print nothing else.
     """
     page = environment().get_template(template)
-    return page.render(title=title, sections=sections, alerts=alerts, version=__version__, **values)
+    values |= {"title": title, "sections": sections, "alerts": alerts, "page_version": page_version}
+    return page.render(version=__version__, **values)
 
 
 def write_page(path: Path, html: str) -> int:
@@ -105,12 +123,77 @@ def several(number: int, thing: str) -> str:
     return f"{count(number)} {thing}{'' if number == 1 else 's'}"
 
 
-def mib(num_bytes: float) -> str:
-    """Bytes in the unit that reads best: "812 B", "3.4 KiB", "62.9 MiB", "9.8 GiB"."""
-    power = min(4, int(math.log(max(1, abs(num_bytes)), 1024)))
-    return f"{num_bytes / 1024**power:.{min(1, power)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
-
-
 def number(value: float | None, digits: int = 4) -> str:
     """A number with so many significant digits; a hyphen for None."""
     return "-" if value is None else f"{value:.{digits}g}"
+
+
+# ----------------------------------------------------------------------------------------------------- images of a page
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """A picture of a page.
+
+    Args:
+      uri: of its bytes; None: there is no picture, and a grey field takes its place.
+      key: of the record; it may hold any text.
+      text: its caption or class; likewise.
+      is_coarse: few pixels, which are shown as squares.
+    """
+
+    uri: Markup | None
+    width_px: int
+    height_px: int
+    key: str = ""
+    text: str = ""
+    is_coarse: bool = False
+
+
+def thumbnail(
+    pixels: np.ndarray | None, *, key: str = "", text: str = "", side_px: int = SIDE_PX, most_bytes: int = MOST_BYTES
+) -> Thumbnail:
+    """A picture at its size or smaller.
+
+    Args:
+      pixels: (height, width, 3) uint8, or None.
+      side_px, most_bytes: as for ``webp_uri``.
+    """
+    if pixels is None:
+        return Thumbnail(None, side_px, side_px, key, text)
+    height_px, width_px = pixels.shape[:2]
+    uri = webp_uri(pixels, side_px=side_px, most_bytes=most_bytes)
+    return Thumbnail(uri, width_px, height_px, key, text, max(height_px, width_px) < side_px // 2)
+
+
+def webp_uri(pixels: np.ndarray, *, side_px: int = SIDE_PX, most_bytes: int = MOST_BYTES) -> Markup:
+    """An image as a ``data:`` URI, which a template prints as it is.
+
+    Args:
+      pixels: (height, width, 3) uint8; made smaller if its longest side is longer than ``side_px``.
+      most_bytes: of the URI; an image that needs more gets a lower quality, and then fewer pixels.
+    """
+    image = Image.fromarray(pixels)
+    while True:
+        image.thumbnail((side_px, side_px), Image.Resampling.LANCZOS)
+        for quality in QUALITIES:
+            stream = io.BytesIO()
+            image.save(stream, "WEBP", quality=quality, method=4)
+            uri = Markup(f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode()}")
+            if len(uri) <= most_bytes or side_px == 1:
+                return uri
+        side_px = max(1, max(image.size) * 2 // 3)
+
+
+def latent_pixels(latent: np.ndarray) -> np.ndarray:
+    """The first three channels of a latent as red, green and blue, each stretched over its own range.
+
+    Args:
+      latent: (C, H, W).
+    Returns: (H, W, 3) uint8.
+    """
+    channels = np.nan_to_num(latent[:RGB].astype(np.float32))
+    channels = np.concatenate([channels, *[channels[-1:]] * (RGB - len(channels))])
+    low, high = np.percentile(channels, STRETCH, axis=(1, 2), keepdims=True)
+    shares = (channels - low) / np.maximum(high - low, 1e-6)
+    return (shares.clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)

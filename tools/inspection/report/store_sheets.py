@@ -14,8 +14,7 @@ from ....datasets.store import LatentStore
 from ..contact_sheet import read_originals, reject_cells, shown_records
 from ..grid import spread
 from ..store_facts import StoreFacts
-from .page import several
-from .pictures import Thumbnail, latent_pixels, thumbnail
+from .page import Thumbnail, latent_pixels, several, thumbnail
 
 Progress = Callable[[str, int, int], None]
 MAX_IMAGES = 160  # of a report: decoding takes seconds for each on a CPU

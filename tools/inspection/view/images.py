@@ -16,7 +16,7 @@ from starlette.requests import Request
 from ....datasets.errors import EncoderError, LeanditError, StoreError
 from ....datasets.format.row_layout import MASK
 from ....datasets.store import LatentStore
-from ..report.pictures import latent_pixels
+from ..report.page import latent_pixels
 from .tables import StoreTables
 
 MAX_WAITING = 72  # requests: a browser sends six at a time

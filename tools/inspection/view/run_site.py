@@ -1,17 +1,25 @@
-"""The page of a run, which follows it while it trains."""
+"""The page of a run: its report, which reloads itself when the run has written something new."""
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from .pages import answer_errors, render, static_route
-from .run_state import RunState
+from ....train.weights.folders import EVALUATIONS, METRICS, SAMPLES
+from ..report.run import find_alerts, render_runs
+from ..report.run_facts import RunFacts, read_run
+from .pages import answer_errors, static_route
+from .server import HEADERS
+
+SCRIPT = Path(__file__).parent / "static" / "follow.js"
+PAUSE = 4  # times the processor time of a drawing until the next one: at most a fifth of a core
+OWN_POLICY = {"style-src": "'unsafe-inline'", "img-src": "data:"}  # a report holds its style and images
 
 
 class RunSite:
@@ -22,29 +30,48 @@ class RunSite:
     """
 
     def __init__(self, run: Path) -> None:
-        self._run, self._state = run, RunState(run)
+        self._run, self._lock = run, threading.Lock()  # matplotlib draws in one thread at a time
+        self._facts: RunFacts | None = None
+        self._html, self._version, self._next = "", "", 0.0
 
     def app(self) -> Starlette:
         """The application, for ``Guard``."""
-        routes = [
-            Route("/", self._page),
-            Route("/state", self._state_json),
-            Route("/grid/{step:position}", self._grid),
-            static_route(),
-        ]
-        return answer_errors(Starlette(routes=routes))
+        routes = [Route("/", self._page), Route("/version", self._version_text), Route("/follow.js", _script)]
+        return answer_errors(Starlette(routes=[*routes, static_route()]))
 
     def _page(self, request: Request) -> Response:
-        return HTMLResponse(render("run.html", root=request.scope["root_path"], title=str(self._run)))
+        html, _ = self._newest()
+        policy = dict(part.split(" ", 1) for part in HEADERS["content-security-policy"].split("; ")) | OWN_POLICY
+        value = "; ".join(f"{name} {sources}" for name, sources in policy.items())
+        return HTMLResponse(html, headers={"content-security-policy": value})
 
-    def _state_json(self, request: Request) -> Response:
-        state = self._state.read()
-        if request.query_params.get("version") == state["version"]:
-            state = {"version": state["version"], "facts": state["facts"]}
-        return JSONResponse(state)
+    def _version_text(self, request: Request) -> Response:
+        return PlainTextResponse(self._newest()[1])
 
-    def _grid(self, request: Request) -> Response:
-        path = self._state.grids().get(request.path_params["step"])
-        if path is None:
-            raise HTTPException(404, f"There is no grid of step {request.path_params['step']}.")
-        return Response(path.read_bytes(), media_type="image/png", headers={"cache-control": "private, max-age=3600"})
+    def _newest(self) -> tuple[str, str]:
+        """The page and its version, drawn anew if the run has written something.
+
+        Raises: DamageError: a file of the run is not what the trainer writes.
+        """
+        with self._lock:
+            stamp = self._stamp()  # before reading: what is written meanwhile is of the next version
+            if time.monotonic() >= self._next and f"{stamp} {self._state()}" != self._version:
+                started = time.thread_time()
+                self._facts = read_run(self._run, str(self._run))
+                version = f"{stamp} {self._state()}"
+                self._html = render_runs([self._facts], find_alerts([self._facts]), version=version)
+                self._version, self._next = version, time.monotonic() + PAUSE * (time.thread_time() - started)
+            return self._html, self._version
+
+    def _stamp(self) -> str:
+        """Times of the last change of the run's files."""
+        paths = (self._run, *(self._run / name for name in (METRICS, EVALUATIONS, SAMPLES)))
+        return " ".join(str(path.stat().st_mtime_ns) for path in paths if path.exists())
+
+    def _state(self) -> str:
+        """The state of the run now: one that has been quiet for long counts as stopped."""
+        return self._facts.metrics.state(self._facts.num_steps) if self._facts else ""
+
+
+def _script(request: Request) -> Response:
+    return Response(SCRIPT.read_bytes(), media_type="text/javascript")

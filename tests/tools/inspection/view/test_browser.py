@@ -8,12 +8,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from browsing import Watched, viewed
-from making import CPU, train_recipe
-from PIL import Image
+from made_runs import LINES, make_grid, make_run, report_line
 from view_sites import MARKUP, hostile_store
-
-from leandit.datasets.store import LatentStore
-from leandit.train.loop import StopRequest, train
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 LOADED = "[...document.images].every((image) => image.complete && image.naturalWidth)"
@@ -73,23 +69,20 @@ def test_pages_of_a_store_lead_on_and_back(watched: Watched, tmp_path: Path) -> 
     watched.assert_harmless(urlsplit(address).netloc)
 
 
-def test_a_run_is_followed(watched: Watched, label_store: LatentStore, tmp_path: Path) -> None:
-    run, page = tmp_path / "run", watched.page
-    recipe = train_recipe("dit-s-4", "run.steps=4")
-    train(recipe, store_path=label_store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+def test_a_run_is_followed(watched: Watched, tmp_path: Path) -> None:
+    run, page = make_run(tmp_path / "run", "run.steps=2000", starts=[{"machine": MARKUP}]), watched.page
     with viewed(run) as address:
         page.goto(address)
-        page.wait_for_selector("#charts svg polyline")
-        facts = page.locator("#facts").inner_text()
-        assert "finished" in facts
-        assert "4 of 4" in facts
-        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        watched.until(LOADED)
+        assert "400 of 2,000" in page.locator("#summary").inner_text()
+        assert page.locator("img.chart").count() > 5
+        assert MARKUP in page.locator("#starts").inner_text()
         with open(run / "metrics.jsonl", "a") as metrics:
-            metrics.write(json.dumps(last | {"step": 1234, "loss": 7.25, "epoch": MARKUP}) + "\n")
-        (run / "samples").mkdir()
-        Image.new("RGB", (8, 8)).save(run / "samples/step-3.png")
-        watched.until("document.getElementById('facts').textContent.includes('1,234 of 4')")
-        watched.until("document.getElementById('charts').textContent.includes('7.25')")
-        watched.until("document.querySelector('#grids img')?.naturalWidth === 8")
-        assert MARKUP in page.locator("#facts").inner_text()
-    watched.assert_harmless(urlsplit(address).netloc)
+            metrics.write(json.dumps(report_line(LINES) | {"step": 1234, "loss": 7.25}) + "\n")
+        make_grid(run, 40)
+        page.locator(".grids img").wait_for()  # survives that the page reloads itself
+        watched.until(LOADED)
+        assert "1,234 of 2,000" in page.locator("#summary").inner_text()
+        watched.assert_harmless(urlsplit(address).netloc, "")
+        assert page.locator("#lost").is_hidden()
+    watched.until("!document.getElementById('lost').hidden")

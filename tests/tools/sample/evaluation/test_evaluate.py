@@ -23,7 +23,7 @@ from vision import make_dinov2
 from leandit.datasets.errors import DamageError, EncoderError, LeanditError, RecipeError, SourceError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.images.decoders import Decoders
-from leandit.tools.inspection.report.runs.report import report_runs
+from leandit.tools.inspection.report.run import report_runs
 from leandit.tools.sample.evaluation import images, moments
 from leandit.tools.sample.evaluation.distances import frechet_distance
 from leandit.tools.sample.evaluation.evaluate import evaluate, rows_of

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from made_runs import LINES, LOG_EVERY, Change, make_run, report_line
 
-from leandit.tools.inspection.report.runs.facts import read_run
-from leandit.tools.inspection.report.runs.pace import weighted_mean
-from leandit.tools.inspection.report.runs.rules import RULES, warnings_of
+from leandit.tools.inspection.report.run_facts import read_run
+from leandit.tools.inspection.report.run_rules import RULES, running_median, warnings_of
 
 NOW = 2e9  # long after any run of the tests has written
 
 
-def found(run: Path) -> list[str]:
-    return [warned.text for warned in warnings_of(read_run(run, "run", now=NOW))]
+def warned(run: Path, *, now: float = NOW) -> list[str]:
+    return [alert.text for alert in warnings_of(read_run(run, "run", now=now))]
 
 
 def every(**values: Any) -> Change:
@@ -35,13 +38,9 @@ def held_out(losses: dict[int, float], **values: Any) -> Change:
     return change
 
 
-def test_a_healthy_run_breaks_no_rule(tmp_path: Path) -> None:
-    assert found(make_run(tmp_path / "run")) == []
-
-
-def test_a_loss_that_falls_fast_is_no_spike(tmp_path: Path) -> None:
-    falls = lambda number, line: line.update(loss=3.0 / number)  # noqa: E731
-    assert found(make_run(tmp_path / "run", change=falls)) == []
+@pytest.mark.parametrize("loss", [lambda n: 2.0 - n / LINES, lambda n: 3.0 / n])
+def test_a_healthy_run_breaks_no_rule_also_where_its_loss_falls_fast(loss: Any, tmp_path: Path) -> None:
+    assert warned(make_run(tmp_path / "run", change=lambda n, line: line.update(loss=loss(n)))) == []
 
 
 BROKEN: dict[str, tuple[Change, str]] = {
@@ -49,12 +48,12 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "term": (at({7}, loss_terms={"align.a": float("inf")}), "a loss is not finite at step 70"),
     "held-out": (
         held_out({}, loss=None, averaged_loss=None),
-        "a loss is not finite at steps 40, 80, 120, 160, 200 and",
+        "a loss is not finite at steps 40, 80, 120, 160, 200 and 5 more",
     ),
     "skipped": (at({2}, skipped_steps=4), "4 updates were skipped, 1.00% of the steps"),
     "diverged": (lambda n, line: line.update(loss=1.0 + (n > 30) * (n - 30) / 10), "the smoothed loss is 1."),
     "spike": (at({20}, loss=9.0), "the loss is over 2 times the median around it at step 200; the highest is 9"),
-    "norm": (at({20, 21}, grad_norm=6.0), "the gradient norm is over 5 times the median around it at steps 200, 210"),
+    "norm": (at({20, 40}, grad_norm=6.0), "the gradient norm is over 5 times the median around it at steps 200, 400"),
     "overfitting": (
         held_out({8: 0.5, 32: 1.1, 36: 1.2, 40: 1.3}),
         "the held-out loss has risen from 0.5 at step 80 to 1.3",
@@ -83,64 +82,58 @@ BROKEN: dict[str, tuple[Change, str]] = {
 def test_a_rule_warns_of_the_run_that_breaks_it(name: str, tmp_path: Path) -> None:
     change, text = BROKEN[name]
     overrides = {"clipped": ("schedule.warmup_steps=0",), "slow": ("run.checkpoint_every=125",)}.get(name, ())
-    (warned,) = found(make_run(tmp_path / "run", *overrides, change=change))
-    assert warned.startswith(text)
+    (warning,) = warned(make_run(tmp_path / "run", *overrides, change=change))
+    assert warning.startswith(text)
 
 
-def test_restarts_and_what_they_made_again_are_told(tmp_path: Path) -> None:
+def test_a_run_that_stopped_says_where_and_what_a_restart_repeated(tmp_path: Path) -> None:
     starts = [{}, {"from_step": 100, "reached_step": 130}, {"from_step": 200, "reached_step": 200}]
-    (warned,) = found(make_run(tmp_path / "run", starts=starts))
-    assert warned == "it was resumed 2 times, from steps 100, 200; 30 steps were lost and made again"
-
-
-def test_a_run_that_stopped_says_where(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "run.steps=1000")
-    assert found(run) == ["it has stopped at step 400 of 1,000 before its end; no checkpoint"]
+    run = make_run(tmp_path / "run", "run.steps=1000", starts=starts)
+    resumed = "it was resumed 2 times, from steps 100, 200; 30 steps were lost and made again"
+    assert warned(run) == [resumed, "it has stopped at step 400 of 1,000 before its end; no checkpoint"]
     (run / "checkpoint-300").mkdir()
     (run / "damaged-checkpoint-350").mkdir()
-    first, second = found(run)
-    assert first.endswith("; the newest checkpoint is of step 300")
-    assert second == "checkpoints were damaged and set aside: damaged-checkpoint-350"
+    _, stopped, damaged = warned(run)
+    assert stopped.endswith("; the newest checkpoint is of step 300")
+    assert damaged == "checkpoints were damaged and set aside: damaged-checkpoint-350"
 
 
-def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "run.steps=1000", tail='{"step"')
+def test_lines_that_do_not_count_and_grids_that_wait_are_told_unless_the_run_goes_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "run.steps=1000", tail=json.dumps(report_line(LINES)) + '\n{"step"')
     (run / "samples/step-400.safetensors").touch()
-    facts = read_run(run, "run", now=(run / "metrics.jsonl").stat().st_mtime)
-    assert [one.text for one in warnings_of(facts)] == ["it is still running, at step 400 of 1,000"]
-
-
-def test_lines_that_do_not_count_and_grids_that_wait_are_told(tmp_path: Path) -> None:
-    import json
-
-    run = make_run(tmp_path / "run", tail=json.dumps(report_line(LINES)) + '\n{"step"')
-    (run / "samples/step-400.safetensors").touch()
-    grids, file = found(run)
+    _, grids, file = warned(run)
     assert grids.startswith("1 grids of pictures are not decoded")
-    assert "last line is cut off" in file
-    assert "1 lines are of steps that a later line reports again" in file
+    assert "its last line is cut off" in file
+    repeated = "1 lines are of steps that a later line reports again"
+    assert repeated in file
+    running, file = warned(run, now=(run / "metrics.jsonl").stat().st_mtime)
+    assert running == "it is still running, at step 400 of 1,000"
+    assert file.startswith(f"metrics.jsonl: {repeated}")
 
 
 def test_a_run_without_a_step_breaks_one_rule(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text("")
-    assert found(run) == ["it has not reported a step yet"]
+    assert warned(run) == ["it has not reported a step yet"]
 
 
-def test_the_first_line_of_each_start_does_not_count_as_waiting(tmp_path: Path) -> None:
-    waits = at({1, 21}, data_wait_share=0.9)
-    run = make_run(tmp_path / "run", change=waits, starts=[{}, {"from_step": 20 * LOG_EVERY, "reached_step": 0}])
-    assert weighted_mean(read_run(run, "run", now=NOW), "data_wait_share") == pytest.approx(0.001)
-
-
-def test_the_first_line_of_each_start_is_no_slow_one(tmp_path: Path) -> None:
-    slow = at({1, 21}, seconds_per_step=20.0)
+def test_the_first_line_of_each_start_is_neither_slow_nor_waiting(tmp_path: Path) -> None:
+    first = at({1, 21}, seconds_per_step=20.0, data_wait_share=0.9)
     starts = [{}, {"from_step": 20 * LOG_EVERY, "reached_step": 20 * LOG_EVERY}]
-    (warned,) = found(make_run(tmp_path / "run", change=slow, starts=starts))
-    assert warned.startswith("it was resumed once")
+    (warning,) = warned(make_run(tmp_path / "run", change=first, starts=starts))
+    assert warning.startswith("it was resumed once")
 
 
 def test_every_rule_has_a_test() -> None:
-    assert (
-        len(RULES) == len(BROKEN) - 2 + 5
-    )  # three kinds of loss are of one rule; restarts, state, damage, grids, file
+    others = 5  # restarts, state, damage, grids, lines
+    assert len(RULES) == len(BROKEN) - 2 + others  # three kinds of loss break one rule
+
+
+@given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=12), st.sampled_from([3, 21]))
+def test_the_running_median_is_that_of_the_points_around(values: list[float], points: int) -> None:
+    y, half = np.array(values), points // 2
+    medians = running_median(y, points)
+    assert len(medians) == len(y)
+    for place in range(half, len(y) - half):
+        known = [value for value in y[place - half : place + half + 1] if np.isfinite(value)]
+        assert np.isnan(medians[place]) if not known else medians[place] == np.median(known)

@@ -1,0 +1,78 @@
+"""The page of a run that ``leandit view`` serves: its report, drawn anew when the run has written something."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from made_runs import make_grid, make_run
+from making import tree_digest
+from view_sites import ROOT, client
+
+from leandit.tools.inspection.report import run as report
+from leandit.tools.inspection.view import run_site
+from leandit.tools.inspection.view.run_site import RunSite
+
+
+@pytest.fixture(autouse=True)
+def _without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts take most of the time of a page."""
+    monkeypatch.setattr(report, "draw_charts", lambda _: {"losses": [], "steps": [], "speed": []})
+
+
+def test_the_page_is_drawn_anew_when_the_run_has_written_and_nothing_changes_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_site, "PAUSE", 0)
+    run = make_run(tmp_path / "run", "run.steps=1000", tail='{"step": 4')
+    before = tree_digest(run)
+    with client(RunSite(run).app()) as web:
+        page = web.get(f"{ROOT}/").text
+        assert "400 of 1,000" in page
+        assert "time left at this speed" in page
+        version = web.get(f"{ROOT}/version").text
+        assert f'data-version="{version}"' in page
+        assert web.get(f"{ROOT}/").text == page
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('10, "loss": 3.0}\n')
+        newer = web.get(f"{ROOT}/version").text
+        assert "410 of 1,000" in web.get(f"{ROOT}/").text
+        make_grid(run, 40)
+        assert len({version, newer, web.get(f"{ROOT}/version").text}) == 3
+        assert "1 of 1 grids" in web.get(f"{ROOT}/").text
+    assert before.items() - tree_digest(run).items() <= {("metrics.jsonl", before["metrics.jsonl"])}
+
+
+def test_a_run_that_falls_quiet_has_a_new_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_site, "PAUSE", 0)
+    run, start = make_run(tmp_path / "run", "run.steps=1000"), time.time()
+    with client(RunSite(run).app()) as web:
+        version = web.get(f"{ROOT}/version").text
+        monkeypatch.setattr(time, "time", lambda: start + 10_000)
+        assert web.get(f"{ROOT}/version").text != version
+        assert "it has stopped at step 400 of 1,000" in web.get(f"{ROOT}/").text
+
+
+def test_drawing_takes_a_share_of_the_time_only(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with client(RunSite(run).app()) as web:
+        version = web.get(f"{ROOT}/version").text
+        os.utime(run / "metrics.jsonl", (1, 1))
+        assert web.get(f"{ROOT}/version").text == version
+
+
+def test_damage_is_a_page_that_names_it_and_scripts_are_ours_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with client(RunSite(run).app()) as web:
+        headers = web.get(f"{ROOT}/").headers
+        assert "script-src 'self'; style-src 'unsafe-inline'; img-src data:;" in headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+        assert "location.reload" in web.get(f"{ROOT}/follow.js").text
+        assert web.get(f"{ROOT}/record/0").status_code == 404
+    (run / "metrics.jsonl").write_text("nothing\n")
+    with client(RunSite(run).app()) as web:
+        answer = web.get(f"{ROOT}/")
+        assert answer.status_code == 500
+        assert "line 1 is not a report" in answer.text

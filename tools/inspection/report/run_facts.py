@@ -1,0 +1,239 @@
+"""What lies in the folder of a run: its figures, stores, starts, evaluations and images. Reading it needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, Field, ValidationError
+
+from ....datasets.disk.hashing import read_json
+from ....datasets.errors import DamageError, LeanditError
+from ....datasets.recipe import flatten, shipped_recipes
+from ....datasets.store import LatentStore
+from ....train.config import PACKAGE, load
+from ....train.metrics.reader import Metrics, read_metrics, whole_lines
+from ....train.metrics.starts import Start, read_starts
+from ....train.run.evaluation.decoding import waiting
+from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, SNAPSHOT, STATE, find
+
+SCORES = ("frechet", "kid", "cmmd", "precision", "recall", "density", "coverage", "clip_score")
+ABSENT = "-"
+HASH_CHARS = 16
+Rows = list[tuple[str, str]]
+
+
+class _RevisionRead(BaseModel):
+    revision: int
+    root_hash: str | None
+    from_step: int
+
+
+class _StoreRead(BaseModel):
+    path: str
+    revisions: Annotated[list[_RevisionRead], Field(min_length=1)]
+
+
+class _Manifest(BaseModel):
+    """What a report takes from ``run.json``; the trainer checks all of it."""
+
+    stores: list[_StoreRead]
+    recipe: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class RunFacts:
+    """All that a report shows of a run.
+
+    Args:
+      recipe: nested, with all keys; ``recipe_text`` is the file.
+      shipped: name of the shipped recipe that the run was started with; "": another one.
+      changed: keys that differ from it, each with both values.
+      num_steps: that the recipe asks for.
+      state: see ``Metrics.state``.
+      stores: names and values of each store.
+      evaluations: by column, of each result of ``leandit evaluate``.
+      grids: decoded images by step; ``num_waiting`` others are still latents.
+      checkpoints: their steps.
+      damaged: names of checkpoints that were set aside.
+    """
+
+    name: str
+    recipe: dict[str, Any]
+    recipe_text: str
+    shipped: str
+    changed: list[tuple[str, ...]]
+    metrics: Metrics
+    num_steps: int
+    state: str
+    starts: list[Start]
+    stores: list[Rows]
+    evaluations: list[dict[str, str]]
+    grids: dict[int, Path]
+    num_waiting: int
+    checkpoints: list[int]
+    damaged: list[str]
+
+    @property
+    def restart_steps(self) -> list[int]:
+        """Steps from which the run was resumed."""
+        return [start.from_step for start in self.starts[1:]]
+
+    @property
+    def first_lines(self) -> np.ndarray:
+        """Places of the first line of each start, which has its costs: compilation, first reads, kernels tried."""
+        places = np.searchsorted(self.metrics.steps, [0, *self.restart_steps], side="right")
+        return places[places < len(self.metrics)]
+
+    def key(self, name: str) -> Any:
+        """A key of the recipe by its dotted name; None if the run lacks it."""
+        return key_of(self.recipe, name)
+
+    def mean(self, column: str) -> float:
+        """Mean of a column over the time in steps, without the first line of each start; NaN without a number."""
+        values, weights = self.metrics.columns[column], self.metrics.columns["seconds_per_step"] * self.metrics.widths
+        counts = np.isfinite(values) & np.isfinite(weights)
+        if len(values) > len(self.first_lines):
+            counts[self.first_lines] = False
+        return float(np.average(values[counts], weights=weights[counts])) if weights[counts].sum() > 0 else np.nan
+
+
+def read_run(run: Path, name: str, *, now: float | None = None) -> RunFacts:
+    """Read the folder of a run; nothing is written.
+
+    Args:
+      name: for the page.
+      now: seconds since 1970; None: the clock's.
+    Raises: DamageError: a file of the run is not what the trainer writes.
+    """
+    manifest, starts, metrics = _read_manifest(run), read_starts(run), read_metrics(run)
+    steps = key_of(manifest.recipe, "run.steps")
+    num_steps = steps if isinstance(steps, int) else 0
+    shipped = starts[0].recipe if starts and starts[0].recipe in shipped_recipes(PACKAGE) else ""
+    return RunFacts(
+        name=name,
+        recipe=manifest.recipe,
+        recipe_text=(run / RECIPE).read_text(errors="replace") if (run / RECIPE).is_file() else "",
+        shipped=shipped,
+        changed=differing([load(shipped, []).model_dump(), manifest.recipe]) if shipped else [],
+        metrics=metrics,
+        num_steps=num_steps,
+        state=metrics.state(num_steps, now=now),
+        starts=starts,
+        stores=[_describe_store(run, store) for store in manifest.stores],
+        evaluations=_read_evaluations(run),
+        grids=_find_grids(run / SAMPLES),
+        num_waiting=len(waiting(run / SAMPLES)),
+        checkpoints=sorted(int(path.name.rpartition("-")[2]) for path in find(CHECKPOINT, run)),
+        damaged=sorted(path.name for path in run.glob(f"damaged-{CHECKPOINT}-*")),
+    )
+
+
+def differing(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Keys whose values differ between recipes, with the value of each; "-" where it lacks the key."""
+    flat = [flatten(recipe) for recipe in recipes]
+    rows = [
+        (key, *(json.dumps(recipe[key], ensure_ascii=False) if key in recipe else ABSENT for recipe in flat))
+        for key in sorted({key for recipe in flat for key in recipe})
+    ]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def key_of(recipe: Any, name: str) -> Any:
+    """A value of nested tables by its dotted name; None if it is missing."""
+    for part in name.split("."):
+        recipe = recipe.get(part) if isinstance(recipe, Mapping) else None
+    return recipe
+
+
+def _read_manifest(run: Path) -> _Manifest:
+    try:
+        return _Manifest.model_validate(read_json(run / RUN))
+    except FileNotFoundError as error:
+        raise DamageError(
+            f"run '{run}': it has no {RUN}, so it has not trained; what 'leandit average' has made has no figures. "
+            "Give the run itself."
+        ) from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise DamageError(f"run '{run}': '{RUN}' is not valid, '{place}': {problem['msg']}. Restore it.") from error
+
+
+def _find_grids(samples: Path) -> dict[int, Path]:
+    numbers = {path: path.stem.removeprefix("step-") for path in samples.glob("step-*.png")}
+    return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
+
+
+def _read_evaluations(run: Path) -> list[dict[str, str]]:
+    """Results of ``leandit evaluate``: of the run itself, and others whose ``--json`` lies among the run's files.
+
+    Raises: DamageError: a whole line is not JSON.
+    """
+    lines, _ = whole_lines(run / EVALUATIONS)
+    try:
+        results = [(EVALUATIONS, json.loads(line)) for line in lines]
+    except ValueError as error:
+        raise DamageError(f"'{run / EVALUATIONS}': a line is not JSON ({error}). Remove the line.") from error
+    noted = [value for _, value in results]
+    for path in sorted(set(run.glob("*.json")) - {run / RUN}):
+        with contextlib.suppress(DamageError):  # not ours: the trainer has no other JSON there
+            results += [(path.name, value)] if (value := read_json(path)) not in noted else []
+    evaluations = []
+    for file, value in results:
+        if isinstance(value, dict) and isinstance(value.get("pictures"), dict):
+            scores = {name: f"{value[name]:.5g}" for name in SCORES if isinstance(value.get(name), (int, float))}
+            sides = {"pictures": _side(value["pictures"]), "reference": _side(value.get("reference"))}
+            evaluations += [{"file": file} | sides | scores] if scores else []
+    return evaluations
+
+
+def _side(side: Any) -> str:
+    """One side of an evaluation, in words."""
+    if not isinstance(side, dict):
+        return "none"
+    names = ("snapshot", "count", "sampler", "diffusion", "last_step", "steps", "shift", "guidance")
+    parts = [f"{name} {side[name]}" for name in names if isinstance(side.get(name), (str, int, float))]
+    return f"{side.get('kind', '')} {side.get('path', '')}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _describe_store(run: Path, read: _StoreRead) -> Rows:
+    """What the run has read of a store, and what the store itself says where it can be opened."""
+    path, last = (run / read.path).resolve(), read.revisions[-1]
+    rows = [("path", str(path))]
+    for revision in read.revisions:
+        since = f" from step {revision.from_step} on" if len(read.revisions) > 1 else ""
+        root_hash = revision.root_hash or "none, it was not complete"
+        rows.append(("revision", f"{revision.revision}{since}, root hash {root_hash}"))
+    try:
+        store = LatentStore(path, revision=last.revision, allow_incomplete=True)
+    except (LeanditError, OSError) as error:
+        return [*rows, ("not opened", str(error)), *_encoders_of_snapshot(run)]
+    if last.root_hash and store.root_hash != last.root_hash:
+        rows.append(("another store", f"the one there now has root hash {store.root_hash}"))
+    buckets = "bucket" if len(store.buckets) == 1 else "buckets"
+    rows.append(("records", f"{sum(store.buckets.values()):,} in {len(store.buckets)} {buckets}"))
+    spec = store.spec
+    encoders = [("autoencoder", spec.vae), *([("text encoder", spec.text_encoder)] if spec.text_encoder else [])]
+    encoders += [(f"text {text.name}", text.encoder) for text in spec.texts]
+    encoders += [(f"feature {feature.name}", feature.encoder) for feature in spec.features]
+    return rows + [
+        (role, f"{encoder.model}, {encoder.class_name}, weights {encoder.weights_sha256[:HASH_CHARS]}")
+        for role, encoder in encoders
+    ]
+
+
+def _encoders_of_snapshot(run: Path) -> Rows:
+    """The encoders that the newest snapshot names; none of a run without one."""
+    snapshots = find(SNAPSHOT, run)
+    state = read_json(snapshots[-1] / STATE) if snapshots else {}
+    rows = []
+    for role, name in (("vae", "autoencoder"), ("text_encoder", "text encoder")):
+        if isinstance(encoder := state.get(role), dict) and isinstance(section := encoder.get("model"), dict):
+            rows.append((name, f"{section.get('model')}, weights {str(encoder.get('weights_sha256'))[:HASH_CHARS]}"))
+    return rows
