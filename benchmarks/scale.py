@@ -55,7 +55,7 @@ from leandit.precompute.planning.planner import Planner
 from leandit.precompute.sources.source import list_source
 from leandit.tools.inspection.view.records.query import Query
 from leandit.tools.inspection.view.records.search import RecordSearch
-from leandit.tools.plan.precompute_cost import array_bytes
+from leandit.tools.plan.precompute_cost import chunk_bytes
 from leandit.tools.synthetic.store import DOWNSCALE, make_store, noise_spec
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -466,9 +466,9 @@ def our_bytes(images: ImageSet, tokens: int, *, keeps: int, padded: bool = False
     latents = text = 0
     for part in RevisionLayout(spec, Content(1, bucket, counts, has_null=False)).parts.values():
         if part.captions:
-            text += sum(map(array_bytes, [*part.arrays, *part.captions.index]))
+            text += sum(map(chunk_bytes, [*part.arrays, *part.captions.index]))
         else:
-            latents += sum(map(array_bytes, part.arrays))
+            latents += sum(map(chunk_bytes, part.arrays))
     return latents // LAID_OUT, text // LAID_OUT
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -24,8 +23,7 @@ CATEGORIES = PARAMETERS, GRADIENTS, OPTIMIZER, EMA, ACTIVATIONS = (
     "ema",
     "activations",
 )
-Cached = type(functools.lru_cache(lambda: None))
-STATES = CATEGORIES[:-1]  # the microbatch does not change their size
+STATES = CATEGORIES[:-1]
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -65,16 +63,31 @@ class MemoryTracker(TorchDispatchMode):
                 self.live[category] += num_bytes
                 self._known[id(storage)] = (reference, category, num_bytes)
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage again whose size has changed."""
+        if known := self._known.get(id(storage)):
+            reference, category, previous = known
+            num_bytes = self._rounded(storage)
+            self._known[id(storage)] = (reference, category, num_bytes)
+            self.live[category] += num_bytes - previous
+            self._note()
+
+    def _rounded(self, storage: torch.UntypedStorage) -> int:
+        return math.ceil(storage.nbytes() / self._round_to) * self._round_to
+
+    def _note(self) -> None:
+        self.moments.append(tuple(self.live[name] for name in CATEGORIES))
+
     def _record(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._known:
             return
-        num_bytes = math.ceil(storage.nbytes() / self._round_to) * self._round_to
+        num_bytes = self._rounded(storage)
         reference = weakref.ref(storage, functools.partial(self._freed, key))
         self._known[key] = (reference, ACTIVATIONS, num_bytes)
         self.live[ACTIVATIONS] += num_bytes
-        self.moments.append(tuple(self.live[name] for name in CATEGORIES))
+        self._note()
 
     def _freed(self, key: int, _: Any) -> None:
         _, category, num_bytes = self._known.pop(key)
@@ -108,15 +121,5 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-    return [part for name in names for part in _parts(getattr(tensor, name))]
-
-
-def clear_caches() -> None:
-    """Clear every ``functools`` cache of this package and of torchao, whose 8-bit numbers are a cached table.
-
-    Cached tables must be traced, and no fake one may stay.
-    """
-    packages = (__name__.partition(".")[0], "torchao")
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages]
-    for cached in {value for module in modules for value in vars(module).values() if isinstance(value, Cached)}:
-        cached.cache_clear()
+    inner = [getattr(tensor, name) for name in names]  # a sharded tensor names its mesh too
+    return [part for one in inner if isinstance(one, Tensor) for part in _parts(one)]
