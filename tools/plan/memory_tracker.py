@@ -100,6 +100,10 @@ class HostCounter:
     def __init__(self) -> None:
         self.peak = self._live = 0
 
+    def reset(self) -> None:
+        """Begin a step: what is saved and never read again is gone."""
+        self.peak = self._live = 0
+
     def hooks(self) -> saved_tensors_hooks:
         """Replaces ``save_on_cpu``."""
         return saved_tensors_hooks(self._pack, self._unpack)

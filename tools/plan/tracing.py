@@ -109,7 +109,7 @@ def trace_strategy(request: TraceRequest, strategy: Strategy) -> StrategyTrace:
             batch = replace(batch, global_size=images * count * ranks.world_size).finish()
             gc.collect()
             tracker.moments.clear()
-            host.peak = 0
+            host.reset()
             train_step(learner, batch)
             return StepTrace(np.array(tracker.moments, np.int64), marks[0], host.peak)
 

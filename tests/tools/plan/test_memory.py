@@ -41,6 +41,7 @@ from leandit.train.models.build import build_model
 from leandit.train.step.train_step import train_step
 
 SMALL = ["model.num_classes=10", "run.precision=fp32", "run.compile=false", "run.global_batch=8"]
+DIT = "dit-s-2-256"  # where blocks take most; in the demo captions do
 
 
 def traced_once(
@@ -70,8 +71,8 @@ def work(*overrides: str, name: str = "demo") -> TrainingWorkload:
     return workload_at_resolution(load(name, [*SMALL, *overrides]), 64)
 
 
-def traced(*overrides: str, device_type: str = "cuda", strategy: Strategy = SINGLE) -> Traced:
-    it = work(*overrides)
+def traced(*overrides: str, name: str = "demo", device_type: str = "cuda", strategy: Strategy = SINGLE) -> Traced:
+    it = work(*overrides, name=name)
     known = [SINGLE] if strategy is SINGLE else [SINGLE, strategy]
     return traced_once(it, "64x64", known, precision=it.recipe.run.precision, device_type=device_type)[strategy.name]
 
@@ -129,16 +130,16 @@ def test_frozen_weights_have_no_other_states() -> None:
 
 
 def test_checkpointing_takes_less_and_accumulation_keeps_the_gradients() -> None:
-    plain, checkpointed = traced(), traced("run.activation_checkpointing=true")
-    assert checkpointed.whole.peak(256)[ACTIVATIONS] < 0.7 * plain.whole.peak(256)[ACTIVATIONS]
+    plain, checkpointed = (traced(*kept, name=DIT) for kept in ([], ["run.activation_checkpointing=blocks"]))
+    assert checkpointed.whole.peak(256)[ACTIVATIONS] < 0.6 * plain.whole.peak(256)[ACTIVATIONS]
     assert plain.split.peak(64)[GRADIENTS] >= plain.whole.states[GRADIENTS]
     assert plain.whole.peak(64)[GRADIENTS] < 0.2 * plain.whole.states[GRADIENTS]
 
 
 def test_what_waits_on_the_host_is_what_a_real_step_sends_there(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = "run.activation_checkpointing=blocks"
-    it, waits = work(kept), traced(kept, strategy=Strategy("on host", to_host=True)).whole
-    stays = traced(kept).whole
+    it, waits = work(kept, name=DIT), traced(kept, name=DIT, strategy=Strategy("on host", to_host=True)).whole
+    stays = traced(kept, name=DIT).whole
     assert waits.peak(256)[ACTIVATIONS] < stays.peak(256)[ACTIVATIONS]
     sent: list[int] = []
 
@@ -161,7 +162,6 @@ def test_what_waits_on_the_host_is_what_a_real_step_sends_there(monkeypatch: pyt
 def test_fp8_is_planned_as_the_bf16_that_it_keeps() -> None:
     plain, eight = (traced("run.precision=bf16", f"run.fp8={fp8}").whole for fp8 in ("none", "rowwise"))
     assert (eight.base == plain.base).all()
-    assert plain.total(64) < traced().whole.total(64)
 
 
 def test_the_largest_microbatch_fits_and_the_next_one_does_not() -> None:
