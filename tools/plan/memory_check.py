@@ -13,8 +13,7 @@ import torch
 from ...train.config import TrainRecipe
 from ...train.metrics.flops import meta_model
 from ...train.optim.loss_scale import autocast_dtype
-from .memory_tracker import EMA, GRADIENTS, OPTIMIZER
-from .step_memory import trace_steps
+from .step_memory import EMA, GRADIENTS, OPTIMIZER, trace_steps
 from .strategies import SINGLE
 from .workload import TrainingWorkload, workload_of_stores
 

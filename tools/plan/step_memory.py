@@ -24,9 +24,16 @@ from ...datasets.errors import LeanditError
 from ...train.config import ParallelSection
 from ...train.metrics.flops import latent_size_of
 from ...train.objectives.draws import GROUP
-from .memory_tracker import ACTIVATIONS, CATEGORIES
 from .workload import TrainingWorkload
 
+CATEGORIES = PARAMETERS, GRADIENTS, OPTIMIZER, EMA, ACTIVATIONS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "ema",
+    "activations",
+)
+STATES = CATEGORIES[:-1]
 MAX_PROCESSES = 4  # of traces; each has 0.5 GiB of imports
 TOLERANCE = 0.01  # largest relative error of the check
 

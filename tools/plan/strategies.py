@@ -8,9 +8,8 @@ from typing import Any
 
 from ...train.config import ParallelSection, TrainRecipe
 from ...train.parallel.deepspeed_config import read_config, resolve
-from .memory_tracker import EMA, GRADIENTS, OPTIMIZER, PARAMETERS, STATES
 from .scaling import GPUS_PER_MACHINE
-from .step_memory import Strategy, Traced
+from .step_memory import EMA, GRADIENTS, OPTIMIZER, PARAMETERS, STATES, Strategy, Traced
 
 SINGLE = Strategy("single")
 TORCH_SECTIONS = {

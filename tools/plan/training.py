@@ -18,9 +18,8 @@ from ...train.metrics.flops import shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
 from ...train.weights.folders import METRICS
 from ..inspection.report.runs.metrics import read_metrics
-from .memory_tracker import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
 from .scaling import LAUNCH_SECONDS, NETWORK_GBIT, StepTime, StepWork, render_scaling, scaling, step_time
-from .step_memory import StepMemory, Traced, trace_steps
+from .step_memory import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, StepMemory, Traced, trace_steps
 from .strategies import recipe_memory, strategies, strategy_rows
 from .workload import TrainingWorkload
 

@@ -20,18 +20,23 @@ from leandit.datasets.errors import RecipeError, RunError
 from leandit.tools.plan import step_memory, training
 from leandit.tools.plan.dry_run import held_bytes
 from leandit.tools.plan.fits import fastest_gpu, fits, render_fits
-from leandit.tools.plan.memory_tracker import (
+from leandit.tools.plan.scaling import LAUNCH_SECONDS
+from leandit.tools.plan.step_memory import (
     ACTIVATIONS,
     EMA,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
     STATES,
-    MemoryTracker,
+    Strategy,
+    Traced,
+    TraceError,
+    TraceRequest,
+    run_traces,
+    trace_steps,
 )
-from leandit.tools.plan.scaling import LAUNCH_SECONDS
-from leandit.tools.plan.step_memory import Strategy, Traced, TraceError, TraceRequest, run_traces, trace_steps
 from leandit.tools.plan.strategies import SINGLE, strategies, strategy_rows, with_ds_config
+from leandit.tools.plan.tracing import MemoryTracker
 from leandit.tools.plan.training import measured_mfu, plan, render
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
