@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 import typer
-from measuring import log, print_table
+from measuring import clear_caches, log, print_table
 from torch import Tensor
 from torch._inductor import config as compiler
 from torch._inductor.graph import GraphLowering
@@ -32,7 +32,6 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backwa
 from training import DIFFUSERS, FAST_DIT, OURS, Setting, Step, diffusers_step, fast_dit_step, is_in_diffusers, our_step
 
 from leandit.datasets.units import readable_size
-from leandit.tools.plan.memory_tracker import clear_caches
 from leandit.tools.plan.workload import workload_at_resolution
 from leandit.train.config import load
 

@@ -8,6 +8,7 @@ JSON values.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -284,6 +285,17 @@ def print_rates(unit: str, rates: Mapping[str, Sequence[float]], ours: str) -> N
         rows.append((name, median_and_range(values, "{:.2f}".format), multiple))
     print_table(rows)
     print()
+
+
+def clear_caches() -> None:
+    """Clear every ``functools`` cache of leandit and of torchao, whose 8-bit numbers are a cached table.
+
+    Before and after steps on fake tensors: cached tables must be made anew, and no fake one may stay.
+    """
+    kind = type(functools.lru_cache(lambda: None))
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in ("leandit", "torchao")]
+    for cached in {value for module in modules for value in vars(module).values() if isinstance(value, kind)}:
+        cached.cache_clear()
 
 
 def log(message: str) -> None:

@@ -23,12 +23,12 @@ from measuring import log, measure_in_child, print_table
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from leandit.tools.plan.step_memory import trace_step
-from leandit.tools.plan.strategies import strategies, zero_section
+from leandit.tools.plan.step_memory import Strategy, trace_steps
+from leandit.tools.plan.strategies import SINGLE, zero_section
 from leandit.tools.plan.training import CUBLAS_BYTES
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
-from leandit.train.config import load
+from leandit.train.config import ParallelSection, load
 from leandit.train.optim.loss_scale import autocast_dtype
 from leandit.train.parallel.ranks import ALONE, Ranks
 from leandit.train.step.train_step import train_step
@@ -117,20 +117,15 @@ def planner_job(case: Case, device: torch.device, folder: Path, *overrides: str)
 def predicted_peak(job: dict[str, Any]) -> int:
     """Bytes that the planner predicts for the peak of torch's allocator."""
     work, device = _planner_work(job), torch.device(job["device"])
-    trace = trace_step(
-        work,
-        work.largest_bucket,
-        microbatch=job["microbatch"],
-        count=job["count"],
-        autocast=autocast_dtype(work.recipe.run.precision, device),
-        device_type=device.type,
-    )
-    fixed = CUBLAS_BYTES if device.type == "cuda" else 0
-    if job["strategy"] == "single":
-        return trace.peak() + fixed
-    known = strategies(trace, job["ranks"], zero_section(work.recipe), accumulates=job["count"] > 1)
-    strategy = next(each for each in known if each.name == job["strategy"])
-    return round(trace.peak(strategy.shares) + strategy.buffers) + fixed
+    zero = {"zero": zero_section(work.recipe)} if job["strategy"].startswith("zero-") else {}
+    section = ParallelSection() if zero else work.recipe.parallel
+    known = [SINGLE] if job["ranks"] == 1 else [SINGLE, Strategy(job["strategy"], section, job["ranks"], **zero)]
+    dtype = autocast_dtype(work.recipe.run.precision, device)
+    traced = trace_steps(
+        work, work.largest_bucket, known, precision="bf16" if dtype else "fp32", device_type=device.type
+    )[known[-1].name]
+    step, size = traced.split if job["count"] > 1 else traced.whole, job["microbatch"] * job["count"]
+    return round(step.total(job["microbatch"], batch=size)) + (CUBLAS_BYTES if device.type == "cuda" else 0)
 
 
 def measured_peak(job: dict[str, Any]) -> int:

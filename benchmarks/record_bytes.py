@@ -13,7 +13,7 @@ from measuring import print_table
 
 from leandit.datasets.format.layout import Content, RevisionLayout
 from leandit.datasets.format.schema import TextSpec
-from leandit.tools.plan.precompute_cost import array_bytes
+from leandit.tools.plan.precompute_cost import chunk_bytes
 from leandit.tools.synthetic.store import DOWNSCALE, noise_spec
 
 LAID_OUT = 10_000  # records of the store that is laid out: its indexes are shared among them
@@ -91,9 +91,9 @@ def our_bytes(images: ImageSet, tokens: int, *, keeps: int, padded: bool = False
     latents = text = 0
     for part in RevisionLayout(spec, Content(1, bucket, counts, has_null=False)).parts.values():
         if part.captions:
-            text += sum(map(array_bytes, [*part.arrays, *part.captions.index]))
+            text += sum(map(chunk_bytes, [*part.arrays, *part.captions.index]))
         else:
-            latents += sum(map(array_bytes, part.arrays))
+            latents += sum(map(chunk_bytes, part.arrays))
     return latents // LAID_OUT, text // LAID_OUT
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from measuring import clear_caches
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from leandit.tools.plan.memory_tracker import clear_caches
 from leandit.train.parallel.engine import TorchEngine
 
 CUDA = torch.device("cuda:0")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from leandit.tools.plan.scaling import Cluster, StepTime, StepWork, step_time
+from leandit.tools.plan.scaling import StepWork, step_time
 from leandit.train.metrics.gpus import gpu_by_name
 
 TERA = 1e12
@@ -46,18 +46,14 @@ class PublishedRun:
         gpu = gpu_by_name(self.gpu)
         assert gpu is not None
         images = self.batch // self.gpus
-        cluster = Cluster(gpu, self.network_gbit)
-        time: StepTime = step_time(
-            self.work, cluster, self.strategy, self.gpus, images, self.microbatch or images, self.mfu
-        )
+        how = {"network_gbit": self.network_gbit, "mfu": self.mfu}
+        time = step_time(self.work, gpu, self.strategy, self.gpus, images, self.microbatch or images, **how)
         return images / time.seconds
 
 
 def work(
     flops: float,
-    tokens: int,
     parameters: float,
-    blocks: int,
     bytes_a_parameter: int = 20,
     precision: str = "fp16",
     launches: tuple[int, int] = (3359, 3001),
@@ -68,22 +64,18 @@ def work(
       launches: operations that allocate, as traced; by default those of a DiT-XL.
     """
     weights = 4 * parameters
-    return StepWork(
-        flops, tokens, weights, weights, bytes_a_parameter * parameters, blocks, 2 * parameters, precision, launches
-    )
+    return StepWork(flops, weights, weights, bytes_a_parameter * parameters, 2 * parameters, precision, launches)
 
 
-DIT = work(XL2_FLOPS, 256, 675e6, 28)
-RECOMPUTED = work(XL2_FLOPS * 4 / 3, 256, 675e6, 28, launches=(4339, 3981))
-REPA = work(XL2_FLOPS + DINO_FLOPS, 256, 675e6, 28)
-ONLINE = work(XL2_FLOPS + VAE_FLOPS, 256, 675e6, 28, precision="tf32")
-RECOMPUTED_ONLINE = work(XL2_FLOPS * 4 / 3 + VAE_FLOPS, 256, 675e6, 28, precision="tf32", launches=(4339, 3981))
-MASKED = work(0.39 * TERA, 128, 730e6, 36)
-SD2_256, SD2_512 = (
-    work(flops * TERA, tokens, 866e6, 25, 16, launches=(3300, 2900)) for flops, tokens in ((0.543, 1024), (2.413, 4096))
-)
-LLAMA = work(8192 * 57.9e9, 8192, 8.03e9, 32, 16, "bf16")  # torchtitan's count: 6 a weight and token, and attention
-WAN = work(37440 * 176e9, 37440, 14.3e9, 40, 16, "bf16")
+DIT = work(XL2_FLOPS, 675e6)
+RECOMPUTED = work(XL2_FLOPS * 4 / 3, 675e6, launches=(4339, 3981))
+REPA = work(XL2_FLOPS + DINO_FLOPS, 675e6)
+ONLINE = work(XL2_FLOPS + VAE_FLOPS, 675e6, precision="tf32")
+RECOMPUTED_ONLINE = work(XL2_FLOPS * 4 / 3 + VAE_FLOPS, 675e6, precision="tf32", launches=(4339, 3981))
+MASKED = work(0.39 * TERA, 730e6)
+SD2_256, SD2_512 = (work(flops * TERA, 866e6, 16, launches=(3300, 2900)) for flops in (0.543, 2.413))
+LLAMA = work(8192 * 57.9e9, 8.03e9, 16, "bf16")  # torchtitan's count: 6 a weight and token, and attention
+WAN = work(37440 * 176e9, 14.3e9, 16, "bf16")
 WAN_TFLOP = 37440 * 176e9 / TERA  # NVIDIA publishes TFLOP/s
 
 RUNS = (

@@ -5,7 +5,7 @@ The figures come from ``step_memory.py``, traced for the bucket whose steps are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,8 +13,8 @@ import torch
 from ...train.config import TrainRecipe
 from ...train.metrics.flops import meta_model
 from ...train.optim.loss_scale import autocast_dtype
-from .memory_tracker import EMA, GRADIENTS, OPTIMIZER
-from .step_memory import StepMemory, step_memory
+from .step_memory import EMA, GRADIENTS, OPTIMIZER, trace_steps
+from .strategies import SINGLE
 from .workload import TrainingWorkload, workload_of_stores
 
 GIB = 2**30
@@ -76,33 +76,25 @@ def memory_warning(
     bucket, images = _largest_step(workload)
     images = -(-images // num_ranks)
     microbatch = min(recipe.run.microbatch or images, images)
-    if _upper_bound(workload, bucket, images) < room:  # skips the trace, which takes a second
+    if _upper_bound(workload, bucket, images) < room:  # skips the trace, which takes some seconds
         return None
 
-    def memory(*, accumulates: bool) -> StepMemory:
-        autocast = autocast_dtype(recipe.run.precision, torch.device("cpu"))
-        return step_memory(
-            workload, bucket, autocast=autocast, accumulates=accumulates, device_type="cpu", check_linear=False
-        )
-
-    def outside_step(states: Mapping[str, int]) -> float:
-        """Bytes of batches read ahead, and of the copy that is written as a checkpoint."""
-        saved = states[GRADIENTS] + states[OPTIMIZER] + states[EMA]  # a gradient is as large as a weight that trains
-        copied = saved if recipe.run.async_checkpoint else 0
-        return copied + recipe.run.prefetch * workload.batch_bytes(images)
-
-    traced = memory(accumulates=microbatch < images)
-    needed = traced.total(microbatch, batch=images) + outside_step(traced.states)
+    precision = "bf16" if autocast_dtype(recipe.run.precision, torch.device("cpu")) else "fp32"
+    traced = trace_steps(workload, bucket, [SINGLE], precision=precision, device_type="cpu")[SINGLE.name]
+    states = traced.whole.states
+    saved = states[GRADIENTS] + states[OPTIMIZER] + states[EMA]  # a gradient is as large as a weight that trains
+    outside_step = (saved if recipe.run.async_checkpoint else 0) + recipe.run.prefetch * workload.batch_bytes(images)
+    step = traced.split if microbatch < images else traced.whole
+    needed = step.total(microbatch, batch=images) + outside_step
     if needed <= room:
         return None
     parts = f" in microbatches of {microbatch}" if microbatch < images else ""
     needs = f"a step of {images} images{parts} needs about {needed / GIB:.2f} GiB, {room / GIB:.2f} GiB are available."
-    split = traced if microbatch < images else memory(accumulates=True)
-    largest = split.largest(USABLE * room - outside_step(split.states), batch=images, most=max(1, images // 2))
+    largest = traced.split.largest(USABLE * room - outside_step, batch=images, most=max(1, images // 2))
     if not largest:
         return f"{needs} Not even one image at a time fits: use a smaller model or run.global_batch."
     proposed = 1 << (largest.bit_length() - 1)
-    less = split.total(proposed, batch=images) + outside_step(split.states)
+    less = traced.split.total(proposed, batch=images) + outside_step
     return f"{needs} Use --set run.microbatch={proposed}: the same update with about {less / GIB:.2f} GiB."
 
 

@@ -1,94 +1,79 @@
-"""Cost of a precompute for ``--dry-run``: bytes on disk, hours and memory.
+"""Cost of a precompute for ``--dry-run``: bytes on disk, hours and memory, from the real pipeline on some records.
 
-The bytes come from the plan that a run would freeze: array sizes are exact, tables are written to temporary files and
-measured. Hours and memory come from encoding some records. Memory use does not grow with the number of records.
+The records make a store in a temporary folder, which is removed. What is counted is scaled: arrays by their size in the
+plan, tables by records and captions, time by pictures and tokens. Memory use does not grow with the number of records.
 """
 
 from __future__ import annotations
 
 import resource
-import shutil
 import sys
+import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import disk_usage
 
 import numpy as np
 import pyarrow as pa
 import torch
 
 from ...datasets.disk.files import files_below
-from ...datasets.disk.hashing import canonical_json
-from ...datasets.errors import RecordRejected, ResourceError
-from ...datasets.format.buckets import bucket_size, resize_filter
-from ...datasets.format.layout import group_json, is_picture_task
-from ...datasets.format.row_layout import LATENTS, MASK
-from ...datasets.format.schema import StoreSpec
-from ...datasets.format.table_schemas import suffixes
-from ...datasets.format.tables import parquet_file
-from ...datasets.format.zarr_shard import CRC_BYTES, ArrayLayout
+from ...datasets.errors import ResourceError
+from ...datasets.format.row_layout import LATENTS
+from ...datasets.format.zarr_shard import ArrayLayout
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.units import readable_size, readable_time
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.loading import Encoders
 from ...precompute.images.decoders import Decoders
+from ...precompute.pipeline import Stage1, finish, open_store
 from ...precompute.planning.compare import Comparison
 from ...precompute.planning.pictures import num_threads
-from ...precompute.shards.caption_shard import caption_batches
+from ...precompute.progress.verdict import DECODE, ENCODE, READ, TEXT
+from ...precompute.shards.worker import Worker
+from ...precompute.sharing.part import Part
 from ...precompute.sources.files.record import SourceRecord
-from ...precompute.sources.listing.listing import Listing
+from ...precompute.sources.listing.listing import record_batches, spool
 from ...precompute.sources.source import Source
 
-PROBE_RECORDS = 64  # decoded and encoded to estimate the time
-PROBE_CAPTION_BATCHES = 3  # a short, a middle and a long one
-INDEX_BYTES = 16  # of a chunk in a shard's index; a partly filled shard has a full index
-CODEC_BYTES = 64  # largest growth of an incompressible chunk, with its checksum
-RESULT_BYTES = 11  # of a number in a sealed table: 8, and its dictionary index
-CHECKSUM_BYTES = 22  # a line of a commit record
-NARROWED_BYTES = 48  # two more lines, for a caption stored in a narrower dtype
-COMMIT_BYTES = 1024  # of a commit record without its rows
-ENTRY_BYTES = 192  # of a file in the manifest and in its commit record
-HEAD_BYTES = 2048  # of the manifest and of the plan's head, without spec and files
-GIB = 2**30
-Chosen = tuple[SourceRecord, tuple[int, int]]  # a record and its bucket
+PROBE_RECORDS = 64  # that are encoded to measure
+TABLE_MARGIN = 1.05  # of what is not arrays: names of files and dates have other lengths
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Measured time and memory of some pictures and captions.
+    """What a small store took.
 
     Args:
       pictures: number decoded and encoded.
-      decode_seconds, encode_seconds: for all of them, with all threads.
-      seconds_per_token: of each text encoder, by name.
-      memory_bytes: peak of a full batch of the largest bucket on a GPU; else of this process.
+      seconds: of all of them, decoding and writing included, without captions.
+      decode_seconds, encode_seconds: of these, with all threads; they overlap.
+      seconds_per_token: of captions, all text encoders together.
+      memory_bytes: peak on a GPU; else of this process.
+      ratios: bytes on disk of each group of arrays, relative to the size of its chunks.
+      table_bytes: of everything but arrays, for each record and each caption.
     """
 
     pictures: int
+    seconds: float
     decode_seconds: float
     encode_seconds: float
-    seconds_per_token: dict[str, float]
+    seconds_per_token: float
     memory_bytes: int
+    ratios: Mapping[str, float]
+    table_bytes: float
 
-    def seconds_for(self, pictures: int, tokens: Mapping[str, int], *, on_cpu: bool, num_devices: int = 1) -> float:
-        """Seconds of a whole run.
-
-        On a CPU, decoding and encoding share the cores. On GPUs they overlap: each device encodes its share, and all
-        share the cores for decoding.
-        """
-        decode, encode = (seconds / max(1, self.pictures) for seconds in (self.decode_seconds, self.encode_seconds))
-        texts = sum(tokens[name] * seconds for name, seconds in self.seconds_per_token.items())
-        if on_cpu:
-            return pictures * (decode + encode) + texts
-        return pictures * max(decode, encode / num_devices) + texts / num_devices
+    def seconds_for(self, pictures: int, tokens: int, num_devices: int = 1) -> float:
+        """Seconds of a whole run. Devices share the cores for decoding."""
+        decode, whole = (seconds / max(1, self.pictures) for seconds in (self.decode_seconds, self.seconds))
+        return pictures * max(decode, whole / num_devices) + tokens * self.seconds_per_token / num_devices
 
 
 @dataclass(frozen=True)
 class StoreBytes:
-    """Bytes on disk, before any codec.
+    """Bytes on disk.
 
     Args:
       texts: of each text encoder, by name.
@@ -128,39 +113,28 @@ def predict_lines(
       pictures: the plan of each new one (PICTURES_SCHEMA).
       num_devices: that encode in parallel.
     """
-    spec, adds_texts = plan.spec, any(one.texts for one in plan.added)
-    new_bytes, counts, num_captions = store_bytes(plan), *_token_counts(plan)
-    lines = [f"{'latents':<20}{readable_size(new_bytes.latents):>10} before any codec"]
-    for name, num_bytes in new_bytes.beside.items():
-        lines.append(f"{name:<20}{readable_size(num_bytes):>10}")
+    num_completed, num_new = completed_rows(plan), sum(plan.layout.bucket_rows.values())
+    chosen = choose(comparison, pictures)
+    probe = run_probe(recipe, plan, source, chosen, encoders)
+    new_bytes, tokens, num_captions = store_bytes(plan, probe), *_token_counts(plan)
+    codec = "before any codec" if plan.spec.codec == "none" else f"with codec {plan.spec.codec}, as of the probe"
+    lines = [f"{'latents':<20}{readable_size(new_bytes.latents):>10} {codec}"]
+    lines += [f"{name:<20}{readable_size(num_bytes):>10}" for name, num_bytes in new_bytes.beside.items()]
     for name, num_bytes in new_bytes.texts.items():
         label = f"captions {name}".strip()
-        distinct = f"{num_captions[name]:,} distinct, {counts[name]:,} tokens"
+        distinct = f"{num_captions[name]:,} distinct, {tokens[name]:,} tokens"
         lines.append(f"{label:<20}{readable_size(num_bytes):>10}, {distinct}")
     lines.append(f"{'tables':<20}{readable_size(new_bytes.tables):>10} at most")
-    texts = {name: encoders.captions[name] for name, count in counts.items() if count}
-    captions = plan.captions if adds_texts else plan.own_captions
-    probe = run_probe(
-        recipe, spec, source, choose(comparison.fresh, pictures), replace(encoders, captions=texts), captions
-    )
-    device, on_cpu = encoders.image.device, encoders.image.device.type == "cpu"
-    speed = {"on_cpu": on_cpu, "num_devices": num_devices}
-    seconds = probe.seconds_for(sum(plan.layout.bucket_rows.values()), counts, **speed)
-    if num_completed := completed_rows(plan):
-        groups = sorted({group for one in plan.added for group in one.groups})
-        alone, kept = replace(encoders, captions={}), choose_kept(comparison)
-        added = run_probe(recipe, spec, source, kept, alone, captions, groups=groups)
-        seconds += added.seconds_for(num_completed, {}, **speed)
-        probe = probe if probe.pictures else added
-    if probe.pictures or texts:
-        rates = ""
-        if probe.pictures:
-            rates = f"; decoding {probe.pictures / probe.decode_seconds:.1f}, encoding "
-            rates += f"{probe.pictures / probe.encode_seconds:.1f} images/s, from {probe.pictures} pictures"
-        devices = "" if on_cpu or num_devices == 1 else f" each of {num_devices} devices"
-        lines.append(f"{'time':<20}{readable_time(seconds):>10}{rates}{devices}")
-        kind = "of the GPU, one batch of the largest bucket" if device.type == "cuda" else "of this machine, the probe"
-        lines.append(f"{'memory':<20}{readable_size(probe.memory_bytes):>10} {kind}")
+    device = encoders.image.device
+    num_devices = num_devices if device.type != "cpu" else 1
+    seconds = probe.seconds_for(num_new + num_completed, sum(tokens.values()), num_devices)
+    rates = f"; decoding {probe.pictures / max(1e-9, probe.decode_seconds):.1f}, encoding "
+    rates += f"{probe.pictures / max(1e-9, probe.encode_seconds):.1f} images/s, from {probe.pictures} pictures"
+    rates += f" each of {num_devices} devices" if num_devices > 1 else ""
+    rates += "; at most: pictures that are there are probed with their latents" if num_completed else ""
+    lines.append(f"{'time':<20}{readable_time(seconds):>10}{rates}")
+    kind = "of the GPU, the probe" if device.type == "cuda" else "of this machine, the probe"
+    lines.append(f"{'memory':<20}{readable_size(probe.memory_bytes):>10} {kind}")
     return lines, new_bytes
 
 
@@ -182,42 +156,106 @@ def _token_counts(plan: FrozenPlan) -> tuple[dict[str, int], dict[str, int]]:
     return tokens, captions
 
 
-def store_bytes(plan: FrozenPlan) -> StoreBytes:
-    """Bytes of a plan on disk: exact for arrays, an upper bound close to the truth for tables."""
-    spec, layout = plan.spec, plan.layout
-    texts = {one.name: 0 for one in spec.text_encoders}
-    groups = dict.fromkeys((LATENTS, *spec.groups), 0)
-    for part in layout.parts.values():
+def choose(comparison: Comparison, pictures: pa.Table) -> list[SourceRecord]:
+    """Records for the probe, spread evenly over the new ones; of those that are carried over where there is none.
+
+    Args:
+      pictures: the plan of each new record (PICTURES_SCHEMA).
+    """
+    fresh = np.flatnonzero(pictures["row"].to_numpy() >= 0)
+    if len(fresh):
+        return [comparison.fresh[i] for i in _spread(fresh)]
+    kept = np.flatnonzero(comparison.table["status"].to_numpy() == "stored")
+    return [comparison.kept[i].record for i in _spread(kept)]
+
+
+def _spread(positions: np.ndarray) -> list[int]:
+    return positions[:: max(1, len(positions) // PROBE_RECORDS)][:PROBE_RECORDS].tolist()
+
+
+def run_probe(
+    recipe: PrecomputeRecipe, plan: FrozenPlan, source: Source, chosen: Sequence[SourceRecord], encoders: Encoders
+) -> Probe:
+    """Make stores of some records twice, and measure the second.
+
+    Starting decoders and compiling an encoder do not matter in a run of hours.
+    """
+    settings = recipe.model_copy(
+        update={
+            "vae": recipe.vae.model_copy(update={"batch_size": plan.spec.latent.batch_size, "min_psnr": 0}),
+            "source": recipe.source.model_copy(
+                update={"max_reject_share": 1.0, "max_rejects_in_a_row": len(chosen) + 1}
+            ),
+        }
+    )
+    listed = replace(source, records=spool(record_batches(chosen), lambda _: None, check_keys=False))
+    device = encoders.image.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with tempfile.TemporaryDirectory(prefix="leandit-probe-") as folder, Decoders(num_threads()) as decoders:
+        for name in ("first", "second"):
+            worker, root = Worker(encoders, num_threads()), Path(folder) / name
+            stage = Stage1(root, settings, listed, worker, decoders, lambda *_: None, Part())
+            opened = open_store(stage, listed, new_revision=False)
+            start = time.perf_counter()
+            finish(stage, opened.plan)
+            seconds = time.perf_counter() - start
+        work, of_probe = worker.snapshot(), opened.plan
+        num_written = {label: _disk_bytes(root, arrays) for label, arrays in _arrays(of_probe).items()}
+        others = sum(path.stat().st_size for path in files_below(root)) - sum(num_written.values())
+    text = work.seconds.get(TEXT, 0.0)
+    sizes = {label: sum(map(chunk_bytes, arrays)) for label, arrays in _arrays(of_probe).items()}
+    return Probe(
+        pictures=work.num_encoded,
+        seconds=max(0.0, seconds - text),
+        decode_seconds=(work.seconds.get(READ, 0.0) + work.seconds.get(DECODE, 0.0)) / num_threads(),
+        encode_seconds=work.seconds.get(ENCODE, 0.0),
+        seconds_per_token=text / max(1, sum(_token_counts(of_probe)[0].values())),
+        memory_bytes=_peak_bytes(device),
+        ratios={label: num_written[label] / size for label, size in sizes.items() if size},
+        table_bytes=others / (of_probe.records.num_rows + of_probe.captions.num_rows),
+    )
+
+
+def store_bytes(plan: FrozenPlan, probe: Probe) -> StoreBytes:
+    """Bytes of a plan on disk."""
+    sizes = {
+        label: round(sum(map(chunk_bytes, arrays)) * probe.ratios.get(label, 1.0))
+        for label, arrays in _arrays(plan).items()
+    }
+    texts = {one.name: sizes.pop(f"captions {one.name}", 0) for one in plan.spec.text_encoders}
+    rows = plan.records.num_rows + plan.captions.num_rows
+    return StoreBytes(sizes.pop(LATENTS, 0), texts, sizes, round(TABLE_MARGIN * probe.table_bytes * rows))
+
+
+def _arrays(plan: FrozenPlan) -> dict[str, list[ArrayLayout]]:
+    """Arrays of a revision: "latents", "captions NAME", "feature NAME" and "picture NAME"."""
+    spec, features = plan.spec, {one.name for one in plan.spec.features}
+    labels = {name: f"{'feature' if name in features else 'picture'} {name}" for name in spec.groups}
+    found: dict[str, list[ArrayLayout]] = {label: [] for label in (LATENTS, *labels.values())}
+    for part in plan.layout.parts.values():
         if part.captions:
             arrays = part.arrays if part.is_null else [*part.arrays, *part.captions.index]
-            texts[part.captions.name] += sum(map(array_bytes, arrays))
+            found.setdefault(f"captions {part.captions.name}", []).extend(arrays)
         for group, arrays in part.groups.items():
-            groups[group] += sum(map(array_bytes, arrays))
-    tasks = layout.tasks()
-    num_files = sum(array.num_shards + 1 for array in layout.arrays.values()) + 2 * len(layout.bucket_rows)
-    num_files += len(tasks) + 8 + 2 * (len(texts) + len(spec.groups) * len(layout.bucket_rows))
-    num_files += len(plan.carried)  # listed again
-    heads = 2 * len(group_json(spec)) + 2 * HEAD_BYTES + 2 * ENTRY_BYTES * num_files
-    sealed = RESULT_BYTES * (2 * plan.records.num_rows + 3 * plan.captions.num_rows)
-    tables = 2 * (len(parquet_file(plan.records)) + len(parquet_file(plan.captions))) + sealed
-    pictures = sum(len(layout.rows_of(*task)) for task in tasks if is_picture_task(task))
-    commits = COMMIT_BYTES * len(tasks) + 2 * CHECKSUM_BYTES * pictures
-    commits += (CHECKSUM_BYTES + NARROWED_BYTES) * pictures * len(spec.features)
-    commits += 2 * CHECKSUM_BYTES * pictures * len(spec.pictures)
-    for one in spec.text_encoders:
-        narrowed = NARROWED_BYTES if one.spec.dtype != "float32" else 0
-        commits += (CHECKSUM_BYTES + narrowed) * plan.captions.num_rows
-    latents, features = groups.pop(LATENTS), {one.name for one in spec.features}
-    beside = {f"{'feature' if name in features else 'picture'} {name}": size for name, size in groups.items()}
-    return StoreBytes(latents, texts, beside, heads + tables + commits)
+            found[labels.get(group, LATENTS)].extend(arrays)
+    return found
 
 
-def array_bytes(layout: ArrayLayout) -> int:
-    """Bytes of an array's files before its codec: chunks (the last one padded), indexes and metadata."""
-    num_chunks = -(-layout.shape[0] // layout.chunk_rows)
-    chunk_bytes = layout.chunk_bytes + (0 if layout.codec == "none" else CODEC_BYTES)
-    index_bytes = INDEX_BYTES * layout.shard_rows // layout.chunk_rows + CRC_BYTES
-    return num_chunks * chunk_bytes + layout.num_shards * index_bytes + len(canonical_json(layout.metadata()))
+def chunk_bytes(layout: ArrayLayout) -> int:
+    """Bytes of an array's chunks before its codec; the last one is padded."""
+    return -(-layout.shape[0] // layout.chunk_rows) * layout.chunk_bytes
+
+
+def _disk_bytes(root: Path, arrays: Sequence[ArrayLayout]) -> int:
+    return sum(path.stat().st_size for array in arrays for path in files_below(root / array.path))
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def check_room(store: Path, num_bytes: int) -> None:
@@ -229,129 +267,9 @@ def check_room(store: Path, num_bytes: int) -> None:
     """
     folder = next(folder for folder in (store.absolute(), *store.absolute().parents) if folder.exists())
     written = sum(path.stat().st_size for path in files_below(store)) if store.is_dir() else 0
-    free, missing = shutil.disk_usage(folder).free, num_bytes - written
+    free, missing = disk_usage(folder).free, num_bytes - written
     if missing > free:
         raise ResourceError(
             f"store '{store}': the disk has {readable_size(free)} free, {readable_size(missing)} more are needed. Free "
             "some space, give a --store on another disk, or make it smaller (store.dtype, store.text_dtype, vae.flip)."
         )
-
-
-def choose(fresh: Listing, pictures: pa.Table) -> list[Chosen]:
-    """Records for the probe, spread evenly over the new ones.
-
-    Args:
-      pictures: the plan of each new record (PICTURES_SCHEMA).
-    """
-    planned = np.flatnonzero(pictures["row"].to_numpy() >= 0)
-    step = max(1, len(planned) // PROBE_RECORDS)
-    buckets = pictures["bucket"]
-    return [(fresh[i], bucket_size(buckets[i].as_py())) for i in planned[::step][:PROBE_RECORDS].tolist()]
-
-
-def choose_kept(comparison: Comparison) -> list[Chosen]:
-    """The same of the records that are carried over."""
-    buckets, stored = comparison.table["bucket"], comparison.table["status"].to_numpy() == "stored"
-    planned = np.flatnonzero(stored)
-    step = max(1, len(planned) // PROBE_RECORDS)
-    taken = planned[::step][:PROBE_RECORDS].tolist()
-    return [(comparison.kept[i].record, bucket_size(buckets[i].as_py())) for i in taken]
-
-
-def run_probe(
-    recipe: PrecomputeRecipe,
-    spec: StoreSpec,
-    source: Source,
-    chosen: Sequence[Chosen],
-    encoders: Encoders,
-    captions: pa.Table,
-    *,
-    groups: Sequence[str] | None = None,
-) -> Probe:
-    """Decode and encode some records in batches of the run's size, and a few captions.
-
-    Every step runs once before it is timed: starting decoders and compiling an encoder do not matter in a run of hours.
-
-    Args:
-      groups: features and companion pictures that are encoded; None: these and the latents.
-    """
-    by_bucket: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
-    images, size = recipe.images, spec.latent.batch_size
-    how = resize_filter(images.buckets, images.resolution)
-
-    def decode(chosen: Chosen) -> np.ndarray | None:
-        record, bucket = chosen
-        try:
-            places = {"": record.place, **dict(zip(source.pictures, record.pictures, strict=True))}
-            decoded = [
-                decoders.picture(
-                    *source.place(*place[:3], stage="decode", picture=name),
-                    bucket=bucket,
-                    crop=images.crop,
-                    resize_filter=how,
-                    exif_orientation=images.exif_orientation,
-                ).pixels
-                for name, place in places.items()
-            ]
-            return decoded[0]
-        except RecordRejected:
-            return None
-
-    with Decoders(num_threads()) as decoders, ThreadPoolExecutor(num_threads()) as pool:
-        list(pool.map(decode, [*chosen[:1]] * (2 * num_threads())))
-        start = time.perf_counter()
-        decoded = list(pool.map(decode, chosen))
-        decode_seconds = time.perf_counter() - start
-    for (_, bucket), pixels in zip(chosen, decoded, strict=True):
-        if pixels is not None:
-            by_bucket[bucket].append(pixels)
-    batches = [np.stack(rows[i : i + size]) for rows in by_bucket.values() for i in range(0, len(rows), size)]
-    masks = {one.name for one in spec.pictures if one.kind == MASK}
-    names = [LATENTS, *spec.groups] if groups is None else groups
-    of_pictures = [encoders.features.get(name, encoders.image) for name in names if name not in masks]
-    for batch in {batch.shape: batch for batch in batches}.values():
-        for encoder in of_pictures:
-            encoder.encode(batch)
-    start = time.perf_counter()
-    for batch in batches:
-        for encoder in of_pictures:
-            encoder.encode(batch)
-    encode_seconds = time.perf_counter() - start
-    return Probe(
-        sum(map(len, batches)),
-        decode_seconds,
-        encode_seconds,
-        _seconds_per_token(spec, encoders, captions),
-        _peak_bytes(recipe, size, encoders),
-    )
-
-
-def _seconds_per_token(spec: StoreSpec, encoders: Encoders, captions: pa.Table) -> dict[str, float]:
-    """Of each text encoder, one after the other."""
-    found = {}
-    for name, encoder in encoders.captions.items() if captions.num_rows else ():
-        of_encoder, column = spec.text_encoder_of(name).spec, f"num_tokens{suffixes(spec)[name]}"
-        counts = captions[column].to_numpy()
-        counts = np.full(len(counts), of_encoder.max_tokens) if of_encoder.full_length else counts
-        batches = caption_batches(counts, of_encoder, encoder)
-        positions = [len(batches) * (2 * i + 1) // (2 * PROBE_CAPTION_BATCHES) for i in range(PROBE_CAPTION_BATCHES)]
-        texts = [captions["text"].take(pa.array(batches[i])).to_pylist() for i in positions]
-        for batch in texts:
-            encoder.encode(batch)
-        start = time.perf_counter()
-        for batch in texts:
-            encoder.encode(batch)
-        found[name] = (time.perf_counter() - start) / int(sum(counts[batches[i]].sum() for i in positions))
-        encoder.release()
-    return found
-
-
-def _peak_bytes(recipe: PrecomputeRecipe, batch_size: int, encoders: Encoders) -> int:
-    device = encoders.image.device
-    if device.type == "cpu":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    _, height_px, width_px = max(recipe.images.for_vae(encoders.image.downscale).table, key=lambda row: row[1] * row[2])
-    torch.cuda.reset_peak_memory_stats(device)
-    encoders.image.encode(np.zeros((batch_size, height_px, width_px, 3), np.uint8))
-    return torch.cuda.max_memory_allocated(device)

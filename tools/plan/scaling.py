@@ -1,55 +1,41 @@
-"""Seconds of a training step on many GPUs, by a model that is stated here. Pure functions; nothing is measured.
+"""Seconds of a training step on several GPUs, by a model that is stated here. Nothing is measured.
 
 - Forward and backward of a rank: FLOPs / (peak x 0.78), and 0.0125 bytes of GPU memory moved for each FLOP (twice as
-  many in float32), and 10 us for each operation of each microbatch, so small microbatches use a GPU badly. The first
-  two constants are fitted to runs of other trainers on one machine in 16 bits (docs/planning.md lists them); the third
-  is a rule, close to what fits best (12 us). The update reads and writes every byte of the rank's states once.
-- Communication: ring collectives, (n - 1) / n of the bytes for a gather or a scatter and twice that for an all-reduce,
-  at 0.8 of the slower of a GPU's link within its machine and all network adapters of the machine. Latency is that of
-  NCCL's own cost model (protocol LL128): rings of n - 1 hops for gathers and scatters, the shorter of ring and tree
-  for an all-reduce.
-- Overlap: what is gathered for the forward hides behind it (1/3 of both); gradients, and what is gathered for
-  the backward, behind that (2/3); those of DDP behind the last microbatch's. One collective of each phase never hides.
-- Not in it: slow ranks, congestion, waiting for data, checkpoints, multiprocessors that NCCL takes from kernels.
-
-Source: NVIDIA/nccl, src/graph/tuning.cc (latencies); data sheets (``train/metrics/gpus.py``).
+  many in float32), fitted to runs of other trainers on one machine in 16 bits (docs/planning.md lists them); and 10 us
+  for each operation of each microbatch, a rule. The update reads and writes every byte of the rank's states once.
+- Communication: (n - 1) / n of the bytes for a gather or a scatter and twice that for an all-reduce, at 0.8 of the
+  slower of a GPU's link within its machine and all network adapters of the machine. No latency: with 16 images a GPU or
+  more, as in all runs that it is checked against, bytes and arithmetic take the time.
+- Overlap: what is gathered for the forward hides behind it (1/3 of both); gradients, and what is gathered for the
+  backward, behind that (2/3); those of DDP behind the last microbatch's.
+- Not in it: slow ranks, congestion, waiting for data, checkpoints, multiprocessors that NCCL takes from kernels. So it
+  is optimistic: by 13 % for REPA on 8 H100, by 1 to 7 % for what more GPUs lose.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
+from ...datasets.units import readable_time
 from ...train.metrics.gpus import Gpu
-from .strategies import GPUS_PER_MACHINE
+from ..terminal.text import aligned
 
 MATMUL_SHARE = 0.78  # of the peak, that matrix products reach; fitted
 BYTES_PER_FLOP = 0.0125  # moved by all other operations, in 16 bits; fitted
 LAUNCH_SECONDS = 10e-6  # a rule, not measured on a GPU: host time of an operation that is not compiled
 BUS_SHARE = 0.8  # of a link's rate, that collectives reach
-BASE_SECONDS = 14e-6  # of a collective
-RING_HOP, RING_NET_HOP = 1.9e-6, 4.0e-6  # within a machine, between machines
-TREE_HOP, TREE_NET_HOP = 1.25e-6, 8.5e-6
 FORWARD = 1 / 3  # of forward and backward
 NETWORK_GBIT = 400.0  # a GPU: one InfiniBand NDR or 400 Gbit Ethernet adapter
-DDP_BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
-ZERO_BUCKET = 4 * 5e8  # bytes: DeepSpeed's default of reduce_bucket_size, in float32
+GPUS_PER_MACHINE = 8
+COUNTS = (1, 8, 16, 32, 64, 128)  # no published run that the model is checked against has more
+WORTH = math.log2(1.5)  # twice as many GPUs are worth it if they are at least 1.5 times as fast
+NOTHING = 1.1  # more GPUs bring nothing if none of them is this much faster
 
-Phase = Literal["forward", "backward", "last backward", "update"]
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Equal machines.
-
-    Args:
-      network_gbit: Gbit/s of a GPU's share of the network between machines, in one direction.
-    """
-
-    gpu: Gpu
-    network_gbit: float = NETWORK_GBIT
-    gpus_per_machine: int = GPUS_PER_MACHINE
+Fits = Callable[[int, int], tuple[str, int]]
 
 
 @dataclass(frozen=True)
@@ -57,46 +43,22 @@ class StepWork:
     """What a step computes and holds, whoever shares it.
 
     Args:
-      flops: forward and backward of an image.
-      tokens: of an image.
+      flops: forward and backward of an image, without recomputation.
       weights, gradients, states: float32 bytes of all parameters, of those that train, and of everything that an update
         touches (parameters, gradients, optimizer, averages).
-      blocks: of the model, each gathered by itself.
       gathered: bytes of the weights as FSDP gathers them.
       launches: operations of a step with one microbatch, and of each further microbatch.
+      recomputed: forward and backward, relative to those without activation checkpointing.
     """
 
     flops: float
-    tokens: int
     weights: float
     gradients: float
     states: float
-    blocks: int
     gathered: float
     precision: str = "bf16"
     launches: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True)
-class Collective:
-    """Equal collectives of a step.
-
-    Args:
-      total_bytes: of all ranks together, of all calls.
-      ranks: that take part, neighbours unless ``across``: then one of each machine.
-    """
-
-    phase: Phase
-    total_bytes: float
-    calls: int
-    ranks: int
-    is_all_reduce: bool = False
-    across: bool = False
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that each rank sends."""
-        return (1 + self.is_all_reduce) * (self.ranks - 1) / self.ranks * self.total_bytes
+    recomputed: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -112,7 +74,6 @@ class StepTime:
     compute: float
     launches: float
     update: float
-    communication: float
     exposed: float
 
     @property
@@ -136,51 +97,25 @@ class StepTime:
         return max(parts, key=lambda name: parts[name])
 
 
-def traffic(
-    strategy: str, work: StepWork, ranks: int, microbatches: int = 1, per_machine: int = GPUS_PER_MACHINE
-) -> list[Collective]:
-    """Collectives of a step under a strategy of ``strategies.py``; offloading does not change them."""
-    name = strategy.removesuffix(", offloaded")
-    n, k, units = ranks, microbatches, work.blocks + 1
-    if n == 1 or name == "single":
-        return []
-    if name == "ddp":
-        calls = math.ceil(work.gradients / DDP_BUCKET)
-        return [Collective("last backward", work.gradients, calls, n, is_all_reduce=True)]
-    if name in ("zero-1", "zero-2"):
-        times = k if name == "zero-2" else 1
-        phase: Phase = "backward" if name == "zero-2" else "last backward"
-        calls = math.ceil(work.gradients / ZERO_BUCKET)
-        scatter = Collective(phase, times * work.gradients, times * calls, n)
-        return [scatter, Collective("update", work.weights, math.ceil(work.weights / ZERO_BUCKET), n)]
-    group = min(n, per_machine) if name == "hsdp" else n
-    gathered = k * (work.weights if name == "zero-3" else work.gathered)
-    collectives = [
-        Collective("forward", gathered, k * units, group),
-        Collective("backward", k * work.gradients, k * units, group),
-    ]
-    if name != "fsdp, gradients":
-        collectives.append(Collective("backward", gathered, k * units, group))
-    if group < n:
-        part = work.gradients / group  # reduced once, after the last microbatch
-        collectives.append(Collective("last backward", part, units, n // group, is_all_reduce=True, across=True))
-    return collectives
+def sent_bytes(strategy: str, work: StepWork, ranks: int, microbatches: int = 1) -> dict[str, float]:
+    """Bytes that a rank sends in each phase of a step; "between": gradients of HSDP, between machines.
 
-
-def collective_seconds(collective: Collective, cluster: Cluster) -> float:
-    """Seconds of collectives, one after the other."""
-    network = cluster.network_gbit / 8 * 1e9
-    in_machine = 1 if collective.across else min(collective.ranks, cluster.gpus_per_machine)
-    machines = math.ceil(collective.ranks / in_machine)
-    rate = network if collective.across else cluster.gpu.link_gb_s * 1e9
-    if machines > 1:
-        rate = min(rate, in_machine * network)
-    inside, between = collective.ranks - machines, machines - 1
-    hops = inside * RING_HOP + between * RING_NET_HOP
-    if collective.is_all_reduce:
-        tree = (in_machine - 1) * TREE_HOP + math.floor(math.log2(machines)) * TREE_NET_HOP
-        hops = 2 * min(hops, tree)
-    return collective.sent_bytes / (BUS_SHARE * rate) + collective.calls * (BASE_SECONDS + hops)
+    Sources: PyTorch's documentation of DistributedDataParallel and fully_shard; Rajbhandari et al. 2020 (ZeRO).
+    """
+    name, k = strategy.removesuffix(", offloaded"), microbatches
+    group = min(ranks, GPUS_PER_MACHINE) if name == "hsdp" else ranks
+    share = (group - 1) / group
+    if name in ("single", "ddp"):
+        return {"last backward": 2 * share * work.gradients}
+    if name == "zero-1":
+        return {"last backward": share * work.gradients, "update": share * work.weights}
+    if name == "zero-2":
+        return {"backward": k * share * work.gradients, "update": share * work.weights}
+    gathered = k * share * (work.weights if name == "zero-3" else work.gathered)
+    again = 0.0 if name == "fsdp, gradients" else gathered
+    machines = ranks // group
+    between = 2 * (machines - 1) / machines * work.gradients / group  # reduced once, after the last microbatch
+    return {"forward": gathered, "backward": again + k * share * work.gradients, "between": between}
 
 
 def arithmetic_seconds(work: StepWork, gpu: Gpu, images: float) -> float:
@@ -189,20 +124,21 @@ def arithmetic_seconds(work: StepWork, gpu: Gpu, images: float) -> float:
     Raises: ValueError: the GPU lacks the precision.
     """
     if not (peak := gpu.peak_flops(work.precision)):
-        raise ValueError(f"a {gpu.name} has no {work.precision}. Needed another GPU or precision.")
+        raise ValueError(f"a {gpu.name} has no {work.precision}. Expected another GPU or precision.")
     moved = BYTES_PER_FLOP * (1 if work.precision in ("bf16", "fp16") else 2)
-    return images * work.flops * (1 / (peak * MATMUL_SHARE) + moved / (gpu.memory_gb_s * 1e9))
-
-
-def update_share(strategy: str, ranks: int, per_machine: int = GPUS_PER_MACHINE) -> float:
-    """Share of all states that a rank updates."""
-    if ranks == 1 or strategy in ("single", "ddp"):
-        return 1.0
-    return 1 / (min(ranks, per_machine) if strategy == "hsdp" else ranks)
+    return images * work.flops * work.recomputed * (1 / (peak * MATMUL_SHARE) + moved / (gpu.memory_gb_s * 1e9))
 
 
 def step_time(
-    work: StepWork, cluster: Cluster, strategy: str, ranks: int, images: int, microbatch: int, mfu: float | None = None
+    work: StepWork,
+    gpu: Gpu,
+    strategy: str,
+    ranks: int,
+    images: int,
+    microbatch: int,
+    *,
+    network_gbit: float = NETWORK_GBIT,
+    mfu: float | None = None,
 ) -> StepTime:
     """Time of a step.
 
@@ -210,27 +146,146 @@ def step_time(
       strategy: a name of ``strategies.py``.
       images: of the rank with most images.
       microbatch: images of each forward.
+      network_gbit: Gbit/s of a GPU's share of the network between machines, in one direction.
       mfu: measured, instead of the fit; of whole steps, so that it contains the update.
     """
     microbatches = math.ceil(images / microbatch)
     launches = (work.launches[0] + (microbatches - 1) * work.launches[1]) * LAUNCH_SECONDS
     if mfu:
-        compute = max(launches, images * work.flops / (cluster.gpu.peak_flops(work.precision) * mfu))
+        compute = max(launches, images * work.flops / (gpu.peak_flops(work.precision) * mfu))
     else:
-        compute = launches + arithmetic_seconds(work, cluster.gpu, images)
-    share = update_share(strategy, ranks, cluster.gpus_per_machine)
-    update = 0.0 if mfu else 2 * work.states * share / (cluster.gpu.memory_gb_s * 1e9)
-    collectives = traffic(strategy, work, ranks, microbatches, cluster.gpus_per_machine)
-    hidden: dict[Phase, float] = {
+        compute = launches + arithmetic_seconds(work, gpu, images)
+    group = min(ranks, GPUS_PER_MACHINE) if strategy == "hsdp" else 1 if strategy in ("single", "ddp") else ranks
+    update = 0.0 if mfu else 2 * work.states / group / (gpu.memory_gb_s * 1e9)
+    network, in_machine = network_gbit / 8 * 1e9, min(ranks, GPUS_PER_MACHINE)
+    rate = gpu.link_gb_s * 1e9
+    if ranks > GPUS_PER_MACHINE and strategy != "hsdp":
+        rate = min(rate, in_machine * network)
+    hidden = {
         "forward": FORWARD * compute,
         "backward": (1 - FORWARD) * compute,
         "last backward": (1 - FORWARD) * compute / microbatches,
+        "between": (1 - FORWARD) * compute / microbatches,
         "update": 0.0,
     }
-    exposed = 0.0
-    for phase, behind in hidden.items():
-        here = [(one, collective_seconds(one, cluster)) for one in collectives if one.phase == phase]
-        never = max((seconds / one.calls for one, seconds in here), default=0.0)
-        exposed += max(never, sum(seconds for _, seconds in here) - behind)
-    communication = sum(collective_seconds(one, cluster) for one in collectives)
-    return StepTime(compute, launches, update, communication, exposed)
+    sent = sent_bytes(strategy, work, ranks, microbatches)
+    seconds = {phase: size / (BUS_SHARE * (network if phase == "between" else rate)) for phase, size in sent.items()}
+    exposed = sum(max(0.0, seconds[phase] - hidden[phase]) for phase in seconds)
+    return StepTime(compute, launches, update, exposed)
+
+
+def scaling(
+    time: Callable[[int, int], StepTime | None], strategy: str, *, batch: int, images: int, gpus: int
+) -> dict[str, Any]:
+    """The table as JSON values: with run.global_batch, and with a batch that grows with the GPUs.
+
+    Args:
+      time: of a step, for ranks and images of each; None: it does not fit into the memory of a GPU.
+      batch: run.global_batch.
+      images: to train on.
+      gpus: asked for; a row of its own. It sets the images a GPU of the batch that grows, with at least one machine.
+    """
+    counts = sorted({*COUNTS, gpus})
+    each = -(-batch // min(batch, max(gpus, GPUS_PER_MACHINE)))
+    fixed = {n: time(n, -(-batch // n)) for n in counts if n <= batch}
+    rates = {n: batch / step.seconds for n, step in fixed.items() if step}
+    grown_rates = {n: n * each / step.seconds for n in counts if (step := time(n, each))}
+    rows = []
+    for n in counts:
+        step, rate = fixed.get(n), rates.get(n)
+        rows.append(
+            {
+                "gpus": n,
+                "images_a_gpu": -(-batch // n) if n <= batch else 0,
+                "step_seconds": step.seconds if step else None,
+                "images_per_second": rate,
+                "of_linear": _of_linear(rates, n),
+                "exposed_communication": step.exposed / step.seconds if step else None,
+                "limit": step.limit if step else None,
+                "seconds": images / rate if rate else None,
+                "gpu_hours": n * images / rate / 3600 if rate else None,
+                "grown_batch": n * each,
+                "grown_images_per_second": grown_rates.get(n),
+                "grown_of_linear": _of_linear(grown_rates, n),
+            }
+        )
+    table = {"strategy": strategy, "global_batch": batch, "images": images, "grown_images_a_gpu": each, "rows": rows}
+    return table | {"limits": limits(rates) if rates else None}
+
+
+def _of_linear(rates: Mapping[int, float], gpus: int) -> float | None:
+    """Images a second and GPU, relative to one machine (or the fewest GPUs that fit)."""
+    if gpus not in rates:
+        return None
+    first = GPUS_PER_MACHINE if GPUS_PER_MACHINE in rates else min(rates)
+    return rates[gpus] / gpus / (rates[first] / first)
+
+
+def limits(rates: Mapping[int, float]) -> dict[str, int]:
+    """Up to how many GPUs twice as many are worth it, and beyond how many they bring nothing.
+
+    Args:
+      rates: images a second of numbers of GPUs.
+    """
+    counts = sorted(rates)
+    worth = counts[0]
+    for fewer, more in itertools.pairwise(counts):
+        if rates[more] < rates[fewer] * (more / fewer) ** WORTH:
+            break
+        worth = more
+    best = max(rates.values())
+    return {"worth": worth, "end": next(n for n in counts if rates[n] * NOTHING > best)}
+
+
+def render_scaling(result: Mapping[str, Any]) -> list[str]:
+    """The table, and what it says, as lines."""
+    rows, each = result["rows"], result["grown_images_a_gpu"]
+    head = ("GPUs", "each", "s/step", "images/s", "linear", "exposed", "time", "GPU h", "batch", "images/s", "linear")
+    return [
+        f"{result['images']:,} images on 1 to {rows[-1]['gpus']} {result['gpu']} by {result['strategy']}: predicted, "
+        "not measured",
+        f"left: run.global_batch = {result['global_batch']}; right: {each} images on each GPU, which is another "
+        "training",
+        *aligned([head, *map(_cells, rows)]),
+        *_advice(result),
+    ]
+
+
+def _cells(row: Mapping[str, Any]) -> Sequence[str]:
+    left, right = ["-"] * 6, ["-"] * 2
+    if row["seconds"]:
+        left = [
+            f"{row['step_seconds']:.3f}",
+            f"{row['images_per_second']:,.0f}",
+            f"{row['of_linear']:.0%}",
+            f"{row['exposed_communication']:.0%}",
+            readable_time(row["seconds"]),
+            f"{row['gpu_hours']:,.0f}",
+        ]
+    if row["grown_images_per_second"]:
+        right = [f"{row['grown_images_per_second']:,.0f}", f"{row['grown_of_linear']:.0%}"]
+    return [str(row["gpus"]), str(row["images_a_gpu"] or "-"), *left, f"{row['grown_batch']:,}", *right]
+
+
+def _advice(result: Mapping[str, Any]) -> list[str]:
+    """Up to where more GPUs are worth it, what they cost, and why it ends."""
+    if not (known := result["limits"]):
+        return ["nowhere does an image fit: use parallel.strategy fsdp, or a GPU with more memory"]
+    rows = {row["gpus"]: row for row in result["rows"]}
+    worth, end, at = known["worth"], known["end"], rows[known["worth"]]
+    lines = [
+        f"worth it up to {worth} (twice as many GPUs are at least 1.5 times as fast): {readable_time(at['seconds'])}, "
+        f"{at['gpu_hours']:,.0f} GPU hours"
+    ]
+    more = [row for row in result["rows"] if row["gpus"] > worth and row["seconds"]]
+    if more:
+        faster = more[0]["images_per_second"] / at["images_per_second"]
+        lines.append(f"{more[0]['gpus']} are {faster:.2f} times as fast: {more[0]['limit']} takes as long as before")
+    if end == max(rows):
+        return [*lines, f"beyond {end} GPUs: not checked against any run"]
+    if any(row["gpus"] > end for row in more):
+        return [*lines, f"beyond {end} GPUs more bring less than 10 %"]
+    return [
+        *lines,
+        f"beyond {end} GPUs more bring nothing: run.global_batch = {result['global_batch']} has no image for them",
+    ]

@@ -1,123 +1,111 @@
-"""What one GPU holds under each strategy: a share of every category of memory, and buffers.
-
-``benchmarks/planner.py`` measures DDP, FSDP and ZeRO on two processes.
-"""
+"""The strategies that a training can use on one GPU or several, as ``tracing.py`` runs them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
-from ...datasets.errors import RecipeError
-from ...train.config import TrainRecipe
+from ...train.config import ParallelSection, TrainRecipe
 from ...train.parallel.deepspeed_config import read_config, resolve
-from .memory_tracker import EMA, GRADIENTS, OPTIMIZER, PARAMETERS
-from .step_memory import AT_UPDATE, MOST_GRADIENTS, REDUCED, StepMemory, StepTrace
+from .scaling import GPUS_PER_MACHINE
+from .step_memory import EMA, GRADIENTS, OPTIMIZER, PARAMETERS, STATES, Strategy, Traced
 
-# DeepSpeed's defaults, in elements.
-DEEPSPEED_ELEMENTS = {
-    "reduce_bucket_size": 5e8,
-    "stage3_prefetch_bucket_size": 5e7,
-    "stage3_max_live_parameters": 1e9,
+SINGLE = Strategy("single")
+TORCH_SECTIONS = {
+    "ddp": ParallelSection(strategy="ddp"),
+    "fsdp": ParallelSection(strategy="fsdp"),
+    "fsdp, gradients": ParallelSection(strategy="fsdp", shard="gradient"),
 }
-GPUS_PER_MACHINE = 8
-WHOLE = {PARAMETERS: 1.0, GRADIENTS: 1.0, OPTIMIZER: 1.0, EMA: 1.0}
+# What each rank has a part of; the rest of a rank's memory does not depend on the number of ranks.
+SHARDED = {
+    **dict.fromkeys(("fsdp", "fsdp, gradients", "hsdp", "zero-3"), STATES),
+    **dict.fromkeys(("zero-1", "zero-2"), (OPTIMIZER, EMA)),
+}
+OFFLOADED = ", offloaded"
+OPTIONAL = "deepspeed"  # package
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """Memory of one GPU under a strategy.
+def strategies(recipe: TrainRecipe, num_gpus: int) -> list[Strategy]:
+    """What has to be traced for every strategy on so many GPUs.
 
-    Args:
-      shares: of each category.
-      buffers: bytes for communication.
-      host: bytes of host memory for each GPU.
+    Of one machine, HSDP is FSDP. Without DeepSpeed there is no ZeRO, unless the recipe asks for it.
     """
+    known = [SINGLE]
+    if num_gpus > 1:
+        known += [Strategy(name, section, num_gpus) for name, section in TORCH_SECTIONS.items()]
+        replicas, rest = divmod(num_gpus, GPUS_PER_MACHINE)
+        if replicas > 1 and not rest:
+            known.append(Strategy("hsdp", ParallelSection(strategy="hsdp", replicas=replicas), num_gpus))
+    if find_spec(OPTIONAL) or recipe.parallel.deepspeed_config:
+        kept = {name: value for name, value in zero_section(recipe).items() if not name.startswith("offload")}
+        section, to_host = ParallelSection(), keeps_on_host(recipe)
+        known += [
+            Strategy(f"zero-{stage}", section, num_gpus, zero=kept | {"stage": stage}, to_host=to_host)
+            for stage in (1, 2, 3)
+        ]
+    of_many = recipe_strategy(recipe, GPUS_PER_MACHINE).removesuffix(OFFLOADED)
+    of_many = "fsdp" if of_many == "hsdp" else of_many
+    if of_many not in {one.name for one in known}:  # the table of scaling begins with one machine
+        known.append(Strategy(of_many, TORCH_SECTIONS[of_many], GPUS_PER_MACHINE))
+    return known
 
-    name: str
-    shares: Mapping[str, float]
-    buffers: float
-    host: float = 0.0
 
+def strategy_rows(traced: Mapping[str, Traced], num_gpus: int) -> dict[str, tuple[Traced, int]]:
+    """Memory of each strategy on a GPU, and the bytes that each GPU has on the host.
 
-def strategies(
-    memory: StepMemory | StepTrace, num_gpus: int, zero: Mapping[str, Any] | None = None, *, accumulates: bool = False
-) -> list[Strategy]:
-    """Every strategy, for the memory of a step.
-
-    Sources: PyTorch's documentation of DistributedDataParallel and fully_shard; Rajbhandari et al. 2020 (ZeRO),
-    figure 1; DeepSpeed's documentation of zero_optimization; and measurements (``benchmarks/planner.py``).
-
-    - DDP: gradients are views of its buckets, which stay allocated from step to step.
-    - FSDP: two blocks are gathered, the current one and the next, which arrives in a buffer; so are the parameters
-      outside of blocks.
-    - DeepSpeed: float32 weights and gradients, a float32 copy of each rank's part in the optimizer, one bucket
-      allocated in full, and copies of its part of the gradients at the update.
-    - ZeRO-2: holds new gradients up to a bucket, then its part of all of them. The last rank's part comes first, so
-      the figures are that rank's.
-    - ZeRO-3: gathers ahead into a buffer and copies from there. It frees nothing below its limit of live parameters.
-
-    Args:
-      zero: section zero_optimization of a ds_config.json; missing keys take DeepSpeed's defaults.
-      accumulates: the step has several microbatches.
+    What is offloaded is taken out of the trace of the same strategy, and for ZeRO the update, which the host computes.
     """
-    n, m = num_gpus, min(num_gpus, GPUS_PER_MACHINE)
-    states, block = memory.states, memory.block_bytes
-    gathered = 3 * block + memory.other_bytes  # the current block, the next one, and the buffer that it arrives in
-    sharded = dict.fromkeys(WHOLE, 1 / n)
-    in_machine = dict.fromkeys(WHOLE, 1 / m)
-    on_host = dict.fromkeys(WHOLE, 0.0)
-    return [
-        Strategy("single", WHOLE, 0.0),
-        Strategy("ddp", WHOLE | {GRADIENTS: 0.0}, states[GRADIENTS]),
-        Strategy("fsdp", sharded, gathered),
-        Strategy("fsdp, offloaded", on_host, gathered, sum(states.values()) / n),
-        Strategy("fsdp, gradients", sharded, states[PARAMETERS] + block),
-        Strategy("hsdp", in_machine, gathered),
-        *_zero_strategies(memory, n, zero or {}, accumulates=accumulates),
-    ]
+    rows: dict[str, tuple[Traced, int]] = {}
+    for name, memory in traced.items():
+        states = memory.whole.states
+        if num_gpus == 1 and (name == "single" or name in TORCH_SECTIONS):
+            rows |= {name: (memory, 0)} if name == "single" else {}
+        elif name != "single":
+            if num_gpus > 1:
+                rows[name] = memory, 0
+            if name == "fsdp":
+                kept = states[PARAMETERS] + states[OPTIMIZER] + states[EMA] + states[GRADIENTS] // num_gpus
+                rows[name + OFFLOADED] = _offloaded(memory, STATES), kept
+            if name.startswith("zero"):
+                rows[name + OFFLOADED] = _offloaded(memory, (OPTIMIZER, EMA)), states[OPTIMIZER] + states[EMA]
+    if "fsdp" in rows and "hsdp" not in rows and num_gpus <= GPUS_PER_MACHINE:
+        rows["hsdp"] = rows["fsdp"]
+    return rows
 
 
-def _zero_strategies(
-    memory: StepMemory | StepTrace, n: int, zero: Mapping[str, Any], *, accumulates: bool
-) -> list[Strategy]:
-    bucket, ahead, max_live = (4 * _elements(zero, key) for key in DEEPSPEED_ELEMENTS)  # float32
-    states, block, other = memory.states, memory.block_bytes, memory.other_bytes
-    params, trained = states[PARAMETERS], states[GRADIENTS]  # a gradient is as large as its parameter
-    adam = 1 / n * (1 + trained / max(1, states[OPTIMIZER]))  # and a float32 copy of this rank's part of the weights
-    zero1 = WHOLE | {OPTIMIZER: adam, EMA: 1 / n, AT_UPDATE: 3 / n}
-    in_bucket = {MOST_GRADIENTS: min(1.0, bucket / max(1, states[GRADIENTS])), REDUCED: 1 / n}
-    zero2 = zero1 | in_bucket | {AT_UPDATE: (1 if accumulates else 2) / n}
-    zero3 = zero2 | {PARAMETERS: 1 / n, GRADIENTS: 0.0, AT_UPDATE: 0.0}
-    live = min(params, max(max_live, 2 * block + other))
-    last = params % ahead if live == params else ahead  # the parameters gathered last exist twice
-    buffers3 = bucket + trained / n + live + last  # the gradients of its part stay
-    bucket *= 1 + bool(zero.get("overlap_comm"))
-    earlier = states[GRADIENTS] / n * accumulates  # its part of the gradients of earlier microbatches
-    off = {OPTIMIZER: 0.0, EMA: 0.0, AT_UPDATE: 0.0, REDUCED: 0.0}
-    moved = (states[OPTIMIZER] + trained + states[EMA]) / n
-    return [
-        Strategy("zero-1", zero1, bucket),
-        Strategy("zero-1, offloaded", zero1 | off, bucket, moved),
-        Strategy("zero-2", zero2, bucket + earlier),
-        Strategy("zero-2, offloaded", zero2 | off, bucket, moved),
-        Strategy("zero-3", zero3, buffers3),
-        Strategy("zero-3, offloaded", zero3 | off, buffers3, moved),
-    ]
+def _offloaded(memory: Traced, categories: tuple[str, ...]) -> Traced:
+    return Traced(memory.whole.offloaded(categories), memory.split.offloaded(categories))
 
 
-def _elements(zero: Mapping[str, Any], key: str) -> float:
-    """Elements of a buffer; DeepSpeed's default where the key is "auto" or missing.
+def recipe_memory(recipe: TrainRecipe, traced: Mapping[str, Traced], num_gpus: int, ranks: int) -> tuple[str, Traced]:
+    """The recipe's strategy for a number of ranks, and its memory, from traces for another number of GPUs."""
+    name = recipe_strategy(recipe, ranks)
+    if name == "single":
+        return name, traced[name]
+    plain = name.removesuffix(OFFLOADED)
+    memory = traced[plain] if plain in traced else traced["fsdp"]  # HSDP of one machine is FSDP
+    if plain != name:
+        memory = _offloaded(memory, STATES if plain == "fsdp" else (OPTIMIZER, EMA))
+    of_trace = GPUS_PER_MACHINE if num_gpus == 1 and not plain.startswith("zero") else num_gpus
+    if name == "hsdp":
+        of_trace, ranks = min(of_trace, GPUS_PER_MACHINE), min(ranks, GPUS_PER_MACHINE)
+    shares = dict.fromkeys(SHARDED.get(plain, ()), of_trace / ranks)
+    return name, Traced(memory.whole.scaled(shares), memory.split.scaled(shares))
 
-    Raises: RecipeError: not a number.
-    """
-    value = zero.get(key, "auto")
-    if value == "auto":
-        return DEEPSPEED_ELEMENTS[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise RecipeError(f"ds_config.json: zero_optimization.{key} is {value!r}, needed a number of elements.")
-    return value
+
+def recipe_strategy(recipe: TrainRecipe, ranks: int) -> str:
+    """The name of the recipe's strategy for so many ranks."""
+    section = recipe.parallel
+    if section.deepspeed_config:
+        zero = zero_section(recipe)
+        offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+        return f"zero-{zero['stage']}{OFFLOADED if offloaded else ''}"
+    if ranks == 1:
+        return "single"
+    if section.strategy == "fsdp":
+        return "fsdp, offloaded" if section.cpu_offload else "fsdp" if section.shard == "full" else "fsdp, gradients"
+    return "hsdp" if section.strategy == "hsdp" else "ddp"
 
 
 def zero_section(recipe: TrainRecipe) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """``leandit plan train``: memory, microbatch and time of a training on each GPU. Nothing is allocated or computed.
 
-The memory of a step is traced from the real model (``step_memory.py``); a strategy holds shares of it
-(``strategies.py``). What CUDA adds are constants from documentation and code: none of them was measured.
+The memory of a step is traced from the real model, optimizer and strategy (``tracing.py``). What CUDA adds are
+constants from documentation and code: none of them was measured.
 """
 
 from __future__ import annotations
@@ -12,25 +12,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from ...datasets.errors import RecipeError
 from ...datasets.units import readable_size, readable_time
 from ...train.metrics.flops import shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
 from ...train.metrics.reader import read_metrics
 from ...train.weights.folders import METRICS
-from .memory_tracker import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
-from .scaling import LAUNCH_SECONDS, NETWORK_GBIT, Cluster, step_time
-from .scaling_table import recipe_strategy, render_scaling, scaling, step_work
-from .step_memory import StepMemory, step_memory
-from .strategies import Strategy, keeps_on_host, strategies, zero_section
+from .scaling import LAUNCH_SECONDS, NETWORK_GBIT, StepTime, StepWork, render_scaling, scaling, step_time
+from .step_memory import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, StepMemory, Traced, trace_steps
+from .strategies import recipe_memory, strategies, strategy_rows
 from .workload import TrainingWorkload
 
 MIB, GIB = 2**20, 2**30
 CONTEXT_BYTES = 600 * MIB  # a guess: a CUDA 12 context with cuBLAS, cuDNN and NCCL; not seen by the allocator
 CUBLAS_BYTES = 2 * 32 * MIB  # for the forward's and the backward's thread; 32 MiB is torch's default on Hopper
 UNUSABLE = 0.04  # a guess: share of a GPU lost to fragmentation in the caching allocator
+RECOMPUTED = 4 / 3  # forward and backward with checkpointed blocks: a second forward
 
 
 def plan(
@@ -54,49 +51,125 @@ def plan(
     Raises: RecipeError: the GPU is unknown, or lacks the precision; TraceError.
     """
     recipe = workload.recipe
-    precision = recipe.run.precision
+    precision, batch = recipe.run.precision, recipe.run.global_batch
     chosen = find_gpu(gpu, precision)
-    traces, batch = _Traces(workload), recipe.run.global_batch
-    planner = _Planner(workload, num_gpus, -(-batch // num_gpus), traces)
-    images = images or recipe.run.steps * batch
     measured = measured_mfu(run) if run else None
-    rows = [planner.gpu_row(known, images, measured, network_gbit) for known in GPUS]
+    images, local_batch = images or recipe.run.steps * batch, -(-batch // num_gpus)
+
+    # Trace every strategy; all that follows is arithmetic.
+    traced = trace_steps(workload, workload.largest_bucket, strategies(recipe, num_gpus), precision=precision)
+    whole = traced["single"].whole.states
+    work = step_work(workload, traced["single"])
+    strategies_of_gpu = strategy_rows(traced, num_gpus)
+
+    def time(gpu: Gpu, ranks: int, images: int, mfu: float | None = None) -> StepTime | None:
+        name, memory = recipe_memory(recipe, traced, num_gpus, ranks)
+        microbatch, _ = fit(workload, memory, gpu.memory_gib, images)
+        how = {"network_gbit": network_gbit, "mfu": mfu}
+        return step_time(work, gpu, name, ranks, images, microbatch, **how) if microbatch else None
+
+    def gpu_row(gpu: Gpu) -> dict[str, Any]:
+        peak, rate, step = gpu.peak_flops(precision), 0.0, None
+        fits = [
+            fit(workload, memory, gpu.memory_gib, local_batch)[0] for memory, _ in list(strategies_of_gpu.values())[:2]
+        ]
+        if peak and measured:  # it already contains all that takes time
+            rate = peak * measured / workload.flops * num_gpus
+        elif peak and (step := time(gpu, num_gpus, local_batch)):
+            rate = batch / step.seconds
+        return {
+            "gpu": gpu.name,
+            "memory_gib": gpu.memory_gib,
+            "microbatch_whole": fits[0] if peak else None,
+            "microbatch_sharded": fits[1] if peak and len(fits) > 1 else None,
+            "images_per_second": rate,
+            "launch_bound": bool(step and step.is_launch_bound),
+            "seconds": images / rate if rate else None,
+        }
+
+    rows = [gpu_row(known) for known in GPUS]
     rate = next(row["images_per_second"] for row in rows if row["gpu"] == chosen.name)
-    mfu = measured or rate * workload.flops / (num_gpus * chosen.peak_flops(precision))
-
-    def fits(ranks: int, local_batch: int) -> tuple[str, int]:
-        return _Planner(workload, ranks, local_batch, traces).recipe_fit(chosen)
-
+    table = scaling(
+        lambda ranks, images: time(chosen, ranks, images, measured),
+        recipe_memory(recipe, traced, num_gpus, max(num_gpus, 8))[0],
+        batch=batch,
+        images=images,
+        gpus=num_gpus,
+    )
     return {
         "model": workload.spec.name,
         "bucket": workload.largest_bucket,
         "caption_tokens": workload.tokens,
-        "parameters": traces.whole.states[PARAMETERS] // 4,
+        "parameters": whole[PARAMETERS] // 4,
         "lora_rank": recipe.lora.rank,
-        "trained_parameters": traces.whole.states[GRADIENTS] // 4,
-        "checkpoint_bytes": sum(traces.whole.states[name] for name in (GRADIENTS, OPTIMIZER, EMA)),
+        "trained_parameters": whole[GRADIENTS] // 4,
+        "checkpoint_bytes": sum(whole[name] for name in (GRADIENTS, OPTIMIZER, EMA)),
         "flops_per_image": workload.flops,
         "precision": precision,
         "compiled": recipe.run.compile,
-        "global_batch": recipe.run.global_batch,
+        "global_batch": batch,
         "gpus": num_gpus,
         "gpu": chosen.name,
         "images": images,
         "asked": _recipe_strategy(workload),
         "changes": list(changes),
-        "mfu": mfu,
+        "mfu": measured or rate * workload.flops / (num_gpus * chosen.peak_flops(precision)),
         "mfu_is_measured": run is not None,
-        "strategies": [planner.strategy_row(chosen, *pair) for pair in planner.strategies],
+        "strategies": [
+            _strategy_row(workload, name, memory, host, chosen, local_batch)
+            for name, (memory, host) in strategies_of_gpu.items()
+        ],
         "known_gpus": rows,
-        "scaling": scaling(
-            step_work(workload, traces.whole, traces.launches),
-            Cluster(chosen, network_gbit),
-            fits,
-            batch=batch,
-            images=images,
-            gpus=num_gpus,
-            mfu=measured,
-        ),
+        "scaling": {"gpu": chosen.name, "network_gbit": network_gbit} | table,
+    }
+
+
+def step_work(workload: TrainingWorkload, traced: Traced) -> StepWork:
+    """What a step of the workload computes and holds.
+
+    Args:
+      traced: the step on one GPU.
+    """
+    memory, run = traced.whole, workload.recipe.run
+    states = memory.states
+    weights, gradients = states[PARAMETERS], states[GRADIENTS]
+    narrow = 2 if run.precision in ("bf16", "fp16") else 1
+    return StepWork(
+        flops=workload.flops,
+        weights=weights,
+        gradients=gradients,
+        states=sum(states.values()) - (weights - gradients),  # an update leaves frozen weights alone
+        gathered=(weights - memory.outside_blocks) / narrow + memory.outside_blocks,
+        precision=run.precision,
+        launches=traced.launches,
+        recomputed=RECOMPUTED if run.activation_checkpointing == "blocks" else 1.0,
+    )
+
+
+def workspace(workload: TrainingWorkload, images: int) -> float:
+    """Bytes of a GPU that no step sees: the context, cuBLAS, and batches of so many images read ahead."""
+    return CONTEXT_BYTES + CUBLAS_BYTES + workload.recipe.run.prefetch * workload.batch_bytes(images)
+
+
+def fit(workload: TrainingWorkload, memory: Traced, gib: float, images: int) -> tuple[int, StepMemory]:
+    """Largest microbatch of a rank's images on a GPU of so many GiB, 0 if none fits, and the memory of its step."""
+    room = gib * GIB * (1 - UNUSABLE) - workspace(workload, images)
+    return memory.fit(room, images, min(workload.recipe.run.microbatch or images, images))
+
+
+def _strategy_row(
+    workload: TrainingWorkload, name: str, memory: Traced, host: int, gpu: Gpu, images: int
+) -> dict[str, Any]:
+    """Memory of a strategy at its largest microbatch, or of one image if none fits."""
+    microbatch, step = fit(workload, memory, gpu.memory_gib, images)
+    peak = step.peak(max(1, microbatch), batch=images)
+    sizes = {**peak, "workspace": workspace(workload, images)}
+    return {
+        "strategy": name,
+        "microbatch": microbatch,
+        "bytes": {part: round(size) for part, size in sizes.items()},
+        "total": round(sum(sizes.values())),
+        "host": host + step.on_host(max(1, microbatch)),
     }
 
 
@@ -131,125 +204,6 @@ def measured_mfu(run: Path) -> float:
     if not reported:
         raise RecipeError(f"--run '{run}': its {METRICS} has no MFU; only runs on known GPUs report one.")
     return median(reported[len(reported) // 2 :])
-
-
-class _Traces:
-    """The traced steps of a workload, for any number of GPUs and images."""
-
-    def __init__(self, workload: TrainingWorkload) -> None:
-        self.whole, self.split = trace_workload(workload, accumulates=False), trace_workload(workload, accumulates=True)
-        self.zero_whole, self.zero_split = self.whole, self.split
-        if keeps_on_host(workload.recipe):
-            self.zero_whole = trace_workload(workload, accumulates=False, to_host=True)
-            self.zero_split = trace_workload(workload, accumulates=True, to_host=True)
-
-    @property
-    def launches(self) -> tuple[int, int]:
-        """Operations of a step with one microbatch, and of each further one: those that allocate, which is nearly all.
-
-        Compiled or captured code has fewer.
-        """
-        first = len(self.whole.base)
-        return first, len(self.split.base) - first
-
-
-class _Planner:
-    """What fits on a GPU of several.
-
-    Args:
-      local_batch: images of the rank with most images.
-    """
-
-    def __init__(self, workload: TrainingWorkload, num_gpus: int, local_batch: int, traces: _Traces) -> None:
-        self.workload, self.num_gpus, self.local_batch, self.traces = workload, num_gpus, local_batch, traces
-        self.read_ahead = workload.recipe.run.prefetch * workload.batch_bytes(local_batch)
-        self.strategies = self._strategies()
-
-    def _strategies(self) -> list[tuple[Strategy, Strategy]]:
-        """Each strategy for a batch in one microbatch, and in several."""
-        zero = zero_section(self.workload.recipe)
-        at_once = strategies(self.traces.whole, self.num_gpus, zero)
-        in_parts = strategies(self.traces.split, self.num_gpus, zero, accumulates=True)
-        pairs = list(zip(at_once, in_parts, strict=True))
-        if self.num_gpus > 1:
-            return pairs[1:]  # all but "single"
-        on_one_gpu = ("single", *(f"zero-{stage}, offloaded" for stage in (1, 2, 3)))
-        return [pair for pair in pairs if pair[0].name in on_one_gpu]
-
-    def fit(self, gpu: Gpu, at_once: Strategy, in_parts: Strategy) -> tuple[int, StepMemory, Strategy]:
-        """Largest microbatch with the memory of its step: the whole batch if it fits, else several microbatches."""
-        traces, batch = self.traces, self.local_batch
-        is_zero = at_once.name.startswith("zero")
-        most = min(self.workload.recipe.run.microbatch or batch, batch)
-        whole, split = (traces.zero_whole, traces.zero_split) if is_zero else (traces.whole, traces.split)
-        room = self._room(gpu, at_once)
-        if whole.largest(room, most=most, shares=at_once.shares) == batch:
-            return batch, whole, at_once
-        room = self._room(gpu, in_parts)
-        return split.largest(room, batch=batch, most=most, shares=in_parts.shares), split, in_parts
-
-    def _room(self, gpu: Gpu, strategy: Strategy) -> float:
-        """Bytes of a GPU that a step can allocate."""
-        return gpu.memory_gib * GIB * (1 - UNUSABLE) - self._workspace(strategy)
-
-    def _workspace(self, strategy: Strategy) -> float:
-        return CONTEXT_BYTES + CUBLAS_BYTES + strategy.buffers + self.read_ahead
-
-    def strategy_row(self, gpu: Gpu, at_once: Strategy, in_parts: Strategy) -> dict[str, Any]:
-        """Memory of a strategy at its largest microbatch, or of one image if none fits."""
-        microbatch, memory, strategy = self.fit(gpu, at_once, in_parts)
-        peak = memory.peak(max(1, microbatch), batch=self.local_batch, shares=strategy.shares)
-        workspace = self._workspace(strategy)
-        return {
-            "strategy": strategy.name,
-            "microbatch": microbatch,
-            "bytes": {**{name: round(value) for name, value in peak.items()}, "workspace": round(workspace)},
-            "total": round(sum(peak.values()) + workspace),
-            "host": round(strategy.host) + memory.on_host(max(1, microbatch)),
-        }
-
-    def recipe_fit(self, gpu: Gpu) -> tuple[str, int]:
-        """The recipe's strategy, and its largest microbatch; 0: not even one image fits."""
-        name = recipe_strategy(self.workload.recipe, self.num_gpus)
-        pair = next((pair for pair in self.strategies if pair[0].name == name), self.strategies[0])
-        return name, self.fit(gpu, *pair)[0]
-
-    def gpu_row(self, gpu: Gpu, images: int, mfu: float | None, network_gbit: float) -> dict[str, Any]:
-        """Largest microbatches on a GPU and its rate. A measured MFU already contains all that takes time."""
-        run, is_launch_bound, rate = self.workload.recipe.run, False, 0.0
-        peak_flops = gpu.peak_flops(run.precision)
-        whole, sharded = (self.fit(gpu, *pair)[0] if peak_flops else None for pair in self.strategies[:2])
-        if peak_flops and mfu:
-            rate = peak_flops * mfu / self.workload.flops * self.num_gpus
-        elif peak_flops:
-            work = step_work(self.workload, self.traces.whole, self.traces.launches)
-            name, microbatch = self.recipe_fit(gpu)
-            cluster = Cluster(gpu, network_gbit)
-            if microbatch:
-                time = step_time(work, cluster, name, self.num_gpus, self.local_batch, microbatch)
-                rate, is_launch_bound = run.global_batch / time.seconds, time.is_launch_bound
-        return {
-            "gpu": gpu.name,
-            "memory_gib": gpu.memory_gib,
-            "microbatch_whole": whole,
-            "microbatch_sharded": sharded,
-            "images_per_second": rate,
-            "launch_bound": is_launch_bound,
-            "seconds": images / rate if rate else None,
-        }
-
-
-def trace_workload(workload: TrainingWorkload, *, accumulates: bool, to_host: bool = False) -> StepMemory:
-    """Memory of a step on the largest bucket, in the precision of the recipe."""
-    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(workload.recipe.run.precision)
-    return step_memory(
-        workload,
-        workload.largest_bucket,
-        autocast=autocast,
-        accumulates=accumulates,
-        check_linear=not accumulates,
-        to_host=to_host,
-    )
 
 
 def _recipe_strategy(workload: TrainingWorkload) -> str:
@@ -321,6 +275,10 @@ def _fit_columns(row: Mapping[str, Any]) -> str:
     if row["seconds"] is None:
         return f"{'-':>8}{'-':>9}{'-':>10}{'-':>14}"
     return (
-        f"{row['microbatch_whole']:>8}{row['microbatch_sharded']:>9}{row['images_per_second']:>10,.0f}"
+        f"{row['microbatch_whole']:>8}{_number(row['microbatch_sharded']):>9}{row['images_per_second']:>10,.0f}"
         f"{readable_time(row['seconds']):>14}{' *' if row['launch_bound'] else ''}"
     )
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)

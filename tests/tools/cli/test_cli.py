@@ -76,7 +76,7 @@ FLAGS = {
     "demo": "--out --pictures --set",
     "bench": "",
     "plan": "",
-    "plan train": "--gpu --gpus --images --json --network-gbit --resolution --run --set --store",
+    "plan train": "--fits --gpu --gpus --images --json --network-gbit --resolution --run --set --store",
     "bench train": "--device --json --rounds --set --steps --store",
     "bench loader": "--batch --cold --json --scratch --seconds",
 }
@@ -625,7 +625,7 @@ def test_a_dry_run_refuses_a_disk_that_is_too_small(
     class_folder: Path, leandit: Leandit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["precompute", "imagenet-256", "--source", class_folder, "--dry-run", *settings(LABEL_RECIPE)]
-    monkeypatch.setattr("leandit.tools.plan.precompute_cost.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr("leandit.tools.plan.precompute_cost.disk_usage", lambda path: SimpleNamespace(free=1000))
     assert leandit(*command).code == 0  # it is not known yet where the store will be
     ended = leandit(*command, "--store", "store")
     assert ended.code == 5
@@ -694,7 +694,8 @@ def test_a_signal_while_a_command_starts_ends_it_without_a_traceback(
     assert (ended.returncode, ended.stderr.strip()) == (code, said)
 
 
-def test_a_recipe_that_names_its_stores_needs_no_store(leandit: Leandit) -> None:
+def test_a_recipe_that_names_its_stores_needs_no_store(leandit: Leandit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leandit.tools.plan.strategies.OPTIONAL", "no_such_package")  # traces of ZeRO take long
     for name, buckets in (("photos", {"32x32": 12}), ("art", {"32x64": 6})):
         make_store(Path(name), buckets, num_classes=3)
     parts = 'mixture = [{ store = "photos" }, { store = "art", weight = 3 }]'
@@ -781,7 +782,10 @@ def test_verbose_and_quiet_are_opposites(leandit: Leandit) -> None:
     assert leandit("--verbose", "recipes", "--json").out == leandit("recipes", "--json").out
 
 
-def test_what_to_run_next_is_named_on_stderr_and_runs(class_folder: Path, leandit: Leandit) -> None:
+def test_what_to_run_next_is_named_on_stderr_and_runs(
+    class_folder: Path, leandit: Leandit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leandit.tools.plan.strategies.OPTIONAL", "no_such_package")  # traces of ZeRO take long
     store, new, run = Path("a store"), Path("new"), Path("runs/a")
     command = ["precompute", "imagenet-256", "--source", class_folder, *settings(LABEL_RECIPE), "--store", store]
     shown = leandit(*command, "--dry-run")

@@ -6,11 +6,10 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from making import CPU
@@ -18,176 +17,135 @@ from planner import CASES, Case, measured_apart, measured_peak, planner_job, pre
 from torch.autograd.graph import save_on_cpu
 
 from leandit.datasets.errors import RecipeError, RunError
-from leandit.tools.plan import training
+from leandit.tools.plan import step_memory, training
 from leandit.tools.plan.dry_run import held_bytes
-from leandit.tools.plan.memory_tracker import (
+from leandit.tools.plan.fits import fastest_gpu, fits, render_fits
+from leandit.tools.plan.scaling import LAUNCH_SECONDS
+from leandit.tools.plan.step_memory import (
     ACTIVATIONS,
-    CATEGORIES,
     EMA,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
     STATES,
-    MemoryTracker,
+    Strategy,
+    Traced,
+    TraceError,
+    TraceRequest,
+    run_traces,
+    trace_steps,
 )
-from leandit.tools.plan.scaling import LAUNCH_SECONDS
-from leandit.tools.plan.step_memory import StepMemory, StepTrace, step_memory, trace_step
-from leandit.tools.plan.strategies import strategies, with_ds_config
+from leandit.tools.plan.strategies import SINGLE, strategies, strategy_rows, with_ds_config
+from leandit.tools.plan.tracing import MemoryTracker
 from leandit.tools.plan.training import measured_mfu, plan, render
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
-from leandit.train.config import ParallelSection, load
+from leandit.train.config import load
 from leandit.train.models.activation_checkpointing import checkpoint_blocks
-from leandit.train.models.build import PIXART_SIZES, build_model
-from leandit.train.models.dit import SIZES
+from leandit.train.models.build import build_model
 from leandit.train.step.train_step import train_step
 
-SIZE, PIXART_SIZE = (3, 192, 3), (2, 4, 48, 2)  # small, yet a kernel's own scratch is nothing beside
 SMALL = ["model.num_classes=10", "run.precision=fp32", "run.compile=false", "run.global_batch=8"]
+DIT = "dit-s-2-256"  # where blocks take most; in the demo captions do
+
+
+def traced_once(
+    workload: TrainingWorkload, bucket: str, known: Sequence[Strategy], *, precision: str, device_type: str = "cuda"
+) -> dict[str, Traced]:
+    """As ``trace_steps``; plans of the same step share its trace, which does not depend on the size of the batch."""
+    recipe = workload.recipe.model_copy(update={"run": workload.recipe.run.model_copy(update={"global_batch": 8})})
+    key = repr((dataclasses.replace(workload, recipe=recipe), bucket, known, precision, device_type))
+    if key not in TRACED:
+        TRACED[key] = trace_steps(workload, bucket, known, precision=precision, device_type=device_type)
+    return TRACED[key]
+
+
+TRACED: dict[str, dict[str, Traced]] = {}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _traced_once() -> Iterator[None]:
-    """Plans of the same step share its trace, which is of one process: whatever ``parallel`` says."""
-    traced: dict[str, StepMemory] = {}
-
-    def trace(workload: TrainingWorkload, bucket: str, **settings: Any) -> StepMemory:
-        recipe = workload.recipe.model_copy(update={"parallel": ParallelSection()})
-        key = repr((dataclasses.replace(workload, recipe=recipe), bucket, settings))
-        if key not in traced:
-            traced[key] = step_memory(workload, bucket, **settings)
-        return traced[key]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "step_memory", trace)
+        patch.setattr(training, "trace_steps", traced_once)
         yield
-
-
-@pytest.fixture(autouse=True)
-def _small_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SIZES, "S", SIZE)
-    monkeypatch.setitem(PIXART_SIZES, "pixart-tiny", PIXART_SIZE)
+    TRACED.clear()
 
 
 @functools.cache
-def work(name: str = "dit-s-2-256", *overrides: str) -> TrainingWorkload:
+def work(*overrides: str, name: str = "demo") -> TrainingWorkload:
     return workload_at_resolution(load(name, [*SMALL, *overrides]), 64)
 
 
-@functools.cache
-def memory(*overrides: str, accumulates: bool = False, device_type: str = "cuda") -> StepMemory:
-    it = work("dit-s-2-256", *overrides)
-    # Whether it is linear is asked of microbatch 40, below.
-    settings: dict[str, Any] = {"accumulates": accumulates, "device_type": device_type, "check_linear": False}
-    return step_memory(it, "64x64", autocast=None, **settings)
-
-
-def test_no_table_of_fake_numbers_stays_with_the_optimizer_of_8_bits() -> None:
-    from torchao.optim.subclass_8bit import get_qmap_signed
-
-    trace_step(work("dit-s-2-256", "optimizer.name=adamw8bit"), "64x64", microbatch=2, autocast=None)
-    assert (min(get_qmap_signed()), max(get_qmap_signed())) == pytest.approx((-1, 1), abs=0.01)
+def traced(*overrides: str, name: str = "demo", device_type: str = "cuda", strategy: Strategy = SINGLE) -> Traced:
+    it = work(*overrides, name=name)
+    known = [SINGLE] if strategy is SINGLE else [SINGLE, strategy]
+    return traced_once(it, "64x64", known, precision=it.recipe.run.precision, device_type=device_type)[strategy.name]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "microbatch", "count", "change"),
+    "case",
     [
-        pytest.param("dit-s-2-256", 4, 1, "run.seed=0", marks=pytest.mark.slow),
-        ("dit-s-2-256", 8, 1, "run.activation_checkpointing=true"),
-        ("demo", 4, 2, "run.activation_checkpointing=true"),
-        pytest.param("demo", 2, 1, "objective.kind=ddpm", marks=pytest.mark.slow),
-        ("dit-s-2-256", 2, 1, "optimizer.name=adamw8bit"),
-        ("demo", 4, 1, "lora.rank=4"),
+        pytest.param(Case("dit-s-2-256", 128, 4, 1, ("run.seed=0",)), marks=pytest.mark.slow),
+        Case("dit-s-2-256", 128, 8, 1, ("run.activation_checkpointing=true",)),
+        Case("demo", 128, 4, 2, ("run.activation_checkpointing=true",)),
+        pytest.param(Case("demo", 128, 2, 1, ("objective.kind=ddpm",)), marks=pytest.mark.slow),
+        pytest.param(Case("dit-s-2-256", 128, 2, 1, ("optimizer.name=adamw8bit",)), marks=pytest.mark.slow),
+        Case("demo", 128, 4, 1, ("lora.rank=4",)),
     ],
+    ids=str,
 )
-def test_the_peak_is_the_one_of_real_steps(
-    recipe: str, microbatch: int, count: int, change: str, tmp_path: Path
-) -> None:
-    job = planner_job(Case(recipe, 128, microbatch, count, (change,)), CPU, tmp_path, *SMALL)
+def test_the_peak_is_the_one_of_real_steps(case: Case, tmp_path: Path) -> None:
+    job = planner_job(case, CPU, tmp_path, *SMALL)
     assert 0.97 < predicted_peak(job) / measured_peak(job) < 1.05
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", *(pytest.param(f"zero-{n}", marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_the_peak_of_one_of_several_ranks_is_the_one_of_real_steps(strategy: str, tmp_path: Path) -> None:
+    job = planner_job(Case("demo", 128, 4, 1, strategy=strategy, ranks=2), CPU, tmp_path, *SMALL)
+    assert 0.97 < predicted_peak(job) / measured_apart(job) < 1.05
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_peak_of_every_benchmarked_configuration_is_the_one_of_real_steps(
-    case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.undo()  # the published sizes
+def test_the_peak_of_every_benchmarked_configuration_is_the_one_of_real_steps(case: Case, tmp_path: Path) -> None:
     job = planner_job(case, CPU, tmp_path)
     assert 0.97 < predicted_peak(job) / measured_apart(job) < 1.05
 
 
-def test_a_microbatch_that_was_not_traced_lies_on_the_lines() -> None:
-    it = work()
-    for accumulates in (False, True):
-        found = memory(accumulates=accumulates, device_type="cpu")
-        for microbatch in (40,):
-            traced = trace_step(
-                it,
-                "64x64",
-                microbatch=microbatch,
-                autocast=None,
-                count=2 if accumulates else 1,
-                device_type="cpu",
-            )
-            assert found.total(microbatch) == pytest.approx(traced.peak(), rel=0.005)
-
-
 def test_the_states_are_those_of_the_model() -> None:
-    learner = synthetic_learner(work().recipe, work().spec, 0, CPU)
-    parameters = sum(p.nbytes for p in learner.engine.model.parameters())
-    found = memory(device_type="cpu")
-    assert found.states[GRADIENTS] == found.states[EMA] == found.states[PARAMETERS] == parameters
-    assert found.states[OPTIMIZER] == 2 * parameters + 4 * len(list(learner.engine.model.parameters()))
-    assert found.block_bytes * SIZE[0] + found.other_bytes == found.states[PARAMETERS]
+    learner = synthetic_learner(work().recipe, work().spec, work().tokens, CPU)
+    parameters = list(learner.engine.model.parameters())
+    found, num_bytes = traced(device_type="cpu").whole, sum(p.nbytes for p in parameters)
+    assert found.states[GRADIENTS] == found.states[EMA] == found.states[PARAMETERS] == num_bytes
+    assert found.states[OPTIMIZER] == 2 * num_bytes + 4 * len(parameters)
+    in_blocks = sum(p.nbytes for block in learner.engine.model.blocks for p in block.parameters())
+    assert found.outside_blocks == num_bytes - in_blocks
+    assert held_bytes(work().recipe, learner.engine.model) == pytest.approx(sum(found.states.values()), rel=2e-3)
 
 
 def test_frozen_weights_have_no_other_states() -> None:
-    it = work("demo", "lora.rank=4")
+    it, found = work("lora.rank=4"), traced("lora.rank=4", device_type="cpu").whole
     with torch.device("meta"):
         model = build_model(it.spec, seed=0)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    found = trace_step(it, "64x64", microbatch=2, autocast=None, device_type="cpu")
     assert found.states[GRADIENTS] == found.states[EMA] == trained
     assert found.states[OPTIMIZER] == pytest.approx(2 * trained, rel=0.01)
     assert found.states[PARAMETERS] > 5 * trained
     assert held_bytes(it.recipe, model) == pytest.approx(sum(found.states.values()), rel=2e-3)
-    made = {one.name: one for one in strategies(found, 4)}
-    assert made["ddp"].buffers == trained
-    assert made["zero-3, offloaded"].host == (found.states[OPTIMIZER] + 2 * trained) / 4
-    planned = plan(it, gpu="H100", num_gpus=1, images=1, run=None)
-    assert planned["checkpoint_bytes"] == pytest.approx(4 * trained, rel=0.05)
-    assert f"of which {trained / 4e3:.1f} k train" in render(planned)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "run.seed=0",
-        "ema.kind=power",
-        *(pytest.param(f"optimizer.name={name}", marks=pytest.mark.slow) for name in ("came", "adamw8bit")),
-    ],
-)
-def test_a_dry_run_tells_the_bytes_that_the_trace_finds(change: str) -> None:
-    it, found = work("dit-s-2-256", change), memory(change, device_type="cpu")
-    with torch.device("meta"):
-        model = build_model(it.spec, seed=0)
-    buffers = sum(b.nbytes for b in model.buffers())
-    assert held_bytes(it.recipe, model) + buffers == pytest.approx(sum(found.states.values()), rel=2e-3)
 
 
 def test_checkpointing_takes_less_and_accumulation_keeps_the_gradients() -> None:
-    plain, checkpointed = memory(), memory("run.activation_checkpointing=true")
-    assert checkpointed.peak(256)[ACTIVATIONS] < 0.6 * plain.peak(256)[ACTIVATIONS]
-    assert memory(accumulates=True).peak(64)[GRADIENTS] == plain.states[GRADIENTS]
-    assert plain.peak(64)[GRADIENTS] < 0.1 * plain.states[GRADIENTS]
+    plain, checkpointed = (traced(*kept, name=DIT) for kept in ([], ["run.activation_checkpointing=blocks"]))
+    assert checkpointed.whole.peak(256)[ACTIVATIONS] < 0.6 * plain.whole.peak(256)[ACTIVATIONS]
+    assert plain.split.peak(64)[GRADIENTS] >= plain.whole.states[GRADIENTS]
+    assert plain.whole.peak(64)[GRADIENTS] < 0.2 * plain.whole.states[GRADIENTS]
 
 
 def test_what_waits_on_the_host_is_what_a_real_step_sends_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = work("dit-s-2-256", "run.activation_checkpointing=blocks")
-    of = [step_memory(it, "64x64", autocast=None, to_host=to) for to in (False, True)]
-    stays, waits = (found.peak(256)[ACTIVATIONS] for found in of)
-    assert waits < stays - 0.9 * (SIZE[0] - 1) * 256 * 16 * SIZE[1] * 4  # the tokens of all blocks but one
+    kept = "run.activation_checkpointing=blocks"
+    it, waits = work(kept, name=DIT), traced(kept, name=DIT, strategy=Strategy("on host", to_host=True)).whole
+    stays = traced(kept, name=DIT).whole
+    assert waits.peak(256)[ACTIVATIONS] <= stays.peak(256)[ACTIVATIONS]
     sent: list[int] = []
 
     class Counting(save_on_cpu):
@@ -199,57 +157,25 @@ def test_what_waits_on_the_host_is_what_a_real_step_sends_there(monkeypatch: pyt
             self.pack_hook = lambda tensor: (sent.append(tensor.nbytes), take(tensor))[1]
 
     monkeypatch.setattr("leandit.train.models.activation_checkpointing.save_on_cpu", Counting)
-    learner = synthetic_learner(it.recipe, it.spec, 0, CPU)
+    learner = synthetic_learner(it.recipe, it.spec, it.tokens, CPU)
     checkpoint_blocks(learner.engine.model.blocks, "blocks", to_cpu=True)
-    train_step(learner, synthetic_batch(it.store, "64x64", 7, 0, CPU))
-    assert (of[0].on_host(7), of[1].on_host(7)) == (0, sum(sent))
+    train_step(learner, synthetic_batch(it.store, "64x64", 7, it.tokens, CPU))
+    assert (stays.on_host(7), waits.on_host(7)) == (0, sum(sent))
     assert sum(sent) > 0
 
 
-@pytest.mark.slow  # what waits on the host is traced above by default
-def test_a_plan_counts_the_activations_of_zero_on_the_host_where_the_file_says_so(tmp_path: Path) -> None:
-    def rows(**file: Any) -> dict[str, dict[str, Any]]:
-        path = tmp_path / "ds.json"
-        path.write_text(json.dumps({"zero_optimization": {"stage": 2}} | file))
-        recipe, _ = with_ds_config(
-            load("dit-s-2-256", [*SMALL, "run.global_batch=512", f"parallel.deepspeed_config={path}"]), 2
-        )
-        found = plan(workload_at_resolution(recipe, 64), gpu="H200", num_gpus=2, images=0, run=None)
-        return {row["strategy"]: row for row in found["strategies"]}
-
-    stay = rows(activation_checkpointing={"cpu_checkpointing": False})
-    wait = rows(activation_checkpointing={"cpu_checkpointing": True})
-    for name in ("zero-1", "zero-3", "zero-2, offloaded"):
-        assert wait[name]["bytes"][ACTIVATIONS] < stay[name]["bytes"][ACTIVATIONS]
-        assert wait[name]["host"] > stay[name]["host"]
-    assert (wait["ddp"], wait["fsdp, offloaded"]) == (stay["ddp"], stay["fsdp, offloaded"])
-
-
-def test_a_bf16_residual_stream_takes_less_memory() -> None:
-    it, found = work("dit-s-2-256", "run.precision=bf16"), {}
-    for residual in ("float32", "bf16"):
-        run = it.recipe.run.model_copy(update={"residual": residual})
-        changed = dataclasses.replace(it, recipe=it.recipe.model_copy(update={"run": run}))
-        trace = trace_step(changed, "64x64", microbatch=64, autocast=torch.bfloat16)
-        found[residual] = trace.moments[:, CATEGORIES.index(ACTIVATIONS)].max()
-    assert found["bf16"] < 0.85 * found["float32"]
-
-
 def test_fp8_is_planned_as_the_bf16_that_it_keeps() -> None:
-    plain, eight = (
-        trace_step(work("dit-s-2-256", f"run.fp8={fp8}"), "64x64", microbatch=2, autocast=torch.bfloat16)
-        for fp8 in ("none", "rowwise")
-    )
-    assert (eight.moments == plain.moments).all()
+    plain, eight = (traced("run.precision=bf16", f"run.fp8={fp8}").whole for fp8 in ("none", "rowwise"))
+    assert (eight.base == plain.base).all()
 
 
 def test_the_largest_microbatch_fits_and_the_next_one_does_not() -> None:
-    found = memory()
+    found = traced().whole
     room = found.total(50) + 1
     assert found.largest(room) == 50
     assert found.largest(room, most=20) == 20
     assert found.largest(sum(found.states[name] for name in STATES) / 2) == 0
-    assert found.largest(room, shares={OPTIMIZER: 0.0}) > 50
+    assert found.offloaded((OPTIMIZER,)).largest(room) > 50
     assert found.total(51) > room
 
 
@@ -262,74 +188,104 @@ def test_the_tracker_counts_a_storage_once_and_only_while_it_lives() -> None:
         again = two.t()
     assert tracker.live[PARAMETERS] == 0
     assert tracker.live[ACTIVATIONS] == 512
+    two.untyped_storage().resize_(0)  # as FSDP frees what it has gathered
+    tracker.resized(two.untyped_storage())
+    assert tracker.live[ACTIVATIONS] == 0
+    two.untyped_storage().resize_(4000)
+    tracker.resized(two.untyped_storage())
+    assert tracker.live[ACTIVATIONS] == 4096
     del two
-    assert tracker.live[ACTIVATIONS] == 512
+    assert tracker.live[ACTIVATIONS] == 4096
     del again
     assert tracker.live[ACTIVATIONS] == 0
-    assert [sum(moment) for moment in tracker.moments] == [512, 1024]
+    assert [sum(moment) for moment in tracker.moments] == [512, 1024, 0, 4096]
 
 
-def test_nothing_fake_is_left_for_those_who_train_afterwards() -> None:
-    memory()
-    learner = synthetic_learner(work().recipe, work().spec, 0, CPU)
-    batch = synthetic_batch(work().store, "64x64", 2, 0, CPU)
-    assert torch.isfinite(batch.latents).all()
-    assert all(type(p) is torch.nn.Parameter for p in learner.engine.model.parameters())
-    trace = train_step(learner, batch)
-    assert type(trace.loss) is torch.Tensor
-    assert torch.isfinite(trace.loss)
-    assert torch.isfinite(trace.grad_norm)
+def test_a_trace_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = TraceRequest(work(), "64x64", "fp32", "cpu", [SINGLE])
+    with pytest.raises(TraceError, match=r"ended with 1: .*KeyError"):
+        run_traces(dataclasses.replace(request, device_type="abacus"))
+    trace = run_traces(request)[SINGLE.name]
+    bent = dataclasses.replace(trace.steps[step_memory.CHECK], moments=2 * trace.steps[step_memory.CHECK].moments)
+    traces = {SINGLE.name: dataclasses.replace(trace, steps={**trace.steps, step_memory.CHECK: bent})}
+    monkeypatch.setattr(step_memory, "run_traces", lambda _: traces)
+    with pytest.raises(TraceError, match="The memory of other microbatches is unknown"):
+        trace_steps(work(), "64x64", [SINGLE], precision="fp32", device_type="cpu")
 
 
 def test_a_plan_says_what_is_asked_for_and_reads_the_buckets_of_a_ds_config(tmp_path: Path) -> None:
-    def rows(zero: dict[str, object]) -> dict[str, dict[str, Any]]:
+    pytest.importorskip("deepspeed")
+
+    def rows(zero: dict[str, object]) -> dict[str, float]:
         (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
-        it = work("dit-s-2-256", f"parallel.deepspeed_config={tmp_path / 'ds.json'}")
-        result = plan(it, gpu="H200", num_gpus=2, images=0, run=None, changes=["run.grad_clip  1.0  0.5"])
-        assert re.search("\nstrategy    deepspeed with .*\n *run.grad_clip  1.0  0.5\n", render(result))
-        return {row["strategy"]: row["bytes"] for row in result["strategies"]}
+        it = work(f"parallel.deepspeed_config={tmp_path / 'ds.json'}")
+        known = [SINGLE, *(one for one in strategies(it.recipe, 2) if one.name == "zero-2")]
+        found = trace_steps(it, "64x64", known, precision="fp32")
+        return {name: memory.whole.total(4) for name, (memory, _) in strategy_rows(found, 2).items()}
 
-    small, large = rows({"stage": 2, "reduce_bucket_size": 1000}), rows({"stage": 2, "reduce_bucket_size": 1_001_000})
-    for name in ("zero-1", "zero-2", "zero-3", "zero-2, offloaded"):
-        assert large[name]["workspace"] - small[name]["workspace"] == 4_000_000
-    twice = rows({"stage": 2, "reduce_bucket_size": 1_001_000, "overlap_comm": True})
-    assert twice["zero-2"]["workspace"] - large["zero-2"]["workspace"] == 4_004_000
-    default = rows({"stage": 2, "reduce_bucket_size": "auto"})
-    assert default["zero-2"]["workspace"] - small["zero-2"]["workspace"] == 4 * (500_000_000 - 1000)
-    with pytest.raises(RecipeError, match="reduce_bucket_size is '5e8', needed a number"):
-        rows({"stage": 2, "reduce_bucket_size": "5e8"})
+    small, large = rows({"stage": 2, "reduce_bucket_size": 1000}), rows({"stage": 2, "reduce_bucket_size": 50_001_000})
+    assert large["zero-2"] - small["zero-2"] > 0.9 * 200_000_000
+    assert large["zero-2, offloaded"] < large["zero-2"]
+    with pytest.raises(RecipeError, match="reduce_bucket_size"):
+        rows({"stage": 2, "reduce_bucket_size": "many"})
 
 
-def test_the_bytes_of_zero_are_written_down() -> None:
-    """Four states of 100 and blocks of 10; each term of the rules stands alone in one of the figures."""
-    states = {PARAMETERS: 100, GRADIENTS: 100, OPTIMIZER: 200, EMA: 100}
-    moments = np.array([[100, 10, 200, 100, 50]])
-    trace = StepTrace(moments, states, block_bytes=10, other_bytes=5)
-    few_live = {"reduce_bucket_size": 1, "stage3_prefetch_bucket_size": 2, "stage3_max_live_parameters": 10}
-    all_live = few_live | {"stage3_max_live_parameters": 1000, "stage3_prefetch_bucket_size": 3}
+@pytest.mark.slow  # what waits on the host is traced above by default
+def test_a_plan_counts_the_activations_of_zero_on_the_host_where_the_file_says_so(tmp_path: Path) -> None:
+    def rows(**file: Any) -> dict[str, dict[str, Any]]:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"zero_optimization": {"stage": 2}} | file))
+        recipe, _ = with_ds_config(load("demo", [*SMALL, f"parallel.deepspeed_config={path}"]), 2)
+        changes = ["run.grad_clip  1.0  0.5"]
+        found = plan(workload_at_resolution(recipe, 64), gpu="H200", num_gpus=2, images=0, run=None, changes=changes)
+        assert re.search("\nstrategy    deepspeed with .*\n *run.grad_clip  1.0  0.5\n", render(found))
+        return {row["strategy"]: row for row in found["strategies"]}
 
-    def total(name: str, *, accumulates: bool = False, zero: dict[str, int] = few_live) -> float:
-        known = {it.name: it for it in strategies(trace, 2, zero, accumulates=accumulates)}
-        return trace.peak(known[name].shares) + known[name].buffers
+    stay = rows(activation_checkpointing={"cpu_checkpointing": False})
+    wait = rows(activation_checkpointing={"cpu_checkpointing": True})
+    for name in ("zero-1", "zero-3", "zero-2, offloaded"):
+        assert wait[name]["host"] > stay[name]["host"]
+    assert (wait["ddp"], wait["fsdp, offloaded"]) == (stay["ddp"], stay["fsdp, offloaded"])
 
-    # weights 100, optimizer 100 and its copy of weights 50, averages 50; a bucket of 4; then backward or update
-    assert total("zero-1") == 300 + 4 + max(10 + 50, 150)
-    # what is made fills a bucket, and then a buffer for this rank's part of all
-    assert total("zero-2") == 300 + 4 + max(4 + 50 + 50, 100)
-    assert total("zero-2", zero={"reduce_bucket_size": 5}) == 300 + 20 + max(10 + 50, 100)
-    assert total("zero-2", accumulates=True) == 300 + 4 + 50 + max(4 + 50 + 50, 50)
-    assert total("zero-2, offloaded") == 100 + 4 + 4 + 50
-    # weights, optimizer, averages, activations; bucket, gradients that stay, weights alive, what was gathered last
-    assert total("zero-3") == 50 + 150 + 50 + 50 + 4 + 50 + 40 + 8
-    assert total("zero-3", zero=all_live) == 50 + 150 + 50 + 50 + 4 + 50 + 100 + 100 % 12
-    assert total("ddp") == 100 + 200 + 100 + 50 + 100
-    # parts of all; the block that computes, the next one and the buffer that it comes in, and what is in no block
-    assert total("fsdp") == (100 + 10 + 200 + 100) / 2 + 50 + 3 * 10 + 5
-    assert total("fsdp, gradients") == (100 + 10 + 200 + 100) / 2 + 50 + 100 + 10
+
+def test_what_fits_is_told_for_each_variant_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leandit.tools.plan.fits.trace_steps", traced_once)
+    monkeypatch.setattr(
+        "leandit.tools.plan.fits.variants",
+        lambda: [["run.precision=bf16"], ["run.precision=bf16", "lora.rank=4"]],
+    )
+    monkeypatch.setattr("leandit.tools.plan.fits.OPTIONAL", "no_such_package")
+
+    def table(gib: float) -> dict[str, Any]:
+        return fits("demo", SMALL, lambda recipe, _: work(*_changes(recipe)), gib=gib, gpu=None, resolution=64)
+
+    def _changes(recipe: Any) -> list[str]:
+        return ["run.precision=bf16", *(["lora.rank=4"] if recipe.lora.rank else [])]
+
+    result = table(24)
+    assert (result["gpu"], result["room_gib"]) == ("RTX-4090", 23.5)
+    full, lora = result["rows"]
+    assert (full["weights"], lora["weights"]) == ("full", "LoRA 4")
+    assert full["fits"]
+    assert full["microbatch"] == 8
+    assert full["images_per_second"] > 0
+    assert lora["total"] < full["total"] < 23.5 * 2**30
+    assert "RTX-4090" in render_fits(result)
+    none = table(1)
+    assert none["gpu"] is None
+    assert not any(row["images_per_second"] for row in none["rows"])
+    with pytest.raises(RecipeError, match="not known"):
+        fits("demo", SMALL, lambda recipe, _: work(), gib=24, gpu="GTX 1080", resolution=64)
+
+
+@pytest.mark.parametrize(("gib", "name"), [(16, "V100"), (24, "RTX-4090"), (32, "RTX-5090"), (80, "H100"), (999, None)])
+def test_the_gpu_of_a_size_is_the_fastest_that_is_sold_with_it(gib: float, name: str | None) -> None:
+    found = fastest_gpu(gib)
+    assert (found.name if found else None) == name
 
 
 def test_a_gpu_without_the_precision_has_dashes_and_cannot_be_planned_for() -> None:
-    it = work("dit-s-2-256", "run.precision=bf16")
+    it = work("run.precision=bf16")
     result = plan(it, gpu="H200", num_gpus=2, images=0, run=None)
     t4 = next(row for row in result["known_gpus"] if row["gpu"] == "T4")
     assert (t4["microbatch_whole"], t4["seconds"]) == (None, None)
@@ -339,14 +295,10 @@ def test_a_gpu_without_the_precision_has_dashes_and_cannot_be_planned_for() -> N
 
 
 def test_a_small_model_is_not_promised_more_than_its_launches_allow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    # The size of the batch is not in the traces, so each is made once here.
-    traced = {accumulates: memory(accumulates=accumulates) for accumulates in (False, True)}
-    monkeypatch.setattr(training, "trace_workload", lambda workload, *, accumulates: traced[accumulates])
-
     def rates(run: Path | None = None, **changes: Any) -> dict[str, dict[str, Any]]:
-        it = work("dit-s-2-256", "run.precision=bf16")
+        it = work("run.precision=bf16")
         recipe = it.recipe.model_copy(update={"run": it.recipe.run.model_copy(update=changes)})
         result = plan(dataclasses.replace(it, recipe=recipe), gpu="H200", num_gpus=2, images=1000, run=run)
         assert ("bound by launching" in render(result)) == any(row["launch_bound"] for row in result["known_gpus"])
@@ -354,11 +306,10 @@ def test_a_small_model_is_not_promised_more_than_its_launches_allow(
 
     small = rates(global_batch=8)
     operations = 8 / small["H200"]["images_per_second"] / LAUNCH_SECONDS
-    assert 100 < operations < 1000  # of a forward, a backward and an update of three blocks
+    assert 100 < operations < 3000  # of a forward, a backward and an update of a few blocks
     assert small["H200"]["launch_bound"]
     assert small["B200"]["images_per_second"] == pytest.approx(small["H200"]["images_per_second"], rel=0.02)
     assert small["H200"]["seconds"] == pytest.approx(1000 / small["H200"]["images_per_second"])
-    assert rates(global_batch=8, microbatch=2)["H200"]["images_per_second"] < small["H200"]["images_per_second"]
     assert not any(row["launch_bound"] for row in rates(global_batch=2**20).values())
 
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "mfu": 0.3}) + "\n")
@@ -378,8 +329,9 @@ def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
     assert rows["ddp"]["microbatch"] == 2
     parts = rows["ddp"]["bytes"]
     assert sum(parts.values()) == pytest.approx(rows["ddp"]["total"], abs=10)
-    assert rows["fsdp"]["bytes"][OPTIMIZER] == pytest.approx(parts[OPTIMIZER] / 4, rel=0.01)
-    assert rows["zero-1, offloaded"]["bytes"][OPTIMIZER] == 0 < rows["zero-1, offloaded"]["host"]
+    assert rows["fsdp"]["bytes"][OPTIMIZER] == pytest.approx(parts[OPTIMIZER] / 4, rel=0.1)
+    assert rows["fsdp, offloaded"]["bytes"][OPTIMIZER] == 0 < rows["fsdp, offloaded"]["host"]
+    assert rows["hsdp"]["total"] == rows["fsdp"]["total"]  # of one machine
     h200 = next(row for row in result["known_gpus"] if row["gpu"] == "H200")
     assert h200["images_per_second"] * h200["seconds"] == pytest.approx(1000)
     assert "an estimate, not measured" in render(result)
@@ -390,8 +342,8 @@ def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
     assert scaled[4]["seconds"] == a100["seconds"]
     assert scaled[16]["seconds"] is None  # a batch of 8
     assert "worth it up to" in render(result)
-    slower = plan(work(), gpu="A100-40", num_gpus=16, images=1000, run=None, network_gbit=1)["scaling"]["rows"]
-    assert slower[2]["grown_images_per_second"] < scaled[16]["grown_images_per_second"]
+    slower = plan(work(), gpu="A100-40", num_gpus=4, images=1000, run=None, network_gbit=0.001)["scaling"]["rows"]
+    assert slower[3]["grown_images_per_second"] < scaled[16]["grown_images_per_second"]
 
     lines = [json.dumps({"step": step, "mfu": mfu}) + "\n" for step, mfu in ((1, 0.1), (2, 0.4))]
     (tmp_path / "metrics.jsonl").write_text("".join([*lines, '{"step": 3, "mf']))  # of a run that was killed

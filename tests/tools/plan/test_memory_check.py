@@ -14,27 +14,25 @@ from leandit.datasets.store import LatentStore
 from leandit.tools.cli.verbs import train
 from leandit.tools.plan import memory_check
 from leandit.tools.plan.memory_check import available_bytes, memory_warning
-from leandit.tools.plan.step_memory import StepMemory
+from leandit.tools.plan.step_memory import Traced
 from leandit.train.parallel.ranks import ALONE
 
-pytestmark = pytest.mark.usefixtures("tiny_models")
-
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 MANY = ("run.global_batch=5000", "data.leftovers=carry", "run.prefetch=0", "run.async_checkpoint=false")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _traced_once() -> Iterator[None]:
-    """Each trace once: neither the batch nor the microbatch is in it."""
-    traces, trace = dict[bool, StepMemory](), memory_check.step_memory
+    """The trace once: neither the batch nor the microbatch is in it."""
+    traces, trace = dict[str, Traced](), memory_check.trace_steps
 
-    def traced(*args: Any, accumulates: bool, **options: Any) -> StepMemory:
-        if accumulates not in traces:
-            traces[accumulates] = trace(*args, accumulates=accumulates, **options)
-        return traces[accumulates]
+    def traced(*args: Any, **options: Any) -> dict[str, Traced]:
+        if not traces:
+            traces.update(trace(*args, **options))
+        return traces
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_check, "step_memory", traced)
+        patch.setattr(memory_check, "trace_steps", traced)
         yield
 
 
@@ -43,17 +41,17 @@ def test_a_step_that_does_not_fit_is_told_with_a_microbatch_that_does(label_stor
         recipe = train_recipe("dit-s-4", *MANY, *changes)
         return memory_warning(recipe, str(label_store.path), available, num_ranks=ranks, local_ranks=ranks)
 
-    says = warning(40 * MIB)
+    says = warning(3 * GIB)
     assert says is not None
     assert "a step of 5000 images needs about" in says
-    assert "0.04 GiB are available" in says
+    assert "3.00 GiB are available" in says
     proposed = re.search(r"--set run\.microbatch=(\d+)", says)
     assert proposed
     assert 8 <= int(proposed[1]) < 5000
-    assert warning(40 * MIB, f"run.microbatch={proposed[1]}") is None
+    assert warning(3 * GIB, f"run.microbatch={proposed[1]}") is None
     assert warning(2**40) is None
-    assert warning(40 * MIB, "data.leftovers=short") is None  # the store has 15 records, so no step has more
-    half = warning(80 * MIB, ranks=2)
+    assert warning(3 * GIB, "data.leftovers=short") is None  # the store has 15 records, so no step has more
+    half = warning(6 * GIB, ranks=2)
     assert half is not None
     assert "a step of 2500 images" in half  # two processes share the machine
     assert "Not even one image" in (warning(MIB // 4) or "")
@@ -62,7 +60,7 @@ def test_a_step_that_does_not_fit_is_told_with_a_microbatch_that_does(label_stor
 def test_the_command_warns_and_lets_the_training_speak_of_its_own_errors(
     label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: 40 * MIB)
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: 3 * GIB)
     train._warn_of_memory(train_recipe("dit-s-4", *MANY), str(label_store.path), ALONE)
     assert re.match(r"leandit: a step of 5000 .*run\.microbatch=\d+", capsys.readouterr().err)
     train._warn_of_memory(train_recipe("dit-s-4", *MANY), str(tmp_path / "none"), ALONE)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.attention.varlen  # registers its operation
 from fake_cuda import CUDA, HostWaitError, RefuseWaits, fake_cuda, gradients_of_zeros
 from making import CPU
+from measuring import clear_caches
 from tiny_steps import RECIPES, TinySteps
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,7 +24,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leandit.tools.plan.memory_tracker import clear_caches
 from leandit.train.metrics.window import StepResult
 from leandit.train.objectives.losses import PLAIN
 from leandit.train.step import train_step as step_module

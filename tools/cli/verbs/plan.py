@@ -10,7 +10,7 @@ import typer
 from ....datasets.errors import RecipeError
 from ...terminal.next_steps import print_next
 from ...terminal.text import print_result
-from ..options import AsJson, Overrides, Recipe, local_input, path_or_url
+from ..options import AsJson, Overrides, complete_recipe, local_input, path_or_url
 
 plan = typer.Typer(no_args_is_help=True)
 
@@ -25,7 +25,14 @@ def plan_options() -> None:
 
 @plan.command("train")
 def plan_train(
-    recipe: Recipe,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE",
+            help="Name of a shipped recipe, or path of a TOML file; with --fits, none: every shipped one.",
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
     store: Annotated[
         str | None,
         typer.Option(
@@ -37,7 +44,14 @@ def plan_train(
     resolution: Annotated[
         int | None, typer.Option(min=8, help="Side of the pictures, in pixels, where there is no store yet.")
     ] = None,
-    gpu: Annotated[str, typer.Option(help="GPU that the strategies are shown for.")] = "H200",
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="GPU that the strategies are shown for, by default H200; with --fits, whose rate is shown."),
+    ] = None,
+    fits: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="GB", help="Show what fits one GPU with so much memory, and how fast."),
+    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the work.")] = 1,
     network_gbit: Annotated[float, typer.Option(min=1, help="Gbit/s that each GPU has between machines.")] = 400.0,
     images: Annotated[int, typer.Option(min=0, help="Images to train on; 0: as the recipe's steps.")] = 0,
@@ -49,8 +63,15 @@ def plan_train(
 
     Nothing is computed.
 
-    Example: leandit plan train dit-xl-2-256 --resolution 256 --gpus 8 --gpu A100-40
+    Example: leandit plan train dit-xl-2-256 --resolution 256 --gpus 8 --gpu A100-40, or leandit plan train --fits 24
     """
+    if store and resolution:
+        raise RecipeError("plan train: a store has its own resolution. Give either --store or --resolution.")
+    if fits:
+        _plan_fits(recipe, overrides or [], store, fits, gpu, resolution, as_json=as_json)
+        return
+    if recipe is None:
+        raise RecipeError("plan train: expected a RECIPE, or --fits GB for every shipped one.")
     from ....train.config import load
     from ...plan.strategies import with_ds_config
     from ...plan.training import plan as make_plan
@@ -58,17 +79,34 @@ def plan_train(
     from ...plan.workload import workload_at_resolution, workload_of_stores
 
     loaded = load(recipe, overrides or [])
-    if store and resolution:
-        raise RecipeError("plan train: a store has its own resolution. Give either --store or --resolution.")
     if not (store or resolution or loaded.data.turns):
         raise RecipeError("plan train: needed --store PATH, or --resolution PX where there is no store yet.")
     loaded, changes = with_ds_config(loaded, gpus)
     workload = workload_at_resolution(loaded, resolution) if resolution else workload_of_stores(loaded, store)
     result = make_plan(
-        workload, gpu=gpu, num_gpus=gpus, images=images, run=run, network_gbit=network_gbit, changes=changes
+        workload, gpu=gpu or "H200", num_gpus=gpus, images=images, run=run, network_gbit=network_gbit, changes=changes
     )
     print_result(result, render, as_json=as_json)
     if not resolution:
         places = [*(("--store", store) if store else ()), "--run", f"runs/{Path(recipe).name.removesuffix('.toml')}"]
         changed = [word for override in overrides or () for word in ("--set", override)]
         print_next(["train", recipe, *places, *changed])
+
+
+def _plan_fits(
+    recipe: str | None,
+    overrides: list[str],
+    store: str | None,
+    gib: float,
+    gpu: str | None,
+    resolution: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    from ...plan.fits import at_resolution, render_fits
+    from ...plan.fits import fits as find_fits
+    from ...plan.workload import workload_of_stores
+
+    describe = (lambda loaded, _: workload_of_stores(loaded, store)) if store else at_resolution
+    result = find_fits(recipe, overrides, describe, gib=gib, gpu=gpu, resolution=resolution)
+    print_result(result, render_fits, as_json=as_json)

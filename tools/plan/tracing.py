@@ -1,0 +1,341 @@
+"""Runs real training steps on fake tensors and records their memory: ``python -m leandit.tools.plan.tracing``.
+
+Fake tensors have shapes and no bytes, and torch's "fake" process group returns at once, so the model, the optimizer and
+DDP, FSDP2 or DeepSpeed are the real ones. The process reads a pickled ``TraceRequest`` and writes the answer; it is
+never used for anything else, so that patches and cached fake tensors end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import math
+import os
+import pickle
+import sys
+import tempfile
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from ...datasets.errors import LeanditError
+from ...train.models.activation_checkpointing import checkpoint_blocks
+from ...train.models.diffusers_models.adapters import trained_parameters
+from ...train.parallel import build
+from ...train.parallel.ranks import ALONE, Ranks
+from ...train.step import learner as learner_module
+from ...train.step.learner import Learner
+from ...train.step.train_step import train_step
+from ..synthetic.batches import synthetic_batch, synthetic_learner
+from .step_memory import (
+    ACTIVATIONS,
+    CATEGORIES,
+    CHECK,
+    EMA,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    STEPS,
+    WAITING,
+    StepTrace,
+    Strategy,
+    StrategyTrace,
+    TraceRequest,
+)
+
+CPU = torch.device("cpu")
+ROUNDING = {"cuda": 512, "cpu": 1}  # bytes that the allocator rounds up to (CUDACachingAllocator: kMinBlockSize)
+
+
+def main() -> None:
+    """Answer the request of stdin on stdout; what libraries print goes to stderr."""
+    answer_file = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    warnings.filterwarnings("ignore")
+    request: TraceRequest = pickle.loads(sys.stdin.buffer.read())
+    _prepare(request)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):  # one, because libraries cache tensors
+            answer: Any = {one.name: trace_strategy(request, one) for one in request.strategies}
+    except LeanditError as error:
+        answer = error
+    with answer_file:
+        pickle.dump(answer, answer_file)
+    os._exit(0)  # process groups and DeepSpeed have nothing to tidy up
+
+
+def trace_strategy(request: TraceRequest, strategy: Strategy) -> StrategyTrace:
+    """Trace steps that are not the first one."""
+    workload, bucket, host = request.workload, request.bucket, HostCounter()
+    recipe, ranks = workload.recipe, _connect(strategy)
+    with contextlib.ExitStack() as stack:
+        section = strategy.section
+        if strategy.zero is not None:
+            file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leandit-plan-"))) / "ds_config.json"
+            file.write_text(json.dumps({"zero_optimization": dict(strategy.zero)}))
+            section = section.model_copy(update={"deepspeed_config": str(file)})
+        # fp8 keeps as many bytes as bf16, which is what can be traced.
+        run = recipe.run.model_copy(update={"fp8": "none", "microbatch": 0, "precision": request.precision})
+        recipe = recipe.model_copy(update={"run": run, "parallel": section})
+        tracker = stack.enter_context(MemoryTracker(ROUNDING[request.device_type]))
+        _count_resizes(tracker)
+        learner = synthetic_learner(
+            recipe,
+            workload.spec,
+            workload.tokens,
+            CPU,
+            ranks=ranks,
+            store=workload.store,
+            onednn=request.device_type == "cpu",
+        )
+        if isinstance(forward := learner.engine.forward, DistributedDataParallel):
+            forward.register_comm_hook(None, noop_hook)  # the default waits for a result that never comes
+            forward.reducer = _KeptBuckets(forward.reducer)  # pyright: ignore[reportAttributeAccessIssue]
+        if strategy.to_host:
+            checkpoint_blocks(learner.engine.model.blocks, run.activation_checkpointing, to_cpu=host.hooks)
+        for parameter in trained_parameters(learner.engine.model).values():
+            parameter.register_post_accumulate_grad_hook(functools.partial(_assign_gradient, tracker))
+        update, marks = learner.engine.update, [0]
+
+        def marked_update(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            marks[0] = len(tracker.moments)
+            return update(*args, **kwargs)
+
+        learner.engine.update = marked_update
+
+        def trace(images: int, count: int) -> StepTrace:
+            learner.microbatches = {bucket: images}
+            batch = synthetic_batch(workload.store, bucket, images * count, workload.tokens, CPU)
+            batch = replace(batch, global_size=images * count * ranks.world_size).finish()
+            gc.collect()
+            tracker.moments.clear()
+            host.reset()
+            train_step(learner, batch)
+            return StepTrace(np.array(tracker.moments, np.int64), marks[0], host.peak)
+
+        gc.disable()  # as in a training: what is freed must not depend on it
+        trace(*STEPS[0])  # the first step allocates the optimizer's states
+        states = _assign_states(tracker, learner)
+        in_blocks = sum(p.nbytes for block in learner.engine.model.blocks for p in block.parameters())
+        further = (WAITING, CHECK) if ranks is ALONE else ()
+        steps = {step: trace(*step) for step in (*STEPS, *further)}
+        return StrategyTrace(steps, states, states[PARAMETERS] - in_blocks)
+
+
+def _assign_states(tracker: MemoryTracker, learner: Learner) -> dict[str, int]:
+    """Sort what lives between steps into categories. Returns: the bytes of each; gradients are those of whole weights.
+
+    Buffers of the model are whole on each device, and counted as activations.
+    """
+    engine: Any = learner.engine
+    parameters = list(engine.model.parameters())
+    tracker.assign(PARAMETERS, [getattr(p, "ds_tensor", p) for p in parameters])  # ZeRO-3 keeps its part there
+    optimizer = getattr(engine, "_zero", engine).optimizer
+    masters = [p for group in optimizer.param_groups for p in group["params"]]  # DeepSpeed's copies of the weights
+    known = {id(p) for p in parameters}
+    state = [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor)]
+    tracker.assign(OPTIMIZER, [*state, *(p for p in masters if id(p) not in known)])
+    tracker.assign(EMA, [average for of_rule in engine.ema.averages for average in of_rule.values()])
+    trained = sum(p.nbytes for p in trained_parameters(engine.model).values())
+    return {name: tracker.live[name] for name in (PARAMETERS, OPTIMIZER, EMA)} | {GRADIENTS: trained}
+
+
+def _assign_gradient(tracker: MemoryTracker, parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        tracker.assign(GRADIENTS, [parameter.grad])
+
+
+def _connect(strategy: Strategy) -> Ranks:
+    """The last rank, whose part of the gradients is computed first, in a process group that returns at once."""
+    ranks = strategy.ranks
+    if ranks == 1 and strategy.zero is None:
+        return ALONE
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
+    return Ranks(ranks - 1, ranks, ranks - 1, ranks)
+
+
+class _KeptBuckets:
+    """DDP's reducer, which does not sort its buckets anew after the first step: it would read numbers."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def _count_resizes(tracker: MemoryTracker) -> None:
+    """FSDP frees gathered weights by resizing their storage, which no operation shows."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, num_bytes: int) -> None:
+        resize(storage, num_bytes)
+        tracker.resized(storage)
+
+    torch.UntypedStorage.resize_ = resized  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _prepare(request: TraceRequest) -> None:
+    """Let torch and DeepSpeed run where tensors have no numbers: skip the checks that compare ranks."""
+    import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
+
+    dtype = torch.bfloat16 if request.precision == "bf16" else None
+    modules: list[Any] = [learner_module, build]
+    ddp: Any = importlib.import_module("torch.nn.parallel.distributed")
+    nn.Module._apply = lambda module, *_, **__: module  # it cannot move fake tensors, which are in place  # pyright: ignore
+    ddp._verify_param_shape_across_processes = lambda *_, **__: None
+    ddp._sync_module_states = lambda *_, **__: None
+    make_mesh = build._mesh
+
+    def real_mesh(*args: Any) -> Any:
+        with _disable_current_modes():  # its ranks are numbers
+            return make_mesh(*args)
+
+    build._mesh = real_mesh
+    if any(one.zero is not None for one in request.strategies):
+        _prepare_deepspeed()
+        modules.append(importlib.import_module("leandit.train.parallel.deepspeed_engine"))
+    for module in modules:  # on the GPU that is planned for, whatever this machine has
+        module.autocast_dtype = lambda precision, device: dtype
+
+
+def _prepare_deepspeed() -> None:
+    with contextlib.suppress(ModuleNotFoundError):  # the engine raises with advice
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        backend: Any = importlib.import_module("deepspeed.comm.torch")
+        backend.build_shm_op = lambda: None  # compiles a kernel for collectives of a CPU
+        importlib.import_module("deepspeed")
+        for name, module in list(sys.modules.items()):
+            if name.startswith("deepspeed") and hasattr(module, "assert_ints_same_as_other_ranks"):
+                vars(module)["assert_ints_same_as_other_ranks"] = lambda _: None
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of every storage from its allocation until it is freed.
+
+    Args:
+      round_to: each storage counts as a multiple of this many bytes.
+    """
+
+    def __init__(self, round_to: int = 1) -> None:
+        super().__init__()
+        self.live: Counter[str] = Counter()
+        self.moments: list[tuple[int, ...]] = []  # bytes of each category after each allocation
+        self._round_to = round_to
+        self._known: dict[int, tuple[Any, str, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # its inner tensors are dispatched, and counted
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 0  # an optimizer that is not fused reads found_inf
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._record(leaf)
+        return result
+
+    def assign(self, category: str, tensors: Iterable[Tensor]) -> None:
+        """Set the category of some tensors; all others are activations."""
+        for tensor in tensors:
+            for part in _parts(tensor):
+                storage = part.untyped_storage()
+                if id(storage) not in self._known:
+                    self._record(part)
+                reference, previous, num_bytes = self._known[id(storage)]
+                self.live[previous] -= num_bytes
+                self.live[category] += num_bytes
+                self._known[id(storage)] = (reference, category, num_bytes)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage again whose size has changed."""
+        if known := self._known.get(id(storage)):
+            reference, category, previous = known
+            num_bytes = self._rounded(storage)
+            self._known[id(storage)] = (reference, category, num_bytes)
+            self.live[category] += num_bytes - previous
+            self._note()
+
+    def _rounded(self, storage: torch.UntypedStorage) -> int:
+        return math.ceil(storage.nbytes() / self._round_to) * self._round_to
+
+    def _note(self) -> None:
+        self.moments.append(tuple(self.live[name] for name in CATEGORIES))
+
+    def _record(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._known:
+            return
+        num_bytes = self._rounded(storage)
+        reference = weakref.ref(storage, functools.partial(self._freed, key))
+        self._known[key] = (reference, ACTIVATIONS, num_bytes)
+        self.live[ACTIVATIONS] += num_bytes
+        self._note()
+
+    def _freed(self, key: int, _: Any) -> None:
+        _, category, num_bytes = self._known.pop(key)
+        self.live[category] -= num_bytes
+
+
+class HostCounter:
+    """Counts saved tensors as if host memory held them; backward allocates each on the device again."""
+
+    def __init__(self) -> None:
+        self.peak = self._live = 0
+
+    def reset(self) -> None:
+        """Begin a step: what is saved and never read again is gone."""
+        self.peak = self._live = 0
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Replaces ``save_on_cpu``."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+        self._live += tensor.nbytes
+        self.peak = max(self.peak, self._live)
+        return tensor.size(), tensor.dtype, tensor.device
+
+    def _unpack(self, packed: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
+        size, dtype, device = packed
+        tensor = torch.empty(size, dtype=dtype, device=device)
+        self._live -= tensor.nbytes
+        return tensor
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors inside a tensor subclass (8-bit states, sharded tensors)."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+    inner = [getattr(tensor, name) for name in names]  # a sharded tensor names its mesh too
+    return [part for one in inner if isinstance(one, Tensor) for part in _parts(one)]
+
+
+if __name__ == "__main__":
+    main()
