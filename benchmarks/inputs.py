@@ -21,14 +21,14 @@ from leandit.datasets.errors import RecordRejected
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.sources.files.record import SourceRecord, caption_texts
 from leandit.precompute.sources.source import Source, list_source
-from leandit.tools.demo.pictures import COLOURS, SHAPES
+from leandit.tools.demo.scenes import COLORS, SHAPES
 
 # ------------------------------------------------------------------------------------------------------- drawn images
 
 NOISE_CELLS, GRAIN = 16, 6.0  # coarse colors on a side, deviation of the fine noise: about 2 bits a pixel as JPEG
 LARGER = 1.25  # than what is encoded, so that it is resized
 MIN_TOKENS, MAX_TOKENS = 20, 120  # of a caption; 60 in the mean
-WORDS = [*COLOURS, *SHAPES, "a", "and", "big", "small", "tiny", "above", "below"]  # each one token of the shipped T5
+WORDS = [*COLORS, *SHAPES, "a", "and", "big", "small", "tiny", "above", "below"]  # each one token of the shipped T5
 
 
 def draw_images(folder: Path, count: int, side_px: int) -> Path:

@@ -24,14 +24,15 @@ import torch
 import typer
 from matplotlib import pyplot as plt
 from measuring import alternating_rounds, log, machine, print_table, timed
+from scene_vision import train_vision
 
 from leandit.datasets.disk.files import write_atomic
 from leandit.datasets.store import LatentStore
 from leandit.precompute import config as precompute_config
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.options import Overrides
-from leandit.tools.demo.demo import draw_pictures_folder, sample_captions
-from leandit.tools.demo.vision import train_vision
+from leandit.tools.demo.demo import sample_captions
+from leandit.tools.demo.scenes import write_image_folder
 from leandit.tools.plan.workload import workload_of_stores
 from leandit.tools.sample.evaluation.distances import frechet_distance
 from leandit.tools.sample.evaluation.gather import Team
@@ -54,6 +55,7 @@ PLAIN = "plain"
 SHARED = (
     "model.name=DiT-Ti/2",
     "conditioning.kind=caption",
+    "optimizer.name=adamw",
     "optimizer.lr=1e-3",
     "schedule.kind=constant",
     "run.ema_decay=0.99",
@@ -142,11 +144,11 @@ def main(
 
 def make_store(study: Study, progress: ProgressLine) -> LatentStore:
     """The demo's images with a teacher's patches; and the model that measures samples, of another seed."""
-    draw_pictures_folder(study.out / "pictures", study.num_images, progress)
+    write_image_folder(study.out / "pictures", study.num_images, progress)
     for seed, name in enumerate(("teacher", "measuring")):
         if not (study.out / name / "preprocessor_config.json").is_file():
             show = partial(progress, name)
-            sizes = {"steps": study.teacher_steps, "num_pictures": study.num_images}
+            sizes = {"steps": study.teacher_steps, "num_images": study.num_images}
             train_vision(study.out / name, seed=seed, progress=show, **sizes)
     recipe = precompute_config.load("demo", [f"features.{FEATURE}.model={study.out / 'teacher'}"])
     where: dict[str, Any] = {"source_path": study.out / "pictures", "store_path": study.out / "store"}
