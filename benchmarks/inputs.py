@@ -21,14 +21,14 @@ from transformers import T5Config, T5EncoderModel
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.sources.files.record import caption_texts
 from leandit.precompute.sources.source import list_source
-from leandit.tools.demo.pictures import COLOURS, SHAPES
+from leandit.tools.demo.scenes import COLORS, SHAPES
 
 DRAWN = "drawn:"  # a source of images that are drawn for so many pixels a side
 MAX_DRAWN = 64  # a larger sample repeats them
 NOISE_CELLS, GRAIN = 16, 6.0  # coarse colors on a side, deviation of the fine noise: about 2 bits a pixel as JPEG
 LARGER = 1.25  # than what is encoded, so that it is resized
 MIN_TOKENS, MAX_TOKENS = 20, 120  # of a caption; 60 in the mean
-WORDS = [*COLOURS, *SHAPES, "a", "and", "big", "small", "tiny", "above", "below"]  # each one token of the shipped T5
+WORDS = [*COLORS, *SHAPES, "a", "and", "big", "small", "tiny", "above", "below"]  # each one token of the shipped T5
 SD_VAE = {  # stabilityai/sd-vae-ft-ema
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,

@@ -23,13 +23,14 @@ import torch
 import typer
 from matplotlib import pyplot as plt
 from measuring import alternate, log, machine, print_table, timed
+from scene_vision import train_vision
 
 from leandit.datasets.disk.files import write_atomic
 from leandit.datasets.store import LatentStore
 from leandit.precompute import config as precompute_config
 from leandit.precompute.pipeline import precompute
-from leandit.tools.demo.demo import draw_pictures_folder, sample_captions
-from leandit.tools.demo.vision import train_vision
+from leandit.tools.demo.demo import sample_captions
+from leandit.tools.demo.scenes import write_image_folder
 from leandit.tools.plan.workload import workload_of_stores
 from leandit.tools.sample.evaluation.distances import frechet_distance
 from leandit.tools.sample.evaluation.extractors import Network, open_network
@@ -51,6 +52,7 @@ PLAIN = "plain"
 SHARED = (
     "model.name=DiT-Ti/2",
     "conditioning.kind=caption",
+    "optimizer.name=adamw",
     "optimizer.lr=1e-3",
     "schedule.kind=constant",
     "run.ema_decay=0.99",
@@ -128,10 +130,10 @@ def main(
 
 def make_store(sizes: Sizes, out: Path, progress: ProgressLine) -> LatentStore:
     """The demo's images with a teacher's patches; and the model that measures samples, of another seed."""
-    draw_pictures_folder(out / "pictures", sizes.images, progress)
+    write_image_folder(out / "pictures", sizes.images, progress)
     for seed, name in enumerate(("teacher", "measuring")):
         if not (out / name / "preprocessor_config.json").is_file():
-            how = {"steps": sizes.teacher_steps, "num_pictures": sizes.images}
+            how = {"steps": sizes.teacher_steps, "num_images": sizes.images}
             train_vision(out / name, seed=seed, progress=partial(progress, name), **how)
     recipe = precompute_config.load("demo", [f"features.{FEATURE}.model={out / 'teacher'}"])
     where: dict[str, Any] = {"source_path": out / "pictures", "store_path": out / "store"}

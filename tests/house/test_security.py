@@ -1318,6 +1318,7 @@ ALLOWED_WRITES = {
     ("tools/sample/decode_grids.py", "save"),
     ("tools/inspection/contact_sheet.py", "save"),  # pictures for people to look at, which nothing reads again
     ("tools/demo/demo.py", "save"),
+    ("tools/demo/scenes.py", "save"),  # the images that it generates, before the list that names them
     ("tools/sample/sampler.py", "save"),
     ("tools/bench/loader.py", "open"),  # a flat copy in a temporary folder
 }

@@ -1,4 +1,4 @@
-"""The demo's pictures: the chart of the loss, the same captions at four steps, and their places in its table."""
+"""The demo: its images, the rule that judges them, the loss plot, the same captions at four steps, and its table."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from PIL import Image
 
 from leandit.datasets.store import LatentStore
 from leandit.tools.demo import demo
-from leandit.tools.demo.charts import MEAN_COLOUR, draw_loss, loss_ticks, step_ticks
-from leandit.tools.demo.pictures import COLOURS, draw_scene, make_scenes, nearest_colours
-from leandit.tools.demo.vision import KINDS, train_vision
+from leandit.tools.demo.judge import main_object_of, match_rates, nearest_colors, read_main_object
+from leandit.tools.demo.scenes import COLORS, draw_scene, make_scenes, write_image_folder
 from leandit.tools.inspection.grid import CELL_PX, MARGIN_PX
 from leandit.train.config import load
 from leandit.train.loop import StopRequest, train
-from leandit.train.weights.folders import METRICS
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
@@ -45,7 +43,7 @@ def test_progress_shows_the_same_captions_at_four_steps(out: Path, monkeypatch: 
     lefts = [MARGIN_PX + column * (CELL_PX + MARGIN_PX) for column in range(4)]
     assert pixels.shape[1] == lefts[-1] + CELL_PX + MARGIN_PX
     first, *_, last = (pixels[MARGIN_PX : MARGIN_PX + CELL_PX, left : left + CELL_PX].astype(int) for left in lefts)
-    assert np.abs(first - last).max() > 0  # other weights draw another picture
+    assert np.abs(first - last).max() > 0  # other weights draw another image
 
 
 def test_progress_takes_the_steps_that_were_saved(tmp_path: Path) -> None:
@@ -56,49 +54,67 @@ def test_progress_takes_the_steps_that_were_saved(tmp_path: Path) -> None:
 
 def test_the_recipe_saves_what_progress_shows() -> None:
     run = load("demo", []).run
-    wanted = [run.steps * share for share in demo.PROGRESS_SHARES]
-    assert [step % run.checkpoint_every for step in wanted] == [0, 0, 0, 0]
+    shown = [run.steps * share for share in demo.PROGRESS_SHARES]
+    assert [step % run.checkpoint_every for step in shown] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("count", "factor"), [(1, 1.0), (2, 1.0), (40, 1e-4), (40, 1e5)])
-def test_the_chart_holds_every_report(count: int, factor: float, tmp_path: Path) -> None:
+def test_the_loss_plot_holds_every_report(count: int, factor: float, tmp_path: Path) -> None:
     losses = [factor * (0.3 + 1 / (i + 1)) for i in range(count)]
     lines = [json.dumps({"step": 10 * (i + 1), "loss": loss}) + "\n" for i, loss in enumerate(losses)]
-    (tmp_path / METRICS).write_text("".join(lines))
-    pixels = np.asarray(draw_loss(tmp_path)).astype(int)
-    ticks = loss_ticks(min(losses), max(losses))
-    assert ticks[0] <= min(losses) <= max(losses) <= ticks[-1]
-    drawn = (np.abs(pixels[46:-54] - MEAN_COLOUR).sum(axis=2) < 120).any(axis=0)
-    assert drawn.sum() > 650 if count == 40 else drawn.any()  # one line over the whole run, or a dot
+    (tmp_path / demo.folders.METRICS).write_text("".join(lines))
+    assert demo.read_losses(tmp_path) == ([10 * (i + 1) for i in range(count)], losses)
+    demo.draw_loss(*demo.read_losses(tmp_path), tmp_path / "loss.png")
+    pixels = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).astype(int)
+    blue = np.abs(pixels - (31, 119, 180)).sum(axis=2) < 60  # the mean's line, or its dot alone
+    assert blue.any(axis=0).sum() > (600 if count > 1 else 5)
 
 
-@pytest.mark.parametrize(
-    ("last_step", "ticks"),
-    [(1, [0, 1]), (7, [0, 1, 2, 3, 4, 5, 6, 7]), (1200, [0, 200, 400, 600, 800, 1000, 1200])],
-)
-def test_steps_have_round_ticks(last_step: int, ticks: list[int]) -> None:
-    assert step_ticks(last_step) == ticks
+def test_the_table_names_every_image() -> None:
+    rates = {"score": {"colour": 1.0, "shape": 0.5}, "score_shuffled": {"colour": 0.0, "shape": 0.25}}
+    lines = demo.render_result([demo.Stage("train", 2.0, 4, 0)], rates, Path("out")).splitlines()
+    assert lines[1].split() == ["train", "2.0", "s", "4", "2", "-"]
+    assert [line.split()[-2:] for line in lines if "captions" in line] == [["100%", "50%"], ["0%", "25%"]]
+    assert {line.split()[-1] for line in lines if line} >= {f"out/{name}" for name in demo.OUTPUTS.values()}
 
 
-def test_the_table_names_every_picture() -> None:
-    text = demo.render_result([demo.Stage("train", 2.0, 4, 0)], demo.Score(1, 0.5), demo.Score(0, 0), 4, Path("out"))
-    for name in ("contact-sheet.png", "loss.png", "progress.png", "samples.png"):
-        assert f"out/{name}" in text
+def test_images_are_drawn_once(tmp_path: Path) -> None:
+    drawn: list[int] = []
+    size = write_image_folder(tmp_path, 30, lambda _stage, number, _total: drawn.append(number))
+    assert drawn == [*range(1, 31)]
+    before = (tmp_path / "images/00000.png").stat().st_mtime_ns
+    assert write_image_folder(tmp_path, 30, lambda *_: pytest.fail("drew again")) == size
+    assert (tmp_path / "images/00000.png").stat().st_mtime_ns == before
+    rows = [json.loads(line) for line in (tmp_path / "metadata.jsonl").read_text().splitlines()]
+    assert all((tmp_path / row["file_name"]).is_file() and len(row["captions"]) == 2 for row in rows)
 
 
-def test_the_vision_model_learns_what_lies_in_a_patch(tmp_path: Path) -> None:
-    known = train_vision(tmp_path, seed=0, steps=60, num_pictures=128, progress=lambda step, steps: None)
-    assert known > 0.6  # two thirds of the patches are background
-    assert {path.name for path in tmp_path.iterdir()} >= {
-        "config.json",
-        "model.safetensors",
-        "preprocessor_config.json",
-    }
+def test_the_judge_reads_every_drawn_image_at_the_size_of_the_demo() -> None:
+    scenes = make_scenes(400, seed=3)
+    images = [
+        np.asarray(draw_scene(scene).resize((scene.width_px // 2, scene.height_px // 2), Image.Resampling.BICUBIC))
+        for scene in scenes
+    ]
+    wrong = [
+        (caption, read_main_object(image))
+        for scene, image in zip(scenes, images, strict=True)
+        for caption in scene.captions
+        if read_main_object(image) != main_object_of(caption)
+    ]
+    assert wrong == []
+    captions = ["a red circle", "a red square", "a blue circle", "a blue square"]
+    red_circle = next(image for image in images if read_main_object(image) == ("red", "circle"))
+    assert match_rates([red_circle] * 4, captions) == {"colour": 0.5, "shape": 0.5}
 
 
-def test_each_pixel_of_an_object_has_its_colour() -> None:
+def test_the_judge_sees_nothing_in_gray() -> None:
+    gray = np.full((64, 64, 3), 200, np.uint8)
+    assert read_main_object(gray) == ("", "")
+    assert match_rates([gray], ["a red circle"]) == {"colour": 0, "shape": 0}
+
+
+def test_each_pixel_of_an_object_has_its_color() -> None:
     scene = next(scene for scene in make_scenes(20, seed=3) if scene.relation)
-    found = nearest_colours(np.asarray(draw_scene(scene)))
-    names = {list(COLOURS)[number] for number in np.unique(found) if number >= 0 and (found == number).sum() > 20}
-    assert names == {scene.colour, scene.other_colour}
-    assert (scene.colour, scene.shape) in KINDS
+    nearest = nearest_colors(np.asarray(draw_scene(scene)))
+    names = {name for number, name in enumerate(COLORS) if (nearest == number).sum() > 20}
+    assert names == {scene.color, scene.other_color}

@@ -1,4 +1,4 @@
-"""``inspect``: its keys and numbers, what it flags, contact sheets, and the rule that reads the demo's images."""
+"""``inspect``: its keys and numbers, what it flags, and contact sheets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from leandit.datasets.maintenance.verify import Verification
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
-from leandit.tools.demo.pictures import draw_scene, main_object_of, make_scenes, read_main_object
 from leandit.tools.inspection import store_facts
 from leandit.tools.inspection.contact_sheet import read_originals, reject_cells, write_sheet
 from leandit.tools.inspection.grid import (
@@ -309,13 +308,3 @@ def test_captions_and_keys_stay_inside_their_cell(text: str) -> None:
     left, right = MARGIN_PX + CELL_PX, MARGIN_PX + CELL_PX + MARGIN_PX
     assert (pixels[:, left + 1 : right - 1] == 255).all()  # nothing between two cells
     assert (pixels[:, -MARGIN_PX + 1 :] == 255).all()
-
-
-def test_the_rule_reads_every_drawn_image_at_the_size_of_the_demo() -> None:
-    wrong = []
-    for scene in make_scenes(400, seed=3):
-        image = draw_scene(scene).resize((scene.width_px // 2, scene.height_px // 2), Image.Resampling.BICUBIC)
-        found = read_main_object(np.asarray(image))
-        wrong += [(caption, found) for caption in scene.captions if found != main_object_of(caption)]
-    assert wrong == []
-    assert read_main_object(np.full((64, 64, 3), 200, np.uint8)) is None

@@ -55,7 +55,13 @@ def planned(name: str, *overrides: str) -> TrainingWorkload:
         ("dit-s-2-256", ()),
         ("dit-s-2-256", ("objective.kind=flow", "run.microbatch=2", "ema.kind=power")),
         ("dit-s-2-256", ("conditioning.kind=caption", "objective.predict=v", "objective.min_snr_gamma=5")),
-        ("demo", ("run.activation_checkpointing=blocks",)),
+        (
+            "demo",
+            (
+                "optimizer.name=adamw",
+                "run.activation_checkpointing=blocks",
+            ),
+        ),
         ("sana-600m-512", ("model.name=sana-tiny", "optimizer.name=adamw")),
     ],
 )
@@ -77,7 +83,13 @@ def test_a_step_does_not_wait_for_the_device(name: str, overrides: tuple[str, ..
             "dit-s-2-256",
             ("objective.kind=flow", "self_align.weight=0.5", "self_align.block=1", "self_align.teacher_block=2"),
         ),
-        ("demo", ("run.activation_checkpointing=blocks",)),
+        (
+            "demo",
+            (
+                "optimizer.name=adamw",
+                "run.activation_checkpointing=blocks",
+            ),
+        ),
         ("sd3.5-medium-512", ("model.name=sd3-tiny",)),
         ("sana-600m-512", ("model.name=sana-tiny",)),
     ],

@@ -1,10 +1,11 @@
 """Build the two small encoders that the demo ships: a tiny ``AutoencoderKL`` and a tiny T5 with its tokenizer.
 
-    python -m leandit.tools.demo.demo_encoders --out precompute/demo_encoders
+    python benchmarks/make_demo_encoders.py --out precompute/demo_encoders
 
-The VAE trains on the demo's pictures for some minutes. The T5 trains for one minute to predict the content of the whole
-caption at every token, so the embedding of "red" shows whether it is the main object's colour, as in a pretrained T5.
-Both are saved in the layout of the hub, so the demo loads them with the code that loads full-size encoders.
+The VAE trains on the demo's images for some minutes. The T5 trains for one minute to predict the content of the whole
+caption at every token, so the embedding of "red" shows whether it is the main object's color, as in a pretrained T5.
+Both are saved in the layout of the hub, so the demo loads them with the code that loads full-size encoders. Seeds are
+fixed, and all of it runs on a CPU.
 """
 
 from __future__ import annotations
@@ -21,21 +22,26 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from .pictures import COLOURS, RELATIONS, SHAPES, draw_scene, make_scenes
+from leandit.tools.demo.scenes import COLORS, RELATIONS, SHAPES, draw_scene, make_scenes
 
-DOWNSCALE = 2  # the VAE learns the pictures at the size the demo encodes: 64x64, 48x80, 80x48
+DOWNSCALE = 2  # the VAE learns the images at the size the demo encodes: 64x64, 48x80, 80x48
+VAE_LR = 2e-3
+MSE_WEIGHT = 2.0  # beside the L1 loss
 KL_WEIGHT = 1e-6  # as LDM (Rombach et al. 2022, appendix G)
-# Three latent channels are drawn towards the picture itself, eight times smaller: latents that look like it are
-# far easier to learn for a small transformer in the few minutes of the demo; the fourth is free for what edges need.
+# Three latent channels are drawn towards the image itself, eight times smaller: latents that look like it are far
+# easier to learn for a small transformer in the few minutes of the demo. The fourth is free for what edges need; its
+# mean and deviation are held near these, so that noise has a scale.
 ANCHOR_WEIGHT = 1.0
-# Then the decoder alone learns latents with noise, up to so many standard deviations of a channel: the few minutes of
-# the demo leave that much error in what the transformer draws, and shapes must survive it.
+FREE_WEIGHT, FREE_DEVIATION = 0.1, 0.5
+# Noise on the latents, up to so many standard deviations of a channel, while encoder and decoder learn: shapes must
+# survive the error that the transformer still makes, and what tells a square from a circle must stand out from noise
+# as a color does. As l-DeTok (Yang et al. 2025, "Latent Denoising Makes Good Tokenizers").
 LATENT_NOISE = 0.8
 
 
 def train_t5(out: Path, *, steps: int, batch_size: int) -> None:
     """Train the T5 encoder on captions and save it with a word-level tokenizer of the demo's words."""
-    words = {"a", "and", "big", "small", "tiny", *COLOURS, *SHAPES, *(w for r in RELATIONS for w in r.split())}
+    words = {"a", "and", "big", "small", "tiny", *COLORS, *SHAPES, *" ".join(RELATIONS).split()}
     vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *sorted(words)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -79,9 +85,12 @@ def train_t5(out: Path, *, steps: int, batch_size: int) -> None:
     t5.eval().save_pretrained(out)
 
 
-def train_vae(out: Path, *, steps: int, batch_size: int, num_pictures: int) -> None:
-    """Train the VAE on the demo's pictures and save it with the mean and deviation that whiten each latent channel."""
-    pictures = _pictures_by_size(num_pictures)
+def train_vae(out: Path, *, steps: int, batch_size: int, num_images: int) -> None:
+    """Train the VAE on the demo's images and save it with the mean and deviation that whiten each latent channel.
+
+    The noise on its latents grows over the first quarter of the steps.
+    """
+    images = _images_by_size(num_images)
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     shape: dict[str, Any] = {
@@ -95,16 +104,21 @@ def train_vae(out: Path, *, steps: int, batch_size: int, num_pictures: int) -> N
     }
     vae: Any = AutoencoderKL(**shape)
     vae.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=VAE_LR, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=VAE_LR, total_steps=steps, pct_start=0.1)
     start = time.monotonic()
     for step in range(steps):
-        group = pictures[step % len(pictures)]
+        group = images[step % len(images)]
         batch = group[torch.from_numpy(rng.choice(len(group), batch_size, replace=False))].float() / 127.5 - 1
         posterior = vae.encode(batch.contiguous(memory_format=torch.channels_last)).latent_dist
-        decoded = vae.decode(posterior.sample()).sample
-        loss = F.l1_loss(decoded, batch) + 2 * F.mse_loss(decoded, batch) + KL_WEIGHT * posterior.kl().mean()
+        strength = LATENT_NOISE * torch.rand(batch_size, 1, 1, 1) * min(1.0, 4 * step / steps)
+        latents = posterior.sample()
+        deviations = latents.detach().std((0, 2, 3), keepdim=True)
+        decoded = vae.decode(latents + strength * deviations * torch.randn_like(latents)).sample
+        free = posterior.mean[:, 3:]
+        loss = F.l1_loss(decoded, batch) + MSE_WEIGHT * F.mse_loss(decoded, batch) + KL_WEIGHT * posterior.kl().mean()
         loss = loss + ANCHOR_WEIGHT * F.mse_loss(posterior.mean[:, :3], F.avg_pool2d(batch, 8))
+        loss = loss + FREE_WEIGHT * (free.mean((0, 2, 3)) ** 2 + (free.std((0, 2, 3)) - FREE_DEVIATION) ** 2).mean()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
@@ -114,58 +128,30 @@ def train_vae(out: Path, *, steps: int, batch_size: int, num_pictures: int) -> N
             print(f"step {step:5d}  loss {loss.item():.4f}  {time.monotonic() - start:.0f} s", flush=True)
     vae.eval()
     with torch.no_grad():
-        latents = [vae.encode(group[:512].float() / 127.5 - 1).latent_dist.sample() for group in pictures]
+        latents = [vae.encode(group[:512].float() / 127.5 - 1).latent_dist.sample() for group in images]
     channels = torch.cat([latent.transpose(0, 1).flatten(1) for latent in latents], dim=1)  # (C, values)
     vae.register_to_config(
         latents_mean=[round(value, 4) for value in channels.mean(1).tolist()],
         latents_std=[round(value, 4) for value in channels.std(1).tolist()],
         scaling_factor=1.0,
     )
-    train_decoder(vae, pictures, steps=steps * 2 // 3, batch_size=batch_size)
     vae.half().save_pretrained(out)
 
 
-def train_decoder(vae: Any, pictures: list[torch.Tensor], *, steps: int, batch_size: int) -> None:
-    """Train the decoder alone on the pictures' latents with noise of random strength; the encoder stays as it is.
-
-    Args:
-      pictures: (N, 3, H, W) uint8, a tensor for each size.
-    """
-    rng, deviations = np.random.default_rng(0), torch.tensor(vae.config.latents_std)[:, None, None]
-    with torch.no_grad():
-        encoded = [[vae.encode(part.float() / 127.5 - 1).latent_dist for part in group.split(64)] for group in pictures]
-    means = [torch.cat([posterior.mean for posterior in group]) for group in encoded]
-    trained = [*vae.decoder.parameters(), *vae.post_quant_conv.parameters()]
-    optimizer = torch.optim.AdamW(trained, lr=1.5e-3, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.5e-3, total_steps=steps, pct_start=0.05)
-    for step in range(steps):
-        number = step % len(pictures)
-        rows = torch.from_numpy(rng.choice(len(pictures[number]), batch_size, replace=False))
-        latents = means[number][rows]
-        strength = LATENT_NOISE * torch.rand(batch_size, 1, 1, 1)
-        decoded = vae.decode(latents + strength * deviations * torch.randn_like(latents)).sample
-        loss = F.l1_loss(decoded, pictures[number][rows].float() / 127.5 - 1)  # its median keeps edges sharp
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 50 == 0 or step == steps - 1:
-            print(f"decoder step {step:5d}  loss {loss.item():.4f}", flush=True)
-
-
 def _facts(caption: str) -> list[str]:
-    """Size, relation, colours and shapes in a caption; "" for what it does not mention."""
+    """Size, relation, colors and shapes in a caption; "" for what it does not mention."""
     words = caption.split()
-    said = [[w for w in words if w in kind] for kind in (("big", "small"), {r.split()[0] for r in RELATIONS})]
-    of_objects = [[w for w in words if w in kind] for kind in (COLOURS, SHAPES)]
+    said = [
+        [w for w in words if w in kind] for kind in (("big", "small"), {relation.split()[0] for relation in RELATIONS})
+    ]
+    of_objects = [[w for w in words if w in kind] for kind in (COLORS, SHAPES)]
     return [[*group, ""][0] for group in said] + [word for group in of_objects for word in [*group, ""][:2]]
 
 
-def _pictures_by_size(num_pictures: int) -> list[torch.Tensor]:
-    """Demo pictures at half size, one (N, 3, H, W) uint8 tensor per aspect ratio."""
+def _images_by_size(num_images: int) -> list[torch.Tensor]:
+    """The demo's images at half size, one (N, 3, H, W) uint8 tensor per aspect ratio."""
     groups: dict[tuple[int, int], list[np.ndarray]] = {}
-    for scene in make_scenes(num_pictures, seed=1):  # another seed than the demo's own pictures
+    for scene in make_scenes(num_images, seed=1):  # another seed than the demo's own images
         image = draw_scene(scene).resize((scene.width_px // DOWNSCALE, scene.height_px // DOWNSCALE), resample=3)
         groups.setdefault((scene.height_px, scene.width_px), []).append(np.asarray(image))
     return [torch.from_numpy(np.stack(group)).permute(0, 3, 1, 2) for group in groups.values()]
@@ -175,10 +161,11 @@ def main() -> None:
     """Parse the command line and build both encoders."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder that gets vae/ and t5/")
-    parser.add_argument("--steps", type=int, default=2500, help="optimizer steps of the VAE")
+    parser.add_argument("--steps", type=int, default=2400, help="updates of the VAE")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # with another number, the sums of a convolution round differently
     train_t5(args.out / "t5", steps=800, batch_size=64)
-    train_vae(args.out / "vae", steps=args.steps, batch_size=16, num_pictures=3000)
+    train_vae(args.out / "vae", steps=args.steps, batch_size=8, num_images=3000)
 
 
 if __name__ == "__main__":
