@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
     Args:
       microbatch: images of a forward.
-      count: microbatches of a step.
+      microbatches: of a step.
       changes: overrides of the recipe.
       strategy: one of ``STRATEGIES``.
       ranks: of a strategy other than "single".
@@ -48,12 +48,13 @@ class Case(NamedTuple):
     recipe: str
     side_px: int
     microbatch: int
-    count: int = 1
+    microbatches: int = 1
     changes: tuple[str, ...] = ()
     strategy: str = "single"
     ranks: int = 1
 
 
+ADAMW = "optimizer.name=adamw"  # the demo takes Muon
 CHECKPOINTED = "run.activation_checkpointing=blocks"
 BUCKET_ELEMENTS = 10_000_000  # of DeepSpeed's bucket; the default of 5e8 would take most of the memory
 # Overrides that select each strategy of the planner; for DeepSpeed the file of its config.
@@ -72,9 +73,9 @@ CASES = (
     Case("dit-b-2-256", 256, 2),
     Case("dit-b-2-256", 256, 2, 2, (CHECKPOINTED,)),
     Case("dit-b-2-256", 256, 4, 1, ("model.name=DiT-B/4",)),
-    Case("demo", 256, 1),
-    Case("demo", 128, 16, 1, ("objective.kind=ddpm",)),
-    Case("demo", 256, 4, 2, (CHECKPOINTED,)),
+    Case("demo", 256, 1, 1, (ADAMW,)),
+    Case("demo", 128, 16, 1, (ADAMW, "objective.kind=ddpm")),
+    Case("demo", 256, 4, 2, (ADAMW, CHECKPOINTED)),
     Case("dit-s-2-256", 256, 4, 1, ("run.activation_checkpointing=selective",)),
     Case("dit-s-2-256", 256, 2, 1, ("optimizer.name=adamw8bit",)),
     Case("dit-s-2-256", 256, 2, 1, ("optimizer.name=came",)),
@@ -117,14 +118,14 @@ def planner_job(case: Case, device: torch.device, folder: Path, *overrides: str)
 def predicted_peak(job: dict[str, Any]) -> int:
     """Bytes that the planner predicts for the peak of torch's allocator."""
     work, device = _planner_work(job), torch.device(job["device"])
-    zero = {"zero": zero_section(work.recipe)} if job["strategy"].startswith("zero-") else {}
+    zero = zero_section(work.recipe) if job["strategy"].startswith("zero-") else None
     section = ParallelSection() if zero else work.recipe.parallel
-    known = [SINGLE] if job["ranks"] == 1 else [SINGLE, Strategy(job["strategy"], section, job["ranks"], **zero)]
+    known = [SINGLE] if job["ranks"] == 1 else [SINGLE, Strategy(job["strategy"], section, job["ranks"], zero=zero)]
     dtype = autocast_dtype(work.recipe.run.precision, device)
     traced = trace_steps(
         work, work.largest_bucket, known, precision="bf16" if dtype else "fp32", device_type=device.type
     )[known[-1].name]
-    step, size = traced.split if job["count"] > 1 else traced.whole, job["microbatch"] * job["count"]
+    step, size = traced.split if job["microbatches"] > 1 else traced.whole, job["microbatch"] * job["microbatches"]
     return round(step.total(job["microbatch"], batch=size)) + (CUBLAS_BYTES if device.type == "cuda" else 0)
 
 
@@ -164,7 +165,7 @@ def _peak_on_cpu(job: dict[str, Any]) -> int:
 
 def _real_steps(job: dict[str, Any], device: torch.device) -> Iterator[None]:
     """Train on noise; yields after each step."""
-    work, ranks, size = _planner_work(job), _one_of_ranks(job), job["microbatch"] * job["count"]
+    work, ranks, size = _planner_work(job), _one_of_ranks(job), job["microbatch"] * job["microbatches"]
     learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, ranks=ranks, store=work.store)
     if isinstance(forward := learner.engine.forward, DistributedDataParallel):
         forward.register_comm_hook(None, noop_hook)  # the default waits for a result that "fake" never returns
@@ -220,7 +221,7 @@ def main(
         row = measure_planner(device, case._asdict(), overrides)
         strategy = [] if case.strategy == "single" else [f"{case.ranks} ranks, {case.strategy}"]
         sizes = [f"{row[key][0] / 2**20:.1f}" for key in ("predicted", "measured")]
-        images, changes = f"{case.count} x {case.microbatch}", " ".join([*strategy, *case.changes])
+        images, changes = f"{case.microbatches} x {case.microbatch}", " ".join([*strategy, *case.changes])
         rows.append([f"{case.recipe}, {case.side_px} px", images, changes, *sizes, f"{row['ratio'][0]:.3f}"])
         log(", ".join(rows[-1]))
     print_table(rows)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
+from pydantic import TypeAdapter
 
+from ...datasets import errors
 from ...datasets.errors import LeanditError
 from ...train.config import ParallelSection
 from ...train.metrics.flops import latent_size_of
@@ -148,16 +149,22 @@ class Traced:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One traced step: (N, 5) bytes of each of ``CATEGORIES`` after each allocation, and peak bytes on the host."""
+    """One traced step.
 
-    moments: np.ndarray
+    Args:
+      moments: (N, 5) bytes of each of ``CATEGORIES`` after each allocation.
+      backward_moments: moments before the update.
+      host: peak bytes on the host.
+    """
+
+    moments: Sequence[Sequence[int]]
     backward_moments: int
     host: int
 
     @property
     def peak(self) -> int:
         """Largest number of bytes at any moment."""
-        return int(self.moments.sum(1).max())
+        return max(map(sum, self.moments))
 
 
 @dataclass(frozen=True)
@@ -165,18 +172,18 @@ class StrategyTrace:
     """What ``tracing.py`` returns for a strategy.
 
     Args:
-      steps: by images of a microbatch and number of microbatches.
+      steps: by images of a microbatch and number of microbatches, as "2x1".
       states, outside_blocks: as in ``StepMemory``.
     """
 
-    steps: Mapping[tuple[int, int], StepTrace]
+    steps: Mapping[str, StepTrace]
     states: Mapping[str, int]
     outside_blocks: int
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What ``tracing.py`` is asked for.
+    """What ``tracing.py`` gets as JSON.
 
     Args:
       bucket: "HxW" in pixels.
@@ -191,9 +198,25 @@ class TraceRequest:
     strategies: Sequence[Strategy]
 
 
+@dataclass(frozen=True)
+class TraceAnswer:
+    """What ``tracing.py`` answers as JSON.
+
+    Args:
+      traces: by name of the strategy.
+      error: message of the error that a strategy raised; "" for none.
+      error_class: its class, of ``datasets/errors.py``.
+    """
+
+    traces: Mapping[str, StrategyTrace]
+    error: str = ""
+    error_class: str = ""
+
+
+REQUEST, ANSWER = TypeAdapter(TraceRequest), TypeAdapter(TraceAnswer)
 TRACED = (2, 3)  # microbatch sizes that define the lines; a size of 1 skips some copies
-STEPS = ((2, 1), (3, 1), (2, 2), (3, 2))
-WAITING, CHECK = (2, 3), (5, 1)  # traced with one GPU alone: a later microbatch, and a size that checks the lines
+STEPS = ("2x1", "3x1", "2x2", "3x2")  # images of a microbatch x microbatches
+WAITING, CHECK = "2x3", "5x1"  # traced with one GPU alone: a later microbatch, and a size that checks the lines
 
 
 def trace_steps(
@@ -225,7 +248,7 @@ def trace_steps(
     latent, small = workload.store.latent, TRACED[0]
     noise = 4 * latent.channels * math.prod(latent_size_of(bucket, latent))
     steps = next(trace.steps for trace in traces.values() if WAITING in trace.steps)
-    waiting = max(0.0, (steps[WAITING].peak - steps[small, 2].peak) / small)
+    waiting = max(0.0, (steps[WAITING].peak - steps[f"{small}x2"].peak) / small)
     return {one.name: _lines(bucket, traces[one.name], noise, waiting) for one in strategies}
 
 
@@ -240,17 +263,17 @@ def run_traces(request: TraceRequest) -> dict[str, StrategyTrace]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)  # those of a launched training
-    ended = subprocess.run(command, input=pickle.dumps(request), capture_output=True, env=environment, check=False)
+    ended = subprocess.run(command, input=REQUEST.dump_json(request), capture_output=True, env=environment, check=False)
     if ended.returncode:
         last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise TraceError(
             f"bucket '{request.bucket}': the trace of a training step ended with {ended.returncode}: {' '.join(last)}. "
             "Its memory is unknown."
         )
-    answer = pickle.loads(ended.stdout)  # from our own child
-    if isinstance(answer, LeanditError):
-        raise answer
-    return answer
+    answer = ANSWER.validate_json(ended.stdout)
+    if answer.error:
+        raise getattr(errors, answer.error_class, LeanditError)(answer.error)
+    return dict(answer.traces)
 
 
 def _lines(bucket: str, traced: StrategyTrace, noise: int, waiting: float) -> Traced:
@@ -261,15 +284,16 @@ def _lines(bucket: str, traced: StrategyTrace, noise: int, waiting: float) -> Tr
     small, large = TRACED
     memories = []
     for count in (1, 2):
-        first, second = (traced.steps[images, count] for images in TRACED)
-        if first.moments.shape != second.moments.shape:
+        first, second = (traced.steps[f"{images}x{count}"] for images in TRACED)
+        if len(first.moments) != len(second.moments):
             lengths = f"{len(first.moments)} and {len(second.moments)}"
             raise TraceError(f"bucket '{bucket}': {small} and {large} images run different steps ({lengths} moments).")
-        slope = (second.moments - first.moments) // (large - small)
+        moments = np.array(first.moments, np.int64)
+        slope = (np.array(second.moments, np.int64) - moments) // (large - small)
         host_slope = (second.host - first.host) // (large - small)
         memories.append(
             StepMemory(
-                base=first.moments - slope * small,
+                base=moments - slope * small,
                 slope=slope,
                 states=traced.states,
                 outside_blocks=traced.outside_blocks,
@@ -282,10 +306,11 @@ def _lines(bucket: str, traced: StrategyTrace, noise: int, waiting: float) -> Tr
         )
     if CHECK not in traced.steps:
         return Traced(*memories)
-    checked, predicted = traced.steps[CHECK].peak, memories[0].total(CHECK[0])
+    num_images = int(CHECK.partition("x")[0])
+    checked, predicted = traced.steps[CHECK].peak, memories[0].total(num_images)
     if abs(predicted - checked) > TOLERANCE * checked:
         raise TraceError(
-            f"bucket '{bucket}': a step of {CHECK[0]} images takes {checked:,} bytes, {small} and {large} images "
+            f"bucket '{bucket}': a step of {num_images} images takes {checked:,} bytes, {small} and {large} images "
             f"predict {predicted:,.0f}. The memory of other microbatches is unknown."
         )
     return Traced(*memories)

@@ -1,7 +1,7 @@
 """Runs real training steps on fake tensors and records their memory: ``python -m leandit.tools.plan.tracing``.
 
 Fake tensors have shapes and no bytes, and torch's "fake" process group returns at once, so the model, the optimizer and
-DDP, FSDP2 or DeepSpeed are the real ones. The process reads a pickled ``TraceRequest`` and writes the answer; it is
+DDP, FSDP2 or DeepSpeed are the real ones. The process reads a ``TraceRequest`` and writes a ``TraceAnswer``; it is
 never used for anything else, so that patches and cached fake tensors end with it.
 """
 
@@ -14,7 +14,6 @@ import importlib
 import json
 import math
 import os
-import pickle
 import sys
 import tempfile
 import warnings
@@ -25,7 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ...datasets.disk.files import write_atomic
 from ...datasets.errors import LeanditError
 from ...train.models.activation_checkpointing import checkpoint_blocks
 from ...train.models.diffusers_models.adapters import trained_parameters
@@ -47,17 +46,20 @@ from ...train.step.train_step import train_step
 from ..synthetic.batches import synthetic_batch, synthetic_learner
 from .step_memory import (
     ACTIVATIONS,
+    ANSWER,
     CATEGORIES,
     CHECK,
     EMA,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
+    REQUEST,
     STEPS,
     WAITING,
     StepTrace,
     Strategy,
     StrategyTrace,
+    TraceAnswer,
     TraceRequest,
 )
 
@@ -67,18 +69,18 @@ ROUNDING = {"cuda": 512, "cpu": 1}  # bytes that the allocator rounds up to (CUD
 
 def main() -> None:
     """Answer the request of stdin on stdout; what libraries print goes to stderr."""
-    answer_file = os.fdopen(os.dup(1), "wb")
+    answer_file = os.fdopen(os.dup(1), "wb")  # a pipe
     os.dup2(2, 1)
     warnings.filterwarnings("ignore")
-    request: TraceRequest = pickle.loads(sys.stdin.buffer.read())
+    request = REQUEST.validate_json(sys.stdin.buffer.read())
     _prepare(request)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):  # one, because libraries cache tensors
-            answer: Any = {one.name: trace_strategy(request, one) for one in request.strategies}
+            answer = TraceAnswer({one.name: trace_strategy(request, one) for one in request.strategies})
     except LeanditError as error:
-        answer = error
+        answer = TraceAnswer({}, str(error), type(error).__name__)
     with answer_file:
-        pickle.dump(answer, answer_file)
+        answer_file.write(ANSWER.dump_json(answer))
     os._exit(0)  # process groups and DeepSpeed have nothing to tidy up
 
 
@@ -90,7 +92,7 @@ def trace_strategy(request: TraceRequest, strategy: Strategy) -> StrategyTrace:
         section = strategy.section
         if strategy.zero is not None:
             file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leandit-plan-"))) / "ds_config.json"
-            file.write_text(json.dumps({"zero_optimization": dict(strategy.zero)}))
+            write_atomic(file, json.dumps({"zero_optimization": dict(strategy.zero)}).encode())
             section = section.model_copy(update={"deepspeed_config": str(file)})
         # fp8 keeps as many bytes as bf16, which is what can be traced.
         run = recipe.run.model_copy(update={"fp8": "none", "microbatch": 0, "precision": request.precision})
@@ -121,7 +123,8 @@ def trace_strategy(request: TraceRequest, strategy: Strategy) -> StrategyTrace:
 
         learner.engine.update = marked_update
 
-        def trace(images: int, count: int) -> StepTrace:
+        def trace(step: str) -> StepTrace:
+            images, count = map(int, step.split("x"))
             learner.microbatches = {bucket: images}
             batch = synthetic_batch(workload.store, bucket, images * count, workload.tokens, CPU)
             batch = replace(batch, global_size=images * count * ranks.world_size).finish()
@@ -129,14 +132,14 @@ def trace_strategy(request: TraceRequest, strategy: Strategy) -> StrategyTrace:
             tracker.moments.clear()
             host.reset()
             train_step(learner, batch)
-            return StepTrace(np.array(tracker.moments, np.int64), marks[0], host.peak)
+            return StepTrace(list(tracker.moments), marks[0], host.peak)
 
         gc.disable()  # as in a training: what is freed must not depend on it
-        trace(*STEPS[0])  # the first step allocates the optimizer's states
+        trace(STEPS[0])  # the first step allocates the optimizer's states
         states = _assign_states(tracker, learner)
         in_blocks = sum(p.nbytes for block in learner.engine.model.blocks for p in block.parameters())
         further = (WAITING, CHECK) if ranks is ALONE else ()
-        steps = {step: trace(*step) for step in (*STEPS, *further)}
+        steps = {step: trace(step) for step in (*STEPS, *further)}
         return StrategyTrace(steps, states, states[PARAMETERS] - in_blocks)
 
 

@@ -328,7 +328,8 @@ def test_captions_that_are_gone_and_come_back_take_the_record_with_them(pair: tu
     run(source, path)
     store = LatentStore(path)
     assert (store.record("images/4.png").status, seen.pictures, seen.texts) == ("stored", 1, ["it is back"])
-    assert np.array_equal(row_of(store, "images/4.png"), row_of(LatentStore(path, revision=1), "images/4.png"))
+    rows = (row_of(LatentStore(path, revision=revision), "images/4.png").astype(np.float32) for revision in (1, 3))
+    np.testing.assert_allclose(*rows, rtol=0, atol=4e-3)  # alone in its batch, which changes the last bits
 
 
 def test_a_new_class_folder_moves_labels_and_encodes_only_its_own(label_pair: tuple[Path, Path], seen: Seen) -> None:

@@ -41,17 +41,17 @@ def test_a_step_that_does_not_fit_is_told_with_a_microbatch_that_does(label_stor
         recipe = train_recipe("dit-s-4", *MANY, *changes)
         return memory_warning(recipe, str(label_store.path), available, num_ranks=ranks, local_ranks=ranks)
 
-    says = warning(3 * GIB)
+    says = warning(2 * GIB)
     assert says is not None
     assert "a step of 5000 images needs about" in says
-    assert "3.00 GiB are available" in says
+    assert "2.00 GiB are available" in says
     proposed = re.search(r"--set run\.microbatch=(\d+)", says)
     assert proposed
     assert 8 <= int(proposed[1]) < 5000
-    assert warning(3 * GIB, f"run.microbatch={proposed[1]}") is None
+    assert warning(2 * GIB, f"run.microbatch={proposed[1]}") is None
     assert warning(2**40) is None
-    assert warning(3 * GIB, "data.leftovers=short") is None  # the store has 15 records, so no step has more
-    half = warning(6 * GIB, ranks=2)
+    assert warning(2 * GIB, "data.leftovers=short") is None  # the store has 15 records, so no step has more
+    half = warning(3 * GIB, ranks=2)
     assert half is not None
     assert "a step of 2500 images" in half  # two processes share the machine
     assert "Not even one image" in (warning(MIB // 4) or "")
@@ -60,7 +60,7 @@ def test_a_step_that_does_not_fit_is_told_with_a_microbatch_that_does(label_stor
 def test_the_command_warns_and_lets_the_training_speak_of_its_own_errors(
     label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: 3 * GIB)
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: 2 * GIB)
     train._warn_of_memory(train_recipe("dit-s-4", *MANY), str(label_store.path), ALONE)
     assert re.match(r"leandit: a step of 5000 .*run\.microbatch=\d+", capsys.readouterr().err)
     train._warn_of_memory(train_recipe("dit-s-4", *MANY), str(tmp_path / "none"), ALONE)
