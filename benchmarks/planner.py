@@ -88,6 +88,7 @@ CASES = (
     Case("dit-s-2-256", 256, 2, 1, ("conditioning.kind=caption",)),
     Case("sana-600m-512", 512, 2, 1, ("model.name=sana-tiny",)),
     Case("dit-s-2-256", 256, 4, strategy="ddp", ranks=8),
+    Case("dit-s-2-256", 256, 4, 2, strategy="ddp", ranks=8),
     Case("dit-s-2-256", 256, 4, strategy="fsdp", ranks=2),
     Case("dit-s-2-256", 256, 4, 2, (CHECKPOINTED,), strategy="fsdp", ranks=8),
     Case("dit-s-2-256", 256, 4, strategy="fsdp, gradients", ranks=8),

@@ -93,8 +93,7 @@ def captions(facts: StoreFacts) -> Rows:
         limit = f"{'all' if spec.full_length else 'at most'} {spec.max_tokens} tokens"
         rows[f"captions {encoder.name}".strip()] = [
             f"{stored}, {spec.width} wide, stored as {spec.dtype}, {limit}",
-            f"{readable_size(quality['bytes_per_caption'])} a caption, {quality['fewer_than_padded_float16']:g} times "
-            f"fewer than float16 padded to {spec.max_tokens} tokens",
+            *_caption_bytes(quality, spec.max_tokens),
             *_error(quality, "captions"),
         ]
         rows[f"tokens {encoder.name}".strip()] = [
@@ -215,6 +214,14 @@ def share(part: int, whole: int) -> str:
 def utc(seconds: float) -> str:
     """A date and time: "2026-03-01 14:05:09 UTC"."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _caption_bytes(quality: Mapping[str, Any], max_tokens: int) -> list[str]:
+    """Bytes of a caption; none where no caption is encoded yet."""
+    if not quality["bytes_per_caption"]:
+        return []
+    size, times = readable_size(quality["bytes_per_caption"]), quality["fewer_than_padded_float16"]
+    return [f"{size} a caption, {times:g} times fewer than float16 padded to {max_tokens} tokens"]
 
 
 def _error(quality: Mapping[str, Any], of_what: str) -> list[str]:

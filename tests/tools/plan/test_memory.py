@@ -88,10 +88,40 @@ def traced(*overrides: str, name: str = "demo", device_type: str = "cuda", strat
     [
         pytest.param(Case("dit-s-2-256", 128, 4, 1, ("run.seed=0",)), marks=pytest.mark.slow),
         Case("dit-s-2-256", 128, 8, 1, ("run.activation_checkpointing=true",)),
-        Case("demo", 128, 4, 2, (ADAMW, "run.activation_checkpointing=true",)),
-        pytest.param(Case("demo", 128, 2, 1, (ADAMW, "objective.kind=ddpm",)), marks=pytest.mark.slow),
+        Case(
+            "demo",
+            128,
+            4,
+            2,
+            (
+                ADAMW,
+                "run.activation_checkpointing=true",
+            ),
+        ),
+        pytest.param(
+            Case(
+                "demo",
+                128,
+                2,
+                1,
+                (
+                    ADAMW,
+                    "objective.kind=ddpm",
+                ),
+            ),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(Case("dit-s-2-256", 128, 2, 1, ("optimizer.name=adamw8bit",)), marks=pytest.mark.slow),
-        Case("demo", 128, 4, 1, (ADAMW, "lora.rank=4",)),
+        Case(
+            "demo",
+            128,
+            4,
+            1,
+            (
+                ADAMW,
+                "lora.rank=4",
+            ),
+        ),
     ],
     ids=str,
 )
@@ -268,7 +298,9 @@ def test_what_fits_is_told_for_each_variant_with_its_rate(monkeypatch: pytest.Mo
     monkeypatch.setattr("leandit.tools.plan.fits.OPTIONAL", "no_such_package")
 
     def table(gib: float) -> dict[str, Any]:
-        return fits("demo", [*SMALL, ADAMW], lambda recipe, _: work(*_changes(recipe)), gib=gib, gpu=None, resolution=64)
+        return fits(
+            "demo", [*SMALL, ADAMW], lambda recipe, _: work(*_changes(recipe)), gib=gib, gpu=None, resolution=64
+        )
 
     def _changes(recipe: Any) -> list[str]:
         return ["run.precision=bf16", *(["lora.rank=4"] if recipe.lora.rank else [])]
