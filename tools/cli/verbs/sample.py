@@ -15,7 +15,6 @@ import typer
 
 from ....datasets.disk.files import write_atomic
 from ....datasets.disk.hashing import canonical_json
-from ....datasets.revisions.catalog import check_store
 from ....train.weights.folders import RUN
 from ...sample.evaluation.request import EvaluateRequest
 from ...sample.request import LARGEST_GRID, SampleRequest
@@ -90,6 +89,8 @@ def sample(
         check_run(run)
         check_subjects(run, request.labels, request.captions)
     if store:
+        from ....datasets.revisions.catalog import check_store
+
         check_store(store)
     from ....train.parallel.ranks import read_ranks
 
