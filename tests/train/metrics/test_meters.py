@@ -301,7 +301,7 @@ def test_wandb_is_told_and_goes_on_with_the_run_it_began(label_store: LatentStor
     assert ids[0] == ids[1]
     folders = sorted((run / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
-    assert all(folder.name.endswith(ids[0]) for folder in folders)
+    assert all(ids[0] in folder.name for folder in folders)  # two of one second differ by a number at the end
     written = b"".join(path.read_bytes() for folder in folders for path in folder.glob("*.wandb"))
     assert b"tokens_per_second" in written
     assert b"held_out/averaged_loss_by_time/0.4375" in written
