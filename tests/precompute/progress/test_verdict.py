@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from making import CPU, caption_recipe, no_progress
+from PIL import Image
 
 from leandit.precompute.pipeline import precompute
 from leandit.precompute.progress import verdict
@@ -81,13 +82,15 @@ def test_a_run_tells_reading_from_decoding_and_what_to_change(
     caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verdict, "LEAST_SECONDS", 0.0)
-    stages = set[str]()
-    where = {"source_path": caption_folder, "store_path": tmp_path / "store"}
+    stages, source = set[str](), shutil.copytree(caption_folder, tmp_path / "source")
+    for path in source.rglob("*.png"):  # large enough that decoding takes clearly longer than reading
+        image = Image.open(path)
+        image.resize((12 * image.width, 12 * image.height)).save(path)
+    where = {"source_path": source, "store_path": tmp_path / "store"}
     report = precompute(caption_recipe(), **where, device=CPU, progress=lambda stage, *_: stages.add(stage))
     times = {time.name: time for time in report.times}
     assert list(times) == ["read", "decode", "text", "encode", "write"]
-    assert times["read"].seconds > 0
-    assert times["decode"].seconds > 0
+    assert 0 < times["read"].seconds < times["decode"].seconds
     assert times["decode"].threads == report.power.num_decoders
     rows = precompute_rows(report, tmp_path / "store")
     assert [row[1].split()[0] for row in rows if not row[0]] == list(times)

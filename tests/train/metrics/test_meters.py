@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -301,7 +302,8 @@ def test_wandb_is_told_and_goes_on_with_the_run_it_began(label_store: LatentStor
     assert ids[0] == ids[1]
     folders = sorted((run / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
-    assert all(ids[0] in folder.name for folder in folders)  # two of one second differ by a number at the end
+    # Two of one second differ by a number at the end.
+    assert all(re.fullmatch(rf"offline-run-\d+_\d+-{ids[0]}(-\d+)?", folder.name) for folder in folders)
     written = b"".join(path.read_bytes() for folder in folders for path in folder.glob("*.wandb"))
     assert b"tokens_per_second" in written
     assert b"held_out/averaged_loss_by_time/0.4375" in written

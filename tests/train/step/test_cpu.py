@@ -18,10 +18,10 @@ def step():
     kept = [torch.ones(2**20) for _ in range(24)]  # 4 MiB each
     return sum(float(tensor[-1]) for tensor in kept)
 
-for _ in range(2):
+for _ in range(4):
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4):
+for _ in range(16):
     step()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -39,5 +39,5 @@ def page_faults(how: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's own way")
 def test_steps_cost_no_page_faults() -> None:
     kept, given_back = page_faults("kept"), page_faults("given back")
-    assert given_back >= 4 * 24  # each tensor, each time: 1024 faults of small pages, fewer of huge ones
-    assert kept < given_back / 20  # a few tensors may still have to find their place
+    assert given_back >= 16 * 24  # each tensor, each time: 1024 faults of small pages, fewer of huge ones
+    assert kept < given_back / 50  # a few tensors may still have to find their place
