@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
-    field_validator,
     model_serializer,
     model_validator,
 )
@@ -16,7 +15,6 @@ from ..datasets.format.buckets import DOWNSCALE, MAX_RATIO, Table, area_step, bu
 from ..datasets.format.caption_layout import CAPTION_ARRAYS, CAPTION_PART
 from ..datasets.format.row_layout import FEATURES, PICTURES
 from ..datasets.format.schema import Name
-from ..datasets.format.zarr_shard import check_codec
 from ..datasets.recipe import Section, load_recipe
 
 PACKAGE = "leandit.precompute"
@@ -260,14 +258,8 @@ class StoreSection(Section):
     """Of caption embeddings; "auto": as latents; "int8" has a scale for each token."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Size at which a shard is full."""
-    codec: str = "none"
-    """"none" is read by memory map; "zstd", "gzip", "blosc-lz4", "blosc-zstd" are smaller and slower."""
-
-    @field_validator("codec")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        check_codec(value)
-        return value
+    codec: Literal["none", "zstd"] = "none"
+    """"none" is read by memory map; "zstd" saves about 7 % and reads 6 to 20 times slower."""
 
 
 class PrecomputeRecipe(Section):

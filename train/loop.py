@@ -255,9 +255,7 @@ class _Training:
         return stopping
 
     def _save(self, **how: bool) -> None:
-        """Begin to write the state, unless a rank has read damaged rows: then all of them end here."""
-        self._state.loader.dataset.finish_checks()
-        self._watchdog.gather("checked")
+        """Begin to write the state."""
         self._saver.finish()  # first, so that two states are never in memory
         captured = capture(self._state, staging=self._saver.staging, **how)
         self._saver.begin(captured)

@@ -1,4 +1,4 @@
-"""The shard files of a store: opened, checked, watched for changes, and read in threads."""
+"""The shard files of a store: opened, checked, and read in threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 from ..disk.fork_safe import reset_in_forks
 from ..errors import DamageError
 from ..format.zarr_shard import ArrayLayout
-from .change_watch import ChangeWatch
 from .shard_file import REPAIR, ShardFile
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ class ShardFolder:
         """Close everything."""
         self.lock = threading.RLock()
         self._open: OrderedDict[str, ShardFile] = OrderedDict()
-        self._watch: ChangeWatch | None = None
         self._pool: ThreadPoolExecutor | None = None
 
     def open(self, layout: ArrayLayout, shard: int, *, mapped: bool) -> ShardFile:
@@ -65,20 +63,13 @@ class ShardFolder:
         name = layout.shard_path(shard)
         if self.remote is not None:  # complete, and checked by hash
             with self.remote.held(name) as path:
-                self._watch_file(path)
                 return ShardFile(path, layout, len(layout.rows_of(shard)), mapped=mapped, remedy=self._remedy)
         path = self.root / name
         size = path.stat().st_size if path.is_file() else None
         if size is None or (self._sizes is not None and size != self._sizes.get(name)):
             state = "is missing" if size is None else f"has {size} bytes, not those of the manifest"
             raise DamageError(f"shard '{path}': {state}. {REPAIR}")
-        self._watch_file(path)
         return ShardFile(path, layout, len(layout.rows_of(shard)), mapped=mapped)
-
-    def _watch_file(self, path: Path) -> None:
-        if self._watch is None:
-            self._watch = ChangeWatch()
-        self._watch.add(os.fspath(path))
 
     @property
     def _remedy(self) -> str:
@@ -111,16 +102,6 @@ class ShardFolder:
         if self.remote is not None:
             for name in names:
                 self.remote.use(name)
-
-    def check_unchanged(self) -> None:
-        """Raises: DamageError: an open shard was written to."""
-        if self._watch is not None and (changed := self._watch.look()):
-            path = min(changed)
-            size = os.stat(path).st_size if os.path.exists(path) else 0
-            raise DamageError(
-                f"shard '{path}': something wrote to it while it was read, it has {size} bytes now. Stop the "
-                f"writer. {self._remedy}"
-            )
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Run jobs in parallel."""

@@ -128,13 +128,9 @@ class ShardedArray:
         return np.where(rows < 0, rows + len(self), rows)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Rows start to stop, (stop - start, ...): a mapped view where they lie in one uncompressed shard.
-
-        Who copies from views calls ``check_unchanged`` afterwards.
-        """
+        """Rows start to stop, (stop - start, ...): a mapped view where they lie in one uncompressed shard."""
         if not 0 <= start <= stop <= len(self):
             raise RowOutOfRange(f"array '{self.path}': rows {start} to {stop}, there are {len(self)}")
-        self._folder.check_unchanged()
         parts = []
         while start < stop:
             shard = self._shard_of(start)
@@ -150,10 +146,6 @@ class ShardedArray:
             return np.empty((0, *self.row_shape), self.dtype)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def check_unchanged(self) -> None:
-        """Raises: DamageError: a shard that is open was written to."""
-        self._folder.check_unchanged()
-
     def take(self, rows: Sequence[int] | np.ndarray, *, out: np.ndarray | None = None) -> np.ndarray:
         """Gather rows in the order given.
 
@@ -161,8 +153,7 @@ class ShardedArray:
           rows: (B,) integers, 0 <= row < len(self).
           out: (B, ...) of the array's dtype, contiguous, reused; else a new array.
         Returns: (B, ...).
-        Raises: RowOutOfRange; ValueError: ``out`` does not fit; DamageError: a shard is not what was written, or was
-          changed while it was read.
+        Raises: RowOutOfRange; ValueError: ``out`` does not fit; DamageError: a shard is not what was written.
         """
         rows = np.asarray(rows)
         if rows.dtype.kind not in "iu" and rows.size:
@@ -182,7 +173,6 @@ class ShardedArray:
         if not self._is_grid:
             shards = np.searchsorted(self._starts, rows, side="right") - 1
             self._prepare(shards)
-        self._folder.check_unchanged()
         # Bounds were checked; the other modes of numpy would buffer the output, or check again.
         if shards is None:
             self._grid.take(rows, axis=0, out=out, mode="clip")
@@ -190,7 +180,6 @@ class ShardedArray:
             self._grid.take(rows + self._shift[shards], axis=0, out=out, mode="clip")
         else:
             self._take_apart(shards, rows, out)
-        self._folder.check_unchanged()  # during the copy: then the rows may be torn
         return out
 
     def take_ranges(self, starts: np.ndarray, lengths: np.ndarray, *, out: np.ndarray | None = None) -> np.ndarray:
@@ -208,10 +197,9 @@ class ShardedArray:
         if out is None or mapped is None:
             rows = np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
             return self.take(rows, out=out)
-        self._folder.check_unchanged()  # a copy of a long range is faster than a gather of its rows
+        # A copy of a long range is faster than a gather of its rows.
         for start, length, end in zip(mapped.tolist(), lengths.tolist(), ends.tolist(), strict=True):
             out[end - length : end] = self._grid[start : start + length]
-        self._folder.check_unchanged()
         return out
 
     def _mapped_at(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:

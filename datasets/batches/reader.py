@@ -61,7 +61,7 @@ class BatchReader(Dataset):
       caption_odds: how often each caption of a record is drawn, of each store; None for uniform draws.
       normalise: of the latents, as of ``normalised_as``.
       statistics: for "store"; None: those of all stores together.
-      check: when rows are compared with their checksums, in a thread; call ``checks.finish()`` after the last batch.
+      check: when rows are compared with their checksums.
     Raises: RecipeError: a plan or selection is of another store, the stores cannot be mixed, ``text`` or ``check`` is
       unknown; IndexError: no such rank.
     """
@@ -116,7 +116,7 @@ class BatchReader(Dataset):
         self.caption_odds = [of_store and of_store.identity() for of_store in odds] if any(odds) else None
         self._lookup = Lookup(self.stores, self.seeds, rank, world_size, text != "none", bounds)
         self._buffers = BufferPool(pin=pin)
-        self.checks = RowChecks(self.stores, check, (*self._features, *self._pictures))
+        self._checks = RowChecks(self.stores, check, (*self._features, *self._pictures))
         self.reset()
         reset_in_forks(self)
 
@@ -136,7 +136,7 @@ class BatchReader(Dataset):
 
         Args:
           number: of the global batch.
-        Raises: DamageError: a shard, or a row that was read before, is not what was written.
+        Raises: DamageError: a shard or a row is not what was written.
         """
         store, texts, bucket = self.stores[planned.plan], {}, planned.bucket
         if wanted.caption_ids is not None:
@@ -163,7 +163,7 @@ class BatchReader(Dataset):
                 for name in self._pictures
             },
         )
-        self.checks.add(planned.plan, bucket, wanted)
+        self._checks.check(planned.plan, bucket, wanted)
         return batch
 
     def shards_of(self, number: int) -> tuple[LatentStore, list[str]]:

@@ -93,14 +93,6 @@ class BatchStream(IterableDataset):
             yield batch
             if moves != self._num_loads:  # a state was loaded during the yield
                 moves, end = self._num_loads, self._end_of_epoch()
-        self.finish_checks()
-
-    def finish_checks(self) -> None:
-        """Wait until the rows of all batches so far are checked.
-
-        Raises: DamageError: a row is not what was written.
-        """
-        self.reader.checks.finish()
 
     def _end_of_epoch(self) -> int | None:
         return self._plan.batches_before(self.epoch + 1) if self._plan else None
@@ -170,7 +162,6 @@ class BatchStream(IterableDataset):
             for pool in self._pools:
                 pool.shutdown(wait=wait)
             self._pools = None
-        self.reader.checks.close()
         if self._fetched:
             self._fetched = range(0)
             for store in self.reader.stores:
@@ -187,11 +178,7 @@ class BatchStream(IterableDataset):
         reset_in_forks(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the stream, and everything that must be the same on resume.
-
-        Raises: DamageError: as ``finish_checks``, which it waits for: what was trained on damaged rows is not saved.
-        """
-        self.finish_checks()
+        """Position of the stream, and everything that must be the same on resume."""
         plan, seeds = self._plan, self.reader.seeds
         return {
             "version": STATE_VERSION,

@@ -16,7 +16,7 @@ import google_crc32c
 import numcodecs
 import numpy as np
 
-from ..errors import DamageError, RecipeError
+from ..errors import DamageError
 from .token_dtypes import BFLOAT16_NAN
 
 ABSENT = 2**64 - 1  # offset and length of a chunk that is not there (Zarr v3, sharding codec, "binary shard format")
@@ -29,27 +29,7 @@ MAX_MAPPED = 1 << 40  # rows of an array, bytes of a chunk
 # name in a recipe -> (Zarr v3 codec, numcodecs codec giving the same bytes). Sizes and speeds: FORMAT.md.
 CODECS: dict[str, tuple[dict[str, Any], Any] | None] = {
     "none": None,
-    "zstd": (
-        {"name": "zstd", "configuration": {"level": 3, "checksum": False}},
-        numcodecs.Zstd(level=3),
-    ),
-    "gzip": ({"name": "gzip", "configuration": {"level": 5}}, numcodecs.GZip(level=5)),
-    **{
-        f"blosc-{cname}": (
-            {
-                "name": "blosc",
-                "configuration": {
-                    "cname": cname,
-                    "clevel": 5,
-                    "shuffle": "bitshuffle",
-                    "typesize": 2,
-                    "blocksize": 0,
-                },
-            },
-            numcodecs.Blosc(cname=cname, clevel=5, shuffle=numcodecs.Blosc.BITSHUFFLE),
-        )
-        for cname in ("lz4", "zstd")
-    },
+    "zstd": ({"name": "zstd", "configuration": {"level": 3, "checksum": False}}, numcodecs.Zstd(level=3)),
 }
 
 
@@ -112,11 +92,7 @@ class ArrayLayout:
         numbers: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
         compression = CODECS[self.codec]
         if compression:
-            codec = compression[0]
-            if codec["name"] == "blosc":
-                typed = codec["configuration"] | {"typesize": np.dtype(self.dtype).itemsize}
-                codec = codec | {"configuration": typed}
-            numbers += [codec, {"name": "crc32c"}]
+            numbers += [compression[0], {"name": "crc32c"}]
         return {
             "zarr_format": 3,
             "node_type": "array",
@@ -156,9 +132,7 @@ class ArrayLayout:
         try:
             shape = tuple(metadata["shape"])
             sharding = metadata["codecs"][0]["configuration"]
-            codec = "none"
-            if len(sharding["codecs"]) > 1:
-                codec = _codec_name(sharding["codecs"][1])
+            codec = "zstd" if len(sharding["codecs"]) > 1 else "none"
             layout = cls(
                 path=path,
                 shape=shape,
@@ -185,21 +159,6 @@ class ArrayLayout:
         return self.chunk_bytes <= limit and self.shard_rows % self.chunk_rows == 0
 
 
-def _codec_name(codec: dict[str, Any]) -> str:
-    for name, known in CODECS.items():
-        if known and known[0]["name"] == codec["name"]:
-            settings, wanted = codec["configuration"], known[0]["configuration"]
-            if all(settings.get(key) == value for key, value in wanted.items() if key != "typesize"):
-                return name
-    raise KeyError(f"codec {codec}")
-
-
-def check_codec(name: str) -> None:
-    """Raise RecipeError if a codec is unknown."""
-    if name not in CODECS:
-        raise RecipeError(f"store.codec '{name}': needed one of {', '.join(CODECS)}.")
-
-
 def pack_shard(layout: ArrayLayout, rows: np.ndarray) -> list[Any]:
     """Encode the rows of one shard as the parts of its file: the chunks in order, then the index.
 
@@ -221,8 +180,6 @@ def pack_shard(layout: ArrayLayout, rows: np.ndarray) -> list[Any]:
         for i in range(num_chunks):
             chunk = rows[i * layout.chunk_rows : (i + 1) * layout.chunk_rows]
             encoded = bytes(compression[1].encode(np.ascontiguousarray(chunk)))
-            if layout.codec == "gzip":  # its header has the time (RFC 1952, MTIME); equal rows must give equal bytes
-                encoded = encoded[:4] + bytes(4) + encoded[8:]
             parts.append(encoded + google_crc32c.value(encoded).to_bytes(CRC_BYTES, "little"))
         lengths = np.array([len(part) for part in parts], np.uint64)
     index = np.full((layout.shard_rows // layout.chunk_rows, 2), ABSENT, "<u8")

@@ -108,8 +108,7 @@ class BoundedFolder:
         return True
 
     def _mark(self, file: int | Path, found: os.stat_result) -> None:
-        # Explicit, because the file system's clock ticks only every few milliseconds. The mtime stays: it shows readers
-        # that a file was written to (``change_watch.py``).
+        # Explicit, because the file system's clock ticks only every few milliseconds.
         self._last_use = now = max(self._last_use + 1, time.time_ns())
         os.utime(file, ns=(now, found.st_mtime_ns))
 

@@ -28,13 +28,12 @@ from torch.utils.data import DataLoader
 from leandit.datasets.batches import buffer_pool
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.buffer_pool import MAX_BUFFERS, BufferPool, CopiesInFlight
-from leandit.datasets.batches.captions import CaptionBatch, TextForm, read_captions
+from leandit.datasets.batches.captions import CaptionBatch, read_captions
 from leandit.datasets.batches.features import FeatureBatch
 from leandit.datasets.batches.latents import draw_keys, final_latents
 from leandit.datasets.batches.reader import BatchReader
-from leandit.datasets.batches.row_checks import RowCheck
 from leandit.datasets.disk.cached import cached_property
-from leandit.datasets.errors import DamageError, RecipeError, RunError
+from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.format.schema import Decoding
 from leandit.datasets.loader import BatchStream, make_loader
 from leandit.datasets.order.batch_plan import BatchPlan
@@ -514,18 +513,15 @@ def test_a_batch_that_is_kept_is_never_overwritten(caption_store: LatentStore) -
     np.testing.assert_array_equal(part, wanted)
 
 
-@pytest.mark.parametrize(("check", "of_checks"), [("never", 0), ("always", 2)])
-def test_memory_is_used_again(
-    check: RowCheck, of_checks: int, label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_used_again(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
     allocated: list[int] = []
     allocate = BufferPool._allocate
     monkeypatch.setattr(BufferPool, "_allocate", lambda *a: allocated.append(a[1]) or allocate(*a))
-    loader = make_loader(label_store, global_batch=2, prefetch=3, check=check)
+    loader = make_loader(label_store, global_batch=2, prefetch=3)
     for _ in range(10):
         for _batch in loader:
             pass
-    assert len(allocated) <= 3 + 3 + of_checks  # read ahead, handed out, and on the way between; rows, and flipped ones
+    assert len(allocated) <= 3 + 3  # read ahead, handed out, and on the way between
 
 
 class FakeEvent:
@@ -743,33 +739,6 @@ def test_records_of_a_filter_alone_are_read(label_store: LatentStore) -> None:
     stream = BatchStream(BatchReader([label_store], BatchPlan(label_store.buckets, 2, 0)))
     with pytest.raises(RunError, match=r"order\..*: was .*is now"):
         stream.load_state_dict(BatchStream(BatchReader([label_store], plan)).state_dict())
-
-
-@pytest.mark.parametrize("text", ["padded", "packed"])
-def test_captions_that_change_under_a_running_reader_are_an_error(
-    text: TextForm, caption_store: LatentStore, tmp_path: Path
-) -> None:
-    path = tmp_path / "store"
-    shutil.copytree(caption_store.path, path)
-    batches = iter(make_loader(LatentStore(path), global_batch=2, prefetch=0, text=text))
-    next(batches)
-    for shard in (path / "captions").glob("embeddings/c/*/0"):
-        with shard.open("r+b") as file:
-            file.write(file.read(1))
-    with pytest.raises(DamageError, match=r"embeddings/c/.*wrote to it"):
-        list(itertools.islice(batches, 10))
-
-
-def test_a_damaged_shard_ends_the_loop_with_its_name(label_store: LatentStore, tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    shutil.copytree(label_store.path, path)
-    loader = make_loader(LatentStore(path), global_batch=2, prefetch=2)
-    batches = endless(loader)
-    next(batches)
-    shard = next(path.glob("buckets/*/moments/c/0/0/0/0"))
-    os.truncate(shard, 100)
-    with pytest.raises(DamageError, match=r"moments/c/0/0/0/0'.*wrote to it"):
-        list(itertools.islice(batches, 10))
 
 
 def test_a_selection_of_an_earlier_revision_is_refused(class_folder: Path, tmp_path: Path) -> None:

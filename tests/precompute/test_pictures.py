@@ -225,7 +225,7 @@ def test_zarr_and_parquet_read_all_of_it(stores: Stores) -> None:
 
 
 def test_a_sample_is_stored_beside_the_mean_of_its_companion(source: Path, stores: Stores, tmp_path: Path) -> None:
-    run(source, tmp_path / "store", with_pictures("vae.keep=sample", "vae.flip=false", "store.codec=blosc-lz4"))
+    run(source, tmp_path / "store", with_pictures("vae.keep=sample", "vae.flip=false", "store.codec=zstd"))
     store, moments = LatentStore(tmp_path / "store"), LatentStore(stores.whole)
     for bucket in store.buckets:
         mean = moments.latents(bucket)[:][:, : store.spec.latent.channels]

@@ -119,7 +119,7 @@ SHARD_ROWS = 4  # of the arrays below
 ARRAY_LAYOUTS = [
     ArrayLayout("a/b", (rows, 2, 3, 5), dtype, SHARD_ROWS, chunk_rows, codec)
     for codec in CODECS
-    for dtype in (["float16", "float32"] if codec in ("none", "blosc-lz4") else ["float16"])
+    for dtype in ("float16", "float32")
     for rows in (8, 9, 3)  # full last shard, one row in the last, less than a shard
     for chunk_rows in (1, 2)
 ]

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from ....datasets.recipe import Section, parse_with_overrides
-from ...config import SourceSection, StoreSection
+from ...config import SourceSection
 
 Kind = Literal["fast-dit", "lightningdit", "mar", "edm2", "pixart", "mds", "mlperf-flux", "nemo"]
 
@@ -96,13 +96,8 @@ class ImportStore(Section):
     """Of caption embeddings: "same" as store.dtype; "int8" with a scale for each token, half the bytes of bfloat16."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Size at which a shard is full."""
-    codec: str = "none"
+    codec: Literal["none", "zstd"] = "none"
     """As in a precompute recipe."""
-
-    @field_validator("codec")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        return StoreSection(codec=value).codec
 
 
 class ImportRecipe(Section):

@@ -8,9 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from making import ARRAY_LAYOUTS, SHARD_ROWS, array_values, crc32c, small_array, write_array, write_array_with_zarr
 
-from leandit.datasets.arrays import address_window, change_watch, shard_folder, sharded_array
+from leandit.datasets.arrays import address_window, shard_folder, sharded_array
 from leandit.datasets.arrays.shard_file import ShardFile
 from leandit.datasets.arrays.shard_folder import ShardFolder
 from leandit.datasets.arrays.sharded_array import ShardedArray
@@ -357,41 +355,6 @@ def test_a_row_out_of_bounds_is_an_error_in_every_way(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("change", ["truncate", "shorten to a page", "overwrite"])
-def test_a_shard_that_is_changed_under_a_running_reader_is_an_error_that_names_it(
-    way: str, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = ArrayLayout("a", (40, 2, 512), "float16", 10)  # 2 KiB a row, so a shard has several pages
-    values = array_values(layout)
-    write_array(tmp_path, layout, values)
-    array, path = open_array(tmp_path, [layout], way, monkeypatch), tmp_path / layout.shard_path(2)
-    everything = np.arange(40)
-    np.testing.assert_array_equal(array.take(everything), values)
-    if change == "overwrite":
-        with path.open("r+b") as file:
-            file.write(b"other")
-    else:
-        os.truncate(path, 0 if change == "truncate" else 4096)
-    for _ in range(2):
-        with pytest.raises(DamageError, match=r"a/c/2/0/0'.*wrote to it.*verify --repair"):
-            array.take(everything)
-        with pytest.raises(DamageError, match=r"a/c/2/0/0'.*wrote to it.*verify --repair"):
-            array.read(20, 30)
-
-
-def test_views_that_were_read_are_checked_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = small_array()
-    write_array(tmp_path, layout, array_values(layout))
-    array = open_array(tmp_path, [layout], "window", monkeypatch)
-    array.read(0, 1)
-    array.check_unchanged()
-    with (tmp_path / layout.shard_path(0)).open("r+b") as file:
-        file.write(b"other")
-    with pytest.raises(DamageError, match=r"a/c/0/0/0'.*wrote to it"):
-        array.check_unchanged()
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_a_shard_that_is_replaced_whole_or_removed_is_read_on(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,55 +367,6 @@ def test_a_shard_that_is_replaced_whole_or_removed_is_read_on(
     write_array(tmp_path, layout, values + 1)
     (tmp_path / layout.shard_path(1)).unlink()
     np.testing.assert_array_equal(array.take(np.arange(10)), values)
-
-
-def test_without_inotify_a_change_is_found_by_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(change_watch._queue, "add", lambda path, watch: False)
-    monkeypatch.setattr(change_watch, "POLL_SECONDS", 0)
-    layout = small_array()
-    array = write_array(tmp_path, layout, array_values(layout))
-    array.take([0, 4])
-    write_array(tmp_path, layout, array_values(layout))  # replaced whole: what is mapped stays as it was
-    array.take([0, 4])
-    array = open_array(tmp_path, [layout], "window", monkeypatch)
-    array.take([0, 4])
-    os.truncate(tmp_path / layout.shard_path(1), 100)
-    with pytest.raises(DamageError, match=r"a/c/1/0/0'.*it has 100 bytes now"):
-        array.take([0])
-
-
-def test_many_stores_need_one_queue_and_forget_what_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A user may have 128 queues on most systems.
-    layout = small_array()
-    write_array(tmp_path, layout, array_values(layout))
-    gc.collect()
-    before, known = len(os.listdir("/proc/self/fd")), len(change_watch._queue._watches)
-    opened = [open_array(tmp_path, [layout], "window", monkeypatch) for _ in range(200)]
-    for array in opened:
-        array.take([0, 4])
-    assert len(os.listdir("/proc/self/fd")) <= before + 2
-    with (tmp_path / layout.shard_path(0)).open("r+b") as file:
-        file.write(b"other")
-    for array in opened:
-        with pytest.raises(DamageError, match="wrote to it"):
-            array.take([0])
-    del array, opened
-    gc.collect()
-    assert len(change_watch._queue._watches) == known
-
-
-def test_a_system_that_watches_no_more_files_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        def inotify_init1(self, flags: int) -> int:
-            return -1
-
-    queue = change_watch._Queue()
-    monkeypatch.setattr(change_watch, "_libc", Full)
-    with pytest.warns(RuntimeWarning, match="max_user_instances"):
-        assert not queue.add("/some/file", change_watch.ChangeWatch())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not queue.add("/some/other", change_watch.ChangeWatch())
 
 
 def test_rows_are_views_of_one_window_that_outlives_the_array(tmp_path: Path) -> None:
@@ -475,7 +389,7 @@ def test_files_are_let_go_when_there_are_too_many(tmp_path: Path, monkeypatch: p
         array = open_array(tmp_path, [layout], way, monkeypatch)
         np.testing.assert_array_equal(array.take(np.arange(40)[::-1]), values[::-1])
         gc.collect()
-        assert len(os.listdir("/proc/self/fd")) - before <= 3 + 2  # and the queue of changes, and what asks it
+        assert len(os.listdir("/proc/self/fd")) - before <= 3
         assert Path("/proc/self/maps").read_text().count(str(tmp_path)) <= 3
 
 
@@ -504,30 +418,6 @@ def test_a_fork_reads_what_its_parent_has_open(way: str, tmp_path: Path, monkeyp
     if not child:
         os._exit(0 if np.array_equal(array.take(np.arange(10)), values, equal_nan=True) else 1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_fork_notices_a_change_of_any_array_that_its_parent_had_open(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layouts = [replace(small_array(), path=path) for path in ("a", "b")]
-    for layout in layouts:
-        write_array(tmp_path, layout, array_values(layout))
-    first = open_array(tmp_path, [layouts[0]], way, monkeypatch)
-    second = ShardedArray(first._folder, [layouts[1]])
-    for array in (first, second):
-        array.take(np.arange(10))
-
-    def change_and_read() -> int:
-        first.take(np.arange(10))
-        second.take(np.arange(10))
-        with (tmp_path / layouts[1].shard_path(0)).open("r+b") as file:
-            file.write(b"other")
-        with pytest.raises(DamageError, match=r"b/c/0/0/0'.*wrote to it"):
-            second.take(np.arange(10))
-        return 0
-
-    assert in_child(change_and_read) == 0
 
 
 def test_a_fork_does_not_wait_for_what_a_thread_of_its_parent_holds(tmp_path: Path) -> None:

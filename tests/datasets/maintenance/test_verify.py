@@ -73,7 +73,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     root = tmp_path_factory.mktemp("packed")
-    return Whole(*make_plain(root, "store.codec=blosc-lz4", "vae.flip=true"), root / "copy")
+    return Whole(*make_plain(root, "store.codec=zstd", "vae.flip=true"), root / "copy")
 
 
 @pytest.fixture
