@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .datasets.adapters import trainers as adapters
+    from .datasets.batches import adapters
     from .datasets.batches.batch import Batch
     from .datasets.batches.reader import BatchReader
     from .datasets.loader import make_loader
@@ -43,7 +43,7 @@ _HOMES = {
     "load_snapshot": "train.sampling.snapshot",
     "make_loader": "datasets.loader",
 }
-_MODULES = {"adapters": "datasets.adapters.trainers"}
+_MODULES = {"adapters": "datasets.batches.adapters"}
 
 
 def __getattr__(name: str) -> Any:

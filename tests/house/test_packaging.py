@@ -176,10 +176,8 @@ def test_every_exception_is_caught_at_the_edge_and_where_a_picture_is_rejected_o
     # job.py: the edge of a process that encodes for another, to which it sends what was raised
     # deepspeed_engine.py: so does DeepSpeed, where its loss scale ends
     # images.py: the edges of two threads, for whose images a page waits
-    # row_checks.py: the edge of a thread, whose errors the reader raises
     edges = {
         "tools/cli/commands.py",
-        "datasets/batches/row_checks.py",
         "precompute/engines/job.py",
         "tools/inspection/view/images.py",
     }

@@ -169,27 +169,29 @@ def of_class(store: LatentStore, name: str, class_name: str, **changes: Any) -> 
     return found
 
 
+def nemo(store: LatentStore, **options: Any) -> Any:
+    return adapters.nemo_automodel(store, "t5", "clip_l", **options)
+
+
 def test_captions_of_another_models_text_encoders_are_refused(sd3_store: LatentStore, flux_store: LatentStore) -> None:
     plain, projected = "CLIPTextModel", "CLIPTextModelWithProjection"
     adapters.diffusers_sd3(of_class(sd3_store, "clip_l", projected))
-    with pytest.raises(RecipeError, match=f"of 'clip_l' are of {plain}, this trainer reads those of {projected}"):
-        adapters.diffusers_sd3(of_class(sd3_store, "clip_l", plain))
     adapters.torchtitan_flux(of_class(flux_store, "clip_l", plain))
-    for adapter in (adapters.torchtitan_flux, adapters.nemo_automodel):
-        with pytest.raises(RecipeError, match=f"of 'clip_l' are of {projected}, this trainer reads those of {plain}"):
+    with pytest.raises(RecipeError, match=f"'clip_l' is a {plain}, expected a {projected}"):
+        adapters.diffusers_sd3(of_class(sd3_store, "clip_l", plain))
+    for adapter in (adapters.torchtitan_flux, nemo):
+        with pytest.raises(RecipeError, match=f"'clip_l' is a {projected}, expected a {plain}"):
             adapter(of_class(flux_store, "clip_l", projected))
     for adapter, store in ((adapters.diffusers_sd3, sd3_store), (adapters.torchtitan_flux, flux_store)):
-        with pytest.raises(RecipeError, match="'t5' has not attended to its padding"):
+        with pytest.raises(RecipeError, match=r"'t5' has not attended to its padding.*text.t5.attend_padding = true"):
             adapter(of_class(store, "t5", "T5EncoderModel", attend_padding=False))
-    with pytest.raises(RecipeError, match="needed CLIP-L and CLIP-G"):
-        adapters.diffusers_sdxl(sd3_store)
-    with pytest.raises(RecipeError, match="'t5' must be CLIP-G"):
-        adapters.diffusers_sdxl(sd3_store, ["clip_g", "t5"])
+    with pytest.raises(RecipeError, match=r"'t5' has no pooled vectors: text.t5.output = 'both'"):
+        adapters.diffusers_sdxl(sd3_store, "clip_g", "t5")
 
 
 def test_a_batch_of_nemo_has_its_padding_and_mask(short_store: LatentStore, flux_store: LatentStore) -> None:
     for store, reads_mask in ((short_store, True), (flux_store, False)):
-        named = adapters.nemo_automodel(store, reads_mask=reads_mask, dtype=torch.bfloat16)
+        named = nemo(store, reads_mask=reads_mask, dtype=torch.bfloat16)
         for batch in make_loader(store, global_batch=4, seed=1):
             values = named(batch)
             tokens, mask = values["text_embeddings"].float(), values["text_attention_mask"]
@@ -220,24 +222,15 @@ def test_a_store_without_what_the_trainer_reads_is_an_error_at_the_start(
     label_store: LatentStore,
     caption_store: LatentStore,
 ) -> None:
-    with pytest.raises(RecipeError, match=r"\['clip_l', 't5'\], needed CLIP-L, CLIP-G and T5"):
-        adapters.diffusers_sd3(flux_store)
-    with pytest.raises(RecipeError, match="the first two must be CLIP-L and CLIP-G"):
-        adapters.diffusers_sd3(sd3_store, ["t5", "clip_l", "clip_g"])
-    with pytest.raises(RecipeError, match=r"'t5' has captions without their padding.*text.t5.full_length = true"):
-        adapters.torchtitan_flux(short_store)
-    with pytest.raises(RecipeError, match="reads no mask"):
-        adapters.nemo_automodel(short_store)
-    with pytest.raises(RecipeError, match=r"those with tokens are \['clip_l', 'clip_g', 't5'\].*Give 'tokens'"):
-        adapters.nemo_automodel(sd3_store)
-    with pytest.raises(RecipeError, match="it has no text encoder; none has tokens"):
+    with pytest.raises(RecipeError, match=r"\['clip_l', 'clip_g', 't5'\], expected 'umt5'"):
+        adapters.diffusers_sd3(sd3_store, t5="umt5")
+    for adapter in (adapters.torchtitan_flux, nemo):
+        with pytest.raises(RecipeError, match=r"'t5' has captions without their padding.*text.t5.full_length = true"):
+            adapter(short_store)
+    with pytest.raises(RecipeError, match=r"are \[\], expected 't5'"):
         adapters.torchtitan_flux(label_store)
-    with pytest.raises(RecipeError, match=r"its text encoder is text, needed CLIP-L.*as the recipe sd3-512 does"):
-        adapters.diffusers_sd3(caption_store)
-    with pytest.raises(RecipeError, match=r"'text' has captions without.*store with text\.full_length = true"):
-        adapters.nemo_automodel(caption_store)
-    with pytest.raises(RecipeError, match=r"those with pooled are \['clip_l'\], got pooled='t5'"):
-        adapters.torchtitan_flux(flux_store, pooled="t5")
+    with pytest.raises(RecipeError, match=r"'text' has captions without.*reads no mask: text\.full_length = true"):
+        adapters.nemo_automodel(caption_store, "")
     packed = make_loader(sd3_store, global_batch=4, text="packed", collate_fn=adapters.diffusers_sd3(sd3_store))
     with pytest.raises(RecipeError, match="text='padded'"):
         next(iter(packed))
@@ -271,7 +264,7 @@ def test_lightning_trains_and_resumes_with_the_next_batch(page: Any) -> None:
     assert_losses(names["losses"], 2)
 
     numbers: list[int] = []
-    named = names["data"].options["collate_fn"]
+    named = names["data"].collate_fn
 
     def numbered(batch: Any) -> Any:
         numbers.append(batch.number)
@@ -287,13 +280,9 @@ def test_lightning_trains_and_resumes_with_the_next_batch(page: Any) -> None:
 
 def test_nemo_automodel_trains_on_a_store(page: Any) -> None:
     pytest.importorskip("nemo_automodel", reason="needs nemo-automodel: pip install --no-deps nemo-automodel")
-    from nemo_automodel.components.config.loader import ConfigNode
-    from nemo_automodel.recipes._typed_config import RecipeConfig
-
-    assert_losses(page("NeMo AutoModel", flux=small_flux())["losses"], 3)
-    target = "leandit.datasets.adapters.nemo.StoreDataloaderConfig"
-    config = RecipeConfig.resolve_diffusion_dataloader(ConfigNode({"_target_": target, "store": "flux-store"}))
-    built = config.build(dp_rank=1, dp_world_size=2, batch_size=2)
+    names = page("NeMo AutoModel", flux=small_flux())
+    assert_losses(names["losses"], 3)
+    built = names["StoreDataloaderConfig"]("flux-store").build(dp_rank=1, dp_world_size=2, batch_size=2)
     assert len(next(iter(built.dataloader))["image_latents"]) == 2
 
 

@@ -1,1 +1,0 @@
-"""Batches in the form that other trainers expect."""

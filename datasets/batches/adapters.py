@@ -1,0 +1,175 @@
+"""Batches named as other trainers read them: one function per trainer, for ``make_loader(..., collate_fn=...)``.
+
+    loader = make_loader(store, global_batch=16, collate_fn=adapters.diffusers_sd3(store))
+
+Each looks up the text encoders of the store once, and raises RecipeError where the store lacks what the trainer reads.
+Latents (B, C, H, W) are drawn, shifted and scaled once; tokens (B, L, D) and pooled vectors (B, P) have the values that
+the text encoder gave. All are of ``dtype``, that of the trained model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import RecipeError
+from ..format.buckets import bucket_size
+from ..store import LatentStore
+from .batch import Batch
+
+Named = dict[str, Any]
+PROJECTED, PLAIN = "CLIPTextModelWithProjection", "CLIPTextModel"
+TOKEN_MULTIPLE = 8  # NeMo AutoModel's collate function pads captions to a multiple of it
+
+
+def diffusers_sd3(
+    store: LatentStore,
+    clip_l: str = "clip_l",
+    clip_g: str = "clip_g",
+    t5: str = "t5",
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Callable[[Batch], Named]:
+    """Batches for diffusers' scripts that train Stable Diffusion 3 and 3.5.
+
+    Its text encoders are given by their names.
+
+    Returns: a function from a batch to model_input, the latents, which the scripts compute from ``pixel_values``;
+      prompt_embeds: CLIP-L and CLIP-G side by side, filled with zeros to the width of T5, then T5;
+      pooled_prompt_embeds: of CLIP-L, then CLIP-G.
+    Source: Esser et al. 2024 (SD3), appendix B.1.
+    """
+    for name in (clip_l, clip_g):
+        _check(store, name, pooled_class=PROJECTED)
+    _check(store, t5, attends=True)
+
+    def named(batch: Batch) -> Named:
+        clips = torch.cat([_tokens(batch, name, dtype) for name in (clip_l, clip_g)], dim=2)
+        tokens = _tokens(batch, t5, dtype)
+        wide = F.pad(clips, (0, tokens.shape[2] - clips.shape[2]))
+        pooled = torch.cat([_pooled(batch, name, dtype) for name in (clip_l, clip_g)], dim=1)
+        embeds = torch.cat([wide, tokens], dim=1)
+        return {"model_input": batch.latents.to(dtype), "prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+
+    return named
+
+
+def diffusers_sdxl(
+    store: LatentStore, clip_l: str = "clip_l", clip_g: str = "clip_g", *, dtype: torch.dtype = torch.float32
+) -> Callable[[Batch], Named]:
+    """Batches for diffusers' scripts that train Stable Diffusion XL.
+
+    Returns: a function from a batch to model_input, the latents; prompt_embeds: CLIP-L and CLIP-G side by side;
+      pooled_prompt_embeds: of CLIP-G;
+      time_ids: (B, 6), height and width of the source image, top and left of the crop in the resized image, height and
+      width of the bucket, in pixels.
+    Source: Podell et al. 2023 (SDXL), section 2.2.
+    """
+    _check(store, clip_l)
+    _check(store, clip_g, pooled_class=PROJECTED)
+    known = torch.from_numpy(store.sizes)[:, [0, 1, 4, 5]]
+
+    def named(batch: Batch) -> Named:
+        target = torch.tensor([bucket_size(batch.bucket)]).expand(len(batch), 2)
+        time_ids = torch.cat([known[batch.records.cpu()], target], dim=1)
+        return {
+            "model_input": batch.latents.to(dtype),
+            "prompt_embeds": torch.cat([_tokens(batch, name, dtype) for name in (clip_l, clip_g)], dim=2),
+            "pooled_prompt_embeds": _pooled(batch, clip_g, dtype),
+            "time_ids": time_ids.to(batch.latents.device, dtype),
+        }
+
+    return named
+
+
+def nemo_automodel(
+    store: LatentStore, tokens: str, pooled: str = "", *, reads_mask: bool = False, dtype: torch.dtype = torch.float32
+) -> Callable[[Batch], Named]:
+    """Batches for NeMo AutoModel's diffusion recipe: its ``FlowMatchingPipeline.step``.
+
+    Args:
+      tokens: name of the text encoder whose tokens are read.
+      pooled: name of the one whose pooled vectors are read; empty for a model without.
+      reads_mask: the model's adapter reads ``text_attention_mask``; otherwise captions must be stored at full length.
+    Returns: a function from a batch to image_latents; data_type, "image"; text_embeddings, of a multiple of 8 tokens;
+      text_attention_mask: (B, L) bool, True for a caption's tokens; pooled_prompt_embeds.
+    """
+    _check(store, tokens, full_length=not reads_mask)
+    if pooled:
+        _check(store, pooled, full_length=False, pooled_class=PLAIN)
+
+    def named(batch: Batch) -> Named:
+        lengths, embeddings = batch.texts[tokens].lengths, _tokens(batch, tokens, dtype)
+        assert lengths is not None, "padded captions have lengths"
+        embeddings = F.pad(embeddings, (0, 0, 0, -embeddings.shape[1] % TOKEN_MULTIPLE))
+        mask = torch.arange(embeddings.shape[1], device=lengths.device) < lengths[:, None]
+        values = {"image_latents": batch.latents.to(dtype), "data_type": "image"}
+        values |= {"text_embeddings": embeddings, "text_attention_mask": mask}
+        return values | ({"pooled_prompt_embeds": _pooled(batch, pooled, dtype)} if pooled else {})
+
+    return named
+
+
+def torchtitan_flux(
+    store: LatentStore, t5: str = "t5", clip: str = "clip_l", *, dtype: torch.dtype = torch.float32
+) -> Callable[[Batch], tuple[Named, Tensor]]:
+    """Batches for torchtitan's FLUX trainer, as they are after its ``preprocess_data``.
+
+    Returns: a function from a batch to img_encodings, t5_encodings and clip_encodings; and the labels of its step, the
+      latents again.
+    """
+    _check(store, t5, attends=True)
+    _check(store, clip, full_length=False, pooled_class=PLAIN)
+
+    def named(batch: Batch) -> tuple[Named, Tensor]:
+        latents = batch.latents.to(dtype)
+        captions = {"t5_encodings": _tokens(batch, t5, dtype), "clip_encodings": _pooled(batch, clip, dtype)}
+        return {"img_encodings": latents, **captions}, latents
+
+    return named
+
+
+def _check(
+    store: LatentStore, name: str, *, full_length: bool = True, attends: bool = False, pooled_class: str = ""
+) -> None:
+    """Raise RecipeError unless a text encoder of the store gives what a trainer reads.
+
+    Args:
+      full_length: all its tokens are stored, as the trainer reads no mask.
+      attends: T5 saw the padding, as it does in the pipelines: the values of all its tokens depend on it.
+      pooled_class: of CLIP: pooled vectors of SD3 and SDXL are projected, those of FLUX are not.
+    """
+    has = f"store '{store.path}': its text encoders are {store.texts}"
+    if name not in store.texts:
+        raise RecipeError(f"{has}, expected '{name}'. Precompute it, as the recipe sd3-512 does, or pass another name.")
+    text, section = store.spec.text_encoder_of(name), f"text.{name}" if name else "text"
+    problem = ""
+    if full_length and not (text.spec.has_tokens and text.spec.full_length):
+        problem = f"has captions without their padding, and this trainer reads no mask: {section}.full_length = true"
+    elif attends and text.spec.kind in ("t5", "umt5") and not text.spec.attend_padding:
+        problem = f"has not attended to its padding, as the model's own T5 does: {section}.attend_padding = true"
+    elif pooled_class and not text.spec.pooled_width:
+        problem = f"has no pooled vectors: {section}.output = 'both'"
+    elif pooled_class and text.encoder.class_name in {PROJECTED, PLAIN} - {pooled_class}:
+        problem = f"is a {text.encoder.class_name}, expected a {pooled_class}: the model's own text encoder"
+    if problem:
+        raise RecipeError(f"{has}; '{name or 'text'}' {problem}. Precompute the store with it.")
+
+
+def _tokens(batch: Batch, name: str, dtype: torch.dtype) -> Tensor:
+    """(B, L, D)."""
+    embeddings = batch.texts[name].embeddings if name in batch.texts else None
+    if embeddings is None or embeddings.ndim != 3:
+        raise RecipeError(f"batch {batch.number}: it has no padded captions. Make the loader with text='padded'.")
+    return embeddings.to(dtype)
+
+
+def _pooled(batch: Batch, name: str, dtype: torch.dtype) -> Tensor:
+    """(B, P)."""
+    vectors = batch.texts[name].pooled
+    assert vectors is not None, "checked with the store"
+    return vectors.to(dtype)
