@@ -22,7 +22,8 @@ from ..datasets.disk.strays import sweep_strays
 from ..datasets.errors import SourceError
 from ..datasets.format.class_names import ClassNames
 from ..datasets.format.schema import Manifest, SelfCheck, StoreSpec
-from ..datasets.revisions.commits import Task
+from ..datasets.revisions.catalog import sealed_revisions
+from ..datasets.revisions.commits import Task, read_manifest
 from ..datasets.revisions.plan import FrozenPlan
 from ..datasets.revisions.writer import StoreWriter
 from .config import PrecomputeRecipe
@@ -209,6 +210,8 @@ def precompute(
             following, changes = plan_next(stage, opened, options or Options())
             if following:
                 manifest = finish(stage, following)
+            elif (newest := sealed_revisions(store_path)[-1:]) > [opened.plan.revision]:
+                manifest = read_manifest(store_path, *newest)  # another process has grown the store meanwhile
     work = worker.snapshot()
     return Report(
         manifest=manifest,

@@ -28,6 +28,7 @@ from leandit.datasets.errors import FingerprintMismatch, RecordRejected, SourceE
 from leandit.datasets.loader import Batch, make_loader
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.datasets.store import LatentStore
+from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from leandit.precompute.encoders.vae import ImageEncoder
@@ -712,3 +713,23 @@ def test_a_source_of_which_too_much_is_broken_grows_nothing(label_pair: tuple[Pa
     with pytest.raises(SourceError, match=r"11 of 26 records are rejected.*not_an_image.*max_reject_share"):
         run(source, path)
     assert tree_digest(path) == before
+
+
+def test_a_process_that_another_one_overtakes_reports_the_newest_revision(
+    labelled: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, store = copies(labelled, tmp_path)
+    picture(77).save(source / "n000/new.png")
+    plan_next = pipeline.plan_next
+
+    def overtaken(*args: Any) -> Any:
+        monkeypatch.setattr(pipeline, "plan_next", plan_next)
+        assert run(source, store).num_encoded == 1
+        return plan_next(*args)
+
+    monkeypatch.setattr(pipeline, "plan_next", overtaken)
+    report = run(source, store)
+    assert report.num_encoded == 0
+    assert report.manifest is not None
+    assert report.manifest.root_hash == LatentStore(store).root_hash
+    assert report.manifest.revision == 2
