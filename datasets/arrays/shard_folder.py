@@ -47,7 +47,7 @@ class ShardFolder:
         self.reset()
         reset_in_forks(self)
         if remote is not None:
-            remote.on_evict(lambda name: self._open.pop(name, None))  # its map is then closed
+            remote.on_evict = lambda name: self._open.pop(name, None)  # its map is then closed
 
     def reset(self) -> None:
         """Close everything."""
@@ -62,18 +62,15 @@ class ShardFolder:
         """
         name = layout.shard_path(shard)
         if self.remote is not None:  # complete, and checked by hash
-            with self.remote.held(name) as path:
-                return ShardFile(path, layout, len(layout.rows_of(shard)), mapped=mapped, remedy=self._remedy)
+            num_rows = len(layout.rows_of(shard))
+            remedy = "Remove this file: it is fetched again from the store's URL."
+            return self.remote.open(name, lambda path: ShardFile(path, layout, num_rows, mapped=mapped, remedy=remedy))
         path = self.root / name
         size = path.stat().st_size if path.is_file() else None
         if size is None or (self._sizes is not None and size != self._sizes.get(name)):
             state = "is missing" if size is None else f"has {size} bytes, not those of the manifest"
             raise DamageError(f"shard '{path}': {state}. {REPAIR}")
         return ShardFile(path, layout, len(layout.rows_of(shard)), mapped=mapped)
-
-    @property
-    def _remedy(self) -> str:
-        return REPAIR if self.remote is None else "Remove this file: it is fetched again from the store's URL."
 
     def keep_open(self, layout: ArrayLayout, shard: int, check: Callable[[ShardFile], None]) -> ShardFile:
         """Open a shard and keep it open while it is among the most recently used.

@@ -2,35 +2,37 @@
 
     folder = open_remote("s3://bucket/imagenet-256", capacity_gib=200)
     folder.store                        # a local folder with the store except its shards
-    with folder.held("buckets/256x256/moments/c/7/0/0/0") as path:
-        ...                             # a complete local file; a map of it outlives the file
+    folder.fetch("buckets/256x256/moments/c/7/0/0/0")   # a complete local file; a map of it outlives the file
     folder.prefetch(paths)              # fetched by threads, in this order
 
     FOLDER/about.json    the URL that it belongs to
     FOLDER/store/        manifests, tables, and the zarr.json of groups and arrays
-    FOLDER/shards/       shards, bounded (``bounded.py``); how a URL is read: ``reader.py``
+    FOLDER/shards/NAME   complete shards; the modification time of each is its last use
+    FOLDER/coming/NAME   empty, locked by the thread that fetches NAME; its bytes count already
+    FOLDER/lock          locked while shards are chosen for eviction
 
+A NAME is the shard's XXH3-128 and size, which is enough to check it; files of other revisions have other names.
 Processes, including forks, may share a folder. It may be deleted while no process reads it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import logging
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ..disk.files import TEMPORARY_PREFIX, make_folder, remove, write_atomic
 from ..disk.fork_safe import reset_in_forks
 from ..disk.hashing import xxh3_file
+from ..disk.locks import locked, open_lock, release_lock, try_lock
 from ..errors import DamageError, LeanditError, RecipeError, ResourceError
 from ..format.schema import FileEntry, Manifest
 from ..units import readable_size
-from .bounded import BoundedFolder, NoRoom, locked, release_lock
 from .mirror import (
     MAX_LISTED,
     OPENING,
@@ -41,8 +43,10 @@ from .mirror import (
     default_folder,
     fetch_manifest,
     fetch_small_files,
+    is_name,
     is_shard,
     name_of,
+    size_of,
 )
 from .prefetch import Prefetcher
 from .reader import RemoteReader
@@ -52,7 +56,9 @@ STORE = "store"
 DEFAULT_CAPACITY_GIB = 64.0
 DEFAULT_THREADS = 4
 LOOK_SECONDS = 0.05  # between checks for room
-PATIENCE_SECONDS = 600.0  # for room that other processes hold
+PATIENCE_SECONDS = 600.0  # for room that shards of other processes take while they are fetched
+
+Opened = TypeVar("Opened")
 
 
 class RemoteFolder:
@@ -71,90 +77,78 @@ class RemoteFolder:
         self, reader: RemoteReader, folder: Path, manifest: Manifest, *, capacity: int, threads: int = DEFAULT_THREADS
     ) -> None:
         self.url, self.store, self.manifest = reader.url, folder / STORE, manifest
-        self._reader = reader
+        self._reader, self._capacity, self._num_threads = reader, capacity, threads
         self._entries = {entry.path: entry for entry in manifest.files if is_shard(entry)}
         self._paths: dict[str, list[str]] = {}
         for entry in self._entries.values():
             self._paths.setdefault(name_of(entry), []).append(entry.path)
         check_entries(self.url, self._entries.values(), capacity)
-        self._folder, self._capacity, self._num_threads = folder, capacity, threads
+        self.on_evict: Callable[[str], object] = lambda path: None
+        """Called with the path of every shard that this process evicts: its map keeps disk space in use."""
+        self._shards, self._coming, self._lock = folder / "shards", folder / "coming", folder / "lock"
         self._checked: set[str] = set()  # names that this process has hashed
-        self._listeners: list[Callable[[str], object]] = []
-        self._beginning, self._is_fork = threading.Lock(), False
-        self._begin()
+        self._wishes: list[str] = []  # names to prefetch
+        self._last_use = 0
+        self.num_fetched = self.num_evicted = 0  # files, by this process
+        for each in (self._shards, self._coming):
+            make_folder(each)
+        self.reset()
         reset_in_forks(self)
+        self._make_room("", ())  # the capacity may have been larger
 
     def reset(self) -> None:
-        """Defer the start to the first use: a fork should not touch the file system."""
-        self._beginning, self._is_fork = threading.Lock(), True
-
-    def _begin(self) -> None:
-        self._room = BoundedFolder(self._folder, self._capacity, self._notify_evicted)
-        self._changed = threading.Condition(self._room.mutex)
-        self._pins, self._holds = Counter[str](), Counter[str]()
-        self._wishes: dict[str, int] = {}  # position in the prefetch list
+        """Start without threads."""
+        self._counting = threading.Lock()
         self._ahead = Prefetcher(self._num_threads, self._fetch_ahead)
-        self.num_fetched = self.num_evicted = 0  # files, by this process
 
     def fetch(self, path: str) -> Path:
-        """Fetch a shard unless it is local, and check it by size and hash.
+        """Fetch a shard unless it is local, check it by size and hash, and mark it as used now.
 
         Args:
           path: within the store, as in the manifest.
-        Returns: the local file. It may be evicted as soon as this returns: see ``held`` and ``pin``.
-        Raises: DamageError: it is missing or damaged; StoreError: it cannot be read; ResourceError: pinned shards leave
-          no room, or the disk is full.
+        Returns: the local file. Another thread or process may evict it at once: see ``open``.
+        Raises: DamageError: it is missing or damaged; StoreError: it cannot be read; ResourceError: shards that others
+          fetch leave no room, or the disk is full.
         """
-        with self.held(path) as local:
-            return local
+        entry, deadline = self._entry(path), time.monotonic() + PATIENCE_SECONDS
+        while not self._bring(entry, keep=()):
+            if time.monotonic() > deadline:
+                raise ResourceError(
+                    f"store '{self.url}': file '{path}' needs {readable_size(entry.bytes)}; its local folder's "
+                    f"{readable_size(self._capacity)} are taken by shards that others fetch. Give it more room."
+                )
+            time.sleep(LOOK_SECONDS)
+        return self._shards / name_of(entry)
 
-    @contextlib.contextmanager
-    def held(self, path: str) -> Iterator[Path]:
-        """``fetch``, and protect the file from eviction by any process until the block ends.
-
-        Use it while mapping a file, one at a time: other processes may be waiting for its room.
-        """
-        entry = self._entry(path)
-        name = name_of(entry)
-        with self._counted(self._holds, [name]):
-            while (lock := self._hold(name)) is None:
-                self._fetch(entry)
+    def open(self, path: str, opener: Callable[[Path], Opened]) -> Opened:
+        """What ``opener`` makes of the local file of a shard; fetched again if it is evicted before it is open."""
+        while True:
             try:
-                yield self._room.path(name)
-            finally:
-                release_lock(lock)
+                return opener(self.fetch(path))
+            except FileNotFoundError:
+                continue
 
     def use(self, path: str) -> bool:
-        """Mark a mapped shard as used now; False if it was evicted."""
-        return self._room.use(name_of(self._entry(path)))
-
-    def pin(self, paths: Iterable[str]) -> contextlib.AbstractContextManager[None]:
-        """Protect shards from eviction by this process while the block runs; it fetches none."""
-        self._begin_in_fork()
-        return self._counted(self._pins, [name_of(self._entry(path)) for path in paths])
+        """Mark a shard as used now, so that others are evicted first; False if it was evicted."""
+        # Explicit, because the file system's clock ticks only every few milliseconds.
+        self._last_use = now = max(self._last_use + 1, time.time_ns())
+        try:
+            os.utime(self._shards / name_of(self._entry(path)), ns=(now, now))
+        except FileNotFoundError:
+            return False
+        return True
 
     def prefetch(self, paths: Iterable[str]) -> None:
         """Fetch shards in the background, in this order; the list replaces the previous one.
 
-        Pinned shards and earlier ones in the list are not evicted: without room, the rest waits for the next list.
+        Earlier shards of the list are not evicted for later ones: without room, the rest waits for the next list.
         Errors are raised by the ``fetch`` that needs the shard, which tries again.
         """
-        self._begin_in_fork()
-        names = list(dict.fromkeys(name_of(self._entry(path)) for path in paths))
-        with self._changed:
-            self._wishes = {name: place for place, name in enumerate(names)}
-        self._ahead.follow(names)
-
-    def on_evict(self, listener: Callable[[str], object]) -> None:
-        """Call ``listener`` with the path of every shard that this process evicts; maps keep its disk space in use.
-
-        Any thread may call it; it must not wait for a lock under which shards are fetched.
-        """
-        self._listeners.append(listener)
+        self._wishes = list(dict.fromkeys(name_of(self._entry(path)) for path in paths))
+        self._ahead.follow(self._wishes)
 
     def close(self) -> None:
         """Stop prefetching, after the current downloads."""
-        self._begin_in_fork()
         self._ahead.close()
 
     def __enter__(self) -> RemoteFolder:
@@ -163,117 +157,126 @@ class RemoteFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin_in_fork(self) -> None:
-        if self._is_fork:
-            with self._beginning:
-                if self._is_fork:
-                    self._begin()
-                    self._is_fork = False
-
     def _entry(self, path: str) -> FileEntry:
         """Manifest entry of a shard.
 
         Raises: DamageError: the path is not a shard.
         """
-        self._begin_in_fork()
         if path not in self._entries:
             raise DamageError(f"store '{self.url}': file '{path}' is not a shard of the manifest. Check the store.")
         return self._entries[path]
 
-    @contextlib.contextmanager
-    def _counted(self, counter: Counter[str], names: list[str]) -> Iterator[None]:
-        with self._changed:
-            counter.update(names)
-        try:
-            yield
-        finally:
-            with self._changed:
-                counter.subtract(names)
-                self._changed.notify_all()
-
-    def _hold(self, name: str) -> int | None:
-        """Hold a local file; a file of an earlier process is hashed first."""
-        lock = self._room.hold(name)
-        if lock is None or name in self._checked:
-            return lock
-        if xxh3_file(self._room.path(name)) != name.partition("-")[0]:
-            release_lock(lock)
-            self._room.discard(name)
-            return None
-        self._checked.add(name)
-        return lock
-
-    def _fetch(self, entry: FileEntry, *, ahead: bool = False) -> None:
-        """Fetch a shard, and wait for room.
-
-        Raises: NoRoom: only with ``ahead``.
-        """
-        name, deadline = name_of(entry), time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                is_new = self._reader.checked(entry, lambda: self._fetch_once(entry, ahead))
-                with self._changed:
-                    self._checked |= {name} if is_new else set()
-                    self.num_fetched += is_new
-                    self._changed.notify_all()
-                return
-            except NoRoom as full:
-                if ahead:
-                    raise
-                self._refuse_what_cannot_fit(entry, full.sizes, time.monotonic() > deadline)
-            with self._changed:
-                self._changed.wait(LOOK_SECONDS)  # other processes do not notify
-
-    def _fetch_once(self, entry: FileEntry, ahead: bool) -> bool:
-        priority = self._priority_ahead(name_of(entry)) if ahead else self._priority
-        return self._room.bring(name_of(entry), lambda: self._reader.pieces(entry), priority)
-
-    def _priority(self, name: str) -> int | None:
-        """Priority for a shard that is needed now: first shards outside the prefetch list, then its last ones."""
-        if self._pins[name] or self._holds[name]:
-            return None
-        return len(self._wishes) - self._wishes[name] if name in self._wishes else 0
-
-    def _priority_ahead(self, wished: str) -> Callable[[str], int | None]:
-        """Priority for a prefetched shard: earlier ones in the list stay."""
-
-        def priority(name: str) -> int | None:
-            last = len(self._wishes)  # the list may have been replaced
-            is_earlier = self._wishes.get(name, last) < self._wishes.get(wished, last)
-            return None if is_earlier else self._priority(name)
-
-        return priority
-
-    def _refuse_what_cannot_fit(self, entry: FileEntry, sizes: dict[str, int], is_late: bool) -> None:
-        with self._changed:
-            pinned = {name: size for name, size in sizes.items() if self._pins[name] and name != name_of(entry)}
-        capacity, taken = self._capacity, sum(pinned.values())
-        if taken + entry.bytes > capacity or is_late:
-            blocker = "held by others" if is_late else f"pinned ({readable_size(taken)})"
-            raise ResourceError(
-                f"store '{self.url}': file '{entry.path}' needs {readable_size(entry.bytes)}; of its local folder's "
-                f"{readable_size(capacity)} too much is {blocker}. Give it more room, or use fewer shards at a time."
-            )
-
     def _fetch_ahead(self, name: str) -> bool:
         """Fetch one shard of the list; False if there is no room for it and the rest."""
+        wishes = self._wishes  # may be replaced meanwhile
+        earlier = wishes[: wishes.index(name)] if name in wishes else wishes
         try:
-            if (lock := self._hold(name)) is not None:
-                release_lock(lock)
-            else:
-                self._fetch(self._entries[self._paths[name][0]], ahead=True)
-        except NoRoom:
-            return False
+            return self._bring(self._entries[self._paths[name][0]], keep=earlier)
         except (LeanditError, OSError):
             return True  # the ``fetch`` that needs it tries again and raises
+
+    def _bring(self, entry: FileEntry, keep: Collection[str]) -> bool:
+        """Fetch a shard unless it is whole; wait while another thread or process fetches it.
+
+        Args:
+          keep: names that are not evicted for it.
+        Returns: False if there is no room now.
+        """
+        name = name_of(entry)
+        while not self._is_whole(entry):
+            marker = open_lock(self._coming / name)
+            try:
+                fcntl.flock(marker, fcntl.LOCK_EX)  # until another owner is done, or dead
+                if not os.fstat(marker).st_nlink or self._is_whole(entry):
+                    continue
+                if not self._make_room(name, keep):
+                    return False
+                try:
+                    self._reader.checked(entry, lambda: write_atomic(self._shards / name, self._reader.pieces(entry)))
+                finally:
+                    (self._coming / name).unlink()
+            finally:
+                release_lock(marker)
+            self._checked.add(name)
+            with self._counting:
+                self.num_fetched += 1
         return True
 
-    def _notify_evicted(self, names: list[str]) -> None:
-        with self._changed:
-            self.num_evicted += len(names)
-        for path in (path for name in names for path in self._paths.get(name, ())):
-            for listener in self._listeners:
-                listener(path)
+    def _is_whole(self, entry: FileEntry) -> bool:
+        """Whether a shard is local; it is marked as used. A file of another process is hashed first, a damaged one
+        removed."""
+        name, local = name_of(entry), self._shards / name_of(entry)
+        try:
+            if name not in self._checked or local.stat().st_size != entry.bytes:
+                if local.stat().st_size != entry.bytes or xxh3_file(local) != entry.xxh3_128:
+                    remove(local)
+                    return False
+                self._checked.add(name)
+        except FileNotFoundError:
+            return False
+        return self.use(entry.path)
+
+    def _make_room(self, name: str, keep: Collection[str]) -> bool:
+        """Evict shards until the folder, with all markers counted, is within its capacity.
+
+        First go those that are not to be prefetched, the least recently used first, then the last ones of the list.
+
+        Args:
+          name: whose marker is removed if there is no room.
+          keep: names that are not evicted.
+        """
+        evicted: list[str] = []
+        wishes = {wish: place for place, wish in enumerate(self._wishes)}
+        with locked(self._lock):
+            stored, coming = self._scan()
+            excess = sum(map(size_of, {*stored, *coming})) - self._capacity
+            for candidate in sorted(
+                stored.keys() - set(keep), key=lambda one: (len(wishes) - wishes.get(one, len(wishes)), stored[one])
+            ):
+                if excess <= 0:
+                    break
+                evicted.append(candidate)
+                excess -= size_of(candidate)
+            if excess > 0:
+                if name:
+                    (self._coming / name).unlink()
+                return False
+            for one in evicted:
+                remove(self._shards / one)
+        with self._counting:
+            self.num_evicted += len(evicted)
+        for one in evicted:
+            for path in self._paths.get(one, ()):
+                self.on_evict(path)
+        return True
+
+    def _scan(self) -> tuple[dict[str, int], list[str]]:
+        """Last uses of the stored shards by name, and names of those being fetched; leftovers of dead processes are
+        removed. Only under the lock."""
+        coming = [one for one in os.listdir(self._coming) if is_name(one) and not self._is_dead(one)]
+        stored: dict[str, int] = {}
+        for entry in os.scandir(self._shards):
+            if entry.name.startswith(TEMPORARY_PREFIX):
+                if entry.name.rpartition("@")[2] not in coming:
+                    remove(Path(entry.path))
+            elif is_name(entry.name):
+                found = entry.stat()
+                if found.st_size == size_of(entry.name):
+                    stored[entry.name] = found.st_mtime_ns
+                else:  # truncated, for example by a power failure
+                    remove(Path(entry.path))
+        return stored, coming
+
+    def _is_dead(self, name: str) -> bool:
+        """Whether nobody holds a marker; then it is removed."""
+        marker = open_lock(self._coming / name)
+        try:
+            if not try_lock(marker):
+                return False
+            (self._coming / name).unlink()
+            return True
+        finally:
+            release_lock(marker)
 
 
 def open_remote(

@@ -32,14 +32,24 @@ from ..revisions.catalog import read_spec, sealed_revisions
 from ..revisions.commits import read_manifest
 from ..revisions.plan import planned_revisions
 from ..units import readable_size
-from .bounded import is_name
 from .reader import RemoteReader
 
 OPENING = "opening"
 REQUESTS = 8  # at a time
+_NAME = re.compile(r"[0-9a-f]{32}-(0|[1-9][0-9]{0,14})")
 # Largest manifest whose shard sizes are listed at open: 20 requests to s3. Larger ones would take minutes; their shards
 # are checked when they are fetched.
 MAX_LISTED = 20_000
+
+
+def is_name(name: str) -> bool:
+    """Whether a name of a shard in the local folder is valid: it cannot leave the folder, and includes the size."""
+    return bool(_NAME.fullmatch(name))
+
+
+def size_of(name: str) -> int:
+    """Bytes of a shard, by its name in the local folder."""
+    return int(name.rpartition("-")[2])
 
 
 def is_shard(entry: FileEntry) -> bool:

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...datasets.disk.locks import release_lock, try_lock
 from ...datasets.errors import RunError
-from ...datasets.remote.bounded import release_lock, try_lock
 
 
 @contextlib.contextmanager

@@ -155,7 +155,7 @@ def bytes_in(local: Path) -> int:
 
 def here(folder: RemoteFolder) -> set[str]:
     """The made-up shards that are in the folder."""
-    names = {path.name for path in folder._room.path("x").parent.iterdir()}
+    names = {path.name for path in folder._shards.iterdir()}
     return {path for path in PATHS if mirror.name_of(folder._entry(path)) in names}
 
 
@@ -620,7 +620,7 @@ def test_a_shard_that_is_larger_than_the_room_is_refused_before_anything_comes(
 def test_the_shard_that_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     folder = made_up(tmp_path / "local", sum(SIZES[:4]))
     gone: list[str] = []
-    folder.on_evict(gone.append)
+    folder.on_evict = gone.append
     for path in PATHS[:4]:
         folder.fetch(path)
     folder.fetch(PATHS[0])
@@ -635,54 +635,25 @@ def test_the_shard_that_was_not_used_for_longest_goes_first(tmp_path: Path) -> N
 
 def test_a_map_outlives_its_file(tmp_path: Path) -> None:
     folder = made_up(tmp_path / "local", 1500)
-    with folder.held(PATHS[0]) as local:
-        mapped = np.memmap(local, np.uint8, mode="r")
+    mapped = folder.open(PATHS[0], lambda local: np.memmap(local, np.uint8, mode="r"))
     folder.fetch(PATHS[5])
     assert not folder.use(PATHS[0])
     assert mapped.tobytes() == CONTENT[PATHS[0]]
 
 
-def test_what_is_pinned_stays_and_what_cannot_fit_beside_it_is_refused(tmp_path: Path) -> None:
-    folder = made_up(tmp_path / "local", 2700, threads=1)
-    with folder.pin(PATHS[:2]):  # 700 + 900: 1100 are left
-        for i in (0, 1, 2, 4, 6, 7):
-            folder.fetch(PATHS[i])
-            assert set(PATHS[: min(i + 1, 2)]) <= here(folder)
-        with pytest.raises(ResourceError, match=rf"{PATHS[5]}.*pinned.*more room"):
-            folder.fetch(PATHS[5])
-        folder.prefetch([PATHS[5], PATHS[4]])  # nor is it brought ahead
-        wait_until(lambda: not folder._ahead._running)
-        assert set(PATHS[:2]) <= here(folder) <= {*PATHS[:2], PATHS[6], PATHS[7]}
-    assert folder.fetch(PATHS[5]).stat().st_size == 1500
-
-
-def assert_waits_for_what_is_held(holder: RemoteFolder, asker: RemoteFolder) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        with holder.held(PATHS[0]) as local:
-            other = pool.submit(asker.fetch, PATHS[5])
-            time.sleep(0.1)
-            assert not other.done()
-            assert local.read_bytes() == CONTENT[PATHS[0]]
-        assert other.result(20).stat().st_size == 1500
-
-
-def test_what_is_held_by_another_thread_is_waited_for(tmp_path: Path) -> None:
-    folder = made_up(tmp_path / "local", 1500)
-    assert_waits_for_what_is_held(folder, folder)
-
-
-def test_what_another_process_holds_stays(tmp_path: Path) -> None:
-    # A second folder over the same files knows as little of the first one's holds as another process.
-    first, second = made_up(tmp_path / "local", 1500), made_up(tmp_path / "local", 1500)
-    assert_waits_for_what_is_held(first, second)
-    assert not first.use(PATHS[0])
-
-
 def test_waiting_for_room_comes_to_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "PATIENCE_SECONDS", 0.1)
+    gate, entered = threading.Event(), threading.Event()
     folder = made_up(tmp_path / "local", 1500)
-    with folder.held(PATHS[0]), pytest.raises(ResourceError, match="held by others"):
-        folder.fetch(PATHS[5])
+    FaultyFileSystem.watch = lambda: (entered.set(), gate.wait(20))
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(folder.fetch, PATHS[0])
+        assert entered.wait(20)
+        with pytest.raises(ResourceError, match=rf"{PATHS[5]}.*taken by shards that others fetch"):
+            folder.fetch(PATHS[5])
+        gate.set()
+        assert coming.result(20).read_bytes() == CONTENT[PATHS[0]]
+    assert folder.fetch(PATHS[5]).stat().st_size == 1500
 
 
 def test_prefetch_brings_in_order_and_no_more_than_fits(tmp_path: Path) -> None:
@@ -746,8 +717,7 @@ def test_threads_in_a_narrow_folder_read_right_bytes_and_never_exceed_it(tmp_pat
         rng = random.Random(seed)
         for _ in range(40):
             path = rng.choice(PATHS)
-            with folder.held(path) as file:
-                assert file.read_bytes() == CONTENT[path]
+            assert folder.open(path, Path.read_bytes) == CONTENT[path]
             if rng.random() < 0.2:
                 folder.prefetch(rng.sample(PATHS, 5))
 
@@ -762,8 +732,6 @@ def test_threads_in_a_narrow_folder_read_right_bytes_and_never_exceed_it(tmp_pat
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("fetch"), st.integers(0, 7)),
-        st.tuples(st.just("pin"), st.integers(0, 7)),
-        st.tuples(st.just("unpin"), st.integers(0, 7)),
         st.tuples(st.just("prefetch"), st.lists(st.integers(0, 7), max_size=8)),
         st.tuples(st.just("reopen"), st.sampled_from([1500, 2500, 4000, 10_000])),
     ),
@@ -782,28 +750,14 @@ def test_whatever_is_done_the_bytes_stay_within_the_room(
     room = [capacity]
     exceeded: list[int] = []
     FaultyFileSystem.watch = lambda: exceeded.append(bytes_in(local)) if bytes_in(local) > room[0] else None
-    pins: dict[int, Any] = {}
     for what, value in steps:
         if what == "fetch":
-            others = {i for i in pins if i != value}
-            stays = sum(SIZES[i] for i in others if PATHS[i] in here(folder))
-            is_here = PATHS[value] in here(folder)
-            try:
-                with folder.held(PATHS[value]) as file:
-                    assert file.read_bytes() == CONTENT[PATHS[value]]
-                assert is_here or stays + SIZES[value] <= room[0] or folder._wishes
-            except ResourceError:
-                assert sum(SIZES[i] for i in others) + SIZES[value] > room[0]
-        elif what == "pin" and value not in pins:
-            pins[value] = folder.pin([PATHS[value]])
-            pins[value].__enter__()
-        elif what == "unpin" and value in pins:
-            pins.pop(value).__exit__(None, None, None)
+            assert folder.open(PATHS[value], Path.read_bytes) == CONTENT[PATHS[value]]
         elif what == "prefetch":
             folder.prefetch([PATHS[i] for i in value])
         elif what == "reopen":
             folder.close()
-            room[0], pins = value, {}
+            room[0] = value
             folder = made_up(local, value)
         assert bytes_in(local) <= room[0]
     folder.close()
@@ -931,8 +885,7 @@ def test_processes_that_share_a_narrow_folder_read_right_bytes(origin: str, tmp_
         most = 0
         for _ in range(60):
             path = rng.choice(PATHS)
-            with folder.held(path) as file:
-                mapped = np.memmap(file, np.uint8, mode="r")
+            mapped = folder.open(path, lambda file: np.memmap(file, np.uint8, mode="r"))
             assert mapped.tobytes() == CONTENT[path]
             most = max(most, bytes_in(local))
         return [most, folder.num_fetched]
@@ -982,17 +935,15 @@ def test_a_fork_reads_on(url: str, s3: str, caption_store: LatentStore, tmp_path
 
     def work() -> bool:
         folder.prefetch(paths[3:])
-        with folder._changed:
-            folder._changed.wait_for(lambda: folder.num_fetched, 20)
+        wait_until(lambda: folder.num_fetched)
         return all(folder.fetch(path).read_bytes() == (caption_store.path / path).read_bytes() for path in paths)
 
     def close() -> bool:
-        with folder.pin([]):
-            folder.prefetch([])
+        folder.prefetch([])
         folder.close()
         return True
 
-    with folder._room.mutex:  # as if another thread had it at this moment
+    with folder._counting:  # as if another thread had it at this moment
         child, closes = start(work), start(close)
     assert closes.wait().value is True
     outcome = child.wait()
