@@ -23,7 +23,7 @@ from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli.verbs.look import report as report_command
 from leandit.tools.inspection.report import run as report
-from leandit.tools.inspection.report.run_charts import thinned
+from leandit.tools.inspection.report.charts import thinned
 from leandit.tools.inspection.report.run_facts import differing, read_run
 from leandit.train.config import load
 from leandit.train.loop import StopRequest, train
@@ -117,7 +117,6 @@ def test_several_runs_share_charts_and_a_table_of_what_differs(tmp_path: Path) -
     assert "two: 50.0% of the time was spent waiting" in page.line
     assert "one, two" in page.line  # they read the same store
     assert {"one", "two"} <= set(page.charts["Training loss"])
-    assert "Held-out loss of averaged weights, less that of the first run" in page.charts
     assert {"one: averaged weights", "two: weights"} <= set(page.charts["Loss of held-out records"])
     same_name = make_run(tmp_path / "other/one")
     page = page_of(one, same_name)
@@ -165,21 +164,6 @@ def test_a_long_run_makes_a_small_page_that_keeps_a_spike(tmp_path: Path) -> Non
     assert len(page.html) < 1_000_000
     assert "the highest is 77" in page.line
     assert "10" in page.charts["Training loss"]  # the axis reaches the spike
-
-
-def test_a_slow_line_is_named_and_does_not_stretch_the_axis(tmp_path: Path) -> None:
-    def change(number: int, line: dict[str, float]) -> None:
-        line["seconds_per_step"] = 60.0 if number in {1, 20} else 0.5
-        line["memory_gib"] = 40.0 if number <= 20 else 3.0  # a part of the run is no spike
-
-    slow = make_run(tmp_path / "slow", change=change)
-    page, title = page_of(slow), "Time of a step; 2 lines are above the chart, the highest 60 s at step 10"
-    assert max(float(text) for text in page.charts[title] if re.fullmatch(r"0\.\d+", text)) <= 0.55
-    assert "the longest is 60 s, 120 times" in page.line
-    assert "40" in page.charts["Peak memory, first rank"]
-    both = page_of(make_run(tmp_path / "even"), slow)
-    assert f"{title} of slow" in both.charts
-    assert "Images a second, of all ranks" in both.charts
 
 
 @pytest.mark.usefixtures("without_charts")

@@ -26,12 +26,11 @@ from leandit.datasets.store import LatentStore
 from leandit.datasets.units import readable_size
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
-from leandit.tools.inspection.report import store_sheets
-from leandit.tools.inspection.report.store_alerts import find_alerts
-from leandit.tools.inspection.report.store_page import short_names
-from leandit.tools.inspection.report.store_sheets import choose_rows
+from leandit.tools.inspection.report import store_page
+from leandit.tools.inspection.report.rules import STORE_RULES, alerts_of
+from leandit.tools.inspection.report.store_page import choose_rows, short_names
 from leandit.tools.inspection.store_facts import ASPECT_EDGES, StoreFacts
-from leandit.tools.inspection.store_text import share
+from leandit.tools.inspection.templating import share
 from leandit.tools.synthetic.store import make_store
 
 NUM_COPIES = 3
@@ -123,7 +122,7 @@ def test_a_page_shows_the_numbers_of_a_store(name: str, request: pytest.FixtureR
     assert f"{len(store)} records stored" in " ".join(" ".join(Elements(html).text).split())
     for bucket, num in store.buckets.items():
         assert f"{bucket}: {num} record" in sections["pictures"]
-    expected = {"identity", "records", "buckets", "pictures", "latents", "bytes", "warnings"}
+    expected = {"identity", "records", "buckets", "pictures", "latents", "bytes", "warnings", "rules"}
     expected |= ({"captions"} if store.texts else set()) | ({"classes"} if store.num_classes else set())
     assert sections.keys() == expected
     linked = {value for name, value in Elements(html).attributes if name == "href"}
@@ -229,15 +228,13 @@ def test_dates_of_a_copy_are_not_taken_for_those_of_the_run(label_store: LatentS
 
 
 def test_bytes_of_separate_files_are_those_of_padded_captions_in_whole_blocks(caption_store: LatentStore) -> None:
-    text, parts, total = caption_store.spec.text, StoreFacts(caption_store).files.separate, 0
+    text, total = caption_store.spec.text, 0
     assert text
-    caption_bytes = text.max_tokens * text.width * 2
     for bucket in caption_store.buckets:
         row_bytes, index = caption_store.latents(bucket).row_bytes, caption_store.index(bucket)
         for uses in np.diff(index.caption_starts):
-            total += -(-(row_bytes + int(uses) * caption_bytes) // 4096) * 4096
-    assert parts["captions"] == 28 * caption_bytes
-    assert parts["total"] == total == sum(size for name, size in parts.items() if name != "total")
+            total += -(-(row_bytes + int(uses) * text.max_tokens * text.width * 2) // 4096) * 4096
+    assert StoreFacts(caption_store).files.separate == total
 
 
 def test_sources_and_classes_are_counted_from_the_columns(tmp_path: Path) -> None:
@@ -307,7 +304,7 @@ def test_each_rule_warns(name: str, value: Any, sections: list[str], sentences: 
     spoiled = copy.copy(facts)
     known = getattr(facts, name)
     setattr(spoiled, name, known | value if isinstance(known, dict) else value)
-    alerts = find_alerts(spoiled)
+    alerts = alerts_of(STORE_RULES, [spoiled])
     assert [alert.section for alert in alerts] == sections
     for alert, sentence in zip(alerts, sentences, strict=True):
         assert sentence in alert.text
@@ -357,16 +354,16 @@ def test_without_its_autoencoder_a_store_shows_channels_and_says_so(
 def test_no_image_is_decoded_if_none_is_wanted(
     label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_sheets, "_decoder", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(store_page, "_decoder", lambda *_: pytest.fail("loaded"))
     page = page_of(label_store, out=tmp_path, options=("--count", "0"))
     assert "data:image/webp" not in page.html
     assert "pictures" not in page.sections
 
 
 def test_many_buckets_share_the_images_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_sheets, "MAX_IMAGES", 12)
-    monkeypatch.setattr(store_sheets, "MAX_BUCKETS", 5)
-    monkeypatch.setattr(store_sheets, "_decoder", lambda *_: (lambda _row: np.zeros((8, 8, 3), np.uint8), ""))
+    monkeypatch.setattr(store_page, "MAX_IMAGES", 12)
+    monkeypatch.setattr(store_page, "MAX_BUCKETS", 5)
+    monkeypatch.setattr(store_page, "_decoder", lambda *_: (lambda _row: np.zeros((8, 8, 3), np.uint8), ""))
     make_store(tmp_path / "s", {f"{64 + 8 * i}x64": 3 + i for i in range(8)}, num_classes=50)
     page = page_of(tmp_path / "s", out=tmp_path, options=())
     assert page.html.count("data:image/webp") == 5 * 2
