@@ -16,7 +16,7 @@ from ..templating import rows_of, side_by_side
 from .page import render_page, webp_uri, write_page
 from .rules import RUN_RULES, Alert, alerts_of
 from .run_charts import draw_charts
-from .run_facts import SCORES, RunFacts, differing, read_run
+from .run_facts import SCORES, RunFacts, differing
 
 Progress = Callable[[str, int, int], None]
 MOST_GRIDS = 8  # of a page, over all runs; at least the last of each
@@ -38,7 +38,7 @@ def report_runs(targets: Sequence[str], out: Path, *, progress: Progress) -> lis
     names = [Path(target).resolve().name for target in targets]
     for target, name in zip(targets, names, strict=True):
         progress("read", len(runs), len(targets))
-        runs.append(read_run(Path(target), name if names.count(name) == 1 else target))
+        runs.append(RunFacts(Path(target), name if names.count(name) == 1 else target))
     progress("read", len(runs), len(targets))
     alerts = find_alerts(runs)
     return write_page(out, render_runs(runs, alerts), alerts)

@@ -109,7 +109,7 @@ def _draw(spec: RunChart, runs: Sequence[RunFacts], lines: Sequence[tuple[RunFac
     def draw(axes: Any) -> None:
         for run, i, (name, x, y) in lines:
             place = runs.index(run)
-            style = {"color": COLORS[(place if several else i) % len(COLORS)]}
+            style: dict[str, Any] = {"color": COLORS[(place if several else i) % len(COLORS)]}
             style["linestyle"] = DASHES[(i if several else place) % len(DASHES)]
             if spec.is_smoothed and not name and len(runs) <= MOST_RAW:
                 axes.plot(*thinned(x, y, most), linewidth=0.7, alpha=0.35, **style)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +18,8 @@ from ....datasets.errors import DamageError, LeanditError
 from ....datasets.recipe import flatten, shipped_recipes
 from ....datasets.store import LatentStore
 from ....train.config import PACKAGE, load
-from ....train.metrics.reader import Metrics, read_metrics, whole_lines
-from ....train.metrics.starts import Start, read_starts
+from ....train.metrics.reader import read_metrics, whole_lines
+from ....train.metrics.starts import read_starts
 from ....train.run.evaluation.decoding import waiting
 from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, SNAPSHOT, STATE, find
 from ..templating import Rows, side_by_side, things
@@ -47,38 +47,33 @@ class _Manifest(BaseModel):
     recipe: dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
 class RunFacts:
-    """All that a report shows of a run.
+    """All that a report shows of a run, read from its folder; nothing is written.
 
     Args:
-      recipe: nested, with all keys; ``recipe_text`` is the file.
-      shipped: name of the shipped recipe that the run was started with; "": another one.
-      changed: keys that differ from it, each with both values.
-      num_steps: that the recipe asks for.
-      state: see ``Metrics.state``.
-      stores: names and values of each store.
-      evaluations: by column, of each result of ``leandit evaluate``.
-      grids: decoded images by step; ``num_waiting`` others are still latents.
-      checkpoints: their steps.
-      damaged: names of checkpoints that were set aside.
+      name: for the page.
+      now: seconds since 1970; None: the clock's.
+    Raises: DamageError: a file of the run is not what the trainer writes.
     """
 
-    name: str
-    recipe: dict[str, Any]
-    recipe_text: str
-    shipped: str
-    changed: list[tuple[str, ...]]
-    metrics: Metrics
-    num_steps: int
-    state: str
-    starts: list[Start]
-    stores: list[list[tuple[str, list[list[str]]]]]
-    evaluations: list[dict[str, str]]
-    grids: dict[int, Path]
-    num_waiting: int
-    checkpoints: list[int]
-    damaged: list[str]
+    def __init__(self, run: Path, name: str, *, now: float | None = None) -> None:
+        manifest = _read_manifest(run)
+        self.name, self.recipe = name, manifest.recipe  # nested, with all keys
+        self.recipe_text = (run / RECIPE).read_text(errors="replace") if (run / RECIPE).is_file() else ""
+        self.starts, self.metrics = read_starts(run), read_metrics(run)
+        steps = self.key("run.steps")
+        self.num_steps = steps if isinstance(steps, int) else 0  # that the recipe asks for
+        self.state = self.metrics.state(self.num_steps, now=now)
+        shipped = self.starts[0].recipe if self.starts else ""
+        self.shipped = shipped if shipped in shipped_recipes(PACKAGE) else ""  # that it was started with; "": another
+        self.changed = differing([load(shipped, []).model_dump(), self.recipe]) if self.shipped else []
+        self.stores = [side_by_side([_describe_store(run, store)]) for store in manifest.stores]
+        self.evaluations = _read_evaluations(run)
+        grids = {path.stem.removeprefix("step-"): path for path in (run / SAMPLES).glob("step-*.png")}
+        self.grids = {int(step): path for step, path in grids.items() if step.isdecimal()}  # decoded ones, by step
+        self.num_waiting = len(waiting(run / SAMPLES))  # grids that are still latents
+        self.checkpoints = sorted(int(path.name.rpartition("-")[2]) for path in find(CHECKPOINT, run))  # steps
+        self.damaged = sorted(path.name for path in run.glob(f"damaged-{CHECKPOINT}-*"))  # that were set aside
 
     @property
     def restart_steps(self) -> list[int]:
@@ -93,7 +88,9 @@ class RunFacts:
 
     def key(self, name: str) -> Any:
         """A key of the recipe by its dotted name; None if the run lacks it."""
-        return key_of(self.recipe, name)
+        return functools.reduce(
+            lambda table, part: table.get(part) if isinstance(table, Mapping) else None, name.split("."), self.recipe
+        )
 
     def mean(self, column: str) -> float:
         """Mean of a column over the time in steps, without the first line of each start; NaN without a number."""
@@ -136,37 +133,6 @@ class RunFacts:
         }
 
 
-def read_run(run: Path, name: str, *, now: float | None = None) -> RunFacts:
-    """Read the folder of a run; nothing is written.
-
-    Args:
-      name: for the page.
-      now: seconds since 1970; None: the clock's.
-    Raises: DamageError: a file of the run is not what the trainer writes.
-    """
-    manifest, starts, metrics = _read_manifest(run), read_starts(run), read_metrics(run)
-    steps = key_of(manifest.recipe, "run.steps")
-    num_steps = steps if isinstance(steps, int) else 0
-    shipped = starts[0].recipe if starts and starts[0].recipe in shipped_recipes(PACKAGE) else ""
-    return RunFacts(
-        name=name,
-        recipe=manifest.recipe,
-        recipe_text=(run / RECIPE).read_text(errors="replace") if (run / RECIPE).is_file() else "",
-        shipped=shipped,
-        changed=differing([load(shipped, []).model_dump(), manifest.recipe]) if shipped else [],
-        metrics=metrics,
-        num_steps=num_steps,
-        state=metrics.state(num_steps, now=now),
-        starts=starts,
-        stores=[side_by_side([_describe_store(run, store)]) for store in manifest.stores],
-        evaluations=_read_evaluations(run),
-        grids=_find_grids(run / SAMPLES),
-        num_waiting=len(waiting(run / SAMPLES)),
-        checkpoints=sorted(int(path.name.rpartition("-")[2]) for path in find(CHECKPOINT, run)),
-        damaged=sorted(path.name for path in run.glob(f"damaged-{CHECKPOINT}-*")),
-    )
-
-
 def differing(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Keys whose values differ between recipes, with the value of each; "-" where it lacks the key."""
     flat = [flatten(recipe) for recipe in recipes]
@@ -175,13 +141,6 @@ def differing(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
         for key in sorted({key for recipe in flat for key in recipe})
     ]
     return [row for row in rows if len(set(row[1:])) > 1]
-
-
-def key_of(recipe: Any, name: str) -> Any:
-    """A value of nested tables by its dotted name; None if it is missing."""
-    for part in name.split("."):
-        recipe = recipe.get(part) if isinstance(recipe, Mapping) else None
-    return recipe
 
 
 def _finite(summarize: Callable[[np.ndarray], Any], values: np.ndarray) -> float | None:
@@ -200,11 +159,6 @@ def _read_manifest(run: Path) -> _Manifest:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
         raise DamageError(f"run '{run}': '{RUN}' is not valid, '{place}': {problem['msg']}. Restore it.") from error
-
-
-def _find_grids(samples: Path) -> dict[int, Path]:
-    numbers = {path: path.stem.removeprefix("step-") for path in samples.glob("step-*.png")}
-    return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
 
 
 def _read_evaluations(run: Path) -> list[dict[str, str]]:

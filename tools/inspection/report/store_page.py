@@ -31,7 +31,7 @@ MAX_REJECTED_IMAGES = 24
 MANY = 120  # images, beyond which each is smaller
 LARGE_PX, SMALL_PX = 192, 128
 PAGE_BYTES = 3_200_000  # of all images of a report
-LISTED = {"max_rejects": 200, "num_extremes": 10}  # rejects, and smallest and largest classes, that are listed
+LISTED: dict[str, Any] = {"max_rejects": 200, "num_extremes": 10}  # of rejects; of smallest and of largest classes
 
 
 def report_stores(

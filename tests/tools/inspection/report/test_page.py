@@ -61,9 +61,9 @@ def test_a_text_makes_no_element_and_no_attribute(text: str, monkeypatch: pytest
     assert attacked.names == harmless.names
     assert [name for name, _ in attacked.attributes] == [name for name, _ in harmless.attributes]
     assert not {"script", "iframe", "object", "link", "base", "form"} & set(attacked.names)
-    for chart in svgs(page_of(text, monkeypatch)):
-        assert not {"script", "iframe", "image", "foreignobject", "a"} & set(chart.names)
-        assert not [name for name, _ in chart.attributes if name.startswith("on")]
+    for svg in svgs(page_of(text, monkeypatch)):
+        assert not {"script", "iframe", "image", "foreignobject", "a"} & set(svg.names)
+        assert not [name for name, _ in svg.attributes if name.startswith("on")]
 
 
 def test_control_characters_and_bidirectional_marks_are_shown_as_escapes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from leandit.datasets.store import LatentStore
 from leandit.tools.cli.verbs.look import report as report_command
 from leandit.tools.inspection.report import run as report
 from leandit.tools.inspection.report.charts import thinned
-from leandit.tools.inspection.report.run_facts import differing, read_run
+from leandit.tools.inspection.report.run_facts import RunFacts, differing
 from leandit.train.config import load
 from leandit.train.loop import StopRequest, train
 
@@ -203,10 +203,10 @@ def test_a_real_run_without_held_out_records_says_what_is_missing(label_store: L
 
 
 def test_a_recipe_is_compared_with_the_shipped_one_that_the_run_names(tmp_path: Path) -> None:
-    named = read_run(make_run(tmp_path / "named", "optimizer.lr=3e-4", recipe="dit-b-2-256"), "named")
+    named = RunFacts(make_run(tmp_path / "named", "optimizer.lr=3e-4", recipe="dit-b-2-256"), "named")
     assert named.shipped == "dit-b-2-256"
     assert named.changed[:2] == [("data.holdout", "0.0", "0.1"), ("optimizer.lr", "0.0001", "0.0003")]
-    own = read_run(make_run(tmp_path / "own", starts=[{"recipe": "mine.toml"}]), "own")
+    own = RunFacts(make_run(tmp_path / "own", starts=[{"recipe": "mine.toml"}]), "own")
     assert (own.shipped, own.changed) == ("", [])
     keys = [("b", "true", "-"), ("c.d", "-", '""')]
     assert differing([{"a": 1, "b": True}, {"a": 1, "c": {"d": ""}}]) == keys
@@ -220,10 +220,10 @@ def test_what_is_not_a_run_or_mixed_with_stores_is_refused(tmp_path: Path) -> No
     with pytest.raises(RecipeError, match="--source, --vae and --scores are of stores"):
         report_command([run], tmp_path / "page.html", vae="taesd")
     with pytest.raises(DamageError, match="it has not trained"):
-        read_run(tmp_path, "run")
+        RunFacts(tmp_path, "run")
     (tmp_path / "run.json").write_text('{"recipe": {}, "stores": [{"path": 3}]}')
     with pytest.raises(DamageError, match=r"'stores\.0\.path'"):
-        read_run(tmp_path, "run")
+        RunFacts(tmp_path, "run")
 
 
 @given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=1, max_size=400), st.integers(4, 60))

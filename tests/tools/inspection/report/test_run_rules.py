@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from made_runs import LINES, LOG_EVERY, Change, make_run, report_line
 
 from leandit.tools.inspection.report.rules import RUN_RULES, alerts_of, running_median
-from leandit.tools.inspection.report.run_facts import read_run
+from leandit.tools.inspection.report.run_facts import RunFacts
 
 NOW = 2e9  # long after any run of the tests has written
 
 
 def warned(run: Path, *, now: float = NOW) -> list[str]:
-    return [alert.text for alert in alerts_of(RUN_RULES, [read_run(run, "run", now=now)])]
+    return [alert.text for alert in alerts_of(RUN_RULES, [RunFacts(run, "run", now=now)])]
 
 
 def every(**values: Any) -> Change:
