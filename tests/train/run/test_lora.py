@@ -22,7 +22,7 @@ from leandit.train.models.diffusers_models.adapters import DOWN, UP, trained_par
 from leandit.train.models.spec import ModelSpec
 from leandit.train.optim.posthoc_ema import combine
 from leandit.train.run.evaluation.decoding import Decoding
-from leandit.train.run.manifest import RunFacts_manifest
+from leandit.train.run.manifest import read_run_manifest
 from leandit.train.run.resume import start_or_resume
 from leandit.train.run.state import TrainState, prepare
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot

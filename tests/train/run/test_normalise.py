@@ -17,7 +17,7 @@ from leandit.datasets.revisions.commits import read_manifest
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
 from leandit.train.loop import Outcome, StopRequest, train
-from leandit.train.run.manifest import RunFacts_manifest
+from leandit.train.run.manifest import read_run_manifest
 from leandit.train.run.state import prepare
 from leandit.train.sampling.snapshot import load_snapshot
 

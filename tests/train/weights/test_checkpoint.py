@@ -23,7 +23,7 @@ from leandit.datasets.errors import DamageError, ResourceError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.train import loop
 from leandit.train.loop import StopRequest, train
-from leandit.train.run.manifest import RunFacts_manifest
+from leandit.train.run.manifest import read_run_manifest
 from leandit.train.run.resume import GROUPS, capture, load, start_or_resume
 from leandit.train.run.saver import write
 from leandit.train.run.state import TrainState, prepare
