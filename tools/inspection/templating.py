@@ -39,6 +39,7 @@ def environment(*, html: bool = True) -> jinja2.Environment:
         "duration": readable_time,
         "mib": readable_size,
         "number": number,
+        "percent": lambda value, digits=1: f"{value:.{digits}%}",
         "share": share,
         "things": things,
         "utc": utc,

@@ -14,7 +14,7 @@ from ....datasets.errors import DamageError
 from ..grid import spread
 from ..templating import rows_of, side_by_side
 from .page import render_page, webp_uri, write_page
-from .rules import RUN_RULES, Alert, alerts_of
+from .rules import Alert, alerts_of, rules_of
 from .run_charts import draw_charts
 from .run_facts import SCORES, RunFacts, differing
 
@@ -46,7 +46,7 @@ def report_runs(targets: Sequence[str], out: Path, *, progress: Progress) -> lis
 
 def find_alerts(runs: Sequence[RunFacts]) -> list[Alert]:
     """The warnings of all runs, which name the run where there are several."""
-    return alerts_of(RUN_RULES, runs)
+    return alerts_of("run", runs)
 
 
 def render_runs(runs: Sequence[RunFacts], alerts: Sequence[Alert], *, version: str = "") -> str:
@@ -75,7 +75,7 @@ def render_runs(runs: Sequence[RunFacts], alerts: Sequence[Alert], *, version: s
         scores=[name for name in SCORES if any(name in values for _, values in evaluations)],
         evaluations=evaluations,
         differing=differing([run.recipe for run in runs]),
-        rules=RUN_RULES,
+        rules=rules_of("run"),
     )
 
 

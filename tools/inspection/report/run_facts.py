@@ -81,6 +81,16 @@ class RunFacts:
         return [start.from_step for start in self.starts[1:]]
 
     @property
+    def num_repeated_steps(self) -> int:
+        """Steps that were lost, since no checkpoint had them, and made again."""
+        return sum(max(0, start.reached_step - start.from_step) for start in self.starts)
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates that were skipped because gradients overflowed."""
+        return int(np.nansum(self.metrics.columns["skipped_steps"]))
+
+    @property
     def first_lines(self) -> np.ndarray:
         """Places of the first line of each start, which has its costs: compilation, first reads, kernels tried."""
         places = np.searchsorted(self.metrics.steps, [0, *self.restart_steps], side="right")
@@ -129,6 +139,7 @@ class RunFacts:
             "held_out": held_out,
             "images_per_second": _finite(np.nanmedian, columns["images_per_second"]),
             "shares": {name: mean for name, mean in means.items() if np.isfinite(mean)},
+            "evaluating": _finite(np.nanmedian, columns["held_out.share"]),
             "memory_gib": _finite(np.nanmax, columns["memory_gib"]),
         }
 

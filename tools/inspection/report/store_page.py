@@ -20,7 +20,7 @@ from ..grid import spread
 from ..store_facts import StoreFacts
 from ..templating import rows_of, side_by_side
 from .page import Thumbnail, latent_pixels, render_page, thumbnail, write_page
-from .rules import STORE_RULES, alerts_of
+from .rules import alerts_of, rules_of
 from .store_charts import store_charts
 
 Progress = Callable[[str, int, int], None]
@@ -70,7 +70,7 @@ def report_stores(
         rejects = reject_thumbnails(facts, source) if source else []
         recipe = [f"{key} = {json.dumps(v, ensure_ascii=False)}" for key, v in flatten(facts.spec.recipe).items()]
         stores.append({"facts": facts, "sheets": sheets, "note": note, "rejects": rejects, "recipe": recipe})
-    alerts = alerts_of(STORE_RULES, every)
+    alerts = alerts_of("store", every)
     rows = [rows_of("store.txt", facts=facts) for facts in every]
     sections = ("identity", "records", "captions", "features", "latents", "bytes")
     absent = {
@@ -88,7 +88,7 @@ def report_stores(
         rows={section: side_by_side([one.get(section, {}) for one in rows]) for section in sections},
         charts=store_charts(every),
         meanings=REJECT_REASONS,
-        rules=STORE_RULES,
+        rules=rules_of("store"),
         **LISTED,
     )
     return write_page(out, html, alerts)

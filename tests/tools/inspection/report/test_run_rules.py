@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import LINES, LOG_EVERY, Change, make_run, report_line
 
-from leandit.tools.inspection.report.rules import RUN_RULES, alerts_of, running_median
+from leandit.tools.inspection.report.rules import TABLE, alerts_of, running_median
 from leandit.tools.inspection.report.run_facts import RunFacts
 
 NOW = 2e9  # long after any run of the tests has written
 
 
 def warned(run: Path, *, now: float = NOW) -> list[str]:
-    return [alert.text for alert in alerts_of(RUN_RULES, [RunFacts(run, "run", now=now)])]
+    return [alert.text for alert in alerts_of("run", [RunFacts(run, "run", now=now)])]
 
 
 def every(**values: Any) -> Change:
@@ -126,7 +126,7 @@ def test_the_first_line_of_each_start_is_neither_slow_nor_waiting(tmp_path: Path
 
 def test_every_rule_has_a_test() -> None:
     others = 5  # restarts, state, damage, grids, lines
-    assert len(RUN_RULES) == len(BROKEN) - 2 + others  # three kinds of loss break one rule
+    assert len(TABLE["run"]) == len(BROKEN) - 2 + others  # three kinds of loss break one rule
 
 
 @given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=12), st.sampled_from([3, 21]))
