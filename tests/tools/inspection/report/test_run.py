@@ -18,7 +18,6 @@ from made_runs import make_grid, make_run
 from making import CPU, no_progress, train_recipe
 from PIL import Image
 from shown_runs import HOLDOUT
-from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT
 
 from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.store import LatentStore
@@ -26,7 +25,6 @@ from leandit.tools.cli.verbs.look import report as report_command
 from leandit.tools.inspection.report import run as report
 from leandit.tools.inspection.report.charts import thinned
 from leandit.tools.inspection.report.run_facts import RunFacts, differing
-from leandit.train.config import load
 from leandit.train.loop import StopRequest, train
 
 SVG, WEBP = "data:image/svg+xml;base64,", "data:image/webp;base64,"
@@ -121,24 +119,6 @@ def test_several_runs_share_charts_and_a_table_of_what_differs(tmp_path: Path) -
     assert {str(one), str(same_name)} <= set(page.text)
 
 
-@pytest.mark.parametrize("text", [MARKUP.replace("/", "|"), RIGHT_TO_LEFT + CONTROL])
-def test_texts_of_a_run_are_harmless(text: str, tmp_path: Path) -> None:
-    pages = []
-    for name in ("harmless", text):
-        change = lambda n, line, name=name: line.update(loss_terms={name: 1})  # noqa: E731
-        run = make_run(
-            tmp_path / name, change=change, starts=[{"machine": name, "device": name, "versions": {name: name}}]
-        )
-        (run / "recipe.toml").write_text(f"# {name}\n")
-        (run / "fid.json").write_text(json.dumps({"pictures": {"kind": name, "path": name}, "frechet": 3.25}))
-        pages.append(page_of(run))
-    harmless, attacked = pages
-    assert attacked.names == harmless.names
-    assert [name for name, _ in attacked.attributes] == [name for name, _ in harmless.attributes]
-    assert [c for c in attacked.html if not c.isprintable() and c != "\n"] == []
-    assert text[:1] in attacked.line
-
-
 @pytest.mark.usefixtures("without_charts")
 def test_evaluations_in_the_folder_are_shown(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
@@ -198,9 +178,7 @@ def test_a_recipe_is_compared_with_the_shipped_one_that_the_run_names(tmp_path: 
     assert named.changed[:2] == [("data.holdout", "0.0", "0.1"), ("optimizer.lr", "0.0001", "0.0003")]
     own = RunFacts(make_run(tmp_path / "own", starts=[{"recipe": "mine.toml"}]), "own")
     assert (own.shipped, own.changed) == ("", [])
-    keys = [("b", "true", "-"), ("c.d", "-", '""')]
-    assert differing([{"a": 1, "b": True}, {"a": 1, "c": {"d": ""}}]) == keys
-    assert differing([load("demo", []).model_dump()] * 2) == []
+    assert differing([{"a": 1, "b": True}, {"a": 1, "c": {"d": ""}}]) == [("b", "true", "-"), ("c.d", "-", '""')]
 
 
 def test_what_is_not_a_run_or_mixed_with_stores_is_refused(tmp_path: Path) -> None:
