@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,6 @@ class StoreFacts:
         store, spec = self.store, self.spec
         of_store = ("complete", "revision", "newest_revision", "unfinished_revision", "root_hash", "num_classes")
         texts = {one.name: self.text_facts(one) for one in spec.text_encoders}
-        first = next(iter(texts.values()), {"caption_tokens": None, "caption_quality": None})
         return {
             "store": self.path,
             **{name: getattr(store, name) for name in of_store},
@@ -65,8 +65,7 @@ class StoreFacts:
             "classes": store.class_names.summary(),
             "num_captions": store.captions.num_rows,
             "num_caption_tokens": self.num_caption_tokens,
-            "caption_tokens": first["caption_tokens"],
-            "caption_quality": first["caption_quality"],
+            **next(iter(texts.values()), dict.fromkeys(("caption_tokens", "caption_quality"))),
             "bytes": self.files.parts,
             "images": spec.images.model_dump(),
             "latent": spec.latent.model_dump(),
@@ -92,6 +91,12 @@ class StoreFacts:
             "fallbacks": value_counts(table["fallback"]),
         }
 
+    @property
+    def num_missing(self) -> int:
+        """Planned records that are neither stored nor rejected yet."""
+        counts = self.records
+        return counts["num_planned"] - counts["num_stored"] - counts["num_rejected"]
+
     @cached_property
     def rejected(self) -> pa.Table:
         """Every rejected record: the columns ``LEDGER``."""
@@ -115,25 +120,24 @@ class StoreFacts:
         earlier one; ``duplicates``: the most repeated images, with the keys of their first records.
         """
         sides = ("height_px", "width_px", "resized_height_px")
-        table = self.store.record_columns((*sides, "status"))
+        table = self.store.record_columns((*sides, "status", "source_checksum"))
         table = table.filter(pc.equal(table["status"], "stored"))
         height_px, width_px, resized_px = (pc.fill_null(table[side], 0).to_numpy() for side in sides)
         known = (height_px > 0) & (width_px > 0)
         ratios = np.clip(height_px[known] / width_px[known], ASPECT_EDGES[0], ASPECT_EDGES[-1])
-        checksums = self.store.record_columns(("source_checksum",))[0].drop_null()
-        images = pa.Table.from_struct_array(checksums.value_counts())
-        repeated = images.filter(pc.greater(images["counts"], 1)).sort_by([("counts", "descending")])
+        images = pa.Table.from_struct_array(table["source_checksum"].drop_null().value_counts())
+        repeated = images.filter(pc.greater(images["counts"], 1)).sort_by([("counts", "descending")])[:NUM_EXTREMES]
         keys = self.store.record_columns(("key", "source_checksum")) if repeated.num_rows else images
         return {
             "aspects": np.histogram(ratios, ASPECT_EDGES)[0] if known.any() else None,
             "num_enlarged": int(np.count_nonzero(resized_px[known] > height_px[known])),
-            "num_duplicates": len(checksums) - images.num_rows,
+            "num_duplicates": (pc.sum(images["counts"]).as_py() or 0) - images.num_rows,
             "duplicates": [
                 {
                     "num_records": count.as_py(),
-                    "keys": keys["key"].filter(pc.equal(keys["source_checksum"], value))[:MAX_KEYS].to_pylist(),
+                    "keys": keys["key"].filter(pc.equal(keys["source_checksum"], checksum))[:MAX_KEYS].to_pylist(),
                 }
-                for value, count in zip(*repeated[:NUM_EXTREMES].columns, strict=True)
+                for checksum, count in zip(*repeated.columns, strict=True)
             ],
         }
 
@@ -142,8 +146,7 @@ class StoreFacts:
     @cached_property
     def used_captions(self) -> pa.Table:
         """Captions that a stored record names, with their ``uses`` and ``characters``."""
-        names = [f"{name}{suffix}" for suffix in suffixes(self.spec).values() for name in ("num_tokens", "truncated")]
-        table = self.store.captions.select(["text", *names])
+        table = self.store.captions
         ids = np.concatenate([np.empty(0, np.int64), *(self.store.index(b).caption_ids for b in self.store.buckets)])
         table = table.append_column("uses", pa.array(np.bincount(ids, minlength=table.num_rows)))
         table = table.append_column("characters", pc.utf8_length(table["text"].cast(pa.string())))
@@ -190,12 +193,9 @@ class StoreFacts:
         tokens = captions[f"num_tokens{suffix}"].to_numpy()
         counts, _ = np.histogram(tokens, bins=[edge + 0.5 for edge in TOKEN_EDGES])
         spans = zip(itertools.pairwise(TOKEN_EDGES), counts.tolist(), strict=True)
-        low, median, p95, high = (int(value) for value in np.percentile(tokens, PERCENTILES, method="higher"))
+        percentiles = np.percentile(tokens, PERCENTILES, method="higher").tolist()
         return {
-            "min": low,
-            "median": median,
-            "p95": p95,
-            "max": high,
+            **dict(zip(("min", "median", "p95", "max"), percentiles, strict=True)),
             "table": {f"{first + 1}-{last}": count for (first, last), count in spans if count},
             "num_truncated": pc.sum(captions[f"truncated{suffix}"]).as_py() or 0,
             # Times fewer tokens than padded to max_tokens.
@@ -326,26 +326,22 @@ class StoreFacts:
         rows = {bucket: self.store.index(bucket).rows for bucket in arrays}
         total = sum(len(rows[bucket]) * array.row_bytes for bucket, array in arrays.items())
         step = max(1, -(-total // (SCAN_BYTES_AT_URL if self.store.remote else SCAN_BYTES)))
-        if not self.store.remote:
-            return {bucket: bucket_rows[::step] for bucket, bucket_rows in rows.items()}
-        chosen, num_shards = {}, 0
+        chosen, num_units = {}, 0
         for bucket, array in arrays.items():
-            shards = num_shards + rows[bucket] // array.shard_rows
-            chosen[bucket] = rows[bucket][shards % step == 0]
-            num_shards += -(-len(rows[bucket]) // array.shard_rows)
+            units = num_units + rows[bucket] // (array.shard_rows if self.store.remote else 1)
+            chosen[bucket] = rows[bucket][units % step == 0]
+            num_units = int(units.max(initial=num_units - 1)) + 1
         return chosen
 
 
 def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:
     """All fields of a record, its captions, and statistics of its latent."""
-    values: dict[str, Any] = {name: getattr(record, name) for name in Record.__dataclass_fields__}
-    values["caption_ids"] = list(record.caption_ids)
+    values: dict[str, Any] = asdict(record) | {"caption_ids": list(record.caption_ids)}
     if store.spec.classes and record.label >= 0:
         values["class"] = store.spec.classes[record.label]
         values["class_name"] = store.class_names.names[record.label]
     if record.caption_ids:
-        table = store.captions.select(["text", "num_tokens"])
-        values["captions"] = [table.slice(number, 1).to_pylist()[0] for number in record.caption_ids]
+        values["captions"] = store.captions.select(["text", "num_tokens"]).take(list(record.caption_ids)).to_pylist()
     if record.status != "stored" or record.bucket is None:
         return values
     array = store.latents(record.bucket)

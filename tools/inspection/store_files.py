@@ -33,10 +33,11 @@ class StoreFiles:
 
     @cached_property
     def parts(self) -> dict[str, int]:
-        """Bytes on disk of each part of the store."""
-        parts = {"latents": 0, **{f"feature {name}": 0 for name in self._store.features}}
-        parts |= {f"picture {name}": 0 for name in self._store.pictures}
-        parts |= {f"captions {name}".strip(): 0 for name in self._store.texts or [""]} | {"tables and metadata": 0}
+        """Bytes on disk of each part of the store, and in total."""
+        store = self._store
+        groups = [*(f"feature {name}" for name in store.features), *(f"picture {name}" for name in store.pictures)]
+        texts = [f"captions {name}".strip() for name in store.texts or [""]]
+        parts = dict.fromkeys(["latents", *groups, *texts, "tables and metadata"], 0)
         for path, size in self.sizes.items():
             parts[_part_of(path)] += size
         return parts | {"total": sum(self.sizes.values())}
@@ -50,36 +51,28 @@ class StoreFiles:
         return round(self.array_bytes(part) / max(1, len(self._store)), 1)
 
     @cached_property
-    def separate(self) -> dict[str, int]:
-        """Bytes of the same numbers as a file for each record, in whole blocks of a disk, by part.
+    def separate(self) -> int:
+        """Bytes of the same numbers as a file for each record, in whole blocks of a disk.
 
         Latents and features are as here; each caption of each record is padded to its encoder's limit, in float16.
         """
-        caption_bytes = sum(map(padded_bytes, self._store.spec.text_encoders))
-        beside = self.array_bytes(f"/{FEATURES}/") + self.array_bytes(f"/{PICTURES}/")
-        each_beside, latents, captions, total = beside / max(1, len(self._store)), 0, 0, 0
-        for bucket, num_records in self._store.buckets.items():
-            row_bytes = int(self._store.latents(bucket).row_bytes) * (1 + self._store.spec.latent.flip)
-            per_record = np.diff(self._store.index(bucket).caption_starts) * caption_bytes
-            latents += row_bytes * num_records
-            captions += int(per_record.sum())
-            total += int((-(-(per_record + row_bytes + each_beside) // BLOCK_BYTES) * BLOCK_BYTES).sum())
-        parts = {"latents": latents, "captions": captions, "features and pictures": beside}
-        return parts | {"unused ends of blocks": total - sum(parts.values()), "total": total}
+        store, caption_bytes = self._store, sum(map(padded_bytes, self._store.spec.text_encoders))
+        others = (self.array_bytes(f"/{FEATURES}/") + self.array_bytes(f"/{PICTURES}/")) / max(1, len(store))
+        total = 0
+        for bucket in store.buckets:
+            latents = int(store.latents(bucket).row_bytes) * (1 + store.spec.latent.flip)
+            each = np.diff(store.index(bucket).caption_starts) * caption_bytes + latents + others
+            total += int((np.ceil(each / BLOCK_BYTES) * BLOCK_BYTES).sum())
+        return total
 
     @cached_property
     def revisions(self) -> list[tuple[Manifest, float]]:
         """Complete revisions up to the opened one, in order, and the date of each seal in seconds since 1970."""
-        store = self._store
-        if store.manifest is None:
-            return []
+        path, newest = self._store.path, self._store.revision if self._store.manifest else 0
+        numbers = [number for number in sealed_revisions(path) if number <= newest] if newest else []
         return [
-            (
-                store.manifest if number == store.revision else read_manifest(store.path, number),
-                (store.path / f"{revision_prefix(number)}{MANIFEST}").stat().st_mtime,
-            )
-            for number in sealed_revisions(store.path)
-            if number <= store.revision
+            (read_manifest(path, number), (path / f"{revision_prefix(number)}{MANIFEST}").stat().st_mtime)
+            for number in numbers
         ]
 
     @cached_property
@@ -89,22 +82,18 @@ class StoreFiles:
         Returns: empty for a store at a URL, and for a copy whose files have the dates of copying.
         """
         root = self._store.path / revision_prefix(self._store.revision)
-        plan = root / PLAN / PLAN_FILE
-        if self._store.remote or not self._store.manifest or not plan.is_file():
-            return {}
         images, captions = (
             [path.stat().st_mtime for path in (root / "commits" / part).rglob("*.json")]
             for part in ("buckets", "captions")
         )
-        if not images:
+        plan = root / PLAN / PLAN_FILE
+        if self._store.remote or not self._store.manifest or not plan.is_file() or not images:
             return {}
         dates = {"planned": plan.stat().st_mtime}
         if captions and max(captions) <= min(images):
             dates["captions"] = max(captions)
-        if min(images) < max(images):
-            dates |= {"first images": min(images), "other images": max(images)}
-        else:
-            dates["images"] = max(images)
+        several = min(images) < max(images)
+        dates |= {"first images": min(images), "other images": max(images)} if several else {"images": max(images)}
         dates["sealing"] = (root / MANIFEST).stat().st_mtime
         is_in_order = list(dates.values()) == sorted(dates.values())
         return dates if is_in_order and dates["sealing"] > dates["planned"] else {}

@@ -61,44 +61,40 @@ def check(
         done["before"] = len(verification.findings)
         verification = repair_without_encoding(store, verification)
         if verification.damaged and source:
-            verification = _encode_damaged(store, source, device, overrides, verification, progress)
-    if deep and source and not verification.damaged and verification.revisions:
-        from ...precompute.deep_check import deep_check
+            from ...precompute.repair import repair as encode_damaged
 
-        with loaded_tools(store, source, device(), overrides) as tools:
-            sample = deep_check(store, tools, num_records=DEEP_RECORDS, seed=0)
-        verification.findings += sample.findings
-        done["deep"] = asdict(sample) | {"findings": len(sample.findings)}
-    elif deep:
+            with _repair_tools(store, source, device, overrides) as tools:
+                verification = encode_damaged(store, tools, verification, progress)
+    if deep and source:
         done["deep"] = None  # a damaged or incomplete store is not encoded again
+        if not verification.damaged and verification.revisions:
+            from ...precompute.deep_check import deep_check
+
+            with loaded_tools(store, source, device(), overrides) as tools:
+                sample = deep_check(store, tools, num_records=DEEP_RECORDS, seed=0)
+            verification.findings += sample.findings
+            done["deep"] = asdict(sample) | {"findings": len(sample.findings)}
     return verification, done
 
 
-def _encode_damaged(
-    store: Path,
-    source: SourcePaths,
-    device: Any,
-    overrides: list[str],
-    verification: Verification,
-    progress: Progress,
-) -> Verification:
-    """Encode damaged shards again, or import them again; returns what is still wrong.
+@contextmanager
+def _repair_tools(store: Path, source: SourcePaths, device: Any, overrides: list[str]) -> Iterator[Any]:
+    """What makes damaged shards again: encoders, or the importer of an imported store.
 
     Raises: RecipeError: an imported store has one source.
     """
-    from ...precompute.repair import repair
-
     spec = _newest_spec(store)
     if not spec.is_imported:
         with loaded_tools(store, source, device(), overrides) as tools:
-            return repair(store, tools, verification, progress)
+            yield tools
+        return
     from ...precompute.importing.repair import load_importer
     from ...precompute.sources.several import paths_of
 
     first, *others = paths_of(source)
     if others:
         raise RecipeError(f"verify '{store}': it was imported from one source. Give one --source.")
-    return repair(store, load_importer(spec, Path(first)), verification, progress)
+    yield load_importer(spec, Path(first))
 
 
 def check_url(url: str, *, quick: bool, deep: bool, repair: bool) -> tuple[Verification, dict[str, Any]]:
@@ -151,35 +147,31 @@ def render(checked: Verification, done: dict[str, Any]) -> str:
     """A verification as text: what was checked, findings, what to do."""
     rate = f"{readable_size(checked.num_bytes)} in {readable_time(checked.seconds)}"
     rate += f", {readable_size(checked.mib_per_second * 2**20)}/s"
-    lines = [
-        f"{'store':<12}{checked.store}",
-        f"{'revisions':<12}{', '.join(map(str, checked.revisions)) or 'none complete'}",
-        f"{'checked':<12}{checked.mode}: {checked.num_files:,} files, {rate}; {checked.num_records:,} records",
+    rows = [
+        ("store", checked.store),
+        ("revisions", ", ".join(map(str, checked.revisions)) or "none complete"),
+        ("checked", f"{checked.mode}: {checked.num_files:,} files, {rate}; {checked.num_records:,} records"),
     ]
     if "before" in done:
-        lines.append(f"{'repaired':<12}{done['before']} findings before, {len(checked.findings)} now")
-    if deep := done.get("deep"):
-        lines.append(
-            f"{'deep':<12}{deep['num_records']} records and {deep['num_captions']} captions encoded again: "
-            f"{deep['num_exact']} equal bit for bit, {deep['num_close']} within rounding, {deep['findings']} not"
-        )
-    elif "deep" in done:
-        lines.append(f"{'deep':<12}not done: see below")
-    lines += [f"{finding.cause:<16}{finding.line()}" for finding in checked.findings[:SHOWN]]
+        rows.append(("repaired", f"{done['before']} findings before, {len(checked.findings)} now"))
+    if "deep" in done:
+        again = "{num_records} records and {num_captions} captions encoded again: {num_exact} equal bit for bit, "
+        again += "{num_close} within rounding, {findings} not"
+        rows.append(("deep", again.format(**done["deep"]) if done["deep"] else "not done: see below"))
+    rows += [(f"{finding.cause:<16}", finding.line()) for finding in checked.findings[:SHOWN]]
     if len(checked.findings) > SHOWN:
-        lines.append(f"{'':<12}and {len(checked.findings) - SHOWN} more: see --json")
-    lines.append(f"{'state':<12}{_state(checked)}")
-    return "\n".join(map(printable, lines))
+        rows.append(("", f"and {len(checked.findings) - SHOWN} more: see --json"))
+    return "\n".join(printable(f"{name:<12}{value}") for name, value in [*rows, ("state", _state(checked))])
 
 
 def _state(checked: Verification) -> str:
-    if checked.damaged:
-        causes = {finding.cause for finding in checked.findings} - HARMLESS
-        if causes == {"stray"}:
-            return "foreign files: remove them yourself, leandit never does"
-        if "not_reproduced" in causes:
-            return "DAMAGED: see above"
+    causes = {finding.cause for finding in checked.findings} - HARMLESS
+    if causes == {"stray"}:
+        return "foreign files: remove them yourself, leandit never does"
+    if "not_reproduced" in causes:
+        return "DAMAGED: see above"
+    if causes:
         return f"DAMAGED: run 'leandit verify {shlex.quote(checked.store)} --repair --source PATH'"
     if not checked.complete:
         return "whole so far, but incomplete: run the same precompute command again"
-    return "whole" if not checked.findings else "whole; what is listed above does no harm"
+    return "whole" + (", with warnings" if checked.findings else "")

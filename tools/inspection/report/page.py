@@ -1,65 +1,35 @@
-"""The page of a report: one HTML file that loads nothing, whose every text is escaped.
-
-Templates extend ``templates/page.html``. What a template prints is escaped and its control characters are made visible;
-``value | isolated`` also keeps right-to-left text inside its place. Only ``Markup``, which charts are, is printed as it
-is.
-"""
+"""The page of a report: one HTML file that loads nothing, whose every text is escaped; and the images in it."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from PIL import Image
 
 from .... import __version__
 from ....datasets.disk.files import write_atomic
 from ....datasets.units import readable_size
-from ...terminal.text import printable
+from ..templating import environment
+from .rules import Alert
 
-mib = readable_size  # the filter's name
-TEMPLATES = Path(__file__).parent / "templates"
-MAX_CHARS = 2000  # of one text, so that a caption of megabytes does not fill the page
 SIDE_PX = 192  # of a thumbnail, at most
 QUALITIES = (80, 60, 40, 20)  # of WebP: the first that fits
-MOST_BYTES = 400_000  # of a picture
+MOST_BYTES = 400_000  # of an image
 STRETCH = (2.0, 98.0)  # percentiles of a latent that become black and white
 RGB = 3
-
-
-@dataclass(frozen=True)
-class Alert:
-    """Something that a reader must know first.
-
-    Args:
-      text: one sentence.
-      section: id of the section that shows more; "" for none.
-    """
-
-    text: str
-    section: str = ""
-
-
-@dataclass(frozen=True)
-class Section:
-    """A section of a report, for the list of contents: the id of its element, and its title."""
-
-    id: str
-    title: str
 
 
 def render_page(
     template: str,
     *,
     title: str,
-    sections: Sequence[Section],
+    sections: Mapping[str, str],
     alerts: Sequence[Alert] = (),
     page_version: str = "",
     **values: Any,
@@ -67,76 +37,29 @@ def render_page(
     """Fill in a template.
 
     Args:
-      template: name of a file in ``templates/`` that extends ``page.html``.
+      template: name of a template that extends ``page.html``.
       title: of the page; it may hold any text.
-      sections: for the list of contents, in order.
+      sections: for the list of contents, in order: the title by the id of its element.
       alerts: shown above everything else.
       page_version: of a page that ``leandit view`` serves, which reloads itself when there is another; "": a file.
       values: what the template prints; it may print nothing else.
     """
-    page = environment().get_template(template)
     values |= {"title": title, "sections": sections, "alerts": alerts, "page_version": page_version}
-    return page.render(version=__version__, **values)
+    return environment().get_template(template).render(version=__version__, **values)
 
 
-def write_page(path: Path, html: str) -> int:
-    """Write a report; returns its bytes."""
+def write_page(path: Path, html: str, alerts: Sequence[Alert]) -> list[tuple[str, str]]:
+    """Write a report; returns rows for the user."""
     content = html.encode()
     write_atomic(path, content)
-    return len(content)
+    return [("size", readable_size(len(content))), *[("warning", alert.text) for alert in alerts]]
 
 
-def environment() -> jinja2.Environment:
-    """The templates' environment, with the filters ``isolated``, ``count``, ``mib`` and ``number``."""
-    found = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=visible,
-    )
-    found.filters |= {"isolated": isolated, "count": count, "mib": mib, "number": number}
-    return found
-
-
-def visible(value: Any) -> Any:
-    """A text with its control characters and bidirectional marks escaped, cut at ``MAX_CHARS``; other values as is."""
-    if not isinstance(value, str) or isinstance(value, Markup):
-        return value
-    shown = printable(value[:MAX_CHARS])
-    return shown if len(value) <= MAX_CHARS else f"{shown}… ({count(len(value))} characters)"
-
-
-def isolated(value: object) -> Markup:
-    """A text of a store or run as an element of its own, whose direction leaves its surroundings alone."""
-    return Markup(f"<bdi>{escape(visible(str(value)))}</bdi>")
-
-
-def count(value: int) -> str:
-    """A whole number with separators: 1,281,167."""
-    return f"{value:,}"
-
-
-def several(number: int, thing: str) -> str:
-    """A count of things: "1 record", "1,281,167 records"."""
-    return f"{count(number)} {thing}{'' if number == 1 else 's'}"
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """A number with so many significant digits; a hyphen for None."""
-    return "-" if value is None else f"{value:.{digits}g}"
-
-
-# ----------------------------------------------------------------------------------------------------- images of a page
-
-
-@dataclass(frozen=True)
-class Thumbnail:
-    """A picture of a page.
+class Thumbnail(NamedTuple):
+    """An image of a page.
 
     Args:
-      uri: of its bytes; None: there is no picture, and a grey field takes its place.
+      uri: of its bytes; None: there is no image, and a gray field takes its place.
       key: of the record; it may hold any text.
       text: its caption or class; likewise.
       is_coarse: few pixels, which are shown as squares.
@@ -153,12 +76,7 @@ class Thumbnail:
 def thumbnail(
     pixels: np.ndarray | None, *, key: str = "", text: str = "", side_px: int = SIDE_PX, most_bytes: int = MOST_BYTES
 ) -> Thumbnail:
-    """A picture at its size or smaller.
-
-    Args:
-      pixels: (height, width, 3) uint8, or None.
-      side_px, most_bytes: as for ``webp_uri``.
-    """
+    """An image at its size or smaller; (height, width, 3) uint8, or None."""
     if pixels is None:
         return Thumbnail(None, side_px, side_px, key, text)
     height_px, width_px = pixels.shape[:2]

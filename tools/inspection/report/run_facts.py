@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
+from ....datasets.disk.cached import cached_property
 from ....datasets.disk.hashing import read_json
 from ....datasets.errors import DamageError, LeanditError
 from ....datasets.recipe import flatten, shipped_recipes
 from ....datasets.store import LatentStore
 from ....train.config import PACKAGE, load
-from ....train.metrics.reader import Metrics, read_metrics, whole_lines
-from ....train.metrics.starts import Start, read_starts
+from ....train.metrics.reader import read_metrics, whole_lines
+from ....train.metrics.starts import read_starts
 from ....train.run.evaluation.decoding import waiting
 from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, SNAPSHOT, STATE, find
+from ..templating import Rows, side_by_side, things
 
 SCORES = ("frechet", "kid", "cmmd", "precision", "recall", "density", "coverage", "clip_score")
 ABSENT = "-"
 HASH_CHARS = 16
-Rows = list[tuple[str, str]]
 
 
 class _RevisionRead(BaseModel):
@@ -46,43 +47,48 @@ class _Manifest(BaseModel):
     recipe: dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
 class RunFacts:
-    """All that a report shows of a run.
+    """All that a report shows of a run, read from its folder; nothing is written.
 
     Args:
-      recipe: nested, with all keys; ``recipe_text`` is the file.
-      shipped: name of the shipped recipe that the run was started with; "": another one.
-      changed: keys that differ from it, each with both values.
-      num_steps: that the recipe asks for.
-      state: see ``Metrics.state``.
-      stores: names and values of each store.
-      evaluations: by column, of each result of ``leandit evaluate``.
-      grids: decoded images by step; ``num_waiting`` others are still latents.
-      checkpoints: their steps.
-      damaged: names of checkpoints that were set aside.
+      name: for the page.
+      now: seconds since 1970; None: the clock's.
+    Raises: DamageError: a file of the run is not what the trainer writes.
     """
 
-    name: str
-    recipe: dict[str, Any]
-    recipe_text: str
-    shipped: str
-    changed: list[tuple[str, ...]]
-    metrics: Metrics
-    num_steps: int
-    state: str
-    starts: list[Start]
-    stores: list[Rows]
-    evaluations: list[dict[str, str]]
-    grids: dict[int, Path]
-    num_waiting: int
-    checkpoints: list[int]
-    damaged: list[str]
+    def __init__(self, run: Path, name: str, *, now: float | None = None) -> None:
+        manifest = _read_manifest(run)
+        self.name, self.recipe = name, manifest.recipe  # nested, with all keys
+        self.recipe_text = (run / RECIPE).read_text(errors="replace") if (run / RECIPE).is_file() else ""
+        self.starts, self.metrics = read_starts(run), read_metrics(run)
+        steps = self.key("run.steps")
+        self.num_steps = steps if isinstance(steps, int) else 0  # that the recipe asks for
+        self.state = self.metrics.state(self.num_steps, now=now)
+        shipped = self.starts[0].recipe if self.starts else ""
+        self.shipped = shipped if shipped in shipped_recipes(PACKAGE) else ""  # that it was started with; "": another
+        self.changed = differing([load(shipped, []).model_dump(), self.recipe]) if self.shipped else []
+        self.stores = [side_by_side([_describe_store(run, store)]) for store in manifest.stores]
+        self.evaluations = _read_evaluations(run)
+        grids = {path.stem.removeprefix("step-"): path for path in (run / SAMPLES).glob("step-*.png")}
+        self.grids = {int(step): path for step, path in grids.items() if step.isdecimal()}  # decoded ones, by step
+        self.num_waiting = len(waiting(run / SAMPLES))  # grids that are still latents
+        self.checkpoints = sorted(int(path.name.rpartition("-")[2]) for path in find(CHECKPOINT, run))  # steps
+        self.damaged = sorted(path.name for path in run.glob(f"damaged-{CHECKPOINT}-*"))  # that were set aside
 
     @property
     def restart_steps(self) -> list[int]:
         """Steps from which the run was resumed."""
         return [start.from_step for start in self.starts[1:]]
+
+    @property
+    def num_repeated_steps(self) -> int:
+        """Steps that were lost, since no checkpoint had them, and made again."""
+        return sum(max(0, start.reached_step - start.from_step) for start in self.starts)
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates that were skipped because gradients overflowed."""
+        return int(np.nansum(self.metrics.columns["skipped_steps"]))
 
     @property
     def first_lines(self) -> np.ndarray:
@@ -92,7 +98,9 @@ class RunFacts:
 
     def key(self, name: str) -> Any:
         """A key of the recipe by its dotted name; None if the run lacks it."""
-        return key_of(self.recipe, name)
+        return functools.reduce(
+            lambda table, part: table.get(part) if isinstance(table, Mapping) else None, name.split("."), self.recipe
+        )
 
     def mean(self, column: str) -> float:
         """Mean of a column over the time in steps, without the first line of each start; NaN without a number."""
@@ -102,36 +110,38 @@ class RunFacts:
             counts[self.first_lines] = False
         return float(np.average(values[counts], weights=weights[counts])) if weights[counts].sum() > 0 else np.nan
 
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """The numbers of the summary: None where there is none; empty for a run that has not reported.
 
-def read_run(run: Path, name: str, *, now: float | None = None) -> RunFacts:
-    """Read the folder of a run; nothing is written.
-
-    Args:
-      name: for the page.
-      now: seconds since 1970; None: the clock's.
-    Raises: DamageError: a file of the run is not what the trainer writes.
-    """
-    manifest, starts, metrics = _read_manifest(run), read_starts(run), read_metrics(run)
-    steps = key_of(manifest.recipe, "run.steps")
-    num_steps = steps if isinstance(steps, int) else 0
-    shipped = starts[0].recipe if starts and starts[0].recipe in shipped_recipes(PACKAGE) else ""
-    return RunFacts(
-        name=name,
-        recipe=manifest.recipe,
-        recipe_text=(run / RECIPE).read_text(errors="replace") if (run / RECIPE).is_file() else "",
-        shipped=shipped,
-        changed=differing([load(shipped, []).model_dump(), manifest.recipe]) if shipped else [],
-        metrics=metrics,
-        num_steps=num_steps,
-        state=metrics.state(num_steps, now=now),
-        starts=starts,
-        stores=[_describe_store(run, store) for store in manifest.stores],
-        evaluations=_read_evaluations(run),
-        grids=_find_grids(run / SAMPLES),
-        num_waiting=len(waiting(run / SAMPLES)),
-        checkpoints=sorted(int(path.name.rpartition("-")[2]) for path in find(CHECKPOINT, run)),
-        damaged=sorted(path.name for path in run.glob(f"damaged-{CHECKPOINT}-*")),
-    )
+        Returns: among them ``held_out``: ``last`` and ``lowest`` loss by weights, and the ``step`` of the lowest;
+        ``shares`` of the time; ``seconds_left`` at the speed of the last line.
+        """
+        metrics, columns = self.metrics, self.metrics.columns
+        if not len(metrics):
+            return {}
+        held_out = {}
+        for name, column in (("averaged weights", "held_out.averaged_loss"), ("weights", "held_out.loss")):
+            losses = columns[column][metrics.is_evaluated]
+            if np.isfinite(losses).any():
+                best = int(np.nanargmin(losses))
+                step = int(metrics.steps[metrics.is_evaluated][best])
+                held_out[name] = {"last": losses[-1], "lowest": losses[best], "step": step}
+        line_seconds = columns["seconds_per_step"][-1]
+        shares = {"MFU": "mfu", "waiting for batches": "data_wait_share", "GPU busy": "gpu_busy_share"}
+        means = {name: self.mean(column) for name, column in shares.items()}
+        return {
+            "num_images": int(np.nan_to_num(columns["num_images"][-1])),
+            "epoch": int(np.nan_to_num(columns["epoch"][-1])),
+            "seconds": float(metrics.seconds[-1]),
+            "seconds_left": line_seconds * (self.num_steps - metrics.last_step) if line_seconds > 0 else None,
+            "loss": _finite(np.nanmean, columns["loss"][-max(1, len(metrics) // 10) :]),
+            "held_out": held_out,
+            "images_per_second": _finite(np.nanmedian, columns["images_per_second"]),
+            "shares": {name: mean for name, mean in means.items() if np.isfinite(mean)},
+            "evaluating": _finite(np.nanmedian, columns["held_out.share"]),
+            "memory_gib": _finite(np.nanmax, columns["memory_gib"]),
+        }
 
 
 def differing(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -144,11 +154,8 @@ def differing(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def key_of(recipe: Any, name: str) -> Any:
-    """A value of nested tables by its dotted name; None if it is missing."""
-    for part in name.split("."):
-        recipe = recipe.get(part) if isinstance(recipe, Mapping) else None
-    return recipe
+def _finite(summarize: Callable[[np.ndarray], Any], values: np.ndarray) -> float | None:
+    return float(summarize(values)) if np.isfinite(values).any() else None
 
 
 def _read_manifest(run: Path) -> _Manifest:
@@ -165,22 +172,16 @@ def _read_manifest(run: Path) -> _Manifest:
         raise DamageError(f"run '{run}': '{RUN}' is not valid, '{place}': {problem['msg']}. Restore it.") from error
 
 
-def _find_grids(samples: Path) -> dict[int, Path]:
-    numbers = {path: path.stem.removeprefix("step-") for path in samples.glob("step-*.png")}
-    return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
-
-
 def _read_evaluations(run: Path) -> list[dict[str, str]]:
     """Results of ``leandit evaluate``: of the run itself, and others whose ``--json`` lies among the run's files.
 
     Raises: DamageError: a whole line is not JSON.
     """
-    lines, _ = whole_lines(run / EVALUATIONS)
     try:
-        results = [(EVALUATIONS, json.loads(line)) for line in lines]
+        noted = [json.loads(line) for line in whole_lines(run / EVALUATIONS)[0]]
     except ValueError as error:
         raise DamageError(f"'{run / EVALUATIONS}': a line is not JSON ({error}). Remove the line.") from error
-    noted = [value for _, value in results]
+    results = [(EVALUATIONS, value) for value in noted]
     for path in sorted(set(run.glob("*.json")) - {run / RUN}):
         with contextlib.suppress(DamageError):  # not ours: the trainer has no other JSON there
             results += [(path.name, value)] if (value := read_json(path)) not in noted else []
@@ -205,35 +206,37 @@ def _side(side: Any) -> str:
 def _describe_store(run: Path, read: _StoreRead) -> Rows:
     """What the run has read of a store, and what the store itself says where it can be opened."""
     path, last = (run / read.path).resolve(), read.revisions[-1]
-    rows = [("path", str(path))]
-    for revision in read.revisions:
-        since = f" from step {revision.from_step} on" if len(read.revisions) > 1 else ""
-        root_hash = revision.root_hash or "none, it was not complete"
-        rows.append(("revision", f"{revision.revision}{since}, root hash {root_hash}"))
+    rows = {"path": [str(path)]}
+    rows["revision"] = [
+        f"{revision.revision}"
+        + (f" from step {revision.from_step} on" if len(read.revisions) > 1 else "")
+        + f", root hash {revision.root_hash or 'none, it was not complete'}"
+        for revision in read.revisions
+    ]
     try:
         store = LatentStore(path, revision=last.revision, allow_incomplete=True)
     except (LeanditError, OSError) as error:
-        return [*rows, ("not opened", str(error)), *_encoders_of_snapshot(run)]
+        return rows | {"not opened": [str(error)]} | _encoders_of_snapshot(run)
     if last.root_hash and store.root_hash != last.root_hash:
-        rows.append(("another store", f"the one there now has root hash {store.root_hash}"))
-    buckets = "bucket" if len(store.buckets) == 1 else "buckets"
-    rows.append(("records", f"{sum(store.buckets.values()):,} in {len(store.buckets)} {buckets}"))
+        rows["another store"] = [f"the one there now has root hash {store.root_hash}"]
+    rows["records"] = [f"{sum(store.buckets.values()):,} in {things(len(store.buckets), 'bucket')}"]
     spec = store.spec
-    encoders = [("autoencoder", spec.vae), *([("text encoder", spec.text_encoder)] if spec.text_encoder else [])]
-    encoders += [(f"text {text.name}", text.encoder) for text in spec.texts]
-    encoders += [(f"feature {feature.name}", feature.encoder) for feature in spec.features]
-    return rows + [
-        (role, f"{encoder.model}, {encoder.class_name}, weights {encoder.weights_sha256[:HASH_CHARS]}")
-        for role, encoder in encoders
-    ]
+    encoders = {"autoencoder": spec.vae, "text encoder": spec.text_encoder}
+    encoders |= {f"text {text.name}": text.encoder for text in spec.texts}
+    encoders |= {f"feature {feature.name}": feature.encoder for feature in spec.features}
+    return rows | {
+        role: [f"{encoder.model}, {encoder.class_name}, weights {encoder.weights_sha256[:HASH_CHARS]}"]
+        for role, encoder in encoders.items()
+        if encoder
+    }
 
 
 def _encoders_of_snapshot(run: Path) -> Rows:
     """The encoders that the newest snapshot names; none of a run without one."""
     snapshots = find(SNAPSHOT, run)
     state = read_json(snapshots[-1] / STATE) if snapshots else {}
-    rows = []
+    rows: Rows = {}
     for role, name in (("vae", "autoencoder"), ("text_encoder", "text encoder")):
         if isinstance(encoder := state.get(role), dict) and isinstance(section := encoder.get("model"), dict):
-            rows.append((name, f"{section.get('model')}, weights {str(encoder.get('weights_sha256'))[:HASH_CHARS]}"))
+            rows[name] = [f"{section.get('model')}, weights {str(encoder.get('weights_sha256'))[:HASH_CHARS]}"]
     return rows

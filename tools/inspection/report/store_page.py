@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from ....datasets.errors import EncoderError
 from ....datasets.format.table_schemas import REJECT_REASONS
-from ....datasets.order.filters import ScoreTable
+from ....datasets.order.filters import ScoreTable, read_scores
 from ....datasets.recipe import flatten
 from ....datasets.store import LatentStore
-from ....datasets.units import readable_size
-from .. import store_text
+from ..contact_sheet import read_originals, reject_cells, shown_records
+from ..grid import spread
 from ..store_facts import StoreFacts
-from .page import Alert, Section, render_page, write_page
-from .store_alerts import find_alerts
-from .store_figures import bucket_figures, byte_figures, caption_figures, class_figures, latent_figures
-from .store_sheets import Progress, bucket_sheets, reject_thumbnails
+from ..templating import rows_of, side_by_side
+from .page import Thumbnail, latent_pixels, render_page, thumbnail, write_page
+from .rules import alerts_of, rules_of
+from .store_charts import store_charts
 
-MAX_REJECTS = 200  # that are listed
-NUM_EXTREMES = 10  # smallest and largest classes that are listed
-TITLES = ("Identity", "Records", "Buckets", "Pictures", "Captions", "Features", "Classes", "Latents", "Bytes")
+Progress = Callable[[str, int, int], None]
+TITLES = ("Identity", "Records", "Buckets", "Pictures", "Captions", "Features", "Classes", "Latents", "Bytes", "Rules")
+MAX_IMAGES = 160  # of a report: decoding takes seconds for each on a CPU
+MAX_BUCKETS = 60
+MAX_REJECTED_IMAGES = 24
+MANY = 120  # images, beyond which each is smaller
+LARGE_PX, SMALL_PX = 192, 128
+PAGE_BYTES = 3_200_000  # of all images of a report
+LISTED: dict[str, Any] = {"max_rejects": 200, "num_extremes": 10}  # of rejects; of smallest and of largest classes
 
 
 def report_stores(
@@ -47,63 +57,41 @@ def report_stores(
     Returns: rows for the user.
     Raises: as ``LatentStore``; SourceError; RecipeError: the scores cannot be read; EncoderError: of ``vae``.
     """
-    stores, shown = [], []
-    for done, (target, name) in enumerate(zip(targets, short_names(targets), strict=True)):
-        progress("read", done, len(targets))
-        stores.append(StoreFacts(LatentStore(target, allow_incomplete=True, access="pread"), name))
-        _ = stores[-1].latents  # the longest read
+    every = list[StoreFacts]()
+    for target, name in zip(targets, short_names(targets), strict=True):
+        progress("read", len(every), len(targets))
+        every.append(StoreFacts(LatentStore(target, allow_incomplete=True, access="pread"), name))
+        _ = every[-1].latents  # the longest read
     progress("read", len(targets), len(targets))
-    for facts in stores:
-        sheets, note = bucket_sheets(
-            facts.store, count=count, vae=vae, scores=scores, seed=seed, num_stores=len(stores), progress=progress
-        )
+    stores = list[dict[str, Any]]()
+    for facts in every:
+        store, num_stores = facts.store, len(every)
+        sheets, note = bucket_sheets(store, count, vae, scores, seed, num_stores=num_stores, progress=progress)
         rejects = reject_thumbnails(facts, source) if source else []
-        recipe = [
-            f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in flatten(facts.spec.recipe).items()
-        ]
-        shown.append({"facts": facts, "sheets": sheets, "note": note, "rejects": rejects, "recipe": recipe})
-    alerts = [
-        Alert(f"{facts.name}: {alert.text}" if len(stores) > 1 else alert.text, alert.section)
-        for facts in stores
-        for alert in find_alerts(facts)
-    ]
-    num_bytes = write_page(out, _page(shown, alerts))
-    return [("size", readable_size(num_bytes)), *[("warning", alert.text) for alert in alerts]]
-
-
-def _page(shown: Sequence[dict[str, Any]], alerts: Sequence[Alert]) -> str:
-    stores: list[StoreFacts] = [store["facts"] for store in shown]
+        recipe = [f"{key} = {json.dumps(v, ensure_ascii=False)}" for key, v in flatten(facts.spec.recipe).items()]
+        stores.append({"facts": facts, "sheets": sheets, "note": note, "rejects": rejects, "recipe": recipe})
+    alerts = alerts_of("store", every)
+    rows = [rows_of("store.txt", facts=facts) for facts in every]
+    sections = ("identity", "records", "captions", "features", "latents", "bytes")
     absent = {
-        "Pictures": not any(store["sheets"] for store in shown),
-        "Captions": not any(facts.captions for facts in stores),
-        "Features": not any(facts.spec.groups for facts in stores),
-        "Classes": not any(facts.store.num_classes for facts in stores),
+        "Pictures": not any(store["sheets"] for store in stores),
+        "Captions": not any(facts.captions for facts in every),
+        "Features": not any(facts.spec.groups for facts in every),
+        "Classes": not any(facts.store.num_classes for facts in every),
     }
-    reasons = dict.fromkeys(reason for facts in stores for reason in facts.records["rejects"])
-    return render_page(
+    html = render_page(
         "store.html",
-        title=" and ".join(facts.name for facts in stores),
+        title=" and ".join(facts.name for facts in every),
         alerts=alerts,
-        sections=[Section(title.lower(), title) for title in TITLES if not absent.get(title)],
-        stores=shown,
-        identity=side_by_side(stores, store_text.identity),
-        records=side_by_side(stores, store_text.records),
-        reasons={reason: REJECT_REASONS.get(reason, "") for reason in reasons},
-        captions=side_by_side(stores, store_text.captions),
-        features=side_by_side(stores, store_text.features),
-        latents=side_by_side(stores, store_text.latents),
-        bytes=side_by_side(stores, store_text.sizes),
-        figures={
-            "buckets": bucket_figures(stores),
-            "captions": caption_figures(stores),
-            "classes": class_figures(stores),
-            "latents": latent_figures(stores),
-            "bytes": byte_figures(stores),
-        },
-        utc=store_text.utc,
-        max_rejects=MAX_REJECTS,
-        num_extremes=NUM_EXTREMES,
+        sections={title.lower(): title for title in TITLES if not absent.get(title)},
+        stores=stores,
+        rows={section: side_by_side([one.get(section, {}) for one in rows]) for section in sections},
+        charts=store_charts(every),
+        meanings=REJECT_REASONS,
+        rules=rules_of("store"),
+        **LISTED,
     )
+    return write_page(out, html, alerts)
 
 
 def short_names(targets: Sequence[str]) -> list[str]:
@@ -116,11 +104,106 @@ def short_names(targets: Sequence[str]) -> list[str]:
     return [f"{name} ({i})" for i, name in enumerate(names, 1)]
 
 
-def side_by_side(
-    stores: Sequence[StoreFacts], rows_of: Callable[[StoreFacts], store_text.Rows]
-) -> list[tuple[str, list[list[str]]]]:
-    """The same rows of each store, in the order of the one with most: a name, and lines for each store."""
-    every = [rows_of(facts) for facts in stores]
-    names = dict.fromkeys(name for rows in sorted(every, key=len, reverse=True) for name in rows)
-    values = {name: [rows.get(name, "-") for rows in every] for name in names}
-    return [(name, [[one] if isinstance(one, str) else one for one in row]) for name, row in values.items()]
+class Sheet(NamedTuple):
+    """Images of a bucket."""
+
+    bucket: str
+    thumbnails: list[Thumbnail]
+
+
+def bucket_sheets(
+    store: LatentStore,
+    count: int,
+    vae: str | None,
+    scores: ScoreTable | None,
+    seed: int,
+    *,
+    num_stores: int,
+    progress: Progress,
+) -> tuple[list[Sheet], str]:
+    """Images of each bucket, and a note: what decoded them, or why they could not be decoded.
+
+    Without a decoder, the images are the first channels of the latents.
+
+    Args:
+      num_stores: that share the page; the others as for ``report_stores``.
+    Raises: RecipeError: the scores cannot be read.
+    """
+    largest = sorted(store.buckets, key=lambda bucket: -store.buckets[bucket])[:MAX_BUCKETS]
+    buckets = [bucket for bucket in store.buckets if bucket in largest and store.buckets[bucket]]
+    if not count or not buckets:
+        return [], ""
+    each = max(1, min(count, MAX_IMAGES // num_stores // len(buckets)))
+    total = each * len(buckets) * num_stores
+    side_px, most_bytes = LARGE_PX if total <= MANY else SMALL_PX, PAGE_BYTES // total
+    decode, note = _decoder(store, vae)
+    values = _read_scores(store, scores) if scores else None
+    records = shown_records(store, {name: choose_rows(store, name, each, values, seed) for name in buckets})
+    sheets = list[Sheet]()
+    for bucket, group in itertools.groupby(records, key=lambda record: record.bucket):
+        progress("decode", len(sheets), len(buckets))
+        sheets.append(Sheet(bucket, []))
+        for record in group:
+            pixels = decode(store.latents(bucket).take(np.array([record.row]))[0])
+            text = record.caption if values is None else f"score {values[record.position]:.4g}; {record.caption}"
+            image = thumbnail(pixels, key=record.key, text=text, side_px=side_px, most_bytes=most_bytes)
+            sheets[-1].thumbnails.append(image)
+    progress("decode", len(buckets), len(buckets))
+    if len(store.buckets) > len(buckets):
+        note += f" The {len(buckets)} buckets with the most records are shown, of {len(store.buckets)}."
+    how = f"spread over the quantiles of '{scores.column}', the lowest first" if scores else "chosen at random"
+    return sheets, f"{note} Images of a bucket are {how}."
+
+
+def choose_rows(store: LatentStore, bucket: str, count: int, scores: np.ndarray | None, seed: int) -> np.ndarray:
+    """Positions in the index of a bucket: at even quantiles of the score, or at random in order of their rows.
+
+    Args:
+      scores: (records,) with NaN for none; None: at random.
+    """
+    records = store.index(bucket).records
+    if scores is not None and (num_known := int(np.count_nonzero(~np.isnan(scores[records])))):
+        return np.argsort(scores[records], kind="stable")[spread(num_known, count)]  # NaN comes last
+    rng = np.random.default_rng(seed)
+    return np.sort(rng.choice(len(records), min(count, len(records)), replace=False))
+
+
+def reject_thumbnails(facts: StoreFacts, source: list[str]) -> list[Thumbnail]:
+    """Source images of the first rejects, grey where they cannot be read.
+
+    Raises: SourceError.
+    """
+    rejects = facts.rejected.slice(0, MAX_REJECTED_IMAGES).to_pylist()
+    if not rejects:
+        return []
+    originals = read_originals(facts.store, source, [one["key"] for one in rejects])
+    cells = reject_cells(rejects, originals)
+    return [thumbnail(cell.pixels, key=cell.key, text=cell.caption, side_px=SMALL_PX) for cell in cells]
+
+
+def _read_scores(store: LatentStore, scores: ScoreTable) -> np.ndarray:
+    stored = np.zeros(len(store.checksums), bool)
+    for bucket in store.buckets:
+        stored[store.index(bucket).records] = True
+    return read_scores(scores, store, stored)
+
+
+def _decoder(store: LatentStore, vae: str | None) -> tuple[Callable[[np.ndarray], np.ndarray], str]:
+    """What makes an image of a stored row, and a note about it."""
+    try:
+        import torch
+
+        from ..decoder import LatentDecoder
+
+        decoder = LatentDecoder.of_store(store, vae, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    except ModuleNotFoundError as error:
+        reason = f"{error.name} is not installed"
+    except EncoderError as error:
+        if vae:
+            raise
+        reason = str(error)
+    else:
+        how = f"Decoded from the latents by {vae or store.spec.vae.model}."
+        return lambda row: decoder.decode_rows(row[None])[0], how
+    note = f"These are the first channels of the latents, not images: the autoencoder cannot be loaded. {reason}"
+    return lambda row: latent_pixels(row[: store.spec.latent.channels]), note

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from ....train.weights.folders import EVALUATIONS, METRICS, SAMPLES
 from ..report.run import find_alerts, render_runs
-from ..report.run_facts import RunFacts, read_run
+from ..report.run_facts import RunFacts
 from .pages import answer_errors, static_route
 from .server import HEADERS
 
@@ -57,7 +57,7 @@ class RunSite:
             stamp = self._stamp()  # before reading: what is written meanwhile is of the next version
             if time.monotonic() >= self._next and f"{stamp} {self._state()}" != self._version:
                 started = time.thread_time()
-                self._facts = read_run(self._run, str(self._run))
+                self._facts = RunFacts(self._run, str(self._run))
                 version = f"{stamp} {self._state()}"
                 self._html = render_runs([self._facts], find_alerts([self._facts]), version=version)
                 self._version, self._next = version, time.monotonic() + PAUSE * (time.thread_time() - started)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
-import numpy as np
-import pytest
 from browsing import Watched
 from made_runs import make_grid, make_run
 from making import no_progress
-from PIL import Image
 from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT, hostile_store
 
 from leandit.tools.inspection.report.run import report_runs
@@ -88,17 +84,3 @@ def test_the_report_of_a_run_opens_from_disk_and_its_texts_do_no_harm(watched: W
         assert shown in text
     assert watched.page.locator("#pictures img").count() == 1
     assert_policy_holds(watched, html)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_report_is_readable_in_both_colour_schemes(scheme: str, watched: Watched, tmp_path: Path) -> None:
-    html, page = tmp_path / "report.html", watched.page
-    report_runs([str(make_run(tmp_path / "run"))], html, progress=no_progress)
-    page.emulate_media(color_scheme=scheme)  # pyright: ignore[reportArgumentType]
-    page.goto(html.as_uri())
-    watched.until(LOADED)
-    for element in ("header", "img.chart >> nth=0"):
-        shot = Image.open(io.BytesIO(page.locator(element).screenshot())).convert("L")
-        paper, ink = np.median(shot), np.percentile(np.abs(np.asarray(shot) - np.median(shot)), 99.9)
-        assert (paper > 220) if scheme == "light" else (paper < 40)
-        assert ink > 150

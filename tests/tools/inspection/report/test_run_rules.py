@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import LINES, LOG_EVERY, Change, make_run, report_line
 
-from leandit.tools.inspection.report.run_facts import read_run
-from leandit.tools.inspection.report.run_rules import RULES, running_median, warnings_of
+from leandit.tools.inspection.report.rules import TABLE, alerts_of, running_median
+from leandit.tools.inspection.report.run_facts import RunFacts
 
 NOW = 2e9  # long after any run of the tests has written
 
 
 def warned(run: Path, *, now: float = NOW) -> list[str]:
-    return [alert.text for alert in warnings_of(read_run(run, "run", now=now))]
+    return [alert.text for alert in alerts_of("run", [RunFacts(run, "run", now=now)])]
 
 
 def every(**values: Any) -> Change:
@@ -48,7 +48,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "term": (at({7}, loss_terms={"align.a": float("inf")}), "a loss is not finite at step 70"),
     "held-out": (
         held_out({}, loss=None, averaged_loss=None),
-        "a loss is not finite at steps 40, 80, 120, 160, 200 and 5 more",
+        "a loss is not finite at steps 40, 80, 120, 160, 200, and 5 more",
     ),
     "skipped": (at({2}, skipped_steps=4), "4 updates were skipped, 1.00% of the steps"),
     "diverged": (lambda n, line: line.update(loss=1.0 + (n > 30) * (n - 30) / 10), "the smoothed loss is 1."),
@@ -126,7 +126,7 @@ def test_the_first_line_of_each_start_is_neither_slow_nor_waiting(tmp_path: Path
 
 def test_every_rule_has_a_test() -> None:
     others = 5  # restarts, state, damage, grids, lines
-    assert len(RULES) == len(BROKEN) - 2 + others  # three kinds of loss break one rule
+    assert len(TABLE["run"]) == len(BROKEN) - 2 + others  # three kinds of loss break one rule
 
 
 @given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=12), st.sampled_from([3, 21]))
