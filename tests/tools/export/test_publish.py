@@ -33,6 +33,7 @@ from leandit.tools.export.cards import Terms, model_card
 from leandit.tools.export.hub import HubRepository
 from leandit.tools.export.publish import publish
 from leandit.train.loop import StopRequest, train
+from leandit.train.models.spec import AdapterSpec, ModelSpec
 from leandit.train.sampling.snapshot import load_snapshot
 
 ROOT = Path(__file__).parents[3]
@@ -410,12 +411,18 @@ def yaml_of(card: str) -> dict:
 
 def test_untrusted_text_is_no_markup_in_a_card() -> None:
     evil = "x |<img src=x onerror=y>`[a](javascript:b)\x1b[31m\u202e"
-    how = {"is_pipeline": False, "notes": [evil], "recipe": "a = '```'\n"}
-    card = model_card(evil, {evil: evil}, **how, terms=Terms("a: b\n- c", evil)).decode()
+    encoder = {"model": {"model": evil}, "weights_sha256": evil}
+    state = {"step": evil, "objective": {"kind": evil, evil: evil}, "root_hashes": [evil], "vae": encoder}
+    state |= {"texts": {evil: encoder}, "frozen": {"source": evil, "xxh3_128": evil}}
+    spec = ModelSpec(name=evil, channels=4, out_channels=4, num_classes=0, caption_width=8, base_size=4)
+    adapted = spec.model_copy(update={"adapter": AdapterSpec(rank=4, alpha=6.0, targets=("to_q",))})
+    how: dict[str, Any] = {"weights": evil, "layout": evil, "is_pipeline": False, "notes": [evil]}
+    terms = Terms("a: b\n- c", evil)
+    card = model_card(evil, state, adapted, **how, recipe="a = '```'\n", terms=terms).decode()
     front, page, recipe = card.partition("<!-- Written")[0], *card.split("-->")[1].split("## Recipe\n\n")
     for mark in ("<", "`", "[a]", "\x1b", "\u202e"):
         assert mark not in re.sub(r"\\.", "", page), mark
-    assert sum(line.startswith("| x") for line in page.splitlines()) == 1
+    assert page.count("\n| text encoder x") == 1
     assert recipe.startswith("````toml\n")
     assert yaml_of(front)["license_name"] == "a: b\n- c"
 

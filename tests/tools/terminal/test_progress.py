@@ -12,8 +12,8 @@ from rich.console import Console
 
 from leandit.precompute.progress.clock import REJECTED
 from leandit.tools.synthetic.store import make_store
-from leandit.tools.terminal import next_steps, progress
-from leandit.tools.terminal.next_steps import after_run, after_store, print_next
+from leandit.tools.terminal import outcome, progress
+from leandit.tools.terminal.outcome import after_store, command_without, print_next, sample_with
 from leandit.tools.terminal.progress import ProgressLine
 
 
@@ -73,8 +73,8 @@ def test_what_to_run_next_can_be_pasted(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setenv("LEANDIT_QUIET", "1")
     print_next(["inspect", "a"])
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(next_steps.sys, "argv", ["/bin/leandit", "train", "demo", "--dry-run", "--run", "r"])
-    assert next_steps.command_without("--dry-run") == ["train", "demo", "--run", "r"]
+    monkeypatch.setattr(outcome.sys, "argv", ["/bin/leandit", "train", "demo", "--dry-run", "--run", "r"])
+    assert command_without("--dry-run") == ["train", "demo", "--run", "r"]
 
 
 def test_the_train_recipe_that_is_named_next_fits_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,4 +102,4 @@ def test_the_train_recipe_that_is_named_next_fits_the_store(tmp_path: Path, monk
     Path("own.toml").write_text('[model]\nname = "DiT-S/2"\n[about]\nsummary = "mine"\n')
     Path("mine.toml").write_text('[about]\ntrains = ["gone", "./own.toml"]\n')
     assert named("mine.toml", resolution_px=256)[1:] == ["./own.toml", "runs/own"], "about.trains of one's own recipe"
-    assert after_run(Path("runs/a"))[0] == ["sample", Path("runs/a"), "--out", "runs/a-samples"]
+    assert sample_with(Path("runs/a")) == ["sample", Path("runs/a"), "--out", "runs/a-samples"]

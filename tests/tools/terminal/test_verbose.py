@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from leandit.precompute.engines.told import level_told, tell, told_to
-from leandit.tools.terminal.verbose import show_decisions
+from leandit.tools.terminal.text import show_decisions
 
 LOG = logging.getLogger("leandit.somewhere.inside")
 
