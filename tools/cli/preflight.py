@@ -31,6 +31,22 @@ def check_sources(recipe: PrecomputeRecipe, sources: Sequence[str]) -> None:
             open_source(source, recipe.source, recipe.picture_columns)
 
 
+def check_encoders(recipe: PrecomputeRecipe) -> None:
+    """Raise if the folder of an encoder is missing, before a source is listed. Raises: RecipeError, EncoderError."""
+    from ...precompute.encoders import autoencoders, model_files
+
+    if model_files.local_folder(recipe.vae.model):
+        folder, _ = autoencoders.config_folder(recipe.vae)
+        autoencoders.family_of(model_files.read_config(folder, what="vae.model"), f"vae.model '{folder}'")
+    encoders = {"text": recipe.text} if recipe.text.kind != "none" else {}
+    encoders |= {f"text.{name}": section for name, section in recipe.texts.items()}
+    encoders |= {f"features.{name}": section for name, section in recipe.features.items()}
+    for name, section in encoders.items():
+        if model_files.local_folder(section.model):
+            named = {"files": (model_files.CONFIG,), "what": f"{name}.model"}
+            model_files.resolve_model(section.model, section.subfolder, section.revision, **named)
+
+
 def check_trainable(recipe: TrainRecipe, store: str | None) -> None:
     """Raise if no store is named, or a local one is missing. Raises: RecipeError, StoreError."""
     from ...datasets.revisions.catalog import check_store

@@ -5,8 +5,7 @@ Endpoint and token are huggingface_hub's: ``HF_ENDPOINT``, ``HF_TOKEN`` or ``hf 
 
 from __future__ import annotations
 
-import hashlib
-import io
+import copy
 import logging
 import random
 import re
@@ -18,9 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import xxhash
-
-from ...datasets.disk.hashing import BLOCK_BYTES
+from ...datasets.disk.hashing import xxh3_file
 from ...datasets.errors import DamageError, RecipeError, StoreError
 from ...datasets.remote.failures import is_not_allowed, lasts, library_errors, one_line, status_code
 
@@ -58,22 +55,19 @@ class OutgoingFile:
         return len(self.content) if isinstance(self.content, bytes) else self.content.stat().st_size
 
     @cached_property
-    def sha256(self) -> str:
-        """The hash of the bytes, which are compared with the manifest.
+    def operation(self) -> Any:
+        """The ``CommitOperationAdd`` of the file, with its SHA-256.
 
-        Raises: DamageError: they differ from it.
+        Raises: DamageError: the bytes are not those of the manifest.
         """
-        xxh3, sha256 = xxhash.xxh3_128(), hashlib.sha256()
-        with open(self.content, "rb") if isinstance(self.content, Path) else io.BytesIO(self.content) as file:
-            while block := file.read(BLOCK_BYTES):
-                xxh3.update(block)
-                sha256.update(block)
-        if self.xxh3_128 and xxh3.hexdigest() != self.xxh3_128:
+        from huggingface_hub import CommitOperationAdd
+
+        if self.xxh3_128 and isinstance(self.content, Path) and xxh3_file(self.content) != self.xxh3_128:
             raise DamageError(
                 f"file '{self.content}': its bytes are not those of the manifest, so it is not published. Run 'leandit "
                 "verify --repair --source PATH', then publish again."
             )
-        return sha256.hexdigest()
+        return CommitOperationAdd(self.path, self.content)
 
     def read(self) -> bytes:
         """The bytes."""
@@ -85,7 +79,8 @@ class OutgoingFile:
 
         if listed is None or listed.size != self.size:
             return False
-        return self.sha256 == listed.lfs.sha256 if listed.lfs else git_hash(self.read()) == listed.blob_id
+        sha256 = self.operation.upload_info.sha256.hex()
+        return sha256 == listed.lfs.sha256 if listed.lfs else git_hash(self.read()) == listed.blob_id
 
 
 class HubRepository:
@@ -159,15 +154,15 @@ class HubRepository:
 
     def commit(self, files: Sequence[OutgoingFile], message: str) -> None:
         """Upload files and commit them at once. What was uploaded before is not uploaded again."""
-        from huggingface_hub import CommitOperationAdd
-
-        def send() -> None:
-            operations = [CommitOperationAdd(file.path, file.content) for file in files]
-            for operation, file in zip(operations, files, strict=True):
-                operation.upload_info.sha256 = bytes.fromhex(file.sha256)  # as it was checked
-            self._api.create_commit(self.name, operations, commit_message=message, **self._in_branch)
-
-        self._retry("be written", send)
+        self._retry(
+            "be written",
+            lambda: self._api.create_commit(
+                self.name,
+                [copy.copy(file.operation) for file in files],  # which a request marks as sent
+                commit_message=message,
+                **self._in_branch,
+            ),
+        )
 
     def _retry(self, what: str, request: Callable[[], Answer], *missing: type[Exception]) -> Answer | None:
         """Make a request; repeat it after errors that may pass.

@@ -12,7 +12,7 @@ from ....datasets.errors import RecipeError, SourceError
 from ...terminal.outcome import after_store, command_without, import_rows, precompute_rows, print_next, unchanged_rows
 from ...terminal.text import print_rows, print_text
 from ..options import DryRun, Overrides, Recipe, local_input, output, print_line, torch_devices
-from ..preflight import check_sources
+from ..preflight import check_encoders, check_sources
 
 if TYPE_CHECKING:  # pydantic's models take half of a second
     from ....precompute.config import PrecomputeRecipe
@@ -74,6 +74,7 @@ def precompute(
         return
     assert source
     assert store
+    check_encoders(loaded)
     is_plain = options == Options() and not (new_revision or part) and engine == "local"
     listed = unchanged(loaded, source, store, device=device) if is_plain else None
     if isinstance(listed, Unchanged):

@@ -26,53 +26,42 @@ from ..preflight import check_evaluation, check_run, check_subjects
 NOT_EVALUATED = ("labels", "captions", "count", "batch", "recipe", "encoders", "compiled")  # options of sample alone
 
 
-def takes_fields(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command that takes dataclasses: each of their fields with an ``Option`` becomes an option.
+def expand(name: str, request: Any, *left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose argument ``name`` is a dataclass: each of its fields with an ``Option`` becomes an option.
 
     Args:
       left_out: fields that keep their defaults.
     """
-
-    def options_of(request: Any) -> dict[str, inspect.Parameter]:
-        hints = get_type_hints(request, include_extras=True)
-        defaults = {field.name: field.default for field in dataclasses.fields(request)}
-        return {
-            name: inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None if default is dataclasses.MISSING else default,  # a list, which its factory makes
-                annotation=hints[name],
-            )
-            for name, default in defaults.items()
-            if get_origin(hints[name]) is Annotated and name not in left_out
-        }
+    hints = get_type_hints(request, include_extras=True)
+    options = {
+        field.name: inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if field.default is dataclasses.MISSING else field.default,  # a list is made by its factory
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(request)
+        if get_origin(hints[field.name]) is Annotated and field.name not in left_out
+    }
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)
-        taken = signature.parameters
-        annotations: dict[str, Any] = {name: one.annotation for name, one in taken.items()}
-        requests: dict[str, Any] = {name: one for name, one in annotations.items() if dataclasses.is_dataclass(one)}
-        options = {name: options_of(request) for name, request in requests.items()}
+        signature, shown = inspect.signature(command, eval_str=True), list[inspect.Parameter]()
+        for parameter in signature.parameters.values():
+            is_request = parameter.name == name
+            shown += options.values() if is_request else [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            for name, request in requests.items():
-                fields = {option: value for option in options[name] if (value := values.pop(option)) is not None}
-                values[name] = request(**fields)
-            command(**values)
+            fields = {option: value for option in options if (value := values.pop(option)) is not None}
+            command(**values, **{name: request(**fields)})
 
-        nested = [
-            options[name].values() if name in options else [one.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
-            for name, one in taken.items()
-        ]
-        flat = [parameter for parameters in nested for parameter in parameters]
-        run.__signature__ = signature.replace(parameters=flat)  # pyright: ignore[reportAttributeAccessIssue]
+        run.__signature__ = signature.replace(parameters=shown)  # pyright: ignore[reportAttributeAccessIssue]
         return run
 
     return decorate
 
 
-@takes_fields()
+@expand("request", SampleRequest)
 def sample(
     run: Run,
     out: Annotated[Path, output("Folder for grid.png and samples.json, or for the images of a set.")],
@@ -134,7 +123,8 @@ def _after_grid(run: Path, base: str) -> list[Command]:
     return commands
 
 
-@takes_fields(*NOT_EVALUATED)
+@expand("measure", EvaluateRequest)
+@expand("draw", SampleRequest, *NOT_EVALUATED)
 def evaluate(
     target: Annotated[
         Path, typer.Argument(parser=read_path, metavar="RUN|FOLDER|NPZ", help="Run to draw from, or images.")
