@@ -7,23 +7,25 @@ made it: Markdown and HTML in it show as plain text, and YAML and code blocks ca
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from ... import __version__
 from ...datasets.format.layout import CAPTIONS, RECORDS, revision_prefix
-from ...datasets.format.schema import Manifest, StoreSpec
+from ...datasets.format.schema import StoreSpec
+from ...datasets.maintenance.portable import StoreFiles
 from ...datasets.recipe import values_to_toml
+from ...datasets.revisions.encoder_paths import portable_spec
+from ...datasets.store import LatentStore
 from ...datasets.units import readable_size
 from ...train.objective_recipe import ObjectiveSection
+from ..inspection.store_facts import StoreFacts
 from ..terminal.text import printable
-
-if TYPE_CHECKING:  # it loads torch, which publishing a store does without
-    from ...train.models.spec import ModelSpec
+from .hub import HubRepository
 
 CARD, SHEET = "README.md", "contact-sheet.png"
 MARK = "<!-- Written by 'leandit publish', which replaces this page as long as this line is in it. -->"
@@ -43,37 +45,20 @@ SIZES = ["n<1K"] * 4 + ["1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<
 
 
 class Terms(NamedTuple):
-    """What only the user can know about what is published.
-
-    Args:
-      licence: of the pictures (of a store), or of the weights (of a run).
-      encoder_licence: of the encoders that made the latents and embeddings.
-    """
+    """What only the user knows: the licences of the pictures or the weights, and of the encoders that made them."""
 
     licence: str
     encoder_licence: str
 
 
-def store_card(
-    name: str,
-    address: str,
-    spec: StoreSpec,
-    manifest: Manifest,
-    rejects: Mapping[str, int],
-    num_bytes: int,
-    terms: Terms,
-    *,
-    sheet: bool,
-) -> bytes:
+def store_card(store: LatentStore, files: StoreFiles, hub: HubRepository, terms: Terms, *, sheet: bool) -> bytes:
     """The card of a store.
 
     Args:
-      name: of the repository.
-      address: URL that readers open.
-      rejects: number of rejected records by reason.
-      num_bytes: of all files.
-      sheet: a contact sheet is published beside it.
+      files: that are published.
+      sheet: a contact sheet is one of them.
     """
+    spec, manifest, name = StoreSpec.model_validate(portable_spec(store.spec.model_dump())), files.manifest, hub.title
     prefix, num_digits = revision_prefix(manifest.revision), len(str(manifest.num_stored))
     tables = {"records": RECORDS} | ({"captions": CAPTIONS} if manifest.num_captions else {})
     head = front_matter(
@@ -87,6 +72,7 @@ def store_card(
     encoders += [(f"text encoder {text.name}".strip(), text.encoder) for text in spec.text_encoders]
     encoders += [(f"feature {feature.name}", feature.encoder) for feature in spec.features]
     buckets = sorted(manifest.buckets.items(), key=lambda bucket: -bucket[1])
+    rejects = StoreFacts(store).records["rejects"]
     return _render(
         "store.md",
         head=head,
@@ -96,8 +82,8 @@ def store_card(
         sheet=sheet,
         buckets=", ".join(f"{bucket}: {count}" for bucket, count in buckets[:MOST_BUCKETS]),
         num_more=len(buckets) - MOST_BUCKETS,
-        size=readable_size(num_bytes),
-        address=Markup(address),
+        size=readable_size(sum(entry.bytes for entry in files.entries.values())),
+        address=Markup(hub.address),
         encoders=encoders,
         recipe=values_to_toml(spec.recipe),
         rejects=sorted(rejects.items(), key=lambda reason: -reason[1])[:MOST_REASONS],
@@ -108,32 +94,26 @@ def store_card(
 def model_card(
     name: str,
     state: Mapping[str, Any],
-    spec: ModelSpec,
     *,
-    weights: str,
     is_pipeline: bool,
-    layout: str = "",
-    notes: Sequence[str] = (),
-    recipe: str = "",
     terms: Terms | None = None,
-    loading: str = "",
+    hub: HubRepository | None = None,
+    **shown: Any,
 ) -> bytes:
     """The card of an export, or of a published run.
 
     Args:
       state: of the snapshot.
-      weights: which they are, and the name of their folder.
       is_pipeline: diffusers loads it.
-      layout: of an export.
-      notes: how a pipeline differs from the trained model.
-      recipe: TOML; empty if unknown.
-      terms: of a published run.
-      loading: Python that loads it.
+      terms, hub: of a published run.
+      shown: "weights" (which they are, and the name of their folder), "notes" on how a pipeline differs from the
+        trained model, "recipe" in TOML; "layout" of an export; "pipeline" and "format" of what is published.
     """
+    from ...train.models.spec import ModelSpec
     from ...train.sampling.snapshot import text_encoders
 
-    head = Markup("library_name: diffusers\n" if is_pipeline else "")
-    if terms:
+    spec, head = ModelSpec.model_validate(state["spec"]), Markup("library_name: diffusers\n" if is_pipeline else "")
+    if terms:  # hub has checked its name and branch
         tags = ["leandit", "diffusion", "text-to-image" if spec.takes_text else "class-conditional"]
         head = front_matter(terms.licence, library_name="diffusers" if is_pipeline else "leandit", tags=tags)
     return _render(
@@ -142,14 +122,11 @@ def model_card(
         name=name,
         state=state,
         spec=spec,
-        weights=weights,
-        layout=layout,
         objective=objective_words(state["objective"]),
         root_hashes=", ".join(map(str, state.get("root_hashes") or [None])),
         texts=text_encoders(state) if spec.takes_text else {},
-        loading=loading,
-        notes=notes,
-        recipe=recipe,
+        place=hub and Markup(f'"{hub.name}"' + (f', revision="{hub.branch}"' if hub.branch != "main" else "")),
+        **shown,
         **(terms._asdict() if terms else {}),
     )
 

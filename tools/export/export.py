@@ -109,7 +109,6 @@ def export(
     card = model_card(
         snapshot.spec.name,
         snapshot.state,
-        snapshot.spec,
         weights=f"{snapshot.weights}, {snapshot.weights_path.name}",
         layout=f"diffusers, for {pipeline}" if pipeline else layout,
         is_pipeline=is_pipeline,

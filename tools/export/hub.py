@@ -111,6 +111,7 @@ class HubRepository:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings print URLs that are signed
         self._api: Any = HfApi()
         self.name, self.branch, self.kind = match["name"], branch, "dataset" if match["datasets"] else "model"
+        self.title = self.name.partition("/")[2]
         self._in_branch = {"repo_type": self.kind, "revision": branch}
         # How readers name it: the URL, with the branch unless it is main.
         self.address = url.rstrip("/") + ("" if branch == "main" else f"@{quote(branch, safe='')}")

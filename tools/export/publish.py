@@ -20,15 +20,13 @@ import pyarrow.parquet as pq
 from ...datasets.disk.hashing import canonical_json, sha256_of
 from ...datasets.errors import DamageError, RecipeError, RunError, StoreError, StoreIncomplete
 from ...datasets.format.layout import MANIFEST, RECORDS, REVISIONS
-from ...datasets.format.schema import StoreSpec
 from ...datasets.maintenance.portable import portable_files
 from ...datasets.maintenance.verify import verify_store
 from ...datasets.recipe import values_to_toml
-from ...datasets.revisions.encoder_paths import portable_spec, without_local_folders
+from ...datasets.revisions.encoder_paths import without_local_folders
 from ...datasets.store import LatentStore
 from ...datasets.units import readable_size
 from ...train.weights.folders import METRICS, RECIPE, is_run
-from ..inspection.store_facts import StoreFacts
 from ..terminal.text import Rows, printable
 from .cards import CARD, MARK, SHEET, Terms, model_card, store_card
 from .hub import HubRepository, OutgoingFile
@@ -139,16 +137,7 @@ def store_files(root: Path, hub: HubRepository, terms: Terms, *, sheet: Path | N
             "of local folders in its recipe the last name alone is published, so the root hash there is "
             f"{portable.manifest.root_hash}, and here {store.root_hash}"
         )
-    card = store_card(
-        hub.name.split("/")[1],
-        hub.address,
-        StoreSpec.model_validate(portable_spec(store.spec.model_dump())),
-        portable.manifest,
-        StoreFacts(store).records["rejects"],
-        sum(entry.bytes for entry in portable.entries.values()),
-        terms,
-        sheet=sheet is not None,
-    )
+    card = store_card(store, portable, hub, terms, sheet=sheet is not None)
     files = [OutgoingFile(CARD, card, is_last=True)]
     for path, entry in portable.entries.items():
         content, is_last = portable.changed.get(path, root / path), Path(path).name == MANIFEST
@@ -168,44 +157,33 @@ def run_files(run: Path, hub: HubRepository, terms: Terms, *, pipeline: Path | N
       pipeline: folder to write a pipeline of diffusers to, which is published; None: the snapshot is.
     Raises: RunError: there is no snapshot, or diffusers cannot hold the model; DamageError.
     """
-    from ...train.models.spec import ModelSpec
     from ...train.weights import checkpoint
 
     snapshots = checkpoint.find(checkpoint.SNAPSHOT, run)
     if not snapshots:
         raise RunError(f"run '{run}': there is no snapshot to publish. Train first: a checkpoint makes one too.")
     saved = checkpoint.read(snapshots[-1])
-    state, folder, notes = without_local_folders(saved.state), saved.path.name, list[str]()
+    state, folder = without_local_folders(saved.state), saved.path.name
     recipe = without_local_folders(tomllib.loads((run / RECIPE).read_text("utf-8"))) if (run / RECIPE).is_file() else {}
-    place = f'"{hub.name}"' + (f', revision="{hub.branch}"' if hub.branch != "main" else "")
+    made: dict[str, Any] = {"notes": [], "pipeline": None, "format": "snapshot"}
     files: dict[str, Path | bytes] = {}
     if pipeline:
         from .export import export
 
         made = export(run, pipeline)
-        notes, name = made["notes"], made["pipeline"]
         files = {path: pipeline / path for path in made["files"]}
-        loading = f"""from diffusers import {name}
-
-# Give the encoders of the table as keywords, such as vae=...
-pipeline = {name}.from_pretrained({place})"""
-        loading = f"pipeline.load_lora_weights({place})" if made["format"] == "adapters" else loading
     else:
         files = {f"{folder}/{name}": saved.path / name for name in saved.files}
         files[f"{folder}/{checkpoint.STATE}"] = canonical_json(state | {checkpoint.STATE_HASH: sha256_of(state)})
-        loading = f"""from huggingface_hub import snapshot_download
-
-run = snapshot_download({place})  # then: leandit sample RUN --out samples"""
     files[CARD] = model_card(
-        hub.name.split("/")[1],
+        hub.title,
         state,
-        ModelSpec.model_validate(state["spec"]),
-        weights=f"averaged, {folder}",
         is_pipeline=pipeline is not None,
-        notes=notes,
-        recipe=values_to_toml(recipe) if recipe else "",
         terms=terms,
-        loading=loading,
+        hub=hub,
+        weights=f"averaged, {folder}",
+        recipe=values_to_toml(recipe) if recipe else "",
+        **{key: made[key] for key in ("notes", "pipeline", "format")},
     )
     if recipe:
         files[RECIPE] = values_to_toml(recipe).encode()
@@ -213,7 +191,7 @@ run = snapshot_download({place})  # then: leandit sample RUN --out samples"""
         metrics = (run / METRICS).read_bytes()
         files[METRICS] = metrics[: metrics.rfind(b"\n") + 1]  # whole lines of a file that may grow
     hashes = {f"{folder}/{name}": entry.xxh3_128 for name, entry in saved.files.items()}
-    return [OutgoingFile(path, files[path], hashes.get(path, ""), is_last=True) for path in files], notes
+    return [OutgoingFile(path, files[path], hashes.get(path, ""), is_last=True) for path in files], made["notes"]
 
 
 def _refuse_local_paths(source: Path, files: Sequence[OutgoingFile]) -> None:
