@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...datasets.disk.hashing import read_json
 from ...datasets.errors import DamageError, RecipeError, RunError, SourceError
 from ...train.weights.folders import SNAPSHOT, STATE, find, is_run
+from ..sample.evaluation.request import INCEPTION
 from .options import is_url
 
 if TYPE_CHECKING:  # pydantic's models take half of a second
@@ -79,9 +80,11 @@ def check_subjects(run: Path, labels: Sequence[str], captions: Sequence[str]) ->
 
 
 def check_evaluation(
-    target: Path, against: Path | None, *, clip: str | None, captions: Path | None, out: Path | None
+    target: Path, against: Path | None, *, clip: str | None, captions: Path | None, features: str, out: Path | None
 ) -> None:
-    """Raise if there is nothing to measure, or an input is missing. Raises: RecipeError, SourceError."""
+    """Raise if there is nothing to measure, or an input is missing. Raises: RecipeError, SourceError, EncoderError."""
+    from ...precompute.encoders.model_files import CONFIG, local_folder, resolve_model
+
     if not (against or clip):
         raise RecipeError("evaluate: nothing to measure. Give a reference with --against, or a CLIP with --clip.")
     for what, path in (("", target), ("--against ", against)):
@@ -94,3 +97,8 @@ def check_evaluation(
         is_of_classes = is_run(target) and not _newest_state(target)["spec"]["caption_width"]
     if clip and not captions and is_of_classes:
         raise RecipeError(f"--clip: run '{target}' draws classes. Give captions with --captions, or leave it out.")
+    for what, model in {"--clip": clip, "--features": features}.items():
+        if (
+            model and model != INCEPTION and local_folder(model) and not Path(model).suffix
+        ):  # with one: a file of weights
+            resolve_model(model, "", "", files=(CONFIG,), what=what)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loaded import load_transformer
+from loaded import forward, load_transformer
 from making import CPU, train_recipe, tree_digest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -80,16 +80,10 @@ def drawn(snapshot: Snapshot) -> tuple[Tensor, Conditioning]:
     return x, Conditioning(captions=captions, caption_mask=torch.ones(2, 5))
 
 
-def outputs(model: Any, snapshot: Snapshot, name: str) -> Tensor:
+def outputs(model: Any, snapshot: Snapshot) -> Tensor:
     """Of a transformer of diffusers."""
     x, given = drawn(snapshot)
-    more: dict[str, Any] = {"encoder_attention_mask": given.caption_mask}
-    if "sd3" in name:
-        more = {"pooled_projections": given.pooled}
-    elif "pixart" in name:
-        more["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
-    with torch.no_grad():
-        return model(hidden_states=x, encoder_hidden_states=given.captions, timestep=TIMES, **more).sample
+    return forward(model, x, TIMES, given)
 
 
 def of_run(snapshot: Snapshot) -> Tensor:
@@ -126,7 +120,7 @@ def test_loaded_adapters_compute_what_the_run_does(
 ) -> None:
     made = export(runs[name], tmp_path / "out")
     snapshot, theirs = load_snapshot(runs[name], CPU), load_transformer(CLASSES[name], bases[name])
-    plain, wanted = outputs(theirs, snapshot, name), of_run(snapshot)
+    plain, wanted = outputs(theirs, snapshot), of_run(snapshot)
     assert (made["format"], made["pipeline"]) == ("adapters", PIPELINES[name])
     if "pixart" in name:
         from peft import PeftModel
@@ -148,7 +142,7 @@ def test_loaded_adapters_compute_what_the_run_does(
         cls = getattr(diffusers, PIPELINES[name])
         parts = dict.fromkeys(signature(cls.__init__).parameters.keys() - {"self", "transformer"})
         cls(transformer=theirs, **parts).load_lora_weights(tmp_path / "out")
-    torch.testing.assert_close(outputs(theirs, snapshot, name), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outputs(theirs, snapshot), wanted, rtol=1e-5, atol=1e-5)
     assert (wanted - plain).abs().max() > 1e-3
     card = (tmp_path / "out/README.md").read_text()
     assert f"'{bases[name]}'" in card
@@ -172,7 +166,7 @@ def test_a_merged_export_is_a_whole_model(name: str, runs: dict[str, Path], tmp_
     assert made["format"] == "diffusers"
     assert "model_index.json" in made["files"]
     snapshot = load_snapshot(runs[name], CPU)
-    found = outputs(load_transformer(CLASSES[name], tmp_path / "out"), snapshot, name)
+    found = outputs(load_transformer(CLASSES[name], tmp_path / "out"), snapshot)
     torch.testing.assert_close(found, of_run(snapshot), rtol=1e-5, atol=1e-5)
 
 

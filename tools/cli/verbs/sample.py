@@ -152,7 +152,7 @@ def evaluate(
 
     Example: leandit evaluate runs/xl --against imagenet-256 --source imagenet/train --out fid
     """
-    check_evaluation(target, against, clip=measure.clip, captions=captions, out=out)
+    check_evaluation(target, against, clip=measure.clip, captions=captions, features=measure.features, out=out)
     from ....train.parallel.ranks import read_ranks
     from ...sample.evaluation.evaluate import evaluate as run_evaluation
     from ...sample.evaluation.evaluate import rows_of
