@@ -113,7 +113,7 @@ def model_card(
     from ...train.sampling.snapshot import text_encoders
 
     spec, head = ModelSpec.model_validate(state["spec"]), Markup("library_name: diffusers\n" if is_pipeline else "")
-    if terms:  # hub has checked its name and branch
+    if terms:
         tags = ["leandit", "diffusion", "text-to-image" if spec.takes_text else "class-conditional"]
         head = front_matter(terms.licence, library_name="diffusers" if is_pipeline else "leandit", tags=tags)
     return _render(
@@ -125,6 +125,7 @@ def model_card(
         objective=objective_words(state["objective"]),
         root_hashes=", ".join(map(str, state.get("root_hashes") or [None])),
         texts=text_encoders(state) if spec.takes_text else {},
+        # Name and branch were checked when the repository was named.
         place=hub and Markup(f'"{hub.name}"' + (f', revision="{hub.branch}"' if hub.branch != "main" else "")),
         **shown,
         **(terms._asdict() if terms else {}),
