@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 def load_pipeline(name: str, folder: Path, **parts: Any) -> Any:
     import diffusers
@@ -23,3 +26,15 @@ def load_transformer(name: str, folder: Path) -> Any:
     )
     assert {key: value for key, value in loading.items() if value} == {}
     return model.eval()
+
+
+def forward(model: Any, x: Tensor, t: Tensor, given: Any) -> Tensor:
+    """The output of a transformer of diffusers for our ``Conditioning`` on captions."""
+    kind, mask = type(model).__name__, given.caption_mask
+    more: dict[str, Any] = {"encoder_attention_mask": mask.float()} if mask is not None else {}
+    if "SD3" in kind:
+        more = {"pooled_projections": given.pooled}
+    elif "PixArt" in kind:
+        more["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
+    with torch.no_grad():
+        return model(hidden_states=x, encoder_hidden_states=given.captions, timestep=t, **more).sample

@@ -13,25 +13,23 @@ import platform
 import sys
 import traceback as traceback_module
 import warnings
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from ... import __version__
 from ...datasets.errors import LeanditError, RecipeError, StoreWarning
 from ...train.parallel.stop import EXIT_CTRL_C, StopRequest, Terminated
-from ..terminal.next_steps import print_next
-from ..terminal.text import QUIET, printable
-from ..terminal.verbose import show_decisions
-from .options import Overrides, output, print_error
+from ..terminal.text import QUIET, printable, show_decisions
+from .options import print_error
 from .verbs.bench import bench
 from .verbs.export import export, publish
 from .verbs.look import report, view
 from .verbs.plan import plan
 from .verbs.precompute import import_, precompute
-from .verbs.recipes import recipes
 from .verbs.sample import evaluate, sample
+from .verbs.start import demo, recipes
 from .verbs.store import compact, inspect, verify
 from .verbs.train import average, train
 
@@ -72,6 +70,23 @@ The same command again resumes.
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
 app.add_typer(bench, name="bench")
 app.add_typer(plan, name="plan")
+IN_ORDER = (
+    precompute,
+    import_,
+    train,
+    inspect,
+    verify,
+    compact,
+    report,
+    view,
+    sample,
+    evaluate,
+    average,
+    export,
+    publish,
+)
+for command in (*IN_ORDER, recipes, demo):
+    app.command(command.__name__.rstrip("_"))(command)
 
 # typer brings its own copy of click and exports only some of it.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -85,16 +100,16 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def options(
-    traceback: Annotated[bool, typer.Option(TRACEBACK, help="Show the traceback of an error.")] = False,
+    traceback: Annotated[bool, Option(TRACEBACK, help="Show the traceback of an error.")] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print results and errors alone: no progress, no notes.", envvar=QUIET)
+        bool, Option("--quiet", help="Print results and errors alone: no progress, no notes.", envvar=QUIET)
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log decisions to stderr, and why.")] = False,
+    verbose: Annotated[bool, Option("--verbose", help="Log decisions to stderr, and why.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool, Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
     # DeepSpeed's launcher puts it before the sub-command, and LOCAL_RANK, which is what is read, into the environment.
-    _local_rank: Annotated[int | None, typer.Option("--local_rank", hidden=True)] = None,
+    _local_rank: Annotated[int | None, Option("--local_rank", hidden=True)] = None,
 ) -> None:
     """Encode once, train lean: latent stores for training diffusion transformers."""
     if quiet and verbose:
@@ -102,34 +117,6 @@ def options(
     os.environ[QUIET] = "1" if quiet else ""
     show_decisions(verbose)
     LOG.info("leandit %s, Python %s, %s", __version__, platform.python_version(), platform.platform())
-
-
-app.command()(precompute)
-app.command("import")(import_)
-for command in (train, inspect, verify, compact, report, view, sample, evaluate, average, export, publish, recipes):
-    app.command()(command)
-
-
-@app.command()
-def demo(
-    out: Annotated[Path, output("Folder for everything the demo makes.")] = Path("leandit-demo"),
-    num_pictures: Annotated[int, typer.Option("--pictures", min=24, help="Pictures to draw.")] = 3000,
-    overrides: Overrides = None,
-) -> None:
-    """Everything, on made-up pictures, on a CPU, in minutes; measures whether samples show what captions say.
-
-    Example: leandit demo --out leandit-demo
-    """
-    from ..demo.demo import run_demo
-
-    out.mkdir(parents=True, exist_ok=True)
-    run_demo(out, num_pictures=num_pictures, overrides=overrides or [], stop=StopRequest(), say=print)
-    caption = "a big red circle above a tiny blue square"
-    print_next(
-        ["view", out / "store"],
-        ["sample", out / "run", "--out", out / "more", "--caption", caption],
-        ["precompute", "imagenet-256", "--source", "IMAGENET/train", "--store", "imagenet-256", "--dry-run"],
-    )
 
 
 def run_command(stop: StopRequest) -> int:
@@ -144,16 +131,24 @@ def run_command(stop: StopRequest) -> int:
         code = app(standalone_mode=False, obj=stop)
         if code == EXIT_CTRL_C:  # typer handles Ctrl-C
             raise KeyboardInterrupt
+        return code if isinstance(code, int) else 0
     except UsageError as error:
         error.show()  # pyright: ignore[reportAttributeAccessIssue]
-        code = EXIT_USAGE
-    except LeanditError as error:
-        code = _fail_once(error)
+        return EXIT_USAGE
     except Exception as error:  # nothing above catches it
-        if stop.is_terminated:  # an extension module turns any exception during its import into ImportError
+        is_ours = isinstance(error, LeanditError)
+        if stop.is_terminated and not is_ours:  # an extension module turns an exception of its import into ImportError
             raise Terminated from error
-        code = _unexpected(error)
-    return code if isinstance(code, int) else 0
+        if TRACEBACK in sys.argv:
+            traceback_module.print_exc()
+        message, code = _explain(error)
+        if is_ours and TORCHRUN in os.environ:
+            from ...train.parallel.watchdog import print_for_all
+
+            print_for_all(error, print_error)
+        elif not getattr(error, "is_said", False):  # for all ranks, by the one that failed
+            print_error(message)
+        return code
 
 
 def _warning_line(message: Warning | str, category: type[Warning], *place: Any) -> str:
@@ -163,44 +158,21 @@ def _warning_line(message: Warning | str, category: type[Warning], *place: Any) 
     return FORMAT_WARNING(message, category, *place)
 
 
-def _unexpected(error: Exception) -> int:
-    if getattr(error, "is_said", False):  # for all ranks, by the one that failed
-        if TRACEBACK in sys.argv:
-            traceback_module.print_exc()
-        return EXIT_RESOURCES if isinstance(error, MemoryError) else EXIT_UNEXPECTED
+def _explain(error: Exception) -> tuple[str, int]:
+    """The line and the exit code of an error."""
+    if isinstance(error, LeanditError):
+        return str(error), error.exit_code
     if isinstance(error, MemoryError):
-        return _fail("out of memory. Use a smaller batch (see --set)", EXIT_RESOURCES)
+        return "out of memory. Use a smaller batch (see --set)", EXIT_RESOURCES
     if isinstance(error, ModuleNotFoundError):
         problem = f"{error.name} is not installed" if error.name else str(error)  # some libraries raise it unnamed
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
         extra = EXTRAS.get((error.name or "").split(".")[0]) or EXTRAS_OF_COMMANDS.get(command, "all")
-        return _fail(f"{problem}. Install it with: pip install 'leandit[{extra}]'", EXIT_RESOURCES)
+        return f"{problem}. Install it with: pip install 'leandit[{extra}]'", EXIT_RESOURCES
     if isinstance(error, OSError) and error.errno in NOT_PERMITTED:
         problem = f"'{error.filename or 'a file'}': {error.strerror}"
-        return _fail(
-            f"{problem}. Give this user the permission, or use another path; the same command then resumes",
-            EXIT_RESOURCES,
-        )
+        hint = "Give this user the permission, or use another path; the same command then resumes"
+        return f"{problem}. {hint}", EXIT_RESOURCES
     problem = f"{type(error).__name__}: {error}"
-    return _fail(
-        f"unexpected {problem}. Run again with '{TRACEBACK}' before the command, and report it", EXIT_UNEXPECTED
-    )
-
-
-def _fail_once(error: LeanditError) -> int:
-    """Print an error once if several ranks fail with it."""
-    if not (error.is_said or TORCHRUN in os.environ):
-        return _fail(str(error), error.exit_code)
-    from ...train.parallel.watchdog import print_for_all
-
-    if TRACEBACK in sys.argv:
-        traceback_module.print_exc()
-    print_for_all(error, print_error)
-    return error.exit_code
-
-
-def _fail(message: str, code: int) -> int:
-    if TRACEBACK in sys.argv:
-        traceback_module.print_exc()
-    print_error(message)
-    return code
+    hint = f"Run again with '{TRACEBACK}' before the command, and report it"
+    return f"unexpected {problem}. {hint}", EXIT_UNEXPECTED

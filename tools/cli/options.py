@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
-from enum import StrEnum
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import typer
+from typer import Argument, Option
 
 from ...datasets.errors import RecipeError
 from ..terminal.text import is_quiet, printable
 
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")]
-Devices = Annotated[
-    str,
-    typer.Option(
-        "--device", help="cpu or cuda:N; several with commas, a process for each; cuda and auto take all GPUs."
-    ),
-]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one recipe key; repeatable.")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
+if TYPE_CHECKING:
+    from ...train.parallel.ranks import Ranks
+    from ..terminal.progress import ProgressLine
 
 LOG = logging.getLogger(__name__)
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
-
-def complete_recipe(context: typer.Context, incomplete: str) -> list[str]:
-    """Shipped recipes that a shell offers: of the stage that the command is for; of both where it lists them."""
-    from ...datasets.recipe import STAGES, shipped_recipes
-
-    stages = {"precompute": STAGES[:1], "recipes": STAGES}.get(context.info_name or "", STAGES[1:])
-    names = {name for stage in stages for name in shipped_recipes(f"leandit.{stage}")}
-    return sorted(name for name in names if name.startswith(incomplete))
-
-
-Recipe = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE", help="Name of a shipped recipe, or path of a TOML file.", autocompletion=complete_recipe
-    ),
-]
+# Paths: each option says what becomes of a URL
 
 
 def is_url(path: str) -> bool:
@@ -66,65 +46,69 @@ def path_or_url(value: str) -> str:
     return unquote(parts.path)
 
 
-def read_path(value: str | Path) -> Path:
-    """A local path to read.
-
-    Raises: BadParameter: it is a URL.
-    """
-    return _local_path(value, "reads", "Copy it first, as with 'aws s3 sync s3://BUCKET/NAME FOLDER'.")
-
-
-def written_path(value: str | Path) -> Path:
-    """A local path to write to.
-
-    Raises: BadParameter: it is a URL.
-    """
-    hint = "Give a folder, then copy it there, as with 'aws s3 sync FOLDER s3://BUCKET/NAME'."
-    return _local_path(value, "writes to", hint)
-
-
-def _local_path(value: str | Path, does: str, hint: str) -> Path:
+def _local_path(does: str, hint: str, value: str | Path) -> Path:
+    """A local path. Raises: BadParameter: it is a URL."""
     path = path_or_url(str(value))  # typer parses defaults too, which are paths already
     if is_url(path):
         raise typer.BadParameter(f"'{path}' is a URL, and this command {does} local folders only. {hint}")
     return Path(path)
 
 
+def read_path(value: str | Path) -> Path:
+    """A local path to read. Raises: BadParameter: it is a URL."""
+    return _local_path("reads", "Copy it first, as with 'aws s3 sync s3://BUCKET/NAME FOLDER'.", value)
+
+
+def written_path(value: str | Path) -> Path:
+    """A local path to write to. Raises: BadParameter: it is a URL."""
+    hint = "Give a folder, then copy it there, as with 'aws s3 sync FOLDER s3://BUCKET/NAME'."
+    return _local_path("writes to", hint, value)
+
+
 def output(help: str, *names: str) -> Any:
     """An option for a path that the command writes to."""
-    return typer.Option(*names, help=help, parser=written_path, metavar="PATH")
+    return Option(*names, help=help, parser=written_path, metavar="PATH")
 
 
 def local_input(help: str, *names: str) -> Any:
     """An option for a local path that the command reads."""
-    return typer.Option(*names, help=help, parser=read_path, metavar="PATH")
+    return Option(*names, help=help, parser=read_path, metavar="PATH")
 
 
-Run = Annotated[Path, typer.Argument(parser=read_path, metavar="RUN", help="Run, or what 'leandit average' has made.")]
-LocalStore = Annotated[Path, typer.Argument(parser=written_path, metavar="STORE", help="Folder of the store.")]
-AnyStore = Annotated[str, typer.Argument(parser=path_or_url, metavar="STORE", help="Store: a folder, or a URL.")]
-StoreOfRecipe = Annotated[
-    str | None,
-    typer.Option(
-        "--store",
-        parser=path_or_url,
-        metavar="PATH",
-        help="Store to train on, unless the recipe names stores: a folder, s3://, gs://, hf://.",
-    ),
+# Options and arguments, each declared once
+
+
+def complete_recipe(context: typer.Context, incomplete: str) -> list[str]:
+    """Shipped recipes that a shell offers: of the stage that the command is for; of both where it lists them."""
+    from ...datasets.recipe import STAGES, shipped_recipes
+
+    stages = {"precompute": STAGES[:1], "recipes": STAGES}.get(context.info_name or "", STAGES[1:])
+    names = {name for stage in stages for name in shipped_recipes(f"leandit.{stage}")}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+RECIPE_HELP = "Name of a shipped recipe, or path of a TOML file."
+STORE_HELP = "Store to train on, unless the recipe names stores: a folder, s3://, gs://, hf://."
+Recipe = Annotated[str, Argument(metavar="RECIPE", help=RECIPE_HELP, autocompletion=complete_recipe)]
+Run = Annotated[Path, Argument(parser=read_path, metavar="RUN", help="Run, or what 'leandit average' has made.")]
+LocalStore = Annotated[Path, Argument(parser=written_path, metavar="STORE", help="Folder of the store.")]
+AnyStore = Annotated[str, Argument(parser=path_or_url, metavar="STORE", help="Store: a folder, or a URL.")]
+StoreOfRecipe = Annotated[str | None, Option("--store", parser=path_or_url, metavar="PATH", help=STORE_HELP)]
+Device = Annotated[str, Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")]
+Overrides = Annotated[
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one recipe key; repeatable.")
 ]
-Vae = Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's own VAE.")]
-Base = Annotated[str, typer.Option(help="Where the weights lie now that the adapters of a run were trained on.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Show what would be done, and stop.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
+Revision = Annotated[int, Option(min=0, help="Revision of the store; 0: the newest.")]
+Vae = Annotated[str | None, Option(help="Folder or hub id to decode with, else the store's own VAE.")]
+Base = Annotated[str, Option(help="Where the weights lie now that the adapters of a run were trained on.")]
+Weights = Annotated[
+    Literal["averaged", "raw"], Option(help="Of a run: averaged, or raw as the newest checkpoint has them.")
+]
 
 
-class WeightsName(StrEnum):
-    """Values of ``--weights``."""
-
-    averaged = "averaged"
-    raw = "raw"
-
-
-Weights = Annotated[WeightsName, typer.Option(help="Of a run: averaged, or raw as the newest checkpoint has them.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+# Devices
 
 
 def torch_device(name: str) -> Any:
@@ -145,32 +129,39 @@ def torch_device(name: str) -> Any:
     return device
 
 
-def rank_device(name: str, local_rank: int | None) -> Any:
-    """The device of a rank: the GPU with its local number, unless ``--device`` names another.
+def rank_device(name: str, ranks: Ranks) -> Any:
+    """The device of a rank: the GPU with its number on its machine, unless ``--device`` names another.
 
-    Args:
-      local_rank: number of the rank on its machine; None for a single rank.
     Raises: as ``torch_device``.
     """
     device = torch_device(name)
-    if local_rank is None or device.type != "cuda" or device.index is not None:
+    if ranks.world_size == 1 or device.type != "cuda" or device.index is not None:
         return device
-    return torch_device(f"cuda:{local_rank}")
+    return torch_device(f"cuda:{ranks.local_rank}")
 
 
 def torch_devices(names: str) -> list[Any]:
-    """The devices that ``--device`` names, if it may name several.
+    """The devices that ``--device`` names, if it may name several; cuda and auto take all GPUs.
 
     Raises: as ``torch_device``.
     """
-    if names in ("auto", "cuda"):
-        if (device := torch_device(names)).type == "cpu":
-            return [device]
+    devices = [torch_device(name.strip()) for name in names.split(",")]
+    if names in ("auto", "cuda") and devices[0].type == "cuda":
         import torch
 
-        num_gpus = torch.cuda.device_count()
-        names = ",".join(f"cuda:{number}" for number in range(num_gpus)) if num_gpus > 1 else "cuda"
-    return [torch_device(name.strip()) for name in names.split(",")]
+        if (num_gpus := torch.cuda.device_count()) > 1:
+            return [torch_device(f"cuda:{number}") for number in range(num_gpus)]
+    return devices
+
+
+# Lines on stderr
+
+
+def rank_progress(ranks: Ranks) -> AbstractContextManager[ProgressLine | Callable[..., None]]:
+    """Progress on stderr, of the first rank alone."""
+    from ..terminal.progress import ProgressLine
+
+    return ProgressLine() if ranks.is_first else contextlib.nullcontext(lambda *_: None)
 
 
 def print_line(message: str) -> None:

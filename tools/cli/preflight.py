@@ -1,7 +1,4 @@
-"""Cheap checks of local inputs before torch loads, so that a wrong path fails at once.
-
-The code that uses an input checks it again, and reports what cannot be read.
-"""
+"""Cheap checks before torch loads, so that a wrong path fails at once; the code that uses an input checks all of it."""
 
 from __future__ import annotations
 
@@ -11,14 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...datasets.disk.hashing import read_json
 from ...datasets.errors import DamageError, RecipeError, RunError, SourceError
+from ...train.weights.folders import SNAPSHOT, STATE, find, is_run
+from ..sample.evaluation.request import INCEPTION
 from .options import is_url
 
 if TYPE_CHECKING:  # pydantic's models take half of a second
     from ...precompute.config import PrecomputeRecipe
     from ...train.config import TrainRecipe
 
-UNREADABLE = (DamageError, OSError, IndexError, KeyError, TypeError)  # a snapshot: told where its weights are loaded
 RANKS = ("RANK", "WORLD_SIZE", "SLURM_PROCID")  # set when several processes would print the same error
 
 
@@ -34,42 +33,28 @@ def check_sources(recipe: PrecomputeRecipe, sources: Sequence[str]) -> None:
 
 
 def check_encoders(recipe: PrecomputeRecipe) -> None:
-    """Raise if a local encoder is missing, or is not what the recipe says. Raises: RecipeError, EncoderError."""
-    from ...precompute.encoders import autoencoders
-    from ...precompute.encoders import model_files as files
+    """Raise if the folder of an encoder is missing, before a source is listed. Raises: RecipeError, EncoderError."""
+    from ...precompute.encoders import autoencoders, model_files
 
-    if files.local_folder(recipe.vae.model):
-        folder = autoencoders.config_folder(recipe.vae)
-        autoencoders.family_of(files.read_config(folder[0], what="vae.model"), f"vae.model '{folder[0]}'")
-        autoencoders.find_files(recipe.vae, folder)
-    encoders = {f"text.{name}": section for name, section in recipe.texts.items()}
-    encoders |= {"text": recipe.text} if recipe.text.kind != "none" else {}
-    for name, section in {**encoders, **{f"features.{name}": one for name, one in recipe.features.items()}}.items():
-        if files.local_folder(section.model):
-            named = {"files": (files.CONFIG,), "what": f"{name}.model"}
-            folder, _ = files.resolve_model(section.model, section.subfolder, section.revision, **named)
-            files.read_config(folder, what=named["what"])
-            files.weight_files(folder, files.TEXT_WEIGHTS, what=named["what"])
+    if model_files.local_folder(recipe.vae.model):
+        folder, _ = autoencoders.config_folder(recipe.vae)
+        autoencoders.family_of(model_files.read_config(folder, what="vae.model"), f"vae.model '{folder}'")
+    encoders = {"text": recipe.text} if recipe.text.kind != "none" else {}
+    encoders |= {f"text.{name}": section for name, section in recipe.texts.items()}
+    encoders |= {f"features.{name}": section for name, section in recipe.features.items()}
+    for name, section in encoders.items():
+        if model_files.local_folder(section.model):
+            named = {"files": (model_files.CONFIG,), "what": f"{name}.model"}
+            model_files.resolve_model(section.model, section.subfolder, section.revision, **named)
 
 
 def check_trainable(recipe: TrainRecipe, store: str | None) -> None:
-    """Raise if no store is named, or, where one process trains, a local one is missing.
-
-    Raises: RecipeError, StoreNotFound, StoreError, StoreIncomplete.
-    """
+    """Raise if no store is named, or a local one is missing. Raises: RecipeError, StoreError."""
     from ...datasets.revisions.catalog import check_store
 
     for turn in recipe.turns(store):
         if not is_url(turn.section.store) and not any(name in os.environ for name in RANKS):
             check_store(Path(turn.section.store))
-
-
-def _newest_state(run: Path) -> Any:
-    """The state of the newest snapshot. Raises: UNREADABLE."""
-    from ...datasets.disk.hashing import read_json
-    from ...train.weights.folders import SNAPSHOT, STATE, find
-
-    return read_json(find(SNAPSHOT, run)[-1] / STATE)
 
 
 def check_run(run: Path) -> None:
@@ -78,38 +63,42 @@ def check_run(run: Path) -> None:
         raise RunError(f"run '{run}': no such folder. Train first, or check the path.")
 
 
+# A damaged snapshot is left to the code that loads its weights.
+IF_READABLE = contextlib.suppress(DamageError, OSError, IndexError, KeyError, TypeError)
+
+
+def _newest_state(run: Path) -> Any:
+    return read_json(find(SNAPSHOT, run)[-1] / STATE)
+
+
 def check_subjects(run: Path, labels: Sequence[str], captions: Sequence[str]) -> None:
     """Raise if the newest snapshot of a run cannot draw these labels or captions. Raises: RecipeError."""
     from ..sample.request import find_labels
 
-    with contextlib.suppress(*UNREADABLE):
+    with IF_READABLE:
         find_labels(_newest_state(run), labels, captions)
 
 
 def check_evaluation(
     target: Path, against: Path | None, *, clip: str | None, captions: Path | None, features: str, out: Path | None
 ) -> None:
-    """Raise if there is nothing to measure, or an input is missing.
-
-    Raises: RecipeError, RunError, SourceError; EncoderError: no such network.
-    """
+    """Raise if there is nothing to measure, or an input is missing. Raises: RecipeError, SourceError, EncoderError."""
     from ...precompute.encoders.model_files import CONFIG, local_folder, resolve_model
-    from ...train.weights.folders import is_run
 
     if not (against or clip):
         raise RecipeError("evaluate: nothing to measure. Give a reference with --against, or a CLIP with --clip.")
-    if not target.exists():
-        raise RunError(f"'{target}': there is no such run, folder or file. Check the path.")
+    for what, path in (("", target), ("--against ", against)):
+        if path and not path.exists():
+            raise SourceError(f"{what}'{path}': there is no such run, store, folder or file. Check the path.")
     if is_run(target) and not out:
         raise RecipeError(f"evaluate: '{target}' is a run, so its pictures need a folder. Give --out.")
-    if clip and not captions and is_run(target):
-        with contextlib.suppress(*UNREADABLE):
-            if not _newest_state(target)["spec"]["caption_width"]:
-                raise RecipeError(
-                    f"--clip: run '{target}' draws classes. Give captions with --captions, or leave it out."
-                )
-    if against and not against.exists():
-        raise SourceError(f"--against '{against}': there is no such store, folder or file. Check the path.")
-    for what, model in {"--clip": clip, "--features": None if features == "inception" else features}.items():
-        if model and local_folder(model) and not Path(model).suffix:  # with one: a file of Inception's weights
+    is_of_classes = False
+    with IF_READABLE:
+        is_of_classes = is_run(target) and not _newest_state(target)["spec"]["caption_width"]
+    if clip and not captions and is_of_classes:
+        raise RecipeError(f"--clip: run '{target}' draws classes. Give captions with --captions, or leave it out.")
+    for what, model in {"--clip": clip, "--features": features}.items():
+        if (
+            model and model != INCEPTION and local_folder(model) and not Path(model).suffix
+        ):  # with one: a file of weights
             resolve_model(model, "", "", files=(CONFIG,), what=what)

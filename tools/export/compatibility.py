@@ -1,19 +1,27 @@
-"""Which pipeline of diffusers draws with a model, and how it differs from leandit."""
+"""Which pipeline of diffusers draws with a model, what a layout cannot hold, and how a pipeline differs from ours."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from ...datasets.format.schema import IMPORTED
 from ...precompute.encoders.text.instructions import instruction_text
 from ...train.models.diffusers_models.families import family_of
-from ...train.sampling.snapshot import Snapshot
+from ...train.models.layers import DiTOptions
+from ...train.models.spec import ModelSpec
+from ...train.objective_recipe import ObjectiveSection
+from ...train.sampling.snapshot import Snapshot, text_encoders
+from ...train.weights.folders import SNAPSHOT
 
 SANA_VAE = "AutoencoderDC"
 FLOW_PIPELINES = ("sana", "sd3")  # families whose pipelines take schedulers of flows
 SD3_TOKENS = (77, 77, 256)  # of each caption, in StableDiffusion3Pipeline
 NULL_LABEL = 1000  # DiTPipeline gives its models this label for null, however many classes they have
 PIPELINES = {None: "DiTPipeline", "sana": "SanaPipeline", "sd3": "StableDiffusion3Pipeline"}  # by family
+TEXT_CLASSES = {"t5": ("T5EncoderModel", "T5Tokenizer"), "gemma2": ("Gemma2Model", "GemmaTokenizer")}
+SD3_CLASSES = TEXT_CLASSES | {"clip": ("CLIPTextModelWithProjection", "CLIPTokenizer")}
+SD3_KINDS = ["clip", "clip", "t5"]
 
 
 def pipeline_class(snapshot: Snapshot) -> str:
@@ -27,6 +35,69 @@ def vae_class(snapshot: Snapshot) -> str:
     default = SANA_VAE if family_of(snapshot.spec.name) == "sana" else "AutoencoderKL"
     known = snapshot.state["vae"].get("class_name", default)
     return default if known.startswith(IMPORTED) else known
+
+
+def text_parts(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+    """The text encoders by the ends of their names in a pipeline's folder: "", then "_2", "_3"."""
+    encoders = text_encoders(snapshot.state)
+    ordered = [encoders[one.name] for one in snapshot.spec.texts] or list(encoders.values())[:1]
+    return {f"_{number}" if number > 1 else "": one for number, one in enumerate(ordered, start=1)}
+
+
+def loads_adapters(snapshot: Snapshot) -> bool:
+    """Whether diffusers' pipeline loads adapters. PixArt's and its transformer do not; peft does."""
+    return hasattr(type(snapshot.model.net), "load_lora_adapter")
+
+
+def obstacle(layout: str, spec: ModelSpec, objective: ObjectiveSection, state: dict[str, Any]) -> str:
+    """Why a layout cannot hold a model, or its pipeline cannot draw with it, and what to do; empty: it can."""
+    family, problem, instead = family_of(spec.name), "", "Load its weights from the snapshot."
+    changed = [name for name, value in spec.options if value != getattr(DiTOptions(), name)]
+    if layout == "official":
+        problem, instead = "the official layout is DiT's" if family else "", "Use --format diffusers."
+    elif family == "sd3":
+        encoders = text_encoders(state)
+        kinds = [encoders[text.name]["model"].get("kind") for text in spec.texts]
+        pipeline = "StableDiffusion3Pipeline"
+        if kinds != SD3_KINDS or spec.texts[-1].width != spec.caption_width:
+            has = ", ".join(map(str, kinds))
+            problem = f"it reads captions of {has}, {pipeline} of two clips and a t5 at least as wide as both"
+        elif objective.kind != "flow":
+            problem = f"it was trained with objective.kind = '{objective.kind}', {pipeline} draws flows alone"
+    elif family:
+        if (kind := state["text_encoder"]["model"]["kind"]) not in TEXT_CLASSES:
+            known = " or ".join(TEXT_CLASSES)
+            problem = f"it reads captions of a '{kind}', and diffusers' pipelines for it only those of {known}"
+    else:
+        instead = "Use --format official, which holds every DiT exactly."
+        if spec.takes_text:
+            problem = "it takes captions, diffusers' DiT only labels"
+        elif changed:
+            option = f"model.{changed[0]} = {getattr(spec.options, changed[0])!r}"
+            problem = f"it was trained with {option}, which diffusers' DiT does not support"
+        elif spec.class_width or spec.fused:
+            problem = "diffusers' DiT has no class token and no routed tokens"
+        elif spec.num_classes > NULL_LABEL:
+            most = f"{NULL_LABEL} at most, since its null is label {NULL_LABEL}"
+            problem = f"it has {spec.num_classes} classes, DiTPipeline takes {most}"
+    return f"model '{spec.name}': {problem}. {instead}" if problem else ""
+
+
+def adapter_notes(snapshot: Snapshot) -> list[str]:
+    """How adapters are loaded, and onto what."""
+    load = 'pipeline.load_lora_weights("FOLDER")'
+    if not loads_adapters(snapshot):
+        load = 'pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, "FOLDER").merge_and_unload()'
+    source, weights_hash = snapshot.state["frozen"]["source"], snapshot.state["frozen"]["xxh3_128"]
+    onto = f"{pipeline_class(snapshot)} with the weights of '{source}' (hash {weights_hash})"
+    notes = [f"Adapters for {onto}, in float32: {load}"]
+    run, _, step = source.rpartition(f"/{SNAPSHOT}-")
+    if run and step.isdecimal():
+        notes.append(
+            f"These weights are a run's, which diffusers and peft do not read: 'leandit export {run} --step {step} "
+            "--out FOLDER' makes the pipeline that the adapters are loaded into"
+        )
+    return notes
 
 
 def compatibility_notes(snapshot: Snapshot) -> list[str]:
@@ -56,11 +127,12 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
         which = "this" if text else "no"
         notes.append(f"Captions were encoded behind {which} instruction: give complex_human_instruction={lines}.")
     scalings = [latent] if latent.decoding is None else [latent, latent.decoding]
+    decode = 'Take its latents (output_type="latent"), and decode scale and shift yourself.'
     if spec.texts:
         if any(len(set(one.shift)) > 1 or len(set(one.scale)) > 1 for one in scalings):
             notes.append(
                 "The latents are shifted or scaled by channel; the pipeline has one shift_factor and one "
-                'scaling_factor. Take its latents (output_type="latent"), and decode scale and shift yourself.'
+                f"scaling_factor. {decode}"
             )
         tokens = tuple(one.tokens for one in spec.texts)
         if tokens[:2] != SD3_TOKENS[:2]:
@@ -72,16 +144,15 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
             notes.append(f"Trained with {tokens[2]} T5 tokens: give max_sequence_length={tokens[2]}.")
     elif any(any(one.shift) or len(set(one.scale)) > 1 for one in scalings):
         notes.append(
-            "The latents are shifted, or scaled by channel; the pipeline divides by scaling_factor alone. Take its "
-            'latents (output_type="latent"), and decode scale and shift yourself.'
+            f"The latents are shifted, or scaled by channel; the pipeline divides by scaling_factor alone. {decode}"
         )
     if latent.decoding and latent.decoding.zero_to_one:
         notes.append("The VAE gives pictures from 0 to 1, where the pipeline takes them from -1 to 1. Decode yourself.")
     if snapshot.text is not None and spec.takes_text and not spec.texts:
+        most = snapshot.text.max_tokens
         notes.append(
-            f"Trained with {snapshot.text.max_tokens} caption tokens at most: give max_sequence_length="
-            f"{snapshot.text.max_tokens}. In training, null has the mask of the caption that it replaces; the "
-            "pipeline's has its own."
+            f"Trained with {most} caption tokens at most: give max_sequence_length={most}. In training, null has the "
+            "mask of the caption that it replaces; the pipeline's has its own."
         )
         notes.append(
             "The pipeline makes prompts lower case, and PixArt's cleans them unless clean_caption=False; captions were "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -22,28 +23,37 @@ from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import EncoderError, RunError
 from ...datasets.format.schema import UNKNOWN
 from ...train.models.build import DiTDenoiser
+from ...train.models.diffusers_models.adapters import ADAPTER
 from ...train.models.diffusers_models.families import family_of
 from ...train.models.dit import size_of
-from ...train.models.layers import DiTOptions
 from ...train.models.spec import ModelSpec
 from ...train.objective_recipe import ObjectiveSection
 from ...train.sampling.schedulers import pipeline_scheduler
-from ...train.sampling.snapshot import Snapshot, Weights, load_snapshot, text_encoders
+from ...train.sampling.snapshot import Snapshot, Weights, load_snapshot
+from ...train.weights import checkpoint
 from ...train.weights.dit_checkpoints import official_bytes, to_diffusers
 from ...train.weights.folders import RECIPE, SNAPSHOT, STATE, find
-from .adapters import Files, adapter_files, adapter_notes
-from .cards import CARD, model_card, model_rows
-from .compatibility import FLOW_PIPELINES, NULL_LABEL, compatibility_notes, pipeline_class, vae_class
+from .cards import CARD, model_card
+from .compatibility import (
+    FLOW_PIPELINES,
+    NULL_LABEL,
+    SD3_CLASSES,
+    TEXT_CLASSES,
+    adapter_notes,
+    compatibility_notes,
+    loads_adapters,
+    obstacle,
+    pipeline_class,
+    text_parts,
+    vae_class,
+)
 
 Layout = Literal["diffusers", "official"]
+Files = Iterator[tuple[str, Any]]  # relative path, and bytes or an iterable of bytes
 
-TRANSFORMER = ("transformer/config.json", "transformer/diffusion_pytorch_model.safetensors")
 PART_BYTES = 1 << 24
 NO_TOKENIZER = ("*.safetensors", "config.json", "*.index.json")
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
-TEXT_CLASSES = {"t5": ("T5EncoderModel", "T5Tokenizer"), "gemma2": ("Gemma2Model", "GemmaTokenizer")}
-SD3_CLASSES = TEXT_CLASSES | {"clip": ("CLIPTextModelWithProjection", "CLIPTokenizer")}
-SD3_KINDS = ["clip", "clip", "t5"]
 
 
 def export(
@@ -76,26 +86,35 @@ def export(
     if out.exists():
         raise RunError(f"folder '{out}': it already exists. Give another --out.")
     snapshot = load_snapshot(run, torch.device("cpu"), step, frozen=base, weights=weights)
-    kind, pipeline, notes = str(layout), pipeline_class(snapshot) if layout == "diffusers" else None, list[str]()
-    if pipeline is None:
-        check_official(snapshot.spec, encoders=encoders)
-        files = official_files(snapshot)
-    elif merged and not snapshot.spec.adapter:
+    is_pipeline, adapter = layout == "diffusers", snapshot.spec.adapter
+    is_adapters = is_pipeline and adapter is not None and not merged
+    if not is_adapters and (problem := obstacle(layout, snapshot.spec, snapshot.objective, snapshot.state)):
+        raise RunError(problem)
+    if not is_pipeline and encoders:
+        raise RunError("--encoders: the official layout is of the model alone. Use --format diffusers.")
+    if is_pipeline and merged and not adapter:
         raise RunError(f"--merged: run '{snapshot.path.parent}' has no adapters. Leave it out.")
-    elif snapshot.spec.adapter and not merged:
-        if encoders:
-            raise RunError("--encoders: adapters are a file beside a pipeline. Use --merged to write a whole one.")
-        kind, files = "adapters", adapter_files(snapshot)
-        notes = [*adapter_notes(snapshot, pipeline), *compatibility_notes(snapshot)]
-    else:
-        check_diffusers(snapshot.spec, snapshot.objective, snapshot.state)
+    if is_adapters and encoders:
+        raise RunError("--encoders: adapters are a file beside a pipeline. Use --merged to write a whole one.")
+    if is_adapters:
+        files = adapter_files(snapshot)
+    elif is_pipeline:
         files = diffusers_files(snapshot, encoder_folders(snapshot, vae, text) if encoders else {})
-        notes = compatibility_notes(snapshot)
-    notes = [*([snapshot.warning] if snapshot.warning else []), *notes]
-    described = model_rows(snapshot.state, snapshot.spec, f"{snapshot.weights}, {snapshot.weights_path.name}")
-    rows = {"layout": f"diffusers, for {pipeline}" if pipeline else layout} | described
-    recipe = (run / RECIPE).read_text() if (run / RECIPE).is_file() else ""
-    card = model_card(snapshot.spec.name, rows, is_pipeline=bool(pipeline), notes=notes, recipe=recipe)
+    else:
+        files = official_files(snapshot)
+    pipeline = pipeline_class(snapshot) if is_pipeline else None
+    notes = [snapshot.warning] if snapshot.warning else []
+    notes += adapter_notes(snapshot) if is_adapters else []
+    notes += compatibility_notes(snapshot) if is_pipeline else []
+    card = model_card(
+        snapshot.spec.name,
+        snapshot.state,
+        weights=f"{snapshot.weights}, {snapshot.weights_path.name}",
+        layout=f"diffusers, for {pipeline}" if pipeline else layout,
+        is_pipeline=is_pipeline,
+        notes=notes,
+        recipe=(run / RECIPE).read_text() if (run / RECIPE).is_file() else "",
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     sweep_strays(out.parent)
     if not write_folder(out, itertools.chain(files, [(CARD, card)]), replace=False):
@@ -104,15 +123,12 @@ def export(
         "snapshot": snapshot.path.name,
         "step": snapshot.step,
         "weights": snapshot.weights,
-        "format": kind,
+        "format": "adapters" if is_adapters else layout,
         "pipeline": pipeline,
         "files": sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()),
         "notes": notes,
         "out": str(out),
     }
-
-
-# ------------------------------------------------------------------------------------------------------------- checks
 
 
 def fitting_layout(run: Path) -> Layout | None:
@@ -122,71 +138,9 @@ def fitting_layout(run: Path) -> Layout | None:
     """
     state = read_json(find(SNAPSHOT, run)[-1] / STATE)
     spec, objective = ModelSpec.model_validate(state["spec"]), ObjectiveSection.model_validate(state["objective"])
-    with contextlib.suppress(RunError):
-        if not spec.adapter:
-            check_diffusers(spec, objective, state)
+    if spec.adapter or not obstacle("diffusers", spec, objective, state):
         return "diffusers"
-    with contextlib.suppress(RunError):
-        check_official(spec, encoders=False)
-        return "official"
-    return None
-
-
-def check_official(spec: ModelSpec, *, encoders: bool) -> None:
-    """Raise if the official layout of DiT cannot hold the model.
-
-    Raises: RunError.
-    """
-    if family_of(spec.name):
-        raise RunError(f"model '{spec.name}': the official layout is DiT's. Use --format diffusers.")
-    if encoders:
-        raise RunError("--encoders: the official layout is of the model alone. Use --format diffusers.")
-
-
-def check_diffusers(spec: ModelSpec, objective: ObjectiveSection, state: dict[str, Any]) -> None:
-    """Raise if diffusers' class cannot hold the model, or its pipeline cannot draw with it.
-
-    Raises: RunError.
-    """
-    family, problem, instead = family_of(spec.name), "", "Load its weights from the snapshot."
-    changed = [name for name, value in spec.options if value != getattr(DiTOptions(), name)]
-    if family == "sd3":
-        encoders = text_encoders(state)
-        kinds = [encoders[text.name]["model"].get("kind") for text in spec.texts]
-        if kinds != SD3_KINDS or spec.texts[-1].width != spec.caption_width:
-            problem = (
-                f"it reads captions of {', '.join(map(str, kinds))}, StableDiffusion3Pipeline of two clips and a t5 at "
-                "least as wide as both"
-            )
-        elif objective.kind != "flow":
-            problem = (
-                f"it was trained with objective.kind = '{objective.kind}', StableDiffusion3Pipeline draws flows alone"
-            )
-    elif family:
-        if (kind := state["text_encoder"]["model"]["kind"]) not in TEXT_CLASSES:
-            problem = (
-                f"it reads captions of a '{kind}', and diffusers' pipelines for it only those of "
-                f"{' or '.join(TEXT_CLASSES)}"
-            )
-    else:
-        instead = "Use --format official, which holds every DiT exactly."
-        if spec.takes_text:
-            problem = "it takes captions, diffusers' DiT only labels"
-        elif changed:
-            option = f"model.{changed[0]} = {getattr(spec.options, changed[0])!r}"
-            problem = f"it was trained with {option}, which diffusers' DiT does not support"
-        elif spec.class_width or spec.fused:
-            problem = "diffusers' DiT has no class token and no routed tokens"
-        elif spec.num_classes > NULL_LABEL:
-            problem = (
-                f"it has {spec.num_classes} classes, DiTPipeline takes {NULL_LABEL} at most, since its null is label "
-                f"{NULL_LABEL}"
-            )
-    if problem:
-        raise RunError(f"model '{spec.name}': {problem}. {instead}")
-
-
-# -------------------------------------------------------------------------------------------------------------- files
+    return None if obstacle("official", spec, objective, state) else "official"
 
 
 def official_files(snapshot: Snapshot) -> Files:
@@ -194,6 +148,28 @@ def official_files(snapshot: Snapshot) -> Files:
     name = snapshot.spec.name.replace("/", "-")
     for suffix in (".safetensors", ".pt"):
         yield f"{name}{suffix}", official_bytes(snapshot.model.state_dict(), suffix)
+
+
+def adapter_files(snapshot: Snapshot) -> Files:
+    """The adapters, float32, with rank and alpha: for ``load_lora_weights`` of a pipeline, or as a folder of peft."""
+    spec = snapshot.spec.adapter
+    assert spec is not None
+    for_pipeline = loads_adapters(snapshot)
+    prefix = "transformer." if for_pipeline else "base_model.model."
+    tensors = {
+        prefix + name.removeprefix("net.").replace(f".{ADAPTER}.", "."): tensor
+        for name, tensor in checkpoint.read(snapshot.weights_path).read(checkpoint.MODEL).items()
+    }
+    config = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": list(spec.targets)}
+    if for_pipeline:
+        described = json.dumps({prefix + key: value for key, value in config.items()}, sort_keys=True)
+        metadata = {"format": "pt", "lora_adapter_metadata": described}
+        yield "pytorch_lora_weights.safetensors", safetensors_of(tensors, metadata)
+    else:
+        source = snapshot.state["frozen"]["source"]
+        base = {"peft_type": "LORA", "base_model_name_or_path": source, "inference_mode": True}
+        yield "adapter_model.safetensors", safetensors_of(tensors, {"format": "pt"})
+        yield "adapter_config.json", canonical_json(config | base)
 
 
 def diffusers_files(snapshot: Snapshot, copies: Mapping[str, Path]) -> Files:
@@ -204,8 +180,9 @@ def diffusers_files(snapshot: Snapshot, copies: Mapping[str, Path]) -> Files:
     """
     scheduler = pipeline_scheduler(snapshot.objective, takes_flow_match=family_of(snapshot.spec.name) in FLOW_PIPELINES)
     config, weights = transformer_of(snapshot)
-    yield TRANSFORMER[0], canonical_json(config)
-    yield TRANSFORMER[1], safetensors_of({name: t.contiguous() for name, t in weights.items()}, {"format": "pt"})
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    yield "transformer/config.json", canonical_json(config)
+    yield "transformer/diffusion_pytorch_model.safetensors", safetensors_of(weights, {"format": "pt"})
     yield "scheduler/scheduler_config.json", scheduler.to_json_string().encode()
     yield "model_index.json", canonical_json(index_of(snapshot, type(scheduler).__name__, copies))
     for name, folder in copies.items():
@@ -220,14 +197,6 @@ def _parts_of(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while part := file.read(PART_BYTES):
             yield part
-
-
-def tokenizer_class(folder: Path) -> str | None:
-    """The class that a tokenizer's folder names, if any."""
-    path = folder / "tokenizer_config.json"
-    config = read_json(path) if path.is_file() else None
-    name = config.get("tokenizer_class") if isinstance(config, dict) else None
-    return name if isinstance(name, str) and name.isidentifier() else None
 
 
 def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -256,7 +225,12 @@ def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.
             "activation_fn": "gelu-approximate",
             "attention_bias": True,
         }
-    return {"_class_name": transformer_name(snapshot), "_diffusers_version": diffusers_version, **config}, weights
+    return {"_class_name": _transformer_class(snapshot), "_diffusers_version": diffusers_version, **config}, weights
+
+
+def _transformer_class(snapshot: Snapshot) -> str:
+    model = snapshot.model
+    return "DiTTransformer2DModel" if isinstance(model, DiTDenoiser) else type(model.net).__name__
 
 
 def index_of(snapshot: Snapshot, scheduler: str, copies: Mapping[str, Path]) -> dict[str, Any]:
@@ -268,34 +242,25 @@ def index_of(snapshot: Snapshot, scheduler: str, copies: Mapping[str, Path]) -> 
     from diffusers import __version__ as diffusers_version
 
     spec = snapshot.spec
-    parts: dict[str, Any] = {
-        "transformer": ["diffusers", transformer_name(snapshot)],
-        "scheduler": ["diffusers", scheduler],
-    }
-    parts["vae"] = ["diffusers", vae_class(snapshot)]
+    classes = {"transformer": _transformer_class(snapshot), "scheduler": scheduler, "vae": vae_class(snapshot)}
+    parts: dict[str, Any] = {name: ["diffusers", class_name] for name, class_name in classes.items()}
     if spec.takes_text:
         for suffix, made in text_parts(snapshot).items():
             encoder, tokenizer = (SD3_CLASSES if spec.texts else TEXT_CLASSES)[made["model"]["kind"]]
-            folder = copies.get(f"tokenizer{suffix}")
-            tokenizer = (folder and tokenizer_class(folder)) or tokenizer
             parts[f"text_encoder{suffix}"] = ["transformers", encoder]
-            parts[f"tokenizer{suffix}"] = ["transformers", tokenizer]
+            name = f"tokenizer{suffix}"
+            parts[name] = ["transformers", _tokenizer_class(copies.get(name)) or tokenizer]
     else:
         parts["id2label"] = {str(number): name for number, name in enumerate(snapshot.class_names.names)}
     return {"_class_name": pipeline_class(snapshot), "_diffusers_version": diffusers_version, **parts}
 
 
-def transformer_name(snapshot: Snapshot) -> str:
-    """diffusers' class of the transformer."""
-    model = snapshot.model
-    return "DiTTransformer2DModel" if isinstance(model, DiTDenoiser) else type(model.net).__name__
-
-
-def text_parts(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
-    """The text encoders by the ends of their names in a pipeline's folder: "", then "_2", "_3"."""
-    encoders = text_encoders(snapshot.state)
-    ordered = [encoders[one.name] for one in snapshot.spec.texts] or list(encoders.values())[:1]
-    return {f"_{number}" if number > 1 else "": one for number, one in enumerate(ordered, start=1)}
+def _tokenizer_class(folder: Path | None) -> str | None:
+    """The class that a tokenizer's folder names, if any."""
+    path = folder and folder / "tokenizer_config.json"
+    config = read_json(path) if path and path.is_file() else None
+    name = config.get("tokenizer_class") if isinstance(config, dict) else None
+    return name if isinstance(name, str) and name.isidentifier() else None
 
 
 def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str | None) -> dict[str, Path]:
@@ -309,13 +274,14 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
     from ...precompute.encoders import model_files as files
 
     vae, texts = snapshot.state["vae"], text_parts(snapshot) if snapshot.spec.takes_text else {}
-    moved = {name: {"model": place} if place else {} for name, place in (("vae", vae_place), ("text", text_place))}
+    moved = {"vae": vae_place, "text": text_place}
+    # Name, section of the recipe, subfolder, stem of the weights ("": a tokenizer), and their hash.
     wanted: list[tuple[str, VaeSection | TextSection, str, str, str]] = []
     try:
-        section = VaeSection.model_validate(vae["model"] | moved["vae"])
+        section = VaeSection.model_validate(vae["model"] | ({"model": vae_place} if vae_place else {}))
         wanted.append(("vae", section, section.subfolder, files.VAE_WEIGHTS, vae["weights_sha256"]))
         for suffix, text in texts.items():
-            section = TextSection.model_validate(text["model"] | moved["text"])
+            section = TextSection.model_validate(text["model"] | ({"model": text_place} if text_place else {}))
             made_with = text["weights_sha256"]
             wanted.append((f"text_encoder{suffix}", section, section.subfolder, files.TEXT_WEIGHTS, made_with))
             wanted.append((f"tokenizer{suffix}", section, section.tokenizer_subfolder, "", UNKNOWN))

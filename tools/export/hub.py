@@ -5,8 +5,7 @@ Endpoint and token are huggingface_hub's: ``HF_ENDPOINT``, ``HF_TOKEN`` or ``hf 
 
 from __future__ import annotations
 
-import hashlib
-import io
+import copy
 import logging
 import random
 import re
@@ -15,12 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
-import xxhash
-
-from ...datasets.disk.hashing import BLOCK_BYTES
+from ...datasets.disk.hashing import xxh3_file
 from ...datasets.errors import DamageError, RecipeError, StoreError
 from ...datasets.remote.failures import is_not_allowed, lasts, library_errors, one_line, status_code
 
@@ -34,14 +31,6 @@ BRANCH = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*", re.ASCII)
 QUERY = re.compile(r"\?[^\s'\")]*")  # of a URL: it may be signed
 
 Answer = TypeVar("Answer")
-
-
-class ListedFile(NamedTuple):
-    """A file as the hub lists it; ``sha256`` is empty for a plain file of the git repository."""
-
-    size: int
-    sha256: str
-    git_sha1: str
 
 
 @dataclass(frozen=True)
@@ -66,34 +55,32 @@ class OutgoingFile:
         return len(self.content) if isinstance(self.content, bytes) else self.content.stat().st_size
 
     @cached_property
-    def sha256(self) -> str:
-        """The hash of the bytes, which are compared with the manifest.
+    def operation(self) -> Any:
+        """The ``CommitOperationAdd`` of the file, with its SHA-256.
 
-        Raises: DamageError: they differ from it.
+        Raises: DamageError: the bytes are not those of the manifest.
         """
-        xxh3, sha256 = xxhash.xxh3_128(), hashlib.sha256()
-        with open(self.content, "rb") if isinstance(self.content, Path) else io.BytesIO(self.content) as file:
-            while block := file.read(BLOCK_BYTES):
-                xxh3.update(block)
-                sha256.update(block)
-        if self.xxh3_128 and xxh3.hexdigest() != self.xxh3_128:
+        from huggingface_hub import CommitOperationAdd
+
+        if self.xxh3_128 and isinstance(self.content, Path) and xxh3_file(self.content) != self.xxh3_128:
             raise DamageError(
                 f"file '{self.content}': its bytes are not those of the manifest, so it is not published. Run 'leandit "
                 "verify --repair --source PATH', then publish again."
             )
-        return sha256.hexdigest()
+        return CommitOperationAdd(self.path, self.content)
 
     def read(self) -> bytes:
         """The bytes."""
         return self.content if isinstance(self.content, bytes) else self.content.read_bytes()
 
-    def is_same(self, listed: ListedFile | None) -> bool:
-        """Whether the repository lists these bytes."""
+    def is_same(self, listed: Any) -> bool:
+        """Whether the repository lists these bytes: a ``RepoFile``, or None."""
         from huggingface_hub.utils.sha import git_hash
 
         if listed is None or listed.size != self.size:
             return False
-        return self.sha256 == listed.sha256 if listed.sha256 else git_hash(self.read()) == listed.git_sha1
+        sha256 = self.operation.upload_info.sha256.hex()
+        return sha256 == listed.lfs.sha256 if listed.lfs else git_hash(self.read()) == listed.blob_id
 
 
 class HubRepository:
@@ -102,7 +89,8 @@ class HubRepository:
     Args:
       url: ``hf://datasets/OWNER/NAME`` or ``hf://OWNER/NAME``.
       branch: that is read and written.
-    Raises: RecipeError: the URL names no repository, or the branch cannot be one.
+    Raises: RecipeError: the URL names no repository, or the branch cannot be one. Each method raises StoreError: a
+      request is not allowed, refused, or failed ``ATTEMPTS`` times.
     """
 
     def __init__(self, url: str, branch: str = "main") -> None:
@@ -123,6 +111,7 @@ class HubRepository:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings print URLs that are signed
         self._api: Any = HfApi()
         self.name, self.branch, self.kind = match["name"], branch, "dataset" if match["datasets"] else "model"
+        self.title = self.name.partition("/")[2]
         self._in_branch = {"repo_type": self.kind, "revision": branch}
         # How readers name it: the URL, with the branch unless it is main.
         self.address = url.rstrip("/") + ("" if branch == "main" else f"@{quote(branch, safe='')}")
@@ -131,13 +120,10 @@ class HubRepository:
         """Whether it is private; None if it does not exist, or may not be seen."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
-        def look() -> bool | None:
-            try:
-                return bool(self._api.repo_info(self.name, repo_type=self.kind).private)
-            except RepositoryNotFoundError:
-                return None
-
-        return self._retry("be looked at", look)
+        info = self._retry(
+            "be looked at", lambda: self._api.repo_info(self.name, repo_type=self.kind), RepositoryNotFoundError
+        )
+        return info and bool(info.private)
 
     def create(self, *, private: bool) -> None:
         """Create the repository and its branch where they are missing."""
@@ -146,19 +132,15 @@ class HubRepository:
         if self.branch != "main":
             self._retry("get a branch", lambda: self._api.create_branch(self.name, branch=self.branch, **make))
 
-    def listing(self) -> dict[str, ListedFile]:
-        """Every file of the branch, by path; empty if there is no such branch."""
+    def listing(self) -> dict[str, Any]:
+        """Every file of the branch as a ``RepoFile``, by path; empty if there is no such branch."""
         from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
 
-        def fetch() -> dict[str, ListedFile]:
-            try:
-                entries = list(self._api.list_repo_tree(self.name, recursive=True, **self._in_branch))
-            except (RevisionNotFoundError, EntryNotFoundError):
-                return {}
-            files = [entry for entry in entries if hasattr(entry, "blob_id")]
-            return {f.path: ListedFile(f.size, f.lfs.sha256 if f.lfs else "", f.blob_id) for f in files}
+        def fetch() -> list[Any]:
+            return list(self._api.list_repo_tree(self.name, recursive=True, **self._in_branch))
 
-        return self._retry("be listed", fetch)
+        entries = self._retry("be listed", fetch, RevisionNotFoundError, EntryNotFoundError)
+        return {entry.path: entry for entry in entries or () if hasattr(entry, "blob_id")}
 
     def read_text(self, path: str, num_bytes: int | None = None) -> str:
         """A text of the branch, or its first bytes."""
@@ -169,48 +151,46 @@ class HubRepository:
             files.invalidate_cache()
             return files.cat_file(place, end=num_bytes).decode(errors="replace")
 
-        return self._retry("be read", read)
+        return self._retry("be read", read) or ""
 
     def commit(self, files: Sequence[OutgoingFile], message: str) -> None:
         """Upload files and commit them at once. What was uploaded before is not uploaded again."""
-        from huggingface_hub import CommitOperationAdd
+        self._retry(
+            "be written",
+            lambda: self._api.create_commit(
+                self.name,
+                [copy.copy(file.operation) for file in files],  # which a request marks as sent
+                commit_message=message,
+                **self._in_branch,
+            ),
+        )
 
-        def send() -> None:
-            operations = []
-            for file in files:
-                operation = CommitOperationAdd(file.path, file.content)
-                operation.upload_info.sha256 = bytes.fromhex(file.sha256)  # as it was checked
-                operations.append(operation)
-            self._api.create_commit(self.name, operations, commit_message=message, **self._in_branch)
-
-        self._retry("be written", send)
-
-    def _retry(self, what: str, request: Callable[[], Answer]) -> Answer:
+    def _retry(self, what: str, request: Callable[[], Answer], *missing: type[Exception]) -> Answer | None:
         """Make a request; repeat it after errors that may pass.
 
-        Raises: StoreError: it is not allowed, refused, or all attempts failed.
+        Args:
+          missing: errors that mean that there is nothing: None is returned.
         """
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return request()
+            except missing:
+                return None
             except (OSError, RuntimeError, ValueError, *library_errors()) as error:
                 cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
                 reason = QUERY.sub("", one_line(cause))
                 if isinstance(cause, DamageError | FileNotFoundError):
                     raise
+                problem = ""
                 if is_not_allowed(cause) or status_code(cause) == 404:
-                    raise StoreError(
-                        f"'{self.address}' may not {what} ({reason}). Log in with 'hf auth login', or set HF_TOKEN to "
-                        "a token that may write there."
-                    ) from error
-                if lasts(cause) or isinstance(cause, ValueError):
-                    raise StoreError(
-                        f"'{self.address}' cannot {what} ({reason}). Correct that, then publish again."
-                    ) from error
-                if attempt == ATTEMPTS:
-                    raise StoreError(
-                        f"'{self.address}' could not {what} in {ATTEMPTS} attempts, the last gave: {reason}. Check the "
-                        "network, then run the same command again: it resumes."
-                    ) from error
+                    hint = "Log in with 'hf auth login', or set HF_TOKEN to a token that may write there."
+                    problem = f"may not {what} ({reason}). {hint}"
+                elif lasts(cause) or isinstance(cause, ValueError):
+                    problem = f"cannot {what} ({reason}). Correct that, then publish again."
+                elif attempt == ATTEMPTS:
+                    hint = "Check the network, then run the same command again: it resumes."
+                    problem = f"could not {what} in {ATTEMPTS} attempts, the last gave: {reason}. {hint}"
+                if problem:
+                    raise StoreError(f"'{self.address}' {problem}") from error
             time.sleep(min(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), MAX_WAIT_SECONDS) * random.uniform(0.5, 1.0))
         raise AssertionError("the last attempt returns or raises")

@@ -20,17 +20,16 @@ import pyarrow.parquet as pq
 from ...datasets.disk.hashing import canonical_json, sha256_of
 from ...datasets.errors import DamageError, RecipeError, RunError, StoreError, StoreIncomplete
 from ...datasets.format.layout import MANIFEST, RECORDS, REVISIONS
-from ...datasets.format.schema import StoreSpec
 from ...datasets.maintenance.portable import portable_files
 from ...datasets.maintenance.verify import verify_store
 from ...datasets.recipe import values_to_toml
-from ...datasets.revisions.encoder_paths import portable_spec, without_local_folders
+from ...datasets.revisions.encoder_paths import without_local_folders
 from ...datasets.store import LatentStore
 from ...datasets.units import readable_size
-from ...train.weights.folders import is_run
+from ...train.weights.folders import METRICS, RECIPE, is_run
 from ..terminal.text import Rows, printable
-from .cards import CARD, MARK, SHEET, Terms, model_card, model_rows, store_card
-from .hub import HubRepository, ListedFile, OutgoingFile
+from .cards import CARD, MARK, SHEET, Terms, model_card, store_card
+from .hub import HubRepository, OutgoingFile
 
 COMMIT_FILES = 100  # at most in a commit; files of a commit that was not made are uploaded, and not uploaded again
 SHOWN_FILES = 20
@@ -43,9 +42,9 @@ REQUIRED = {
 }
 TEXTS, TEXT_BYTES = (".json", ".jsonl", ".toml", ".md"), 1 << 26  # a larger file is not searched for local paths
 QUOTED_PATH = re.compile(r"[\"']((?:/|[A-Za-z]:[\\/])[^\"'\n]{1,4000})[\"']")
-METRICS, TRAIN_RECIPE = "metrics.jsonl", "recipe.toml"
 ANOTHER_PLACE = "Give another name, or another branch with --revision."
 Progress = Callable[[str, int, int], None]
+Outgoing = tuple[list[OutgoingFile], list[str]]  # files, and notes for the user
 
 
 def publish(
@@ -79,11 +78,12 @@ def publish(
     Raises: RecipeError: an answer is missing; StoreError, RunError: it cannot be published, or the hub refuses it;
       DamageError: bytes on this machine or on the hub are not those of the manifest.
     """
-    answers = (private is not None, licence.strip(), encoder_licence.strip())
+    terms, of_run = Terms(licence.strip(), encoder_licence.strip()), is_run(target)
+    answers = (private is not None, *terms)
     if missing := [name for name, answer in zip(REQUIRED, answers, strict=True) if not answer]:
         wanted = "; ".join(f"{name}: {REQUIRED[name]}" for name in missing)
         raise RecipeError(f"publish '{target}': required, without a default: {wanted}. Give them.")
-    terms, hub, of_run = Terms(licence.strip(), encoder_licence.strip()), HubRepository(url, branch), is_run(target)
+    hub = HubRepository(url, branch)
     if of_run != (hub.kind == "model"):
         kind, expected = ("run", "hf://OWNER/NAME") if of_run else ("store", "hf://datasets/OWNER/NAME")
         raise RecipeError(f"--to '{url}': '{target}' is a {kind}. Give {expected}.")
@@ -91,12 +91,12 @@ def publish(
         raise RecipeError("--pictures: they are of a store. Leave it out for a run.")
     if not of_run and as_pipeline:
         raise RecipeError("--export: it is for a run. Leave it out for a store.")
-    with tempfile.TemporaryDirectory(prefix="leandit-publish-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="leandit-publish-") as name:
+        scratch = Path(name)
         if of_run:
-            files, notes = run_files(target, hub, terms, as_pipeline=as_pipeline, scratch=Path(scratch))
+            files, notes = run_files(target, hub, terms, pipeline=scratch / "pipeline" if as_pipeline else None)
         else:
-            sheet = Path(scratch) / SHEET if pictures else None
-            files, notes = store_files(target, hub, terms, sheet=sheet, vae=vae)
+            files, notes = store_files(target, hub, terms, sheet=scratch / SHEET if pictures else None, vae=vae)
         _refuse_local_paths(target, files)
         try:
             return _send(hub, files, notes, progress, private=bool(private), dry_run=dry_run)
@@ -110,10 +110,8 @@ def publish(
 # -------------------------------------------------------------------------------------------------------------- files
 
 
-def store_files(
-    root: Path, hub: HubRepository, terms: Terms, *, sheet: Path | None, vae: str | None
-) -> tuple[list[OutgoingFile], list[str]]:
-    """The files of a complete store whose sizes and metadata are as its manifests say, and notes for the user.
+def store_files(root: Path, hub: HubRepository, terms: Terms, *, sheet: Path | None, vae: str | None) -> Outgoing:
+    """The files of a complete store whose sizes and metadata are as its manifests say.
 
     Args:
       sheet: where to write a contact sheet of decoded records, which is published too; None: no pictures.
@@ -139,17 +137,7 @@ def store_files(
             "of local folders in its recipe the last name alone is published, so the root hash there is "
             f"{portable.manifest.root_hash}, and here {store.root_hash}"
         )
-    reasons = store.record_columns(("reason",))["reason"].value_counts().to_pylist()
-    card = store_card(
-        hub.name,
-        hub.address,
-        StoreSpec.model_validate(portable_spec(store.spec.model_dump())),
-        portable.manifest,
-        {reason["values"]: reason["counts"] for reason in reasons if reason["values"] is not None},
-        sum(entry.bytes for entry in portable.entries.values()),
-        terms,
-        sheet=sheet is not None,
-    )
+    card = store_card(store, portable, hub, terms, sheet=sheet is not None)
     files = [OutgoingFile(CARD, card, is_last=True)]
     for path, entry in portable.entries.items():
         content, is_last = portable.changed.get(path, root / path), Path(path).name == MANIFEST
@@ -162,58 +150,48 @@ def store_files(
     return files, notes
 
 
-def run_files(
-    run: Path, hub: HubRepository, terms: Terms, *, as_pipeline: bool, scratch: Path
-) -> tuple[list[OutgoingFile], list[str]]:
-    """The newest averaged weights of a run, its recipe and its metrics, all in one commit, and notes for the user.
+def run_files(run: Path, hub: HubRepository, terms: Terms, *, pipeline: Path | None) -> Outgoing:
+    """The newest averaged weights of a run, its recipe and its metrics, all in one commit.
 
     Args:
-      as_pipeline: as diffusers' pipelines load them, not as a snapshot.
-      scratch: an empty folder, for the pipeline.
+      pipeline: folder to write a pipeline of diffusers to, which is published; None: the snapshot is.
     Raises: RunError: there is no snapshot, or diffusers cannot hold the model; DamageError.
     """
-    from ...train.models.spec import ModelSpec
     from ...train.weights import checkpoint
 
     snapshots = checkpoint.find(checkpoint.SNAPSHOT, run)
     if not snapshots:
         raise RunError(f"run '{run}': there is no snapshot to publish. Train first: a checkpoint makes one too.")
     saved = checkpoint.read(snapshots[-1])
-    state, folder, notes = without_local_folders(saved.state), saved.path.name, list[str]()
-    path = run / TRAIN_RECIPE
-    recipe = values_to_toml(without_local_folders(tomllib.loads(path.read_text("utf-8")))) if path.is_file() else ""
-    arguments = f'"{hub.name}"' + (f', revision="{hub.branch}"' if hub.branch != "main" else "")
+    state, folder = without_local_folders(saved.state), saved.path.name
+    recipe = without_local_folders(tomllib.loads((run / RECIPE).read_text("utf-8"))) if (run / RECIPE).is_file() else {}
+    made: dict[str, Any] = {"notes": [], "pipeline": None, "format": "snapshot"}
     files: dict[str, Path | bytes] = {}
-    if as_pipeline:
+    if pipeline:
         from .export import export
 
-        made = export(run, scratch / "pipeline")
-        notes, pipeline = made["notes"], made["pipeline"]
-        files = {path: scratch / "pipeline" / path for path in made["files"]}
-        loading = f"""from diffusers import {pipeline}
-
-# Give the encoders of the table as keywords, such as vae=...
-pipeline = {pipeline}.from_pretrained({arguments})"""
-        loading = f"pipeline.load_lora_weights({arguments})" if made["format"] == "adapters" else loading
+        made = export(run, pipeline)
+        files = {path: pipeline / path for path in made["files"]}
     else:
         files = {f"{folder}/{name}": saved.path / name for name in saved.files}
         files[f"{folder}/{checkpoint.STATE}"] = canonical_json(state | {checkpoint.STATE_HASH: sha256_of(state)})
-        loading = f"""from huggingface_hub import snapshot_download
-
-run = snapshot_download({arguments})  # then: leandit sample RUN --out samples"""
-    rows, title = (
-        model_rows(state, ModelSpec.model_validate(state["spec"]), f"averaged, {folder}"),
-        hub.name.split("/")[1],
+    files[CARD] = model_card(
+        hub.title,
+        state,
+        is_pipeline=pipeline is not None,
+        terms=terms,
+        hub=hub,
+        weights=f"averaged, {folder}",
+        recipe=values_to_toml(recipe) if recipe else "",
+        **{key: made[key] for key in ("notes", "pipeline", "format")},
     )
-    how: dict[str, Any] = {"notes": notes, "recipe": recipe, "terms": terms, "loading": loading}
-    files[CARD] = model_card(title, rows, is_pipeline=as_pipeline, **how)
     if recipe:
-        files[TRAIN_RECIPE] = recipe.encode()
+        files[RECIPE] = values_to_toml(recipe).encode()
     if (run / METRICS).is_file():
         metrics = (run / METRICS).read_bytes()
         files[METRICS] = metrics[: metrics.rfind(b"\n") + 1]  # whole lines of a file that may grow
     hashes = {f"{folder}/{name}": entry.xxh3_128 for name, entry in saved.files.items()}
-    return [OutgoingFile(path, files[path], hashes.get(path, ""), is_last=True) for path in files], notes
+    return [OutgoingFile(path, files[path], hashes.get(path, ""), is_last=True) for path in files], made["notes"]
 
 
 def _refuse_local_paths(source: Path, files: Sequence[OutgoingFile]) -> None:
@@ -221,21 +199,21 @@ def _refuse_local_paths(source: Path, files: Sequence[OutgoingFile]) -> None:
 
     Raises: StoreError.
     """
+
+    def is_here(path: str) -> bool:
+        folder = os.path.dirname(path)
+        return os.path.exists(path) or (folder != "/" and os.path.isdir(folder))
+
     folders = {os.path.abspath(source.parent), str(Path.home()), os.path.realpath(source.parent)} - {"/"}
     folders = [folder.rstrip("/") + "/" for folder in sorted(folders)]
     for file in files:
         for text in _texts_of(file):
             paths = [folder for folder in folders if folder in text]
-            if paths := paths or [path for path in QUOTED_PATH.findall(text) if _is_here(path)]:
+            if paths := paths or list(filter(is_here, QUOTED_PATH.findall(text))):
                 raise StoreError(
                     f"'{source}': file '{file.path}' names '{paths[0]}' of this machine, which is not published. "
                     "Remove what names it (of a store: 'leandit inspect STORE --rejects'), then publish again."
                 )
-
-
-def _is_here(path: str) -> bool:
-    folder = os.path.dirname(path)
-    return os.path.exists(path) or (folder != "/" and os.path.isdir(folder))
 
 
 def _texts_of(file: OutgoingFile) -> Iterator[str]:
@@ -252,20 +230,21 @@ def _texts_of(file: OutgoingFile) -> Iterator[str]:
 
 def _send(
     hub: HubRepository,
-    files: Sequence[OutgoingFile],
+    files: list[OutgoingFile],
     notes: list[str],
     progress: Progress,
     *,
     private: bool,
     dry_run: bool,
 ) -> dict[str, Any]:
-    there = hub.is_private()
-    if there not in (None, private):
+    """Send what the hub lacks. Returns: as ``publish``."""
+    is_private = hub.is_private()
+    if is_private not in (None, private):
         raise RecipeError(
-            f"'{hub.address}' is {'private' if there else 'public'} already. Give that option, or change it in the "
-            "settings of the repository."
+            f"'{hub.address}' is {'private' if is_private else 'public'} already. Give that option, or change it in "
+            "the settings of the repository."
         )
-    listed = hub.listing() if there is not None else {}
+    listed = hub.listing() if is_private is not None else {}
     if CARD in listed and MARK not in hub.read_text(CARD):
         notes.append(f"'{CARD}' there was not written by this command, so it stays")
         files = [file for file in files if file.path != CARD]
@@ -300,7 +279,7 @@ def _send(
     return result
 
 
-def _refuse_other(hub: HubRepository, files: Mapping[str, OutgoingFile], listed: Mapping[str, ListedFile]) -> None:
+def _refuse_other(hub: HubRepository, files: Mapping[str, OutgoingFile], listed: Mapping[str, Any]) -> None:
     """Raise if the repository holds another store, a later revision, or another run: readers would get half of each.
 
     A run is known by the first line of its metrics, which has its first loss and times.
@@ -309,6 +288,7 @@ def _refuse_other(hub: HubRepository, files: Mapping[str, OutgoingFile], listed:
       files: those that are sent last, by path.
     Raises: StoreError.
     """
+    problem = ""
     for path in sorted(listed):
         if path not in files and re.fullmatch(rf"{REVISIONS}/\d+/{re.escape(MANIFEST)}", path):
             raise StoreError(
@@ -316,19 +296,20 @@ def _refuse_other(hub: HubRepository, files: Mapping[str, OutgoingFile], listed:
                 "one. Publish the store that has it, or give another name or another branch with --revision."
             )
         if path in files and path.endswith(MANIFEST) and not files[path].is_same(listed[path]):
-            raise StoreError(f"'{hub.address}' holds another store: its '{path}' differs. {ANOTHER_PLACE}")
-    steps, steps_there = (
+            problem = f"holds another store: its '{path}' differs."
+    here, there = (
         [int(match[1]) for match in map(SNAPSHOT_STATE.fullmatch, paths) if match] for paths in (files, listed)
     )
-    if steps and max(steps_there, default=0) > steps[0]:
-        raise StoreError(
-            f"'{hub.address}' holds the snapshot of step {max(steps_there)}, and this one is of step {steps[0]}: "
-            f"readers take the later one. {ANOTHER_PLACE}"
+    if here and max(there, default=0) > here[0]:
+        problem = (
+            f"holds the snapshot of step {max(there)}, and this one is of step {here[0]}: readers take the later one."
         )
     if METRICS in files and METRICS in listed:
         line = files[METRICS].read().partition(b"\n")[0].decode(errors="replace")[:LINE_BYTES]
         if line and hub.read_text(METRICS, LINE_BYTES).partition("\n")[0] != line:
-            raise StoreError(f"'{hub.address}' holds another run: its '{METRICS}' begins otherwise. {ANOTHER_PLACE}")
+            problem = f"holds another run: its '{METRICS}' begins otherwise."
+    if problem:
+        raise StoreError(f"'{hub.address}' {problem} {ANOTHER_PLACE}")
 
 
 def _check_listing(hub: HubRepository, files: Sequence[OutgoingFile]) -> None:

@@ -1,34 +1,63 @@
-"""Results of a precompute or an import, as rows of text."""
+"""What a command prints when it has ended: its results as rows on stdout, and on stderr the commands to run next."""
 
 from __future__ import annotations
 
+import contextlib
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...datasets.disk.hashing import read_json
+from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import ClassNames
-from ...datasets.format.schema import Manifest
 from ...datasets.units import readable_time
-from ...precompute.planning.compare import Comparison
 from ...precompute.progress.verdict import DECODE, ENCODE, advice, before_stages, bound_by
-from .text import Rows
+from ...train.weights.folders import SNAPSHOT, STATE, find
+from .text import Rows, is_quiet, printable
 
-if TYPE_CHECKING:  # they load torch
+if TYPE_CHECKING:  # they load torch, or take half of a second
+    from ...datasets.format.schema import Manifest, StoreSpec
     from ...precompute.importing.pipeline import ImportReport
     from ...precompute.pipeline import Report
+    from ...precompute.planning.compare import Comparison
     from ...precompute.sources.files.ignored import Ignored
     from ...precompute.unchanged import Unchanged
+    from ...train.config import TrainRecipe
+
+Command = list[object]  # words after "leandit"; placeholders in capitals are for the user to fill in
 
 NOTHING_TO_DO = "no picture to encode, they are there"
+OF_THE_STORE = 0  # of model.channels
 
 
 def precompute_rows(report: Report, store: Path) -> Rows:
-    """Results of a precompute: name and value of each line."""
+    """Results of a precompute: the store if it is complete, then what this call has encoded, and how fast."""
     if report.manifest is None:
         left = f"{store}: not complete; {report.num_left} shards are left to other parts"
-        return [("store", left), *_run_rows(report)]
-    source = _source_rows(report.classes, report.ignored) + (change_rows(report.changes) if report.changes else [])
-    return _store_rows(report.manifest, store, source) + _run_rows(report)
+        rows, nothing = [("store", left)], "no picture to encode, those of this part are there"
+    else:
+        source = _source_rows(report.classes, report.ignored) + (change_rows(report.changes) if report.changes else [])
+        has_other_work = report.tokens.num_captions or report.changes or report.seconds.get(DECODE)
+        rows = _store_rows(report.manifest, store, source)
+        nothing = "no picture was encoded" if has_other_work or not report.manifest.num_stored else NOTHING_TO_DO
+    if (tokens := report.tokens).num_captions:
+        share = f"{tokens.num_padding / tokens.num_tokens:.1%} padding"
+        rows.append(("encoded", f"{tokens.num_tokens:,} tokens of {tokens.num_captions:,} captions, {share}"))
+    if not report.num_encoded:
+        return [*rows, ("this run", nothing)]
+    rows.append(("this run", _rate(report.num_encoded, "pictures", report.total_seconds, "images/s")))
+    if before := before_stages(report.seconds, report.power):
+        rows.append(("before", f"{before}; the stages overlap"))
+    if not report.seconds.get(ENCODE):  # every picture was rejected
+        return rows
+    rows.append(("stages", f"{'':<8}{'busy':>13}{'threads':>9}{'images/s':>10}  that it could do alone"))
+    for time in report.times:
+        rate = f"{time.images_per_second:,.1f}" if time.images_per_second else "-"
+        rows.append(("", f"{time.name:<8}{readable_time(time.seconds):>13}{time.threads:>9}{rate:>10}"))
+    tip = advice(report.times, on_cpu=report.power.device == "cpu", codec=report.codec)
+    return [*rows, ("bound by", f"{bound_by(report.times)}: {tip}")]
 
 
 def unchanged_rows(found: Unchanged, store: Path) -> Rows:
@@ -38,7 +67,7 @@ def unchanged_rows(found: Unchanged, store: Path) -> Rows:
 
 
 def import_rows(report: ImportReport, store: Path) -> Rows:
-    """Results of an import: name and value of each line."""
+    """Results of an import."""
     latent, this_run = report.spec.latent, "nothing to copy, the store was complete"
     if report.num_imported:
         this_run = _rate(report.num_imported, "records", report.total_seconds, "records/s")
@@ -88,34 +117,69 @@ def _source_rows(classes: ClassNames, ignored: Ignored) -> Rows:
     return rows + [("ignored", line) for line in ignored.lines()]
 
 
-def _run_rows(report: Report) -> Rows:
-    """What this call has encoded, and how fast."""
-    rows, tokens = list[tuple[str, str]](), report.tokens
-    if tokens.num_captions:
-        share = f"{tokens.num_padding / tokens.num_tokens:.1%} padding"
-        rows.append(("encoded", f"{tokens.num_tokens:,} tokens of {tokens.num_captions:,} captions, {share}"))
-    if report.num_encoded:
-        rows.append(("this run", _rate(report.num_encoded, "pictures", report.total_seconds, "images/s")))
-        if before := before_stages(report.seconds, report.power):
-            rows.append(("before", f"{before}; the stages overlap"))
-        return rows + _stage_rows(report)
-    if report.manifest is None:
-        return [*rows, ("this run", "no picture to encode, those of this part are there")]
-    others = tokens.num_captions or report.changes or report.seconds.get(DECODE) or not report.manifest.num_stored
-    return [*rows, ("this run", "no picture was encoded" if others else NOTHING_TO_DO)]
-
-
-def _stage_rows(report: Report) -> Rows:
-    """Time and rate of each stage, the bottleneck, and advice; empty if every picture was rejected."""
-    if not report.seconds.get(ENCODE):
-        return []
-    rows = [("stages", f"{'':<8}{'busy':>13}{'threads':>9}{'images/s':>10}  that it could do alone")]
-    for time in report.times:
-        rate = f"{time.images_per_second:,.1f}" if time.images_per_second else "-"
-        rows.append(("", f"{time.name:<8}{readable_time(time.seconds):>13}{time.threads:>9}{rate:>10}"))
-    tip = advice(report.times, on_cpu=report.power.device == "cpu", codec=report.codec)
-    return [*rows, ("bound by", f"{bound_by(report.times)}: {tip}")]
-
-
 def _rate(count: int, what: str, seconds: float, unit: str) -> str:
     return f"{count:,} {what} in {readable_time(seconds)}, {count / seconds:,.1f} {unit}"
+
+
+# What to run next
+
+
+def print_next(*commands: Command) -> None:
+    """Print commands on stderr, ready to paste, unless the command is quiet."""
+    if is_quiet():
+        return
+    sys.stdout.flush()  # so that they come last
+    for words in commands:
+        print(f"next: leandit {printable(shlex.join(map(str, words)))}", file=sys.stderr, flush=True)
+
+
+def command_without(flag: str) -> Command:
+    """The words of this command, without a flag."""
+    return [word for word in sys.argv[1:] if word != flag]
+
+
+def after_store(store: Path, recipe: str = "") -> list[Command]:
+    """What to run when a store is complete: look at it, and train on it.
+
+    Args:
+      recipe: name or path of the precompute recipe that made it. Of the train recipes that fit the store, those that
+        its ``about.trains`` names come first, then the shipped ones for the resolution of the store.
+    """
+    from ...datasets.recipe import about_recipe, shipped_recipes
+    from ...datasets.revisions.catalog import read_spec, sealed_revisions
+    from ...train.config import load
+
+    spec, names = read_spec(store, max(sealed_revisions(store), default=1)), list[str]()
+    with contextlib.suppress(RecipeError):  # an import has none, and a file may have changed meanwhile
+        names += about_recipe(recipe, package="leandit.precompute").trains
+    names += [name for name in shipped_recipes("leandit.train") if name.endswith(f"-{spec.images.resolution_px}")]
+    for settings in ([], ["--set", f"model.channels={OF_THE_STORE}"]):  # the latter of a store with another VAE
+        for name in names:
+            with contextlib.suppress(RecipeError):  # the user's own may name what is gone
+                if _fits(load(name, settings[1:]), spec):
+                    run = f"runs/{Path(name).name.removesuffix('.toml')}"
+                    return [["inspect", store], ["train", name, "--store", store, "--run", run, *settings]]
+    return [["inspect", store], ["recipes"]]
+
+
+def _fits(recipe: TrainRecipe, store: StoreSpec) -> bool:
+    """Whether a recipe trains on a store, as far as that is known without torch; the trainer checks all of it."""
+    from ...train.models.diffusers_models.families import TEXT_ROLES, family_of
+
+    family = family_of(recipe.model.name)
+    if not recipe.takes_captions:
+        has_inputs = 0 < len(store.classes or ()) <= (recipe.model.num_classes or sys.maxsize)
+    elif family and (roles := TEXT_ROLES.get(family)):
+        has_inputs = len(store.text_encoders) == len(roles)
+    else:
+        has_inputs = store.text is not None and store.text.has_tokens
+    has_features = recipe.align.keys() <= {feature.name for feature in store.features}
+    return has_inputs and has_features and recipe.model.channels in (OF_THE_STORE, store.latent.channels)
+
+
+def sample_with(run: Path) -> Command:
+    """The command that draws with a run; one that was trained without a null condition cannot be guided."""
+    snapshots = find(SNAPSHOT, run)
+    state = read_json(snapshots[-1] / STATE) if snapshots else None
+    unguided = isinstance(state, dict) and state.get("drop") == 0
+    return ["sample", run, "--out", f"{run}-samples", *(["--guidance", 1] if unguided else [])]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ...datasets.units import readable_time
 from ...precompute.progress.clock import REJECTED
@@ -20,37 +20,27 @@ PLAIN_EVERY_SECONDS = 30.0
 SPEED_OVER_SECONDS = 300.0  # a batch of a slow encoder takes over rich's 30 s, after which it knows no time left
 
 
-class ProgressLine:
+class ProgressLine(Progress):
     """Shows how far each stage is, its rate, the time left, and the number of rejects.
 
-    Call it as ``Progress``, with an optional note.
+    Args:
+      check: called at each report; may raise to stop the work.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True, quiet=is_quiet())
-        self._bars = Progress(
+    def __init__(self, console: Console | None = None, check: Callable[[], None] = lambda: None) -> None:
+        console = console or Console(stderr=True, quiet=is_quiet())
+        super().__init__(
             TextColumn("{task.description:>14}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             TextColumn("{task.fields[note]}", markup=False),
-            console=self._console,
+            console=console,
             speed_estimate_period=SPEED_OVER_SECONDS,
             get_time=time.monotonic,
-            disable=not self._console.is_terminal,  # it still counts
+            disable=not console.is_terminal,  # it still counts
         )
-        self._tasks: dict[str, TaskID] = {}
-        self._num_rejected = 0
-        self._last_plain = time.monotonic()
-
-    def __enter__(self) -> ProgressLine:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._bars.stop()
+        self._check, self._num_rejected, self._last_plain = check, 0, time.monotonic()
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
         """Show that ``done`` of ``total`` items of a stage are finished; a total of 0 is unknown.
@@ -58,28 +48,29 @@ class ProgressLine:
         Args:
           note: instead of the rate.
         """
+        self._check()
         if stage == REJECTED:
             self._num_rejected = done
             return
-        if stage not in self._tasks:
-            for task in self._bars.tasks:  # a stage of unknown length ends where the next one begins
-                self._bars.update(task.id, total=task.completed if task.total is None else None)
-            self._tasks[stage] = self._bars.add_task(stage, total=total or None, completed=done, first=done, note="")
-        task = self._bars.tasks[self._tasks[stage]]
+        task = next((task for task in self.tasks if task.description == stage), None)
+        if task is None:
+            for other in self.tasks:  # a stage of unknown length ends where the next one begins
+                self.update(other.id, total=other.completed if other.total is None else None)
+            self.add_task(stage, total=total or None, completed=done, first=done, note="")
+            task = self.tasks[-1]
         was_finished = task.finished
-        self._bars.update(task.id, total=total or None, completed=done)
+        self.update(task.id, total=total or None, completed=done)
         seconds = (task.finished_time if task.finished else task.elapsed) or 0.0
         rate = (done - task.fields["first"]) / max(seconds, 1e-9)
-        parts = [note or (f"{rate:,.1f}/s" if rate else "")]
-        parts += [f"{self._num_rejected:,} rejected"] if self._num_rejected else []
-        note = ", ".join(filter(None, parts))
-        self._bars.update(task.id, note=note)
-        ends = task.finished and not was_finished
-        if not self._console.is_terminal and (ends or time.monotonic() - self._last_plain >= PLAIN_EVERY_SECONDS):
+        rejected = f"{self._num_rejected:,} rejected" if self._num_rejected else ""
+        note = ", ".join(filter(None, [note or (f"{rate:,.1f}/s" if rate else ""), rejected]))
+        self.update(task.id, note=note)
+        is_due = time.monotonic() - self._last_plain >= PLAIN_EVERY_SECONDS or (task.finished and not was_finished)
+        if not self.console.is_terminal and is_due:
             self._last_plain = time.monotonic()
             left = f", {readable_time((total - done) / rate)} left" if rate and done < total else ""
             line = f"{stage}: {done:,} of {f'{total:,}' if total else '?'}  {note}{left}".rstrip()
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def train_note(figures: StepReport) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loaded import load_transformer
+from loaded import forward, load_transformer
 from making import CPU, train_recipe, tree_digest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -66,6 +66,7 @@ def runs(
 CLASSES = {"pixart-tiny": "PixArtTransformer2DModel", "sana-tiny": "SanaTransformer2DModel"}
 CLASSES |= {"sd3-tiny": "SD3Transformer2DModel"}
 PIPELINES = {"pixart-tiny": "PixArtSigmaPipeline", "sana-tiny": "SanaPipeline", "sd3-tiny": "StableDiffusion3Pipeline"}
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 TIMES = torch.tensor([10.0, 700.0])
 
 
@@ -79,16 +80,10 @@ def drawn(snapshot: Snapshot) -> tuple[Tensor, Conditioning]:
     return x, Conditioning(captions=captions, caption_mask=torch.ones(2, 5))
 
 
-def outputs(model: Any, snapshot: Snapshot, name: str) -> Tensor:
+def outputs(model: Any, snapshot: Snapshot) -> Tensor:
     """Of a transformer of diffusers."""
     x, given = drawn(snapshot)
-    more: dict[str, Any] = {"encoder_attention_mask": given.caption_mask}
-    if "sd3" in name:
-        more = {"pooled_projections": given.pooled}
-    elif "pixart" in name:
-        more["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
-    with torch.no_grad():
-        return model(hidden_states=x, encoder_hidden_states=given.captions, timestep=TIMES, **more).sample
+    return forward(model, x, TIMES, given)
 
 
 def of_run(snapshot: Snapshot) -> Tensor:
@@ -125,22 +120,33 @@ def test_loaded_adapters_compute_what_the_run_does(
 ) -> None:
     made = export(runs[name], tmp_path / "out")
     snapshot, theirs = load_snapshot(runs[name], CPU), load_transformer(CLASSES[name], bases[name])
-    plain, wanted = outputs(theirs, snapshot, name), of_run(snapshot)
+    plain, wanted = outputs(theirs, snapshot), of_run(snapshot)
     assert (made["format"], made["pipeline"]) == ("adapters", PIPELINES[name])
     if "pixart" in name:
         from peft import PeftModel
 
         assert made["files"] == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+        config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+        assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 6.0, TARGETS)
+        assert config["base_model_name_or_path"] == str(bases[name])
         theirs = PeftModel.from_pretrained(theirs, tmp_path / "out").merge_and_unload()
     else:
         import diffusers
 
         assert made["files"] == ["README.md", "pytorch_lora_weights.safetensors"]
+        if "sana" in name:
+            with safe_open(tmp_path / "out/pytorch_lora_weights.safetensors", "pt") as file:
+                config = json.loads(file.metadata()["lora_adapter_metadata"])
+            expected = {"r": 4, "lora_alpha": 6.0, "target_modules": TARGETS}
+            assert config == {f"transformer.{key}": value for key, value in expected.items()}
         cls = getattr(diffusers, PIPELINES[name])
         parts = dict.fromkeys(signature(cls.__init__).parameters.keys() - {"self", "transformer"})
         cls(transformer=theirs, **parts).load_lora_weights(tmp_path / "out")
-    torch.testing.assert_close(outputs(theirs, snapshot, name), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outputs(theirs, snapshot), wanted, rtol=1e-5, atol=1e-5)
     assert (wanted - plain).abs().max() > 1e-3
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"'{bases[name]}'" in card
+    assert "rank 4, alpha 6" in card
 
 
 def test_adapters_of_a_run_say_that_it_is_exported_too(
@@ -160,27 +166,8 @@ def test_a_merged_export_is_a_whole_model(name: str, runs: dict[str, Path], tmp_
     assert made["format"] == "diffusers"
     assert "model_index.json" in made["files"]
     snapshot = load_snapshot(runs[name], CPU)
-    found = outputs(load_transformer(CLASSES[name], tmp_path / "out"), snapshot, name)
+    found = outputs(load_transformer(CLASSES[name], tmp_path / "out"), snapshot)
     torch.testing.assert_close(found, of_run(snapshot), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_the_files_say_rank_alpha_and_the_frozen_weights(
-    name: str, bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
-) -> None:
-    export(runs[name], tmp_path / "out")
-    card = (tmp_path / "out/README.md").read_text()
-    assert f"'{bases[name]}'" in card
-    assert "rank 4, alpha 6" in card
-    targets = ["to_q", "to_k", "to_v", "to_out.0"]
-    if "sana" in name:
-        with safe_open(tmp_path / "out/pytorch_lora_weights.safetensors", "pt") as file:
-            config = json.loads(file.metadata()["lora_adapter_metadata"])
-        assert config == {"transformer.r": 4, "transformer.lora_alpha": 6.0, "transformer.target_modules": targets}
-    else:
-        config = json.loads((tmp_path / "out/adapter_config.json").read_text())
-        assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 6.0, targets)
-        assert config["base_model_name_or_path"] == str(bases[name])
 
 
 @pytest.mark.parametrize(

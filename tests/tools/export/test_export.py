@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from loaded import load_pipeline, load_transformer
+from loaded import forward, load_pipeline, load_transformer
 from making import CPU, train_recipe, tree_digest
 from torch import Tensor
 
@@ -75,23 +75,16 @@ def test_one_forward_of_what_is_exported_equals_the_trained_models(
     snapshot = load_snapshot(runs[name], CPU)
     theirs = load_transformer(("Sana" if "sana" in name else "PixArt") + "Transformer2DModel", tmp_path / "out")
     given, t = captions_of(snapshot), torch.tensor([3.0, 500.0, 999.0])
+    captions = given.captions
+    assert captions is not None
     x = torch.randn((3, snapshot.spec.channels, *size), generator=torch.Generator().manual_seed(1))
-    more = {} if "sana" in name else {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
-    assert given.captions is not None
-    assert given.caption_mask is not None
     with torch.no_grad():
         wanted = snapshot.model(x, t, given)
-        found = theirs(
-            hidden_states=x,
-            encoder_hidden_states=given.captions,
-            encoder_attention_mask=given.caption_mask.float(),
-            timestep=t,
-            **more,
-        ).sample
+    found = forward(theirs, x, t, given)
     assert wanted.abs().max() > 0.02
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
-        other = snapshot.model(x, t, given._replace(captions=-given.captions))
+        other = snapshot.model(x, t, given._replace(captions=-captions))
     # So that equality says something of captions too. What PixArt's cross-attention adds begins with zero: six steps.
     assert (other - wanted).abs().max() > 1e-3
     weights = transformer_of(snapshot)[1]

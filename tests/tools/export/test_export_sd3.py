@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loaded import load_pipeline, load_transformer
+from loaded import forward, load_pipeline, load_transformer
 from making import CPU, no_progress, train_recipe
 from three_texts import encoder_recipe
 
@@ -103,12 +103,7 @@ def test_what_is_exported_is_read_again_as_it_was(run: Path, store: LatentStore,
     with torch.no_grad():
         wanted = snapshot.model(batch.latents, t, given)
         assert torch.equal(state.engine.model(batch.latents, t, given), wanted)
-        found = theirs(
-            hidden_states=batch.latents,
-            encoder_hidden_states=given.captions,
-            pooled_projections=given.pooled,
-            timestep=t,
-        ).sample
+    found = forward(theirs, batch.latents, t, given)
     assert wanted.abs().max() > 0.02
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from ...terminal.text import print_result
 from ..options import AsJson, Device, Overrides, Recipe, StoreOfRecipe, output, read_path, torch_device
@@ -23,11 +24,11 @@ def bench_options() -> None:
 
 @bench.command("loader")
 def bench_loader(
-    store: Annotated[Path, typer.Argument(parser=read_path, metavar="STORE", help="Folder of the store.")],
-    batch: Annotated[int, typer.Option(min=1, help="Records of a batch.")] = 256,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Length of each measured window.")] = 2.0,
+    store: Annotated[Path, Argument(parser=read_path, metavar="STORE", help="Folder of the store.")],
+    batch: Annotated[int, Option(min=1, help="Records of a batch.")] = 256,
+    seconds: Annotated[float, Option(min=0.01, help="Length of each measured window.")] = 2.0,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Read from the disk too: drop the store from the page cache first.")
+        bool, Option("--cold", help="Read from the disk too: drop the store from the page cache first.")
     ] = False,
     scratch: Annotated[
         Path | None, output("Folder for a temporary flat copy of 512 MiB at most; else the system's.")
@@ -48,8 +49,8 @@ def bench_loader(
 def bench_train(
     recipe: Recipe,
     store: StoreOfRecipe = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that it is measured.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each round.")] = 50,
+    rounds: Annotated[int, Option(min=1, help="Times that it is measured.")] = 3,
+    steps: Annotated[int, Option(min=1, help="Measured steps of each round.")] = 50,
     device: Device = "auto",
     overrides: Overrides = None,
     as_json: AsJson = False,

@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from ....train.weights.folders import is_run
-from ...terminal.next_steps import command_without, print_next
+from ...terminal.outcome import command_without, print_next
 from ...terminal.text import print_result
-from ..options import AsJson, Base, DryRun, Run, Weights, WeightsName, output, print_line, read_path
+from ..options import AsJson, Base, DryRun, Run, Weights, output, print_line, read_path
 from ..preflight import check_run
 
-
-class LayoutName(StrEnum):
-    """Values of ``--format``."""
-
-    diffusers = "diffusers"
-    official = "official"
+LAYOUT_HELP = "A pipeline of diffusers, or the official layout of DiT."
+Layout = Annotated[Literal["diffusers", "official"], Option("--format", help=LAYOUT_HELP)]
 
 
 def export(
     run: Run,
     out: Annotated[Path, output("Folder to make.")],
-    layout: Annotated[
-        LayoutName, typer.Option("--format", help="A pipeline of diffusers, or the official layout of DiT.")
-    ] = LayoutName.diffusers,
-    step: Annotated[int, typer.Option(min=0, help="Of which snapshot; 0: the newest.")] = 0,
+    layout: Layout = "diffusers",
+    step: Annotated[int, Option(min=0, help="Of which snapshot; 0: the newest.")] = 0,
     encoders: Annotated[
-        bool, typer.Option("--encoders", help="Copy the store's VAE, text encoder and tokenizer too.")
+        bool, Option("--encoders", help="Copy the store's VAE, text encoder and tokenizer too.")
     ] = False,
-    vae: Annotated[str | None, typer.Option(help="Where the VAE lies now: folder or hub id.")] = None,
-    text: Annotated[str | None, typer.Option(help="Where the text encoder lies now: folder or hub id.")] = None,
+    vae: Annotated[str | None, Option(help="Where the VAE lies now: folder or hub id.")] = None,
+    text: Annotated[str | None, Option(help="Where the text encoder lies now: folder or hub id.")] = None,
     merged: Annotated[
-        bool, typer.Option("--merged", help="Of a run with adapters: the model with them, not the adapters alone.")
+        bool, Option("--merged", help="Of a run with adapters: the model with them, not the adapters alone.")
     ] = False,
     base: Base = "",
-    weights: Weights = WeightsName.averaged,
+    weights: Weights = "averaged",
     as_json: AsJson = False,
 ) -> None:
     """Write the weights of a run as a folder that diffusers' pipelines load.
@@ -49,38 +42,34 @@ def export(
     from ...export.export import export as write
 
     options = {"encoders": encoders, "vae": vae, "text": text, "merged": merged, "base": base}
-    result = write(run, out, layout=layout.value, step=step, weights=weights.value, **options)
+    result = write(run, out, layout=layout, step=step, weights=weights, **options)
     for note in result["notes"]:
         print_line(note)
     names = ("snapshot", "format", "pipeline", "out")
     rows = [(name, str(result[name])) for name in names if result[name] is not None]
     print_result(result, lambda _: rows, as_json=as_json)
-    if layout == LayoutName.diffusers and not (step or merged or base):  # what publish has no options for
+    if layout == "diffusers" and not (step or merged or base):  # what publish has no options for
         terms = ["--private", "--license", "NAME", "--encoder-license", "NAME"]
         print_next(["publish", run, "--to", "hf://OWNER/NAME", "--export", *terms, "--dry-run"])
 
 
 def publish(
-    target: Annotated[Path, typer.Argument(parser=read_path, metavar="STORE|RUN", help="Folder of a store or a run.")],
-    to: Annotated[str, typer.Option(help="hf://datasets/OWNER/NAME for a store, hf://OWNER/NAME for a run.")],
-    private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Who may read it; required, no default.")
-    ] = None,
+    target: Annotated[Path, Argument(parser=read_path, metavar="STORE|RUN", help="Folder of a store or a run.")],
+    to: Annotated[str, Option(help="hf://datasets/OWNER/NAME for a store, hf://OWNER/NAME for a run.")],
+    private: Annotated[bool | None, Option("--private/--public", help="Who may read it; required, no default.")] = None,
     licence: Annotated[
         str,
-        typer.Option("--license", help="Of the pictures of a store, of the weights of a run; required, no default."),
+        Option("--license", help="Of the pictures of a store, of the weights of a run; required, no default."),
     ] = "",
-    encoder_licence: Annotated[
-        str, typer.Option("--encoder-license", help="Of the encoders; required, no default.")
-    ] = "",
+    encoder_licence: Annotated[str, Option("--encoder-license", help="Of the encoders; required, no default.")] = "",
     pictures: Annotated[
-        bool, typer.Option("--pictures", help="Of a store: publish a contact sheet of decoded records too.")
+        bool, Option("--pictures", help="Of a store: publish a contact sheet of decoded records too.")
     ] = False,
-    vae: Annotated[str | None, typer.Option(help="Folder or hub id of the VAE that decodes them.")] = None,
+    vae: Annotated[str | None, Option(help="Folder or hub id of the VAE that decodes them.")] = None,
     as_pipeline: Annotated[
-        bool, typer.Option("--export", help="Of a run: as a pipeline of diffusers, not as a snapshot.")
+        bool, Option("--export", help="Of a run: as a pipeline of diffusers, not as a snapshot.")
     ] = False,
-    branch: Annotated[str, typer.Option("--revision", help="Branch of the repository.")] = "main",
+    branch: Annotated[str, Option("--revision", help="Branch of the repository.")] = "main",
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:

@@ -5,36 +5,40 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from ....datasets.errors import RecipeError
 from ....train.weights.folders import is_run
-from ...terminal.next_steps import print_next
+from ...terminal.outcome import print_next
 from ...terminal.text import print_rows
-from ..options import Device, is_url, local_input, output, path_or_url, print_line, torch_device
+from ..options import Device, Revision, Vae, is_url, local_input, output, path_or_url, print_line, torch_device
 
 
 def report(
     targets: Annotated[
-        list[str], typer.Argument(parser=path_or_url, metavar="STORE|RUN", help="Stores, or runs, side by side.")
+        list[str], Argument(parser=path_or_url, metavar="STORE|RUN", help="Stores, or runs, side by side.")
     ],
     out: Annotated[Path, output("HTML file to write.")],
     source: Annotated[
-        list[str] | None, typer.Option(help="Pictures that a store was made from, to show rejects; repeatable.")
+        list[str] | None, Option(help="Pictures that a store was made from, to show rejects; repeatable.")
     ] = None,
-    vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's own VAE.")] = None,
-    count: Annotated[int, typer.Option(min=0, max=60, help="Pictures of each bucket of a store.")] = 8,
+    vae: Vae = None,
+    count: Annotated[int, Option(min=0, max=60, help="Pictures of each bucket of a store.")] = 8,
     scores: Annotated[
         Path | None, local_input("Parquet file with a score for each key: pictures are spread over its range.")
     ] = None,
-    score: Annotated[str, typer.Option(metavar="COLUMN", help="Its column.")] = "score",
-    seed: Annotated[int, typer.Option(min=0, help="Of the pictures that are shown without scores.")] = 0,
+    score: Annotated[str, Option(metavar="COLUMN", help="Its column.")] = "score",
+    seed: Annotated[int, Option(min=0, help="Of the pictures that are shown without scores.")] = 0,
 ) -> None:
     """Write a report of a store or a run: one HTML file with everything in it, warnings first.
 
     Example: leandit report imagenet-256 --out imagenet-256.html
     """
-    are_runs = _are_runs(targets)
+    kinds = [not is_url(target) and is_run(Path(target)) for target in targets]
+    if len(set(kinds)) > 1:
+        run, other = targets[kinds.index(True)], targets[kinds.index(False)]
+        raise RecipeError(f"report: '{run}' is a run, '{other}' is not. Give stores alone, or runs alone.")
+    are_runs = kinds[0]
     if are_runs and (source or vae or scores):
         raise RecipeError(
             f"report '{targets[0]}': --source, --vae and --scores are of stores, and it is a run. Leave them out."
@@ -56,29 +60,17 @@ def report(
     print_next(["view", targets[0]])
 
 
-def _are_runs(targets: list[str]) -> bool:
-    """Whether the targets are runs, not stores.
-
-    Raises: RecipeError: some are and some are not.
-    """
-    are_runs = [not is_url(target) and is_run(Path(target)) for target in targets]
-    if len(set(are_runs)) > 1:
-        run, store = targets[are_runs.index(True)], targets[are_runs.index(False)]
-        raise RecipeError(f"report: '{run}' is a run, '{store}' is not. Give stores alone, or runs alone.")
-    return are_runs[0]
-
-
 def view(
     target: Annotated[
-        str, typer.Argument(parser=path_or_url, metavar="STORE|RUN", help="Store: a folder, or a URL. Or a run.")
+        str, Argument(parser=path_or_url, metavar="STORE|RUN", help="Store: a folder, or a URL. Or a run.")
     ],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1; 0: a free one.")] = 0,
-    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in your browser.")] = True,
+    port: Annotated[int, Option(min=0, max=65535, help="Port of 127.0.0.1; 0: a free one.")] = 0,
+    open_browser: Annotated[bool, Option("--open/--no-open", help="Open the page in your browser.")] = True,
     vae: Annotated[
-        str | None, typer.Option(help="Folder or hub id to decode with, such as a tiny VAE; else the store's own.")
+        str | None, Option(help="Folder or hub id to decode with, such as a tiny VAE; else the store's own.")
     ] = None,
     device: Device = "cpu",
-    revision: Annotated[int, typer.Option(min=0, help="Revision of the store; 0: the newest.")] = 0,
+    revision: Revision = 0,
 ) -> None:
     """Show a store or a run as a web page on this machine, which reads and never writes. Ctrl-C or SIGTERM ends it.
 

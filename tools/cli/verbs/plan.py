@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ....datasets.errors import RecipeError
-from ...terminal.next_steps import print_next
+from ...terminal.outcome import print_next
 from ...terminal.text import print_result
 from ..options import AsJson, Overrides, complete_recipe, local_input, path_or_url
 

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Option
 
 from ....datasets.errors import RecipeError, SourceError
-from ....train.parallel.stop import StopRequest
-from ...terminal.next_steps import after_store, command_without, print_next
+from ...terminal.outcome import after_store, command_without, import_rows, precompute_rows, print_next, unchanged_rows
 from ...terminal.text import print_rows, print_text
-from ..options import Devices, DryRun, Overrides, Recipe, local_input, output, print_line, torch_devices
+from ..options import DryRun, Overrides, Recipe, local_input, output, print_line, torch_devices
+from ..preflight import check_encoders, check_sources
 
-if TYPE_CHECKING:  # torch takes a second to import
-    from ....precompute.progress.clock import Progress
-
-
-class EngineName(StrEnum):
-    """Values of ``--engine``."""
-
-    local = "local"
-    ray = "ray"
+if TYPE_CHECKING:  # pydantic's models take half of a second
+    from ....precompute.config import PrecomputeRecipe
 
 
 def parse_part(text: str) -> Any:
@@ -40,29 +31,28 @@ def parse_part(text: str) -> Any:
         raise typer.BadParameter(str(error)) from error
 
 
+Part = Annotated[str | None, Option(parser=parse_part, metavar="I/N", help="Only the I-th of N shares of the shards.")]
+STORE_HELP = "Folder of the store; the same command again resumes."
+DEVICE_HELP = "cpu or cuda:N; several with commas, a process for each; cuda and auto take all GPUs."
+NEW_REVISION_HELP = "With other encoders or settings: encode everything as a new revision."
+
+
 def precompute(
     context: typer.Context,
     recipe: Recipe,
     source: Annotated[
-        list[str] | None, typer.Option(help="Images: a folder, a table or tars, also at a URL; repeatable.")
+        list[str] | None, Option(help="Images: a folder, a table or tars, also at a URL; repeatable.")
     ] = None,
-    store: Annotated[Path | None, output("Folder of the store; the same command again resumes.")] = None,
-    device: Devices = "auto",
+    store: Annotated[Path | None, output(STORE_HELP)] = None,
+    device: Annotated[str, Option(help=DEVICE_HELP)] = "auto",
     overrides: Overrides = None,
     dry_run: DryRun = False,
-    drop_gone: Annotated[bool, typer.Option("--drop-gone", help="Leave out records gone from the source.")] = False,
-    retry_rejected: Annotated[bool, typer.Option("--retry-rejected", help="Try rejected records again.")] = False,
-    new_revision: Annotated[
-        bool,
-        typer.Option("--new-revision", help="With other encoders or settings: encode everything as a new revision."),
-    ] = False,
-    part: Annotated[
-        str | None, typer.Option(parser=parse_part, metavar="I/N", help="Only the I-th of N shares of the shards.")
-    ] = None,
-    engine: Annotated[EngineName, typer.Option(help="ray: the GPUs of a Ray cluster.")] = EngineName.local,
-    address: Annotated[
-        str, typer.Option(help="Address of the Ray cluster; auto: the cluster of this machine.")
-    ] = "auto",
+    drop_gone: Annotated[bool, Option("--drop-gone", help="Leave out records gone from the source.")] = False,
+    retry_rejected: Annotated[bool, Option("--retry-rejected", help="Try rejected records again.")] = False,
+    new_revision: Annotated[bool, Option("--new-revision", help=NEW_REVISION_HELP)] = False,
+    part: Part = None,
+    engine: Annotated[Literal["local", "ray"], Option(help="ray: the GPUs of a Ray cluster.")] = "local",
+    address: Annotated[str, Option(help="Address of the Ray cluster; auto: the cluster of this machine.")] = "auto",
 ) -> None:
     """Encode every picture and caption once into a store; run again, it resumes, or adds what has changed.
 
@@ -70,7 +60,8 @@ def precompute(
     """
     from ....precompute.config import load
     from ....precompute.planning.compare import Options
-    from ..preflight import check_encoders, check_sources
+    from ....precompute.unchanged import Unchanged, unchanged
+    from ...terminal.progress import ProgressLine
 
     loaded = load(recipe, overrides or [])
     options = Options(drop_gone=drop_gone, retry_rejected=retry_rejected)
@@ -78,27 +69,13 @@ def precompute(
         raise RecipeError("precompute: expected --source PATH and --store PATH (or --dry-run).")
     check_sources(loaded, source or [])
     if dry_run:
-        from ...plan.dry_run import describe_precompute
-        from ...plan.precompute_cost import check_room
-
-        devices = torch_devices(device)
-        how: dict[str, Any] = {"num_devices": len(devices), "store": store, "new_revision": new_revision}
-        planned = describe_precompute(loaded, source or None, devices[0], **how, options=options, say=print_line)
-        print_text(planned.text)
-        if store:
-            check_room(store, planned.store_bytes)
-        if planned.refusal:
-            raise planned.refusal  # as the run would
-        if source and store:
-            print_next(command_without("--dry-run"))
+        how = {"store": store, "new_revision": new_revision, "options": options, "say": print_line}
+        _show_plan(loaded, source or None, torch_devices(device), **how)
         return
     assert source
     assert store
     check_encoders(loaded)
-    from ....precompute.unchanged import Unchanged, unchanged
-    from ...terminal.outcome import precompute_rows, unchanged_rows
-
-    is_plain = options == Options() and not (new_revision or part) and engine == EngineName.local
+    is_plain = options == Options() and not (new_revision or part) and engine == "local"
     listed = unchanged(loaded, source, store, device=device) if is_plain else None
     if isinstance(listed, Unchanged):
         for note in listed.notes:
@@ -106,13 +83,13 @@ def precompute(
         print_rows(unchanged_rows(listed, store))
         print_next(*after_store(store, recipe))
         return
-    devices = [] if engine == EngineName.ray else [str(one) for one in torch_devices(device)]
+    devices = [device] if engine == "ray" else [str(one) for one in torch_devices(device)]
     from ....precompute.engines.job import Job
 
-    shared: Any = part  # parsed
-    job = Job(loaded, tuple(source), store, options, new_revision, shared, device=devices[0] if devices else device)
-    with _stoppable_progress(context.obj) as progress:
-        if engine == EngineName.ray:
+    shares: Any = part  # parsed
+    job = Job(loaded, tuple(source), store, options, new_revision, shares, device=devices[0])
+    with ProgressLine(check=context.obj.check) as progress:
+        if engine == "ray":
             from ....precompute.engines.cluster import run_on_cluster
 
             report = run_on_cluster(job, address, progress=progress, say=print_line)
@@ -127,18 +104,21 @@ def precompute(
         print_next(*after_store(store, recipe))
 
 
-@contextmanager
-def _stoppable_progress(stop: StopRequest) -> Iterator[Progress]:
-    """Progress on stderr; each report is a point where a stop request takes effect."""
-    from ...terminal.progress import ProgressLine
+def _show_plan(
+    recipe: PrecomputeRecipe, source: list[str] | None, devices: list[Any], *, store: Path | None, **how: Any
+) -> None:
+    """Print what would be done. Raises: LeanditError: as the precompute would; ResourceError: the disk is too small."""
+    from ...plan.dry_run import describe_precompute
+    from ...plan.precompute_cost import check_room
 
-    with ProgressLine() as line:
-
-        def progress(stage: str, done: int, total: int) -> None:
-            stop.check()
-            line(stage, done, total)
-
-        yield progress
+    planned = describe_precompute(recipe, source, devices[0], num_devices=len(devices), store=store, **how)
+    print_text(planned.text)
+    if store:
+        check_room(store, planned.store_bytes)
+    if planned.refusal:
+        raise planned.refusal
+    if source and store:
+        print_next(command_without("--dry-run"))
 
 
 def import_(
@@ -147,9 +127,9 @@ def import_(
         str, typer.Argument(metavar="KIND", help="fast-dit, lightningdit, mar, edm2, pixart, mds, mlperf-flux or nemo.")
     ],
     source: Annotated[Path, local_input("Features: the folder or file that the other program wrote.")],
-    store: Annotated[Path, output("Folder of the store; the same command again resumes.")],
+    store: Annotated[Path, output(STORE_HELP)],
     null: Annotated[
-        str | None, typer.Option(help="Null caption: .npy, a checkpoint, a folder for several text encoders, or zeros.")
+        str | None, Option(help="Null caption: .npy, a checkpoint, a folder for several text encoders, or zeros.")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -163,9 +143,9 @@ def import_(
     if not source.exists():
         raise SourceError(f"source '{source}': no such file or folder. Check the path.")
     from ....precompute.importing.pipeline import import_features
-    from ...terminal.outcome import import_rows
+    from ...terminal.progress import ProgressLine
 
-    with _stoppable_progress(context.obj) as progress:
+    with ProgressLine(check=context.obj.check) as progress:
         report = import_features(kind, settings, source_path=source, store_path=store, progress=progress, null=null)
     print_rows(import_rows(report, store))
     print_next(["verify", store], *after_store(store))

@@ -2,82 +2,72 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
+from typer import Option
 
 from ....datasets.disk.files import write_atomic
 from ....datasets.disk.hashing import canonical_json
 from ....train.weights.folders import RUN
 from ...sample.evaluation.request import EvaluateRequest
 from ...sample.request import LARGEST_GRID, SampleRequest
-from ...terminal.next_steps import print_next
+from ...terminal.outcome import Command, print_next
 from ...terminal.text import print_result, print_rows
-from ..options import AsJson, Device, Run, local_input, output, print_line, rank_device, read_path
+from ..options import AsJson, Device, Run, local_input, output, print_line, rank_device, rank_progress, read_path
 from ..preflight import check_evaluation, check_run, check_subjects
 
 NOT_EVALUATED = ("labels", "captions", "count", "batch", "recipe", "encoders", "compiled")  # options of sample alone
 
 
-def with_options(*leave_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command that takes dataclasses: each field with an ``Option`` becomes an option.
+def expand(name: str, request: Any, *left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose argument ``name`` is a dataclass: each of its fields with an ``Option`` becomes an option.
 
     Args:
-      leave_out: fields that keep their defaults.
+      left_out: fields that keep their defaults.
     """
+    hints = get_type_hints(request, include_extras=True)
+    options = {
+        field.name: inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if field.default is dataclasses.MISSING else field.default,  # a list is made by its factory
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(request)
+        if get_origin(hints[field.name]) is Annotated and field.name not in left_out
+    }
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        requests: dict[str, tuple[Any, list[str]]] = {}
-        parameters: list[inspect.Parameter] = []
-        signature = inspect.signature(command, eval_str=True)
+        signature, shown = inspect.signature(command, eval_str=True), list[inspect.Parameter]()
         for parameter in signature.parameters.values():
-            if dataclasses.is_dataclass(parameter.annotation):
-                options = list(_options_of(parameter.annotation, leave_out))
-                requests[parameter.name] = parameter.annotation, [option.name for option in options]
-                parameters += options
-            else:
-                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            is_request = parameter.name == name
+            shown += options.values() if is_request else [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            made = {
-                name: request(**{field: value for field in fields if (value := values.pop(field)) is not None})
-                for name, (request, fields) in requests.items()
-            }
-            command(**values, **made)
+            fields = {option: value for option in options if (value := values.pop(option)) is not None}
+            command(**values, **{name: request(**fields)})
 
-        run.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
+        run.__signature__ = signature.replace(parameters=shown)  # pyright: ignore[reportAttributeAccessIssue]
         return run
 
     return decorate
 
 
-def _options_of(request: Any, leave_out: Collection[str]) -> Iterator[inspect.Parameter]:
-    hints = get_type_hints(request, include_extras=True)
-    for field in dataclasses.fields(request):
-        if get_origin(hints[field.name]) is Annotated and field.name not in leave_out:
-            default = None if field.default is dataclasses.MISSING else field.default  # a list is made by its factory
-            yield inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
-            )
-
-
-@with_options()
+@expand("request", SampleRequest)
 def sample(
     run: Run,
     out: Annotated[Path, output("Folder for grid.png and samples.json, or for the images of a set.")],
     request: SampleRequest,
     store: Annotated[Path | None, local_input("Store of the captions, else the run's own.")] = None,
-    npz: Annotated[
-        bool, typer.Option("--npz", help=f"A set of files, as for more than {LARGEST_GRID} images.")
-    ] = False,
+    npz: Annotated[bool, Option("--npz", help=f"A set of files, as for more than {LARGEST_GRID} images.")] = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -97,13 +87,12 @@ def sample(
     # Processes do not communicate, so the address of the first is not needed.
     ranks = read_ranks({"MASTER_ADDR": "", "MASTER_PORT": "", **os.environ})
     request = dataclasses.replace(request, store=store)
-    where = {"out": out, "device": rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)}
+    where = {"out": out, "device": rank_device(device, ranks)}
     if npz or request.total > LARGEST_GRID or ranks.world_size > 1:
         from ...sample.sample_set import sample_set
-        from ...terminal.progress import ProgressLine
 
-        with ProgressLine() if ranks.is_first else contextlib.nullcontext() as line:
-            result = sample_set(run, request, **where, ranks=ranks, progress=line or (lambda *_: None))
+        with rank_progress(ranks) as progress:
+            result = sample_set(run, request, **where, ranks=ranks, progress=progress)
         file, drawn = "npz", f"{result['there']} of {result['of']}, {result['drawn']} drawn by this process"
     else:
         from ...sample.sampler import sample_grid
@@ -122,19 +111,20 @@ def sample(
             print_next(*_after_grid(run, request.base))
 
 
-def _after_grid(run: Path, base: str) -> list[list[object]]:
+def _after_grid(run: Path, base: str) -> list[Command]:
     """What to run after a grid: look at the curves of the run, and export it in a layout that holds its model."""
     from ...export.export import fitting_layout
 
     layout = fitting_layout(run)
-    commands: list[list[object]] = [["report", run, "--out", f"{run}.html"]] if (run / RUN).is_file() else []
+    commands: list[Command] = [["report", run, "--out", f"{run}.html"]] if (run / RUN).is_file() else []
     if layout and not (out := Path(f"{run}-{layout}")).exists():
         how = ["--format", layout] if layout != "diffusers" else []
         commands.append(["export", run, "--out", out, *how, *(["--base", base] if base else [])])
     return commands
 
 
-@with_options(*NOT_EVALUATED)
+@expand("measure", EvaluateRequest)
+@expand("draw", SampleRequest, *NOT_EVALUATED)
 def evaluate(
     target: Annotated[
         Path, typer.Argument(parser=read_path, metavar="RUN|FOLDER|NPZ", help="Run to draw from, or images.")
@@ -152,7 +142,7 @@ def evaluate(
         Path | None, local_input("Captions of the images: samples.json or metadata.jsonl; else that of the folder.")
     ] = None,
     out: Annotated[Path | None, output("Folder for the images that a run draws.")] = None,
-    num: Annotated[int, typer.Option(min=6, help="Images that a run draws.")] = 50_000,
+    num: Annotated[int, Option(min=6, help="Images that a run draws.")] = 50_000,
     measure: EvaluateRequest,
     draw: SampleRequest,
     json_file: Annotated[Path | None, output("Write the numbers here, as one JSON object.", "--json")] = None,
@@ -166,14 +156,12 @@ def evaluate(
     from ....train.parallel.ranks import read_ranks
     from ...sample.evaluation.evaluate import evaluate as run_evaluation
     from ...sample.evaluation.evaluate import rows_of
-    from ...terminal.progress import ProgressLine
 
     ranks = read_ranks()
     paths = {"target": target, "against": against, "keep": keep, "captions": captions, "out": out}
     request = dataclasses.replace(measure, **paths, draw=dataclasses.replace(draw, count=num))
-    with ProgressLine() if ranks.is_first else contextlib.nullcontext() as line:
-        place = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
-        result = run_evaluation(request, device=place, ranks=ranks, progress=line or (lambda *_: None))
+    with rank_progress(ranks) as progress:
+        result = run_evaluation(request, device=rank_device(device, ranks), ranks=ranks, progress=progress)
     if not result:
         return
     if json_file:

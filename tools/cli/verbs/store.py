@@ -7,30 +7,43 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from ....datasets.errors import DamageError, RecipeError, StoreIncomplete
-from ...terminal.next_steps import print_next
+from ...terminal.outcome import print_next
 from ...terminal.text import print_result, print_rows
-from ..options import AnyStore, AsJson, Device, LocalStore, Overrides, Vae, is_url, output, print_line, torch_device
+from ..options import (
+    AnyStore,
+    AsJson,
+    Device,
+    LocalStore,
+    Overrides,
+    Revision,
+    Vae,
+    is_url,
+    output,
+    print_line,
+    torch_device,
+)
 
 
 def inspect(
     store: AnyStore,
-    key: Annotated[str | None, typer.Argument(metavar="KEY", help="Key of one record.")] = None,
+    key: Annotated[str | None, Argument(metavar="KEY", help="Key of one record.")] = None,
     as_json: AsJson = False,
-    revision: Annotated[int, typer.Option(min=0, help="Revision of the store; 0: the newest.")] = 0,
-    rejects: Annotated[bool, typer.Option("--rejects", help="List every rejected record.")] = False,
+    revision: Revision = 0,
+    rejects: Annotated[bool, Option("--rejects", help="List every rejected record.")] = False,
     sheet: Annotated[Path | None, output("Write a contact sheet of decoded records here (PNG).")] = None,
-    count: Annotated[int, typer.Option(min=1, max=600, help="Pictures of a contact sheet.")] = 24,
-    bucket: Annotated[str | None, typer.Option(help="A sheet of this bucket alone, HxW in pixels.")] = None,
+    count: Annotated[int, Option(min=1, max=600, help="Pictures of a contact sheet.")] = 24,
+    bucket: Annotated[str | None, Option(help="A sheet of this bucket alone, HxW in pixels.")] = None,
     class_: Annotated[
-        str | None, typer.Option("--class", metavar="NAME", help="A sheet of this class alone: name, wnid or index.")
+        str | None, Option("--class", metavar="NAME", help="A sheet of this class alone: name, wnid or index.")
     ] = None,
     originals: Annotated[
-        bool, typer.Option("--originals", help="A sheet with the source pictures beside; needs --source.")
+        bool, Option("--originals", help="A sheet with the source pictures beside; needs --source.")
     ] = False,
     source: Annotated[
-        list[str] | None, typer.Option(help="Pictures that the store was made from, for a sheet; repeatable.")
+        list[str] | None, Option(help="Pictures that the store was made from, for a sheet; repeatable.")
     ] = None,
     vae: Vae = None,
 ) -> None:
@@ -38,16 +51,16 @@ def inspect(
 
     Example: leandit inspect imagenet-256 --sheet sheet.png
     """
-    selection = bucket or class_
+    is_chosen, is_of_sheet = bucket or class_, bucket or class_ or originals or source
     contradictions = {
         f"inspect --originals: it takes no value, so '{key}' is the key of a record. Give the pictures that the "
         "store was made from with --source PATH.": originals and key and not source,
-        "inspect: --bucket, --class, --originals and --source are of a contact sheet. Give --sheet.": not sheet
-        and (selection or originals or source),
+        "inspect: --bucket, --class, --originals and --source are of a contact sheet. Give --sheet.": is_of_sheet
+        and not sheet,
         "inspect --originals: the store does not hold the source pictures. Give --source PATH.": originals
         and not source,
-        "inspect --rejects: it has all rejects. Leave out KEY, --bucket and --class.": rejects and (key or selection),
-        "inspect KEY: it is one record. Leave out --bucket and --class.": key and selection,
+        "inspect --rejects: it has all rejects. Leave out KEY, --bucket and --class.": rejects and (key or is_chosen),
+        "inspect KEY: it is one record. Leave out --bucket and --class.": key and is_chosen,
     }
     for problem, is_found in contradictions.items():
         if is_found:
@@ -60,18 +73,8 @@ def inspect(
     if sheet:
         from ...inspection.contact_sheet import write_sheet
 
-        shown = write_sheet(
-            opened,
-            sheet,
-            key=key,
-            rejects=rejects,
-            count=count,
-            bucket=bucket,
-            class_name=class_,
-            source=source,
-            with_originals=originals,
-            vae=vae,
-        )
+        which = {"key": key, "rejects": rejects, "count": count, "bucket": bucket, "class_name": class_}
+        shown = write_sheet(opened, sheet, **which, source=source, with_originals=originals, vae=vae)
         print_line(f"contact sheet of {shown} written to {sheet}")
     facts = StoreFacts(opened)
     if rejects:
@@ -84,11 +87,11 @@ def inspect(
 
 def verify(
     store: AnyStore,
-    quick: Annotated[bool, typer.Option("--quick", help="Sizes and records only, not every byte.")] = False,
-    deep: Annotated[bool, typer.Option("--deep", help="Also encode a sample again, and compare.")] = False,
-    repair: Annotated[bool, typer.Option("--repair", help="Make damaged parts again.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Sizes and records only, not every byte.")] = False,
+    deep: Annotated[bool, Option("--deep", help="Also encode a sample again, and compare.")] = False,
+    repair: Annotated[bool, Option("--repair", help="Make damaged parts again.")] = False,
     source: Annotated[
-        list[str] | None, typer.Option(help="Pictures to encode again, for --deep and --repair; repeatable.")
+        list[str] | None, Option(help="Pictures to encode again, for --deep and --repair; repeatable.")
     ] = None,
     device: Device = "auto",
     overrides: Overrides = None,
@@ -129,7 +132,7 @@ def compact(
     out: Annotated[Path, output("Folder of the new store.")],
     without: Annotated[
         list[str] | None,
-        typer.Option(help="A text encoder, feature or picture to leave out; repeatable.", metavar="NAME"),
+        Option(help="A text encoder, feature or picture to leave out; repeatable.", metavar="NAME"),
     ] = None,
 ) -> None:
     """Copy what a store still uses into a new store of one revision; the old one is only read. Nothing is encoded.

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from ....datasets.errors import LeanditError, RecipeError
 from ....train.parallel.stop import StopRequest
-from ...terminal.next_steps import after_run, command_without, print_next, sample_with
+from ...terminal.outcome import command_without, print_next, sample_with
 from ...terminal.text import Rows, print_rows
 from ..options import (
     Device,
@@ -22,6 +23,7 @@ from ..options import (
     output,
     print_line,
     rank_device,
+    rank_progress,
     read_path,
     torch_device,
 )
@@ -65,26 +67,25 @@ def train(
     check_trainable(loaded, store)
     from ....train.loop import train as train_run
     from ....train.parallel.ranks import read_ranks
-    from ...terminal.progress import ProgressLine, train_note
+    from ...terminal.progress import train_note
 
     stop: StopRequest = context.obj
     stop.catch(signal.SIGINT)
     ranks = read_ranks()
-    place = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
+    place = rank_device(device, ranks)
     if place.type == "cpu" and ranks.is_first:
         _warn_of_memory(loaded, store, ranks)
-    with ProgressLine() if ranks.is_first else contextlib.nullcontext() as progress:
+    with rank_progress(ranks) as progress:
 
-        def show(figures: StepReport) -> None:
-            if progress:
-                progress("train", figures.step, loaded.run.steps, train_note(figures))
+        def report(figures: StepReport) -> None:
+            progress("train", figures.step, loaded.run.steps, train_note(figures))
 
         outcome = train_run(
             loaded,
             store_path=store,
             run=run,
             device=place,
-            report=show,
+            report=report,
             stop=stop,
             warn=print_line,
             say=print_line,
@@ -93,7 +94,7 @@ def train(
     if ranks.is_first:
         print_rows([("run", str(run)), *_rows(outcome, loaded.run.steps, place, ranks)])
         if outcome.finished:
-            print_next(*after_run(run))
+            print_next(sample_with(run), ["report", run, "--out", f"{run}.html"])
     if not outcome.finished:
         raise typer.Exit(stop.exit_code)
 
@@ -142,13 +143,14 @@ def _warn_of_memory(recipe: TrainRecipe, store: str | None, ranks: Ranks) -> Non
                 print_line(warning)
 
 
+AVERAGED_HELP = 'Run that was trained with ema.kind = "power".'
+
+
 def average(
-    run: Annotated[
-        Path, typer.Argument(parser=read_path, metavar="RUN", help='Run that was trained with ema.kind = "power".')
-    ],
-    length: Annotated[float, typer.Option(min=0.001, max=0.27, help="Standard deviation, as a share of the run.")],
+    run: Annotated[Path, Argument(parser=read_path, metavar="RUN", help=AVERAGED_HELP)],
+    length: Annotated[float, Option(min=0.001, max=0.27, help="Standard deviation, as a share of the run.")],
     out: Annotated[Path, output("Folder for the snapshot; sample from it as from a run.")],
-    step: Annotated[int, typer.Option(min=0, help="Average up to this step; 0: the newest that is stored.")] = 0,
+    step: Annotated[int, Option(min=0, help="Average up to this step; 0: the newest that is stored.")] = 0,
 ) -> None:
     """Make a snapshot whose averaged weights have any length, from the averages that a run has stored.
 

@@ -1,21 +1,45 @@
-"""``leandit recipes``: the recipes that ship with leandit."""
+"""What a newcomer runs first: ``leandit demo``, and ``leandit recipes`` to start one's own from."""
 
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ....datasets.errors import RecipeError
+from ....train.parallel.stop import StopRequest
+from ...terminal.outcome import print_next
 from ...terminal.text import print_result
-from ..options import AsJson, complete_recipe
+from ..options import AsJson, Overrides, complete_recipe, output
+
+
+def demo(
+    out: Annotated[Path, output("Folder for everything the demo makes.")] = Path("leandit-demo"),
+    num_pictures: Annotated[int, Option("--pictures", min=24, help="Pictures to draw.")] = 3000,
+    overrides: Overrides = None,
+) -> None:
+    """Everything, on made-up pictures, on a CPU, in minutes; measures whether samples show what captions say.
+
+    Example: leandit demo --out leandit-demo
+    """
+    from ...demo.demo import run_demo
+
+    out.mkdir(parents=True, exist_ok=True)
+    run_demo(out, num_pictures=num_pictures, overrides=overrides or [], stop=StopRequest(), say=print)
+    caption = "a big red circle above a tiny blue square"
+    print_next(
+        ["view", out / "store"],
+        ["sample", out / "run", "--out", out / "more", "--caption", caption],
+        ["precompute", "imagenet-256", "--source", "IMAGENET/train", "--store", "imagenet-256", "--dry-run"],
+    )
 
 
 def recipes(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="Print this recipe, with its comments.", autocompletion=complete_recipe),
+        Argument(metavar="NAME", help="Print this recipe, with its comments.", autocompletion=complete_recipe),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -32,7 +56,7 @@ def recipes(
     ]
     if name is None:
         listed = [{key: recipe[key] for key in ("stage", "name", "what")} for recipe in shipped]
-        print_result(listed, _rows, as_json=as_json)
+        print_result(listed, _listing, as_json=as_json)
         return
     named = [recipe for recipe in shipped if recipe["name"] == name]
     if not named:
@@ -42,7 +66,7 @@ def recipes(
     print_result(named, lambda _: "\n".join(recipe["text"].rstrip() for recipe in named), as_json=as_json)
 
 
-def _rows(shipped: Any) -> str:
+def _listing(shipped: Any) -> str:
     width, lines = max(len(recipe["name"]) for recipe in shipped), dict[str, list[str]]()
     for recipe in shipped:
         stage = lines.setdefault(recipe["stage"], [f"leandit {recipe['stage']} RECIPE"])

@@ -1,4 +1,4 @@
-"""Every command takes its own defaults, and the commands of the README run as they stand."""
+"""The demo without an option, and the commands of the README as they stand."""
 
 from __future__ import annotations
 
@@ -12,39 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import pytest
-import typer
 from forked import ForkedPython, run_forked
-from making import ROOT, all_commands
+from making import ROOT
 
 from leandit.datasets.store import LatentStore
-from leandit.tools.cli.commands import app
 
 SCRIPT = Path(sys.executable).with_name("leandit")  # as pip installs it
-COMMANDS = {
-    name: command
-    for name, command in all_commands(typer.main.get_command(app)).items()
-    if not hasattr(command, "commands")
-}
 README = (ROOT / "README.md").read_text()
-
-
-def required_words(command: Any) -> list[str]:
-    """A value for each required argument and option, without the others."""
-    words: list[str] = []
-    for parameter in command.params:
-        if parameter.required:
-            words += [word for word in parameter.opts[:1] if word.startswith("--")] + ["0.1"]
-    return words
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_defaults_of_every_command_are_values_that_it_takes(name: str) -> None:
-    command = COMMANDS[name]
-    context = command.make_context(name, required_words(command))
-    assert context.params.keys() >= {parameter.name for parameter in command.params if parameter.required}
 
 
 def test_the_demo_begins_without_an_option_and_a_signal_ends_it(tmp_path: Path) -> None:
