@@ -27,9 +27,7 @@ from ...train.metrics.reader import read_metrics
 from ...train.metrics.window import StepReport
 from ...train.sampling.snapshot import load_snapshot
 from ...train.weights import folders
-from ..inspection.contact_sheet import choose_records, store_sheet
-from ..inspection.decoder import LatentDecoder
-from ..inspection.grid import COLUMNS, Cell, draw_sheet
+from ..inspection.pictures import COLUMNS, Cell, LatentDecoder, choose_records, draw_sheet, store_sheet
 from ..inspection.store_facts import StoreFacts
 from ..inspection.store_text import render
 from ..sample.request import SampleRequest

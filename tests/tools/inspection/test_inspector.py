@@ -22,8 +22,7 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection import store_facts
-from leandit.tools.inspection.contact_sheet import read_originals, reject_cells, write_sheet
-from leandit.tools.inspection.grid import (
+from leandit.tools.inspection.pictures import (
     CELL_PX,
     FONT_PX,
     FRAME,
@@ -33,6 +32,9 @@ from leandit.tools.inspection.grid import (
     MARGIN_PX,
     Cell,
     draw_sheet,
+    read_originals,
+    reject_cells,
+    write_sheet,
 )
 from leandit.tools.inspection.verify import render as render_verification
 

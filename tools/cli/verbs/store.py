@@ -58,7 +58,7 @@ def inspect(
 
     opened = LatentStore(store, revision=revision, allow_incomplete=True)
     if sheet:
-        from ...inspection.contact_sheet import write_sheet
+        from ...inspection.pictures import write_sheet
 
         shown = write_sheet(
             opened,

@@ -11,8 +11,7 @@ import numpy as np
 from ....datasets.errors import EncoderError
 from ....datasets.order.filters import ScoreTable, read_scores
 from ....datasets.store import LatentStore
-from ..contact_sheet import read_originals, reject_cells, shown_records
-from ..grid import spread
+from ..pictures import read_originals, reject_cells, shown_records, spread
 from ..store_facts import StoreFacts
 from .page import Thumbnail, latent_pixels, several, thumbnail
 
@@ -117,7 +116,7 @@ def _decoder(store: LatentStore, vae: str | None) -> tuple[Callable[[np.ndarray]
     try:
         import torch
 
-        from ..decoder import LatentDecoder
+        from ..pictures import LatentDecoder
 
         decoder = LatentDecoder.of_store(store, vae, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     except ModuleNotFoundError as error:

@@ -22,7 +22,6 @@ from .tables import StoreTables
 MAX_WAITING = 72  # requests: a browser sends six at a time
 CACHED = 256  # images
 POLL_SECONDS = 0.05  # while the decoder is being loaded
-STRETCH = (2.0, 98.0)  # percentiles of a plane that become black and white
 RGB = 3
 SMALLEST_PX = 128  # shorter sides are enlarged by a whole number, in squares
 QUALITY, EFFORT = 88, 2  # of WebP
@@ -136,11 +135,6 @@ def webp(pixels: np.ndarray) -> bytes:
     return stream.getvalue()
 
 
-def channel_pixels(plane: np.ndarray) -> np.ndarray:
-    """(H, W, 3) uint8 of one channel (H, W): grey, the darkest and lightest 2 % as black and white."""
-    return np.repeat(_stretched(plane)[..., None], RGB, axis=2)
-
-
 def principal_colors(tokens: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
     """(rows, columns, 3) uint8: the first three principal components of an image's tokens as red, green and blue.
 
@@ -153,14 +147,4 @@ def principal_colors(tokens: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
     scores = np.zeros((len(tokens), RGB))
     scores[:, : min(RGB, len(sizes))] = (left * sizes)[:, :RGB]
     scores *= np.where(np.abs(scores.max(0)) < np.abs(scores.min(0)), -1, 1)  # a sign that does not depend on chance
-    return np.stack([_stretched(column.reshape(grid)) for column in scores.T], axis=2)
-
-
-def _stretched(plane: np.ndarray) -> np.ndarray:
-    values = plane.astype(np.float32)
-    finite = values[np.isfinite(values)]
-    if not len(finite):
-        return np.zeros(values.shape, np.uint8)
-    low, high = np.percentile(finite, STRETCH)
-    shares = (np.nan_to_num(values, nan=low) - low) / max(high - low, 1e-6)
-    return (shares.clip(0, 1) * 255).round().astype(np.uint8)
+    return latent_pixels(scores.T.reshape(RGB, *grid))

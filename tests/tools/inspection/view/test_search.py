@@ -21,8 +21,7 @@ from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.inspection.view import tables as module
-from leandit.tools.inspection.view.query import Query
-from leandit.tools.inspection.view.tables import StoreTables
+from leandit.tools.inspection.view.tables import Query, StoreTables
 
 LETTERS = "aBc _%'\"\\\u00c4\u00e4\u00df"
 COMPARE = {

@@ -33,9 +33,10 @@ from leandit.datasets.errors import EncoderError
 from leandit.datasets.format.class_names import ClassNames
 from leandit.datasets.store import LatentStore
 from leandit.tools.export.publish import publish
-from leandit.tools.inspection.decoder import LatentDecoder
+from leandit.tools.inspection.pictures import LatentDecoder
+from leandit.tools.inspection.report.page import latent_pixels
 from leandit.tools.inspection.view import images, server, tables
-from leandit.tools.inspection.view.images import channel_pixels, principal_colors
+from leandit.tools.inspection.view.images import principal_colors
 from leandit.tools.inspection.view.tables import StoreTables
 from leandit.tools.synthetic.store import make_store
 
@@ -398,4 +399,4 @@ def test_principal_components_are_colors() -> None:
     assert colors.shape == (4, 4, 3)
     red = colors[..., 0].astype(int)
     assert abs(red[:2].mean() - red[2:].mean()) > 200
-    assert channel_pixels(np.full((2, 2), np.nan)).max() == 0  # a damaged plane is black, and no error
+    assert latent_pixels(np.full((1, 2, 2), np.nan)).max() == 0  # a damaged plane is black, and no error
