@@ -70,9 +70,9 @@ def make_store(
       texts: further text encoders, by name, of the same captions; float16, float32 or int8.
       features: image features, by name.
     """
-    images = {"downscale": downscale, "resolution_px": resolution_px}
-    text = {"text_dtype": text_dtype, "texts": texts, "features": features}
-    shape = channels, num_classes, max(token_counts, default=0), text_width
+    images: dict[str, Any] = {"downscale": downscale, "resolution_px": resolution_px}
+    text: dict[str, Any] = {"text_dtype": text_dtype, "texts": texts, "features": features}
+    shape: Any = channels, num_classes, max(token_counts, default=0), text_width
     spec = noise_spec(buckets, *shape, shard_mib, codec, **text, **images)
     plan = freeze_plan(root, _plan(spec, buckets, num_classes, token_counts, seed))
     writer = StoreWriter(root, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def _environment() -> jinja2.Environment:
     return templates
 
 
-def application(routes: list[BaseRoute], **options: Any) -> Starlette:
+def application(routes: Sequence[BaseRoute], **options: Any) -> Starlette:
     """An application that answers errors with a page, if a user can understand them, and has the static files."""
     app = Starlette(routes=[*routes, Route("/static/{name}", _static)], **options)
     for kind in (LeanditError, OSError, HTTPException):  # OSError: such as a folder that was removed

@@ -53,7 +53,7 @@ class StoreSite:
             Route("/feature/{index:position}/{name}", self._feature),
             Route("/status", self._status),
         ]
-        return application([*routes], lifespan=self._lifespan)
+        return application(routes, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:

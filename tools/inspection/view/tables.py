@@ -105,7 +105,8 @@ class Query:
             raise RecipeError(f"page {values['page']!r}: expected a number from 1.")
         if values.get("order", "up") not in DIRECTIONS:
             raise RecipeError(f"order {values['order']!r}: expected one of {', '.join(DIRECTIONS)}.")
-        return Query(**values | {"page": int(values["page"])})
+        values["page"] = int(values["page"])
+        return Query(**values)
 
     @property
     def words(self) -> list[str]:
