@@ -72,8 +72,8 @@ def make_store(
     """
     images: dict[str, Any] = {"downscale": downscale, "resolution_px": resolution_px}
     text: dict[str, Any] = {"text_dtype": text_dtype, "texts": texts, "features": features}
-    shape: Any = channels, num_classes, max(token_counts, default=0), text_width
-    spec = noise_spec(buckets, *shape, shard_mib, codec, **text, **images)
+    longest = max(token_counts, default=0)
+    spec = noise_spec(buckets, channels, num_classes, longest, text_width, shard_mib, codec, **text, **images)
     plan = freeze_plan(root, _plan(spec, buckets, num_classes, token_counts, seed))
     writer = StoreWriter(root, plan)
     for name, shard in writer.missing_tasks():
