@@ -53,8 +53,7 @@ from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning.pictures import num_threads
 from leandit.precompute.planning.planner import Planner
 from leandit.precompute.sources.source import list_source
-from leandit.tools.inspection.view.query import Query
-from leandit.tools.inspection.view.tables import StoreTables
+from leandit.tools.inspection.view.tables import Query, StoreTables
 from leandit.tools.synthetic.store import make_store, noise_spec
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them

@@ -1298,7 +1298,7 @@ ALLOWED_WRITES = {
     ("tools/inspection/report/page.py", "save"),  # likewise
     ("tools/inspection/view/images.py", "save"),  # into memory, for an answer
     ("tools/sample/decode_grids.py", "save"),
-    ("tools/inspection/contact_sheet.py", "save"),  # pictures for people to look at, which nothing reads again
+    ("tools/inspection/pictures.py", "save"),  # pictures for people to look at, which nothing reads again
     ("tools/demo/demo.py", "save"),
     ("tools/demo/scenes.py", "save"),  # the images that it generates, before the list that names them
     ("tools/sample/sampler.py", "save"),

@@ -20,7 +20,7 @@ USERS = (
     "precompute.pipeline",
     "precompute.engines.job",
     "precompute.images.decoders",  # where it is imported late
-    "tools.inspection.contact_sheet",
+    "tools.inspection.pictures",
     "tools.plan.dry_run",
     "tools.plan.precompute_cost",
 )

@@ -14,12 +14,12 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, cycle, repeat
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,29 +39,10 @@ SAMPLE_BYTES = 1 << 29  # beyond any CPU cache; with its copy 1 GiB
 COLD_RECORDS = 1 << 14  # at most, of the plain reads
 IO_COUNTERS = Path("/proc/self/io")
 
-
-class Part(NamedTuple):
-    """What N records of a bucket hold in one array: its rows ``starts`` to ``ends``, (N,) each."""
-
-    array: ShardedArray
-    starts: np.ndarray
-    ends: np.ndarray
-
-
-def parts_of(store: LatentStore, bucket: str) -> list[Part]:
-    """What the loader reads of each record: one of two flips, one of several captions, all features and pictures."""
-    index, features = store.index(bucket), [store.feature(name, bucket) for name in store.features]
-    arrays = [store.latents(bucket), *(store.picture(name, bucket) for name in store.pictures)]
-    arrays += [array for one in features for output in one.outputs for array in one.arrays(output)]
-    parts = [Part(array, index.rows, index.rows + 1) for array in arrays]
-    for text in map(store.text, store.texts):
-        captions = index.caption_ids[index.caption_starts[:-1]]  # the first of each record
-        if text.spec.has_tokens:
-            starts = text.offsets[captions]
-            parts += [Part(array, starts, starts + text.lengths[captions]) for array in text.arrays]
-        if text.spec.pooled_width:
-            parts.append(Part(text.pooled, captions, captions + 1))
-    return parts
+Parts = list[tuple[ShardedArray, np.ndarray, np.ndarray]]
+"""What N records of a bucket hold in each array: from which row, and up to which, (N,) each."""
+Place = tuple[Path, int, int]
+"""A file, a first byte, and a number of bytes."""
 
 
 def run(path: Path, *, batch: int, seconds: float, cold: bool, scratch: Path | None) -> dict[str, Any]:
@@ -79,7 +60,7 @@ def run(path: Path, *, batch: int, seconds: float, cold: bool, scratch: Path | N
     store = LatentStore(path, access="pread")  # not mapped
     parts = {bucket: parts_of(store, bucket) for bucket, size in store.buckets.items() if size}
     every = chain.from_iterable(parts.values())
-    num_bytes = sum(int((part.ends - part.starts).sum()) * part.array.row_bytes for part in every)
+    num_bytes = sum(int((ends - starts).sum()) * array.row_bytes for array, starts, ends in every)
     share = min(1.0, SAMPLE_BYTES / max(1, num_bytes))
     folder = scratch or Path(tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +77,85 @@ def run(path: Path, *, batch: int, seconds: float, cold: bool, scratch: Path | N
     return result | {"warm": _warm(path, sample, batch, seconds, folder)}
 
 
-def _cold(store: LatentStore, parts: dict[str, list[Part]], batch: int, seconds: float) -> dict[str, Any]:
+def parts_of(store: LatentStore, bucket: str) -> Parts:
+    """What the loader reads of each record: one of two flips, one of several captions, all features and pictures."""
+    index, features = store.index(bucket), [store.feature(name, bucket) for name in store.features]
+    arrays = [store.latents(bucket), *(store.picture(name, bucket) for name in store.pictures)]
+    arrays += [array for one in features for output in one.outputs for array in one.arrays(output)]
+    parts = [(array, index.rows, index.rows + 1) for array in arrays]
+    for text in map(store.text, store.texts):
+        captions = index.caption_ids[index.caption_starts[:-1]]  # the first of each record
+        if text.spec.has_tokens:
+            starts = text.offsets[captions]
+            parts += [(array, starts, starts + text.lengths[captions]) for array in text.arrays]
+        if text.spec.pooled_width:
+            parts.append((text.pooled, captions, captions + 1))
+    return parts
+
+
+def _rate(sizes: Iterable[int], seconds: float, least: int = 1, start: float | None = None) -> float:
+    """Records a second in batches of these sizes, over some seconds and at least so many batches, or to their end."""
+    records, elapsed, start = 0, 1.0, time.perf_counter() if start is None else start
+    for number, size in enumerate(sizes, 1):
+        records, elapsed = records + size, time.perf_counter() - start
+        if elapsed >= seconds and number >= least:
+            break
+    return records / elapsed
+
+
+def _warm(path: Path, sample: Selection, batch: int, seconds: float, scratch: Path) -> dict[str, Any]:
+    """The loader and the gather in turn, both from the page cache, after a pass that checks the rows."""
+    how: dict[str, Any] = {"global_batch": batch, "text": "packed", "prefetch": 0, "selection": sample}
+    loader = make_loader(store := LatentStore(path), **how)
+    deque(loader, 0)
+    start = time.perf_counter()
+    _ = next(iter(make_loader(LatentStore(path), **how)))
+    first_ms = (time.perf_counter() - start) * 1e3
+    plan = BatchPlan(sample.counts, batch, 0, selection=sample)
+    batches = cycle(map(plan.batch_at, range(plan.num_batches(0))))
+    with tempfile.TemporaryDirectory(prefix="leandit-bench-", dir=scratch) as folder:
+        gather, rates, limits = _gather(store, sample.counts, batch, Path(folder)), list[float](), list[float]()
+        for _ in range(ROUNDS):
+            rates.append(_rate(map(len, chain.from_iterable(repeat(loader))), seconds, MIN_BATCHES))
+            limits.append(_rate(map(gather, batches), seconds, MIN_BATCHES))
+    ratios = sorted(rate / limit for rate, limit in zip(rates, limits, strict=True))
+    result = {"first_batch_ms": first_ms, "records_per_second": median(rates), "ratio": median(ratios)}
+    result |= {"limit_records_per_second": median(limits), "sample_records": sample.num_records}
+    return result | {"min_ratio": ratios[0], "max_ratio": ratios[-1]}
+
+
+def _gather(store: LatentStore, counts: Mapping[str, int], batch: int, folder: Path) -> Callable[[PlannedBatch], int]:
+    """What copies the bytes of each record of a batch, from one flat mapped file a bucket into reused memory."""
+    flats: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # (bytes,) and (N + 1,) first byte of each record
+    for bucket, size in counts.items():
+        if not size:
+            continue
+        parts, starts = parts_of(store, bucket), [0]
+        with (folder / bucket).open("wb") as file:
+            for record in range(size):
+                for array, first, last in parts:
+                    file.write(array.read(int(first[record]), int(last[record])).tobytes())
+                starts.append(file.tell())
+        flats[bucket] = np.asarray(np.memmap(folder / bucket, np.uint8, "r")), np.array(starts)
+    memory = np.empty(batch * max(int(np.diff(starts).max()) for _, starts in flats.values()), np.uint8)
+
+    def copy(planned: PlannedBatch) -> int:
+        (flat, starts), rows = flats[planned.bucket], planned.positions
+        size = int(starts[1])
+        if len(flat) == size * (len(starts) - 1) and not np.any(np.diff(starts, 2)):  # all of one size
+            out = memory[: len(rows) * size].reshape(len(rows), size)
+            np.take(flat.reshape(-1, size), rows, axis=0, out=out, mode="clip")  # other modes buffer the output
+            return len(rows)
+        end = 0
+        for start, stop in zip(starts[rows].tolist(), starts[rows + 1].tolist(), strict=True):
+            memory[end : end + stop - start] = flat[start:stop]
+            end += stop - start
+        return len(rows)
+
+    return copy
+
+
+def _cold(store: LatentStore, parts: dict[str, Parts], batch: int, seconds: float) -> dict[str, Any]:
     """Plain reads of the first records of an epoch, then the loader, each with the store's files out of the cache."""
     plan = BatchPlan(store.buckets, batch, 0)
     planned = map(plan.batch_at, range(min(plan.num_batches(0), max(MIN_BATCHES, COLD_RECORDS // batch))))
@@ -114,24 +173,22 @@ def _cold(store: LatentStore, parts: dict[str, list[Part]], batch: int, seconds:
     rate = _rate(map(len, chain([first], batches)), seconds, start=opened)  # read ahead of the first batch, so with it
     disk_bytes = _disk_bytes() - before
     result = {"first_batch_ms": first_ms, "records_per_second": rate, "limit_records_per_second": limit}
-    return result | {
-        "ratio": rate / limit,
-        "disk_mb": disk_bytes / 1e6,
-        "from_disk": disk_bytes > first.stored.nbytes / 2,
-    }
+    result |= {"ratio": rate / limit, "disk_mb": disk_bytes / 1e6}
+    return result | {"from_disk": disk_bytes > first.stored.nbytes / 2}
 
 
-def _places(parts: list[Part], positions: np.ndarray, folder: Path) -> list[tuple[Path, int, int]]:
-    """File, first byte and bytes of everything that records hold; if compressed, all its chunks."""
+def _places(parts: Parts, positions: np.ndarray, folder: Path) -> list[Place]:
+    """Where everything lies that records hold; if compressed, all its chunks."""
     places = []
-    for (array, starts, ends), record in ((part, int(position)) for position in positions for part in parts):
-        name, offset, _ = array.place(int(starts[record]))
-        _, last, size = array.place(int(ends[record]) - 1)  # in the same shard
-        places.append((folder / name, offset, last + size - offset))
+    for record in positions.tolist():
+        for array, starts, ends in parts:
+            name, offset, _ = array.place(int(starts[record]))
+            _, last, size = array.place(int(ends[record]) - 1)  # in the same shard
+            places.append((folder / name, offset, last + size - offset))
     return places
 
 
-def _pread(batch: tuple[int, list[tuple[Path, int, int]]]) -> int:
+def _pread(batch: tuple[int, list[Place]]) -> int:
     """Read byte ranges, without reading ahead."""
     for path, offset, size in batch[1]:
         file = os.open(path, os.O_RDONLY)
@@ -155,81 +212,17 @@ def _disk_bytes() -> int:
     return int(dict(re.findall(r"(\w+): (\d+)", IO_COUNTERS.read_text()))["read_bytes"])
 
 
-def _warm(path: Path, sample: Selection, batch: int, seconds: float, scratch: Path) -> dict[str, Any]:
-    """The loader and the gather in turn, both from the page cache, after a pass that checks the rows."""
-    how: dict[str, Any] = {"global_batch": batch, "text": "packed", "prefetch": 0, "selection": sample}
-    loader = make_loader(store := LatentStore(path), **how)
-    deque(loader, 0)
-    start = time.perf_counter()
-    _ = next(iter(make_loader(LatentStore(path), **how)))
-    first_ms = (time.perf_counter() - start) * 1e3
-    plan = BatchPlan(sample.counts, batch, 0, selection=sample)
-    batches = cycle(map(plan.batch_at, range(plan.num_batches(0))))
-    with tempfile.TemporaryDirectory(prefix="leandit-bench-", dir=scratch) as folder:
-        gather, rates, limits = _Gather(store, sample.counts, batch, Path(folder)), list[float](), list[float]()
-        for _ in range(ROUNDS):
-            rates.append(_rate(map(len, chain.from_iterable(repeat(loader))), seconds, MIN_BATCHES))
-            limits.append(_rate(map(gather, batches), seconds, MIN_BATCHES))
-    ratios = sorted(rate / limit for rate, limit in zip(rates, limits, strict=True))
-    result = {"first_batch_ms": first_ms, "records_per_second": median(rates), "ratio": median(ratios)}
-    result |= {"limit_records_per_second": median(limits), "sample_records": sample.num_records}
-    return result | {"min_ratio": ratios[0], "max_ratio": ratios[-1]}
-
-
-class _Gather:
-    """Copies the bytes of each record of a batch, from one flat mapped file a bucket into reused memory."""
-
-    def __init__(self, store: LatentStore, counts: Mapping[str, int], batch: int, folder: Path) -> None:
-        self._flats: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # (bytes,) and (N + 1,) first byte of each record
-        for bucket, size in counts.items():
-            parts, starts = parts_of(store, bucket) if size else [], [0]
-            with (folder / bucket).open("wb") as file:
-                for record in range(size):
-                    for array, first, last in parts:
-                        file.write(array.read(int(first[record]), int(last[record])).tobytes())
-                    starts.append(file.tell())
-            if size:
-                self._flats[bucket] = np.asarray(np.memmap(folder / bucket, np.uint8, "r")), np.array(starts)
-        largest = max(int(np.diff(starts).max()) for _, starts in self._flats.values())
-        self._memory = np.empty(batch * largest, np.uint8)
-
-    def __call__(self, planned: PlannedBatch) -> int:
-        (flat, starts), rows = self._flats[planned.bucket], planned.positions
-        out, size = self._memory, int(starts[1])
-        if len(flat) == size * (len(starts) - 1) and not np.any(np.diff(starts, 2)):  # all of one size
-            out = out[: len(rows) * size].reshape(len(rows), size)
-            np.take(flat.reshape(-1, size), rows, axis=0, out=out, mode="clip")  # other modes buffer the output
-            return len(rows)
-        end = 0
-        for start, stop in zip(starts[rows].tolist(), starts[rows + 1].tolist(), strict=True):
-            out[end : end + stop - start] = flat[start:stop]
-            end += stop - start
-        return len(rows)
-
-
-def _rate(sizes: Iterable[int], seconds: float, least: int = 1, start: float | None = None) -> float:
-    """Records a second in batches of these sizes, over some seconds and at least so many batches, or to their end."""
-    records, elapsed, start = 0, 1.0, time.perf_counter() if start is None else start
-    for number, size in enumerate(sizes, 1):
-        records, elapsed = records + size, time.perf_counter() - start
-        if elapsed >= seconds and number >= least:
-            break
-    return records / elapsed
-
-
 def render(result: dict[str, Any]) -> Rows:
     """Names and values of both measurements."""
     rows = [("store", f"{result['records']:,} records of {readable_size(result['record_bytes'])}")]
     rows.append(("read", f"in batches of {result['batch']}; cold in {THREADS} threads, warm in one"))
-    for name, limit in (
-        ("cold", "plain reads of the same bytes"),
-        ("warm", "a gather of the same bytes from a flat file"),
-    ):
-        if found := result.get(name):
-            rate, most = found["records_per_second"], found["limit_records_per_second"]
-            rows.append((name, f"{rate:,.0f} records/s, {readable_size(rate * result['record_bytes'])}/s"))
-            rows.append(("", f"{found['ratio']:.2f} of {limit}, {most:,.0f} records/s"))
-            rows.append(("", f"{found['first_batch_ms']:.0f} ms to open the store and read the first batch"))
+    limits = {"cold": "plain reads of the same bytes", "warm": "a gather of the same bytes from a flat file"}
+    for name in filter(result.get, limits):
+        figures = result[name]
+        rate, limit = figures["records_per_second"], figures["limit_records_per_second"]
+        rows.append((name, f"{rate:,.0f} records/s, {readable_size(rate * result['record_bytes'])}/s"))
+        rows.append(("", f"{figures['ratio']:.2f} of {limits[name]}, {limit:,.0f} records/s"))
+        rows.append(("", f"{figures['first_batch_ms']:.0f} ms to open the store and read the first batch"))
     if cold := result.get("cold"):
         rows.append(("page cache", f"dropped by posix_fadvise; {cold['disk_mb']:,.1f} MB came from the disk"))
         if not cold["from_disk"]:

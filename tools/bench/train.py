@@ -7,6 +7,7 @@ much of it was waiting for data, and what was used of the device.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -21,6 +22,15 @@ from ..plan.workload import TrainingWorkload
 from ..terminal.progress import ProgressLine
 
 REPORT_EVERY = 10  # steps: as the default of run.log_every, so that waits for figures cost what they cost in a run
+
+FIGURES: dict[str, tuple[Callable[[list[float]], float], str, str, str, str]] = {
+    "images_per_second": (mean, "images_per_second", "rate", "{:.2f}", " images/s"),
+    "step_seconds": (mean, "seconds_per_step", "step", "{:.3f}", " s"),
+    "data_wait_share": (mean, "data_wait_share", "data wait", "{:.2%}", " of the time"),
+    "peak_gib": (max, "memory_gib", "peak memory", "{:.1f}", " GiB"),
+    "mfu": (mean, "mfu", "MFU", "{:.1%}", ""),
+}
+"""Of each figure: how a round sums up its reports, their attribute, and the title, form and unit of its line."""
 
 
 def measure(
@@ -46,7 +56,8 @@ def measure(
     last = REPORT_EVERY * (1 + -(-steps // REPORT_EVERY))
     changed = {"steps": last, "log_every": REPORT_EVERY, "checkpoint_every": last}
     run = work.recipe.run.model_copy(update=changed | {"evaluate_every": 0, "sample_every": 0})
-    recipe, measured = work.recipe.model_copy(update={"run": run}), list[dict[str, Any]]()
+    recipe = work.recipe.model_copy(update={"run": run})
+    measured: dict[str, list[Any]] = {name: [] for name in FIGURES}
     for number in range(1, rounds + 1):
         reports: list[StepReport] = []
         how: dict[str, Any] = {"report": reports.append, "stop": StopRequest(), "warn": lambda message: None}
@@ -54,17 +65,10 @@ def measure(
             outcome = loop.train(recipe, store_path=store, run=Path(folder) / "run", device=device, **how)
         if not outcome.finished:
             raise RunError("bench train: stopped before the measured steps were done.")
-        del reports[0]
-        shares = [report.mfu for report in reports if report.mfu is not None]
-        figures = {
-            "images_per_second": mean(report.images_per_second for report in reports),
-            "step_seconds": mean(report.seconds_per_step for report in reports),
-            "data_wait_share": mean(report.data_wait_share for report in reports),
-            "mfu": mean(shares) if shares else None,
-            "peak_gib": max(report.memory_gib for report in reports),
-        }
-        measured.append(figures)
-        progress("train", number, rounds, f"{figures['images_per_second']:.2f} images/s")
+        for name, (summarize, attribute, *_) in FIGURES.items():
+            values = [value for report in reports[1:] if (value := getattr(report, attribute)) is not None]
+            measured[name].append(summarize(values) if values else None)
+        progress("train", number, rounds, f"{measured['images_per_second'][-1]:.2f} images/s")
     return {
         "model": work.spec.name,
         "buckets": len(work.buckets),
@@ -73,7 +77,7 @@ def measure(
         "precision": recipe.run.precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads",
         "torch": torch.__version__,
-        **{name: [figures[name] for figures in measured] for name in measured[0]},
+        **measured,
     }
 
 
@@ -82,16 +86,9 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{result['model']}, {result['buckets']} buckets, largest {result['largest_bucket']} px"),
         ("batch", f"{result['batch']} images, {result['precision']}, {result['device']}, torch {result['torch']}"),
-        ("rate", f"{_spread(result['images_per_second'], '{:.2f}')} images/s"),
-        ("step", f"{_spread(result['step_seconds'], '{:.3f}')} s"),
-        ("data wait", f"{_spread(result['data_wait_share'], '{:.2%}')} of the time"),
-        ("peak memory", f"{_spread(result['peak_gib'], '{:.1f}')} GiB"),
     ]
-    if None not in result["mfu"]:
-        rows.append(("MFU", _spread(result["mfu"], "{:.1%}")))
+    for name, (_, _, title, form, unit) in FIGURES.items():
+        if None not in (values := result[name]):
+            low, middle, high = (form.format(value) for value in (min(values), median(values), max(values)))
+            rows.append((title, (f"{middle} ({low} to {high})" if len(values) > 1 else middle) + unit))
     return rows
-
-
-def _spread(values: list[float], form: str) -> str:
-    low, middle, high = (form.format(value) for value in (min(values), median(values), max(values)))
-    return f"{middle} ({low} to {high})" if len(values) > 1 else middle

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +27,7 @@ from ...train.metrics.reader import read_metrics
 from ...train.metrics.window import StepReport
 from ...train.sampling.snapshot import load_snapshot
 from ...train.weights import folders
-from ..inspection.contact_sheet import choose_records, store_sheet
-from ..inspection.decoder import LatentDecoder
-from ..inspection.grid import COLUMNS, Cell, draw_sheet
+from ..inspection.pictures import Cell, LatentDecoder, choose_records, draw_sheet, spread, store_sheet
 from ..inspection.store_facts import StoreFacts
 from ..inspection.store_text import render
 from ..sample.request import SampleRequest
@@ -55,8 +53,7 @@ OUTPUTS = {  # what each image of the output folder shows
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One row of the demo's table: how long a stage took, and the number of images and the bytes that it wrote."""
 
     name: str
@@ -79,20 +76,19 @@ def run_demo(
     """
     stages: list[Stage] = []
     rates: dict[str, dict[str, float]] = {}
-
-    def run_stage(name: str, stage: Callable[[], tuple[int, int]]) -> None:
+    for name, run_stage in (
+        ("draw pictures", lambda: _draw(out, num_pictures)),
+        ("precompute", lambda: _precompute(out)),
+        ("inspect", lambda: _inspect(out, say)),
+        ("train", lambda: _train(out, overrides, stop)),
+        ("sample progress", lambda: _sample_progress(out)),
+        ("sample, measure", lambda: _sample_and_measure(out, rates)),
+    ):
         start = time.perf_counter()
-        images, size = stage()
+        images, size = run_stage()
         stages.append(Stage(name, time.perf_counter() - start, images, size))
-
-    run_stage("draw pictures", lambda: _draw(out, num_pictures))
-    run_stage("precompute", lambda: _precompute(out))
-    run_stage("inspect", lambda: _inspect(out, say))
-    run_stage("train", lambda: _train(out, overrides, stop))
-    run_stage("sample progress", lambda: _sample_progress(out))
-    run_stage("sample, measure", lambda: _sample_and_measure(out, rates))
     result = {
-        "stages": [asdict(stage) for stage in stages],
+        "stages": [stage._asdict() for stage in stages],
         "num_samples": stages[-1].images,
         **rates,
         **{name.replace(" ", "_"): str(out / file) for name, file in OUTPUTS.items()},
@@ -134,20 +130,20 @@ def _train(out: Path, overrides: list[str], stop: StopRequest) -> tuple[int, int
         outcome = train(recipe, store_path=out / "store", run=run, device=CPU, report=show, stop=stop)
     if not outcome.finished:
         raise KeyboardInterrupt
-    draw_loss(*read_losses(run), out / OUTPUTS["loss"])
+    draw_loss(run, out / OUTPUTS["loss"])
     return outcome.num_images, sum(path.stat().st_size for path in run.glob("snapshot-*/*"))
 
 
 def _sample_progress(out: Path) -> tuple[int, int]:
     """Sample the same captions with the same noise at some steps: a row for each caption, a column for each step."""
-    steps, store = progress_steps(out / "run"), LatentStore(out / "store")
-    samples = [sample_captions(out / "run", store, CPU, step=step, per_bucket=PROGRESS_PER_BUCKET) for step in steps]
-    cells = [
-        Cell(images[row], captions[row], f"step {step} of {steps[-1]}")
-        for row in range(len(samples[0][1]))
-        for step, (images, captions) in zip(steps, samples, strict=True)
-    ]
-    return _save_sheet(cells, out / OUTPUTS["progress"], columns=len(steps))
+    run, store, steps, columns = out / "run", LatentStore(out / "store"), progress_steps(out / "run"), []
+    for step in steps:
+        images, captions = sample_captions(run, store, CPU, step=step, per_bucket=PROGRESS_PER_BUCKET)
+        key = f"step {step} of {steps[-1]}"
+        columns.append([Cell(*pair, key) for pair in zip(images, captions, strict=True)])
+    cells = [cell for row in zip(*columns, strict=True) for cell in row]
+    draw_sheet(cells, columns=len(steps)).save(path := out / OUTPUTS["progress"])
+    return len(cells), path.stat().st_size
 
 
 def _sample_and_measure(out: Path, rates: dict[str, dict[str, float]]) -> tuple[int, int]:
@@ -157,14 +153,8 @@ def _sample_and_measure(out: Path, rates: dict[str, dict[str, float]]) -> tuple[
     rates |= {"score": match_rates(images, captions), "score_shuffled": match_rates(images, shuffled)}
     every = max(1, len(images) // SHOWN_SAMPLES)
     cells = [Cell(*pair) for pair in zip(images, captions, strict=True)][::every][:SHOWN_SAMPLES]
-    _, size = _save_sheet(cells, out / OUTPUTS["samples"])
-    return len(images), size
-
-
-def _save_sheet(cells: list[Cell], path: Path, columns: int = COLUMNS) -> tuple[int, int]:
-    """Save a grid; the number of its images and its bytes."""
-    draw_sheet(cells, columns=columns).save(path)
-    return len(cells), path.stat().st_size
+    draw_sheet(cells).save(path := out / OUTPUTS["samples"])
+    return len(images), path.stat().st_size
 
 
 def progress_steps(run: Path) -> list[int]:
@@ -189,8 +179,7 @@ def sample_captions(
     with ProgressLine() as progress:
         for number, bucket in enumerate(store.buckets):
             index = store.index(bucket)
-            rows = np.linspace(0, len(index.rows) - 1, min(per_bucket, len(index.rows))).round().astype(int)
-            chosen = [texts[index.caption_ids[index.caption_starts[row]]] for row in rows]
+            chosen = [texts[index.caption_ids[index.caption_starts[row]]] for row in spread(len(index), per_bucket)]
             how = {"steps": SAMPLE_STEPS, "guidance": GUIDANCE, "seed": number}
             request = SampleRequest(captions=chosen, bucket=bucket, **how, store=store.path)
             images += [pixels for _, pixels in ImageSampler(snapshot, run, request, device).draw(range(len(chosen)))]
@@ -199,14 +188,10 @@ def sample_captions(
     return images, captions
 
 
-def read_losses(run: Path) -> tuple[list[int], list[float]]:
-    """The step and the loss of every report of a run."""
-    metrics = read_metrics(run)
-    return metrics.steps.tolist(), metrics.columns["loss"].tolist()
-
-
-def draw_loss(steps: list[int], losses: list[float], path: Path) -> None:
+def draw_loss(run: Path, path: Path) -> None:
     """Plot the loss of every report and its running mean over the steps, as a PNG."""
+    metrics = read_metrics(run)
+    steps, losses = metrics.steps, metrics.columns["loss"]
     half = max(1, round(len(losses) * MEAN_SHARE / 2))
     means = [float(np.mean(losses[max(0, i - half) : i + half + 1])) for i in range(len(losses))]
     figure = Figure(figsize=(8.2, 4.2), layout="constrained")

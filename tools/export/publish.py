@@ -143,7 +143,7 @@ def store_files(root: Path, hub: HubRepository, terms: Terms, *, sheet: Path | N
         content, is_last = portable.changed.get(path, root / path), Path(path).name == MANIFEST
         files.append(OutgoingFile(path, content, entry.xxh3_128, is_last))
     if sheet:
-        from ..inspection.contact_sheet import write_sheet
+        from ..inspection.pictures import write_sheet
 
         write_sheet(store, sheet, vae=vae)
         files.append(OutgoingFile(SHEET, sheet, is_last=True))

@@ -21,8 +21,7 @@ from ...datasets.disk.files import remove, write_atomic
 from ...datasets.errors import DamageError, EncoderError, LeanditError
 from ...datasets.format.schema import LatentSpec
 from ...train.run.evaluation.decoding import PICTURE, waiting
-from ..inspection.decoder import LatentDecoder
-from ..inspection.grid import Cell, draw_sheet
+from ..inspection.pictures import Cell, LatentDecoder, draw_sheet
 from .sampler import decode_in_parts
 
 DECODED = 4  # images decoded at once

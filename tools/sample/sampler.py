@@ -21,8 +21,7 @@ from ...train.optim.loss_scale import autocast_dtype
 from ...train.sampling.guided import Solver, draw_latents
 from ...train.sampling.schedulers import choose_sampler
 from ...train.sampling.snapshot import Snapshot, load_snapshot
-from ..inspection.decoder import LatentDecoder
-from ..inspection.grid import COLUMNS, Cell, draw_sheet
+from ..inspection.pictures import COLUMNS, Cell, LatentDecoder, draw_sheet
 from .published import load_published
 from .request import SampleRequest
 from .subjects import Subjects

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -69,20 +70,10 @@ def make_store(
       texts: further text encoders, by name, of the same captions; float16, float32 or int8.
       features: image features, by name.
     """
-    shape = max(token_counts, default=0), text_width
-    spec = noise_spec(
-        buckets,
-        channels,
-        num_classes,
-        *shape,
-        shard_mib,
-        codec,
-        text_dtype=text_dtype,
-        texts=texts,
-        features=features,
-        downscale=downscale,
-        resolution_px=resolution_px,
-    )
+    images: dict[str, Any] = {"downscale": downscale, "resolution_px": resolution_px}
+    text: dict[str, Any] = {"text_dtype": text_dtype, "texts": texts, "features": features}
+    longest = max(token_counts, default=0)
+    spec = noise_spec(buckets, channels, num_classes, longest, text_width, shard_mib, codec, **text, **images)
     plan = freeze_plan(root, _plan(spec, buckets, num_classes, token_counts, seed))
     writer = StoreWriter(root, plan)
     for name, shard in writer.missing_tasks():
@@ -97,26 +88,19 @@ def make_store(
     return writer.seal()
 
 
-def numbered_rows(numbers: np.ndarray, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Rows of noise, (N, *shape) float16, each beginning with its number."""
-    pool = np.random.default_rng(seed).standard_normal((POOL_ROWS, int(np.prod(shape)))).astype(np.float16)
-    rows = pool[numbers % POOL_ROWS]
-    for digit in range(NUMBER_DIGITS):
-        rows[:, digit] = numbers // NUMBER_BASE**digit % NUMBER_BASE
-    return rows.reshape(len(numbers), *shape)
-
-
-def _rows_of_noise(array: ArrayLayout, numbers: np.ndarray, seed: int) -> np.ndarray:
+def _noise(array: ArrayLayout, numbers: np.ndarray, seed: int) -> np.ndarray:
     """(N, ...) rows of an array in its dtype: scales, int8 tokens, or floats that begin with the row's number."""
-    shape = array.shape[1:]
+    shape, rng = (len(numbers), *array.shape[1:]), np.random.default_rng(seed)
+    pool_shape = POOL_ROWS, int(np.prod(shape[1:]))
     if array.path.endswith("scales"):
         scales = ((1 + numbers % POOL_ROWS) / POOL_ROWS).astype(np.float32)
-        return np.broadcast_to(scales.reshape(-1, *[1] * len(shape)), (len(numbers), *shape)).copy()
+        return np.broadcast_to(scales.reshape(-1, *[1] * (len(shape) - 1)), shape).copy()
     if array.dtype == "int8":
-        width = int(np.prod(shape))
-        pool = np.random.default_rng(seed).integers(-INT8_LIMIT, INT8_LIMIT + 1, (POOL_ROWS, width), np.int8)
-        return pool[numbers % POOL_ROWS].reshape(len(numbers), *shape)
-    return numbered_rows(numbers, shape, seed).astype(array.dtype, copy=False)
+        return rng.integers(-INT8_LIMIT, INT8_LIMIT + 1, pool_shape, np.int8)[numbers % POOL_ROWS].reshape(shape)
+    rows = rng.standard_normal(pool_shape).astype(np.float16)[numbers % POOL_ROWS]
+    for digit in range(NUMBER_DIGITS):
+        rows[:, digit] = numbers // NUMBER_BASE**digit % NUMBER_BASE
+    return rows.reshape(shape).astype(array.dtype, copy=False)
 
 
 def _commit_pictures(writer: StoreWriter, part: Part, shard: int, seed: int) -> None:
@@ -124,13 +108,12 @@ def _commit_pictures(writer: StoreWriter, part: Part, shard: int, seed: int) -> 
     numbers = writer.plan.positions_of(part)[latents.rows_of(shard)]
     arrays, checksums = {}, {}
     for group, layouts in part.groups.items():
-        rows = [_rows_of_noise(array, numbers, seed) for array in layouts]
+        rows = [_noise(array, numbers, seed) for array in layouts]
         arrays |= {array.path: values for array, values in zip(layouts, rows, strict=True)}
         checksums[group] = [row_checksum(*parts) for parts in zip(*rows, strict=True)]
-    of_latents = checksums.pop(LATENTS)
+    own = checksums.pop(LATENTS)
     features = {name: FeatureRows(checksums=digits) for name, digits in checksums.items()}
-    how = {"checksums": of_latents, "source_checksums": of_latents, "features": features}
-    writer.commit(part.name, shard, arrays, **how)
+    writer.commit(part.name, shard, arrays, checksums=own, source_checksums=own, features=features)
 
 
 def _commit_captions(writer: StoreWriter, part: Part, shard: int, seed: int) -> None:
@@ -146,7 +129,7 @@ def _commit_captions(writer: StoreWriter, part: Part, shard: int, seed: int) -> 
         for array, start in zip(part.arrays, of_captions.starts_of(caption), strict=True):
             length = 1 if array.path.endswith(f"/{POOLED}") else int(of_captions.num_tokens[caption])
             first = start - array.rows_of(shard).start
-            rows = _rows_of_noise(array, np.full(length, caption), seed)
+            rows = _noise(array, np.full(length, caption), seed)
             arrays[array.path][first : first + length] = rows
             written.append(rows)
         checksums.append(row_checksum(*written))
@@ -157,26 +140,22 @@ def _plan(
     spec: StoreSpec, buckets: Mapping[str, int], num_classes: int, token_counts: Sequence[int], seed: int
 ) -> FrozenPlan:
     count, num_captions = sum(buckets.values()), len(token_counts)
-    rows = np.concatenate([np.arange(rows) for rows in buckets.values()])
     nothing, zeros, ones = pa.nulls(count), np.zeros(count, np.int64), np.ones(count, np.int64)
-    labels = np.random.default_rng(seed).integers(0, num_classes, count) if num_classes else -ones
-    caption_ids = [[i % num_captions] for i in range(count)] if num_captions else [[]] * count
     filled = {
         "key": [f"noise/{number:09d}.jpg" for number in range(count)],
         "bucket": np.repeat(list(buckets), list(buckets.values())),
-        "row": rows,
-        "label": labels,
-        "caption_ids": caption_ids,
+        "row": np.concatenate([np.arange(rows) for rows in buckets.values()]),
+        "label": np.random.default_rng(seed).integers(0, num_classes, count) if num_classes else -ones,
+        "caption_ids": [[i % num_captions] for i in range(count)] if num_captions else [[]] * count,
         "status": ["planned"] * count,
         "revision": ones,
         "attempts": ones,
         "source_path": [""] * count,
     }
-    unknown = {"stage", "reason", "detail", "checksum", "source_checksum", "fallback"}
-    columns = {name: filled.get(name, nothing if name in unknown else zeros) for name in PLAN_SCHEMA.names}
+    filled |= dict.fromkeys(("stage", "reason", "detail", "checksum", "source_checksum", "fallback"), nothing)
     schema = plan_schema(spec)
-    columns |= dict.fromkeys(schema.names[len(columns) :], nothing)  # of features
-    records = pa.table({name: pa.array(v) for name, v in columns.items()}).cast(schema)
+    columns = {name: filled.get(name, zeros if name in PLAN_SCHEMA.names else nothing) for name in schema.names}
+    records = pa.table({name: pa.array(values) for name, values in columns.items()}).cast(schema)
     texts, lengths = [f"noise {caption}" for caption in range(num_captions)], sorted(token_counts)
     counts = {
         one.name: [one.spec.max_tokens if one.spec.full_length else min(n, one.spec.max_tokens) for n in lengths]
@@ -202,46 +181,19 @@ def noise_spec(
     resolution_px: int = RESOLUTION_PX,
 ) -> StoreSpec:
     """Description of a store of noise; the arguments are those of ``make_store``."""
-    noise = EncoderIdentity(
-        model="noise",
-        revision=None,
-        class_name="Noise",
-        config={},
-        weights_sha256="0" * 64,
-        tokenizer_sha256=None,
-        dtype="float32",
-        libraries={},
-    )
-    text = None
-    if max_tokens and text_width:
-        text = TextSpec(
-            kind="t5", width=text_width, max_tokens=max_tokens, dtype=text_dtype, template="", batch_size=64
-        )
+    numbers: dict[str, Any] = {"config": {}, "weights_sha256": "0" * 64, "tokenizer_sha256": None, "libraries": {}}
+    noise = EncoderIdentity(model="noise", revision=None, class_name="Noise", dtype="float32", **numbers)
+    own_text: dict[str, Any] = {"kind": "t5", "width": text_width, "max_tokens": max_tokens, "dtype": text_dtype}
+    text = TextSpec(**own_text, template="", batch_size=64) if max_tokens and text_width else None
+    images: dict[str, Any] = {"crop": "bucket", "resize_filter": "none", "colour": "none", "libraries": {}}
+    latent: dict[str, Any] = {"array": "latents", "kind": "latent", "dtype": "float16", "flip": False, "tile_px": 0}
+    latent |= {"channels": channels, "stored_channels": channels, "downscale": downscale, "batch_size": 32}
     return StoreSpec(
         format_version=FORMAT_VERSION,
         leandit_version=__version__,
         fingerprint="",
-        images=ImageSpec(
-            resolution_px=resolution_px,
-            crop="bucket",
-            buckets=list(buckets),
-            resize_filter="none",
-            colour="none",
-            libraries={},
-        ),
-        latent=LatentSpec(
-            array="latents",
-            kind="latent",
-            channels=channels,
-            stored_channels=channels,
-            downscale=downscale,
-            dtype="float16",
-            shift=[0.0] * channels,
-            scale=[1.0] * channels,
-            flip=False,
-            batch_size=32,
-            tile_px=0,
-        ),
+        images=ImageSpec(resolution_px=resolution_px, buckets=list(buckets), **images),
+        latent=LatentSpec(**latent, shift=[0.0] * channels, scale=[1.0] * channels),
         text=text,
         vae=noise,
         text_encoder=noise if text else None,

@@ -19,7 +19,7 @@ from leandit.precompute.config import VaeSection
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.pipeline import precompute
 from leandit.precompute.unchanged import Unchanged, unchanged
-from leandit.tools.inspection.decoder import LatentDecoder
+from leandit.tools.inspection.pictures import LatentDecoder
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 TAESD = {

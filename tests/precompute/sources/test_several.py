@@ -27,7 +27,7 @@ from leandit.precompute.planning.compare import Options
 from leandit.precompute.sources.several import list_sources, open_sources, source_names
 from leandit.precompute.sources.source import list_source
 from leandit.tools.cli.commands import app
-from leandit.tools.inspection.contact_sheet import read_originals
+from leandit.tools.inspection.pictures import read_originals
 from leandit.tools.inspection.verify import check
 from leandit.train.parallel.stop import StopRequest
 

@@ -14,7 +14,7 @@ from leandit.datasets.store import LatentStore
 from leandit.tools.demo import demo
 from leandit.tools.demo.judge import main_object_of, match_rates, nearest_colors, read_main_object
 from leandit.tools.demo.scenes import COLORS, draw_scene, make_scenes, write_image_folder
-from leandit.tools.inspection.grid import CELL_PX, MARGIN_PX
+from leandit.tools.inspection.pictures import CELL_PX, MARGIN_PX
 from leandit.train.config import load
 from leandit.train.loop import StopRequest, train
 
@@ -63,8 +63,7 @@ def test_the_loss_plot_holds_every_report(count: int, factor: float, tmp_path: P
     losses = [factor * (0.3 + 1 / (i + 1)) for i in range(count)]
     lines = [json.dumps({"step": 10 * (i + 1), "loss": loss}) + "\n" for i, loss in enumerate(losses)]
     (tmp_path / demo.folders.METRICS).write_text("".join(lines))
-    assert demo.read_losses(tmp_path) == ([10 * (i + 1) for i in range(count)], losses)
-    demo.draw_loss(*demo.read_losses(tmp_path), tmp_path / "loss.png")
+    demo.draw_loss(tmp_path, tmp_path / "loss.png")
     pixels = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).astype(int)
     blue = np.abs(pixels - (31, 119, 180)).sum(axis=2) < 60  # the mean's line, or its dot alone
     assert blue.any(axis=0).sum() > (600 if count > 1 else 5)

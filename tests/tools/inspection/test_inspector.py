@@ -22,8 +22,16 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection import store_facts
-from leandit.tools.inspection.contact_sheet import read_originals, reject_cells, write_sheet
-from leandit.tools.inspection.grid import CELL_PX, FRAME, MARGIN_PX, Cell, draw_sheet
+from leandit.tools.inspection.pictures import (
+    CELL_PX,
+    FRAME,
+    MARGIN_PX,
+    Cell,
+    draw_sheet,
+    read_originals,
+    reject_cells,
+    write_sheet,
+)
 from leandit.tools.inspection.verify import render as render_verification
 
 HOSTILE = "a\x1b[2J\x07\n\u202eb\x9b.png"

@@ -91,7 +91,7 @@ def view(
         store = LatentStore(target, revision=revision, allow_incomplete=True)
 
         def load_decoder() -> Decode:
-            from ...inspection.decoder import LatentDecoder
+            from ...inspection.pictures import LatentDecoder
 
             return LatentDecoder.of_store(store, vae, torch_device(device)).decode_rows
 

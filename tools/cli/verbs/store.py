@@ -71,7 +71,7 @@ def inspect(
 
     opened = LatentStore(store, revision=revision, allow_incomplete=True)
     if sheet:
-        from ...inspection.contact_sheet import write_sheet
+        from ...inspection.pictures import write_sheet
 
         which = {"key": key, "rejects": rejects, "count": count, "bucket": bucket, "class_name": class_}
         shown = write_sheet(opened, sheet, **which, source=source, with_originals=originals, vae=vae)

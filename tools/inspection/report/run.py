@@ -11,7 +11,7 @@ from markupsafe import Markup
 from PIL import Image, UnidentifiedImageError
 
 from ....datasets.errors import DamageError
-from ..grid import spread
+from ..pictures import spread
 from ..templating import rows_of, side_by_side
 from .page import render_page, webp_uri, write_page
 from .rules import Alert, alerts_of, rules_of

@@ -15,8 +15,7 @@ from ....datasets.format.table_schemas import REJECT_REASONS
 from ....datasets.order.filters import ScoreTable, read_scores
 from ....datasets.recipe import flatten
 from ....datasets.store import LatentStore
-from ..contact_sheet import read_originals, reject_cells, shown_records
-from ..grid import spread
+from ..pictures import read_originals, reject_cells, shown_records, spread
 from ..store_facts import StoreFacts
 from ..templating import rows_of, side_by_side
 from .page import Thumbnail, latent_pixels, render_page, thumbnail, write_page
@@ -193,7 +192,7 @@ def _decoder(store: LatentStore, vae: str | None) -> tuple[Callable[[np.ndarray]
     try:
         import torch
 
-        from ..decoder import LatentDecoder
+        from ..pictures import LatentDecoder
 
         decoder = LatentDecoder.of_store(store, vae, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     except ModuleNotFoundError as error:

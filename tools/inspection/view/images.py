@@ -1,4 +1,4 @@
-"""Images of stored rows: decoded latents, one after the other in one thread; channels and features in false color."""
+"""Images of stored rows as WebP: decoded latents, one after the other in one thread; features in false color."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from starlette.requests import Request
 from ....datasets.errors import EncoderError, LeanditError, StoreError
 from ....datasets.format.row_layout import MASK
 from ....datasets.store import LatentStore
-from ..report.page import latent_pixels
+from ..report.page import RGB, latent_pixels
 from .tables import StoreTables
 
 MAX_WAITING = 72  # requests: a browser sends six at a time
 CACHED = 256  # images
 POLL_SECONDS = 0.05  # while the decoder is being loaded
-STRETCH = (2.0, 98.0)  # percentiles of a plane that become black and white
-RGB = 3
 SMALLEST_PX = 128  # shorter sides are enlarged by a whole number, in squares
-QUALITY, EFFORT = 88, 2  # of WebP
 
 Decode = Callable[[np.ndarray], np.ndarray]
 """From rows as stored, (B, 2C, H, W) or (B, C, H, W), to images (B, height_px, width_px, 3) uint8."""
@@ -49,7 +46,7 @@ class ImageDecoder:
         self._decoder: Future[Decode] = Future()
         self._worker = ThreadPoolExecutor(1, "leandit-images")
         self._turn, self._num_waiting = asyncio.Lock(), 0
-        self._cached = functools.lru_cache(CACHED)(self._decode)
+        self._cached = functools.lru_cache(CACHED)(self._image)
 
     def start(self) -> None:
         """Load the decoder, in a thread that does not keep the process from ending."""
@@ -103,7 +100,7 @@ class ImageDecoder:
         finally:
             self._num_waiting -= 1
 
-    def _decode(self, position: int, companion: str) -> bytes:
+    def _image(self, position: int, companion: str) -> bytes:
         record = self._tables.record(position)
         if record.status != "stored" or record.bucket is None:
             raise StoreError(f"record '{record.key}': it is {record.status}, so there is nothing to show.")
@@ -122,23 +119,14 @@ class ImageDecoder:
 
 
 def webp(pixels: np.ndarray) -> bytes:
-    """An image as WebP; small ones are enlarged, so that each number is a square.
-
-    Args:
-      pixels: (height, width, 3) uint8.
-    """
+    """An image, (height, width, 3) uint8, as WebP; small ones are enlarged, so that each number is a square."""
     image = Image.fromarray(pixels)
     times = -(-SMALLEST_PX // max(image.size))
     if times > 1:
         image = image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
     stream = io.BytesIO()
-    image.save(stream, "WEBP", quality=QUALITY, method=EFFORT, lossless=times > 1)
+    image.save(stream, "WEBP", quality=88, method=2, lossless=times > 1)
     return stream.getvalue()
-
-
-def channel_pixels(plane: np.ndarray) -> np.ndarray:
-    """(H, W, 3) uint8 of one channel (H, W): grey, the darkest and lightest 2 % as black and white."""
-    return np.repeat(_stretched(plane)[..., None], RGB, axis=2)
 
 
 def principal_colors(tokens: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
@@ -153,14 +141,4 @@ def principal_colors(tokens: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
     scores = np.zeros((len(tokens), RGB))
     scores[:, : min(RGB, len(sizes))] = (left * sizes)[:, :RGB]
     scores *= np.where(np.abs(scores.max(0)) < np.abs(scores.min(0)), -1, 1)  # a sign that does not depend on chance
-    return np.stack([_stretched(column.reshape(grid)) for column in scores.T], axis=2)
-
-
-def _stretched(plane: np.ndarray) -> np.ndarray:
-    values = plane.astype(np.float32)
-    finite = values[np.isfinite(values)]
-    if not len(finite):
-        return np.zeros(values.shape, np.uint8)
-    low, high = np.percentile(finite, STRETCH)
-    shares = (np.nan_to_num(values, nan=low) - low) / max(high - low, 1e-6)
-    return (shares.clip(0, 1) * 255).round().astype(np.uint8)
+    return latent_pixels(scores.T.reshape(RGB, *grid))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup, escape
+from markupsafe import escape
 from starlette.applications import Starlette
 from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from .... import __version__
 from ....datasets.errors import DamageError, LeanditError, RecipeError, RowOutOfRange, StoreError, UnknownKey
@@ -43,41 +44,26 @@ def render(template: str, **values: Any) -> str:
 def _environment() -> jinja2.Environment:
     templates = environment()
     templates.loader = jinja2.FileSystemLoader(HERE / "templates")
-    templates.filters["typed"] = typed
+    templates.filters["typed"] = escape  # what the user has typed, for the value of an input: unchanged
     return templates
 
 
-def typed(value: str) -> Markup:
-    """What the user has typed, for the value of an input, unchanged."""
-    return escape(value)
-
-
-def answer_errors(app: Starlette) -> Starlette:
-    """Answer errors that a user can understand with a page."""
-    app.add_exception_handler(LeanditError, _problem)
-    app.add_exception_handler(OSError, _problem)  # such as a folder that was removed
-    app.add_exception_handler(HTTPException, _refusal)
+def application(routes: Sequence[BaseRoute], **options: Any) -> Starlette:
+    """An application that answers errors with a page, if a user can understand them, and has the static files."""
+    app = Starlette(routes=[*routes, Route("/static/{name}", _static)], **options)
+    for kind in (LeanditError, OSError, HTTPException):  # OSError: such as a folder that was removed
+        app.add_exception_handler(kind, _error_page)
     return app
 
 
-def _problem(request: Request, error: Exception) -> Response:
-    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
-    return _error_page(request, "Request failed", str(error), status)
-
-
-def _refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _error_page(request, str(error.status_code), error.detail, error.status_code)
-
-
-def _error_page(request: Request, title: str, problem: str, status: int) -> Response:
+def _error_page(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        title, problem, status = str(error.status_code), error.detail, error.status_code
+    else:
+        title, problem = "Request failed", str(error)
+        status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
     page = render("problem.html", root=request.scope["root_path"], title=title, problem=problem)
     return HTMLResponse(page, status_code=status)
-
-
-def static_route() -> Route:
-    """The route of the style sheet and the script."""
-    return Route("/static/{name}", _static)
 
 
 def _static(request: Request) -> Response:

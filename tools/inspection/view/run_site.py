@@ -14,7 +14,7 @@ from starlette.routing import Route
 from ....train.weights.folders import EVALUATIONS, METRICS, SAMPLES
 from ..report.run import find_alerts, render_runs
 from ..report.run_facts import RunFacts
-from .pages import answer_errors, static_route
+from .pages import application
 from .server import HEADERS
 
 SCRIPT = Path(__file__).parent / "static" / "follow.js"
@@ -37,7 +37,7 @@ class RunSite:
     def app(self) -> Starlette:
         """The application, for ``Guard``."""
         routes = [Route("/", self._page), Route("/version", self._version_text), Route("/follow.js", _script)]
-        return answer_errors(Starlette(routes=[*routes, static_route()]))
+        return application(routes)
 
     def _page(self, request: Request) -> Response:
         html, _ = self._newest()

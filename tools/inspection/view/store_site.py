@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,17 +13,19 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ....datasets.errors import LeanditError, RecipeError, RowOutOfRange, StoreError, UnknownKey
-from ....datasets.format.layout import MANIFEST, revision_prefix
-from ....datasets.format.table_schemas import REJECT_REASONS
+from ....datasets.format.layout import MANIFEST, commit_path, revision_prefix
+from ....datasets.format.row_layout import LATENTS, bucket_part, row_arrays
+from ....datasets.format.table_schemas import REJECT_REASONS, suffixes
+from ....datasets.revisions.writer import row_checksum
 from ....datasets.store import LatentStore, Record
-from .images import Busy, Decode, ImageDecoder, channel_pixels, principal_colors, webp
-from .pages import answer_errors, render, static_route
-from .query import Query
-from .record_facts import captions_of, channel_names, commit_of, groups_of, readable
-from .tables import FIELDS, PAGE, StoreTables
+from ..report.page import latent_pixels
+from .images import Busy, Decode, ImageDecoder, principal_colors, webp
+from .pages import application, render
+from .tables import FIELDS, PAGE, Query, StoreTables
 
 MAX_CLASSES = 1000  # that a list of suggestions has
 KEEP = {"cache-control": "private, max-age=3600"}  # for images: while this runs, an address keeps its image
+HASHED = ("checksum", "source_checksum")  # columns of 64 bits, shown as 16 hex digits
 
 
 class StoreSite:
@@ -50,9 +52,8 @@ class StoreSite:
             Route("/channel/{index:position}/{number:position}", self._channel),
             Route("/feature/{index:position}/{name}", self._feature),
             Route("/status", self._status),
-            static_route(),
         ]
-        return answer_errors(Starlette(routes=routes, lifespan=self._lifespan))
+        return application(routes, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -70,22 +71,22 @@ class StoreSite:
                 raise RecipeError(f"page {query.page}: the last one is {max(1, -(-num_hits // PAGE))}.")
         except LeanditError as error:  # a table that was replaced too: the page says so
             problem, status = str(error), 400 if isinstance(error, RecipeError) else 500
-        milliseconds = (time.perf_counter() - start) * 1000
+        names = self._store.class_names
         return self._page(
             request,
             "store.html",
             title=self._name,
             status=status,
+            milliseconds=(time.perf_counter() - start) * 1000,
             query=query,
             problem=problem,
             cells=self._cells(positions, query),
             num_hits=num_hits,
-            milliseconds=milliseconds,
             pages=max(1, -(-num_hits // PAGE)),
             first=(query.page - 1) * PAGE + 1,
             counts=self._counts,
             columns=list(self._tables.columns),
-            classes=self._classes,
+            classes=list(zip(names.classes, names.names, strict=True)) if len(names) <= MAX_CLASSES else [],
         )
 
     def _page(self, request: Request, template: str, *, title: str, status: int = 200, **values: Any) -> Response:
@@ -112,12 +113,6 @@ class StoreSite:
             return None
         return state.st_ino, state.st_ctime_ns  # a copy keeps the time of its content
 
-    @property
-    def _classes(self) -> list[tuple[str, str]]:
-        """Folder and name of each class."""
-        names = self._store.class_names
-        return list(zip(names.classes, names.names, strict=True)) if len(names) <= MAX_CLASSES else []
-
     def _cells(self, positions: list[int], query: Query) -> list[dict[str, Any]]:
         """For each record its row, class, size, and the caption that has the words, or the first."""
         rows = self._tables.rows(positions)
@@ -125,20 +120,11 @@ class StoreSite:
         cells = []
         for row in rows:
             own = [captions[number] for number in row["caption_ids"] or ()]
+            shown = next((caption for caption in own if caption["is_hit"]), own[0] if own else {"text": ""})
             height_px, width_px = (row["bucket"] or "1x1").split("x")
-            cells.append(
-                {
-                    "record": row,
-                    "text": next(
-                        (caption["text"] for caption in own if caption["is_hit"]), own[0]["text"] if own else ""
-                    ),
-                    "more": max(0, len(own) - 1),
-                    "class_name": self._class_of(row["label"]),
-                    "height_px": height_px,
-                    "width_px": width_px,
-                    "sort": query.sort and readable(row)[query.sort],
-                }
-            )
+            cell = {"record": row, "text": shown["text"], "more": max(0, len(own) - 1)}
+            cell |= {"class_name": self._class_of(row["label"]), "height_px": height_px, "width_px": width_px}
+            cells.append(cell | {"sort": query.sort and readable(row)[query.sort]})
         return cells
 
     def _class_of(self, label: int) -> str:
@@ -147,7 +133,12 @@ class StoreSite:
     def _record(self, request: Request) -> Response:
         record = self._tables.record(request.path_params["index"])
         values = readable(self._tables.rows([record.index])[0])
-        is_stored = record.status == "stored"
+        captions, columns = self._tables.captions(record.caption_ids), suffixes(self._store.spec)
+        where: dict[str, Any] = {"groups": [], "commit": "", "channels": []}
+        if record.status == "stored" and record.bucket:
+            _, shard = self._store.latents(record.bucket).locate(record.row)
+            where["commit"] = commit_path(record.revision, bucket_part(record.bucket), shard)
+            where |= {"groups": list(groups_of(self._store, record, values)), "channels": channel_names(self._store)}
         return self._page(
             request,
             "record.html",
@@ -155,11 +146,10 @@ class StoreSite:
             record=record,
             reason=REJECT_REASONS.get(record.reason or "", ""),
             class_name=self._class_of(record.label),
-            captions=captions_of(self._store, self._tables, record),
-            groups=list(groups_of(self._store, record, values)) if is_stored else [],
-            commit=commit_of(self._store, record) if is_stored else "",
+            captions=[captions[number] for number in record.caption_ids],
+            columns=columns,
             values=values,
-            channels=channel_names(self._store) if is_stored else [],
+            **where,
         )
 
     async def _image(self, request: Request) -> Response:
@@ -177,7 +167,7 @@ class StoreSite:
         row = self._store.latents(record.bucket or "")[record.row]
         if number >= len(row):
             raise RowOutOfRange(f"record '{record.key}': channel {number}, there are {len(row)}")
-        return Response(webp(channel_pixels(row[number])), media_type="image/webp", headers=KEEP)
+        return Response(webp(latent_pixels(row[number : number + 1])), media_type="image/webp", headers=KEEP)
 
     def _feature(self, request: Request) -> Response:
         record, name = self._stored(request), request.path_params["name"]
@@ -196,3 +186,43 @@ class StoreSite:
 
     def _status(self, request: Request) -> Response:
         return JSONResponse({"is_ready": self._images.is_ready, "note": self._images.note})
+
+
+def readable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row of ``StoreTables``, checksums as 16 hex digits."""
+    return {
+        name: f"{value:016x}" if name.startswith(HASHED) and value is not None else value
+        for name, value in row.items()
+        if name != "position"
+    }
+
+
+def channel_names(store: LatentStore) -> list[str]:
+    """A name for each stored channel of a latent: "mean 0"."""
+    spec = store.spec.latent
+    second = {"mean_logvar": "log-variance", "mean_std": "deviation"}.get(spec.kind, "")
+    names = ["mean" if second else "channel"] * spec.channels + [second] * (spec.stored_channels - spec.channels)
+    return [f"{name} {number % spec.channels}" for number, name in enumerate(names)]
+
+
+def groups_of(store: LatentStore, record: Record, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arrays of a stored record that share a checksum: its latents, each feature, each companion image.
+
+    Args:
+      values: the ``readable`` columns of the record.
+    Returns: ``name``; ``places``, in each array the row's ``shape`` and ``dtype``, the ``file`` in the store and the
+      first byte (``offset``) and ``num_bytes`` of the row or its compressed chunk; ``recorded``, XXH3-64 in the records
+      table as 16 hex digits, and ``read``, that of the bytes as they are now; ``problem``, if they cannot be read.
+    """
+    for name in (LATENTS, *store.features, *store.pictures):
+        facts = {"name": name or "latent", "recorded": values[f"checksum_{name}" if name else "checksum"] or ""}
+        try:
+            places, rows = [], []
+            for path, (shape, dtype) in row_arrays(store.spec, record.bucket or "", name).items():
+                array = store.array(f"{bucket_part(record.bucket or '')}/{path}")
+                place = dict(zip(("file", "offset", "num_bytes"), array.place(record.row), strict=True))
+                places.append({"array": path, "shape": shape, "dtype": dtype, **place})
+                rows.append(array[record.row])
+            yield facts | {"places": places, "read": row_checksum(*rows), "problem": ""}
+        except LeanditError as error:
+            yield facts | {"places": [], "read": "", "problem": str(error)}

@@ -1,7 +1,7 @@
-"""The records and captions tables of a store, searched and read by DuckDB; they stay on disk.
+"""Search of the records and captions tables of a store, by DuckDB.
 
-What a user types is never part of the SQL: it is a parameter of the query, or selects one of the known columns and
-operators. The database opens no file but the two tables, loads no extension, and its configuration is locked.
+What a user types is never part of the SQL: it is a parameter, or selects one of the known columns and operators. The
+database opens no file but the two tables, loads no extension, and its configuration is locked.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+from urllib.parse import urlencode
 
 import duckdb
 import numpy as np
@@ -22,10 +24,13 @@ from ....datasets.errors import DamageError, RecipeError, RowOutOfRange
 from ....datasets.format.layout import CAPTIONS, RECORDS, revision_prefix
 from ....datasets.format.table_schemas import records_schema
 from ....datasets.store import LatentStore, Record
-from .query import Condition, Query
 
+CONDITION = re.compile(r"\s*([A-Za-z0-9_-]+)\s*(>=|<=|!=|=|<|>|~)\s*(.*?)\s*")
+WORD = re.compile(r'"([^"]*)"|([^\s"]+)')
+MAX_CHARS, MAX_WORDS = 1000, 32  # of a value in an address; of a search
 PAGE = 24  # records
 MAX_SECONDS = 30  # of a query
+COPIED_ROWS, COPIED_BYTES = 4_000_000, 256_000_000  # of texts that are kept in memory, at most
 CONFIG = {
     "memory_limit": "512MB",  # what is beyond it goes to temporary files
     "max_temp_directory_size": "8GB",
@@ -39,12 +44,20 @@ CONFIG = {
 LOCK = (
     f"SET enable_external_access = false; SET max_execution_time = {MAX_SECONDS * 1000}; SET lock_configuration = true"
 )
+TEXTS = (("keys", "records", "key"), ("texts", "captions", "text"), ("classes", "class_names", "name"))  # searched
 FIELDS = ("bucket", "status", "reason")  # of a query: columns that have this very value
 NULL_TESTS = {"=": "IS NULL", "!=": "IS NOT NULL"}
 DIRECTIONS = {"up": "ASC", "down": "DESC"}
-HAS_WORDS = """(({keys}) OR label IN (SELECT label FROM classes WHERE {names}) OR position IN (
+IS_SMALL = """
+    SELECT (SELECT count(*) FROM {table}) <= {rows}
+      AND (SELECT sum(strlen({column})) FROM (SELECT {column} FROM {table} LIMIT {rows})) <= {bytes}
+"""
+HAS_WORDS = """position IN (
+    SELECT position FROM keys WHERE {has_words} UNION ALL
+    SELECT position FROM records WHERE label IN (SELECT position FROM classes WHERE {has_words}) UNION ALL
     SELECT position FROM (SELECT position, unnest(caption_ids) AS caption FROM records)
-    WHERE caption IN (SELECT position FROM captions WHERE {texts})))"""
+    WHERE caption IN (SELECT position FROM texts WHERE {has_words}))
+"""
 FIND = """
     WITH hits AS {materialized} (SELECT position, {rank} AS rank FROM records WHERE {conditions})
     SELECT (SELECT count(*) FROM hits) AS num_hits,
@@ -52,8 +65,87 @@ FIND = """
 """
 
 
+@dataclass(frozen=True)
+class Query:
+    """Which records, in which order, as the address of a page says it.
+
+    Args:
+      q: words that one caption, the class name or the key contains.
+      where: conditions joined by "and", such as ``height_px >= 512``; "~" means contains.
+      bucket, class_, status, reason: values of these; "" for any.
+      sort: a column; "" for the order of the table.
+      order: "up" or "down".
+      page: from 1.
+    """
+
+    q: str = ""
+    where: str = ""
+    bucket: str = ""
+    class_: str = ""
+    status: str = ""
+    reason: str = ""
+    sort: str = ""
+    order: str = "up"
+    page: int = 1
+
+    @staticmethod
+    def parse(parameters: Mapping[str, str]) -> Query:
+        """Read the parameters of an address.
+
+        Raises: RecipeError: an unknown parameter, or an invalid value.
+        """
+        known = {field.name for field in fields(Query)}
+        for name, value in parameters.items():
+            if name not in known:
+                raise RecipeError(f"no parameter {name!r}. There are: {', '.join(sorted(known))}.")
+            if len(value) > MAX_CHARS:
+                raise RecipeError(f"{name}: {len(value)} characters, expected at most {MAX_CHARS}.")
+        values: dict[str, Any] = {"page": "1", **parameters}
+        if not re.fullmatch("[1-9][0-9]{0,8}", values["page"]):
+            raise RecipeError(f"page {values['page']!r}: expected a number from 1.")
+        if values.get("order", "up") not in DIRECTIONS:
+            raise RecipeError(f"order {values['order']!r}: expected one of {', '.join(DIRECTIONS)}.")
+        values["page"] = int(values["page"])
+        return Query(**values)
+
+    @property
+    def words(self) -> list[str]:
+        """Those of ``q``; "several words" in quotes are one.
+
+        Raises: RecipeError: too many.
+        """
+        words = [quoted or word for quoted, word in WORD.findall(self.q)]
+        words = list(dict.fromkeys(word for word in words if word.strip()))
+        if len(words) > MAX_WORDS:
+            raise RecipeError(f"search: {len(words)} words, expected at most {MAX_WORDS}.")
+        return words
+
+    @property
+    def conditions(self) -> list[tuple[str, ...]]:
+        """Column, operator and value of each condition of ``where``.
+
+        Raises: RecipeError.
+        """
+        conditions = []
+        for part in re.split(r"\s+and\s+", self.where.strip()) if self.where.strip() else ():
+            if not (match := CONDITION.fullmatch(part)):
+                raise RecipeError(
+                    f"where {part!r}: expected COLUMN, one of = != < <= > >= ~ (contains) and a value, such as "
+                    "height_px >= 512; several joined by 'and'."
+                )
+            conditions.append(match.groups())
+        return conditions
+
+    def link(self, **changes: Any) -> str:
+        """The address of this query with some changes; page 1 unless ``page`` is one of them."""
+        values = asdict(replace(self, **{"page": 1} | changes))
+        return "?" + urlencode({name: value for name, value in values.items() if value != getattr(Query(), name)})
+
+
 class StoreTables:
     """The tables of a store. Thread-safe.
+
+    They stay on disk. Keys and captions are also kept in memory, in lower case, unless they are large.
 
     Args:
       store: opened. Tables of an incomplete one are no files yet: they are copied into the database.
@@ -61,15 +153,22 @@ class StoreTables:
     """
 
     def __init__(self, store: LatentStore) -> None:
-        self._store = store
-        self._resources = contextlib.ExitStack()
+        self._store, self._resources = store, contextlib.ExitStack()
         folder = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="leandit-view-"))
         self._database = duckdb.connect(config={**CONFIG, "temp_directory": folder})
         self._resources.callback(self._database.close)
         names = store.class_names
-        described = [names.describe(label) for label in range(len(names))]
-        self._copy("classes", pa.table({"label": np.arange(len(names)), "name": pa.array(described, pa.string())}))
-        self._open_files() if store.complete else self._copy_tables()
+        described = pa.array([names.describe(label) for label in range(len(names))], pa.string())
+        self._copy("class_names", pa.table({"name": described}))
+        if store.complete:
+            self._open_files()
+        else:
+            self._copy("records", store.record_columns(None))
+            self._copy("captions", store.captions)
+        for name, table, column in TEXTS:
+            sql = IS_SMALL.format(table=table, column=column, rows=COPIED_ROWS, bytes=COPIED_BYTES)
+            kind = "TABLE" if self._database.execute(sql).fetchall()[0][0] else "VIEW"
+            self._database.execute(f"CREATE {kind} {name} AS SELECT position, lower({column}) AS text FROM {table}")
         self._database.execute(LOCK)
         self.num_records: int = self._select("SELECT count(*) AS n FROM records")[0]["n"]
 
@@ -77,25 +176,19 @@ class StoreTables:
         self._store.record_columns(("revision",))  # raises DamageError, as does the next line
         for text in self._store.texts[:1]:
             self._store.caption_checksums(text)
-        paths = {}
-        for file_name in (RECORDS, CAPTIONS):
+        for name, file_name in (("records", RECORDS), ("captions", CAPTIONS)):
             path = self._store.path / f"{revision_prefix(self._store.revision)}{file_name}"
             descriptor = os.open(path, os.O_RDONLY)
             self._resources.callback(os.close, descriptor)
-            paths[file_name] = f"/dev/fd/{descriptor}"  # DuckDB would take some letters of a path for a pattern
-        self._database.execute("SET allowed_paths = ?", [list(paths.values())])
-        for name, path in (("records", paths[RECORDS]), ("captions", paths[CAPTIONS])):
-            rows = f"read_parquet('{path}', file_row_number = true)"
+            opened = f"/dev/fd/{descriptor}"  # DuckDB would take some letters of a path for a pattern
+            self._database.execute("SET allowed_paths = list_append(current_setting('allowed_paths'), ?)", [opened])
+            rows = f"read_parquet('{opened}', file_row_number = true)"
             self._database.execute(f"CREATE VIEW {name} AS SELECT * RENAME (file_row_number AS position) FROM {rows}")
 
-    def _copy_tables(self) -> None:
-        for name, table in (("records", self._store.record_columns(None)), ("captions", self._store.captions)):
-            self._copy(name, table.append_column("position", pa.array(np.arange(table.num_rows))))
-
     def _copy(self, name: str, table: pa.Table) -> None:
-        self._database.register("arrow_table", table)
-        self._database.execute(f"CREATE TABLE {name} AS FROM arrow_table")
-        self._database.unregister("arrow_table")
+        self._database.register("arrow", table.append_column("position", pa.array(np.arange(table.num_rows))))
+        self._database.execute(f"CREATE TABLE {name} AS FROM arrow")
+        self._database.unregister("arrow")
 
     def close(self) -> None:
         """Close the files and delete temporary ones."""
@@ -104,34 +197,31 @@ class StoreTables:
     @functools.cached_property
     def columns(self) -> dict[str, pa.DataType]:
         """Type of each column of the records that can be compared and sorted by."""
-        return {
-            field.name: field.type for field in records_schema(self._store.spec) if not pa.types.is_list(field.type)
-        }
+        schema = records_schema(self._store.spec)
+        return {field.name: field.type for field in schema if not pa.types.is_list(field.type)}
 
     def counts(self, column: str) -> dict[str, int]:
         """Number of records with each value of a column, most first; without nulls."""
         name = self._quoted(column)
-        rows = self._select(
+        sql = (
             f"SELECT {name} AS value, count(*) AS n FROM records WHERE {name} IS NOT NULL GROUP BY 1 ORDER BY 2 DESC, 1"
         )
-        return {row["value"]: row["n"] for row in rows}
+        return {row["value"]: row["n"] for row in self._select(sql)}
 
     def find(self, query: Query) -> tuple[int, list[int]]:
         """Number of records that a query finds, and positions in the records table of those on its page, in its order.
 
         Raises: RecipeError: an unknown column, class or value; or the search takes too long.
         """
-        words, values = query.words, {name: value for name, value in asdict(query).items() if name in FIELDS and value}
+        values = {name: value for name, value in asdict(query).items() if name in FIELDS and value}
         conditions = ["true", *(f"{name} = ${name}" for name in values)]
-        if words:
-            values |= _parameters(words)
-            holds = {"keys": _holds("key", words), "names": _holds("name", words), "texts": _holds("text", words)}
-            conditions.append(HAS_WORDS.format(**holds))
+        if words := _words(query.words):
+            conditions.append(HAS_WORDS.format(has_words=_has("text", words)))
         if query.class_:
             conditions.append("label = $label")
             values["label"] = self._store.class_names.find(query.class_)
         for i, condition in enumerate(query.conditions):
-            sql, value = self._comparison(condition, f"$value{i}")
+            sql, value = self._comparison(*condition, parameter=f"$value{i}")
             conditions.append(sql)
             values |= {} if value is None else {f"value{i}": value}
         sql = FIND.format(
@@ -141,7 +231,7 @@ class StoreTables:
             direction=DIRECTIONS[query.order] if query.sort else "ASC",
             conditions=" AND ".join(conditions),
         )
-        hits = self._select(sql, values | {"size": PAGE, "first": (query.page - 1) * PAGE})[0]
+        hits = self._select(sql, values | words | {"size": PAGE, "first": (query.page - 1) * PAGE})[0]
         return hits["num_hits"], hits["page"]
 
     def rows(self, positions: Sequence[int]) -> list[dict[str, Any]]:
@@ -170,8 +260,8 @@ class StoreTables:
 
     def captions(self, ids: Iterable[int], words: Sequence[str] = ()) -> dict[int, dict[str, Any]]:
         """Rows of the captions table by their id; ``is_hit``: whether the text has all words of a query."""
-        sql = f"SELECT *, {_holds('text', words)} AS is_hit FROM captions"
-        return self._at(sql, list(ids), **_parameters(words))
+        parameters = _words(words)
+        return self._at(f"SELECT *, {_has('lower(text)', parameters)} AS is_hit FROM captions", list(ids), **parameters)
 
     def _at(self, sql: str, positions: Sequence[int], **values: str) -> dict[int, dict[str, Any]]:
         """Rows by their position."""
@@ -188,9 +278,8 @@ class StoreTables:
             raise RecipeError(f"no column {column!r}. There are: {', '.join(self.columns)}.")
         return f'"{column}"'
 
-    def _comparison(self, condition: Condition, parameter: str) -> tuple[str, Any]:
-        """A condition in SQL, and the value of its parameter; None without one."""
-        column, operator, text = condition  # the operator is one of seven
+    def _comparison(self, column: str, operator: str, text: str, parameter: str) -> tuple[str, Any]:
+        """A condition in SQL, and the value of its parameter, rounded and bounded as its column; None without one."""
         name = self._quoted(column)
         if text == "null":
             if operator not in NULL_TESTS:
@@ -198,7 +287,14 @@ class StoreTables:
             return f"{name} {NULL_TESTS[operator]}", None
         if operator == "~":
             return f"contains(lower({name}::VARCHAR), lower({parameter}))", text
-        return f"{name} {operator} {parameter}", _value(condition, self.columns[column])
+        kind, value = self.columns[column], text
+        if not pa.types.is_string(kind):
+            read: Callable[[str], Any] = float if pa.types.is_floating(kind) else functools.partial(int, base=0)
+            try:
+                value = pa.scalar(read(text), kind).as_py()
+            except (ValueError, OverflowError, pa.ArrowException) as error:
+                raise RecipeError(f"where {column}: {text!r} is no {kind}.") from error
+        return f"{name} {operator} {parameter}", value  # the operator is one of seven
 
     def _select(self, sql: str, values: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Rows of a query, by the names of their columns."""
@@ -215,25 +311,11 @@ class StoreTables:
                 raise DamageError(f"store '{self._store.path}': its tables cannot be searched ({error}).") from error
 
 
-def _holds(column: str, words: Sequence[str]) -> str:
-    """Whether a text has all words, whatever the case."""
-    return " AND ".join(["true", *(f"contains(lower({column}), lower(${name}))" for name in _parameters(words))])
-
-
-def _parameters(words: Sequence[str]) -> dict[str, str]:
-    """Names of the parameters for words."""
+def _words(words: Iterable[str]) -> dict[str, str]:
+    """Words by the names of their parameters."""
     return {f"word{i}": word for i, word in enumerate(words)}
 
 
-def _value(condition: Condition, kind: pa.DataType) -> Any:
-    """The value of a condition, rounded and bounded as its column.
-
-    Raises: RecipeError.
-    """
-    if pa.types.is_string(kind):
-        return condition.value
-    read: Callable[[str], Any] = float if pa.types.is_floating(kind) else functools.partial(int, base=0)
-    try:
-        return pa.scalar(read(condition.value), kind).as_py()
-    except (ValueError, OverflowError, pa.ArrowException) as error:
-        raise RecipeError(f"where {condition.column}: {condition.value!r} is no {kind}.") from error
+def _has(lowered: str, parameters: Iterable[str]) -> str:
+    """Whether a text in lower case has all words, whatever their case."""
+    return " AND ".join(["true", *(f"contains({lowered}, lower(${name}))" for name in parameters)])

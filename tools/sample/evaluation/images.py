@@ -20,7 +20,7 @@ from ....datasets.store import LatentStore
 from ....precompute.config import SourceSection
 from ....precompute.images.decoders import Decoders, PicturePlace
 from ....precompute.sources.several import list_sources
-from ...inspection.decoder import LatentDecoder
+from ...inspection.pictures import LatentDecoder
 from ..npz import Npz
 from ..sampler import decode_in_parts
 from ..subjects import evenly_spread

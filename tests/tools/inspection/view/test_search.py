@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import operator
 import re
 import shutil
 from collections.abc import Iterator
+from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import duckdb
 import pytest
@@ -21,18 +22,10 @@ from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.inspection.view import tables as module
-from leandit.tools.inspection.view.query import Query
-from leandit.tools.inspection.view.tables import StoreTables
+from leandit.tools.inspection.view.tables import Query, StoreTables
 
 LETTERS = "aBc _%'\"\\\u00c4\u00e4\u00df"
-COMPARE = {
-    "=": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
+COMPARE = dict(zip(("=", "!=", "<", "<=", ">", ">="), (eq, ne, lt, le, gt, ge), strict=True))
 HOSTILE = [
     "'; DROP TABLE records; --",
     '" OR 1 = 1 --',
@@ -130,10 +123,6 @@ def test_hits_are_those_of_a_filter_in_python(query: Query, size: int, tables: S
         patch.setattr(module, "PAGE", size)
         hits = tables.find(query)
     assert hits == (len(expected), expected[(query.page - 1) * size : query.page * size])
-
-
-def test_quotes_make_one_word_of_several() -> None:
-    assert Query(q=' Red  "big BLUE" x" y red').words == ["Red", "big BLUE", "x", "y", "red"]
 
 
 def keys(store: LatentStore, **query: str) -> list[str]:
@@ -260,7 +249,19 @@ def test_a_table_that_is_not_of_the_manifest_is_refused(name: str, caption_store
 
 
 def test_an_address_leads_back_to_its_query() -> None:
+    assert Query(q=' Red  "big BLUE" x" y red').words == ["Red", "big BLUE", "x", "y", "red"]
     query = Query(q='a "b c" & d', where="key ~ =", bucket="64x64", page=7)
-    address = dict(pair.split("=") for pair in query.link(page=7)[1:].split("&"))
-    assert set(address) == {"q", "where", "bucket", "page"}
+    assert Query.parse(dict(parse_qsl(query.link(page=7)[1:]))) == query
     assert "page" not in query.link(status="stored")  # another search begins at its first page
+
+
+@pytest.mark.parametrize("rows", [0, 4_000_000])
+def test_large_texts_stay_on_disk_and_are_found_there(
+    rows: int, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COPIED_ROWS", rows)
+    tables = StoreTables(caption_store)
+    kept = tables._database.execute("SELECT table_name FROM duckdb_tables()").fetchall()
+    assert {("texts",), ("keys",)} & {*kept} == ({("texts",), ("keys",)} if rows else set())
+    assert tables.find(Query(q="RED circ"))[0] == len(range(0, len(caption_store), 3))
+    tables.close()
