@@ -17,7 +17,7 @@ from planner import CASES, Case, measured_apart, measured_peak, planner_job, pre
 from torch.autograd.graph import save_on_cpu
 
 from leandit.datasets.errors import RecipeError, RunError
-from leandit.tools.plan import step_memory, training
+from leandit.tools.plan import training
 from leandit.tools.plan.dry_run import held_bytes
 from leandit.tools.plan.fits import fastest_gpu, fits, render_fits
 from leandit.tools.plan.scaling import LAUNCH_SECONDS
@@ -32,11 +32,11 @@ from leandit.tools.plan.step_memory import (
     Traced,
     TraceError,
     TraceRequest,
-    run_traces,
+    run_trace,
     trace_steps,
 )
 from leandit.tools.plan.strategies import SINGLE, strategies, strategy_rows, with_ds_config
-from leandit.tools.plan.tracing import MemoryTracker
+from leandit.tools.plan.tracing import MemoryTracker, check_line
 from leandit.tools.plan.training import measured_mfu, plan, render
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
@@ -219,8 +219,9 @@ def test_the_largest_microbatch_fits_and_the_next_one_does_not() -> None:
     assert found.total(51) > room
 
 
-def test_the_tracker_counts_a_storage_once_and_only_while_it_lives() -> None:
-    with MemoryTracker(round_to=512) as tracker:
+def test_the_tracker_counts_a_storage_once_and_only_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)  # the tracker replaces it
+    with MemoryTracker("cuda") as tracker:
         one = torch.zeros(100)
         tracker.assign(PARAMETERS, [one])
         two = one.view(10, 10) + 1
@@ -229,10 +230,8 @@ def test_the_tracker_counts_a_storage_once_and_only_while_it_lives() -> None:
     assert tracker.live[PARAMETERS] == 0
     assert tracker.live[ACTIVATIONS] == 512
     two.untyped_storage().resize_(0)  # as FSDP frees what it has gathered
-    tracker.resized(two.untyped_storage())
     assert tracker.live[ACTIVATIONS] == 0
     two.untyped_storage().resize_(4000)
-    tracker.resized(two.untyped_storage())
     assert tracker.live[ACTIVATIONS] == 4096
     del two
     assert tracker.live[ACTIVATIONS] == 4096
@@ -241,17 +240,13 @@ def test_the_tracker_counts_a_storage_once_and_only_while_it_lives() -> None:
     assert [sum(moment) for moment in tracker.moments] == [512, 1024, 0, 4096]
 
 
-def test_a_trace_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = TraceRequest(work(), "64x64", "fp32", "cpu", [SINGLE])
+def test_a_trace_that_fails_says_so() -> None:
     with pytest.raises(TraceError, match=r"ended with 1: .*KeyError"):
-        run_traces(dataclasses.replace(request, device_type="abacus"))
-    trace = run_traces(request)[SINGLE.name]
-    doubled = [[2 * num_bytes for num_bytes in moment] for moment in trace.steps[step_memory.CHECK].moments]
-    bent = dataclasses.replace(trace.steps[step_memory.CHECK], moments=doubled)
-    traces = {SINGLE.name: dataclasses.replace(trace, steps={**trace.steps, step_memory.CHECK: bent})}
-    monkeypatch.setattr(step_memory, "run_traces", lambda _: traces)
+        run_trace(TraceRequest(work(), "64x64", "fp32", "abacus", SINGLE))
+    memory = traced().whole
+    check_line("64x64", memory, round(memory.total(5)))
     with pytest.raises(TraceError, match="The memory of other microbatches is unknown"):
-        trace_steps(work(), "64x64", [SINGLE], precision="fp32", device_type="cpu")
+        check_line("64x64", memory, round(1.02 * memory.total(5)))
 
 
 def test_a_plan_says_what_is_asked_for_and_reads_the_buckets_of_a_ds_config(tmp_path: Path) -> None:
