@@ -284,21 +284,14 @@ def test_a_plan_counts_the_activations_of_zero_on_the_host_where_the_file_says_s
     assert (wait["ddp"], wait["fsdp, offloaded"]) == (stay["ddp"], stay["fsdp, offloaded"])
 
 
-def test_what_fits_is_told_for_each_variant_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_is_shown_for_each_variant_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leandit.tools.plan.fits.trace_steps", traced_once)
-    monkeypatch.setattr(
-        "leandit.tools.plan.fits.variants",
-        lambda: [["run.precision=bf16"], ["run.precision=bf16", "lora.rank=4"]],
-    )
+    kinds = [["run.precision=bf16"], ["run.precision=bf16", "lora.rank=4"]]
+    monkeypatch.setattr("leandit.tools.plan.fits.variants", lambda: kinds)
     monkeypatch.setattr("leandit.tools.plan.fits.OPTIONAL", "no_such_package")
 
-    def table(gib: float) -> dict[str, Any]:
-        return fits(
-            "demo", [*SMALL, ADAMW], lambda recipe, _: work(*_changes(recipe)), gib=gib, gpu=None, resolution=64
-        )
-
-    def _changes(recipe: Any) -> list[str]:
-        return ["run.precision=bf16", *(["lora.rank=4"] if recipe.lora.rank else [])]
+    def table(gib: float, gpu: str | None = None) -> dict[str, Any]:
+        return fits("demo", [*SMALL, ADAMW], store=None, resolution=64, gib=gib, gpu=gpu)
 
     result = table(24)
     assert (result["gpu"], result["room_gib"]) == ("RTX-4090", 23.5)
@@ -313,7 +306,9 @@ def test_what_fits_is_told_for_each_variant_with_its_rate(monkeypatch: pytest.Mo
     assert none["gpu"] is None
     assert not any(row["images_per_second"] for row in none["rows"])
     with pytest.raises(RecipeError, match="not known"):
-        fits("demo", [*SMALL, ADAMW], lambda recipe, _: work(), gib=24, gpu="GTX 1080", resolution=64)
+        table(24, "GTX 1080")
+    with pytest.raises(RecipeError, match="has no resolution"):
+        fits("demo", [], store=None, resolution=None, gib=24, gpu=None)
 
 
 @pytest.mark.parametrize(("gib", "name"), [(16, "V100"), (24, "RTX-4090"), (32, "RTX-5090"), (80, "H100"), (999, None)])
