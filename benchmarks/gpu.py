@@ -127,11 +127,6 @@ TABLES = {
         _two("leandit", "PixArt", " captions") | {"padding computed": ("padding", PERCENT)},
         needs_scratch=True,
     ),
-    "attention": Table(
-        "Attention of a forward and backward of 32 images, ms",
-        ("training", "measure_attention"),
-        {name: (name, lambda seconds: f"{1000 * seconds:.1f}") for name in ("cudnn", "flash", "flash3", "efficient")},
-    ),
     "checkpoint": Table(
         "A step, and what it takes longer after a checkpoint",
         ("training", "measure_checkpoint"),
@@ -189,10 +184,6 @@ def _captions(text: str, records: int) -> dict[str, Any]:
     return {"source": "drawn:32", "text": text, "records": records, "settings": []}
 
 
-def _attention(row: str) -> Cell:
-    return Cell("attention", row, 90, RECIPES[row] | {"images": 32})
-
-
 REAL = (
     _train(XL, 300, "40 % MFU"),
     _train(XL_512, 300, "38 % MFU"),
@@ -202,9 +193,6 @@ REAL = (
     _train(PIXART, 300, "38 % MFU"),
     _planner("dit-xl-2-256", 256, 64),
     _encode(256, 270),
-    _attention(XL),
-    _attention(XL_512),
-    _attention(PIXART),
     Cell("checkpoint", XL, 240, RECIPES[XL] | {"steps": 12, "every": 4}),
     Cell("captions", "T5-XXL", 420, _captions("random:t5-xxl", 1024) | {"rounds": 2, "seconds": 5.0}, "4x"),
     _beside(PIXART, 300, ADAMW, steps=2),
@@ -239,7 +227,6 @@ TINY = (
     Cell("fast_dit", "DiT-S/8, 64 px", 120, _FAST_DIT | _ONCE),
     Cell("planner", "DiT-Ti/4, 1 x 2 images", 120, {"case": _CASE}),
     Cell("precompute", "32 px", 120, _IMAGES | _SHORT),
-    Cell("attention", "DiT-Ti/4, 64 px", 120, _DIT | {"images": 2}),
     Cell("checkpoint", "DiT-Ti/4, 64 px", 120, _DIT | {"steps": 6, "every": 2}),
     Cell("captions", "T5", 120, _captions("shipped:t5", 4) | _SHORT),
 )
