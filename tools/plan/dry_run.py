@@ -47,7 +47,7 @@ from ...train.run.model_for_store import model_for_stores
 from ..terminal.outcome import change_rows
 from ..terminal.progress import ProgressLine
 from ..terminal.text import Rows
-from .precompute_cost import PROBE_RECORDS, StoreBytes, completed_rows, predict
+from .precompute_cost import PROBE_RECORDS, completed_rows, predict
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class DryRun:
     Args:
       recipe: as TOML.
       rows: names and values.
-      new_bytes: what it would write; None without local encoders.
+      new_bytes: what it would write, by what; None without local encoders.
       store_bytes: of the finished store, existing bytes included; 0 if unknown.
       refusal: the error that would stop it: too many rejects.
     """
 
     recipe: str
     rows: Rows
-    new_bytes: StoreBytes | None = None
+    new_bytes: dict[str, int] | None = None
     store_bytes: int = 0
     refusal: SourceError | None = None
 
@@ -146,7 +146,7 @@ def describe_precompute(
     say(f"encoding {min(PROBE_RECORDS, total)} of {total:,} pictures, and captions, to measure time and memory")
     costs, new_bytes = predict(recipe, plan, source, comparison, pictures, encoders, num_devices=num_devices)
     old_bytes = sum(path.stat().st_size for path in files_below(store)) if store and lineage.stack else 0
-    return DryRun(shown, [*rows, ("", ""), *costs], new_bytes, new_bytes.total + old_bytes, refusal)
+    return DryRun(shown, [*rows, ("", ""), *costs], new_bytes, sum(new_bytes.values()) + old_bytes, refusal)
 
 
 def _compare_with_store(

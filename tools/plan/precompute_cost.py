@@ -40,6 +40,7 @@ from ...precompute.sources.source import Source
 from ..terminal.text import Rows
 
 PROBE_RECORDS = 64  # that are encoded to measure
+TABLES = "tables"
 TABLE_MARGIN = 1.05  # of what is not arrays: names of files and dates have other lengths
 
 
@@ -72,31 +73,6 @@ class Probe:
         return pictures * max(decode, whole / num_devices) + tokens * self.seconds_per_token / num_devices
 
 
-@dataclass(frozen=True)
-class StoreBytes:
-    """Bytes on disk.
-
-    Args:
-      texts: of each text encoder, by name.
-      beside: of each feature and companion picture, as "feature NAME" and "picture NAME".
-    """
-
-    latents: int
-    texts: dict[str, int]
-    beside: dict[str, int]
-    tables: int
-
-    @property
-    def captions(self) -> int:
-        """Of all text encoders."""
-        return sum(self.texts.values())
-
-    @property
-    def total(self) -> int:
-        """Bytes of the whole store."""
-        return self.latents + self.captions + sum(self.beside.values()) + self.tables
-
-
 def predict(
     recipe: PrecomputeRecipe,
     plan: FrozenPlan,
@@ -106,8 +82,8 @@ def predict(
     encoders: Encoders,
     *,
     num_devices: int = 1,
-) -> tuple[Rows, StoreBytes]:
-    """Names and values of the bytes, time and memory of a revision; and the bytes.
+) -> tuple[Rows, dict[str, int]]:
+    """Names and values of the bytes, time and memory of a revision; and the bytes, as of ``store_bytes``.
 
     Args:
       comparison: its new records, and those that it carries over.
@@ -115,17 +91,13 @@ def predict(
       num_devices: that encode in parallel.
     """
     num_completed, device = completed_rows(plan), encoders.image.device
+    num_devices = num_devices if device.type != "cpu" else 1
     probe = run_probe(recipe, plan, source, _choose(comparison, pictures), encoders)
     new_bytes, counts = store_bytes(plan, probe), _caption_counts(plan)
     codec = "before any codec" if plan.spec.codec == "none" else f"with codec {plan.spec.codec}, as of the probe"
-    rows = [("latents", f"{readable_size(new_bytes.latents):>10} {codec}")]
-    rows += [(name, f"{readable_size(num_bytes):>10}") for name, num_bytes in new_bytes.beside.items()]
-    for name, num_bytes in new_bytes.texts.items():
-        captions, tokens = counts[name]
-        size = f"{readable_size(num_bytes):>10}, {captions:,} distinct, {tokens:,} tokens"
-        rows.append((f"captions {name}".strip(), size))
-    rows.append(("tables", f"{readable_size(new_bytes.tables):>10} at most"))
-    num_devices = num_devices if device.type != "cpu" else 1
+    notes = {LATENTS: f" {codec}", TABLES: " at most"}
+    notes |= {label: f", {captions:,} distinct, {tokens:,} tokens" for label, (captions, tokens) in counts.items()}
+    rows = [(name, f"{readable_size(size):>10}{notes.get(name, '')}") for name, size in new_bytes.items()]
     num_pictures, num_tokens = sum(plan.layout.bucket_rows.values()) + num_completed, sum(n for _, n in counts.values())
     rates = f"; decoding {probe.pictures / max(1e-9, probe.decode_seconds):.1f}, encoding "
     rates += f"{probe.pictures / max(1e-9, probe.encode_seconds):.1f} images/s, from {probe.pictures} pictures"
@@ -143,13 +115,17 @@ def completed_rows(plan: FrozenPlan) -> int:
 
 
 def _caption_counts(plan: FrozenPlan) -> dict[str, tuple[int, int]]:
-    """Captions and tokens that a plan encodes, by text encoder."""
-    counts = {one.name: (0, 0) for one in plan.spec.text_encoders}
+    """Captions and tokens that a plan encodes, by label of the text encoder."""
+    counts = {_captions(one.name): (0, 0) for one in plan.spec.text_encoders}
     for part in plan.layout.parts.values():
         if (texts := part.captions) and not part.is_null:
-            captions, tokens = counts[texts.name]
-            counts[texts.name] = captions + len(texts.num_tokens), tokens + int(texts.num_tokens.sum())
+            captions, tokens = counts[_captions(texts.name)]
+            counts[_captions(texts.name)] = captions + len(texts.num_tokens), tokens + int(texts.num_tokens.sum())
     return counts
+
+
+def _captions(encoder: str) -> str:
+    return f"captions {encoder}".strip()
 
 
 def _choose(comparison: Comparison, pictures: pa.Table) -> list[SourceRecord]:
@@ -196,7 +172,6 @@ def run_probe(
         }
         others = sum(path.stat().st_size for path in files_below(root)) - sum(num_written.values())
     text = work.seconds.get(TEXT, 0.0)
-    sizes = {label: sum(map(chunk_bytes, arrays)) for label, arrays in _arrays(of_probe).items()}
     return Probe(
         pictures=work.num_encoded,
         seconds=max(0.0, seconds - text),
@@ -204,39 +179,39 @@ def run_probe(
         encode_seconds=work.seconds.get(ENCODE, 0.0),
         seconds_per_token=text / max(1, sum(tokens for _, tokens in _caption_counts(of_probe).values())),
         memory_bytes=_peak_bytes(device),
-        ratios={label: num_written[label] / size for label, size in sizes.items() if size},
+        ratios={label: num_written[label] / size for label, size in _chunk_bytes(of_probe).items() if size},
         table_bytes=others / (of_probe.records.num_rows + of_probe.captions.num_rows),
     )
 
 
-def store_bytes(plan: FrozenPlan, probe: Probe) -> StoreBytes:
-    """Bytes of a plan on disk."""
-    sizes = {
-        label: round(sum(map(chunk_bytes, arrays)) * probe.ratios.get(label, 1.0))
-        for label, arrays in _arrays(plan).items()
-    }
-    texts = {one.name: sizes.pop(f"captions {one.name}", 0) for one in plan.spec.text_encoders}
+def store_bytes(plan: FrozenPlan, probe: Probe) -> dict[str, int]:
+    """Bytes of a plan on disk: of each group of ``_arrays``, and of the tables."""
+    sizes = {label: round(size * probe.ratios.get(label, 1.0)) for label, size in _chunk_bytes(plan).items()}
     rows = plan.records.num_rows + plan.captions.num_rows
-    return StoreBytes(sizes.pop(LATENTS, 0), texts, sizes, round(TABLE_MARGIN * probe.table_bytes * rows))
+    return sizes | {TABLES: round(TABLE_MARGIN * probe.table_bytes * rows)}
 
 
 def _arrays(plan: FrozenPlan) -> dict[str, list[ArrayLayout]]:
-    """Arrays of a revision: "latents", "captions NAME", "feature NAME" and "picture NAME"."""
+    """Arrays of a revision: "latents", "feature NAME", "picture NAME" and "captions NAME"."""
     spec, features = plan.spec, {one.name for one in plan.spec.features}
     labels = {name: f"{'feature' if name in features else 'picture'} {name}" for name in spec.groups}
-    found: dict[str, list[ArrayLayout]] = {label: [] for label in (LATENTS, *labels.values())}
+    known = (LATENTS, *labels.values(), *(_captions(one.name) for one in spec.text_encoders))
+    found: dict[str, list[ArrayLayout]] = {label: [] for label in known}
     for part in plan.layout.parts.values():
         if part.captions:
             arrays = part.arrays if part.is_null else [*part.arrays, *part.captions.index]
-            found.setdefault(f"captions {part.captions.name}", []).extend(arrays)
+            found[_captions(part.captions.name)].extend(arrays)
         for group, arrays in part.groups.items():
             found[labels.get(group, LATENTS)].extend(arrays)
     return found
 
 
-def chunk_bytes(layout: ArrayLayout) -> int:
-    """Bytes of an array's chunks before its codec; the last one is padded."""
-    return -(-layout.shape[0] // layout.chunk_rows) * layout.chunk_bytes
+def _chunk_bytes(plan: FrozenPlan) -> dict[str, int]:
+    """Bytes of the chunks of each group before their codec; the last chunk of an array is padded."""
+    return {
+        label: sum(-(-array.shape[0] // array.chunk_rows) * array.chunk_bytes for array in arrays)
+        for label, arrays in _arrays(plan).items()
+    }
 
 
 def _peak_bytes(device: torch.device) -> int:
