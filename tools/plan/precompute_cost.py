@@ -21,7 +21,6 @@ import torch
 
 from ...datasets.disk.files import files_below
 from ...datasets.errors import ResourceError
-from ...datasets.format.row_layout import LATENTS
 from ...datasets.format.zarr_shard import ArrayLayout
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.units import readable_size, readable_time
@@ -40,7 +39,7 @@ from ...precompute.sources.source import Source
 from ..terminal.text import Rows
 
 PROBE_RECORDS = 64  # that are encoded to measure
-TABLES = "tables"
+LATENTS, TABLES = "latents", "tables"  # labels of bytes
 TABLE_MARGIN = 1.05  # of what is not arrays: names of files and dates have other lengths
 
 

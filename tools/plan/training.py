@@ -108,7 +108,9 @@ def plan(
     known_gpus = {known.name: gpu_row(known) for known in GPUS}
     rate = known_gpus[chosen.name]["images_per_second"]
     name, _ = recipe_memory(recipe, traced, num_gpus, max(num_gpus, GPUS_PER_MACHINE))
-    table = scaling(lambda *how: time(chosen, *how, measured), name, batch=batch, images=images, gpus=num_gpus)
+    table = scaling(
+        lambda ranks, images: time(chosen, ranks, images, measured), name, batch=batch, images=images, gpus=num_gpus
+    )
     return {
         "model": workload.spec.name,
         "bucket": workload.largest_bucket,
