@@ -103,13 +103,6 @@ def test_a_precompute_is_measured_beside_its_encoder_and_the_extraction_loops(
     assert "bytes a caption, padded in float16, of ours in int8" in found
 
 
-def test_training_on_a_store_is_measured_beside_training_that_encodes(tmp_path: Path) -> None:
-    how = ["--vae", "shipped:vae", "--text", "shipped:t5", "--resolution", 64, "--rounds", 1, "--steps", 1]
-    tiny = ["--set", "run.global_batch=2", "--set", "run.precision=fp32"]
-    found = run("caching.py", "demo", "--scratch", tmp_path, "--device", "cpu", *how, *tiny)
-    assert all(float(found[name][0]) > 0 for name in ("cached", "online"))
-
-
 def test_a_manifest_is_planned_opened_and_sealed(tmp_path: Path) -> None:
     found = run("scale.py", "plan", "--scratch", tmp_path, "--records", 2000)
     sealed = next(cells for name, cells in found.items() if name.startswith("read and seal"))
@@ -120,15 +113,6 @@ def test_opening_and_searching_are_measured(tmp_path: Path) -> None:
     opened = run("scale.py", "open", "--scratch", tmp_path, "--records", 1000, "--rounds", 1)
     assert {"open", "first batch after that"} <= opened.keys()
     assert {"elapsed", "processor"} <= run("scale.py", "search", "--records", 20_000).keys()
-
-
-def test_the_page_has_the_bytes_that_the_command_prints() -> None:
-    page = (ROOT / "docs/benchmarks.md").read_text()
-    command = [sys.executable, str(ROOT / "benchmarks/record_bytes.py")]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    lines = [line for line in printed.splitlines() if line]
-    assert len(lines) > 30
-    assert [line for line in lines if line not in page] == []
 
 
 def test_recipes_are_compared_and_the_comparison_resumes(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
-"""``--dry-run``: what a command would read, fetch and write, with times; then the recipe. Changes nothing."""
+"""``--dry-run``: the resolved recipe, then what a command would read, fetch and write, with times. Changes nothing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
 import torch
 from torch import nn
 
@@ -21,9 +20,9 @@ from ...datasets.revisions.commits import missing_work, read_commits
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.store import LatentStore
 from ...datasets.units import readable_size
-from ...precompute.config import EncoderSection, PrecomputeRecipe
+from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.describe import describe_store
-from ...precompute.encoders.loading import Encoders, load_encoders
+from ...precompute.encoders.loading import load_encoders
 from ...precompute.encoders.model_files import is_single_file, local_folder, model_folder, model_name
 from ...precompute.images.decoders import Decoders
 from ...precompute.planning.additions import is_extension
@@ -33,7 +32,6 @@ from ...precompute.planning.pictures import num_threads
 from ...precompute.planning.planner import Lineage, Planner
 from ...precompute.progress.rejects import count_reasons
 from ...precompute.sources.several import SourcePaths, list_sources
-from ...precompute.sources.source import Source
 from ...train.config import TrainRecipe
 from ...train.data_recipe import Turn
 from ...train.metrics.flops import shortened
@@ -48,7 +46,8 @@ from ...train.parallel.ranks import read_ranks
 from ...train.run.model_for_store import model_for_stores
 from ..terminal.outcome import change_rows
 from ..terminal.progress import ProgressLine
-from .precompute_cost import PROBE_RECORDS, StoreBytes, completed_rows, predict_lines
+from ..terminal.text import Rows
+from .precompute_cost import PROBE_RECORDS, completed_rows, predict
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,27 @@ class DryRun:
     """What a precompute would do.
 
     Args:
-      text: for the user.
-      new_bytes: what it would write; None without local encoders.
+      recipe: as TOML.
+      rows: names and values.
+      new_bytes: what it would write, by what; None without local encoders.
       store_bytes: of the finished store, existing bytes included; 0 if unknown.
       refusal: the error that would stop it: too many rejects.
     """
 
-    text: str
-    new_bytes: StoreBytes | None = None
+    recipe: str
+    rows: Rows
+    new_bytes: dict[str, int] | None = None
     store_bytes: int = 0
     refusal: SourceError | None = None
+
+    @property
+    def text(self) -> str:
+        """The recipe, then the answer."""
+        return _text(self.recipe, self.rows)
+
+
+def _text(recipe: str, rows: Rows) -> str:
+    return "\n".join([recipe.rstrip(), "", *(f"{name:<20}{value}".rstrip() for name, value in rows)])
 
 
 def describe_precompute(
@@ -91,21 +101,23 @@ def describe_precompute(
       say: called before records are encoded to measure them.
     Raises: StoreError, FingerprintMismatch: as a precompute.
     """
-    frozen = look_for_plan(store) if store else None
-    lines, shown_recipe = encoder_lines(recipe), ["", to_toml(recipe).rstrip()]
+    frozen, shown = look_for_plan(store) if store else None, to_toml(recipe)
+    rows, are_local = _encoder_rows(recipe)
     if source_path is None:
-        lines += _warning_lines(recipe.images.warnings())
-        return DryRun("\n".join([*lines, "give --source to count its pictures", *shown_recipe]))
+        rows += [("warning", warning) for warning in recipe.images.warnings()]
+        return DryRun(shown, [*rows, ("source", "give --source to count its pictures")])
     with ProgressLine() as progress:
-        source = list_sources(
-            source_path, recipe.source, recipe.picture_columns, progress=lambda done: progress("list", done, 0)
-        )
+        listed = {"progress": lambda done: progress("list", done, 0)}
+        source = list_sources(source_path, recipe.source, recipe.picture_columns, **listed)
     if store:
         check_apart(store, source)
-    lines += source_lines(source)
-    encoders = _local_encoders(recipe, device)
+    encoders = load_encoders(recipe, device) if are_local else None
     images = recipe.images.for_vae(encoders.image.downscale) if encoders else recipe.images
-    lines += _warning_lines([*label_warnings(recipe, source), *images.warnings()])
+    rows += [("source", line) for line in source.lines()] + [("", note) for note in source.notes]
+    if source.classes:
+        rows.append(("classes", ClassNames(source.classes, source.class_names).summary()))
+    rows += [("ignored", line) for line in source.ignored.lines()]
+    rows += [("warning", warning) for warning in (*label_warnings(recipe, source), *images.warnings())]
     spec = encoders and describe_store(recipe, source, encoders, known=frozen and frozen.spec)
     with ProgressLine() as progress, Decoders(num_threads()) as decoders:
         tokenizers = encoders.tokenizers if encoders else {}
@@ -113,103 +125,69 @@ def describe_precompute(
         comparison, lineage = all_fresh(source.records), Lineage()
         if store and frozen and spec:
             state, comparison, lineage = _compare_with_store(planner, store, frozen, spec, new_revision, options)
-            lines += state
+            rows += state
         if comparison is None:
-            return DryRun("\n".join([*lines, "nothing would be encoded", *shown_recipe]))
+            return DryRun(shown, [*rows, ("would encode", "nothing: nothing would be encoded")])
         limit = planner.limit(comparison, stops=False)
         pictures = planner.look_at(comparison.fresh, limit)
         refusal = (limit.ledger and limit.ledger.refusal()) or limit.error or planner.refusal(comparison, pictures)
-        lines += picture_lines(pictures)
+        rejects, buckets = count_reasons(pictures["reason"]), count_reasons(pictures["bucket"])
+        rows.append(("would encode", f"{buckets.total():,} pictures"))
+        rows += [("would reject", f"{count:,} x {reason}") for reason, count in sorted(rejects.items())]
+        rows += _bucket_rows({name: buckets[name] for name in sorted(buckets, key=bucket_size)})
         if not encoders:
-            lines += ["", "bytes and time need the encoders on this machine"]
-        has_pictures = pictures["bucket"].null_count < pictures.num_rows
-        if not encoders or not (has_pictures or lineage.stack):
-            return DryRun("\n".join([*lines, *shown_recipe]), refusal=refusal)
+            rows.append(("cost", "bytes and time need the encoders on this machine"))
+        if not encoders or not (buckets or lineage.stack):
+            return DryRun(shown, rows, refusal=refusal)
         plan = planner.plan(comparison, lineage, pictures)
     if num_completed := completed_rows(plan):
-        lines.append(f"{'would complete':<20}{num_completed:,} pictures that are there")
-    total = pictures.num_rows - pictures["bucket"].null_count
+        rows.append(("would complete", f"{num_completed:,} pictures that are there"))
+    total = buckets.total()
     say(f"encoding {min(PROBE_RECORDS, total)} of {total:,} pictures, and captions, to measure time and memory")
-    devices = {"num_devices": num_devices}
-    costs, new_bytes = predict_lines(recipe, plan, source, comparison, pictures, encoders, **devices)
+    costs, new_bytes = predict(recipe, plan, source, comparison, pictures, encoders, num_devices=num_devices)
     old_bytes = sum(path.stat().st_size for path in files_below(store)) if store and lineage.stack else 0
-    text = "\n".join([*lines, "", *costs, *shown_recipe])
-    return DryRun(text, new_bytes, new_bytes.total + old_bytes, refusal)
+    return DryRun(shown, [*rows, ("", ""), *costs], new_bytes, sum(new_bytes.values()) + old_bytes, refusal)
 
 
 def _compare_with_store(
     planner: Planner, store: Path, frozen: FrozenPlan, spec: StoreSpec, new_revision: bool, options: Options | None
-) -> tuple[list[str], Comparison | None, Lineage]:
-    """Lines on the store, the records to encode and what they build on; no comparison if nothing would be encoded."""
+) -> tuple[Rows, Comparison | None, Lineage]:
+    """State of the store, the records to encode and what they build on; no comparison if nothing would be encoded."""
     is_complete, adds = is_sealed(store, frozen), is_extension(frozen.spec, spec)
     if not (is_complete and (new_revision or adds)):
         check_fingerprint(store, frozen.spec, spec)
-    lines = ["", f"{'store':<20}'{store}', {store_state(store, frozen, spec, is_complete=is_complete)}"]
-    if not (is_complete and adds):
-        return lines, all_fresh(planner.source.records), Lineage()
-    changes, lineage = planner.compare(options or Options())
-    lines += [f"{name:<20}{value}" for name, value in change_rows(changes)] if changes else []
-    return (lines, changes, lineage) if lineage and changes else (lines, None, Lineage())
-
-
-def source_lines(source: Source) -> list[str]:
-    """What a source holds, its classes, and the files that it ignores."""
-    lines = ["", *(f"{'source':<20}{line}" for line in source.lines())]
-    lines += [f"{'':<20}{note}" for note in source.notes]
-    if source.classes:
-        lines.append(f"{'classes':<20}{ClassNames(source.classes, source.class_names).summary()}")
-    return lines + [f"{'ignored':<20}{line}" for line in source.ignored.lines()]
-
-
-def picture_lines(pictures: pa.Table) -> list[str]:
-    """Pictures to encode by bucket, and rejects by reason.
-
-    Args:
-      pictures: of all new records (PICTURES_SCHEMA).
-    """
-    rejects, buckets = count_reasons(pictures["reason"]), count_reasons(pictures["bucket"])
-    lines = [f"{'would encode':<20}{buckets.total():,} pictures"]
-    lines += [f"{'would reject':<20}{count:,} x {reason}" for reason, count in sorted(rejects.items())]
-    lines += ["", f"{'bucket':<20}{'records':>10}"] if buckets else []
-    return lines + [f"{name:<20}{buckets[name]:>10,}" for name in sorted(buckets, key=bucket_size)]
-
-
-def store_state(store: Path, frozen: FrozenPlan, spec: StoreSpec, *, is_complete: bool) -> str:
-    """State of the newest revision, and what a precompute would do with it."""
     if not is_complete:
         commits = read_commits(store, frozen)
         missing = missing_work(frozen, [task for task in frozen.layout.tasks() if task not in commits])
-        return (
-            f"revision {frozen.revision} is not complete, {missing} are missing and would be encoded. All of it takes:"
-        )
-    if frozen.spec.fingerprint != spec.fingerprint and is_extension(frozen.spec, spec):
-        return f"revision {frozen.revision} is complete: a new revision would add encoders or pictures to it:"
-    if frozen.spec.fingerprint != spec.fingerprint:
-        return f"revision {frozen.revision} is complete: a new revision would encode everything again, which takes:"
-    return f"revision {frozen.revision} is complete: only what has changed since would be encoded"
+        state = f"is not complete, {missing} are missing and would be encoded. All of it takes:"
+    elif frozen.spec.fingerprint == spec.fingerprint:
+        state = "is complete: only what has changed since would be encoded"
+    elif adds:
+        state = "is complete: a new revision would add encoders or pictures to it:"
+    else:
+        state = "is complete: a new revision would encode everything again, which takes:"
+    rows = [("", ""), ("store", f"'{store}', revision {frozen.revision} {state}")]
+    if not (is_complete and adds):
+        return rows, all_fresh(planner.source.records), Lineage()
+    changes, lineage = planner.compare(options or Options())
+    rows += change_rows(changes) if changes else []
+    return (rows, changes, lineage) if lineage and changes else (rows, None, Lineage())
 
 
-def _encoder_sections(recipe: PrecomputeRecipe) -> dict[str, EncoderSection]:
-    texts = {f"text encoder {name}".strip(): section for name, section in recipe.text_sections.items()}
-    return {"vae": recipe.vae, **texts, **{f"feature {name}": one for name, one in recipe.features.items()}}
+def _bucket_rows(buckets: Mapping[str, int]) -> Rows:
+    rows = [(name, f"{count:>10,}") for name, count in buckets.items()]
+    return [("", ""), ("bucket", f"{'records':>10}"), *rows] if rows else []
 
 
-def _warning_lines(warnings: list[str]) -> list[str]:
-    return [f"{'warning':<20}{warning}" for warning in warnings]
-
-
-def _local_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders | None:
-    """The encoders, if all of them are local folders."""
-    is_local = all(local_folder(section.model) is not None for section in _encoder_sections(recipe).values())
-    return load_encoders(recipe, device) if is_local else None
-
-
-def encoder_lines(recipe: PrecomputeRecipe) -> list[str]:
-    """Where each encoder comes from."""
-    lines = []
-    for role, section in _encoder_sections(recipe).items():
-        folder = local_folder(section.model)
-        if folder is None:
+def _encoder_rows(recipe: PrecomputeRecipe) -> tuple[Rows, bool]:
+    """Where each encoder comes from, and whether all of them are local."""
+    sections = {"vae": recipe.vae}
+    sections |= {f"text encoder {name}".strip(): section for name, section in recipe.text_sections.items()}
+    sections |= {f"feature {name}": section for name, section in recipe.features.items()}
+    rows, are_local = list[tuple[str, str]](), True
+    for role, section in sections.items():
+        if (folder := local_folder(section.model)) is None:
+            are_local = False
             name = f"{section.model}/{section.subfolder}" if section.subfolder else section.model
             state = "would be fetched from the hub (safetensors), or taken from its cache"
         else:
@@ -218,51 +196,51 @@ def encoder_lines(recipe: PrecomputeRecipe) -> list[str]:
             state = "a local folder" if folder.is_dir() else "a folder that is MISSING"
             if is_single_file(section.model):
                 state = "a single file" if Path(section.model).expanduser().is_file() else "a file that is MISSING"
-        lines.append(f"{role:<20}'{name}': {state}")
-    return lines
+        rows.append((role, f"'{name}': {state}"))
+    return rows, are_local
 
 
 def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: torch.device) -> str:
-    """Describe what a training run would do.
+    """Describe what a training run would do: the recipe, then the answer.
 
     Args:
       store_path: None: only describe the recipe.
     Raises: RecipeError: the recipe's ds_config.json cannot be read, or contradicts itself.
     """
     recipe, changes, refusal = _with_ds_config(recipe, device)
-    shown_recipe = ["", to_toml(recipe).rstrip(), *(f"# {line}" for line in changes)]
+    shown = "\n".join([to_toml(recipe).rstrip(), *(f"# {line}" for line in changes)])
     precision = recipe.run.precision
     if precision == "bf16" and not autocast_dtype(precision, device):
         precision = "fp32, this device has no fast bf16"
-    lines = [f"{'device':<20}{device}, {precision}, {os.cpu_count()} cores"]
+    rows = [("device", f"{device}, {precision}, {os.cpu_count()} cores")]
     try:
         check_model_name(recipe.model.name)
     except RecipeError as error:
         refusal = refusal or str(error)
     if refusal:
-        return "\n".join([*lines, f"{'cannot run yet':<20}{refusal}", *shown_recipe])
+        return _text(shown, [*rows, ("cannot run yet", refusal)])
     if store_path is None and not recipe.data.turns:
-        return "\n".join([*lines, "give --store to check that the model fits it", *shown_recipe])
+        return _text(shown, [*rows, ("store", "give --store to check that the model fits it")])
     turns, incomplete = recipe.turns(store_path), recipe.run.allow_incomplete
     stores = [LatentStore(t.section.store, revision=t.section.revision, allow_incomplete=incomplete) for t in turns]
     spec, _ = model_for_stores(recipe, stores)
     with torch.device("meta"):
         model = build_model(spec, seed=0)
-    parameters, state_bytes = sum(p.numel() for p in model.parameters()), held_bytes(recipe, model)
-    trained = sum(p.numel() for p in trained_parameters(model).values())
-    frozen = f" of which {shortened(trained)} train" if trained < parameters else ""
-    lines += [
-        f"{'model':<20}{spec.name}, {shortened(parameters)} parameters{frozen}, {spec.channels} latent channels",
-        f"{'memory':<20}{readable_size(state_bytes)} of weights, gradients, {recipe.optimizer.name} and averages; "
-        "activations: 'leandit plan train'",
-        f"{'run':<20}{recipe.run.steps:,} steps of {recipe.run.global_batch:,} images",
+    parameters, trained = sum(p.numel() for p in model.parameters()), trained_parameters(model).values()
+    num_trained = sum(p.numel() for p in trained)
+    frozen = f" of which {shortened(num_trained)} train" if num_trained < parameters else ""
+    states = f"weights, gradients, {recipe.optimizer.name} and averages; activations: 'leandit plan train'"
+    rows += [
+        ("model", f"{spec.name}, {shortened(parameters)} parameters{frozen}, {spec.channels} latent channels"),
+        ("memory", f"{readable_size(held_bytes(recipe, model))} of {states}"),
+        ("run", f"{recipe.run.steps:,} steps of {recipe.run.global_batch:,} images"),
     ]
     for turn, store in zip(turns, stores, strict=True):
-        lines += store_lines(turn, store, recipe)
-    return "\n".join([*lines, *shown_recipe])
+        rows += [("", ""), ("store", _turn(turn, store, recipe)), *_bucket_rows(store.buckets)[1:]]
+    return _text(shown, rows)
 
 
-def store_lines(turn: Turn, store: LatentStore, recipe: TrainRecipe) -> list[str]:
+def _turn(turn: Turn, store: LatentStore, recipe: TrainRecipe) -> str:
     """What a store holds, when it trains, and how often, where no filter or ``data.batch_tokens`` changes that."""
     run, epochs = recipe.run, ""
     if not (recipe.data.batch_tokens or turn.section.has_filter):
@@ -271,8 +249,7 @@ def store_lines(turn: Turn, store: LatentStore, recipe: TrainRecipe) -> list[str
     stop = run.steps if turn.stop is None else min(turn.stop, run.steps)
     when = f"steps {turn.start + 1:,} to {stop:,}" if turn.start < stop else "after the last step"
     share = f", {turn.share:.4g} of the batches" if turn.share < 1 else ""
-    lines = ["", f"{'store':<20}'{turn.section.store}', {len(store):,} records, {when}{share}{epochs}"]
-    return [*lines, f"{'bucket':<20}{'records':>10}", *(f"{name:<20}{n:>10,}" for name, n in store.buckets.items())]
+    return f"'{turn.section.store}', {len(store):,} records, {when}{share}{epochs}"
 
 
 def _with_ds_config(recipe: TrainRecipe, device: torch.device) -> tuple[TrainRecipe, list[str], str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
@@ -18,49 +18,46 @@ from .scaling import step_time
 from .step_memory import MAX_PROCESSES, Strategy, trace_steps
 from .strategies import OPTIONAL, SINGLE, strategy_rows
 from .training import GIB, find_gpu, fit, step_work, workspace
-from .workload import TrainingWorkload, workload_at_resolution
+from .workload import TrainingWorkload, workload_at_resolution, workload_of_stores
 
 RESOLUTION = re.compile(r"-(\d{3,4})(?:-|$)")  # in the name of a recipe
 NOMINAL = 0.87, 1.02  # memory that a GPU has free, of what it is sold with
 LORA_RANK = 16
 ZERO = Strategy("zero-2", zero={"stage": 2})
-OFFLOADED = "zero-2, offloaded"
-
-Describe = Callable[[TrainRecipe, int | None], TrainingWorkload]
 
 
 def fits(
     recipe: str | None,
     overrides: Sequence[str],
-    describe: Describe,
     *,
+    store: str | None,
+    resolution: int | None,
     gib: float,
     gpu: str | None,
-    resolution: int | None,
 ) -> dict[str, Any]:
     """What fits, as JSON values, in bytes.
 
     Args:
       recipe: shown with its variants; None: every shipped recipe as it is, whose name has a resolution.
-      describe: the workload of a recipe, on a store or at a resolution.
+      store: to train on; without it at a resolution.
+      resolution: of all; None: as the recipe's name says.
       gib: memory of the GPU, as it is sold.
-      gpu: whose rate is told; None: the fastest known of that size.
-      resolution: of all; None: of the store, or as the recipe's name says.
+      gpu: whose rate is shown; None: the fastest known of that size.
     Raises: RecipeError: the GPU is unknown, or the recipe's resolution; TraceError.
     """
     chosen = find_gpu(gpu, "fp32") if gpu else fastest_gpu(gib)
     room = min(gib, chosen.memory_gib) if chosen else gib
     if recipe is None:
-        cases = [(name, list(overrides)) for name in shipped_recipes(PACKAGE) if resolution or RESOLUTION.search(name)]
+        cases = [(name, []) for name in shipped_recipes(PACKAGE) if resolution or RESOLUTION.search(name)]
     else:
-        cases = [(recipe, [*overrides, *changes]) for changes in variants()]
+        cases = [(recipe, changes) for changes in variants()]
 
     def rows(case: tuple[str, list[str]]) -> list[dict[str, Any]]:
-        name, settings = case
+        name, changes = case
         try:
-            workload = describe(load(name, settings), resolution or _resolution(name))
+            workload = _workload(name, load(name, [*overrides, *changes]), store, resolution)
         except (RecipeError, RunError):
-            if settings == list(overrides) or recipe is None or not any("lora" in one for one in settings):
+            if not any("lora" in change for change in changes):
                 raise
             return []  # adapters are not for every model
         return _rows(name, workload, chosen, room, offloads=recipe is not None)
@@ -68,6 +65,17 @@ def fits(
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_PROCESSES)) as pool:
         table = [row for part in pool.map(rows, cases) for row in part]
     return {"gib": gib, "room_gib": room, "gpu": chosen.name if chosen else None, "rows": table}
+
+
+def _workload(name: str, recipe: TrainRecipe, store: str | None, resolution: int | None) -> TrainingWorkload:
+    if store:
+        return workload_of_stores(recipe, store)
+    named = RESOLUTION.search(name.removesuffix(".toml"))
+    if not (resolution or named):
+        raise RecipeError(
+            "plan train --fits: the recipe's name has no resolution. Give --resolution PX or --store PATH."
+        )
+    return workload_at_resolution(recipe, resolution or int(named[1]))  # pyright: ignore[reportOptionalSubscript]
 
 
 def variants() -> list[list[str]]:
@@ -84,23 +92,6 @@ def fastest_gpu(gib: float) -> Gpu | None:
     """The fastest known GPU that is sold with so much memory."""
     of_size = [gpu for gpu in GPUS if NOMINAL[0] * gib <= gpu.memory_gib <= NOMINAL[1] * gib]
     return max(of_size, key=lambda gpu: (gpu.peak_flops("bf16"), gpu.memory_gib), default=None)
-
-
-def at_resolution(recipe: TrainRecipe, resolution: int | None) -> TrainingWorkload:
-    """The workload of a recipe at a resolution.
-
-    Raises: RecipeError: it is unknown.
-    """
-    if not resolution:
-        raise RecipeError(
-            "plan train --fits: the recipe's name has no resolution. Give --resolution PX or --store PATH."
-        )
-    return workload_at_resolution(recipe, resolution)
-
-
-def _resolution(name: str) -> int | None:
-    found = RESOLUTION.search(name.removesuffix(".toml"))
-    return int(found[1]) if found else None
 
 
 def _rows(name: str, workload: TrainingWorkload, gpu: Gpu | None, room_gib: float, *, offloads: bool) -> list[Any]:
@@ -140,24 +131,18 @@ def _rows(name: str, workload: TrainingWorkload, gpu: Gpu | None, room_gib: floa
 def render_fits(result: Mapping[str, Any]) -> str:
     """The table as text."""
     name = result["gpu"] or "no known GPU of this size"
-    head = ("recipe", "px", "weights", "precision", "kept", "method", "fits", "images", "GiB", "host", "images/s")
-    table: list[tuple[str, ...]] = [head]
+    table = [["recipe", "px", "weights", "precision", "kept", "method", "fits", "images", "GiB", "host", "images/s"]]
     for row in result["rows"]:
-        rate = row["images_per_second"]
+        rate, host = row["images_per_second"], row["host"]
         table.append(
-            (
-                row["recipe"],
-                row["bucket"],
-                row["weights"],
-                row["precision"],
-                row["checkpointing"],
-                row["method"],
+            [
+                *(row[key] for key in ("recipe", "bucket", "weights", "precision", "checkpointing", "method")),
                 "yes" if row["fits"] else "no",
                 str(row["microbatch"] or "-"),
                 f"{row['total'] / GIB:.1f}",
-                f"{row['host'] / GIB:.1f}" if row["host"] else "-",
+                f"{host / GIB:.1f}" if host else "-",
                 f"{rate:,.1f}" if rate else "-",
-            )
+            ]
         )
     return "\n".join(
         [

@@ -21,7 +21,6 @@ import torch
 
 from ...datasets.disk.files import files_below
 from ...datasets.errors import ResourceError
-from ...datasets.format.row_layout import LATENTS
 from ...datasets.format.zarr_shard import ArrayLayout
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.units import readable_size, readable_time
@@ -37,8 +36,10 @@ from ...precompute.sharing.part import Part
 from ...precompute.sources.files.record import SourceRecord
 from ...precompute.sources.listing.listing import record_batches, spool
 from ...precompute.sources.source import Source
+from ..terminal.text import Rows
 
 PROBE_RECORDS = 64  # that are encoded to measure
+LATENTS, TABLES = "latents", "tables"  # labels of bytes
 TABLE_MARGIN = 1.05  # of what is not arrays: names of files and dates have other lengths
 
 
@@ -71,32 +72,7 @@ class Probe:
         return pictures * max(decode, whole / num_devices) + tokens * self.seconds_per_token / num_devices
 
 
-@dataclass(frozen=True)
-class StoreBytes:
-    """Bytes on disk.
-
-    Args:
-      texts: of each text encoder, by name.
-      beside: of each feature and companion picture, as "feature NAME" and "picture NAME".
-    """
-
-    latents: int
-    texts: dict[str, int]
-    beside: dict[str, int]
-    tables: int
-
-    @property
-    def captions(self) -> int:
-        """Of all text encoders."""
-        return sum(self.texts.values())
-
-    @property
-    def total(self) -> int:
-        """Bytes of the whole store."""
-        return self.latents + self.captions + sum(self.beside.values()) + self.tables
-
-
-def predict_lines(
+def predict(
     recipe: PrecomputeRecipe,
     plan: FrozenPlan,
     source: Source,
@@ -105,72 +81,60 @@ def predict_lines(
     encoders: Encoders,
     *,
     num_devices: int = 1,
-) -> tuple[list[str], StoreBytes]:
-    """Lines on bytes, time and memory of a revision; and the bytes.
+) -> tuple[Rows, dict[str, int]]:
+    """Names and values of the bytes, time and memory of a revision; and the bytes, as of ``store_bytes``.
 
     Args:
       comparison: its new records, and those that it carries over.
       pictures: the plan of each new one (PICTURES_SCHEMA).
       num_devices: that encode in parallel.
     """
-    num_completed, num_new = completed_rows(plan), sum(plan.layout.bucket_rows.values())
-    chosen = choose(comparison, pictures)
-    probe = run_probe(recipe, plan, source, chosen, encoders)
-    new_bytes, tokens, num_captions = store_bytes(plan, probe), *_token_counts(plan)
-    codec = "before any codec" if plan.spec.codec == "none" else f"with codec {plan.spec.codec}, as of the probe"
-    lines = [f"{'latents':<20}{readable_size(new_bytes.latents):>10} {codec}"]
-    lines += [f"{name:<20}{readable_size(num_bytes):>10}" for name, num_bytes in new_bytes.beside.items()]
-    for name, num_bytes in new_bytes.texts.items():
-        label = f"captions {name}".strip()
-        distinct = f"{num_captions[name]:,} distinct, {tokens[name]:,} tokens"
-        lines.append(f"{label:<20}{readable_size(num_bytes):>10}, {distinct}")
-    lines.append(f"{'tables':<20}{readable_size(new_bytes.tables):>10} at most")
-    device = encoders.image.device
+    num_completed, device = completed_rows(plan), encoders.image.device
     num_devices = num_devices if device.type != "cpu" else 1
-    seconds = probe.seconds_for(num_new + num_completed, sum(tokens.values()), num_devices)
+    probe = run_probe(recipe, plan, source, _choose(comparison, pictures), encoders)
+    new_bytes, counts = store_bytes(plan, probe), _caption_counts(plan)
+    codec = "before any codec" if plan.spec.codec == "none" else f"with codec {plan.spec.codec}, as of the probe"
+    notes = {LATENTS: f" {codec}", TABLES: " at most"}
+    notes |= {label: f", {captions:,} distinct, {tokens:,} tokens" for label, (captions, tokens) in counts.items()}
+    rows = [(name, f"{readable_size(size):>10}{notes.get(name, '')}") for name, size in new_bytes.items()]
+    num_pictures, num_tokens = sum(plan.layout.bucket_rows.values()) + num_completed, sum(n for _, n in counts.values())
     rates = f"; decoding {probe.pictures / max(1e-9, probe.decode_seconds):.1f}, encoding "
     rates += f"{probe.pictures / max(1e-9, probe.encode_seconds):.1f} images/s, from {probe.pictures} pictures"
     rates += f" each of {num_devices} devices" if num_devices > 1 else ""
     rates += "; at most: pictures that are there are probed with their latents" if num_completed else ""
-    lines.append(f"{'time':<20}{readable_time(seconds):>10}{rates}")
-    kind = "of the GPU, the probe" if device.type == "cuda" else "of this machine, the probe"
-    lines.append(f"{'memory':<20}{readable_size(probe.memory_bytes):>10} {kind}")
-    return lines, new_bytes
+    rows.append(("time", f"{readable_time(probe.seconds_for(num_pictures, num_tokens, num_devices)):>10}{rates}"))
+    place = "of the GPU, the probe" if device.type == "cuda" else "of this machine, the probe"
+    return [*rows, ("memory", f"{readable_size(probe.memory_bytes):>10} {place}")], new_bytes
 
 
 def completed_rows(plan: FrozenPlan) -> int:
     """Pictures of earlier revisions that get features or companions."""
-    parts = plan.layout.parts.values()
-    return sum(
-        int((plan.positions_of(one) >= 0).sum()) for one in parts if one.bucket and one.revision != plan.revision
-    )
+    earlier = [one for one in plan.layout.parts.values() if one.bucket and one.revision != plan.revision]
+    return sum(int((plan.positions_of(part) >= 0).sum()) for part in earlier)
 
 
-def _token_counts(plan: FrozenPlan) -> tuple[dict[str, int], dict[str, int]]:
-    """Tokens and captions that a plan encodes, by text encoder."""
-    tokens, captions = ({one.name: 0 for one in plan.spec.text_encoders} for _ in range(2))
+def _caption_counts(plan: FrozenPlan) -> dict[str, tuple[int, int]]:
+    """Captions and tokens that a plan encodes, by label of the text encoder."""
+    counts = {_captions(one.name): (0, 0) for one in plan.spec.text_encoders}
     for part in plan.layout.parts.values():
-        if part.captions and not part.is_null:
-            tokens[part.captions.name] += int(part.captions.num_tokens.sum())
-            captions[part.captions.name] += len(part.captions.num_tokens)
-    return tokens, captions
+        if (texts := part.captions) and not part.is_null:
+            captions, tokens = counts[_captions(texts.name)]
+            counts[_captions(texts.name)] = captions + len(texts.num_tokens), tokens + int(texts.num_tokens.sum())
+    return counts
 
 
-def choose(comparison: Comparison, pictures: pa.Table) -> list[SourceRecord]:
-    """Records for the probe, spread evenly over the new ones; of those that are carried over where there is none.
-
-    Args:
-      pictures: the plan of each new record (PICTURES_SCHEMA).
-    """
-    fresh = np.flatnonzero(pictures["row"].to_numpy() >= 0)
-    if len(fresh):
-        return [comparison.fresh[i] for i in _spread(fresh)]
-    kept = np.flatnonzero(comparison.table["status"].to_numpy() == "stored")
-    return [comparison.kept[i].record for i in _spread(kept)]
+def _captions(encoder: str) -> str:
+    return f"captions {encoder}".strip()
 
 
-def _spread(positions: np.ndarray) -> list[int]:
-    return positions[:: max(1, len(positions) // PROBE_RECORDS)][:PROBE_RECORDS].tolist()
+def _choose(comparison: Comparison, pictures: pa.Table) -> list[SourceRecord]:
+    """Records for the probe, spread evenly over the new ones; over those that are carried over if there are none."""
+    chosen = np.flatnonzero(pictures["row"].to_numpy() >= 0)
+    is_fresh = bool(len(chosen))
+    if not is_fresh:
+        chosen = np.flatnonzero(comparison.table["status"].to_numpy() == "stored")
+    spread = chosen[:: max(1, len(chosen) // PROBE_RECORDS)][:PROBE_RECORDS].tolist()
+    return [comparison.fresh[i] if is_fresh else comparison.kept[i].record for i in spread]
 
 
 def run_probe(
@@ -201,54 +165,52 @@ def run_probe(
             finish(stage, opened.plan)
             seconds = time.perf_counter() - start
         work, of_probe = worker.snapshot(), opened.plan
-        num_written = {label: _disk_bytes(root, arrays) for label, arrays in _arrays(of_probe).items()}
+        num_written = {
+            label: sum(path.stat().st_size for array in arrays for path in files_below(root / array.path))
+            for label, arrays in _arrays(of_probe).items()
+        }
         others = sum(path.stat().st_size for path in files_below(root)) - sum(num_written.values())
     text = work.seconds.get(TEXT, 0.0)
-    sizes = {label: sum(map(chunk_bytes, arrays)) for label, arrays in _arrays(of_probe).items()}
     return Probe(
         pictures=work.num_encoded,
         seconds=max(0.0, seconds - text),
         decode_seconds=(work.seconds.get(READ, 0.0) + work.seconds.get(DECODE, 0.0)) / num_threads(),
         encode_seconds=work.seconds.get(ENCODE, 0.0),
-        seconds_per_token=text / max(1, sum(_token_counts(of_probe)[0].values())),
+        seconds_per_token=text / max(1, sum(tokens for _, tokens in _caption_counts(of_probe).values())),
         memory_bytes=_peak_bytes(device),
-        ratios={label: num_written[label] / size for label, size in sizes.items() if size},
+        ratios={label: num_written[label] / size for label, size in _chunk_bytes(of_probe).items() if size},
         table_bytes=others / (of_probe.records.num_rows + of_probe.captions.num_rows),
     )
 
 
-def store_bytes(plan: FrozenPlan, probe: Probe) -> StoreBytes:
-    """Bytes of a plan on disk."""
-    sizes = {
-        label: round(sum(map(chunk_bytes, arrays)) * probe.ratios.get(label, 1.0))
-        for label, arrays in _arrays(plan).items()
-    }
-    texts = {one.name: sizes.pop(f"captions {one.name}", 0) for one in plan.spec.text_encoders}
+def store_bytes(plan: FrozenPlan, probe: Probe) -> dict[str, int]:
+    """Bytes of a plan on disk: of each group of ``_arrays``, and of the tables."""
+    sizes = {label: round(size * probe.ratios.get(label, 1.0)) for label, size in _chunk_bytes(plan).items()}
     rows = plan.records.num_rows + plan.captions.num_rows
-    return StoreBytes(sizes.pop(LATENTS, 0), texts, sizes, round(TABLE_MARGIN * probe.table_bytes * rows))
+    return sizes | {TABLES: round(TABLE_MARGIN * probe.table_bytes * rows)}
 
 
 def _arrays(plan: FrozenPlan) -> dict[str, list[ArrayLayout]]:
-    """Arrays of a revision: "latents", "captions NAME", "feature NAME" and "picture NAME"."""
+    """Arrays of a revision: "latents", "feature NAME", "picture NAME" and "captions NAME"."""
     spec, features = plan.spec, {one.name for one in plan.spec.features}
     labels = {name: f"{'feature' if name in features else 'picture'} {name}" for name in spec.groups}
-    found: dict[str, list[ArrayLayout]] = {label: [] for label in (LATENTS, *labels.values())}
+    known = (LATENTS, *labels.values(), *(_captions(one.name) for one in spec.text_encoders))
+    found: dict[str, list[ArrayLayout]] = {label: [] for label in known}
     for part in plan.layout.parts.values():
         if part.captions:
             arrays = part.arrays if part.is_null else [*part.arrays, *part.captions.index]
-            found.setdefault(f"captions {part.captions.name}", []).extend(arrays)
+            found[_captions(part.captions.name)].extend(arrays)
         for group, arrays in part.groups.items():
             found[labels.get(group, LATENTS)].extend(arrays)
     return found
 
 
-def chunk_bytes(layout: ArrayLayout) -> int:
-    """Bytes of an array's chunks before its codec; the last one is padded."""
-    return -(-layout.shape[0] // layout.chunk_rows) * layout.chunk_bytes
-
-
-def _disk_bytes(root: Path, arrays: Sequence[ArrayLayout]) -> int:
-    return sum(path.stat().st_size for array in arrays for path in files_below(root / array.path))
+def _chunk_bytes(plan: FrozenPlan) -> dict[str, int]:
+    """Bytes of the chunks of each group before their codec; the last chunk of an array is padded."""
+    return {
+        label: sum(-(-array.shape[0] // array.chunk_rows) * array.chunk_bytes for array in arrays)
+        for label, arrays in _arrays(plan).items()
+    }
 
 
 def _peak_bytes(device: torch.device) -> int:

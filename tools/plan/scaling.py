@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,6 @@ GPUS_PER_MACHINE = 8
 COUNTS = (1, 8, 16, 32, 64, 128)  # no published run that the model is checked against has more
 WORTH = math.log2(1.5)  # twice as many GPUs are worth it if they are at least 1.5 times as fast
 NOTHING = 1.1  # more GPUs bring nothing if none of them is this much faster
-
-Fits = Callable[[int, int], tuple[str, int]]
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,13 @@ class StepTime:
     @property
     def limit(self) -> str:
         """The largest of the parts that do not shrink with the images of a GPU, in words."""
-        parts = {
-            "communication": self.exposed,
-            "the update of weights and averages": self.update,
-            f"launching operations ({LAUNCH_SECONDS * 1e6:.0f} us each, a rule)": self.launches,
-        }
-        return max(parts, key=lambda name: parts[name])
+        launching = f"launching operations ({LAUNCH_SECONDS * 1e6:.0f} us each, a rule)"
+        parts = [
+            (self.exposed, "communication"),
+            (self.update, "the update of weights and averages"),
+            (self.launches, launching),
+        ]
+        return max(parts, key=lambda part: part[0])[1]
 
 
 def sent_bytes(strategy: str, work: StepWork, ranks: int, microbatches: int = 1) -> dict[str, float]:
@@ -118,17 +117,6 @@ def sent_bytes(strategy: str, work: StepWork, ranks: int, microbatches: int = 1)
     return {"forward": gathered, "backward": again + k * share * work.gradients, "between": between}
 
 
-def arithmetic_seconds(work: StepWork, gpu: Gpu, images: float) -> float:
-    """Seconds of forward and backward of a rank's images on the GPU, without launches.
-
-    Raises: ValueError: the GPU lacks the precision.
-    """
-    if not (peak := gpu.peak_flops(work.precision)):
-        raise ValueError(f"a {gpu.name} has no {work.precision}. Expected another GPU or precision.")
-    moved = BYTES_PER_FLOP * (1 if work.precision in ("bf16", "fp16") else 2)
-    return images * work.flops * work.recomputed * (1 / (peak * MATMUL_SHARE) + moved / (gpu.memory_gb_s * 1e9))
-
-
 def step_time(
     work: StepWork,
     gpu: Gpu,
@@ -148,30 +136,31 @@ def step_time(
       microbatch: images of each forward.
       network_gbit: Gbit/s of a GPU's share of the network between machines, in one direction.
       mfu: measured, instead of the fit; of whole steps, so that it contains the update.
+    Raises: ValueError: the GPU lacks the precision.
     """
-    microbatches = math.ceil(images / microbatch)
+    if not (peak := gpu.peak_flops(work.precision)):
+        raise ValueError(f"a {gpu.name} has no {work.precision}. Expected another GPU or precision.")
+    # Compute: arithmetic, memory traffic and launches; the update.
+    microbatches, memory_rate = math.ceil(images / microbatch), gpu.memory_gb_s * 1e9
     launches = (work.launches[0] + (microbatches - 1) * work.launches[1]) * LAUNCH_SECONDS
     if mfu:
-        compute = max(launches, images * work.flops / (gpu.peak_flops(work.precision) * mfu))
+        compute, update = max(launches, images * work.flops / (peak * mfu)), 0.0
     else:
-        compute = launches + arithmetic_seconds(work, gpu, images)
-    group = min(ranks, GPUS_PER_MACHINE) if strategy == "hsdp" else 1 if strategy in ("single", "ddp") else ranks
-    update = 0.0 if mfu else 2 * work.states / group / (gpu.memory_gb_s * 1e9)
-    network, in_machine = network_gbit / 8 * 1e9, min(ranks, GPUS_PER_MACHINE)
-    rate = gpu.link_gb_s * 1e9
+        moved = BYTES_PER_FLOP * (1 if work.precision in ("bf16", "fp16") else 2)
+        flops = images * work.flops * work.recomputed
+        compute = launches + flops * (1 / (peak * MATMUL_SHARE) + moved / memory_rate)
+        sharers = {"single": 1, "ddp": 1, "hsdp": min(ranks, GPUS_PER_MACHINE)}.get(strategy, ranks)
+        update = 2 * work.states / sharers / memory_rate
+    # Bytes over the link, and what hides behind compute.
+    network, rate = network_gbit / 8 * 1e9, gpu.link_gb_s * 1e9
     if ranks > GPUS_PER_MACHINE and strategy != "hsdp":
-        rate = min(rate, in_machine * network)
-    hidden = {
-        "forward": FORWARD * compute,
-        "backward": (1 - FORWARD) * compute,
-        "last backward": (1 - FORWARD) * compute / microbatches,
-        "between": (1 - FORWARD) * compute / microbatches,
-        "update": 0.0,
-    }
+        rate = min(rate, GPUS_PER_MACHINE * network)
+    backward = (1 - FORWARD) * compute
+    hidden = {"forward": FORWARD * compute, "backward": backward, "update": 0.0}
+    hidden |= dict.fromkeys(("last backward", "between"), backward / microbatches)
     sent = sent_bytes(strategy, work, ranks, microbatches)
     seconds = {phase: size / (BUS_SHARE * (network if phase == "between" else rate)) for phase, size in sent.items()}
-    exposed = sum(max(0.0, seconds[phase] - hidden[phase]) for phase in seconds)
-    return StepTime(compute, launches, update, exposed)
+    return StepTime(compute, launches, update, sum(max(0.0, seconds[phase] - hidden[phase]) for phase in seconds))
 
 
 def scaling(
@@ -187,23 +176,23 @@ def scaling(
     """
     counts = sorted({*COUNTS, gpus})
     each = -(-batch // min(batch, max(gpus, GPUS_PER_MACHINE)))
-    fixed = {n: time(n, -(-batch // n)) for n in counts if n <= batch}
-    rates = {n: batch / step.seconds for n, step in fixed.items() if step}
+    fixed = {n: step for n in counts if n <= batch and (step := time(n, -(-batch // n)))}
+    rates = {n: batch / step.seconds for n, step in fixed.items()}
     grown_rates = {n: n * each / step.seconds for n in counts if (step := time(n, each))}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for n in counts:
         step, rate = fixed.get(n), rates.get(n)
         rows.append(
             {
                 "gpus": n,
                 "images_a_gpu": -(-batch // n) if n <= batch else 0,
-                "step_seconds": step.seconds if step else None,
+                "step_seconds": step and step.seconds,
                 "images_per_second": rate,
                 "of_linear": _of_linear(rates, n),
-                "exposed_communication": step.exposed / step.seconds if step else None,
-                "limit": step.limit if step else None,
-                "seconds": images / rate if rate else None,
-                "gpu_hours": n * images / rate / 3600 if rate else None,
+                "exposed_communication": step and step.exposed / step.seconds,
+                "limit": step and step.limit,
+                "seconds": rate and images / rate,
+                "gpu_hours": rate and n * images / rate / 3600,
                 "grown_batch": n * each,
                 "grown_images_per_second": grown_rates.get(n),
                 "grown_of_linear": _of_linear(grown_rates, n),
@@ -227,57 +216,48 @@ def limits(rates: Mapping[int, float]) -> dict[str, int]:
     Args:
       rates: images a second of numbers of GPUs.
     """
-    counts = sorted(rates)
-    worth = counts[0]
-    for fewer, more in itertools.pairwise(counts):
-        if rates[more] < rates[fewer] * (more / fewer) ** WORTH:
-            break
-        worth = more
-    best = max(rates.values())
-    return {"worth": worth, "end": next(n for n in counts if rates[n] * NOTHING > best)}
+    pairs = itertools.pairwise(sorted(rates))
+    paying = itertools.takewhile(lambda pair: rates[pair[1]] >= rates[pair[0]] * (pair[1] / pair[0]) ** WORTH, pairs)
+    worth = max([min(rates), *(more for _, more in paying)])
+    return {"worth": worth, "end": min(n for n, rate in rates.items() if rate * NOTHING > max(rates.values()))}
+
+
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "gpus": ("GPUs", str),
+    "images_a_gpu": ("each", lambda images: str(images or "-")),
+    "step_seconds": ("s/step", "{:.3f}".format),
+    "images_per_second": ("images/s", "{:,.0f}".format),
+    "of_linear": ("linear", "{:.0%}".format),
+    "exposed_communication": ("exposed", "{:.0%}".format),
+    "seconds": ("time", readable_time),
+    "gpu_hours": ("GPU h", "{:,.0f}".format),
+    "grown_batch": ("batch", "{:,}".format),
+    "grown_images_per_second": ("images/s", "{:,.0f}".format),
+    "grown_of_linear": ("linear", "{:.0%}".format),
+}
 
 
 def render_scaling(result: Mapping[str, Any]) -> list[str]:
-    """The table, and what it says, as lines."""
-    rows, each = result["rows"], result["grown_images_a_gpu"]
-    head = ("GPUs", "each", "s/step", "images/s", "linear", "exposed", "time", "GPU h", "batch", "images/s", "linear")
-    return [
-        f"{result['images']:,} images on 1 to {rows[-1]['gpus']} {result['gpu']} by {result['strategy']}: predicted, "
-        "not measured",
-        f"left: run.global_batch = {result['global_batch']}; right: {each} images on each GPU, which is another "
-        "training",
-        *aligned([head, *map(_cells, rows)]),
-        *_advice(result),
-    ]
-
-
-def _cells(row: Mapping[str, Any]) -> Sequence[str]:
-    left, right = ["-"] * 6, ["-"] * 2
-    if row["seconds"]:
-        left = [
-            f"{row['step_seconds']:.3f}",
-            f"{row['images_per_second']:,.0f}",
-            f"{row['of_linear']:.0%}",
-            f"{row['exposed_communication']:.0%}",
-            readable_time(row["seconds"]),
-            f"{row['gpu_hours']:,.0f}",
-        ]
-    if row["grown_images_per_second"]:
-        right = [f"{row['grown_images_per_second']:,.0f}", f"{row['grown_of_linear']:.0%}"]
-    return [str(row["gpus"]), str(row["images_a_gpu"] or "-"), *left, f"{row['grown_batch']:,}", *right]
-
-
-def _advice(result: Mapping[str, Any]) -> list[str]:
-    """Up to where more GPUs are worth it, what they cost, and why it ends."""
-    if not (known := result["limits"]):
-        return ["nowhere does an image fit: use parallel.strategy fsdp, or a GPU with more memory"]
+    """The table, and up to where more GPUs are worth it, what they cost, and why it ends."""
     rows = {row["gpus"]: row for row in result["rows"]}
-    worth, end, at = known["worth"], known["end"], rows[known["worth"]]
-    lines = [
-        f"worth it up to {worth} (twice as many GPUs are at least 1.5 times as fast): {readable_time(at['seconds'])}, "
-        f"{at['gpu_hours']:,.0f} GPU hours"
+    cells = [
+        ["-" if row[key] is None else show(row[key]) for key, (_, show) in COLUMNS.items()] for row in rows.values()
     ]
-    more = [row for row in result["rows"] if row["gpus"] > worth and row["seconds"]]
+    lines = [
+        f"{result['images']:,} images on 1 to {max(rows)} {result['gpu']} by {result['strategy']}: predicted, "
+        "not measured",
+        f"left: run.global_batch = {result['global_batch']}; right: {result['grown_images_a_gpu']} images on each GPU, "
+        "which is another training",
+        *aligned([[head for head, _ in COLUMNS.values()], *cells]),
+    ]
+    if not (known := result["limits"]):
+        return [*lines, "nowhere does an image fit: use parallel.strategy fsdp, or a GPU with more memory"]
+    end, at = known["end"], rows[known["worth"]]
+    lines.append(
+        f"worth it up to {at['gpus']} (twice as many GPUs are at least 1.5 times as fast): "
+        f"{readable_time(at['seconds'])}, {at['gpu_hours']:,.0f} GPU hours"
+    )
+    more = [row for row in rows.values() if row["gpus"] > at["gpus"] and row["seconds"]]
     if more:
         faster = more[0]["images_per_second"] / at["images_per_second"]
         lines.append(f"{more[0]['gpus']} are {faster:.2f} times as fast: {more[0]['limit']} takes as long as before")
@@ -285,7 +265,5 @@ def _advice(result: Mapping[str, Any]) -> list[str]:
         return [*lines, f"beyond {end} GPUs: not checked against any run"]
     if any(row["gpus"] > end for row in more):
         return [*lines, f"beyond {end} GPUs more bring less than 10 %"]
-    return [
-        *lines,
-        f"beyond {end} GPUs more bring nothing: run.global_batch = {result['global_batch']} has no image for them",
-    ]
+    no_image = f"run.global_batch = {result['global_batch']} has no image for them"
+    return [*lines, f"beyond {end} GPUs more bring nothing: {no_image}"]

@@ -67,16 +67,12 @@ def strategy_rows(traced: Mapping[str, Traced], num_gpus: int) -> dict[str, tupl
                 rows[name] = memory, 0
             if name == "fsdp":
                 kept = states[PARAMETERS] + states[OPTIMIZER] + states[EMA] + states[GRADIENTS] // num_gpus
-                rows[name + OFFLOADED] = _offloaded(memory, STATES), kept
+                rows[name + OFFLOADED] = memory.offloaded(STATES), kept
             if name.startswith("zero"):
-                rows[name + OFFLOADED] = _offloaded(memory, (OPTIMIZER, EMA)), states[OPTIMIZER] + states[EMA]
+                rows[name + OFFLOADED] = memory.offloaded((OPTIMIZER, EMA)), states[OPTIMIZER] + states[EMA]
     if "fsdp" in rows and "hsdp" not in rows and num_gpus <= GPUS_PER_MACHINE:
         rows["hsdp"] = rows["fsdp"]
     return rows
-
-
-def _offloaded(memory: Traced, categories: tuple[str, ...]) -> Traced:
-    return Traced(memory.whole.offloaded(categories), memory.split.offloaded(categories))
 
 
 def recipe_memory(recipe: TrainRecipe, traced: Mapping[str, Traced], num_gpus: int, ranks: int) -> tuple[str, Traced]:
@@ -87,12 +83,12 @@ def recipe_memory(recipe: TrainRecipe, traced: Mapping[str, Traced], num_gpus: i
     plain = name.removesuffix(OFFLOADED)
     memory = traced[plain] if plain in traced else traced["fsdp"]  # HSDP of one machine is FSDP
     if plain != name:
-        memory = _offloaded(memory, STATES if plain == "fsdp" else (OPTIMIZER, EMA))
+        memory = memory.offloaded(STATES if plain == "fsdp" else (OPTIMIZER, EMA))
     of_trace = GPUS_PER_MACHINE if num_gpus == 1 and not plain.startswith("zero") else num_gpus
     if name == "hsdp":
         of_trace, ranks = min(of_trace, GPUS_PER_MACHINE), min(ranks, GPUS_PER_MACHINE)
     shares = dict.fromkeys(SHARDED.get(plain, ()), of_trace / ranks)
-    return name, Traced(memory.whole.scaled(shares), memory.split.scaled(shares))
+    return name, memory.scaled(shares)
 
 
 def recipe_strategy(recipe: TrainRecipe, ranks: int) -> str:

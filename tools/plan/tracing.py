@@ -19,11 +19,12 @@ import tempfile
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,8 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ...datasets.disk.files import write_atomic
 from ...datasets.errors import LeanditError
+from ...train.metrics.flops import latent_size_of
 from ...train.models.activation_checkpointing import checkpoint_blocks
 from ...train.models.diffusers_models.adapters import trained_parameters
 from ...train.parallel import build
@@ -44,27 +45,27 @@ from ...train.step import learner as learner_module
 from ...train.step.learner import Learner
 from ...train.step.train_step import train_step
 from ..synthetic.batches import synthetic_batch, synthetic_learner
-from .step_memory import (
-    ACTIVATIONS,
-    ANSWER,
-    CATEGORIES,
-    CHECK,
-    EMA,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    REQUEST,
-    STEPS,
-    WAITING,
-    StepTrace,
-    Strategy,
-    StrategyTrace,
-    TraceAnswer,
-    TraceRequest,
-)
+from . import step_memory
+from .step_memory import ACTIVATIONS, CATEGORIES, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, StepMemory, Strategy, Traced
 
 CPU = torch.device("cpu")
 ROUNDING = {"cuda": 512, "cpu": 1}  # bytes that the allocator rounds up to (CUDACachingAllocator: kMinBlockSize)
+SMALL, LARGE = 2, 3  # microbatches that define the lines; one image skips some copies
+CHECKED = 5  # images of a step that checks the lines
+TOLERANCE = 0.01  # largest relative error of the check
+
+
+class Step(NamedTuple):
+    """A traced step: (N, 5) bytes at each moment, moments before the update, and peak bytes on the host."""
+
+    moments: np.ndarray
+    backward_moments: int
+    host: int
+
+    @property
+    def peak(self) -> int:
+        """Largest number of bytes at any moment."""
+        return int(self.moments.sum(1).max())
 
 
 def main() -> None:
@@ -72,35 +73,34 @@ def main() -> None:
     answer_file = os.fdopen(os.dup(1), "wb")  # a pipe
     os.dup2(2, 1)
     warnings.filterwarnings("ignore")
-    request = REQUEST.validate_json(sys.stdin.buffer.read())
+    request = step_memory.REQUEST.validate_json(sys.stdin.buffer.read())
     _prepare(request)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):  # one, because libraries cache tensors
-            answer = TraceAnswer({one.name: trace_strategy(request, one) for one in request.strategies})
+            answer = step_memory.TraceAnswer(trace(request))
     except LeanditError as error:
-        answer = TraceAnswer({}, str(error), type(error).__name__)
+        answer = step_memory.TraceAnswer(None, str(error), type(error).__name__)
     with answer_file:
-        answer_file.write(ANSWER.dump_json(answer))
+        answer_file.write(step_memory.ANSWER.dump_json(answer))
     os._exit(0)  # process groups and DeepSpeed have nothing to tidy up
 
 
-def trace_strategy(request: TraceRequest, strategy: Strategy) -> StrategyTrace:
-    """Trace steps that are not the first one."""
-    workload, bucket, host = request.workload, request.bucket, HostCounter()
-    recipe, ranks = workload.recipe, _connect(strategy)
-    with contextlib.ExitStack() as stack:
-        section = strategy.section
+def trace(request: step_memory.TraceRequest) -> Traced:
+    """Trace steps that are not the first one, and fit a line to each moment of them.
+
+    Raises: LeanditError: the strategy does not fit the recipe; TraceError: memory is not linear in the images.
+    """
+    workload, bucket, strategy, host = request.workload, request.bucket, request.strategy, HostCounter()
+    ranks, section = _connect(strategy), strategy.section
+    with tempfile.TemporaryDirectory(prefix="leandit-plan-") as folder, MemoryTracker(request.device_type) as tracker:
         if strategy.zero is not None:
-            file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leandit-plan-"))) / "ds_config.json"
-            write_atomic(file, json.dumps({"zero_optimization": dict(strategy.zero)}).encode())
+            file = Path(folder) / "ds_config.json"
+            file.write_text(json.dumps({"zero_optimization": dict(strategy.zero)}))
             section = section.model_copy(update={"deepspeed_config": str(file)})
         # fp8 keeps as many bytes as bf16, which is what can be traced.
-        run = recipe.run.model_copy(update={"fp8": "none", "microbatch": 0, "precision": request.precision})
-        recipe = recipe.model_copy(update={"run": run, "parallel": section})
-        tracker = stack.enter_context(MemoryTracker(ROUNDING[request.device_type]))
-        _count_resizes(tracker)
+        run = workload.recipe.run.model_copy(update={"fp8": "none", "microbatch": 0, "precision": request.precision})
         learner = synthetic_learner(
-            recipe,
+            workload.recipe.model_copy(update={"run": run, "parallel": section}),
             workload.spec,
             workload.tokens,
             CPU,
@@ -110,11 +110,14 @@ def trace_strategy(request: TraceRequest, strategy: Strategy) -> StrategyTrace:
         )
         if isinstance(forward := learner.engine.forward, DistributedDataParallel):
             forward.register_comm_hook(None, noop_hook)  # the default waits for a result that never comes
+            # After the first step the reducer would read numbers, to sort its buckets anew.
             forward.reducer = _KeptBuckets(forward.reducer)  # pyright: ignore[reportAttributeAccessIssue]
         if strategy.to_host:
             checkpoint_blocks(learner.engine.model.blocks, run.activation_checkpointing, to_cpu=host.hooks)
         for parameter in trained_parameters(learner.engine.model).values():
-            parameter.register_post_accumulate_grad_hook(functools.partial(_assign_gradient, tracker))
+            parameter.register_post_accumulate_grad_hook(
+                lambda one: one.grad is not None and tracker.assign(GRADIENTS, [one.grad])
+            )
         update, marks = learner.engine.update, [0]
 
         def marked_update(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -123,24 +126,64 @@ def trace_strategy(request: TraceRequest, strategy: Strategy) -> StrategyTrace:
 
         learner.engine.update = marked_update
 
-        def trace(step: str) -> StepTrace:
-            images, count = map(int, step.split("x"))
+        def step(images: int, count: int) -> Step:
             learner.microbatches = {bucket: images}
             batch = synthetic_batch(workload.store, bucket, images * count, workload.tokens, CPU)
             batch = replace(batch, global_size=images * count * ranks.world_size).finish()
             gc.collect()
             tracker.moments.clear()
-            host.reset()
+            host.live = host.peak = 0  # what was saved and never read again is gone
             train_step(learner, batch)
-            return StepTrace(list(tracker.moments), marks[0], host.peak)
+            return Step(np.array(tracker.moments, np.int64), marks[0], host.peak)
 
         gc.disable()  # as in a training: what is freed must not depend on it
-        trace(STEPS[0])  # the first step allocates the optimizer's states
+        step(SMALL, 1)  # the first step allocates the optimizer's states
         states = _assign_states(tracker, learner)
         in_blocks = sum(p.nbytes for block in learner.engine.model.blocks for p in block.parameters())
-        further = (WAITING, CHECK) if ranks is ALONE else ()
-        steps = {step: trace(step) for step in (*STEPS, *further)}
-        return StrategyTrace(steps, states, states[PARAMETERS] - in_blocks)
+        latent = workload.store.latent
+        known: dict[str, Any] = {
+            "states": states,
+            "outside_blocks": states[PARAMETERS] - in_blocks,
+            "noise": 4 * latent.channels * math.prod(latent_size_of(bucket, latent)),
+        }
+        (whole, split), waiting = (_line(bucket, step, count, known) for count in (1, 2)), 0.0
+        if ranks is ALONE:
+            check_line(bucket, whole, step(CHECKED, 1).peak)
+            waiting = max(0.0, (step(SMALL, 3).peak - step(SMALL, 2).peak) / SMALL)
+        return Traced(whole, replace(split, waiting=waiting))
+
+
+def _line(bucket: str, step: Callable[[int, int], Step], count: int, known: dict[str, Any]) -> StepMemory:
+    """The line of each moment through two sizes of a step of some microbatches."""
+    first, second = step(SMALL, count), step(LARGE, count)
+    if len(first.moments) != len(second.moments):
+        lengths = f"{len(first.moments)} and {len(second.moments)}"
+        raise step_memory.TraceError(
+            f"bucket '{bucket}': {SMALL} and {LARGE} images run different steps ({lengths} moments)."
+        )
+    slope, host = (second.moments - first.moments) // (LARGE - SMALL), (second.host - first.host) // (LARGE - SMALL)
+    return StepMemory(
+        base=first.moments - slope * SMALL,
+        slope=slope,
+        backward_moments=first.backward_moments,
+        waiting=0.0,
+        count=count,
+        host=(first.host - host * SMALL, host),
+        **known,
+    )
+
+
+def check_line(bucket: str, memory: StepMemory, traced: int) -> None:
+    """Compare the line with the traced peak of another size.
+
+    Raises: TraceError.
+    """
+    predicted = memory.total(CHECKED)
+    if abs(predicted - traced) > TOLERANCE * traced:
+        raise step_memory.TraceError(
+            f"bucket '{bucket}': a step of {CHECKED} images takes {traced:,} bytes, {SMALL} and {LARGE} images "
+            f"predict {predicted:,.0f}. The memory of other microbatches is unknown."
+        )
 
 
 def _assign_states(tracker: MemoryTracker, learner: Learner) -> dict[str, int]:
@@ -161,11 +204,6 @@ def _assign_states(tracker: MemoryTracker, learner: Learner) -> dict[str, int]:
     return {name: tracker.live[name] for name in (PARAMETERS, OPTIMIZER, EMA)} | {GRADIENTS: trained}
 
 
-def _assign_gradient(tracker: MemoryTracker, parameter: Tensor) -> None:
-    if parameter.grad is not None:
-        tracker.assign(GRADIENTS, [parameter.grad])
-
-
 def _connect(strategy: Strategy) -> Ranks:
     """The last rank, whose part of the gradients is computed first, in a process group that returns at once."""
     ranks = strategy.ranks
@@ -179,30 +217,16 @@ def _connect(strategy: Strategy) -> Ranks:
 
 
 class _KeptBuckets:
-    """DDP's reducer, which does not sort its buckets anew after the first step: it would read numbers."""
+    """DDP's reducer, whose buckets stay as they are."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-    def _rebuild_buckets(self) -> bool:
-        return False
+        return (lambda: False) if name == "_rebuild_buckets" else getattr(self._reducer, name)
 
 
-def _count_resizes(tracker: MemoryTracker) -> None:
-    """FSDP frees gathered weights by resizing their storage, which no operation shows."""
-    resize = torch.UntypedStorage.resize_
-
-    def resized(storage: torch.UntypedStorage, num_bytes: int) -> None:
-        resize(storage, num_bytes)
-        tracker.resized(storage)
-
-    torch.UntypedStorage.resize_ = resized  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _prepare(request: TraceRequest) -> None:
+def _prepare(request: step_memory.TraceRequest) -> None:
     """Let torch and DeepSpeed run where tensors have no numbers: skip the checks that compare ranks."""
     import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
 
@@ -219,7 +243,7 @@ def _prepare(request: TraceRequest) -> None:
             return make_mesh(*args)
 
     build._mesh = real_mesh
-    if any(one.zero is not None for one in request.strategies):
+    if request.strategy.zero is not None:
         _prepare_deepspeed()
         modules.append(importlib.import_module("leandit.train.parallel.deepspeed_engine"))
     for module in modules:  # on the GPU that is planned for, whatever this machine has
@@ -241,15 +265,23 @@ class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of every storage from its allocation until it is freed.
 
     Args:
-      round_to: each storage counts as a multiple of this many bytes.
+      device_type: of whose allocator the rounding is.
     """
 
-    def __init__(self, round_to: int = 1) -> None:
+    def __init__(self, device_type: str) -> None:
         super().__init__()
         self.live: Counter[str] = Counter()
         self.moments: list[tuple[int, ...]] = []  # bytes of each category after each allocation
-        self._round_to = round_to
+        self._rounding = ROUNDING[device_type]
         self._known: dict[int, tuple[Any, str, int]] = {}
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, num_bytes: int) -> None:
+            """FSDP frees gathered weights by resizing their storage, which no operation shows."""
+            resize(storage, num_bytes)
+            self._count_again(storage)
+
+        torch.UntypedStorage.resize_ = resized  # pyright: ignore[reportAttributeAccessIssue]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -274,8 +306,7 @@ class MemoryTracker(TorchDispatchMode):
                 self.live[category] += num_bytes
                 self._known[id(storage)] = (reference, category, num_bytes)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage again whose size has changed."""
+    def _count_again(self, storage: torch.UntypedStorage) -> None:
         if known := self._known.get(id(storage)):
             reference, category, previous = known
             num_bytes = self._rounded(storage)
@@ -284,7 +315,7 @@ class MemoryTracker(TorchDispatchMode):
             self._note()
 
     def _rounded(self, storage: torch.UntypedStorage) -> int:
-        return math.ceil(storage.nbytes() / self._round_to) * self._round_to
+        return math.ceil(storage.nbytes() / self._rounding) * self._rounding
 
     def _note(self) -> None:
         self.moments.append(tuple(self.live[name] for name in CATEGORIES))
@@ -309,25 +340,20 @@ class HostCounter:
     """Counts saved tensors as if host memory held them; backward allocates each on the device again."""
 
     def __init__(self) -> None:
-        self.peak = self._live = 0
-
-    def reset(self) -> None:
-        """Begin a step: what is saved and never read again is gone."""
-        self.peak = self._live = 0
+        self.peak = self.live = 0
 
     def hooks(self) -> saved_tensors_hooks:
         """Replaces ``save_on_cpu``."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-        self._live += tensor.nbytes
-        self.peak = max(self.peak, self._live)
-        return tensor.size(), tensor.dtype, tensor.device
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self.live += tensor.nbytes
+        self.peak = max(self.peak, self.live)
+        return functools.partial(torch.empty, tensor.size(), dtype=tensor.dtype, device=tensor.device)
 
-    def _unpack(self, packed: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
-        size, dtype, device = packed
-        tensor = torch.empty(size, dtype=dtype, device=device)
-        self._live -= tensor.nbytes
+    def _unpack(self, allocate: Callable[[], Tensor]) -> Tensor:
+        tensor = allocate()
+        self.live -= tensor.nbytes
         return tensor
 
 

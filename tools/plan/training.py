@@ -7,7 +7,7 @@ constants from documentation and code: none of them was measured.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +18,17 @@ from ...train.metrics.flops import shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
 from ...train.metrics.reader import read_metrics
 from ...train.weights.folders import METRICS
-from .scaling import LAUNCH_SECONDS, NETWORK_GBIT, StepTime, StepWork, render_scaling, scaling, step_time
+from ..terminal.text import aligned
+from .scaling import (
+    GPUS_PER_MACHINE,
+    LAUNCH_SECONDS,
+    NETWORK_GBIT,
+    StepTime,
+    StepWork,
+    render_scaling,
+    scaling,
+    step_time,
+)
 from .step_memory import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, StepMemory, Traced, trace_steps
 from .strategies import recipe_memory, strategies, strategy_rows
 from .workload import TrainingWorkload
@@ -50,17 +60,15 @@ def plan(
       changes: lines that list what a ds_config.json changes in the recipe.
     Raises: RecipeError: the GPU is unknown, or lacks the precision; TraceError.
     """
-    recipe = workload.recipe
+    recipe, section = workload.recipe, workload.recipe.parallel
     precision, batch = recipe.run.precision, recipe.run.global_batch
-    chosen = find_gpu(gpu, precision)
-    measured = measured_mfu(run) if run else None
+    chosen, measured = find_gpu(gpu, precision), measured_mfu(run) if run else None
     images, local_batch = images or recipe.run.steps * batch, -(-batch // num_gpus)
 
     # Trace every strategy; all that follows is arithmetic.
     traced = trace_steps(workload, workload.largest_bucket, strategies(recipe, num_gpus), precision=precision)
-    whole = traced["single"].whole.states
-    work = step_work(workload, traced["single"])
-    strategies_of_gpu = strategy_rows(traced, num_gpus)
+    whole, work = traced["single"].whole.states, step_work(workload, traced["single"])
+    on_gpu = strategy_rows(traced, num_gpus)
 
     def time(gpu: Gpu, ranks: int, images: int, mfu: float | None = None) -> StepTime | None:
         name, memory = recipe_memory(recipe, traced, num_gpus, ranks)
@@ -70,13 +78,11 @@ def plan(
 
     def gpu_row(gpu: Gpu) -> dict[str, Any]:
         peak, rate, step = gpu.peak_flops(precision), 0.0, None
-        fits = [
-            fit(workload, memory, gpu.memory_gib, local_batch)[0] for memory, _ in list(strategies_of_gpu.values())[:2]
-        ]
         if peak and measured:  # it already contains all that takes time
             rate = peak * measured / workload.flops * num_gpus
         elif peak and (step := time(gpu, num_gpus, local_batch)):
             rate = batch / step.seconds
+        fits = [fit(workload, memory, gpu.memory_gib, local_batch)[0] for memory, _ in [*on_gpu.values()][:2]]
         return {
             "gpu": gpu.name,
             "memory_gib": gpu.memory_gib,
@@ -87,14 +93,23 @@ def plan(
             "seconds": images / rate if rate else None,
         }
 
-    rows = [gpu_row(known) for known in GPUS]
-    rate = next(row["images_per_second"] for row in rows if row["gpu"] == chosen.name)
+    def strategy_row(name: str, memory: Traced, host: int) -> dict[str, Any]:
+        """At the largest microbatch, or of one image if none fits."""
+        microbatch, step = fit(workload, memory, chosen.memory_gib, local_batch)
+        sizes = step.peak(max(1, microbatch), batch=local_batch) | {"workspace": workspace(workload, local_batch)}
+        return {
+            "strategy": name,
+            "microbatch": microbatch,
+            "bytes": {part: round(size) for part, size in sizes.items()},
+            "total": round(sum(sizes.values())),
+            "host": host + step.on_host(max(1, microbatch)),
+        }
+
+    known_gpus = {known.name: gpu_row(known) for known in GPUS}
+    rate = known_gpus[chosen.name]["images_per_second"]
+    name, _ = recipe_memory(recipe, traced, num_gpus, max(num_gpus, GPUS_PER_MACHINE))
     table = scaling(
-        lambda ranks, images: time(chosen, ranks, images, measured),
-        recipe_memory(recipe, traced, num_gpus, max(num_gpus, 8))[0],
-        batch=batch,
-        images=images,
-        gpus=num_gpus,
+        lambda ranks, images: time(chosen, ranks, images, measured), name, batch=batch, images=images, gpus=num_gpus
     )
     return {
         "model": workload.spec.name,
@@ -111,15 +126,12 @@ def plan(
         "gpus": num_gpus,
         "gpu": chosen.name,
         "images": images,
-        "asked": _recipe_strategy(workload),
+        "asked": f"deepspeed with '{section.deepspeed_config}'" if section.deepspeed_config else section.strategy,
         "changes": list(changes),
         "mfu": measured or rate * workload.flops / (num_gpus * chosen.peak_flops(precision)),
         "mfu_is_measured": run is not None,
-        "strategies": [
-            _strategy_row(workload, name, memory, host, chosen, local_batch)
-            for name, (memory, host) in strategies_of_gpu.items()
-        ],
-        "known_gpus": rows,
+        "strategies": [strategy_row(name, *held) for name, held in on_gpu.items()],
+        "known_gpus": list(known_gpus.values()),
         "scaling": {"gpu": chosen.name, "network_gbit": network_gbit} | table,
     }
 
@@ -157,22 +169,6 @@ def fit(workload: TrainingWorkload, memory: Traced, gib: float, images: int) -> 
     return memory.fit(room, images, min(workload.recipe.run.microbatch or images, images))
 
 
-def _strategy_row(
-    workload: TrainingWorkload, name: str, memory: Traced, host: int, gpu: Gpu, images: int
-) -> dict[str, Any]:
-    """Memory of a strategy at its largest microbatch, or of one image if none fits."""
-    microbatch, step = fit(workload, memory, gpu.memory_gib, images)
-    peak = step.peak(max(1, microbatch), batch=images)
-    sizes = {**peak, "workspace": workspace(workload, images)}
-    return {
-        "strategy": name,
-        "microbatch": microbatch,
-        "bytes": {part: round(size) for part, size in sizes.items()},
-        "total": round(sum(sizes.values())),
-        "host": host + step.on_host(max(1, microbatch)),
-    }
-
-
 def find_gpu(name: str, precision: str) -> Gpu:
     """The GPU with this name.
 
@@ -206,20 +202,8 @@ def measured_mfu(run: Path) -> float:
     return median(reported[len(reported) // 2 :])
 
 
-def _recipe_strategy(workload: TrainingWorkload) -> str:
-    section = workload.recipe.parallel
-    return f"deepspeed with '{section.deepspeed_config}'" if section.deepspeed_config else section.strategy
-
-
 def render(result: dict[str, Any]) -> str:
-    """The plan as aligned text."""
-    parts = (_render_workload, _render_strategies, _render_gpus)
-    return "\n".join(line for part in parts for line in (*part(result), "")) + "\n".join(
-        render_scaling(result["scaling"])
-    )
-
-
-def _render_workload(result: dict[str, Any]) -> list[str]:
+    """The plan as text: the training, its strategies, GPUs, and more of them."""
     kind = "measured"
     if not result["mfu"]:
         kind = f"on {result['gpu']}: not one image fits; below are GPUs and strategies that have room"
@@ -228,55 +212,48 @@ def _render_workload(result: dict[str, Any]) -> list[str]:
     text = f", {result['caption_tokens']} caption tokens" if result["caption_tokens"] else ""
     size = f"{shortened(result['parameters'])} parameters"
     size += f" of which {shortened(result['trained_parameters'])} train" if result["lora_rank"] else ""
-    return [
-        f"model       {result['model']}, {size}, {result['bucket']} px{text}",
-        f"arithmetic  {result['flops_per_image'] / 1e12:.3g} TFLOP an image, {result['precision']}",
-        f"batch       {result['global_batch']} images on {result['gpus']} GPUs",
-        f"strategy    {result['asked']} by the recipe; below are all",
-        *(f"{'':<12}{line}" for line in result["changes"]),
-        f"MFU         {result['mfu']:.0%}, {kind}",
-        f"checkpoint  {readable_size(result['checkpoint_bytes'])} of weights that train, optimizer and averages",
-        f"memory      traced, not compiled{'; torch.compile takes less' if result['compiled'] else ''}",
-    ]
-
-
-def _render_strategies(result: dict[str, Any]) -> list[str]:
-    lines = [
-        f"GiB on each {result['gpu']}, at the largest microbatch that fits (0: none; then of one image)",
-        f"{'strategy':<19}{'images':>7}{'params':>8}{'grads':>8}{'optim':>8}{'EMA':>8}{'activ.':>8}{'work':>8}"
-        f"{'total':>8}{'host':>8}",
-    ]
+    parts = {PARAMETERS: "params", GRADIENTS: "grads", OPTIMIZER: "optim", EMA: "EMA", ACTIVATIONS: "activ."}
+    parts |= {"workspace": "work"}
+    memory = [["strategy", "images", *parts.values(), "total", "host"]]
     for row in result["strategies"]:
-        parts = [row["bytes"][name] for name in (PARAMETERS, GRADIENTS, OPTIMIZER, EMA, ACTIVATIONS, "workspace")]
-        numbers = "".join(f"{value / GIB:>8.2f}" for value in (*parts, row["total"], row["host"]))
-        lines.append(f"{row['strategy']:<19}{row['microbatch']:>7}{numbers}")
-    return lines
-
-
-def _render_gpus(result: dict[str, Any]) -> list[str]:
-    rows = result["known_gpus"]
-    lines = [
-        f"largest microbatch on each GPU, and {result['images']:,} images on {result['gpus']} of them",
-        f"{'GPU':<12}{'GiB':>7}{'whole':>8}{'sharded':>9}{'images/s':>10}{'time':>14}",
-        *(f"{row['gpu']:<12}{row['memory_gib']:>7.1f}{_fit_columns(row)}" for row in rows),
-    ]
-    if any(row["launch_bound"] for row in rows):
-        lines.append(
+        sizes = (*(row["bytes"][part] for part in parts), row["total"], row["host"])
+        memory.append([row["strategy"], str(row["microbatch"]), *(f"{size / GIB:.2f}" for size in sizes)])
+    known, gpus = result["known_gpus"], [["GPU", "GiB", "whole", "sharded", "images/s", "time"]]
+    for row in known:
+        cells = ["-"] * 4
+        if row["seconds"] is not None:
+            cells = [str(row["microbatch_whole"]), _number(row["microbatch_sharded"])]
+            time = readable_time(row["seconds"]) + (" *" if row["launch_bound"] else "")
+            cells += [f"{row['images_per_second']:,.0f}", time]
+        gpus.append([row["gpu"], f"{row['memory_gib']:.1f}", *cells])
+    notes = []
+    if any(row["launch_bound"] for row in known):
+        notes.append(
             f"*: bound by launching operations, {LAUNCH_SECONDS * 1e6:.0f} us each: a rule, not measured on a GPU. A "
             "larger batch on each GPU takes less time for an image."
         )
-    if any(row["seconds"] is None for row in rows):
-        lines.append(f"-: it has no {result['precision']}. Plan with the run.precision that you would train in.")
-    return lines
-
-
-def _fit_columns(row: Mapping[str, Any]) -> str:
-    """Microbatches, images a second and time of a GPU; dashes if it lacks the precision."""
-    if row["seconds"] is None:
-        return f"{'-':>8}{'-':>9}{'-':>10}{'-':>14}"
-    return (
-        f"{row['microbatch_whole']:>8}{_number(row['microbatch_sharded']):>9}{row['images_per_second']:>10,.0f}"
-        f"{readable_time(row['seconds']):>14}{' *' if row['launch_bound'] else ''}"
+    if any(row["seconds"] is None for row in known):
+        notes.append(f"-: it has no {result['precision']}. Plan with the run.precision that you would train in.")
+    return "\n".join(
+        [
+            f"model       {result['model']}, {size}, {result['bucket']} px{text}",
+            f"arithmetic  {result['flops_per_image'] / 1e12:.3g} TFLOP an image, {result['precision']}",
+            f"batch       {result['global_batch']} images on {result['gpus']} GPUs",
+            f"strategy    {result['asked']} by the recipe; below are all",
+            *(f"{'':<12}{line}" for line in result["changes"]),
+            f"MFU         {result['mfu']:.0%}, {kind}",
+            f"checkpoint  {readable_size(result['checkpoint_bytes'])} of weights that train, optimizer and averages",
+            f"memory      traced, not compiled{'; torch.compile takes less' if result['compiled'] else ''}",
+            "",
+            f"GiB on each {result['gpu']}, at the largest microbatch that fits (0: none; then of one image)",
+            *aligned(memory),
+            "",
+            f"largest microbatch on each GPU, and {result['images']:,} images on {result['gpus']} of them",
+            *aligned(gpus),
+            *notes,
+            "",
+            *render_scaling(result["scaling"]),
+        ]
     )
 
 

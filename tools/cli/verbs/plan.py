@@ -68,7 +68,11 @@ def plan_train(
     if store and resolution:
         raise RecipeError("plan train: a store has its own resolution. Give either --store or --resolution.")
     if fits:
-        _plan_fits(recipe, overrides or [], store, fits, gpu, resolution, as_json=as_json)
+        from ...plan.fits import fits as find_fits
+        from ...plan.fits import render_fits
+
+        found = find_fits(recipe, overrides or [], store=store, resolution=resolution, gib=fits, gpu=gpu)
+        print_result(found, render_fits, as_json=as_json)
         return
     if recipe is None:
         raise RecipeError("plan train: expected a RECIPE, or --fits GB for every shipped one.")
@@ -91,22 +95,3 @@ def plan_train(
         places = [*(("--store", store) if store else ()), "--run", f"runs/{Path(recipe).name.removesuffix('.toml')}"]
         changed = [word for override in overrides or () for word in ("--set", override)]
         print_next(["train", recipe, *places, *changed])
-
-
-def _plan_fits(
-    recipe: str | None,
-    overrides: list[str],
-    store: str | None,
-    gib: float,
-    gpu: str | None,
-    resolution: int | None,
-    *,
-    as_json: bool,
-) -> None:
-    from ...plan.fits import at_resolution, render_fits
-    from ...plan.fits import fits as find_fits
-    from ...plan.workload import workload_of_stores
-
-    describe = (lambda loaded, _: workload_of_stores(loaded, store)) if store else at_resolution
-    result = find_fits(recipe, overrides, describe, gib=gib, gpu=gpu, resolution=resolution)
-    print_result(result, render_fits, as_json=as_json)

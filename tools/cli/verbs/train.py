@@ -13,7 +13,7 @@ from typer import Argument, Option
 from ....datasets.errors import LeanditError, RecipeError
 from ....train.parallel.stop import StopRequest
 from ...terminal.outcome import command_without, print_next, sample_with
-from ...terminal.text import Rows, print_rows
+from ...terminal.text import Rows, print_rows, print_text
 from ..options import (
     Device,
     DryRun,
@@ -58,7 +58,7 @@ def train(
     if dry_run:
         from ...plan.dry_run import describe_train
 
-        print(describe_train(loaded, store, torch_device(device)))
+        print_text(describe_train(loaded, store, torch_device(device)))
         if run and names_store:
             print_next(command_without("--dry-run"))
         return
