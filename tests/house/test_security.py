@@ -56,7 +56,7 @@ from leandit.precompute.sources.source import list_source
 from leandit.precompute.sources.tables.json_rows import MAX_LINE_BYTES
 from leandit.tools.inspection.store_facts import StoreFacts, describe_record
 from leandit.tools.sample.request import SampleRequest
-from leandit.tools.sample.sampler import sample_grid
+from leandit.tools.sample.sample import sample_grid
 from leandit.train.loop import StopRequest, train
 from leandit.train.weights.checkpoint import find
 
@@ -1294,14 +1294,12 @@ ALLOWED_PICKLES = {
 ALLOWED_WRITES = {
     ("train/metrics/writer.py", "open"),  # metrics.jsonl grows by a line at a time
     ("train/weights/dit_checkpoints.py", "save"),  # into memory, from where datasets/disk/files.py writes it
-    ("tools/sample/sample_set.py", "save"),  # likewise
+    ("tools/sample/sample.py", "save"),  # likewise
     ("tools/inspection/report/page.py", "save"),  # likewise
     ("tools/inspection/view/images.py", "save"),  # into memory, for an answer
-    ("tools/sample/decode_grids.py", "save"),
     ("tools/inspection/pictures.py", "save"),  # pictures for people to look at, which nothing reads again
     ("tools/demo/demo.py", "save"),
     ("tools/demo/scenes.py", "save"),  # the images that it generates, before the list that names them
-    ("tools/sample/sampler.py", "save"),
     ("tools/bench/loader.py", "open"),  # a flat copy in a temporary folder
 }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...datasets.disk.hashing import read_json
 from ...datasets.errors import DamageError, RecipeError, RunError, SourceError
 from ...train.weights.folders import SNAPSHOT, STATE, find, is_run
-from ..sample.evaluation.request import INCEPTION
+from ..sample.request import INCEPTION
 from .options import is_url
 
 if TYPE_CHECKING:  # pydantic's models take half of a second

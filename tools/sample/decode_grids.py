@@ -6,7 +6,6 @@ The trainer starts this as a process of its own: python -m leandit.tools.sample.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import sys
@@ -22,6 +21,7 @@ from ...datasets.errors import DamageError, EncoderError, LeanditError
 from ...datasets.format.schema import LatentSpec
 from ...train.run.evaluation.decoding import PICTURE, waiting
 from ..inspection.pictures import Cell, LatentDecoder, draw_sheet
+from .sample import png_bytes
 from .sampler import decode_in_parts
 
 DECODED = 4  # images decoded at once
@@ -54,29 +54,26 @@ def decode_grids(folder: Path, vae: str | None = None) -> None:
                 )
         images = decode_in_parts(decoder.decode, latents, DECODED)
         cells = [Cell(pixels, name) for pixels, name in zip(images, grid["names"], strict=True)]
-        png = io.BytesIO()
-        draw_sheet(cells).save(png, format="PNG")
-        write_atomic(path.with_suffix(f".{PICTURE}"), png.getvalue())
+        write_atomic(path.with_suffix(f".{PICTURE}"), png_bytes(draw_sheet(cells)))
         remove(path)
-    if unreadable:
-        raise next(iter(unreadable.values()))
+    for error in unreadable.values():
+        raise error
 
 
 def _read(path: Path) -> tuple[np.ndarray, LatentSpec, dict[str, Any]]:
-    """(B, C, H, W) float32 raw latents, their spec, and what their writer says of them."""
+    """(B, C, H, W) float32 raw latents, their spec, and the description by their writer."""
     try:
         with safe_open(path, framework="np") as file:
             grid = json.loads(file.metadata()["grid"])
             latents, spec = file.get_tensor("latents"), LatentSpec.model_validate(grid["latent"])
             if latents.ndim != 4 or latents.shape[1] != spec.channels:
-                raise ValueError(f"latents of {latents.shape}, needed (B, {spec.channels}, H, W)")
+                raise ValueError(f"latents of {latents.shape}, expected (B, {spec.channels}, H, W)")
             return latents, spec, grid
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DamageError(f"grid '{path}': it cannot be read ({error}). Remove it.") from error
 
 
-def main() -> None:
-    """Decode the grids of the folder in the first argument."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Decode the grids that a run has drawn.")
     parser.add_argument("folder", type=Path, help="samples/ of a run")
     parser.add_argument("--vae", help="hub id or folder of another VAE than that of the store")
@@ -88,7 +85,3 @@ def main() -> None:
     except LeanditError as error:
         print(error, file=sys.stderr)
         raise SystemExit(error.exit_code) from error
-
-
-if __name__ == "__main__":
-    main()

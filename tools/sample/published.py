@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from ...datasets.disk.hashing import xxh3_parts
 from ...datasets.errors import RecipeError
+from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import imagenet_names
-from ...datasets.format.schema import StoreSpec
 from ...precompute import config as precompute_config
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.describe import describe_store
@@ -51,7 +52,7 @@ def load_published(source: Path, request: SampleRequest, device: torch.device, *
         )
     recipe = train_config.load(request.recipe, [])
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"init_from": str(source)})})
-    encoders = _with_models(precompute_config.load(request.encoders, []), request)
+    encoders = _encoder_recipe(request)
     takes_text, num_classes = bool(encoders.text_sections), recipe.model.num_classes
     if not (takes_text or num_classes):
         raise RecipeError("--recipe: its model.num_classes is 0. Expected the number of classes, as of 'dit-xl-2-256'.")
@@ -59,11 +60,16 @@ def load_published(source: Path, request: SampleRequest, device: torch.device, *
     wnids = list(imagenet_names())
     names = wnids if num_classes == len(wnids) else [str(label) for label in range(num_classes)]
     store = describe_store(encoders, None, loaded).model_copy(update={"classes": None if takes_text else names})
+    # The squarest bucket is drawn by default, so it gets the largest count.
+    sides = {name: bucket_size(name) for name in store.images.buckets}
+    squarest_last = sorted(sides, key=lambda name: abs(np.log(sides[name][0] / sides[name][1])), reverse=True)
+    buckets = {name: count for count, name in enumerate(squarest_last)}
     spec = model_spec(recipe, store, f"--encoders of {source}").plain
     model = build_model(spec, seed=0)
     weights = initial_weights(str(source), model, spec)
     model.load_state_dict(weights)
     null, null_pooled = (part if part is None else part.to(device) for part in encoded_null(spec, loaded.captions))
+    state: dict[str, Any] = {"latent": store.latent, "place": Path(), "buckets": buckets, "root_hashes": ()}
     return Snapshot(
         path=source,
         step=0,
@@ -73,17 +79,26 @@ def load_published(source: Path, request: SampleRequest, device: torch.device, *
         latent=store.latent,
         text=store.text,
         conditioner=Conditioner(spec, null, caption_step=caption_step(compiled), null_pooled=null_pooled),
-        state=snapshot_state(
-            recipe,
-            store,
-            spec,
-            latent=store.latent,
-            place=Path(),
-            buckets=_squarest_first(store),
-            root_hashes=(),
-        ),
+        state=snapshot_state(recipe, store, spec, **state),
         weights_hash=xxh3_parts([np.ascontiguousarray(weights[name].numpy()) for name in sorted(weights)])[1],
     )
+
+
+def _encoder_recipe(request: SampleRequest) -> PrecomputeRecipe:
+    """The recipe of the encoders, with those that the request names, each in a folder of its own.
+
+    Raises: RecipeError: there are several text encoders.
+    """
+    encoders = precompute_config.load(request.encoders, [])
+    changes, location = {}, {"subfolder": "", "revision": ""}
+    if request.text and encoders.texts:
+        raise RecipeError(f"--text '{request.text}': the recipe has several text encoders. Name their folders in it.")
+    if request.vae:
+        changes["vae"] = encoders.vae.model_copy(update=location | {"model": request.vae})
+    if request.text and encoders.text_sections:
+        location |= {"model": request.text, "tokenizer_subfolder": ""}
+        changes["text"] = encoders.text.model_copy(update=location)
+    return encoders.model_copy(update=changes)
 
 
 def encoded_null(spec: ModelSpec, encoders: Mapping[str, CaptionEncoder]) -> tuple[Tensor | None, Tensor | None]:
@@ -97,31 +112,8 @@ def encoded_null(spec: ModelSpec, encoders: Mapping[str, CaptionEncoder]) -> tup
     if not spec.texts:
         return torch.from_numpy(encoders[""].encode_null().token_rows()[0]).float(), None
     nulls = {}
-    for one in spec.texts:
-        null = encoders[one.name].encode_null().row(0)
-        encoders[one.name].release()
-        nulls[one.name] = null_batch(*(None if part is None else torch.from_numpy(part) for part in null))
+    for text in spec.texts:
+        null = encoders[text.name].encode_null().row(0)
+        encoders[text.name].release()
+        nulls[text.name] = null_batch(*(None if part is None else torch.from_numpy(part) for part in null))
     return joined_null(spec, nulls)
-
-
-def _with_models(encoders: PrecomputeRecipe, request: SampleRequest) -> PrecomputeRecipe:
-    """The recipe with the requested encoders, each in a folder of its own.
-
-    Raises: RecipeError: there are several text encoders.
-    """
-    changes, location = {}, {"subfolder": "", "revision": ""}
-    if request.text and encoders.texts:
-        raise RecipeError(f"--text '{request.text}': the recipe has several text encoders. Name their folders in it.")
-    if request.vae:
-        changes["vae"] = encoders.vae.model_copy(update=location | {"model": request.vae})
-    if request.text and encoders.text_sections:
-        location |= {"model": request.text, "tokenizer_subfolder": ""}
-        changes["text"] = encoders.text.model_copy(update=location)
-    return encoders.model_copy(update=changes)
-
-
-def _squarest_first(store: StoreSpec) -> dict[str, int]:
-    """Buckets with counts that make the squarest one the most common, which is the default to draw."""
-    sides = {name: [int(side) for side in name.split("x")] for name in store.images.buckets}
-    order = sorted(sides, key=lambda name: abs(np.log(sides[name][0] / sides[name][1])), reverse=True)
-    return {name: count for count, name in enumerate(order)}

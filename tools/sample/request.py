@@ -1,4 +1,4 @@
-"""What to draw: the options of ``leandit sample``, most of which ``leandit evaluate`` shares. Needs no torch."""
+"""The options of ``leandit sample`` and ``leandit evaluate``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ...datasets.format.class_names import ClassNames
 
 DEFAULT_COUNT = 16
 LARGEST_GRID = 256  # images; a larger number becomes a set of files
+INCEPTION = "inception"
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,12 @@ class SampleRequest:
     store: Path | None = None
 
     def __post_init__(self) -> None:
-        """Raise RecipeError for an interval that is none."""
+        """Raise RecipeError for an invalid interval."""
         _ = self.interval
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Times of guidance.
+        """Times of guidance, from 0 (data) to 1 (noise).
 
         Raises: RecipeError: not two times in order.
         """
@@ -95,7 +96,7 @@ class SampleRequest:
 
     @property
     def num_subjects(self) -> int:
-        """Number of labels or captions."""
+        """Number of requested labels or captions."""
         return len(self.labels) + len(self.captions)
 
     @property
@@ -107,6 +108,46 @@ class SampleRequest:
     def is_published(self) -> bool:
         """Whether a published checkpoint draws, not a run."""
         return bool(self.recipe or self.encoders)
+
+
+@dataclass(frozen=True)
+class EvaluateRequest:
+    """What to measure, and how. A field with an ``Option`` is one of the command line.
+
+    Args:
+      target: a run, a folder of images, or a .npz file.
+      against: the reference: a store, a folder or a .npz file; None: only ``clip``.
+      keep: file for the statistics of the reference.
+      captions: samples.json or metadata.jsonl; None: the one in the folder.
+      draw: what a run draws; its ``vae`` decodes a store too.
+      out: folder for it.
+    """
+
+    target: Path = Path()
+    against: Path | None = None
+    features: Annotated[
+        str, Option(help='"inception", a file of its weights, or folder or hub id of a vision model.')
+    ] = INCEPTION
+    resize: Annotated[
+        Literal["antialiased", "tensorflow"] | None,
+        Option(help="Resize of Inception: tensorflow as ADM's evaluator and the original FID."),
+    ] = None
+    source: Annotated[list[str], Option(help="Source images of the store, instead of decoding it; repeatable.")] = (
+        field(default_factory=list)
+    )
+    crop_px: Annotated[
+        int, Option("--crop", min=0, metavar="PX", help="Crop images of folders to squares, as ADM; 0: as they are.")
+    ] = 0
+    most: Annotated[
+        int, Option("--against-num", min=0, help="Images of the reference, spread evenly over it; 0: all.")
+    ] = 0
+    clip: Annotated[
+        str | None, Option("--clip", help="Folder or hub id of a CLIP, for the CLIP score of the captions.")
+    ] = None
+    keep: Path | None = None
+    captions: Path | None = None
+    draw: SampleRequest = field(default_factory=SampleRequest)
+    out: Path | None = None
 
 
 def find_labels(state: Mapping[str, Any], labels: Sequence[int | str], captions: Sequence[str]) -> list[int]:

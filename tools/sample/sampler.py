@@ -1,4 +1,4 @@
-"""``leandit sample``: images from a snapshot and a VAE decoder, for class labels or captions."""
+"""Images from a snapshot and a VAE decoder, for class labels or captions: one loop for grids, sets and the demo."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import numpy as np
 import torch
 
 from ...datasets.batches.latents import denormalise
-from ...datasets.disk.files import write_atomic
-from ...datasets.disk.hashing import canonical_json
 from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.buckets import bucket_size
 from ...train.models.build import most_tokens_a_side, patch_of
@@ -21,7 +19,7 @@ from ...train.optim.loss_scale import autocast_dtype
 from ...train.sampling.guided import Solver, draw_latents
 from ...train.sampling.schedulers import choose_sampler
 from ...train.sampling.snapshot import Snapshot, load_snapshot
-from ..inspection.pictures import COLUMNS, Cell, LatentDecoder, draw_sheet
+from ..inspection.pictures import LatentDecoder
 from .published import load_published
 from .request import SampleRequest
 from .subjects import Subjects
@@ -30,37 +28,7 @@ LOG = logging.getLogger(__name__)
 DECODED = 16  # images decoded at once: for each, a decoder needs more memory than the model
 LARGEST_GUIDANCE = 100.0
 MANY_FORWARDS = 1000  # compiling takes about a minute, and saves about a third; a rule, not measured on a GPU
-LARGEST_ROW = 12  # images of one label or caption in a row of the grid
-
-
-def sample_grid(run: Path, request: SampleRequest, *, out: Path, device: torch.device) -> dict[str, Any]:
-    """Draw images and write ``grid.png`` and ``samples.json``.
-
-    A grid shows all images of the first label or caption, then all of the next; image number n is that of a set.
-
-    Args:
-      run: a run, or with ``request.recipe`` a published checkpoint.
-    Returns: what was drawn, as plain values.
-    Raises: RunError, EncoderError, StoreError, RecipeError.
-    """
-    sampler = open_sampler(run, request, device, evenly=True)
-    subjects, subject_count = sampler.subjects, request.num_subjects or 1
-    numbers = sorted(range(subjects.total), key=lambda number: number % subject_count)
-    classes = sampler.snapshot.class_names
-    labels = [subjects.label(number) for number in numbers]
-    names = [
-        subjects.name(number) if label is None else f"{label}: {classes.describe(label)}"
-        for number, label in zip(numbers, labels, strict=True)
-    ]
-    cells = [Cell(pixels, name) for (_, pixels), name in zip(sampler.draw(numbers), names, strict=True)]
-    of_each = request.count or 1
-    columns = of_each if request.num_subjects and 1 < of_each <= LARGEST_ROW else COLUMNS
-    out.mkdir(parents=True, exist_ok=True)
-    draw_sheet(cells, columns=columns).save(out / "grid.png")
-    files = {"samples": names, "grid": str(out / "grid.png")}
-    result = sampler.summary() | {"steps": request.steps, "seed": request.seed} | files
-    write_atomic(out / "samples.json", canonical_json(result))
-    return result
+SOLVER = ("sampler", "steps", "guidance", "interval", "guided_channels", "shift", "diffusion", "last_step")
 
 
 def open_sampler(
@@ -70,7 +38,7 @@ def open_sampler(
 
     Args:
       processes: that share the images.
-      evenly: as of ``Subjects``.
+      evenly: spread classes or captions over all, see ``Subjects``.
     Raises: RunError, EncoderError; RecipeError: the model cannot draw the request.
     """
     compiled = compiles(request, device, processes)
@@ -95,7 +63,7 @@ class ImageSampler:
 
     Args:
       run: folder of the model, for captions.
-      evenly: as of ``Subjects``.
+      evenly: spread classes or captions over all, see ``Subjects``.
       compiled: the blocks of the model are, so all batches are filled to one size.
     Raises: RunError, EncoderError; RecipeError: the model cannot draw the request.
     """
@@ -110,40 +78,21 @@ class ImageSampler:
         evenly: bool = False,
         compiled: bool = False,
     ) -> None:
-        check_guidance(snapshot, request)
         self.snapshot, self.request, self._compiled = snapshot, request, compiled
-        self.bucket = choose_bucket(snapshot, request.bucket)
         self.sampler = choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
-        if self.sampler != "sde" and (request.diffusion, request.last_step) != ("sigma", "mean"):
-            raise RecipeError("--diffusion, --last-step: only --sampler sde has them. Give it, or leave them out.")
-        if snapshot.objective.kind != "flow" and request.shift is not None:
-            raise RecipeError(
-                f"--shift {request.shift:g}: only flow matching has one; the run has 'ddpm'. Leave it out."
-            )
-        self.solver = Solver(
-            sampler=request.sampler,
-            steps=request.steps,
-            guidance=request.guidance,
-            interval=request.interval,
-            guided_channels=request.guided_channels,
-            shift=request.shift,
-            diffusion=request.diffusion,
-            last_step=request.last_step,
-            autocast=autocast_dtype(request.precision, device),
-            tf32=request.precision == "tf32",
-        )
+        check_solver(snapshot, request, self.sampler)
+        self.bucket = choose_bucket(snapshot, request.bucket)
+        how: dict[str, Any] = {name: getattr(request, name) for name in SOLVER}
+        precision = request.precision
+        self.solver = Solver(**how, autocast=autocast_dtype(precision, device), tf32=precision == "tf32")
         self.subjects = Subjects(snapshot, run, request, device, evenly=evenly)
         where = f"snapshot '{snapshot.path}'"
         self.decoder = LatentDecoder(snapshot.state["vae"], snapshot.latent, request.vae, device, where=where)
 
-    @property
-    def warning(self) -> str | None:
-        """For the user, if the average is young, or the decoder is not the VAE that made the store."""
-        other = f"decoded by '{self.decoder.identity.model}', which is not the VAE that the store was made with"
-        return "; ".join(filter(None, (self.snapshot.warning, None if self.decoder.is_own else other))) or None
-
     def summary(self) -> dict[str, Any]:
-        """What it draws with, as plain values."""
+        """What it draws with, as plain values; a warning for a young average, or another VAE than that of the store."""
+        other = f"decoded by '{self.decoder.identity.model}', which is not the VAE that the store was made with"
+        warnings = filter(None, (self.snapshot.warning, None if self.decoder.is_own else other))
         return {
             "snapshot": self.snapshot.path.name,
             "step": self.snapshot.step,
@@ -151,7 +100,7 @@ class ImageSampler:
             "bucket": self.bucket,
             "sampler": self.sampler,
             "guidance": self.request.guidance,
-            "warning": self.warning,
+            "warning": "; ".join(warnings) or None,
         }
 
     def draw(self, numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
@@ -186,11 +135,8 @@ def decode_in_parts(
         yield from decode(rows[start : start + most])
 
 
-# ------------------------------------------------------------------------------------------------------------- checks
-
-
-def check_guidance(snapshot: Snapshot, request: SampleRequest) -> None:
-    """Raise RecipeError for guidance that the model cannot follow."""
+def check_solver(snapshot: Snapshot, request: SampleRequest, sampler: str) -> None:
+    """Raise RecipeError for guidance that the model cannot follow, or an option that the sampler does not have."""
     guidance, channels = request.guidance, snapshot.spec.channels
     if not 0 <= guidance <= LARGEST_GUIDANCE:
         raise RecipeError(f"--guidance {guidance:g}: expected a number from 0 to {LARGEST_GUIDANCE:g}; 1 is none.")
@@ -201,6 +147,10 @@ def check_guidance(snapshot: Snapshot, request: SampleRequest) -> None:
             f"--guidance {guidance:g}: the model was trained with conditioning.drop = 0, so it has not learned the "
             "null condition that guidance needs. Use --guidance 1."
         )
+    if sampler != "sde" and (request.diffusion, request.last_step) != ("sigma", "mean"):
+        raise RecipeError("--diffusion, --last-step: only --sampler sde has them. Give it, or leave them out.")
+    if snapshot.objective.kind != "flow" and request.shift is not None:
+        raise RecipeError(f"--shift {request.shift:g}: only flow matching has one; the run has 'ddpm'. Leave it out.")
 
 
 def choose_bucket(snapshot: Snapshot, requested: str | None) -> str:

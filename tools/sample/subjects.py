@@ -6,13 +6,12 @@ Embeddings of captions are read from a store, or encoded live by its text encode
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ...datasets.arrays.caption_tokens import CaptionTokens
 from ...datasets.batches.captions import padded_captions
 from ...datasets.disk.hashing import read_json
 from ...datasets.errors import EncoderError, RunError, StoreError
@@ -32,13 +31,8 @@ CHOICE = 1  # third key of the draw of a subject; the noise has seed and number 
 Embedded = dict[str, EncodedCaption]  # of one caption, by name of the text encoder
 
 
-def evenly_spread(total: int, count: int) -> np.ndarray:
-    """So many of the numbers 0 to total - 1, from the first to the last; (count,) int64, ascending."""
-    return np.linspace(0, total - 1, count).round().astype(np.int64)
-
-
 class Subjects:
-    """The class or caption of each image by its number, and its conditioning.
+    """The class index or caption of each image by its number, and its conditioning.
 
     Requested labels or captions alternate. Without any, a grid has classes of the run or captions of the store that are
     evenly spread over all of them, and a set draws one uniformly for each image, from the seed and its number.
@@ -54,42 +48,36 @@ class Subjects:
     ) -> None:
         self._snapshot, self._device, self.total = snapshot, device, request.total
         self.labels = find_labels(snapshot.state, request.labels, request.captions)
-        self._texts = [caption.strip() for caption in request.captions]
-        self._captions = None
-        if snapshot.spec.takes_text:
-            self._captions = Captions(snapshot, run, request.store, request.text, device)
-        self._embeddings = self._captions.embed(self._texts) if self._captions and self._texts else []
-        if requested := len(self._texts or self.labels):
-            self._choose = lambda number: number % requested
+        requested = self.labels or [caption.strip() for caption in request.captions]
+        takes_text = snapshot.spec.takes_text
+        self._captions = Captions(snapshot, run, request.store, request.text, device) if takes_text else None
+        self._embedded = self._captions.embed(requested) if self._captions and request.captions else []
+        if requested:
+            self._choices, self._choose = requested, lambda number: number % len(requested)
             return
-        choices = self._captions.store.captions.num_rows if self._captions else len(snapshot.state["classes"])
+        self._choices = (
+            self._captions.store.captions["text"] if self._captions else range(len(snapshot.state["classes"]))
+        )
+        num_choices = len(self._choices)
         if evenly:
-            self.total = min(self.total, choices) if self._captions else self.total
-            self._choose = evenly_spread(choices, self.total).tolist().__getitem__
+            self.total = min(self.total, num_choices) if self._captions else self.total
+            self._choose = np.linspace(0, num_choices - 1, self.total).round().astype(int).tolist().__getitem__
         else:
-            self._choose = lambda number: keyed_hash(request.seed, number, CHOICE) % choices
+            self._choose = lambda number: keyed_hash(request.seed, number, CHOICE) % num_choices
 
-    def label(self, number: int) -> int | None:
-        """Class of an image; None for captions."""
-        if self._captions:
-            return None
-        return self.labels[self._choose(number)] if self.labels else self._choose(number)
-
-    def name(self, number: int) -> str:
+    def __getitem__(self, number: int) -> int | str:
         """The class index or caption of an image."""
-        if not self._captions:
-            return str(self.label(number))
-        chosen = self._choose(number)
-        return self._texts[chosen] if self._texts else self._captions.text(chosen)
+        choice = self._choices[self._choose(number)]
+        return choice if isinstance(choice, int | str) else choice.as_py()
 
     def conditioning(self, numbers: Sequence[int]) -> Conditioning:
         """The conditioning of some images."""
         if not self._captions:
-            labels = torch.tensor([self.label(number) for number in numbers], device=self._device)
+            labels = torch.tensor([self[number] for number in numbers], device=self._device)
             return self._snapshot.conditioner(labels, {})
-        if self._embeddings:
-            return self._captions.conditioning([self._embeddings[self._choose(number)] for number in numbers])
-        return self._captions.conditioning(self._captions.embed([self.name(number) for number in numbers]))
+        if self._embedded:
+            return self._captions.conditioning([self._embedded[self._choose(number)] for number in numbers])
+        return self._captions.conditioning(self._captions.embed([str(self[number]) for number in numbers]))
 
 
 class Captions:
@@ -110,10 +98,9 @@ class Captions:
         if text and len(self._encoders) > 1:
             raise EncoderError(f"--text '{text}': the model reads {len(self._encoders)} text encoders. Leave it out.")
         self._stores = [LatentStore(store, allow_incomplete=True)] if store else _stores_of(run)
-        made_with = {name: encoder["weights_sha256"] for name, encoder in self._encoders.items()}
         for opened in self._stores:
             stored = {encoder.name: encoder.encoder.weights_sha256 for encoder in opened.spec.text_encoders}
-            if stored and any(stored.get(name) != weights for name, weights in made_with.items()):
+            if stored and any(stored.get(name) != made["weights_sha256"] for name, made in self._encoders.items()):
                 raise RunError(f"store '{opened.path}': its captions come from another text encoder. Check --store.")
 
     @property
@@ -126,29 +113,20 @@ class Captions:
             raise RunError(f"run '{self._run}': its store is gone, so it has no captions. Give --caption or --store.")
         return self._stores[0]
 
-    def text(self, caption_id: int) -> str:
-        """A caption of the store."""
-        return self.store.captions["text"][caption_id].as_py()
-
     def embed(self, captions: Sequence[str]) -> list[Embedded]:
-        """Embeddings of each caption.
+        """Embeddings of each caption: of the first store that has it, else encoded now.
 
-        Raises: EncoderError: a caption is not in the store, and its encoder is missing or another one.
+        Raises: EncoderError: a caption is not in a store, and its encoder is missing or another one.
         """
         embedded: dict[str, Embedded] = {}
         for store in reversed(self._stores):
-            embedded |= _stored(store, captions, self._encoders)
+            for caption, row in zip(captions, store.find_captions(list(captions)), strict=True):
+                if row is not None:
+                    embedded[caption] = {name: _stored_caption(store, name, row) for name in self._encoders}
         if missing := [caption for caption in captions if caption not in embedded]:
-            embedded |= zip(missing, self.embed_live(missing), strict=True)
+            by_encoder = {name: self._encode(name, missing) for name in self._encoders}  # one is in memory at a time
+            embedded |= {text: {name: by_encoder[name][i] for name in by_encoder} for i, text in enumerate(missing)}
         return [embedded[caption] for caption in captions]
-
-    def embed_live(self, captions: list[str]) -> list[Embedded]:
-        """Encode captions, by one encoder after the other, so that one is in memory.
-
-        Raises: EncoderError: an encoder is missing, or another one.
-        """
-        by_encoder = {name: self._encode(name, captions) for name in self._encoders}
-        return [{name: rows[number] for name, rows in by_encoder.items()} for number in range(len(captions))]
 
     def conditioning(self, embeddings: Sequence[Embedded]) -> Conditioning:
         """The conditioning of some embeddings, padded to the longest."""
@@ -179,28 +157,18 @@ class Captions:
         return encoded
 
 
-def _stored(store: LatentStore, captions: Sequence[str], encoders: Iterable[str]) -> dict[str, Embedded]:
-    """Captions that a store holds, with their embeddings."""
-    return {
-        caption: {name: _embedding(store.text(name), number) for name in encoders}
-        for caption, number in zip(captions, store.find_captions(list(captions)), strict=True)
-        if number is not None
-    }
-
-
-def _embedding(text: CaptionTokens, number: int) -> EncodedCaption:
+def _stored_caption(store: LatentStore, name: str, row: int) -> EncodedCaption:
+    text = store.text(name)
     return EncodedCaption(
-        tokens=np.array(text[number], np.float32) if text.spec.has_tokens else None,
-        pooled=np.array(text.pooled_vector(number), np.float32) if text.spec.pooled_width else None,
+        tokens=np.array(text[row], np.float32) if text.spec.has_tokens else None,
+        pooled=np.array(text.pooled_vector(row), np.float32) if text.spec.pooled_width else None,
     )
 
 
 def _stores_of(run: Path) -> list[LatentStore]:
     """The stores of a run; one that is gone is left out, its captions are encoded."""
-    if not (run / RUN).is_file():
-        return []
     stores = []
-    for place in dict.fromkeys(entry["path"] for entry in read_json(run / RUN)["stores"]):
+    for place in dict.fromkeys(s["path"] for s in read_json(run / RUN)["stores"]) if (run / RUN).is_file() else ():
         with contextlib.suppress(StoreError, FileNotFoundError):
             stores.append(LatentStore(run / place, allow_incomplete=True))
     return stores

@@ -31,7 +31,7 @@ from leandit.tools.inspection.pictures import LatentDecoder
 from leandit.tools.sample.decode_grids import decode_grids
 from leandit.tools.sample.evaluation.images import decoded_images
 from leandit.tools.sample.request import SampleRequest
-from leandit.tools.sample.sampler import sample_grid
+from leandit.tools.sample.sample import sample_grid
 from leandit.train.loop import StopRequest, train
 from leandit.train.run.evaluation.decoding import Decoding
 from leandit.train.sampling.snapshot import load_snapshot

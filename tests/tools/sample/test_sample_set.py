@@ -21,7 +21,7 @@ from leandit.datasets.errors import DamageError, LeanditError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.tools.sample.npz import Rows, npz_parts
 from leandit.tools.sample.request import SampleRequest
-from leandit.tools.sample.sample_set import sample_set
+from leandit.tools.sample.sample import sample_set
 from leandit.tools.sample.subjects import Subjects
 from leandit.train.loop import StopRequest, train
 from leandit.train.parallel.ranks import Ranks
@@ -103,11 +103,11 @@ def test_a_set_is_pngs_and_an_npz_as_adms_evaluator_reads_it(run: Path, tmp_path
 def test_classes_are_drawn_uniformly_and_by_number(run: Path) -> None:
     snapshot = load_snapshot(run, CPU)
     subjects = Subjects(snapshot, run, request(seed=3), CPU, evenly=False)
-    labels = np.array([subjects.label(number) for number in range(3000)])
+    labels = np.array([subjects[number] for number in range(3000)])
     assert np.bincount(labels).tolist() == pytest.approx([1000] * 3, abs=100)
     assert (labels[:-1] == labels[1:]).mean() == pytest.approx(1 / 3, abs=0.05)
     requested = Subjects(snapshot, run, request(labels=["2", "0"]), CPU, evenly=False)
-    assert [requested.label(i) for i in range(5)] == [2, 0, 2, 0, 2]
+    assert [requested[i] for i in range(5)] == [2, 0, 2, 0, 2]
 
 
 @pytest.mark.parametrize(("world", "batch"), [(2, 4), (3, 3), (1, 11), (5, 1)])

@@ -16,8 +16,7 @@ from typer import Option
 from ....datasets.disk.files import write_atomic
 from ....datasets.disk.hashing import canonical_json
 from ....train.weights.folders import RUN
-from ...sample.evaluation.request import EvaluateRequest
-from ...sample.request import LARGEST_GRID, SampleRequest
+from ...sample.request import LARGEST_GRID, EvaluateRequest, SampleRequest
 from ...terminal.outcome import Command, print_next
 from ...terminal.text import print_result, print_rows
 from ..options import AsJson, Device, Run, local_input, output, print_line, rank_device, rank_progress, read_path
@@ -89,13 +88,13 @@ def sample(
     request = dataclasses.replace(request, store=store)
     where = {"out": out, "device": rank_device(device, ranks)}
     if npz or request.total > LARGEST_GRID or ranks.world_size > 1:
-        from ...sample.sample_set import sample_set
+        from ...sample.sample import sample_set
 
         with rank_progress(ranks) as progress:
             result = sample_set(run, request, **where, ranks=ranks, progress=progress)
         file, drawn = "npz", f"{result['there']} of {result['of']}, {result['drawn']} drawn by this process"
     else:
-        from ...sample.sampler import sample_grid
+        from ...sample.sample import sample_grid
 
         result = sample_grid(run, request, **where)
         file, drawn = "grid", str(len(result["samples"]))

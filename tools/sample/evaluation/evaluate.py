@@ -22,7 +22,8 @@ from ....train.parallel.ranks import Ranks, connected
 from ....train.parallel.watchdog import Watchdog
 from ....train.weights.folders import EVALUATIONS, is_run
 from ..npz import Npz
-from ..sample_set import RESULT, SET, sample_set
+from ..request import INCEPTION, EvaluateRequest
+from ..sample import RESULT, SET, sample_set
 from .caption_score import ClipScore, read_captions
 from .distances import (
     NEIGHBOURS_DENSITY,
@@ -45,7 +46,6 @@ from .moments import (
     read_moments,
     with_features,
 )
-from .request import INCEPTION, EvaluateRequest
 
 METADATA = "metadata.jsonl"
 FEW_IMAGES = 1000  # of a side, below which a share of them is rough: its standard error is above 0.01

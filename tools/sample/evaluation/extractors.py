@@ -29,8 +29,8 @@ from ....precompute.encoders.model_files import (
 from ....precompute.encoders.vision.families import CLIP, family_of, load_vision_model
 from ....precompute.encoders.vision.normalisation import GREY_LEVELS, PREPROCESSOR, normalisation
 from ....precompute.importing.formats.untrusted.torch_files import read_tensors
+from ..request import INCEPTION
 from . import inception
-from .request import INCEPTION
 from .resizing import Resize, squares
 
 INCEPTION_FILES = ("weights-inception-2015-12-05-6726825d.pth", "pt_inception-2015-12-05-6726825d.pth")

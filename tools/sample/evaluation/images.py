@@ -20,10 +20,9 @@ from ....datasets.store import LatentStore
 from ....precompute.config import SourceSection
 from ....precompute.images.decoders import Decoders, PicturePlace
 from ....precompute.sources.several import list_sources
-from ...inspection.pictures import LatentDecoder
+from ...inspection.pictures import LatentDecoder, spread
 from ..npz import Npz
 from ..sampler import decode_in_parts
-from ..subjects import evenly_spread
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif", ".heic", ".heif")
 MOST_DIGITS = 24  # of a number that is a name, with its suffix
@@ -51,7 +50,7 @@ class ImageSet:
         """At most so many of the images, evenly spread."""
         if most >= self.count:
             return self
-        few = self.some(evenly_spread(self.count, most))
+        few = self.some(spread(self.count, most))
         return dataclasses.replace(few, description=self.description | {"count": most, "of": self.count})
 
     def some(self, numbers: np.ndarray) -> ImageSet:

@@ -20,8 +20,8 @@ from ....datasets.errors import DamageError, EncoderError, RecipeError, SourceEr
 from ....precompute.progress.clock import Progress
 from ....train.parallel.watchdog import Watchdog
 from ....train.sampling.guided import float32_products
+from ...inspection.pictures import spread
 from ..npz import Npz, write_npz
-from ..subjects import evenly_spread
 from .extractors import Network
 from .images import ImageSet
 
@@ -125,7 +125,7 @@ def collect(batches: Iterable[np.ndarray], count: int, *, most: int = MOST_FEATU
       count: at least 2.
       most: features to keep.
     """
-    kept = evenly_spread(count, min(count, most))
+    kept = spread(count, most)
     mean, scatter, features, seen = np.zeros(0), np.zeros((0, 0)), np.zeros((0, 0), np.float32), 0
     for batch in batches:
         rows = batch.astype(np.float64)

@@ -29,8 +29,7 @@ from leandit.tools.sample.evaluation.distances import frechet_distance
 from leandit.tools.sample.evaluation.evaluate import evaluate, rows_of
 from leandit.tools.sample.evaluation.extractors import open_network
 from leandit.tools.sample.evaluation.images import folder_images
-from leandit.tools.sample.evaluation.request import EvaluateRequest
-from leandit.tools.sample.request import SampleRequest
+from leandit.tools.sample.request import EvaluateRequest, SampleRequest
 from leandit.train.loop import StopRequest, train
 from leandit.train.parallel.ranks import Ranks
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from leandit.datasets.errors import DamageError
+from leandit.tools.inspection.pictures import spread
 from leandit.tools.sample.evaluation.moments import Moments, collect, read_moments, write_moments
 from leandit.tools.sample.npz import Npz
-from leandit.tools.sample.subjects import evenly_spread
 
 
 def rows(count: int = 103, width: int = 7) -> np.ndarray:
@@ -35,11 +35,10 @@ def test_mean_and_covariance_of_batches_are_those_of_all(size: int) -> None:
 
 
 def test_the_kept_features_are_spread_evenly() -> None:
-    assert evenly_spread(101, 5).tolist() == [0, 25, 50, 75, 100]
     features = rows()
     found = collect(batches(features, 10), len(features), most=20)
     assert found.features is not None
-    assert np.array_equal(found.features, features[evenly_spread(103, 20)])
+    assert np.array_equal(found.features, features[spread(103, 20)])
     assert found.count == 103
 
 

@@ -1,4 +1,4 @@
-"""``leandit sample --num 50000``: a set of images for an evaluation, drawn by any number of processes.
+"""``leandit sample``: a grid of images, or a set of numbered files, drawn by any number of processes.
 
 Each image depends on the seed and its number alone; the process and the batch that draw it change only rounding.
 Process r of n draws the missing numbers among r, r + n, r + 2n, ...; processes do not communicate. A process that finds
@@ -22,12 +22,37 @@ from ...datasets.errors import DamageError, RunError
 from ...datasets.format.buckets import bucket_size
 from ...precompute.progress.clock import Progress
 from ...train.parallel.ranks import ALONE, Ranks
+from ..inspection.pictures import COLUMNS, Cell, draw_sheet
 from .npz import Rows, write_npz
 from .request import SampleRequest
 from .sampler import ImageSampler, open_sampler
-from .subjects import Subjects
 
 SET, RESULT = "set.json", "samples.json"
+LARGEST_ROW = 12  # images of one label or caption in a row of the grid
+
+
+def sample_grid(run: Path, request: SampleRequest, *, out: Path, device: torch.device) -> dict[str, Any]:
+    """Draw images and write ``grid.png`` and ``samples.json``.
+
+    A grid shows all images of the first label or caption, then all of the next; image number n is that of a set.
+
+    Args:
+      run: a run, or with ``request.recipe`` a published checkpoint.
+    Returns: what was drawn, as plain values.
+    Raises: RunError, EncoderError, StoreError, RecipeError.
+    """
+    sampler = open_sampler(run, request, device, evenly=True)
+    subject_count, of_each = request.num_subjects or 1, request.count or 1
+    numbers = sorted(range(sampler.subjects.total), key=lambda number: number % subject_count)
+    classes, subjects = sampler.snapshot.class_names, [sampler.subjects[number] for number in numbers]
+    names = [each if isinstance(each, str) else f"{each}: {classes.describe(each)}" for each in subjects]
+    cells = [Cell(pixels, name) for (_, pixels), name in zip(sampler.draw(numbers), names, strict=True)]
+    columns = of_each if request.num_subjects and 1 < of_each <= LARGEST_ROW else COLUMNS
+    write_atomic(out / "grid.png", png_bytes(draw_sheet(cells, columns=columns)))
+    files = {"samples": names, "grid": str(out / "grid.png")}
+    result = sampler.summary() | {"steps": request.steps, "seed": request.seed} | files
+    write_atomic(out / RESULT, canonical_json(result))
+    return result
 
 
 def sample_set(
@@ -54,17 +79,11 @@ def sample_set(
     if missing:  # so that the rate counts from here
         progress("sample", existing, len(own))
     for done, (number, pixels) in enumerate(sampler.draw(missing), existing + 1):
-        write_atomic(image_path(out, number), png_bytes(pixels))
+        write_atomic(image_path(out, number), png_bytes(Image.fromarray(pixels)))
         progress("sample", done, len(own))
-
     num_images = sum(image_path(out, number).is_file() for number in range(count))
-    packed = pack(out, count, bucket_size(sampler.bucket), sampler.subjects) if num_images == count else None
-    return sampler.summary() | {
-        "drawn": len(missing),
-        "there": num_images,
-        "of": count,
-        "npz": packed and str(packed),
-    }
+    packed = str(pack(out, count, sampler)) if num_images == count else None
+    return sampler.summary() | {"drawn": len(missing), "there": num_images, "of": count, "npz": packed}
 
 
 def describe(sampler: ImageSampler) -> dict[str, Any]:
@@ -112,19 +131,21 @@ def open_set(out: Path, description: dict[str, Any]) -> None:
             )
 
 
-def pack(out: Path, count: int, size: tuple[int, int], subjects: Subjects) -> Path:
+def pack(out: Path, count: int, sampler: ImageSampler) -> Path:
     """Write ``samples.json`` and, unless it exists, ``samples_NxHxWx3.npz``.
 
     The .npz holds ``arr_0`` (N, H, W, 3) uint8 and, for classes, ``arr_1`` (N,) int64. One image is in memory at a
     time.
     """
-    path = out / f"samples_{count}x{size[0]}x{size[1]}x3.npz"
+    shape, subjects = (*bucket_size(sampler.bucket), 3), [sampler.subjects[number] for number in range(count)]
+    path = out / f"samples_{count}x{shape[0]}x{shape[1]}x3.npz"
     if not path.is_file():
-        images = (read_image(image_path(out, number), size) for number in range(count))
-        labels = [label for number in range(count) if (label := subjects.label(number)) is not None]
-        arrays = {"arr_0": Rows((count, *size, 3), "|u1", images)}
-        write_npz(path, arrays | ({"arr_1": np.array(labels, np.int64)} if labels else {}))
-    names = [subjects.name(number) for number in range(count)]
+        images = (read_image(image_path(out, number), shape) for number in range(count))
+        arrays: dict[str, Any] = {"arr_0": Rows((count, *shape), "|u1", images)}
+        if not isinstance(subjects[0], str):
+            arrays["arr_1"] = np.array(subjects, np.int64)
+        write_npz(path, arrays)
+    names = list(map(str, subjects))
     write_atomic(out / RESULT, canonical_json(read_json(out / SET) | {"npz": path.name, "samples": names}))
     return path
 
@@ -134,23 +155,23 @@ def image_path(out: Path, number: int) -> Path:
     return out / f"{number:06d}.png"
 
 
-def png_bytes(pixels: np.ndarray) -> bytes:
-    """(height, width, 3) uint8 as PNG."""
+def png_bytes(image: Image.Image) -> bytes:
+    """An image as PNG."""
     content = io.BytesIO()
-    Image.fromarray(pixels).save(content, "PNG")
+    image.save(content, "PNG")
     return content.getvalue()
 
 
-def read_image(path: Path, size: tuple[int, int]) -> np.ndarray:
+def read_image(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """Pixels of an image of a set, (height, width, 3) uint8.
 
-    Raises: DamageError: it cannot be read, or has another size.
+    Raises: DamageError: it cannot be read, or has another shape.
     """
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError) as error:
         raise DamageError(f"image '{path}': it cannot be read ({error}). Remove it, and sample again.") from error
-    if pixels.shape != (*size, 3):
-        raise DamageError(f"image '{path}': it is {pixels.shape}, expected {(*size, 3)}. Remove it, and sample again.")
+    if pixels.shape != shape:
+        raise DamageError(f"image '{path}': it is {pixels.shape}, expected {shape}. Remove it, and sample again.")
     return pixels
