@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from ....train.loop import print_warning
 from ....train.parallel.ranks import Ranks, connected
 from ....train.parallel.watchdog import Watchdog
 from ....train.weights.folders import EVALUATIONS, is_run
+from ...inspection.pictures import spread
 from ..npz import Npz
 from ..request import INCEPTION, EvaluateRequest
 from ..sample import RESULT, SET, sample_set
-from .caption_score import ClipScore, read_captions
 from .distances import (
     NEIGHBOURS_DENSITY,
     cmmd,
@@ -33,45 +34,14 @@ from .distances import (
     kernel_distance,
     precision_recall,
 )
-from .extractors import Network, open_network
-from .images import IMAGES, ImageSet, decoded_images, folder_images, npz_images, source_images
-from .moments import (
-    COVARIANCE,
-    MEAN,
-    Moments,
-    Team,
-    content_of,
-    kept_moments,
-    moments_of,
-    read_moments,
-    with_features,
-)
+from .images import IMAGES, ImageSet, decoded_images, folder_images, npz_images, read_captions, source_images
+from .moments import COVARIANCE, MEAN, Moments, Team, check_kept, moments_of, read_moments, write_moments
+from .networks import ClipScore, Network, open_network
 
+LOG = logging.getLogger(__name__)
 METADATA = "metadata.jsonl"
 FEW_IMAGES = 1000  # of a side, below which a share of them is rough: its standard error is above 0.01
 SCORES = ("frechet", "kid", "cmmd", "precision", "recall", "density", "coverage", "clip_score")
-
-
-@dataclass(frozen=True)
-class Side:
-    """Images, statistics of images, or both.
-
-    Args:
-      statistics: of a file. With images too, mean and covariance are of other images, as in ADM's reference batches: of
-        all of ImageNet, beside 10,000 images.
-      description: what they are, as plain values.
-    """
-
-    images: ImageSet | None
-    statistics: Moments | None
-    description: dict[str, Any]
-
-    def moments(self, network: Network, team: Team, stage: str) -> Moments | None:
-        """All statistics; a collective call. As ``moments_of``."""
-        measured = moments_of(self.images, network, team, stage) if self.images else None
-        if self.statistics and measured:
-            return with_features(self.statistics, measured, self.description["path"])
-        return measured or self.statistics
 
 
 def evaluate(
@@ -100,14 +70,12 @@ def evaluate(
         target = open_target(request, network, team, device)
         result: dict[str, Any] = {"pictures": target.description}
         notes = [target.description["warning"]] if target.description.get("warning") else []
-        moments = other = None
         if network and reference:
-            if request.keep and reference.images:
-                other = kept_moments(reference.images, network, team, request.keep)
-            else:
-                other = reference.moments(network, team, "reference")
-            moments = target.moments(network, team, "pictures")
+            theirs = reference_moments(request, reference, network, team)
+            ours = target.moments(network, team, "pictures")
             result |= {"reference": reference.description, "features": network.description}
+            if ours and theirs:
+                result |= measure(ours, theirs, network, device)
         if clip:
             score, num_cut = clip_score(request, clip, target, team)
             result |= {"clip": clip.description, "clip_score": score}
@@ -115,22 +83,48 @@ def evaluate(
                 notes.append(f"{num_cut} captions are longer than CLIP reads; the rest of each does not count")
         if not ranks.is_first:
             return None
-        if moments and other and network and reference:
-            result |= measure(moments, other, network, device)
-            notes += find_notes(moments, other, reference, network)
+        if network and reference and ours and theirs:
+            notes += find_notes(ours, theirs, reference, network)
         result["notes"] = notes
         if is_run(request.target):
-            add_line(request.target / EVALUATIONS, result)
+            path = request.target / EVALUATIONS
+            before = path.read_bytes() if path.is_file() else b""
+            before = before[: before.rfind(b"\n") + 1]  # without a line that a crash cut off
+            write_atomic(path, before + json.dumps(result).encode() + b"\n")
         return result
 
 
-def add_line(path: Path, result: dict[str, Any]) -> None:
-    """Add a result to a file of JSON lines, without a line that a crash cut off."""
-    before = path.read_bytes() if path.is_file() else b""
-    write_atomic(path, before[: before.rfind(b"\n") + 1] + json.dumps(result).encode() + b"\n")
+# -------------------------------------------------------------------------------------------------------------- inputs
 
 
-# ------------------------------------------------------------------------------------------------------------- inputs
+@dataclass(frozen=True)
+class Side:
+    """Images, statistics of images, or both.
+
+    Args:
+      statistics: of a file. With images too, mean and covariance are of other images, as in ADM's reference batches: of
+        all of ImageNet, beside 10,000 images.
+      description: what they are, as plain values.
+    """
+
+    images: ImageSet | None
+    statistics: Moments | None
+    description: dict[str, Any]
+
+    def moments(self, network: Network, team: Team, stage: str) -> Moments | None:
+        """All statistics, for the first process; a collective call.
+
+        Raises: SourceError: mean and covariance are of another network; else as ``moments_of``.
+        """
+        measured = moments_of(self.images, network, team, stage) if self.images else None
+        if not (self.statistics and measured):
+            return measured or self.statistics
+        if self.statistics.mean.shape != measured.mean.shape:
+            raise SourceError(
+                f"'{self.description['path']}': its mu has {len(self.statistics.mean)} numbers, the network gives "
+                f"{len(measured.mean)}. Expected statistics of the same network."
+            )
+        return replace(self.statistics, features=measured.features)
 
 
 def check_options(request: EvaluateRequest) -> None:
@@ -140,13 +134,9 @@ def check_options(request: EvaluateRequest) -> None:
         raise RecipeError(f"{unused[0]}: only a reference has it. Give one with --against, or leave it out.")
     if request.captions and not request.clip:
         raise RecipeError("--captions: they are for the CLIP score. Give a CLIP with --clip, or leave them out.")
-    if request.crop_px and not any(_is_folder(path) for path in (request.target, request.against) if path):
+    sides = [path for path in (request.target, request.against) if path and path.is_dir()]
+    if request.crop_px and all(is_run(path) or (path / GROUP).is_file() for path in sides):
         raise RecipeError("--crop: it crops folders of images, and neither side is one. Leave it out.")
-
-
-def _is_folder(path: Path) -> bool:
-    """Whether a path is a folder of images: no run, no store."""
-    return path.is_dir() and not is_run(path) and not (path / GROUP).is_file()
 
 
 def open_reference(request: EvaluateRequest, network: Network, device: torch.device) -> Side:
@@ -159,9 +149,9 @@ def open_reference(request: EvaluateRequest, network: Network, device: torch.dev
     options = {f"--against-num {most}": most, f"--keep-statistics '{request.keep}'": request.keep}
     if not side.images and (unused := [name for name, value in options.items() if value]):
         raise RecipeError(f"{unused[0]}: '{path}' holds statistics, not images. Leave it out.")
-    if not most or not side.images or most >= side.images.count:
+    if not side.images or not 0 < most < side.images.count:
         return side
-    images = side.images.spread(most)
+    images = side.images.some(spread(side.images.count, most), of=side.images.count)
     return Side(images, side.statistics, images.description)
 
 
@@ -207,11 +197,7 @@ def _open_npz(file: Npz, network: Network | None) -> Side:
     if network and (described := file.text()):
         if not all(isinstance(described.get(what), dict) for what in ("network", "pictures")):
             raise DamageError(f"'{file.path}': it does not say of what its statistics are. Make it again.")
-        if content_of(described["network"]) != content_of(network.description):
-            raise RecipeError(
-                f"'{file.path}': its statistics are of {described.get('network')}, --features is "
-                f"{network.description}. Give the same network, or other statistics."
-            )
+        check_kept(file, network=network.description)
         return Side(None, read_moments(file), described["pictures"] | {"statistics": str(file.path)})
     has_moments = MEAN in file and COVARIANCE in file
     images = npz_images(file) if IMAGES in file else None
@@ -228,6 +214,23 @@ def _open_npz(file: Npz, network: Network | None) -> Side:
 
 
 # ------------------------------------------------------------------------------------------------------------ measures
+
+
+def reference_moments(request: EvaluateRequest, reference: Side, network: Network, team: Team) -> Moments | None:
+    """Statistics of the reference, read from the file that keeps them if it exists, else written to it.
+
+    Raises: RecipeError: the file holds other statistics; else as ``Side.moments``.
+    """
+    keep, described = request.keep, {"network": network.description, "pictures": reference.description}
+    if keep and keep.exists():
+        check_kept(file := Npz(keep), **described)
+        LOG.info("reference: statistics kept in '%s'", keep)
+        return read_moments(file)
+    team.wait()  # all have looked before the first writes
+    moments = reference.moments(network, team, "reference")
+    if keep and moments:
+        write_moments(keep, moments, described)
+    return moments
 
 
 def measure(images: Moments, reference: Moments, network: Network, device: torch.device) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Images to measure: of a folder, of an .npz file, or of a store."""
+"""Images to measure: of a folder, of a .npz file, or of a store; and their captions."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from ....datasets.disk.files import files_below
-from ....datasets.disk.hashing import sha256_of
+from ....datasets.disk.hashing import read_json, sha256_of
 from ....datasets.errors import DamageError, RecordRejected, SourceError
 from ....datasets.format.buckets import bucket_size
 from ....datasets.store import LatentStore
 from ....precompute.config import SourceSection
 from ....precompute.images.decoders import Decoders, PicturePlace
 from ....precompute.sources.several import list_sources
-from ...inspection.pictures import LatentDecoder, spread
+from ...inspection.pictures import LatentDecoder
 from ..npz import Npz
 from ..sampler import decode_in_parts
 
@@ -28,6 +28,9 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", "
 MOST_DIGITS = 24  # of a number that is a name, with its suffix
 NUM_DECODERS = 2  # child processes; a network takes longer than they do
 IMAGES = "arr_0"  # as ADM names them
+TEXT_KEYS = ("text", "caption", "captions")  # of several the first counts
+Read = Callable[[Iterable[np.ndarray]], Iterator[list[np.ndarray]]]
+"""From the numbers of each batch, ascending, to its images, (height, width, 3) uint8 each."""
 
 
 @dataclass(frozen=True)
@@ -35,30 +38,24 @@ class ImageSet:
     """Numbered images.
 
     Args:
-      description: what they are, as plain values; ``key`` changes with the images, ``path`` is only for people.
-      count: of the images.
-      read: from the numbers of each batch, ascending, to its images, (height, width, 3) uint8 each.
+      description: what they are, as plain values: ``count``; ``key`` changes with the images, ``path`` is for people.
       names: of the images in their folder; else their numbers are their names.
     """
 
     description: dict[str, Any]
-    count: int
-    read: Callable[[Iterable[np.ndarray]], Iterator[list[np.ndarray]]]
+    read: Read
     names: list[str] = field(default_factory=list)
 
-    def spread(self, most: int) -> ImageSet:
-        """At most so many of the images, evenly spread."""
-        if most >= self.count:
-            return self
-        few = self.some(spread(self.count, most))
-        return dataclasses.replace(few, description=self.description | {"count": most, "of": self.count})
+    @property
+    def count(self) -> int:
+        """Number of images."""
+        return self.description["count"]
 
-    def some(self, numbers: np.ndarray) -> ImageSet:
-        """Images of some numbers, ascending."""
+    def some(self, numbers: np.ndarray, **description: Any) -> ImageSet:
+        """Images of some numbers, ascending, and what to add to their description."""
         names = [self.names[number] for number in numbers.tolist()] if self.names else []
-        return ImageSet(
-            self.description, len(numbers), lambda batches: self.read(numbers[batch] for batch in batches), names
-        )
+        description = self.description | {"count": len(numbers)} | description
+        return ImageSet(description, lambda batches: self.read(numbers[batch] for batch in batches), names)
 
 
 def folder_images(folder: Path, crop_px: int = 0) -> ImageSet:
@@ -68,26 +65,21 @@ def folder_images(folder: Path, crop_px: int = 0) -> ImageSet:
       crop_px: side of the square that ADM's crop makes of each; 0: as they are.
     Raises: SourceError: it holds none; while reading: an image cannot be read.
     """
-    paths = [path for path in files_below(folder) if path.suffix.lower() in SUFFIXES]
-    paths.sort(key=lambda path: _order(path.relative_to(folder)))
+
+    def order(path: Path) -> str:  # 1000000.png is after 999999.png
+        path = path.relative_to(folder)
+        return (path.with_name(path.name.zfill(MOST_DIGITS)) if path.stem.isdecimal() else path).as_posix()
+
+    paths = sorted((path for path in files_below(folder) if path.suffix.lower() in SUFFIXES), key=order)
     if not paths:
         raise SourceError(f"folder '{folder}': it holds no images ({', '.join(SUFFIXES)}). Check the path.")
-    fit = _Fit((crop_px, crop_px), "adm") if crop_px else _Fit()
-    sizes = [path.stat().st_size for path in paths]
+    places = [PicturePlace(path, 0, path.stat().st_size) for path in paths]
     names = [path.relative_to(folder).as_posix() for path in paths]
-    description = {
-        "kind": "folder",
-        "path": str(folder),
-        "count": len(paths),
-        "crop_px": crop_px,
-        "key": sha256_of(list(zip(names, sizes, strict=True))),
-    }
-    return _decoded_files(description, lambda number: (PicturePlace(paths[number], 0, sizes[number]), fit), names)
-
-
-def _order(path: Path) -> str:
-    """What orders an image: its path, with a number as its name filled up, since 1000000.png is after 999999.png."""
-    return (path.with_name(path.name.zfill(MOST_DIGITS)) if path.stem.isdecimal() else path).as_posix()
+    key = sha256_of([[name, place.num_bytes] for name, place in zip(names, places, strict=True)])
+    description = {"kind": "folder", "path": str(folder), "count": len(paths), "crop_px": crop_px, "key": key}
+    how = {"crop": "adm" if crop_px else "bucket", "resize_filter": "bicubic", "exif_orientation": True}
+    bucket = (crop_px, crop_px) if crop_px else None
+    return ImageSet(description, _read_files(lambda number: (places[number], bucket), **how), names)
 
 
 def npz_images(file: Npz) -> ImageSet:
@@ -106,7 +98,7 @@ def npz_images(file: Npz) -> ImageSet:
             yield [next(rows)[0] for _ in batch]
 
     key = sha256_of([list(shape), file.checksum(IMAGES)])
-    return ImageSet({"kind": "npz", "path": str(file.path), "count": shape[0], "key": key}, shape[0], read)
+    return ImageSet({"kind": "npz", "path": str(file.path), "count": shape[0], "key": key}, read)
 
 
 def decoded_images(store: LatentStore, vae: str | None, device: torch.device) -> ImageSet:
@@ -132,14 +124,11 @@ def decoded_images(store: LatentStore, vae: str | None, device: torch.device) ->
                 images += decode_in_parts(lambda part, latents=latents: decoder.decode_rows(latents.take(part)), chosen)
             yield images
 
-    description = {
-        "kind": "store, decoded by its VAE",
-        "path": str(store.path),
-        "count": count,
-        "key": store.root_hash,
-        "decoder_sha256": decoder.identity.weights_sha256,
-    }
-    return ImageSet(description, count, read)
+    description = {"kind": "store, decoded by its VAE", "path": str(store.path), "count": count}
+    return ImageSet(
+        description | {"key": store.root_hash, "decoder_sha256": decoder.identity.weights_sha256},
+        read,
+    )
 
 
 def source_images(store: LatentStore, source: Sequence[str]) -> ImageSet:
@@ -152,7 +141,7 @@ def source_images(store: LatentStore, source: Sequence[str]) -> ImageSet:
     columns = store.record_columns(["key", "bucket", "status"]).to_pydict()
     entries = zip(columns["key"], columns["bucket"], columns["status"], strict=True)
     buckets = {key: bucket for key, bucket, status in entries if status == "stored"}
-    places = [
+    records = [
         (record.path, record.offset, record.num_bytes, bucket)
         for record in listed.records
         if (bucket := buckets.pop(record.key, None))
@@ -162,51 +151,82 @@ def source_images(store: LatentStore, source: Sequence[str]) -> ImageSet:
             f"store '{store.path}': {len(buckets)} of its records are not in the source, the first is "
             f"'{next(iter(buckets))}'. Give the images that it was made from with --source."
         )
-    images = store.spec.images
 
-    def place_of(number: int) -> tuple[PicturePlace, _Fit]:
-        path, offset, num_bytes, bucket = places[number]
+    def place_of(number: int) -> tuple[PicturePlace, tuple[int, int]]:
+        path, offset, num_bytes, bucket = records[number]
         try:
-            place = listed.place(path, offset, num_bytes, stage="decode")
+            return listed.place(path, offset, num_bytes, stage="decode"), bucket_size(bucket)
         except RecordRejected as reject:
             raise SourceError(f"image '{path}': {reject.detail}. Expected all images of the store.") from reject
-        return place, _Fit(bucket_size(bucket), images.crop, images.resize_filter, images.exif_orientation)
 
-    description = {"kind": "store, source pictures", "path": str(store.path), "count": len(places)}
-    return _decoded_files(description | {"key": store.root_hash}, place_of)
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """How an image file becomes pixels; ``bucket`` None: of its own size."""
-
-    bucket: tuple[int, int] | None = None
-    crop: str = "bucket"
-    resize_filter: str = "bicubic"
-    exif_orientation: bool = True
+    images = store.spec.images
+    how = {"crop": images.crop, "resize_filter": images.resize_filter, "exif_orientation": images.exif_orientation}
+    description = {"kind": "store, source pictures", "path": str(store.path), "count": len(records)}
+    return ImageSet(description | {"key": store.root_hash}, _read_files(place_of, **how))
 
 
-def _decoded_files(
-    description: dict[str, Any], place_of: Callable[[int], tuple[PicturePlace, _Fit]], names: list[str] | None = None
-) -> ImageSet:
-    """Image files, decoded in child processes; an image that cannot be read is a SourceError, none is left out."""
+def _read_files(place_of: Callable[[int], tuple[PicturePlace, tuple[int, int] | None]], **how: Any) -> Read:
+    """Reads image files, decoded in child processes; one that cannot be read is a SourceError, none is left out.
+
+    Args:
+      place_of: number of an image to its place and its size (height, width); None: its own.
+      how: crop, filter and orientation of each.
+    """
 
     def read(batches: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
+        def decode(place: PicturePlace, bucket: tuple[int, int] | None) -> np.ndarray:
+            try:
+                bucket = bucket or decoders.size(*place, exif_orientation=how["exif_orientation"])
+                return decoders.picture(*place, bucket=bucket, **how).pixels
+            except RecordRejected as reject:
+                raise SourceError(
+                    f"image '{place.path}': {reject.reason} ({reject.detail}). Expected all images of the set; repair "
+                    "or remove it."
+                ) from reject
+
         with Decoders(NUM_DECODERS) as decoders, ThreadPoolExecutor(NUM_DECODERS) as threads:
             for numbers in batches:
-                places = map(place_of, numbers.tolist())
-                yield list(threads.map(lambda each: _decode(decoders, *each), places))
+                yield list(threads.map(decode, *zip(*map(place_of, numbers.tolist()), strict=True)))
 
-    return ImageSet(description, description["count"], read, names or [])
+    return read
 
 
-def _decode(decoders: Decoders, place: PicturePlace, fit: _Fit) -> np.ndarray:
+# ------------------------------------------------------------------------------------------------------------- captions
+
+
+def read_captions(file: Path, names: Sequence[str]) -> list[str]:
+    """The caption of each image.
+
+    Args:
+      file: ``samples.json`` of ``leandit sample``, in the order of the images; or lines of JSON with ``file_name`` and
+        ``text`` (or ``caption``).
+      names: of the images, relative to their folder; numbers for those of a .npz.
+    Raises: SourceError: it has no caption for an image.
+    """
+    if not file.is_file():
+        raise SourceError(f"captions '{file}': there is no such file. Give one with --captions.")
+    if file.suffix == ".jsonl":
+        with open(file, "rb") as lines:
+            by_name = dict(_caption_of(file, number, line) for number, line in enumerate(lines, 1))
+        if missing := [name for name in names if name not in by_name]:
+            raise SourceError(f"captions '{file}': none for image '{missing[0]}', and {len(missing) - 1} others.")
+        return [by_name[name] for name in names]
+    content = read_json(file)
+    listed = content.get("samples") if isinstance(content, dict) else None
+    if not isinstance(listed, list) or len(listed) != len(names):
+        got = len(listed) if isinstance(listed, list) else "no"
+        raise SourceError(f"captions '{file}': {got} 'samples' for {len(names)} images. Expected one of each.")
+    captions = list(map(str, listed))
+    if all(caption.isdigit() for caption in captions):
+        raise SourceError(f"captions '{file}': its 'samples' are classes. Expected captions, or no --clip.")
+    return captions
+
+
+def _caption_of(file: Path, number: int, line: bytes) -> tuple[str, str]:
+    """Name and caption of an image, from a line."""
     try:
-        how: dict[str, Any] = {"exif_orientation": fit.exif_orientation}
-        bucket = fit.bucket or decoders.size(*place, **how)
-        return decoders.picture(*place, bucket=bucket, crop=fit.crop, resize_filter=fit.resize_filter, **how).pixels
-    except RecordRejected as reject:
-        raise SourceError(
-            f"image '{place.path}': {reject.reason} ({reject.detail}). Expected all images of the set; repair or "
-            "remove it."
-        ) from reject
+        row = json.loads(line)
+        text = next(row[key] for key in TEXT_KEYS if key in row)
+        return str(row["file_name"]), str(text[0] if isinstance(text, list) else text)
+    except (ValueError, TypeError, LookupError, StopIteration, RecursionError) as error:
+        raise SourceError(f"captions '{file}', line {number}: expected an object with file_name and text.") from error

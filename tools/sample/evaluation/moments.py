@@ -6,9 +6,7 @@ processes changes neither what is computed together nor the order.
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,13 @@ from ....train.parallel.watchdog import Watchdog
 from ....train.sampling.guided import float32_products
 from ...inspection.pictures import spread
 from ..npz import Npz, write_npz
-from .extractors import Network
 from .images import ImageSet
+from .networks import Network
 
-LOG = logging.getLogger(__name__)
 BATCH = 64  # images that go through the network together; another number changes the rounding
 MOST_FEATURES = 50_000  # images whose features are kept; the others count in mean and covariance alone
 MEAN, COVARIANCE, FEATURES = "mu", "sigma", "features"  # the first two as ADM names them
-PLACES = ("path", "network", "revision")  # where things lie, in a description; the rest is what they are
+PLACES = {"path", "network", "revision"}  # where things lie, in a description; the rest is what they are
 Compute = Callable[[list[np.ndarray], np.ndarray], np.ndarray]
 """Images of a batch and their numbers to one row for each."""
 
@@ -134,8 +131,8 @@ def collect(batches: Iterable[np.ndarray], count: int, *, most: int = MOST_FEATU
             mean, scatter = np.zeros(width), np.zeros((width, width))
             features = np.empty((len(kept), width), np.float32)
         number, batch_mean = len(rows), rows.mean(axis=0)
-        centred, shift = rows - batch_mean, batch_mean - mean
-        scatter += centred.T @ centred + np.outer(shift, shift) * (seen * number / (seen + number))
+        centered, shift = rows - batch_mean, batch_mean - mean
+        scatter += centered.T @ centered + np.outer(shift, shift) * (seen * number / (seen + number))
         mean = mean + shift * (number / (seen + number))
         first, last = np.searchsorted(kept, [seen, seen + number])
         features[first:last] = batch[kept[first:last] - seen]
@@ -144,40 +141,23 @@ def collect(batches: Iterable[np.ndarray], count: int, *, most: int = MOST_FEATU
     return Moments(count, mean, scatter / (count - 1), features)
 
 
-def kept_moments(images: ImageSet, network: Network, team: Team, file: Path) -> Moments | None:
-    """As ``moments_of`` for a reference, read from a file if it exists, else written to it.
-
-    Raises: RecipeError: the file holds other statistics.
-    """
-    described = {"network": network.description, "pictures": images.description}
-    if file.exists():
-        kept = Npz(file)
-        found = kept.text() or {}
-        for what in described:
-            if content_of(found.get(what) or {}) != content_of(described[what]):
-                raise RecipeError(
-                    f"--keep-statistics '{file}': it is of {what} {found.get(what)}, this command has "
-                    f"{described[what]}. Give another file, or remove this one."
-                )
-        LOG.info("reference: statistics kept in '%s'", file)
-        return read_moments(kept)
-    team.wait()  # all have looked before the first writes
-    moments = moments_of(images, network, team, "reference")
-    if moments:
-        write_moments(file, moments, described)
-    return moments
-
-
-def content_of(description: dict[str, Any]) -> dict[str, Any]:
-    """A description without places."""
-    return {key: value for key, value in description.items() if key not in PLACES}
-
-
-def write_moments(path: Path, moments: Moments, described: dict[str, Any]) -> None:
+def write_moments(path: Path, moments: Moments, described: Mapping[str, Any]) -> None:
     """Write statistics with a description of the network and the images."""
     assert moments.features is not None
     arrays = {MEAN: moments.mean, COVARIANCE: moments.covariance, FEATURES: moments.features}
-    write_npz(path, arrays, described | {"count": moments.count})
+    write_npz(path, arrays, {**described, "count": moments.count})
+
+
+def check_kept(file: Npz, **expected: Mapping[str, Any]) -> None:
+    """Raise RecipeError if kept statistics are of another network, or of other images."""
+    described = file.text() or {}
+    for what, wanted in expected.items():
+        kept = described.get(what) or {}
+        if any(kept.get(key) != wanted.get(key) for key in (kept.keys() | wanted.keys()) - PLACES):
+            raise RecipeError(
+                f"'{file.path}': its statistics are of {what} {kept or None}, this command has {wanted}. Give another "
+                f"file, or the same {what}."
+            )
 
 
 def read_moments(file: Npz) -> Moments:
@@ -198,16 +178,3 @@ def read_moments(file: Npz) -> Moments:
             f"{'' if finite else ', or not finite'}. Make the file again."
         )
     return Moments(int(described.get("count", 0)), mean, (covariance + covariance.T) / 2, features)
-
-
-def with_features(statistics: Moments, measured: Moments, path: str) -> Moments:
-    """Mean and covariance of a file with the features of its images, as in ADM's reference batches.
-
-    Raises: SourceError: they are of different networks.
-    """
-    if statistics.mean.shape != measured.mean.shape:
-        raise SourceError(
-            f"'{path}': its mu has {len(statistics.mean)} numbers, the network gives {len(measured.mean)}. Expected "
-            "statistics of the same network."
-        )
-    return dataclasses.replace(statistics, features=measured.features)

@@ -27,8 +27,8 @@ from leandit.tools.inspection.report.run import report_runs
 from leandit.tools.sample.evaluation import images, moments
 from leandit.tools.sample.evaluation.distances import frechet_distance
 from leandit.tools.sample.evaluation.evaluate import evaluate, rows_of
-from leandit.tools.sample.evaluation.extractors import open_network
 from leandit.tools.sample.evaluation.images import folder_images
+from leandit.tools.sample.evaluation.networks import open_network
 from leandit.tools.sample.request import EvaluateRequest, SampleRequest
 from leandit.train.loop import StopRequest, train
 from leandit.train.parallel.ranks import Ranks
@@ -39,7 +39,7 @@ LEANDIT_ON_A_BROKEN_DEVICE = f"""
 import os
 from dataclasses import replace
 from leandit.tools.sample.evaluation import evaluate
-from leandit.tools.sample.evaluation.extractors import open_network
+from leandit.tools.sample.evaluation.networks import open_network
 
 def fail(images):
     raise RuntimeError("CUDA error: no kernel image")
@@ -170,10 +170,12 @@ def test_the_statistics_of_a_reference_are_computed_once(here: Path, tmp_path: P
     for options, words in (({"most": 5}, "--against-num 5"), ({"keep": tmp_path / "k.npz"}, "--keep-statistics")):
         with pytest.raises(RecipeError, match=f"{words}.* statistics.*Leave it out"):
             measured(here / "other", kept, here, **options)
-    with pytest.raises(RecipeError, match=r"kept\.npz': it is of pictures .* Give another file"):
+    with pytest.raises(RecipeError, match=r"kept\.npz': its statistics are of pictures .* Give another file, or the same pictures"):
         measured(here / "other", here / "noise", here, keep=kept)
     make_dinov2(tmp_path / "wide", width=24)
-    with pytest.raises(RecipeError, match=r"kept\.npz': its statistics are of .* Give the same network"):
+    with pytest.raises(
+        RecipeError, match=r"kept\.npz': its statistics are of network .* Give another file, or the same network"
+    ):
         measured(here / "other", kept, here, features=str(tmp_path / "wide"))
 
 
