@@ -1,4 +1,4 @@
-"""Arrays of .npz files of any size: written in parts, and read by ranges of rows.
+"""Arrays of .npz files of any size: written in parts, and read by rows.
 
 ``numpy.load`` allocates what a header claims and loads whole arrays; 50,000 images of 256 px have 10 GB.
 """
@@ -74,7 +74,7 @@ class _Written(bytearray):
 class Npz:
     """The arrays of an untrusted .npz file.
 
-    Raises: SourceError: there is no such file; DamageError: it is not one.
+    Raises: SourceError: there is no such file; DamageError: it is not one, or while reading: an array is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,74 +95,55 @@ class Npz:
         return self._members[name].CRC
 
     def shape(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and dtype of an array, from its header.
-
-        Raises: DamageError.
-        """
+        """Shape and dtype of an array, from its header."""
         with self._open(name) as (_, shape, dtype):
             return shape, dtype
 
-    def rows(self, name: str, ranges: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
-        """Rows of an array from a start to a stop, for each range in ascending order.
-
-        Raises: DamageError.
-        """
+    def rows(self, name: str, numbers: Iterable[int]) -> Iterator[np.ndarray]:
+        """Rows of an array by their numbers, ascending."""
         with self._open(name) as (member, shape, dtype):
             row_bytes, first = math.prod(shape[1:]) * dtype.itemsize, member.tell()
-            for start, stop in ranges:
-                member.seek(first + start * row_bytes)
-                content = member.read((stop - start) * row_bytes)
-                if len(content) != (stop - start) * row_bytes:
-                    raise ValueError(f"array '{name}' ends before row {stop}")
-                yield np.frombuffer(content, dtype).reshape(stop - start, *shape[1:])
+            for number in numbers:
+                member.seek(first + number * row_bytes)
+                yield np.frombuffer(member.read(row_bytes), dtype).reshape(shape[1:])
 
     def read(self, name: str) -> np.ndarray:
-        """A whole array.
-
-        Raises: DamageError.
-        """
-        shape, _ = self.shape(name)
-        if not shape:
-            raise DamageError(f"'{self.path}': array '{name}' is a single number. Make the file again.")
-        return next(self.rows(name, [(0, shape[0])]))
+        """A whole array."""
+        with self._open(name) as (member, shape, dtype):
+            if not shape:
+                raise ValueError("it is a single number")
+            return np.frombuffer(member.read(), dtype).reshape(shape)
 
     def text(self) -> dict[str, Any] | None:
-        """The description that ``write_npz`` has stored; None: the file is of another program.
-
-        Raises: DamageError.
-        """
+        """The description that ``write_npz`` has stored; None: the file is of another program."""
         if TEXT not in self:
             return None
         try:
-            found = json.loads(self.read(TEXT).tobytes())
+            described = json.loads(self.read(TEXT).tobytes())
         except ValueError as error:
             raise DamageError(f"'{self.path}': its description is damaged ({error}). Make it again.") from error
-        return found if isinstance(found, dict) else None
+        return described if isinstance(described, dict) else None
 
     @contextlib.contextmanager
     def _open(self, name: str) -> Iterator[tuple[Any, tuple[int, ...], np.dtype]]:
-        """An array at its first row, its shape and dtype; errors meanwhile are damage."""
+        """An array at its first row, its shape and dtype, which must be those of exactly its bytes."""
         if name not in self:
             raise DamageError(f"'{self.path}': it has no array '{name}'. Make the file again.")
         info = self._members[name]
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open(info) as member:
-                yield member, *_read_header(member, info.file_size)
+                version: Any = npy.read_magic(member)
+                if version not in HEADERS:
+                    raise ValueError(f"version {version} of the npy format, expected 1.0 or 2.0")
+                try:
+                    shape, by_columns, dtype = HEADERS[version](member, max_header_size=MAX_HEADER)
+                except (TokenError, SyntaxError, RecursionError, TypeError) as error:
+                    raise ValueError(f"its header is not one of an array ({type(error).__name__})") from error
+                if dtype.hasobject or dtype.name not in DTYPES or by_columns:
+                    order = " by columns" if by_columns else ""
+                    raise ValueError(f"it holds {dtype}{order}, expected {', '.join(DTYPES)} by rows")
+                if min(shape, default=0) < 0 or member.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
+                    raise ValueError(f"its header claims shape {shape}, it has {info.file_size} bytes")
+                yield member, shape, dtype
         except (ValueError, EOFError, OSError, *ZIP_ERRORS) as error:
             raise DamageError(f"'{self.path}': array '{name}': {error}. Make the file again.") from error
-
-
-def _read_header(member: Any, num_bytes: int) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of an array, which must have exactly its bytes; raises ValueError."""
-    version = npy.read_magic(member)
-    if version not in HEADERS:
-        raise ValueError(f"version {version} of the npy format, expected 1.0 or 2.0")
-    try:
-        shape, by_columns, dtype = HEADERS[version](member, max_header_size=MAX_HEADER)
-    except (TokenError, SyntaxError, RecursionError, TypeError) as error:
-        raise ValueError(f"its header is not one of an array ({type(error).__name__})") from error
-    if dtype.hasobject or dtype.name not in DTYPES or by_columns:
-        raise ValueError(f"it holds {dtype}{' by columns' if by_columns else ''}, expected {', '.join(DTYPES)} by rows")
-    if min(shape, default=0) < 0 or member.tell() + math.prod(shape) * dtype.itemsize != num_bytes:
-        raise ValueError(f"its header claims shape {shape}, it has {num_bytes} bytes")
-    return shape, dtype

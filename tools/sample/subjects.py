@@ -48,10 +48,11 @@ class Subjects:
     ) -> None:
         self._snapshot, self._device, self.total = snapshot, device, request.total
         self.labels = find_labels(snapshot.state, request.labels, request.captions)
-        requested = self.labels or [caption.strip() for caption in request.captions]
+        texts = [caption.strip() for caption in request.captions]
+        requested = self.labels or texts
         takes_text = snapshot.spec.takes_text
         self._captions = Captions(snapshot, run, request.store, request.text, device) if takes_text else None
-        self._embedded = self._captions.embed(requested) if self._captions and request.captions else []
+        self._embedded = self._captions.embed(texts) if self._captions and texts else []
         if requested:
             self._choices, self._choose = requested, lambda number: number % len(requested)
             return

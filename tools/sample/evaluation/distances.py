@@ -10,17 +10,64 @@ Sources: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule", eq.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ....datasets.errors import SourceError
+
 SUBSETS, SUBSET_SIZE = 100, 1000  # of KID, as in torch-fidelity
-NEIGHBOURS_PRECISION, NEIGHBOURS_DENSITY = 3, 5  # as in the papers
+NEIGHBORS_PRECISION, NEIGHBORS_DENSITY = 3, 5  # as in the papers
 CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
 ROWS = 512  # of a matrix of distances that is in memory at once
-SAME = 1e-10  # squared distance of equal pictures at most, as a share of the squared lengths: features are float32
+SAME = 1e-10  # squared distance of equal images at most, as a share of the squared lengths: features are float32
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Statistics of a set of features.
+
+    Args:
+      count: of the images; 0: unknown, in a file of another program.
+      mean: (D,) float64.
+      covariance: (D, D) float64.
+      features: (M, D) float32 of all images, or of some that are spread evenly; None: not known.
+    """
+
+    count: int
+    mean: np.ndarray
+    covariance: np.ndarray
+    features: np.ndarray | None
+
+
+def measure(images: Moments, reference: Moments, *, is_clip: bool, device: torch.device) -> dict[str, float | None]:
+    """All distances that the statistics allow; the Fréchet distance alone without features of both.
+
+    Args:
+      is_clip: the features are CLIP's embeddings, for which CMMD is defined; it is None for others.
+    Raises: SourceError: too few images, or statistics of another network.
+    """
+    if images.mean.shape != reference.mean.shape:
+        raise SourceError(
+            f"the images have {len(images.mean)} features, the reference {len(reference.mean)}. Expected both of the "
+            "same network."
+        )
+    frechet = frechet_distance(images.mean, images.covariance, reference.mean, reference.covariance)
+    ours, theirs = images.features, reference.features
+    if ours is None or theirs is None:
+        return {"frechet": frechet}
+    if min(len(ours), len(theirs)) <= NEIGHBORS_DENSITY:
+        raise SourceError(
+            f"{len(ours)} images and {len(theirs)} of the reference: expected more than {NEIGHBORS_DENSITY} of each, "
+            "for their neighbors."
+        )
+    kid, kid_std = kernel_distance(ours, theirs, device=device)
+    score = cmmd(ours, theirs, device=device) if is_clip else None
+    neighbors = neighbor_measures(ours, theirs, device=device)
+    return {"frechet": frechet, "kid": kid, "kid_std": kid_std, "cmmd": score, **neighbors}
 
 
 def frechet_distance(
@@ -70,12 +117,12 @@ def kernel_distance(
 
 
 def cmmd(features: np.ndarray, reference: np.ndarray, *, device: torch.device = CPU) -> float:
-    """CMMD: 1000 times the squared MMD of normalised embeddings with a Gaussian kernel of sigma 10.
+    """CMMD: 1000 times the squared MMD of normalized embeddings with a Gaussian kernel of sigma 10.
 
     The biased estimate, as in the authors' program: it is 0 for equal sets.
 
     Args:
-      features: (N, D) float, CLIP embeddings; normalised here.
+      features: (N, D) float, CLIP embeddings; normalized here.
       reference: (M, D) float.
     Source: Jayasumana et al. 2024, section 4.
     """
@@ -89,57 +136,45 @@ def cmmd(features: np.ndarray, reference: np.ndarray, *, device: torch.device = 
     return max(0.0, CMMD_SCALE * (within + within_other - 2 * across))
 
 
-def precision_recall(
-    features: np.ndarray, reference: np.ndarray, *, k: int = NEIGHBOURS_PRECISION, device: torch.device = CPU
-) -> tuple[float, float]:
-    """Share of the pictures inside the reference's manifold, and of the reference inside the pictures'.
+def neighbor_measures(features: np.ndarray, reference: np.ndarray, *, device: torch.device = CPU) -> dict[str, float]:
+    """Precision, recall, density and coverage.
 
-    A manifold is the union of balls around its points, each as large as the distance to its k-th nearest neighbour.
+    Each point has a ball as large as the distance to its k-th nearest neighbor. Precision is the share of the images in
+    any ball of the reference, recall the share of the reference in any ball of the images (k = 3); density is how many
+    balls of the reference an image is in, over k, and coverage the share of those balls that hold an image (k = 5).
 
     Args:
-      features: (N, D) float.
-      reference: (M, D) float.
-      k: less than N and M.
-    Source: Kynkaanniemi et al. 2019, eqs. 1 and 2.
+      features: (N, D) float, N more than 3.
+      reference: (M, D) float, M more than 5.
+    Sources: Kynkaanniemi et al. 2019, eqs. 1 and 2; Naeem et al. 2020, eqs. 4 and 5.
     """
     one, other = _matrix(features, device), _matrix(reference, device)
-    radii, other_radii = neighbour_distances(one, k), neighbour_distances(other, k)
-    inside = torch.zeros(len(other), dtype=torch.bool, device=device)
-    num_precise = 0
+    (radii,) = _neighbor_distances(one, NEIGHBORS_PRECISION)
+    small, large = _neighbor_distances(other, NEIGHBORS_PRECISION, NEIGHBORS_DENSITY)
+    recalled, covered = torch.zeros(2, len(other), dtype=torch.bool, device=device)
+    num_precise = num_inside = 0
     for rows, part in _distances(one, other):
-        num_precise += int((part <= other_radii).any(dim=1).sum())
-        inside |= (part <= radii[rows, None]).any(dim=0)
-    return num_precise / len(one), int(inside.sum()) / len(other)
-
-
-def density_coverage(
-    features: np.ndarray, reference: np.ndarray, *, k: int = NEIGHBOURS_DENSITY, device: torch.device = CPU
-) -> tuple[float, float]:
-    """How many balls of the reference a picture is in, over k; and the share of those balls that hold a picture.
-
-    Args:
-      features: (N, D) float.
-      reference: (M, D) float.
-      k: less than M.
-    Source: Naeem et al. 2020, eqs. 4 and 5.
-    """
-    one, other = _matrix(features, device), _matrix(reference, device)
-    radii = neighbour_distances(other, k)
-    covered, num_inside = torch.zeros(len(other), dtype=torch.bool, device=device), 0
-    for _, part in _distances(one, other):
-        inside = part <= radii
+        num_precise += int((part <= small).any(dim=1).sum())
+        recalled |= (part <= radii[rows, None]).any(dim=0)
+        inside = part <= large
         num_inside += int(inside.sum())
         covered |= inside.any(dim=0)
-    return num_inside / (k * len(one)), int(covered.sum()) / len(other)
+    return {
+        "precision": num_precise / len(one),
+        "recall": int(recalled.sum()) / len(other),
+        "density": num_inside / (NEIGHBORS_DENSITY * len(one)),
+        "coverage": int(covered.sum()) / len(other),
+    }
 
 
-def neighbour_distances(points: Tensor, k: int) -> Tensor:
-    """Distance of each point to its k-th nearest other point; (N, D) to (N,) float64."""
-    found = []
+def _neighbor_distances(points: Tensor, *ks: int) -> list[Tensor]:
+    """Distance of each point to its k-th nearest other point, for each k; (N, D) to (N,) float64."""
+    found: list[list[Tensor]] = [[] for _ in ks]
     for rows, part in _distances(points, points):
-        part[torch.arange(len(part)), torch.arange(rows.start, rows.stop)] = torch.inf  # not its own neighbour
-        found.append(part.kthvalue(k, dim=1).values)
-    return torch.cat(found)
+        part[torch.arange(len(part)), torch.arange(rows.start, rows.stop)] = torch.inf  # not its own neighbor
+        for k, distances in zip(ks, found, strict=True):
+            distances.append(part.kthvalue(k, dim=1).values)
+    return list(map(torch.cat, found))
 
 
 def _matrix(rows: np.ndarray, device: torch.device) -> Tensor:
@@ -149,7 +184,7 @@ def _matrix(rows: np.ndarray, device: torch.device) -> Tensor:
 def _distances(one: Tensor, other: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Euclidean distances, some rows of ``one`` at a time: the rows, and (rows, M).
 
-    Those of equal pictures are 0. Otherwise rounding would say which copy is inside the ball around another, whose
+    Those of equal images are 0. Otherwise rounding would say which copy is inside the ball around another, whose
     radius is rounding too.
     """
     squares = other.square().sum(1)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,11 @@ from ...inspection.pictures import spread
 from ..npz import Npz
 from ..request import INCEPTION, EvaluateRequest
 from ..sample import RESULT, SET, sample_set
-from .distances import (
-    NEIGHBOURS_DENSITY,
-    cmmd,
-    density_coverage,
-    frechet_distance,
-    kernel_distance,
-    precision_recall,
-)
+from .distances import Moments, measure
 from .images import IMAGES, ImageSet, decoded_images, folder_images, npz_images, read_captions, source_images
-from .moments import COVARIANCE, MEAN, Moments, Team, check_kept, moments_of, read_moments, write_moments
+from .moments import COVARIANCE, MEAN, Team, check_kept, kept_moments, moments_of, read_moments
 from .networks import ClipScore, Network, open_network
 
-LOG = logging.getLogger(__name__)
 METADATA = "metadata.jsonl"
 FEW_IMAGES = 1000  # of a side, below which a share of them is rough: its standard error is above 0.01
 SCORES = ("frechet", "kid", "cmmd", "precision", "recall", "density", "coverage", "clip_score")
@@ -70,12 +61,11 @@ def evaluate(
         target = open_target(request, network, team, device)
         result: dict[str, Any] = {"pictures": target.description}
         notes = [target.description["warning"]] if target.description.get("warning") else []
+        theirs = ours = None
         if network and reference:
-            theirs = reference_moments(request, reference, network, team)
-            ours = target.moments(network, team, "pictures")
+            theirs = kept_moments(reference, network, team, request.keep)
+            ours = moments_of(target, network, team, "pictures")
             result |= {"reference": reference.description, "features": network.description}
-            if ours and theirs:
-                result |= measure(ours, theirs, network, device)
         if clip:
             score, num_cut = clip_score(request, clip, target, team)
             result |= {"clip": clip.description, "clip_score": score}
@@ -84,6 +74,7 @@ def evaluate(
         if not ranks.is_first:
             return None
         if network and reference and ours and theirs:
+            result |= measure(ours, theirs, is_clip=network.is_clip, device=device)
             notes += find_notes(ours, theirs, reference, network)
         result["notes"] = notes
         if is_run(request.target):
@@ -95,36 +86,6 @@ def evaluate(
 
 
 # -------------------------------------------------------------------------------------------------------------- inputs
-
-
-@dataclass(frozen=True)
-class Side:
-    """Images, statistics of images, or both.
-
-    Args:
-      statistics: of a file. With images too, mean and covariance are of other images, as in ADM's reference batches: of
-        all of ImageNet, beside 10,000 images.
-      description: what they are, as plain values.
-    """
-
-    images: ImageSet | None
-    statistics: Moments | None
-    description: dict[str, Any]
-
-    def moments(self, network: Network, team: Team, stage: str) -> Moments | None:
-        """All statistics, for the first process; a collective call.
-
-        Raises: SourceError: mean and covariance are of another network; else as ``moments_of``.
-        """
-        measured = moments_of(self.images, network, team, stage) if self.images else None
-        if not (self.statistics and measured):
-            return measured or self.statistics
-        if self.statistics.mean.shape != measured.mean.shape:
-            raise SourceError(
-                f"'{self.description['path']}': its mu has {len(self.statistics.mean)} numbers, the network gives "
-                f"{len(measured.mean)}. Expected statistics of the same network."
-            )
-        return replace(self.statistics, features=measured.features)
 
 
 def check_options(request: EvaluateRequest) -> None:
@@ -139,26 +100,23 @@ def check_options(request: EvaluateRequest) -> None:
         raise RecipeError("--crop: it crops folders of images, and neither side is one. Leave it out.")
 
 
-def open_reference(request: EvaluateRequest, network: Network, device: torch.device) -> Side:
-    """The reference, with as many images as requested; raises as ``open_side``."""
+def open_reference(request: EvaluateRequest, network: Network, device: torch.device) -> ImageSet:
+    """The reference, with as many images as requested; raises as ``open_images``."""
     assert request.against is not None
     path, most = request.against, request.most
     if request.source and path.exists() and not (path / GROUP).is_file():
         raise RecipeError(f"--source: only a store has it, and '{path}' is none. Leave it out.")
-    side = open_side(path, network, request, device, request.source)
+    images = open_images(path, network, request, device, request.source)
     options = {f"--against-num {most}": most, f"--keep-statistics '{request.keep}'": request.keep}
-    if not side.images and (unused := [name for name, value in options.items() if value]):
+    if not images.read and (unused := [name for name, value in options.items() if value]):
         raise RecipeError(f"{unused[0]}: '{path}' holds statistics, not images. Leave it out.")
-    if not side.images or not 0 < most < side.images.count:
-        return side
-    images = side.images.some(spread(side.images.count, most), of=side.images.count)
-    return Side(images, side.statistics, images.description)
+    return images.some(spread(images.count, most), of=images.count) if 0 < most < images.count else images
 
 
-def open_target(request: EvaluateRequest, network: Network | None, team: Team, device: torch.device) -> Side:
+def open_target(request: EvaluateRequest, network: Network | None, team: Team, device: torch.device) -> ImageSet:
     """The images to measure; those of a run are drawn first."""
     if not is_run(request.target):
-        return open_side(request.target, network, request, device)
+        return open_images(request.target, network, request, device)
     assert request.out is not None
     draw, out = request.draw, request.out
     drawn = sample_set(request.target, draw, out=out, device=device, ranks=team.ranks, progress=team.progress)
@@ -167,12 +125,12 @@ def open_target(request: EvaluateRequest, network: Network | None, team: Team, d
     description = {"kind": "run", "path": str(request.target)} | settings
     description |= {key: drawn[key] for key in ("step", "weights", "warning")}
     description |= {"count": draw.total, "drawn_to": str(out)}
-    return Side(folder_images(out).some(np.arange(draw.total)), None, description)
+    return replace(folder_images(out).some(np.arange(draw.total)), description=description)
 
 
-def open_side(
+def open_images(
     path: Path, network: Network | None, request: EvaluateRequest, device: torch.device, source: Sequence[str] = ()
-) -> Side:
+) -> ImageSet:
     """Open a store, a folder of images or a .npz file.
 
     Args:
@@ -186,26 +144,26 @@ def open_side(
         return _open_npz(Npz(path), network)
     if (path / GROUP).is_file():
         store = LatentStore(path)
-        images = source_images(store, source) if source else decoded_images(store, request.draw.vae, device)
-    else:
-        images = folder_images(path, request.crop_px)
-    return Side(images, None, images.description)
+        return source_images(store, source) if source else decoded_images(store, request.draw.vae, device)
+    return folder_images(path, request.crop_px)
 
 
-def _open_npz(file: Npz, network: Network | None) -> Side:
+def _open_npz(file: Npz, network: Network | None) -> ImageSet:
     """Images, kept statistics, or ``mu`` and ``sigma`` of another program, which are of Inception."""
     if network and (described := file.text()):
         if not all(isinstance(described.get(what), dict) for what in ("network", "pictures")):
             raise DamageError(f"'{file.path}': it does not say of what its statistics are. Make it again.")
         check_kept(file, network=network.description)
-        return Side(None, read_moments(file), described["pictures"] | {"statistics": str(file.path)})
+        description = described["pictures"] | {"statistics": str(file.path)}
+        return ImageSet(description, None, statistics=read_moments(file))
     has_moments = MEAN in file and COVARIANCE in file
     images = npz_images(file) if IMAGES in file else None
     if network and has_moments and network.description["network"] == INCEPTION:
-        description = images.description if images else {"path": str(file.path)}
-        return Side(images, read_moments(file), description | {"kind": "npz, mu and sigma"})
+        images = images or ImageSet({"path": str(file.path)}, None)
+        description = images.description | {"kind": "npz, mu and sigma"}
+        return replace(images, description=description, statistics=read_moments(file))
     if images:
-        return Side(images, None, images.description)
+        return images
     got = f"{MEAN} and {COVARIANCE}, which are of Inception" if has_moments else "neither images nor statistics"
     raise SourceError(
         f"'{file.path}': it has {got}. Expected {IMAGES} (N, height, width, 3) uint8, or {MEAN} and {COVARIANCE} with "
@@ -216,58 +174,7 @@ def _open_npz(file: Npz, network: Network | None) -> Side:
 # ------------------------------------------------------------------------------------------------------------ measures
 
 
-def reference_moments(request: EvaluateRequest, reference: Side, network: Network, team: Team) -> Moments | None:
-    """Statistics of the reference, read from the file that keeps them if it exists, else written to it.
-
-    Raises: RecipeError: the file holds other statistics; else as ``Side.moments``.
-    """
-    keep, described = request.keep, {"network": network.description, "pictures": reference.description}
-    if keep and keep.exists():
-        check_kept(file := Npz(keep), **described)
-        LOG.info("reference: statistics kept in '%s'", keep)
-        return read_moments(file)
-    team.wait()  # all have looked before the first writes
-    moments = reference.moments(network, team, "reference")
-    if keep and moments:
-        write_moments(keep, moments, described)
-    return moments
-
-
-def measure(images: Moments, reference: Moments, network: Network, device: torch.device) -> dict[str, Any]:
-    """All distances that the statistics allow; None for those that need features which a file does not have.
-
-    Raises: SourceError: too few images, or statistics of another network.
-    """
-    if images.mean.shape != reference.mean.shape:
-        raise SourceError(
-            f"the images have {len(images.mean)} features, the reference {len(reference.mean)}. Expected both of the "
-            "same network."
-        )
-    frechet = frechet_distance(images.mean, images.covariance, reference.mean, reference.covariance)
-    ours, theirs = images.features, reference.features
-    if ours is None or theirs is None:
-        return {"frechet": frechet}
-    if min(len(ours), len(theirs)) <= NEIGHBOURS_DENSITY:
-        raise SourceError(
-            f"{len(ours)} images and {len(theirs)} of the reference: expected more than {NEIGHBOURS_DENSITY} of each, "
-            "for their neighbours."
-        )
-    kid, kid_std = kernel_distance(ours, theirs, device=device)
-    precision, recall = precision_recall(ours, theirs, device=device)
-    density, coverage = density_coverage(ours, theirs, device=device)
-    return {
-        "frechet": frechet,
-        "kid": kid,
-        "kid_std": kid_std,
-        "cmmd": cmmd(ours, theirs, device=device) if network.is_clip else None,
-        "precision": precision,
-        "recall": recall,
-        "density": density,
-        "coverage": coverage,
-    }
-
-
-def find_notes(images: Moments, reference: Moments, opened: Side, network: Network) -> list[str]:
+def find_notes(images: Moments, reference: Moments, opened: ImageSet, network: Network) -> list[str]:
     """What a reader of the numbers should know."""
     notes, width = [], len(reference.mean)
     sides = {"images": images, "of the reference": reference}
@@ -293,21 +200,20 @@ def find_notes(images: Moments, reference: Moments, opened: Side, network: Netwo
     return notes
 
 
-def clip_score(request: EvaluateRequest, clip: ClipScore, target: Side, team: Team) -> tuple[float, int]:
+def clip_score(request: EvaluateRequest, clip: ClipScore, target: ImageSet, team: Team) -> tuple[float, int]:
     """The mean score, and the number of captions that were cut; a collective call, (0, 0) for others than the first."""
-    images = target.images
-    if images is None:
+    if target.read is None:
         raise RecipeError(f"--clip: '{request.target}' has statistics, not images. Leave it out.")
     folder = request.out if request.out and is_run(request.target) else request.target
     file = request.captions or next((folder / name for name in (RESULT, METADATA) if (folder / name).is_file()), None)
     if file is None:
         raise RecipeError(f"--clip: '{folder}' has neither {RESULT} nor {METADATA}. Give the captions with --captions.")
-    captions = read_captions(file, images.names or list(map(str, range(images.count))))
+    captions = read_captions(file, target.names or list(map(str, range(target.count))))
 
     def compute(pixels: list[np.ndarray], numbers: np.ndarray) -> np.ndarray:
         return clip.scores(pixels, [captions[number] for number in numbers])
 
-    rows = np.concatenate([np.zeros((0, 2)), *team.run(images, compute, "captions")])
+    rows = np.concatenate([np.zeros((0, 2)), *team.run(target, compute, "captions")])
     return (float(rows[:, 0].mean()), int(rows[:, 1].sum())) if len(rows) else (0.0, 0)
 
 

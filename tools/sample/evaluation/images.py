@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ....precompute.sources.several import list_sources
 from ...inspection.pictures import LatentDecoder
 from ..npz import Npz
 from ..sampler import decode_in_parts
+from .distances import Moments
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif", ".heic", ".heif")
 MOST_DIGITS = 24  # of a number that is a name, with its suffix
@@ -39,12 +41,16 @@ class ImageSet:
 
     Args:
       description: what they are, as plain values: ``count``; ``key`` changes with the images, ``path`` is for people.
+      read: None: only their statistics are known.
       names: of the images in their folder; else their numbers are their names.
+      statistics: of a file. With ``read`` too, mean and covariance are of other images, as in ADM's reference batches:
+        of all of ImageNet, beside 10,000 images.
     """
 
     description: dict[str, Any]
-    read: Read
+    read: Read | None
     names: list[str] = field(default_factory=list)
+    statistics: Moments | None = None
 
     @property
     def count(self) -> int:
@@ -55,7 +61,9 @@ class ImageSet:
         """Images of some numbers, ascending, and what to add to their description."""
         names = [self.names[number] for number in numbers.tolist()] if self.names else []
         description = self.description | {"count": len(numbers)} | description
-        return ImageSet(description, lambda batches: self.read(numbers[batch] for batch in batches), names)
+        read = self.read
+        assert read
+        return replace(self, description=description, read=lambda few: read(numbers[each] for each in few), names=names)
 
 
 def folder_images(folder: Path, crop_px: int = 0) -> ImageSet:
@@ -92,10 +100,10 @@ def npz_images(file: Npz) -> ImageSet:
         raise DamageError(f"'{file.path}': {IMAGES} is {shape} {dtype}, expected images: (N, height, width, 3) uint8.")
 
     def read(batches: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
-        wanted = list(batches)
-        rows = file.rows(IMAGES, ((number, number + 1) for batch in wanted for number in batch.tolist()))
-        for batch in wanted:
-            yield [next(rows)[0] for _ in batch]
+        ours, numbers = itertools.tee(batches)
+        rows = file.rows(IMAGES, (number for batch in numbers for number in batch.tolist()))
+        for batch in ours:
+            yield list(itertools.islice(rows, len(batch)))
 
     key = sha256_of([list(shape), file.checksum(IMAGES)])
     return ImageSet({"kind": "npz", "path": str(file.path), "count": shape[0], "key": key}, read)
@@ -125,10 +133,8 @@ def decoded_images(store: LatentStore, vae: str | None, device: torch.device) ->
             yield images
 
     description = {"kind": "store, decoded by its VAE", "path": str(store.path), "count": count}
-    return ImageSet(
-        description | {"key": store.root_hash, "decoder_sha256": decoder.identity.weights_sha256},
-        read,
-    )
+    description |= {"key": store.root_hash, "decoder_sha256": decoder.identity.weights_sha256}
+    return ImageSet(description, read)
 
 
 def source_images(store: LatentStore, source: Sequence[str]) -> ImageSet:

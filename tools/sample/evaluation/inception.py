@@ -81,12 +81,9 @@ class Mixed(nn.Module):
         for branch, steps in branches.items():
             width, names = in_channels, []
             for i, step in enumerate(steps, 1):
-                is_halving = self._halves and i == len(steps)
-                how = {"stride": 2} if is_halving else {"padding": "same"}
+                how: Any = {"stride": 2} if self._halves and i == len(steps) else {"padding": "same"}
                 name = f"branch{branch}_{i}" if len(steps) > 1 else f"branch{branch}"
-                parallel = {
-                    name + suffix: each for suffix, each in (step if isinstance(step, dict) else {"": step}).items()
-                }
+                parallel = {name + suffix: step[suffix] for suffix in step} if isinstance(step, dict) else {name: step}
                 for each, shape in parallel.items():
                     self.add_module(each, Convolution(width, *shape, **how))
                 names.append(list(parallel))

@@ -6,8 +6,9 @@ processes changes neither what is computed together nor the order.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +21,17 @@ from ....train.parallel.watchdog import Watchdog
 from ....train.sampling.guided import float32_products
 from ...inspection.pictures import spread
 from ..npz import Npz, write_npz
+from .distances import Moments
 from .images import ImageSet
 from .networks import Network
 
+LOG = logging.getLogger(__name__)
 BATCH = 64  # images that go through the network together; another number changes the rounding
 MOST_FEATURES = 50_000  # images whose features are kept; the others count in mean and covariance alone
 MEAN, COVARIANCE, FEATURES = "mu", "sigma", "features"  # the first two as ADM names them
 PLACES = {"path", "network", "revision"}  # where things lie, in a description; the rest is what they are
 Compute = Callable[[list[np.ndarray], np.ndarray], np.ndarray]
 """Images of a batch and their numbers to one row for each."""
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Statistics of a set of features.
-
-    Args:
-      count: of the images; 0: unknown, in a file of another program.
-      mean: (D,) float64.
-      covariance: (D, D) float64.
-      features: (M, D) float32 of all images, or of ``MOST_FEATURES`` spread evenly; None: not known.
-    """
-
-    count: int
-    mean: np.ndarray
-    covariance: np.ndarray
-    features: np.ndarray | None
 
 
 class Team:
@@ -71,6 +57,7 @@ class Team:
         """
         rank, world_size = self.ranks.rank, self.ranks.world_size
         batches = [np.arange(start, min(start + BATCH, images.count)) for start in range(0, images.count, BATCH)]
+        assert images.read
         read = images.read(iter(batches[rank::world_size]))
         for first in range(0, len(batches), world_size):
             together = batches[first : first + world_size]
@@ -87,12 +74,15 @@ class Team:
 
 
 def moments_of(images: ImageSet, network: Network, team: Team, stage: str) -> Moments | None:
-    """Statistics of images; a collective call.
+    """Statistics of images, or those that a file has; a collective call.
 
     Returns: for the first process; None for others.
-    Raises: SourceError: an image cannot be read, or there is only one; DamageError; EncoderError: a feature is not
-      finite.
+    Raises: SourceError: an image cannot be read, there is only one, or statistics of a file are of another network;
+      DamageError; EncoderError: a feature is not finite.
     """
+    given = images.statistics
+    if not images.read:
+        return given
     if images.count < 2:
         raise SourceError(f"'{images.description['path']}': it holds 1 image. Expected at least 2 for a covariance.")
 
@@ -106,10 +96,33 @@ def moments_of(images: ImageSet, network: Network, team: Team, stage: str) -> Mo
         return features
 
     batches = team.run(images, compute, stage)
-    if team.ranks.is_first:
-        return collect(batches, images.count)
-    assert not list(batches)
-    return None
+    if not team.ranks.is_first:
+        assert not list(batches)
+        return None
+    measured = collect(batches, images.count)
+    if given and given.mean.shape != measured.mean.shape:
+        raise SourceError(
+            f"'{images.description['path']}': its mu has {len(given.mean)} numbers, the network gives "
+            f"{len(measured.mean)}. Expected statistics of the same network."
+        )
+    return replace(given, features=measured.features) if given else measured
+
+
+def kept_moments(images: ImageSet, network: Network, team: Team, file: Path | None) -> Moments | None:
+    """As ``moments_of`` for a reference, read from a file if it exists, else written to it.
+
+    Raises: RecipeError: the file holds other statistics.
+    """
+    described = {"network": network.description, "pictures": images.description}
+    if file and file.exists():
+        check_kept(kept := Npz(file), **described)
+        LOG.info("reference: statistics kept in '%s'", file)
+        return read_moments(kept)
+    team.wait()  # all have looked before the first writes
+    moments = moments_of(images, network, team, "reference")
+    if file and moments:
+        write_moments(file, moments, described)
+    return moments
 
 
 def collect(batches: Iterable[np.ndarray], count: int, *, most: int = MOST_FEATURES) -> Moments:

@@ -106,7 +106,7 @@ def _open_inception(name: str, resize: Resize, device: torch.device) -> Network:
         )
     with torch.device("meta"):
         model = Inception()
-    model.to_empty(device="cpu").load_state_dict(_inception_weights(path, model))
+    load_inception(model.to_empty(device="cpu"), path)
     model.to(device).eval().requires_grad_(False)
 
     @torch.inference_mode()
@@ -117,8 +117,8 @@ def _open_inception(name: str, resize: Resize, device: torch.device) -> Network:
     return Network(description, features)
 
 
-def _inception_weights(path: Path, model: Inception) -> dict[str, Tensor]:
-    """The weights for a model, of a file of tensors; its classifier is left out.
+def load_inception(model: Inception, path: Path) -> None:
+    """Load the weights of a file of tensors, without those of its classifier.
 
     Raises: EncoderError.
     """
@@ -130,19 +130,16 @@ def _inception_weights(path: Path, model: Inception) -> dict[str, Tensor]:
             saved = read_tensors(path)
     except (OSError, ValueError, SafetensorError) as error:
         raise EncoderError(f"--features '{path}': {shortened(error)}. Fetch the file again.") from error
-    tensors = {}
-    for key, expected in model.state_dict().items():
-        tensor = saved.get(key) if isinstance(saved, dict) else None
-        if key.endswith("num_batches_tracked"):  # of training; some conversions leave it out
-            tensor = torch.zeros((), dtype=torch.int64)
-        if not isinstance(tensor, Tensor) or tensor.shape != expected.shape:
-            raise EncoderError(
-                f"--features '{path}': not the weights of the FID's Inception: '{key}' is "
-                f"{tuple(tensor.shape) if isinstance(tensor, Tensor) else 'nothing'}, expected "
-                f"{tuple(expected.shape)}. Expected {INCEPTION_FILES[0]} of torch-fidelity."
-            )
-        tensors[key] = tensor
-    return tensors
+    saved = saved if isinstance(saved, dict) else {}
+    counts = torch.zeros((), dtype=torch.int64)  # num_batches_tracked: of training; some conversions leave it out
+    tensors = {key: counts if key.endswith("tracked") else saved.get(key) for key in model.state_dict()}
+    try:
+        model.load_state_dict({key: tensor for key, tensor in tensors.items() if tensor is not None})
+    except (RuntimeError, AttributeError) as error:
+        raise EncoderError(
+            f"--features '{path}': not the weights of the FID's Inception: {shortened(error)} Expected "
+            f"{INCEPTION_FILES[0]} of torch-fidelity."
+        ) from error
 
 
 # -------------------------------------------------------------------------------------------------- vision transformers
