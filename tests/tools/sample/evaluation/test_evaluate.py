@@ -170,7 +170,9 @@ def test_the_statistics_of_a_reference_are_computed_once(here: Path, tmp_path: P
     for options, words in (({"most": 5}, "--against-num 5"), ({"keep": tmp_path / "k.npz"}, "--keep-statistics")):
         with pytest.raises(RecipeError, match=f"{words}.* statistics.*Leave it out"):
             measured(here / "other", kept, here, **options)
-    with pytest.raises(RecipeError, match=r"kept\.npz': its statistics are of pictures .* Give another file, or the same pictures"):
+    with pytest.raises(
+        RecipeError, match=r"kept\.npz': its statistics are of pictures .* Give another file, or the same pictures"
+    ):
         measured(here / "other", here / "noise", here, keep=kept)
     make_dinov2(tmp_path / "wide", width=24)
     with pytest.raises(
