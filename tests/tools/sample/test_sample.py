@@ -15,6 +15,7 @@ import pytest
 import torch
 from making import CPU, caption_recipe, label_recipe, no_progress, train_recipe
 from PIL import Image
+from tiny_autoencoders import save_autoencoder
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from leandit.datasets.errors import EncoderError, LeanditError, RecipeError, RunError
@@ -27,23 +28,11 @@ from leandit.tools.sample.sample import sample_grid, sample_set
 from leandit.tools.sample.sampler import check_solver, compiles, open_sampler
 from leandit.tools.sample.subjects import Captions
 from leandit.tools.synthetic.store import make_store
-from leandit.train.loop import StopRequest, train
-from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.weights.dit_checkpoints import write_official
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 Draw = Callable[..., dict]
-
-
-@pytest.fixture(scope="module")
-def runs(label_store: LatentStore, caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A trained run on labels and one on captions."""
-    root = tmp_path_factory.mktemp("runs")
-    for name, store in (("dit-s-4", label_store), ("pixart-tiny", caption_store)):
-        recipe = train_recipe(name, "run.steps=4", "run.ema_decay=0.0", "run.checkpoint_every=4", "optimizer.lr=1e-2")
-        train(recipe, store_path=store.path, run=root / name, device=CPU, report=lambda _: None, stop=StopRequest())
-    return SimpleNamespace(labels=root / "dit-s-4", captions=root / "pixart-tiny")
 
 
 @pytest.fixture
@@ -60,18 +49,15 @@ def grid_pixels(result: dict) -> np.ndarray:
     return np.asarray(Image.open(result["grid"])).astype(int)
 
 
-def test_sampling_twice_gives_the_same_image_and_another_seed_another(go: Draw, runs: Any) -> None:
+def test_sampling_twice_gives_the_same_image_and_another_seed_or_size_another(go: Draw, runs: Any) -> None:
     grids = []
     for seed in (0, 0, 1):
         result = go(runs.labels, labels=["0", "2"], steps=3, seed=seed)
         grids.append(Path(result["grid"]).read_bytes())
     assert grids[0] == grids[1] != grids[2]
     assert (result["samples"], result["warning"]) == (["0: n000", "2: n002"], None)
-
-
-@pytest.mark.parametrize("bucket", ["32x32", "64x32", "96x64"])
-def test_other_sizes_than_those_of_the_store_work(bucket: str, go: Draw, runs: Any) -> None:
-    assert go(runs.labels, labels=["1"], steps=2, bucket=bucket)["bucket"] == bucket
+    for bucket in ("64x32", "96x64"):  # other sizes than those of the store
+        assert go(runs.labels, labels=["1"], steps=2, bucket=bucket)["bucket"] == bucket
 
 
 # ------------------------------------------------------------------------------------------------------------ subjects
@@ -162,12 +148,11 @@ def test_what_the_model_cannot_draw_is_refused(which: str, options: dict, words:
             check_subjects(getattr(runs, which), options.get("labels", []), options.get("captions", []))
 
 
-def test_the_look_at_a_snapshot_leaves_what_can_be_drawn_and_what_is_damaged(runs: Any, tmp_path: Path) -> None:
+def test_a_check_of_the_folder_alone_leaves_what_can_be_drawn_and_what_is_damaged(runs: Any, tmp_path: Path) -> None:
     check_subjects(runs.labels, ["n001", "2"], [])
     check_subjects(runs.captions, [], ["a red circle"])
     (tmp_path / "snapshot-4").mkdir()
-    check_subjects(tmp_path, ["lion"], [])
-    for content in ("{", "[]", "{}", '{"spec": {"caption_width": 0}}'):
+    for content in ("", "{", "[]", "{}", '{"spec": {"caption_width": 0}}'):
         (tmp_path / "snapshot-4/state.json").write_text(content)
         check_subjects(tmp_path, ["lion"], [])
 
@@ -226,19 +211,9 @@ def test_latents_that_are_not_finite_are_no_image(runs: Any, monkeypatch: pytest
 
 
 def other_vae(folder: Path, channels: int) -> str:
-    """A tiny untrained VAE of half the size each way, as the shipped one would be with other weights."""
-    from diffusers import AutoencoderKL
-
-    levels = 4
-    AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * levels,
-        up_block_types=("UpDecoderBlock2D",) * levels,
-        block_out_channels=(4,) * levels,
-        layers_per_block=1,
-        norm_num_groups=2,
-        latent_channels=channels,
-        mid_block_add_attention=False,
-    ).save_pretrained(folder)
+    """A tiny untrained VAE for latents of the same size as those of the shipped one."""
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    save_autoencoder(folder, "kl", latent_channels=channels, block_out_channels=(8,) * 4, **blocks)
     return str(folder)
 
 
@@ -252,30 +227,6 @@ def test_another_vae_is_used_with_a_warning_and_one_of_other_channels_refused(
     words = r"decodes 8 channels of 1/\d+ of the pixels, the latents of snapshot .* have 4 of"
     with pytest.raises(EncoderError, match=words):
         go(runs.labels, labels=["0"], steps=1, vae=other_vae(tmp_path / "wide", 8))
-
-
-def test_compiled_blocks_draw_the_same_and_see_few_lengths(
-    runs: Any, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths = set[int]()
-
-    def compiled(forward: Any, *, dynamic: bool) -> Any:
-        assert not dynamic
-
-        def call(*args: Any, **options: Any) -> Any:
-            lengths.add(options["encoder_hidden_states"].shape[1])
-            return forward(*args, **options)
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    drawn = []
-    for snapshot in (load_snapshot(runs.captions, CPU), load_snapshot(runs.captions, CPU, compiled=True)):
-        captions = Captions(snapshot, runs.captions, None, None, CPU)
-        given = captions.conditioning(captions.embed(caption_store.captions["text"].to_pylist()[:2]))
-        drawn.append(draw_latents(snapshot, given, size=(8, 8), seed=0, solver=Solver(steps=2, guidance=2.0)))
-    assert lengths == {16}  # of null; a multiple of 64 would be beyond it
-    torch.testing.assert_close(drawn[0], drawn[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "interval", "shapes"), [("labels", "0,1", 1), ("captions", "0.3,1", 2)])
