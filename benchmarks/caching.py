@@ -32,7 +32,7 @@ from leandit.train.loop import endless
 from leandit.train.parallel.ranks import ALONE
 from leandit.train.run.data import build_loader
 from leandit.train.run.model_for_store import model_spec
-from leandit.train.step.cpu import keep_freed_memory
+from leandit.train.step.process import set_allocator
 from leandit.train.step.train_step import train_step
 
 CACHED, ONLINE = "cached", "online"
@@ -53,8 +53,7 @@ def measure_caching(
 ) -> dict[str, list[float]]:
     """Images/s of training on a store, and of training that encodes every batch again."""
     where, folder, train_recipe = torch.device(device), Path(scratch).resolve(), load(recipe, settings)
-    if where.type == "cpu":
-        keep_freed_memory()  # as ``leandit train`` does
+    set_allocator(where)  # as ``leandit train`` does
     dtype = "bfloat16" if where.type == "cuda" else "float32"
     section = VaeSection(model=str(vae_folder(vae, folder)), dtype=dtype, min_psnr=0.0)
     text_section = TextSection(kind="t5", model=str(text_folder(text, folder, where))) if text else TextSection()

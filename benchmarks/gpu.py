@@ -133,11 +133,6 @@ TABLES = {
         _two("cached", "online"),
         needs_scratch=True,
     ),
-    "attention": Table(
-        "Attention of a forward and backward of 32 images, ms",
-        ("training", "measure_attention"),
-        {name: (name, lambda seconds: f"{1000 * seconds:.1f}") for name in ("cudnn", "flash", "flash3", "efficient")},
-    ),
     "checkpoint": Table(
         "A step, and what it takes longer after a checkpoint",
         ("training", "measure_checkpoint"),
@@ -200,10 +195,6 @@ def _caching(row: str, limit: float, text: str = "") -> Cell:
     return Cell("caching", row, limit, arguments | {"vae": "random:sd", "text": text, "rounds": 2, "steps": 5})
 
 
-def _attention(row: str) -> Cell:
-    return Cell("attention", row, 90, RECIPES[row] | {"images": 32})
-
-
 REAL = (
     _train(XL, 300, "40 % MFU"),
     _train(XL_512, 300, "38 % MFU"),
@@ -214,9 +205,6 @@ REAL = (
     _planner("dit-xl-2-256", 256, 64),
     _encode(256, 270),
     _caching(B, 200),
-    _attention(XL),
-    _attention(XL_512),
-    _attention(PIXART),
     Cell("checkpoint", XL, 240, RECIPES[XL] | {"steps": 12, "every": 4}),
     Cell("captions", "T5-XXL", 420, _captions("random:t5-xxl", 1024) | {"rounds": 2, "seconds": 5.0}, "4x"),
     _beside(PIXART, 300, ADAMW, steps=2),
@@ -254,7 +242,6 @@ TINY = (
     Cell("planner", "DiT-Ti/4, 1 x 2 images", 120, {"case": _CASE}),
     Cell("precompute", "32 px", 120, _IMAGES | _SHORT),
     Cell("caching", "DiT-Ti/4, 64 px", 120, _DIT | {"vae": "shipped:vae", "text": ""} | _ONCE),
-    Cell("attention", "DiT-Ti/4, 64 px", 120, _DIT | {"images": 2}),
     Cell("checkpoint", "DiT-Ti/4, 64 px", 120, _DIT | {"steps": 6, "every": 2}),
     Cell("captions", "T5", 120, _captions("shipped:t5", 4) | _SHORT),
 )

@@ -43,7 +43,7 @@ from leandit.train.loop import StopRequest, train
 from leandit.train.metrics.reader import read_metrics
 from leandit.train.parallel.ranks import ALONE
 from leandit.train.parallel.watchdog import Watchdog
-from leandit.train.step.cpu import keep_freed_memory
+from leandit.train.step.process import set_allocator
 from leandit.train.step.train_step import train_step
 
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ def main(
 ) -> None:
     """Compare what REPA, routing and contrastive flow bring a small DiT."""
     sizes, out = TINY if tiny else Sizes(), out.resolve()
-    keep_freed_memory()
+    set_allocator(torch.device("cpu"))
     with ProgressLine() as progress:
         store = make_store(sizes, out, progress)
         network = open_network(str(out / "measuring"), None, CPU)

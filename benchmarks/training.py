@@ -32,7 +32,6 @@ from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
 from leandit.tools.synthetic.store import make_store
 from leandit.train import loop
 from leandit.train.config import TrainRecipe, load
-from leandit.train.metrics.flops import latent_size_of
 from leandit.train.models.build import diffusers_config
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.diffusers_models.families import family_of, transformer_class
@@ -42,8 +41,7 @@ from leandit.train.objectives.losses import draw_times, loss_per_image
 from leandit.train.optim.loss_scale import autocast_dtype
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.run.model_for_store import model_spec
-from leandit.train.step.attention_kernels import attention_calls, kernel_seconds
-from leandit.train.step.cpu import keep_freed_memory
+from leandit.train.step.process import set_allocator
 from leandit.train.step.train_step import train_step
 from leandit.train.weights.folders import CHECKPOINT
 
@@ -95,8 +93,7 @@ class Setting:
 
 def setting_of(recipe: str, settings: list[str], side_px: int, device: str) -> Setting:
     """A recipe on square images of noise."""
-    if device == "cpu":
-        keep_freed_memory()  # as "leandit train" does
+    set_allocator(torch.device(device))  # as "leandit train" does
     return Setting(workload_at_resolution(load(recipe, settings), side_px), torch.device(device))
 
 
@@ -106,7 +103,7 @@ def setting_of(recipe: str, settings: list[str], side_px: int, device: str) -> S
 def our_step(setting: Setting) -> Step:
     """One step of ``leandit train`` on noise; the loss is read every ``LOSS_EVERY`` steps, as in its loop."""
     work, compiles = setting.work, setting.as_on_gpu or setting.device.type == "cuda"
-    how: dict[str, Any] = {"compiled": work.recipe.run.compile and compiles, "onednn": not setting.as_on_gpu}
+    how: dict[str, Any] = {"compiled": work.recipe.run.compile and compiles}
     learner = synthetic_learner(work.recipe, work.spec, work.tokens, setting.device, store=work.store, **how)
     learner.autocast_dtype = setting.autocast
     batch, losses = setting.batch(), list[Tensor]()
@@ -327,16 +324,6 @@ def measure_checkpoint(device: str, recipe: str, side_px: int, settings: list[st
     after = [step for step in seconds if step > every and step % every == 1]
     usual = median(seconds[step] for step in seconds if step > 2 and step not in after)
     return {"bytes": [max(sizes)], "step": [usual], "longer": [seconds[step] - usual for step in after]}
-
-
-def measure_attention(device: str, recipe: str, side_px: int, settings: list[str], images: int) -> Figures:
-    """Seconds of all attention of a forward and backward, by kernel; None for one that does not support it."""
-    work = setting_of(recipe, settings, side_px, device).work
-    calls = attention_calls(work.spec, latent_size_of(work.largest_bucket, work.store.latent), work.tokens)
-    if device == "cpu":  # which has no kernels to choose from
-        return {}
-    seconds = kernel_seconds(calls, images, torch.bfloat16, torch.device(device))
-    return {name: [value] for name, value in seconds.items()}
 
 
 def noise_store(work: TrainingWorkload, path: Path) -> Path:

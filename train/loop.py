@@ -33,7 +33,6 @@ from .parallel.ranks import SharedStop, connected, lower_timeout, read_ranks
 from .parallel.stop import StopRequest
 from .parallel.strategy import choose_strategy
 from .parallel.watchdog import Watchdog
-from .run.autotune import tune
 from .run.evaluation.evaluation import Evaluation
 from .run.evaluation.pictures import Pictures
 from .run.lock import run_lock
@@ -42,9 +41,8 @@ from .run.resume import averages_are_due, capture, start_or_resume
 from .run.saver import Saver
 from .run.state import TrainState, origin_lines, prepare
 from .run.stores import open_stores
-from .step.cpu import keep_freed_memory
-from .step.garbage import collected_by_hand
-from .step.gpu import expand_segments
+from .step.microbatch import fit_microbatch
+from .step.process import collected_by_hand, set_allocator
 from .step.train_step import train_step
 
 LOG = logging.getLogger(__name__)
@@ -102,10 +100,7 @@ def train(
       recipe_name: of the recipe, for ``starts.jsonl``.
     Raises: LeanditError: before the first step, if recipe, stores and run are incompatible.
     """
-    if device.type == "cuda":
-        expand_segments()
-    else:
-        keep_freed_memory()
+    set_allocator(device)
     ranks = read_ranks()
     silent = recipe.run.silent_seconds
     with connected(ranks, device), Watchdog(ranks, warn, silent) as watchdog, contextlib.ExitStack() as stack:
@@ -126,7 +121,6 @@ def train(
             return Outcome(state.step, None, True, 0, None, 0.0, recipe)
         for line in origin_lines(state, run) if ranks.is_first else ():
             say(line)
-        tune(state, watchdog)
         if ranks.is_first:
             _note_start(state, run, recipe_name)
         return _Training(state, run, evaluation, watchdog, report, stop, warn).run()
@@ -225,6 +219,7 @@ class _Training:
         """Train on one batch of one bucket; returns its epoch."""
         with self._window.waiting():
             batch = next(batches)
+        fit_microbatch(self._state, batch)
         with self._window.step(batch):
             result = train_step(self._state, batch)
         self._window.add(result)

@@ -99,15 +99,7 @@ def trace_strategy(request: TraceRequest, strategy: Strategy) -> StrategyTrace:
         recipe = recipe.model_copy(update={"run": run, "parallel": section})
         tracker = stack.enter_context(MemoryTracker(ROUNDING[request.device_type]))
         _count_resizes(tracker)
-        learner = synthetic_learner(
-            recipe,
-            workload.spec,
-            workload.tokens,
-            CPU,
-            ranks=ranks,
-            store=workload.store,
-            onednn=request.device_type == "cpu",
-        )
+        learner = synthetic_learner(recipe, workload.spec, workload.tokens, CPU, ranks=ranks, store=workload.store)
         if isinstance(forward := learner.engine.forward, DistributedDataParallel):
             forward.register_comm_hook(None, noop_hook)  # the default waits for a result that never comes
             forward.reducer = _KeptBuckets(forward.reducer)  # pyright: ignore[reportAttributeAccessIssue]

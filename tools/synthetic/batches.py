@@ -26,17 +26,16 @@ def synthetic_learner(
     ranks: Ranks = ALONE,
     store: StoreSpec | None = None,
     compiled: bool = False,
-    onednn: bool = True,
 ) -> Learner:
     """The learner of a run, with random weights and without data.
 
     Args:
       max_tokens: of the null caption as the model sees it, for a model with text.
-      ranks, store, compiled, onednn: as in ``build_learner``.
+      ranks, store, compiled: as in ``build_learner``.
     """
     null_caption = torch.zeros(max_tokens, spec.caption_width, device=device) if spec.takes_text else None
     null_pooled = torch.zeros(spec.pooled_width, device=device) if spec.pooled_width else None
-    how = {"ranks": ranks, "store": store, "compiled": compiled, "onednn": onednn}
+    how = {"ranks": ranks, "store": store, "compiled": compiled}
     return build_learner(recipe, spec, device, null_caption=null_caption, null_pooled=null_pooled, **how)
 
 

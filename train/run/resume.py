@@ -25,7 +25,6 @@ from ...datasets.recipe import to_toml
 from ..models.spec import ModelSpec
 from ..optim.ema import build_rules, first_share
 from ..parallel.watchdog import Watchdog
-from ..step.attention_kernels import has_flash3
 from ..weights import checkpoint
 from ..weights.checkpoint import (
     AVERAGE,
@@ -60,7 +59,6 @@ class _Progress(BaseModel, strict=True):
     loss_scale: dict[str, Any] | None = None
     tuned_for: dict[str, Any] = {}
     microbatches: dict[str, int] = {}
-    attention_kernels: list[str] = []
     in_codes: bool = False
     frozen: FrozenWeights | None = None
 
@@ -207,9 +205,9 @@ def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str] = ())
     if progress.loss_scale and state.engine.loss_scale:
         state.engine.loss_scale.load_state_dict(progress.loss_scale)
     if progress.tuned_for == tuned_for(state):
-        state.microbatches, state.attention_kernels = progress.microbatches, progress.attention_kernels
+        state.microbatches = progress.microbatches
     else:
-        LOG.info("microbatches and attention kernels are measured again: they were for %s", progress.tuned_for)
+        LOG.info("microbatches are tried again: they were for %s", progress.tuned_for)
     state.step, state.num_images = loaded.step, progress.num_images
 
 
@@ -274,20 +272,18 @@ def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progr
         loss_scale=None if state.engine.loss_scale is None else state.engine.loss_scale.state_dict(),
         tuned_for=tuned_for(state),
         microbatches=state.microbatches,
-        attention_kernels=state.attention_kernels,
         in_codes=any(name.endswith(CODES) for name in groups[OPTIMIZER]),
         frozen=state.frozen,
     )
 
 
 def tuned_for(state: TrainState) -> dict[str, Any]:
-    """What measured microbatches and kernels depend on; where it changes, they are measured again."""
+    """What the microbatches that fit depend on; where it changes, they are tried again."""
     run, parallel = state.recipe.run, state.recipe.parallel
-    flash3 = {"flash3": True} if has_flash3(state.device) else {}
-    return flash3 | {
+    return {
         "world_size": state.ranks.world_size,
         "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else state.device.type,
-        "run": [run.precision, run.compile, run.activation_checkpointing, *([run.fp8] if run.fp8 != "none" else [])],
+        "run": [run.precision, run.compile, run.activation_checkpointing, run.fp8],
         "parallel": [parallel.strategy, parallel.shard, parallel.replicas, parallel.cpu_offload],
     }
 

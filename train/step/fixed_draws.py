@@ -12,7 +12,6 @@ from ...datasets.order.shuffle import mix
 from ..objective_recipe import ObjectiveSection
 from ..objectives.draws import Draws
 from ..objectives.losses import TRAIN_STEPS
-from .attention_kernels import preferred
 from .image_losses import Microbatch, Teacher, plain_losses, teachers_of
 from .learner import Learner
 
@@ -65,6 +64,6 @@ def losses_at_fixed_times(learner: Learner, batch: Batch, noise: Tensor) -> Tens
         for name, teacher in found.items()
     }
     learner.engine.model.eval()
-    with torch.compiler.set_stance("force_eager"), preferred(learner.attention_kernels):
+    with torch.compiler.set_stance("force_eager"):
         losses = plain_losses(learner, Microbatch(x, draws, conditioning.repeated(NUM_TIMES), teachers))
     return losses.view(count, NUM_TIMES)

@@ -11,49 +11,40 @@ import dataclasses
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...datasets.errors import RecipeError
 from ..config import TrainRecipe
 from ..models.build import Denoiser
-from ..parallel.ranks import Ranks
-from ..parallel.strategy import choose_strategy
+from ..optim.muon import is_modulation
 
 LEAST_CAPABILITY = (8, 9)  # Ada, then Hopper and Blackwell
 SIDE = 16  # the kernels take matrices whose sides are multiples of it
-MODULATIONS = ("adaLN_modulation", "norm1", "norm1_context")  # of DiT and SD3: their rows are images, which are few
 
 
-def check_fp8(recipe: TrainRecipe, ranks: Ranks, device: torch.device, *, compiled: bool) -> None:
-    """Raise if ``run.fp8`` asks for what the run cannot have.
-
-    Args:
-      compiled: the blocks go through torch.compile.
-    Raises: RecipeError.
-    """
+def check_fp8(recipe: TrainRecipe, device: torch.device, strategy: str, *, compiled: bool) -> None:
+    """Raise RecipeError if ``run.fp8`` cannot be used; ``compiled``: the blocks go through torch.compile."""
     run = recipe.run
     if run.fp8 == "none":
         return
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    has_fp8 = capability is not None and capability >= LEAST_CAPABILITY
     found = ".".join(map(str, capability)) if capability else "none"
-    problems = {
-        f"it is for run.precision 'bf16', not '{run.precision}'. Set that": run.precision != "bf16",
-        f"adapters (lora.rank {recipe.lora.rank}) have layers of their own. Train all weights": recipe.lora.rank > 0,
-        "DeepSpeed has an engine of its own. Use parallel.strategy 'fsdp'": choose_strategy(recipe.parallel, ranks)
-        == "deepspeed",
-        f"device '{device}' has compute capability {found}, needed 8.9 or higher (Ada, Hopper). Use such a GPU": (
-            not has_fp8
+    for is_wrong, problem in (
+        (run.precision != "bf16", f"it is for run.precision 'bf16', not '{run.precision}'. Set that"),
+        (recipe.lora.rank > 0, f"adapters (lora.rank {recipe.lora.rank}) have their own layers. Train all weights"),
+        (strategy == "deepspeed", "DeepSpeed has its own engine. Use parallel.strategy 'fsdp'"),
+        (
+            capability is None or capability < LEAST_CAPABILITY,
+            f"device '{device}' has compute capability {found}, expected 8.9 or higher (Ada, Hopper). Use such a GPU",
         ),
-        "scales are slow unless they are compiled into the blocks. Set run.compile to true": not compiled,
-    }
-    if problem := next((problem for problem, is_so in problems.items() if is_so), None):
-        raise RecipeError(f"run.fp8 '{run.fp8}': {problem}, or run.fp8 to 'none'.")
-    if find_spec("torchao") is None:
-        raise RecipeError(
-            f"run.fp8 '{run.fp8}': it needs the package 'torchao', which is not installed. Install leandit with its "
-            "extra 'optimizers', or set run.fp8 to 'none'."
-        )
+        (not compiled, "scales are slow unless they are compiled into the blocks. Set run.compile to true"),
+        (
+            find_spec("torchao") is None,
+            "package 'torchao' is not installed. Install leandit with its extra 'optimizers'",
+        ),
+    ):
+        if is_wrong:
+            raise RecipeError(f"run.fp8 '{run.fp8}': {problem}, or run.fp8 to 'none'.")
 
 
 def use_fp8(model: Denoiser, kind: str, *, emulate: bool = False) -> None:
@@ -64,29 +55,18 @@ def use_fp8(model: Denoiser, kind: str, *, emulate: bool = False) -> None:
       emulate: compute on numbers that are rounded to FP8, on any device.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+
+    def takes_fp8(layer: nn.Module, name: str) -> bool:
+        """Modulations do not: their rows are images, which are few."""
+        if type(layer) is not nn.Linear or is_modulation(name):
+            return False
+        return layer.in_features % SIDE == layer.out_features % SIDE == 0
 
     # Tokens are padded where their number is not a multiple: the product that gives a weight's gradient sums over them.
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(kind), pad_inner_dim=True, emulate=emulate)
     for block in model.blocks:
-        convert_to_float8_training(block, config=config, module_filter_fn=_takes_fp8)
-        for layer in fp8_layers(block).values():
-            layer.register_forward_pre_hook(_dense)
-
-
-def fp8_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that have been converted, by name."""
-    from torchao.float8.float8_linear import Float8Linear
-
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, Float8Linear)}
-
-
-def _dense(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    """Numbers with a scale a row cannot be reshaped by a copy, as those of transposed tokens would be."""
-    return inputs[0].contiguous()
-
-
-def _takes_fp8(layer: nn.Module, name: str) -> bool:
-    """Whether a layer of a block, by its name in it, is converted."""
-    if type(layer) is not nn.Linear or name.split(".")[0] in MODULATIONS:
-        return False
-    return layer.in_features % SIDE == 0 and layer.out_features % SIDE == 0
+        convert_to_float8_training(block, config=config, module_filter_fn=takes_fp8)
+        for layer in block.modules():
+            if isinstance(layer, Float8Linear):  # numbers with a scale a row cannot be reshaped by a copy
+                layer.register_forward_pre_hook(lambda _, inputs: inputs[0].contiguous())

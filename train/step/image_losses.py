@@ -19,7 +19,6 @@ from ..objective_recipe import SELF, AlignSection
 from ..objectives.added_terms import dispersion, misalignment, resampled
 from ..objectives.draws import Draws
 from ..objectives.losses import PLAIN, TRAIN_STEPS, losses_per_image, on_path, velocity_error
-from .attention_kernels import preferred
 from .learner import Learner
 
 
@@ -105,7 +104,7 @@ def with_own_teacher(learner: Learner, images: Microbatch, parts: Sequence[slice
     Source: Jiang et al. 2025 (SRA), section 3.2: the same noise, at an earlier time.
     """
     section, tokens = learner.recipe.self_align, []
-    with learner.engine.averaged(), preferred(learner.attention_kernels):
+    with learner.engine.averaged():
         for part in parts:
             some = images.part(part)
             some = some if len(some.latents) else some.dummy()

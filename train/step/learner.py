@@ -17,7 +17,6 @@ from ..models.build import DiTDenoiser, build_model, routed_blocks
 from ..models.conditioning import Conditioner
 from ..models.diffusers_models.adapters import add_adapters
 from ..models.diffusers_models.text_denoiser import TextDenoiser
-from ..models.numerics import use_onednn
 from ..models.spec import ModelSpec
 from ..optim.loss_scale import autocast_dtype
 from ..parallel.build import build_engine
@@ -28,7 +27,7 @@ from ..weights.init_from import first_weights
 from ..weights.merging import FrozenWeights, hash_of
 from ..weights.sources import lasting_source
 from .fp8 import check_fp8, use_fp8
-from .gpu import choose_kernels
+from .process import set_precision
 
 COMPILED_CAPTION_STEP = 64  # tokens, so that captions of 300 have five lengths
 
@@ -40,8 +39,7 @@ class Learner:
     Args:
       autocast_dtype: of forward and backward; None: float32.
       step, num_images: made and seen so far.
-      microbatches: measured limits of images in a forward, by bucket.
-      attention_kernels: measured, the fastest first.
+      microbatches: most images of a forward, by bucket, as tried on a GPU.
       compiled: the blocks are, for each shape, so that parts of a batch have one.
       feature_specs: of the image features that the recipe aligns with, by name.
       frozen: the weights that adapters belong to.
@@ -58,7 +56,6 @@ class Learner:
     step: int = 0
     num_images: int = 0
     microbatches: dict[str, int] = field(default_factory=dict)
-    attention_kernels: list[str] = field(default_factory=list)
     compiled: bool = False
     feature_specs: Mapping[str, FeatureSpec] = field(default_factory=dict)
     frozen: FrozenWeights | None = None
@@ -77,7 +74,6 @@ def build_learner(
     store: StoreSpec | None = None,
     compiled: bool = False,
     pretrained: bool = False,
-    onednn: bool = True,
 ) -> Learner:
     """Build model, optimizer and averages.
 
@@ -88,11 +84,11 @@ def build_learner(
       store: whose image features the recipe aligns with.
       compiled: the blocks go through torch.compile.
       pretrained: load the weights of ``model.init_from``.
-      onednn: use oneDNN for matrix products on a CPU, if nothing is compiled.
     Raises: RecipeError, RunError: something does not fit.
     """
-    check_fp8(recipe, ranks, device, compiled=compiled)
-    compiled = compiled and choose_strategy(recipe.parallel, ranks) != "deepspeed"
+    strategy = choose_strategy(recipe.parallel, ranks)
+    check_fp8(recipe, device, strategy, compiled=compiled)
+    compiled = compiled and strategy != "deepspeed"
     model, frozen, origin = build_model(spec.plain, seed=recipe.run.seed), None, "new weights"
     if pretrained and (source := recipe.model.init_from):
         weights, origin = first_weights(source, model, spec)
@@ -109,11 +105,9 @@ def build_learner(
     if device.type == "cuda":
         if device.index is not None:
             torch.cuda.set_device(device)  # events and streams that name no device are of the current one
-        choose_kernels(recipe, spec)
+        set_precision(recipe, spec)
     if recipe.run.fp8 != "none":
         use_fp8(model, recipe.run.fp8)
-    if device.type == "cpu" and onednn and not compiled:
-        use_onednn(model)
     caption_step = COMPILED_CAPTION_STEP if compiled else 1
     return Learner(
         recipe=recipe,

@@ -16,7 +16,6 @@ from ..metrics.window import StepResult
 from ..objectives.draws import draw
 from ..objectives.losses import PLAIN, time_share
 from ..optim.build import learning_rate
-from .attention_kernels import preferred
 from .image_losses import (
     Microbatch,
     compares_images,
@@ -66,10 +65,7 @@ def train_step(learner: Learner, batch: Batch) -> StepResult:
         images = with_own_teacher(learner, images, rows)
     parts_losses: list[dict[str, Tensor]] = []
     for part, some in zip(parts, rows, strict=True):
-        with (
-            engine.microbatch(last=part is parts[-1]),
-            preferred(learner.attention_kernels),  # for recomputed forwards too
-        ):
+        with engine.microbatch(last=part is parts[-1]):
             losses = image_losses(learner, images.part(some), step)
             if isinstance(some, Tensor):  # those that fill it up do not count
                 losses = {name: loss[: max(0, len(batch) - part.start)] for name, loss in losses.items()}

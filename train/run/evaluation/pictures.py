@@ -23,7 +23,6 @@ from ...data_recipe import RecordsSection, Turn
 from ...metrics.flops import latent_size_of, tokens_per_image
 from ...metrics.writer import MetricsWriter
 from ...sampling.guided import Solver, draw_latents
-from ...step.attention_kernels import preferred
 from ...weights.folders import SAMPLES
 from ..data import buckets_at
 from ..state import TrainState
@@ -125,8 +124,7 @@ class Pictures:
         drawn = torch.zeros(count, state.spec.channels, *size, device=state.device)
         live = _Live(state)
         state.engine.model.eval()
-        kernels = preferred(state.attention_kernels)
-        with state.engine.averaged(), torch.compiler.set_stance("force_eager"), kernels:
+        with state.engine.averaged(), torch.compiler.set_stance("force_eager"):
             for start in range(0, each, most):
                 # A sharded model needs every rank in every forward: one without pictures draws another's again.
                 places = [rank * each + place for place in range(start, min(each, start + most))]
