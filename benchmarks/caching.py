@@ -25,15 +25,14 @@ from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from leandit.precompute.encoders.loading import Encoders, load_encoders
 from leandit.tools.cli.options import Device, Overrides, torch_device
 from leandit.tools.plan.workload import CLASSES
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
+from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.tools.synthetic.store import make_store
 from leandit.train.config import TrainRecipe, load
-from leandit.train.loop import endless
+from leandit.train.optim.process import set_allocator
 from leandit.train.parallel.ranks import ALONE
-from leandit.train.run.data import build_loader
+from leandit.train.run.data import build_loader, endless
 from leandit.train.run.model_for_store import model_spec
-from leandit.train.step.process import set_allocator
-from leandit.train.step.train_step import train_step
+from leandit.train.step import train_step
 
 CACHED, ONLINE = "cached", "online"
 STORED_BATCHES = 4
@@ -62,7 +61,7 @@ def measure_caching(
     tokens = store.spec.text.max_tokens if store.spec.text else 0
     spec = model_spec(train_recipe, store.spec, str(store.path))
     compiled = train_recipe.run.compile and where.type == "cuda"
-    learner = synthetic_learner(train_recipe, spec, tokens, where, compiled=compiled)
+    learner = synthetic_run(train_recipe, spec, tokens, where, compiled=compiled)
     cached = endless(build_loader(train_recipe, [store], spec, where, log, ALONE))
     online = encoded_batches(train_recipe, side_px, encoders, section.batch_size, store, tokens, where)
     size, cells = train_recipe.run.global_batch, dict[str, Callable[[], float]]()

@@ -12,9 +12,9 @@ from planner import CHECKPOINTED, Case, measured_apart, planner_job, predicted_p
 from leandit.datasets.store import LatentStore
 from leandit.tools.plan.dry_run import describe_precompute
 from leandit.tools.synthetic.store import make_store
-from leandit.train.run.state import prepare
-from leandit.train.step.microbatch import fit_microbatch
-from leandit.train.step.train_step import train_step
+from leandit.train.run.microbatch import fit_microbatch
+from leandit.train.run.state import Run
+from leandit.train.step import train_step
 
 BUCKET = "512x512"
 
@@ -38,12 +38,12 @@ def test_the_planner_is_within_five_per_cent(case: Case, gpu: torch.device, tmp_
 def test_a_step_that_runs_out_of_memory_is_tried_with_fewer_images(gpu: torch.device, tmp_path: Path) -> None:
     make_store(tmp_path / "store", {BUCKET: 16}, num_classes=5)
     recipe = train_recipe("dit-s-4", "model.name=DiT-S/2", "run.precision=bf16", "run.global_batch=16")
-    state = prepare(recipe, [LatentStore(tmp_path / "store")], gpu, print)
+    state = Run.open(recipe, [LatentStore(tmp_path / "store")], gpu, print)
     torch.cuda.set_per_process_memory_fraction(0.08, gpu)  # 6 GiB of 80: an image takes hundreds of MiB
     try:
         batch = next(iter(state.loader))
         for _ in range(3):
-            fit_microbatch(state, batch)
+            fit_microbatch(state, batch, train_step)
             result = train_step(state, batch)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, gpu)

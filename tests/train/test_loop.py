@@ -23,14 +23,14 @@ from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.train import loop
+from leandit.train import step as step_module
 from leandit.train.config import ScheduleSection, TrainRecipe
 from leandit.train.loop import Outcome, StopRequest, train
-from leandit.train.metrics.window import StepReport, Window
+from leandit.train.metrics.meter import Meter, StepReport
 from leandit.train.optim.build import learning_rate
 from leandit.train.optim.ema import Ema, Exponential
 from leandit.train.run.lock import run_lock
 from leandit.train.run.saver import Saver
-from leandit.train.step import train_step as step_module
 from leandit.train.weights import checkpoint
 
 MODELS = ("dit-s-4", "pixart-tiny", "sd3-tiny")
@@ -438,7 +438,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_of_it_is_saved(
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Reports end as on a GPU; what is done in which order."""
     order, step = list[str](), loop.train_step
-    monkeypatch.setattr(Window, "ends_at_once", False)
+    monkeypatch.setattr(Meter, "reads_at_once", False)
 
     def noted(state: Any, batch: Any) -> Any:
         order.append(f"step {state.step + 1}")

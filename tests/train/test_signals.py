@@ -26,7 +26,7 @@ from leandit.tools.cli.main import main
 from leandit.train import loop
 from leandit.train.loop import train
 from leandit.train.parallel.stop import EXIT_RESUMABLE, StopRequest, Terminated
-from leandit.train.run.state import TrainState
+from leandit.train.run.state import Run
 from leandit.train.weights import checkpoint
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -274,7 +274,7 @@ def test_sigterm_in_a_step_finishes_and_saves_it(
     stop, train_step = StopRequest(), loop.train_step
     stop.catch(signal.SIGTERM)
 
-    def step_while_killed(trained: TrainState, batch: Any) -> Any:
+    def step_while_killed(trained: Run, batch: Any) -> Any:
         if trained.step == 4:
             kill_self()
         return train_step(trained, batch)
@@ -295,7 +295,7 @@ def test_of_the_snapshots_of_stops_the_newest_stays(
         stop = StopRequest()
         stop.catch(signal.SIGTERM)
 
-        def step_while_killed(trained: TrainState, batch: Any) -> Any:
+        def step_while_killed(trained: Run, batch: Any) -> Any:
             if trained.step == step - 1:
                 kill_self()
             return make_step(trained, batch)

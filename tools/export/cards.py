@@ -19,7 +19,7 @@ from ...datasets.format.layout import CAPTIONS, RECORDS, revision_prefix
 from ...datasets.format.schema import Manifest, StoreSpec
 from ...datasets.recipe import values_to_toml
 from ...datasets.units import readable_size
-from ...train.objective_recipe import ObjectiveSection
+from ...train.techniques.registry import ObjectiveSection
 from ..terminal.text import printable
 
 if TYPE_CHECKING:  # it loads torch, which publishing a store does without

@@ -40,10 +40,10 @@ from ...train.models.activation_checkpointing import checkpoint_blocks
 from ...train.models.diffusers_models.adapters import trained_parameters
 from ...train.parallel import build
 from ...train.parallel.ranks import ALONE, Ranks
-from ...train.step import learner as learner_module
-from ...train.step.learner import Learner
-from ...train.step.train_step import train_step
-from ..synthetic.batches import synthetic_batch, synthetic_learner
+from ...train.run import state as state_module
+from ...train.run.state import Run
+from ...train.step import train_step
+from ..synthetic.batches import synthetic_batch, synthetic_run
 from .step_memory import (
     ACTIVATIONS,
     ANSWER,
@@ -95,52 +95,52 @@ def trace_strategy(request: TraceRequest, strategy: Strategy) -> StrategyTrace:
             write_atomic(file, json.dumps({"zero_optimization": dict(strategy.zero)}).encode())
             section = section.model_copy(update={"deepspeed_config": str(file)})
         # fp8 keeps as many bytes as bf16, which is what can be traced.
-        run = recipe.run.model_copy(update={"fp8": "none", "microbatch": 0, "precision": request.precision})
-        recipe = recipe.model_copy(update={"run": run, "parallel": section})
+        section_run = recipe.run.model_copy(update={"fp8": "none", "microbatch": 0, "precision": request.precision})
+        recipe = recipe.model_copy(update={"run": section_run, "parallel": section})
         tracker = stack.enter_context(MemoryTracker(ROUNDING[request.device_type]))
         _count_resizes(tracker)
-        learner = synthetic_learner(recipe, workload.spec, workload.tokens, CPU, ranks=ranks, store=workload.store)
-        if isinstance(forward := learner.engine.forward, DistributedDataParallel):
+        run = synthetic_run(recipe, workload.spec, workload.tokens, CPU, ranks=ranks, store=workload.store)
+        if isinstance(forward := run.engine.forward, DistributedDataParallel):
             forward.register_comm_hook(None, noop_hook)  # the default waits for a result that never comes
             forward.reducer = _KeptBuckets(forward.reducer)  # pyright: ignore[reportAttributeAccessIssue]
         if strategy.to_host:
-            checkpoint_blocks(learner.engine.model.blocks, run.activation_checkpointing, to_cpu=host.hooks)
-        for parameter in trained_parameters(learner.engine.model).values():
+            checkpoint_blocks(run.engine.model.blocks, recipe.run.activation_checkpointing, to_cpu=host.hooks)
+        for parameter in trained_parameters(run.engine.model).values():
             parameter.register_post_accumulate_grad_hook(functools.partial(_assign_gradient, tracker))
-        update, marks = learner.engine.update, [0]
+        update, marks = run.engine.update, [0]
 
         def marked_update(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             marks[0] = len(tracker.moments)
             return update(*args, **kwargs)
 
-        learner.engine.update = marked_update
+        run.engine.update = marked_update
 
         def trace(step: str) -> StepTrace:
             images, count = map(int, step.split("x"))
-            learner.microbatches = {bucket: images}
+            run.microbatches = {bucket: images}
             batch = synthetic_batch(workload.store, bucket, images * count, workload.tokens, CPU)
             batch = replace(batch, global_size=images * count * ranks.world_size).finish()
             gc.collect()
             tracker.moments.clear()
             host.reset()
-            train_step(learner, batch)
+            train_step(run, batch)
             return StepTrace(list(tracker.moments), marks[0], host.peak)
 
         gc.disable()  # as in a training: what is freed must not depend on it
         trace(STEPS[0])  # the first step allocates the optimizer's states
-        states = _assign_states(tracker, learner)
-        in_blocks = sum(p.nbytes for block in learner.engine.model.blocks for p in block.parameters())
+        states = _assign_states(tracker, run)
+        in_blocks = sum(p.nbytes for block in run.engine.model.blocks for p in block.parameters())
         further = (WAITING, CHECK) if ranks is ALONE else ()
         steps = {step: trace(step) for step in (*STEPS, *further)}
         return StrategyTrace(steps, states, states[PARAMETERS] - in_blocks)
 
 
-def _assign_states(tracker: MemoryTracker, learner: Learner) -> dict[str, int]:
+def _assign_states(tracker: MemoryTracker, run: Run) -> dict[str, int]:
     """Sort what lives between steps into categories. Returns: the bytes of each; gradients are those of whole weights.
 
     Buffers of the model are whole on each device, and counted as activations.
     """
-    engine: Any = learner.engine
+    engine: Any = run.engine
     parameters = list(engine.model.parameters())
     tracker.assign(PARAMETERS, [getattr(p, "ds_tensor", p) for p in parameters])  # ZeRO-3 keeps its part there
     optimizer = getattr(engine, "_zero", engine).optimizer
@@ -199,7 +199,7 @@ def _prepare(request: TraceRequest) -> None:
     import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
 
     dtype = torch.bfloat16 if request.precision == "bf16" else None
-    modules: list[Any] = [learner_module, build]
+    modules: list[Any] = [state_module, build]
     ddp: Any = importlib.import_module("torch.nn.parallel.distributed")
     nn.Module._apply = lambda module, *_, **__: module  # it cannot move fake tensors, which are in place  # pyright: ignore
     ddp._verify_param_shape_across_processes = lambda *_, **__: None

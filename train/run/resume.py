@@ -42,7 +42,7 @@ from ..weights.merging import FrozenWeights
 from .data import buckets_at
 from .manifest import RunManifest, check_settings, continue_manifest
 from .saver import Captured, Folder, Staging, buffers_of, gather
-from .state import TrainState
+from .state import Run
 from .stores import contents_read
 
 LOG = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Loaded:
 
 
 def start_or_resume(
-    state: TrainState,
+    state: Run,
     run: Path,
     manifest: RunManifest | None,
     warn: Callable[[str], None],
@@ -106,7 +106,7 @@ def start_or_resume(
     restore(state, loaded, earlier=contents_read(manifest, state.stores) if manifest else ())
 
 
-def _open_run(state: TrainState, run: Path, manifest: RunManifest | None, warn: Callable[[str], None]) -> Loaded | None:
+def _open_run(state: Run, run: Path, manifest: RunManifest | None, warn: Callable[[str], None]) -> Loaded | None:
     run.mkdir(parents=True, exist_ok=True)
     sweep_strays(run)
     loaded = newest_valid(state, run, warn)
@@ -118,7 +118,7 @@ def _open_run(state: TrainState, run: Path, manifest: RunManifest | None, warn: 
     return loaded
 
 
-def newest_valid(state: TrainState, run: Path, warn: Callable[[str], None]) -> Loaded | None:
+def newest_valid(state: Run, run: Path, warn: Callable[[str], None]) -> Loaded | None:
     """Load the newest valid checkpoint, and rename newer ones that are damaged.
 
     Raises: DamageError: the run has had checkpoints and none is valid; RunError: a checkpoint is of another model.
@@ -156,7 +156,7 @@ def _check_fresh(run: Path, problems: list[CheckpointDamage], warn: Callable[[st
         warn(f"run '{run}' starts from scratch: it has '{snapshots[-1].name}' but no checkpoint")
 
 
-def load(state: TrainState, path: Path) -> Loaded:
+def load(state: Run, path: Path) -> Loaded:
     """Read a checkpoint and check every byte, name, shape and dtype; the state does not change.
 
     Raises: DamageError; RunError: it is of another model.
@@ -189,7 +189,7 @@ def _check_frozen(path: Path, then: FrozenWeights | None, now: FrozenWeights | N
         )
 
 
-def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str] = ()) -> None:
+def restore(state: Run, loaded: Loaded, *, earlier: Collection[str] = ()) -> None:
     """Apply a checkpoint; the position in the data first, because it may be refused.
 
     Args:
@@ -211,9 +211,7 @@ def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str] = ())
     state.step, state.num_images = loaded.step, progress.num_images
 
 
-def _broadcast(
-    state: TrainState, expected: dict[str, Tensor], tensors: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+def _broadcast(state: Run, expected: dict[str, Tensor], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the first rank on every rank, one at a time, sorted by name."""
     for name, meta in sorted(expected.items()):
         tensor = tensors.get(name)
@@ -226,7 +224,7 @@ def _broadcast(
 
 
 def capture(
-    state: TrainState,
+    state: Run,
     *,
     averages: bool = False,
     resumable: bool = True,
@@ -264,7 +262,7 @@ def capture(
     return Captured(state.step, folders, staging.copied())
 
 
-def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progress:
+def _progress(state: Run, groups: dict[str, dict[str, Tensor]]) -> _Progress:
     return _Progress(
         spec=state.spec,
         num_images=state.num_images,
@@ -277,7 +275,7 @@ def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progr
     )
 
 
-def tuned_for(state: TrainState) -> dict[str, Any]:
+def tuned_for(state: Run) -> dict[str, Any]:
     """What the microbatches that fit depend on; where it changes, they are tried again."""
     run, parallel = state.recipe.run, state.recipe.parallel
     return {
@@ -288,7 +286,7 @@ def tuned_for(state: TrainState) -> dict[str, Any]:
     }
 
 
-def averages_are_due(state: TrainState) -> bool:
+def averages_are_due(state: Run) -> bool:
     """Whether this step stores averages, apart from those of a checkpoint."""
     every = state.recipe.ema.keep_every if state.recipe.ema.kind == "power" else 0
     return bool(every) and (state.step % every == 0 or state.step == state.recipe.run.steps)

@@ -15,11 +15,10 @@ from ...datasets.errors import RunError
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import LatentSpec, TextSpec
 from ..models.build import Denoiser, build_model
-from ..models.conditioning import Conditioner
+from ..models.conditioning import COMPILED_CAPTION_STEP, Conditioner
 from ..models.spec import ModelSpec
-from ..objective_recipe import ObjectiveSection
 from ..parallel.build import compile_blocks
-from ..step.learner import COMPILED_CAPTION_STEP
+from ..techniques.registry import ObjectiveSection
 from ..weights import checkpoint
 from ..weights.checkpoint import MODEL, NULL_CAPTION
 from ..weights.folders import CHECKPOINT, SNAPSHOT, steps

@@ -22,10 +22,10 @@ from leandit.datasets.store import LatentStore
 from leandit.train.config import TrainRecipe
 from leandit.train.loop import train
 from leandit.train.models.build import build_model
+from leandit.train.optim.fp8 import check_fp8, use_fp8
 from leandit.train.parallel.build import compile_blocks
 from leandit.train.parallel.stop import StopRequest
-from leandit.train.step import learner
-from leandit.train.step.fp8 import check_fp8, use_fp8
+from leandit.train.run import state
 
 Float8Linear = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
 KINDS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -36,8 +36,8 @@ NEAR = 0.001  # largest relative difference of losses found in 12 steps of the t
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """``run.fp8`` on a CPU."""
-    monkeypatch.setattr(learner, "check_fp8", lambda *_, **__: None)
-    monkeypatch.setattr(learner, "use_fp8", functools.partial(use_fp8, emulate=True))
+    monkeypatch.setattr(state, "check_fp8", lambda *_, **__: None)
+    monkeypatch.setattr(state, "use_fp8", functools.partial(use_fp8, emulate=True))
 
 
 def fp8_layers(model: nn.Module) -> set[str]:

@@ -16,10 +16,9 @@ from tiny_steps import TinySteps
 
 from leandit.datasets.errors import ResourceError
 from leandit.datasets.order.slices import rank_slice
-from leandit.train.step import microbatch
-from leandit.train.step.image_losses import image_losses
-from leandit.train.step.microbatch import fit_microbatch
-from leandit.train.step.train_step import microbatches
+from leandit.train.run import microbatch
+from leandit.train.run.microbatch import fit_microbatch
+from leandit.train.step import image_losses, microbatches, train_step
 
 
 @given(size=st.integers(1, 500), world_size=st.integers(1, 9), limit=st.integers(0, 60))
@@ -52,14 +51,14 @@ def test_a_gpu_halves_the_images_until_a_step_fits_and_keeps_them(monkeypatch: p
         gradients_of_zeros(monkeypatch)
         steps = TinySteps("labels", CUDA)
         learner: Any = steps.learner
-        monkeypatch.setattr("leandit.train.step.train_step.image_losses", losses)
+        monkeypatch.setattr("leandit.train.step.image_losses", losses)
         monkeypatch.setattr(learner.engine.ema, "update", lambda *_: updates.append(learner.step))
         batch = steps.batch(7).to(CUDA)
-        fit_microbatch(learner, batch)
+        fit_microbatch(learner, batch, train_step)
         assert (learner.step, learner.num_images, updates) == (0, 0, [])
         assert all(parameter.grad is None for parameter in learner.engine.model.parameters())
         for _ in range(3):
-            fit_microbatch(learner, batch)
+            fit_microbatch(learner, batch, train_step)
             steps.step_on(batch)
     assert learner.microbatches == {batch.bucket: 2}
     assert tried[:3] == [7, 4, 2]
@@ -72,11 +71,11 @@ def test_what_cannot_fit_or_is_set_by_the_user_is_not_halved(monkeypatch: pytest
     monkeypatch.setattr(microbatch, "_fits", lambda *_: False)
     for settings in (["run.microbatch=3"], []):
         steps = TinySteps("labels", CPU, *settings)
-        fit_microbatch(steps.learner, steps.batch())  # a CPU is never tried
+        fit_microbatch(steps.learner, steps.batch(), train_step)  # a CPU is never tried
         assert steps.learner.microbatches == {}
         steps.learner.device = CUDA
         if settings:
-            fit_microbatch(steps.learner, steps.batch())
+            fit_microbatch(steps.learner, steps.batch(), train_step)
         else:
             with pytest.raises(ResourceError, match=r"one image of bucket '64x64' does not fit.*smaller model"):
-                fit_microbatch(steps.learner, steps.batch())
+                fit_microbatch(steps.learner, steps.batch(), train_step)

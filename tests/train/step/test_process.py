@@ -19,22 +19,21 @@ from leandit.datasets.batches.batch import Batch
 from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
 from leandit.tools.plan.workload import workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
+from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.train import loop
 from leandit.train.config import load
-from leandit.train.metrics.window import StepResult
+from leandit.train.metrics.meter import StepResult
+from leandit.train.optim.process import collected_by_hand, set_allocator, set_precision
 from leandit.train.parallel.stop import StopRequest
-from leandit.train.run.state import TrainState
-from leandit.train.step import process
-from leandit.train.step.process import collected_by_hand, set_allocator, set_precision
-from leandit.train.step.train_step import train_step
+from leandit.train.run.state import Run
+from leandit.train.step import process, train_step
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
 SCRIPT = """
 import resource, sys, torch
-from leandit.train.step.process import set_allocator
+from leandit.train.optim.process import set_allocator
 if sys.argv[1] == "kept":
     set_allocator(torch.device("cpu"))
 
@@ -122,7 +121,7 @@ def test_no_step_of_a_run_is_interrupted_by_a_collection(
 ) -> None:
     take, seen, collected = loop.train_step, list[bool](), list[int]()
 
-    def step(state: TrainState, batch: Batch) -> StepResult:
+    def step(state: Run, batch: Batch) -> StepResult:
         seen.append(gc.isenabled())
         if fails and state.step == 3:
             raise RunError("no step")
@@ -157,7 +156,7 @@ def test_no_step_of_a_run_is_interrupted_by_a_collection(
 def test_a_step_leaves_no_cycle_that_holds_tensors(name: str, override: str) -> None:
     tiny = ["run.global_batch=4", "run.precision=fp32", "run.compile=false", "model.num_classes=3"]
     it = workload_at_resolution(load(name, [*tiny, override]), 64)
-    learner = synthetic_learner(it.recipe, it.spec, it.tokens, CPU)
+    learner = synthetic_run(it.recipe, it.spec, it.tokens, CPU)
     batch = synthetic_batch(it.store, it.largest_bucket, 4, it.tokens, CPU)
     train_step(learner, batch)
     gc.collect()

@@ -25,7 +25,7 @@ from ...metrics.writer import MetricsWriter
 from ...sampling.guided import Solver, draw_latents
 from ...weights.folders import SAMPLES
 from ..data import buckets_at
-from ..state import TrainState
+from ..state import Run
 from .decoding import Decoding
 from .subjects import Subjects, choose_subjects
 
@@ -50,7 +50,7 @@ class Pictures:
       warn: called if the grids cannot be decoded, and if they have fewer pictures than the recipe asks for.
     """
 
-    def __init__(self, state: TrainState, run: Path, warn: Callable[[str], None]) -> None:
+    def __init__(self, state: Run, run: Path, warn: Callable[[str], None]) -> None:
         self._state, self._section, self._warn = state, state.recipe.run, warn
         self._decoding = Decoding(run / SAMPLES, warn) if state.ranks.is_first else None
         self._solver = Solver(
@@ -143,7 +143,7 @@ class Pictures:
 class _Live:
     """The model of a running training, as ``draw_latents`` takes it."""
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: Run) -> None:
         self.spec, self.objective = state.spec, state.recipe.objective
         self.conditioner, self.model = state.conditioner, state.engine.forward
 
