@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from .. import __version__
-from ..datasets.disk.hashing import sha256_of
-from ..datasets.recipe import flatten
-from ..datasets.store import LatentStore
 from .config import TrainRecipe
 from .metrics.device import peak_flops
 from .metrics.meter import Meter, StepReport
@@ -26,7 +23,6 @@ from .metrics.starts import start_of, write_start
 from .metrics.wandb_run import check_wandb
 from .metrics.writer import last_step
 from .optim.process import collected_by_hand, set_allocator
-from .parallel.deepspeed_config import read_config
 from .parallel.deepspeed_engine import apply_ds_config
 from .parallel.ranks import SharedStop, connected, lower_timeout, read_ranks
 from .parallel.stop import StopRequest
@@ -41,7 +37,7 @@ from .run.microbatch import fit_microbatch
 from .run.resume import averages_are_due, capture, start_or_resume
 from .run.saver import Saver
 from .run.state import Run, origin_lines
-from .run.stores import open_stores
+from .run.stores import inputs_of, open_stores
 from .step import train_step
 
 LOG = logging.getLogger(__name__)
@@ -107,7 +103,7 @@ def train(
         stores = open_stores(recipe, store_path, run, manifest, warn)
         check_wandb(recipe)
         recipe = apply_ds_config(recipe, ranks, device, warn)
-        watchdog.agree(_inputs(recipe, stores))
+        watchdog.agree(inputs_of(recipe, stores))
         training = Run.open(recipe, stores, device, warn, ranks, manifest and manifest.statistics)
         evaluates = recipe.data.holdout and recipe.run.evaluate_every
         evaluation = Evaluation(training, warn) if evaluates else None  # may refuse: nothing has been written
@@ -197,14 +193,3 @@ def _note_start(run: Run, folder: Path, name: str) -> None:
     """Write when, where and with what this call trains."""
     steps = {"from_step": run.step, "reached_step": last_step(folder)}
     write_start(folder, start_of(run.recipe, run.device, run.ranks, name=name, release=__version__, **steps))
-
-
-def _inputs(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> dict[str, object]:
-    """What all ranks must agree on."""
-    inputs: dict[str, object] = {"release": __version__, "torch": torch.__version__}
-    for number, store in enumerate(stores, 1):
-        which = f" of store {number}" if len(stores) > 1 else ""
-        inputs |= {f"revision{which}": store.revision, f"root hash{which}": store.root_hash}
-    if path := recipe.parallel.deepspeed_config:
-        inputs["ds_config.json"] = sha256_of(read_config(path))
-    return inputs | flatten(recipe.model_dump())
