@@ -16,7 +16,7 @@ from ..models.dit import size_of
 from ..models.layers import DiTOptions
 from ..models.spec import AdapterSpec, ModelSpec, ProjectorSpec
 from ..objectives.losses import num_outputs
-from ..techniques.registry import techniques_of
+from ..techniques.registry import routed_blocks, techniques_of
 from ..weights.sources import position_grid, read_config
 from .texts_for_store import caption_inputs, caption_lacks
 
@@ -49,7 +49,7 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
     """
     check_model_keys(recipe)
     _check_fits(recipe, store, where)
-    name, latent = recipe.model.name, store.latent
+    name, latent, techniques = recipe.model.name, store.latent, techniques_of(recipe)
     num_classes, caption_width, texts = 0, 0, ()
     if recipe.takes_captions:
         caption_width, texts = caption_inputs(recipe, store)
@@ -64,7 +64,7 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
         base_size=_base_size(recipe, store),
         options=options_of(recipe),
         projectors=projectors(recipe, store, where),
-        fused=_fused(recipe),
+        fused=routed_blocks(techniques, size_of(name)[0]) if any(one.fuses for one in techniques) else None,
         adapter=_adapter(recipe),
         texts=texts,
     )
@@ -116,13 +116,9 @@ def _check_keys_of_dit(recipe: TrainRecipe) -> None:
             f"{', '.join(diffusers_names())}, or lora.rank 0."
         )
     techniques = techniques_of(recipe)
+    routed_blocks(techniques, depth)
     for technique in techniques:
         technique.check_model(name, depth, techniques)
-
-
-def _fused(recipe: TrainRecipe) -> tuple[int, int] | None:
-    found = [blocks for one in techniques_of(recipe) if (blocks := one.fused(size_of(recipe.model.name)[0]))]
-    return found[0] if found else None
 
 
 def _check_fits(recipe: TrainRecipe, store: StoreSpec, where: str) -> None:

@@ -40,10 +40,7 @@ class Contrastive(Technique):
 
     def __init__(self, recipe: Any) -> None:
         self.weight: float = recipe.objective.contrastive_weight
-
-    @property
-    def is_on(self) -> bool:
-        return self.weight > 0
+        self.is_on = self.weight > 0
 
     def terms(self, images: Microbatch, extras: Extras, output: ModelOutput, step: int) -> dict[str, Tensor]:
         return {"contrastive": self.weight * contrast(output.output, images.noise - images.latents)}

@@ -44,10 +44,7 @@ class Dispersive(Technique):
     def __init__(self, recipe: Any) -> None:
         self.keys: Keys = recipe.objective
         self.model: str = recipe.model.name
-
-    @property
-    def is_on(self) -> bool:
-        return self.keys.dispersive_weight > 0
+        self.is_on = self.keys.dispersive_weight > 0
 
     def blocks(self, depth: int) -> dict[str, int]:
         return {BLOCK: self.keys.dispersive_block or max(1, depth // 4)}

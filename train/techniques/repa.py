@@ -57,11 +57,8 @@ class Repa(Technique):
 
     def __init__(self, recipe: Any) -> None:
         self.sections: dict[str, AlignSection] = recipe.align
+        self.is_on, self.features = bool(self.sections), list(self.sections)
         self.class_feature = next((name for name, one in self.sections.items() if one.class_weight), "")
-
-    @property
-    def is_on(self) -> bool:
-        return bool(self.sections)
 
     def check(self, recipe: Any) -> None:
         if sum(section.class_weight > 0 for section in self.sections.values()) > 1:
@@ -71,10 +68,6 @@ class Repa(Technique):
 
     def blocks(self, depth: int) -> dict[str, int]:
         return {f"align.{name}.block": section.block for name, section in self.sections.items()}
-
-    @property
-    def features(self) -> list[str]:
-        return list(self.sections)
 
     def projectors(self, store: StoreSpec, where: str, width: int) -> dict[str, ProjectorSpec]:
         from torch import nn

@@ -50,10 +50,7 @@ class Routing(Technique):
 
     def __init__(self, recipe: Any) -> None:
         self.section: RoutingSection = recipe.routing
-
-    @property
-    def is_on(self) -> bool:
-        return self.section.kind != "none"
+        self.is_on, self.fuses = self.section.kind != "none", self.section.kind == "sprint"
 
     def routed(self, depth: int) -> tuple[int, int]:
         section = self.section
@@ -65,13 +62,6 @@ class Routing(Technique):
                 "first <= last <= the number of blocks."
             )
         return first, last
-
-    def blocks(self, depth: int) -> dict[str, int]:
-        first, last = self.routed(depth)
-        return {"routing.first_block": first, "routing.last_block": last}
-
-    def fused(self, depth: int) -> tuple[int, int] | None:
-        return self.routed(depth) if self.section.kind == "sprint" else None
 
     def draws(self, spec: ModelSpec, num_tokens: int, step: int) -> dict[str, Draw]:
         return {"token_order": ("uniform", (num_tokens,))} if is_active(self.section.stop_step, step) else {}

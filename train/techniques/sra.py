@@ -57,10 +57,7 @@ class SelfAlignment(Technique):
 
     def __init__(self, recipe: Any) -> None:
         self.section: SelfAlignSection = recipe.self_align
-
-    @property
-    def is_on(self) -> bool:
-        return self.section.weight > 0
+        self.is_on = self.section.weight > 0
 
     def check(self, recipe: Any) -> None:
         if recipe.objective.kind == "ddpm":

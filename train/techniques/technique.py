@@ -39,21 +39,20 @@ class Technique:
       key: of the recipe, for messages.
       compares_images: its loss depends on which images share a microbatch.
       reads_blocks: it looks into the blocks of a DiT, which other models have not.
+      is_on: the recipe uses it.
+      features: image features of the store that it reads.
+      fuses: the model fuses routed and other tokens (SPRINT).
     """
 
     key: ClassVar[str]
     compares_images: ClassVar[bool] = False
     reads_blocks: ClassVar[bool] = True
+    is_on: bool
+    features: Sequence[str] = ()
+    fuses: bool = False
 
     def __init__(self, recipe: Any) -> None:
         raise NotImplementedError
-
-    @property
-    def is_on(self) -> bool:
-        """The recipe uses it."""
-        raise NotImplementedError
-
-    # ------------------------------------------------------------------------------------- before the first step
 
     def check(self, recipe: Any) -> None:
         """Raise ValueError if other keys of the recipe contradict it."""
@@ -72,11 +71,6 @@ class Technique:
             if block > depth:
                 raise RecipeError(f"{key} {block}: model '{name}' has {depth} blocks.")
 
-    @property
-    def features(self) -> list[str]:
-        """Image features of the store that it reads."""
-        return []
-
     def projectors(self, store: StoreSpec, where: str, width: int) -> dict[str, ProjectorSpec]:
         """Projectors that the model gets, by name.
 
@@ -86,12 +80,6 @@ class Technique:
         Raises: RunError: the store lacks a feature.
         """
         return {}
-
-    def fused(self, depth: int) -> tuple[int, int] | None:
-        """The blocks around which the model fuses routed and other tokens."""
-        return None
-
-    # -------------------------------------------------------------------------------------------------- in a step
 
     def draws(self, spec: ModelSpec, num_tokens: int, step: int) -> dict[str, Draw]:
         """What is random for each image, by name.

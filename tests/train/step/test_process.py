@@ -23,10 +23,11 @@ from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.train import loop
 from leandit.train.config import load
 from leandit.train.metrics.meter import StepResult
+from leandit.train.optim import process
 from leandit.train.optim.process import collected_by_hand, set_allocator, set_precision
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.run.state import Run
-from leandit.train.step import process, train_step
+from leandit.train.step import train_step
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
