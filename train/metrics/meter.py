@@ -107,7 +107,7 @@ class _Interval:
       start, end: of the steps.
       busy: start and end of each step, on a GPU.
       wait_seconds: spent waiting for batches.
-      sums: (2 + N, S) loss, skipped and N added terms of each step, of all ranks; (S,) norms; sums by time.
+      figures: (1 + N, S) loss and N added terms of each step, of all ranks; (S,) norms; (S,) skipped; ``band_sums``.
     """
 
     start: Event
@@ -201,8 +201,8 @@ class Meter:
         return reports
 
     def last(self) -> list[StepReport]:
-        """The report that was due before, after an error of this rank: without waiting for the device or other ranks,
-        and nothing that is not finite."""
+        """The report that was due before, after an error of this rank; none if it is not finite, or if other ranks may
+        never do what it would wait for."""
         alone = self._watchdog.ranks.world_size == 1
         return self._read(checks=False) if self._begun and (alone or has_passed(self._begun.end)) else []
 
