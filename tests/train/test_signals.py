@@ -317,7 +317,7 @@ def test_of_the_snapshots_of_stops_the_newest_stays(
     assert [path.name for path in checkpoint.find("snapshot", run)] == [f"snapshot-{n}" for n in (5, 10, 15, 17, 20)]
 
 
-@pytest.mark.parametrize("place", ["prepare", "start_or_resume", "MetricsWriter", "train_step"])
+@pytest.mark.parametrize("place", ["open_stores", "start_or_resume", "Log", "train_step"])
 def test_sigterm_before_there_is_a_step_stops_at_once(
     place: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +337,7 @@ def test_sigterm_before_there_is_a_step_stops_at_once(
     assert train_here(label_store, tmp_path / "run", StopRequest()).first_step == 1
 
 
-@pytest.mark.parametrize("place", ["prepare", "MetricsWriter", "train_step"])
+@pytest.mark.parametrize("place", ["open_stores", "Log", "train_step"])
 def test_a_signal_that_somebody_swallows_at_the_start_still_stops_the_run(
     place: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
