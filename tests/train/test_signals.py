@@ -26,7 +26,7 @@ from leandit.tools.cli.main import main
 from leandit.train import loop
 from leandit.train.loop import train
 from leandit.train.parallel.stop import EXIT_RESUMABLE, StopRequest, Terminated
-from leandit.train.run.state import TrainState
+from leandit.train.run.state import Run
 from leandit.train.weights import checkpoint
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -274,7 +274,7 @@ def test_sigterm_in_a_step_finishes_and_saves_it(
     stop, train_step = StopRequest(), loop.train_step
     stop.catch(signal.SIGTERM)
 
-    def step_while_killed(trained: TrainState, batch: Any) -> Any:
+    def step_while_killed(trained: Run, batch: Any) -> Any:
         if trained.step == 4:
             kill_self()
         return train_step(trained, batch)
@@ -295,7 +295,7 @@ def test_of_the_snapshots_of_stops_the_newest_stays(
         stop = StopRequest()
         stop.catch(signal.SIGTERM)
 
-        def step_while_killed(trained: TrainState, batch: Any) -> Any:
+        def step_while_killed(trained: Run, batch: Any) -> Any:
             if trained.step == step - 1:
                 kill_self()
             return make_step(trained, batch)
@@ -317,7 +317,7 @@ def test_of_the_snapshots_of_stops_the_newest_stays(
     assert [path.name for path in checkpoint.find("snapshot", run)] == [f"snapshot-{n}" for n in (5, 10, 15, 17, 20)]
 
 
-@pytest.mark.parametrize("place", ["prepare", "start_or_resume", "MetricsWriter", "train_step"])
+@pytest.mark.parametrize("place", ["open_stores", "start_or_resume", "Log", "train_step"])
 def test_sigterm_before_there_is_a_step_stops_at_once(
     place: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +337,7 @@ def test_sigterm_before_there_is_a_step_stops_at_once(
     assert train_here(label_store, tmp_path / "run", StopRequest()).first_step == 1
 
 
-@pytest.mark.parametrize("place", ["prepare", "MetricsWriter", "train_step"])
+@pytest.mark.parametrize("place", ["open_stores", "Log", "train_step"])
 def test_a_signal_that_somebody_swallows_at_the_start_still_stops_the_run(
     place: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,8 @@ from ...datasets.disk.files import write_atomic
 from ...datasets.errors import DamageError
 from ..config import TrainRecipe
 from ..weights.folders import METRICS
+from .meter import StepReport
 from .wandb_run import start_wandb
-from .window import StepReport
 
 
 class MetricsWriter:

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from .numerics import has_onednn
-
 Mode = Literal["none", "blocks", "selective"]
 Hooks = Callable[[], AbstractContextManager[Any]]
 
@@ -74,7 +72,6 @@ def kept_operations() -> list[Any]:
         aten.addmm.default,
         aten.bmm.default,
         aten._scaled_mm.default,
-        *([torch.ops.mkldnn._linear_pointwise.default] if has_onednn() else []),
         aten.convolution.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ...datasets.errors import RecipeError
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.shuffle import keyed_hash
-from ..objective_recipe import RoutingSection
 from .activation_checkpointing import Mode, checkpoint_blocks
 from .conditioning import Conditioning, Extras, ModelOutput
 from .diffusers_models.adapters import add_adapters
@@ -64,23 +63,6 @@ def most_tokens_a_side(spec: ModelSpec) -> int | None:
     if family_of(spec.name) != "sd3":
         return None
     return spec.config["pos_embed_max_size"] if spec.config else SD3_SIZES[spec.name].positions
-
-
-def routed_blocks(routing: RoutingSection, depth: int) -> tuple[int, int]:
-    """The first and the last block that tokens skip, from 1; (0, 0) if none does.
-
-    Raises: RecipeError: there are no such blocks.
-    """
-    if routing.kind == "none":
-        return 0, 0
-    behind = 3 if routing.kind == "tread" else 2  # TREAD's configuration of DiT-B: blocks 3 to 9 of 12
-    first, last = routing.first_block, routing.last_block or max(0, depth - behind)
-    if not first <= last <= depth:
-        raise RecipeError(
-            f"routing.first_block {first}, routing.last_block {last}: the model has {depth} blocks. Needed 1 <= first "
-            "<= last <= the number of blocks."
-        )
-    return first, last
 
 
 class DiTDenoiser(nn.Module):

@@ -114,6 +114,7 @@ class TorchEngine:
         self._world_size, self._section = ranks.world_size, recipe.optimizer
         # A model has hundreds of modules: no step walks over them.
         self._trained, self._sharded = Trained(model), _sharded_modules(model)
+        self.is_sharded, self.is_trial = bool(self._sharded), False  # a trial sends and updates nothing
         self.optimizer = build_optimizer(recipe.optimizer, model)
         self.ema = Ema(self._trained, build_rules(recipe))
         # torch's fused optimizers read the scale and the skip flag on the device.
@@ -122,7 +123,7 @@ class TorchEngine:
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
         """See ``Engine``."""
-        if isinstance(self.forward, DistributedDataParallel) and not last:
+        if isinstance(self.forward, DistributedDataParallel) and (self.is_trial or not last):
             with self.forward.no_sync():
                 yield
             return
@@ -138,6 +139,8 @@ class TorchEngine:
     @torch.no_grad()
     def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
         """See ``Engine``."""
+        if self.is_trial:
+            return torch.zeros(()), torch.zeros(())
         gradients = [p.grad for p in self._trained.parameters() if p.grad is not None]
         scale = self.loss_scale.scale if self.loss_scale else None
         norm = whole(torch.nn.utils.get_total_norm(gradients, foreach=True))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from ...datasets.batches.batch import Batch
 from ...datasets.batches.reader import BatchReader
 from ...datasets.batches.stream import BatchStream, is_gpu
 from ...datasets.format.schema import LatentStatistics
@@ -24,6 +25,7 @@ from ..data_recipe import DataSection, RecordsSection, StoreSection
 from ..models.build import pixels_per_token
 from ..models.spec import ModelSpec
 from ..parallel.ranks import ALONE, Ranks
+from ..techniques.registry import techniques_of
 
 LOG = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ def build_loader(
         rank=ranks.rank,
         world_size=ranks.world_size,
         text="padded" if spec.takes_text else "none",
-        features=list(recipe.align),
+        features=[name for technique in techniques_of(recipe) for name in technique.features],
         pictures=(),
         pin=is_gpu(device),
         caption_odds=[caption_odds(section) for section in sections] if spec.takes_text else (),
@@ -160,3 +162,9 @@ def buckets_at(data: DataSection, stores: Sequence[LatentStore], step: int) -> d
     turns = data.turns
     there = [store for store, turn in zip(stores, turns, strict=True) if turn.has(step)] if turns else stores
     return dict(sum((Counter(store.buckets) for store in there), Counter()))
+
+
+def endless(loader: BatchLoader) -> Iterator[Batch]:
+    """Batches of successive epochs, without end."""
+    while True:
+        yield from loader

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
-
-from ...datasets.errors import RunError
+from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import LatentSpec, StoreSpec
 from ...datasets.order.alike import check_alike
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
-from ..models.build import most_tokens_a_side, pixels_per_token, routed_blocks
-from ..models.diffusers_models.families import ADAPTED, PRECOMPUTED, family_of
+from ..models.build import check_model_name, most_tokens_a_side, pixels_per_token
+from ..models.diffusers_models.families import ADAPTED, PRECOMPUTED, TEXT_ROLES, diffusers_names, family_of
 from ..models.dit import size_of
-from ..models.model_keys import check_model_keys, options_of
+from ..models.layers import DiTOptions
 from ..models.spec import AdapterSpec, ModelSpec, ProjectorSpec
-from ..objective_recipe import SELF
 from ..objectives.losses import num_outputs
+from ..techniques.registry import routed_blocks, techniques_of
 from ..weights.sources import position_grid, read_config
 from .texts_for_store import caption_inputs, caption_lacks
 
@@ -51,7 +49,7 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
     """
     check_model_keys(recipe)
     _check_fits(recipe, store, where)
-    name, latent = recipe.model.name, store.latent
+    name, latent, techniques = recipe.model.name, store.latent, techniques_of(recipe)
     num_classes, caption_width, texts = 0, 0, ()
     if recipe.takes_captions:
         caption_width, texts = caption_inputs(recipe, store)
@@ -66,11 +64,61 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
         base_size=_base_size(recipe, store),
         options=options_of(recipe),
         projectors=projectors(recipe, store, where),
-        fused=routed_blocks(recipe.routing, size_of(name)[0]) if recipe.routing.kind == "sprint" else None,
+        fused=routed_blocks(techniques, size_of(name)[0]) if any(one.fuses for one in techniques) else None,
         adapter=_adapter(recipe),
         texts=texts,
     )
     return _with_config(spec, recipe, where)
+
+
+def check_model_keys(recipe: TrainRecipe) -> None:
+    """Raise if the recipe asks for something that its model does not have.
+
+    Raises: RecipeError.
+    """
+    check_model_name(recipe.model.name)
+    if family_of(recipe.model.name):
+        _check_no_keys_of_dit(recipe)
+    else:
+        _check_keys_of_dit(recipe)
+    if recipe.conditioning.texts and family_of(recipe.model.name) not in TEXT_ROLES:
+        raise RecipeError(
+            f"conditioning.texts: model '{recipe.model.name}' reads one text encoder at most, that of [text]."
+        )
+    if recipe.model.time == "to_data" and recipe.objective.kind != "flow":
+        raise RecipeError(
+            f"model '{recipe.model.name}': model.time 'to_data' is for objective.kind 'flow', which has a velocity."
+        )
+
+
+def options_of(recipe: TrainRecipe) -> DiTOptions:
+    """The options of a DiT."""
+    return DiTOptions(**{key: getattr(recipe.model, key) for key in DiTOptions.model_fields})
+
+
+def _check_no_keys_of_dit(recipe: TrainRecipe) -> None:
+    name = recipe.model.name
+    if options_of(recipe) != DiTOptions():
+        raise RecipeError(f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone.")
+    if keys := [technique.key for technique in techniques_of(recipe) if technique.reads_blocks]:
+        raise RecipeError(f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT.")
+    if recipe.run.residual != "float32" and family_of(name) == "sd3":
+        raise RecipeError(f"run.residual '{recipe.run.residual}': model '{name}' has float32 streams. Remove the key.")
+    if recipe.conditioning.kind == "label":
+        raise RecipeError(f"conditioning.kind 'label': model '{name}' takes captions. Use a DiT, or 'auto'.")
+
+
+def _check_keys_of_dit(recipe: TrainRecipe) -> None:
+    name, depth = recipe.model.name, size_of(recipe.model.name)[0]
+    if recipe.lora.rank:
+        raise RecipeError(
+            f"lora.rank {recipe.lora.rank}: model '{name}' takes no adapters. Use one of "
+            f"{', '.join(diffusers_names())}, or lora.rank 0."
+        )
+    techniques = techniques_of(recipe)
+    routed_blocks(techniques, depth)
+    for technique in techniques:
+        technique.check_model(name, depth, techniques)
 
 
 def _check_fits(recipe: TrainRecipe, store: StoreSpec, where: str) -> None:
@@ -119,39 +167,10 @@ def _adapter(recipe: TrainRecipe) -> AdapterSpec | None:
 
 
 def projectors(recipe: TrainRecipe, store: StoreSpec, where: str) -> dict[str, ProjectorSpec]:
-    """The projectors to the image features that the recipe aligns with.
-
-    Raises: RunError: the store has no such feature, or not the tokens that are needed.
-    """
-    features, found = {one.name: one.spec for one in store.features}, dict[str, ProjectorSpec]()
-    for name, section in recipe.align.items():
-        if name not in features:
-            known = ", ".join(features) or "none"
-            raise RunError(
-                f"align.{name}: store '{where}' has no image feature '{name}'. There are: {known}. Add it: precompute "
-                f"again with a recipe that has a table [features.{name}]."
-            )
-        if hasattr(nn.ModuleDict, name):
-            raise RunError(
-                f"align.{name}: a model has an attribute of this name. Precompute the feature under another."
-            )
-        needed = {"patches", "cls"} if section.class_weight else {"patches"}
-        output = features[name].output
-        if needed - ({"patches", "cls"} if output == "both" else {output}):
-            raise RunError(
-                f"align.{name}: store '{where}' has only its {output}, needed {' and '.join(sorted(needed))}. "
-                f'Precompute with features.{name}.output = "both", under another name.'
-            )
-        found[name] = ProjectorSpec(
-            block=section.block,
-            width=section.projector_width,
-            feature_width=features[name].width,
-            has_class=section.class_weight > 0,
-        )
-    if recipe.self_align.weight:
-        width = size_of(recipe.model.name)[1]
-        own = recipe.alignments[SELF]
-        found[SELF] = ProjectorSpec(block=own.block, width=own.projector_width, feature_width=width)
+    """The projectors that the recipe's techniques give the model. Raises: RunError: the store lacks a feature."""
+    found, name = dict[str, ProjectorSpec](), recipe.model.name
+    for technique in techniques_of(recipe):
+        found |= technique.projectors(store, where, 0 if family_of(name) else size_of(name)[1])
     return found
 
 

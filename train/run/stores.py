@@ -6,13 +6,19 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
+from ... import __version__
 from ...datasets.batches.stream import content_hash
+from ...datasets.disk.hashing import sha256_of
 from ...datasets.errors import RecipeError, RunError
+from ...datasets.recipe import flatten
 from ...datasets.revisions.catalog import begun_revisions, read_spec, sealed_revisions, unsealed
 from ...datasets.revisions.commits import read_manifest
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..data_recipe import StoreSection
+from ..parallel.deepspeed_config import read_config
 from .manifest import RevisionRead, RunManifest
 
 LOG = logging.getLogger(__name__)
@@ -141,3 +147,14 @@ def contents_read(manifest: RunManifest, stores: Sequence[LatentStore]) -> set[s
             plan_hash = "" if entry.root_hash else read_manifest(store.path, entry.revision).plan
             hashes.add(content_hash(entry.root_hash, plan_hash))
     return hashes
+
+
+def inputs_of(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> dict[str, object]:
+    """What all ranks must agree on."""
+    inputs: dict[str, object] = {"release": __version__, "torch": torch.__version__}
+    for number, store in enumerate(stores, 1):
+        which = f" of store {number}" if len(stores) > 1 else ""
+        inputs |= {f"revision{which}": store.revision, f"root hash{which}": store.root_hash}
+    if path := recipe.parallel.deepspeed_config:
+        inputs["ds_config.json"] = sha256_of(read_config(path))
+    return inputs | flatten(recipe.model_dump())

@@ -15,8 +15,8 @@ from ...datasets.errors import RecipeError
 from ...datasets.order.shuffle import keyed_hash
 from ..models.conditioning import Conditioner, Conditioning, Extras, ModelOutput
 from ..models.spec import ModelSpec
-from ..objective_recipe import ObjectiveSection
 from ..objectives.losses import TRAIN_STEPS
+from ..techniques.registry import ObjectiveSection
 from .euler_maruyama import Diffusion, LastStep
 from .schedulers import STOCHASTIC, Sampler, build_scheduler, choose_sampler
 

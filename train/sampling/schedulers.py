@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ...datasets.errors import RecipeError
-from ..objective_recipe import ObjectiveSection
 from ..objectives.losses import BETA_END, BETA_START, TRAIN_STEPS
+from ..techniques.registry import ObjectiveSection
 from .euler_maruyama import Diffusion, EulerMaruyama, LastStep
 
 Sampler = Literal["auto", "euler", "heun", "sde", "ddim", "dpm", "ddpm"]

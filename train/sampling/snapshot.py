@@ -15,12 +15,10 @@ from ...datasets.errors import RunError
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import LatentSpec, TextSpec
 from ..models.build import Denoiser, build_model
-from ..models.conditioning import Conditioner
-from ..models.numerics import use_onednn
+from ..models.conditioning import COMPILED_CAPTION_STEP, Conditioner
 from ..models.spec import ModelSpec
-from ..objective_recipe import ObjectiveSection
 from ..parallel.build import compile_blocks
-from ..step.learner import COMPILED_CAPTION_STEP
+from ..techniques.registry import ObjectiveSection
 from ..weights import checkpoint
 from ..weights.checkpoint import MODEL, NULL_CAPTION
 from ..weights.folders import CHECKPOINT, SNAPSHOT, steps
@@ -158,12 +156,10 @@ def text_encoders(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def prepare_model(model: Denoiser, device: torch.device, *, compiled: bool) -> Denoiser:
-    """Move the model to its device, in evaluation mode, compiled or with oneDNN."""
+    """Move the model to its device, in evaluation mode, compiled or not."""
     model.to(device).eval().requires_grad_(False)
     if compiled:
         compile_blocks(model)
-    elif device.type == "cpu":
-        use_onednn(model)
     return model
 
 

@@ -19,7 +19,7 @@ from leandit.tools.export.export import export
 from leandit.tools.sample.subjects import Captions
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.diffusers_models.families import published_config, transformer_class
-from leandit.train.run.state import prepare
+from leandit.train.run.state import Run
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
 
@@ -96,7 +96,7 @@ def test_what_is_exported_is_read_again_as_it_was(run: Path, store: LatentStore,
         "tokenizer_3": "T5Tokenizer",
     }
     recipe = train_recipe("sd3-tiny", f"model.init_from={tmp_path / 'out'}")
-    state = prepare(recipe, [store], CPU, print)
+    state = Run.open(recipe, [store], CPU, print)
     batch = next(iter(state.loader))
     given, t = state.conditioner(None, batch.texts), torch.linspace(1, 999, len(batch))
     assert given.captions is not None

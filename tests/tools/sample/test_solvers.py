@@ -16,11 +16,11 @@ from leandit.datasets.errors import RecipeError
 from leandit.datasets.order.shuffle import keyed_hash
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.spec import ModelSpec
-from leandit.train.objective_recipe import ObjectiveSection
 from leandit.train.objectives.losses import ddpm_schedule
 from leandit.train.sampling.guided import Guided, Solver, draw_latents, float32_products
 from leandit.train.sampling.schedulers import SAMPLERS, Sampler, build_scheduler
 from leandit.train.sampling.snapshot import Snapshot
+from leandit.train.techniques.registry import ObjectiveSection
 
 LABELS = ModelSpec(name="DiT-S/2", channels=2, out_channels=4, num_classes=2, caption_width=0, base_size=8)
 ALPHA_BAR = ddpm_schedule(CPU)["alpha_bar"].double()

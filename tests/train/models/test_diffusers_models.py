@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from leandit.datasets.batches.captions import CaptionBatch
 from leandit.datasets.store import LatentStore
+from leandit.train import step as step_module
 from leandit.train.loop import StopRequest, train
 from leandit.train.models import cross_attention
 from leandit.train.models.build import Denoiser, build_model
@@ -30,12 +31,10 @@ from leandit.train.models.diffusers_models.text_denoiser import TextDenoiser
 from leandit.train.models.spec import ModelSpec
 from leandit.train.parallel.build import MOST_SHAPES, compile_blocks
 from leandit.train.run.model_for_store import model_spec
-from leandit.train.run.state import prepare
+from leandit.train.run.state import Run
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
-from leandit.train.step import train_step as step_module
-from leandit.train.step.image_losses import Microbatch
-from leandit.train.step.learner import Learner
+from leandit.train.techniques.images import Microbatch
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 PIXART = ModelSpec(name="pixart-tiny", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
@@ -172,13 +171,13 @@ def test_a_step_hands_on_captions_in_the_dtype_that_its_precision_wants(
 ) -> None:
     seen, image_losses = list[torch.dtype](), step_module.image_losses
 
-    def look(learner: Learner, images: Microbatch, step: int) -> dict[str, Tensor]:
+    def look(learner: Run, images: Microbatch, step: int) -> dict[str, Tensor]:
         assert images.conditioning.captions is not None
         seen.append(images.conditioning.captions.dtype)
         return image_losses(learner, images, step)
 
     monkeypatch.setattr(step_module, "image_losses", look)
-    state = prepare(train_recipe("sana-tiny", f"run.precision={precision}"), [caption_store], CPU, print)
+    state = Run.open(train_recipe("sana-tiny", f"run.precision={precision}"), [caption_store], CPU, print)
     step_module.train_step(state, next(iter(state.loader)))
     assert set(seen) == {dtype}
 

@@ -24,7 +24,7 @@ from leandit.train.optim.posthoc_ema import combine
 from leandit.train.run.evaluation.decoding import Decoding
 from leandit.train.run.manifest import read_run_manifest
 from leandit.train.run.resume import start_or_resume
-from leandit.train.run.state import TrainState, prepare
+from leandit.train.run.state import Run
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot
 from leandit.train.weights.init_from import initial_weights
 
@@ -68,9 +68,9 @@ def tuned(
     return {name: root / name for name in MODELS}
 
 
-def resumed(recipe: TrainRecipe, store: LatentStore, run: Path) -> TrainState:
+def resumed(recipe: TrainRecipe, store: LatentStore, run: Path) -> Run:
     """The state of a run as its newest checkpoint has it."""
-    state = prepare(recipe, [store], CPU, print)
+    state = Run.open(recipe, [store], CPU, print)
     start_or_resume(state, run, read_run_manifest(run), print)
     return state
 

@@ -24,10 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leandit.train.metrics.window import StepResult
+from leandit.train import step as step_module
+from leandit.train.metrics.meter import StepResult
 from leandit.train.objectives.losses import PLAIN
-from leandit.train.step import train_step as step_module
-from leandit.train.step.learner import Learner
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 DIFFUSERS = ("pixart", "sana", "sd3")
@@ -177,7 +176,7 @@ def test_what_waits_is_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_step_that_waits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = step_module.image_losses
 
-    def waiting(learner: Learner, *rest: Any) -> dict[str, Tensor]:
+    def waiting(learner: Any, *rest: Any) -> dict[str, Tensor]:
         found = losses(learner, *rest)
         if learner.step:
             wait_of(found[PLAIN])

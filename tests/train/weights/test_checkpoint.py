@@ -23,10 +23,11 @@ from leandit.datasets.errors import DamageError, ResourceError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.train import loop
 from leandit.train.loop import StopRequest, train
+from leandit.train.run.data import endless
 from leandit.train.run.manifest import read_run_manifest
 from leandit.train.run.resume import GROUPS, capture, load, start_or_resume
 from leandit.train.run.saver import write
-from leandit.train.run.state import TrainState, prepare
+from leandit.train.run.state import Run
 from leandit.train.run.stores import open_stores
 from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.weights import checkpoint
@@ -64,27 +65,27 @@ def silent(_: str) -> None:
     """For warnings that a test does not look at."""
 
 
-def new_state(store: LatentStore, run: Path, steps: int, name: str = "dit-s-4") -> TrainState:
+def new_state(store: LatentStore, run: Path, steps: int, name: str = "dit-s-4") -> Run:
     """A state as a call of ``train`` builds it, nothing loaded yet."""
     recipe = recipe_of(steps, name)
-    return prepare(recipe, open_stores(recipe, store.path, run, read_run_manifest(run), silent), CPU, silent)
+    return Run.open(recipe, open_stores(recipe, store.path, run, read_run_manifest(run), silent), CPU, silent)
 
 
-def resume(trained: TrainState, run: Path, warn: Callable[[str], None] = silent) -> None:
+def resume(trained: Run, run: Path, warn: Callable[[str], None] = silent) -> None:
     start_or_resume(trained, run, read_run_manifest(run), warn)
 
 
-def save_now(trained: TrainState, run: Path) -> None:
+def save_now(trained: Run, run: Path) -> None:
     write(capture(trained), run, trained.recipe.run)
 
 
-def tensors_of(trained: TrainState) -> dict[str, torch.Tensor]:
+def tensors_of(trained: Run) -> dict[str, torch.Tensor]:
     """A copy of every tensor that a checkpoint could change."""
     groups = {group: dict(trained.engine.tensors(group)) for group in GROUPS}
     return {f"{group}/{name}": t.detach().clone() for group, tensors in groups.items() for name, t in tensors.items()}
 
 
-def assert_untouched(trained: TrainState, before: dict[str, torch.Tensor]) -> None:
+def assert_untouched(trained: Run, before: dict[str, torch.Tensor]) -> None:
     now = tensors_of(trained)
     assert now.keys() == before.keys()
     assert [name for name in now if not torch.equal(now[name], before[name])] == []
@@ -575,7 +576,7 @@ def at_three(both: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFact
         go(both[name], run, 2, name)
         trained = new_state(both[name], run, 4, name)
         resume(trained, run)
-        loop.train_step(trained, next(loop.endless(trained.loader)))
+        loop.train_step(trained, next(endless(trained.loader)))
         made[name] = run, trained
     return made
 

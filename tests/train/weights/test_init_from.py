@@ -26,7 +26,7 @@ from leandit.train.models.diffusers_models.families import Family, published_con
 from leandit.train.models.layers import DiTOptions, position_table
 from leandit.train.models.spec import ModelSpec
 from leandit.train.run.model_for_store import model_spec
-from leandit.train.run.state import prepare
+from leandit.train.run.state import Run
 from leandit.train.weights.dit_checkpoints import read_official, write_official
 from leandit.train.weights.init_from import initial_weights
 from leandit.train.weights.sources import class_map_warning, read_config
@@ -389,7 +389,7 @@ def test_a_run_warns_of_other_labels_than_its_official_weights_have(label_store:
     write_official(tmp_path / "first.pt", shaken(spec).state_dict())
     recipe = train_recipe("dit-s-4", "model.num_classes=1000", f"model.init_from={tmp_path / 'first.pt'}")
     warnings: list[str] = []
-    prepare(recipe, [label_store], CPU, warnings.append)
+    Run.open(recipe, [label_store], CPU, warnings.append)
     assert any("'n000' is label 0" in warning for warning in warnings)
 
 
@@ -408,7 +408,7 @@ def test_a_run_warns_of_other_labels_than_those_of_the_run_that_it_begins_with(
             path.rename(folder / path.name.removeprefix("new-"))
         encode(label_recipe(), folder, store := folder.with_suffix(".store"))
         tuned, said = train_recipe("dit-s-4", "model.num_classes=3", f"model.init_from={first}"), list[str]()
-        prepare(tuned, [LatentStore(store)], CPU, said.append)
+        Run.open(tuned, [LatentStore(store)], CPU, said.append)
         return [warning for warning in said if "labels" in warning]
 
     assert warnings_of("n000", "n001") == []

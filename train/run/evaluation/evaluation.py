@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ....datasets.batches.batch import Batch
 from ...metrics.held_out import HeldOutLoss
-from ...step.fixed_draws import NUM_TIMES, losses_at_fixed_times, noise_keys
-from ..state import TrainState
+from ..state import Run
+from .fixed_draws import NUM_TIMES, losses_at_fixed_times, noise_keys
 from .held_out import Group, HeldOut
 
 MOST_SHARE = 0.01  # of a run's time, above which a warning says what would be less
@@ -29,7 +29,7 @@ class Evaluation:
     Raises: RecipeError: ``data.holdout`` holds out no record.
     """
 
-    def __init__(self, state: TrainState, warn: Callable[[str], None]) -> None:
+    def __init__(self, state: Run, warn: Callable[[str], None]) -> None:
         self._state, self._warn = state, warn
         recipe, reader = state.recipe, state.loader.dataset.reader
         self._held_out = HeldOut(reader, recipe.data, state.spec, recipe.run.evaluate_images)

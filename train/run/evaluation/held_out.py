@@ -19,7 +19,7 @@ from ....datasets.order.planned import PlannedBatch
 from ...data_recipe import DataSection
 from ...metrics.flops import latent_size_of, tokens_per_image
 from ...models.spec import ModelSpec
-from ...step.fixed_draws import NUM_TIMES, posterior_keys
+from .fixed_draws import NUM_TIMES, posterior_keys
 
 GROUP_TOKENS = 8192  # image tokens of a forward: enough to keep a GPU busy, far fewer than a training step holds
 

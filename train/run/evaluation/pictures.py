@@ -23,10 +23,9 @@ from ...data_recipe import RecordsSection, Turn
 from ...metrics.flops import latent_size_of, tokens_per_image
 from ...metrics.writer import MetricsWriter
 from ...sampling.guided import Solver, draw_latents
-from ...step.attention_kernels import preferred
 from ...weights.folders import SAMPLES
 from ..data import buckets_at
-from ..state import TrainState
+from ..state import Run
 from .decoding import Decoding
 from .subjects import Subjects, choose_subjects
 
@@ -51,7 +50,7 @@ class Pictures:
       warn: called if the grids cannot be decoded, and if they have fewer pictures than the recipe asks for.
     """
 
-    def __init__(self, state: TrainState, run: Path, warn: Callable[[str], None]) -> None:
+    def __init__(self, state: Run, run: Path, warn: Callable[[str], None]) -> None:
         self._state, self._section, self._warn = state, state.recipe.run, warn
         self._decoding = Decoding(run / SAMPLES, warn) if state.ranks.is_first else None
         self._solver = Solver(
@@ -125,8 +124,7 @@ class Pictures:
         drawn = torch.zeros(count, state.spec.channels, *size, device=state.device)
         live = _Live(state)
         state.engine.model.eval()
-        kernels = preferred(state.attention_kernels)
-        with state.engine.averaged(), torch.compiler.set_stance("force_eager"), kernels:
+        with state.engine.averaged(), torch.compiler.set_stance("force_eager"):
             for start in range(0, each, most):
                 # A sharded model needs every rank in every forward: one without pictures draws another's again.
                 places = [rank * each + place for place in range(start, min(each, start + most))]
@@ -145,7 +143,7 @@ class Pictures:
 class _Live:
     """The model of a running training, as ``draw_latents`` takes it."""
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: Run) -> None:
         self.spec, self.objective = state.spec, state.recipe.objective
         self.conditioner, self.model = state.conditioner, state.engine.forward
 

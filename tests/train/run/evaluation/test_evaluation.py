@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 
@@ -20,12 +19,12 @@ from leandit.datasets.recipe import shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
 from leandit.train.config import load
-from leandit.train.objectives.losses import loss_per_image
+from leandit.train.objectives.losses import PLAIN, noised, objective_losses
 from leandit.train.run.data import build_loader
+from leandit.train.run.evaluation.fixed_draws import NUM_TIMES, fixed_times, noise_keys, posterior_keys
 from leandit.train.run.evaluation.held_out import HeldOut
 from leandit.train.run.model_for_store import model_for_stores
 from leandit.train.sampling.snapshot import load_snapshot
-from leandit.train.step.fixed_draws import NUM_TIMES, fixed_times, noise_keys, posterior_keys
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
@@ -76,9 +75,10 @@ def test_the_loss_of_the_average_is_that_of_the_snapshot_record_by_record(
             times, keys = fixed_times(snapshot.objective, CPU), torch.from_numpy(noise_keys(own)[0])
             for time, key in zip(times, keys, strict=True):
                 noise = keyed_noise(key[None], tuple(x.shape[1:]))
-                predict = functools.partial(lambda given, noisy, t: snapshot.model(noisy, t, given), given)
                 with torch.no_grad():
-                    losses.append(loss_per_image(snapshot.objective, predict, x, noise, time[None]).item())
+                    output = snapshot.model(*noised(snapshot.objective, x, noise, time[None]), given)
+                found = objective_losses(snapshot.objective, output, x, noise, time[None])[PLAIN]
+                losses.append(found.item())
     assert said.num_images * NUM_TIMES == len(losses) > 8
     by_time = np.array(losses).reshape(-1, NUM_TIMES).mean(0)
     assert said.averaged_loss_by_time == pytest.approx(by_time, rel=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,17 @@ from leandit.datasets.errors import LeanditError
 from leandit.datasets.format.schema import FeatureSpec
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
+from leandit.train import step as step_module
 from leandit.train.loop import StopRequest, train
-from leandit.train.models.build import routed_blocks
-from leandit.train.models.conditioning import Extras
+from leandit.train.models.conditioning import Extras, select
 from leandit.train.models.diffusers_models import text_denoiser
-from leandit.train.objective_recipe import RoutingSection
-from leandit.train.objectives.draws import draw
 from leandit.train.objectives.losses import PLAIN
-from leandit.train.run.state import TrainState, prepare
+from leandit.train.run.state import Run
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
-from leandit.train.step import train_step as step_module
-from leandit.train.step.image_losses import Microbatch, image_losses, plain_losses
-from leandit.train.step.train_step import TOKEN_STEP, mean_tokens, microbatches, rows_of, train_step
+from leandit.train.step import TOKEN_STEP, image_losses, mean_tokens, microbatches, rows_of, train_step
+from leandit.train.techniques.images import Microbatch
+from leandit.train.techniques.registry import routed_blocks, techniques_of
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 FLOW = ("objective.kind=flow", "model.name=DiT-S/1")
@@ -58,8 +57,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
     return LatentStore(folder)
 
 
-def state_of(store: LatentStore, *overrides: str) -> TrainState:
-    return prepare(train_recipe("dit-s-4", *overrides), [store], CPU, print)
+def state_of(store: LatentStore, *overrides: str) -> Run:
+    return Run.open(train_recipe("dit-s-4", *overrides), [store], CPU, print)
 
 
 def run_to(store: LatentStore, run: Path, steps: int, *overrides: str) -> list[dict[str, Any]]:
@@ -68,7 +67,7 @@ def run_to(store: LatentStore, run: Path, steps: int, *overrides: str) -> list[d
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def microbatches_of(state: TrainState, monkeypatch: pytest.MonkeyPatch) -> list[Microbatch]:
+def microbatches_of(state: Run, monkeypatch: pytest.MonkeyPatch) -> list[Microbatch]:
     """What a step computes the losses of."""
     seen: list[Microbatch] = []
 
@@ -96,7 +95,7 @@ def test_the_alignment_is_that_of_the_feature_of_the_same_records(
     state = state_of(store, *REPA)
     records = next(iter(state.loader)).records.tolist()
     seen = microbatches_of(state_of(store, *REPA), monkeypatch)
-    patches = torch.cat([images.teachers["dino"].patches for images in seen])  # pyright: ignore
+    patches = torch.cat([images.targets["dino"] for images in seen])
     assert patches.shape == (len(records), 16, 6)  # on the grid of the model's 4 x 4 tokens
     stored = store.feature("dino", "32x32")
     for place, record in enumerate(records):
@@ -137,14 +136,12 @@ def test_the_model_aligns_with_its_average_at_an_earlier_time(
             average.get_parameter(name).copy_(weight)
     before = {name: tensor.clone() for name, tensor in state.engine.model.state_dict().items()}
     images = microbatches_of(state, monkeypatch)[0]
-    draws = images.draws
-    assert draws.less_time is not None
-    times = (draws.times - 0.2 * draws.less_time).clamp_min(0)
-    assert 0.1 < draws.less_time.max() <= 1
-    noisy = (1 - times[:, None, None, None]) * images.latents + times[:, None, None, None] * draws.noise
+    less_time = images.draws["less_time"]
+    times = (images.times - 0.2 * less_time).clamp_min(0)
+    assert 0.1 < less_time.max() <= 1
+    noisy = (1 - times[:, None, None, None]) * images.latents + times[:, None, None, None] * images.noise
     expected = average(noisy, times * 1000, images.conditioning, Extras(watched=2)).watched
-    teacher = images.teachers["self-alignment"].patches
-    assert teacher is not None
+    teacher = images.targets["self-alignment"]
     torch.testing.assert_close(teacher, expected)
     assert not teacher.requires_grad
     assert any(not torch.equal(before[name], tensor) for name, tensor in state.engine.model.state_dict().items())
@@ -157,20 +154,6 @@ def test_alignment_and_routing_stop_after_their_last_step(store: LatentStore) ->
     assert first.terms["align.dino"] > 0
     assert second.terms["align.dino"] == 0
     assert second.terms["class.dino"] > 0  # the model still denoises it
-
-
-def test_draws_that_were_there_do_not_change_with_what_a_recipe_adds() -> None:
-    recipe = train_recipe("dit-s-4", *FLOW)
-    how: dict[str, Any] = {"seed": 3, "step": 5, "shape": (4, 4, 4), "device": CPU}
-    plain = draw(recipe.objective, 0.5, rows=slice(3, 30), **how)
-    more = draw(recipe.objective, 0.5, rows=slice(3, 30), class_width=6, num_tokens=16, less_time=True, **how)
-    part = draw(recipe.objective, 0.5, rows=slice(20, 22), class_width=6, num_tokens=16, less_time=True, **how)
-    for name in ("noise", "times", "dropped"):
-        assert torch.equal(getattr(plain, name), getattr(more, name))
-    assert more.class_noise is not None
-    assert more.class_noise.shape == (27, 6)
-    for name in more._fields:
-        assert torch.equal(getattr(part, name), getattr(more, name)[17:19])
 
 
 def test_images_lose_the_same_in_microbatches_where_no_term_compares_images(store: LatentStore) -> None:
@@ -250,7 +233,7 @@ def test_captions_of_every_microbatch_fit_where_they_are_packed(lengths: list[in
 def test_a_step_says_how_many_tokens_its_captions_have(
     caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = prepare(train_recipe("pixart-tiny"), [caption_store], CPU, print)
+    state = Run.open(train_recipe("pixart-tiny"), [caption_store], CPU, print)
     batch, seen = next(iter(state.loader)), []
     arrange = text_denoiser.arrange_captions
     monkeypatch.setattr(text_denoiser, "arrange_captions", lambda *a, **how: seen.append(how) or arrange(*a, **how))
@@ -268,7 +251,7 @@ def test_a_step_says_how_many_tokens_its_captions_have(
 def test_a_rank_without_images_has_the_same_terms(store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of(store, *ALL)
     images = microbatches_of(state, monkeypatch)[0]
-    losses, empty = (image_losses(state, part, 1) for part in (images, images.part(slice(0, 0))))
+    losses, empty = (image_losses(state, part, 1) for part in (images, select(images, slice(0, 0))))
     assert losses.keys() == empty.keys() > {PLAIN}
     assert all(loss.sum() == 0 for loss in empty.values())
     total = torch.stack([loss.sum() for loss in empty.values()]).sum()
@@ -286,18 +269,16 @@ def test_the_plain_loss_is_that_of_all_tokens_without_any_term(
     for _ in range(3):  # so that the model puts out more than zero
         train_step(state, next(batches))
     images = microbatches_of(state, monkeypatch)[0]
-    (latents, draws, conditioning, _), cls = images, images.teachers["dino"].cls
-    assert cls is not None
-    assert draws.class_noise is not None
-    share = draws.times[:, None, None, None]
-    tokens = (1 - draws.times[:, None]) * cls + draws.times[:, None] * draws.class_noise
-    noisy = (1 - share) * latents + share * draws.noise
+    cls, noise = images.targets["class_token"], images.draws["class_noise"]
+    share = images.times[:, None, None, None]
+    tokens = (1 - images.times[:, None]) * cls + images.times[:, None] * noise
+    noisy = (1 - share) * images.latents + share * images.noise
     with torch.no_grad():
         model = state.engine.model
-        velocity = model(noisy, draws.times * 1000, conditioning, Extras(class_token=tokens)).output
-        expected = (velocity - (draws.noise - latents)).square().mean((1, 2, 3))
+        velocity = model(noisy, images.times * 1000, images.conditioning, Extras(class_token=tokens)).output
+        expected = (velocity - (images.noise - images.latents)).square().mean((1, 2, 3))
         routed = image_losses(state, images, 5)[PLAIN]
-        torch.testing.assert_close(plain_losses(state, images), expected)
+        torch.testing.assert_close(state.predict(images, state.inputs(images)).output, velocity)
     assert not torch.allclose(routed, expected, rtol=1e-4)
 
 
@@ -336,11 +317,40 @@ def test_a_run_begins_from_one_with_projectors_and_the_other_way_round(store: La
 
 def test_a_route_is_where_it_is_published_unless_it_is_set() -> None:
     """Of TREAD: config of DiT-B, from the third block to the ninth, and half of the tokens."""
-    tread, sprint = (RoutingSection(kind=kind) for kind in ("tread", "sprint"))
-    assert tread.share == 0.5
-    assert [routed_blocks(tread, depth) for depth in (12, 28)] == [(3, 9), (3, 25)]
-    assert [routed_blocks(sprint, depth) for depth in (12, 28)] == [(3, 10), (3, 26)]
-    assert routed_blocks(RoutingSection(kind="tread", last_block=10), 12) == (3, 10)
+
+    def blocks(depth: int, *settings: str) -> tuple[int, int]:
+        return routed_blocks(techniques_of(train_recipe("dit-s-4", *settings)), depth)
+
+    assert train_recipe().routing.share == 0.5
+    assert [blocks(depth, "routing.kind=tread") for depth in (12, 28)] == [(3, 9), (3, 25)]
+    assert [blocks(depth, "routing.kind=sprint") for depth in (12, 28)] == [(3, 10), (3, 26)]
+    assert blocks(12, "routing.kind=tread", "routing.last_block=10") == (3, 10)
+    assert blocks(12) == (0, 0)
+
+
+def test_four_frames_lead_from_the_step_to_the_model(store: LatentStore) -> None:
+    state, frames = state_of(store, *ALL), list[str]()
+
+    def look(*_: Any) -> None:
+        if frames:
+            return
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_name != "train_step":
+            if "torch" not in frame.f_code.co_filename:
+                frames.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+
+    state.engine.model.net.register_forward_pre_hook(look)
+    train_step(state, next(iter(state.loader)))
+    assert frames[1:] == ["DiTDenoiser.forward", "Run.predict", "SelfAlignment.teach"]  # frames[0] is the hook
+    frames.clear()
+    train_step(state_without_teacher(state), next(iter(state.loader)))
+    assert frames[1:] == ["DiTDenoiser.forward", "Run.predict", "image_losses"]  # and DiT.forward is the fourth
+
+
+def state_without_teacher(state: Run) -> Run:
+    state.techniques = [one for one in state.techniques if one.key != "self_align"]
+    return state
 
 
 @pytest.mark.parametrize(
@@ -365,4 +375,4 @@ def test_what_the_store_or_the_model_lacks_is_named(
 
 def test_models_of_diffusers_have_no_blocks_to_look_into(caption_store: LatentStore) -> None:
     with pytest.raises(LeanditError, match="routing look into the blocks of a DiT"):
-        prepare(train_recipe("pixart-tiny", "routing.kind=tread"), [caption_store], CPU, print)
+        Run.open(train_recipe("pixart-tiny", "routing.kind=tread"), [caption_store], CPU, print)

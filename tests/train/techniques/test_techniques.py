@@ -1,17 +1,27 @@
-"""Each added term is the formula of its paper, written as loops; and recipes add them with their weights."""
+"""Each loss of a technique is the formula of its paper, written as loops; a technique is one file."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from leandit.train.objective_recipe import ObjectiveSection
-from leandit.train.objectives.added_terms import contrast, direction_error, dispersion, misalignment, resampled
-from leandit.train.objectives.losses import PLAIN, loss_per_image, losses_per_image
+from leandit.train.techniques.contrastive import contrast
+from leandit.train.techniques.dispersive import dispersion
+from leandit.train.techniques.images import misalignment
+from leandit.train.techniques.registry import ObjectiveSection
+from leandit.train.techniques.repa import resampled
+
+ROOT = Path(__file__).parents[3]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -20,14 +30,6 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def cosine(a: Tensor, b: Tensor) -> float:
     return float(a @ b / (a.norm() * b.norm()))
-
-
-def test_the_direction_is_compared_over_the_channels_of_each_place() -> None:
-    velocity, target = random(3, 4, 2, 5), random(3, 4, 2, 5, seed=1)
-    for image, error in enumerate(direction_error(velocity, target)):
-        places = [(row, column) for row in range(2) for column in range(5)]
-        errors = [1 - cosine(velocity[image, :, r, c], target[image, :, r, c]) for r, c in places]
-        assert error.item() == pytest.approx(sum(errors) / 10)
 
 
 def test_contrast_is_minus_the_error_to_the_target_of_another_image() -> None:
@@ -88,20 +90,61 @@ def test_tokens_of_another_grid_keep_their_places() -> None:
     torch.testing.assert_close(constant, torch.ones(1, 15, 3))
 
 
-def test_a_recipe_adds_its_terms_with_their_weights_and_the_plain_loss_stays() -> None:
-    x, noise, t = random(3, 4, 2, 2), random(3, 4, 2, 2, seed=1), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    section = ObjectiveSection(kind="flow", cosine_weight=2.0, contrastive_weight=0.05)
-    given = random(3, 4, 2, 2, seed=2)
-    losses = losses_per_image(section, lambda _x_t, _t: given, x, noise, t)
-    plain = loss_per_image(ObjectiveSection(kind="flow"), lambda _x_t, _t: given, x, noise, t)
-    assert torch.equal(losses[PLAIN], plain)
-    given, target = given.float(), noise - x
-    torch.testing.assert_close(losses["cosine"], 2 * direction_error(given, target))
-    torch.testing.assert_close(losses["contrastive"], 0.05 * contrast(given, target))
-    assert losses.keys() == {PLAIN, "cosine", "contrastive"}
-
-
-@pytest.mark.parametrize("key", ["cosine_weight", "contrastive_weight"])
-def test_ddpm_has_no_velocity_to_compare(key: str) -> None:
+def test_ddpm_has_no_velocity_to_compare() -> None:
     with pytest.raises(ValidationError, match="has no velocity"):
-        ObjectiveSection(kind="ddpm", **{key: 0.1})  # pyright: ignore[reportArgumentType]
+        ObjectiveSection(kind="ddpm", contrastive_weight=0.1)
+
+
+REMOVED = """
+import sys
+import torch
+from leandit.tools.plan.workload import workload_at_resolution
+from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
+from leandit.train import step
+from leandit.train.config import load
+from leandit.train.models.dit import SIZES
+
+SIZES["S"], cpu = (2, 32, 2), torch.device("cpu")
+for settings in ([], ["objective.kind=flow", *sys.argv[1:]]):
+    recipe = load("dit-s-2-256", ["run.precision=fp32", "model.num_classes=3", "run.global_batch=4", *settings])
+    work = workload_at_resolution(recipe, 64)
+    run = synthetic_run(work.recipe, work.spec, 0, cpu, store=work.store)
+    result = step.train_step(run, synthetic_batch(work.store, work.largest_bucket, 4, 0, cpu))
+    print(step.__file__, sorted(result.terms), float(result.loss))
+"""
+OTHERS = {
+    "contrastive": "objective.contrastive_weight=0.05",
+    "sra": "self_align.weight=0.5",
+    "routing": "routing.kind=tread",
+}
+BLOCKS = ("self_align.block=1", "self_align.teacher_block=2", "routing.first_block=1", "routing.last_block=1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["routing", *(pytest.param(one, marks=pytest.mark.slow) for one in ("contrastive", "dispersive", "repa", "sra"))],
+)
+def test_a_technique_is_removed_with_its_file_and_its_lines_in_the_registry(name: str, tmp_path: Path) -> None:
+    package = tmp_path / "leandit"
+    for folder in ("datasets", "train", "tools"):
+        shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "__init__.py", package)
+    registry = package / "train/techniques/registry.py"
+    lines = registry.read_text().splitlines(keepends=True)
+    registry.write_text("".join(line for line in lines if not re.match(rf"\s+{name}[.,]", line)))
+    (package / f"train/techniques/{name}.py").unlink()
+    settings = [setting for other, setting in OTHERS.items() if other != name]
+    settings += [setting for setting in BLOCKS if not (name == "routing" and setting.startswith("routing"))]
+    settings = [setting for setting in settings if not (name == "sra" and setting.startswith("self_align"))]
+    done = subprocess.run(
+        [sys.executable, "-c", REMOVED, *settings],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    plain, others = done.stdout.splitlines()
+    assert plain.startswith(f"{package}/train/step.py [] ")
+    assert len(re.findall("'", others)) == 2 * (2 - (name in ("contrastive", "sra")))
