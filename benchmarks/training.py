@@ -35,7 +35,7 @@ from leandit.train.config import TrainRecipe, load
 from leandit.train.metrics.flops import latent_size_of
 from leandit.train.models.build import diffusers_config
 from leandit.train.models.conditioning import Conditioner, Conditioning
-from leandit.train.models.diffusers_models.families import family_of, transformer_class
+from leandit.train.models.diffusers.families import family_of, transformer_class
 from leandit.train.models.dit import size_of
 from leandit.train.models.spec import ModelSpec
 from leandit.train.objectives.losses import draw_times, loss_per_image

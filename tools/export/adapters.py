@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import save as safetensors_of
 
 from ...datasets.disk.hashing import canonical_json
-from ...train.models.diffusers_models.adapters import ADAPTER
+from ...train.models.diffusers.adapters import ADAPTER
 from ...train.sampling.snapshot import Snapshot
 from ...train.weights import checkpoint
 

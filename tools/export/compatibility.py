@@ -6,7 +6,7 @@ import json
 
 from ...datasets.format.schema import IMPORTED
 from ...precompute.encoders.text.instructions import instruction_text
-from ...train.models.diffusers_models.families import family_of
+from ...train.models.diffusers.families import family_of
 from ...train.sampling.snapshot import Snapshot
 
 SANA_VAE = "AutoencoderDC"

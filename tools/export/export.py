@@ -22,7 +22,7 @@ from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import EncoderError, RunError
 from ...datasets.format.schema import UNKNOWN
 from ...train.models.build import DiTDenoiser
-from ...train.models.diffusers_models.families import family_of
+from ...train.models.diffusers.families import family_of
 from ...train.models.dit import size_of
 from ...train.models.layers import DiTOptions
 from ...train.models.spec import ModelSpec

@@ -38,7 +38,7 @@ from ...train.config import TrainRecipe
 from ...train.data_recipe import Turn
 from ...train.metrics.flops import shortened
 from ...train.models.build import build_model, check_model_name
-from ...train.models.diffusers_models.adapters import trained_parameters
+from ...train.models.diffusers.adapters import trained_parameters
 from ...train.optim.ema import build_rules
 from ...train.optim.loss_scale import autocast_dtype
 from ...train.optim.named_state import expected_tensors

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from ...datasets.disk.files import write_atomic
 from ...datasets.errors import LeanditError
 from ...train.models.activation_checkpointing import checkpoint_blocks
-from ...train.models.diffusers_models.adapters import trained_parameters
+from ...train.models.diffusers.adapters import trained_parameters
 from ...train.parallel import build
 from ...train.parallel.ranks import ALONE, Ranks
 from ...train.step import learner as learner_module

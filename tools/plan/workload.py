@@ -13,7 +13,7 @@ from ...datasets.format.schema import FeatureSpec, StoreSpec, TextSpec
 from ...datasets.store import LatentStore
 from ...train.config import TrainRecipe
 from ...train.metrics.flops import latent_size_of, tokens_per_image, train_flops
-from ...train.models.diffusers_models.families import TEXT_ROLES, family_of
+from ...train.models.diffusers.families import TEXT_ROLES, family_of
 from ...train.models.spec import ModelSpec
 from ...train.run.model_for_store import check_sizes, model_for_stores, model_spec
 from ...train.run.texts_for_store import longest_caption

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ...datasets.errors import ResourceError
 from ...datasets.format.buckets import bucket_size
 from ..metrics.flops import latent_size_of
-from ..models.diffusers_models.adapters import trained_parameters
+from ..models.diffusers.adapters import trained_parameters
 from ..objective_recipe import SELF
 from ..objectives.draws import draw
 from ..parallel.engine import TorchEngine

@@ -12,10 +12,9 @@ from ...datasets.format.schema import LatentSpec, StoreSpec
 from ...datasets.order.alike import check_alike
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
-from ..models.build import most_tokens_a_side, pixels_per_token, routed_blocks
-from ..models.diffusers_models.families import ADAPTED, PRECOMPUTED, family_of
+from ..models.build import check_model_keys, most_tokens_a_side, options_of, pixels_per_token, routed_blocks
+from ..models.diffusers.families import FAMILIES, family_of
 from ..models.dit import size_of
-from ..models.model_keys import check_model_keys, options_of
 from ..models.spec import AdapterSpec, ModelSpec, ProjectorSpec
 from ..objective_recipe import SELF
 from ..objectives.losses import num_outputs
@@ -83,7 +82,7 @@ def _check_fits(recipe: TrainRecipe, store: StoreSpec, where: str) -> None:
         )
     if lacks:
         family = family_of(recipe.model.name)
-        fits = f". 'leandit precompute {PRECOMPUTED[family]}' makes a store that fits" if family else ""
+        fits = f". 'leandit precompute {FAMILIES[family].recipe}' makes a store that fits" if family else ""
         raise RunError(f"model '{recipe.model.name}', store '{where}': {'; '.join(lacks)}{fits}.")
 
 
@@ -114,7 +113,7 @@ def _adapter(recipe: TrainRecipe) -> AdapterSpec | None:
     section, family = recipe.lora, family_of(recipe.model.name)
     if not section.rank or family is None:
         return None
-    targets = tuple(section.targets) or ADAPTED[family]
+    targets = tuple(section.targets) or FAMILIES[family].adapted
     return AdapterSpec(rank=section.rank, alpha=section.alpha or section.rank, targets=targets)
 
 
@@ -177,7 +176,7 @@ def _with_config(spec: ModelSpec, recipe: TrainRecipe, where: str) -> ModelSpec:
     if differing := [f"{key} is {actual[key]}, not {value}" for key, value in needed.items() if actual[key] != value]:
         raise RunError(
             f"model '{source}', store '{where}', objective '{recipe.objective.kind}': its {', its '.join(differing)}. "
-            f"Use the kind of store and objective it was trained with; 'leandit precompute {PRECOMPUTED[family]}' "
+            f"Use the kind of store and objective it was trained with; 'leandit precompute {FAMILIES[family].recipe}' "
             "makes a store for published weights."
         )
     return spec.model_copy(update={"config": config})

@@ -17,8 +17,8 @@ from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..metrics.flops import meta_model, shortened
 from ..models.build import patch_of
-from ..models.diffusers_models.adapters import trained_parameters
-from ..models.diffusers_models.families import family_of
+from ..models.diffusers.adapters import trained_parameters
+from ..models.diffusers.families import family_of
 from ..models.spec import ModelSpec
 from ..optim.ema import build_rules, first_share
 from ..parallel.ranks import ALONE, Ranks

@@ -14,7 +14,8 @@ from ...datasets.format.schema import StoreSpec, TextEncoder
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..models.conditioning import join_texts
-from ..models.diffusers_models.families import TEXT_ROLES, TextRole, family_of
+from ..models.diffusers.families import TEXT_ROLES, family_of
+from ..models.diffusers.model import TextRole
 from ..models.spec import ModelSpec, TextInput
 
 

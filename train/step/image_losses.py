@@ -12,9 +12,8 @@ from torch import Tensor
 from ...datasets.batches.batch import Batch
 from ...datasets.format.buckets import bucket_size
 from ..config import TrainRecipe
-from ..models.build import patch_of, routed_blocks
+from ..models.build import dispersed_block, patch_of, routed_blocks
 from ..models.conditioning import Conditioning, Extras, ModelOutput
-from ..models.model_keys import dispersed_block
 from ..objective_recipe import SELF, AlignSection
 from ..objectives.added_terms import dispersion, misalignment, resampled
 from ..objectives.draws import Draws

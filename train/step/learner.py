@@ -15,8 +15,8 @@ from ...datasets.format.schema import FeatureSpec, StoreSpec
 from ..config import TrainRecipe
 from ..models.build import DiTDenoiser, build_model, routed_blocks
 from ..models.conditioning import Conditioner
-from ..models.diffusers_models.adapters import add_adapters
-from ..models.diffusers_models.text_denoiser import TextDenoiser
+from ..models.diffusers.adapters import add_adapters
+from ..models.diffusers.model import DiffusersModel
 from ..models.numerics import use_onednn
 from ..models.spec import ModelSpec
 from ..optim.loss_scale import autocast_dtype
@@ -101,7 +101,7 @@ def build_learner(
     if spec.adapter:
         add_adapters(model, spec.adapter, seed=recipe.run.seed)
     model.checkpoint_activations(recipe.run.activation_checkpointing)
-    if isinstance(model, TextDenoiser):
+    if isinstance(model, DiffusersModel):
         model.residual = recipe.run.residual
     if isinstance(model, DiTDenoiser):
         model.net.residual = recipe.run.residual

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...datasets.errors import RunError
 from ..models.build import Denoiser
-from ..models.diffusers_models.adapters import adapter_shapes
-from ..models.diffusers_models.families import family_of
+from ..models.diffusers.adapters import adapter_shapes
+from ..models.diffusers.families import family_of
 from ..models.dit import size_of
 from ..models.spec import ModelSpec
 from . import checkpoint

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from ...datasets.disk.hashing import xxh3_parts
-from ..models.diffusers_models.adapters import DOWN, UP
+from ..models.diffusers.adapters import DOWN, UP
 
 
 class FrozenWeights(BaseModel):

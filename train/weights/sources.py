@@ -22,7 +22,7 @@ from ...datasets.errors import DamageError, RunError
 from ...datasets.format.class_names import imagenet_names
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.alike import raw_scale_and_shift
-from ..models.diffusers_models.families import Family, family_of, transformer_class
+from ..models.diffusers.families import family_of, transformer_class
 from ..models.dit import size_of
 from ..models.spec import ModelSpec
 from . import checkpoint
@@ -103,7 +103,7 @@ def _fetched(hub_id: str, files: tuple[str, ...]) -> Path:
         ) from error
 
 
-def read_config(source: str, family: Family) -> dict[str, Any]:
+def read_config(source: str, family: str) -> dict[str, Any]:
     """All arguments of diffusers' class, with the class's defaults for those that the config lacks.
 
     Empty for a run that was trained from scratch: the recipe names its model.

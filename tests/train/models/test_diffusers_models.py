@@ -23,10 +23,11 @@ from leandit.train.models import cross_attention
 from leandit.train.models.build import Denoiser, build_model
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.cross_attention import Padded, pack_captions
-from leandit.train.models.diffusers_models.families import Family, published_config, transformer_class
-from leandit.train.models.diffusers_models.patch_embed import CachedPatchEmbed
-from leandit.train.models.diffusers_models.processors import LinearProcessor, products
-from leandit.train.models.diffusers_models.text_denoiser import TextDenoiser
+from leandit.train.models.diffusers.adaln_single import CachedPatchEmbed
+from leandit.train.models.diffusers.attention import LinearProcessor, products
+from leandit.train.models.diffusers.families import FAMILIES, diffusers_config, transformer_class
+from leandit.train.models.diffusers.pixart import PixArt
+from leandit.train.models.diffusers.sana import Sana
 from leandit.train.models.spec import ModelSpec
 from leandit.train.parallel.build import MOST_SHAPES, compile_blocks
 from leandit.train.run.model_for_store import model_spec
@@ -41,6 +42,12 @@ pytestmark = pytest.mark.usefixtures("tiny_models")
 PIXART = ModelSpec(name="pixart-tiny", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
 SPECS = (PIXART, PIXART.model_copy(update={"name": "sana-tiny"}), PIXART.model_copy(update={"name": "DiT-S/2"}))
 IDS = ("pixart", "sana", "text-dit")
+
+
+def config_of(name: str, **sizes: int) -> dict[str, Any]:
+    return diffusers_config(PIXART.model_copy(update={"name": name, **sizes}))
+
+
 MASK = torch.arange(7)[None] < torch.tensor([4, 1, 7])[:, None]
 
 
@@ -62,7 +69,7 @@ def inputs(*, height: int = 8, width: int = 12, sizes: bool = False) -> tuple[Te
     return x, torch.tensor([3.0, 500.0, 999.0]), conditioning
 
 
-CONFIGS: list[tuple[str, Family, dict[str, Any]]] = [
+CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
     ("pixart-tiny", "pixart", {}),
     ("pixart-tiny", "pixart", {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}),
     ("sana-tiny", "sana", {}),
@@ -72,11 +79,9 @@ CONFIGS: list[tuple[str, Family, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "family", "more"), CONFIGS)
 @pytest.mark.parametrize("size", [(8, 8), (8, 12)])
-def test_the_function_is_that_of_diffusers(
-    name: str, family: Family, more: dict[str, Any], size: tuple[int, int]
-) -> None:
-    config = published_config(name, channels=4, out_channels=8, caption_width=6, base_size=8) | more
-    model = shake(TextDenoiser(family, config)).eval()
+def test_the_function_is_that_of_diffusers(name: str, family: str, more: dict[str, Any], size: tuple[int, int]) -> None:
+    config = config_of(name, channels=4, out_channels=8, caption_width=6, base_size=8) | more
+    model = shake(FAMILIES[family](config)).eval()
     plain = transformer_class(family)(**config).eval()
     plain.load_state_dict(model.net.state_dict())
     sizes = bool(more.get("use_additional_conditions"))
@@ -109,8 +114,8 @@ def test_the_function_is_that_of_diffusers(
 
 def test_what_a_picture_is_told_of_its_source_matters_and_defaults_to_its_own_size() -> None:
     more = {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}
-    config = published_config("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8) | more
-    model = shake(TextDenoiser("pixart", config)).eval()
+    config = config_of("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8) | more
+    model = shake(PixArt(config)).eval()
     x, t, given = inputs(sizes=True)
     own = given._replace(source_sizes=torch.tensor([[64.0, 96.0]]).expand(3, 2))
     with torch.no_grad():
@@ -124,8 +129,8 @@ def test_what_a_picture_is_told_of_its_source_matters_and_defaults_to_its_own_si
 )
 def test_the_ratio_that_pixart_is_told_is_the_key_of_its_table(size: tuple[int, int], ratio: float) -> None:
     more = {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}
-    config = published_config("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8) | more
-    told = TextDenoiser("pixart", config).size_conditions(torch.zeros(2, 4, *size), inputs(sizes=False)[2])
+    config = config_of("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8) | more
+    told = PixArt(config).size_conditions(torch.zeros(2, 4, *size), inputs(sizes=False)[2])
     assert told["aspect_ratio"] is not None
     assert told["resolution"] is not None
     assert told["aspect_ratio"].flatten().tolist() == pytest.approx([ratio, ratio])
@@ -155,11 +160,7 @@ def test_captions_of_16_bits_stay_so_for_a_forward_under_autocast(dtype: torch.d
     assert wide.captions is not None
     assert narrow.captions is not None
     assert (wide.captions.dtype, narrow.captions.dtype) == (torch.float32, dtype)
-    model = shake(
-        TextDenoiser(
-            "pixart", published_config("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8)
-        )
-    )
+    model = shake(PixArt(diffusers_config(PIXART)))
     x, t, _ = inputs()
     with torch.no_grad(), torch.autocast("cpu", dtype):
         assert torch.equal(model(x, t, narrow), model(x, t, narrow._replace(captions=narrow.captions.float())))
@@ -320,13 +321,13 @@ def test_compiled_blocks_are_never_cut_nor_given_up() -> None:
 
 @pytest.mark.parametrize(("base_size", "scale"), [(16, None), (32, None), (64, 1.0), (128, 2.0)])
 def test_sana_has_positions_from_2048_px_on(base_size: int, scale: float | None) -> None:
-    config = published_config("sana-1600m", channels=32, out_channels=32, caption_width=6, base_size=base_size)
+    config = config_of("sana-1600m", channels=32, out_channels=32, caption_width=6, base_size=base_size)
     assert config["interpolation_scale"] == scale
 
 
 @pytest.mark.parametrize(("base_size", "scale"), [(32, 0.5), (64, 1), (128, 2), (256, 4)])
 def test_positions_of_pixart_sigma_have_the_published_scale(base_size: int, scale: float) -> None:
-    config = published_config("pixart-sigma", channels=4, out_channels=8, caption_width=6, base_size=base_size)
+    config = config_of("pixart-sigma", channels=4, out_channels=8, caption_width=6, base_size=base_size)
     assert config["interpolation_scale"] == scale
 
 
@@ -510,9 +511,9 @@ def xavier_std(rows: int, columns: int) -> float:
 
 @pytest.mark.parametrize("sizes", [False, True])
 def test_pixart_begins_as_published(sizes: bool) -> None:
-    config = published_config("pixart-tiny", channels=4, out_channels=8, caption_width=40, base_size=8)
+    config = config_of("pixart-tiny", channels=4, out_channels=8, caption_width=40, base_size=8)
     more = {"attention_head_dim": 96, "cross_attention_dim": 192, "use_additional_conditions": sizes}
-    net: Any = TextDenoiser("pixart", config | more).net
+    net: Any = PixArt(config | more).net
     deviations = {
         "adaln_single.linear": 0.02,
         "adaln_single.emb.timestep_embedder.linear_1": 0.02,
@@ -548,9 +549,9 @@ def check_deviations(net: Any, deviations: dict[str, float]) -> None:
 
 
 def test_sana_begins_as_published() -> None:
-    config = published_config("sana-tiny", channels=32, out_channels=32, caption_width=40, base_size=8)
+    config = config_of("sana-tiny", channels=32, out_channels=32, caption_width=40, base_size=8)
     more = {"num_attention_heads": 6, "attention_head_dim": 32, "cross_attention_head_dim": 96}
-    net: Any = TextDenoiser("sana", config | more | {"cross_attention_dim": 192}).net
+    net: Any = Sana(config | more | {"cross_attention_dim": 192}).net
     assert net.caption_norm.weight.unique().tolist() == [pytest.approx(0.01)]
     deviations = {
         "time_embed.linear": 0.02,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from making import ROOT, TINY_SD3, train_recipe
+from making import ROOT, train_recipe
 from three_texts import TEXTS, noise_store, text_spec
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -22,13 +22,8 @@ from leandit.train.metrics.flops import forward_flops
 from leandit.train.models.activation_checkpointing import checkpoint_blocks
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioner, Conditioning
-from leandit.train.models.diffusers_models.families import (
-    PRECOMPUTED,
-    SD3_SIZES,
-    published_config,
-    transformer_class,
-)
-from leandit.train.models.diffusers_models.joint_denoiser import JointDenoiser
+from leandit.train.models.diffusers import sd3
+from leandit.train.models.diffusers.families import FAMILIES, diffusers_config, transformer_class
 from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.optim.build import build_optimizer
 from leandit.train.run.model_for_store import check_sizes, model_spec
@@ -42,13 +37,12 @@ INPUTS += (TextInput(name="c", tokens=9, width=32),)
 SPEC = ModelSpec(
     name="sd3-tiny", channels=4, out_channels=4, num_classes=0, caption_width=32, base_size=8, texts=INPUTS
 )
-CONFIG = {"channels": 4, "out_channels": 4, "caption_width": 32, "base_size": 8, "pooled_width": 16}
 
 
-def shaken(seed: int = 5) -> JointDenoiser:
+def shaken(seed: int = 5) -> sd3.SD3:
     """A new model puts out zero; move its weights so that it does not."""
     model, generator = build_model(SPEC, seed=0), torch.Generator().manual_seed(seed)
-    assert isinstance(model, JointDenoiser)
+    assert isinstance(model, sd3.SD3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -65,8 +59,8 @@ def inputs(height: int = 8, width: int = 12) -> tuple[Tensor, Tensor, Conditioni
 @pytest.mark.parametrize("size", [(8, 8), (8, 12), (32, 6)])
 @pytest.mark.parametrize("more", [{}, {"qk_norm": None, "dual_attention_layers": [], "pos_embed_max_size": 17}])
 def test_the_function_is_that_of_diffusers(more: dict[str, Any], size: tuple[int, int]) -> None:
-    config = published_config("sd3-tiny", **CONFIG) | more
-    plain, model = transformer_class("sd3")(**config).eval(), JointDenoiser(config).eval()
+    config = diffusers_config(SPEC) | more
+    plain, model = transformer_class("sd3")(**config).eval(), sd3.SD3(config).eval()
     with torch.no_grad():
         for parameter in plain.parameters():  # RMS norms too
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
@@ -135,6 +129,7 @@ def test_the_store_of_three_texts_fits_in_its_own_order_or_in_the_one_that_is_sa
         model_spec(train_recipe("sd3-tiny"), other.spec, "store")
 
 
+RECIPES = [family.recipe for family in FAMILIES.values()]
 CLIP, T5 = text_spec("clip", 7, 8, 6), text_spec("t5", 9, 32)
 L_G_T5 = {"l": CLIP, "g": CLIP, "t5": T5}
 
@@ -192,7 +187,9 @@ def test_all_that_a_store_lacks_is_said_at_once_with_the_recipe_of_one_that_fits
     store = three_text_store.spec.model_copy(update={"texts": t5_first})
     with pytest.raises(RunError, match=r"CLIP-L from \[text.t5\].*no pooled.*order in conditioning.texts; .*16 latent"):
         model_spec(needed, store, "store")
-    assert all((ROOT / f"precompute/recipes/{recipe}.toml").is_file() for recipe in PRECOMPUTED.values())
+    assert all(
+        (ROOT / f"precompute/recipes/{recipe}.toml").is_file() for recipe in (one.recipe for one in FAMILIES.values())
+    )
 
 
 def test_pictures_beyond_the_table_of_positions_are_refused(three_text_store: LatentStore) -> None:
@@ -204,7 +201,7 @@ def test_pictures_beyond_the_table_of_positions_are_refused(three_text_store: La
 
 
 def test_a_folder_of_other_widths_is_refused(three_text_store: LatentStore, tmp_path: Path) -> None:
-    config = published_config("sd3-tiny", **CONFIG | {"pooled_width": 24})
+    config = diffusers_config(SPEC) | {"pooled_projection_dim": 24}
     transformer_class("sd3")(**config).save_pretrained(tmp_path / "model")
     with pytest.raises(RunError, match=r"pooled_projection_dim is 24, not 16"):
         model_spec(train_recipe("sd3-tiny", f"model.init_from={tmp_path / 'model'}"), three_text_store.spec, "store")
@@ -227,7 +224,7 @@ def test_blocks_that_recompute_have_the_same_gradients(mode: Any) -> None:
 
 @pytest.mark.parametrize(("mode", "dtype"), [("none", torch.bfloat16), ("none", torch.float16), ("selective", None)])
 def test_blocks_of_a_shape_share_a_graph(mode: Any, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SD3_SIZES, "sd3-tiny", TINY_SD3._replace(depth=5, dual=2))
+    monkeypatch.setitem(sd3.SD3.sizes, "sd3-tiny", sd3.size(5, 2, 16, positions=16, dual=2))
     torch._dynamo.reset()
     model, graphs = build_model(SPEC, seed=0), CompileCounterWithBackend("eager")
     model.checkpoint_activations(mode)

@@ -18,7 +18,7 @@ from leandit.datasets.store import LatentStore
 from leandit.train.config import TrainRecipe
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
-from leandit.train.models.diffusers_models.adapters import DOWN, UP, trained_parameters
+from leandit.train.models.diffusers.adapters import DOWN, UP, trained_parameters
 from leandit.train.models.spec import ModelSpec
 from leandit.train.optim.posthoc_ema import combine
 from leandit.train.run.evaluation.decoding import Decoding

@@ -22,7 +22,7 @@ from leandit.tools.synthetic.store import make_store
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.build import routed_blocks
 from leandit.train.models.conditioning import Extras
-from leandit.train.models.diffusers_models import text_denoiser
+from leandit.train.models.diffusers import adaln_single
 from leandit.train.objective_recipe import RoutingSection
 from leandit.train.objectives.draws import draw
 from leandit.train.objectives.losses import PLAIN
@@ -252,8 +252,8 @@ def test_a_step_says_how_many_tokens_its_captions_have(
 ) -> None:
     state = prepare(train_recipe("pixart-tiny"), [caption_store], CPU, print)
     batch, seen = next(iter(state.loader)), []
-    arrange = text_denoiser.arrange_captions
-    monkeypatch.setattr(text_denoiser, "arrange_captions", lambda *a, **how: seen.append(how) or arrange(*a, **how))
+    arrange = adaln_single.arrange_captions
+    monkeypatch.setattr(adaln_single, "arrange_captions", lambda *a, **how: seen.append(how) or arrange(*a, **how))
     train_step(state, batch)
     assert batch.text is not None
     assert batch.text.host_lengths is not None
