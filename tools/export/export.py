@@ -29,8 +29,8 @@ from ...train.models.spec import ModelSpec
 from ...train.objective_recipe import ObjectiveSection
 from ...train.sampling.schedulers import pipeline_scheduler
 from ...train.sampling.snapshot import Snapshot, Weights, load_snapshot, text_encoders
-from ...train.weights.dit_checkpoints import official_bytes, to_diffusers
 from ...train.weights.folders import RECIPE, SNAPSHOT, STATE, find
+from ...train.weights.published import official_bytes, to_diffusers
 from .adapters import Files, adapter_files, adapter_notes
 from .cards import CARD, model_card, model_rows
 from .compatibility import FLOW_PIPELINES, NULL_LABEL, compatibility_notes, pipeline_class, vae_class

@@ -24,8 +24,7 @@ from ..parallel.build import build_engine
 from ..parallel.engine import Engine
 from ..parallel.ranks import ALONE, Ranks
 from ..parallel.strategy import choose_strategy
-from ..weights.init_from import first_weights
-from ..weights.merging import FrozenWeights, hash_of
+from ..weights.init_from import FrozenWeights, first_weights, hash_of
 from ..weights.sources import lasting_source
 from .fp8 import check_fp8, use_fp8
 from .gpu import choose_kernels

@@ -34,7 +34,7 @@ from leandit.tools.cli.options import read_path, written_path
 from leandit.tools.synthetic.store import make_store
 from leandit.train.models.build import build_model
 from leandit.train.models.spec import ModelSpec
-from leandit.train.weights.dit_checkpoints import write_official
+from leandit.train.weights.published import official_bytes
 
 SCRIPT = Path(sys.executable).with_name("leandit")
 TINY_LEANDIT = """
@@ -876,7 +876,7 @@ def test_the_device_is_named_or_found(leandit: Leandit) -> None:
 @pytest.mark.usefixtures("tiny_models")
 def test_a_published_checkpoint_is_no_run_and_drawn_from(tmp_path: Path, leandit: Leandit) -> None:
     spec = ModelSpec(name="DiT-S/4", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=4)
-    write_official(tmp_path / "DiT.safetensors", build_model(spec, seed=0).state_dict())
+    (tmp_path / "DiT.safetensors").write_bytes(official_bytes(build_model(spec, seed=0).state_dict(), ".safetensors"))
     (tmp_path / "train.toml").write_text(to_toml(train_recipe("dit-s-4", "model.num_classes=3")))
     (tmp_path / "encoders.toml").write_text(to_toml(label_recipe()))
     recipes = ["--recipe", tmp_path / "train.toml", "--encoders", tmp_path / "encoders.toml"]

@@ -27,8 +27,8 @@ from leandit.train.models.layers import DiTOptions, position_table
 from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.run.model_for_store import model_spec
 from leandit.train.run.state import prepare
-from leandit.train.weights.dit_checkpoints import read_official, write_official
 from leandit.train.weights.init_from import initial_weights
+from leandit.train.weights.published import official_bytes, read_official
 from leandit.train.weights.sources import class_map_warning, read_config
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -57,12 +57,12 @@ def trainer_file(path: Path, official: dict[str, Tensor]) -> None:
     torch.save({"model": model, "ema": official, "opt": {"state": {}}, "args": argparse.Namespace(lr=1e-4)}, path)
 
 
-WRITERS: dict[str, Callable[[Path, dict[str, Tensor]], None]] = {
+WRITERS: dict[str, Callable[[Path, dict[str, Tensor]], Any]] = {
     "flat.pt": lambda path, weights: torch.save(weights, path),
     "trainer.pt": trainer_file,
     "flat.safetensors": lambda path, weights: save_file(weights, path),
-    "ours.pt": write_official,
-    "ours.safetensors": write_official,
+    "ours.pt": lambda path, weights: path.write_bytes(official_bytes(weights, ".pt")),
+    "ours.safetensors": lambda path, weights: path.write_bytes(official_bytes(weights, ".safetensors")),
 }
 
 
@@ -84,7 +84,7 @@ def test_the_weights_of_a_denoiser_are_written_in_the_official_layout(
     official: dict[str, Tensor], tmp_path: Path
 ) -> None:
     for name in ("a.pt", "a.safetensors"):
-        write_official(tmp_path / name, shaken(SPEC).state_dict())
+        (tmp_path / name).write_bytes(official_bytes(shaken(SPEC).state_dict(), Path(name).suffix))
         found = read_official(tmp_path / name)
         assert found.keys() == official.keys()
         assert all(torch.equal(found[key], official[key]) for key in found)
@@ -92,7 +92,7 @@ def test_the_weights_of_a_denoiser_are_written_in_the_official_layout(
 
 
 def test_the_position_table_of_another_base_size_is_computed(official: dict[str, Tensor], tmp_path: Path) -> None:
-    write_official(tmp_path / "a.pt", official)
+    (tmp_path / "a.pt").write_bytes(official_bytes(official, ".pt"))
     larger = SPEC.model_copy(update={"base_size": 16})
     with torch.device("meta"):
         model = build_model(larger, seed=0)
@@ -116,7 +116,7 @@ def test_the_position_table_of_another_base_size_is_computed(official: dict[str,
 def test_weights_of_another_model_are_refused(
     changed: dict[str, Any], words: tuple[str, ...], official: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    write_official(tmp_path / "a.pt", official)
+    (tmp_path / "a.pt").write_bytes(official_bytes(official, ".pt"))
     spec = SPEC.model_copy(update=changed)
     with torch.device("meta"):
         model = build_model(spec, seed=0)
@@ -290,7 +290,7 @@ def test_a_distilled_sana_and_a_missing_folder_are_refused(tmp_path: Path) -> No
 
 def test_a_run_goes_on_without_looking_at_what_it_began_with(label_store: LatentStore, tmp_path: Path) -> None:
     spec = model_spec(train_recipe("dit-s-4"), label_store.spec, "store")
-    write_official(tmp_path / "first.pt", shaken(spec).state_dict())
+    (tmp_path / "first.pt").write_bytes(official_bytes(shaken(spec).state_dict(), ".pt"))
 
     def go(run: str, steps: int) -> None:
         recipe = train_recipe("dit-s-4", f"model.init_from={tmp_path / 'first.pt'}", f"run.steps={steps}")
@@ -299,7 +299,8 @@ def test_a_run_goes_on_without_looking_at_what_it_began_with(label_store: Latent
 
     go("whole", 3)
     go("parts", 1)
-    write_official(tmp_path / "first.pt", shaken(spec, seed=1).state_dict())  # no matter: the run has its own by now
+    # No matter: the run has its own by now.
+    (tmp_path / "first.pt").write_bytes(official_bytes(shaken(spec, seed=1).state_dict(), ".pt"))
     go("parts", 3)
     for name in ("checkpoint-3/model.safetensors", "snapshot-3/model.safetensors"):
         one, other = load_file(tmp_path / "whole" / name), load_file(tmp_path / "parts" / name)
@@ -388,7 +389,7 @@ def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(tmp_p
 
 def test_a_run_warns_of_other_labels_than_its_official_weights_have(label_store: LatentStore, tmp_path: Path) -> None:
     spec = model_spec(train_recipe("dit-s-4", "model.num_classes=1000"), label_store.spec, "store")
-    write_official(tmp_path / "first.pt", shaken(spec).state_dict())
+    (tmp_path / "first.pt").write_bytes(official_bytes(shaken(spec).state_dict(), ".pt"))
     recipe = train_recipe("dit-s-4", "model.num_classes=1000", f"model.init_from={tmp_path / 'first.pt'}")
     warnings: list[str] = []
     prepare(recipe, [label_store], CPU, warnings.append)

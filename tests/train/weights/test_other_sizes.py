@@ -15,9 +15,8 @@ from leandit.train.models.build import Denoiser, build_model
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.spec import ModelSpec
 from leandit.train.run.model_for_store import model_spec
-from leandit.train.weights.dit_checkpoints import write_official
 from leandit.train.weights.init_from import initial_weights
-from leandit.train.weights.patch_size import bilinear_map
+from leandit.train.weights.published import bilinear_map, official_bytes
 from leandit.train.weights.sources import position_grid
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -38,7 +37,7 @@ def test_a_larger_patch_gives_the_same_picture_larger(old: int, new: int, tmp_pa
     """Each patch of the latents enlarged, the output is that of the source, each patch enlarged likewise."""
     spec = SPEC.model_copy(update={"name": f"DiT-S/{old}", "base_size": 4 * old})
     source = shaken(spec)
-    write_official(tmp_path / "source.pt", source.state_dict())
+    (tmp_path / "source.pt").write_bytes(official_bytes(source.state_dict(), ".pt"))
     other = spec.model_copy(update={"name": f"DiT-S/{new}", "base_size": 4 * new})
     model = build_model(other, seed=1)
     model.load_state_dict(initial_weights(str(tmp_path / "source.pt"), model, other))
