@@ -22,7 +22,7 @@ from ....datasets.format.schema import LatentSpec
 from ...data_recipe import RecordsSection, Turn
 from ...metrics.flops import latent_size_of, tokens_per_image
 from ...metrics.writer import MetricsWriter
-from ...sampling.guided import Solver, draw_latents
+from ...sampling.guided import SamplingModel, Solver, draw_latents
 from ...step.attention_kernels import preferred
 from ...weights.folders import SAMPLES
 from ..data import buckets_at
@@ -123,7 +123,7 @@ class Pictures:
         each = -(-count // world_size)
         conditioning = grid.subjects.conditioning(state.conditioner, state.device)
         drawn = torch.zeros(count, state.spec.channels, *size, device=state.device)
-        live = _Live(state)
+        live = SamplingModel(state.engine.forward, state.spec, state.recipe.objective, state.conditioner)
         state.engine.model.eval()
         kernels = preferred(state.attention_kernels)
         with state.engine.averaged(), torch.compiler.set_stance("force_eager"), kernels:
@@ -140,14 +140,6 @@ class Pictures:
         if world_size > 1:
             dist.all_reduce(drawn)  # each latent and zeros
         return drawn
-
-
-class _Live:
-    """The model of a running training, as ``draw_latents`` takes it."""
-
-    def __init__(self, state: TrainState) -> None:
-        self.spec, self.objective = state.spec, state.recipe.objective
-        self.conditioner, self.model = state.conditioner, state.engine.forward
 
 
 def _first_store(turns: list[Turn], step: int) -> tuple[int, RecordsSection | None]:
