@@ -34,8 +34,8 @@ from .parallel.stop import StopRequest
 from .parallel.strategy import choose_strategy
 from .parallel.watchdog import Watchdog
 from .run.autotune import tune
-from .run.evaluation.evaluation import Evaluation
-from .run.evaluation.pictures import Pictures
+from .run.evaluation.grids import Grids
+from .run.evaluation.held_out import Evaluation
 from .run.lock import run_lock
 from .run.manifest import read_run_manifest
 from .run.resume import averages_are_due, capture, start_or_resume
@@ -175,7 +175,7 @@ class _Training:
     ) -> None:
         recipe, ranks, device, scale = state.recipe, state.ranks, state.device, state.engine.loss_scale
         self._evaluation = evaluation
-        self._pictures = Pictures(state, run, warn) if recipe.run.sample_every else None
+        self._pictures = Grids(state, run, warn) if recipe.run.sample_every else None
         self._state, self._recipe, self._report, self._stop = state, recipe, report, stop
         self._watchdog = watchdog
         self._writer = MetricsWriter(run, step=state.step, recipe=recipe) if ranks.is_first else None
