@@ -31,7 +31,7 @@ from leandit.train.config import TrainRecipe, load
 from leandit.train.loop import endless
 from leandit.train.parallel.ranks import ALONE
 from leandit.train.run.data import build_loader
-from leandit.train.run.model_for_store import model_spec
+from leandit.train.run.fit import model_spec
 from leandit.train.step.cpu import keep_freed_memory
 from leandit.train.step.train_step import train_step
 

@@ -41,7 +41,7 @@ from leandit.train.models.spec import ModelSpec
 from leandit.train.objectives.losses import draw_times, loss_per_image
 from leandit.train.optim.loss_scale import autocast_dtype
 from leandit.train.parallel.stop import StopRequest
-from leandit.train.run.model_for_store import model_spec
+from leandit.train.run.fit import model_spec
 from leandit.train.step.attention_kernels import attention_calls, kernel_seconds
 from leandit.train.step.cpu import keep_freed_memory
 from leandit.train.step.train_step import train_step

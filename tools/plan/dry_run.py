@@ -45,7 +45,7 @@ from ...train.optim.named_state import expected_tensors
 from ...train.parallel.deepspeed_config import read_config, resolve
 from ...train.parallel.deepspeed_engine import apply_ds_config
 from ...train.parallel.ranks import read_ranks
-from ...train.run.model_for_store import model_for_stores
+from ...train.run.fit import model_for_stores
 from ..terminal.outcome import change_rows
 from ..terminal.progress import ProgressLine
 from .precompute_cost import PROBE_RECORDS, StoreBytes, completed_rows, predict_lines

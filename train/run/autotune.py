@@ -25,7 +25,7 @@ from ..step.attention_kernels import attention_calls, fastest_kernels, install_f
 from ..step.image_losses import Microbatch, Teacher, image_losses, num_routed_tokens, token_grid
 from ..weights.checkpoint import OPTIMIZER
 from .state import TrainState
-from .texts_for_store import longest_caption, zero_texts
+from .texts import longest_caption, zero_texts
 
 LOG = logging.getLogger(__name__)
 TRIED = ((2, 4), (1, 2))  # images; fewer if those do not fit

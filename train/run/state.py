@@ -26,8 +26,8 @@ from ..step.learner import Learner, build_learner
 from ..weights.checkpoint import YOUNG
 from ..weights.sources import class_map_warning, scale_warning, young_warning
 from .data import buckets_at, build_loader
-from .model_for_store import model_for_stores
-from .texts_for_store import null_captions
+from .fit import model_for_stores
+from .texts import null_captions
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,7 @@ from leandit.train.models.diffusers.pixart import PixArt
 from leandit.train.models.diffusers.sana import Sana
 from leandit.train.models.spec import ModelSpec
 from leandit.train.parallel.build import MOST_SHAPES, compile_blocks
-from leandit.train.run.model_for_store import model_spec
+from leandit.train.run.fit import model_spec
 from leandit.train.run.state import prepare
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot

@@ -14,7 +14,7 @@ from leandit.train.models.build import Denoiser, build_model
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.layers import DiTOptions
 from leandit.train.models.spec import ModelSpec
-from leandit.train.run.model_for_store import check_sizes, model_spec
+from leandit.train.run.fit import model_spec
 
 LABELS = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
 TEXT = ModelSpec(name="pixart-tiny", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
@@ -159,9 +159,9 @@ def test_a_store_without_tokens_of_its_text_encoder_is_refused_as_what_it_is(cap
 def test_a_bucket_of_no_whole_number_of_patches_is_refused(label_store: LatentStore) -> None:
     latent = label_store.spec.latent
     fits, does_not = f"{4 * latent.downscale}x{8 * latent.downscale}", f"{4 * latent.downscale}x{5 * latent.downscale}"
-    check_sizes(LABELS, latent, [fits])
+    model_spec(train_recipe(), label_store.spec, "store", [fits])
     with pytest.raises(RunError, match=f"{does_not}.*is not divisible by the patch size"):
-        check_sizes(LABELS, latent, [fits, does_not])
+        model_spec(train_recipe(), label_store.spec, "store", [fits, does_not])
 
 
 def test_the_model_is_derived_from_the_store(label_store: LatentStore, caption_store: LatentStore) -> None:

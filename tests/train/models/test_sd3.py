@@ -26,7 +26,7 @@ from leandit.train.models.diffusers import sd3
 from leandit.train.models.diffusers.families import FAMILIES, diffusers_config, transformer_class
 from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.optim.build import build_optimizer
-from leandit.train.run.model_for_store import check_sizes, model_spec
+from leandit.train.run.fit import model_spec
 from leandit.train.step.attention_kernels import attention_calls
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -150,7 +150,7 @@ L_G_T5 = {"l": CLIP, "g": CLIP, "t5": T5}
         ),
         (L_G_T5, ['conditioning.texts=["l", "g", "t6"]'], r'store .* has no \[text.t6\].*: "l", "g", "t5"'),
         (L_G_T5, ['conditioning.texts=["l", "l", "t5"]'], r'"l" is named twice.*CLIP-L, CLIP-G, T5, in this order'),
-        (L_G_T5, ['conditioning.texts=["l", "g"]'], r"2 names. Needed 3: CLIP-L, CLIP-G, T5"),
+        (L_G_T5, ['conditioning.texts=["l", "g"]'], r"2 names. Expected 3: CLIP-L, CLIP-G, T5"),
         (L_G_T5 | {"more": T5}, [], r"\[text.more\]: name those to read, in this order, in conditioning.texts"),
     ],
 )
@@ -193,9 +193,10 @@ def test_all_that_a_store_lacks_is_said_at_once_with_the_recipe_of_one_that_fits
 
 
 def test_pictures_beyond_the_table_of_positions_are_refused(three_text_store: LatentStore) -> None:
-    check_sizes(SPEC, three_text_store.spec.latent, ["256x256"])
+    recipe = train_recipe("sd3-tiny")
+    model_spec(recipe, three_text_store.spec, "store", ["256x256"])
     with pytest.raises(RunError, match=r"bucket '272x64'.*256 px"):
-        check_sizes(SPEC, three_text_store.spec.latent, ["272x64"])
+        model_spec(recipe, three_text_store.spec, "store", ["272x64"])
     with pytest.raises(RecipeError, match=r"34 x 4 tokens.*16 a side"):
         build_model(SPEC, seed=0)(*inputs(68, 8))
 

@@ -346,7 +346,7 @@ def test_a_route_is_where_it_is_published_unless_it_is_set() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("align.clip.block=1",), r"no image feature 'clip'.*There are: dino.*features\.clip"),
+        (("align.clip.block=1",), r"no image feature 'clip'.*there are dino.*features\.clip"),
         (("align.dino.block=3",), r"align\.dino\.block 3: model 'DiT-S/1' has 2 blocks"),
         (("routing.kind=tread",), r"routing\.first_block 3, routing\.last_block 0: the model has 2 blocks"),
         (("objective.dispersive_weight=0.5", "objective.dispersive_block=7"), "has 2 blocks"),

@@ -25,7 +25,7 @@ from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.diffusers.families import diffusers_config, transformer_class
 from leandit.train.models.layers import DiTOptions, position_table
 from leandit.train.models.spec import ModelSpec, TextInput
-from leandit.train.run.model_for_store import model_spec
+from leandit.train.run.fit import model_spec
 from leandit.train.run.state import prepare
 from leandit.train.weights.init_from import initial_weights
 from leandit.train.weights.published import official_bytes, read_official

@@ -14,7 +14,7 @@ from leandit.train.loop import StopRequest, train
 from leandit.train.models.build import Denoiser, build_model
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.spec import ModelSpec
-from leandit.train.run.model_for_store import model_spec
+from leandit.train.run.fit import model_spec
 from leandit.train.weights.init_from import initial_weights
 from leandit.train.weights.published import bilinear_map, official_bytes
 from leandit.train.weights.sources import position_grid
