@@ -23,9 +23,8 @@ from ..datasets.store import LatentStore
 from .config import TrainRecipe
 from .metrics.device import ComputeCounter, Gauges, peak_flops
 from .metrics.starts import start_of, write_start
-from .metrics.wandb_run import check_wandb
 from .metrics.window import StepReport, Window
-from .metrics.writer import MetricsWriter, last_step
+from .metrics.writer import MetricsWriter, check_wandb, last_step
 from .optim.build import learning_rate
 from .parallel.deepspeed_config import read_config
 from .parallel.deepspeed_engine import apply_ds_config

@@ -41,7 +41,7 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Mode, *, to_cpu: bool |
     """
     for block in blocks:
         if getattr(type(block).forward, "checkpointed", False):
-            block.__class__ = type(block).__base__
+            block.__class__ = type(block).__mro__[1]
         if mode != "none":
             replace_forward(block, _checkpointed(type(block).forward, mode, to_cpu))
 

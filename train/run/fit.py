@@ -60,10 +60,10 @@ def check_fit(recipe: TrainRecipe, places: Sequence[Place]) -> ModelSpec:
     check_model_keys(recipe)
     lacks = {place.path: [*_lacks(recipe, place)] for place in places}
     spec = None if any(lacks.values()) else _spec(recipe, places[0].spec)
-    for place in places if spec else ():
-        lacks[place.path] += _size_lacks(spec, place.spec.latent, place.buckets)
-    if spec and spec.config:
-        lacks[places[0].path] += _config_lacks(recipe, spec)
+    if spec:
+        lacks[places[0].path] += _config_lacks(recipe, spec) if spec.config else ()
+        for place in places:
+            lacks[place.path] += _size_lacks(spec, place.spec.latent, place.buckets)
     family = family_of(recipe.model.name)
     if spec is None or any(lacks.values()):
         stores = "; ".join(f"store '{path}': {'; '.join(phrases)}" for path, phrases in lacks.items() if phrases)

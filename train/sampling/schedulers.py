@@ -79,7 +79,8 @@ def build_scheduler(
         return DDPMScheduler(**shared, **noise, **spacing, variance_type=variance)
     # DDIM is the first order of DPM-Solver++ (Lu et al. 2022, section 4.1). diffusers' own class steps by 1000 // N,
     # unlike "trailing" times, unless N divides 1000.
-    return DPMSolverMultistepScheduler(**noise, **dpm | {"solver_order": 1}, timestep_spacing="trailing")
+    first_order: dict[str, Any] = dpm | {"solver_order": 1, "timestep_spacing": "trailing"}
+    return DPMSolverMultistepScheduler(**noise, **first_order)
 
 
 def pipeline_scheduler(objective: ObjectiveSection, *, takes_flow_match: bool) -> Any:
