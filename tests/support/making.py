@@ -22,7 +22,9 @@ from leandit.precompute.config import load as load_precompute
 from leandit.precompute.encoders.loading import Encoders, load_encoders
 from leandit.train.config import TrainRecipe
 from leandit.train.config import load as load_train
+from leandit.train.models.build import build_model
 from leandit.train.models.diffusers import sd3
+from leandit.train.models.spec import ModelSpec
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
@@ -179,3 +181,17 @@ def all_commands(group: Any) -> dict[str, Any]:
         inner = all_commands(command) if hasattr(command, "commands") else {}
         found |= {f"{name} {inner_name}": each for inner_name, each in inner.items()}
     return found
+
+
+def shaken(spec: ModelSpec, seed: int = 0) -> Any:
+    """A model whose weights are moved."""
+    return shake(build_model(spec, seed=seed), seed)
+
+
+def shake(model: Any, seed: int = 0) -> Any:
+    """A new model puts out zero; move its weights so that it does not."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()

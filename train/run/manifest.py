@@ -106,7 +106,9 @@ def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: 
 
     Raises: RunError: naming the settings that differ.
     """
-    stored = flatten({"spec": manifest.spec.model_dump(), "recipe": manifest.recipe})
+    # A key that is newer than the run has its default, which keeps the old behavior.
+    defaults = {name: keys | manifest.recipe.get(name, {}) for name, keys in TrainRecipe().model_dump().items()}
+    stored = flatten({"spec": manifest.spec.model_dump(), "recipe": manifest.recipe | defaults})
     current = flatten({"spec": spec.model_dump(), "recipe": recipe.model_dump()})
     fixed, free = FIXED_IN_RUN, {"ema.keep_every"}
     if "cosine" in (stored.get("recipe.schedule.kind"), recipe.schedule.kind):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from making import CPU, train_recipe
+from making import CPU, shake, shaken, train_recipe
 from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -26,9 +26,10 @@ from leandit.train.models.cross_attention import Padded, pack_captions
 from leandit.train.models.diffusers.adaln_single import CachedPatchEmbed
 from leandit.train.models.diffusers.attention import LinearProcessor, products
 from leandit.train.models.diffusers.families import FAMILIES, diffusers_config, transformer_class
+from leandit.train.models.diffusers.model import DiffusersModel
 from leandit.train.models.diffusers.pixart import PixArt
 from leandit.train.models.diffusers.sana import Sana
-from leandit.train.models.spec import ModelSpec
+from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.parallel.build import MOST_SHAPES, compile_blocks
 from leandit.train.run.fit import model_spec
 from leandit.train.run.state import prepare
@@ -42,6 +43,7 @@ pytestmark = pytest.mark.usefixtures("tiny_models")
 PIXART = ModelSpec(name="pixart-tiny", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
 SPECS = (PIXART, PIXART.model_copy(update={"name": "sana-tiny"}), PIXART.model_copy(update={"name": "DiT-S/2"}))
 IDS = ("pixart", "sana", "text-dit")
+SD3 = {"name": "sd3-tiny", "texts": (TextInput(name="", tokens=7, width=6, pooled_width=5),)}
 
 
 def config_of(name: str, **sizes: int) -> dict[str, Any]:
@@ -51,22 +53,13 @@ def config_of(name: str, **sizes: int) -> dict[str, Any]:
 MASK = torch.arange(7)[None] < torch.tensor([4, 1, 7])[:, None]
 
 
-def shake(model: torch.nn.Module) -> Any:
-    """A new model puts out zero; move its weights so that it does not."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model
-
-
 def inputs(*, height: int = 8, width: int = 12, sizes: bool = False) -> tuple[Tensor, Tensor, Conditioning]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((3, 4, height, width), generator=generator)
     captions = torch.randn((3, 7, 6), generator=generator)
     source_sizes = torch.tensor([[300.0, 500.0], [64.0, 80.0], [1000.0, 1000.0]]) if sizes else None
     conditioning = Conditioning(captions=captions, caption_mask=MASK, source_sizes=source_sizes)
-    return x, torch.tensor([3.0, 500.0, 999.0]), conditioning
+    return x, torch.tensor([3.0, 500.0, 999.0]), conditioning._replace(pooled=torch.ones(3, 5))
 
 
 CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
@@ -204,7 +197,7 @@ def test_captions_are_padded_to_a_multiple_but_never_beyond_null(step: int, leng
 @pytest.mark.parametrize("spec", SPECS, ids=IDS)
 def test_a_block_that_recomputes_is_one_graph_which_all_blocks_share(spec: ModelSpec) -> None:
     torch._dynamo.reset()
-    model = shake(build_model(spec, seed=0)).train()
+    model = shaken(spec).train()
     wanted = model(*inputs())
     wanted.square().sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -233,7 +226,7 @@ def test_under_autocast_all_blocks_share_one_graph_too(spec: ModelSpec, dtype: t
     assert graphs.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["pixart-tiny", "sana-tiny"])
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
 @pytest.mark.parametrize(
     ("dtype", "residual", "stream"),
     [
@@ -244,11 +237,11 @@ def test_under_autocast_all_blocks_share_one_graph_too(spec: ModelSpec, dtype: t
     ],
 )
 def test_the_residual_stream_is_bf16_only_where_asked_for_under_bf16(
-    name: str, dtype: torch.dtype | None, residual: Any, stream: torch.dtype
+    spec: ModelSpec, dtype: torch.dtype | None, residual: Any, stream: torch.dtype
 ) -> None:
     seen: list[torch.dtype] = []
-    model: Any = shake(build_model(PIXART.model_copy(update={"name": name}), seed=0))
-    model.residual = residual
+    model: Any = shaken(spec)
+    (model if isinstance(model, DiffusersModel) else model.net).residual = residual
     with torch.no_grad():
         wanted = model(*inputs())
         for block in model.blocks:
@@ -274,7 +267,7 @@ def test_compiled_gradients_keep_the_precision_of_the_forward(name: str, monkeyp
         products.extend(of_each)
         return make_boxed_func(graph)
 
-    model: Any = shake(build_model(PIXART.model_copy(update={"name": name}), seed=0))
+    model: Any = shaken(PIXART.model_copy(update={"name": name}))
     compile_by, by_ours = torch.compile, aot_autograd(fw_compiler=backend)
     monkeypatch.setattr(torch, "compile", lambda f, **how: compile_by(f, backend=by_ours, **how))
     compile_blocks(model)
@@ -414,7 +407,7 @@ def test_packed_attention_is_padded_attention(mean_tokens: int | None) -> None:
 
 @pytest.mark.parametrize("spec", SPECS, ids=IDS)
 def test_the_packed_form_of_each_model_is_its_padded_form(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shake(build_model(spec, seed=0)).double()
+    model = shaken(spec).double()
     x, t, given = inputs()
     assert given.captions is not None
     given = given._replace(captions=given.captions.double(), mean_tokens=4)
@@ -435,7 +428,7 @@ def test_the_packed_form_of_each_model_is_its_padded_form(spec: ModelSpec, monke
 
 
 def test_cross_attention_makes_no_bias_for_each_head() -> None:
-    model = shake(build_model(SPECS[0], seed=0))
+    model = shaken(SPECS[0])
     seen: list[tuple[torch.dtype, torch.Size]] = []
     plain = torch.nn.functional.scaled_dot_product_attention
 
@@ -451,7 +444,7 @@ def test_cross_attention_makes_no_bias_for_each_head() -> None:
 
 
 def test_linear_attention_sums_in_float32_under_autocast() -> None:
-    model = shake(build_model(SPECS[1], seed=0))
+    model = shaken(SPECS[1])
     attention = model.blocks[0].attn1
     x = 4 * torch.randn(2, 4096, 32, generator=torch.Generator().manual_seed(0))
     wanted = attention(x)
@@ -476,11 +469,11 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+@pytest.mark.parametrize("spec", [*SPECS, PIXART.model_copy(update=SD3)], ids=[*IDS, "sd3"])
 def test_gradients_are_equal_in_all_modes_of_recomputation(spec: ModelSpec) -> None:
     gradients = []
     for mode in ("none", "blocks", "selective"):
-        model: Denoiser = shake(build_model(spec, seed=0)).train()
+        model: Denoiser = shaken(spec).train()
         names = set(model.state_dict())
         model.checkpoint_activations(mode)
         assert set(model.state_dict()) == names

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from making import CPU, label_recipe, make_class_folder, train_recipe
+from making import CPU, label_recipe, make_class_folder, shaken, train_recipe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -34,15 +34,6 @@ from leandit.train.weights.sources import class_map_warning, read_config
 pytestmark = pytest.mark.usefixtures("tiny_models")
 SPEC = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
 TABLE = "y_embedder.embedding_table.weight"
-
-
-def shaken(spec: ModelSpec, seed: int = 0) -> Any:
-    model = build_model(spec, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -352,24 +343,6 @@ def test_a_run_from_before_a_key_goes_on_without_it(label_store: LatentStore, tm
     scaled = train_recipe("dit-s-4", "run.steps=3", "optimizer.lr_base_batch=2")
     with pytest.raises(RunError, match=r"lr_base_batch was 0, is 2"):
         train(scaled, store_path=label_store.path, run=run, device=CPU, report=print, stop=StopRequest())
-
-
-def test_a_run_from_before_the_warm_up_of_averages_goes_on_without_it(label_store: LatentStore, tmp_path: Path) -> None:
-    def go(run: str, steps: int, warmup: bool) -> None:
-        recipe = train_recipe("dit-s-4", f"run.steps={steps}", f"ema.warmup={str(warmup).lower()}")
-        options = {"device": CPU, "report": print, "stop": StopRequest()}
-        train(recipe, store_path=label_store.path, run=tmp_path / run, **options)
-
-    go("whole", 4, warmup=False)
-    go("parts", 2, warmup=False)
-    head = json.loads((tmp_path / "parts/run.json").read_text())
-    del head["recipe"]["ema"]["warmup"]
-    (tmp_path / "parts/run.json").write_text(json.dumps(head))
-    with pytest.raises(RunError, match=r"ema\.warmup was False, is True"):
-        go("parts", 4, warmup=True)
-    go("parts", 4, warmup=False)
-    one, other = (load_file(tmp_path / run / "snapshot-4/model.safetensors") for run in ("whole", "parts"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from making import CPU, train_recipe
+from making import CPU, shaken, train_recipe
 
 from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
 from leandit.train.loop import StopRequest, train
-from leandit.train.models.build import Denoiser, build_model
+from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.spec import ModelSpec
 from leandit.train.run.fit import model_spec
@@ -21,15 +21,6 @@ from leandit.train.weights.sources import position_grid
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 SPEC = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
-
-
-def shaken(spec: ModelSpec) -> Denoiser:
-    """A model whose zero layers are not zero."""
-    model, generator = build_model(spec, seed=0), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 4), (1, 4), (2, 8)])
