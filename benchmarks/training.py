@@ -34,14 +34,14 @@ from leandit.train import loop
 from leandit.train.config import TrainRecipe, load
 from leandit.train.models.build import diffusers_config
 from leandit.train.models.conditioning import Conditioner, Conditioning
-from leandit.train.models.diffusers_models.families import family_of, transformer_class
+from leandit.train.models.diffusers.families import family_of, transformer_class
 from leandit.train.models.dit import size_of
 from leandit.train.models.spec import ModelSpec
 from leandit.train.objectives.losses import PLAIN, draw_times, noised, objective_losses
 from leandit.train.optim.loss_scale import autocast_dtype
 from leandit.train.optim.process import set_allocator
 from leandit.train.parallel.stop import StopRequest
-from leandit.train.run.model_for_store import model_spec
+from leandit.train.run.fit import model_spec
 from leandit.train.step import train_step
 from leandit.train.weights.folders import CHECKPOINT
 

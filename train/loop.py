@@ -20,8 +20,7 @@ from .config import TrainRecipe
 from .metrics.device import peak_flops
 from .metrics.meter import Meter, StepReport
 from .metrics.starts import start_of, write_start
-from .metrics.wandb_run import check_wandb
-from .metrics.writer import last_step
+from .metrics.writer import check_wandb, last_step
 from .optim.process import collected_by_hand, set_allocator
 from .parallel.deepspeed_engine import apply_ds_config
 from .parallel.ranks import SharedStop, connected, lower_timeout, read_ranks
@@ -29,7 +28,7 @@ from .parallel.stop import StopRequest
 from .parallel.strategy import choose_strategy
 from .parallel.watchdog import Watchdog
 from .run.data import endless
-from .run.evaluation.evaluation import Evaluation
+from .run.evaluation.held_out import Evaluation
 from .run.evaluation.log import Log
 from .run.lock import run_lock
 from .run.manifest import read_run_manifest

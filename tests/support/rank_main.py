@@ -21,7 +21,7 @@ from leandit.datasets.errors import LeanditError
 from leandit.train import loop
 from leandit.train.loop import train
 from leandit.train.metrics.meter import StepReport, StepResult
-from leandit.train.models.build import PIXART_SIZES, SD3_SIZES
+from leandit.train.models.diffusers import pixart, sd3
 from leandit.train.models.dit import SIZES
 from leandit.train.parallel import deepspeed_engine, engine
 from leandit.train.parallel.stop import StopRequest
@@ -77,7 +77,8 @@ def main() -> None:
     from making import TINY_SD3, train_recipe
 
     torch.set_num_threads(1)
-    SIZES["S"], PIXART_SIZES["pixart-tiny"], SD3_SIZES["sd3-tiny"] = (2, 32, 2), (2, 2, 16, 2), TINY_SD3
+    SIZES["S"], pixart.PixArt.sizes["pixart-tiny"] = (2, 32, 2), pixart.size(2, 2, 16)
+    sd3.SD3.sizes["sd3-tiny"] = TINY_SD3
     if os.environ.get("WORLD_SIZE", "1") != "1":
         dist.init_process_group("gloo")
     rank = os.environ.get("RANK", "0")

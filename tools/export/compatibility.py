@@ -7,7 +7,7 @@ from typing import Any
 
 from ...datasets.format.schema import IMPORTED
 from ...precompute.encoders.text.instructions import instruction_text
-from ...train.models.diffusers_models.families import family_of
+from ...train.models.diffusers.families import family_of
 from ...train.models.layers import DiTOptions
 from ...train.models.spec import ModelSpec
 from ...train.sampling.snapshot import Snapshot, text_encoders

@@ -24,7 +24,7 @@ from ...datasets.errors import RecipeError, RunError
 from ..config import TrainRecipe
 from ..models.activation_checkpointing import checkpoint_blocks
 from ..models.build import Denoiser
-from ..models.diffusers_models.adapters import saved_tensors, trained_parameters
+from ..models.diffusers.adapters import saved_tensors, trained_parameters
 from ..optim.build import build_optimizer, parameter_groups
 from ..optim.ema import Ema, build_rules
 from ..optim.loss_scale import autocast_dtype

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config import TrainRecipe
 from ..models.build import Denoiser
-from ..models.diffusers_models.adapters import saved_tensors, trained_parameters
+from ..models.diffusers.adapters import saved_tensors, trained_parameters
 from ..optim.build import build_optimizer
 from ..optim.ema import Ema, build_rules, local
 from ..optim.loss_scale import LossScale, Scale

@@ -38,7 +38,7 @@ from ..weights.checkpoint import (
     CheckpointDamage,
 )
 from ..weights.folders import RECIPE, RUN
-from ..weights.merging import FrozenWeights
+from ..weights.init_from import FrozenWeights
 from .data import buckets_at
 from .manifest import RunManifest, check_settings, continue_manifest
 from .saver import Captured, Folder, Staging, buffers_of, gather

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import RunSection
-from ..models.diffusers_models.adapters import saved_tensors
+from ..models.diffusers.adapters import saved_tensors
 from ..parallel.engine import Engine
 from ..weights import checkpoint
 from ..weights.checkpoint import Groups

@@ -20,9 +20,9 @@ from ..config import TrainRecipe
 from ..metrics.flops import meta_model, shortened
 from ..models.build import DiTDenoiser, build_model, patch_of
 from ..models.conditioning import COMPILED_CAPTION_STEP, NO_EXTRAS, Conditioner, Extras, ModelOutput
-from ..models.diffusers_models.adapters import add_adapters, trained_parameters
-from ..models.diffusers_models.families import family_of
-from ..models.diffusers_models.text_denoiser import TextDenoiser
+from ..models.diffusers.adapters import add_adapters, trained_parameters
+from ..models.diffusers.families import family_of
+from ..models.diffusers.model import DiffusersModel
 from ..models.spec import ModelSpec
 from ..objectives.losses import noised
 from ..optim.ema import build_rules, first_share
@@ -37,12 +37,11 @@ from ..techniques.images import Microbatch
 from ..techniques.registry import routed_blocks, techniques_of
 from ..techniques.technique import Technique
 from ..weights.checkpoint import YOUNG
-from ..weights.init_from import first_weights
-from ..weights.merging import FrozenWeights, hash_of
+from ..weights.init_from import FrozenWeights, first_weights, hash_of
 from ..weights.sources import class_map_warning, lasting_source, scale_warning, young_warning
 from .data import buckets_at, build_loader
-from .model_for_store import model_for_stores
-from .texts_for_store import null_captions
+from .fit import model_for_stores
+from .texts import null_captions
 
 
 @dataclass(kw_only=True)
@@ -206,7 +205,7 @@ def build_run(
     if spec.adapter:
         add_adapters(model, spec.adapter, seed=recipe.run.seed)
     model.checkpoint_activations(recipe.run.activation_checkpointing)
-    if isinstance(model, TextDenoiser):
+    if isinstance(model, DiffusersModel):
         model.residual = recipe.run.residual
     if isinstance(model, DiTDenoiser):
         model.net.residual = recipe.run.residual

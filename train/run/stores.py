@@ -63,7 +63,7 @@ def open_stores(
                 remote={"capacity_gib": recipe.run.remote_gib, "folder": recipe.run.remote_folder or None},
             )
             if not section.revision and opened[section.store, asked].newest_revision > asked > 0:
-                warn(_newer(opened[section.store, asked], run, may_move=may_move))
+                _warn_of_newer(opened[section.store, asked], run, warn, may_move=may_move)
         stores.append(opened[section.store, asked])
         why = "as the run has read it" if revisions else "named" if asked else "the newest"
         LOG.info("store '%s': revision %d, %s; %d records", section.store, stores[-1].revision, why, len(stores[-1]))
@@ -95,12 +95,12 @@ def _revision(section: StoreSection, run: Path, known: Sequence[RevisionRead], *
     return asked
 
 
-def _newer(store: LatentStore, run: Path, *, may_move: bool) -> str:
-    """A line on a newer revision than the run reads."""
+def _warn_of_newer(store: LatentStore, run: Path, warn: Callable[[str], None], *, may_move: bool) -> None:
     newest, reads = store.newest_revision, f"this run reads {store.revision}"
     if may_move:
-        return f"store has revision {newest}, {reads}; move it with --set run.revision={newest}"
-    return f"store '{store.path}' has revision {newest}, {reads}; a new run with model.init_from={run} can read it"
+        warn(f"store has revision {newest}, {reads}; move it with --set run.revision={newest}")
+    else:
+        warn(f"store '{store.path}' has revision {newest}, {reads}; a new run with model.init_from={run} can read it")
 
 
 def _check_store(run: Path, known: list[RevisionRead], store: LatentStore) -> None:

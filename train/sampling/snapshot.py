@@ -23,12 +23,13 @@ from ..weights import checkpoint
 from ..weights.checkpoint import MODEL, NULL_CAPTION
 from ..weights.folders import CHECKPOINT, SNAPSHOT, steps
 from ..weights.init_from import merged_weights
+from .guided import SamplingModel
 
 Weights = Literal["averaged", "raw"]
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(SamplingModel):
     """The weights of a run, ready to sample.
 
     Args:
@@ -38,14 +39,11 @@ class Snapshot:
       weights: "averaged", or those of the checkpoint of the same step.
     """
 
+    model: Denoiser
     path: Path
     step: int
-    model: Denoiser
-    spec: ModelSpec
-    objective: ObjectiveSection
     latent: LatentSpec
     text: TextSpec | None
-    conditioner: Conditioner
     state: dict
     weights_hash: str = ""
     weights: Weights = "averaged"
@@ -100,9 +98,8 @@ def load_snapshot(
         raise RunError(f"run '{run}': no {wanted} of step {step}; there are {', '.join(map(str, sorted(snapshots)))}.")
     saved = source = checkpoint.read(snapshots[step or max(snapshots)])
     if weights == "raw":
-        source = replace(
-            checkpoint.read(saved.path.with_name(f"{CHECKPOINT}-{saved.state['step']}")), state=saved.state
-        )
+        raw = checkpoint.read(saved.path.with_name(f"{CHECKPOINT}-{saved.state['step']}"))
+        source = replace(raw, state=saved.state)
     try:
         spec = ModelSpec.model_validate(saved.state["spec"])
         objective = ObjectiveSection.model_validate(saved.state["objective"])

@@ -8,12 +8,11 @@ class token of the feature beside the latents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from ...datasets.errors import RunError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import FeatureSpec, Name, StoreSpec
 from ...datasets.recipe import Count, Positive, Section
@@ -69,35 +68,35 @@ class Repa(Technique):
     def blocks(self, depth: int) -> dict[str, int]:
         return {f"align.{name}.block": section.block for name, section in self.sections.items()}
 
-    def projectors(self, store: StoreSpec, where: str, width: int) -> dict[str, ProjectorSpec]:
+    def lacks(self, store: StoreSpec) -> Iterator[str]:
         from torch import nn
 
+        outputs = {one.name: one.spec.output for one in store.features}
+        for name, section in self.sections.items():
+            if hasattr(nn.ModuleDict, name):
+                yield f"align.{name}: a model has an attribute of this name: precompute the feature under another"
+            if name not in outputs:
+                yield (
+                    f"align.{name}: no image feature '{name}', and there are {', '.join(outputs) or 'none'}: "
+                    f"precompute again with a recipe that has a table [features.{name}]"
+                )
+                continue
+            needed = {"patches", "cls"} if section.class_weight else {"patches"}
+            if needed - ({"patches", "cls"} if outputs[name] == "both" else {outputs[name]}):
+                yield (
+                    f"align.{name}: it has only its {outputs[name]}, expected {' and '.join(sorted(needed))}: "
+                    f'precompute with features.{name}.output = "both", under another name'
+                )
+
+    def projectors(self, store: StoreSpec, width: int) -> dict[str, ProjectorSpec]:
         from ..models.spec import ProjectorSpec
 
-        features = {one.name: one.spec for one in store.features}
-        for name, section in self.sections.items():
-            if name not in features:
-                raise RunError(
-                    f"align.{name}: store '{where}' has no image feature '{name}'. There are: "
-                    f"{', '.join(features) or 'none'}. Add it: precompute again with a recipe that has a table "
-                    f"[features.{name}]."
-                )
-            if hasattr(nn.ModuleDict, name):
-                raise RunError(
-                    f"align.{name}: a model has an attribute of this name. Precompute the feature under another."
-                )
-            needed = {"patches", "cls"} if section.class_weight else {"patches"}
-            output = features[name].output
-            if needed - ({"patches", "cls"} if output == "both" else {output}):
-                raise RunError(
-                    f"align.{name}: store '{where}' has only its {output}, needed {' and '.join(sorted(needed))}. "
-                    f'Precompute with features.{name}.output = "both", under another name.'
-                )
+        widths = {one.name: one.spec.width for one in store.features}
         return {
             name: ProjectorSpec(
                 block=section.block,
                 width=section.projector_width,
-                feature_width=features[name].width,
+                feature_width=widths[name],
                 has_class=section.class_weight > 0,
             )
             for name, section in self.sections.items()

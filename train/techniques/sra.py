@@ -66,7 +66,7 @@ class SelfAlignment(Technique):
     def blocks(self, depth: int) -> dict[str, int]:
         return {"self_align.block": self.section.block, "self_align.teacher_block": self.section.teacher_block}
 
-    def projectors(self, store: StoreSpec, where: str, width: int) -> dict[str, ProjectorSpec]:
+    def projectors(self, store: StoreSpec, width: int) -> dict[str, ProjectorSpec]:
         from ..models.spec import ProjectorSpec
 
         section = self.section

@@ -8,7 +8,7 @@ it where they need it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -71,13 +71,16 @@ class Technique:
             if block > depth:
                 raise RecipeError(f"{key} {block}: model '{name}' has {depth} blocks.")
 
-    def projectors(self, store: StoreSpec, where: str, width: int) -> dict[str, ProjectorSpec]:
+    def lacks(self, store: StoreSpec) -> Iterable[str]:
+        """What a store lacks for it, each a phrase with what to do."""
+        return ()
+
+    def projectors(self, store: StoreSpec, width: int) -> dict[str, ProjectorSpec]:
         """Projectors that the model gets, by name.
 
         Args:
-          where: path of the store, for messages.
+          store: that lacks nothing.
           width: of the model.
-        Raises: RunError: the store lacks a feature.
         """
         return {}
 

@@ -216,7 +216,7 @@ def test_bands_are_equal_parts_and_one_that_is_spoiled_is_alone() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 77, 300])
-def test_flops_of_any_caption_length_follow_from_three(tokens: int) -> None:
+def test_flops_of_any_caption_length_follow_from_two(tokens: int) -> None:
     for name in ("pixart-tiny", "sana-tiny"):
         spec = planned("demo", f"model.name={name}").spec
         with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device("meta"):

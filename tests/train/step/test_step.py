@@ -23,7 +23,7 @@ from leandit.tools.synthetic.store import make_store
 from leandit.train import step as step_module
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Extras, select
-from leandit.train.models.diffusers_models import text_denoiser
+from leandit.train.models.diffusers import adaln_single
 from leandit.train.objectives.losses import PLAIN
 from leandit.train.run.state import Run
 from leandit.train.sampling.guided import Solver, draw_latents
@@ -235,8 +235,8 @@ def test_a_step_says_how_many_tokens_its_captions_have(
 ) -> None:
     state = Run.open(train_recipe("pixart-tiny"), [caption_store], CPU, print)
     batch, seen = next(iter(state.loader)), []
-    arrange = text_denoiser.arrange_captions
-    monkeypatch.setattr(text_denoiser, "arrange_captions", lambda *a, **how: seen.append(how) or arrange(*a, **how))
+    arrange = adaln_single.arrange_captions
+    monkeypatch.setattr(adaln_single, "arrange_captions", lambda *a, **how: seen.append(how) or arrange(*a, **how))
     train_step(state, batch)
     assert batch.text is not None
     assert batch.text.host_lengths is not None
@@ -356,7 +356,7 @@ def state_without_teacher(state: Run) -> Run:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("align.clip.block=1",), r"no image feature 'clip'.*There are: dino.*features\.clip"),
+        (("align.clip.block=1",), r"no image feature 'clip'.*there are dino.*features\.clip"),
         (("align.dino.block=3",), r"align\.dino\.block 3: model 'DiT-S/1' has 2 blocks"),
         (("routing.kind=tread",), r"routing\.first_block 3, routing\.last_block 0: the model has 2 blocks"),
         (("objective.dispersive_weight=0.5", "objective.dispersive_block=7"), "has 2 blocks"),

@@ -23,7 +23,7 @@ from leandit.train.objectives.losses import PLAIN, noised, objective_losses
 from leandit.train.run.data import build_loader
 from leandit.train.run.evaluation.fixed_draws import NUM_TIMES, fixed_times, noise_keys, posterior_keys
 from leandit.train.run.evaluation.held_out import HeldOut
-from leandit.train.run.model_for_store import model_for_stores
+from leandit.train.run.fit import model_for_stores
 from leandit.train.sampling.snapshot import load_snapshot
 
 pytestmark = pytest.mark.usefixtures("tiny_models")

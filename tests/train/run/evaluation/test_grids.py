@@ -25,8 +25,8 @@ from leandit.precompute.pipeline import precompute
 from leandit.train.run.data import build_loader
 from leandit.train.run.evaluation import decoding
 from leandit.train.run.evaluation.decoding import Decoding
-from leandit.train.run.evaluation.subjects import Subjects, choose_subjects
-from leandit.train.run.model_for_store import model_for_stores
+from leandit.train.run.evaluation.grids import Subjects, choose_subjects
+from leandit.train.run.fit import model_for_stores
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ....datasets.errors import RecipeError
 from ....datasets.order.shuffle import keyed_hash
 from ..spec import AdapterSpec
-from .families import without_warnings
+from .model import without_warnings
 
 ADAPTER = "default"  # peft's name of the adapters of a model
 DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"  # A and B behind the name of their layer
