@@ -29,10 +29,9 @@ from .metrics.writer import MetricsWriter, last_step
 from .optim.build import learning_rate
 from .parallel.deepspeed_config import read_config
 from .parallel.deepspeed_engine import apply_ds_config
-from .parallel.ranks import SharedStop, connected, lower_timeout, read_ranks
+from .parallel.ranks import SharedStop, agree, all_gather, connected, read_ranks
 from .parallel.stop import StopRequest
 from .parallel.strategy import choose_strategy
-from .parallel.watchdog import Watchdog
 from .run.evaluation.evaluation import Evaluation
 from .run.evaluation.pictures import Pictures
 from .run.lock import run_lock
@@ -102,13 +101,12 @@ def train(
     """
     set_allocator(device)
     ranks = read_ranks()
-    silent = recipe.run.silent_seconds
-    with connected(ranks, device), Watchdog(ranks, warn, silent) as watchdog, contextlib.ExitStack() as stack:
+    with connected(ranks, device), contextlib.ExitStack() as stack:
         manifest = read_run_manifest(run)
         stores = open_stores(recipe, store_path, run, manifest, warn)
         check_wandb(recipe)
         recipe = apply_ds_config(recipe, ranks, device, warn)
-        watchdog.agree(_inputs(recipe, stores))
+        agree(ranks, _inputs(recipe, stores))
         state = prepare(recipe, stores, device, warn, ranks, manifest and manifest.statistics)
         evaluates = recipe.data.holdout and recipe.run.evaluate_every
         evaluation = Evaluation(state, warn) if evaluates else None  # may refuse: nothing has been written
@@ -116,14 +114,14 @@ def train(
         stop.check()
         if ranks.is_first:
             stack.enter_context(run_lock(run))
-        start_or_resume(state, run, manifest, warn, watchdog)
+        start_or_resume(state, run, manifest, warn)
         if state.step >= recipe.run.steps:
             return Outcome(state.step, None, True, 0, None, 0.0, recipe)
         for line in origin_lines(state, run) if ranks.is_first else ():
             say(line)
         if ranks.is_first:
             _note_start(state, run, recipe_name)
-        return _Training(state, run, evaluation, watchdog, report, stop, warn).run()
+        return _Training(state, run, evaluation, report, stop, warn).run()
 
 
 def _log_settings(state: TrainState) -> None:
@@ -162,7 +160,6 @@ class _Training:
         state: TrainState,
         run: Path,
         evaluation: Evaluation | None,
-        watchdog: Watchdog,
         report: Callable[[StepReport], None],
         stop: StopRequest,
         warn: Callable[[str], None],
@@ -171,12 +168,11 @@ class _Training:
         self._evaluation = evaluation
         self._pictures = Pictures(state, run, warn) if recipe.run.sample_every else None
         self._state, self._recipe, self._report, self._stop = state, recipe, report, stop
-        self._watchdog = watchdog
         self._writer = MetricsWriter(run, step=state.step, recipe=recipe) if ranks.is_first else None
         stop.check()
         peak = peak_flops(device, recipe.run.precision) * ranks.world_size
         compute = ComputeCounter(state.spec, state.stores[0].spec.latent, peak)
-        self._window = Window(watchdog, state.stores, compute, Gauges(device), may_skip=scale is not None)
+        self._window = Window(ranks, state.stores, compute, Gauges(device), may_skip=scale is not None)
         self._saver, self._shared_stop = Saver(run, recipe.run), SharedStop(ranks)
         self._reports: list[StepReport] = []
 
@@ -190,8 +186,6 @@ class _Training:
                 while state.step < steps and not stopping:
                     stopping = self._save_if_due(self._make_step(batches))
                     after_step()
-                    if state.step == first_step + 1:  # the shared stop has waited until all ranks have made the first
-                        lower_timeout()
             self._saver.finish()
             if self._pictures and state.step >= steps:
                 self._pictures.finish(self._writer)
@@ -239,7 +233,7 @@ class _Training:
             if due or averages_due or shows or self._window.ends_at_once:
                 self._end_report()
         # The only place that looks at the stop request, so that no run stops without saving.
-        stopping = self._shared_stop.asked(bool(stop))
+        stopping = self._shared_stop.is_due(bool(stop))
         if stopping and not self._window.is_empty:
             self._begin_report(epoch)
         if stopping:
@@ -252,7 +246,7 @@ class _Training:
     def _save(self, **how: bool) -> None:
         """Begin to write the state, unless a rank has read damaged rows: then all of them end here."""
         self._state.loader.dataset.finish_checks()
-        self._watchdog.gather("checked")
+        all_gather(self._state.ranks, "checked")
         self._saver.finish()  # first, so that two states are never in memory
         captured = capture(self._state, staging=self._saver.staging, **how)
         self._saver.begin(captured)

@@ -13,6 +13,7 @@ import platform
 import sys
 import traceback as traceback_module
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ import typer
 
 from ... import __version__
 from ...datasets.errors import LeanditError, RecipeError, StoreWarning
-from ...train.parallel.stop import EXIT_CTRL_C, StopRequest, Terminated
+from ...train.parallel.stop import ERROR_FILE, EXIT_CTRL_C, StopRequest, Terminated, message_of_rank
 from ..terminal.next_steps import print_next
 from ..terminal.text import QUIET, printable
 from ..terminal.verbose import show_decisions
@@ -54,7 +55,6 @@ EXTRAS_OF_COMMANDS = {
     "report": "report",
 }
 FORMAT_WARNING = warnings.formatwarning
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
 
 # diffusers imports torchao if it is installed; both log warnings about parts that leandit does not use.
 NOISY = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
@@ -141,19 +141,28 @@ def run_command(stop: StopRequest) -> int:
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        code = app(standalone_mode=False, obj=stop)
+        code = _recorded(app)(standalone_mode=False, obj=stop)
         if code == EXIT_CTRL_C:  # typer handles Ctrl-C
             raise KeyboardInterrupt
     except UsageError as error:
         error.show()  # pyright: ignore[reportAttributeAccessIssue]
         code = EXIT_USAGE
     except LeanditError as error:
-        code = _fail_once(error)
+        code = _fail(str(error), error.exit_code)
     except Exception as error:  # nothing above catches it
         if stop.is_terminated:  # an extension module turns any exception during its import into ImportError
             raise Terminated from error
         code = _unexpected(error)
     return code if isinstance(code, int) else 0
+
+
+def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Under torchrun, the function with its errors kept for torchrun's summary."""
+    if ERROR_FILE not in os.environ:
+        return function
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(function)
 
 
 def _warning_line(message: Warning | str, category: type[Warning], *place: Any) -> str:
@@ -164,10 +173,6 @@ def _warning_line(message: Warning | str, category: type[Warning], *place: Any) 
 
 
 def _unexpected(error: Exception) -> int:
-    if getattr(error, "is_said", False):  # for all ranks, by the one that failed
-        if TRACEBACK in sys.argv:
-            traceback_module.print_exc()
-        return EXIT_RESOURCES if isinstance(error, MemoryError) else EXIT_UNEXPECTED
     if isinstance(error, MemoryError):
         return _fail("out of memory. Use a smaller batch (see --set)", EXIT_RESOURCES)
     if isinstance(error, ModuleNotFoundError):
@@ -187,20 +192,9 @@ def _unexpected(error: Exception) -> int:
     )
 
 
-def _fail_once(error: LeanditError) -> int:
-    """Print an error once if several ranks fail with it."""
-    if not (error.is_said or TORCHRUN in os.environ):
-        return _fail(str(error), error.exit_code)
-    from ...train.parallel.watchdog import print_for_all
-
-    if TRACEBACK in sys.argv:
-        traceback_module.print_exc()
-    print_for_all(error, print_error)
-    return error.exit_code
-
-
 def _fail(message: str, code: int) -> int:
     if TRACEBACK in sys.argv:
         traceback_module.print_exc()
-    print_error(message)
+    if said := message_of_rank(message):
+        print_error(said)
     return code

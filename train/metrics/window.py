@@ -18,7 +18,7 @@ from ...datasets.batches.batch import Batch
 from ...datasets.errors import RunError
 from ...datasets.store import LatentStore
 from ..optim.loss_scale import SMALLEST_SCALE
-from ..parallel.watchdog import Watchdog
+from ..parallel.ranks import Ranks, all_gather
 from .device import ComputeCounter, Gauges, Moment, busy_share
 from .held_out import HeldOutLoss
 from .loss_bands import band_means, band_sums
@@ -129,7 +129,7 @@ class Window:
     """Figures since the last report, whose figures come from the device while the next step is launched.
 
     Args:
-      watchdog: connects the ranks, which report together.
+      ranks: which report together.
       stores: of the batches, to name records.
       compute: counts FLOPs and tokens of the steps.
       gauges: of this rank's device.
@@ -138,14 +138,14 @@ class Window:
 
     def __init__(
         self,
-        watchdog: Watchdog,
+        ranks: Ranks,
         stores: Sequence[LatentStore],
         compute: ComputeCounter,
         gauges: Gauges,
         *,
         may_skip: bool = False,
     ) -> None:
-        self._watchdog, self._stores, self._may_skip = watchdog, stores, may_skip
+        self._ranks, self._stores, self._may_skip = ranks, stores, may_skip
         self._compute, self._gauges = compute, gauges
         self._begun: Begun | None = None
         self.reset()
@@ -192,7 +192,7 @@ class Window:
         bands = band_sums(shares, torch.cat([result.losses for result in self._results]))
         names = list(self._results[0].terms)
         terms = torch.stack([losses, *(torch.stack([one.terms[name] for one in self._results]) for name in names)])
-        if self._watchdog.ranks.world_size > 1:
+        if self._ranks.world_size > 1:
             dist.all_reduce(terms)
             dist.all_reduce(bands)
         known = {"step": step, "num_images": num_images, "epoch": epoch, "learning_rate": learning_rate}
@@ -244,7 +244,6 @@ class Window:
             self._raise_not_finite(it)
         scale = it.known["loss_scale"]
         if scale is not None and scale < SMALLEST_SCALE and not alone:
-            self._watchdog.leave()  # every rank raises, so none of them is dead
             raise RunError(
                 f"step {it.known['step']}: the loss scale of fp16 has shrunk to {scale:g}, and gradients still "
                 "overflow. Train with --set run.precision=bf16, or a lower optimizer.lr."
@@ -269,9 +268,8 @@ class Window:
         bad_update = (it.skipped != 0) & (not self._may_skip)
         result = it.results[(~it.losses.isfinite() | bad_update).tolist().index(True)]
         records = result.records[~result.losses.isfinite()].tolist()
-        rank_keys = self._watchdog.gather([self._stores[result.store].record_at(record).key for record in records])
+        rank_keys = all_gather(self._ranks, [self._stores[result.store].record_at(record).key for record in records])
         keys = [key for of_rank in rank_keys for key in of_rank]
-        self._watchdog.leave()  # every rank raises, so none of them is dead
         names = ", ".join(f"'{key}'" for key in keys[:MOST_NAMED])
         more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
         what = f"the loss of records {names}{more} is" if keys else "the losses are finite, but the gradient is"

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch._functorch.config as gradients
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +15,7 @@ from ..config import ParallelSection, TrainRecipe
 from ..models.build import Denoiser
 from ..optim.loss_scale import LossScale, autocast_dtype
 from .engine import Engine, TorchEngine
-from .ranks import FIRST_STEP_TIMEOUT, Ranks
+from .ranks import Ranks
 from .strategy import choose_strategy, num_replicas
 
 MOST_SHAPES = (
@@ -106,8 +105,5 @@ def _mesh(section: ParallelSection, ranks: Ranks, device: torch.device) -> Devic
     if section.strategy == "hsdp":
         replicas = num_replicas(section, ranks)
         shape = (replicas, ranks.world_size // replicas)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-        for group in mesh.get_all_groups():  # subgroups do not inherit the timeout
-            dist.distributed_c10d._set_pg_timeout(FIRST_STEP_TIMEOUT, group)
-        return mesh
+        return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device.type, (ranks.world_size,), mesh_dim_names=("shard",))

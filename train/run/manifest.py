@@ -41,7 +41,6 @@ FREE_ON_RESUME = {
     "run.sample_guidance",
     "run.wandb",
     "run.prefetch",
-    "run.silent_seconds",
     "run.remote_gib",
     "run.remote_folder",
     "run.revision",

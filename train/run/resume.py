@@ -24,7 +24,7 @@ from ...datasets.errors import DamageError, RunError
 from ...datasets.recipe import to_toml
 from ..models.spec import ModelSpec
 from ..optim.ema import build_rules, first_share
-from ..parallel.watchdog import Watchdog
+from ..parallel.ranks import all_gather
 from ..weights import checkpoint
 from ..weights.checkpoint import (
     AVERAGE,
@@ -78,7 +78,6 @@ def start_or_resume(
     run: Path,
     manifest: RunManifest | None,
     warn: Callable[[str], None],
-    watchdog: Watchdog | None = None,
 ) -> None:
     """Load the newest valid checkpoint of the run, or write the manifest of a new run.
 
@@ -87,15 +86,13 @@ def start_or_resume(
     Args:
       manifest: of the run, None for a new one.
       warn: called for each damaged checkpoint; it is renamed, never deleted.
-      watchdog: of several ranks.
     Raises: RunError: the run has another model or recipe; DamageError: no checkpoint is valid.
     """
     if manifest:
         check_settings(run, manifest, state.recipe, state.spec)
     loaded = _open_run(state, run, manifest, warn) if state.ranks.is_first else None
     announced = loaded and {"step": loaded.step, "progress": loaded.progress.model_dump()}
-    if watchdog is not None:
-        announced = watchdog.announce(announced)
+    announced = all_gather(state.ranks, announced)[0]
     if announced is None:
         LOG.info("run '%s': no checkpoint, so it begins at step 0", run)
         return

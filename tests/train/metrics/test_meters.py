@@ -27,7 +27,6 @@ from leandit.train.metrics.loss_bands import NUM_BANDS, band_means, band_sums
 from leandit.train.metrics.window import StepReport, Window
 from leandit.train.objectives.losses import time_share
 from leandit.train.parallel.ranks import ALONE
-from leandit.train.parallel.watchdog import Watchdog
 from leandit.train.step.train_step import train_step
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -132,19 +131,18 @@ def test_the_losses_by_time_are_the_means_of_their_images() -> None:
     it = planned("dit-s-2-256")
     learner = synthetic_learner(it.recipe, it.spec, 0, CPU)
     batch = synthetic_batch(it.store, it.largest_bucket, 4, 0, CPU)
-    with Watchdog(ALONE, print) as watchdog:
-        window = Window(watchdog, [], ComputeCounter(it.spec, it.store.latent, 1e12), Gauges(CPU))
-        traces = []
-        for _ in range(3):
-            with window.step(batch):
-                traces.append(train_step(learner, batch))
-            window.add(traces[-1])
-        with NoWaiting():
-            window.begin_report(step=3, num_images=12, epoch=0, learning_rate=0.1, scale=None)
-        assert window.is_empty
-        figures = window.end_report()
-        assert figures is not None
-        assert window.end_report() is None
+    window = Window(ALONE, [], ComputeCounter(it.spec, it.store.latent, 1e12), Gauges(CPU))
+    traces = []
+    for _ in range(3):
+        with window.step(batch):
+            traces.append(train_step(learner, batch))
+        window.add(traces[-1])
+    with NoWaiting():
+        window.begin_report(step=3, num_images=12, epoch=0, learning_rate=0.1, scale=None)
+    assert window.is_empty
+    figures = window.end_report()
+    assert figures is not None
+    assert window.end_report() is None
     pairs = [
         (float(t), float(loss)) for trace in traces for t, loss in zip(trace.time_shares, trace.losses, strict=True)
     ]
@@ -192,19 +190,18 @@ def test_a_report_of_a_gpu_has_the_times_of_the_device_and_waits_at_its_end_alon
     it = planned("dit-s-2-256")
     learner = synthetic_learner(it.recipe, it.spec, 0, CPU)
     batch = synthetic_batch(it.store, it.largest_bucket, 4, 0, CPU)
-    with Watchdog(ALONE, print) as watchdog:
-        counter = ComputeCounter(it.spec, it.store.latent, 1e12)
-        window = Window(watchdog, [], counter, Gauges(torch.device("cuda")))  # start at 1
-        assert not window.ends_at_once
-        for step in range(1, 5):
-            with window.step(batch):  # from 2 to 3, from 4 to 5
-                trace = train_step(learner, batch)
-            window.add(trace)
-            if step == 2:
-                window.begin_report(step=2, num_images=8, epoch=0, learning_rate=0.1, scale=None)  # end at 6
-                assert not window.can_end
-        assert FakeEvent.waits == 0
-        figures = window.end_report()
+    counter = ComputeCounter(it.spec, it.store.latent, 1e12)
+    window = Window(ALONE, [], counter, Gauges(torch.device("cuda")))  # start at 1
+    assert not window.ends_at_once
+    for step in range(1, 5):
+        with window.step(batch):  # from 2 to 3, from 4 to 5
+            trace = train_step(learner, batch)
+        window.add(trace)
+        if step == 2:
+            window.begin_report(step=2, num_images=8, epoch=0, learning_rate=0.1, scale=None)  # end at 6
+            assert not window.can_end
+    assert FakeEvent.waits == 0
+    figures = window.end_report()
     assert figures is not None
     assert (figures.step, figures.seconds_per_step, figures.images_per_second) == (2, 2.5, 1.6)
     assert (figures.gpu_busy_share, figures.memory_gib) == (2 / 5, 2.0)
