@@ -248,7 +248,7 @@ class _Training:
         self._state.loader.dataset.finish_checks()
         all_gather(self._state.ranks, "checked")
         self._saver.finish()  # first, so that two states are never in memory
-        captured = capture(self._state, staging=self._saver.staging, **how)
+        captured = capture(self._state, **how)
         self._saver.begin(captured)
 
     def _begin_report(self, epoch: int) -> None:

@@ -154,7 +154,7 @@ def check_moments(count: int, store: Path, undisturbed: Undisturbed, root: Path,
         assert process.returncode == EXIT_RESUMABLE or finished, said
         met["finished" if finished else "stepping" if found else "startup"] += 1
         for path in found:
-            checkpoint.read(path)
+            checkpoint.read(path).check()
         outcome = finish(store, run)
         assert outcome.finished, said
         if found:
@@ -252,7 +252,7 @@ def test_sigterm_while_a_checkpoint_is_written_lets_it_finish_and_makes_one_of_t
     # Looked at once a step: the signal came after step 4 had been looked at, so step 5 is done and saved as well.
     assert (outcome.step, outcome.finished, stop.is_terminated) == (5, False, True)
     assert [path.name for path in checkpoint.find("checkpoint", tmp_path / "run")] == ["checkpoint-4", "checkpoint-5"]
-    checkpoint.read(tmp_path / "run/checkpoint-4")
+    checkpoint.read(tmp_path / "run/checkpoint-4").check()
 
 
 def test_sigterm_in_a_step_finishes_and_saves_it(

@@ -41,7 +41,7 @@ from ..weights.folders import RECIPE, RUN
 from ..weights.merging import FrozenWeights
 from .data import buckets_at
 from .manifest import RunManifest, check_settings, continue_manifest
-from .saver import Captured, Folder, Staging, buffers_of, gather
+from .saver import Captured, Folder, buffers_of, gather
 from .state import TrainState
 from .stores import contents_read
 
@@ -228,7 +228,6 @@ def capture(
     averages: bool = False,
     resumable: bool = True,
     interrupted: bool = False,
-    staging: Staging | None = None,
 ) -> Captured:
     """Copy the state into memory; a collective call.
 
@@ -236,16 +235,14 @@ def capture(
       averages: store all averages of the step.
       resumable: a checkpoint and a snapshot, with the averages where the recipe stores them with each checkpoint.
       interrupted: the run ends at this step although the recipe saves nothing then.
-      staging: memory whose last copies have been written; None: new memory.
     """
-    staging = staging or Staging()
     recipe = state.recipe
     extra = state.extra | {"buckets": buckets_at(recipe.data, state.stores, state.step)}
     null = {"embedding": state.conditioner.null_caption, "pooled": state.conditioner.null_pooled}
-    kept = {name: tensor.cpu() for name, tensor in null.items() if tensor is not None}  # waits, so it comes first
+    kept = {name: tensor.cpu() for name, tensor in null.items() if tensor is not None}
     rest = {MODEL: buffers_of(state.engine.model)} | ({NULL_CAPTION: kept} if kept else {})
     stopped = {checkpoint.INTERRUPTED: True} if interrupted else {}
-    groups = gather(state.engine, GROUPS if resumable else (EMA,), keep=state.ranks.is_first, staging=staging)
+    groups = gather(state.engine, GROUPS if resumable else (EMA,), keep=state.ranks.is_first)
     if not groups:
         return Captured(state.step, [])
     folders = []
@@ -258,7 +255,7 @@ def capture(
         first = {name.removeprefix(prefix): t for name, t in groups[EMA].items() if name.startswith(prefix)}
         folders.append(Folder(SNAPSHOT, rest | {MODEL: rest[MODEL] | first}, extra | young | stopped))
         folders.append(Folder(CHECKPOINT, groups, _progress(state, groups).model_dump()))
-    return Captured(state.step, folders, staging.copied())
+    return Captured(state.step, folders)
 
 
 def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progress:

@@ -417,9 +417,7 @@ def test_an_error_of_one_device_ends_all_processes(here: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny_models")
-def test_a_process_that_runs_out_of_memory_ends_all(
-    label_store: LatentStore, here: Path, tmp_path: Path
-) -> None:
+def test_a_process_that_runs_out_of_memory_ends_all(label_store: LatentStore, here: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     recipe = train_recipe("dit-s-4", "run.steps=1")
     train(recipe, store_path=label_store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
