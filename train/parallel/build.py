@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config import ParallelSection, TrainRecipe
 from ..models.build import Denoiser
 from ..optim.loss_scale import LossScale, autocast_dtype
-from .engine import Engine, TorchEngine
+from .engine import Engine
 from .ranks import Ranks
 from .strategy import choose_strategy, num_replicas
 
@@ -69,7 +69,7 @@ def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: tor
                 gradient_as_bucket_view=True,
             )
     scales_on = torch.device("cpu") if section.cpu_offload else device
-    return TorchEngine(recipe, model, forward, ranks, LossScale(scales_on) if dtype == torch.float16 else None)
+    return Engine(recipe, model, forward, ranks, LossScale(scales_on) if dtype == torch.float16 else None)
 
 
 def shard(

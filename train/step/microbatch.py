@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from ...datasets.batches.batch import Batch
 from ...datasets.errors import ResourceError
-from ..parallel.engine import TorchEngine
 from .learner import Learner
 from .train_step import train_step
 
@@ -27,12 +26,11 @@ def fit_microbatch(learner: Learner, batch: Batch) -> None:
     Raises: ResourceError: not even one image fits.
     """
     engine, known, bucket = learner.engine, learner.microbatches, batch.bucket
-    if learner.device.type != "cuda" or learner.recipe.run.microbatch or (bucket in known and learner.step > 1):
-        return
-    if not isinstance(engine, TorchEngine) or engine.is_sharded:
+    is_known = bool(learner.recipe.run.microbatch) or (bucket in known and learner.step > 1)
+    if learner.device.type != "cuda" or not engine.allows_trial or is_known:
         return
     known.setdefault(bucket, -(-batch.global_size // learner.ranks.world_size))
-    while not _fits(learner, engine, batch):
+    while not _fits(learner, batch):
         if known[bucket] == 1:
             raise ResourceError(
                 f"device '{learner.device}': one image of bucket '{bucket}' does not fit beside the model. Use "
@@ -42,9 +40,9 @@ def fit_microbatch(learner: Learner, batch: Batch) -> None:
     LOG.info("bucket %s: %d images in a microbatch", bucket, known[bucket])
 
 
-def _fits(learner: Learner, engine: TorchEngine, batch: Batch) -> bool:
+def _fits(learner: Learner, batch: Batch) -> bool:
     """Whether a trial has enough memory on all ranks."""
-    step, num_images = learner.step, learner.num_images
+    engine, step, num_images = learner.engine, learner.step, learner.num_images
     free = torch.cuda.get_device_properties(learner.device).total_memory * KEPT_FREE
     engine.is_trial, failed = True, 0
     try:

@@ -1,5 +1,4 @@
-"""One step: from a batch to an update. With AdamW nothing waits for the device; other optimizers wait once, to learn
-whether the gradient is finite."""
+"""One step: from a batch to an update. Nothing waits for the device, but optimizers other than AdamW with fp16."""
 
 from __future__ import annotations
 
