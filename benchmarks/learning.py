@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import typer
 from matplotlib import pyplot as plt
-from measuring import alternate, log, machine, print_table, timed
+from measuring import alternate, machine, print_table, timed
 from scene_vision import train_vision
 
 from leandit.datasets.disk.files import write_atomic
@@ -43,7 +43,6 @@ from leandit.train.loop import StopRequest, train
 from leandit.train.metrics.reader import read_metrics
 from leandit.train.optim.process import set_allocator
 from leandit.train.parallel.ranks import ALONE
-from leandit.train.parallel.watchdog import Watchdog
 from leandit.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -113,7 +112,7 @@ def main(
         store = make_store(sizes, out, progress)
         network = open_network(str(out / "measuring"), None, CPU)
         pictures = folder_images(out / "pictures")
-        reference = moments_of(pictures, network, Team(Watchdog(ALONE, log), progress), "reference")
+        reference = moments_of(pictures, network, Team(ALONE, progress), "reference")
         assert reference is not None, "the only rank"
         seconds = kept(out / "seconds.json", partial(seconds_per_step, sizes, store))
         runs: dict[str, list[Run]] = {name: [] for name in RECIPES}

@@ -182,8 +182,6 @@ class RunSection(Section):
     """Checkpoints of steps that are a multiple of this stay too; 0: none of them."""
     async_checkpoint: bool = True
     """Write checkpoints while the next steps are made; it takes memory for a copy of all state."""
-    silent_seconds: Annotated[float, Field(ge=5)] = 120.0
-    """Without a heartbeat, sent every 2 s, after which a rank is dead and all others end."""
     prefetch: Count = 2
     """Batches read ahead, each by one thread; 0 reads them when they are asked for."""
     remote_gib: Annotated[float, Field(gt=0)] = 64.0

@@ -23,10 +23,9 @@ from .metrics.starts import start_of, write_start
 from .metrics.writer import check_wandb, last_step
 from .optim.process import collected_by_hand, set_allocator
 from .parallel.deepspeed_engine import apply_ds_config
-from .parallel.ranks import SharedStop, connected, lower_timeout, read_ranks
+from .parallel.ranks import SharedStop, agree, connected, read_ranks
 from .parallel.stop import StopRequest
 from .parallel.strategy import choose_strategy
-from .parallel.watchdog import Watchdog
 from .run.data import endless
 from .run.evaluation.held_out import Evaluation
 from .run.evaluation.log import Log
@@ -96,13 +95,12 @@ def train(
     """
     set_allocator(device)
     ranks = read_ranks()
-    silent = recipe.run.silent_seconds
-    with connected(ranks, device), Watchdog(ranks, warn, silent) as watchdog, contextlib.ExitStack() as stack:
+    with connected(ranks, device), contextlib.ExitStack() as stack:
         manifest = read_run_manifest(run)
         stores = open_stores(recipe, store_path, run, manifest, warn)
         check_wandb(recipe)
         recipe = apply_ds_config(recipe, ranks, device, warn)
-        watchdog.agree(inputs_of(recipe, stores))
+        agree(ranks, inputs_of(recipe, stores))
         training = Run.open(recipe, stores, device, warn, ranks, manifest and manifest.statistics)
         evaluates = recipe.data.holdout and recipe.run.evaluate_every
         evaluation = Evaluation(training, warn) if evaluates else None  # may refuse: nothing has been written
@@ -110,7 +108,7 @@ def train(
         stop.check()
         if ranks.is_first:
             stack.enter_context(run_lock(run))
-        start_or_resume(training, run, manifest, warn, watchdog)
+        start_or_resume(training, run, manifest, warn)
         if training.step >= recipe.run.steps:
             return Outcome(training.step, None, True, 0, None, 0.0, recipe)
         for line in origin_lines(training, run) if ranks.is_first else ():
@@ -119,7 +117,7 @@ def train(
             _note_start(training, run, recipe_name)
         peak, latent = peak_flops(device, recipe.run.precision) * ranks.world_size, stores[0].spec.latent
         scale = training.engine.loss_scale
-        meter = Meter(watchdog, device, stores, training.spec, latent, peak_flops=peak, scale=scale)
+        meter = Meter(ranks, device, stores, training.spec, latent, peak_flops=peak, scale=scale)
         log = Log(training, run, meter, evaluation, report, warn)
         first_step, images_before = training.step + 1, training.num_images
         stop.check()
@@ -138,7 +136,7 @@ def train(
 def _make_steps(run: Run, meter: Meter, log: Log, saver: Saver, stop: StopRequest) -> None:
     """Train until the recipe's last step or a stop request."""
     section, shared_stop, batches = run.recipe.run, SharedStop(run.ranks), endless(run.loader)
-    second_step, stopping = run.step + 2, False
+    stopping = False
     try:
         with collected_by_hand() as after_step:
             while run.step < section.steps and not stopping:
@@ -153,16 +151,14 @@ def _make_steps(run: Run, meter: Meter, log: Log, saver: Saver, stop: StopReques
                 at_once = saves or averages or shows
                 log.write(meter.flush(due=at_once or run.step % section.log_every == 0, at_once=at_once))
                 # The only place that looks at the stop request, so that no run stops without saving.
-                if stopping := shared_stop.asked(bool(stop)):
+                if stopping := shared_stop.is_due(bool(stop)):
                     log.write(meter.flush(due=True, at_once=True))
                 if stopping or saves or averages:
                     saver.finish()  # first, so that two states are never in memory
                     how = {"averages": averages, "resumable": stopping or saves, "interrupted": stopping and not saves}
-                    saver.begin(capture(run, staging=saver.staging, **how))
+                    saver.begin(capture(run, **how))
                 saver.check()
                 after_step()
-                if run.step == second_step:  # the shared stop has waited until all ranks have made the first
-                    lower_timeout()
         saver.finish()
         log.finish()
     except BaseException:

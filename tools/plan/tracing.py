@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ...datasets.disk.files import write_atomic
 from ...datasets.errors import LeanditError
 from ...train.metrics.flops import latent_size_of
 from ...train.models.activation_checkpointing import checkpoint_blocks
@@ -95,7 +96,7 @@ def trace(request: step_memory.TraceRequest) -> Traced:
     with tempfile.TemporaryDirectory(prefix="leandit-plan-") as folder, MemoryTracker(request.device_type) as tracker:
         if strategy.zero is not None:
             file = Path(folder) / "ds_config.json"
-            file.write_text(json.dumps({"zero_optimization": dict(strategy.zero)}))
+            write_atomic(file, json.dumps({"zero_optimization": dict(strategy.zero)}).encode())
             section = section.model_copy(update={"deepspeed_config": str(file)})
         # fp8 keeps as many bytes as bf16, which is what can be traced.
         changed = {"fp8": "none", "microbatch": 0, "precision": request.precision}

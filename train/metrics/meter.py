@@ -16,8 +16,8 @@ from ...datasets.errors import RunError
 from ...datasets.format.schema import LatentSpec
 from ...datasets.store import LatentStore
 from ..models.spec import ModelSpec
-from ..optim.loss_scale import SMALLEST_SCALE, Scale
-from ..parallel.watchdog import Watchdog
+from ..optim.loss_scale import SMALLEST_SCALE, LossScale
+from ..parallel.ranks import Ranks, all_gather
 from .device import Event, has_passed, now, peak_memory_gib, seconds_between, wait_for
 from .flops import latent_size_of, tokens_per_image, train_flops
 from .held_out import HeldOutLoss
@@ -127,7 +127,7 @@ class Meter:
     """Adds up steps; reports are read while the device makes the next step. All ranks call it alike.
 
     Args:
-      watchdog: connects the ranks, which report together.
+      ranks: which report together.
       device: of this rank.
       stores: of the batches, to name records.
       spec, latent: of the model and the store, to count FLOPs and tokens.
@@ -137,16 +137,16 @@ class Meter:
 
     def __init__(
         self,
-        watchdog: Watchdog,
+        ranks: Ranks,
         device: torch.device,
         stores: Sequence[LatentStore],
         spec: ModelSpec,
         latent: LatentSpec,
         *,
         peak_flops: float = 0.0,
-        scale: Scale | None = None,
+        scale: LossScale | None = None,
     ) -> None:
-        self._watchdog, self._device, self._stores, self._scale = watchdog, device, stores, scale
+        self._ranks, self._device, self._stores, self._scale = ranks, device, stores, scale
         self._spec, self._latent, self._peak = spec, latent, peak_flops
         self._begun: _Interval | None = None
         self.restart()
@@ -203,7 +203,7 @@ class Meter:
     def last(self) -> list[StepReport]:
         """The report that was due before, after an error of this rank; none if it is not finite, or if other ranks may
         never do what it would wait for."""
-        alone = self._watchdog.ranks.world_size == 1
+        alone = self._ranks.world_size == 1
         return self._read(checks=False) if self._begun and (alone or has_passed(self._begun.end)) else []
 
     def _begin(self) -> None:
@@ -217,7 +217,7 @@ class Meter:
         shares = torch.cat([one.time_shares for one in results])
         bands = band_sums(shares, torch.cat([one.losses for one in results]))
         terms = torch.stack([losses, *(torch.stack([one.terms[name] for one in results]) for name in results[0].terms)])
-        if self._watchdog.ranks.world_size > 1:
+        if self._ranks.world_size > 1:
             dist.all_reduce(terms)
             dist.all_reduce(bands)
         interval.scale = self._scale.value() if self._scale else None  # waits for the device
@@ -240,7 +240,6 @@ class Meter:
                 return []
             self._raise_not_finite(interval.results[bad.tolist().index(True)])
         if checks and interval.scale is not None and interval.scale < SMALLEST_SCALE:
-            self._watchdog.leave()  # every rank raises, so none of them is dead
             raise RunError(
                 f"step {last.step}: the loss scale of fp16 has shrunk to {interval.scale:g}, and gradients still "
                 "overflow. Train with --set run.precision=bf16, or a lower optimizer.lr."
@@ -271,9 +270,8 @@ class Meter:
     def _raise_not_finite(self, result: StepResult) -> NoReturn:
         """Raise the same RunError on every rank, with the records of the first step that is not finite."""
         records = result.records[~result.losses.isfinite()].tolist()
-        rank_keys = self._watchdog.gather([self._stores[result.store].record_at(record).key for record in records])
+        rank_keys = all_gather(self._ranks, [self._stores[result.store].record_at(record).key for record in records])
         keys = [key for of_rank in rank_keys for key in of_rank]
-        self._watchdog.leave()  # every rank raises, so none of them is dead
         names = ", ".join(f"'{key}'" for key in keys[:MOST_NAMED])
         more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
         what = f"the loss of records {names}{more} is" if keys else "the losses are finite, but the gradient is"

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from ...datasets.batches.batch import Batch
 from ...datasets.errors import ResourceError
-from ..parallel.engine import TorchEngine
 from .state import Run
 
 LOG = logging.getLogger(__name__)
@@ -27,12 +26,11 @@ def fit_microbatch(run: Run, batch: Batch, train_step: Callable[[Run, Batch], ob
     Raises: ResourceError: not even one image fits.
     """
     engine, known, bucket = run.engine, run.microbatches, batch.bucket
-    if run.device.type != "cuda" or run.recipe.run.microbatch or (bucket in known and run.step > 1):
-        return
-    if not isinstance(engine, TorchEngine) or engine.is_sharded:
+    is_known = bool(run.recipe.run.microbatch) or (bucket in known and run.step > 1)
+    if run.device.type != "cuda" or not engine.allows_trial or is_known:
         return
     known.setdefault(bucket, -(-batch.global_size // run.ranks.world_size))
-    while not _fits(run, engine, batch, train_step):
+    while not _fits(run, batch, train_step):
         if known[bucket] == 1:
             raise ResourceError(
                 f"device '{run.device}': one image of bucket '{bucket}' does not fit beside the model. Use "
@@ -42,9 +40,9 @@ def fit_microbatch(run: Run, batch: Batch, train_step: Callable[[Run, Batch], ob
     LOG.info("bucket %s: %d images in a microbatch", bucket, known[bucket])
 
 
-def _fits(run: Run, engine: TorchEngine, batch: Batch, train_step: Callable[[Run, Batch], object]) -> bool:
+def _fits(run: Run, batch: Batch, train_step: Callable[[Run, Batch], object]) -> bool:
     """Whether a trial has enough memory on all ranks."""
-    step, num_images = run.step, run.num_images
+    engine, step, num_images = run.engine, run.step, run.num_images
     free = torch.cuda.get_device_properties(run.device).total_memory * KEPT_FREE
     engine.is_trial, failed = True, 0
     try:

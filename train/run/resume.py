@@ -24,7 +24,7 @@ from ...datasets.errors import DamageError, RunError
 from ...datasets.recipe import to_toml
 from ..models.spec import ModelSpec
 from ..optim.ema import build_rules, first_share
-from ..parallel.watchdog import Watchdog
+from ..parallel.ranks import all_gather
 from ..weights import checkpoint
 from ..weights.checkpoint import (
     AVERAGE,
@@ -41,7 +41,7 @@ from ..weights.folders import RECIPE, RUN
 from ..weights.init_from import FrozenWeights
 from .data import buckets_at
 from .manifest import RunManifest, check_settings, continue_manifest
-from .saver import Captured, Folder, Staging, buffers_of, gather
+from .saver import Captured, Folder, buffers_of, gather
 from .state import Run
 from .stores import contents_read
 
@@ -78,7 +78,6 @@ def start_or_resume(
     run: Path,
     manifest: RunManifest | None,
     warn: Callable[[str], None],
-    watchdog: Watchdog | None = None,
 ) -> None:
     """Load the newest valid checkpoint of the run, or write the manifest of a new run.
 
@@ -87,15 +86,13 @@ def start_or_resume(
     Args:
       manifest: of the run, None for a new one.
       warn: called for each damaged checkpoint; it is renamed, never deleted.
-      watchdog: of several ranks.
     Raises: RunError: the run has another model or recipe; DamageError: no checkpoint is valid.
     """
     if manifest:
         check_settings(run, manifest, state.recipe, state.spec)
     loaded = _open_run(state, run, manifest, warn) if state.ranks.is_first else None
     announced = loaded and {"step": loaded.step, "progress": loaded.progress.model_dump()}
-    if watchdog is not None:
-        announced = watchdog.announce(announced)
+    announced = all_gather(state.ranks, announced)[0]
     if announced is None:
         LOG.info("run '%s': no checkpoint, so it begins at step 0", run)
         return
@@ -229,7 +226,6 @@ def capture(
     averages: bool = False,
     resumable: bool = True,
     interrupted: bool = False,
-    staging: Staging | None = None,
 ) -> Captured:
     """Copy the state into memory; a collective call.
 
@@ -237,16 +233,14 @@ def capture(
       averages: store all averages of the step.
       resumable: a checkpoint and a snapshot, with the averages where the recipe stores them with each checkpoint.
       interrupted: the run ends at this step although the recipe saves nothing then.
-      staging: memory whose last copies have been written; None: new memory.
     """
-    staging = staging or Staging()
     recipe = state.recipe
     extra = state.extra | {"buckets": buckets_at(recipe.data, state.stores, state.step)}
     null = {"embedding": state.conditioner.null_caption, "pooled": state.conditioner.null_pooled}
-    kept = {name: tensor.cpu() for name, tensor in null.items() if tensor is not None}  # waits, so it comes first
+    kept = {name: tensor.cpu() for name, tensor in null.items() if tensor is not None}
     rest = {MODEL: buffers_of(state.engine.model)} | ({NULL_CAPTION: kept} if kept else {})
     stopped = {checkpoint.INTERRUPTED: True} if interrupted else {}
-    groups = gather(state.engine, GROUPS if resumable else (EMA,), keep=state.ranks.is_first, staging=staging)
+    groups = gather(state.engine, GROUPS if resumable else (EMA,), keep=state.ranks.is_first)
     if not groups:
         return Captured(state.step, [])
     folders = []
@@ -259,7 +253,7 @@ def capture(
         first = {name.removeprefix(prefix): t for name, t in groups[EMA].items() if name.startswith(prefix)}
         folders.append(Folder(SNAPSHOT, rest | {MODEL: rest[MODEL] | first}, extra | young | stopped))
         folders.append(Folder(CHECKPOINT, groups, _progress(state, groups).model_dump()))
-    return Captured(state.step, folders, staging.copied())
+    return Captured(state.step, folders)
 
 
 def _progress(state: Run, groups: dict[str, dict[str, Tensor]]) -> _Progress:

@@ -27,7 +27,6 @@ from leandit.train.metrics.loss_bands import NUM_BANDS, band_means, band_sums
 from leandit.train.metrics.meter import Meter, StepReport
 from leandit.train.objectives.losses import time_share
 from leandit.train.parallel.ranks import ALONE
-from leandit.train.parallel.watchdog import Watchdog
 from leandit.train.step import train_step
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -132,17 +131,16 @@ def test_the_losses_by_time_are_the_means_of_their_images() -> None:
     it = planned("dit-s-2-256")
     run = synthetic_run(it.recipe, it.spec, 0, CPU)
     batch = synthetic_batch(it.store, it.largest_bucket, 4, 0, CPU)
-    with Watchdog(ALONE, print) as watchdog:
-        meter = Meter(watchdog, CPU, [], it.spec, it.store.latent, peak_flops=1e12)
-        traces = []
-        for _ in range(3):
-            traces.append(train_step(run, meter.next(iter([batch]))))
-            meter.add(batch, traces[-1])
-        with NoWaiting():
-            meter._begin()
-        assert meter.is_empty
-        (figures,) = meter.flush(due=True, at_once=True)
-        assert meter.flush(due=True, at_once=True) == []
+    meter = Meter(ALONE, CPU, [], it.spec, it.store.latent, peak_flops=1e12)
+    traces = []
+    for _ in range(3):
+        traces.append(train_step(run, meter.next(iter([batch]))))
+        meter.add(batch, traces[-1])
+    with NoWaiting():
+        meter._begin()
+    assert meter.is_empty
+    (figures,) = meter.flush(due=True, at_once=True)
+    assert meter.flush(due=True, at_once=True) == []
     assert (figures.step, figures.num_images, figures.epoch) == (3, 12, 0)
     pairs = [
         (float(t), float(loss)) for trace in traces for t, loss in zip(trace.time_shares, trace.losses, strict=True)
@@ -191,16 +189,14 @@ def test_a_report_of_a_gpu_has_the_times_of_the_device_and_waits_at_its_end_alon
     it = planned("dit-s-2-256")
     learner = synthetic_run(it.recipe, it.spec, 0, CPU)
     batch = synthetic_batch(it.store, it.largest_bucket, 4, 0, CPU)
-    with Watchdog(ALONE, print) as watchdog:
-        where = torch.device("cuda")
-        meter = Meter(watchdog, where, [], it.spec, it.store.latent, peak_flops=1e12)  # start at 1
-        for step in range(1, 5):
-            trace = train_step(learner, meter.next(iter([batch])))  # from 2 to 3, from 4 to 5
-            meter.add(batch, trace)
-            if step == 2:
-                assert meter.flush(due=True, at_once=False) == []  # end at 6
-        assert FakeEvent.waits == 0
-        (figures,) = meter.flush(due=False, at_once=False)
+    meter = Meter(ALONE, torch.device("cuda"), [], it.spec, it.store.latent, peak_flops=1e12)  # start at 1
+    for step in range(1, 5):
+        trace = train_step(learner, meter.next(iter([batch])))  # from 2 to 3, from 4 to 5
+        meter.add(batch, trace)
+        if step == 2:
+            assert meter.flush(due=True, at_once=False) == []  # end at 6
+    assert FakeEvent.waits == 0
+    (figures,) = meter.flush(due=False, at_once=False)
     assert (figures.step, figures.seconds_per_step, figures.images_per_second) == (2, 2.5, 1.6)
     assert (figures.gpu_busy_share, figures.memory_gib) == (2 / 5, 2.0)
     assert figures.mfu == pytest.approx(it.flops * 1.6 / 1e12)

@@ -142,6 +142,12 @@ def test_the_host_waits_for_nothing_in_a_step(model: str, precision: str) -> Non
     assert products_of(model, precision)
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "came"])
+def test_nor_with_another_optimizer(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    betas = ["optimizer.betas=[0.9, 0.99, 0.999]"] if optimizer == "came" else []
+    assert steps_on_fake_gpu("labels", monkeypatch, f"optimizer.name={optimizer}", *betas)
+
+
 def test_nor_with_features_routed_tokens_and_a_class_token(monkeypatch: pytest.MonkeyPatch) -> None:
     result, _ = steps_on_fake_gpu("aligned", monkeypatch)
     assert set(result.terms) >= {"align.dinov2", "class.dinov2"}

@@ -128,6 +128,13 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return shutil.copytree(finished, tmp_path / "run")
 
 
+def read_all(path: Path) -> checkpoint.Saved:
+    """A checkpoint of which every byte was checked."""
+    saved = checkpoint.read(path)
+    saved.check()
+    return saved
+
+
 def saved_bytes(run: Path, step: int) -> dict[str, bytes]:
     """Every byte of a checkpoint and its snapshot."""
     found = {
@@ -175,7 +182,7 @@ def check_flips(name: str, count: int, store: LatentStore, run: Path) -> None:
         said = f"{path.parent.name}/{path.name}, byte {position} of {size}, bit {bit}"
         group = path.stem if path.suffix == ".safetensors" else None
         if number % 3 == 0 and group in wanted and path.parent.name == "checkpoint-2":
-            saved = checkpoint.read(path.parent)
+            saved = read_all(path.parent)
             flip_bit(path, position, bit)
             with pytest.raises(DamageError, match=path.name):
                 saved.tensors(group, wanted[group])
@@ -213,7 +220,7 @@ def test_a_flipped_bit_anywhere_in_the_state_is_damage(run: Path) -> None:
     for position in range(len(whole)):
         flip_bit(path, position)
         try:
-            checkpoint.read(path.parent)
+            read_all(path.parent)
             unseen.append(whole[max(0, position - 12) : position + 6])
         except DamageError:
             pass
@@ -245,14 +252,14 @@ HARMS: dict[str, Callable[[Path], Any]] = {
 def test_a_harmed_file_is_refused_by_name(name: str, harm: str, run: Path) -> None:
     HARMS[harm](run / "checkpoint-2" / name)
     with pytest.raises(DamageError, match=f"checkpoint-2'.*'{name}'|checkpoint-2'.*checkpoint-1"):
-        checkpoint.read(run / "checkpoint-2")
+        read_all(run / "checkpoint-2")
 
 
 @pytest.mark.parametrize("name", ["x", ".metadata", "model.safetensors.bak", "model.pt"])
 def test_a_file_that_does_not_belong_is_refused_and_not_looked_into(name: str, run: Path, tmp_path: Path) -> None:
     (run / "checkpoint-2" / name).write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
     with pytest.raises(DamageError, match=f"'{name}' does not belong"):
-        checkpoint.read(run / "checkpoint-2")
+        read_all(run / "checkpoint-2")
     assert not (tmp_path / "executed").exists()
 
 
@@ -272,11 +279,11 @@ def test_two_checkpoints_that_were_exchanged_are_refused(run: Path) -> None:
     (run / "x").rename(run / "checkpoint-1")
     for step, other in ((1, 2), (2, 1)):
         with pytest.raises(DamageError, match=f"it is checkpoint-{other}"):
-            checkpoint.read(run / f"checkpoint-{step}")
+            read_all(run / f"checkpoint-{step}")
     shutil.rmtree(run / "checkpoint-1")
     (run / "snapshot-2").rename(run / "checkpoint-1")
     with pytest.raises(DamageError, match="it is snapshot-2"):
-        checkpoint.read(run / "checkpoint-1")
+        read_all(run / "checkpoint-1")
 
 
 # --- Malice: hashes that fit, content that does not -------------------------------------------------------------------
@@ -309,7 +316,7 @@ def test_a_state_cannot_name_a_file_elsewhere(name: str, run: Path) -> None:
     files = read_json(run / "checkpoint-2/state.json")["files"]
     rewrite(run / "checkpoint-2", {"files": files | {name: ENTRY}})
     with pytest.raises(DamageError, match="'files"):
-        checkpoint.read(run / "checkpoint-2")
+        read_all(run / "checkpoint-2")
 
 
 @pytest.mark.parametrize(
@@ -363,7 +370,7 @@ def test_a_state_without_a_value_is_damage(key: str, run: Path, label_store: Lat
 def test_a_state_that_no_release_wrote_is_damage(content: bytes, run: Path) -> None:
     (run / "checkpoint-2/state.json").write_bytes(content)
     with pytest.raises(DamageError, match=r"state\.json"):
-        checkpoint.read(run / "checkpoint-2")
+        read_all(run / "checkpoint-2")
 
 
 @pytest.mark.parametrize(
@@ -535,23 +542,19 @@ def test_without_a_valid_checkpoint_nothing_begins_from_scratch(run: Path, label
 def test_a_disk_that_gives_back_other_bytes_ends_the_run_and_nothing_is_pruned(
     run: Path, label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_folder = checkpoint.write_folder
+    drop_cached = checkpoint.drop_cached
 
-    def spoil(final: Path, files: Any, *, replace: bool) -> bool:
-        written = write_folder(final, files, replace=replace)
-        if final.name == "checkpoint-3":
-            flip_bit(final / "model.safetensors", 200)
-        return written
+    def spoil(path: Path) -> None:
+        drop_cached(path)
+        if path.name == "model.safetensors" and "checkpoint-3" in str(path.parent):
+            flip_bit(path, path.stat().st_size - 3)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_folder", spoil)
-        with pytest.raises(DamageError, match=r"checkpoint-3'.*model\.safetensors"):
+        patch.setattr(checkpoint, "drop_cached", spoil)
+        with pytest.raises(DamageError, match=r"checkpoint-3'.*other bytes of 'model\.safetensors'"):
             go(label_store, run, 4)
-    assert [path.name for path in checkpoint.find("checkpoint", run)] == [
-        "checkpoint-1",
-        "checkpoint-2",
-        "checkpoint-3",
-    ]
+    assert [path.name for path in checkpoint.find("checkpoint", run)] == ["checkpoint-1", "checkpoint-2"]
+    assert find_strays(run) == []
     assert go(label_store, run, 4).first_step == 3
 
 
@@ -621,7 +624,7 @@ def check_failing_saves(
         assert find_strays(here) == [], said
         assert not list(here.rglob("*.leandit-replaced")), said
         for path in here.glob("*-[0-9]"):
-            checkpoint.read(path)
+            read_all(path)
         if number % goes_on_every == 0:
             assert go(store, here, 4, name).finished, said
             assert saved_bytes(here, 4) == saved_bytes(whole, 4), said
@@ -714,7 +717,7 @@ def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
 
 def test_saved_tensors_come_back_with_their_dtype(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 4).t(), "b": torch.tensor(7), "c": torch.randn(2).bfloat16()}
-    saved = checkpoint.read(checkpoint.save(checkpoint.SNAPSHOT, tmp_path, 5, {"model": tensors}, {"spec": {"x": 1}}))
+    saved = read_all(checkpoint.save(checkpoint.SNAPSHOT, tmp_path, 5, {"model": tensors}, {"spec": {"x": 1}}))
     assert (saved.state["step"], saved.state["spec"]) == (5, {"x": 1})
     for name, tensor in saved.tensors("model", tensors).items():
         assert tensor.dtype == tensors[name].dtype
@@ -724,7 +727,7 @@ def test_saved_tensors_come_back_with_their_dtype(tmp_path: Path) -> None:
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         checkpoint.save(checkpoint.CHECKPOINT, tmp_path, 1, {"model": {"w": torch.tensor([value])}}, {})
-    assert checkpoint.read(tmp_path / "checkpoint-1").tensors("model", {"w": torch.zeros(1)})["w"].item() == 2
+    assert read_all(tmp_path / "checkpoint-1").tensors("model", {"w": torch.zeros(1)})["w"].item() == 2
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
