@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import typer
 from matplotlib import pyplot as plt
-from measuring import alternate, log, machine, print_table, timed
+from measuring import alternate, machine, print_table, timed
 from scene_vision import train_vision
 
 from leandit.datasets.disk.files import write_atomic
@@ -36,15 +36,14 @@ from leandit.tools.sample.evaluation.distances import frechet_distance
 from leandit.tools.sample.evaluation.images import folder_images
 from leandit.tools.sample.evaluation.moments import Moments, Team, collect, moments_of
 from leandit.tools.sample.evaluation.networks import Network, open_network
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
+from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.tools.terminal.progress import ProgressLine
 from leandit.train import config as train_config
 from leandit.train.loop import StopRequest, train
 from leandit.train.metrics.reader import read_metrics
+from leandit.train.optim.process import set_allocator
 from leandit.train.parallel.ranks import ALONE
-from leandit.train.parallel.watchdog import Watchdog
-from leandit.train.step.cpu import keep_freed_memory
-from leandit.train.step.train_step import train_step
+from leandit.train.step import train_step
 
 CPU = torch.device("cpu")
 FEATURE = "scene"  # the teacher's, in the store
@@ -108,12 +107,12 @@ def main(
 ) -> None:
     """Compare what REPA, routing and contrastive flow bring a small DiT."""
     sizes, out = TINY if tiny else Sizes(), out.resolve()
-    keep_freed_memory()
+    set_allocator(torch.device("cpu"))
     with ProgressLine() as progress:
         store = make_store(sizes, out, progress)
         network = open_network(str(out / "measuring"), None, CPU)
         pictures = folder_images(out / "pictures")
-        reference = moments_of(pictures, network, Team(Watchdog(ALONE, log), progress), "reference")
+        reference = moments_of(pictures, network, Team(ALONE, progress), "reference")
         assert reference is not None, "the only rank"
         seconds = kept(out / "seconds.json", partial(seconds_per_step, sizes, store))
         runs: dict[str, list[Run]] = {name: [] for name in RECIPES}
@@ -147,7 +146,7 @@ def seconds_per_step(sizes: Sizes, store: LatentStore) -> dict[str, float]:
     for name in RECIPES:
         recipe = sizes.recipe(name, 0)
         work = workload_of_stores(recipe, store.path)
-        learner = synthetic_learner(recipe, work.spec, work.tokens, CPU, store=work.store)
+        learner = synthetic_run(recipe, work.spec, work.tokens, CPU, store=work.store)
         batch = synthetic_batch(work.store, work.largest_bucket, recipe.run.global_batch, work.tokens, CPU)
         step = partial(train_step, learner, batch)
         timed(step, WARM_STEPS, CPU)

@@ -27,11 +27,11 @@ from leandit.tools.plan.step_memory import Strategy, trace_steps
 from leandit.tools.plan.strategies import SINGLE, zero_section
 from leandit.tools.plan.training import CUBLAS_BYTES
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
+from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.train.config import ParallelSection, load
 from leandit.train.optim.loss_scale import autocast_dtype
 from leandit.train.parallel.ranks import ALONE, Ranks
-from leandit.train.step.train_step import train_step
+from leandit.train.step import train_step
 
 
 class Case(NamedTuple):
@@ -167,7 +167,7 @@ def _peak_on_cpu(job: dict[str, Any]) -> int:
 def _real_steps(job: dict[str, Any], device: torch.device) -> Iterator[None]:
     """Train on noise; yields after each step."""
     work, ranks, size = _planner_work(job), _one_of_ranks(job), job["microbatch"] * job["microbatches"]
-    learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, ranks=ranks, store=work.store)
+    learner = synthetic_run(work.recipe, work.spec, work.tokens, device, ranks=ranks, store=work.store)
     if isinstance(forward := learner.engine.forward, DistributedDataParallel):
         forward.register_comm_hook(None, noop_hook)  # the default waits for a result that "fake" never returns
     batch = synthetic_batch(work.store, work.largest_bucket, size, work.tokens, device)

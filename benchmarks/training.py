@@ -28,21 +28,21 @@ from torch import Tensor, nn
 
 from leandit.datasets.errors import RecipeError
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
+from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.tools.synthetic.store import make_store
 from leandit.train import loop
 from leandit.train.config import TrainRecipe, load
 from leandit.train.models.build import diffusers_config
 from leandit.train.models.conditioning import Conditioner, Conditioning
-from leandit.train.models.diffusers_models.families import family_of, transformer_class
+from leandit.train.models.diffusers.families import family_of, transformer_class
 from leandit.train.models.dit import size_of
 from leandit.train.models.spec import ModelSpec
-from leandit.train.objectives.losses import draw_times, loss_per_image
+from leandit.train.objectives.losses import PLAIN, draw_times, noised, objective_losses
 from leandit.train.optim.loss_scale import autocast_dtype
+from leandit.train.optim.process import set_allocator
 from leandit.train.parallel.stop import StopRequest
-from leandit.train.run.model_for_store import model_spec
-from leandit.train.step.cpu import keep_freed_memory
-from leandit.train.step.train_step import train_step
+from leandit.train.run.fit import model_spec
+from leandit.train.step import train_step
 from leandit.train.weights.folders import CHECKPOINT
 
 OURS, DIFFUSERS, FAST_DIT = "leandit", "diffusers", "fast-DiT"
@@ -93,8 +93,7 @@ class Setting:
 
 def setting_of(recipe: str, settings: list[str], side_px: int, device: str) -> Setting:
     """A recipe on square images of noise."""
-    if device == "cpu":
-        keep_freed_memory()  # as "leandit train" does
+    set_allocator(torch.device(device))  # as "leandit train" does
     return Setting(workload_at_resolution(load(recipe, settings), side_px), torch.device(device))
 
 
@@ -104,8 +103,8 @@ def setting_of(recipe: str, settings: list[str], side_px: int, device: str) -> S
 def our_step(setting: Setting) -> Step:
     """One step of ``leandit train`` on noise; the loss is read every ``LOSS_EVERY`` steps, as in its loop."""
     work, compiles = setting.work, setting.as_on_gpu or setting.device.type == "cuda"
-    how: dict[str, Any] = {"compiled": work.recipe.run.compile and compiles, "onednn": not setting.as_on_gpu}
-    learner = synthetic_learner(work.recipe, work.spec, work.tokens, setting.device, store=work.store, **how)
+    how: dict[str, Any] = {"compiled": work.recipe.run.compile and compiles}
+    learner = synthetic_run(work.recipe, work.spec, work.tokens, setting.device, store=work.store, **how)
     learner.autocast_dtype = setting.autocast
     batch, losses = setting.batch(), list[Tensor]()
 
@@ -184,12 +183,11 @@ def diffusers_step(setting: Setting) -> Step:
             t = draw_times(recipe.objective, len(x), generator)
             dropped = torch.rand(len(x), device=device) < recipe.conditioning.drop
             given = conditioner.drop(conditioning.part(rows), dropped)
-
-            def predict(noisy: Tensor, time: Tensor, given: Conditioning = given) -> Tensor:
-                with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                    return call(noisy, time, given)
-
-            loss = loss_per_image(recipe.objective, predict, x, torch.randn_like(x), t).sum() / size
+            noise = torch.randn_like(x)
+            noisy, time = noised(recipe.objective, x, noise, t)
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                output = call(noisy, time, given)
+            loss = objective_losses(recipe.objective, output.float(), x, noise, t)[PLAIN].sum() / size
             loss.backward()
             loss.item()
         if recipe.run.grad_clip:

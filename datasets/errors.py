@@ -26,7 +26,6 @@ class LeanditError(Exception):
     """Base of all errors that a user can fix; the command line prints it as one line."""
 
     exit_code = 1
-    is_said = False  # another rank has already printed it
 
 
 class RecipeError(LeanditError, ValueError):

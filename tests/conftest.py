@@ -32,7 +32,7 @@ from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
-from leandit.train.models.diffusers_models.families import PIXART_SIZES, SANA_SIZES, SD3_SIZES
+from leandit.train.models.diffusers import pixart, sana, sd3
 from leandit.train.models.dit import SIZES
 
 if TYPE_CHECKING:
@@ -111,9 +111,9 @@ def tiny_models() -> Iterator[None]:
     """DiT-S, pixart-tiny, sana-tiny and sd3-tiny shrunk to milliseconds a step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SIZES, "S", (2, 32, 2))
-        patch.setitem(PIXART_SIZES, "pixart-tiny", (2, 2, 16, 2))
-        patch.setitem(SANA_SIZES, "sana-tiny", (2, 2, 16, 2, 16))
-        patch.setitem(SD3_SIZES, "sd3-tiny", TINY_SD3)
+        patch.setitem(pixart.PixArt.sizes, "pixart-tiny", pixart.size(2, 2, 16))
+        patch.setitem(sana.Sana.sizes, "sana-tiny", sana.size(2, 2, 16, 2, 16))
+        patch.setitem(sd3.SD3.sizes, "sd3-tiny", TINY_SD3)
         yield
 
 

@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ..datasets.errors import RecipeError
-from ..datasets.format.schema import Name
 from ..datasets.recipe import Count, Positive, Section, Share, load_recipe
 from .data_recipe import DataSection, StoreSection, Turn
-from .objective_recipe import SELF, AlignSection, ObjectiveSection, RoutingSection, SelfAlignSection
+from .techniques.registry import ObjectiveSection, TechniqueSections, techniques_of
 
 PACKAGE = "leandit.train"
 
@@ -183,8 +182,6 @@ class RunSection(Section):
     """Checkpoints of steps that are a multiple of this stay too; 0: none of them."""
     async_checkpoint: bool = True
     """Write checkpoints while the next steps are made; it takes memory for a copy of all state."""
-    silent_seconds: Annotated[float, Field(ge=5)] = 120.0
-    """Without a heartbeat, sent every 2 s, after which a rank is dead and all others end."""
     prefetch: Count = 2
     """Batches read ahead, each by one thread; 0 reads them when they are asked for."""
     remote_gib: Annotated[float, Field(gt=0)] = 64.0
@@ -231,30 +228,23 @@ class ParallelSection(Section):
     """Path of a ds_config.json, for the engine of DeepSpeed; what it says holds, not the recipe."""
 
 
-class TrainRecipe(Section):
-    """A training run, fully described; only where the store and the run lie is said elsewhere."""
-
+class _ModelRecipe(Section):
     model: ModelSection = ModelSection()
     lora: LoraSection = LoraSection()
     objective: ObjectiveSection = ObjectiveSection()
     conditioning: ConditioningSection = ConditioningSection()
     latent: LatentSection = LatentSection()
-    align: dict[Name, AlignSection] = Field(default={})
-    self_align: SelfAlignSection = SelfAlignSection()
-    routing: RoutingSection = RoutingSection()
+
+
+class TrainRecipe(TechniqueSections, _ModelRecipe):
+    """A training run, fully described, with the sections of all techniques; the command names store and run."""
+
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     ema: EmaSection = EmaSection()
     data: DataSection = DataSection()
     run: RunSection = RunSection()
     parallel: ParallelSection = ParallelSection()
-
-    @property
-    def alignments(self) -> dict[str, AlignSection]:
-        """All alignments by name: with features of the store, and with the model itself."""
-        own = self.self_align
-        shared = {key: getattr(own, key) for key in ("block", "weight", "stop_step", "projector_width")}
-        return self.align | ({SELF: AlignSection(**shared)} if own.weight else {})
 
     @property
     def peak_lr(self) -> float:
@@ -298,28 +288,17 @@ class TrainRecipe(Section):
         return {key: value for key, value in serialise(self).items() if value or key != "align"}
 
     @model_validator(mode="after")
-    def _one_class_token(self) -> TrainRecipe:
-        if sum(section.class_weight > 0 for section in self.align.values()) > 1:
-            raise ValueError("align: two features have a class_weight; the model denoises the class token of one")
-        if self.objective.kind == "ddpm" and any(section.class_weight for section in self.align.values()):
-            raise ValueError('align: class_weight needs objective.kind = "flow"')
-        if self.objective.kind == "ddpm" and self.self_align.weight:
-            raise ValueError('self_align needs objective.kind = "flow"')
+    def _techniques_fit(self) -> TrainRecipe:
+        for technique in techniques_of(self):
+            technique.check(self)
+            if technique.compares_images and 1 in (self.run.microbatch, self.run.global_batch):
+                raise ValueError(f"{technique.key} compares the images of a microbatch, which needs two")
         return self
 
     @model_validator(mode="after")
     def _stores_of_the_recipe_have_their_own_revisions(self) -> TrainRecipe:
         if self.run.revision and self.data.turns:
             raise ValueError("run.revision is of --store; a store that the recipe names has a key revision of its own")
-        return self
-
-    @model_validator(mode="after")
-    def _images_are_compared_in_pairs(self) -> TrainRecipe:
-        compares = self.objective.contrastive_weight or self.objective.dispersive_weight
-        if compares and 1 in (self.run.microbatch, self.run.global_batch):
-            raise ValueError(
-                "objective.contrastive_weight and dispersive_weight compare the images of a microbatch, which needs two"
-            )
         return self
 
     @model_validator(mode="after")

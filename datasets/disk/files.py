@@ -12,7 +12,7 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -99,12 +99,15 @@ def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
         raise
 
 
-def write_folder(final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]], *, replace: bool) -> bool:
+Content = bytes | Iterable[Any] | Callable[[Path], Any]
+
+
+def write_folder(final: Path, files: Iterable[tuple[str, Content]], *, replace: bool) -> bool:
     """Write a folder of files atomically.
 
     Args:
       final: the folder; its parent is created if missing.
-      files: relative path and content of each, consumed one at a time.
+      files: relative path and content of each, consumed one at a time; a function as content writes the file itself.
       replace: replace an existing folder and remove it last (``sweep_strays`` restores it if the process dies in
         between); otherwise an existing folder stays.
     Returns: False if an existing folder stayed.
@@ -136,13 +139,18 @@ def temporary_folder(final: Path) -> Iterator[Path]:
         raise
 
 
-def _write_folder(
-    temporary: Path, final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]], *, replace: bool
-) -> bool:
+def _write_folder(temporary: Path, final: Path, files: Iterable[tuple[str, Content]], *, replace: bool) -> bool:
     inner = set[Path]()
-    for name, parts in files:
+    for name, content in files:
         make_folder((temporary / name).parent)
-        _write_file(temporary / name, parts)
+        if callable(content):
+            stops_halfway = _step("write", temporary / name)
+            content(temporary / name)
+            if stops_halfway:
+                os._exit(EXIT_DIED)
+            _sync_file(temporary / name)
+        else:
+            _write_file(temporary / name, content)
         inner |= {(temporary / name).parent} - {temporary}
     for folder in (*sorted(inner), temporary):
         fsync_folder(folder)
@@ -247,6 +255,12 @@ def _write_file(path: Path, parts: bytes | Iterable[Any]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync_file(path: Path) -> None:
+    _step("sync", path)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def _rename(source: Path, target: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_up_fast_dit import made_up_fast_dit
 from making import CPU
-from plain_dit import made_up_fast_dit
 from training import diffusers_model
 
 from leandit.tools.plan.workload import workload_at_resolution

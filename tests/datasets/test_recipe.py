@@ -293,9 +293,11 @@ def test_every_key_of_a_recipe_is_explained(stage: str) -> None:
     sections = [get_args(one)[1] if get_origin(one) is dict else one for one in annotations]  # named ones
     assert all(isinstance(s, type) and issubclass(s, Section) for s in sections)
     modules = {getattr(section, "__module__") for section in sections}  # noqa: B009
-    of_train = {"leandit.train.data_recipe", "leandit.train.objective_recipe"}
+    files = ("data_recipe", *(f"techniques.{name}" for name in ("registry", "repa", "routing", "sra")))
+    of_train = {f"leandit.train.{name}" for name in files}
     assert modules == {module.__name__} | (of_train if stage == "train" else set())
-    assert [undocumented(sys.modules[name]) for name in modules] == [[]] * len(modules)
+    bases = {base.__module__ for section in sections for base in section.__mro__ if "leandit.train" in base.__module__}
+    assert [undocumented(sys.modules[name]) for name in modules | bases] == [[]] * len(modules | bases)
 
 
 def test_the_recipes_of_pixart_sigma_are_its_published_configs() -> None:

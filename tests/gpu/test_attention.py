@@ -1,4 +1,4 @@
-"""Attention on a GPU: captions without their padding give what padded ones give, and kernels are measured."""
+"""Attention on a GPU: captions without their padding give what padded ones give."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.cross_attention import Padded, has_varlen, pack_captions
 from leandit.train.models.spec import ModelSpec
-from leandit.train.step.attention_kernels import KERNELS, Call, fastest_kernels
 
 LENGTHS = (77, 1, 300, 128, 5)
 MEAN_TOKENS = 112  # at least their mean
@@ -71,7 +70,3 @@ def test_a_model_gives_the_same_for_both(name: str, gpu: torch.device, monkeypat
     packed, padded = ([one[0], torch.cat([gradient.flatten() for gradient in one[1:]])] for one in found)
     for one, other in zip(packed, padded, strict=True):
         assert (one - other).norm() < 0.02 * other.norm()
-
-
-def test_kernels_are_measured(gpu: torch.device) -> None:
-    assert sorted(fastest_kernels({Call(6, 256, 256, 64): 1}, 4, torch.bfloat16, gpu)) == sorted(KERNELS)

@@ -13,7 +13,7 @@ from leandit.datasets.batches.batch import Batch
 from leandit.datasets.loader import make_loader
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
-from leandit.train.loop import endless
+from leandit.train.run.data import endless
 
 BATCHES, AHEAD = 60, 4
 BUSY_CYCLES = 20_000_000  # about ten milliseconds of a GPU

@@ -10,9 +10,9 @@ from tiny_steps import BUCKETS, FULL, KINDS, LEFTOVER, LENGTHS, LIMIT, RECIPES, 
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from leandit.datasets.errors import RecipeError
+from leandit.train.optim.fp8 import LEAST_CAPABILITY
 from leandit.train.optim.loss_scale import LossScale
-from leandit.train.step.fp8 import LEAST_CAPABILITY
-from leandit.train.step.train_step import TOKEN_STEP
+from leandit.train.step import TOKEN_STEP
 from leandit.train.weights.checkpoint import EMA, MODEL, OPTIMIZER
 
 pytestmark = pytest.mark.usefixtures("tiny_models")

@@ -23,7 +23,7 @@ from leandit.tools.cli.commands import app
 from leandit.train.config import TrainRecipe, load
 from leandit.train.data_recipe import RecordsSection
 from leandit.train.loop import StopRequest, train
-from leandit.train.run.model_for_store import model_for_stores
+from leandit.train.run.fit import model_for_stores
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (ROOT / "docs/commands.md").read_text()

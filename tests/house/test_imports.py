@@ -110,8 +110,8 @@ import torch
 from leandit.train.config import load
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.dit import SIZES
-from leandit.train.models.diffusers_models.families import PIXART_SIZES
-SIZES["S"], PIXART_SIZES["pixart-tiny"] = (1, 32, 2), (1, 2, 16, 2)
+from leandit.train.models.diffusers import pixart
+SIZES["S"], pixart.PixArt.sizes["pixart-tiny"] = (1, 32, 2), pixart.size(1, 2, 16)
 torch.set_num_threads(1)
 for name, store, run, *more in json.loads(sys.argv[1]):
     recipe = load(name, ["run.steps=1", "run.global_batch=2", "run.precision=fp32", "model.num_classes=0",

@@ -1288,12 +1288,14 @@ FORBIDDEN_METHODS = {"extractall", "extract", "extractfile", "mktemp", "unpack_a
 # Checkpoints of others have statistics and null captions of theirs; "weights_only" makes tensors of them, or refuses.
 ALLOWED_PICKLES = {
     "precompute/importing/formats/untrusted/torch_files.py": ["import pickle", "torch.load"],
-    "train/weights/dit_checkpoints.py": ["import pickle", "torch.load"],
+    "train/weights/published.py": ["import pickle", "torch.load"],
 }
 # What writes beside datasets/disk/files.py, and why it may.
 ALLOWED_WRITES = {
     ("train/metrics/writer.py", "open"),  # metrics.jsonl grows by a line at a time
-    ("train/weights/dit_checkpoints.py", "save"),  # into memory, from where datasets/disk/files.py writes it
+    ("train/weights/published.py", "save"),  # into memory, from where datasets/disk/files.py writes it
+    ("train/weights/checkpoint.py", "save_file"),  # into the temporary folder of write_folder, and compared there
+    ("train/parallel/stop.py", "touch"),  # an empty mark in torchrun's temporary folder
     ("tools/sample/sample.py", "save"),  # likewise
     ("tools/inspection/report/page.py", "save"),  # likewise
     ("tools/inspection/view/images.py", "save"),  # into memory, for an answer

@@ -15,7 +15,7 @@ from leandit.precompute.pipeline import precompute
 from leandit.precompute.planning.compare import Options
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Conditioner
-from leandit.train.run.model_for_store import model_spec
+from leandit.train.run.fit import model_spec
 
 pytestmark = pytest.mark.usefixtures("quick", "tiny_models")
 WITHOUT = ("images/2.png", "images/5.png")

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from leandit.train.parallel.engine import TorchEngine
+from leandit.train.parallel.engine import Engine
 
 CUDA = torch.device("cuda:0")
 aten: Any = torch.ops.aten
@@ -121,13 +121,13 @@ def fake_cuda(patch: pytest.MonkeyPatch, *, capability: tuple[int, int] = (9, 0)
 def gradients_of_zeros(patch: pytest.MonkeyPatch) -> None:
     """Replace the backward pass."""
 
-    def backward(self: TorchEngine, loss: Tensor) -> None:
+    def backward(self: Engine, loss: Tensor) -> None:
         assert (loss.ndim, loss.dtype, loss.device.type) == (0, torch.float32, CUDA.type)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
-    patch.setattr(TorchEngine, "backward", backward)
+    patch.setattr(Engine, "backward", backward)
 
 
 def _moved(module: nn.Module, device: torch.device) -> nn.Module:

@@ -22,7 +22,9 @@ from leandit.precompute.config import load as load_precompute
 from leandit.precompute.encoders.loading import Encoders, load_encoders
 from leandit.train.config import TrainRecipe
 from leandit.train.config import load as load_train
-from leandit.train.models.diffusers_models.families import Sd3Size
+from leandit.train.models.build import build_model
+from leandit.train.models.diffusers import sd3
+from leandit.train.models.spec import ModelSpec
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
@@ -31,7 +33,7 @@ NO_CHECK = "vae.min_psnr=0"  # random pictures, and random VAEs
 SHIPPED = ["vae.model=shipped:vae", "vae.dtype=float32", "vae.batch_size=8", NO_CHECK]
 LABEL_RECIPE = ["images.resolution=32", *SHIPPED]
 CAPTION_RECIPE = ['images.buckets=["48x80", "64x64", "80x48"]', "vae.batch_size=8", "text.batch_size=8", NO_CHECK]
-TINY_SD3 = Sd3Size(3, 2, 16, positions=16, dual=1, qk_norm=True)  # a block of each shape
+TINY_SD3 = sd3.size(3, 2, 16, positions=16, dual=1)  # a block of each shape
 ADAMW = "optimizer.name=adamw"  # as nearly all recipes; that of the demo takes Muon
 TRAIN_RECIPE = [
     "run.steps=6",
@@ -179,3 +181,17 @@ def all_commands(group: Any) -> dict[str, Any]:
         inner = all_commands(command) if hasattr(command, "commands") else {}
         found |= {f"{name} {inner_name}": each for inner_name, each in inner.items()}
     return found
+
+
+def shaken(spec: ModelSpec, seed: int = 0) -> Any:
+    """A model whose weights are moved."""
+    return shake(build_model(spec, seed=seed), seed)
+
+
+def shake(model: Any, seed: int = 0) -> Any:
+    """A new model puts out zero; move its weights so that it does not."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()

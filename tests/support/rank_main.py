@@ -20,20 +20,20 @@ from leandit.datasets.batches.batch import Batch
 from leandit.datasets.errors import LeanditError
 from leandit.train import loop
 from leandit.train.loop import train
-from leandit.train.metrics.window import StepReport, StepResult
-from leandit.train.models.build import PIXART_SIZES, SD3_SIZES
+from leandit.train.metrics.meter import StepReport, StepResult
+from leandit.train.models.diffusers import pixart, sd3
 from leandit.train.models.dit import SIZES
 from leandit.train.parallel import deepspeed_engine, engine
 from leandit.train.parallel.stop import StopRequest
+from leandit.train.run import state as run_state
 from leandit.train.run.evaluation.decoding import Decoding
-from leandit.train.run.state import TrainState
-from leandit.train.step import learner
+from leandit.train.run.state import Run
 
 
 def fail_at(step: int) -> None:
     """Let this rank fail after a step."""
 
-    def made(state: TrainState, batch: Batch, take: Callable[..., StepResult] = loop.train_step) -> StepResult:
+    def made(state: Run, batch: Batch, take: Callable[..., StepResult] = loop.train_step) -> StepResult:
         trace = take(state, batch)
         if state.step == step:
             raise ValueError("a disk that is full")
@@ -44,7 +44,7 @@ def fail_at(step: int) -> None:
 
 def compute_in_bf16() -> None:
     """From here on, as a GPU does; a CPU is asked for float32 else, because it is slow."""
-    for module in (engine, deepspeed_engine, learner):
+    for module in (engine, deepspeed_engine, run_state):
         module.autocast_dtype = lambda *_: torch.bfloat16
 
 
@@ -77,7 +77,8 @@ def main() -> None:
     from making import TINY_SD3, train_recipe
 
     torch.set_num_threads(1)
-    SIZES["S"], PIXART_SIZES["pixart-tiny"], SD3_SIZES["sd3-tiny"] = (2, 32, 2), (2, 2, 16, 2), TINY_SD3
+    SIZES["S"], pixart.PixArt.sizes["pixart-tiny"] = (2, 32, 2), pixart.size(2, 2, 16)
+    sd3.SD3.sizes["sd3-tiny"] = TINY_SD3
     if os.environ.get("WORLD_SIZE", "1") != "1":
         dist.init_process_group("gloo")
     rank = os.environ.get("RANK", "0")

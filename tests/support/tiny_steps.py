@@ -6,11 +6,11 @@ import torch
 
 from leandit.datasets.batches.batch import Batch
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
+from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.train.config import load
-from leandit.train.metrics.window import StepResult
-from leandit.train.step.learner import Learner
-from leandit.train.step.train_step import train_step
+from leandit.train.metrics.meter import StepResult
+from leandit.train.run.state import Run
+from leandit.train.step import train_step
 
 SHARED = ("optimizer.name=adamw", "optimizer.betas=[0.9, 0.99]", "model.num_classes=10", "run.steps=100")
 RECIPES = {
@@ -50,7 +50,7 @@ class TinySteps:
     def __init__(self, model: str, device: torch.device, *settings: str, compiled: bool = False) -> None:
         self._device, self._scale = device, 4 if model == "sana" else 1  # its latents have a quarter of the places
         self.work = tiny_workload(model, *settings, side_px=64 * self._scale)
-        self.learner: Learner = synthetic_learner(
+        self.learner: Run = synthetic_run(
             self.work.recipe, self.work.spec, self.work.tokens, device, store=self.work.store, compiled=compiled
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from ...train.parallel.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest, Terminated
+from ...train.parallel.stop import StopRequest, Terminated
 
 
 def main() -> None:
@@ -18,19 +18,19 @@ def main() -> None:
         from .commands import run_command
 
         code = run_command(stop)
-        stop.check_deferred()
-        _ignore_signals(stop)
+        _ignore_signals()
     except (Terminated, KeyboardInterrupt) as error:
-        _ignore_signals(stop)
-        what, code = ("terminated", EXIT_RESUMABLE) if isinstance(error, Terminated) else ("interrupted", EXIT_CTRL_C)
-        print(f"leandit: {what}; run the same command again to resume", file=sys.stderr, flush=True)
+        _ignore_signals()
+        stop.signal = stop.signal or (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+        code = stop.exit_code
+        print(stop.message, file=sys.stderr, flush=True)
     sys.exit(code)
 
 
-def _ignore_signals(stop: StopRequest) -> None:
-    """Keep the exit code, which is known now, from a later signal."""
+def _ignore_signals() -> None:
+    """Keep the exit code, which is known now: Python restores default handlers at shutdown."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        stop.ignore(number)
+        signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from ...precompute import config as precompute_config
 from ...precompute.pipeline import precompute
 from ...train import config as train_config
 from ...train.loop import StopRequest, train
+from ...train.metrics.meter import StepReport
 from ...train.metrics.reader import read_metrics
-from ...train.metrics.window import StepReport
 from ...train.sampling.snapshot import load_snapshot
 from ...train.weights import folders
 from ..inspection.pictures import Cell, LatentDecoder, choose_records, draw_sheet, spread, store_sheet

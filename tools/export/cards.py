@@ -22,7 +22,7 @@ from ...datasets.recipe import values_to_toml
 from ...datasets.revisions.encoder_paths import portable_spec
 from ...datasets.store import LatentStore
 from ...datasets.units import readable_size
-from ...train.objective_recipe import ObjectiveSection
+from ...train.techniques.registry import ObjectiveSection
 from ..inspection.store_facts import StoreFacts
 from ..terminal.text import printable
 from .hub import HubRepository

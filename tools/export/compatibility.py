@@ -7,11 +7,11 @@ from typing import Any
 
 from ...datasets.format.schema import IMPORTED
 from ...precompute.encoders.text.instructions import instruction_text
-from ...train.models.diffusers_models.families import family_of
+from ...train.models.diffusers.families import family_of
 from ...train.models.layers import DiTOptions
 from ...train.models.spec import ModelSpec
-from ...train.objective_recipe import ObjectiveSection
 from ...train.sampling.snapshot import Snapshot, text_encoders
+from ...train.techniques.registry import ObjectiveSection
 from ...train.weights.folders import SNAPSHOT
 
 SANA_VAE = "AutoencoderDC"

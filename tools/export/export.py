@@ -23,16 +23,16 @@ from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import EncoderError, RunError
 from ...datasets.format.schema import UNKNOWN
 from ...train.models.build import DiTDenoiser
-from ...train.models.diffusers_models.adapters import ADAPTER
-from ...train.models.diffusers_models.families import family_of
+from ...train.models.diffusers.adapters import ADAPTER
+from ...train.models.diffusers.families import family_of
 from ...train.models.dit import size_of
 from ...train.models.spec import ModelSpec
-from ...train.objective_recipe import ObjectiveSection
 from ...train.sampling.schedulers import pipeline_scheduler
 from ...train.sampling.snapshot import Snapshot, Weights, load_snapshot
+from ...train.techniques.registry import ObjectiveSection
 from ...train.weights import checkpoint
-from ...train.weights.dit_checkpoints import official_bytes, to_diffusers
 from ...train.weights.folders import RECIPE, SNAPSHOT, STATE, find
+from ...train.weights.published import official_bytes, to_diffusers
 from .cards import CARD, model_card
 from .compatibility import (
     FLOW_PIPELINES,

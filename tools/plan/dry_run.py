@@ -36,14 +36,14 @@ from ...train.config import TrainRecipe
 from ...train.data_recipe import Turn
 from ...train.metrics.flops import shortened
 from ...train.models.build import build_model, check_model_name
-from ...train.models.diffusers_models.adapters import trained_parameters
+from ...train.models.diffusers.adapters import trained_parameters
 from ...train.optim.ema import build_rules
 from ...train.optim.loss_scale import autocast_dtype
 from ...train.optim.named_state import expected_tensors
 from ...train.parallel.deepspeed_config import read_config, resolve
 from ...train.parallel.deepspeed_engine import apply_ds_config
 from ...train.parallel.ranks import read_ranks
-from ...train.run.model_for_store import model_for_stores
+from ...train.run.fit import model_for_stores
 from ..terminal.outcome import change_rows
 from ..terminal.progress import ProgressLine
 from ..terminal.text import Rows

@@ -35,16 +35,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ...datasets.disk.files import write_atomic
 from ...datasets.errors import LeanditError
 from ...train.metrics.flops import latent_size_of
 from ...train.models.activation_checkpointing import checkpoint_blocks
-from ...train.models.diffusers_models.adapters import trained_parameters
+from ...train.models.diffusers.adapters import trained_parameters
 from ...train.parallel import build
 from ...train.parallel.ranks import ALONE, Ranks
-from ...train.step import learner as learner_module
-from ...train.step.learner import Learner
-from ...train.step.train_step import train_step
-from ..synthetic.batches import synthetic_batch, synthetic_learner
+from ...train.run import state as state_module
+from ...train.run.state import Run
+from ...train.step import train_step
+from ..synthetic.batches import synthetic_batch, synthetic_run
 from . import step_memory
 from .step_memory import ACTIVATIONS, CATEGORIES, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, StepMemory, Strategy, Traced
 
@@ -95,51 +96,51 @@ def trace(request: step_memory.TraceRequest) -> Traced:
     with tempfile.TemporaryDirectory(prefix="leandit-plan-") as folder, MemoryTracker(request.device_type) as tracker:
         if strategy.zero is not None:
             file = Path(folder) / "ds_config.json"
-            file.write_text(json.dumps({"zero_optimization": dict(strategy.zero)}))
+            write_atomic(file, json.dumps({"zero_optimization": dict(strategy.zero)}).encode())
             section = section.model_copy(update={"deepspeed_config": str(file)})
         # fp8 keeps as many bytes as bf16, which is what can be traced.
-        run = workload.recipe.run.model_copy(update={"fp8": "none", "microbatch": 0, "precision": request.precision})
-        learner = synthetic_learner(
-            workload.recipe.model_copy(update={"run": run, "parallel": section}),
+        changed = {"fp8": "none", "microbatch": 0, "precision": request.precision}
+        section_run = workload.recipe.run.model_copy(update=changed)
+        run = synthetic_run(
+            workload.recipe.model_copy(update={"run": section_run, "parallel": section}),
             workload.spec,
             workload.tokens,
             CPU,
             ranks=ranks,
             store=workload.store,
-            onednn=request.device_type == "cpu",
         )
-        if isinstance(forward := learner.engine.forward, DistributedDataParallel):
+        if isinstance(forward := run.engine.forward, DistributedDataParallel):
             forward.register_comm_hook(None, noop_hook)  # the default waits for a result that never comes
             # After the first step the reducer would read numbers, to sort its buckets anew.
             forward.reducer = _KeptBuckets(forward.reducer)  # pyright: ignore[reportAttributeAccessIssue]
         if strategy.to_host:
-            checkpoint_blocks(learner.engine.model.blocks, run.activation_checkpointing, to_cpu=host.hooks)
-        for parameter in trained_parameters(learner.engine.model).values():
+            checkpoint_blocks(run.engine.model.blocks, section_run.activation_checkpointing, to_cpu=host.hooks)
+        for parameter in trained_parameters(run.engine.model).values():
             parameter.register_post_accumulate_grad_hook(
                 lambda one: one.grad is not None and tracker.assign(GRADIENTS, [one.grad])
             )
-        update, marks = learner.engine.update, [0]
+        update, marks = run.engine.update, [0]
 
         def marked_update(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             marks[0] = len(tracker.moments)
             return update(*args, **kwargs)
 
-        learner.engine.update = marked_update
+        run.engine.update = marked_update
 
         def step(images: int, count: int) -> Step:
-            learner.microbatches = {bucket: images}
+            run.microbatches = {bucket: images}
             batch = synthetic_batch(workload.store, bucket, images * count, workload.tokens, CPU)
             batch = replace(batch, global_size=images * count * ranks.world_size).finish()
             gc.collect()
             tracker.moments.clear()
             host.live = host.peak = 0  # what was saved and never read again is gone
-            train_step(learner, batch)
+            train_step(run, batch)
             return Step(np.array(tracker.moments, np.int64), marks[0], host.peak)
 
         gc.disable()  # as in a training: what is freed must not depend on it
         step(SMALL, 1)  # the first step allocates the optimizer's states
-        states = _assign_states(tracker, learner)
-        in_blocks = sum(p.nbytes for block in learner.engine.model.blocks for p in block.parameters())
+        states = _assign_states(tracker, run)
+        in_blocks = sum(p.nbytes for block in run.engine.model.blocks for p in block.parameters())
         latent = workload.store.latent
         known: dict[str, Any] = {
             "states": states,
@@ -186,12 +187,12 @@ def check_line(bucket: str, memory: StepMemory, traced: int) -> None:
         )
 
 
-def _assign_states(tracker: MemoryTracker, learner: Learner) -> dict[str, int]:
+def _assign_states(tracker: MemoryTracker, run: Run) -> dict[str, int]:
     """Sort what lives between steps into categories. Returns: the bytes of each; gradients are those of whole weights.
 
     Buffers of the model are whole on each device, and counted as activations.
     """
-    engine: Any = learner.engine
+    engine: Any = run.engine
     parameters = list(engine.model.parameters())
     tracker.assign(PARAMETERS, [getattr(p, "ds_tensor", p) for p in parameters])  # ZeRO-3 keeps its part there
     optimizer = getattr(engine, "_zero", engine).optimizer
@@ -231,7 +232,7 @@ def _prepare(request: step_memory.TraceRequest) -> None:
     import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
 
     dtype = torch.bfloat16 if request.precision == "bf16" else None
-    modules: list[Any] = [learner_module, build]
+    modules: list[Any] = [state_module, build]
     ddp: Any = importlib.import_module("torch.nn.parallel.distributed")
     nn.Module._apply = lambda module, *_, **__: module  # it cannot move fake tensors, which are in place  # pyright: ignore
     ddp._verify_param_shape_across_processes = lambda *_, **__: None

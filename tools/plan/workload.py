@@ -13,10 +13,10 @@ from ...datasets.format.schema import FeatureSpec, StoreSpec, TextSpec
 from ...datasets.store import LatentStore
 from ...train.config import TrainRecipe
 from ...train.metrics.flops import latent_size_of, tokens_per_image, train_flops
-from ...train.models.diffusers_models.families import TEXT_ROLES, family_of
+from ...train.models.diffusers.families import TEXT_ROLES, family_of
 from ...train.models.spec import ModelSpec
-from ...train.run.model_for_store import check_sizes, model_for_stores, model_spec
-from ...train.run.texts_for_store import longest_caption
+from ...train.run.fit import model_for_stores, model_spec
+from ...train.run.texts import longest_caption
 from ..synthetic.store import noise_spec
 
 TOKENS, TEXT_WIDTH = 300, 4096  # of a caption, without a store: PixArt-Sigma's
@@ -122,8 +122,7 @@ def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingW
         downscale=published_downscale(recipe.model.name, channels),
         resolution_px=resolution_px,
     )
-    spec = model_spec(recipe, store, "a store of this resolution")
-    check_sizes(spec, store.latent, [bucket])
+    spec = model_spec(recipe, store, "a store of this resolution", [bucket])
     return TrainingWorkload(recipe, store, spec, {bucket: 1}, {bucket: 1.0}, longest_caption(spec, store))
 
 

@@ -26,9 +26,9 @@ from ...train import config as train_config
 from ...train.models.build import build_model
 from ...train.models.conditioning import Conditioner
 from ...train.models.spec import ModelSpec
-from ...train.run.model_for_store import model_spec
+from ...train.run.fit import model_spec
 from ...train.run.state import snapshot_state
-from ...train.run.texts_for_store import joined_null, null_batch
+from ...train.run.texts import joined_null, null_batch
 from ...train.sampling.snapshot import Snapshot, caption_step, prepare_model
 from ...train.weights.init_from import initial_weights
 from .request import SampleRequest

@@ -1,4 +1,4 @@
-"""A learner and batches of noise, without a store, for measurements and traces."""
+"""A run and batches of noise, without a store, for measurements and traces."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ...datasets.format.schema import FeatureSpec, StoreSpec
 from ...train.config import TrainRecipe
 from ...train.models.spec import ModelSpec
 from ...train.parallel.ranks import ALONE, Ranks
-from ...train.step.learner import Learner, build_learner
+from ...train.run.state import Run, build_run
 
 
-def synthetic_learner(
+def synthetic_run(
     recipe: TrainRecipe,
     spec: ModelSpec,
     max_tokens: int,
@@ -26,18 +26,17 @@ def synthetic_learner(
     ranks: Ranks = ALONE,
     store: StoreSpec | None = None,
     compiled: bool = False,
-    onednn: bool = True,
-) -> Learner:
-    """The learner of a run, with random weights and without data.
+) -> Run:
+    """A run, with random weights and without data.
 
     Args:
       max_tokens: of the null caption as the model sees it, for a model with text.
-      ranks, store, compiled, onednn: as in ``build_learner``.
+      ranks, store, compiled: as in ``build_run``.
     """
     null_caption = torch.zeros(max_tokens, spec.caption_width, device=device) if spec.takes_text else None
     null_pooled = torch.zeros(spec.pooled_width, device=device) if spec.pooled_width else None
-    how = {"ranks": ranks, "store": store, "compiled": compiled, "onednn": onednn}
-    return build_learner(recipe, spec, device, null_caption=null_caption, null_pooled=null_pooled, **how)
+    how = {"ranks": ranks, "store": store, "compiled": compiled}
+    return build_run(recipe, spec, device, null_caption=null_caption, null_pooled=null_pooled, **how)
 
 
 def synthetic_batch(

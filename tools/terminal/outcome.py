@@ -164,7 +164,7 @@ def after_store(store: Path, recipe: str = "") -> list[Command]:
 
 def _fits(recipe: TrainRecipe, store: StoreSpec) -> bool:
     """Whether a recipe trains on a store, as far as that is known without torch; the trainer checks all of it."""
-    from ...train.models.diffusers_models.families import TEXT_ROLES, family_of
+    from ...train.models.diffusers.families import TEXT_ROLES, family_of
 
     family = family_of(recipe.model.name)
     if not recipe.takes_captions:

@@ -77,9 +77,8 @@ def gpu_by_name(name: str) -> Gpu | None:
     if OTHERS & set(lower.split()):
         return None
     pieces = lower.replace("-", " ").split()
-    return next((gpu for gpu in GPUS if all(_is_in(word, pieces) for word in gpu.words)), None)
 
+    def has(word: str) -> bool:  # whole words, so that an A100 is not an A10; "80gb" may be a suffix
+        return any(piece == word or (word.endswith("gb") and piece.endswith(word)) for piece in pieces)
 
-def _is_in(word: str, pieces: list[str]) -> bool:
-    """Match whole words, so that an A100 is not an A10; "80gb" may be a suffix."""
-    return any(piece == word or (word.endswith("gb") and piece.endswith(word)) for piece in pieces)
+    return next((gpu for gpu in GPUS if all(map(has, gpu.words))), None)

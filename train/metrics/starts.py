@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,21 +72,26 @@ def start_of(
       name: of the recipe.
       release: version of this package.
     """
+    import torch
+
     from ..parallel.strategy import choose_strategy
     from .device import computed_in
 
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    on_gpu, cpu = device.type == "cuda", f"{platform.machine()} CPU, {cores} cores"
+    installed = {one: importlib.metadata.version(one) for one in LIBRARIES if importlib.util.find_spec(one)}
     return Start(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         from_step=from_step,
         reached_step=reached_step,
         recipe=name,
         machine=platform.node(),
-        device=_name(device),
+        device=torch.cuda.get_device_name(device) if on_gpu else cpu,
         world_size=ranks.world_size,
         num_machines=ranks.num_machines,
         strategy=choose_strategy(recipe.parallel, ranks),
         precision=computed_in(recipe.run.precision, device),
-        versions={"leandit": release, "python": platform.python_version()} | _versions(),
+        versions={"leandit": release, "python": platform.python_version()} | installed,
     )
 
 
@@ -97,7 +103,7 @@ def write_start(run: Path, start: Start) -> None:
 
 
 def read_starts(run: Path) -> list[Start]:
-    """The starts of a run, in order; none of a run without the file.
+    """The starts of a run, in order; empty if the file is missing.
 
     Raises: DamageError: a line is not a start.
     """
@@ -108,22 +114,3 @@ def read_starts(run: Path) -> list[Start]:
         except (ValueError, RecursionError, ValidationError) as error:
             raise DamageError(f"'{path}': line {number} is not a start of a run. Remove the line.") from error
     return starts
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name(device)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{platform.machine()} CPU, {cores} cores"
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # none of them is needed by every run
-            continue
-    return found

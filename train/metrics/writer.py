@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 import sys
@@ -10,11 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from ...datasets.disk.files import write_atomic
-from ...datasets.errors import DamageError
+from ...datasets.errors import DamageError, RecipeError, RunError
 from ..config import TrainRecipe
 from ..weights.folders import METRICS
-from .wandb_run import start_wandb
-from .window import StepReport
+from .meter import StepReport
+
+WANDB_ID = "wandb_id"  # file in the run's folder, so that a resumed run stays one run of Weights & Biases
+
+
+def check_wandb(recipe: TrainRecipe) -> None:
+    """Raise RecipeError if the recipe asks for wandb and it is not installed."""
+    if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
+        raise RecipeError(
+            f"run.wandb '{recipe.run.wandb}': it needs the package 'wandb', which is not installed. Install leandit "
+            "with its extra 'wandb', or leave run.wandb empty."
+        )
 
 
 class MetricsWriter:
@@ -32,7 +43,7 @@ class MetricsWriter:
 
         self._path = run / METRICS
         write_atomic(self._path, "".join(_lines_until(self._path, step)).encode())
-        self._wandb = start_wandb(run, recipe) if recipe.run.wandb else None
+        self._wandb = _start_wandb(run, recipe) if recipe.run.wandb else None
         self._tensorboard = SummaryWriter(run / "tensorboard", purge_step=step + 1)
 
     def write(self, report: StepReport) -> None:
@@ -73,6 +84,33 @@ class MetricsWriter:
             self._wandb.finish()
 
 
+def _start_wandb(run: Path, recipe: TrainRecipe) -> Any:
+    """A run of Weights & Biases, or the one whose id is in the run's folder.
+
+    Without a login, ``WANDB_MODE=offline`` keeps it in the run's folder, for ``wandb sync``.
+    """
+    import wandb  # takes a second to import
+
+    path = run / WANDB_ID
+    try:
+        started = wandb.init(
+            project=recipe.run.wandb,
+            name=run.resolve().name,
+            id=path.read_text().strip() if path.is_file() else None,
+            resume="allow",
+            dir=str(run),
+            config=recipe.model_dump(),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except wandb.Error as error:
+        raise RunError(
+            f"run.wandb '{recipe.run.wandb}': wandb refuses: {error}. Log in with 'wandb login', set "
+            "WANDB_MODE=offline, or leave run.wandb empty."
+        ) from error
+    write_atomic(path, started.id.encode())
+    return started
+
+
 def last_step(run: Path) -> int:
     """The last step that a run has reported; 0 of a new one.
 
@@ -98,10 +136,8 @@ def _lines_until(path: Path, step: int) -> list[str]:
 
     Raises: DamageError: a line is not a report.
     """
-    if not path.is_file():
-        return []
     kept = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.is_file() else (), 1):
         if not line.endswith(b"\n"):
             continue
         try:

@@ -1,11 +1,9 @@
-"""Build the models behind one call: ``denoiser(x, t, conditioning)``.
+"""Models behind one call, ``denoiser(x, t, conditioning)``: which there are, what they take, how they are built.
 
-Our DiT takes class labels, or captions of any encoder; diffusers' PixArt, Sana and Stable Diffusion 3 take captions.
+Our DiT takes class labels, or captions of any encoder; the models of diffusers take captions.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,74 +11,13 @@ from torch import Tensor, nn
 from ...datasets.errors import RecipeError
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.shuffle import keyed_hash
-from ..objective_recipe import RoutingSection
 from .activation_checkpointing import Mode, checkpoint_blocks
 from .conditioning import Conditioning, Extras, ModelOutput
-from .diffusers_models.adapters import add_adapters
-from .diffusers_models.families import (
-    PIXART_SIZES,
-    SANA_PATCH,
-    SD3_PATCH,
-    SD3_SIZES,
-    diffusers_names,
-    family_of,
-    published_config,
-)
-from .diffusers_models.joint_denoiser import JointDenoiser
-from .diffusers_models.text_denoiser import TextDenoiser
+from .diffusers.adapters import add_adapters
+from .diffusers.families import FAMILIES, diffusers_config, diffusers_names, family_of
+from .diffusers.model import DiffusersModel
 from .dit import PATCHES, SIZES, DiT, size_of
 from .spec import ModelSpec
-
-
-def dit_names() -> list[str]:
-    """Names of all published DiT sizes."""
-    return [f"DiT-{size}/{patch}" for size in SIZES for patch in PATCHES]
-
-
-def check_model_name(name: str) -> None:
-    """Raise RecipeError if the model name is unknown."""
-    known = [*dit_names(), *diffusers_names()]
-    if name not in known:
-        raise RecipeError(f"model.name '{name}': needed one of {', '.join(known)}.")
-
-
-def pixels_per_token(spec: ModelSpec, latent: LatentSpec) -> int:
-    """Side of a patch, in pixels of the picture."""
-    return patch_of(spec) * latent.downscale
-
-
-def patch_of(spec: ModelSpec) -> int:
-    """Side of a patch, in latent pixels."""
-    if spec.config:
-        return spec.config["patch_size"]
-    family = family_of(spec.name)
-    if family == "pixart":
-        return PIXART_SIZES[spec.name][3]
-    return {"sana": SANA_PATCH, "sd3": SD3_PATCH}[family] if family else size_of(spec.name)[-1]
-
-
-def most_tokens_a_side(spec: ModelSpec) -> int | None:
-    """Side of the largest grid of tokens that the model has positions for; None: any."""
-    if family_of(spec.name) != "sd3":
-        return None
-    return spec.config["pos_embed_max_size"] if spec.config else SD3_SIZES[spec.name].positions
-
-
-def routed_blocks(routing: RoutingSection, depth: int) -> tuple[int, int]:
-    """The first and the last block that tokens skip, from 1; (0, 0) if none does.
-
-    Raises: RecipeError: there are no such blocks.
-    """
-    if routing.kind == "none":
-        return 0, 0
-    behind = 3 if routing.kind == "tread" else 2  # TREAD's configuration of DiT-B: blocks 3 to 9 of 12
-    first, last = routing.first_block, routing.last_block or max(0, depth - behind)
-    if not first <= last <= depth:
-        raise RecipeError(
-            f"routing.first_block {first}, routing.last_block {last}: the model has {depth} blocks. Needed 1 <= first "
-            "<= last <= the number of blocks."
-        )
-    return first, last
 
 
 class DiTDenoiser(nn.Module):
@@ -121,30 +58,44 @@ class DiTDenoiser(nn.Module):
         return self.net.blocks
 
 
-Denoiser = DiTDenoiser | TextDenoiser | JointDenoiser
+Denoiser = DiTDenoiser | DiffusersModel
 
 
 def build_model(spec: ModelSpec, *, seed: int) -> Denoiser:
     """Build a model with weights that depend on the seed alone; float32, on the CPU."""
+    family = family_of(spec.name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(keyed_hash(seed) % 2**63)
-        family = family_of(spec.name)
-        if family is None:
-            return DiTDenoiser(spec)
-        config = diffusers_config(spec)
-        model = JointDenoiser(config) if family == "sd3" else TextDenoiser(family, config)
+        model = FAMILIES[family](diffusers_config(spec)) if family else DiTDenoiser(spec)
     if spec.adapter:
         add_adapters(model, spec.adapter, seed=seed)
     return model
 
 
-def diffusers_config(spec: ModelSpec) -> dict[str, Any]:
-    """Arguments of diffusers' class, for a model of diffusers."""
-    return spec.config or published_config(
-        spec.name,
-        channels=spec.channels,
-        out_channels=spec.out_channels,
-        caption_width=spec.caption_width,
-        base_size=spec.base_size,
-        pooled_width=spec.pooled_width,
-    )
+# ------------------------------------------------------------------------------------------------------------ by name
+
+
+def check_model_name(name: str) -> None:
+    """Raise RecipeError if the model name is unknown."""
+    known = [*(f"DiT-{size}/{patch}" for size in SIZES for patch in PATCHES), *diffusers_names()]
+    if name not in known:
+        raise RecipeError(f"model.name '{name}': expected one of {', '.join(known)}.")
+
+
+def patch_of(spec: ModelSpec) -> int:
+    """Side of a patch, in latent pixels."""
+    if spec.config:
+        return spec.config["patch_size"]
+    family = family_of(spec.name)
+    return FAMILIES[family].patch if family else size_of(spec.name)[-1]
+
+
+def pixels_per_token(spec: ModelSpec, latent: LatentSpec) -> int:
+    """Side of a patch, in pixels of the image."""
+    return patch_of(spec) * latent.downscale
+
+
+def most_tokens_a_side(spec: ModelSpec) -> int | None:
+    """Side of the largest grid of tokens that the model has positions for; None: any."""
+    family = family_of(spec.name)
+    return FAMILIES[family].most_tokens(spec) if family else None

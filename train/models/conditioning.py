@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from ...datasets.batches.captions import CaptionBatch
 from .spec import ModelSpec
+
+COMPILED_CAPTION_STEP = 64  # tokens, so that captions of 300 have five lengths
+ImagesT = TypeVar("ImagesT")
 
 
 class Conditioning(NamedTuple):
@@ -34,40 +38,22 @@ class Conditioning(NamedTuple):
     mean_tokens: int | None = None
 
     def part(self, rows: slice | Tensor | list[int]) -> Conditioning:
-        """The conditioning of a microbatch."""
-        return self._with_tensors(lambda tensor: tensor[rows])
-
-    def repeated(self, times: int) -> Conditioning:
-        """Each image's conditioning so many times, one after the other."""
-        return self._with_tensors(lambda tensor: tensor.repeat_interleave(times, 0))
+        """The conditioning of some images."""
+        return select(self, rows)
 
     def followed_by(self, other: Conditioning) -> Conditioning:
         """These images, then others with the same kinds of conditioning."""
-        return self._replace(
-            **{
-                name: torch.cat([value, getattr(other, name)])
-                for name, value in self._asdict().items()
-                if isinstance(value, Tensor)
-            }
-        )
+        both = {name: (value, getattr(other, name)) for name, value in self._asdict().items()}
+        return self._replace(**{n: torch.cat(pair) for n, pair in both.items() if isinstance(pair[0], Tensor)})
 
-    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
-        return self._replace(**{name: change(v) for name, v in self._asdict().items() if isinstance(v, Tensor)})
 
-    def dummy(self) -> Conditioning:
-        """Zeros for one image, with one valid token."""
-        labels, captions, mask, sizes, pooled, _ = self
-        return Conditioning(
-            labels=None if labels is None else labels.new_zeros(1),
-            captions=None if captions is None else captions.new_zeros(1, 1, captions.shape[2]),
-            caption_mask=None if mask is None else mask.new_ones(1, 1),
-            source_sizes=None if sizes is None else sizes.new_ones(1, 2),
-            pooled=None if pooled is None else pooled.new_zeros(1, pooled.shape[1]),
-        )
+def select(images: ImagesT, rows: slice | Tensor | list[int]) -> ImagesT:
+    """Some images, in this order, of all tensors (B, ...) in a tuple, dictionary or registered dataclass."""
+    return tree_map_only(Tensor, lambda tensor: tensor[rows], images)
 
 
 class Extras(NamedTuple):
-    """What a forward takes and gives beside latents, times and conditioning.
+    """What a forward takes beside latents, times and conditioning, and what it gives beside its output.
 
     Args:
       class_token: (B, D) noisy class token, for a model that denoises one.
@@ -82,20 +68,23 @@ class Extras(NamedTuple):
     projected: int | None = 0
 
 
+NO_EXTRAS = Extras()
+
+
 class ModelOutput(NamedTuple):
-    """What a forward with ``Extras`` gives.
+    """What a forward gives.
 
     Args:
       output: (B, out_channels, H, W).
       class_velocity: (B, D) of the class token, if there is one.
-      projected: (B, T or K, D) by name of the feature; the class token, if there is one, comes first.
+      projected: (B, T or K, D) by name of the projector; the class token, if there is one, comes first.
       watched: (B, T or K, E) output of the watched block, without the class token.
     """
 
     output: Tensor
-    class_velocity: Tensor | None
-    projected: dict[str, Tensor]
-    watched: Tensor | None
+    class_velocity: Tensor | None = None
+    projected: Mapping[str, Tensor] = {}
+    watched: Tensor | None = None
 
 
 @dataclass(frozen=True)

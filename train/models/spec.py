@@ -98,6 +98,9 @@ class ModelSpec(BaseModel):
     adapter: AdapterSpec | None = None
     texts: tuple[TextInput, ...] = ()
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.channels, self.base_size, self.caption_width, self.num_classes, self.adapter))
+
     @property
     def plain(self) -> ModelSpec:
         """The model without adapters."""

@@ -1,1 +1,1 @@
-"""Flow matching and DDPM: the losses, and the noise and times of each image."""
+"""Flow matching and DDPM: the losses, and what is random in a step."""

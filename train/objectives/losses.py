@@ -1,36 +1,33 @@
-"""What the model learns: DDPM and flow matching. Pure functions of latents, noise and time; none waits for the device.
+"""What the model learns: DDPM and flow matching. Pure functions of latents, noise, time and the model's output.
 
 Sign and direction, once and for all: t = 0 is data, t = 1 is noise, and the velocity of "flow" is noise - data (as in
 Sana, SD3 and Flux; SiT and LightningDiT run the other way). The model is given its time as t * 1000. The "v" of DDPM
-is signal * noise - noise_share * data (Salimans and Ho 2022), where x_t = signal * data + noise_share * noise.
+is signal * noise - noise_share * data (Salimans and Ho 2022), where x_t = signal * data + noise_share * noise. Nothing
+here waits for the device.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..objective_recipe import ObjectiveSection
-from .added_terms import contrast, direction_error
+from .section import Objective
 
 PLAIN = "plain"
 TRAIN_STEPS = 1000
 BETA_START, BETA_END = 1e-4, 0.02  # DDPM's linear schedule (Ho et al. 2020, section 4), as DiT and PixArt use it
 
-Predict = Callable[[Tensor, Tensor], Tensor]
-"""(noisy latents (B, C, H, W), time (B,) in 0..1000) -> the model's output."""
 
-
-def num_outputs(section: ObjectiveSection, channels: int) -> int:
+def num_outputs(section: Objective, channels: int) -> int:
     """Channels that the model puts out for so many latent channels: twice as many where it learns its variance."""
     return channels * (2 if section.kind == "ddpm" and section.variance == "learned" else 1)
 
 
-def draw_times(section: ObjectiveSection, count: int, generator: torch.Generator) -> Tensor:
+def draw_times(section: Objective, count: int, generator: torch.Generator) -> Tensor:
     """Times of a batch, (B,) float32: whole numbers 0..999 for "ddpm", 0..1 for "flow"."""
     device = generator.device
     if section.kind == "ddpm":
@@ -43,37 +40,22 @@ def draw_times(section: ObjectiveSection, count: int, generator: torch.Generator
     return section.shift * t / (1 + (section.shift - 1) * t)  # Esser et al. 2024, equation 23
 
 
-def time_share(section: ObjectiveSection, t: Tensor) -> Tensor:
+def time_share(section: Objective, t: Tensor) -> Tensor:
     """Times of ``draw_times`` as shares of the way from data to noise, 0..1."""
     return t / TRAIN_STEPS if section.kind == "ddpm" else t
 
 
-def loss_per_image(section: ObjectiveSection, predict: Predict, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """Plain loss of each image: without the terms that the recipe adds."""
-    return losses_per_image(section, predict, x, noise, t)[PLAIN]
-
-
-def losses_per_image(
-    section: ObjectiveSection, predict: Predict, x: Tensor, noise: Tensor, t: Tensor
-) -> dict[str, Tensor]:
-    """Plain loss of each image, and the weighted terms that the recipe adds to it.
+def noised(section: Objective, x: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """What the model sees: noisy latents (B, C, H, W), and their time (B,) in 0..1000.
 
     Args:
-      predict: the model.
-      x: (B, C, H, W) float32 latents.
-      noise: (B, C, H, W) standard normal.
+      x, noise: (B, C, H, W) float32 latents; standard normal.
       t: (B,) from ``draw_times``.
-    Returns: (B,) float32 of each, the plain one by the name ``PLAIN``.
     """
-    if section.kind == "ddpm":
-        return {PLAIN: _ddpm_loss(section, predict, x, noise, t)}
-    velocity, target = predict(on_path(x, noise, t), t * TRAIN_STEPS).float(), noise - x
-    losses = {PLAIN: velocity_error(velocity, target)}
-    if section.cosine_weight:
-        losses["cosine"] = section.cosine_weight * direction_error(velocity, target)
-    if section.contrastive_weight:
-        losses["contrastive"] = section.contrastive_weight * contrast(velocity, target)
-    return losses
+    if section.kind == "flow":
+        return on_path(x, noise, t), t * TRAIN_STEPS
+    tables, at = ddpm_schedule(x.device), t.long()
+    return _per_image(tables["signal"][at]) * x + _per_image(tables["noise_share"][at]) * noise, t
 
 
 def on_path(x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -82,22 +64,45 @@ def on_path(x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     return (1 - share) * x + share * noise
 
 
+def objective_losses(section: Objective, output: Tensor, x: Tensor, noise: Tensor, t: Tensor) -> dict[str, Tensor]:
+    """Plain loss of each image by the name ``PLAIN``, and the weighted loss of its direction.
+
+    Args:
+      output: (B, out_channels, H, W) float32 of the model, given ``noised(section, x, noise, t)``.
+    Returns: (B,) float32 of each.
+    """
+    if section.kind == "ddpm":
+        return {PLAIN: _ddpm_loss(section, output, x, noise, t)}
+    losses = {PLAIN: velocity_error(output, noise - x)}
+    if section.cosine_weight:
+        losses["cosine"] = section.cosine_weight * direction_error(output, noise - x)
+    return losses
+
+
 def velocity_error(velocity: Tensor, target: Tensor) -> Tensor:
     """Mean squared error of velocities (B, ...), (B,) (Lipman et al. 2023, equation 23)."""
     return (velocity.float() - target).square().flatten(1).mean(1)
 
 
-def _ddpm_loss(section: ObjectiveSection, predict: Predict, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+def direction_error(velocity: Tensor, target: Tensor) -> Tensor:
+    """1 - cosine between the channels of velocity and target, the mean over the places.
+
+    Args:
+      velocity, target: (B, C, H, W).
+    Returns: (B,).
+    Source: Yao et al. 2024 (FasterDiT), section 3.3; Yao and Wang 2025 (LightningDiT), section 4.
+    """
+    return (1 - F.cosine_similarity(velocity, target, dim=1)).flatten(1).mean(1)
+
+
+def _ddpm_loss(section: Objective, output: Tensor, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     """Error of noise or v, weighted, plus the variational bound of the variance, its mean held fixed.
 
     The bound is not weighted: it moves the variance alone, whose best value no weight changes.
     Source: Nichol and Dhariwal 2021, equation 16.
     """
-    tables = ddpm_schedule(x.device)
-    at = t.long()
+    tables, at = ddpm_schedule(x.device), t.long()
     signal, noise_share = _per_image(tables["signal"][at]), _per_image(tables["noise_share"][at])
-    x_t = signal * x + noise_share * noise
-    output = predict(x_t, t).float()
     prediction, variance = output.chunk(2, dim=1) if section.variance == "learned" else (output, None)
     target = noise if section.predict == "epsilon" else signal * noise - noise_share * x
     error = (prediction - target).square().flatten(1).mean(1)
@@ -105,12 +110,12 @@ def _ddpm_loss(section: ObjectiveSection, predict: Predict, x: Tensor, noise: Te
         error = error * min_snr_weight(section, tables["snr"][at])
     if variance is None:
         return error
-    held = prediction.detach()
+    held, x_t = prediction.detach(), noised(section, x, noise, t)[0]
     epsilon = held if section.predict == "epsilon" else signal * held + noise_share * x_t
     return error + variational_bound(tables, x, x_t, at, epsilon, variance)
 
 
-def min_snr_weight(section: ObjectiveSection, snr: Tensor) -> Tensor:
+def min_snr_weight(section: Objective, snr: Tensor) -> Tensor:
     """Weight of an image's squared error, so that no step's error of the data counts more than gamma times.
 
     Args:

@@ -8,7 +8,7 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +17,6 @@ FIRST_SCALE = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
 GROWTH_STEPS = 2000  # updates without overflow before the scale grows
 SMALLEST_SCALE = 2.0**-10  # below it the model itself overflows
-
-
-class Scale(Protocol):
-    """The loss scale of an engine, as the loop and checkpoints use it."""
-
-    def value(self) -> float:
-        """The scale, from the device."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo ``state_dict``."""
-        ...
 
 
 class LossScale:

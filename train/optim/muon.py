@@ -64,5 +64,10 @@ def hidden_matrices(model: nn.Module) -> set[int]:
         id(module.weight)
         for block in getattr(model, "blocks", ())
         for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) and not any(modulation in name for modulation in MODULATIONS)
+        if isinstance(module, nn.Linear) and not is_modulation(name)
     }
+
+
+def is_modulation(name: str) -> bool:
+    """Whether a linear layer, by its name in a block, computes a modulation."""
+    return any(modulation in name for modulation in MODULATIONS)

@@ -102,7 +102,9 @@ def combine(run: Path, length: float, out: Path, *, step: int = 0) -> Combined:
     if target.exists():
         raise RunError(f"snapshot '{target}': it is there already. Give another --out.")
     wanted, sources = Profile(step, length), {at: path for at, path in found.items() if at <= step}
-    read = {at: checkpoint.read(path) for at, path in sources.items()}  # every byte is checked here
+    read = {at: checkpoint.read(path) for at, path in sources.items()}
+    for saved in read.values():
+        saved.check()
     stored = [Profile(at, each) for at, saved in read.items() for each in _lengths(saved)]
     weights, error = solve(stored, wanted)
     shares = {profile: share for profile, share in zip(stored, weights.tolist(), strict=True) if share}

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch._functorch.config as gradients
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -15,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config import ParallelSection, TrainRecipe
 from ..models.build import Denoiser
 from ..optim.loss_scale import LossScale, autocast_dtype
-from .engine import Engine, TorchEngine
-from .ranks import FIRST_STEP_TIMEOUT, Ranks
+from .engine import Engine
+from .ranks import Ranks
 from .strategy import choose_strategy, num_replicas
 
 MOST_SHAPES = (
@@ -70,7 +69,7 @@ def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: tor
                 gradient_as_bucket_view=True,
             )
     scales_on = torch.device("cpu") if section.cpu_offload else device
-    return TorchEngine(recipe, model, forward, ranks, LossScale(scales_on) if dtype == torch.float16 else None)
+    return Engine(recipe, model, forward, ranks, LossScale(scales_on) if dtype == torch.float16 else None)
 
 
 def shard(
@@ -106,8 +105,5 @@ def _mesh(section: ParallelSection, ranks: Ranks, device: torch.device) -> Devic
     if section.strategy == "hsdp":
         replicas = num_replicas(section, ranks)
         shape = (replicas, ranks.world_size // replicas)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-        for group in mesh.get_all_groups():  # subgroups do not inherit the timeout
-            dist.distributed_c10d._set_pg_timeout(FIRST_STEP_TIMEOUT, group)
-        return mesh
+        return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device.type, (ranks.world_size,), mesh_dim_names=("shard",))

@@ -24,14 +24,15 @@ from ...datasets.errors import RecipeError, RunError
 from ..config import TrainRecipe
 from ..models.activation_checkpointing import checkpoint_blocks
 from ..models.build import Denoiser
-from ..models.diffusers_models.adapters import saved_tensors, trained_parameters
+from ..models.diffusers.adapters import saved_tensors, trained_parameters
 from ..optim.build import build_optimizer, parameter_groups
 from ..optim.ema import Ema, build_rules
-from ..optim.loss_scale import autocast_dtype
+from ..optim.loss_scale import LossScale, autocast_dtype
 from ..weights.checkpoint import EMA, MODEL
 from .deepspeed_config import ResolvedConfig, read_config, resolve
 from .deepspeed_keys import drop_unknown
 from .deepspeed_state import MOMENTS, ZeroState, whole_shape
+from .engine import Engine
 from .ranks import Ranks
 from .strategy import choose_strategy
 
@@ -87,7 +88,7 @@ def _read(recipe: TrainRecipe, ranks: Ranks, device: torch.device) -> ResolvedCo
     return resolved
 
 
-class _LossScale:
+class _LossScale(LossScale):
     """DeepSpeed's loss scaler, set by section fp16 of the config."""
 
     def __init__(self, section: Mapping[str, Any]) -> None:
@@ -116,7 +117,7 @@ class _LossScale:
             self.scaler.cur_hysteresis = state.get("hysteresis", self.scaler.delayed_shift)
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(Engine):
     """A model run by DeepSpeed.
 
     Args:
@@ -145,6 +146,7 @@ class DeepSpeedEngine:
                 f"parallel.deepspeed_config '{recipe.parallel.deepspeed_config}': DeepSpeed rejects it: {error}"
             ) from error
         self._engine: Any = engine
+        self.allows_trial, self.is_trial = False, False
         self.model, self.forward = model, self._engine
         self._world_size, self._device = ranks.world_size, device
         self._zero: Any = self._engine.optimizer
@@ -166,16 +168,14 @@ class DeepSpeedEngine:
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        """See ``Engine``."""
         self._engine.set_gradient_accumulation_boundary(last)
         yield
 
     def backward(self, loss: Tensor) -> None:
-        """See ``Engine``."""
         self._engine.backward(loss * self._world_size)
 
     def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
-        """See ``Engine``; clips by the config, whose value ``resolve`` made that of the recipe.
+        """Clip by the config, whose value ``resolve`` made that of the recipe.
 
         Raises: RunError: the loss scale is at its minimum, and gradients still overflow.
         """
@@ -204,7 +204,7 @@ class DeepSpeedEngine:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """See ``Engine``; the model's own weights come back from their float32 partitions."""
+        """The model's own weights come back from their float32 partitions."""
         with self._state.preserved():
             for partition, weight in zip(self._state.parameters(), self.ema.weights.values(), strict=True):
                 partition.copy_(weight)
@@ -215,7 +215,6 @@ class DeepSpeedEngine:
             self._state.show_weights()
 
     def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
-        """See ``Engine``."""
         if group == MODEL:
             names = {name for name, _ in self.model.named_parameters()}
             yield from ((name, buffer) for name, buffer in saved_tensors(self.model).items() if name not in names)
@@ -230,7 +229,7 @@ class DeepSpeedEngine:
             yield from self._state.optimizer_tensors()
 
     def expected(self, group: str, *, in_codes: bool = False) -> dict[str, Tensor]:
-        """See ``Engine``; moments are never 8-bit codes."""
+        """Moments are never 8-bit codes."""
         shapes = {name: whole_shape(parameter) for name, parameter in trained_parameters(self.model).items()}
         weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         if group == MODEL:
@@ -242,7 +241,6 @@ class DeepSpeedEngine:
         return moments | {f"{name}/step": torch.empty((), device="meta") for name in weights}
 
     def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine``."""
         parameters = trained_parameters(self.model)
         if group == EMA:
             self._load_averages(tensors, parameters)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.diffusers_models.adapters import trained_parameters
+from ..models.diffusers.adapters import trained_parameters
 from .ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

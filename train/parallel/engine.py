@@ -1,6 +1,6 @@
 """How ranks share the work of a step, in plain torch: one process, DDP, FSDP2, HSDP.
 
-The loop knows only ``Engine``. Every strategy averages gradients over the ranks. A loss is the sum over a rank's
+Every strategy averages gradients over the ranks. A loss is the sum over a rank's
 images divided by the size of the global batch, so it is multiplied by the number of ranks: the update is that
 of one process with the whole batch, however the images are distributed.
 """
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config import TrainRecipe
 from ..models.build import Denoiser
-from ..models.diffusers_models.adapters import saved_tensors, trained_parameters
+from ..models.diffusers.adapters import saved_tensors, trained_parameters
 from ..optim.build import build_optimizer
 from ..optim.ema import Ema, build_rules, local
-from ..optim.loss_scale import LossScale, Scale
+from ..optim.loss_scale import LossScale
 from ..optim.named_state import expected_tensors, load_optimizer_tensors, optimizer_tensors, placed
 from ..weights.checkpoint import EMA, MODEL, OPTIMIZER
 from .ranks import Ranks
@@ -34,73 +33,18 @@ if TYPE_CHECKING:
 NORM_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
-class Engine(Protocol):
-    """A model with its optimizer and averages, distributed over the ranks."""
-
-    model: Denoiser
-    forward: Callable[..., Tensor]
-
-    @property
-    def loss_scale(self) -> Scale | None:
-        """With float16, else None."""
-        ...
-
-    @property
-    def scheduled_rate(self) -> float | None:
-        """Learning rate of the last update, if the engine has its own schedule."""
-        ...
-
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward; gradients are reduced after the last microbatch where possible."""
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss that is divided by the images of the global batch."""
-        ...
-
-    def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
-        """Clip, take one optimizer step and update the averages, unless a gradient is not finite.
-
-        Args:
-          step: number of this step; the first is 1.
-          grad_clip: largest total norm of the gradients; 0: no clipping.
-        Returns: norm of the gradients before clipping, and 1 if the update was skipped, else 0; on the device.
-        """
-        ...
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Within this context the model has its first average as weights; a collective call. Nothing is trained in it,
-        and afterwards all is as before, bit for bit."""
-        ...
-
-    def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of MODEL, EMA or OPTIMIZER by name, one at a time, on every rank."""
-        ...
-
-    def expected(self, group: str, *, in_codes: bool = False) -> dict[str, Tensor]:
-        """Meta tensors with the names, shapes and dtypes of ``tensors``.
-
-        Args:
-          in_codes: 8-bit moments as codes and scales, which one process writes; otherwise as numbers.
-        """
-        ...
-
-    def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load whole tensors, which every rank has; a sharded engine holds one at a time."""
-        ...
-
-
-class TorchEngine:
-    """Every strategy except DeepSpeed.
+class Engine:
+    """A model with its optimizer and averages, distributed over the ranks; ``DeepSpeedEngine`` has the same methods.
 
     Args:
       model: on its device, compiled and sharded or not.
       forward: the model, or what wraps it.
       ranks: of the run.
-      loss_scale: with float16.
+      loss_scale: with float16, else None.
     """
 
-    scheduled_rate: float | None = None  # the schedule is the recipe's
+    scheduled_rate: float | None = None  # learning rate of the last update, where an engine has its own schedule
+    loss_scale: LossScale | None
 
     def __init__(
         self,
@@ -114,6 +58,8 @@ class TorchEngine:
         self._world_size, self._section = ranks.world_size, recipe.optimizer
         # A model has hundreds of modules: no step walks over them.
         self._trained, self._sharded = Trained(model), _sharded_modules(model)
+        # A trial is a step that sends and updates nothing; a rank of a sharded model cannot make one alone.
+        self.allows_trial, self.is_trial = not self._sharded, False
         self.optimizer = build_optimizer(recipe.optimizer, model)
         self.ema = Ema(self._trained, build_rules(recipe))
         # torch's fused optimizers read the scale and the skip flag on the device.
@@ -121,8 +67,8 @@ class TorchEngine:
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        """See ``Engine``."""
-        if isinstance(self.forward, DistributedDataParallel) and not last:
+        """Around forward and backward; gradients are reduced after the last microbatch where possible."""
+        if isinstance(self.forward, DistributedDataParallel) and (self.is_trial or not last):
             with self.forward.no_sync():
                 yield
             return
@@ -131,13 +77,23 @@ class TorchEngine:
         yield
 
     def backward(self, loss: Tensor) -> None:
-        """See ``Engine``."""
+        """Add the gradients of a loss that is divided by the images of the global batch."""
         loss = loss * self._world_size
         (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
 
     @torch.no_grad()
     def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
-        """See ``Engine``."""
+        """Clip, take one optimizer step and update the averages, unless a gradient is not finite.
+
+        Without a loss scale such a gradient ends the run, so optimizers that cannot skip on the device get zeros.
+
+        Args:
+          step: number of this step; the first is 1.
+          grad_clip: largest total norm of the gradients; 0: no clipping.
+        Returns: norm of the gradients before clipping, and 1 if the update was skipped, else 0; on the device.
+        """
+        if self.is_trial:
+            return torch.zeros(()), torch.zeros(())
         gradients = [p.grad for p in self._trained.parameters() if p.grad is not None]
         scale = self.loss_scale.scale if self.loss_scale else None
         norm = whole(torch.nn.utils.get_total_norm(gradients, foreach=True))
@@ -151,18 +107,24 @@ class TorchEngine:
             self.optimizer.grad_scale, self.optimizer.found_inf = 1 / factor, skipped  # pyright: ignore
             self.optimizer.step()
         else:
-            torch._foreach_mul_([local(gradient) for gradient in gradients], factor)  # pyright: ignore[reportPrivateImportUsage]
-            if not skipped.item():  # waits for the device
+            parts = [local(gradient) for gradient in gradients]
+            torch._foreach_mul_(parts, factor)  # pyright: ignore[reportPrivateImportUsage]
+            if self.loss_scale is None:
+                for part in parts:
+                    part.nan_to_num_(0, 0, 0)
+                self.optimizer.step()
+            elif not skipped.item():  # waits for the device
                 self.optimizer.step()
         if self.loss_scale:
             self.loss_scale.update(skipped)
         self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update(self._trained, step, skipped)
+        self.ema.update(self._trained, step, skipped if self.loss_scale else None)  # a number is faster than a tensor
         return norm, skipped
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """See ``Engine``; weights and average change places, one tensor at a time."""
+        """Within this context the model has its first average as weights; a collective call. Nothing is trained in it,
+        and afterwards all is as before, bit for bit: they change places, one tensor at a time."""
         self._exchange()
         try:
             yield
@@ -180,12 +142,16 @@ class TorchEngine:
             mean.copy_(kept)
 
     def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
-        """See ``Engine``."""
+        """Whole tensors of MODEL, EMA or OPTIMIZER by name, one at a time, on every rank."""
         for name, tensor in self._tensors(group).items():
             yield name, whole(tensor)
 
     def expected(self, group: str, *, in_codes: bool = False) -> dict[str, Tensor]:
-        """See ``Engine``."""
+        """Meta tensors with the names, shapes and dtypes of ``tensors``.
+
+        Args:
+          in_codes: 8-bit moments as codes and scales, which one process writes; otherwise as numbers.
+        """
         section = self._section
         if section.name == "adamw8bit" and not in_codes:
             section = section.model_copy(update={"name": "adamw"})
@@ -193,7 +159,7 @@ class TorchEngine:
         return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
 
     def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine``."""
+        """Load whole tensors, which every rank has; a sharded model holds one at a time."""
         if group == OPTIMIZER:
             for _, of_parameter in groupby(tensors, key=lambda item: item[0].split("/")[0]):
                 load_optimizer_tensors(self.optimizer, self.model, dict(of_parameter))

@@ -1,6 +1,7 @@
-"""The processes of a run: the rank of each one, and how they connect.
+"""The processes of a run: the rank of each one, how they connect, agree and stop together.
 
-The launcher (torchrun, accelerate, deepspeed, srun) sets both in the environment.
+The launcher (torchrun, accelerate, deepspeed, srun) sets rank and rendezvous in the environment. It also ends the other
+ranks when one has ended; without it their next collective call fails, or times out.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...datasets.errors import RecipeError, ResourceError
+from ...datasets.disk.hashing import sha256_of
+from ...datasets.errors import RecipeError, ResourceError, RunError
 
-# The heartbeat ends a run whose rank died; these end one whose rank lives, but hangs.
-FIRST_STEP_TIMEOUT = timedelta(minutes=120)  # of a collective call, until all ranks have compiled and made a step
-STEP_TIMEOUT = timedelta(minutes=30)  # afterwards; a rank may compile another shape, or write a checkpoint
+TIMEOUT = timedelta(minutes=30)  # of a collective call; a rank may compile several shapes, or read a checkpoint
+LOST = ("gloo", "nccl", "connection")  # words in torch's errors when another rank is gone
 
 # rank, rank on its machine, number of ranks, and of those on this machine
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # accelerate and deepspeed set the same
@@ -83,11 +85,31 @@ def read_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
 def connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
     """Connect the ranks unless they are connected: NCCL for GPUs, gloo for CPUs.
 
-    Raises: ResourceError: not all of them connected.
+    Raises: ResourceError: not all of them connected, or one has ended within the block.
     """
-    if ranks.world_size == 1 or dist.is_initialized():
+    if ranks.world_size == 1:
         yield
         return
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        _connect(ranks, device)
+    done = False
+    try:
+        yield
+        done = True
+    except RuntimeError as error:  # torch's DistError is one
+        if not any(word in str(error).lower() for word in LOST):
+            raise
+        raise ResourceError(
+            f"lost the connection to another rank ({error}). See what that rank has printed, or how its machine ended; "
+            "then start the same command again to resume."
+        ) from error
+    finally:
+        if is_ours and (done or device.type == "cpu"):  # NCCL would wait for ranks that have ended
+            dist.destroy_process_group()
+
+
+def _connect(ranks: Ranks, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -97,51 +119,60 @@ def connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
             init_method=f"tcp://{where}" if "RANK" not in os.environ else None,
             rank=ranks.rank,
             world_size=ranks.world_size,
-            timeout=FIRST_STEP_TIMEOUT,
+            timeout=TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
-    except (dist.DistError, RuntimeError) as error:
+    except RuntimeError as error:
         raise ResourceError(
             f"rank {ranks.rank} of {ranks.world_size}: the ranks could not connect at {where} ({error}). Check that "
             "all of them were started, and that the port is free and reachable."
         ) from error
-    done = False
-    try:
-        yield
-        done = True
-    finally:
-        if done or device.type == "cpu":  # NCCL would wait for ranks that have ended
-            dist.destroy_process_group()
 
 
-def lower_timeout() -> None:
-    """From now on collective calls of all groups of this rank end after ``STEP_TIMEOUT``."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        for group in list(dist.distributed_c10d._world.pg_map):
-            dist.distributed_c10d._set_pg_timeout(STEP_TIMEOUT, group)
+def all_gather(ranks: Ranks, value: Any) -> list[Any]:
+    """The values of all ranks, by rank; a collective call."""
+    values = [value] * ranks.world_size
+    if ranks.world_size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def agree(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
+    """Check that all ranks have the same inputs, JSON values by name.
+
+    Raises: RunError: on every rank, with a rank and all inputs that differ.
+    """
+    if len(set(all_gather(ranks, sha256_of(inputs)))) == 1:
+        return
+    first, *others = all_gather(ranks, dict(inputs))
+    for rank, other in enumerate(others, 1):
+        names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        if names:
+            differences = "; ".join(f"{n} is {other.get(n)!r}, that of rank 0 is {first.get(n)!r}" for n in names)
+            raise RunError(f"rank {rank}: {differences}. Start all ranks with the same command, release and store.")
 
 
 class SharedStop:
     """Stops all ranks after the same step, once one of them has a stop request.
 
-    The exchange runs during the next step: ranks stop one step after the request.
+    The exchange is one number on the CPU and runs during the next step: ranks stop one step after the request.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=FIRST_STEP_TIMEOUT) if ranks.world_size > 1 else None
-        self._flag, self._pending = torch.zeros((), dtype=torch.int32), None
+        self._is_alone, self._pending = ranks.world_size == 1, None
+        self._flag = torch.zeros((), dtype=torch.int32)
 
-    def asked(self, requested: bool) -> bool:
+    def is_due(self, requested: bool) -> bool:
         """Whether the ranks stop now; a collective call, once a step.
 
         Args:
           requested: this rank has a stop request.
         """
-        if self._group is None:
+        if self._is_alone:
             return requested
         if self._pending is not None:
             self._pending.wait()
-        stops = self._pending is not None and bool(self._flag)
+        stops = bool(self._flag)
         self._flag = torch.tensor(int(requested), dtype=torch.int32)
-        self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, async_op=True)
         return stops

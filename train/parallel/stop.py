@@ -1,18 +1,21 @@
-"""Stop a command by a signal: at once, or after the current step if it is worth keeping.
+"""How a command ends early: by a signal, or by an error that several ranks have in common. Imports no torch.
 
-A process has one ``StopRequest``, made before heavy imports. This module imports no torch.
+A process has one ``StopRequest``, made before heavy imports.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
+import socket
+from pathlib import Path
 from types import FrameType
 
-RETRY_SECONDS = 0.02
 IMPORT_FILE = "<frozen importlib._bootstrap>"
 EXIT_CTRL_C = 130  # a shell's exit code after Ctrl-C
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: schedulers run the command again
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # of a rank; set by torchrun and accelerate
 
 
 class Terminated(BaseException):
@@ -27,51 +30,33 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None  # the first one caught
-        self._asked, self._held = False, False
-        self._deferred: type[BaseException] | None = None  # raised after the current import
-        self._has_alarm = False
+        self._is_set = self._is_held = False
 
     def __bool__(self) -> bool:
-        return self._asked
+        return self._is_set
 
     def set(self) -> None:
         """Ask the loop to save and stop."""
-        self._asked = True
+        self._is_set = True
 
     def catch(self, number: int) -> None:
         """Handle a signal from now on: raise ``Terminated`` or ``KeyboardInterrupt``; while held, only set the flag."""
         signal.signal(number, self._handle)
 
-    def ignore(self, number: int) -> None:
-        """Ignore a signal once the exit code is known: Python restores default handlers at shutdown, so a late signal
-        or a pending alarm would replace the exit code."""
-        signal.signal(number, signal.SIG_IGN)
-        if self._has_alarm:
-            signal.signal(signal.SIGALRM, signal.SIG_IGN)
-
     def hold(self) -> None:
-        """From now on a signal only sets the flag, as there is a step to keep; so does an earlier one that got lost."""
-        self._held, self._deferred = True, None
+        """From now on a signal only sets the flag, since there is a step to save; so does an earlier one."""
+        self._is_held = True
         if self.signal is not None:
             self.set()
 
-    def check(self) -> None:
-        """Raise Terminated or KeyboardInterrupt if a signal got lost.
-
-        Python drops exceptions raised in a finalizer, such as that of an import lock.
-        """
-        if self.signal is not None:
-            self._deferred = None
-            raise Terminated if self.is_terminated else KeyboardInterrupt
-
-    def check_deferred(self) -> None:
-        """Raise what a signal during an import is still to raise, as the command has ended meanwhile."""
-        if self._deferred is not None:
-            self.check()
-
     def release(self) -> None:
         """Let signals raise again."""
-        self._held = False
+        self._is_held = False
+
+    def check(self) -> None:
+        """Raise after a signal whose exception got lost: Python drops those raised in a finalizer."""
+        if self.signal is not None:
+            raise Terminated if self.is_terminated else KeyboardInterrupt
 
     @property
     def is_terminated(self) -> bool:
@@ -80,32 +65,28 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Of a command that saved and stopped: 130 after Ctrl-C on this rank, otherwise 75."""
+        """Of a command that stopped: 130 after Ctrl-C on this rank, otherwise 75."""
         return EXIT_CTRL_C if self.signal == signal.SIGINT else EXIT_RESUMABLE
 
+    @property
+    def message(self) -> str:
+        """The last line of a command that a signal has ended."""
+        what = "interrupted" if self.signal == signal.SIGINT else "terminated"
+        return f"leandit: {what}; run the same command again to resume"
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        first, self.signal = self.signal is None, self.signal or number
-        if self._held and (first or number == signal.SIGTERM):
+        is_first, self.signal = self.signal is None, self.signal or number
+        if self._is_held and (is_first or number == signal.SIGTERM):
             self.set()
+        elif _is_import(frame):  # an exception would leave a C extension half-initialized; all writes are atomic
+            os.write(2, f"{self.message}\n".encode())
+            os._exit(self.exit_code)
         elif number == signal.SIGINT:  # a second Ctrl-C does not wait for the step
-            self._raise(KeyboardInterrupt, frame)
-        elif first:
-            self._raise(Terminated, frame)
+            raise KeyboardInterrupt
+        elif is_first:
+            raise Terminated
         else:
-            os._exit(EXIT_RESUMABLE)  # a second SIGTERM does not wait; all writes are atomic
-
-    def _raise(self, kind: type[BaseException], frame: FrameType | None) -> None:
-        """Raise now, or after the current import: a half-initialised C extension would crash the process."""
-        self._deferred = kind if _is_import(frame) else None
-        if self._deferred is None:
-            raise kind
-        self._has_alarm = True
-        signal.signal(signal.SIGALRM, self._again)
-        signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)
-
-    def _again(self, _number: int, frame: FrameType | None) -> None:
-        if self._deferred is not None:  # otherwise ``check`` or ``hold`` has handled it
-            self._raise(self._deferred, frame)
+            os._exit(EXIT_RESUMABLE)  # a second SIGTERM does not wait
 
 
 def _is_import(frame: FrameType | None) -> bool:
@@ -113,3 +94,20 @@ def _is_import(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename != IMPORT_FILE:
         frame = frame.f_back
     return frame is not None
+
+
+def message_of_rank(message: str) -> str | None:
+    """An error with the rank that has it, if torchrun has started several.
+
+    Returns: None if another rank of this machine prints the same error: the first one leaves a file in torchrun's
+      temporary folder.
+    """
+    if not (error_file := os.environ.get(ERROR_FILE)):
+        return message
+    try:
+        (Path(error_file).parents[1] / f"printed-{hashlib.sha256(message.encode()).hexdigest()}").touch(exist_ok=False)
+    except FileExistsError:
+        return None
+    except OSError:  # twice is better than never
+        pass
+    return f"rank {os.environ.get('RANK', '?')} ({socket.gethostname()}, process {os.getpid()}): {message}"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from ...datasets.batches.batch import Batch
 from ...datasets.batches.reader import BatchReader
 from ...datasets.batches.stream import BatchStream, is_gpu
 from ...datasets.format.schema import LatentStatistics
 from ...datasets.loader import BatchLoader, check_not_empty, loader_of, shard_window
 from ...datasets.order.batch_plan import BatchPlan
 from ...datasets.order.caption_odds import CaptionOdds
-from ...datasets.order.filters import RecordFilter, ScoreTable, Selection
+from ...datasets.order.filters import RecordFilter, ScoreTable
 from ...datasets.order.mixture import Mixture, Stages
 from ...datasets.order.order import BatchOrder
 from ...datasets.order.slices import batch_sizes_by_tokens
@@ -24,6 +25,7 @@ from ..data_recipe import DataSection, RecordsSection, StoreSection
 from ..models.build import pixels_per_token
 from ..models.spec import ModelSpec
 from ..parallel.ranks import ALONE, Ranks
+from ..techniques.registry import techniques_of
 
 LOG = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ def build_loader(
         rank=ranks.rank,
         world_size=ranks.world_size,
         text="padded" if spec.takes_text else "none",
-        features=list(recipe.align),
+        features=[name for technique in techniques_of(recipe) for name in technique.features],
         pictures=(),
         pin=is_gpu(device),
         caption_odds=[caption_odds(section) for section in sections] if spec.takes_text else (),
@@ -100,9 +102,13 @@ def store_plan(
 
     Raises: as ``build_loader``.
     """
-    data = recipe.data
-    selection = select_records(section, store, data.holdout)
-    if selection:
+    data, selection = recipe.data, None
+    if section.has_filter or data.holdout:
+        scores = None
+        if section.scores:
+            scores = ScoreTable(section.scores, section.score_column, section.min_score, section.score_key)
+        aspects = section.min_aspect or None, section.max_aspect or None
+        selection = RecordFilter(section.labels or None, *aspects, scores, data.holdout).select(store)
         warn(f"store '{store.path}': {selection.describe()}")
     buckets = selection.counts if selection else store.buckets
     sizes = recipe.run.global_batch
@@ -130,29 +136,8 @@ def caption_odds(section: RecordsSection) -> CaptionOdds | None:
     """Odds of each caption of a record; None if all are drawn alike."""
     if not (section.caption_scores or section.original_share):
         return None
-    return CaptionOdds(
-        section.caption_scores,
-        section.score_key,
-        section.min_caption_score,
-        section.caption_temperature,
-        section.original_share,
-    )
-
-
-def select_records(section: RecordsSection, store: LatentStore, holdout: float) -> Selection | None:
-    """The records that pass a filter and are not held out; None if all do.
-
-    Args:
-      holdout: share of the records.
-    Raises: RecipeError: as ``RecordFilter.select``.
-    """
-    if not (section.has_filter or holdout):
-        return None
-    scores = None
-    if section.scores:
-        scores = ScoreTable(section.scores, section.score_column, section.min_score, section.score_key)
-    aspects = section.min_aspect or None, section.max_aspect or None
-    return RecordFilter(section.labels or None, *aspects, scores, holdout).select(store)
+    scores = section.caption_scores, section.score_key, section.min_caption_score
+    return CaptionOdds(*scores, section.caption_temperature, section.original_share)
 
 
 def buckets_at(data: DataSection, stores: Sequence[LatentStore], step: int) -> dict[str, int]:
@@ -160,3 +145,9 @@ def buckets_at(data: DataSection, stores: Sequence[LatentStore], step: int) -> d
     turns = data.turns
     there = [store for store, turn in zip(stores, turns, strict=True) if turn.has(step)] if turns else stores
     return dict(sum((Counter(store.buckets) for store in there), Counter()))
+
+
+def endless(loader: BatchLoader) -> Iterator[Batch]:
+    """Batches of successive epochs, without end."""
+    while True:
+        yield from loader

@@ -24,41 +24,10 @@ from ..config import TrainRecipe
 from ..models.spec import ModelSpec
 from ..weights.folders import RUN
 
-# Keys that may change when a run resumes: they do not change what a step computes. Stores may move, and are known by
-# their root hashes. The revision changes which records are read; ``_check_store`` has its rules.
-FREE_ON_RESUME = {
-    "run.steps",
-    "run.checkpoint_every",
-    "run.keep_checkpoints",
-    "run.keep_every",
-    "run.async_checkpoint",
-    "run.log_every",
-    "run.evaluate_every",
-    "run.evaluate_images",
-    "run.sample_every",
-    "run.sample_count",
-    "run.sample_steps",
-    "run.sample_guidance",
-    "run.wandb",
-    "run.prefetch",
-    "run.silent_seconds",
-    "run.remote_gib",
-    "run.remote_folder",
-    "run.revision",
-    "run.allow_incomplete",
-    "run.compile",
-    "run.activation_checkpointing",
-    "run.precision",
-    "run.residual",
-    "run.fp8",
-    "run.microbatch",
-    "parallel.strategy",
-    "parallel.shard",
-    "parallel.replicas",
-    "parallel.cpu_offload",
-    "parallel.deepspeed_config",
-    "ema.keep_every",
-}
+# When a run resumes, keys of [run] and [parallel] may change but these, and keys of other sections may not but
+# ``ema.keep_every``. Stores may move, and are known by their root hashes. The revision changes which records are read;
+# ``stores`` has its rules.
+FIXED_IN_RUN = {"run.seed", "run.global_batch", "run.grad_clip", "run.ema_decay"}
 PLACE_OF_A_STORE = re.compile(r"recipe\.data\.(stages\.\d+\.)?(mixture\.\d+\.)?(store|revision)")
 
 
@@ -137,27 +106,23 @@ def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: 
 
     Raises: RunError: naming the settings that differ.
     """
-    # A key that is newer than the run has its default, which keeps the old behaviour, or else what it did.
-    defaults = TrainRecipe().model_dump()
-    if recipe.ema.kind == "exponential":
-        defaults["ema"]["warmup"] = False
-    if recipe.lora.rank:
-        defaults["lora"]["ema_decay"] = 1.0
-    then = manifest.recipe | {name: keys | manifest.recipe.get(name, {}) for name, keys in defaults.items()}
-    stored = flatten({"spec": manifest.spec.model_dump(), "recipe": then})
+    # A key that is newer than the run has its default, which keeps the old behavior.
+    defaults = {name: keys | manifest.recipe.get(name, {}) for name, keys in TrainRecipe().model_dump().items()}
+    stored = flatten({"spec": manifest.spec.model_dump(), "recipe": manifest.recipe | defaults})
     current = flatten({"spec": spec.model_dump(), "recipe": recipe.model_dump()})
-    free = FREE_ON_RESUME
+    fixed, free = FIXED_IN_RUN, {"ema.keep_every"}
+    if "cosine" in (stored.get("recipe.schedule.kind"), recipe.schedule.kind):
+        fixed = fixed | {"run.steps"}  # the cosine ends at the last step
     if spec.adapter:
         free = free | {"model.init_from"}  # checkpoints know the frozen weights by their hash
-    if "cosine" in (stored.get("recipe.schedule.kind"), recipe.schedule.kind):
-        free = free - {"run.steps"}  # the cosine ends at the last step
-    differing = [
-        key
-        for key in sorted(stored.keys() | current.keys())
-        if stored.get(key) != current.get(key)
-        and key.removeprefix("recipe.") not in free
-        and not PLACE_OF_A_STORE.fullmatch(key)
-    ]
+
+    def may_change(key: str) -> bool:
+        name = key.removeprefix("recipe.")
+        in_free_section = name.startswith(("run.", "parallel.")) and name not in fixed
+        return in_free_section or name in free or bool(PLACE_OF_A_STORE.fullmatch(key))
+
+    keys = sorted(stored.keys() | current.keys())
+    differing = [key for key in keys if stored.get(key) != current.get(key) and not may_change(key)]
     if differing:
         fields = "".join(f"\n  {key} was {stored.get(key)!r}, is {current.get(key)!r}" for key in differing)
         raise RunError(

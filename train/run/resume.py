@@ -24,8 +24,7 @@ from ...datasets.errors import DamageError, RunError
 from ...datasets.recipe import to_toml
 from ..models.spec import ModelSpec
 from ..optim.ema import build_rules, first_share
-from ..parallel.watchdog import Watchdog
-from ..step.attention_kernels import has_flash3
+from ..parallel.ranks import all_gather
 from ..weights import checkpoint
 from ..weights.checkpoint import (
     AVERAGE,
@@ -39,11 +38,11 @@ from ..weights.checkpoint import (
     CheckpointDamage,
 )
 from ..weights.folders import RECIPE, RUN
-from ..weights.merging import FrozenWeights
+from ..weights.init_from import FrozenWeights
 from .data import buckets_at
 from .manifest import RunManifest, check_settings, continue_manifest
-from .saver import Captured, Folder, Staging, buffers_of, gather
-from .state import TrainState
+from .saver import Captured, Folder, buffers_of, gather
+from .state import Run
 from .stores import contents_read
 
 LOG = logging.getLogger(__name__)
@@ -60,7 +59,6 @@ class _Progress(BaseModel, strict=True):
     loss_scale: dict[str, Any] | None = None
     tuned_for: dict[str, Any] = {}
     microbatches: dict[str, int] = {}
-    attention_kernels: list[str] = []
     in_codes: bool = False
     frozen: FrozenWeights | None = None
 
@@ -76,11 +74,10 @@ class Loaded:
 
 
 def start_or_resume(
-    state: TrainState,
+    state: Run,
     run: Path,
     manifest: RunManifest | None,
     warn: Callable[[str], None],
-    watchdog: Watchdog | None = None,
 ) -> None:
     """Load the newest valid checkpoint of the run, or write the manifest of a new run.
 
@@ -89,15 +86,13 @@ def start_or_resume(
     Args:
       manifest: of the run, None for a new one.
       warn: called for each damaged checkpoint; it is renamed, never deleted.
-      watchdog: of several ranks.
     Raises: RunError: the run has another model or recipe; DamageError: no checkpoint is valid.
     """
     if manifest:
         check_settings(run, manifest, state.recipe, state.spec)
     loaded = _open_run(state, run, manifest, warn) if state.ranks.is_first else None
     announced = loaded and {"step": loaded.step, "progress": loaded.progress.model_dump()}
-    if watchdog is not None:
-        announced = watchdog.announce(announced)
+    announced = all_gather(state.ranks, announced)[0]
     if announced is None:
         LOG.info("run '%s': no checkpoint, so it begins at step 0", run)
         return
@@ -108,7 +103,7 @@ def start_or_resume(
     restore(state, loaded, earlier=contents_read(manifest, state.stores) if manifest else ())
 
 
-def _open_run(state: TrainState, run: Path, manifest: RunManifest | None, warn: Callable[[str], None]) -> Loaded | None:
+def _open_run(state: Run, run: Path, manifest: RunManifest | None, warn: Callable[[str], None]) -> Loaded | None:
     run.mkdir(parents=True, exist_ok=True)
     sweep_strays(run)
     loaded = newest_valid(state, run, warn)
@@ -120,7 +115,7 @@ def _open_run(state: TrainState, run: Path, manifest: RunManifest | None, warn: 
     return loaded
 
 
-def newest_valid(state: TrainState, run: Path, warn: Callable[[str], None]) -> Loaded | None:
+def newest_valid(state: Run, run: Path, warn: Callable[[str], None]) -> Loaded | None:
     """Load the newest valid checkpoint, and rename newer ones that are damaged.
 
     Raises: DamageError: the run has had checkpoints and none is valid; RunError: a checkpoint is of another model.
@@ -158,7 +153,7 @@ def _check_fresh(run: Path, problems: list[CheckpointDamage], warn: Callable[[st
         warn(f"run '{run}' starts from scratch: it has '{snapshots[-1].name}' but no checkpoint")
 
 
-def load(state: TrainState, path: Path) -> Loaded:
+def load(state: Run, path: Path) -> Loaded:
     """Read a checkpoint and check every byte, name, shape and dtype; the state does not change.
 
     Raises: DamageError; RunError: it is of another model.
@@ -191,7 +186,7 @@ def _check_frozen(path: Path, then: FrozenWeights | None, now: FrozenWeights | N
         )
 
 
-def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str] = ()) -> None:
+def restore(state: Run, loaded: Loaded, *, earlier: Collection[str] = ()) -> None:
     """Apply a checkpoint; the position in the data first, because it may be refused.
 
     Args:
@@ -207,15 +202,13 @@ def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str] = ())
     if progress.loss_scale and state.engine.loss_scale:
         state.engine.loss_scale.load_state_dict(progress.loss_scale)
     if progress.tuned_for == tuned_for(state):
-        state.microbatches, state.attention_kernels = progress.microbatches, progress.attention_kernels
+        state.microbatches = progress.microbatches
     else:
-        LOG.info("microbatches and attention kernels are measured again: they were for %s", progress.tuned_for)
+        LOG.info("microbatches are tried again: they were for %s", progress.tuned_for)
     state.step, state.num_images = loaded.step, progress.num_images
 
 
-def _broadcast(
-    state: TrainState, expected: dict[str, Tensor], tensors: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+def _broadcast(state: Run, expected: dict[str, Tensor], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the first rank on every rank, one at a time, sorted by name."""
     for name, meta in sorted(expected.items()):
         tensor = tensors.get(name)
@@ -228,12 +221,11 @@ def _broadcast(
 
 
 def capture(
-    state: TrainState,
+    state: Run,
     *,
     averages: bool = False,
     resumable: bool = True,
     interrupted: bool = False,
-    staging: Staging | None = None,
 ) -> Captured:
     """Copy the state into memory; a collective call.
 
@@ -241,16 +233,14 @@ def capture(
       averages: store all averages of the step.
       resumable: a checkpoint and a snapshot, with the averages where the recipe stores them with each checkpoint.
       interrupted: the run ends at this step although the recipe saves nothing then.
-      staging: memory whose last copies have been written; None: new memory.
     """
-    staging = staging or Staging()
     recipe = state.recipe
     extra = state.extra | {"buckets": buckets_at(recipe.data, state.stores, state.step)}
     null = {"embedding": state.conditioner.null_caption, "pooled": state.conditioner.null_pooled}
-    kept = {name: tensor.cpu() for name, tensor in null.items() if tensor is not None}  # waits, so it comes first
+    kept = {name: tensor.cpu() for name, tensor in null.items() if tensor is not None}
     rest = {MODEL: buffers_of(state.engine.model)} | ({NULL_CAPTION: kept} if kept else {})
     stopped = {checkpoint.INTERRUPTED: True} if interrupted else {}
-    groups = gather(state.engine, GROUPS if resumable else (EMA,), keep=state.ranks.is_first, staging=staging)
+    groups = gather(state.engine, GROUPS if resumable else (EMA,), keep=state.ranks.is_first)
     if not groups:
         return Captured(state.step, [])
     folders = []
@@ -263,10 +253,10 @@ def capture(
         first = {name.removeprefix(prefix): t for name, t in groups[EMA].items() if name.startswith(prefix)}
         folders.append(Folder(SNAPSHOT, rest | {MODEL: rest[MODEL] | first}, extra | young | stopped))
         folders.append(Folder(CHECKPOINT, groups, _progress(state, groups).model_dump()))
-    return Captured(state.step, folders, staging.copied())
+    return Captured(state.step, folders)
 
 
-def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progress:
+def _progress(state: Run, groups: dict[str, dict[str, Tensor]]) -> _Progress:
     return _Progress(
         spec=state.spec,
         num_images=state.num_images,
@@ -274,25 +264,23 @@ def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progr
         loss_scale=None if state.engine.loss_scale is None else state.engine.loss_scale.state_dict(),
         tuned_for=tuned_for(state),
         microbatches=state.microbatches,
-        attention_kernels=state.attention_kernels,
         in_codes=any(name.endswith(CODES) for name in groups[OPTIMIZER]),
         frozen=state.frozen,
     )
 
 
-def tuned_for(state: TrainState) -> dict[str, Any]:
-    """What measured microbatches and kernels depend on; where it changes, they are measured again."""
+def tuned_for(state: Run) -> dict[str, Any]:
+    """What the microbatches that fit depend on; where it changes, they are tried again."""
     run, parallel = state.recipe.run, state.recipe.parallel
-    flash3 = {"flash3": True} if has_flash3(state.device) else {}
-    return flash3 | {
+    return {
         "world_size": state.ranks.world_size,
         "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else state.device.type,
-        "run": [run.precision, run.compile, run.activation_checkpointing, *([run.fp8] if run.fp8 != "none" else [])],
+        "run": [run.precision, run.compile, run.activation_checkpointing, run.fp8],
         "parallel": [parallel.strategy, parallel.shard, parallel.replicas, parallel.cpu_offload],
     }
 
 
-def averages_are_due(state: TrainState) -> bool:
+def averages_are_due(state: Run) -> bool:
     """Whether this step stores averages, apart from those of a checkpoint."""
     every = state.recipe.ema.keep_every if state.recipe.ema.kind == "power" else 0
     return bool(every) and (state.step % every == 0 or state.step == state.recipe.run.steps)

@@ -6,25 +6,19 @@ error in one is raised before the next.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..config import RunSection
-from ..models.diffusers_models.adapters import saved_tensors
+from ..models.diffusers.adapters import saved_tensors
 from ..parallel.engine import Engine
 from ..weights import checkpoint
 from ..weights.checkpoint import Groups
-
-LOG = logging.getLogger(__name__)
-BLOCK_BYTES = 256 << 20  # a power of two, to which torch would round page-locked memory up
-ALIGNMENT = 64  # bytes
 
 Tensors = dict[str, Tensor]
 
@@ -46,80 +40,20 @@ class Folder:
 
 @dataclass(frozen=True)
 class Captured:
-    """State of a step in memory, as the folders to write; only the first rank has any.
-
-    Args:
-      copied: the end of the copies from a GPU, which may go on; None: there are none.
-    """
+    """State of a step in memory, as the folders to write; only the first rank has any."""
 
     step: int
     folders: list[Folder]
-    copied: torch.cuda.Event | None = None
 
 
-class Staging:
-    """Page-locked memory for the copies of a state, reused by the next one; a GPU fills it while the host goes on.
-
-    Copies are made on the current stream, so the next step, which changes the state, comes after them.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
-        self.reset()
-
-    def reset(self) -> None:
-        """Reuse all memory; the last copies must have been written."""
-        self._block, self._used, self._copied = 0, 0, False
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A copy on the CPU, which is complete once ``copied`` has passed."""
-        if not _is_on_gpu(tensor):
-            return tensor.detach().clone()
-        held = self._take(tensor.nbytes).view(tensor.dtype).reshape(tensor.shape)
-        self._copied = True
-        return held.copy_(tensor.detach(), non_blocking=True)
-
-    def copied(self) -> torch.cuda.Event | None:
-        """The end of the copies since the last reset; None without any."""
-        if not self._copied:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
-    def _take(self, num_bytes: int) -> Tensor:
-        while self._block < len(self._blocks) and self._used + num_bytes > len(self._blocks[self._block]):
-            self._block, self._used = self._block + 1, 0
-        if self._block == len(self._blocks):
-            self._blocks.append(_page_locked(max(num_bytes, BLOCK_BYTES)))
-        start = self._used
-        self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        return self._blocks[self._block][start : start + num_bytes]
-
-
-def _page_locked(num_bytes: int) -> Tensor:
-    try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        LOG.warning(
-            "checkpoints are copied more slowly: %d bytes of page-locked memory are refused (%s)", num_bytes, error
-        )
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-
-def _is_on_gpu(tensor: Tensor) -> bool:
-    return tensor.is_cuda
-
-
-def gather(engine: Engine, groups: Sequence[str], *, keep: bool, staging: Staging) -> dict[str, Tensors]:
+def gather(engine: Engine, groups: Sequence[str], *, keep: bool) -> dict[str, Tensors]:
     """Whole tensors on the CPU, by group and name; a collective call. Ranks that do not keep them get none."""
-    staging.reset()
     gathered: dict[str, Tensors] = {}
     for group in groups:
         gathered[group] = {}
         for name, tensor in engine.tensors(group):  # only one at a time is whole on the device
             if keep:
-                gathered[group][name] = staging.copy(tensor)
+                gathered[group][name] = tensor.detach().to("cpu", copy=True)
     return gathered if keep else {}
 
 
@@ -134,8 +68,6 @@ def write(captured: Captured, run: Path, section: RunSection) -> None:
 
     Raises: ResourceError: the disk is full; DamageError: it returned other bytes. Older checkpoints then stay.
     """
-    if captured.copied is not None:
-        captured.copied.synchronize()
     for folder in captured.folders:
         path = checkpoint.save(folder.kind, run, captured.step, folder.groups, dict(folder.state))
         if folder.kind == checkpoint.CHECKPOINT:
@@ -156,7 +88,6 @@ class Saver:
         self._run, self._section = run, section
         self._thread = ThreadPoolExecutor(1, "leandit-save") if section.async_checkpoint else None
         self._pending: Future[None] | None = None
-        self.staging = Staging()
 
     def begin(self, captured: Captured) -> None:
         """Write, or start writing; ``finish`` comes before the capture, so that two states are never in memory.

@@ -1,99 +1,237 @@
-"""The state of a run, built from recipe and store: model, optimizer, averages and loader."""
+"""A run: a model with its optimizer, its averages, its data, and everything else that a step reads or changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ...datasets.batches.batch import Batch
 from ...datasets.errors import RecipeError
-from ...datasets.format.schema import EncoderIdentity, LatentSpec, LatentStatistics, StoreSpec
+from ...datasets.format.schema import EncoderIdentity, FeatureSpec, LatentSpec, LatentStatistics, StoreSpec
 from ...datasets.loader import BatchLoader
 from ...datasets.revisions.encoder_paths import encoder_section, vae_of
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..metrics.flops import meta_model, shortened
-from ..models.build import patch_of
-from ..models.diffusers_models.adapters import trained_parameters
-from ..models.diffusers_models.families import family_of
+from ..models.build import DiTDenoiser, build_model, patch_of
+from ..models.conditioning import COMPILED_CAPTION_STEP, NO_EXTRAS, Conditioner, Extras, ModelOutput
+from ..models.diffusers.adapters import add_adapters, trained_parameters
+from ..models.diffusers.families import family_of
+from ..models.diffusers.model import DiffusersModel
 from ..models.spec import ModelSpec
+from ..objectives.losses import noised
 from ..optim.ema import build_rules, first_share
+from ..optim.fp8 import check_fp8, use_fp8
+from ..optim.loss_scale import autocast_dtype
+from ..optim.process import set_precision
+from ..parallel.build import build_engine
+from ..parallel.engine import Engine
 from ..parallel.ranks import ALONE, Ranks
-from ..step.learner import Learner, build_learner
+from ..parallel.strategy import choose_strategy
+from ..techniques.images import Microbatch
+from ..techniques.registry import routed_blocks, techniques_of
+from ..techniques.technique import Technique
 from ..weights.checkpoint import YOUNG
-from ..weights.sources import class_map_warning, scale_warning, young_warning
+from ..weights.init_from import FrozenWeights, first_weights, hash_of
+from ..weights.sources import class_map_warning, lasting_source, scale_warning, young_warning
 from .data import buckets_at, build_loader
-from .model_for_store import model_for_stores
-from .texts_for_store import null_captions
+from .fit import model_for_stores
+from .texts import null_captions
 
 
 @dataclass(kw_only=True)
-class TrainState(Learner):
-    """A learner with its data.
+class Run:
+    """Everything that a step reads or changes, and what the loop saves.
 
     Args:
-      stores: of the recipe, in order.
+      techniques: that the recipe uses.
+      autocast_dtype: of the model's forward and backward; None: float32.
+      step, num_images: made and seen so far.
+      microbatches: most images of a forward, by bucket, as tried on a GPU.
+      compiled: the blocks are, for each shape, so that parts of a batch have one.
+      feature_specs: of the image features that the techniques read, by name.
+      frozen: the weights that adapters belong to.
+      origin: description of the first weights.
+      stores: of the recipe, in order; none in a measurement on synthetic batches, which has no loader either.
       extra: what a snapshot stores beside its tensors.
     """
 
-    stores: list[LatentStore]
-    loader: BatchLoader
-    extra: dict[str, Any]
+    recipe: TrainRecipe
+    spec: ModelSpec
+    engine: Engine
+    ranks: Ranks
+    conditioner: Conditioner
+    device: torch.device
+    autocast_dtype: torch.dtype | None
+    techniques: list[Technique]
+    step: int = 0
+    num_images: int = 0
+    microbatches: dict[str, int] = field(default_factory=dict)
+    compiled: bool = False
+    feature_specs: Mapping[str, FeatureSpec] = field(default_factory=dict)
+    frozen: FrozenWeights | None = None
+    origin: str = ""
+    stores: list[LatentStore] = field(default_factory=list)
+    data: BatchLoader | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls,
+        recipe: TrainRecipe,
+        stores: Sequence[LatentStore],
+        device: torch.device,
+        warn: Callable[[str], None],
+        ranks: Ranks = ALONE,
+        statistics: LatentStatistics | None = None,
+    ) -> Run:
+        """A run on stores, at step 0; nothing is written. ``resume.start_or_resume`` loads its newest checkpoint.
+
+        Args:
+          stores: those that the recipe names, in order, else the only one.
+          warn: called with each part of the stores that does not train.
+          ranks: of this process; ``ranks.connected`` has connected it.
+          statistics: of the latents, as the run began; None for a new run.
+        Raises: RecipeError, StoreError, RunError: recipe and stores do not fit.
+        """
+        source = recipe.model.init_from
+        if recipe.lora.rank and not source:
+            raise RecipeError(
+                f"lora.rank {recipe.lora.rank}: adapters need weights that they adapt. Name them with model.init_from: "
+                "a run, or a hub id or folder in diffusers' layout."
+            )
+        spec, store = model_for_stores(recipe, stores)
+        classes = store.spec.classes or []
+        if source and not spec.takes_text and (warning := class_map_warning(source, spec.num_classes, classes)):
+            warn(warning)
+        loader = build_loader(recipe, stores, spec, device, warn, ranks, statistics)
+        latent = loader.dataset.reader.latent_specs[0]
+        for warning in (scale_warning(source, latent), young_warning(source)) if source else ():
+            if warning:
+                warn(warning)
+        null, null_pooled = null_captions(spec, store)
+        sizes = [torch.from_numpy(each.sizes[:, :2]).to(device).float() for each in stores if spec.takes_sizes]
+        run = build_run(
+            recipe,
+            spec,
+            device,
+            null_caption=None if null is None else null.to(device),
+            null_pooled=None if null_pooled is None else null_pooled.to(device),
+            source_sizes=sizes,
+            ranks=ranks,
+            store=store.spec,
+            compiled=recipe.run.compile and device.type == "cuda",
+            pretrained=True,
+        )
+        buckets, hashes = buckets_at(recipe.data, stores, 1), [each.root_hash for each in stores]
+        where = {"place": store.path, "buckets": buckets, "root_hashes": hashes}
+        run.extra = snapshot_state(recipe, store.spec, spec, latent=latent, **where)
+        if run.frozen:
+            run.extra["frozen"] = run.frozen.model_dump()
+        run.stores, run.data = list(stores), loader
+        return run
+
+    @property
+    def loader(self) -> BatchLoader:
+        """The batches of this rank."""
+        assert self.data is not None, "a run on synthetic batches has no loader"
+        return self.data
+
+    def token_grid(self, latents: Tensor) -> tuple[int, int]:
+        """Rows and columns of the model's tokens for latents (..., H, W)."""
+        patch = patch_of(self.spec)
+        return latents.shape[-2] // patch, latents.shape[-1] // patch
+
+    def read_targets(self, batch: Batch, grid: tuple[int, int], *, trains: bool) -> dict[str, Tensor]:
+        """What techniques read of a batch; not ``trains``: only what the model needs in every forward."""
+        targets = dict[str, Tensor]()
+        for technique in self.techniques:
+            targets |= technique.read(batch, grid, self.feature_specs, trains=trains)
+        return targets
+
+    def inputs(self, images: Microbatch) -> Extras:
+        """What the model reads in every forward beside latents, times and conditioning."""
+        extras = NO_EXTRAS
+        for technique in self.techniques:
+            extras = technique.inputs(extras, images)
+        return extras
+
+    def predict(self, images: Microbatch, extras: Extras) -> ModelOutput:
+        """The model's output for images at their times, in the precision of the run; ``output`` is float32."""
+        noisy, time = noised(self.recipe.objective, images.latents, images.noise, images.times)
+        more = () if extras is NO_EXTRAS else (extras,)
+        with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+            output: Tensor | ModelOutput = self.engine.forward(noisy, time, images.conditioning, *more)
+        return ModelOutput(output.float()) if isinstance(output, Tensor) else output._replace(output=output[0].float())
 
 
-def prepare(
+def build_run(
     recipe: TrainRecipe,
-    stores: Sequence[LatentStore],
+    spec: ModelSpec,
     device: torch.device,
-    warn: Callable[[str], None],
+    *,
+    null_caption: Tensor | None,
+    null_pooled: Tensor | None = None,
+    source_sizes: Sequence[Tensor] = (),
     ranks: Ranks = ALONE,
-    statistics: LatentStatistics | None = None,
-) -> TrainState:
-    """Build model, averages, optimizer and loader; nothing is written.
+    store: StoreSpec | None = None,
+    compiled: bool = False,
+    pretrained: bool = False,
+) -> Run:
+    """A run without stores: model, optimizer and averages, for a step on any batch.
 
     Args:
-      stores: those that the recipe names, in order, else the only one.
-      warn: called with each part of the stores that does not train.
+      null_caption, null_pooled: (max_tokens, D) and (P,), for a model with text.
+      source_sizes: (records, 2) pixels of each store, for a model conditioned on them.
       ranks: of this process; ``ranks.connected`` has connected it.
-      statistics: of the latents, as the run began; None for a new run.
-    Raises: RecipeError, StoreError, RunError: recipe and stores do not fit.
+      store: whose image features the techniques read.
+      compiled: the blocks go through torch.compile.
+      pretrained: load the weights of ``model.init_from``.
+    Raises: RecipeError, RunError: something does not fit.
     """
-    if recipe.lora.rank and not recipe.model.init_from:
-        raise RecipeError(
-            f"lora.rank {recipe.lora.rank}: adapters need weights that they adapt. Name them with model.init_from: a "
-            "run, or a hub id or folder in diffusers' layout."
-        )
-    spec, store = model_for_stores(recipe, stores)
-    source, classes = recipe.model.init_from, store.spec.classes or []
-    if source and not spec.takes_text and (warning := class_map_warning(source, spec.num_classes, classes)):
-        warn(warning)
-    loader = build_loader(recipe, stores, spec, device, warn, ranks, statistics)
-    latent = loader.dataset.reader.latent_specs[0]
-    for warning in (scale_warning(source, latent), young_warning(source)) if source else ():
-        if warning:
-            warn(warning)
-    null, null_pooled = null_captions(spec, store)
-    learner = build_learner(
-        recipe,
-        spec,
-        device,
-        null_caption=None if null is None else null.to(device),
-        null_pooled=None if null_pooled is None else null_pooled.to(device),
-        source_sizes=[torch.from_numpy(each.sizes[:, :2]).to(device).float() for each in stores if spec.takes_sizes],
+    strategy, techniques = choose_strategy(recipe.parallel, ranks), techniques_of(recipe)
+    check_fp8(recipe, device, strategy, compiled=compiled)
+    compiled = compiled and strategy != "deepspeed"
+    model, frozen, origin = build_model(spec.plain, seed=recipe.run.seed), None, "new weights"
+    if pretrained and (source := recipe.model.init_from):
+        weights, origin = first_weights(source, model, spec)
+        model.load_state_dict(weights)
+        frozen = FrozenWeights(source=lasting_source(source), xxh3_128=hash_of(weights)) if spec.adapter else None
+    if spec.adapter:
+        add_adapters(model, spec.adapter, seed=recipe.run.seed)
+    model.checkpoint_activations(recipe.run.activation_checkpointing)
+    if isinstance(model, DiffusersModel):
+        model.residual = recipe.run.residual
+    if isinstance(model, DiTDenoiser):
+        model.net.residual = recipe.run.residual
+        model.net.routed = routed_blocks(techniques, len(model.blocks))
+    if device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)  # events and streams that name no device are of the current one
+        set_precision(recipe, spec)
+    if recipe.run.fp8 != "none":
+        use_fp8(model, recipe.run.fp8)
+    names = {name for technique in techniques for name in technique.features}
+    caption_step = COMPILED_CAPTION_STEP if compiled else 1
+    return Run(
+        recipe=recipe,
+        spec=spec,
+        engine=build_engine(recipe, model, ranks, device, compiled=compiled),
         ranks=ranks,
-        store=store.spec,
-        compiled=recipe.run.compile and device.type == "cuda",
-        pretrained=True,
+        conditioner=Conditioner(spec, null_caption, source_sizes, caption_step, null_pooled),
+        device=device,
+        autocast_dtype=autocast_dtype(recipe.run.precision, device),
+        techniques=techniques,
+        compiled=compiled,
+        feature_specs={one.name: one.spec for one in store.features if one.name in names} if store else {},
+        frozen=frozen,
+        origin=origin,
     )
-    buckets, hashes = buckets_at(recipe.data, stores, 1), [each.root_hash for each in stores]
-    where = {"place": store.path, "buckets": buckets, "root_hashes": hashes}
-    extra = snapshot_state(recipe, store.spec, spec, latent=latent, **where)
-    if learner.frozen:
-        extra["frozen"] = learner.frozen.model_dump()
-    return TrainState(**vars(learner), stores=list(stores), loader=loader, extra=extra)
 
 
 def snapshot_state(
@@ -137,7 +275,7 @@ def snapshot_state(
     }
 
 
-def origin_lines(state: TrainState, run: Path) -> Iterator[str]:
+def origin_lines(state: Run, run: Path) -> Iterator[str]:
     """Lines on the first weights, what was converted of them, what trains, and what takes longer than the run."""
     recipe, steps = state.recipe, state.recipe.run.steps
     if state.step:
@@ -165,7 +303,7 @@ def origin_lines(state: TrainState, run: Path) -> Iterator[str]:
         )
 
 
-def _positions(state: TrainState) -> Iterator[str]:
+def _positions(state: Run) -> Iterator[str]:
     """The span of a DiT's positions, where it is that of other pictures than those of the store."""
     spec = state.spec
     of_store = max(store.spec.images.resolution_px // store.spec.latent.downscale for store in state.stores)

@@ -6,13 +6,19 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
+from ... import __version__
 from ...datasets.batches.stream import content_hash
+from ...datasets.disk.hashing import sha256_of
 from ...datasets.errors import RecipeError, RunError
+from ...datasets.recipe import flatten
 from ...datasets.revisions.catalog import begun_revisions, read_spec, sealed_revisions, unsealed
 from ...datasets.revisions.commits import read_manifest
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..data_recipe import StoreSection
+from ..parallel.deepspeed_config import read_config
 from .manifest import RevisionRead, RunManifest
 
 LOG = logging.getLogger(__name__)
@@ -57,7 +63,7 @@ def open_stores(
                 remote={"capacity_gib": recipe.run.remote_gib, "folder": recipe.run.remote_folder or None},
             )
             if not section.revision and opened[section.store, asked].newest_revision > asked > 0:
-                warn(_newer(opened[section.store, asked], run, may_move=may_move))
+                _warn_of_newer(opened[section.store, asked], run, warn, may_move=may_move)
         stores.append(opened[section.store, asked])
         why = "as the run has read it" if revisions else "named" if asked else "the newest"
         LOG.info("store '%s': revision %d, %s; %d records", section.store, stores[-1].revision, why, len(stores[-1]))
@@ -89,12 +95,12 @@ def _revision(section: StoreSection, run: Path, known: Sequence[RevisionRead], *
     return asked
 
 
-def _newer(store: LatentStore, run: Path, *, may_move: bool) -> str:
-    """A line on a newer revision than the run reads."""
+def _warn_of_newer(store: LatentStore, run: Path, warn: Callable[[str], None], *, may_move: bool) -> None:
     newest, reads = store.newest_revision, f"this run reads {store.revision}"
     if may_move:
-        return f"store has revision {newest}, {reads}; move it with --set run.revision={newest}"
-    return f"store '{store.path}' has revision {newest}, {reads}; a new run with model.init_from={run} can read it"
+        warn(f"store has revision {newest}, {reads}; move it with --set run.revision={newest}")
+    else:
+        warn(f"store '{store.path}' has revision {newest}, {reads}; a new run with model.init_from={run} can read it")
 
 
 def _check_store(run: Path, known: list[RevisionRead], store: LatentStore) -> None:
@@ -141,3 +147,14 @@ def contents_read(manifest: RunManifest, stores: Sequence[LatentStore]) -> set[s
             plan_hash = "" if entry.root_hash else read_manifest(store.path, entry.revision).plan
             hashes.add(content_hash(entry.root_hash, plan_hash))
     return hashes
+
+
+def inputs_of(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> dict[str, object]:
+    """What all ranks must agree on."""
+    inputs: dict[str, object] = {"release": __version__, "torch": torch.__version__}
+    for number, store in enumerate(stores, 1):
+        which = f" of store {number}" if len(stores) > 1 else ""
+        inputs |= {f"revision{which}": store.revision, f"root hash{which}": store.root_hash}
+    if path := recipe.parallel.deepspeed_config:
+        inputs["ds_config.json"] = sha256_of(read_config(path))
+    return inputs | flatten(recipe.model_dump())

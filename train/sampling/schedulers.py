@@ -1,20 +1,30 @@
-"""The samplers of each objective, as diffusers' schedulers.
-
-"flow": Euler, Heun, DPM-Solver++ and Euler-Maruyama. "ddpm": DDIM, DPM-Solver++ and DDPM's own.
-"""
+"""The samplers of each objective: diffusers' schedulers, and Euler-Maruyama for the stochastic equation of a flow."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ...datasets.errors import RecipeError
-from ..objective_recipe import ObjectiveSection
 from ..objectives.losses import BETA_END, BETA_START, TRAIN_STEPS
-from .euler_maruyama import Diffusion, EulerMaruyama, LastStep
+from ..techniques.registry import ObjectiveSection
 
 Sampler = Literal["auto", "euler", "heun", "sde", "ddim", "dpm", "ddpm"]
 SAMPLERS: dict[str, tuple[Sampler, ...]] = {"flow": ("euler", "heun", "dpm", "sde"), "ddpm": ("ddim", "dpm", "ddpm")}
 STOCHASTIC: tuple[Sampler, ...] = ("sde", "ddpm")  # whose steps take the generators of the noise
+# Sampler -> the least steps and why.
+LEAST_STEPS: dict[str, str] = {
+    "ddpm": "as DiT is evaluated 250",  # steps include the first and the last time
+    "sde": "the last of them without noise; 250 are usual",
+}
+
+Diffusion = Literal["sigma", "linear", "constant", "decreasing", "increasing-decreasing"]
+LastStep = Literal["mean", "euler", "tweedie"]
+LAST_STEP = 0.04  # time at which the last step, without noise, begins; of SiT and REPA, whatever the number of steps
 
 
 def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) -> Sampler:
@@ -27,12 +37,8 @@ def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) 
         return known[0]
     if wanted == "dpm" and steps >= TRAIN_STEPS:
         raise RecipeError(f"--steps {steps}: --sampler dpm needs {TRAIN_STEPS - 1} at most; 20 are usual.")
-    if wanted == "ddpm" and steps < 2:  # steps include the first and the last time
-        raise RecipeError(f"--steps {steps}: --sampler ddpm needs 2 at least, as DiT is evaluated 250.")
-    if wanted == "sde" and steps < 2:
-        raise RecipeError(
-            f"--steps {steps}: --sampler sde needs 2 at least, the last of them without noise; 250 are usual."
-        )
+    if wanted in LEAST_STEPS and steps < 2:
+        raise RecipeError(f"--steps {steps}: --sampler {wanted} needs 2 at least, {LEAST_STEPS[wanted]}.")
     if wanted not in known:
         raise RecipeError(f"--sampler {wanted}: the run has objective.kind '{objective.kind}'. Use {', '.join(known)}.")
     return wanted
@@ -53,36 +59,28 @@ def build_scheduler(
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
     from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
 
+    # Second order is the multistep form (Lu et al. 2022, algorithm 2).
+    shared: dict[str, Any] = {"num_train_timesteps": TRAIN_STEPS}
+    dpm: dict[str, Any] = shared | {"algorithm_type": "dpmsolver++", "solver_order": 2}
     if sampler == "euler":
-        return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TRAIN_STEPS, shift=objective.shift)
+        return FlowMatchEulerDiscreteScheduler(**shared, shift=objective.shift)
     if sampler == "heun":
-        return FlowMatchHeunDiscreteScheduler(num_train_timesteps=TRAIN_STEPS, shift=objective.shift)
+        return FlowMatchHeunDiscreteScheduler(**shared, shift=objective.shift)
     if objective.kind == "flow":  # as Sana draws, with 20 steps
-        return DPMSolverMultistepScheduler(
-            num_train_timesteps=TRAIN_STEPS,
-            prediction_type="flow_prediction",
-            use_flow_sigmas=True,
-            flow_shift=objective.shift,
-            algorithm_type="dpmsolver++",
-            solver_order=2,
-        )
-    shared: dict[str, Any] = {
-        "num_train_timesteps": TRAIN_STEPS,
-        "beta_start": BETA_START,
-        "beta_end": BETA_END,
-        "beta_schedule": "linear",
-        "prediction_type": "epsilon" if objective.predict == "epsilon" else "v_prediction",
-    }
-    if sampler == "dpm":  # second order, the multistep form (Lu et al. 2022, algorithm 2)
-        return DPMSolverMultistepScheduler(**shared, algorithm_type="dpmsolver++", solver_order=2)
+        flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": objective.shift}
+        return DPMSolverMultistepScheduler(**dpm, **flow)
+    noise: dict[str, Any] = {"beta_start": BETA_START, "beta_end": BETA_END, "beta_schedule": "linear"}
+    noise["prediction_type"] = "epsilon" if objective.predict == "epsilon" else "v_prediction"
+    if sampler == "dpm":
+        return DPMSolverMultistepScheduler(**dpm, **noise)
     if sampler == "ddpm":  # the steps are spread as DiT's evaluation spreads them: whole, from 999 to 0
         variance: Any = "learned_range" if objective.variance == "learned" else "fixed_large"
-        return DDPMScheduler(**shared, variance_type=variance, clip_sample=False, timestep_spacing="linspace")
+        spacing: dict[str, Any] = {"clip_sample": False, "timestep_spacing": "linspace"}
+        return DDPMScheduler(**shared, **noise, **spacing, variance_type=variance)
     # DDIM is the first order of DPM-Solver++ (Lu et al. 2022, section 4.1). diffusers' own class steps by 1000 // N,
     # unlike "trailing" times, unless N divides 1000.
-    return DPMSolverMultistepScheduler(
-        **shared, algorithm_type="dpmsolver++", solver_order=1, timestep_spacing="trailing"
-    )
+    first_order: dict[str, Any] = dpm | {"solver_order": 1, "timestep_spacing": "trailing"}
+    return DPMSolverMultistepScheduler(**noise, **first_order)
 
 
 def pipeline_scheduler(objective: ObjectiveSection, *, takes_flow_match: bool) -> Any:
@@ -94,3 +92,79 @@ def pipeline_scheduler(objective: ObjectiveSection, *, takes_flow_match: bool) -
     """
     first = SAMPLERS[objective.kind][0] if objective.kind == "ddpm" or takes_flow_match else "dpm"
     return build_scheduler(objective, first)
+
+
+class Stepped(NamedTuple):
+    """As diffusers' schedulers return it."""
+
+    prev_sample: Tensor
+
+
+class EulerMaruyama:
+    """The stochastic differential equation of a flow, with the calls of diffusers' schedulers that sampling uses.
+
+    With time t from 0 (data) to 1 (noise), x = (1 - t) data + t noise and velocity v = noise - data, the noise in x is
+    x + (1 - t) v in the mean, and the score is minus that over t. For any diffusion coefficient D(t) >= 0,
+
+        dx = (-v + D(t) score) ds + sqrt(2 D(t)) dW,   s = 1 - t,
+
+    has the marginals of the flow. Source: Ma et al. 2024 (SiT, arXiv 2401.08740), section 3 and table 2, and its code,
+    whose time is s. REPA, REG and contrastive flow sample with D = t ("sigma") and the last step "mean".
+
+    Args:
+      shift: of the times towards noise, which are evenly spaced without it (1).
+      diffusion: D(t). On this path "sigma" and "linear" are both t.
+      last_step: without noise: "mean" by the drift above, "euler" by the velocity alone, "tweedie" to the mean of the
+        data, which on this path is "euler".
+    """
+
+    def __init__(self, *, shift: float, diffusion: Diffusion, last_step: LastStep) -> None:
+        self._shift, self._last_step = shift, last_step
+        self._diffusion: Diffusion = diffusion
+        self._times: list[float] = []
+        self._index = 0
+
+    @property
+    def timesteps(self) -> Tensor:
+        """Times of the steps in 0..1000, (steps,) float64."""
+        return torch.tensor(self._times[:-1], dtype=torch.float64) * TRAIN_STEPS
+
+    def set_timesteps(self, steps: int) -> None:
+        """Begin to draw with so many steps, of which the last has no noise; at least 2."""
+        shift = self._shift
+        even = torch.linspace(1, LAST_STEP / (shift - (shift - 1) * LAST_STEP), steps, dtype=torch.float64)
+        self._times = [*(shift * even / (1 + (shift - 1) * even)).tolist(), 0.0]
+        self._index = 0
+
+    def step(self, velocity: Tensor, _time: Tensor, x: Tensor, *, generator: Sequence[torch.Generator]) -> Stepped:
+        """One step.
+
+        Args:
+          velocity, x: (B, ...) float32, at the time of this step.
+          generator: one for each of the batch, on the CPU.
+        """
+        t, following = self._times[self._index : self._index + 2]
+        self._index += 1
+        width, is_last = t - following, not following
+        if is_last and self._last_step != "mean":
+            return Stepped(x - width * velocity)
+        diffusion = diffusion_at(t, self._diffusion)
+        score = -(x + (1 - t) * velocity) / t
+        mean = x + width * (diffusion * score - velocity)
+        if is_last:
+            return Stepped(mean)
+        noise = torch.stack([torch.randn(x.shape[1:], generator=one) for one in generator]).to(x.device)
+        return Stepped(mean + math.sqrt(2 * diffusion * width) * noise)
+
+
+def diffusion_at(t: float, form: Diffusion) -> float:
+    """D(t) of SiT's forms, of norm 1; "SBDM" is left out, as it is infinite at t = 1."""
+    match form:
+        case "sigma" | "linear":
+            return t
+        case "constant":
+            return 1.0
+        case "decreasing":  # in SiT's time, from noise to data
+            return 0.25 * (math.cos(math.pi * (1 - t)) + 1) ** 2
+        case "increasing-decreasing":
+            return math.sin(math.pi * t) ** 2

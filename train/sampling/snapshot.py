@@ -15,22 +15,21 @@ from ...datasets.errors import RunError
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import LatentSpec, TextSpec
 from ..models.build import Denoiser, build_model
-from ..models.conditioning import Conditioner
-from ..models.numerics import use_onednn
+from ..models.conditioning import COMPILED_CAPTION_STEP, Conditioner
 from ..models.spec import ModelSpec
-from ..objective_recipe import ObjectiveSection
 from ..parallel.build import compile_blocks
-from ..step.learner import COMPILED_CAPTION_STEP
+from ..techniques.registry import ObjectiveSection
 from ..weights import checkpoint
 from ..weights.checkpoint import MODEL, NULL_CAPTION
 from ..weights.folders import CHECKPOINT, SNAPSHOT, steps
 from ..weights.init_from import merged_weights
+from .guided import SamplingModel
 
 Weights = Literal["averaged", "raw"]
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(SamplingModel):
     """The weights of a run, ready to sample.
 
     Args:
@@ -40,14 +39,11 @@ class Snapshot:
       weights: "averaged", or those of the checkpoint of the same step.
     """
 
+    model: Denoiser
     path: Path
     step: int
-    model: Denoiser
-    spec: ModelSpec
-    objective: ObjectiveSection
     latent: LatentSpec
     text: TextSpec | None
-    conditioner: Conditioner
     state: dict
     weights_hash: str = ""
     weights: Weights = "averaged"
@@ -102,9 +98,8 @@ def load_snapshot(
         raise RunError(f"run '{run}': no {wanted} of step {step}; there are {', '.join(map(str, sorted(snapshots)))}.")
     saved = source = checkpoint.read(snapshots[step or max(snapshots)])
     if weights == "raw":
-        source = replace(
-            checkpoint.read(saved.path.with_name(f"{CHECKPOINT}-{saved.state['step']}")), state=saved.state
-        )
+        raw = checkpoint.read(saved.path.with_name(f"{CHECKPOINT}-{saved.state['step']}"))
+        source = replace(raw, state=saved.state)
     try:
         spec = ModelSpec.model_validate(saved.state["spec"])
         objective = ObjectiveSection.model_validate(saved.state["objective"])
@@ -158,12 +153,10 @@ def text_encoders(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def prepare_model(model: Denoiser, device: torch.device, *, compiled: bool) -> Denoiser:
-    """Move the model to its device, in evaluation mode, compiled or with oneDNN."""
+    """Move the model to its device, in evaluation mode, compiled or not."""
     model.to(device).eval().requires_grad_(False)
     if compiled:
         compile_blocks(model)
-    elif device.type == "cpu":
-        use_onednn(model)
     return model
 
 

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as tensors_of
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ...datasets.disk.files import drop_cached, move, remove, write_folder
-from ...datasets.disk.hashing import Xxh3, canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
+from ...datasets.disk.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
 from ...datasets.errors import DamageError, RunError
 from .folders import AVERAGE as AVERAGE
 from .folders import CHECKPOINT, STATE, steps
 from .folders import SNAPSHOT as SNAPSHOT
 from .folders import find as find
-from .tensor_file import parts_of
 
 FORMAT_VERSION = 1
 STATE_HASH = "state_sha256"
@@ -90,7 +93,7 @@ def young_average(path: Path, state: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint or snapshot on disk, its hashes checked.
+    """A checkpoint or snapshot on disk.
 
     Args:
       path: of its folder.
@@ -102,8 +105,18 @@ class Saved:
     state: dict[str, Any]
     files: dict[str, FileHash]
 
+    def check(self) -> None:
+        """Hash every file; for those that are read in other ways than by ``read``.
+
+        Raises: DamageError: a file differs from its hash.
+        """
+        for name, entry in self.files.items():
+            with _bad_disk_is_damage(self.path, name):
+                if xxh3_file(self.path / name) != entry.xxh3_128:
+                    raise CheckpointDamage(self.path, f"'{name}' differs from its hash")
+
     def read(self, group: str) -> dict[str, Tensor]:
-        """Tensors of a group, on the CPU, from bytes whose hash is checked again.
+        """Tensors of a group, on the CPU, from bytes that have the right hash.
 
         Raises: DamageError: the file is missing or damaged.
         """
@@ -116,10 +129,9 @@ class Saved:
         if xxh3_parts([data]) != (entry.bytes, entry.xxh3_128):
             raise CheckpointDamage(self.path, f"'{name}' differs from its hash")
         try:
-            tensors = tensors_of(data)
+            return tensors_of(data)
         except (SafetensorError, KeyError, ValueError, TypeError) as error:  # KeyError: a dtype that torch lacks
             raise CheckpointDamage(self.path, f"'{name}' holds no tensors ({error})") from error
-        return tensors
 
     def tensors(self, group: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Like ``read``, with a check of names, shapes and dtypes.
@@ -142,41 +154,61 @@ class Saved:
 
 
 def save(kind: str, run: Path, step: int, groups: Groups, state: dict[str, Any]) -> Path:
-    """Write ``<kind>-<step>/`` into a run, then read it back and check it.
+    """Write ``<kind>-<step>/`` into a run; each file is read back before the folder gets its name.
 
     Args:
       kind: CHECKPOINT, SNAPSHOT or AVERAGE.
-      groups: name of each safetensors file -> its tensors, which are written as they lie in memory.
+      groups: name of each safetensors file -> its tensors.
       state: everything except tensors; JSON values.
     Raises: ResourceError: the disk is full; DamageError: the disk returns other bytes. An older folder then stays.
     """
     final = run / f"{kind}-{step}"
     hashes: dict[str, Any] = {}
 
-    def content(name: str, tensors: Mapping[str, Tensor]) -> Iterator[Any]:
-        hashed = Xxh3()
-        for part in parts_of(tensors):
-            hashed.update(part)
-            yield part
-        hashes[name] = {"bytes": hashed.size, "xxh3_128": hashed.hexdigest()}
-
-    def files() -> Iterator[tuple[str, bytes | Iterator[Any]]]:
+    def files() -> Iterator[tuple[str, bytes | Callable[[Path], None]]]:
         for group, tensors in groups.items():
-            yield f"{group}.safetensors", content(f"{group}.safetensors", tensors)
+            name, written = f"{group}.safetensors", list[Path]()
+            whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+
+            def write(path: Path, whole: dict[str, Tensor] = whole, written: list[Path] = written) -> None:
+                try:
+                    save_file(whole, path)
+                except SafetensorError as error:  # of the disk: it has the number of the system only in its text
+                    raise _disk_error(error, path) from error
+                written.append(path)
+
+            yield name, write
+            hashes[name] = _hash_of_written(final, written[0], whole)
         document = {"format_version": FORMAT_VERSION, "kind": kind, "step": step, "files": hashes} | state
         yield STATE, canonical_json(document | {STATE_HASH: sha256_of(document)})
 
     write_folder(final, files(), replace=True)
-    for name in hashes:
-        drop_cached(final / name)  # so that the disk is read, not the memory that was written from
-    read(final)
     return final
 
 
-def read(path: Path) -> Saved:
-    """Open a checkpoint or snapshot and check every byte of it, before any tensor is used.
+def _hash_of_written(final: Path, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Size and hash of a file that the disk returns as the tensors that were written to it."""
+    drop_cached(path)  # so that the disk is read, not the memory that was written from
+    with _bad_disk_is_damage(final, path.name), contextlib.suppress(SafetensorError), safe_open(path, "pt") as file:
+        if all(torch.equal(_as_bytes(file.get_tensor(name)), _as_bytes(t)) for name, t in tensors.items()):
+            return {"bytes": path.stat().st_size, "xxh3_128": xxh3_file(path)}
+    raise CheckpointDamage(final, f"the disk returned other bytes of '{path.name}' than were written")
 
-    Raises: RunError: it is of another format; DamageError: a file is missing, differs from its hash, or is not known.
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _disk_error(error: SafetensorError, path: Path) -> Exception:
+    number = re.search(r"os error (\d+)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1])), str(path)) if number else error
+
+
+def read(path: Path) -> Saved:
+    """Open a checkpoint or snapshot; ``Saved.tensors`` checks the bytes of a group before a tensor is used.
+
+    Raises: RunError: it is of another format; DamageError: its state is damaged, a file is missing, of another size,
+      or not known.
     """
     if not (path / STATE).is_file():
         raise CheckpointDamage(path, f"there is no '{STATE}'")
@@ -224,10 +256,6 @@ def _check_files(path: Path, files: Mapping[str, FileHash]) -> None:
         if size != entry.bytes:
             problem = "is missing" if size is None else f"has {size} bytes, not {entry.bytes}"
             raise CheckpointDamage(path, f"'{name}' {problem}")
-        with _bad_disk_is_damage(path, name):
-            digest = xxh3_file(file)
-        if digest != entry.xxh3_128:
-            raise CheckpointDamage(path, f"'{name}' differs from its hash")
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
-"""What ``model.init_from`` can name: a run, a hub id or folder in diffusers' layout, or a file of a DiT in the official
-layout; and what it says of itself.
+"""What ``model.init_from`` can name, and what that records of itself.
 
-Only safetensors are read from folders. A folder may be a pipeline, or its transformer. Of a run the newest snapshot is
-used.
+A source is a run, whose newest snapshot is used; a hub id or folder in diffusers' layout, a pipeline or its
+transformer, of which only safetensors are read; or a file of a DiT in the official layout.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from ...datasets.errors import DamageError, RunError
 from ...datasets.format.class_names import imagenet_names
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.alike import raw_scale_and_shift
-from ..models.diffusers_models.families import Family, family_of, transformer_class
+from ..models.diffusers.families import family_of, transformer_class
 from ..models.dit import size_of
 from ..models.spec import ModelSpec
 from . import checkpoint
-from .dit_checkpoints import POSITIONS, read_official, read_safetensors
+from .published import POSITIONS, read_official, read_safetensors
 
 CONFIG, WEIGHTS, SUBFOLDER = "config.json", "diffusion_pytorch_model*.safetensors", "transformer"
 MAX_CONFIG_BYTES = 1 << 20
@@ -74,21 +73,21 @@ def model_folder(source: str, *, files: tuple[str, ...] = (CONFIG, WEIGHTS)) -> 
         if source.startswith((".", "/", "~")) or source.count("/") != 1:
             raise RunError(
                 f"model.init_from '{source}': no such folder, and not a hub id. Check the path. If weights "
-                "that adapters were trained on have moved, --set model.init_from=PATH tells it to their run, "
-                "--base PATH to other commands."
+                "that adapters were trained on have moved, give their path with --set model.init_from=PATH to "
+                "their run, with --base PATH to other commands."
             )
-        folder = _fetched(source, files)
+        folder = _fetch(source, files)
     if not (folder / CONFIG).is_file():
         folder = folder / SUBFOLDER
     if not (folder / CONFIG).is_file():
         raise RunError(
-            f"model.init_from '{source}': there is no '{CONFIG}' and no '{SUBFOLDER}/{CONFIG}'. Needed a folder or "
+            f"model.init_from '{source}': there is no '{CONFIG}' and no '{SUBFOLDER}/{CONFIG}'. Expected a folder or "
             "hub id of a diffusers pipeline, or of its transformer."
         )
     return folder
 
 
-def _fetched(hub_id: str, files: tuple[str, ...]) -> Path:
+def _fetch(hub_id: str, files: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -103,7 +102,15 @@ def _fetched(hub_id: str, files: tuple[str, ...]) -> Path:
         ) from error
 
 
-def read_config(source: str, family: Family) -> dict[str, Any]:
+def _read_config(source: str) -> dict[str, Any]:
+    path = model_folder(source, files=(CONFIG,)) / CONFIG
+    content = read_json(path, max_bytes=MAX_CONFIG_BYTES)
+    if not isinstance(content, dict):
+        raise DamageError(f"model.init_from '{path}': expected a JSON object. Fetch it again.")
+    return content
+
+
+def read_config(source: str, family: str) -> dict[str, Any]:
     """All arguments of diffusers' class, with the class's defaults for those that the config lacks.
 
     Empty for a run that was trained from scratch: the recipe names its model.
@@ -112,8 +119,7 @@ def read_config(source: str, family: Family) -> dict[str, Any]:
     """
     if snapshot := read_snapshot(source):
         return spec_of(snapshot).config
-    folder, cls = model_folder(source, files=(CONFIG,)), transformer_class(family)
-    loaded = _json_object(folder / CONFIG)
+    loaded, cls = _read_config(source), transformer_class(family)
     if loaded.get("_class_name") != cls.__name__:
         raise RunError(
             f"model.init_from '{source}': its config is of {str(loaded.get('_class_name'))[:80]!r}, the model needs "
@@ -126,10 +132,9 @@ def read_config(source: str, family: Family) -> dict[str, Any]:
             f"model.init_from '{source}': its config has '{unknown[0]}', which {cls.__name__} does not know."
         )
     config = {key: list(value) if isinstance(value, tuple) else value for key, value in (known | loaded).items()}
-    numbers = {key: value for key, value in config.items() if isinstance(value, int | float)}
-    for key, value in numbers.items():
-        if abs(value) > (MAX_DEPTH if key == "num_layers" else MAX_NUMBER):
-            raise RunError(f"model.init_from '{source}': its config has {key} = {value}, which no model has.")
+    for key, value in config.items():
+        if isinstance(value, int | float) and abs(value) > (MAX_DEPTH if key == "num_layers" else MAX_NUMBER):
+            raise RunError(f"model.init_from '{source}': its config has {key} = {value}, which is out of range.")
     if config.get("guidance_embeds"):
         raise RunError(f"model.init_from '{source}': it is distilled and takes the guidance as an input. Use its base.")
     if family == "pixart" and config["use_additional_conditions"] is None:
@@ -162,7 +167,7 @@ def position_grid(source: str) -> int:
     if is_file(source):
         positions = read_official(Path(source).expanduser()).get(POSITIONS)
         return 0 if positions is None else math.isqrt(positions.shape[1])
-    config = _json_object(model_folder(source, files=(CONFIG,)) / CONFIG)
+    config = _read_config(source)
     side, patch = config.get("sample_size"), config.get("patch_size")
     return side // patch if isinstance(side, int) and isinstance(patch, int) and patch > 0 else 0
 
@@ -224,10 +229,3 @@ def young_warning(source: str) -> str | None:
     """A warning if a run's averaged weights are still much of what that run began with, else None."""
     snapshot = read_snapshot(source)
     return checkpoint.young_average(snapshot.path, snapshot.state) if snapshot else None
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    content = read_json(path, max_bytes=MAX_CONFIG_BYTES)
-    if not isinstance(content, dict):
-        raise DamageError(f"model.init_from '{path}': needed a JSON object. Fetch it again.")
-    return content

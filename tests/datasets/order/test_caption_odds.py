@@ -18,7 +18,7 @@ from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.caption_odds import CaptionOdds, choose_captions
 from leandit.datasets.store import LatentStore
 from leandit.train.run.data import build_loader
-from leandit.train.run.model_for_store import model_spec
+from leandit.train.run.fit import model_spec
 
 BUCKET = "64x64"
 

@@ -20,7 +20,7 @@ from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
 from leandit.tools.export.export import export, transformer_of
 from leandit.train.models.conditioning import Conditioning
-from leandit.train.models.diffusers_models.adapters import UP
+from leandit.train.models.diffusers.adapters import UP
 from leandit.train.sampling.snapshot import Snapshot, Weights, load_snapshot
 
 MODELS = ("pixart-tiny", "sana-tiny", "sd3-tiny")

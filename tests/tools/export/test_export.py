@@ -25,8 +25,8 @@ from leandit.tools.export.export import export, index_of, transformer_of
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.layers import time_features
-from leandit.train.objective_recipe import ObjectiveSection
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot
+from leandit.train.techniques.registry import ObjectiveSection
 from leandit.train.weights import checkpoint
 from leandit.train.weights.folders import SNAPSHOT, find
 from leandit.train.weights.init_from import initial_weights

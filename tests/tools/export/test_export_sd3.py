@@ -18,8 +18,9 @@ from leandit.precompute.pipeline import precompute
 from leandit.tools.export.export import export
 from leandit.tools.sample.subjects import Captions
 from leandit.train.loop import StopRequest, train
-from leandit.train.models.diffusers_models.families import published_config, transformer_class
-from leandit.train.run.state import prepare
+from leandit.train.models.diffusers.families import diffusers_config, transformer_class
+from leandit.train.models.spec import ModelSpec, TextInput
+from leandit.train.run.state import Run
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
 
@@ -41,9 +42,10 @@ def store(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Lat
 def run(store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It begins with random weights, whose output depends on captions."""
     made = tmp_path_factory.mktemp("run") / "run"
-    sizes = {"channels": 16, "out_channels": 16, "caption_width": 96, "pooled_width": 48, "base_size": 8}
+    texts = (TextInput(name="", tokens=0, width=96, pooled_width=48),)
+    sizes = {"channels": 16, "out_channels": 16, "num_classes": 0, "caption_width": 96, "base_size": 8}
     torch.manual_seed(0)
-    model = transformer_class("sd3")(**published_config("sd3-tiny", **sizes))
+    model = transformer_class("sd3")(**diffusers_config(ModelSpec(name="sd3-tiny", texts=texts, **sizes)))
     for block in model.transformer_blocks:
         torch.nn.init.normal_(block.norm1.linear.weight, std=0.2)
     model.save_pretrained(made.parent / "model")
@@ -96,7 +98,7 @@ def test_what_is_exported_is_read_again_as_it_was(run: Path, store: LatentStore,
         "tokenizer_3": "T5Tokenizer",
     }
     recipe = train_recipe("sd3-tiny", f"model.init_from={tmp_path / 'out'}")
-    state = prepare(recipe, [store], CPU, print)
+    state = Run.open(recipe, [store], CPU, print)
     batch = next(iter(state.loader))
     given, t = state.conditioner(None, batch.texts), torch.linspace(1, 999, len(batch))
     assert given.captions is not None

@@ -39,11 +39,11 @@ from leandit.tools.plan.strategies import SINGLE, strategies, strategy_rows, wit
 from leandit.tools.plan.tracing import MemoryTracker, check_line
 from leandit.tools.plan.training import measured_mfu, plan, render
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
+from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.train.config import load
 from leandit.train.models.activation_checkpointing import checkpoint_blocks
 from leandit.train.models.build import build_model
-from leandit.train.step.train_step import train_step
+from leandit.train.step import train_step
 
 ADAMW = "optimizer.name=adamw"  # the demo takes Muon
 SMALL = ["model.num_classes=10", "run.precision=fp32", "run.compile=false", "run.global_batch=8"]
@@ -121,7 +121,7 @@ def test_the_peak_of_every_benchmarked_configuration_is_the_one_of_real_steps(ca
 
 
 def test_the_states_are_those_of_the_model() -> None:
-    learner = synthetic_learner(work().recipe, work().spec, work().tokens, CPU)
+    learner = synthetic_run(work().recipe, work().spec, work().tokens, CPU)
     parameters = list(learner.engine.model.parameters())
     found, num_bytes = traced(device_type="cpu").whole, sum(p.nbytes for p in parameters)
     assert found.states[GRADIENTS] == found.states[EMA] == found.states[PARAMETERS] == num_bytes
@@ -167,7 +167,7 @@ def test_what_waits_on_the_host_is_what_a_real_step_sends_there(monkeypatch: pyt
             self.pack_hook = lambda tensor: (sent.append(tensor.nbytes), take(tensor))[1]
 
     monkeypatch.setattr("leandit.train.models.activation_checkpointing.save_on_cpu", Counting)
-    learner = synthetic_learner(it.recipe, it.spec, it.tokens, CPU)
+    learner = synthetic_run(it.recipe, it.spec, it.tokens, CPU)
     checkpoint_blocks(learner.engine.model.blocks, "blocks", to_cpu=True)
     train_step(learner, synthetic_batch(it.store, "64x64", 7, it.tokens, CPU))
     assert (stays.on_host(7), waits.on_host(7)) == (0, sum(sent))

@@ -119,7 +119,6 @@ def test_a_tiny_vae_is_given_what_its_large_one_scales_of_a_run(
     normalise: str, home: Path, store: LatentStore, given: list[torch.Tensor], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(Decoding, "start", lambda self: None)
-    monkeypatch.setattr(Decoding, "finish", lambda self: None)
     recipe = train_recipe("dit-s-4", *RUN, f"latent.normalise={normalise}", "run.sample_every=1", "run.sample_count=2")
     run, tiny = tmp_path / "run", str(home / "tiny")
     train(recipe, store_path=store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())

@@ -29,7 +29,7 @@ from leandit.tools.sample.sampler import check_solver, compiles, open_sampler
 from leandit.tools.sample.subjects import Captions
 from leandit.tools.synthetic.store import make_store
 from leandit.train.sampling.snapshot import load_snapshot
-from leandit.train.weights.dit_checkpoints import write_official
+from leandit.train.weights.published import official_bytes
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 Draw = Callable[..., dict]
@@ -269,7 +269,9 @@ def recipes(folder: Path, recipe: Any, encoders: Any) -> dict[str, str]:
 
 
 def test_a_published_dit_is_drawn_from_without_a_run(go: Draw, runs: Any, tmp_path: Path) -> None:
-    write_official(tmp_path / "DiT.safetensors", load_snapshot(runs.labels, CPU).model.state_dict())
+    (tmp_path / "DiT.safetensors").write_bytes(
+        official_bytes(load_snapshot(runs.labels, CPU).model.state_dict(), ".safetensors")
+    )
     names = recipes(tmp_path, train_recipe("dit-s-4", "model.num_classes=3"), label_recipe())
     given: dict[str, Any] = {"labels": ["2", "0"], "steps": 2, "bucket": "32x32"}
     expected = grid_pixels(go(runs.labels, **given))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +15,10 @@ from leandit.datasets.errors import RecipeError
 from leandit.datasets.order.shuffle import keyed_hash
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.spec import ModelSpec
-from leandit.train.objective_recipe import ObjectiveSection
 from leandit.train.objectives.losses import ddpm_schedule
-from leandit.train.sampling.guided import Guided, Solver, draw_latents, float32_products
+from leandit.train.sampling.guided import SamplingModel, Solver, draw_latents, float32_products, guided
 from leandit.train.sampling.schedulers import SAMPLERS, Sampler, build_scheduler
-from leandit.train.sampling.snapshot import Snapshot
+from leandit.train.techniques.registry import ObjectiveSection
 
 LABELS = ModelSpec(name="DiT-S/2", channels=2, out_channels=4, num_classes=2, caption_width=0, base_size=8)
 ALPHA_BAR = ddpm_schedule(CPU)["alpha_bar"].double()
@@ -58,9 +56,8 @@ class Known(nn.Module):
         return torch.cat([a * noise - b * data if self._predicts_v else noise, torch.zeros_like(noise)], 1).float()
 
 
-def snapshot_of(objective: ObjectiveSection, std: float) -> Snapshot:
-    model = Known(objective, std).eval()
-    return Snapshot(Path(), 0, model, LABELS, objective, None, None, Conditioner(LABELS, None), {})  # type: ignore
+def snapshot_of(objective: ObjectiveSection, std: float) -> SamplingModel:
+    return SamplingModel(Known(objective, std).eval(), LABELS, objective, Conditioner(LABELS, None))
 
 
 def draw(objective: ObjectiveSection, std: float, count: int = 2, **options: Any) -> Tensor:
@@ -112,7 +109,7 @@ def test_a_learned_variance_is_never_guided() -> None:
         solver = Solver("ddpm", guidance=3.0, guided_channels=channels)
         labels = Conditioning(labels=torch.tensor([0, 1]))
         x = torch.randn((2, 2, 8, 8), generator=torch.Generator().manual_seed(0))
-        outputs.append(Guided(snapshot_of(OBJECTIVES[2], 0.5), labels, solver, CPU, (2, 8, 8))(x, 500.0))
+        outputs.append(guided(snapshot_of(OBJECTIVES[2], 0.5), labels, solver, (8, 8))(x, 500.0))
     assert torch.equal(*outputs)
 
 
@@ -218,7 +215,7 @@ def test_the_sde_is_sits_in_its_own_time(diffusion: Any, last_step: Any) -> None
     found = draw_latents(snapshot, labels, size=(8, 8), seed=3, solver=solver, numbers=numbers)
 
     keys = [torch.Generator().manual_seed(keyed_hash(3, n) % 2**63) for n in numbers]
-    forward = Guided(snapshot, labels, solver, CPU, (2, 8, 8))
+    forward = guided(snapshot, labels, solver, (8, 8))
 
     def draw_noise() -> Tensor:
         return torch.stack([torch.randn((2, 8, 8), generator=key) for key in keys]).double()
@@ -288,7 +285,7 @@ def test_the_flow_solver_draws_as_sana_does() -> None:
     shape, keys = (2, 8, 8), [torch.Generator().manual_seed(keyed_hash(3, n) % 2**63) for n in (0, 1)]
     noise, forward = (
         torch.stack([torch.randn(shape, generator=key) for key in keys]),
-        Guided(snapshot, labels, solver, CPU, (2, 8, 8)),
+        guided(snapshot, labels, solver, (8, 8)),
     )
     own = dpm_by_its_formula(noise, lambda x, t: forward(x.float(), t), 20, 3.0)
     torch.testing.assert_close(found, own.float(), rtol=1e-4, atol=1e-4)

@@ -17,18 +17,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
+from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.tools.terminal.progress import train_note
 from leandit.train.config import load
 from leandit.train.loop import StopRequest, train
-from leandit.train.metrics.device import ComputeCounter, Gauges, peak_flops
+from leandit.train.metrics.device import peak_flops
 from leandit.train.metrics.flops import example_conditioning, forward_flops, meta_model
 from leandit.train.metrics.loss_bands import NUM_BANDS, band_means, band_sums
-from leandit.train.metrics.window import StepReport, Window
+from leandit.train.metrics.meter import Meter, StepReport
 from leandit.train.objectives.losses import time_share
 from leandit.train.parallel.ranks import ALONE
-from leandit.train.parallel.watchdog import Watchdog
-from leandit.train.step.train_step import train_step
+from leandit.train.step import train_step
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 TINY = ["run.global_batch=4", "run.precision=fp32", "run.compile=false", "model.num_classes=3"]
@@ -68,7 +67,7 @@ def planned(name: str, *overrides: str) -> TrainingWorkload:
 )
 def test_a_step_does_not_wait_for_the_device(name: str, overrides: tuple[str, ...]) -> None:
     it = planned(name, *overrides)
-    learner = synthetic_learner(it.recipe, it.spec, it.tokens, CPU)
+    learner = synthetic_run(it.recipe, it.spec, it.tokens, CPU)
     batch = synthetic_batch(it.store, it.largest_bucket, 4, it.tokens, CPU)
     train_step(learner, batch)  # makes tables, once
     with NoWaiting():
@@ -99,7 +98,7 @@ def test_a_step_does_not_walk_over_the_modules(
     name: str, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = planned(name, *overrides)
-    learner = synthetic_learner(it.recipe, it.spec, it.tokens, CPU)
+    learner = synthetic_run(it.recipe, it.spec, it.tokens, CPU)
     batch = synthetic_batch(it.store, it.largest_bucket, 4, it.tokens, CPU)
     learner.engine.model.eval()
     train_step(learner, batch)
@@ -130,21 +129,19 @@ def test_the_watch_sees_what_waits(act: Any) -> None:
 
 def test_the_losses_by_time_are_the_means_of_their_images() -> None:
     it = planned("dit-s-2-256")
-    learner = synthetic_learner(it.recipe, it.spec, 0, CPU)
+    run = synthetic_run(it.recipe, it.spec, 0, CPU)
     batch = synthetic_batch(it.store, it.largest_bucket, 4, 0, CPU)
-    with Watchdog(ALONE, print) as watchdog:
-        window = Window(watchdog, [], ComputeCounter(it.spec, it.store.latent, 1e12), Gauges(CPU))
-        traces = []
-        for _ in range(3):
-            with window.step(batch):
-                traces.append(train_step(learner, batch))
-            window.add(traces[-1])
-        with NoWaiting():
-            window.begin_report(step=3, num_images=12, epoch=0, learning_rate=0.1, scale=None)
-        assert window.is_empty
-        figures = window.end_report()
-        assert figures is not None
-        assert window.end_report() is None
+    meter = Meter(ALONE, CPU, [], it.spec, it.store.latent, peak_flops=1e12)
+    traces = []
+    for _ in range(3):
+        traces.append(train_step(run, meter.next(iter([batch]))))
+        meter.add(batch, traces[-1])
+    with NoWaiting():
+        meter._begin()
+    assert meter.is_empty
+    (figures,) = meter.flush(due=True, at_once=True)
+    assert meter.flush(due=True, at_once=True) == []
+    assert (figures.step, figures.num_images, figures.epoch) == (3, 12, 0)
     pairs = [
         (float(t), float(loss)) for trace in traces for t, loss in zip(trace.time_shares, trace.losses, strict=True)
     ]
@@ -190,26 +187,20 @@ def test_a_report_of_a_gpu_has_the_times_of_the_device_and_waits_at_its_end_alon
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**31)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     it = planned("dit-s-2-256")
-    learner = synthetic_learner(it.recipe, it.spec, 0, CPU)
+    learner = synthetic_run(it.recipe, it.spec, 0, CPU)
     batch = synthetic_batch(it.store, it.largest_bucket, 4, 0, CPU)
-    with Watchdog(ALONE, print) as watchdog:
-        counter = ComputeCounter(it.spec, it.store.latent, 1e12)
-        window = Window(watchdog, [], counter, Gauges(torch.device("cuda")))  # start at 1
-        assert not window.ends_at_once
-        for step in range(1, 5):
-            with window.step(batch):  # from 2 to 3, from 4 to 5
-                trace = train_step(learner, batch)
-            window.add(trace)
-            if step == 2:
-                window.begin_report(step=2, num_images=8, epoch=0, learning_rate=0.1, scale=None)  # end at 6
-                assert not window.can_end
-        assert FakeEvent.waits == 0
-        figures = window.end_report()
-    assert figures is not None
+    meter = Meter(ALONE, torch.device("cuda"), [], it.spec, it.store.latent, peak_flops=1e12)  # start at 1
+    for step in range(1, 5):
+        trace = train_step(learner, meter.next(iter([batch])))  # from 2 to 3, from 4 to 5
+        meter.add(batch, trace)
+        if step == 2:
+            assert meter.flush(due=True, at_once=False) == []  # end at 6
+    assert FakeEvent.waits == 0
+    (figures,) = meter.flush(due=False, at_once=False)
     assert (figures.step, figures.seconds_per_step, figures.images_per_second) == (2, 2.5, 1.6)
     assert (figures.gpu_busy_share, figures.memory_gib) == (2 / 5, 2.0)
     assert figures.mfu == pytest.approx(it.flops * 1.6 / 1e12)
-    assert not window.is_empty
+    assert not meter.is_empty
 
 
 def test_bands_are_equal_parts_and_one_that_is_spoiled_is_alone() -> None:
@@ -221,7 +212,7 @@ def test_bands_are_equal_parts_and_one_that_is_spoiled_is_alone() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 77, 300])
-def test_flops_of_any_caption_length_follow_from_three(tokens: int) -> None:
+def test_flops_of_any_caption_length_follow_from_two(tokens: int) -> None:
     for name in ("pixart-tiny", "sana-tiny"):
         spec = planned("demo", f"model.name={name}").spec
         with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device("meta"):

@@ -10,8 +10,9 @@ from making import TINY_SD3
 
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
-from leandit.train.models.diffusers_models.adapters import DOWN, UP, adapter_shapes, trained_parameters
-from leandit.train.models.diffusers_models.families import ADAPTED, PIXART_SIZES, SANA_SIZES, SD3_SIZES
+from leandit.train.models.diffusers import pixart, sana, sd3
+from leandit.train.models.diffusers.adapters import DOWN, UP, adapter_shapes, trained_parameters
+from leandit.train.models.diffusers.families import FAMILIES
 from leandit.train.models.spec import AdapterSpec, ModelSpec, TextInput
 from leandit.train.parallel.build import compile_blocks
 
@@ -23,7 +24,7 @@ SPECS = {
         num_classes=0,
         caption_width=6,
         base_size=8,
-        adapter=AdapterSpec(rank=2, alpha=2, targets=ADAPTED[family]),
+        adapter=AdapterSpec(rank=2, alpha=2, targets=FAMILIES[family].adapted),
     )
     for family in ("pixart", "sana", "sd3")
 }
@@ -32,9 +33,9 @@ SPECS["sd3"] = SPECS["sd3"].model_copy(update={"texts": (TextInput(name="", toke
 
 @pytest.fixture(autouse=True)
 def _three_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PIXART_SIZES, "pixart-tiny", (3, 2, 16, 2))
-    monkeypatch.setitem(SANA_SIZES, "sana-tiny", (3, 2, 16, 2, 16))
-    monkeypatch.setitem(SD3_SIZES, "sd3-tiny", TINY_SD3)
+    monkeypatch.setitem(pixart.PixArt.sizes, "pixart-tiny", pixart.size(3, 2, 16))
+    monkeypatch.setitem(sana.Sana.sizes, "sana-tiny", sana.size(3, 2, 16, 2, 16))
+    monkeypatch.setitem(sd3.SD3.sizes, "sd3-tiny", TINY_SD3)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, Conditioning]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from making import CPU, train_recipe
+from making import CPU, shake, shaken, train_recipe
 from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -18,39 +18,38 @@ from torch.nn import functional as F
 
 from leandit.datasets.batches.captions import CaptionBatch
 from leandit.datasets.store import LatentStore
+from leandit.train import step as step_module
 from leandit.train.loop import StopRequest, train
 from leandit.train.models import cross_attention
 from leandit.train.models.build import Denoiser, build_model
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.cross_attention import Padded, pack_captions
-from leandit.train.models.diffusers_models.families import Family, published_config, transformer_class
-from leandit.train.models.diffusers_models.patch_embed import CachedPatchEmbed
-from leandit.train.models.diffusers_models.processors import LinearProcessor, products
-from leandit.train.models.diffusers_models.text_denoiser import TextDenoiser
-from leandit.train.models.spec import ModelSpec
+from leandit.train.models.diffusers.adaln_single import CachedPatchEmbed
+from leandit.train.models.diffusers.attention import LinearProcessor, products
+from leandit.train.models.diffusers.families import FAMILIES, diffusers_config, transformer_class
+from leandit.train.models.diffusers.model import DiffusersModel
+from leandit.train.models.diffusers.pixart import PixArt
+from leandit.train.models.diffusers.sana import Sana
+from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.parallel.build import MOST_SHAPES, compile_blocks
-from leandit.train.run.model_for_store import model_spec
-from leandit.train.run.state import prepare
+from leandit.train.run.fit import model_spec
+from leandit.train.run.state import Run
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
-from leandit.train.step import train_step as step_module
-from leandit.train.step.image_losses import Microbatch
-from leandit.train.step.learner import Learner
+from leandit.train.techniques.images import Microbatch
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 PIXART = ModelSpec(name="pixart-tiny", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
 SPECS = (PIXART, PIXART.model_copy(update={"name": "sana-tiny"}), PIXART.model_copy(update={"name": "DiT-S/2"}))
 IDS = ("pixart", "sana", "text-dit")
+SD3 = {"name": "sd3-tiny", "texts": (TextInput(name="", tokens=7, width=6, pooled_width=5),)}
+
+
+def config_of(name: str, **sizes: int) -> dict[str, Any]:
+    return diffusers_config(PIXART.model_copy(update={"name": name, **sizes}))
+
+
 MASK = torch.arange(7)[None] < torch.tensor([4, 1, 7])[:, None]
-
-
-def shake(model: torch.nn.Module) -> Any:
-    """A new model puts out zero; move its weights so that it does not."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model
 
 
 def inputs(*, height: int = 8, width: int = 12, sizes: bool = False) -> tuple[Tensor, Tensor, Conditioning]:
@@ -59,10 +58,10 @@ def inputs(*, height: int = 8, width: int = 12, sizes: bool = False) -> tuple[Te
     captions = torch.randn((3, 7, 6), generator=generator)
     source_sizes = torch.tensor([[300.0, 500.0], [64.0, 80.0], [1000.0, 1000.0]]) if sizes else None
     conditioning = Conditioning(captions=captions, caption_mask=MASK, source_sizes=source_sizes)
-    return x, torch.tensor([3.0, 500.0, 999.0]), conditioning
+    return x, torch.tensor([3.0, 500.0, 999.0]), conditioning._replace(pooled=torch.ones(3, 5))
 
 
-CONFIGS: list[tuple[str, Family, dict[str, Any]]] = [
+CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
     ("pixart-tiny", "pixart", {}),
     ("pixart-tiny", "pixart", {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}),
     ("sana-tiny", "sana", {}),
@@ -72,11 +71,9 @@ CONFIGS: list[tuple[str, Family, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "family", "more"), CONFIGS)
 @pytest.mark.parametrize("size", [(8, 8), (8, 12)])
-def test_the_function_is_that_of_diffusers(
-    name: str, family: Family, more: dict[str, Any], size: tuple[int, int]
-) -> None:
-    config = published_config(name, channels=4, out_channels=8, caption_width=6, base_size=8) | more
-    model = shake(TextDenoiser(family, config)).eval()
+def test_the_function_is_that_of_diffusers(name: str, family: str, more: dict[str, Any], size: tuple[int, int]) -> None:
+    config = config_of(name, channels=4, out_channels=8, caption_width=6, base_size=8) | more
+    model = shake(FAMILIES[family](config)).eval()
     plain = transformer_class(family)(**config).eval()
     plain.load_state_dict(model.net.state_dict())
     sizes = bool(more.get("use_additional_conditions"))
@@ -109,8 +106,8 @@ def test_the_function_is_that_of_diffusers(
 
 def test_what_a_picture_is_told_of_its_source_matters_and_defaults_to_its_own_size() -> None:
     more = {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}
-    config = published_config("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8) | more
-    model = shake(TextDenoiser("pixart", config)).eval()
+    config = config_of("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8) | more
+    model = shake(PixArt(config)).eval()
     x, t, given = inputs(sizes=True)
     own = given._replace(source_sizes=torch.tensor([[64.0, 96.0]]).expand(3, 2))
     with torch.no_grad():
@@ -124,8 +121,8 @@ def test_what_a_picture_is_told_of_its_source_matters_and_defaults_to_its_own_si
 )
 def test_the_ratio_that_pixart_is_told_is_the_key_of_its_table(size: tuple[int, int], ratio: float) -> None:
     more = {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}
-    config = published_config("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8) | more
-    told = TextDenoiser("pixart", config).size_conditions(torch.zeros(2, 4, *size), inputs(sizes=False)[2])
+    config = config_of("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8) | more
+    told = PixArt(config).size_conditions(torch.zeros(2, 4, *size), inputs(sizes=False)[2])
     assert told["aspect_ratio"] is not None
     assert told["resolution"] is not None
     assert told["aspect_ratio"].flatten().tolist() == pytest.approx([ratio, ratio])
@@ -155,11 +152,7 @@ def test_captions_of_16_bits_stay_so_for_a_forward_under_autocast(dtype: torch.d
     assert wide.captions is not None
     assert narrow.captions is not None
     assert (wide.captions.dtype, narrow.captions.dtype) == (torch.float32, dtype)
-    model = shake(
-        TextDenoiser(
-            "pixart", published_config("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8)
-        )
-    )
+    model = shake(PixArt(diffusers_config(PIXART)))
     x, t, _ = inputs()
     with torch.no_grad(), torch.autocast("cpu", dtype):
         assert torch.equal(model(x, t, narrow), model(x, t, narrow._replace(captions=narrow.captions.float())))
@@ -172,13 +165,13 @@ def test_a_step_hands_on_captions_in_the_dtype_that_its_precision_wants(
 ) -> None:
     seen, image_losses = list[torch.dtype](), step_module.image_losses
 
-    def look(learner: Learner, images: Microbatch, step: int) -> dict[str, Tensor]:
+    def look(learner: Run, images: Microbatch, step: int) -> dict[str, Tensor]:
         assert images.conditioning.captions is not None
         seen.append(images.conditioning.captions.dtype)
         return image_losses(learner, images, step)
 
     monkeypatch.setattr(step_module, "image_losses", look)
-    state = prepare(train_recipe("sana-tiny", f"run.precision={precision}"), [caption_store], CPU, print)
+    state = Run.open(train_recipe("sana-tiny", f"run.precision={precision}"), [caption_store], CPU, print)
     step_module.train_step(state, next(iter(state.loader)))
     assert set(seen) == {dtype}
 
@@ -203,7 +196,7 @@ def test_captions_are_padded_to_a_multiple_but_never_beyond_null(step: int, leng
 @pytest.mark.parametrize("spec", SPECS, ids=IDS)
 def test_a_block_that_recomputes_is_one_graph_which_all_blocks_share(spec: ModelSpec) -> None:
     torch._dynamo.reset()
-    model = shake(build_model(spec, seed=0)).train()
+    model = shaken(spec).train()
     wanted = model(*inputs())
     wanted.square().sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -232,7 +225,7 @@ def test_under_autocast_all_blocks_share_one_graph_too(spec: ModelSpec, dtype: t
     assert graphs.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["pixart-tiny", "sana-tiny"])
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
 @pytest.mark.parametrize(
     ("dtype", "residual", "stream"),
     [
@@ -243,11 +236,11 @@ def test_under_autocast_all_blocks_share_one_graph_too(spec: ModelSpec, dtype: t
     ],
 )
 def test_the_residual_stream_is_bf16_only_where_asked_for_under_bf16(
-    name: str, dtype: torch.dtype | None, residual: Any, stream: torch.dtype
+    spec: ModelSpec, dtype: torch.dtype | None, residual: Any, stream: torch.dtype
 ) -> None:
     seen: list[torch.dtype] = []
-    model: Any = shake(build_model(PIXART.model_copy(update={"name": name}), seed=0))
-    model.residual = residual
+    model: Any = shaken(spec)
+    (model if isinstance(model, DiffusersModel) else model.net).residual = residual
     with torch.no_grad():
         wanted = model(*inputs())
         for block in model.blocks:
@@ -273,7 +266,7 @@ def test_compiled_gradients_keep_the_precision_of_the_forward(name: str, monkeyp
         products.extend(of_each)
         return make_boxed_func(graph)
 
-    model: Any = shake(build_model(PIXART.model_copy(update={"name": name}), seed=0))
+    model: Any = shaken(PIXART.model_copy(update={"name": name}))
     compile_by, by_ours = torch.compile, aot_autograd(fw_compiler=backend)
     monkeypatch.setattr(torch, "compile", lambda f, **how: compile_by(f, backend=by_ours, **how))
     compile_blocks(model)
@@ -320,13 +313,13 @@ def test_compiled_blocks_are_never_cut_nor_given_up() -> None:
 
 @pytest.mark.parametrize(("base_size", "scale"), [(16, None), (32, None), (64, 1.0), (128, 2.0)])
 def test_sana_has_positions_from_2048_px_on(base_size: int, scale: float | None) -> None:
-    config = published_config("sana-1600m", channels=32, out_channels=32, caption_width=6, base_size=base_size)
+    config = config_of("sana-1600m", channels=32, out_channels=32, caption_width=6, base_size=base_size)
     assert config["interpolation_scale"] == scale
 
 
 @pytest.mark.parametrize(("base_size", "scale"), [(32, 0.5), (64, 1), (128, 2), (256, 4)])
 def test_positions_of_pixart_sigma_have_the_published_scale(base_size: int, scale: float) -> None:
-    config = published_config("pixart-sigma", channels=4, out_channels=8, caption_width=6, base_size=base_size)
+    config = config_of("pixart-sigma", channels=4, out_channels=8, caption_width=6, base_size=base_size)
     assert config["interpolation_scale"] == scale
 
 
@@ -413,7 +406,7 @@ def test_packed_attention_is_padded_attention(mean_tokens: int | None) -> None:
 
 @pytest.mark.parametrize("spec", SPECS, ids=IDS)
 def test_the_packed_form_of_each_model_is_its_padded_form(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shake(build_model(spec, seed=0)).double()
+    model = shaken(spec).double()
     x, t, given = inputs()
     assert given.captions is not None
     given = given._replace(captions=given.captions.double(), mean_tokens=4)
@@ -434,7 +427,7 @@ def test_the_packed_form_of_each_model_is_its_padded_form(spec: ModelSpec, monke
 
 
 def test_cross_attention_makes_no_bias_for_each_head() -> None:
-    model = shake(build_model(SPECS[0], seed=0))
+    model = shaken(SPECS[0])
     seen: list[tuple[torch.dtype, torch.Size]] = []
     plain = torch.nn.functional.scaled_dot_product_attention
 
@@ -450,7 +443,7 @@ def test_cross_attention_makes_no_bias_for_each_head() -> None:
 
 
 def test_linear_attention_sums_in_float32_under_autocast() -> None:
-    model = shake(build_model(SPECS[1], seed=0))
+    model = shaken(SPECS[1])
     attention = model.blocks[0].attn1
     x = 4 * torch.randn(2, 4096, 32, generator=torch.Generator().manual_seed(0))
     wanted = attention(x)
@@ -475,11 +468,11 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+@pytest.mark.parametrize("spec", [*SPECS, PIXART.model_copy(update=SD3)], ids=[*IDS, "sd3"])
 def test_gradients_are_equal_in_all_modes_of_recomputation(spec: ModelSpec) -> None:
     gradients = []
     for mode in ("none", "blocks", "selective"):
-        model: Denoiser = shake(build_model(spec, seed=0)).train()
+        model: Denoiser = shaken(spec).train()
         names = set(model.state_dict())
         model.checkpoint_activations(mode)
         assert set(model.state_dict()) == names
@@ -510,9 +503,9 @@ def xavier_std(rows: int, columns: int) -> float:
 
 @pytest.mark.parametrize("sizes", [False, True])
 def test_pixart_begins_as_published(sizes: bool) -> None:
-    config = published_config("pixart-tiny", channels=4, out_channels=8, caption_width=40, base_size=8)
+    config = config_of("pixart-tiny", channels=4, out_channels=8, caption_width=40, base_size=8)
     more = {"attention_head_dim": 96, "cross_attention_dim": 192, "use_additional_conditions": sizes}
-    net: Any = TextDenoiser("pixart", config | more).net
+    net: Any = PixArt(config | more).net
     deviations = {
         "adaln_single.linear": 0.02,
         "adaln_single.emb.timestep_embedder.linear_1": 0.02,
@@ -548,9 +541,9 @@ def check_deviations(net: Any, deviations: dict[str, float]) -> None:
 
 
 def test_sana_begins_as_published() -> None:
-    config = published_config("sana-tiny", channels=32, out_channels=32, caption_width=40, base_size=8)
+    config = config_of("sana-tiny", channels=32, out_channels=32, caption_width=40, base_size=8)
     more = {"num_attention_heads": 6, "attention_head_dim": 32, "cross_attention_head_dim": 96}
-    net: Any = TextDenoiser("sana", config | more | {"cross_attention_dim": 192}).net
+    net: Any = Sana(config | more | {"cross_attention_dim": 192}).net
     assert net.caption_norm.weight.unique().tolist() == [pytest.approx(0.01)]
     deviations = {
         "time_embed.linear": 0.02,

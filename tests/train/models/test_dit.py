@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -96,12 +95,6 @@ def test_parameter_counts_are_the_published_ones(size: str, trainable: int) -> N
         model = build(size, 2)
     assert sum(p.numel() for p in model.parameters()) == trainable
     assert sum(t.numel() for t in model.state_dict().values()) == trainable + 256 * SIZES[size][1]
-
-
-def test_the_largest_model_has_the_values_of_its_checkpoint() -> None:
-    with torch.device("meta"):
-        model = build("XL", 2)
-    assert sum(t.numel() for t in model.state_dict().values()) == 675_129_632
 
 
 def reference(
@@ -329,37 +322,6 @@ def test_rotary_positions_see_differences_alone_and_span_the_base_grid() -> None
         torch.testing.assert_close(one.view(2, 4, 2, 4), other.view(4, 8, 2, 4)[::2, ::2])
 
 
-@pytest.mark.parametrize("name", ["published", "all"])
-@pytest.mark.parametrize(
-    ("dtype", "residual", "stream"),
-    [
-        (torch.bfloat16, "float32", torch.float32),
-        (torch.bfloat16, "bf16", torch.bfloat16),
-        (torch.float16, "bf16", torch.float32),
-    ],
-)
-def test_the_residual_stream_is_bf16_only_where_asked_for_under_bf16(
-    name: str, dtype: torch.dtype, residual: Any, stream: torch.dtype
-) -> None:
-    model = tiny_dit(caption_width=10, options=OPTIONS[name]).float()
-    model.residual = residual
-    generator, seen = torch.Generator().manual_seed(0), []
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    for block in model.blocks:
-        block.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0].dtype, output.dtype)))
-    x, t, _ = example(8, 8)
-    captions, mask = caption_example()
-    inputs = (x.float(), t.float(), None, captions.float(), mask)
-    wanted = model(*inputs)
-    seen.clear()
-    with torch.autocast("cpu", dtype):
-        found = model(*inputs)
-    assert seen == [(stream, stream)] * 3
-    assert (found.float() - wanted).norm() < 0.02 * wanted.norm()
-
-
 def test_a_bf16_residual_stream_triples_the_rounding_errors_at_depth_28() -> None:
     # As docs/models.md says it; 2.6 to 3.5 times with other seeds and widths.
     generator = torch.manual_seed(3)
@@ -408,14 +370,6 @@ def test_time_features_are_cosines_then_sines_over_128_frequencies() -> None:
         [[f(float(v) * 10_000 ** (-i / 128)) for f in (math.cos, math.sin) for i in range(128)] for v in t]
     )
     torch.testing.assert_close(time_features(t), wanted, rtol=0, atol=2e-4)  # float32 angles up to 999
-
-
-def test_a_new_model_puts_out_exactly_zero_and_its_blocks_are_identity() -> None:
-    model = tiny_dit()
-    x, t, y = example(8, 8)
-    assert model(x, t, y).abs().max() == 0
-    tokens, condition = torch.randn(2, 16, 24, dtype=torch.float64), torch.randn(2, 24, dtype=torch.float64)
-    assert all(torch.equal(block(tokens, condition), tokens) for block in model.blocks)
 
 
 def test_the_base_position_table_holds_the_integers_with_the_column_first() -> None:
@@ -497,19 +451,3 @@ def test_selective_checkpointing_computes_no_product_twice() -> None:
         counted[mode] = flops.get_total_flops()
     assert counted["selective"] == counted["none"]
     assert counted["blocks"] > 1.2 * counted["none"]
-
-
-def test_it_overfits_four_latents() -> None:
-    torch.manual_seed(0)
-    model = tiny_dit().float()
-    x, t, y = torch.randn(4, 4, 8, 8), torch.tensor([10.0, 300.0, 600.0, 990.0]), torch.arange(4)
-    target = torch.randn(4, 8, 8, 8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(60):
-        loss = (model(x, t, y) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.1 * losses[0]

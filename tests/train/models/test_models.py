@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from making import train_recipe
+from making import shaken, train_recipe
 
 from leandit.datasets.batches.captions import CaptionBatch
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.format.schema import TextEncoder
 from leandit.datasets.store import LatentStore
-from leandit.train.models.build import Denoiser, build_model
+from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.layers import DiTOptions
 from leandit.train.models.spec import ModelSpec
-from leandit.train.run.model_for_store import check_sizes, model_spec
+from leandit.train.run.fit import model_spec
 
 LABELS = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
 TEXT = ModelSpec(name="pixart-tiny", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
@@ -25,15 +25,6 @@ IDS = ("labels", "pixart", "sana", "text-dit")
 
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
-
-
-def shake(model: Denoiser) -> Denoiser:
-    """A new model puts out zero; move its weights so that it does not."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
 
 
 def captions(seed: int, *lengths: int, width: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +68,7 @@ def text_inputs(padding: int) -> Conditioning:
 
 @pytest.mark.parametrize("spec", SPECS[1:], ids=IDS[1:])
 def test_padding_beyond_a_caption_does_not_change_the_output(spec: ModelSpec) -> None:
-    model = shake(build_model(spec, seed=0)).double()
+    model = shaken(spec).double()
     x, t = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.tensor([10.0, 700.0], dtype=torch.float64)
     outputs = []
     for padding in (0, 5):
@@ -93,10 +84,10 @@ def test_padding_beyond_a_caption_does_not_change_the_output(spec: ModelSpec) ->
 @pytest.mark.parametrize("spec", SPECS[1:], ids=IDS[1:])
 def test_captions_and_labels_change_the_output(spec: ModelSpec) -> None:
     x, t = torch.randn(2, 4, 8, 8), torch.tensor([10.0, 700.0])
-    text, given = shake(build_model(spec, seed=0)), text_inputs(0)
+    text, given = shaken(spec), text_inputs(0)
     assert given.captions is not None
     assert (text(x, t, given) - text(x, t, given._replace(captions=-given.captions))).abs().max() > 1e-4
-    labels = shake(build_model(LABELS, seed=0))
+    labels = shaken(LABELS)
     one, other = (labels(x, t, Conditioning(labels=torch.tensor([c, 1]))) for c in (0, 2))
     assert (one[0] - other[0]).abs().max() > 1e-4
     assert torch.equal(one[1], other[1])
@@ -159,9 +150,9 @@ def test_a_store_without_tokens_of_its_text_encoder_is_refused_as_what_it_is(cap
 def test_a_bucket_of_no_whole_number_of_patches_is_refused(label_store: LatentStore) -> None:
     latent = label_store.spec.latent
     fits, does_not = f"{4 * latent.downscale}x{8 * latent.downscale}", f"{4 * latent.downscale}x{5 * latent.downscale}"
-    check_sizes(LABELS, latent, [fits])
+    model_spec(train_recipe(), label_store.spec, "store", [fits])
     with pytest.raises(RunError, match=f"{does_not}.*is not divisible by the patch size"):
-        check_sizes(LABELS, latent, [fits, does_not])
+        model_spec(train_recipe(), label_store.spec, "store", [fits, does_not])
 
 
 def test_the_model_is_derived_from_the_store(label_store: LatentStore, caption_store: LatentStore) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from making import ROOT, TINY_SD3, train_recipe
+from making import ROOT, shaken, train_recipe
 from three_texts import TEXTS, noise_store, text_spec
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -22,17 +22,11 @@ from leandit.train.metrics.flops import forward_flops
 from leandit.train.models.activation_checkpointing import checkpoint_blocks
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioner, Conditioning
-from leandit.train.models.diffusers_models.families import (
-    PRECOMPUTED,
-    SD3_SIZES,
-    published_config,
-    transformer_class,
-)
-from leandit.train.models.diffusers_models.joint_denoiser import JointDenoiser
+from leandit.train.models.diffusers import sd3
+from leandit.train.models.diffusers.families import FAMILIES, diffusers_config, transformer_class
 from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.optim.build import build_optimizer
-from leandit.train.run.model_for_store import check_sizes, model_spec
-from leandit.train.step.attention_kernels import attention_calls
+from leandit.train.run.fit import model_spec
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
@@ -42,17 +36,6 @@ INPUTS += (TextInput(name="c", tokens=9, width=32),)
 SPEC = ModelSpec(
     name="sd3-tiny", channels=4, out_channels=4, num_classes=0, caption_width=32, base_size=8, texts=INPUTS
 )
-CONFIG = {"channels": 4, "out_channels": 4, "caption_width": 32, "base_size": 8, "pooled_width": 16}
-
-
-def shaken(seed: int = 5) -> JointDenoiser:
-    """A new model puts out zero; move its weights so that it does not."""
-    model, generator = build_model(SPEC, seed=0), torch.Generator().manual_seed(seed)
-    assert isinstance(model, JointDenoiser)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model
 
 
 def inputs(height: int = 8, width: int = 12) -> tuple[Tensor, Tensor, Conditioning]:
@@ -65,8 +48,8 @@ def inputs(height: int = 8, width: int = 12) -> tuple[Tensor, Tensor, Conditioni
 @pytest.mark.parametrize("size", [(8, 8), (8, 12), (32, 6)])
 @pytest.mark.parametrize("more", [{}, {"qk_norm": None, "dual_attention_layers": [], "pos_embed_max_size": 17}])
 def test_the_function_is_that_of_diffusers(more: dict[str, Any], size: tuple[int, int]) -> None:
-    config = published_config("sd3-tiny", **CONFIG) | more
-    plain, model = transformer_class("sd3")(**config).eval(), JointDenoiser(config).eval()
+    config = diffusers_config(SPEC) | more
+    plain, model = transformer_class("sd3")(**config).eval(), sd3.SD3(config).eval()
     with torch.no_grad():
         for parameter in plain.parameters():  # RMS norms too
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
@@ -135,6 +118,7 @@ def test_the_store_of_three_texts_fits_in_its_own_order_or_in_the_one_that_is_sa
         model_spec(train_recipe("sd3-tiny"), other.spec, "store")
 
 
+RECIPES = [family.recipe for family in FAMILIES.values()]
 CLIP, T5 = text_spec("clip", 7, 8, 6), text_spec("t5", 9, 32)
 L_G_T5 = {"l": CLIP, "g": CLIP, "t5": T5}
 
@@ -155,7 +139,7 @@ L_G_T5 = {"l": CLIP, "g": CLIP, "t5": T5}
         ),
         (L_G_T5, ['conditioning.texts=["l", "g", "t6"]'], r'store .* has no \[text.t6\].*: "l", "g", "t5"'),
         (L_G_T5, ['conditioning.texts=["l", "l", "t5"]'], r'"l" is named twice.*CLIP-L, CLIP-G, T5, in this order'),
-        (L_G_T5, ['conditioning.texts=["l", "g"]'], r"2 names. Needed 3: CLIP-L, CLIP-G, T5"),
+        (L_G_T5, ['conditioning.texts=["l", "g"]'], r"2 names. Expected 3: CLIP-L, CLIP-G, T5"),
         (L_G_T5 | {"more": T5}, [], r"\[text.more\]: name those to read, in this order, in conditioning.texts"),
     ],
 )
@@ -192,42 +176,30 @@ def test_all_that_a_store_lacks_is_said_at_once_with_the_recipe_of_one_that_fits
     store = three_text_store.spec.model_copy(update={"texts": t5_first})
     with pytest.raises(RunError, match=r"CLIP-L from \[text.t5\].*no pooled.*order in conditioning.texts; .*16 latent"):
         model_spec(needed, store, "store")
-    assert all((ROOT / f"precompute/recipes/{recipe}.toml").is_file() for recipe in PRECOMPUTED.values())
+    assert all(
+        (ROOT / f"precompute/recipes/{recipe}.toml").is_file() for recipe in (one.recipe for one in FAMILIES.values())
+    )
 
 
 def test_pictures_beyond_the_table_of_positions_are_refused(three_text_store: LatentStore) -> None:
-    check_sizes(SPEC, three_text_store.spec.latent, ["256x256"])
+    recipe = train_recipe("sd3-tiny")
+    model_spec(recipe, three_text_store.spec, "store", ["256x256"])
     with pytest.raises(RunError, match=r"bucket '272x64'.*256 px"):
-        check_sizes(SPEC, three_text_store.spec.latent, ["272x64"])
+        model_spec(recipe, three_text_store.spec, "store", ["272x64"])
     with pytest.raises(RecipeError, match=r"34 x 4 tokens.*16 a side"):
         build_model(SPEC, seed=0)(*inputs(68, 8))
 
 
 def test_a_folder_of_other_widths_is_refused(three_text_store: LatentStore, tmp_path: Path) -> None:
-    config = published_config("sd3-tiny", **CONFIG | {"pooled_width": 24})
+    config = diffusers_config(SPEC) | {"pooled_projection_dim": 24}
     transformer_class("sd3")(**config).save_pretrained(tmp_path / "model")
     with pytest.raises(RunError, match=r"pooled_projection_dim is 24, not 16"):
         model_spec(train_recipe("sd3-tiny", f"model.init_from={tmp_path / 'model'}"), three_text_store.spec, "store")
 
 
-@pytest.mark.parametrize("mode", ["blocks", "selective"])
-def test_blocks_that_recompute_have_the_same_gradients(mode: Any) -> None:
-    model = shaken().train()
-    wanted = model(*inputs())
-    wanted.square().sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    model.checkpoint_activations(mode)
-    found = model(*inputs())
-    found.square().sum().backward()
-    assert torch.equal(found, wanted)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(("mode", "dtype"), [("none", torch.bfloat16), ("none", torch.float16), ("selective", None)])
 def test_blocks_of_a_shape_share_a_graph(mode: Any, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SD3_SIZES, "sd3-tiny", TINY_SD3._replace(depth=5, dual=2))
+    monkeypatch.setitem(sd3.SD3.sizes, "sd3-tiny", sd3.size(5, 2, 16, positions=16, dual=2))
     torch._dynamo.reset()
     model, graphs = build_model(SPEC, seed=0), CompileCounterWithBackend("eager")
     model.checkpoint_activations(mode)
@@ -239,7 +211,7 @@ def test_blocks_of_a_shape_share_a_graph(mode: Any, dtype: Any, monkeypatch: pyt
 
 
 def test_both_streams_stay_float32_under_autocast() -> None:
-    model, seen = shaken(), list[set[torch.dtype]]()
+    model, seen = shaken(SPEC), list[set[torch.dtype]]()
     for block in model.blocks:
         block.register_forward_pre_hook(
             lambda _, args, kwargs: seen.append({kwargs[f"{name}hidden_states"].dtype for name in ("", "encoder_")}),
@@ -259,15 +231,13 @@ def test_checkpointed_inputs_of_both_streams_go_to_the_host() -> None:
         moved.append(tensor.shape)
         return tensor
 
-    model = shaken().train()
+    model = shaken(SPEC).train()
     checkpoint_blocks(model.blocks, "blocks", to_cpu=lambda: saved_tensors_hooks(pack, lambda tensor: tensor))
     model(*inputs()).square().sum().backward()
     assert moved.count(torch.Size((3, 24, 32))) == moved.count(torch.Size((3, 16, 32))) == 3
 
 
 def test_its_work_is_counted_with_joint_attention() -> None:
-    calls = attention_calls(SPEC, (8, 12), SPEC.joined_tokens)
-    assert dict(calls) == {(2, 24 + 16, 24 + 16, 16): 3, (2, 24, 24, 16): 1}
     tokens, captions, width = 24, 16, 32
     linear = 2 * tokens * width * width * 12 + 2 * captions * width * width * 12  # of a block with both streams
     attention = 4 * (tokens + captions) ** 2 * width

@@ -14,15 +14,19 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from leandit.train.metrics.loss_bands import NUM_BANDS, band_means, band_sums
-from leandit.train.objective_recipe import ObjectiveSection
+from leandit.train.objectives.draws import draw
 from leandit.train.objectives.losses import (
+    PLAIN,
     ddpm_schedule,
+    direction_error,
     draw_times,
-    loss_per_image,
     min_snr_weight,
+    noised,
     num_outputs,
+    objective_losses,
     time_share,
 )
+from leandit.train.techniques.registry import ObjectiveSection
 
 FLOW, DDPM = ObjectiveSection(kind="flow"), ObjectiveSection(kind="ddpm")
 CPU = torch.device("cpu")
@@ -36,6 +40,10 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(SHAPE, generator=generator), torch.randn(SHAPE, generator=generator)
 
 
+def loss_of(section: ObjectiveSection, output: Tensor, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    return objective_losses(section, output, x, noise, t)[PLAIN]
+
+
 def numpy_schedule() -> dict[str, np.ndarray]:
     """Ho et al. 2020, section 2 and 4: betas from 1e-4 to 0.02 in 1000 equal steps."""
     beta = 1e-4 + np.arange(1000) * (0.02 - 1e-4) / 999
@@ -46,55 +54,41 @@ def numpy_schedule() -> dict[str, np.ndarray]:
     return {"beta": beta, "alpha": 1 - beta, "alpha_bar": alpha_bar, "before": before, "posterior": posterior}
 
 
-def test_a_predictor_of_noise_minus_data_has_no_flow_loss(data: tuple[Tensor, Tensor]) -> None:
+def test_the_velocity_is_noise_minus_data(data: tuple[Tensor, Tensor]) -> None:
     x, noise = data
-    loss = loss_per_image(FLOW, lambda _x_t, _t: noise - x, x, noise, torch.linspace(0, 1, len(x)))
+    t = torch.linspace(0, 1, len(x))
+    loss = loss_of(FLOW, noise - x, x, noise, t)
     assert loss.shape == (len(x),)
     assert loss.abs().max() == 0
-    other_way = loss_per_image(FLOW, lambda _x_t, _t: x - noise, x, noise, torch.linspace(0, 1, len(x)))
-    assert other_way.min() > 1
+    torch.testing.assert_close(loss_of(FLOW, 0 * x, x, noise, t), (noise - x).square().mean((1, 2, 3)))
+    assert loss_of(FLOW, x - noise, x, noise, t).min() > 1
 
 
 def test_flow_starts_at_data_and_ends_at_noise(data: tuple[Tensor, Tensor]) -> None:
     x, noise = data
-    t = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
-    seen: dict[str, Tensor] = {}
-
-    def predict(x_t: Tensor, time: Tensor) -> Tensor:
-        seen.update(x_t=x_t, time=time)
-        return torch.zeros_like(x_t)
-
-    loss = loss_per_image(FLOW, predict, x, noise, t)
-    assert seen["time"].tolist() == [0, 250, 500, 750, 1000]
-    torch.testing.assert_close(seen["x_t"][0], x[0])
-    torch.testing.assert_close(seen["x_t"][4], noise[4])
-    torch.testing.assert_close(seen["x_t"][1], 0.75 * x[1] + 0.25 * noise[1])
-    torch.testing.assert_close(loss, (noise - x).square().mean((1, 2, 3)))
+    x_t, time = noised(FLOW, x, noise, torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]))
+    assert time.tolist() == [0, 250, 500, 750, 1000]
+    torch.testing.assert_close(x_t[0], x[0])
+    torch.testing.assert_close(x_t[4], noise[4])
+    torch.testing.assert_close(x_t[1], 0.75 * x[1] + 0.25 * noise[1])
 
 
 def test_true_noise_and_posterior_variance_have_no_ddpm_loss(data: tuple[Tensor, Tensor]) -> None:
     x, noise = data
     t = torch.tensor([1.0, 2.0, 500.0, 998.0, 999.0])
-    loss = loss_per_image(DDPM, lambda _x, _t: torch.cat([noise, -torch.ones_like(noise)], 1), x, noise, t)
-    assert loss.abs().max() < 1e-6
-    other = loss_per_image(DDPM, lambda _x, _t: torch.cat([noise, torch.ones_like(noise)], 1), x, noise, t)
+    assert loss_of(DDPM, torch.cat([noise, -torch.ones_like(noise)], 1), x, noise, t).abs().max() < 1e-6
+    other = loss_of(DDPM, torch.cat([noise, torch.ones_like(noise)], 1), x, noise, t)
     assert other[0] > 0.1  # at t = 1 beta is about twice the posterior's variance
 
 
 def test_ddpm_noises_with_the_cumulative_schedule(data: tuple[Tensor, Tensor]) -> None:
     x, noise = data
     steps = [0, 1, 250, 998, 999]
-    seen: dict[str, Tensor] = {}
-
-    def predict(x_t: Tensor, time: Tensor) -> Tensor:
-        seen.update(x_t=x_t, time=time)
-        return torch.cat([noise, -torch.ones_like(noise)], 1)
-
-    loss_per_image(DDPM, predict, x, noise, torch.tensor(steps).float())
-    assert seen["time"].tolist() == steps
+    x_t, time = noised(DDPM, x, noise, torch.tensor(steps).float())
+    assert time.tolist() == steps
     alpha_bar = numpy_schedule()["alpha_bar"][steps][:, None, None, None]
     wanted = np.sqrt(alpha_bar) * x.double().numpy() + np.sqrt(1 - alpha_bar) * noise.double().numpy()
-    np.testing.assert_allclose(seen["x_t"].numpy(), wanted, rtol=0, atol=5e-6)
+    np.testing.assert_allclose(x_t.numpy(), wanted, rtol=0, atol=5e-6)
 
 
 def test_the_ddpm_loss_is_noise_error_plus_the_bound(data: tuple[Tensor, Tensor]) -> None:
@@ -104,7 +98,7 @@ def test_the_ddpm_loss_is_noise_error_plus_the_bound(data: tuple[Tensor, Tensor]
     output = torch.cat(
         [noise + 0.1 * torch.randn(SHAPE, generator=generator), torch.rand(SHAPE, generator=generator)], 1
     )
-    got = loss_per_image(DDPM, lambda _x, _t: output, x, noise, torch.tensor(steps).float())
+    got = loss_of(DDPM, output, x, noise, torch.tensor(steps).float())
 
     s, wanted = numpy_schedule(), []
     for i, t in enumerate(steps):
@@ -133,7 +127,7 @@ def test_the_ddpm_loss_is_noise_error_plus_the_bound(data: tuple[Tensor, Tensor]
 def test_the_bound_does_not_move_the_predicted_noise(data: tuple[Tensor, Tensor]) -> None:
     x, noise = data
     output = torch.cat([0.5 * noise, torch.zeros_like(noise)], 1).requires_grad_()
-    loss_per_image(DDPM, lambda _x, _t: output, x, noise, torch.full((len(x),), 3.0)).sum().backward()
+    loss_of(DDPM, output, x, noise, torch.full((len(x),), 3.0)).sum().backward()
     assert output.grad is not None
     epsilon, variance = output.grad.chunk(2, dim=1)
     torch.testing.assert_close(epsilon, 2 * (0.5 * noise - noise) / noise[0].numel())
@@ -198,19 +192,13 @@ def ddpm_section(predict: str = "epsilon", variance: str = "fixed", gamma: float
     return ObjectiveSection.model_validate({"predict": predict, "variance": variance, "min_snr_gamma": gamma})
 
 
-def fixed_output(output: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda _x, _t: output
-
-
 @pytest.mark.parametrize("predict", ["epsilon", "v"])
 @pytest.mark.parametrize("gamma", [0.0, 5.0])
 def test_error_and_weight_are_those_of_the_papers(data: tuple[Tensor, Tensor], predict: str, gamma: float) -> None:
     x, noise = data
     steps = [0, 3, 150, 500, 999]
     output = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3))
-    got = loss_per_image(
-        ddpm_section(predict, gamma=gamma), fixed_output(output), x, noise, torch.tensor(steps).float()
-    )
+    got = loss_of(ddpm_section(predict, gamma=gamma), output, x, noise, torch.tensor(steps).float())
     b = numpy_schedule()["alpha_bar"][steps][:, None, None, None]
     clean, eps = x.double().numpy(), noise.double().numpy()
     target = eps if predict == "epsilon" else np.sqrt(b) * eps - np.sqrt(1 - b) * clean  # Salimans, Ho: appendix D
@@ -228,14 +216,10 @@ def test_v_and_noise_are_the_same_prediction_said_otherwise(step: int, seed: int
     b = numpy_schedule()["alpha_bar"][step]
     signal, share = math.sqrt(b), math.sqrt(1 - b)
 
-    def v_model(x_t: Tensor, _t: Tensor) -> Tensor:  # v = (noise - share * x_t) / signal, from both definitions
-        v = (guess.double() - share * x_t.double()) / signal
-        return torch.cat([v, variance.double()], 1)
-
-    by_noise = loss_per_image(
-        ddpm_section("epsilon", "learned"), fixed_output(torch.cat([guess, variance], 1)), x, noise, t
-    )
-    by_v = loss_per_image(ddpm_section("v", "learned"), v_model, x, noise, t)
+    by_noise = loss_of(ddpm_section("epsilon", "learned"), torch.cat([guess, variance], 1), x, noise, t)
+    x_t = noised(DDPM, x, noise, t)[0].double()
+    v = (guess.double() - share * x_t) / signal  # from both definitions
+    by_v = loss_of(ddpm_section("v", "learned"), torch.cat([v, variance.double()], 1).float(), x, noise, t)
     noise_error = (guess - noise).square().mean((1, 2, 3))
     # v - v_true = (noise - noise_true) / signal; the bound is of the same mean, so it is the same.
     torch.testing.assert_close(by_v - noise_error / b, by_noise - noise_error, rtol=1e-3, atol=1e-5 / b)
@@ -260,7 +244,7 @@ def test_the_variance_learns_the_same_with_every_prediction_and_weight(data: tup
         variance = torch.zeros(SHAPE, requires_grad=True)
         guess = 0.9 * noise if predict == "epsilon" else (0.9 * noise - share * (signal * x + share * noise)) / signal
         output = torch.cat([guess, variance], 1)
-        loss_per_image(ddpm_section(predict, "learned", gamma), fixed_output(output), x, noise, t).sum().backward()
+        loss_of(ddpm_section(predict, "learned", gamma), output, x, noise, t).sum().backward()
         gradients.append(variance.grad)
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0], rtol=1e-3, atol=1e-6)
@@ -300,11 +284,10 @@ def test_the_loss_is_one_graph_without_the_host(data: tuple[Tensor, Tensor], sec
     repeat = num_outputs(section, 1)
     seen = []
 
-    def predict(x_t: Tensor, t: Tensor) -> Tensor:
-        return scale * x_t.repeat(1, repeat, 1, 1) + t[:, None, None, None] / 1000
-
     def loss(x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        return loss_per_image(section, predict, x, noise, t)
+        x_t, time = noised(section, x, noise, t)
+        output = scale * x_t.repeat(1, repeat, 1, 1) + time[:, None, None, None] / 1000
+        return loss_of(section, output, x, noise, t)
 
     def count(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Tensor]:
         seen.append(graph)
@@ -316,6 +299,38 @@ def test_the_loss_is_one_graph_without_the_host(data: tuple[Tensor, Tensor], sec
     torch.testing.assert_close(compiled(x, noise, t), wanted)
     compiled(x + 1, noise, draw_times(section, len(x), torch.Generator().manual_seed(1)))
     assert len(seen) == 1
+
+
+def test_the_direction_is_compared_over_the_channels_of_each_place(data: tuple[Tensor, Tensor]) -> None:
+    x, noise = data
+    section = ObjectiveSection(kind="flow", cosine_weight=2.0)
+    losses = objective_losses(section, x, x, noise, torch.full((len(x),), 0.5))
+    for image, error in enumerate(losses["cosine"]):
+        places = [(row, column) for row in range(4) for column in range(4)]
+        pairs = [(x[image, :, r, c], (noise - x)[image, :, r, c]) for r, c in places]
+        errors = [1 - a @ b / (a.norm() * b.norm()) for a, b in pairs]
+        assert error.item() == pytest.approx(2 * float(sum(errors)) / 16, rel=1e-5)
+    assert torch.equal(losses[PLAIN], loss_of(FLOW, x, x, noise, torch.full((len(x),), 0.5)))
+    assert losses.keys() == {PLAIN, "cosine"}
+    assert direction_error(x, 7 * x).abs().max() < 1e-6
+    with pytest.raises(ValidationError, match="has no velocity"):
+        ObjectiveSection(kind="ddpm", cosine_weight=0.1)
+
+
+def test_draws_of_an_image_depend_neither_on_its_rank_nor_on_what_a_recipe_adds() -> None:
+    how = {"seed": 3, "step": 5, "device": CPU}
+    shape, more = (
+        (4, 4, 4),
+        {"class_noise": ("normal", (6,)), "token_order": ("uniform", (16,)), "less": ("uniform", ())},
+    )
+    plain = draw(FLOW, shape, {}, rows=slice(3, 30), **how)
+    whole = draw(FLOW, shape, more, rows=slice(3, 30), **how)
+    part = draw(FLOW, shape, more, rows=slice(20, 22), **how)
+    assert plain.keys() == {"noise", "times", "drop"}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in plain.items())
+    assert whole["class_noise"].shape == (27, 6)
+    assert all(torch.equal(tensor, whole[name][17:19]) for name, tensor in part.items())
+    assert draw(FLOW, shape, more, rows=slice(5, 5), **how)["noise"].shape == (0, *shape)
 
 
 @hypothesis.given(st.lists(st.tuples(st.floats(0, 1, width=32), st.floats(-10, 10, width=32)), min_size=1, max_size=50))

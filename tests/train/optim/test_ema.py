@@ -232,7 +232,10 @@ def test_any_average_of_weights_that_never_change_is_these_weights(
     steps: tuple[int, ...], length: float, tmp_path: Path
 ) -> None:
     weights = {"w": torch.randn(3, 4)}
-    groups = {"ema": {f"{each:g}/{name}": w for each in (0.05, 0.10) for name, w in weights.items()}, "model": {}}
+    groups = {
+        "ema": {f"{each:g}/{name}": w.clone() for each in (0.05, 0.10) for name, w in weights.items()},
+        "model": {},
+    }
     for step in steps:
         checkpoint.save(checkpoint.AVERAGE, tmp_path / "run", step, groups, {"lengths": [0.05, 0.10]})
     made = combine(tmp_path / "run", length, tmp_path / "out")

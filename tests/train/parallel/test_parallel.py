@@ -15,27 +15,23 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from forked import ForkedPython
 from making import CPU, train_recipe
 from ranks import Job, free_port, run_ranks, start_ranks
 from safetensors.torch import load_file
-from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from leandit.datasets.errors import RecipeError, StoreError
+from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.schema import FeatureSpec
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
-from leandit.train import loop
 from leandit.train.config import ParallelSection
 from leandit.train.loop import train
 from leandit.train.models.build import build_model
 from leandit.train.models.spec import ModelSpec
 from leandit.train.parallel import build
-from leandit.train.parallel.ranks import ALONE, FIRST_STEP_TIMEOUT, SRUN, STEP_TIMEOUT, Ranks, lower_timeout, read_ranks
-from leandit.train.parallel.stop import StopRequest, Terminated
+from leandit.train.parallel.ranks import ALONE, SRUN, Ranks, read_ranks
+from leandit.train.parallel.stop import StopRequest
 from leandit.train.parallel.strategy import choose_strategy
-from leandit.train.parallel.watchdog import Watchdog
 
 STEPS, HALF = 12, 6  # three epochs of four batches
 # 15 records in batches of 4, the last of 3: unequal slices, and microbatches of which one rank has fewer.
@@ -413,8 +409,9 @@ def test_a_sharded_checkpoint_resumes_in_one_process_bit_for_bit_as_often_as_one
 def test_ranks_with_other_settings_or_another_store_are_refused_at_start(said: list[Any], folder: Path) -> None:
     for of_rank in said:
         errors = [line["error"] for line in of_rank if line.get("error")]
-        assert "rank 1: optimizer.lr is 0.002, that of rank 0 is 0.001. Start all ranks" in errors[0]
-        assert "rank 1: root hash is" in errors[1]
+        assert errors[0].startswith("rank 1: optimizer.lr is 0.002, that of rank 0 is 0.001. Start all ranks")
+        assert "rank 1: " in errors[1]
+        assert "root hash is" in errors[1]
         assert len(errors) == 2
     assert not (folder / "other rate").exists()
 
@@ -516,31 +513,28 @@ def at(step: int, run: Path, copy: Path) -> Path:
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_dead_rank_ends_the_others_after_the_silent_seconds_with_its_name(
+def test_a_killed_rank_ends_the_others_soon_with_a_message(
     victim: int, label_store: LatentStore, tmp_path: Path
 ) -> None:
-    ranks = start_ranks([job(label_store, tmp_path / "run", "run.steps=100000", "run.silent_seconds=6")], 2)
+    """Without a launcher that would end them."""
+    ranks = start_ranks([job(label_store, tmp_path / "run", "run.steps=100000")], 2)
     wait_for(tmp_path / "run/metrics.jsonl", ranks)
     ranks[victim].kill()
     killed = time.monotonic()
     out, _ = ranks[1 - victim].communicate(timeout=90)
     assert time.monotonic() - killed < 26
-    assert ranks[1 - victim].returncode == 5
-    said = [json.loads(line)["warn"] for line in out.splitlines() if "warn" in line]
-    assert f"rank {victim}" in said[-1]
-    assert "start the same command again" in said[-1]
+    (error,) = [json.loads(line)["error"] for line in out.splitlines() if '"error"' in line]
+    assert "lost the connection to another rank" in error
+    assert "start the same command again" in error
     ranks[victim].communicate()
 
 
-def test_a_rank_that_fails_alone_ends_the_others_with_its_message(label_store: LatentStore, tmp_path: Path) -> None:
+def test_a_rank_that_fails_alone_ends_the_others(label_store: LatentStore, tmp_path: Path) -> None:
     ranks = start_ranks([job(label_store, tmp_path / "run", "run.steps=100000", fail_1=5)], 2)
     ended = [rank.communicate(timeout=90) for rank in ranks]
-    assert ranks[0].returncode == 5
+    assert "lost the connection to another rank" in ended[0][0]
     assert ranks[1].returncode in (1, -signal.SIGABRT)  # gloo's threads may abort a process that ends with an error
-    said = [[json.loads(line)["warn"] for line in out.splitlines() if "warn" in line] for out, _ in ended]
-    assert [len(lines) for lines in said] == [0, 1]  # on one machine once, by the rank that failed
-    assert said[1][0].startswith("rank 1 (")
-    assert said[1][0].endswith("): ValueError: a disk that is full")
+    assert "ValueError: a disk that is full" in ended[1][1]
 
 
 @pytest.mark.slow
@@ -560,49 +554,10 @@ def test_under_torchrun_an_error_of_all_ranks_is_printed_once(recipe: str, tmp_p
     command = [*launch, "--no-python", "--", sys.executable, *train, "--device", "cpu"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode
-    said = [line for line in ended.stderr.splitlines() if line.startswith("leandit: ")]
+    said = [line for line in ended.stderr.splitlines() if line.startswith("leandit: rank ")]
     assert len(said) == 1, ended.stderr[-3000:]
     reason = "no such folder. Create it" if recipe == "dit-s-2-256" else "neither a file nor a shipped recipe"
     assert reason in said[0]
-
-
-def watchdogs_of_two(monkeypatch: pytest.MonkeyPatch) -> list[Watchdog]:
-    """The watchdogs of two ranks that share a store, both in this process; what they print goes to ``printed``."""
-    store = HashStore()
-    monkeypatch.setattr("leandit.train.parallel.watchdog._default_store", lambda: store)
-    ranks = [Watchdog(Ranks(rank, 2, rank, 2), print) for rank in range(2)]
-    for watchdog in ranks:
-        watchdog._store = PrefixStore("two", store)
-    return ranks
-
-
-def test_rank_0_prints_its_error_before_it_waits_for_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    printed: list[str] = []
-    monkeypatch.setattr("time.sleep", lambda _: printed.append(capsys.readouterr().out))
-    first, second = watchdogs_of_two(monkeypatch)
-    first.__exit__(None, StoreError("no store"), None)
-    assert len(printed) == 1, "it keeps the store, so it waits"
-    assert printed[0].startswith("rank 0 (")
-    assert printed[0].endswith("): no store\n")
-    error = StoreError("no store")
-    second.__exit__(None, error, None)
-    assert error.is_said
-    assert not capsys.readouterr().out
-
-
-def test_a_rank_that_the_launcher_ends_prints_nothing_after_the_one_that_failed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    first, second = watchdogs_of_two(monkeypatch)
-    first.__exit__(None, StoreError("no store"), None)
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        second.__exit__(None, Terminated(), None)
-    assert ended.value.code == StoreError.exit_code
-    assert not capsys.readouterr().out
 
 
 def wait_for(path: Path, ranks: list[ForkedPython]) -> None:
@@ -611,56 +566,6 @@ def wait_for(path: Path, ranks: list[ForkedPython]) -> None:
     while not (path.is_file() and path.stat().st_size):
         assert time.monotonic() < deadline, [rank.poll() for rank in ranks]
         time.sleep(0.1)
-
-
-def test_a_silent_rank_is_named_in_the_log_before_the_run_ends(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr("os._exit", ended.append)
-    first = watchdogs_of_two(monkeypatch)[0]
-    first._silent_seconds = 20.0
-    store = first._store
-    assert store is not None
-    store.set("host/1", "gpu-7, process 12")
-    for silent in range(2, 20, 2):
-        first._judge(store, 1, float(silent))
-    assert [record.getMessage() for record in caplog.records] == [
-        "rank 1 (gpu-7, process 12): no heartbeat for 10 s; the run ends after 20 s (run.silent_seconds)"
-    ]
-    assert not ended
-    first._judge(store, 1, 20.0)
-    assert "rank 1 (gpu-7, process 12): no heartbeat for 20 s, so the run ends" in caplog.records[-1].getMessage()
-    assert "rank 1 (gpu-7, process 12) ended: no heartbeat for 20 s" in capsys.readouterr().out
-    assert ended == [5]
-
-
-def test_collective_calls_time_out_sooner_once_all_ranks_have_made_a_step(
-    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, lowered = loop.train_step, list[int]()
-    steps: list[int] = []
-    monkeypatch.setattr(loop, "train_step", lambda state, batch: steps.append(state.step + 1) or made(state, batch))
-    monkeypatch.setattr(loop, "lower_timeout", lambda: lowered.append(steps[-1]))
-    recipe = train_recipe("dit-s-4", "run.steps=4")
-    train(recipe, store_path=label_store.path, run=tmp_path / "run", device=CPU, report=print, stop=StopRequest())
-    assert lowered == [2]  # the second, as its exchange of stop requests follows the first of all ranks
-
-
-def test_the_lower_timeout_is_that_of_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=FIRST_STEP_TIMEOUT)
-    try:
-        group = dist.new_group(backend="gloo", timeout=FIRST_STEP_TIMEOUT)
-        groups: list[Any] = [
-            one._get_backend(CPU) for one in (dist.group.WORLD, group) if isinstance(one, dist.ProcessGroup)
-        ]
-        lower_timeout()
-        assert [one.options._timeout for one in groups] == [FIRST_STEP_TIMEOUT] * 2, "one rank waits for nobody"
-        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-        lower_timeout()
-        assert [one.options._timeout for one in groups] == [STEP_TIMEOUT] * 2
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("shard", "blocks"), [("full", True), ("gradient", False)])

@@ -20,7 +20,7 @@ from leandit.datasets.store import LatentStore
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.build import pixels_per_token
 from leandit.train.run.data import build_loader
-from leandit.train.run.model_for_store import model_spec
+from leandit.train.run.fit import model_spec
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 

@@ -18,13 +18,13 @@ from leandit.datasets.store import LatentStore
 from leandit.train.config import TrainRecipe
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
-from leandit.train.models.diffusers_models.adapters import DOWN, UP, trained_parameters
+from leandit.train.models.diffusers.adapters import DOWN, UP, trained_parameters
 from leandit.train.models.spec import ModelSpec
 from leandit.train.optim.posthoc_ema import combine
 from leandit.train.run.evaluation.decoding import Decoding
 from leandit.train.run.manifest import read_run_manifest
 from leandit.train.run.resume import start_or_resume
-from leandit.train.run.state import TrainState, prepare
+from leandit.train.run.state import Run
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot
 from leandit.train.weights.init_from import initial_weights
 
@@ -68,9 +68,9 @@ def tuned(
     return {name: root / name for name in MODELS}
 
 
-def resumed(recipe: TrainRecipe, store: LatentStore, run: Path) -> TrainState:
+def resumed(recipe: TrainRecipe, store: LatentStore, run: Path) -> Run:
     """The state of a run as its newest checkpoint has it."""
-    state = prepare(recipe, [store], CPU, print)
+    state = Run.open(recipe, [store], CPU, print)
     start_or_resume(state, run, read_run_manifest(run), print)
     return state
 
@@ -204,7 +204,7 @@ def test_frozen_weights_may_move(
     run_to(lora(moved), caption_store, run)
     assert lines(run)[-1]["loss"] == lines(tuned["pixart-tiny"])[-1]["loss"]
     shutil.move(moved, tmp_path / "again")
-    with pytest.raises(RunError, match=r"no such folder.*have moved, --set model.init_from=PATH tells it to their run"):
+    with pytest.raises(RunError, match=r"no such folder.*have moved, give their path with --set model.init_from=PATH"):
         run_to(lora(moved), caption_store, run)
     with pytest.raises(
         RunError, match=r"moved/snapshot-2', which is not there.*--base PATH.*export .*run --out.*--merged"

@@ -18,7 +18,7 @@ from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
 from leandit.train.loop import Outcome, StopRequest, train
 from leandit.train.run.manifest import read_run_manifest
-from leandit.train.run.state import prepare
+from leandit.train.run.state import Run
 from leandit.train.sampling.snapshot import load_snapshot
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -47,7 +47,7 @@ def statistics_of(store: LatentStore) -> LatentStatistics:
 
 def test_batches_are_as_the_recipe_says(store: LatentStore) -> None:
     encoder, by_store, raw = (
-        prepare(train_recipe("dit-s-4", f"latent.normalise={how}"), [store], CPU, print)
+        Run.open(train_recipe("dit-s-4", f"latent.normalise={how}"), [store], CPU, print)
         .loader.dataset.reader[0]
         .latents
         for how in ("encoder", "store", "none")
@@ -74,7 +74,7 @@ def test_a_run_keeps_the_statistics_that_it_began_with(store: LatentStore, tmp_p
     assert manifest
     assert manifest.statistics == statistics_of(store)
     kept = manifest.statistics.model_copy(update={"channel_mean": [3.0] * store.spec.latent.channels})
-    state = prepare(train_recipe("dit-s-4", BY_STORE), [store], CPU, print, statistics=kept)
+    state = Run.open(train_recipe("dit-s-4", BY_STORE), [store], CPU, print, statistics=kept)
     assert state.loader.dataset.reader.statistics == kept  # not those of the store, which has grown meanwhile
     assert state.extra["latent"] == normalised_as(store.spec.latent, "store", kept).model_dump()
     run_to(store.path, tmp_path / "run", BY_STORE, "run.steps=4")
@@ -109,7 +109,7 @@ def test_several_stores_have_one_normalisation(store: LatentStore, tmp_path: Pat
     recipe = train_recipe("dit-s-4", BY_STORE)
     recipe = recipe.model_copy(update={"data": type(recipe.data).model_validate({"mixture": mixture})})
     stores = [store, LatentStore(tmp_path / "other"), store]
-    reader = prepare(recipe, stores, CPU, print).loader.dataset.reader
+    reader = Run.open(recipe, stores, CPU, print).loader.dataset.reader
     assert reader.statistics
     assert reader.statistics.count == sum(read_manifest(s.path, s.revision).statistics.count for s in stores[:2])  # pyright: ignore
     assert len({tuple(spec.shift) for spec in reader.latent_specs}) == 1

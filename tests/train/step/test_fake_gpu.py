@@ -24,10 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leandit.train.metrics.window import StepResult
+from leandit.train import step as step_module
+from leandit.train.metrics.meter import StepResult
 from leandit.train.objectives.losses import PLAIN
-from leandit.train.step import train_step as step_module
-from leandit.train.step.learner import Learner
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 DIFFUSERS = ("pixart", "sana", "sd3")
@@ -143,6 +142,12 @@ def test_the_host_waits_for_nothing_in_a_step(model: str, precision: str) -> Non
     assert products_of(model, precision)
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "came"])
+def test_nor_with_another_optimizer(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    betas = ["optimizer.betas=[0.9, 0.99, 0.999]"] if optimizer == "came" else []
+    assert steps_on_fake_gpu("labels", monkeypatch, f"optimizer.name={optimizer}", *betas)
+
+
 def test_nor_with_features_routed_tokens_and_a_class_token(monkeypatch: pytest.MonkeyPatch) -> None:
     result, _ = steps_on_fake_gpu("aligned", monkeypatch)
     assert set(result.terms) >= {"align.dinov2", "class.dinov2"}
@@ -177,7 +182,7 @@ def test_what_waits_is_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_step_that_waits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = step_module.image_losses
 
-    def waiting(learner: Learner, *rest: Any) -> dict[str, Tensor]:
+    def waiting(learner: Any, *rest: Any) -> dict[str, Tensor]:
         found = losses(learner, *rest)
         if learner.step:
             wait_of(found[PLAIN])

@@ -22,13 +22,12 @@ from leandit.datasets.store import LatentStore
 from leandit.train.config import TrainRecipe
 from leandit.train.loop import train
 from leandit.train.models.build import build_model
+from leandit.train.optim.fp8 import check_fp8, use_fp8
 from leandit.train.parallel.build import compile_blocks
-from leandit.train.parallel.ranks import ALONE
 from leandit.train.parallel.stop import StopRequest
-from leandit.train.step import learner
-from leandit.train.step.fp8 import check_fp8, fp8_layers, use_fp8
+from leandit.train.run import state
 
-pytest.importorskip("torchao.float8")
+Float8Linear = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
 KINDS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 STEPS = 6
 NEAR = 0.001  # largest relative difference of losses found in 12 steps of the tiny models: 0.0002
@@ -37,8 +36,12 @@ NEAR = 0.001  # largest relative difference of losses found in 12 steps of the t
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """``run.fp8`` on a CPU."""
-    monkeypatch.setattr(learner, "check_fp8", lambda *_, **__: None)
-    monkeypatch.setattr(learner, "use_fp8", functools.partial(use_fp8, emulate=True))
+    monkeypatch.setattr(state, "check_fp8", lambda *_, **__: None)
+    monkeypatch.setattr(state, "use_fp8", functools.partial(use_fp8, emulate=True))
+
+
+def fp8_layers(model: nn.Module) -> set[str]:
+    return {name for name, layer in model.named_modules() if isinstance(layer, Float8Linear)}
 
 
 def losses_of(steps: TinySteps) -> torch.Tensor:
@@ -81,7 +84,7 @@ def test_all_linear_layers_of_tokens_in_the_blocks_are_converted_and_keep_their_
     steps.step(2)
     inside = {name for name in seen if "blocks." in name}
     of_tokens = {name for name in inside if seen[name] and min(seen[name]) > 2}
-    assert set(fp8_layers(network)) == of_tokens
+    assert fp8_layers(network) == of_tokens
     assert of_tokens
     shapes = [[(name, p.shape) for name, p in one.learner.engine.model.named_parameters()] for one in (plain, steps)]
     assert shapes[0] == shapes[1]
@@ -200,8 +203,8 @@ def on_ampere(patch: pytest.MonkeyPatch) -> None:
         (["run.precision=fp16"], {}, None, "run.precision 'bf16', not 'fp16'"),
         (["lora.rank=4", "model.init_from=x"], {}, None, r"lora.rank 4.*Train all weights"),
         (["parallel.deepspeed_config=ds.json"], {}, None, "DeepSpeed.*parallel.strategy 'fsdp'"),
-        ([], {"device": CPU}, None, "'cpu' has compute capability none, needed 8.9"),
-        ([], {}, on_ampere, "capability 8.0, needed 8.9"),
+        ([], {"device": CPU}, None, "'cpu' has compute capability none, expected 8.9"),
+        ([], {}, on_ampere, "capability 8.0, expected 8.9"),
         ([], {"compiled": False}, None, "run.compile to true"),
         ([], {}, without_torchao, "'torchao'.*extra 'optimizers'"),
     ],
@@ -210,13 +213,13 @@ def test_what_a_run_cannot_have_is_refused(
     settings: list[str], how: dict[str, Any], change: Change | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    given = {"device": CUDA, "compiled": True}
-    check_fp8(recipe_of("run.fp8=rowwise"), ALONE, **given)
+    given = {"device": CUDA, "compiled": True, "strategy": "deepspeed" if "deepspeed" in str(settings) else "single"}
+    check_fp8(recipe_of("run.fp8=rowwise"), CUDA, "single", compiled=True)
     if change:
         change(monkeypatch)
     with pytest.raises(RecipeError, match=f"run.fp8 'rowwise'.*{words}.*run.fp8 to 'none'"):
-        check_fp8(recipe_of("run.fp8=rowwise", *settings), ALONE, **given | how)
-    check_fp8(recipe_of(*settings), ALONE, **given | how)
+        check_fp8(recipe_of("run.fp8=rowwise", *settings), **given | how)
+    check_fp8(recipe_of(*settings), **given | how)
 
 
 def recipe_of(*settings: str) -> TrainRecipe:

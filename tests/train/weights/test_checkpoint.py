@@ -23,10 +23,11 @@ from leandit.datasets.errors import DamageError, ResourceError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.train import loop
 from leandit.train.loop import StopRequest, train
+from leandit.train.run.data import endless
 from leandit.train.run.manifest import read_run_manifest
 from leandit.train.run.resume import GROUPS, capture, load, start_or_resume
 from leandit.train.run.saver import write
-from leandit.train.run.state import TrainState, prepare
+from leandit.train.run.state import Run
 from leandit.train.run.stores import open_stores
 from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.weights import checkpoint
@@ -64,27 +65,27 @@ def silent(_: str) -> None:
     """For warnings that a test does not look at."""
 
 
-def new_state(store: LatentStore, run: Path, steps: int, name: str = "dit-s-4") -> TrainState:
+def new_state(store: LatentStore, run: Path, steps: int, name: str = "dit-s-4") -> Run:
     """A state as a call of ``train`` builds it, nothing loaded yet."""
     recipe = recipe_of(steps, name)
-    return prepare(recipe, open_stores(recipe, store.path, run, read_run_manifest(run), silent), CPU, silent)
+    return Run.open(recipe, open_stores(recipe, store.path, run, read_run_manifest(run), silent), CPU, silent)
 
 
-def resume(trained: TrainState, run: Path, warn: Callable[[str], None] = silent) -> None:
+def resume(trained: Run, run: Path, warn: Callable[[str], None] = silent) -> None:
     start_or_resume(trained, run, read_run_manifest(run), warn)
 
 
-def save_now(trained: TrainState, run: Path) -> None:
+def save_now(trained: Run, run: Path) -> None:
     write(capture(trained), run, trained.recipe.run)
 
 
-def tensors_of(trained: TrainState) -> dict[str, torch.Tensor]:
+def tensors_of(trained: Run) -> dict[str, torch.Tensor]:
     """A copy of every tensor that a checkpoint could change."""
     groups = {group: dict(trained.engine.tensors(group)) for group in GROUPS}
     return {f"{group}/{name}": t.detach().clone() for group, tensors in groups.items() for name, t in tensors.items()}
 
 
-def assert_untouched(trained: TrainState, before: dict[str, torch.Tensor]) -> None:
+def assert_untouched(trained: Run, before: dict[str, torch.Tensor]) -> None:
     now = tensors_of(trained)
     assert now.keys() == before.keys()
     assert [name for name in now if not torch.equal(now[name], before[name])] == []
@@ -125,6 +126,13 @@ def finished(finisheds: dict[str, Path]) -> Path:
 def run(finished: Path, tmp_path: Path) -> Path:
     """A copy of it to break."""
     return shutil.copytree(finished, tmp_path / "run")
+
+
+def read_all(path: Path) -> checkpoint.Saved:
+    """A checkpoint of which every byte was checked."""
+    saved = checkpoint.read(path)
+    saved.check()
+    return saved
 
 
 def saved_bytes(run: Path, step: int) -> dict[str, bytes]:
@@ -174,7 +182,7 @@ def check_flips(name: str, count: int, store: LatentStore, run: Path) -> None:
         said = f"{path.parent.name}/{path.name}, byte {position} of {size}, bit {bit}"
         group = path.stem if path.suffix == ".safetensors" else None
         if number % 3 == 0 and group in wanted and path.parent.name == "checkpoint-2":
-            saved = checkpoint.read(path.parent)
+            saved = read_all(path.parent)
             flip_bit(path, position, bit)
             with pytest.raises(DamageError, match=path.name):
                 saved.tensors(group, wanted[group])
@@ -212,7 +220,7 @@ def test_a_flipped_bit_anywhere_in_the_state_is_damage(run: Path) -> None:
     for position in range(len(whole)):
         flip_bit(path, position)
         try:
-            checkpoint.read(path.parent)
+            read_all(path.parent)
             unseen.append(whole[max(0, position - 12) : position + 6])
         except DamageError:
             pass
@@ -244,14 +252,14 @@ HARMS: dict[str, Callable[[Path], Any]] = {
 def test_a_harmed_file_is_refused_by_name(name: str, harm: str, run: Path) -> None:
     HARMS[harm](run / "checkpoint-2" / name)
     with pytest.raises(DamageError, match=f"checkpoint-2'.*'{name}'|checkpoint-2'.*checkpoint-1"):
-        checkpoint.read(run / "checkpoint-2")
+        read_all(run / "checkpoint-2")
 
 
 @pytest.mark.parametrize("name", ["x", ".metadata", "model.safetensors.bak", "model.pt"])
 def test_a_file_that_does_not_belong_is_refused_and_not_looked_into(name: str, run: Path, tmp_path: Path) -> None:
     (run / "checkpoint-2" / name).write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
     with pytest.raises(DamageError, match=f"'{name}' does not belong"):
-        checkpoint.read(run / "checkpoint-2")
+        read_all(run / "checkpoint-2")
     assert not (tmp_path / "executed").exists()
 
 
@@ -271,11 +279,11 @@ def test_two_checkpoints_that_were_exchanged_are_refused(run: Path) -> None:
     (run / "x").rename(run / "checkpoint-1")
     for step, other in ((1, 2), (2, 1)):
         with pytest.raises(DamageError, match=f"it is checkpoint-{other}"):
-            checkpoint.read(run / f"checkpoint-{step}")
+            read_all(run / f"checkpoint-{step}")
     shutil.rmtree(run / "checkpoint-1")
     (run / "snapshot-2").rename(run / "checkpoint-1")
     with pytest.raises(DamageError, match="it is snapshot-2"):
-        checkpoint.read(run / "checkpoint-1")
+        read_all(run / "checkpoint-1")
 
 
 # --- Malice: hashes that fit, content that does not -------------------------------------------------------------------
@@ -308,7 +316,7 @@ def test_a_state_cannot_name_a_file_elsewhere(name: str, run: Path) -> None:
     files = read_json(run / "checkpoint-2/state.json")["files"]
     rewrite(run / "checkpoint-2", {"files": files | {name: ENTRY}})
     with pytest.raises(DamageError, match="'files"):
-        checkpoint.read(run / "checkpoint-2")
+        read_all(run / "checkpoint-2")
 
 
 @pytest.mark.parametrize(
@@ -362,7 +370,7 @@ def test_a_state_without_a_value_is_damage(key: str, run: Path, label_store: Lat
 def test_a_state_that_no_release_wrote_is_damage(content: bytes, run: Path) -> None:
     (run / "checkpoint-2/state.json").write_bytes(content)
     with pytest.raises(DamageError, match=r"state\.json"):
-        checkpoint.read(run / "checkpoint-2")
+        read_all(run / "checkpoint-2")
 
 
 @pytest.mark.parametrize(
@@ -534,23 +542,19 @@ def test_without_a_valid_checkpoint_nothing_begins_from_scratch(run: Path, label
 def test_a_disk_that_gives_back_other_bytes_ends_the_run_and_nothing_is_pruned(
     run: Path, label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_folder = checkpoint.write_folder
+    drop_cached = checkpoint.drop_cached
 
-    def spoil(final: Path, files: Any, *, replace: bool) -> bool:
-        written = write_folder(final, files, replace=replace)
-        if final.name == "checkpoint-3":
-            flip_bit(final / "model.safetensors", 200)
-        return written
+    def spoil(path: Path) -> None:
+        drop_cached(path)
+        if path.name == "model.safetensors" and "checkpoint-3" in str(path.parent):
+            flip_bit(path, path.stat().st_size - 3)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_folder", spoil)
-        with pytest.raises(DamageError, match=r"checkpoint-3'.*model\.safetensors"):
+        patch.setattr(checkpoint, "drop_cached", spoil)
+        with pytest.raises(DamageError, match=r"checkpoint-3'.*other bytes of 'model\.safetensors'"):
             go(label_store, run, 4)
-    assert [path.name for path in checkpoint.find("checkpoint", run)] == [
-        "checkpoint-1",
-        "checkpoint-2",
-        "checkpoint-3",
-    ]
+    assert [path.name for path in checkpoint.find("checkpoint", run)] == ["checkpoint-1", "checkpoint-2"]
+    assert find_strays(run) == []
     assert go(label_store, run, 4).first_step == 3
 
 
@@ -575,7 +579,7 @@ def at_three(both: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFact
         go(both[name], run, 2, name)
         trained = new_state(both[name], run, 4, name)
         resume(trained, run)
-        loop.train_step(trained, next(loop.endless(trained.loader)))
+        loop.train_step(trained, next(endless(trained.loader)))
         made[name] = run, trained
     return made
 
@@ -620,7 +624,7 @@ def check_failing_saves(
         assert find_strays(here) == [], said
         assert not list(here.rglob("*.leandit-replaced")), said
         for path in here.glob("*-[0-9]"):
-            checkpoint.read(path)
+            read_all(path)
         if number % goes_on_every == 0:
             assert go(store, here, 4, name).finished, said
             assert saved_bytes(here, 4) == saved_bytes(whole, 4), said
@@ -713,7 +717,7 @@ def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
 
 def test_saved_tensors_come_back_with_their_dtype(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 4).t(), "b": torch.tensor(7), "c": torch.randn(2).bfloat16()}
-    saved = checkpoint.read(checkpoint.save(checkpoint.SNAPSHOT, tmp_path, 5, {"model": tensors}, {"spec": {"x": 1}}))
+    saved = read_all(checkpoint.save(checkpoint.SNAPSHOT, tmp_path, 5, {"model": tensors}, {"spec": {"x": 1}}))
     assert (saved.state["step"], saved.state["spec"]) == (5, {"x": 1})
     for name, tensor in saved.tensors("model", tensors).items():
         assert tensor.dtype == tensors[name].dtype
@@ -723,7 +727,7 @@ def test_saved_tensors_come_back_with_their_dtype(tmp_path: Path) -> None:
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         checkpoint.save(checkpoint.CHECKPOINT, tmp_path, 1, {"model": {"w": torch.tensor([value])}}, {})
-    assert checkpoint.read(tmp_path / "checkpoint-1").tensors("model", {"w": torch.zeros(1)})["w"].item() == 2
+    assert read_all(tmp_path / "checkpoint-1").tensors("model", {"w": torch.zeros(1)})["w"].item() == 2
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from making import CPU, label_recipe, make_class_folder, train_recipe
+from making import CPU, label_recipe, make_class_folder, shaken, train_recipe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,27 +22,18 @@ from leandit.datasets.store import LatentStore
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
-from leandit.train.models.diffusers_models.families import Family, published_config, transformer_class
+from leandit.train.models.diffusers.families import diffusers_config, transformer_class
 from leandit.train.models.layers import DiTOptions, position_table
-from leandit.train.models.spec import ModelSpec
-from leandit.train.run.model_for_store import model_spec
-from leandit.train.run.state import prepare
-from leandit.train.weights.dit_checkpoints import read_official, write_official
+from leandit.train.models.spec import ModelSpec, TextInput
+from leandit.train.run.fit import model_spec
+from leandit.train.run.state import Run
 from leandit.train.weights.init_from import initial_weights
+from leandit.train.weights.published import official_bytes, read_official
 from leandit.train.weights.sources import class_map_warning, read_config
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 SPEC = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
 TABLE = "y_embedder.embedding_table.weight"
-
-
-def shaken(spec: ModelSpec, seed: int = 0) -> Any:
-    model = build_model(spec, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +48,12 @@ def trainer_file(path: Path, official: dict[str, Tensor]) -> None:
     torch.save({"model": model, "ema": official, "opt": {"state": {}}, "args": argparse.Namespace(lr=1e-4)}, path)
 
 
-WRITERS: dict[str, Callable[[Path, dict[str, Tensor]], None]] = {
+WRITERS: dict[str, Callable[[Path, dict[str, Tensor]], Any]] = {
     "flat.pt": lambda path, weights: torch.save(weights, path),
     "trainer.pt": trainer_file,
     "flat.safetensors": lambda path, weights: save_file(weights, path),
-    "ours.pt": write_official,
-    "ours.safetensors": write_official,
+    "ours.pt": lambda path, weights: path.write_bytes(official_bytes(weights, ".pt")),
+    "ours.safetensors": lambda path, weights: path.write_bytes(official_bytes(weights, ".safetensors")),
 }
 
 
@@ -84,7 +75,7 @@ def test_the_weights_of_a_denoiser_are_written_in_the_official_layout(
     official: dict[str, Tensor], tmp_path: Path
 ) -> None:
     for name in ("a.pt", "a.safetensors"):
-        write_official(tmp_path / name, shaken(SPEC).state_dict())
+        (tmp_path / name).write_bytes(official_bytes(shaken(SPEC).state_dict(), Path(name).suffix))
         found = read_official(tmp_path / name)
         assert found.keys() == official.keys()
         assert all(torch.equal(found[key], official[key]) for key in found)
@@ -92,7 +83,7 @@ def test_the_weights_of_a_denoiser_are_written_in_the_official_layout(
 
 
 def test_the_position_table_of_another_base_size_is_computed(official: dict[str, Tensor], tmp_path: Path) -> None:
-    write_official(tmp_path / "a.pt", official)
+    (tmp_path / "a.pt").write_bytes(official_bytes(official, ".pt"))
     larger = SPEC.model_copy(update={"base_size": 16})
     with torch.device("meta"):
         model = build_model(larger, seed=0)
@@ -116,7 +107,7 @@ def test_the_position_table_of_another_base_size_is_computed(official: dict[str,
 def test_weights_of_another_model_are_refused(
     changed: dict[str, Any], words: tuple[str, ...], official: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    write_official(tmp_path / "a.pt", official)
+    (tmp_path / "a.pt").write_bytes(official_bytes(official, ".pt"))
     spec = SPEC.model_copy(update=changed)
     with torch.device("meta"):
         model = build_model(spec, seed=0)
@@ -195,18 +186,20 @@ def test_a_dit_that_was_trained_in_diffusers_is_refused(tmp_path: Path) -> None:
         initial_weights(str(tmp_path), build_model(SPEC, seed=0), SPEC)
 
 
-def saved_text_model(folder: Path, name: str, family: Family, *, channels: int = 4, **more: Any) -> Any:
+def saved_text_model(folder: Path, name: str, family: str, *, channels: int = 4, **more: Any) -> Any:
     """A transformer of diffusers that fits the caption store, or that of three texts."""
     torch.manual_seed(1)
-    width, sizes = (32, {"pooled_width": 16}) if family == "sd3" else (64, {})
-    sizes |= {"channels": channels, "out_channels": channels, "base_size": 8}
-    config = published_config(name, caption_width=width, **sizes) | more
+    sizes: Any = {"channels": channels, "out_channels": channels, "num_classes": 0, "base_size": 8}
+    sizes |= {"caption_width": 64}
+    if family == "sd3":
+        sizes |= {"caption_width": 32, "texts": (TextInput(name="", tokens=9, width=32, pooled_width=16),)}
+    config = diffusers_config(ModelSpec(name=name, **sizes)) | more
     model = transformer_class(family)(**config).eval()
     model.save_pretrained(folder, max_shard_size="100KB")
     return model
 
 
-TEXT_MODELS: list[tuple[str, Family, dict[str, Any]]] = [
+TEXT_MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("pixart-tiny", "pixart", {"num_layers": 3}),
     ("pixart-tiny", "pixart", {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}),
     ("sana-tiny", "sana", {"num_layers": 3, "qk_norm": "rms_norm_across_heads"}),
@@ -217,7 +210,7 @@ TEXT_MODELS: list[tuple[str, Family, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "family", "more"), TEXT_MODELS)
 def test_a_run_begins_with_the_weights_of_a_folder_and_learns_from_them(
     name: str,
-    family: Family,
+    family: str,
     more: dict[str, Any],
     caption_store: LatentStore,
     three_text_store: LatentStore,
@@ -288,7 +281,7 @@ def test_a_distilled_sana_and_a_missing_folder_are_refused(tmp_path: Path) -> No
 
 def test_a_run_goes_on_without_looking_at_what_it_began_with(label_store: LatentStore, tmp_path: Path) -> None:
     spec = model_spec(train_recipe("dit-s-4"), label_store.spec, "store")
-    write_official(tmp_path / "first.pt", shaken(spec).state_dict())
+    (tmp_path / "first.pt").write_bytes(official_bytes(shaken(spec).state_dict(), ".pt"))
 
     def go(run: str, steps: int) -> None:
         recipe = train_recipe("dit-s-4", f"model.init_from={tmp_path / 'first.pt'}", f"run.steps={steps}")
@@ -297,7 +290,8 @@ def test_a_run_goes_on_without_looking_at_what_it_began_with(label_store: Latent
 
     go("whole", 3)
     go("parts", 1)
-    write_official(tmp_path / "first.pt", shaken(spec, seed=1).state_dict())  # no matter: the run has its own by now
+    # No matter: the run has its own by now.
+    (tmp_path / "first.pt").write_bytes(official_bytes(shaken(spec, seed=1).state_dict(), ".pt"))
     go("parts", 3)
     for name in ("checkpoint-3/model.safetensors", "snapshot-3/model.safetensors"):
         one, other = load_file(tmp_path / "whole" / name), load_file(tmp_path / "parts" / name)
@@ -351,24 +345,6 @@ def test_a_run_from_before_a_key_goes_on_without_it(label_store: LatentStore, tm
         train(scaled, store_path=label_store.path, run=run, device=CPU, report=print, stop=StopRequest())
 
 
-def test_a_run_from_before_the_warm_up_of_averages_goes_on_without_it(label_store: LatentStore, tmp_path: Path) -> None:
-    def go(run: str, steps: int, warmup: bool) -> None:
-        recipe = train_recipe("dit-s-4", f"run.steps={steps}", f"ema.warmup={str(warmup).lower()}")
-        options = {"device": CPU, "report": print, "stop": StopRequest()}
-        train(recipe, store_path=label_store.path, run=tmp_path / run, **options)
-
-    go("whole", 4, warmup=False)
-    go("parts", 2, warmup=False)
-    head = json.loads((tmp_path / "parts/run.json").read_text())
-    del head["recipe"]["ema"]["warmup"]
-    (tmp_path / "parts/run.json").write_text(json.dumps(head))
-    with pytest.raises(RunError, match=r"ema\.warmup was False, is True"):
-        go("parts", 4, warmup=True)
-    go("parts", 4, warmup=False)
-    one, other = (load_file(tmp_path / run / "snapshot-4/model.safetensors") for run in ("whole", "parts"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(tmp_path: Path) -> None:
     wnids, source = list(imagenet_names()), str(tmp_path / "DiT.pt")
     for same in (wnids, wnids[:3], ["0", "1", "2"]):
@@ -386,10 +362,10 @@ def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(tmp_p
 
 def test_a_run_warns_of_other_labels_than_its_official_weights_have(label_store: LatentStore, tmp_path: Path) -> None:
     spec = model_spec(train_recipe("dit-s-4", "model.num_classes=1000"), label_store.spec, "store")
-    write_official(tmp_path / "first.pt", shaken(spec).state_dict())
+    (tmp_path / "first.pt").write_bytes(official_bytes(shaken(spec).state_dict(), ".pt"))
     recipe = train_recipe("dit-s-4", "model.num_classes=1000", f"model.init_from={tmp_path / 'first.pt'}")
     warnings: list[str] = []
-    prepare(recipe, [label_store], CPU, warnings.append)
+    Run.open(recipe, [label_store], CPU, warnings.append)
     assert any("'n000' is label 0" in warning for warning in warnings)
 
 
@@ -408,7 +384,7 @@ def test_a_run_warns_of_other_labels_than_those_of_the_run_that_it_begins_with(
             path.rename(folder / path.name.removeprefix("new-"))
         encode(label_recipe(), folder, store := folder.with_suffix(".store"))
         tuned, said = train_recipe("dit-s-4", "model.num_classes=3", f"model.init_from={first}"), list[str]()
-        prepare(tuned, [LatentStore(store)], CPU, said.append)
+        Run.open(tuned, [LatentStore(store)], CPU, said.append)
         return [warning for warning in said if "labels" in warning]
 
     assert warnings_of("n000", "n001") == []

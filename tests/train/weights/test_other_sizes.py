@@ -6,31 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from making import CPU, train_recipe
+from making import CPU, shaken, train_recipe
 
 from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
 from leandit.train.loop import StopRequest, train
-from leandit.train.models.build import Denoiser, build_model
+from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.spec import ModelSpec
-from leandit.train.run.model_for_store import model_spec
-from leandit.train.weights.dit_checkpoints import write_official
+from leandit.train.run.fit import model_spec
 from leandit.train.weights.init_from import initial_weights
-from leandit.train.weights.patch_size import bilinear_map
+from leandit.train.weights.published import bilinear_map, official_bytes
 from leandit.train.weights.sources import position_grid
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 SPEC = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
-
-
-def shaken(spec: ModelSpec) -> Denoiser:
-    """A model whose zero layers are not zero."""
-    model, generator = build_model(spec, seed=0), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 4), (1, 4), (2, 8)])
@@ -38,7 +28,7 @@ def test_a_larger_patch_gives_the_same_picture_larger(old: int, new: int, tmp_pa
     """Each patch of the latents enlarged, the output is that of the source, each patch enlarged likewise."""
     spec = SPEC.model_copy(update={"name": f"DiT-S/{old}", "base_size": 4 * old})
     source = shaken(spec)
-    write_official(tmp_path / "source.pt", source.state_dict())
+    (tmp_path / "source.pt").write_bytes(official_bytes(source.state_dict(), ".pt"))
     other = spec.model_copy(update={"name": f"DiT-S/{new}", "base_size": 4 * new})
     model = build_model(other, seed=1)
     model.load_state_dict(initial_weights(str(tmp_path / "source.pt"), model, other))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ from ....datasets.errors import DamageError, RecipeError, SourceError
 from ....datasets.format.layout import GROUP
 from ....datasets.store import LatentStore
 from ....precompute.progress.clock import Progress
-from ....train.loop import print_warning
 from ....train.parallel.ranks import Ranks, connected
-from ....train.parallel.watchdog import Watchdog
 from ....train.weights.folders import EVALUATIONS, is_run
 from ...inspection.pictures import spread
 from ..npz import Npz
@@ -41,20 +39,17 @@ def evaluate(
     device: torch.device,
     ranks: Ranks,
     progress: Progress,
-    warn: Callable[[str], None] = print_warning,
 ) -> dict[str, Any] | None:
     """Measure a set of images; all processes call it, and an error of one ends all.
 
     The numbers of a run are added to its ``evaluations.jsonl`` too.
 
-    Args:
-      warn: prints the error of a process, if there are several.
     Returns: the numbers and what they are of, as plain values; None for others than the first process.
     Raises: RecipeError, SourceError, StoreError, RunError, EncoderError, DamageError.
     """
     check_options(request)
-    with connected(ranks, device), Watchdog(ranks, warn) as watchdog:
-        team = Team(watchdog, progress)
+    with connected(ranks, device):
+        team = Team(ranks, progress)
         network = open_network(request.features, request.resize, device) if request.against else None
         clip = ClipScore(request.clip, device) if request.clip else None
         reference = open_reference(request, network, device) if network else None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ....datasets.errors import DamageError, EncoderError, RecipeError, SourceError
 from ....precompute.progress.clock import Progress
-from ....train.parallel.watchdog import Watchdog
+from ....train.parallel.ranks import Ranks, all_gather
 from ....train.sampling.guided import float32_products
 from ...inspection.pictures import spread
 from ..npz import Npz, write_npz
@@ -38,17 +38,17 @@ class Team:
     """The processes of an evaluation.
 
     Args:
-      watchdog: of its ranks, which are connected if there are several; it ends all of them if one fails.
+      ranks: connected if there are several.
       progress: called by each process.
     """
 
-    def __init__(self, watchdog: Watchdog, progress: Progress) -> None:
-        self.ranks, self.progress, self._watchdog = watchdog.ranks, progress, watchdog
+    def __init__(self, ranks: Ranks, progress: Progress) -> None:
+        self.ranks, self.progress = ranks, progress
         self._group: Any = dist.new_group(backend="gloo") if self.ranks.world_size > 1 else None
 
     def wait(self) -> None:
         """Wait for all processes."""
-        self._watchdog.gather(None)
+        all_gather(self.ranks, None)
 
     def run(self, images: ImageSet, compute: Compute, stage: str) -> Iterator[np.ndarray]:
         """Compute all batches; a collective call, to be iterated to its end in all processes.

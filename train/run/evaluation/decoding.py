@@ -1,4 +1,7 @@
-"""The process that decodes the grids of a run, so that the trainer loads no decoder and does not wait for one."""
+"""The process that decodes the grids of a run, so that the trainer loads no decoder and does not wait for one.
+
+The grid of a step is ``samples/step-<step>.safetensors`` until it is decoded, then ``samples/step-<step>.png``.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ MODULE = "leandit.tools.sample.decode_grids"
 LATENTS, PICTURE = "safetensors", "png"
 
 
-def waiting(folder: Path) -> dict[int, Path]:
-    """Latents of the grids that are not decoded, by step, the oldest first."""
-    found = [(re.fullmatch(rf"step-(\d+)\.{LATENTS}", path.name), path) for path in folder.glob("step-*")]
-    return dict(sorted((int(name[1]), path) for name, path in found if name))
+def waiting(folder: Path, suffix: str = LATENTS) -> dict[int, Path]:
+    """Latents of the grids that are not decoded, by step, the oldest first; or the files of another suffix."""
+    matches = [(re.fullmatch(rf"step-(\d+)\.{suffix}", path.name), path) for path in folder.glob("step-*")]
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 class Decoding:
@@ -34,17 +37,17 @@ class Decoding:
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._failed = False
-        self._pending = set(waiting(self._folder))  # steps that have not been handed on
-        if self._pending:
+        self._shown = set(waiting(folder, PICTURE)) - set(waiting(folder))
+        if waiting(folder):
             self.start()
 
     def path_of(self, step: int) -> Path:
         """Where the latents of a step belong."""
-        self._pending.add(step)
+        self._shown.discard(step)
         return self._folder / f"step-{step}.{LATENTS}"
 
     def start(self) -> None:
-        """Start the process, unless it runs or has failed; it decodes what is there until nothing is left."""
+        """Start the process, unless it runs or has failed; it decodes until no latents are left."""
         if self._failed or self._process is not None:
             return
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}  # the GPU is for training
@@ -57,19 +60,26 @@ class Decoding:
             start_new_session=True,  # an interrupt of the terminal is for the trainer
         )
 
-    def decoded(self) -> list[tuple[int, Path]]:
-        """Steps and pictures of the grids that are new since the last call."""
-        if self._process is not None and self._process.poll() is not None:
-            self._settle()
-        done = sorted(step for step in self._pending - set(waiting(self._folder)) if self._picture(step).is_file())
-        self._pending -= set(done)
-        return [(step, self._picture(step)) for step in done]
+    def decoded(self, *, wait: bool = False) -> list[tuple[int, Path]]:
+        """Steps and images of the grids that are new since the last call.
 
-    def finish(self) -> None:
-        """Wait until all grids are decoded, or the process has failed."""
-        while self._process is not None:
-            self._process.wait()
-            self._settle()
+        Args:
+          wait: until all grids are decoded, or the process has failed.
+        """
+        while self._process is not None and (wait or self._process.poll() is not None):
+            if self._process.wait():
+                self._fail(self._process.returncode)
+            self._process = None
+            if waiting(self._folder):  # latents that it has not seen
+                self.start()
+        latents = waiting(self._folder)
+        new = [
+            (step, path)
+            for step, path in waiting(self._folder, PICTURE).items()
+            if step not in self._shown and step not in latents
+        ]
+        self._shown |= {step for step, _ in new}
+        return new
 
     def stop(self) -> None:
         """End the process; what it has not decoded stays."""
@@ -79,22 +89,12 @@ class Decoding:
             self._process = None
         self._errors.close()
 
-    def _picture(self, step: int) -> Path:
-        return self._folder / f"step-{step}.{PICTURE}"
-
-    def _settle(self) -> None:
-        """After the end of the process: start another for grids that it has not seen, or warn of its error."""
-        process, self._process = self._process, None
-        assert process is not None
-        if process.returncode:
-            self._failed = True
-            self._errors.seek(0)
-            lines = self._errors.read().decode(errors="replace").split("\n")
-            why = next((line for line in reversed(lines) if line.strip()), f"it ended with {process.returncode}")
-            why = why.rstrip(".")
-            self._warn(
-                f"the pictures of run.sample_every are not decoded: {why}. The latents stay in '{self._folder}'; "
-                f"'python -m {MODULE} {self._folder} --vae PATH' decodes them"
-            )
-        elif waiting(self._folder):
-            self.start()
+    def _fail(self, code: int) -> None:
+        self._failed = True
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        why = next((line for line in reversed(lines) if line.strip()), f"it ended with {code}").rstrip(".")
+        self._warn(
+            f"the images of run.sample_every are not decoded: {why}. The latents stay in '{self._folder}'; "
+            f"'python -m {MODULE} {self._folder} --vae PATH' decodes them"
+        )

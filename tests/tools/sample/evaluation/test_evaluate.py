@@ -35,6 +35,18 @@ from leandit.train.parallel.ranks import Ranks
 
 WIDTH = 256
 LEANDIT = "import torch; torch.set_num_threads(1); from leandit.tools.cli.main import main; main()"
+LEANDIT_ON_A_BROKEN_DEVICE = f"""
+import os
+from dataclasses import replace
+from leandit.tools.sample.evaluation import evaluate
+from leandit.tools.sample.evaluation.networks import open_network
+
+def fail(images):
+    raise RuntimeError("CUDA error: no kernel image")
+
+if os.environ["RANK"] == "0":
+    evaluate.open_network = lambda *asked: replace(open_network(*asked), features=fail)
+{LEANDIT}"""
 LEANDIT_OUT_OF_MEMORY = f"""
 import os, torch
 from leandit.tools.sample import sampler
@@ -390,10 +402,14 @@ def test_a_picture_that_cannot_be_read_ends_all_processes(here: Path, tmp_path: 
     assert "Traceback" not in ended[0][2]
 
 
+def test_an_error_of_one_device_ends_all_processes(here: Path) -> None:
+    ended = in_processes(2, here, here / "noise", "--against", here / "one", code=LEANDIT_ON_A_BROKEN_DEVICE)
+    assert [code != 0 for code, _, _ in ended] == [True, True]
+    assert all("CUDA error: no kernel image" in err or "lost the connection" in err for _, _, err in ended)
+
+
 @pytest.mark.usefixtures("tiny_models")
-def test_a_process_that_runs_out_of_memory_ends_all_with_one_message(
-    label_store: LatentStore, here: Path, tmp_path: Path
-) -> None:
+def test_a_process_that_runs_out_of_memory_ends_all(label_store: LatentStore, here: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     recipe = train_recipe("dit-s-4", "run.steps=1")
     train(recipe, store_path=label_store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
@@ -401,9 +417,9 @@ def test_a_process_that_runs_out_of_memory_ends_all_with_one_message(
     ended = in_processes(2, here, *command, code=LEANDIT_OUT_OF_MEMORY)
     assert all(code not in (0, None) for code, _, _ in ended)
     said = [line for _, _, errors in ended for line in errors.splitlines() if line.startswith("leandit: ")]
-    assert len(said) == 1, ended
-    assert "rank 1 (" in said[0]
-    assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB" in said[0]
+    assert len(said) == 2, ended
+    assert "lost the connection to another rank" in said[0]
+    assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB" in said[1]
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

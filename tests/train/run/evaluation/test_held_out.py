@@ -1,0 +1,180 @@
+"""The loss of held-out records: what it is, that it is the same for any ranks, and that training does not notice it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from making import CPU, train_recipe
+from shown_runs import EVERY, HOLDOUT, assert_same_training, lines, losses_held_out, run_to
+
+from leandit.datasets.batches.captions import captions_of
+from leandit.datasets.batches.latents import final_latents, keyed_noise
+from leandit.datasets.errors import RecipeError, RunError
+from leandit.datasets.order.holdout import is_held_out, key_hashes
+from leandit.datasets.recipe import shipped_recipes
+from leandit.datasets.store import LatentStore
+from leandit.tools.synthetic.store import make_store
+from leandit.train.config import load
+from leandit.train.objectives.losses import PLAIN, noised, objective_losses
+from leandit.train.run.data import build_loader
+from leandit.train.run.evaluation.fixed_draws import NUM_TIMES, fixed_times, noise_keys, posterior_keys
+from leandit.train.run.evaluation.held_out import HeldOut
+from leandit.train.run.fit import model_for_stores
+from leandit.train.sampling.snapshot import load_snapshot
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+
+@pytest.fixture
+def store_of(
+    label_store: LatentStore, caption_store: LatentStore, three_text_store: LatentStore
+) -> dict[str, LatentStore]:
+    return {"dit-s-4": label_store, "pixart-tiny": caption_store, "sd3-tiny": three_text_store}
+
+
+@pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny", "sd3-tiny"])
+def test_training_is_the_same_to_the_bit_with_and_without_it_and_after_a_resume(
+    name: str, store_of: dict[str, LatentStore], tmp_path: Path
+) -> None:
+    recipe = train_recipe(name, HOLDOUT, EVERY)
+    run_to(train_recipe(name, HOLDOUT, "run.evaluate_every=0"), store_of[name], tmp_path / "without")
+    run_to(recipe, store_of[name], tmp_path / "with")
+    assert_same_training(tmp_path / "without", tmp_path / "with", 6)
+    assert losses_held_out(tmp_path / "without") == {}
+    assert list(losses_held_out(tmp_path / "with")) == [2, 4, 6]
+    run_to(recipe, store_of[name], tmp_path / "stopped", stop_at=3)
+    run_to(recipe, store_of[name], tmp_path / "stopped")
+    assert_same_training(tmp_path / "stopped", tmp_path / "with", 6)
+    assert losses_held_out(tmp_path / "stopped") == losses_held_out(tmp_path / "with")
+
+
+@pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny", "sd3-tiny"])
+def test_the_loss_of_the_average_is_that_of_the_snapshot_record_by_record(
+    name: str, store_of: dict[str, LatentStore], tmp_path: Path
+) -> None:
+    store = store_of[name]
+    said = run_to(train_recipe(name, HOLDOUT, EVERY), store, tmp_path / "run")[-1].held_out
+    assert said is not None
+    snapshot = load_snapshot(tmp_path / "run", CPU)
+    hashes, losses = key_hashes(store), []
+    for bucket in store.buckets:
+        index = store.index(bucket)
+        for position in np.flatnonzero(is_held_out(hashes[index.records], 0.4)):
+            own = hashes[index.records[position]][None]
+            stored = torch.from_numpy(store.latents(bucket).take(index.rows[[position]]))
+            x = final_latents(stored, store.spec.latent, torch.from_numpy(posterior_keys(own)))
+            texts = {}
+            if snapshot.spec.takes_text:
+                first = store.record_at(int(index.records[position])).caption_ids[0]
+                texts = {text: captions_of(store.text(text), [first]) for text in store.texts}
+            given = snapshot.conditioner(torch.tensor(index.labels[[position]]).long(), texts)
+            times, keys = fixed_times(snapshot.objective, CPU), torch.from_numpy(noise_keys(own)[0])
+            for time, key in zip(times, keys, strict=True):
+                noise = keyed_noise(key[None], tuple(x.shape[1:]))
+                with torch.no_grad():
+                    output = snapshot.model(*noised(snapshot.objective, x, noise, time[None]), given)
+                found = objective_losses(snapshot.objective, output, x, noise, time[None])[PLAIN]
+                losses.append(found.item())
+    assert said.num_images * NUM_TIMES == len(losses) > 8
+    by_time = np.array(losses).reshape(-1, NUM_TIMES).mean(0)
+    assert said.averaged_loss_by_time == pytest.approx(by_time, rel=1e-5)
+    assert said.averaged_loss == pytest.approx(by_time.mean(), rel=1e-5)
+    assert said.loss != said.averaged_loss
+
+
+def test_the_times_are_whole_steps_of_ddpm_and_even_shares_of_flow() -> None:
+    ddpm, flow = (train_recipe("dit-s-4", f"objective.kind={kind}").objective for kind in ("ddpm", "flow"))
+    assert fixed_times(ddpm, CPU).tolist() == [62, 187, 312, 437, 562, 687, 812, 937]
+    assert fixed_times(flow, CPU).tolist() == [(2 * number + 1) / 16 for number in range(8)]
+
+
+def test_no_two_draws_have_the_same_key() -> None:
+    hashes = np.arange(1000, dtype=np.uint64)
+    assert len(np.unique(np.concatenate([noise_keys(hashes).ravel(), posterior_keys(hashes)]))) == 9000
+
+
+def held_out_of(store: LatentStore, name: str, *overrides: str) -> HeldOut:
+    recipe = train_recipe(name, HOLDOUT, *overrides)
+    spec, _ = model_for_stores(recipe, [store])
+    loader = build_loader(recipe, [store], spec, CPU, lambda _: None)
+    return HeldOut(loader.dataset.reader, recipe.data, spec, recipe.run.evaluate_images)
+
+
+def test_fewer_images_are_the_first_of_more(caption_store: LatentStore) -> None:
+    found = []
+    for most in (2, 4, 64):
+        groups = held_out_of(caption_store, "pixart-tiny", f"run.evaluate_images={most}").groups(1)
+        found.append({value for group in groups for value in group.hashes.tolist()})
+        assert len(found[-1]) <= most
+    assert found[0] < found[1] < found[2]
+    assert max(found[1]) < min(found[2] - found[1])
+
+
+def test_the_records_of_a_group_are_those_of_its_keys(caption_store: LatentStore) -> None:
+    held_out, hashes = held_out_of(caption_store, "pixart-tiny"), key_hashes(caption_store)
+    groups = held_out.groups(1)
+    assert len({group.bucket for group in groups}) > 1
+    for group in groups:
+        batch = held_out.read(group)
+        assert (batch.bucket, len(batch)) == (group.bucket, len(group))
+        assert hashes[batch.records].tolist() == group.hashes.tolist()
+        assert batch.caption_lengths is not None
+        firsts = [caption_store.caption(record) for record in batch.records.tolist()]
+        assert batch.caption_lengths.tolist() == [len(caption) for caption in firsts]
+
+
+STAGES = """
+[[data.stages]]
+steps = 2
+store = "small"
+
+[[data.stages]]
+mixture = [{ store = "large", weight = 3 }, { store = "small" }]
+"""
+
+
+def test_each_stage_evaluates_its_own_stores_by_their_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_store(tmp_path / "small", {"32x32": 40}, num_classes=3, seed=0)
+    make_store(tmp_path / "large", {"64x64": 40}, num_classes=3, seed=1)
+    Path("recipe.toml").write_text(STAGES)
+    tiny = ["model.name=DiT-S/4", "run.compile=false", "run.precision=fp32", "run.global_batch=4", "run.log_every=1"]
+    recipe = load("recipe.toml", [*tiny, HOLDOUT, EVERY, "run.steps=4", "run.evaluate_images=8"])
+    seen = run_to(recipe, None, tmp_path / "run")
+    assert [figures.held_out and figures.held_out.num_images for figures in seen] == [None, 8, None, 6 + 2]
+    assert all(math.isfinite(seen[step].held_out.averaged_loss) for step in (1, 3))  # type: ignore[union-attr, arg-type]
+
+
+def test_a_holdout_without_records_and_another_share_on_resume_are_refused(
+    label_store: LatentStore, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=r"data.holdout 0.0001: it holds out no record of .*store.*Raise it"):
+        run_to(train_recipe("dit-s-4", "data.holdout=0.0001"), label_store, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    run_to(train_recipe("dit-s-4", HOLDOUT, "run.steps=1"), label_store, tmp_path / "run")
+    with pytest.raises(RunError, match=r"recipe.data.holdout was 0.4, is 0.3"):
+        run_to(train_recipe("dit-s-4", "data.holdout=0.3"), label_store, tmp_path / "run")
+    run_to(train_recipe("dit-s-4", HOLDOUT, "run.evaluate_every=3", "run.steps=3"), label_store, tmp_path / "run")
+    assert list(losses_held_out(tmp_path / "run")) == [1, 3]
+
+
+def test_what_it_costs_is_said_and_a_warning_says_what_would_cost_less(
+    label_store: LatentStore, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    run_to(train_recipe("dit-s-4", HOLDOUT, EVERY), label_store, tmp_path / "run", said=said)
+    for line in lines(tmp_path / "run")[1::2]:
+        assert 0 < line["held_out"]["share"] < 1
+        assert line["held_out"]["seconds"] > 0
+    assert [line for line in said if "evaluating held-out records takes" in line and "run.evaluate_every=" in line]
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes("leandit.train")))
+def test_by_default_it_takes_less_than_a_hundredth_of_the_products_of_a_shipped_recipe(name: str) -> None:
+    run = load(name, []).run
+    forwards = 2 * NUM_TIMES * run.evaluate_images
+    assert 0 < forwards / (3 * run.global_batch * run.evaluate_every) < 0.005

@@ -1,0 +1,81 @@
+"""Microbatches: all ranks split alike, and a GPU halves them until a step fits."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import CUDA, fake_cuda, gradients_of_zeros
+from hypothesis import given
+from hypothesis import strategies as st
+from making import CPU
+from tiny_steps import TinySteps
+
+from leandit.datasets.errors import ResourceError
+from leandit.datasets.order.slices import rank_slice
+from leandit.train.run import microbatch
+from leandit.train.run.microbatch import fit_microbatch
+from leandit.train.step import image_losses, microbatches, train_step
+
+
+@given(size=st.integers(1, 500), world_size=st.integers(1, 9), limit=st.integers(0, 60))
+def test_microbatches_cover_every_rank_and_are_as_many_on_all(size: int, world_size: int, limit: int) -> None:
+    parts = microbatches(size, world_size, limit)
+    sizes = {part.stop - part.start for part in parts}
+    assert len(sizes) == 1
+    assert not limit or max(sizes) <= limit
+    for rank in range(world_size):
+        images = range(*rank_slice(size, rank, world_size).indices(size))
+        assert [i for part in parts for i in images[part]] == list(images)
+    most = math.ceil(size / world_size)
+    assert len(parts) == (math.ceil(most / limit) if limit else 1)
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_a_gpu_halves_the_images_until_a_step_fits_and_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, room = [], 2
+    updates = []
+
+    def losses(learner: Any, images: Any, step: int) -> Any:
+        tried.append(len(images.latents))
+        if tried[-1] > room:
+            raise torch.OutOfMemoryError
+        return image_losses(learner, images, step)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with fake_cuda(monkeypatch):
+        gradients_of_zeros(monkeypatch)
+        steps = TinySteps("labels", CUDA)
+        learner: Any = steps.learner
+        monkeypatch.setattr("leandit.train.step.image_losses", losses)
+        monkeypatch.setattr(learner.engine.ema, "update", lambda *_: updates.append(learner.step))
+        batch = steps.batch(7).to(CUDA)
+        fit_microbatch(learner, batch, train_step)
+        assert (learner.step, learner.num_images, updates) == (0, 0, [])
+        assert all(parameter.grad is None for parameter in learner.engine.model.parameters())
+        for _ in range(3):
+            fit_microbatch(learner, batch, train_step)
+            steps.step_on(batch)
+    assert learner.microbatches == {batch.bucket: 2}
+    assert tried[:3] == [7, 4, 2]
+    assert updates == [0, 1, 2]
+    assert len(tried) == 2 + 6 * 4  # one trial, then three steps of which the first two are tried before
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_what_cannot_fit_or_is_set_by_the_user_is_not_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(microbatch, "_fits", lambda *_: False)
+    for settings in (["run.microbatch=3"], []):
+        steps = TinySteps("labels", CPU, *settings)
+        fit_microbatch(steps.learner, steps.batch(), train_step)  # a CPU is never tried
+        assert steps.learner.microbatches == {}
+        steps.learner.device = CUDA
+        if settings:
+            fit_microbatch(steps.learner, steps.batch(), train_step)
+        else:
+            with pytest.raises(ResourceError, match=r"one image of bucket '64x64' does not fit.*smaller model"):
+                fit_microbatch(steps.learner, steps.batch(), train_step)

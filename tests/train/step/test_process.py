@@ -1,0 +1,175 @@
+"""Memory allocators, precision on a GPU, and garbage that is collected between steps."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from making import CPU, train_recipe
+
+from leandit.datasets.batches.batch import Batch
+from leandit.datasets.errors import RunError
+from leandit.datasets.store import LatentStore
+from leandit.tools.plan.workload import workload_at_resolution
+from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
+from leandit.train import loop
+from leandit.train.config import load
+from leandit.train.metrics.meter import StepResult
+from leandit.train.optim import process
+from leandit.train.optim.process import collected_by_hand, set_allocator, set_precision
+from leandit.train.parallel.stop import StopRequest
+from leandit.train.run.state import Run
+from leandit.train.step import train_step
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+
+SCRIPT = """
+import resource, sys, torch
+from leandit.train.optim.process import set_allocator
+if sys.argv[1] == "kept":
+    set_allocator(torch.device("cpu"))
+
+def step():
+    kept = [torch.ones(2**20) for _ in range(24)]  # 4 MiB each
+    return sum(float(tensor[-1]) for tensor in kept)
+
+for _ in range(4):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(16):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(how: str) -> int:
+    # By default glibc moves its threshold to what it sees freed, and may keep a step's memory or not. With a fixed
+    # threshold it gives every tensor back.
+    gives_back = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
+    run = [sys.executable, "-c", SCRIPT, how]
+    return int(subprocess.run(run, capture_output=True, text=True, check=True, env=gives_back).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+def test_steps_on_a_cpu_cost_no_page_faults() -> None:
+    kept, given_back = page_faults("kept"), page_faults("given back")
+    assert given_back >= 16 * 24  # each tensor, each time: 1024 faults of small pages, fewer of huge ones
+    assert kept < given_back / 50  # a few tensors may still have to find their place
+
+
+def test_segments_expand_unless_the_user_or_cuda_was_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    environment: dict[str, str] = {}
+    set_allocator(cuda, environment)
+    assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        chosen = {name: "max_split_size_mb:64"}
+        set_allocator(cuda, chosen)
+        assert chosen == {name: "max_split_size_mb:64"}
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    started: dict[str, str] = {}
+    set_allocator(cuda, started)
+    assert not started
+
+
+@pytest.fixture
+def backends() -> Iterator[tuple[Any, Any]]:
+    """Those of matrix products and of convolutions, as before at the end."""
+    both = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = *(backend.allow_tf32 for backend in both), torch.backends.cudnn.benchmark
+    yield both
+    both[0].allow_tf32, both[1].allow_tf32, both[1].benchmark = before
+
+
+@pytest.mark.parametrize(("model", "timed"), [("sana-1600m", True), ("DiT-XL/2", False), ("pixart-sigma", False)])
+def test_convolutions_are_timed_where_a_model_has_them_in_its_blocks(
+    model: str, timed: bool, backends: tuple[Any, Any]
+) -> None:
+    torch.backends.cudnn.benchmark = not timed
+    spec: Any = SimpleNamespace(name=model)
+    for precision in ("bf16", "tf32"):
+        set_precision(load("dit-s-2-256", [f"run.precision={precision}"]), spec)
+        assert torch.backends.cudnn.benchmark == timed
+        assert [backend.allow_tf32 for backend in backends] == [precision == "tf32"] * 2
+
+
+def test_a_caller_who_collects_or_freezes_by_hand_is_left_alone() -> None:
+    gc.disable()
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    try:
+        with collected_by_hand() as after_step:
+            after_step()
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_step_of_a_run_is_interrupted_by_a_collection(
+    fails: bool, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, seen, collected = loop.train_step, list[bool](), list[int]()
+
+    def step(state: Run, batch: Batch) -> StepResult:
+        seen.append(gc.isenabled())
+        if fails and state.step == 3:
+            raise RunError("no step")
+        return take(state, batch)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    monkeypatch.setattr(process, "COLLECT_EVERY", 2)
+    really_collect = gc.collect
+    monkeypatch.setattr(gc, "collect", lambda *of: collected.append(len(seen)) or really_collect(*of))
+    recipe = train_recipe("dit-s-4", "run.steps=5")
+    arguments = {"store_path": label_store.path, "run": tmp_path / "run", "device": CPU}
+    assert gc.isenabled()
+    if fails:
+        with pytest.raises(RunError, match="no step"):
+            loop.train(recipe, **arguments, report=lambda _: None, stop=StopRequest())
+    else:
+        loop.train(recipe, **arguments, report=lambda _: None, stop=StopRequest())
+    assert gc.isenabled()
+    assert not gc.get_freeze_count()
+    assert seen == [False] * (4 if fails else 5)
+    assert [at for at in collected if at] == ([2] if fails else [2, 4])
+
+
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [
+        ("dit-s-2-256", "run.microbatch=2"),
+        ("dit-s-2-256", "run.activation_checkpointing=blocks"),
+        ("sana-600m-512", "model.name=sana-tiny"),
+    ],
+)
+def test_a_step_leaves_no_cycle_that_holds_tensors(name: str, override: str) -> None:
+    tiny = ["run.global_batch=4", "run.precision=fp32", "run.compile=false", "model.num_classes=3"]
+    it = workload_at_resolution(load(name, [*tiny, override]), 64)
+    learner = synthetic_run(it.recipe, it.spec, it.tokens, CPU)
+    batch = synthetic_batch(it.store, it.largest_bucket, 4, it.tokens, CPU)
+    train_step(learner, batch)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        train_step(learner, batch)
+        train_step(learner, batch)
+        gc.collect()
+        left = [type(one).__name__ for one in gc.garbage if isinstance(one, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert left == []

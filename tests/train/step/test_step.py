@@ -1,0 +1,378 @@
+"""Training with features of the store, routed tokens and added terms: what a step computes, resumes and reports."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from making import CPU, train_recipe
+from torch import Tensor
+
+from leandit.datasets.errors import LeanditError
+from leandit.datasets.format.schema import FeatureSpec
+from leandit.datasets.store import LatentStore
+from leandit.tools.synthetic.store import make_store
+from leandit.train import step as step_module
+from leandit.train.loop import StopRequest, train
+from leandit.train.models.conditioning import Extras, select
+from leandit.train.models.diffusers import adaln_single
+from leandit.train.objectives.losses import PLAIN
+from leandit.train.run.state import Run
+from leandit.train.sampling.guided import Solver, draw_latents
+from leandit.train.sampling.snapshot import load_snapshot
+from leandit.train.step import TOKEN_STEP, image_losses, mean_tokens, microbatches, rows_of, train_step
+from leandit.train.techniques.images import Microbatch
+from leandit.train.techniques.registry import routed_blocks, techniques_of
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+FLOW = ("objective.kind=flow", "model.name=DiT-S/1")
+REPA = (*FLOW, "align.dino.block=1", "align.dino.projector_width=8")
+TERMS = (
+    *REPA,
+    "align.dino.class_weight=0.03",
+    "objective.cosine_weight=1.0",
+    "objective.contrastive_weight=0.05",
+    "objective.dispersive_weight=0.5",
+    "objective.dispersive_block=2",
+)
+OWN = ("self_align.weight=0.5", "self_align.block=1", "self_align.teacher_block=2", "self_align.projector_width=8")
+ROUTED = ("routing.first_block=1", "routing.last_block=1")
+ALL = (*TERMS, *OWN, "routing.kind=tread", *ROUTED)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    """Records of 32 px with 2 x 2 tokens of a feature, and their class tokens, in int8."""
+    folder = tmp_path_factory.mktemp("features") / "store"
+    spec = FeatureSpec(output="both", layer=-1, width=6, patch_px=14, resolution_px=28, images_px=32, dtype="int8")
+    make_store(folder, {"32x32": 24}, num_classes=3, seed=1, features={"dino": spec})
+    return LatentStore(folder)
+
+
+def state_of(store: LatentStore, *overrides: str) -> Run:
+    return Run.open(train_recipe("dit-s-4", *overrides), [store], CPU, print)
+
+
+def run_to(store: LatentStore, run: Path, steps: int, *overrides: str) -> list[dict[str, Any]]:
+    recipe = train_recipe("dit-s-4", *overrides, f"run.steps={steps}", "run.log_every=1", "run.checkpoint_every=2")
+    train(recipe, store_path=store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def microbatches_of(state: Run, monkeypatch: pytest.MonkeyPatch) -> list[Microbatch]:
+    """What a step computes the losses of."""
+    seen: list[Microbatch] = []
+
+    def look(learner: Any, images: Microbatch, step: int) -> dict[str, Tensor]:
+        seen.append(images)
+        return image_losses(learner, images, step)
+
+    monkeypatch.setattr(step_module, "image_losses", look)
+    train_step(state, next(iter(state.loader)))
+    return seen
+
+
+def test_all_terms_are_reported_by_name_and_the_loss_is_the_plain_one(store: LatentStore, tmp_path: Path) -> None:
+    reports = run_to(store, tmp_path / "run", 3, *ALL)
+    names = {"cosine", "contrastive", "dispersive", "align.dino", "class.dino", "align.self-alignment"}
+    assert all(report["loss_terms"].keys() == names for report in reports)
+    plain = run_to(store, tmp_path / "plain", 3, *FLOW)
+    assert plain[0]["loss"] == pytest.approx(reports[0]["loss"], rel=1e-5)  # a new model puts out zero
+    assert plain[0]["loss_terms"] == {}
+
+
+def test_the_alignment_is_that_of_the_feature_of_the_same_records(
+    store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of(store, *REPA)
+    records = next(iter(state.loader)).records.tolist()
+    seen = microbatches_of(state_of(store, *REPA), monkeypatch)
+    patches = torch.cat([images.targets["dino"] for images in seen])
+    assert patches.shape == (len(records), 16, 6)  # on the grid of the model's 4 x 4 tokens
+    stored = store.feature("dino", "32x32")
+    for place, record in enumerate(records):
+        tokens = torch.from_numpy(stored.row(store.record_at(record).row)).mT.unflatten(1, (2, 2))[None]
+        expected = torch.nn.functional.interpolate(tokens, (4, 4), mode="bilinear", antialias=True).flatten(2).mT[0]
+        torch.testing.assert_close(patches[place], expected)
+
+
+def test_a_step_aligns_more_when_it_is_repeated(store: LatentStore) -> None:
+    state = state_of(store, *REPA, "optimizer.lr=1e-2", "align.dino.weight=1.0")
+    batch = next(iter(state.loader))
+    terms = [train_step(state, batch).terms["align.dino"].item() for _ in range(20)]
+    assert terms[-1] < 0.8 * terms[0]
+
+
+@pytest.mark.parametrize("kind", ["tread", "sprint"])
+def test_a_run_with_everything_resumes_bit_for_bit(kind: str, store: LatentStore, tmp_path: Path) -> None:
+    for run, steps in (("whole", [4]), ("parts", [2, 4])):
+        for step in steps:
+            run_to(store, tmp_path / run, step, *TERMS, *OWN, f"routing.kind={kind}", *ROUTED)
+    for part in ("model", "ema", "optimizer"):
+        whole, parts = (
+            (tmp_path / run / "checkpoint-4" / f"{part}.safetensors").read_bytes() for run in ("whole", "parts")
+        )
+        assert whole == parts
+
+
+def test_the_model_aligns_with_its_average_at_an_earlier_time(
+    store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of(store, *FLOW, *OWN, "run.ema_decay=0.5", "optimizer.lr=1e-2")
+    batches = iter(state.loader)
+    for _ in range(3):
+        train_step(state, next(batches))
+    average = copy.deepcopy(state.engine.model)
+    with torch.no_grad():
+        for name, weight in state.engine.ema.weights.items():  # pyright: ignore[reportAttributeAccessIssue]
+            average.get_parameter(name).copy_(weight)
+    before = {name: tensor.clone() for name, tensor in state.engine.model.state_dict().items()}
+    images = microbatches_of(state, monkeypatch)[0]
+    less_time = images.draws["less_time"]
+    times = (images.times - 0.2 * less_time).clamp_min(0)
+    assert 0.1 < less_time.max() <= 1
+    noisy = (1 - times[:, None, None, None]) * images.latents + times[:, None, None, None] * images.noise
+    expected = average(noisy, times * 1000, images.conditioning, Extras(watched=2)).watched
+    teacher = images.targets["self-alignment"]
+    torch.testing.assert_close(teacher, expected)
+    assert not teacher.requires_grad
+    assert any(not torch.equal(before[name], tensor) for name, tensor in state.engine.model.state_dict().items())
+
+
+def test_alignment_and_routing_stop_after_their_last_step(store: LatentStore) -> None:
+    state = state_of(store, *ALL, "align.dino.stop_step=1", "routing.stop_step=1")
+    batches = iter(state.loader)
+    first, second = (train_step(state, next(batches)) for _ in range(2))
+    assert first.terms["align.dino"] > 0
+    assert second.terms["align.dino"] == 0
+    assert second.terms["class.dino"] > 0  # the model still denoises it
+
+
+def test_images_lose_the_same_in_microbatches_where_no_term_compares_images(store: LatentStore) -> None:
+    overrides = [one for one in ALL if "contrastive" not in one and "dispersive" not in one]
+    steps = []
+    for microbatch in (0, 3):
+        state = state_of(store, *overrides, f"run.microbatch={microbatch}")
+        steps.append(train_step(state, next(iter(state.loader))))
+    for name, term in steps[0].terms.items():
+        torch.testing.assert_close(term, steps[1].terms[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(steps[0].grad_norm, steps[1].grad_norm, rtol=1e-4, atol=1e-6)
+
+
+def test_images_that_fill_up_the_last_microbatch_do_not_count(
+    store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = [one for one in ALL if "contrastive" not in one and "dispersive" not in one]
+    steps, weights, seen = [], [], list[int]()
+
+    def look(learner: Any, images: Microbatch, step: int) -> dict[str, Tensor]:
+        seen.append(len(images.latents))
+        return image_losses(learner, images, step)
+
+    monkeypatch.setattr(step_module, "image_losses", look)
+    for compiled in (False, True):
+        state = state_of(store, *overrides, "run.microbatch=3")
+        state.compiled = compiled
+        batches = iter(state.loader)
+        for _ in range(2):  # a new model puts out zero
+            seen.clear()
+            steps.append(train_step(state, next(batches)))
+        assert seen == [3, 3, 3 if compiled else 2]
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in state.engine.model.parameters()]))
+    for plain, filled in zip(steps[:2], steps[2:], strict=True):
+        assert len(filled.losses) == 8
+        torch.testing.assert_close(filled.losses, plain.losses, rtol=1e-6, atol=0)
+        torch.testing.assert_close(filled.loss, filled.losses.sum() / 8, rtol=0, atol=0)
+        torch.testing.assert_close(filled.grad_norm, plain.grad_norm, rtol=1e-5, atol=0)
+        for name, term in plain.terms.items():
+            torch.testing.assert_close(filled.terms[name], term, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("term", ["contrastive_weight=0.05", "dispersive_weight=0.5"])
+def test_nothing_is_filled_up_where_a_term_compares_images(term: str, store: LatentStore) -> None:
+    more = ["objective.dispersive_block=2"] if "dispersive" in term else []
+    state = state_of(store, *FLOW, f"objective.{term}", *more)
+    state.compiled = True
+    assert rows_of(state, slice(6, 9), 8) == slice(6, 9)
+
+
+def test_a_rank_with_fewer_images_fills_up_too_and_one_without_any_has_one_of_zeros(store: LatentStore) -> None:
+    state = state_of(store)
+    state.compiled = True
+    filled, beyond = rows_of(state, slice(3, 6), 5), rows_of(state, slice(6, 9), 5)
+    assert isinstance(filled, Tensor)
+    assert isinstance(beyond, Tensor)
+    assert (filled.tolist(), beyond.tolist()) == ([3, 4, 4], [4, 4, 4])
+    assert rows_of(state, slice(0, 3), 0) == slice(0, 3)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 9))
+def test_captions_of_every_microbatch_fit_where_they_are_packed(lengths: list[int], ranks: int, limit: int) -> None:
+    stored, parts = np.array(lengths), microbatches(len(lengths) * ranks, ranks, limit)
+    tokens = mean_tokens(stored, parts)
+    assert tokens % TOKEN_STEP == 0
+    means = []
+    for part in parts:
+        filled = stored[np.minimum(np.arange(part.start, part.stop), len(stored) - 1)]
+        for own in (stored[part], filled):
+            assert own.sum() <= tokens * len(own)
+            means += [own.mean()] if len(own) else []
+    assert tokens < max(means) + TOKEN_STEP
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_a_step_says_how_many_tokens_its_captions_have(
+    caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = Run.open(train_recipe("pixart-tiny"), [caption_store], CPU, print)
+    batch, seen = next(iter(state.loader)), []
+    arrange = adaln_single.arrange_captions
+    monkeypatch.setattr(adaln_single, "arrange_captions", lambda *a, **how: seen.append(how) or arrange(*a, **how))
+    train_step(state, batch)
+    assert batch.text is not None
+    assert batch.text.host_lengths is not None
+    assert batch.caption_lengths is not None
+    assert list(batch.text.host_lengths) == batch.caption_lengths.tolist()
+    assert batch.text.to(CPU).host_lengths == batch.text.host_lengths
+    assert [how["mean_tokens"] for how in seen] == [
+        mean_tokens(np.array(batch.text.host_lengths), [slice(0, len(batch))])
+    ]
+
+
+def test_a_rank_without_images_has_the_same_terms(store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of(store, *ALL)
+    images = microbatches_of(state, monkeypatch)[0]
+    losses, empty = (image_losses(state, part, 1) for part in (images, select(images, slice(0, 0))))
+    assert losses.keys() == empty.keys() > {PLAIN}
+    assert all(loss.sum() == 0 for loss in empty.values())
+    total = torch.stack([loss.sum() for loss in empty.values()]).sum()
+    total.backward()
+    gradients = [parameter.grad for parameter in state.engine.model.parameters()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("kind", ["tread", "sprint"])
+def test_the_plain_loss_is_that_of_all_tokens_without_any_term(
+    kind: str, store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of(store, *TERMS, *OWN, f"routing.kind={kind}", *ROUTED, "routing.share=0.9", "optimizer.lr=1e-2")
+    batches = iter(state.loader)
+    for _ in range(3):  # so that the model puts out more than zero
+        train_step(state, next(batches))
+    images = microbatches_of(state, monkeypatch)[0]
+    cls, noise = images.targets["class_token"], images.draws["class_noise"]
+    share = images.times[:, None, None, None]
+    tokens = (1 - images.times[:, None]) * cls + images.times[:, None] * noise
+    noisy = (1 - share) * images.latents + share * images.noise
+    with torch.no_grad():
+        model = state.engine.model
+        velocity = model(noisy, images.times * 1000, images.conditioning, Extras(class_token=tokens)).output
+        expected = (velocity - (images.noise - images.latents)).square().mean((1, 2, 3))
+        routed = image_losses(state, images, 5)[PLAIN]
+        torch.testing.assert_close(state.predict(images, state.inputs(images)).output, velocity)
+    assert not torch.allclose(routed, expected, rtol=1e-4)
+
+
+def test_held_out_records_lose_the_plain_loss_and_training_does_not_notice(store: LatentStore, tmp_path: Path) -> None:
+    held_out = ("data.holdout=0.3", "run.ema_decay=0.0", "routing.share=0.9")
+    reports = run_to(store, tmp_path / "run", 4, *ALL, *held_out, "run.evaluate_every=2")
+    evaluated = [report["held_out"] for report in reports if report["held_out"]]
+    assert [report["step"] for report in reports if report["held_out"]] == [2, 4]
+    assert all(0.1 < one["loss"] < 10 and one["averaged_loss"] == pytest.approx(one["loss"]) for one in evaluated)
+    run_to(store, tmp_path / "without", 4, *ALL, *held_out, "run.evaluate_every=0")
+    weights = [(tmp_path / run / "checkpoint-4" / "model.safetensors").read_bytes() for run in ("run", "without")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun", "dpm", "sde"])
+def test_a_model_with_a_class_token_draws_latents(sampler: Any, store: LatentStore, tmp_path: Path) -> None:
+    run_to(store, tmp_path / "run", 2, *ALL)
+    snapshot = load_snapshot(tmp_path / "run", CPU)
+    conditioning = snapshot.conditioner(torch.tensor([0, 1, 2]), {})
+    solver = Solver(sampler=sampler, steps=4, guidance=2.0)
+    drawn = draw_latents(snapshot, conditioning, size=(4, 4), seed=0, solver=solver)
+    assert drawn.shape == (3, 4, 4, 4)
+    alone = draw_latents(snapshot, conditioning.part(slice(1, 2)), size=(4, 4), seed=0, solver=solver, numbers=[1])
+    torch.testing.assert_close(drawn[1:2], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_begins_from_one_with_projectors_and_the_other_way_round(store: LatentStore, tmp_path: Path) -> None:
+    run_to(store, tmp_path / "repa", 2, *REPA)
+    run_to(store, tmp_path / "plain", 2, *FLOW)
+    for source, overrides in (("repa", FLOW), ("plain", REPA), ("repa", REPA)):
+        state = state_of(store, *overrides, f"model.init_from={tmp_path / source}")
+        own = state.engine.model.state_dict()
+        saved = load_snapshot(tmp_path / source, CPU).model.state_dict()
+        assert all(torch.equal(own[name], saved[name]) for name in own.keys() & saved.keys())
+
+
+def test_a_route_is_where_it_is_published_unless_it_is_set() -> None:
+    """Of TREAD: config of DiT-B, from the third block to the ninth, and half of the tokens."""
+
+    def blocks(depth: int, *settings: str) -> tuple[int, int]:
+        return routed_blocks(techniques_of(train_recipe("dit-s-4", *settings)), depth)
+
+    assert train_recipe().routing.share == 0.5
+    assert [blocks(depth, "routing.kind=tread") for depth in (12, 28)] == [(3, 9), (3, 25)]
+    assert [blocks(depth, "routing.kind=sprint") for depth in (12, 28)] == [(3, 10), (3, 26)]
+    assert blocks(12, "routing.kind=tread", "routing.last_block=10") == (3, 10)
+    assert blocks(12) == (0, 0)
+
+
+def test_four_frames_lead_from_the_step_to_the_model(store: LatentStore) -> None:
+    state, frames = state_of(store, *ALL), list[str]()
+
+    def look(*_: Any) -> None:
+        if frames:
+            return
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_name != "train_step":
+            if "torch" not in frame.f_code.co_filename:
+                frames.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+
+    state.engine.model.net.register_forward_pre_hook(look)
+    train_step(state, next(iter(state.loader)))
+    assert frames[1:] == ["DiTDenoiser.forward", "Run.predict", "SelfAlignment.teach"]  # frames[0] is the hook
+    frames.clear()
+    train_step(state_without_teacher(state), next(iter(state.loader)))
+    assert frames[1:] == ["DiTDenoiser.forward", "Run.predict", "image_losses"]  # and DiT.forward is the fourth
+
+
+def state_without_teacher(state: Run) -> Run:
+    state.techniques = [one for one in state.techniques if one.key != "self_align"]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("align.clip.block=1",), r"no image feature 'clip'.*there are dino.*features\.clip"),
+        (("align.dino.block=3",), r"align\.dino\.block 3: model 'DiT-S/1' has 2 blocks"),
+        (("routing.kind=tread",), r"routing\.first_block 3, routing\.last_block 0: the model has 2 blocks"),
+        (("objective.dispersive_weight=0.5", "objective.dispersive_block=7"), "has 2 blocks"),
+        (
+            ("objective.dispersive_weight=0.5", "routing.kind=tread", "routing.first_block=1", "routing.last_block=1"),
+            r"objective\.dispersive_block 1: .*some skip the blocks 1 to 1",
+        ),
+    ],
+)
+def test_what_the_store_or_the_model_lacks_is_named(
+    overrides: tuple[str, ...], message: str, store: LatentStore
+) -> None:
+    with pytest.raises(LeanditError, match=message):
+        state_of(store, *FLOW, *overrides)
+
+
+def test_models_of_diffusers_have_no_blocks_to_look_into(caption_store: LatentStore) -> None:
+    with pytest.raises(LeanditError, match="routing look into the blocks of a DiT"):
+        Run.open(train_recipe("pixart-tiny", "routing.kind=tread"), [caption_store], CPU, print)

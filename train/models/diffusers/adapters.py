@@ -1,0 +1,100 @@
+"""Low-rank adapters of linear layers, added by peft; all other parameters are frozen.
+
+A layer with weight W computes (W + alpha / rank * B A) x, with A (rank, inputs) drawn at random and B (outputs, rank)
+zero at the start, so that training begins with the function of W.
+
+Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685, section 4.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ....datasets.errors import RecipeError
+from ....datasets.order.shuffle import keyed_hash
+from ..spec import AdapterSpec
+from .model import without_warnings
+
+ADAPTER = "default"  # peft's name of the adapters of a model
+DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"  # A and B behind the name of their layer
+IN_A_BLOCK = re.compile(r"[a-z_.]*blocks\.\d+\.(.+)")
+DRAW = 0x10AA  # key of the random numbers of A, apart from those of the model
+
+
+def add_adapters(model: nn.Module, spec: AdapterSpec, *, seed: int) -> None:
+    """Add adapters to a model of diffusers, and freeze the rest.
+
+    An adapted weight "X.weight" is called "X.base_layer.weight" afterwards.
+
+    Raises: RecipeError: peft is not installed, or the model has no such layers.
+    """
+    adapted_layers(model, spec.targets)
+    try:
+        with without_warnings():
+            from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            f"lora.rank {spec.rank}: it needs the package '{error.name}', which is not installed. Install leandit with "
+            "its extra 'lora', or set lora.rank to 0."
+        ) from error
+    config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.targets))  # pyright: ignore
+    device = next(model.parameters()).device
+    with torch.device("meta"):  # else peft would move its matrices, which fake tensors cannot be
+        inject_adapter_in_model(config, model.get_submodule("net"), ADAPTER)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(keyed_hash(seed, DRAW) % 2**63)
+        for name, parameter in trained_parameters(model).items():
+            matrix = torch.zeros(parameter.shape, device=device)
+            if name.endswith(DOWN):
+                nn.init.kaiming_uniform_(matrix, a=5**0.5)  # as a linear layer of torch
+            model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(matrix)
+
+
+def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
+    """The layers of a model without adapters that targets name, by their names in the model.
+
+    Raises: RecipeError: a target names none, or another kind of layer.
+    """
+    found: dict[str, nn.Linear] = {}
+    for target in targets:
+        named = {name: module for name, module in model.named_modules() if name.endswith(f".{target}")}
+        others = [name for name, module in named.items() if not isinstance(module, nn.Linear)]
+        if others or not named:
+            kind = f"'{others[0]}' is a {type(named[others[0]]).__name__}" if others else "the model has no such layer"
+            raise RecipeError(
+                f"lora.targets '{target}': {kind}. Needed ends of names of linear layers; those of the blocks are "
+                f"{', '.join(_linear_layers(model))}."
+            )
+        found |= {name: module for name, module in named.items() if isinstance(module, nn.Linear)}
+    return found
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Names of the linear layers within a block, in the order of the model."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return list(dict.fromkeys(found[1] for name in names if (found := IN_A_BLOCK.fullmatch(name))))
+
+
+def adapter_shapes(model: nn.Module, spec: AdapterSpec) -> dict[str, Tensor]:
+    """Meta tensors with the names, shapes and dtypes that the adapters of a model have, from the model without them."""
+    shapes: dict[str, Tensor] = {}
+    for name, layer in adapted_layers(model, spec.targets).items():
+        shapes[name + DOWN] = torch.empty(spec.rank, layer.in_features, device="meta")
+        shapes[name + UP] = torch.empty(layer.out_features, spec.rank, device="meta")
+    return shapes
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a model that train, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What checkpoints hold of a model: all of its state, or of one with frozen weights what trains."""
+    state, trained = model.state_dict(), trained_parameters(model)
+    is_whole = len(trained) == sum(1 for _ in model.parameters())
+    return state if is_whole else {name: state[name] for name in trained}

@@ -1,0 +1,83 @@
+"""PixArt-Sigma (arXiv 2403.04692), and PixArt-alpha (arXiv 2310.00426) to fine-tune.
+
+First weights: ``initialize`` in PixArt-sigma's ``PixArtMS.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....datasets.format.buckets import published_ratio
+from ..conditioning import Conditioning
+from ..spec import ModelSpec
+from .adaln_single import AdaLNSingle
+from .attention import JointProcessor
+from .model import Config
+
+DOWNSCALE = 8  # pixels a latent pixel, of the VAEs that PixArt is trained with
+SIGMA_BASE = 64  # side in latent pixels whose positions PixArt-Sigma does not scale: 512 px
+
+
+def size(depth: int, heads: int, head_width: int) -> Config:
+    """The arguments of a size."""
+    return {
+        "num_layers": depth,
+        "num_attention_heads": heads,
+        "attention_head_dim": head_width,
+        "cross_attention_dim": heads * head_width,
+        "use_additional_conditions": False,  # PixArt-Sigma dropped them
+    }
+
+
+class PixArt(AdaLNSingle):
+    """PixArt."""
+
+    family, recipe, patch = "pixart", "pixart-512", 2
+    sizes = {"pixart-sigma": size(28, 16, 72), "pixart-tiny": size(6, 4, 32)}  # noqa: RUF012
+    embed_name, time_name, self_attention = "pos_embed", "adaln_single", JointProcessor
+
+    @staticmethod
+    def transformer() -> Any:
+        from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
+
+        return PixArtTransformer2DModel
+
+    @classmethod
+    def needs(cls, spec: ModelSpec) -> Config:
+        captions = {"caption_channels": spec.caption_width}
+        return {"in_channels": spec.channels, "out_channels": spec.out_channels} | captions
+
+    @classmethod
+    def config(cls, spec: ModelSpec) -> Config:
+        # Positions of all resolutions share one span, so that 256 px are trained on to 512 (pe_interpolation).
+        scale = spec.base_size / SIGMA_BASE if spec.name == "pixart-sigma" else None
+        return super().config(spec) | {"sample_size": spec.base_size, "interpolation_scale": scale}
+
+    def initialize(self) -> None:
+        """With zeros for the output of the model and of cross-attention."""
+        super().initialize()
+        for linear in (self.net.proj_out, *(block.attn2.to_out[0] for block in self.net.transformer_blocks)):
+            nn.init.zeros_(linear.weight)
+
+    def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> dict[str, Any]:
+        return super().inputs(x, t, conditioning) | {"added_cond_kwargs": self.size_conditions(x, conditioning)}
+
+    def size_conditions(self, x: Tensor, conditioning: Conditioning) -> dict[str, Tensor | None]:
+        """Inputs of PixArt-alpha at 1024 px: (B, 2) height and width of the source image, and (B, 1) aspect ratio.
+
+        Without a source, as in sampling, the size is that of the image itself.
+
+        Source: Chen et al. 2023, appendix; as in its trainer, the ratio is the key of the bucket in PixArt's table.
+          Without a bucket in the table it is height over width.
+        """
+        if not self.net.config.use_additional_conditions:
+            return {"resolution": None, "aspect_ratio": None}
+        height, width = (side * DOWNSCALE for side in x.shape[2:])
+        sizes = conditioning.source_sizes
+        if sizes is None:
+            sizes = torch.tensor([height, width], device=x.device).float().expand(len(x), 2)
+        ratio = published_ratio(height, width)
+        return {"resolution": sizes, "aspect_ratio": torch.full((len(x), 1), ratio, device=x.device)}

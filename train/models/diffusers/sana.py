@@ -1,0 +1,66 @@
+"""Sana: linear attention over the latents of an autoencoder that shrinks 32 times (arXiv 2410.10629).
+
+Its trainer rounds the time down to whole numbers; here it stays as drawn. First weights: NVlabs/Sana's
+``sana_multi_scale.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..spec import ModelSpec
+from .adaln_single import AdaLNSingle
+from .attention import LinearProcessor
+from .model import Config
+
+# Side of the base grid in tokens -> scale of positions, as in Sana's configurations; smaller ones have none.
+POSITIONS = {64: 1.0, 128: 2.0}
+CAPTION_NORM_GAIN = 0.01  # of the norm of captions at the start (y_norm_scale_factor of its configurations)
+
+
+def size(depth: int, heads: int, head_width: int, cross_heads: int, cross_head_width: int) -> Config:
+    """The arguments of a size (table 1)."""
+    return {
+        "num_layers": depth,
+        "num_attention_heads": heads,
+        "attention_head_dim": head_width,
+        "num_cross_attention_heads": cross_heads,
+        "cross_attention_head_dim": cross_head_width,
+        "cross_attention_dim": heads * head_width,
+        "mlp_ratio": 2.5,
+    }
+
+
+class Sana(AdaLNSingle):
+    """Sana."""
+
+    family, recipe, patch = "sana", "sana-512", 1
+    sizes = {  # noqa: RUF012
+        "sana-600m": size(28, 36, 32, 16, 72),
+        "sana-1600m": size(20, 70, 32, 20, 112),
+        "sana-tiny": size(4, 8, 32, 4, 64),
+    }
+    embed_name, time_name, self_attention = "patch_embed", "time_embed", LinearProcessor
+
+    @staticmethod
+    def transformer() -> Any:
+        from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
+
+        return SanaTransformer2DModel
+
+    @classmethod
+    def needs(cls, spec: ModelSpec) -> Config:
+        captions = {"caption_channels": spec.caption_width}
+        return {"in_channels": spec.channels, "out_channels": spec.out_channels} | captions
+
+    @classmethod
+    def config(cls, spec: ModelSpec) -> Config:
+        scale = POSITIONS.get(spec.base_size)
+        return super().config(spec) | {"sample_size": spec.base_size, "interpolation_scale": scale}
+
+    def initialize(self) -> None:
+        """With a small gain for the norm of captions; the output is Xavier too."""
+        super().initialize()
+        nn.init.constant_(self.net.caption_norm.weight, CAPTION_NORM_GAIN)

@@ -1,0 +1,304 @@
+"""The model of a recipe, with the sizes of its stores; and all that does not fit, in one message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ...datasets.errors import RecipeError, RunError
+from ...datasets.format.buckets import bucket_size
+from ...datasets.format.schema import LatentSpec, StoreSpec, TextEncoder
+from ...datasets.order.alike import check_alike
+from ...datasets.store import LatentStore
+from ..config import TrainRecipe
+from ..models.build import check_model_name, most_tokens_a_side, pixels_per_token
+from ..models.diffusers.families import FAMILIES, TEXT_ROLES, diffusers_names, family_of
+from ..models.diffusers.model import TextRole
+from ..models.dit import size_of
+from ..models.layers import DiTOptions
+from ..models.spec import AdapterSpec, ModelSpec, ProjectorSpec, TextInput
+from ..objectives.losses import num_outputs
+from ..techniques.registry import routed_blocks, techniques_of
+from ..weights.sources import position_grid, read_config
+
+
+class Place(NamedTuple):
+    """A store to train on: its path for messages, what it holds, and its buckets."""
+
+    path: str
+    spec: StoreSpec
+    buckets: Sequence[str] = ()
+
+
+def model_for_stores(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> tuple[ModelSpec, LatentStore]:
+    """The model that trains on all stores, and the store of the largest images, for whose resolution it is made.
+
+    Raises: RunError: recipe and stores do not fit.
+    """
+    places = [Place(str(store.path), store.spec, list(store.buckets)) for store in stores]
+    captions, features = recipe.takes_captions, list(recipe.align)
+    check_alike([place[:2] for place in places], captions=captions, classes=not captions, features=features)
+    first = max(range(len(stores)), key=lambda number: places[number].spec.images.resolution_px)
+    return check_fit(recipe, [places.pop(first), *places]), stores[first]
+
+
+def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str, buckets: Sequence[str] = ()) -> ModelSpec:
+    """The model of a recipe for one store.
+
+    Raises: RecipeError: as ``check_model_keys``; RunError: the model does not fit the store.
+    """
+    return check_fit(recipe, [Place(where, store, buckets)])
+
+
+def check_fit(recipe: TrainRecipe, places: Sequence[Place]) -> ModelSpec:
+    """The model of a recipe, with the sizes of the first store.
+
+    Raises: RecipeError: the recipe is not valid for its model; RunError: with all that a store lacks for the model.
+    """
+    check_model_keys(recipe)
+    lacks = {place.path: [*_lacks(recipe, place)] for place in places}
+    spec = None if any(lacks.values()) else _spec(recipe, places[0].spec)
+    if spec:
+        lacks[places[0].path] += _config_lacks(recipe, spec) if spec.config else ()
+        for place in places:
+            lacks[place.path] += _size_lacks(spec, place.spec.latent, place.buckets)
+    family = family_of(recipe.model.name)
+    if spec is None or any(lacks.values()):
+        stores = "; ".join(f"store '{path}': {'; '.join(phrases)}" for path, phrases in lacks.items() if phrases)
+        fits = f". 'leandit precompute {FAMILIES[family].recipe}' makes a store that fits" if family else ""
+        raise RunError(f"model '{recipe.model.name}', {stores}{fits}.")
+    return spec
+
+
+def _spec(recipe: TrainRecipe, store: StoreSpec) -> ModelSpec:
+    """The model for a store that lacks nothing, with the config of the weights to fine-tune."""
+    name, source, family = recipe.model.name, recipe.model.init_from, family_of(recipe.model.name)
+    num_classes, caption_width, texts = 0, 0, ()
+    techniques, projectors = techniques_of(recipe), dict[str, ProjectorSpec]()
+    for technique in techniques:
+        projectors |= technique.projectors(store, 0 if family else size_of(name)[1])
+    if not recipe.takes_captions:
+        num_classes = recipe.model.num_classes or len(store.classes or ())
+    elif roles := _roles(recipe):
+        texts = tuple(_input(role, encoder) for role, encoder in zip(roles, _encoders(recipe, store), strict=True))
+        caption_width = _joined_width(texts)
+    elif store.text:
+        caption_width = store.text.width
+    grid = position_grid(source) if source and not family else 0
+    adapter = None
+    if family and (lora := recipe.lora).rank:
+        targets = tuple(lora.targets) or FAMILIES[family].adapted
+        adapter = AdapterSpec(rank=lora.rank, alpha=lora.alpha or lora.rank, targets=targets)
+    return ModelSpec(
+        name=name,
+        channels=store.latent.channels,
+        out_channels=num_outputs(recipe.objective, store.latent.channels),
+        num_classes=num_classes,
+        caption_width=caption_width,
+        # Latent side whose tokens are one position apart: the store's, or that which a DiT's weights have learned.
+        base_size=grid * size_of(name)[-1] if grid else store.images.resolution_px // store.latent.downscale,
+        options=options_of(recipe),
+        projectors=projectors,
+        fused=routed_blocks(techniques, size_of(name)[0]) if any(one.fuses for one in techniques) else None,
+        adapter=adapter,
+        texts=texts,
+        config=read_config(source, family) if source and family else {},
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- recipe keys
+
+
+def options_of(recipe: TrainRecipe) -> DiTOptions:
+    """The options of a DiT."""
+    return DiTOptions(**{key: getattr(recipe.model, key) for key in DiTOptions.model_fields})
+
+
+def check_model_keys(recipe: TrainRecipe) -> None:
+    """Raise RecipeError if the recipe asks for something that its model does not have."""
+    name = recipe.model.name
+    check_model_name(name)
+    if family := family_of(name):
+        _check_no_keys_of_dit(recipe, family)
+    else:
+        _check_keys_of_dit(recipe)
+    if recipe.conditioning.texts and family not in TEXT_ROLES:
+        raise RecipeError(f"conditioning.texts: model '{name}' reads one text encoder at most, that of [text].")
+    if recipe.model.time == "to_data" and recipe.objective.kind != "flow":
+        raise RecipeError(f"model '{name}': model.time 'to_data' is for objective.kind 'flow', which has a velocity.")
+
+
+def _check_no_keys_of_dit(recipe: TrainRecipe, family: str) -> None:
+    name = recipe.model.name
+    if options_of(recipe) != DiTOptions():
+        raise RecipeError(f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone.")
+    if keys := [technique.key for technique in techniques_of(recipe) if technique.reads_blocks]:
+        raise RecipeError(f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT.")
+    if recipe.run.residual != "float32" and not FAMILIES[family].has_narrow_residual:
+        raise RecipeError(f"run.residual '{recipe.run.residual}': model '{name}' has float32 streams. Remove the key.")
+    if recipe.conditioning.kind == "label":
+        raise RecipeError(f"conditioning.kind 'label': model '{name}' takes captions. Use a DiT, or 'auto'.")
+
+
+def _check_keys_of_dit(recipe: TrainRecipe) -> None:
+    name, depth = recipe.model.name, size_of(recipe.model.name)[0]
+    if recipe.lora.rank:
+        raise RecipeError(
+            f"lora.rank {recipe.lora.rank}: model '{name}' takes no adapters. Use one of "
+            f"{', '.join(diffusers_names())}, or lora.rank 0."
+        )
+    techniques = techniques_of(recipe)
+    routed_blocks(techniques, depth)
+    for technique in techniques:
+        technique.check_model(name, depth, techniques)
+
+
+# ---------------------------------------------------------------------------------------------------- what is missing
+# Each is a phrase on the store, with what to do.
+
+
+def _lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
+    store, made_for = place.spec, recipe.model.channels
+    yield from _caption_lacks(recipe, place) if recipe.takes_captions else _class_lacks(recipe, store)
+    if made_for not in (0, store.latent.channels):
+        yield (
+            f"it is made for {made_for} latent channels (model.channels), and there are {store.latent.channels}: "
+            "precompute with its VAE, or --set model.channels=0 for those of the store"
+        )
+    for technique in techniques_of(recipe):
+        yield from technique.lacks(store)
+
+
+def _class_lacks(recipe: TrainRecipe, store: StoreSpec) -> Iterator[str]:
+    num_stored, num_classes = len(store.classes or ()), recipe.model.num_classes
+    if not num_stored:
+        yield "it needs class labels, and there are none: use a model with captions, or --set conditioning.kind=caption"
+    elif 0 < num_classes < num_stored:
+        yield (
+            f"it is made for {num_classes} classes (model.num_classes), and there are {num_stored}: use "
+            "--set model.num_classes=0 for those of the store"
+        )
+
+
+def _size_lacks(spec: ModelSpec, latent: LatentSpec, buckets: Sequence[str]) -> Iterator[str]:
+    """Buckets whose sides are not divisible by the patch size, or beyond the model's positions."""
+    step, most = pixels_per_token(spec, latent), most_tokens_a_side(spec)
+    for bucket in buckets:
+        if most and max(bucket_size(bucket)) > most * step:
+            yield (
+                f"bucket '{bucket}' is larger than the model's table of positions, which ends at {most * step} px: "
+                "use smaller buckets"
+            )
+        if any(side % step for side in bucket_size(bucket)):
+            yield (
+                f"bucket '{bucket}' is not divisible by the patch size of {step} px: use a model with smaller patches, "
+                "or buckets that are multiples of it"
+            )
+
+
+def _config_lacks(recipe: TrainRecipe, spec: ModelSpec) -> Iterator[str]:
+    """Where the config of the weights to fine-tune differs from what store and objective need."""
+    needed = FAMILIES[family_of(spec.name) or ""].needs(spec)
+    actual = {key: spec.config.get(key) for key in needed}
+    actual["out_channels"] = actual["out_channels"] or actual["in_channels"]
+    if differing := [f"{key} is {actual[key]}, not {value}" for key, value in needed.items() if actual[key] != value]:
+        yield (
+            f"of model.init_from '{recipe.model.init_from}' the {', the '.join(differing)}: use the kind of store and "
+            f"objective it was trained with (here '{recipe.objective.kind}')"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------- captions
+
+
+def _roles(recipe: TrainRecipe) -> tuple[TextRole, ...]:
+    """Of a model that reads several text encoders; otherwise none."""
+    return TEXT_ROLES.get(family_of(recipe.model.name) or "", ())
+
+
+def _encoders(recipe: TrainRecipe, store: StoreSpec) -> list[TextEncoder]:
+    """Those of a store that fill the roles, in their order."""
+    encoders = {one.name: one for one in store.text_encoders}
+    return [encoders[name] for name in recipe.conditioning.texts or encoders]
+
+
+def _caption_lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
+    """What a store lacks of the captions that a model reads.
+
+    Raises: RecipeError: ``conditioning.texts`` is not valid for model and store.
+    """
+    store, roles = place.spec, _roles(recipe)
+    stored = [one.name for one in store.text_encoders]
+    tables = ", ".join(map(_table, stored)) or "none"
+    if roles:
+        needed = ", ".join(role.encoder for role in roles)
+        if names := recipe.conditioning.texts:
+            _check_texts(names, needed, len(roles), place)
+        elif len(stored) != len(roles):
+            do = ": name those to read, in this order, in conditioning.texts" if len(stored) > len(roles) else ""
+            yield f"it reads {len(roles)} text encoders, {needed}, and there are {tables}{do}"
+            return
+        for role, encoder in zip(roles, _encoders(recipe, store), strict=True):
+            yield from _role_lacks(role, encoder)
+    elif store.text is None and store.texts:
+        yield f"it takes the captions of [text], and there are {tables} alone: precompute with its encoder as [text]"
+    elif store.text is None:
+        yield "it needs captions, and there are none: precompute with text.kind"
+    elif not store.text.has_tokens:
+        yield (
+            "it takes the tokens of captions, and [text] has pooled vectors alone: precompute with a text encoder that "
+            "gives tokens as [text]"
+        )
+
+
+def _check_texts(names: list[str], needed: str, count: int, place: Place) -> None:
+    key, stored = f"conditioning.texts {json.dumps(names)}:", [one.name for one in place.spec.text_encoders]
+    if repeated := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise RecipeError(f"{key} {_quoted(repeated[0])} is named twice. Expected {needed}, in this order.")
+    if missing := [name for name in names if name not in stored]:
+        known = ", ".join(map(_quoted, stored)) or "none"
+        raise RecipeError(f"{key} store '{place.path}' has no {_table(missing[0])}. Its text encoders: {known}.")
+    if len(names) != count:
+        raise RecipeError(f"{key} {len(names)} names. Expected {count}: {needed}, in this order.")
+
+
+def _role_lacks(role: TextRole, encoder: TextEncoder) -> Iterator[str]:
+    """What an encoder does not give of what a role reads."""
+    spec, reads = encoder.spec, f"it reads {role.encoder} from {_table(encoder.name)}, which has"
+    if role.tokens and not spec.has_tokens:
+        yield f'{reads} pooled vectors alone: precompute with output = "both"'
+    if role.pooled_width and not spec.pooled_width:
+        yield f'{reads} no pooled vectors: precompute with output = "both", or set the order in conditioning.texts'
+    if role.tokens and spec.has_tokens and not spec.full_length:
+        yield f"{reads} the valid tokens alone, and the model reads padding too: precompute with full_length = true"
+
+
+def _input(role: TextRole, encoder: TextEncoder) -> TextInput:
+    spec = encoder.spec
+    return TextInput(
+        name=encoder.name,
+        tokens=spec.max_tokens if role.tokens else 0,
+        width=spec.width,
+        pooled_width=spec.pooled_width if role.pooled_width else 0,
+        beside=role.beside,
+    )
+
+
+def _joined_width(inputs: tuple[TextInput, ...]) -> int:
+    """Of the widest tokens, with those beside them."""
+    widths: list[int] = []
+    for one in inputs:
+        if one.beside:
+            widths[-1] += one.width
+        elif one.tokens:
+            widths.append(one.width)
+    return max(widths)
+
+
+def _table(name: str) -> str:
+    return f"[text.{name}]" if name else "[text]"
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"' if name else '"" ([text])'

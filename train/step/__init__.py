@@ -1,1 +1,0 @@
-"""One training step, from a batch to an update."""

@@ -1,0 +1,87 @@
+"""Dispersive loss: the tokens of different images of a microbatch are driven apart.
+
+Source: Wang and He 2025, "Diffuse and Disperse", arXiv 2506.09027, equation 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from ...datasets.errors import RecipeError
+from ...datasets.recipe import Count
+from ..objectives.section import Objective
+from .technique import Technique, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..models.conditioning import Extras, ModelOutput
+    from .images import Microbatch
+
+BLOCK = "objective.dispersive_block"
+
+
+class Keys(Objective):
+    """Keys of [objective]."""
+
+    dispersive_weight: Weight = 0.0
+    """DiT: weight of the loss that drives the tokens of different images apart (dispersive loss: 0.5)."""
+    dispersive_block: Count = 0
+    """The block whose output disperses, from 1; 0: after a quarter of the depth."""
+    dispersive_temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of the dispersive loss; the published code has none, which is 1."""
+
+
+class Dispersive(Technique):
+    """Dispersion of a block's tokens."""
+
+    key = "objective.dispersive_weight"
+    compares_images = True
+
+    def __init__(self, recipe: Any) -> None:
+        self.keys: Keys = recipe.objective
+        self.model: str = recipe.model.name
+        self.is_on = self.keys.dispersive_weight > 0
+
+    def blocks(self, depth: int) -> dict[str, int]:
+        return {BLOCK: self.keys.dispersive_block or max(1, depth // 4)}
+
+    def check_model(self, name: str, depth: int, others: Sequence[Technique]) -> None:
+        super().check_model(name, depth, others)
+        block = self.blocks(depth)[BLOCK]
+        first, last = max(one.routed(depth) for one in others)
+        if first <= block <= last:
+            raise RecipeError(
+                f"{BLOCK} {block}: its tokens are of other places in each image, since some skip "
+                f"the blocks {first} to {last} (routing). Needed a block before or after them."
+            )
+
+    def asks(self, extras: Extras, images: Microbatch, step: int) -> Extras:
+        from ..models.dit import size_of
+
+        return extras._replace(watched=self.blocks(size_of(self.model)[0])[BLOCK])
+
+    def terms(self, images: Microbatch, extras: Extras, output: ModelOutput, step: int) -> dict[str, Tensor]:
+        assert output.watched is not None
+        dispersed = dispersion(output.watched, self.keys.dispersive_temperature)
+        return {"dispersive": self.keys.dispersive_weight * dispersed}
+
+
+def dispersion(tokens: Tensor, temperature: float) -> Tensor:
+    """Logarithm of the mean similarity of all pairs of images, each with itself too: exp(-distance / temperature).
+
+    The squared distance is divided by the number of entries, and temperature 1 is the published code, which has none.
+
+    Args:
+      tokens: (B, T, E) output of a block.
+    Returns: (B,), the same value for each image.
+    """
+    flat = tokens.float().flatten(1)
+    flat = flat - flat.mean(0)  # no distance changes, but what all images share no longer rounds them away
+    squares = flat.square().sum(1)
+    distance = (squares[:, None] + squares[None] - 2 * flat @ flat.T).clamp_min(0) / flat.shape[1]
+    similarity = (-distance / temperature).exp().mean()
+    return similarity.log().expand(len(flat))

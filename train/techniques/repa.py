@@ -1,0 +1,161 @@
+"""REPA: the tokens of a block are aligned with an image feature of the store. With HASTE's last step and REG's token.
+
+Shapes: B images, T image tokens, D width of the feature.
+Source: Yu et al. 2024, "Representation Alignment for Generation", arXiv 2410.06940, section 3. stop_step: Wang et al.
+2025 (HASTE), arXiv 2505.16792. class_weight: Wu et al. 2025 (REG), arXiv 2507.01467, in which the model denoises the
+class token of the feature beside the latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from ...datasets.format.buckets import bucket_size
+from ...datasets.format.schema import FeatureSpec, Name, StoreSpec
+from ...datasets.recipe import Count, Positive, Section
+from .technique import Draw, Technique, Weight, is_active
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...datasets.batches.batch import Batch
+    from ..models.conditioning import Extras, ModelOutput
+    from ..models.spec import ModelSpec, ProjectorSpec
+    from .images import Microbatch
+
+
+class AlignSection(Section):
+    """Alignment of a block's tokens with an image feature of the store (REPA), of which NAME is the name."""
+
+    block: Positive = 8
+    """The block whose output is projected and compared with the feature, from 1."""
+    weight: Weight = 0.5
+    """Weight of 1 - cosine, the mean over the tokens."""
+    stop_step: Count = 0
+    """Last step that aligns (HASTE); 0: all."""
+    projector_width: Positive = 2048
+    """Hidden width of the projector, three linear maps with SiLU between."""
+    class_weight: Weight = 0.0
+    """Above 0, the model denoises the feature's class token too (REG: 0.03): weight of the error of its velocity."""
+
+
+class Keys(Section):
+    """Keys of a recipe."""
+
+    align: dict[Name, AlignSection] = Field(default={})
+    """A section for each feature, by name."""
+
+
+class Repa(Technique):
+    """Alignment with image features of the store."""
+
+    key = "align"
+
+    def __init__(self, recipe: Any) -> None:
+        self.sections: dict[str, AlignSection] = recipe.align
+        self.is_on, self.features = bool(self.sections), list(self.sections)
+        self.class_feature = next((name for name, one in self.sections.items() if one.class_weight), "")
+
+    def check(self, recipe: Any) -> None:
+        if sum(section.class_weight > 0 for section in self.sections.values()) > 1:
+            raise ValueError("align: two features have a class_weight; the model denoises the class token of one")
+        if self.class_feature and recipe.objective.kind == "ddpm":
+            raise ValueError('align: class_weight needs objective.kind = "flow"')
+
+    def blocks(self, depth: int) -> dict[str, int]:
+        return {f"align.{name}.block": section.block for name, section in self.sections.items()}
+
+    def lacks(self, store: StoreSpec) -> Iterator[str]:
+        from torch import nn
+
+        outputs = {one.name: one.spec.output for one in store.features}
+        for name, section in self.sections.items():
+            if hasattr(nn.ModuleDict, name):
+                yield f"align.{name}: a model has an attribute of this name: precompute the feature under another"
+            if name not in outputs:
+                yield (
+                    f"align.{name}: no image feature '{name}', and there are {', '.join(outputs) or 'none'}: "
+                    f"precompute again with a recipe that has a table [features.{name}]"
+                )
+                continue
+            needed = {"patches", "cls"} if section.class_weight else {"patches"}
+            if needed - ({"patches", "cls"} if outputs[name] == "both" else {outputs[name]}):
+                yield (
+                    f"align.{name}: it has only its {outputs[name]}, expected {' and '.join(sorted(needed))}: "
+                    f'precompute with features.{name}.output = "both", under another name'
+                )
+
+    def projectors(self, store: StoreSpec, width: int) -> dict[str, ProjectorSpec]:
+        from ..models.spec import ProjectorSpec
+
+        widths = {one.name: one.spec.width for one in store.features}
+        return {
+            name: ProjectorSpec(
+                block=section.block,
+                width=section.projector_width,
+                feature_width=widths[name],
+                has_class=section.class_weight > 0,
+            )
+            for name, section in self.sections.items()
+        }
+
+    def draws(self, spec: ModelSpec, num_tokens: int, step: int) -> dict[str, Draw]:
+        return {"class_noise": ("normal", (spec.class_width,))} if self.class_feature else {}
+
+    def read(
+        self, batch: Batch, grid: tuple[int, int], features: Mapping[str, FeatureSpec], *, trains: bool
+    ) -> dict[str, Tensor]:
+        targets = {}
+        if self.class_feature:
+            cls = batch.features[self.class_feature].cls
+            assert cls is not None
+            targets["class_token"] = cls
+        for name in self.sections if trains else ():
+            patches = batch.features[name].patches
+            assert patches is not None
+            targets[name] = resampled(patches, features[name].grid(*bucket_size(batch.bucket)), grid)
+        return targets
+
+    def inputs(self, extras: Extras, images: Microbatch) -> Extras:
+        """The noisy class token, at the times of the images."""
+        if not self.class_feature:
+            return extras
+        from ..objectives.losses import on_path
+
+        token = images.targets["class_token"].float()
+        return extras._replace(class_token=on_path(token, images.draws["class_noise"], images.times))
+
+    def asks(self, extras: Extras, images: Microbatch, step: int) -> Extras:
+        aligns = any(is_active(section.stop_step, step) for section in self.sections.values())
+        return extras._replace(projected=None if aligns or extras.projected is None else 1)
+
+    def terms(self, images: Microbatch, extras: Extras, output: ModelOutput, step: int) -> dict[str, Tensor]:
+        from ..objectives.losses import velocity_error
+        from .images import alignment, no_loss
+
+        losses = {}
+        for name, section in self.sections.items():
+            cls = images.targets["class_token"].float() if section.class_weight else None
+            if is_active(section.stop_step, step):
+                aligned = alignment(name, images.targets[name], extras, output, cls)
+                losses[f"align.{name}"] = section.weight * aligned
+            else:
+                losses[f"align.{name}"] = no_loss(name, output)
+            if cls is not None:
+                assert output.class_velocity is not None
+                error = velocity_error(output.class_velocity, images.draws["class_noise"] - cls)
+                losses[f"class.{name}"] = section.class_weight * error
+        return losses
+
+
+def resampled(feature: Tensor, grid: tuple[int, int], wanted: tuple[int, int]) -> Tensor:
+    """Tokens (B, T, D) of a grid of patches as those of another grid, bilinear; unchanged if they are the same."""
+    if grid == wanted:
+        return feature
+    from torch.nn import functional as F
+
+    image = feature.float().mT.unflatten(2, grid)
+    return F.interpolate(image, wanted, mode="bilinear", antialias=True).flatten(2).mT

@@ -1,0 +1,75 @@
+"""Routing: some tokens of each image skip the middle blocks of a DiT in training (TREAD, SPRINT).
+
+The model does the routing (``models/token_paths.py``); here is which tokens and which blocks.
+Source: Krause et al. 2025 (TREAD), arXiv 2501.04765; Park et al. 2025 (SPRINT), arXiv 2510.21986.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from ...datasets.errors import RecipeError
+from ...datasets.recipe import Count, Positive, Section
+from .technique import Draw, Technique, is_active
+
+if TYPE_CHECKING:
+    from ..models.conditioning import Extras
+    from ..models.spec import ModelSpec
+    from .images import Microbatch
+
+
+class RoutingSection(Section):
+    """Some tokens skip the middle blocks of a DiT in training; each image has its own random ones."""
+
+    kind: Literal["none", "tread", "sprint"] = "none"
+    """"tread": they come back unchanged. "sprint": the outputs of both ways are fused, with a mask token for skipped
+    ones; a fused model keeps this layer when it draws."""
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Share of the tokens that skip; the number is the same for all images, so compiled shapes stay the same."""
+    first_block: Positive = 3
+    """The first block that they skip, from 1."""
+    last_block: Count = 0
+    """The last one; 0: three blocks follow it for "tread", as published, two for "sprint"."""
+    stop_step: Count = 0
+    """Last step that routes, before steps with all tokens; 0: all."""
+
+
+class Keys(Section):
+    """Keys of a recipe."""
+
+    routing: RoutingSection = RoutingSection()
+    """Its section."""
+
+
+class Routing(Technique):
+    """Tokens that skip blocks."""
+
+    key = "routing"
+
+    def __init__(self, recipe: Any) -> None:
+        self.section: RoutingSection = recipe.routing
+        self.is_on, self.fuses = self.section.kind != "none", self.section.kind == "sprint"
+
+    def routed(self, depth: int) -> tuple[int, int]:
+        section = self.section
+        behind = 3 if section.kind == "tread" else 2  # TREAD's configuration of DiT-B: blocks 3 to 9 of 12
+        first, last = section.first_block, section.last_block or max(0, depth - behind)
+        if not first <= last <= depth:
+            raise RecipeError(
+                f"routing.first_block {first}, routing.last_block {last}: the model has {depth} blocks. Needed 1 <= "
+                "first <= last <= the number of blocks."
+            )
+        return first, last
+
+    def draws(self, spec: ModelSpec, num_tokens: int, step: int) -> dict[str, Draw]:
+        return {"token_order": ("uniform", (num_tokens,))} if is_active(self.section.stop_step, step) else {}
+
+    def asks(self, extras: Extras, images: Microbatch, step: int) -> Extras:
+        """Keep the tokens with the smallest draws, in their order."""
+        if not is_active(self.section.stop_step, step):
+            return extras
+        order = images.draws["token_order"]
+        count = max(1, round(order.shape[1] * (1 - self.section.share)))
+        return extras._replace(kept=order.argsort(1)[:, :count].sort(1).values)

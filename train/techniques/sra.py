@@ -1,0 +1,106 @@
+"""SRA: a block's tokens are aligned with those of a later block of the averaged model, which sees less noise.
+
+Source: Jiang et al. 2025, "No Other Representation Component Is Needed: Diffusion Transformers Can Provide
+Representation Guidance by Themselves", arXiv 2505.02831, section 3.2: the same noise, at an earlier time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from ...datasets.format.schema import StoreSpec
+from ...datasets.recipe import Count, Positive, Section
+from .technique import Draw, Technique, Weight, is_active
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..models.conditioning import Extras, ModelOutput
+    from ..models.spec import ModelSpec, ProjectorSpec
+    from .images import Microbatch
+
+SELF = "self-alignment"  # a name that no image feature can have
+
+
+class SelfAlignSection(Section):
+    """Alignment of a block's tokens with those of a later block of the averaged model at less noise (SRA)."""
+
+    weight: Weight = 0.0
+    """Weight of 1 - cosine, the mean over the tokens (SRA: 0.5); 0: none."""
+    block: Positive = 4
+    """The block whose output is projected, from 1."""
+    teacher_block: Positive = 8
+    """The block of the averaged model whose output is the target."""
+    less_time: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """The averaged model sees a time that is earlier by 0 to this, uniform for each image."""
+    stop_step: Count = 0
+    """Last step that aligns; 0: all."""
+    projector_width: Positive = 2048
+    """Hidden width of the projector."""
+
+
+class Keys(Section):
+    """Keys of a recipe."""
+
+    self_align: SelfAlignSection = SelfAlignSection()
+    """Its section."""
+
+
+class SelfAlignment(Technique):
+    """Alignment with the averaged model."""
+
+    key = "self_align"
+
+    def __init__(self, recipe: Any) -> None:
+        self.section: SelfAlignSection = recipe.self_align
+        self.is_on = self.section.weight > 0
+
+    def check(self, recipe: Any) -> None:
+        if recipe.objective.kind == "ddpm":
+            raise ValueError('self_align needs objective.kind = "flow"')
+
+    def blocks(self, depth: int) -> dict[str, int]:
+        return {"self_align.block": self.section.block, "self_align.teacher_block": self.section.teacher_block}
+
+    def projectors(self, store: StoreSpec, width: int) -> dict[str, ProjectorSpec]:
+        from ..models.spec import ProjectorSpec
+
+        section = self.section
+        return {SELF: ProjectorSpec(block=section.block, width=section.projector_width, feature_width=width)}
+
+    def draws(self, spec: ModelSpec, num_tokens: int, step: int) -> dict[str, Draw]:
+        return {"less_time": ("uniform", ())}
+
+    def teach(self, run: Any, images: Microbatch, parts: Sequence[slice | Tensor], step: int) -> dict[str, Tensor]:
+        """Tokens (B, T, E) of the averaged model, in the microbatches of the step."""
+        if not is_active(self.section.stop_step, step):
+            return {}
+        import torch
+
+        from ..models.conditioning import select
+
+        tokens = []
+        with torch.no_grad(), run.engine.averaged():
+            for rows in parts:
+                part = select(images, rows)
+                part = part if len(part) else part.placeholder()
+                times = (part.times - self.section.less_time * part.draws["less_time"]).clamp_min(0)
+                earlier = replace(part, times=times)
+                output = run.predict(earlier, run.inputs(earlier)._replace(watched=self.section.teacher_block))
+                tokens.append(output.watched.float())
+        return {SELF: torch.cat(tokens)[: len(images)]}
+
+    def asks(self, extras: Extras, images: Microbatch, step: int) -> Extras:
+        aligns = is_active(self.section.stop_step, step)
+        return extras._replace(projected=None if aligns or extras.projected is None else 1)
+
+    def terms(self, images: Microbatch, extras: Extras, output: ModelOutput, step: int) -> dict[str, Tensor]:
+        from .images import alignment, no_loss
+
+        if not is_active(self.section.stop_step, step):
+            return {f"align.{SELF}": no_loss(SELF, output)}
+        return {f"align.{SELF}": self.section.weight * alignment(SELF, images.targets[SELF], extras, output)}

@@ -1,0 +1,292 @@
+"""Published weights of DiTs, converted to ours: DiT, SiT, LightningDiT, and DiT in the layout of diffusers.
+
+The official layout, whose names our model shares, is a flat state dict, or a trainer's ``{model, ema, opt, args}``, of
+which ``ema`` is used. Source: DiT, arXiv 2212.09748; SiT, arXiv 2401.08740; LightningDiT, arXiv 2501.01423, section 4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as safetensors_of
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...datasets.errors import DamageError, RunError
+from ..models.dit import size_of
+from ..models.layers import position_table
+from ..models.spec import ModelSpec
+
+Weights = Mapping[str, Tensor]
+POSITIONS, INPUT, OUTPUT = "pos_embed", "x_embedder.proj.weight", "final_layer.linear"
+PROJECTORS = "projectors."  # to image features, which only training needs
+LABEL_TABLE = "y_embedder.embedding_table"
+# diffusers' name of a module -> the official one; N is the number of a block. diffusers has the embedders of time and
+# label in every block.
+MODULES = {
+    "pos_embed.proj": "x_embedder.proj",
+    "proj_out_1": "final_layer.adaLN_modulation.1",
+    "proj_out_2": OUTPUT,
+    "transformer_blocks.N.norm1.linear": "blocks.N.adaLN_modulation.1",
+    "transformer_blocks.N.attn1.to_out.0": "blocks.N.attn.proj",
+    "transformer_blocks.N.ff.net.0.proj": "blocks.N.mlp.fc1",
+    "transformer_blocks.N.ff.net.2": "blocks.N.mlp.fc2",
+    "transformer_blocks.N.norm1.emb.timestep_embedder.linear_1": "t_embedder.mlp.0",
+    "transformer_blocks.N.norm1.emb.timestep_embedder.linear_2": "t_embedder.mlp.2",
+    "transformer_blocks.N.norm1.emb.class_embedder.embedding_table": LABEL_TABLE,
+}
+QKV, FUSED_QKV = "transformer_blocks.N.attn1.to_", "blocks.N.attn.qkv"
+MODULATED_NORMS = {"norm1": 1, "norm2": 4, "norm_final": 1}  # to the place of their scale in the modulation
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def read_official(path: Path) -> dict[str, Tensor]:
+    """The state dict of a ``.pt`` or ``.safetensors`` file in the official layout; the averaged one if there is one.
+
+    Raises: RunError: the file is missing or has no state dict; DamageError: it cannot be read.
+    """
+    if not path.is_file():
+        raise RunError(f"model.init_from '{path}': there is no such file.")
+    content = read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    for group in ("ema", "model"):
+        if isinstance(content, Mapping) and isinstance(content.get(group), Mapping):
+            content = content[group]
+            break
+    if not isinstance(content, Mapping) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
+        raise RunError(f"model.init_from '{path}': expected a state dict, or a checkpoint with 'ema' or 'model'.")
+    return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
+
+
+def _read_pickle(path: Path) -> Any:
+    """Content of a ``.pt`` file: tensors, containers of them, and a trainer's arguments; nothing else is unpickled."""
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # its message explains how to read it anyway
+        raise RunError(f"model.init_from '{path}': it holds other objects than tensors, which are refused.") from error
+    except (RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), "")[:200]
+        raise DamageError(f"model.init_from '{path}': not a file of tensors ({reason}). Fetch it again.") from error
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file, on the CPU.
+
+    Raises: DamageError: it is not one.
+    """
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        raise DamageError(f"model.init_from '{path}': it holds no tensors ({error}). Fetch it again.") from error
+
+
+def official_bytes(weights: Weights, suffix: str) -> bytes:
+    """Content of a ".safetensors" or ".pt" file in the official layout, without projectors.
+
+    Args:
+      weights: state dict of a ``DiT``; of a denoiser, with the prefix "net.".
+    """
+    flat = {name.removeprefix("net."): tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    flat = {name: tensor for name, tensor in flat.items() if not name.startswith(PROJECTORS)}
+    if suffix == ".safetensors":
+        return safetensors_of(flat)
+    content = io.BytesIO()
+    torch.save(flat, content)
+    return content.getvalue()
+
+
+# ---------------------------------------------------------------------------------------------------------- diffusers
+
+
+def from_diffusers(weights: Weights, source: str) -> dict[str, Tensor]:
+    """The official names of a ``DiTTransformer2DModel``, without the position table.
+
+    Only while the embedders of all blocks are equal, as in what was converted and not trained there, is it a DiT.
+
+    Raises: RunError: the embedders differ, or a tensor is of no DiT.
+    """
+    official: dict[str, Tensor] = {}
+    thirds: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        match = re.match(r"transformer_blocks\.(\d+)\.", name)
+        number = match[1] if match else ""
+        module, _, part = (f"transformer_blocks.N.{name[match.end() :]}" if match else name).rpartition(".")
+        if module.startswith(QKV) and module[len(QKV) :] in ("q", "k", "v"):
+            thirds.setdefault(f"{FUSED_QKV}.{part}".replace(".N.", f".{number}."), {})[module[-1]] = tensor
+            continue
+        if module not in MODULES:
+            raise RunError(f"model.init_from '{source}': '{name}' is not part of a DiT. Check model.name.")
+        ours = f"{MODULES[module]}.{part}".replace(".N.", f".{number}.")
+        if ours in official and not torch.equal(official[ours], tensor):
+            raise RunError(
+                f"model.init_from '{source}': '{name}' differs between blocks. It was trained with diffusers' class, "
+                "which has embedders in every block: no DiT computes its function."
+            )
+        official[ours] = tensor
+    return official | {name: torch.cat([part[one] for one in "qkv" if one in part]) for name, part in thirds.items()}
+
+
+def to_diffusers(weights: Weights, num_labels: int) -> dict[str, Tensor]:
+    """State dict of a ``DiTTransformer2DModel``, with the embedders of time and label repeated in each block.
+
+    Args:
+      weights: state dict of a ``DiT`` on labels without options; of a denoiser, with the prefix "net.".
+      num_labels: of the new label table; rows added before null's are copies of null's.
+    """
+    official = {name.removeprefix("net."): tensor.detach().cpu() for name, tensor in weights.items()}
+    table = official[f"{LABEL_TABLE}.weight"]
+    official[f"{LABEL_TABLE}.weight"] = torch.cat([table, table[-1:].expand(num_labels + 1 - len(table), -1)])
+    renamed: dict[str, Tensor] = {}
+    for number in range(1 + max(int(name.split(".")[1]) for name in official if name.startswith("blocks."))):
+        block = f".{number}."
+        for part in ("weight", "bias"):
+            for theirs, ours in MODULES.items():
+                if (name := f"{ours}.{part}".replace(".N.", block)) in official:
+                    # Copies, because a file cannot hold a tensor twice.
+                    renamed[f"{theirs}.{part}".replace(".N.", block)] = official[name].clone()
+            fused = official[f"{FUSED_QKV}.{part}".replace(".N.", block)]
+            for letter, third in zip("qkv", fused.chunk(3), strict=True):
+                renamed[f"{QKV}{letter}.{part}".replace(".N.", block)] = third
+    return renamed
+
+
+# --------------------------------------------------------------------------------------------------- SiT, LightningDiT
+
+
+def without_variance(weights: Weights, spec: ModelSpec) -> dict[str, Tensor]:
+    """Weights without the outputs that SiT computes for a variance and never uses.
+
+    The output layer then has (p * p * 2C) rows, the channel last; the second C are left out.
+    """
+    bias, embedding = weights.get(f"{OUTPUT}.bias"), weights.get(INPUT)
+    if bias is None or embedding is None or spec.out_channels != spec.channels:
+        return dict(weights)
+    if len(bias) != 2 * embedding[0].numel():
+        return dict(weights)
+    names = (f"{OUTPUT}.weight", f"{OUTPUT}.bias")
+    kept = {name: weights[name].unflatten(0, (-1, 2, spec.channels))[:, 0].flatten(0, 1) for name in names}
+    return {**weights, **kept}
+
+
+def from_lightningdit(weights: Weights, spec: ModelSpec, source: str) -> dict[str, Tensor]:
+    """The same function without gains of norms and with our order of rotated pairs; other DiTs are left as they are.
+
+    A gain g before a modulation is part of it: g * x * (1 + s) + b = x * (1 + (g * (1 + s) - 1)) + b. Queries and keys
+    are rotated in pairs of neighbors there, rows first; here in pairs of halves, columns first. A permutation of both
+    changes no product of the two. Only its RMS norms have gains, so a file without them is of one with layer norms.
+
+    Raises: RunError: the model has other norms or positions, or its modulations no shift.
+    """
+    modulation, embedding = weights.get("blocks.0.adaLN_modulation.1.bias"), weights.get("x_embedder.proj.bias")
+    if modulation is not None and embedding is not None and len(modulation) == 4 * len(embedding):
+        raise RunError(
+            f"model.init_from '{source}': a LightningDiT with wo_shift = true, whose blocks have modulations of 4 "
+            "vectors, scale and gate. Only blocks with 6 are supported: shift, scale and gate (wo_shift = false)."
+        )
+    has_rotation = any(name.startswith("feat_rope.") for name in weights)
+    has_gains = any(name.endswith("norm1.weight") for name in weights)
+    if not has_rotation and not has_gains:
+        return dict(weights)
+    norm, positions = "rms" if has_gains else "layer", "both" if has_rotation else "sincos"
+    if (spec.options.norm, spec.options.positions) != (norm, positions):
+        raise RunError(
+            f"model.init_from '{source}': a LightningDiT with {'RMS' if has_gains else 'layer'} norms and "
+            f"{'rotary' if has_rotation else 'added'} positions. Use --set model.norm={norm} --set "
+            f"model.positions={positions} --set model.time=to_data; the recipe lightningdit-xl-1-256 has the rest."
+        )
+    num_heads = size_of(spec.name)[2]
+    converted = {name: tensor for name, tensor in weights.items() if not name.startswith("feat_rope.")}
+    for name in list(converted):
+        module, _, part = name.rpartition(".")
+        parent, _, norm = module.rpartition(".")
+        if norm in MODULATED_NORMS and part == "weight":
+            _fold_gain(converted, parent, converted.pop(name), MODULATED_NORMS[norm])
+        elif has_rotation and ".attn." in name and norm in ("qkv", "q_norm", "k_norm"):
+            converted[name] = _in_our_order(converted[name], num_heads, fused=norm == "qkv")
+    return converted
+
+
+def _fold_gain(weights: dict[str, Tensor], parent: str, gain: Tensor, scale: int) -> None:
+    """Multiply the scale of a modulation, and the 1 that is added to it, by the gain of the norm before it."""
+    for part in ("weight", "bias"):
+        name = f"{parent}.adaLN_modulation.1.{part}"
+        chunks = list(weights[name].float().unflatten(0, (-1, len(gain))).unbind())
+        if part == "weight":
+            chunks[scale] = gain.float()[:, None] * chunks[scale]
+        else:
+            chunks[scale] = gain.float() * (1 + chunks[scale]) - 1
+        weights[name] = torch.cat(chunks)
+
+
+def _in_our_order(tensor: Tensor, num_heads: int, *, fused: bool) -> Tensor:
+    """Permute the entries of each head of queries and keys: (row, column) x pair x 2 to (column, row) x 2 x pair.
+
+    Args:
+      tensor: rows of the fused projection of queries, keys and values, or the gain of a head.
+    """
+    width = len(tensor) // (3 * num_heads if fused else 1)
+    order = torch.arange(width).view(2, -1, 2).flip(0).transpose(1, 2).flatten()
+    if not fused:
+        return tensor[order]
+    heads = tensor.unflatten(0, (3, num_heads, width))
+    return torch.stack([heads[0][:, order], heads[1][:, order], heads[2]]).flatten(0, 2)
+
+
+# -------------------------------------------------------------------------------------------------------- other sizes
+
+
+def with_positions(weights: Weights, wanted: Weights) -> dict[str, Tensor]:
+    """Weights with a computed position table if theirs is missing (diffusers' layout) or of another size."""
+    needed, theirs = wanted.get(POSITIONS), weights.get(POSITIONS)
+    if needed is None or (theirs is not None and theirs.shape == needed.shape):
+        return dict(weights)
+    side = math.isqrt(needed.shape[1])
+    return {**weights, POSITIONS: position_table(side, side, needed.shape[2], side)[None]}
+
+
+def with_projectors(weights: Weights, wanted: Weights) -> dict[str, Tensor]:
+    """Weights with the projectors of this model: those of the source where they are the same, else new ones."""
+    own = {name: tensor for name, tensor in wanted.items() if name.startswith(PROJECTORS)}
+    fits = all(name in weights and weights[name].shape == tensor.shape for name, tensor in own.items())
+    rest = {name: tensor for name, tensor in weights.items() if not name.startswith(PROJECTORS)}
+    return rest | ({name: weights[name] for name in own} if fits else own)
+
+
+def with_patches(weights: Weights, wanted: Weights) -> dict[str, Tensor]:
+    """Weights with patch embedding and output layer resized to the patch of the model.
+
+    Both layers are linear maps of the pixels of a patch, so they are resized with the bilinear map from the old patch
+    to the new one: a token of a resized patch stays what it was.
+
+    Source: Beyer et al. 2022 (FlexiViT), arXiv 2212.08013, section 3.4; the output patch is resized with the same map.
+    """
+    if not all(name in weights and name in wanted for name in (INPUT, f"{OUTPUT}.weight", f"{OUTPUT}.bias")):
+        return dict(weights)
+    old, new = weights[INPUT].shape[-1], wanted[INPUT].shape[-1]
+    if old == new:
+        return dict(weights)
+    resize = bilinear_map(old, new)  # (new * new, old * old)
+    embedding = weights[INPUT].double().flatten(2) @ torch.linalg.pinv(resize)  # (E, C, new * new)
+    resized = {INPUT: embedding.unflatten(2, (new, new))}
+    for name in (f"{OUTPUT}.weight", f"{OUTPUT}.bias"):
+        rows = weights[name].double().unflatten(0, (old * old, -1))  # the channel last
+        resized[name] = torch.tensordot(resize, rows, dims=1).flatten(0, 1)
+    return {**weights, **{name: tensor.to(weights[name].dtype) for name, tensor in resized.items()}}
+
+
+def bilinear_map(old: int, new: int) -> Tensor:
+    """(new * new, old * old) float64: the bilinear resize of a patch, with antialiasing where it shrinks."""
+    pixels = torch.eye(old * old, dtype=torch.float64).view(1, old * old, old, old)
+    resized = F.interpolate(pixels, (new, new), mode="bilinear", antialias=new < old, align_corners=False)
+    return resized[0].flatten(1).T
