@@ -33,9 +33,9 @@ from leandit.tools.demo.demo import sample_captions
 from leandit.tools.demo.scenes import write_image_folder
 from leandit.tools.plan.workload import workload_of_stores
 from leandit.tools.sample.evaluation.distances import frechet_distance
-from leandit.tools.sample.evaluation.extractors import Network, open_network
 from leandit.tools.sample.evaluation.images import folder_images
 from leandit.tools.sample.evaluation.moments import Moments, Team, collect, moments_of
+from leandit.tools.sample.evaluation.networks import Network, open_network
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.tools.terminal.progress import ProgressLine
 from leandit.train import config as train_config

@@ -21,7 +21,6 @@ from ....train.parallel.ranks import Ranks, connected
 from ....train.weights.folders import EVALUATIONS, is_run
 from ..npz import Npz
 from ..sample_set import RESULT, SET, sample_set
-from .caption_score import ClipScore, read_captions
 from .distances import (
     NEIGHBOURS_DENSITY,
     cmmd,
@@ -30,8 +29,7 @@ from .distances import (
     kernel_distance,
     precision_recall,
 )
-from .extractors import Network, open_network
-from .images import IMAGES, ImageSet, decoded_images, folder_images, npz_images, source_images
+from .images import IMAGES, ImageSet, decoded_images, folder_images, npz_images, read_captions, source_images
 from .moments import (
     COVARIANCE,
     MEAN,
@@ -43,6 +41,7 @@ from .moments import (
     read_moments,
     with_features,
 )
+from .networks import ClipScore, Network, open_network
 from .request import INCEPTION, EvaluateRequest
 
 METADATA = "metadata.jsonl"

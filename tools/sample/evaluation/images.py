@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from ....datasets.disk.files import files_below
-from ....datasets.disk.hashing import sha256_of
+from ....datasets.disk.hashing import read_json, sha256_of
 from ....datasets.errors import DamageError, RecordRejected, SourceError
 from ....datasets.format.buckets import bucket_size
 from ....datasets.store import LatentStore
@@ -28,6 +29,7 @@ from ..subjects import evenly_spread
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif", ".heic", ".heif")
 MOST_DIGITS = 24  # of a number that is a name, with its suffix
 NUM_DECODERS = 2  # child processes; a network takes longer than they do
+TEXT_KEYS = ("text", "caption", "captions")  # of several the first counts
 IMAGES = "arr_0"  # as ADM names them
 
 
@@ -211,3 +213,40 @@ def _decode(decoders: Decoders, place: PicturePlace, fit: _Fit) -> np.ndarray:
             f"image '{place.path}': {reject.reason} ({reject.detail}). Expected all images of the set; repair or "
             "remove it."
         ) from reject
+
+
+def read_captions(file: Path, names: Sequence[str]) -> list[str]:
+    """The caption of each image.
+
+    Args:
+      file: ``samples.json`` of ``leandit sample``, in the order of the images; or lines of JSON with ``file_name`` and
+        ``text`` (or ``caption``).
+      names: of the images, relative to their folder; numbers for those of a .npz.
+    Raises: SourceError: it has no caption for an image.
+    """
+    if not file.is_file():
+        raise SourceError(f"captions '{file}': there is no such file. Give one with --captions.")
+    if file.suffix == ".jsonl":
+        with open(file, "rb") as lines:
+            by_name = dict(_row(file, number, line) for number, line in enumerate(lines, 1))
+        if missing := [name for name in names if name not in by_name]:
+            raise SourceError(f"captions '{file}': none for image '{missing[0]}', and {len(missing) - 1} others.")
+        return [by_name[name] for name in names]
+    found = read_json(file)
+    listed = found.get("samples") if isinstance(found, dict) else None
+    if not isinstance(listed, list) or len(listed) != len(names):
+        got = len(listed) if isinstance(listed, list) else "no"
+        raise SourceError(f"captions '{file}': {got} 'samples' for {len(names)} images. Expected one of each.")
+    captions = list(map(str, listed))
+    if all(caption.isdigit() for caption in captions):
+        raise SourceError(f"captions '{file}': its 'samples' are classes. Expected captions, or no --clip.")
+    return captions
+
+
+def _row(file: Path, number: int, line: bytes) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+        text = next(row[key] for key in TEXT_KEYS if key in row)
+        return str(row["file_name"]), str(text[0] if isinstance(text, list) else text)
+    except (ValueError, TypeError, LookupError, StopIteration, RecursionError) as error:
+        raise SourceError(f"captions '{file}', line {number}: expected an object with file_name and text.") from error

@@ -22,8 +22,8 @@ from ....train.parallel.ranks import Ranks, all_gather
 from ....train.sampling.guided import float32_products
 from ..npz import Npz, write_npz
 from ..subjects import evenly_spread
-from .extractors import Network
 from .images import ImageSet
+from .networks import Network
 
 LOG = logging.getLogger(__name__)
 BATCH = 64  # images that go through the network together; another number changes the rounding

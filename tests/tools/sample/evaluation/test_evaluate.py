@@ -27,8 +27,8 @@ from leandit.tools.inspection.report.run import report_runs
 from leandit.tools.sample.evaluation import images, moments
 from leandit.tools.sample.evaluation.distances import frechet_distance
 from leandit.tools.sample.evaluation.evaluate import evaluate, rows_of
-from leandit.tools.sample.evaluation.extractors import open_network
 from leandit.tools.sample.evaluation.images import folder_images
+from leandit.tools.sample.evaluation.networks import open_network
 from leandit.tools.sample.evaluation.request import EvaluateRequest
 from leandit.tools.sample.request import SampleRequest
 from leandit.train.loop import StopRequest, train
@@ -40,7 +40,7 @@ LEANDIT_ON_A_BROKEN_DEVICE = f"""
 import os
 from dataclasses import replace
 from leandit.tools.sample.evaluation import evaluate
-from leandit.tools.sample.evaluation.extractors import open_network
+from leandit.tools.sample.evaluation.networks import open_network
 
 def fail(images):
     raise RuntimeError("CUDA error: no kernel image")

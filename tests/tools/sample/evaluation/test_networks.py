@@ -15,9 +15,14 @@ from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, Dinov2
 from vision import make_dinov2
 
 from leandit.datasets.errors import EncoderError, RecipeError
-from leandit.tools.sample.evaluation.extractors import INCEPTION_FILES, input_side_px, open_network
 from leandit.tools.sample.evaluation.inception import Inception
-from leandit.tools.sample.evaluation.resizing import centre_square, squares
+from leandit.tools.sample.evaluation.networks import (
+    INCEPTION_FILES,
+    centre_square,
+    input_side_px,
+    open_network,
+    squares,
+)
 
 
 def picture(height: int = 40, width: int = 56, seed: int = 0) -> np.ndarray:
@@ -98,7 +103,7 @@ def test_inception_gives_a_row_for_each_picture_whatever_the_batch(inception_fil
 def test_the_pools_of_inception_leave_out_the_padding() -> None:
     from leandit.tools.sample.evaluation.inception import Mixed
 
-    block = Mixed(4, [], pool="average", pool_channels=4).eval()
+    block = Mixed(4, {}, pool_channels=4).eval()
     with torch.no_grad():
         block.branch_pool.conv.weight.copy_(torch.eye(4)[:, :, None, None])
         pooled = block(torch.ones(1, 4, 5, 5))
