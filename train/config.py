@@ -262,6 +262,11 @@ class TrainRecipe(TechniqueSections, _ModelRecipe):
         """The model is conditioned on captions, not on labels; only a DiT can take labels."""
         return not self.model.name.startswith("DiT-") or self.conditioning.kind == "caption"
 
+    @property
+    def num_texts(self) -> int:
+        """How many text encoders the model reads, as its file says, known here without torch."""
+        return (3 if self.model.name.startswith("sd3") else 1) if self.takes_captions else 0
+
     def turns(self, store: Path | str | None) -> list[Turn]:
         """The stores to train on: those that the recipe names, else the one of ``--store``.
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
+from ..datasets.errors import ResourceError
 from .config import TrainRecipe
 from .metrics.device import peak_flops
 from .metrics.meter import Meter, StepReport
@@ -121,7 +122,13 @@ def train(
         log = Log(training, run, meter, evaluation, report, warn)
         first_step, images_before = training.step + 1, training.num_images
         stop.check()
-        _make_steps(training, meter, log, Saver(run, recipe.run), stop)
+        try:
+            _make_steps(training, meter, log, Saver(run, recipe.run), stop)
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"device '{device}': out of memory in step {training.step + 1}. Use a smaller run.microbatch, "
+                "run.activation_checkpointing or parallel.strategy 'fsdp'; 'leandit plan train' says what fits."
+            ) from error
         return Outcome(
             step=training.step,
             first_step=first_step,

@@ -1,5 +1,4 @@
-"""One step: from a batch to an update. With AdamW nothing waits for the device; other optimizers wait once, to learn
-whether the gradient is finite."""
+"""One step: from a batch to an update. Nothing waits for the device, but optimizers other than AdamW with fp16."""
 
 from __future__ import annotations
 
@@ -32,7 +31,8 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     """
     recipe, engine, step, size = run.recipe, run.engine, run.step + 1, batch.global_size
     images = prepare(run, batch, step)
-    parts = microbatches(size, run.ranks.world_size, recipe.run.microbatch or microbatch_limit(run, batch.bucket))
+    limit = recipe.run.microbatch or run.microbatches.get(batch.bucket, 0)
+    parts = microbatches(size, run.ranks.world_size, limit)
     rows = [rows_of(run, part, len(batch)) for part in parts]
     if (lengths := caption_lengths(batch)) is not None:
         longest = mean_tokens(lengths, parts)
@@ -105,11 +105,6 @@ def image_losses(run: Run, images: Microbatch, step: int) -> dict[str, Tensor]:
     for technique in run.techniques:
         losses |= technique.terms(images, extras, output, step)
     return losses
-
-
-def microbatch_limit(run: Run, bucket: str) -> int:
-    """Most images of a forward as far as they were tried; for a bucket that is new, the smallest one. 0: no limit."""
-    return run.microbatches.get(bucket) or min(run.microbatches.values(), default=0)
 
 
 def microbatches(size: int, world_size: int, limit: int) -> list[slice]:

@@ -50,7 +50,7 @@ class RowChecks:
         store = self._stores[number]
         if self._when == "never" or store.remote is not None:
             return
-        records = self._checked.setdefault((number, "records"), _Positions(len(store.checksums)))
+        records = self._positions(number, "records", len(store.checksums))
         new = records.missing(read.records)
         for group in (LATENTS, *self._groups) if len(new) else ():
             _check_records(store, bucket, group, read.rows[new], read.records[new])
@@ -58,12 +58,17 @@ class RowChecks:
             records.add(read.records[new])
         if read.caption_ids is not None:
             num_captions = len(store.caption_checksums(store.texts[0]))
-            captions = self._checked.setdefault((number, "captions"), _Positions(num_captions))
+            captions = self._positions(number, "captions", num_captions)
             ids = read.caption_ids[captions.missing(read.caption_ids)]
             for name in store.texts if len(ids) else ():
                 _check_captions(store, name, ids)
             if self._when == "first":
                 captions.add(ids)
+
+    def _positions(self, number: int, kind: str, count: int) -> _Positions:
+        if (number, kind) not in self._checked:
+            self._checked[number, kind] = _Positions(count)
+        return self._checked[number, kind]
 
 
 class _Positions:

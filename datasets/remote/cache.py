@@ -17,6 +17,7 @@ Processes, including forks, may share a folder. It may be deleted while no proce
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -94,7 +95,6 @@ class RemoteFolder:
             make_folder(each)
         self.reset()
         reset_in_forks(self)
-        self._make_room("", ())  # the capacity may have been larger
 
     def reset(self) -> None:
         """Start without threads."""
@@ -123,10 +123,9 @@ class RemoteFolder:
     def open(self, path: str, opener: Callable[[Path], Opened]) -> Opened:
         """What ``opener`` makes of the local file of a shard; fetched again if it is evicted before it is open."""
         while True:
-            try:
-                return opener(self.fetch(path))
-            except FileNotFoundError:
-                continue
+            local = self.fetch(path)
+            with contextlib.suppress(FileNotFoundError):
+                return opener(local)
 
     def use(self, path: str) -> bool:
         """Mark a shard as used now, so that others are evicted first; False if it was evicted."""
@@ -238,8 +237,7 @@ class RemoteFolder:
                 evicted.append(candidate)
                 excess -= size_of(candidate)
             if excess > 0:
-                if name:
-                    (self._coming / name).unlink()
+                (self._coming / name).unlink()
                 return False
             for one in evicted:
                 remove(self._shards / one)

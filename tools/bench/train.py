@@ -55,7 +55,7 @@ def measure(
     """
     last = REPORT_EVERY * (1 + -(-steps // REPORT_EVERY))
     changed = {"steps": last, "log_every": REPORT_EVERY, "checkpoint_every": last}
-    run = work.recipe.run.model_copy(update=changed | {"evaluate_every": 0, "sample_every": 0})
+    run = work.recipe.run.model_copy(update=changed | {"evaluate_every": 0, "sample_every": 0, "wandb": ""})
     recipe = work.recipe.model_copy(update={"run": run})
     measured: dict[str, list[Any]] = {name: [] for name in FIGURES}
     for number in range(1, rounds + 1):

@@ -276,7 +276,7 @@ class Meter:
         more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
         what = f"the loss of records {names}{more} is" if keys else "the losses are finite, but the gradient is"
         raise RunError(
-            f"step {result.step}: {what} not finite. The update was skipped, and nothing was saved since the last "
+            f"step {result.step}: {what} not finite. Nothing was saved since the last "
             "checkpoint. Look at the records with 'leandit inspect STORE KEY'; train with a lower optimizer.lr or with "
             "run.grad_clip, in another --run."
         )

@@ -8,7 +8,7 @@ of one process with the whole batch, however the images are distributed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -125,19 +125,24 @@ class Engine:
     def averaged(self) -> Iterator[None]:
         """Within this context the model has its first average as weights; a collective call. Nothing is trained in it,
         and afterwards all is as before, bit for bit: they change places, one tensor at a time."""
-        self._exchange()
+        pairs = [
+            (local(parameter.detach()), local(average))
+            for parameter, average in zip(self._trained.parameters(), self.ema.weights.values(), strict=True)
+        ]
+        # Room for the largest, taken before anything changes places: running out of memory then changes nothing.
+        spare = torch.empty_like(max((weight for weight, _ in pairs), key=Tensor.numel)).flatten()
+        self._exchange(pairs, spare)
         try:
             yield
         finally:
-            self._exchange()
+            self._exchange(pairs, spare)
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _exchange(self, pairs: Sequence[tuple[Tensor, Tensor]], spare: Tensor) -> None:
         for module in self._sharded:  # drops gathered weights, which a forward without a backward may leave
             module.reshard()
-        for parameter, average in zip(self._trained.parameters(), self.ema.weights.values(), strict=True):
-            weight, mean = local(parameter.detach()), local(average)
-            kept = weight.clone()
+        for weight, mean in pairs:
+            kept = spare[: weight.numel()].view_as(weight).copy_(weight)
             weight.copy_(mean)
             mean.copy_(kept)
 

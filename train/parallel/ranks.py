@@ -20,7 +20,17 @@ from ...datasets.disk.hashing import sha256_of
 from ...datasets.errors import RecipeError, ResourceError, RunError
 
 TIMEOUT = timedelta(minutes=30)  # of a collective call; a rank may compile several shapes, or read a checkpoint
-LOST = ("gloo", "nccl", "connection")  # words in torch's errors when another rank is gone
+# Words in the errors of gloo and NCCL when another rank is gone.
+LOST = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "refused",
+    "timed out",
+    "timeout",
+    "remote process",
+    "remote error",
+)
 
 # rank, rank on its machine, number of ranks, and of those on this machine
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # accelerate and deepspeed set the same

@@ -17,27 +17,32 @@ KEPT_FREE = 0.05  # share of the GPU's memory, for fragmentation and longer capt
 
 
 def fit_microbatch(run: Run, batch: Batch, train_step: Callable[[Run, Batch], object]) -> None:
-    """Set ``run.microbatches`` of the batch's bucket before its first step, to the same number on all ranks.
+    """Set ``run.microbatches`` of the batch's bucket if not all of a rank's images fit, alike on all ranks.
 
-    A trial is a step that updates nothing and sends nothing, so only this rank runs out of memory. It is repeated at
-    the second step, when the optimizer has its state. Not tried: CPUs, DeepSpeed, sharded models (a rank that ran out
-    of memory would leave the others waiting), and ``run.microbatch``.
+    A trial is a step that updates nothing and sends nothing, so only this rank runs out of memory. It is made before
+    the first step of a bucket, again once the optimizer has its state, and for a larger batch than was tried. Not
+    tried: CPUs, DeepSpeed, sharded models (a rank without memory would leave the others waiting), ``run.microbatch``.
 
-    Raises: ResourceError: not even one image fits.
+    Raises: ResourceError: not even the fewest images fit.
     """
-    engine, known, bucket = run.engine, run.microbatches, batch.bucket
-    is_known = bool(run.recipe.run.microbatch) or (bucket in known and run.step > 1)
-    if run.device.type != "cuda" or not engine.allows_trial or is_known:
+    limits, bucket, images = run.microbatches, batch.bucket, -(-batch.global_size // run.ranks.world_size)
+    if run.device.type != "cuda" or not run.engine.allows_trial or run.recipe.run.microbatch:
         return
-    known.setdefault(bucket, -(-batch.global_size // run.ranks.world_size))
+    tried = run.tried.get(bucket, 0)
+    if images <= tried or (tried and bucket in limits):
+        return
+    fewest = 2 if any(technique.compares_images for technique in run.techniques) else 1
     while not _fits(run, batch, train_step):
-        if known[bucket] == 1:
+        size = min(limits.get(bucket, images), images)
+        if size <= fewest:
             raise ResourceError(
-                f"device '{run.device}': one image of bucket '{bucket}' does not fit beside the model. Use "
+                f"device '{run.device}': {size} images of bucket '{bucket}' do not fit beside the model. Use "
                 "run.activation_checkpointing, parallel.strategy 'fsdp', or a smaller model."
             )
-        known[bucket] = -(-known[bucket] // 2)
-    LOG.info("bucket %s: %d images in a microbatch", bucket, known[bucket])
+        limits[bucket] = max(fewest, -(-size // 2))
+    if run.engine.optimizer.state:
+        run.tried[bucket] = images
+    LOG.info("bucket %s: at most %d images in a microbatch", bucket, limits.get(bucket, images))
 
 
 def _fits(run: Run, batch: Batch, train_step: Callable[[Run, Batch], object]) -> bool:

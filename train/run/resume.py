@@ -57,7 +57,7 @@ class _Progress(BaseModel, strict=True):
     num_images: Annotated[int, Field(ge=0)]
     loader: dict[str, Any]
     loss_scale: dict[str, Any] | None = None
-    tuned_for: dict[str, Any] = {}
+    microbatches_for: dict[str, Any] = {}
     microbatches: dict[str, int] = {}
     in_codes: bool = False
     frozen: FrozenWeights | None = None
@@ -201,10 +201,10 @@ def restore(state: Run, loaded: Loaded, *, earlier: Collection[str] = ()) -> Non
         state.engine.load(group, _broadcast(state, expected, loaded.groups[group]))
     if progress.loss_scale and state.engine.loss_scale:
         state.engine.loss_scale.load_state_dict(progress.loss_scale)
-    if progress.tuned_for == tuned_for(state):
+    if progress.microbatches_for == microbatches_for(state):
         state.microbatches = progress.microbatches
     else:
-        LOG.info("microbatches are tried again: they were for %s", progress.tuned_for)
+        LOG.info("microbatches are tried again: they were for %s", progress.microbatches_for)
     state.step, state.num_images = loaded.step, progress.num_images
 
 
@@ -262,20 +262,20 @@ def _progress(state: Run, groups: dict[str, dict[str, Tensor]]) -> _Progress:
         num_images=state.num_images,
         loader=state.loader.dataset.state_dict(),
         loss_scale=None if state.engine.loss_scale is None else state.engine.loss_scale.state_dict(),
-        tuned_for=tuned_for(state),
+        microbatches_for=microbatches_for(state),
         microbatches=state.microbatches,
         in_codes=any(name.endswith(CODES) for name in groups[OPTIMIZER]),
         frozen=state.frozen,
     )
 
 
-def tuned_for(state: Run) -> dict[str, Any]:
+def microbatches_for(state: Run) -> dict[str, Any]:
     """What the microbatches that fit depend on; where it changes, they are tried again."""
     run, parallel = state.recipe.run, state.recipe.parallel
     return {
         "world_size": state.ranks.world_size,
         "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else state.device.type,
-        "run": [run.precision, run.compile, run.activation_checkpointing, run.fp8],
+        "run": [run.precision, run.compile, run.activation_checkpointing, run.fp8, run.residual],
         "parallel": [parallel.strategy, parallel.shard, parallel.replicas, parallel.cpu_offload],
     }
 

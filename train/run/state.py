@@ -52,7 +52,8 @@ class Run:
       techniques: that the recipe uses.
       autocast_dtype: of the model's forward and backward; None: float32.
       step, num_images: made and seen so far.
-      microbatches: most images of a forward, by bucket, as tried on a GPU.
+      microbatches: most images of a forward, by bucket where not all of a rank's fit, as tried on a GPU.
+      tried: images of the largest trial with the optimizer's state, by bucket.
       compiled: the blocks are, for each shape, so that parts of a batch have one.
       feature_specs: of the image features that the techniques read, by name.
       frozen: the weights that adapters belong to.
@@ -72,6 +73,7 @@ class Run:
     step: int = 0
     num_images: int = 0
     microbatches: dict[str, int] = field(default_factory=dict)
+    tried: dict[str, int] = field(default_factory=dict)
     compiled: bool = False
     feature_specs: Mapping[str, FeatureSpec] = field(default_factory=dict)
     frozen: FrozenWeights | None = None

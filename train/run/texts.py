@@ -11,7 +11,7 @@ from ...datasets.batches.captions import CaptionBatch
 from ...datasets.format.schema import StoreSpec
 from ...datasets.store import LatentStore
 from ..models.conditioning import join_texts
-from ..models.spec import ModelSpec, TextInput
+from ..models.spec import ModelSpec
 
 
 def longest_caption(spec: ModelSpec, store: StoreSpec) -> int:
@@ -47,20 +47,3 @@ def joined_null(spec: ModelSpec, nulls: Mapping[str, CaptionBatch]) -> tuple[Ten
     """The empty caption of several text encoders, (max_tokens, D) and (P,) float32."""
     captions, pooled = join_texts(spec, nulls)
     return captions[0], None if pooled is None else pooled[0]
-
-
-def zero_texts(
-    spec: ModelSpec, store: StoreSpec, count: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, CaptionBatch]:
-    """Captions of zeros at full length, of the text encoders that a model reads."""
-    if not spec.takes_text:
-        return {}
-    first = TextInput(name="", tokens=longest_caption(spec, store), width=spec.caption_width)
-    return {
-        one.name: CaptionBatch(
-            tokens=torch.zeros(count, one.tokens, one.width, dtype=dtype, device=device),
-            lengths=torch.full((count,), one.tokens, device=device),
-            pooled=torch.zeros(count, one.pooled_width, device=device),
-        )
-        for one in spec.texts or (first,)
-    }

@@ -25,7 +25,7 @@ MANY = ("run.global_batch=5000", "data.leftovers=carry", "run.prefetch=0", "run.
 @pytest.fixture(autouse=True, scope="module")
 def _traced_once() -> Iterator[None]:
     """The trace once: neither the batch nor the microbatch is in it. It is of the real size, as its process has it."""
-    flops._meta_model.cache_clear()  # other modules of tests shrink the models
+    flops.meta_model.cache_clear()  # other modules of tests shrink the models
     traces, trace = dict[str, Traced](), memory_check.trace_steps
 
     def traced(*args: Any, **options: Any) -> dict[str, Traced]:
@@ -36,7 +36,7 @@ def _traced_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_check, "trace_steps", traced)
         yield
-    flops._meta_model.cache_clear()
+    flops.meta_model.cache_clear()
 
 
 def test_a_step_that_does_not_fit_is_told_with_a_microbatch_that_does(label_store: LatentStore) -> None:

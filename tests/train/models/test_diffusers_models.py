@@ -607,3 +607,9 @@ def test_a_model_of_captions_trains_resumes_to_the_bit_and_samples(
     latents = draw_latents(snapshot, given, size=(8, 8), seed=0, solver=Solver(steps=2, guidance=2.0))
     assert latents.shape == (1, 4, 8, 8)
     assert latents.isfinite().all()
+
+
+def test_a_recipe_knows_how_many_text_encoders_its_model_reads() -> None:
+    for family in FAMILIES.values():
+        for name in family.sizes:
+            assert train_recipe("pixart-tiny", f"model.name={name}").num_texts == max(1, len(family.texts))

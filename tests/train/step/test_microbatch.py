@@ -54,6 +54,9 @@ def test_a_gpu_halves_the_images_until_a_step_fits_and_keeps_them(monkeypatch: p
         monkeypatch.setattr("leandit.train.step.image_losses", losses)
         monkeypatch.setattr(learner.engine.ema, "update", lambda *_: updates.append(learner.step))
         batch = steps.batch(7).to(CUDA)
+        fit_microbatch(learner, steps.batch(2).to(CUDA), train_step)  # a short batch comes first, and limits nothing
+        assert (learner.microbatches, tried) == ({}, [2])
+        tried.clear()
         fit_microbatch(learner, batch, train_step)
         assert (learner.step, learner.num_images, updates) == (0, 0, [])
         assert all(parameter.grad is None for parameter in learner.engine.model.parameters())
@@ -77,5 +80,5 @@ def test_what_cannot_fit_or_is_set_by_the_user_is_not_halved(monkeypatch: pytest
         if settings:
             fit_microbatch(steps.learner, steps.batch(), train_step)
         else:
-            with pytest.raises(ResourceError, match=r"one image of bucket '64x64' does not fit.*smaller model"):
+            with pytest.raises(ResourceError, match=r"1 images of bucket '64x64' do not fit.*smaller model"):
                 fit_microbatch(steps.learner, steps.batch(), train_step)

@@ -37,8 +37,8 @@ class Log:
         warn: Callable[[str], None],
     ) -> None:
         self._run, self._meter, self._evaluation, self._report = run, meter, evaluation, report
-        self._grids = Grids(run, folder, warn) if run.recipe.run.sample_every else None
         self._writer = MetricsWriter(folder, step=run.step, recipe=run.recipe) if run.ranks.is_first else None
+        self._grids = Grids(run, folder, warn) if run.recipe.run.sample_every else None  # last: it starts a process
         self.losses: tuple[tuple[int, float], tuple[int, float]] | None = None
         self.images_per_second = 0.0
 
