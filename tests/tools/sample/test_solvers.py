@@ -275,9 +275,7 @@ def dpm_by_its_formula(x: Tensor, velocity: Callable[[Tensor, float], Tensor], s
     raise AssertionError("no steps")
 
 
-def test_the_flow_solver_draws_as_sana_does() -> None:
-    from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
-
+def test_the_flow_solver_is_dpm_solver_by_its_formula() -> None:
     objective, labels = ObjectiveSection(kind="flow", shift=3.0), Conditioning(labels=torch.tensor([0, 1]))
     snapshot, solver = snapshot_of(objective, 0.5), Solver("dpm", steps=20, guidance=4.5)
     found = draw_latents(snapshot, labels, size=(8, 8), seed=3, solver=solver)
@@ -289,19 +287,6 @@ def test_the_flow_solver_draws_as_sana_does() -> None:
     )
     own = dpm_by_its_formula(noise, lambda x, t: forward(x.float(), t), 20, 3.0)
     torch.testing.assert_close(found, own.float(), rtol=1e-4, atol=1e-4)
-
-    scheduler: Any = DPMSolverMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, algorithm_type="dpmsolver++"
-    )
-    scheduler.set_timesteps(20)
-    x, rounded = noise, noise
-    for t, sigma in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
-        x = scheduler.step(forward(x, 1000 * float(sigma)), t, x).prev_sample
-    torch.testing.assert_close(found, x)
-    scheduler.set_timesteps(20)
-    for t in scheduler.timesteps:
-        rounded = scheduler.step(forward(rounded, float(t)), t, rounded).prev_sample
-    assert 1e-4 < (found - rounded).abs().max() < 0.1  # the pipeline's whole times are others
 
 
 @pytest.mark.parametrize("steps", [900, 999])
