@@ -125,9 +125,16 @@ class Captions:
                 if row is not None:
                     embedded[caption] = {name: _stored_caption(store, name, row) for name in self._encoders}
         if missing := [caption for caption in captions if caption not in embedded]:
-            by_encoder = {name: self._encode(name, missing) for name in self._encoders}  # one is in memory at a time
-            embedded |= {text: {name: by_encoder[name][i] for name in by_encoder} for i, text in enumerate(missing)}
+            embedded |= zip(missing, self.embed_live(missing), strict=True)
         return [embedded[caption] for caption in captions]
+
+    def embed_live(self, captions: list[str]) -> list[Embedded]:
+        """Encode captions, by one encoder after the other, so that one is in memory.
+
+        Raises: EncoderError: an encoder is missing, or another one.
+        """
+        by_encoder = {name: self._encode(name, captions) for name in self._encoders}
+        return [{name: rows[number] for name, rows in by_encoder.items()} for number in range(len(captions))]
 
     def conditioning(self, embeddings: Sequence[Embedded]) -> Conditioning:
         """The conditioning of some embeddings, padded to the longest."""
