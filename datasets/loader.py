@@ -94,9 +94,8 @@ def make_loader(
       device: as of ``BatchStream``.
       caption_odds: how often each caption of a record is drawn; None for uniform draws.
       normalise: of the latents: that of the "encoder", by the statistics of the "store", or "none": raw.
-      check: when rows are compared with their checksums, in a thread: the "first" time that this process reads them,
-        "always" or "never". A damaged one raises DamageError in a later batch, at the end of the pass, or in
-        ``state_dict()``.
+      check: when rows are compared with their checksums: the "first" time that this process reads them, "always" or
+        "never". A batch with a damaged row raises DamageError instead of being handed out.
       collate_fn: makes of each batch what the loop reads, for example one of ``leandit.adapters``; None for the batch.
     Raises: RunError: the store has no records; RecipeError: the selection is of another store, or an argument is wrong.
     """

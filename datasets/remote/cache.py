@@ -267,14 +267,16 @@ class RemoteFolder:
 
     def _is_dead(self, name: str) -> bool:
         """Whether nobody holds a marker; then it is removed."""
-        marker = open_lock(self._coming / name)
-        try:
-            if not try_lock(marker):
-                return False
-            (self._coming / name).unlink()
-            return True
-        finally:
-            release_lock(marker)
+        while True:
+            marker = open_lock(self._coming / name)
+            try:
+                if not try_lock(marker):
+                    return False
+                if os.fstat(marker).st_nlink:  # else its owner has removed it, and the name may be another's by now
+                    (self._coming / name).unlink()
+                    return True
+            finally:
+                release_lock(marker)
 
 
 def open_remote(

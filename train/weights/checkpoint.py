@@ -175,6 +175,7 @@ def save(kind: str, run: Path, step: int, groups: Groups, state: dict[str, Any])
                     save_file(whole, path)
                 except SafetensorError as error:  # of the disk: it has the number of the system only in its text
                     raise _disk_error(error, path) from error
+                path.chmod(path.parent.stat().st_mode & 0o666)  # as the umask has it; safetensors gives 0600
                 written.append(path)
 
             yield name, write

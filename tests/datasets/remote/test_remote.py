@@ -656,6 +656,29 @@ def test_waiting_for_room_comes_to_an_end(tmp_path: Path, monkeypatch: pytest.Mo
     assert folder.fetch(PATHS[5]).stat().st_size == 1500
 
 
+def test_a_marker_that_its_owner_replaces_while_it_is_looked_at_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = made_up(tmp_path / "local")
+    name = mirror.name_of(folder._entry(PATHS[0]))
+    marker, take, owners = folder._coming / name, cache.try_lock, list[int]()
+    marker.touch()
+
+    def replaced_before(descriptor: int) -> bool:
+        if not owners:  # the shard was fetched and evicted, and is fetched again
+            marker.unlink()
+            owners.append(cache.open_lock(marker))
+            assert take(owners[0])
+        return take(descriptor)
+
+    monkeypatch.setattr(cache, "try_lock", replaced_before)
+    assert not folder._is_dead(name)
+    assert marker.exists()
+    cache.release_lock(owners[0])
+    assert folder._is_dead(name)
+    assert not marker.exists()
+
+
 def test_prefetch_brings_in_order_and_no_more_than_fits(tmp_path: Path) -> None:
     folder = made_up(tmp_path / "local", sum(SIZES[:3]), threads=1)
     folder.fetch(PATHS[7])

@@ -742,3 +742,8 @@ def test_nothing_in_a_run_is_pickled(name: str, finished: Path, caption_store: L
     for path in run.rglob("*.safetensors"):
         size = int.from_bytes(path.read_bytes()[:8], "little")
         assert path.read_bytes()[8 : 8 + size].strip().startswith(b"{")
+
+
+def test_who_may_read_the_state_may_read_the_weights(finished: Path) -> None:
+    for folder in [*finished.glob("checkpoint-*"), *finished.glob("snapshot-*")]:
+        assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
