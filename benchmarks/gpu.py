@@ -169,7 +169,13 @@ def _beside(row: str, limit: float, *changes: str, goal: str = "", steps: int = 
 
 
 def _planner(recipe: str, side_px: int, microbatch: int, count: int = 1, *changes: str) -> Cell:
-    case = {"recipe": recipe, "side_px": side_px, "microbatch": microbatch, "count": count, "changes": list(changes)}
+    case = {
+        "recipe": recipe,
+        "side_px": side_px,
+        "microbatch": microbatch,
+        "microbatches": count,
+        "changes": list(changes),
+    }
     row = " ".join([f"{recipe}, {count} x {microbatch} images", *changes])
     return Cell("planner", row, 120, {"case": case}, "0.97 to 1.05")
 
@@ -216,7 +222,7 @@ _PLAIN = ["run.global_batch=2", "run.precision=fp32", "run.compile=false"]
 _DIT = {"recipe": "dit-s-2-256", "side_px": 64, "settings": ["model.name=DiT-Ti/4", *_PLAIN]}
 _TEXT = {"recipe": "pixart-sigma-512", "side_px": 64, "settings": ["model.name=pixart-tiny", ADAMW, *_PLAIN]}
 _FAST_DIT = _DIT | {"settings": ["model.name=DiT-S/8", *_PLAIN]}  # it has no smaller one
-_CASE = {"recipe": "dit-s-2-256", "side_px": 64, "microbatch": 2, "count": 1, "changes": ["model.name=DiT-Ti/4"]}
+_CASE = {"recipe": "dit-s-2-256", "side_px": 64, "microbatch": 2, "microbatches": 1, "changes": ["model.name=DiT-Ti/4"]}
 _IMAGES = {"source": "drawn:32", "records": 4, "settings": ["images.resolution=32", "vae.batch_size=2"]}
 _IMAGES |= {"vae": "shipped:vae"}
 _ONCE, _SHORT = {"rounds": 1, "steps": 1}, {"rounds": 1, "seconds": 0.01}

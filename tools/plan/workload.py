@@ -17,6 +17,7 @@ from ...train.models.diffusers.families import TEXT_ROLES, family_of
 from ...train.models.spec import ModelSpec
 from ...train.run.fit import model_for_stores, model_spec
 from ...train.run.texts import longest_caption
+from ...train.techniques.registry import features_of
 from ..synthetic.store import noise_spec
 
 TOKENS, TEXT_WIDTH = 300, 4096  # of a caption, without a store: PixArt-Sigma's
@@ -105,7 +106,7 @@ def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingW
         images_px=resolution_px,
         dtype="int8",
     )
-    features = {str(name): feature for name in recipe.align}
+    features = dict.fromkeys(features_of(recipe), feature)
     texts = published_texts(recipe.model.name)
     is_sana = family_of(recipe.model.name) == "sana"
     width = 0 if texts else SANA_TEXT_WIDTH if is_sana else TEXT_WIDTH

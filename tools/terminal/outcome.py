@@ -164,13 +164,15 @@ def after_store(store: Path, recipe: str = "") -> list[Command]:
 
 def _fits(recipe: TrainRecipe, store: StoreSpec) -> bool:
     """Whether a recipe trains on a store, as far as that is known without torch; the trainer checks all of it."""
+    from ...train.techniques.registry import features_of
+
     if not recipe.num_texts:
         has_inputs = 0 < len(store.classes or ()) <= (recipe.model.num_classes or sys.maxsize)
     elif recipe.num_texts > 1:
         has_inputs = len(store.text_encoders) == recipe.num_texts
     else:
         has_inputs = store.text is not None and store.text.has_tokens
-    has_features = recipe.align.keys() <= {feature.name for feature in store.features}
+    has_features = {*features_of(recipe)} <= {feature.name for feature in store.features}
     return has_inputs and has_features and recipe.model.channels in (OF_THE_STORE, store.latent.channels)
 
 

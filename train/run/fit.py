@@ -19,7 +19,7 @@ from ..models.dit import size_of
 from ..models.layers import DiTOptions
 from ..models.spec import AdapterSpec, ModelSpec, ProjectorSpec, TextInput
 from ..objectives.losses import num_outputs
-from ..techniques.registry import routed_blocks, techniques_of
+from ..techniques.registry import features_of, routed_blocks, techniques_of
 from ..weights.sources import position_grid, read_config
 
 
@@ -37,7 +37,7 @@ def model_for_stores(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> tupl
     Raises: RunError: recipe and stores do not fit.
     """
     places = [Place(str(store.path), store.spec, list(store.buckets)) for store in stores]
-    captions, features = recipe.takes_captions, list(recipe.align)
+    captions, features = recipe.takes_captions, features_of(recipe)
     check_alike([place[:2] for place in places], captions=captions, classes=not captions, features=features)
     first = max(range(len(stores)), key=lambda number: places[number].spec.images.resolution_px)
     return check_fit(recipe, [places.pop(first), *places]), stores[first]

@@ -34,7 +34,7 @@ from ..parallel.engine import Engine
 from ..parallel.ranks import ALONE, Ranks
 from ..parallel.strategy import choose_strategy
 from ..techniques.images import Microbatch
-from ..techniques.registry import routed_blocks, techniques_of
+from ..techniques.registry import features_of, routed_blocks, techniques_of
 from ..techniques.technique import Technique
 from ..weights.checkpoint import YOUNG
 from ..weights.init_from import FrozenWeights, first_weights, hash_of
@@ -218,7 +218,7 @@ def build_run(
         set_precision(recipe, spec)
     if recipe.run.fp8 != "none":
         use_fp8(model, recipe.run.fp8)
-    names = {name for technique in techniques for name in technique.features}
+    names = features_of(recipe)
     caption_step = COMPILED_CAPTION_STEP if compiled else 1
     return Run(
         recipe=recipe,

@@ -47,6 +47,11 @@ def techniques_of(recipe: Any) -> list[Technique]:
     return [technique for kind in TECHNIQUES if (technique := kind(recipe)).is_on]
 
 
+def features_of(recipe: Any) -> list[str]:
+    """Names of the image features of the store that the techniques of a recipe read."""
+    return [name for technique in techniques_of(recipe) for name in technique.features]
+
+
 def routed_blocks(techniques: list[Technique], depth: int) -> tuple[int, int]:
     """The first and the last block that some tokens skip, from 1; (0, 0): none. Raises: RecipeError."""
     return max((technique.routed(depth) for technique in techniques), default=(0, 0))
