@@ -7,7 +7,6 @@ so a run that was stopped resumes: bit for bit on a CPU.
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,9 +23,8 @@ from .metrics.starts import start_of, write_start
 from .metrics.writer import check_wandb, last_step
 from .optim.process import collected_by_hand, set_allocator
 from .parallel.deepspeed_engine import apply_ds_config
-from .parallel.ranks import SharedStop, agree, connected, read_ranks
+from .parallel.ranks import Ranks, SharedStop, agree, connected, read_ranks
 from .parallel.stop import StopRequest
-from .parallel.strategy import choose_strategy
 from .run.data import endless
 from .run.evaluation.held_out import Evaluation
 from .run.evaluation.log import Log
@@ -35,11 +33,9 @@ from .run.manifest import read_run_manifest
 from .run.microbatch import fit_microbatch
 from .run.resume import averages_are_due, capture, start_or_resume
 from .run.saver import Saver
-from .run.state import Run, origin_lines
+from .run.state import Run, log_settings, origin_lines
 from .run.stores import inputs_of, open_stores
 from .step import train_step
-
-LOG = logging.getLogger(__name__)
 
 
 def print_warning(message: str) -> None:
@@ -96,7 +92,24 @@ def train(
     """
     set_allocator(device)
     ranks = read_ranks()
-    with connected(ranks, device), contextlib.ExitStack() as stack:
+    with connected(ranks, device):  # what is trained is gone when the ranks part: see ``connected``
+        return _train(recipe, ranks, store_path, run, device, report, stop, warn, say, recipe_name)
+
+
+def _train(
+    recipe: TrainRecipe,
+    ranks: Ranks,
+    store_path: Path | str | None,
+    run: Path,
+    device: torch.device,
+    report: Callable[[StepReport], None],
+    stop: StopRequest,
+    warn: Callable[[str], None],
+    say: Callable[[str], None],
+    recipe_name: str,
+) -> Outcome:
+    """``train``, with connected ranks."""
+    with contextlib.ExitStack() as stack:
         manifest = read_run_manifest(run)
         stores = open_stores(recipe, store_path, run, manifest, warn)
         check_wandb(recipe)
@@ -105,7 +118,7 @@ def train(
         training = Run.open(recipe, stores, device, warn, ranks, manifest and manifest.statistics)
         evaluates = recipe.data.holdout and recipe.run.evaluate_every
         evaluation = Evaluation(training, warn) if evaluates else None  # may refuse: nothing has been written
-        _log_settings(training)
+        log_settings(training)
         stop.check()
         if ranks.is_first:
             stack.enter_context(run_lock(run))
@@ -166,6 +179,7 @@ def _make_steps(run: Run, meter: Meter, log: Log, saver: Saver, stop: StopReques
                     saver.begin(capture(run, **how))
                 saver.check()
                 after_step()
+        shared_stop.finish()
         saver.finish()
         log.finish()
     except BaseException:
@@ -176,17 +190,6 @@ def _make_steps(run: Run, meter: Meter, log: Log, saver: Saver, stop: StopReques
         saver.close()
         log.close()
         stop.release()
-
-
-def _log_settings(run: Run) -> None:
-    """Log what computes a step, as far as the recipe leaves it open."""
-    recipe, ranks, device = run.recipe, run.ranks, run.device
-    strategy = choose_strategy(recipe.parallel, ranks)
-    LOG.info("rank %d of %d on %s, parallel.strategy %s", ranks.rank, ranks.world_size, device, strategy)
-    asked = f"run.precision {recipe.run.precision}, run.compile {recipe.run.compile}"
-    how = "compiled blocks" if run.compiled else "nothing compiled"
-    LOG.info("computes in %s, %s (%s)", run.autocast_dtype or "float32", how, asked)
-    LOG.info("run.microbatch %d (0: open), run.prefetch %d batches", recipe.run.microbatch, recipe.run.prefetch)
 
 
 def _note_start(run: Run, folder: Path, name: str) -> None:

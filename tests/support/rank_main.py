@@ -5,6 +5,7 @@ RANK=0 WORLD_SIZE=2 ... python rank_main.py '[{"recipe": "dit-s-4", "set": [...]
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.errors import LeanditError
@@ -72,6 +74,18 @@ def begin_with(run: Path, copy: Path, rank: str, step: int) -> None:
     dist.barrier()
 
 
+def count_wrapped_at_the_end() -> None:
+    """Print how many models DDP still wraps when the ranks part."""
+    destroy = dist.destroy_process_group
+
+    def counted() -> None:
+        wrapped = sum(type(one) is DistributedDataParallel for one in gc.get_objects())
+        print(json.dumps({"wrapped": wrapped}), flush=True)
+        destroy()
+
+    dist.destroy_process_group = counted
+
+
 def main() -> None:
     """Train all that the first argument says; what is refused goes to stdout as JSON lines."""
     from making import TINY_SD3, train_recipe
@@ -79,10 +93,13 @@ def main() -> None:
     torch.set_num_threads(1)
     SIZES["S"], pixart.PixArt.sizes["pixart-tiny"] = (2, 32, 2), pixart.size(2, 2, 16)
     sd3.SD3.sizes["sd3-tiny"] = TINY_SD3
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    jobs = json.loads(sys.argv[1])
+    if jobs[0].get("connects"):  # as under torchrun; otherwise one group serves all jobs
+        count_wrapped_at_the_end()
+    elif os.environ.get("WORLD_SIZE", "1") != "1":
         dist.init_process_group("gloo")
     rank = os.environ.get("RANK", "0")
-    for job in json.loads(sys.argv[1]):
+    for job in jobs:
         overrides = job["set"] + job.get(f"set_{rank}", [])
         stop = StopRequest()
 

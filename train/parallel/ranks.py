@@ -7,6 +7,7 @@ ranks when one has ended; without it their next collective call fails, or times 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -95,6 +96,8 @@ def read_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
 def connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
     """Connect the ranks unless they are connected: NCCL for GPUs, gloo for CPUs.
 
+    The block must leave no model behind that DDP has wrapped.
+
     Raises: ResourceError: not all of them connected, or one has ended within the block.
     """
     if ranks.world_size == 1:
@@ -116,6 +119,7 @@ def connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
         ) from error
     finally:
         if is_ours and (done or device.type == "cpu"):  # NCCL would wait for ranks that have ended
+            gc.collect()  # DDP keeps a group until the interpreter ends, which then aborts the process (torch 2.13)
             dist.destroy_process_group()
 
 
@@ -186,3 +190,8 @@ class SharedStop:
         self._flag = torch.tensor(int(requested), dtype=torch.int32)
         self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, async_op=True)
         return stops
+
+    def finish(self) -> None:
+        """Wait for the last exchange: ranks must not part while one runs."""
+        if self._pending is not None:
+            self._pending.wait()

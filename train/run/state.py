@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,8 @@ from ..weights.sources import class_map_warning, lasting_source, scale_warning, 
 from .data import buckets_at, build_loader
 from .fit import model_for_stores
 from .texts import null_captions
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -312,3 +315,14 @@ def _positions(state: Run) -> Iterator[str]:
     if not family_of(spec.name) and spec.base_size != of_store:
         learned, new = spec.base_size // patch_of(spec), of_store // patch_of(spec)
         yield f"positions over {learned} tokens a side as it has learned, not {new}"
+
+
+def log_settings(run: Run) -> None:
+    """Log what computes a step, as far as the recipe leaves it open."""
+    recipe, ranks, device = run.recipe, run.ranks, run.device
+    strategy = choose_strategy(recipe.parallel, ranks)
+    LOG.info("rank %d of %d on %s, parallel.strategy %s", ranks.rank, ranks.world_size, device, strategy)
+    asked = f"run.precision {recipe.run.precision}, run.compile {recipe.run.compile}"
+    how = "compiled blocks" if run.compiled else "nothing compiled"
+    LOG.info("computes in %s, %s (%s)", run.autocast_dtype or "float32", how, asked)
+    LOG.info("run.microbatch %d (0: open), run.prefetch %d batches", recipe.run.microbatch, recipe.run.prefetch)
