@@ -216,7 +216,7 @@ def _instead(key: str, known: Sequence[str]) -> str:
     section, _, name = key.rpartition(".")
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
     near = [siblings[other] for other in difflib.get_close_matches(name, siblings, n=1)]
-    near = near or [other for other in known if other.endswith(f".{name}")]
+    near = near or sorted((other for other in known if other.endswith(f".{name}")), key=lambda other: other.count("."))
     if near:
         return f", did you mean '{near[0]}'?"
     return f"; [{section}] has {', '.join(siblings)}" if section else ""

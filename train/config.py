@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -58,12 +59,6 @@ class LoraSection(Section):
     ema_decay: Share = 0.99
     """Largest decay of the averaged adapters, which train for fewer steps than a model: run.ema_decay, up to this."""
 
-    @model_validator(mode="after")
-    def _keys_of_adapters_have_a_rank(self) -> LoraSection:
-        if not self.rank and (self.alpha or self.targets):
-            raise ValueError("alpha and targets are keys of adapters; set rank above 0")
-        return self
-
 
 class ConditioningSection(Section):
     """What the model is conditioned on, and classifier-free guidance."""
@@ -107,12 +102,6 @@ class OptimizerSection(Section):
     decay_all: bool = True
     """All parameters decay, as in DiT and PixArt; false: only weights of linear layers and convolutions."""
 
-    @model_validator(mode="after")
-    def _came_has_three_betas(self) -> OptimizerSection:
-        if self.name == "came" and len(self.betas) != 3:
-            raise ValueError('betas: "came" needs three, as [0.9, 0.999, 0.9999]')
-        return self
-
 
 class ScheduleSection(Section):
     """The learning rate over the steps."""
@@ -137,12 +126,6 @@ class EmaSection(Section):
     """Of "power": an average for each, its standard deviation as a share of the run; snapshots hold the first."""
     keep_every: Count = 0
     """Of "power": steps between stored averages, for `leandit average`; all stay. 0: with each checkpoint."""
-
-    @model_validator(mode="after")
-    def _lengths_differ(self) -> EmaSection:
-        if len({f"{length:g}" for length in self.lengths}) < len(self.lengths):
-            raise ValueError("lengths: two are the same")
-        return self
 
 
 class RunSection(Section):
@@ -293,30 +276,44 @@ class TrainRecipe(TechniqueSections, _ModelRecipe):
         return {key: value for key, value in serialise(self).items() if value or key != "align"}
 
     @model_validator(mode="after")
-    def _techniques_fit(self) -> TrainRecipe:
+    def _sections_fit(self) -> TrainRecipe:
         for technique in techniques_of(self):
             technique.check(self)
             if technique.compares_images and 1 in (self.run.microbatch, self.run.global_batch):
                 raise ValueError(f"{technique.key} compares the images of a microbatch, which needs two")
+        for is_contradiction, message in CONTRADICTIONS:
+            if is_contradiction(self):
+                raise ValueError(message)
         return self
 
-    @model_validator(mode="after")
-    def _stores_of_the_recipe_have_their_own_revisions(self) -> TrainRecipe:
-        if self.run.revision and self.data.turns:
-            raise ValueError("run.revision is of --store; a store that the recipe names has a key revision of its own")
-        return self
 
-    @model_validator(mode="after")
-    def _guidance_has_its_null(self) -> TrainRecipe:
-        if self.run.sample_every and self.run.sample_guidance != 1 and not self.conditioning.drop:
-            raise ValueError("run.sample_guidance needs conditioning.drop above 0; without it set it to 1")
-        return self
-
-    @model_validator(mode="after")
-    def _a_scaled_rate_has_its_batch(self) -> TrainRecipe:
-        if self.optimizer.lr_base_batch and self.data.batch_tokens:
-            raise ValueError("optimizer.lr_base_batch scales by run.global_batch, which data.batch_tokens replaces")
-        return self
+CONTRADICTIONS: tuple[tuple[Callable[[TrainRecipe], object], str], ...] = (
+    (
+        lambda recipe: recipe.run.revision and recipe.data.turns,
+        "run.revision is of --store; a store that the recipe names has a key revision of its own",
+    ),
+    (
+        lambda recipe: recipe.run.sample_every and recipe.run.sample_guidance != 1 and not recipe.conditioning.drop,
+        "run.sample_guidance needs conditioning.drop above 0; without it set it to 1",
+    ),
+    (
+        lambda recipe: recipe.optimizer.lr_base_batch and recipe.data.batch_tokens,
+        "optimizer.lr_base_batch scales by run.global_batch, which data.batch_tokens replaces",
+    ),
+    (
+        lambda recipe: not recipe.lora.rank and (recipe.lora.alpha or recipe.lora.targets),
+        "lora: alpha and targets are keys of adapters; set rank above 0",
+    ),
+    (
+        lambda recipe: recipe.optimizer.name == "came" and len(recipe.optimizer.betas) != 3,
+        'optimizer.betas: "came" needs three, as [0.9, 0.999, 0.9999]',
+    ),
+    (
+        lambda recipe: len({f"{length:g}" for length in recipe.ema.lengths}) < len(recipe.ema.lengths),
+        "ema.lengths: two are the same",
+    ),
+)
+"""Where sections contradict each other or themselves, and what to say then."""
 
 
 def load(name: str, overrides: list[str]) -> TrainRecipe:

@@ -1,4 +1,4 @@
-"""Stage 2 as a story: open the stores, build the model, start or resume the run, then step after step.
+"""Stage 2 as a story: open the run, where it was or at step 0, then step after step until the last.
 
 No encoder is imported, directly or indirectly. Everything random is keyed by (seed, step) or by (seed, epoch, record),
 so a run that was stopped resumes: bit for bit on a CPU.
@@ -20,21 +20,18 @@ from .config import TrainRecipe
 from .metrics.device import peak_flops
 from .metrics.meter import Meter, StepReport
 from .metrics.starts import start_of, write_start
-from .metrics.writer import check_wandb, last_step
+from .metrics.writer import last_step
 from .optim.process import collected_by_hand, set_allocator
-from .parallel.deepspeed_engine import apply_ds_config
-from .parallel.ranks import Ranks, SharedStop, agree, connected, read_ranks
+from .parallel.ranks import Ranks, SharedStop, connected, read_ranks
 from .parallel.stop import StopRequest
 from .run.data import endless
-from .run.evaluation.held_out import Evaluation
 from .run.evaluation.log import Log
-from .run.lock import run_lock
-from .run.manifest import read_run_manifest
 from .run.microbatch import fit_microbatch
-from .run.resume import averages_are_due, capture, start_or_resume
+from .run.notes import origin_lines
+from .run.opening import open_run
+from .run.resume import averages_are_due, capture
 from .run.saver import Saver
-from .run.state import Run, log_settings, origin_lines
-from .run.stores import inputs_of, open_stores
+from .run.state import Run
 from .step import train_step
 
 
@@ -93,15 +90,15 @@ def train(
     set_allocator(device)
     ranks = read_ranks()
     with connected(ranks, device):  # what is trained is gone when the ranks part: see ``connected``
-        return _train(recipe, ranks, store_path, run, device, report, stop, warn, say, recipe_name)
+        return _train(recipe, store_path, run, device, ranks, report, stop, warn, say, recipe_name)
 
 
 def _train(
     recipe: TrainRecipe,
-    ranks: Ranks,
     store_path: Path | str | None,
-    run: Path,
+    folder: Path,
     device: torch.device,
+    ranks: Ranks,
     report: Callable[[StepReport], None],
     stop: StopRequest,
     warn: Callable[[str], None],
@@ -109,44 +106,33 @@ def _train(
     recipe_name: str,
 ) -> Outcome:
     """``train``, with connected ranks."""
-    with contextlib.ExitStack() as stack:
-        manifest = read_run_manifest(run)
-        stores = open_stores(recipe, store_path, run, manifest, warn)
-        check_wandb(recipe)
-        recipe = apply_ds_config(recipe, ranks, device, warn)
-        agree(ranks, inputs_of(recipe, stores))
-        training = Run.open(recipe, stores, device, warn, ranks, manifest and manifest.statistics)
-        evaluates = recipe.data.holdout and recipe.run.evaluate_every
-        evaluation = Evaluation(training, warn) if evaluates else None  # may refuse: nothing has been written
-        log_settings(training)
-        stop.check()
-        if ranks.is_first:
-            stack.enter_context(run_lock(run))
-        start_or_resume(training, run, manifest, warn)
-        if training.step >= recipe.run.steps:
-            return Outcome(training.step, None, True, 0, None, 0.0, recipe)
-        for line in origin_lines(training, run) if ranks.is_first else ():
+    with open_run(recipe, store_path, folder, device, ranks, warn) as (run, evaluation):
+        recipe = run.recipe
+        if run.step >= recipe.run.steps:
+            return Outcome(run.step, None, True, 0, None, 0.0, recipe)
+        for line in origin_lines(run, folder) if ranks.is_first else ():
             say(line)
         if ranks.is_first:
-            _note_start(training, run, recipe_name)
-        peak, latent = peak_flops(device, recipe.run.precision) * ranks.world_size, stores[0].spec.latent
-        scale = training.engine.loss_scale
-        meter = Meter(ranks, device, stores, training.spec, latent, peak_flops=peak, scale=scale)
-        log = Log(training, run, meter, evaluation, report, warn)
-        first_step, images_before = training.step + 1, training.num_images
+            steps = {"from_step": run.step, "reached_step": last_step(folder)}
+            write_start(folder, start_of(recipe, device, ranks, name=recipe_name, release=__version__, **steps))
+        peak, latent = peak_flops(device, recipe.run.precision) * ranks.world_size, run.stores[0].spec.latent
+        scale = run.engine.loss_scale
+        meter = Meter(ranks, device, run.stores, run.spec, latent, peak_flops=peak, scale=scale)
+        log = Log(run, folder, meter, evaluation, report, warn)
+        first_step, images_before = run.step + 1, run.num_images
         stop.check()
         try:
-            _make_steps(training, meter, log, Saver(run, recipe.run), stop)
+            _make_steps(run, meter, log, Saver(folder, recipe.run), stop)
         except torch.OutOfMemoryError as error:
             raise ResourceError(
-                f"device '{device}': out of memory in step {training.step + 1}. Use a smaller run.microbatch, "
+                f"device '{device}': out of memory in step {run.step + 1}. Use a smaller run.microbatch, "
                 "run.activation_checkpointing or parallel.strategy 'fsdp'; 'leandit plan train' says what fits."
             ) from error
         return Outcome(
-            step=training.step,
+            step=run.step,
             first_step=first_step,
-            finished=training.step >= recipe.run.steps,
-            num_images=training.num_images - images_before,
+            finished=run.step >= recipe.run.steps,
+            num_images=run.num_images - images_before,
             losses=log.losses,
             images_per_second=log.images_per_second,
             recipe=recipe,
@@ -190,9 +176,3 @@ def _make_steps(run: Run, meter: Meter, log: Log, saver: Saver, stop: StopReques
         saver.close()
         log.close()
         stop.release()
-
-
-def _note_start(run: Run, folder: Path, name: str) -> None:
-    """Write when, where and with what this call trains."""
-    steps = {"from_step": run.step, "reached_step": last_step(folder)}
-    write_start(folder, start_of(run.recipe, run.device, run.ranks, name=name, release=__version__, **steps))

@@ -14,8 +14,7 @@ from ..datasets.batches.batch import Batch
 from ..datasets.order.slices import rank_slice
 from .metrics.meter import StepResult
 from .models.conditioning import select
-from .objectives.draws import draw
-from .objectives.losses import PLAIN, objective_losses, time_share
+from .objectives.losses import PLAIN, draw, objective_losses, time_share
 from .optim.build import learning_rate
 from .run.state import Run
 from .techniques.images import Microbatch

@@ -83,6 +83,8 @@ def test_any_number_survives_being_written_as_toml(lr: float, steps: int) -> Non
         ("train", "optimizer.lrr=1e-3", "optimizer.lrr", "optimizer.lr"),
         ("train", "optimiser.lr=1e-3", "optimiser", "optimizer"),
         ("train", "run.step=5", "run.step", "run.steps"),
+        ("train", "steps=5", "steps", "run.steps"),
+        ("train", "revision=5", "revision", "run.revision"),
         ("train", "run.global_batchsize=5", "run.global_batchsize", "run.global_batch"),
         ("precompute", "images.resolutoin=5", "images.resolutoin", "images.resolution"),
         ("precompute", "vae.batchsize=5", "vae.batchsize", "vae.batch_size"),

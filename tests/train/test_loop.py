@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from leandit.train.config import ScheduleSection, TrainRecipe
 from leandit.train.loop import Outcome, StopRequest, train
 from leandit.train.metrics.meter import Meter, StepReport
 from leandit.train.optim.build import learning_rate
-from leandit.train.run.lock import run_lock
+from leandit.train.run.manifest import run_lock
 from leandit.train.run.saver import Saver
 from leandit.train.weights import checkpoint
 
@@ -245,8 +246,9 @@ def test_going_on_with_another_recipe_is_refused_and_names_the_field(
     changed: list[str], field: str, whole: dict[str, Path], stores: dict[str, Path]
 ) -> None:
     before = tree_digest(whole["dit-s-4"])
-    with pytest.raises(RunError, match=field):
+    with pytest.raises(RunError, match=rf"They differ in:\n  {re.escape(field)} was .*$") as refused:  # nothing else
         run_to(constant("dit-s-4", *changed), stores["dit-s-4"], whole["dit-s-4"])
+    assert str(refused.value).count(" was ") == 1
     assert tree_digest(whole["dit-s-4"]) == before
 
 
@@ -292,7 +294,7 @@ def test_a_folder_with_something_else_is_refused_and_left_alone(stores: dict[str
 HOLDS = """
 import sys
 from pathlib import Path
-from leandit.train.run.lock import run_lock
+from leandit.train.run.manifest import run_lock
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     input()
@@ -317,7 +319,7 @@ def test_a_run_that_another_process_trains_is_refused_and_untouched(
 FORKS = """
 import os, sys, time
 from pathlib import Path
-from leandit.train.run.lock import run_lock
+from leandit.train.run.manifest import run_lock
 with run_lock(Path(sys.argv[1])):
     child = os.fork()
     if not child:

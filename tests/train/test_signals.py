@@ -25,6 +25,7 @@ from leandit.tools.cli.main import main
 from leandit.train import loop
 from leandit.train.loop import train
 from leandit.train.parallel.stop import EXIT_RESUMABLE, StopRequest, Terminated
+from leandit.train.run import opening
 from leandit.train.run.state import Run
 from leandit.train.weights import checkpoint
 
@@ -304,11 +305,14 @@ def test_of_the_snapshots_of_stops_the_newest_stays(
     assert [path.name for path in checkpoint.find("snapshot", run)] == [f"snapshot-{n}" for n in (5, 10, 15, 17, 20)]
 
 
-@pytest.mark.parametrize("place", ["open_stores", "start_or_resume", "Log", "train_step"])
+BEGINNING = {"open_stores": opening, "start_or_resume": opening, "Log": loop, "train_step": loop}
+
+
+@pytest.mark.parametrize("place", BEGINNING)
 def test_sigterm_before_there_is_a_step_stops_at_once(
     place: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop, work = StopRequest(), getattr(loop, place)
+    stop, work = StopRequest(), getattr(BEGINNING[place], place)
     stop.catch(signal.SIGTERM)
 
     def killed(*args: Any, **kwargs: Any) -> Any:
@@ -317,7 +321,7 @@ def test_sigterm_before_there_is_a_step_stops_at_once(
         return done
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, place, killed)
+        patch.setattr(BEGINNING[place], place, killed)
         with pytest.raises(Terminated):
             train_here(label_store, tmp_path / "run", stop)
     assert checkpoint.find("checkpoint", tmp_path / "run") == []
@@ -329,7 +333,7 @@ def test_a_signal_that_somebody_swallows_at_the_start_still_stops_the_run(
     place: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As Python does with what is raised while an object is torn down.
-    stop, work = StopRequest(), getattr(loop, place)
+    stop, work = StopRequest(), getattr(BEGINNING[place], place)
     stop.catch(signal.SIGTERM)
 
     def swallow(*args: Any, **kwargs: Any) -> Any:
@@ -338,7 +342,7 @@ def test_a_signal_that_somebody_swallows_at_the_start_still_stops_the_run(
                 kill_self()
         return work(*args, **kwargs)
 
-    monkeypatch.setattr(loop, place, swallow)
+    monkeypatch.setattr(BEGINNING[place], place, swallow)
     if place == "train_step":
         outcome = train_here(label_store, tmp_path / "run", stop)
         assert (outcome.step, outcome.finished, stop.is_terminated) == (1, False, True)

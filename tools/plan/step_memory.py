@@ -23,7 +23,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from ...datasets import errors
 from ...datasets.errors import LeanditError
 from ...train.config import ParallelSection
-from ...train.objectives.draws import GROUP
+from ...train.objectives.losses import GROUP
 from .workload import TrainingWorkload
 
 PARAMETERS, GRADIENTS, OPTIMIZER, EMA, ACTIVATIONS = "parameters", "gradients", "optimizer", "ema", "activations"

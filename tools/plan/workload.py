@@ -15,8 +15,8 @@ from ...train.config import TrainRecipe
 from ...train.metrics.flops import latent_size_of, tokens_per_image, train_flops
 from ...train.models.diffusers.families import TEXT_ROLES, family_of
 from ...train.models.spec import ModelSpec
+from ...train.run.data import longest_caption
 from ...train.run.fit import model_for_stores, model_spec
-from ...train.run.texts import longest_caption
 from ...train.techniques.registry import features_of
 from ..synthetic.store import noise_spec
 

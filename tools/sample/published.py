@@ -5,13 +5,11 @@ The train recipe names the model and its objective; the precompute recipe names 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ...datasets.disk.hashing import xxh3_parts
 from ...datasets.errors import RecipeError
@@ -21,14 +19,13 @@ from ...precompute import config as precompute_config
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.describe import describe_store
 from ...precompute.encoders.loading import load_encoders
-from ...precompute.encoders.text.encoder import CaptionEncoder
+from ...precompute.encoders.text.encoder import CaptionEncoder, EncodedCaption
 from ...train import config as train_config
 from ...train.models.build import build_model
 from ...train.models.conditioning import Conditioner
-from ...train.models.spec import ModelSpec
+from ...train.run.data import null_captions
 from ...train.run.fit import model_spec
 from ...train.run.state import snapshot_state
-from ...train.run.texts import joined_null, null_batch
 from ...train.sampling.snapshot import Snapshot, caption_step, prepare_model
 from ...train.weights.init_from import initial_weights
 from .request import SampleRequest
@@ -66,9 +63,12 @@ def load_published(source: Path, request: SampleRequest, device: torch.device, *
     buckets = {name: count for count, name in enumerate(squarest_last)}
     spec = model_spec(recipe, store, f"--encoders of {source}").plain
     model = build_model(spec, seed=0)
-    weights = initial_weights(str(source), model, spec)
+    weights, _ = initial_weights(str(source), model, spec)
     model.load_state_dict(weights)
-    null, null_pooled = (part if part is None else part.to(device) for part in encoded_null(spec, loaded.captions))
+    null, null_pooled = (
+        part if part is None else part.to(device)
+        for part in null_captions(spec, lambda name: encoded_null(loaded.captions[name]))
+    )
     state: dict[str, Any] = {"latent": store.latent, "place": Path(), "buckets": buckets, "root_hashes": ()}
     return Snapshot(
         path=source,
@@ -101,19 +101,8 @@ def _encoder_recipe(request: SampleRequest) -> PrecomputeRecipe:
     return encoders.model_copy(update=changes)
 
 
-def encoded_null(spec: ModelSpec, encoders: Mapping[str, CaptionEncoder]) -> tuple[Tensor | None, Tensor | None]:
-    """The empty caption as the model sees it, (max_tokens, D) and (P,) float32; None for what it does not read.
-
-    Args:
-      encoders: by name.
-    """
-    if not spec.takes_text:
-        return None, None
-    if not spec.texts:
-        return torch.from_numpy(encoders[""].encode_null().token_rows()[0]).float(), None
-    nulls = {}
-    for text in spec.texts:
-        null = encoders[text.name].encode_null().row(0)
-        encoders[text.name].release()
-        nulls[text.name] = null_batch(*(None if part is None else torch.from_numpy(part) for part in null))
-    return joined_null(spec, nulls)
+def encoded_null(encoder: CaptionEncoder) -> EncodedCaption:
+    """Tokens and pooled vector of the empty caption; the encoder is not used again."""
+    null = encoder.encode_null().row(0)
+    encoder.release()
+    return null

@@ -36,7 +36,7 @@ def synthetic_run(
     null_caption = torch.zeros(max_tokens, spec.caption_width, device=device) if spec.takes_text else None
     null_pooled = torch.zeros(spec.pooled_width, device=device) if spec.pooled_width else None
     how = {"ranks": ranks, "store": store, "compiled": compiled}
-    return build_run(recipe, spec, device, null_caption=null_caption, null_pooled=null_pooled, **how)
+    return build_run(recipe, spec, device, nulls=(null_caption, null_pooled), **how)
 
 
 def synthetic_batch(

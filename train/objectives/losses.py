@@ -4,21 +4,28 @@ Sign and direction, once and for all: t = 0 is data, t = 1 is noise, and the vel
 Sana, SD3 and Flux; SiT and LightningDiT run the other way). The model is given its time as t * 1000. The "v" of DDPM
 is signal * noise - noise_share * data (Salimans and Ho 2022), where x_t = signal * data + noise_share * noise. Nothing
 here waits for the device.
+
+All that is random in a step is a function of (seed, step, image) alone, drawn on the device. An image of a global batch
+has the same draws on whichever rank it is, at whichever world size and microbatch: they are made for groups of
+neighbors, and a rank makes the groups that its slice touches.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .section import Objective
+from ...datasets.order.shuffle import keyed_hash
+from ..data_recipe import Objective
 
 PLAIN = "plain"
 TRAIN_STEPS = 1000
+GROUP = 16  # images of a generator: enough to keep the device busy, few enough to waste little at a slice's ends
 BETA_START, BETA_END = 1e-4, 0.02  # DDPM's linear schedule (Ho et al. 2020, section 4), as DiT and PixArt use it
 
 
@@ -201,3 +208,42 @@ def discretized_log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tens
         upper.clamp_min(smallest).log(),
         torch.where(x > 0.999, (1 - lower).clamp_min(smallest).log(), inside),
     )
+
+
+# -------------------------------------------------------------------------------------------------------------- draws
+
+
+def draw(
+    objective: Objective,
+    shape: tuple[int, ...],
+    more: Mapping[str, tuple[str, tuple[int, ...]]],
+    *,
+    seed: int,
+    step: int,
+    rows: slice,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Draw for some images of the global batch of a step.
+
+    Args:
+      shape: (C, H, W) of a latent.
+      more: "normal" or "uniform" and a shape for each image, by name, in the order of drawing; it changes nothing of
+        what is always drawn.
+      rows: the images, by their place in the global batch.
+    Returns: "noise" (B, C, H, W), standard normal; "times" (B,) as the objective draws them; "drop" (B,), uniform:
+      conditioning becomes null below the recipe's share; and (B, ...) of ``more``.
+    """
+    generator = torch.Generator(device)
+    how = {"generator": generator, "device": device}
+    groups = range(rows.start // GROUP, max(-(-rows.stop // GROUP), rows.start // GROUP + 1))
+    drawn = list[dict[str, Tensor]]()
+    for group in groups:
+        generator.manual_seed(keyed_hash(seed, step, group) % 2**63)
+        of_group = {"noise": torch.randn((GROUP, *shape), **how)}
+        of_group["times"] = draw_times(objective, GROUP, generator)
+        of_group["drop"] = torch.rand(GROUP, **how)
+        for name, (kind, of_image) in more.items():
+            of_group[name] = (torch.randn if kind == "normal" else torch.rand)((GROUP, *of_image), **how)
+        drawn.append(of_group)
+    first = groups.start * GROUP
+    return {name: torch.cat([one[name] for one in drawn])[rows.start - first : rows.stop - first] for name in drawn[0]}

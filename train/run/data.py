@@ -1,4 +1,4 @@
-"""The data of a run: which records of which stores train, in which order, and the loader that reads them."""
+"""The data of a run: which records of which stores train, in which order, their loader, and the empty caption."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ...datasets.batches.batch import Batch
+from ...datasets.batches.captions import CaptionBatch
 from ...datasets.batches.reader import BatchReader
 from ...datasets.batches.stream import BatchStream, is_gpu
-from ...datasets.format.schema import LatentStatistics
+from ...datasets.format.schema import LatentStatistics, StoreSpec
 from ...datasets.loader import BatchLoader, check_not_empty, loader_of, shard_window
 from ...datasets.order.batch_plan import BatchPlan
 from ...datasets.order.caption_odds import CaptionOdds
@@ -23,6 +26,7 @@ from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..data_recipe import DataSection, RecordsSection, StoreSection
 from ..models.build import pixels_per_token
+from ..models.conditioning import join_texts
 from ..models.spec import ModelSpec
 from ..parallel.ranks import ALONE, Ranks
 from ..techniques.registry import techniques_of
@@ -138,6 +142,41 @@ def caption_odds(section: RecordsSection) -> CaptionOdds | None:
         return None
     scores = section.caption_scores, section.score_key, section.min_caption_score
     return CaptionOdds(*scores, section.caption_temperature, section.original_share)
+
+
+def null_captions(
+    spec: ModelSpec, null_of: Callable[[str], tuple[np.ndarray | None, np.ndarray | None]]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The empty caption as the model sees it, (max_tokens, D) and (P,) float32; None for what it does not read.
+
+    Args:
+      null_of: tokens (max_tokens, D) and pooled vector (P,) of the empty caption, by name of the text encoder.
+    """
+    if not spec.takes_text:
+        return None, None
+    if not spec.texts:
+        tokens = null_of("")[0]
+        assert tokens is not None
+        return torch.from_numpy(tokens).float(), None
+    nulls = {}
+    for text in spec.texts:
+        rows = (None if part is None else torch.from_numpy(part)[None].float() for part in null_of(text.name))
+        nulls[text.name] = CaptionBatch(tokens=next(rows), lengths=None, pooled=next(rows))
+    captions, pooled = join_texts(spec, nulls)
+    return captions[0], None if pooled is None else pooled[0]
+
+
+def stored_null(store: LatentStore, name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Tokens and pooled vector of the empty caption in a store, None for what its encoder does not give."""
+    text = store.text(name)
+    return text.null if text.spec.has_tokens else None, text.null_pooled if text.spec.pooled_width else None
+
+
+def longest_caption(spec: ModelSpec, store: StoreSpec) -> int:
+    """Caption tokens of an image, at most; 0 for a class-conditional model."""
+    if not spec.takes_text:
+        return 0
+    return spec.joined_tokens or (store.text.max_tokens if store.text else 0)
 
 
 def buckets_at(data: DataSection, stores: Sequence[LatentStore], step: int) -> dict[str, int]:

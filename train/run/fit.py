@@ -1,4 +1,7 @@
-"""The model of a recipe, with the sizes of its stores; and all that does not fit, in one message."""
+"""The model of a recipe, with the sizes of its stores; and all that does not fit, in one message.
+
+Each check yields sentences: what is missing or wrong, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import LatentSpec, StoreSpec, TextEncoder
 from ...datasets.order.alike import check_alike
+from ...datasets.recipe import shipped_recipes
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..models.build import check_model_name, most_tokens_a_side, pixels_per_token
@@ -46,7 +50,7 @@ def model_for_stores(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> tupl
 def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str, buckets: Sequence[str] = ()) -> ModelSpec:
     """The model of a recipe for one store.
 
-    Raises: RecipeError: as ``check_model_keys``; RunError: the model does not fit the store.
+    Raises: as ``check_fit``.
     """
     return check_fit(recipe, [Place(where, store, buckets)])
 
@@ -56,19 +60,36 @@ def check_fit(recipe: TrainRecipe, places: Sequence[Place]) -> ModelSpec:
 
     Raises: RecipeError: the recipe is not valid for its model; RunError: with all that a store lacks for the model.
     """
-    check_model_keys(recipe)
+    check_model_name(recipe.model.name)
+    for contradiction in _contradictions(recipe):
+        raise RecipeError(contradiction)
     lacks = {place.path: [*_lacks(recipe, place)] for place in places}
     spec = None if any(lacks.values()) else _spec(recipe, places[0].spec)
     if spec:
         lacks[places[0].path] += _config_lacks(recipe, spec) if spec.config else ()
         for place in places:
             lacks[place.path] += _size_lacks(spec, place.spec.latent, place.buckets)
-    family = family_of(recipe.model.name)
     if spec is None or any(lacks.values()):
         stores = "; ".join(f"store '{path}': {'; '.join(phrases)}" for path, phrases in lacks.items() if phrases)
-        fits = f". 'leandit precompute {FAMILIES[family].recipe}' makes a store that fits" if family else ""
+        # Where sizes do not fit, neither would others of this resolution.
+        fits = _store_that_fits(recipe, places[0].spec.images.resolution_px, exactly=spec is None)
         raise RunError(f"model '{recipe.model.name}', {stores}{fits}.")
     return spec
+
+
+def _store_that_fits(recipe: TrainRecipe, resolution_px: int, *, exactly: bool) -> str:
+    """The command that makes a store for a model of diffusers, at the resolution of the store that does not fit.
+
+    Args:
+      exactly: that resolution, else the nearest one that has a recipe.
+    """
+    if not (family := family_of(recipe.model.name)):
+        return ""
+    kind = FAMILIES[family].recipe.rpartition("-")[0]
+    named = [name.rpartition("-") for name in shipped_recipes("leandit.precompute")]
+    nearest = min((int(side) for start, _, side in named if start == kind), key=lambda side: abs(side - resolution_px))
+    change = f" --set images.resolution={resolution_px}" if exactly and nearest != resolution_px else ""
+    return f". 'leandit precompute {kind}-{nearest}{change}' makes a store that fits"
 
 
 def _spec(recipe: TrainRecipe, store: StoreSpec) -> ModelSpec:
@@ -98,7 +119,7 @@ def _spec(recipe: TrainRecipe, store: StoreSpec) -> ModelSpec:
         caption_width=caption_width,
         # Latent side whose tokens are one position apart: the store's, or that which a DiT's weights have learned.
         base_size=grid * size_of(name)[-1] if grid else store.images.resolution_px // store.latent.downscale,
-        options=options_of(recipe),
+        options=_options(recipe),
         projectors=projectors,
         fused=routed_blocks(techniques, size_of(name)[0]) if any(one.fuses for one in techniques) else None,
         adapter=adapter,
@@ -107,55 +128,45 @@ def _spec(recipe: TrainRecipe, store: StoreSpec) -> ModelSpec:
     )
 
 
-# -------------------------------------------------------------------------------------------------------- recipe keys
+# ------------------------------------------------------------------------------------------------- recipe and model
 
 
-def options_of(recipe: TrainRecipe) -> DiTOptions:
-    """The options of a DiT."""
+def _options(recipe: TrainRecipe) -> DiTOptions:
     return DiTOptions(**{key: getattr(recipe.model, key) for key in DiTOptions.model_fields})
 
 
-def check_model_keys(recipe: TrainRecipe) -> None:
-    """Raise RecipeError if the recipe asks for something that its model does not have."""
-    name = recipe.model.name
-    check_model_name(name)
+def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
+    """What the recipe asks for that its model does not have.
+
+    Raises: RecipeError: of a technique.
+    """
+    name, techniques = recipe.model.name, techniques_of(recipe)
     if family := family_of(name):
-        _check_no_keys_of_dit(recipe, family)
+        if _options(recipe) != DiTOptions():
+            yield f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone."
+        if keys := [technique.key for technique in techniques if technique.reads_blocks]:
+            yield f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT."
+        if recipe.run.residual != "float32" and not FAMILIES[family].has_narrow_residual:
+            yield f"run.residual '{recipe.run.residual}': model '{name}' has float32 streams. Remove the key."
+        if recipe.conditioning.kind == "label":
+            yield f"conditioning.kind 'label': model '{name}' takes captions. Use a DiT, or 'auto'."
     else:
-        _check_keys_of_dit(recipe)
+        if recipe.lora.rank:
+            yield (
+                f"lora.rank {recipe.lora.rank}: model '{name}' takes no adapters. Use one of "
+                f"{', '.join(diffusers_names())}, or lora.rank 0."
+            )
+        depth = size_of(name)[0]
+        routed_blocks(techniques, depth)
+        for technique in techniques:
+            technique.check_model(name, depth, techniques)
     if recipe.conditioning.texts and family not in TEXT_ROLES:
-        raise RecipeError(f"conditioning.texts: model '{name}' reads one text encoder at most, that of [text].")
+        yield f"conditioning.texts: model '{name}' reads one text encoder at most, that of [text]."
     if recipe.model.time == "to_data" and recipe.objective.kind != "flow":
-        raise RecipeError(f"model '{name}': model.time 'to_data' is for objective.kind 'flow', which has a velocity.")
+        yield f"model '{name}': model.time 'to_data' is for objective.kind 'flow', which has a velocity."
 
 
-def _check_no_keys_of_dit(recipe: TrainRecipe, family: str) -> None:
-    name = recipe.model.name
-    if options_of(recipe) != DiTOptions():
-        raise RecipeError(f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone.")
-    if keys := [technique.key for technique in techniques_of(recipe) if technique.reads_blocks]:
-        raise RecipeError(f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT.")
-    if recipe.run.residual != "float32" and not FAMILIES[family].has_narrow_residual:
-        raise RecipeError(f"run.residual '{recipe.run.residual}': model '{name}' has float32 streams. Remove the key.")
-    if recipe.conditioning.kind == "label":
-        raise RecipeError(f"conditioning.kind 'label': model '{name}' takes captions. Use a DiT, or 'auto'.")
-
-
-def _check_keys_of_dit(recipe: TrainRecipe) -> None:
-    name, depth = recipe.model.name, size_of(recipe.model.name)[0]
-    if recipe.lora.rank:
-        raise RecipeError(
-            f"lora.rank {recipe.lora.rank}: model '{name}' takes no adapters. Use one of "
-            f"{', '.join(diffusers_names())}, or lora.rank 0."
-        )
-    techniques = techniques_of(recipe)
-    routed_blocks(techniques, depth)
-    for technique in techniques:
-        technique.check_model(name, depth, techniques)
-
-
-# ---------------------------------------------------------------------------------------------------- what is missing
-# Each is a phrase on the store, with what to do.
+# --------------------------------------------------------------------------------------------------- model and store
 
 
 def _lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
@@ -219,7 +230,7 @@ def _roles(recipe: TrainRecipe) -> tuple[TextRole, ...]:
 
 def _encoders(recipe: TrainRecipe, store: StoreSpec) -> list[TextEncoder]:
     """Those of a store that fill the roles, in their order."""
-    encoders = {one.name: one for one in store.text_encoders}
+    encoders = {encoder.name: encoder for encoder in store.text_encoders}
     return [encoders[name] for name in recipe.conditioning.texts or encoders]
 
 
@@ -229,13 +240,13 @@ def _caption_lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
     Raises: RecipeError: ``conditioning.texts`` is not valid for model and store.
     """
     store, roles = place.spec, _roles(recipe)
-    stored = [one.name for one in store.text_encoders]
+    stored = [encoder.name for encoder in store.text_encoders]
     tables = ", ".join(map(_table, stored)) or "none"
     if roles:
         needed = ", ".join(role.encoder for role in roles)
-        if names := recipe.conditioning.texts:
-            _check_texts(names, needed, len(roles), place)
-        elif len(stored) != len(roles):
+        for contradiction in _contradicting_texts(recipe.conditioning.texts, needed, len(roles), place):
+            raise RecipeError(f"conditioning.texts {json.dumps(recipe.conditioning.texts)}: {contradiction}")
+        if not recipe.conditioning.texts and len(stored) != len(roles):
             do = ": name those to read, in this order, in conditioning.texts" if len(stored) > len(roles) else ""
             yield f"it reads {len(roles)} text encoders, {needed}, and there are {tables}{do}"
             return
@@ -252,15 +263,16 @@ def _caption_lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
         )
 
 
-def _check_texts(names: list[str], needed: str, count: int, place: Place) -> None:
-    key, stored = f"conditioning.texts {json.dumps(names)}:", [one.name for one in place.spec.text_encoders]
+def _contradicting_texts(names: list[str], needed: str, count: int, place: Place) -> Iterator[str]:
+    """What is wrong with the names of ``conditioning.texts``; nothing, if it has none."""
+    stored = [encoder.name for encoder in place.spec.text_encoders]
     if repeated := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise RecipeError(f"{key} {_quoted(repeated[0])} is named twice. Expected {needed}, in this order.")
+        yield f"{_quoted(repeated[0])} is named twice. Expected {needed}, in this order."
     if missing := [name for name in names if name not in stored]:
         known = ", ".join(map(_quoted, stored)) or "none"
-        raise RecipeError(f"{key} store '{place.path}' has no {_table(missing[0])}. Its text encoders: {known}.")
-    if len(names) != count:
-        raise RecipeError(f"{key} {len(names)} names. Expected {count}: {needed}, in this order.")
+        yield f"store '{place.path}' has no {_table(missing[0])}. Its text encoders: {known}."
+    if names and len(names) != count:
+        yield f"{len(names)} names. Expected {count}: {needed}, in this order."
 
 
 def _role_lacks(role: TextRole, encoder: TextEncoder) -> Iterator[str]:
@@ -288,11 +300,11 @@ def _input(role: TextRole, encoder: TextEncoder) -> TextInput:
 def _joined_width(inputs: tuple[TextInput, ...]) -> int:
     """Of the widest tokens, with those beside them."""
     widths: list[int] = []
-    for one in inputs:
-        if one.beside:
-            widths[-1] += one.width
-        elif one.tokens:
-            widths.append(one.width)
+    for text in inputs:
+        if text.beside:
+            widths[-1] += text.width
+        elif text.tokens:
+            widths.append(text.width)
     return max(widths)
 
 

@@ -6,9 +6,10 @@ A run resumes only with the settings it was started with. It stays at its revisi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...datasets.disk.files import TEMPORARY_PREFIX
 from ...datasets.disk.hashing import read_json
+from ...datasets.disk.locks import release_lock, try_lock
 from ...datasets.errors import DamageError, RunError
 from ...datasets.format.schema import LatentStatistics
 from ...datasets.recipe import flatten
@@ -28,7 +30,7 @@ from ..weights.folders import RUN
 # ``ema.keep_every``. Stores may move, and are known by their root hashes. The revision changes which records are read;
 # ``stores`` has its rules.
 FIXED_IN_RUN = {"run.seed", "run.global_batch", "run.grad_clip", "run.ema_decay"}
-PLACE_OF_A_STORE = re.compile(r"recipe\.data\.(stages\.\d+\.)?(mixture\.\d+\.)?(store|revision)")
+PLACE_OF_A_STORE = re.compile(r"data\.(stages\.\d+\.)?(mixture\.\d+\.)?(store|revision)")
 
 
 class RevisionRead(BaseModel):
@@ -85,10 +87,10 @@ def read_run_manifest(run: Path) -> RunManifest | None:
             problem = error.errors()[0]
             place = ".".join(map(str, problem["loc"]))
             raise DamageError(
-                f"run '{run}': '{RUN}' is not valid, '{place}': {problem['msg']}. Restore it, or give another --run."
+                f"run '{run}': '{RUN}' is not valid, '{place}': {problem['msg']}. Restore it, or use another --run."
             ) from error
     if run.exists() and any(not path.name.startswith(TEMPORARY_PREFIX) for path in run.iterdir()):
-        raise RunError(f"run '{run}': the folder is not empty and not a run of leandit. Give another --run.")
+        raise RunError(f"run '{run}': the folder is not empty and not a run of leandit. Use another --run.")
     return None
 
 
@@ -104,31 +106,38 @@ def revisions_read(known: Sequence[RevisionRead], store: LatentStore, step: int)
 def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: ModelSpec) -> None:
     """Check that a resumed run computes the same.
 
-    Raises: RunError: naming the settings that differ.
+    Raises: RunError: naming the recipe's keys that differ; where none does, what differs of the model.
     """
-    # A key that is newer than the run has its default, which keeps the old behavior.
+    # A key that is newer than the run has its default, which computes what there was before it.
     defaults = {name: keys | manifest.recipe.get(name, {}) for name, keys in TrainRecipe().model_dump().items()}
-    stored = flatten({"spec": manifest.spec.model_dump(), "recipe": manifest.recipe | defaults})
-    current = flatten({"spec": spec.model_dump(), "recipe": recipe.model_dump()})
+    before, now = flatten(manifest.recipe | defaults), flatten(recipe.model_dump())
     fixed, free = FIXED_IN_RUN, {"ema.keep_every"}
-    if "cosine" in (stored.get("recipe.schedule.kind"), recipe.schedule.kind):
+    if "cosine" in (before.get("schedule.kind"), recipe.schedule.kind):
         fixed = fixed | {"run.steps"}  # the cosine ends at the last step
     if spec.adapter:
         free = free | {"model.init_from"}  # checkpoints know the frozen weights by their hash
 
     def may_change(key: str) -> bool:
-        name = key.removeprefix("recipe.")
-        in_free_section = name.startswith(("run.", "parallel.")) and name not in fixed
-        return in_free_section or name in free or bool(PLACE_OF_A_STORE.fullmatch(key))
+        return (
+            (key.startswith(("run.", "parallel.")) and key not in fixed)
+            or key in free
+            or bool(PLACE_OF_A_STORE.fullmatch(key))
+        )
 
-    keys = sorted(stored.keys() | current.keys())
-    differing = [key for key in keys if stored.get(key) != current.get(key) and not may_change(key)]
+    differing = [key for key in _differing(before, now) if not may_change(key)]
+    if not differing:  # the stores have changed: most of the model follows from the recipe, and is not named twice
+        before, now = (flatten({"model": model.model_dump()}) for model in (manifest.spec, spec))
+        differing = _differing(before, now)
     if differing:
-        fields = "".join(f"\n  {key} was {stored.get(key)!r}, is {current.get(key)!r}" for key in differing)
+        fields = "".join(f"\n  {key} was {before.get(key)!r}, is {now.get(key)!r}" for key in differing)
         raise RunError(
-            f"run '{run}': started with other settings. Give another --run, or resume with the settings in its "
+            f"run '{run}': started with other settings. Use another --run, or resume with the settings in its "
             f"recipe.toml. They differ in:{fields}"
         )
+
+
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
 
 
 def continue_manifest(
@@ -147,3 +156,29 @@ def continue_manifest(
         for store, revisions in zip(stores, known, strict=True)
     ]
     return RunManifest(stores=read, spec=spec, recipe=recipe.model_dump(), statistics=statistics)
+
+
+@contextlib.contextmanager
+def run_lock(run: Path) -> Iterator[None]:
+    """Lock the run's folder against other writers; the lock always ends with the process.
+
+    File systems that cannot lock folders, as some network ones, are not locked.
+
+    Raises: RunError: another process holds the lock.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    folder = os.open(run, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        is_ours = try_lock(folder)
+    except OSError:
+        os.close(folder)
+        yield
+        return
+    try:
+        if not is_ours:
+            raise RunError(
+                f"run '{run}': another process trains it. Wait until it has ended, stop it, or use another --run."
+            )
+        yield
+    finally:
+        release_lock(folder)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,12 @@ from ...datasets.loader import BatchLoader
 from ...datasets.revisions.encoder_paths import encoder_section, vae_of
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
-from ..metrics.flops import meta_model, shortened
 from ..models.build import DiTDenoiser, build_model, patch_of
 from ..models.conditioning import COMPILED_CAPTION_STEP, NO_EXTRAS, Conditioner, Extras, ModelOutput
-from ..models.diffusers.adapters import add_adapters, trained_parameters
-from ..models.diffusers.families import family_of
+from ..models.diffusers.adapters import add_adapters
 from ..models.diffusers.model import DiffusersModel
 from ..models.spec import ModelSpec
 from ..objectives.losses import noised
-from ..optim.ema import build_rules, first_share
 from ..optim.fp8 import check_fp8, use_fp8
 from ..optim.loss_scale import autocast_dtype
 from ..optim.process import set_precision
@@ -37,14 +33,10 @@ from ..parallel.strategy import choose_strategy
 from ..techniques.images import Microbatch
 from ..techniques.registry import features_of, routed_blocks, techniques_of
 from ..techniques.technique import Technique
-from ..weights.checkpoint import YOUNG
-from ..weights.init_from import FrozenWeights, first_weights, hash_of
-from ..weights.sources import class_map_warning, lasting_source, scale_warning, young_warning
-from .data import buckets_at, build_loader
+from ..weights.init_from import FrozenWeights, hash_of, initial_weights
+from ..weights.sources import lasting_source, source_warnings
+from .data import buckets_at, build_loader, null_captions, stored_null
 from .fit import model_for_stores
-from .texts import null_captions
-
-LOG = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -95,7 +87,7 @@ class Run:
         ranks: Ranks = ALONE,
         statistics: LatentStatistics | None = None,
     ) -> Run:
-        """A run on stores, at step 0; nothing is written. ``resume.start_or_resume`` loads its newest checkpoint.
+        """A run on stores, at step 0; nothing is written. ``opening.open_run`` opens it at its newest checkpoint.
 
         Args:
           stores: those that the recipe names, in order, else the only one.
@@ -111,22 +103,17 @@ class Run:
                 "a run, or a hub id or folder in diffusers' layout."
             )
         spec, store = model_for_stores(recipe, stores)
-        classes = store.spec.classes or []
-        if source and not spec.takes_text and (warning := class_map_warning(source, spec.num_classes, classes)):
-            warn(warning)
         loader = build_loader(recipe, stores, spec, device, warn, ranks, statistics)
         latent = loader.dataset.reader.latent_specs[0]
-        for warning in (scale_warning(source, latent), young_warning(source)) if source else ():
-            if warning:
-                warn(warning)
-        null, null_pooled = null_captions(spec, store)
+        for warning in source_warnings(source, spec, store.spec.classes or [], latent) if source else ():
+            warn(warning)
+        nulls = null_captions(spec, lambda name: stored_null(store, name))
         sizes = [torch.from_numpy(each.sizes[:, :2]).to(device).float() for each in stores if spec.takes_sizes]
         run = build_run(
             recipe,
             spec,
             device,
-            null_caption=None if null is None else null.to(device),
-            null_pooled=None if null_pooled is None else null_pooled.to(device),
+            nulls=nulls,
             source_sizes=sizes,
             ranks=ranks,
             store=store.spec,
@@ -180,8 +167,7 @@ def build_run(
     spec: ModelSpec,
     device: torch.device,
     *,
-    null_caption: Tensor | None,
-    null_pooled: Tensor | None = None,
+    nulls: tuple[Tensor | None, Tensor | None],
     source_sizes: Sequence[Tensor] = (),
     ranks: Ranks = ALONE,
     store: StoreSpec | None = None,
@@ -191,7 +177,7 @@ def build_run(
     """A run without stores: model, optimizer and averages, for a step on any batch.
 
     Args:
-      null_caption, null_pooled: (max_tokens, D) and (P,), for a model with text.
+      nulls: the empty caption, as ``null_captions`` gives it.
       source_sizes: (records, 2) pixels of each store, for a model conditioned on them.
       ranks: of this process; ``ranks.connected`` has connected it.
       store: whose image features the techniques read.
@@ -204,7 +190,7 @@ def build_run(
     compiled = compiled and strategy != "deepspeed"
     model, frozen, origin = build_model(spec.plain, seed=recipe.run.seed), None, "new weights"
     if pretrained and (source := recipe.model.init_from):
-        weights, origin = first_weights(source, model, spec)
+        weights, origin = initial_weights(source, model, spec)
         model.load_state_dict(weights)
         frozen = FrozenWeights(source=lasting_source(source), xxh3_128=hash_of(weights)) if spec.adapter else None
     if spec.adapter:
@@ -222,6 +208,7 @@ def build_run(
     if recipe.run.fp8 != "none":
         use_fp8(model, recipe.run.fp8)
     names = features_of(recipe)
+    null_caption, null_pooled = (part if part is None else part.to(device) for part in nulls)
     caption_step = COMPILED_CAPTION_STEP if compiled else 1
     return Run(
         recipe=recipe,
@@ -278,51 +265,3 @@ def snapshot_state(
         "buckets": dict(buckets),
         "root_hashes": list(root_hashes),
     }
-
-
-def origin_lines(state: Run, run: Path) -> Iterator[str]:
-    """Lines on the first weights, what was converted of them, what trains, and what takes longer than the run."""
-    recipe, steps = state.recipe, state.recipe.run.steps
-    if state.step:
-        yield f"run '{run}' resumes after step {state.step}"
-    else:
-        yield f"run '{run}' begins from {', '.join([state.origin, *_positions(state)])}"
-    model = meta_model(state.spec)
-    total = shortened(sum(parameter.numel() for parameter in model.parameters()))
-    if adapter := state.spec.adapter:
-        trained = shortened(sum(parameter.numel() for parameter in trained_parameters(model).values()))
-        scale = f"rank {adapter.rank}, alpha {adapter.alpha:g}"
-        frozen = state.frozen.source if state.frozen else recipe.model.init_from
-        yield f"{state.spec.name}: adapters of {scale} train, {trained} of {total} parameters; '{frozen}' is frozen"
-    else:
-        yield f"{state.spec.name}: all {total} parameters train"
-    if (warmup := recipe.schedule.warmup_steps) >= steps:
-        yield (
-            f"schedule.warmup_steps {warmup}: the learning rate rises until then, the run ends at step {steps}, so it "
-            "may seem not to learn. For a short test --set schedule.warmup_steps=0"
-        )
-    if (share := first_share(build_rules(recipe)[0], steps)) > YOUNG:
-        yield (
-            f"run.ema_decay {recipe.ema_decay:g}: the average is longer than the run, at its end {share:.0%} of it is "
-            "still what the run began with, and so are snapshots and pictures. For a short run --set ema.warmup=true"
-        )
-
-
-def _positions(state: Run) -> Iterator[str]:
-    """The span of a DiT's positions, where it is that of other pictures than those of the store."""
-    spec = state.spec
-    of_store = max(store.spec.images.resolution_px // store.spec.latent.downscale for store in state.stores)
-    if not family_of(spec.name) and spec.base_size != of_store:
-        learned, new = spec.base_size // patch_of(spec), of_store // patch_of(spec)
-        yield f"positions over {learned} tokens a side as it has learned, not {new}"
-
-
-def log_settings(run: Run) -> None:
-    """Log what computes a step, as far as the recipe leaves it open."""
-    recipe, ranks, device = run.recipe, run.ranks, run.device
-    strategy = choose_strategy(recipe.parallel, ranks)
-    LOG.info("rank %d of %d on %s, parallel.strategy %s", ranks.rank, ranks.world_size, device, strategy)
-    asked = f"run.precision {recipe.run.precision}, run.compile {recipe.run.compile}"
-    how = "compiled blocks" if run.compiled else "nothing compiled"
-    LOG.info("computes in %s, %s (%s)", run.autocast_dtype or "float32", how, asked)
-    LOG.info("run.microbatch %d (0: open), run.prefetch %d batches", recipe.run.microbatch, recipe.run.prefetch)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import model_validator
 
-from ..objectives.section import Objective
+from ..data_recipe import Objective
 from .technique import Technique, Weight
 
 if TYPE_CHECKING:

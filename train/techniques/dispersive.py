@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ...datasets.errors import RecipeError
 from ...datasets.recipe import Count
-from ..objectives.section import Objective
+from ..data_recipe import Objective
 from .technique import Technique, Weight
 
 if TYPE_CHECKING:

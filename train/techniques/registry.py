@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...datasets.recipe import Section
-from ..objectives.section import Objective
+from ..data_recipe import Objective
 from . import (
     contrastive,
     dispersive,

@@ -15,8 +15,9 @@ from pydantic import Field
 
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import FeatureSpec, Name, StoreSpec
-from ...datasets.recipe import Count, Positive, Section
-from .technique import Draw, Technique, Weight, is_active
+from ...datasets.recipe import Positive, Section
+from .alignment import Alignment, AlignmentKeys
+from .technique import Draw, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,17 +28,13 @@ if TYPE_CHECKING:
     from .images import Microbatch
 
 
-class AlignSection(Section):
+class AlignSection(AlignmentKeys):
     """Alignment of a block's tokens with an image feature of the store (REPA), of which NAME is the name."""
 
     block: Positive = 8
     """The block whose output is projected and compared with the feature, from 1."""
     weight: Weight = 0.5
     """Weight of 1 - cosine, the mean over the tokens."""
-    stop_step: Count = 0
-    """Last step that aligns (HASTE); 0: all."""
-    projector_width: Positive = 2048
-    """Hidden width of the projector, three linear maps with SiLU between."""
     class_weight: Weight = 0.0
     """Above 0, the model denoises the feature's class token too (REG: 0.03): weight of the error of its velocity."""
 
@@ -49,13 +46,13 @@ class Keys(Section):
     """A section for each feature, by name."""
 
 
-class Repa(Technique):
+class Repa(Alignment):
     """Alignment with image features of the store."""
 
     key = "align"
 
     def __init__(self, recipe: Any) -> None:
-        self.sections: dict[str, AlignSection] = recipe.align
+        self.sections = recipe.align
         self.is_on, self.features = bool(self.sections), list(self.sections)
         self.class_feature = next((name for name, one in self.sections.items() if one.class_weight), "")
 
@@ -89,16 +86,9 @@ class Repa(Technique):
                 )
 
     def projectors(self, store: StoreSpec, width: int) -> dict[str, ProjectorSpec]:
-        from ..models.spec import ProjectorSpec
-
         widths = {one.name: one.spec.width for one in store.features}
         return {
-            name: ProjectorSpec(
-                block=section.block,
-                width=section.projector_width,
-                feature_width=widths[name],
-                has_class=section.class_weight > 0,
-            )
+            name: self.projector(name, widths[name], has_class=section.class_weight > 0)
             for name, section in self.sections.items()
         }
 
@@ -128,22 +118,13 @@ class Repa(Technique):
         token = images.targets["class_token"].float()
         return extras._replace(class_token=on_path(token, images.draws["class_noise"], images.times))
 
-    def asks(self, extras: Extras, images: Microbatch, step: int) -> Extras:
-        aligns = any(is_active(section.stop_step, step) for section in self.sections.values())
-        return extras._replace(projected=None if aligns or extras.projected is None else 1)
-
     def terms(self, images: Microbatch, extras: Extras, output: ModelOutput, step: int) -> dict[str, Tensor]:
         from ..objectives.losses import velocity_error
-        from .images import alignment, no_loss
 
         losses = {}
         for name, section in self.sections.items():
             cls = images.targets["class_token"].float() if section.class_weight else None
-            if is_active(section.stop_step, step):
-                aligned = alignment(name, images.targets[name], extras, output, cls)
-                losses[f"align.{name}"] = section.weight * aligned
-            else:
-                losses[f"align.{name}"] = no_loss(name, output)
+            losses[f"align.{name}"] = self.loss(name, images, extras, output, step, cls)
             if cls is not None:
                 assert output.class_velocity is not None
                 error = velocity_error(output.class_velocity, images.draws["class_noise"] - cls)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ...datasets.format.schema import StoreSpec
-from ...datasets.recipe import Count, Positive, Section
-from .technique import Draw, Technique, Weight, is_active
+from ...datasets.recipe import Positive, Section
+from .alignment import Alignment, AlignmentKeys
+from .technique import Draw, Weight, is_active
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,21 +27,17 @@ if TYPE_CHECKING:
 SELF = "self-alignment"  # a name that no image feature can have
 
 
-class SelfAlignSection(Section):
+class SelfAlignSection(AlignmentKeys):
     """Alignment of a block's tokens with those of a later block of the averaged model at less noise (SRA)."""
 
-    weight: Weight = 0.0
-    """Weight of 1 - cosine, the mean over the tokens (SRA: 0.5); 0: none."""
     block: Positive = 4
     """The block whose output is projected, from 1."""
+    weight: Weight = 0.0
+    """Weight of 1 - cosine, the mean over the tokens (SRA: 0.5); 0: none."""
     teacher_block: Positive = 8
     """The block of the averaged model whose output is the target."""
     less_time: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The averaged model sees a time that is earlier by 0 to this, uniform for each image."""
-    stop_step: Count = 0
-    """Last step that aligns; 0: all."""
-    projector_width: Positive = 2048
-    """Hidden width of the projector."""
 
 
 class Keys(Section):
@@ -50,14 +47,14 @@ class Keys(Section):
     """Its section."""
 
 
-class SelfAlignment(Technique):
+class SelfAlignment(Alignment):
     """Alignment with the averaged model."""
 
     key = "self_align"
 
     def __init__(self, recipe: Any) -> None:
         self.section: SelfAlignSection = recipe.self_align
-        self.is_on = self.section.weight > 0
+        self.sections, self.is_on = {SELF: self.section}, self.section.weight > 0
 
     def check(self, recipe: Any) -> None:
         if recipe.objective.kind == "ddpm":
@@ -67,10 +64,7 @@ class SelfAlignment(Technique):
         return {"self_align.block": self.section.block, "self_align.teacher_block": self.section.teacher_block}
 
     def projectors(self, store: StoreSpec, width: int) -> dict[str, ProjectorSpec]:
-        from ..models.spec import ProjectorSpec
-
-        section = self.section
-        return {SELF: ProjectorSpec(block=section.block, width=section.projector_width, feature_width=width)}
+        return {SELF: self.projector(SELF, width)}
 
     def draws(self, spec: ModelSpec, num_tokens: int, step: int) -> dict[str, Draw]:
         return {"less_time": ("uniform", ())}
@@ -94,13 +88,5 @@ class SelfAlignment(Technique):
                 tokens.append(output.watched.float())
         return {SELF: torch.cat(tokens)[: len(images)]}
 
-    def asks(self, extras: Extras, images: Microbatch, step: int) -> Extras:
-        aligns = is_active(self.section.stop_step, step)
-        return extras._replace(projected=None if aligns or extras.projected is None else 1)
-
     def terms(self, images: Microbatch, extras: Extras, output: ModelOutput, step: int) -> dict[str, Tensor]:
-        from .images import alignment, no_loss
-
-        if not is_active(self.section.stop_step, step):
-            return {f"align.{SELF}": no_loss(SELF, output)}
-        return {f"align.{SELF}": self.section.weight * alignment(SELF, images.targets[SELF], extras, output)}
+        return {f"align.{SELF}": self.loss(SELF, images, extras, output, step)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -25,18 +24,6 @@ from . import checkpoint, published
 from .sources import is_file, model_folder, read_folder, read_snapshot, spec_of
 
 
-class FirstWeights(NamedTuple):
-    """What a run begins with.
-
-    Args:
-      weights: under the names of a model's state dict, float32 on the CPU.
-      origin: description of where they come from, and what was converted.
-    """
-
-    weights: dict[str, Tensor]
-    origin: str
-
-
 class FrozenWeights(BaseModel):
     """Which weights adapters were trained on.
 
@@ -51,19 +38,16 @@ class FrozenWeights(BaseModel):
     xxh3_128: str
 
 
-def initial_weights(source: str, model: Denoiser, spec: ModelSpec) -> dict[str, Tensor]:
-    """The weights of ``first_weights``, which see."""
-    return first_weights(source, model, spec).weights
-
-
-def first_weights(source: str, model: Denoiser, spec: ModelSpec) -> FirstWeights:
-    """The weights of ``model.init_from`` for a model.
+def initial_weights(source: str, model: Denoiser, spec: ModelSpec) -> tuple[dict[str, Tensor], str]:
+    """The weights of ``model.init_from`` for a model, and where they come from and what was converted, in words.
 
     Args:
       model: built from the spec without adapters, on any device; only names and shapes are used, and new projectors.
+    Returns: tensors under the names of the model's state dict, float32 on the CPU.
     Raises: RunError: they are of another model; the message names the difference.
     """
-    origin, is_dit = [f"the weights of '{source}'"], not family_of(spec.name)
+    origin = [f"the weights of '{source}'"]
+    is_dit = not family_of(spec.name)
     wanted = {name.removeprefix("net."): tensor for name, tensor in model.state_dict().items()}
     if snapshot := read_snapshot(source):
         learned = spec_of(snapshot)
@@ -81,27 +65,10 @@ def first_weights(source: str, model: Denoiser, spec: ModelSpec) -> FirstWeights
     else:
         weights = published.from_diffusers(read_folder(model_folder(source)), source)
     if is_dit:
-        weights, changes = _fitted(weights, wanted, spec)
+        weights, changes = published.fitted(weights, wanted, spec)
         origin += changes
     check_fit(weights, wanted, source)
-    return FirstWeights({f"net.{name}": tensor.float() for name, tensor in weights.items()}, ", ".join(origin))
-
-
-def _fitted(before: dict[str, Tensor], wanted: Mapping[str, Tensor], spec: ModelSpec) -> tuple[dict[str, Tensor], list]:
-    """A DiT's weights for other sizes, patches, features and outputs; what was changed, a phrase each."""
-    changes = []
-    weights = published.with_patches(published.with_positions(before, wanted), wanted)
-    weights = published.with_projectors(weights, wanted)
-    if published.INPUT in before:
-        old, new = (each[published.INPUT].shape[-1] for each in (before, weights))
-        changes += [f"patch embedding and output layer resized from patch {old} to {new}"] if old != new else []
-    if any(weights[name] is not before.get(name) for name in weights if name.startswith(published.PROJECTORS)):
-        changes.append("with new projectors")
-    if spec.options.time == "to_data":
-        whole, weights = weights, published.without_variance(weights, spec)
-        bias = f"{published.OUTPUT}.bias"
-        changes += ["without outputs for a variance"] if weights.get(bias) is not whole.get(bias) else []
-    return weights, changes
+    return {f"net.{name}": tensor.float() for name, tensor in weights.items()}, ", ".join(origin)
 
 
 def _check_model(saved: ModelSpec, spec: ModelSpec, source: str) -> None:
@@ -179,7 +146,7 @@ def merged_weights(snapshot: checkpoint.Saved, model: Denoiser, spec: ModelSpec,
             "If they have moved, say where with --base PATH. To train further, begin from merged weights: 'leandit "
             f"export {snapshot.path.parent} --out FOLDER --merged --base PATH', then --set model.init_from=FOLDER."
         )
-    weights = initial_weights(source, model, spec.plain)
+    weights, _ = initial_weights(source, model, spec.plain)
     if (digest := hash_of(weights)) != trained_on.xxh3_128:
         raise RunError(
             f"snapshot '{snapshot.path}': its adapters were trained on the weights of '{trained_on.source}' with hash "

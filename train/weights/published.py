@@ -29,15 +29,19 @@ from ..models.spec import ModelSpec
 
 Weights = Mapping[str, Tensor]
 POSITIONS, INPUT, OUTPUT = "pos_embed", "x_embedder.proj.weight", "final_layer.linear"
+LAST = (f"{OUTPUT}.weight", f"{OUTPUT}.bias")
 PROJECTORS = "projectors."  # to image features, which only training needs
 LABEL_TABLE = "y_embedder.embedding_table"
 # diffusers' name of a module -> the official one; N is the number of a block. diffusers has the embedders of time and
-# label in every block.
+# label in every block, and three layers for the thirds of qkv, which are numbered here.
 MODULES = {
     "pos_embed.proj": "x_embedder.proj",
     "proj_out_1": "final_layer.adaLN_modulation.1",
     "proj_out_2": OUTPUT,
     "transformer_blocks.N.norm1.linear": "blocks.N.adaLN_modulation.1",
+    "transformer_blocks.N.attn1.to_q": "blocks.N.attn.qkv.0",
+    "transformer_blocks.N.attn1.to_k": "blocks.N.attn.qkv.1",
+    "transformer_blocks.N.attn1.to_v": "blocks.N.attn.qkv.2",
     "transformer_blocks.N.attn1.to_out.0": "blocks.N.attn.proj",
     "transformer_blocks.N.ff.net.0.proj": "blocks.N.mlp.fc1",
     "transformer_blocks.N.ff.net.2": "blocks.N.mlp.fc2",
@@ -45,7 +49,7 @@ MODULES = {
     "transformer_blocks.N.norm1.emb.timestep_embedder.linear_2": "t_embedder.mlp.2",
     "transformer_blocks.N.norm1.emb.class_embedder.embedding_table": LABEL_TABLE,
 }
-QKV, FUSED_QKV = "transformer_blocks.N.attn1.to_", "blocks.N.attn.qkv"
+BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
 MODULATED_NORMS = {"norm1": 1, "norm2": 4, "norm_final": 1}  # to the place of their scale in the modulation
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -117,24 +121,22 @@ def from_diffusers(weights: Weights, source: str) -> dict[str, Tensor]:
     Raises: RunError: the embedders differ, or a tensor is of no DiT.
     """
     official: dict[str, Tensor] = {}
-    thirds: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights.items():
-        match = re.match(r"transformer_blocks\.(\d+)\.", name)
-        number = match[1] if match else ""
-        module, _, part = (f"transformer_blocks.N.{name[match.end() :]}" if match else name).rpartition(".")
-        if module.startswith(QKV) and module[len(QKV) :] in ("q", "k", "v"):
-            thirds.setdefault(f"{FUSED_QKV}.{part}".replace(".N.", f".{number}."), {})[module[-1]] = tensor
-            continue
+        block = BLOCK.match(name)
+        module, _, part = BLOCK.sub("transformer_blocks.N.", name).rpartition(".")
         if module not in MODULES:
             raise RunError(f"model.init_from '{source}': '{name}' is not part of a DiT. Check model.name.")
-        ours = f"{MODULES[module]}.{part}".replace(".N.", f".{number}.")
+        ours = f"{MODULES[module]}.{part}".replace(".N.", f".{block[1] if block else ''}.")
         if ours in official and not torch.equal(official[ours], tensor):
             raise RunError(
                 f"model.init_from '{source}': '{name}' differs between blocks. It was trained with diffusers' class, "
                 "which has embedders in every block: no DiT computes its function."
             )
         official[ours] = tensor
-    return official | {name: torch.cat([part[one] for one in "qkv" if one in part]) for name, part in thirds.items()}
+    thirds: dict[str, list[Tensor]] = {}
+    for name in sorted(name for name in official if ".qkv." in name):
+        thirds.setdefault(re.sub(r"\.qkv\.[012]\.", ".qkv.", name), []).append(official.pop(name))
+    return official | {name: torch.cat(parts) for name, parts in thirds.items()}
 
 
 def to_diffusers(weights: Weights, num_labels: int) -> dict[str, Tensor]:
@@ -147,36 +149,20 @@ def to_diffusers(weights: Weights, num_labels: int) -> dict[str, Tensor]:
     official = {name.removeprefix("net."): tensor.detach().cpu() for name, tensor in weights.items()}
     table = official[f"{LABEL_TABLE}.weight"]
     official[f"{LABEL_TABLE}.weight"] = torch.cat([table, table[-1:].expand(num_labels + 1 - len(table), -1)])
+    for name in [name for name in official if ".qkv." in name]:
+        module, _, part = name.rpartition(".")
+        official |= {f"{module}.{number}.{part}": third for number, third in enumerate(official[name].chunk(3))}
     renamed: dict[str, Tensor] = {}
     for number in range(1 + max(int(name.split(".")[1]) for name in official if name.startswith("blocks."))):
-        block = f".{number}."
-        for part in ("weight", "bias"):
-            for theirs, ours in MODULES.items():
-                if (name := f"{ours}.{part}".replace(".N.", block)) in official:
+        for theirs, ours in MODULES.items():
+            for part in ("weight", "bias"):
+                if (name := f"{ours}.{part}".replace(".N.", f".{number}.")) in official:
                     # Copies, because a file cannot hold a tensor twice.
-                    renamed[f"{theirs}.{part}".replace(".N.", block)] = official[name].clone()
-            fused = official[f"{FUSED_QKV}.{part}".replace(".N.", block)]
-            for letter, third in zip("qkv", fused.chunk(3), strict=True):
-                renamed[f"{QKV}{letter}.{part}".replace(".N.", block)] = third
+                    renamed[f"{theirs}.{part}".replace(".N.", f".{number}.")] = official[name].clone()
     return renamed
 
 
-# --------------------------------------------------------------------------------------------------- SiT, LightningDiT
-
-
-def without_variance(weights: Weights, spec: ModelSpec) -> dict[str, Tensor]:
-    """Weights without the outputs that SiT computes for a variance and never uses.
-
-    The output layer then has (p * p * 2C) rows, the channel last; the second C are left out.
-    """
-    bias, embedding = weights.get(f"{OUTPUT}.bias"), weights.get(INPUT)
-    if bias is None or embedding is None or spec.out_channels != spec.channels:
-        return dict(weights)
-    if len(bias) != 2 * embedding[0].numel():
-        return dict(weights)
-    names = (f"{OUTPUT}.weight", f"{OUTPUT}.bias")
-    kept = {name: weights[name].unflatten(0, (-1, 2, spec.channels))[:, 0].flatten(0, 1) for name in names}
-    return {**weights, **kept}
+# --------------------------------------------------------------------------------------------------- LightningDiT
 
 
 def from_lightningdit(weights: Weights, spec: ModelSpec, source: str) -> dict[str, Tensor]:
@@ -246,43 +232,54 @@ def _in_our_order(tensor: Tensor, num_heads: int, *, fused: bool) -> Tensor:
 # -------------------------------------------------------------------------------------------------------- other sizes
 
 
-def with_positions(weights: Weights, wanted: Weights) -> dict[str, Tensor]:
-    """Weights with a computed position table if theirs is missing (diffusers' layout) or of another size."""
-    needed, theirs = wanted.get(POSITIONS), weights.get(POSITIONS)
-    if needed is None or (theirs is not None and theirs.shape == needed.shape):
-        return dict(weights)
-    side = math.isqrt(needed.shape[1])
-    return {**weights, POSITIONS: position_table(side, side, needed.shape[2], side)[None]}
+def fitted(weights: Weights, wanted: Weights, spec: ModelSpec) -> tuple[dict[str, Tensor], list[str]]:
+    """A DiT's weights for a model of other sizes, patches, features or outputs; and what was changed, a phrase each.
+
+    Args:
+      wanted: the model's state dict, in the official layout; only shapes are used, and new projectors.
+    """
+    changes, new = list[str](), dict(weights)
+    needed, table = wanted.get(POSITIONS), weights.get(POSITIONS)
+    if needed is not None and (table is None or table.shape != needed.shape):  # diffusers' layout has no table
+        side = math.isqrt(needed.shape[1])
+        new[POSITIONS] = position_table(side, side, needed.shape[2], side)[None]
+    if all(name in weights and name in wanted for name in (INPUT, *LAST)):
+        old_patch, new_patch = weights[INPUT].shape[-1], wanted[INPUT].shape[-1]
+        if old_patch != new_patch:
+            new |= _with_patch(weights, old_patch, new_patch)
+            changes.append(f"patch embedding and output layer resized from patch {old_patch} to {new_patch}")
+    projectors = {name: tensor for name, tensor in wanted.items() if name.startswith(PROJECTORS)}
+    if not all(name in weights and weights[name].shape == tensor.shape for name, tensor in projectors.items()):
+        new |= projectors
+        changes.append("with new projectors")
+    new = {name: tensor for name, tensor in new.items() if name in projectors or not name.startswith(PROJECTORS)}
+    if spec.options.time == "to_data" and spec.out_channels == spec.channels and _has_variance(new):
+        # SiT computes a variance and never uses it. The output layer has (p * p * 2C) rows, the channel last.
+        new |= {name: new[name].unflatten(0, (-1, 2, spec.channels))[:, 0].flatten(0, 1) for name in LAST}
+        changes.append("without outputs for a variance")
+    return new, changes
 
 
-def with_projectors(weights: Weights, wanted: Weights) -> dict[str, Tensor]:
-    """Weights with the projectors of this model: those of the source where they are the same, else new ones."""
-    own = {name: tensor for name, tensor in wanted.items() if name.startswith(PROJECTORS)}
-    fits = all(name in weights and weights[name].shape == tensor.shape for name, tensor in own.items())
-    rest = {name: tensor for name, tensor in weights.items() if not name.startswith(PROJECTORS)}
-    return rest | ({name: weights[name] for name in own} if fits else own)
+def _has_variance(weights: Weights) -> bool:
+    """Whether the output layer has twice as many rows as a patch has pixels and channels."""
+    return all(name in weights for name in (INPUT, *LAST)) and len(weights[LAST[1]]) == 2 * weights[INPUT][0].numel()
 
 
-def with_patches(weights: Weights, wanted: Weights) -> dict[str, Tensor]:
-    """Weights with patch embedding and output layer resized to the patch of the model.
+def _with_patch(weights: Weights, old: int, new: int) -> dict[str, Tensor]:
+    """Patch embedding and output layer for another patch.
 
     Both layers are linear maps of the pixels of a patch, so they are resized with the bilinear map from the old patch
     to the new one: a token of a resized patch stays what it was.
 
     Source: Beyer et al. 2022 (FlexiViT), arXiv 2212.08013, section 3.4; the output patch is resized with the same map.
     """
-    if not all(name in weights and name in wanted for name in (INPUT, f"{OUTPUT}.weight", f"{OUTPUT}.bias")):
-        return dict(weights)
-    old, new = weights[INPUT].shape[-1], wanted[INPUT].shape[-1]
-    if old == new:
-        return dict(weights)
     resize = bilinear_map(old, new)  # (new * new, old * old)
     embedding = weights[INPUT].double().flatten(2) @ torch.linalg.pinv(resize)  # (E, C, new * new)
     resized = {INPUT: embedding.unflatten(2, (new, new))}
-    for name in (f"{OUTPUT}.weight", f"{OUTPUT}.bias"):
+    for name in LAST:
         rows = weights[name].double().unflatten(0, (old * old, -1))  # the channel last
         resized[name] = torch.tensordot(resize, rows, dims=1).flatten(0, 1)
-    return {**weights, **{name: tensor.to(weights[name].dtype) for name, tensor in resized.items()}}
+    return {name: tensor.to(weights[name].dtype) for name, tensor in resized.items()}
 
 
 def bilinear_map(old: int, new: int) -> Tensor:

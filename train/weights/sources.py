@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,52 +180,54 @@ def lasting_source(source: str) -> str:
     return str(folder.resolve()) if folder.is_dir() else source
 
 
-def class_map_warning(source: str, num_classes: int, classes: Sequence[str]) -> str | None:
-    """A warning if the store has other labels than the weights have learned, else None.
-
-    A run has learned the classes of its store; published weights of 1000 classes those of ImageNet. A class of the
-    store that is named by its own number fits any.
+def source_warnings(source: str, spec: ModelSpec, classes: Sequence[str], latent: LatentSpec) -> Iterator[str]:
+    """What the weights have learned otherwise than this run trains.
 
     Args:
-      num_classes: of the model.
+      spec: of the run's model.
       classes: of the store, in order of its labels.
+      latent: as this run reads it.
+    """
+    snapshot = read_snapshot(source)
+    if not spec.takes_text:
+        yield from _other_labels(source, snapshot, spec.num_classes, classes)
+    if snapshot is None:
+        return
+    learned = LatentSpec.model_validate(snapshot.state["latent"])
+    pairs = zip(raw_scale_and_shift(learned), raw_scale_and_shift(latent), strict=True)
+    if learned.channels == latent.channels and not all(
+        np.allclose(theirs, ours, rtol=1e-3, atol=1e-3) for theirs, ours in pairs
+    ):
+        yield (
+            f"model.init_from '{source}' has learned latents of another shift or scale than those of this run. Its "
+            'first steps adapt to them. latent.normalise = "encoder" and the same VAE give the same ones.'
+        )
+    if young := checkpoint.young_average(snapshot.path, snapshot.state):
+        yield young
+
+
+def _other_labels(
+    source: str, snapshot: checkpoint.Saved | None, num_classes: int, classes: Sequence[str]
+) -> Iterator[str]:
+    """A run has learned the classes of its store; published weights of 1000 classes those of ImageNet.
+
+    A class of the store that is named by its own number fits any.
     """
     wnids = list(imagenet_names())
-    if snapshot := read_snapshot(source):
+    if snapshot:
         learned, whose = snapshot.state["classes"] or [], "another store's"
     else:
         learned, whose = wnids if num_classes == len(wnids) else [], "ImageNet's"
     known = dict(enumerate(learned))
     differing = [i for i, name in enumerate(classes) if name not in (known.get(i), str(i))]
     if not learned or not differing:
-        return None
+        return
     label, name = differing[0], classes[differing[0]]
     was = f"it learned as '{known[label]}'" if label in known else "it has not learned"
     known_label = f"; it learned '{name}' as label {learned.index(name)}" if name in learned else ""
-    return (
+    yield (
         f"model.init_from '{source}' has learned {whose} {len(learned)} labels, {len(differing)} of this store's "
         f"{len(classes)} differ: labels are positions of sorted class names, so '{name}' is label {label}, which {was}"
         f"{known_label}. To keep the labels it has learned, use a store of all these classes; data.labels chooses "
         "which of them train."
     )
-
-
-def scale_warning(source: str, latent: LatentSpec) -> str | None:
-    """A warning if a run has learned latents of another shift or scale than these, else None."""
-    snapshot = read_snapshot(source)
-    learned = LatentSpec.model_validate(snapshot.state["latent"]) if snapshot else latent
-    if latent.channels != learned.channels:
-        return None  # the weights do not fit either
-    pairs = zip(raw_scale_and_shift(learned), raw_scale_and_shift(latent), strict=True)
-    if all(np.allclose(theirs, ours, rtol=1e-3, atol=1e-3) for theirs, ours in pairs):
-        return None
-    return (
-        f"model.init_from '{source}' has learned latents of another shift or scale than those of this run. Its first "
-        'steps adapt to them. latent.normalise = "encoder" and the same VAE give the same ones.'
-    )
-
-
-def young_warning(source: str) -> str | None:
-    """A warning if a run's averaged weights are still much of what that run began with, else None."""
-    snapshot = read_snapshot(source)
-    return checkpoint.young_average(snapshot.path, snapshot.state) if snapshot else None

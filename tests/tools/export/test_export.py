@@ -188,7 +188,7 @@ def test_the_official_layout_is_exact(name: str, runs: dict[str, Path], tmp_path
     files = [file for file in made["files"] if file != "README.md"]
     assert len(files) == 2
     for file in files:
-        weights = initial_weights(str(tmp_path / "out" / file), snapshot.model, snapshot.spec)
+        weights, _ = initial_weights(str(tmp_path / "out" / file), snapshot.model, snapshot.spec)
         wanted = snapshot.model.state_dict()
         assert weights.keys() == wanted.keys()
         assert all(torch.equal(weights[key], wanted[key]) for key in wanted)

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from leandit.train.metrics.loss_bands import NUM_BANDS, band_means, band_sums
-from leandit.train.objectives.draws import draw
 from leandit.train.objectives.losses import (
     PLAIN,
     ddpm_schedule,
     direction_error,
+    draw,
     draw_times,
     min_snr_weight,
     noised,

@@ -88,7 +88,7 @@ def test_a_run_is_not_resumed_with_another_normalisation(store: LatentStore, tmp
     manifest = read_run_manifest(tmp_path / "run")
     assert manifest
     assert manifest.statistics is None
-    with pytest.raises(RunError, match=r"recipe.latent.normalise was 'encoder', is 'store'"):
+    with pytest.raises(RunError, match=r"latent.normalise was 'encoder', is 'store'"):
         run_to(store.path, tmp_path / "run", BY_STORE, "run.steps=4")
 
 

@@ -15,9 +15,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from leandit.train.techniques.alignment import misalignment
 from leandit.train.techniques.contrastive import contrast
 from leandit.train.techniques.dispersive import dispersion
-from leandit.train.techniques.images import misalignment
 from leandit.train.techniques.registry import ObjectiveSection
 from leandit.train.techniques.repa import resampled
 

@@ -29,7 +29,7 @@ from leandit.train.run.fit import model_spec
 from leandit.train.run.state import Run
 from leandit.train.weights.init_from import initial_weights
 from leandit.train.weights.published import official_bytes, read_official
-from leandit.train.weights.sources import class_map_warning, read_config
+from leandit.train.weights.sources import read_config, source_warnings
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 SPEC = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
@@ -63,7 +63,7 @@ def test_each_official_file_gives_its_weights_to_the_bit(
 ) -> None:
     WRITERS[name](tmp_path / name, official)
     model = build_model(SPEC, seed=9)
-    weights = initial_weights(str(tmp_path / name), model, SPEC)
+    weights, _ = initial_weights(str(tmp_path / name), model, SPEC)
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(weights[f"net.{key}"], tensor) for key, tensor in official.items())
     model.load_state_dict(weights)
@@ -87,7 +87,7 @@ def test_the_position_table_of_another_base_size_is_computed(official: dict[str,
     larger = SPEC.model_copy(update={"base_size": 16})
     with torch.device("meta"):
         model = build_model(larger, seed=0)
-    weights = initial_weights(str(tmp_path / "a.pt"), model, larger)
+    weights, _ = initial_weights(str(tmp_path / "a.pt"), model, larger)
     assert torch.equal(weights["net.pos_embed"][0], position_table(8, 8, 32, 8))
     assert torch.equal(weights["net.blocks.0.attn.qkv.weight"], official["blocks.0.attn.qkv.weight"])
 
@@ -169,7 +169,7 @@ def diffusers_dit(folder: Path, *, trained: bool = False) -> Any:
 def test_a_dit_of_diffusers_is_loaded_exactly(place: str, tmp_path: Path) -> None:
     theirs = diffusers_dit(tmp_path / place)
     ours = build_model(SPEC, seed=0)
-    ours.load_state_dict(initial_weights(str(tmp_path), ours, SPEC))
+    ours.load_state_dict(initial_weights(str(tmp_path), ours, SPEC)[0])
     ours.eval()
     x, y = torch.randn(2, 4, 8, 8), torch.tensor([0, 3])
     with torch.no_grad():
@@ -320,7 +320,7 @@ def test_a_run_begins_with_the_averages_of_another_run_at_any_resolution(
     for source in (first, first / "snapshot-1"):
         with torch.device("meta"):
             model = build_model(larger, seed=5)
-        weights = initial_weights(str(source), model, larger)
+        weights, _ = initial_weights(str(source), model, larger)
         assert weights.keys() == model.state_dict().keys()
         for key, tensor in averages.items():
             assert torch.equal(weights[key], tensor) == (key != "net.pos_embed"), key
@@ -345,19 +345,22 @@ def test_a_run_from_before_a_key_goes_on_without_it(label_store: LatentStore, tm
         train(scaled, store_path=label_store.path, run=run, device=CPU, report=print, stop=StopRequest())
 
 
-def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(tmp_path: Path) -> None:
-    wnids, source = list(imagenet_names()), str(tmp_path / "DiT.pt")
+def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(label_store: LatentStore) -> None:
+    wnids, latent = list(imagenet_names()), label_store.spec.latent
+
+    def warnings(classes: list[str], num_classes: int = 1000) -> list[str]:
+        spec = SPEC.model_copy(update={"num_classes": num_classes})
+        return [*source_warnings("DiT.pt", spec, classes, latent)]
+
     for same in (wnids, wnids[:3], ["0", "1", "2"]):
-        assert class_map_warning(source, 1000, same) is None
+        assert warnings(same) == []
     subset = [wnids[0], wnids[207], wnids[360]]
-    warning = class_map_warning(source, 1000, subset) or ""
+    (warning,) = warnings(subset)
     assert "ImageNet's 1000 labels, 2 of this store's 3 differ" in warning
     assert f"'{wnids[207]}' is label 1, which it learned as '{wnids[1]}'" in warning
     assert f"it learned '{wnids[207]}' as label 207." in warning
-    assert f"'cat' is label 0, which it learned as '{wnids[0]}'." in (
-        class_map_warning(source, 1000, ["cat", "dog"]) or ""
-    )
-    assert class_map_warning(source, 3, subset) is None
+    assert f"'cat' is label 0, which it learned as '{wnids[0]}'." in warnings(["cat", "dog"])[0]
+    assert warnings(subset, num_classes=3) == []
 
 
 def test_a_run_warns_of_other_labels_than_its_official_weights_have(label_store: LatentStore, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_a_larger_patch_gives_the_same_picture_larger(old: int, new: int, tmp_pa
     (tmp_path / "source.pt").write_bytes(official_bytes(source.state_dict(), ".pt"))
     other = spec.model_copy(update={"name": f"DiT-S/{new}", "base_size": 4 * new})
     model = build_model(other, seed=1)
-    model.load_state_dict(initial_weights(str(tmp_path / "source.pt"), model, other))
+    model.load_state_dict(initial_weights(str(tmp_path / "source.pt"), model, other)[0])
     x, t = torch.randn(2, 4, 4 * old, 4 * old), torch.tensor([10.0, 700.0])
     conditioning = Conditioning(labels=torch.tensor([0, 2]))
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_positions_keep_the_span_that_they_were_trained_with(
     assert (position_grid(str(first)), spec.base_size) == (learned.base_size // 4, learned.base_size)
     one, other = build_model(learned, seed=0), build_model(spec, seed=1)
     for model, its in ((one, learned), (other, spec)):
-        model.load_state_dict(initial_weights(str(first), model, its))
+        model.load_state_dict(initial_weights(str(first), model, its)[0])
     conditioning, t = Conditioning(labels=torch.tensor([0])), torch.tensor([300.0])
     with torch.no_grad():
         for size in (learned.base_size, 2 * learned.base_size):

@@ -178,7 +178,7 @@ def test_a_published_checkpoint_gives_the_published_velocity(
     weights = published(spec, lightning=lightning, qk_norm=qk_norm)
     torch.save({"ema": {f"module.{name}": tensor for name, tensor in weights.items()}}, tmp_path / "published.pt")
     model = build_model(spec, seed=0)
-    model.load_state_dict(initial_weights(str(tmp_path / "published.pt"), model, spec))
+    model.load_state_dict(initial_weights(str(tmp_path / "published.pt"), model, spec)[0])
     generator = torch.Generator().manual_seed(1)
     x = torch.randn((4, CHANNELS, spec.base_size, spec.base_size), generator=generator)
     t, y = torch.tensor([0.0, 0.3, 0.8, 1.0]), torch.tensor([0, 1, 2, CLASSES])

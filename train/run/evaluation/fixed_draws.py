@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_map_only
 from ....datasets.batches.batch import Batch
 from ....datasets.batches.latents import keyed_noise
 from ....datasets.order.shuffle import mix
+from ...data_recipe import Objective
 from ...objectives.losses import PLAIN, TRAIN_STEPS, objective_losses
-from ...objectives.section import Objective
 from ...techniques.images import Microbatch
 from ..state import Run
 
