@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -277,43 +277,29 @@ class TrainRecipe(TechniqueSections, _ModelRecipe):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> TrainRecipe:
-        for technique in techniques_of(self):
-            technique.check(self)
-            if technique.compares_images and 1 in (self.run.microbatch, self.run.global_batch):
-                raise ValueError(f"{technique.key} compares the images of a microbatch, which needs two")
-        for is_contradiction, message in CONTRADICTIONS:
-            if is_contradiction(self):
-                raise ValueError(message)
+        for contradiction in _contradictions(self):
+            raise ValueError(contradiction)
         return self
 
 
-CONTRADICTIONS: tuple[tuple[Callable[[TrainRecipe], object], str], ...] = (
-    (
-        lambda recipe: recipe.run.revision and recipe.data.turns,
-        "run.revision is of --store; a store that the recipe names has a key revision of its own",
-    ),
-    (
-        lambda recipe: recipe.run.sample_every and recipe.run.sample_guidance != 1 and not recipe.conditioning.drop,
-        "run.sample_guidance needs conditioning.drop above 0; without it set it to 1",
-    ),
-    (
-        lambda recipe: recipe.optimizer.lr_base_batch and recipe.data.batch_tokens,
-        "optimizer.lr_base_batch scales by run.global_batch, which data.batch_tokens replaces",
-    ),
-    (
-        lambda recipe: not recipe.lora.rank and (recipe.lora.alpha or recipe.lora.targets),
-        "lora: alpha and targets are keys of adapters; set rank above 0",
-    ),
-    (
-        lambda recipe: recipe.optimizer.name == "came" and len(recipe.optimizer.betas) != 3,
-        'optimizer.betas: "came" needs three, as [0.9, 0.999, 0.9999]',
-    ),
-    (
-        lambda recipe: len({f"{length:g}" for length in recipe.ema.lengths}) < len(recipe.ema.lengths),
-        "ema.lengths: two are the same",
-    ),
-)
-"""Where sections contradict each other or themselves, and what to say then."""
+def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
+    """Where the sections of a recipe contradict each other, or themselves."""
+    if recipe.run.revision and recipe.data.turns:
+        yield "run.revision is of --store; a store that the recipe names has a key revision of its own"
+    if recipe.run.sample_every and recipe.run.sample_guidance != 1 and not recipe.conditioning.drop:
+        yield "run.sample_guidance needs conditioning.drop above 0; without it set it to 1"
+    if recipe.optimizer.lr_base_batch and recipe.data.batch_tokens:
+        yield "optimizer.lr_base_batch scales by run.global_batch, which data.batch_tokens replaces"
+    if not recipe.lora.rank and (recipe.lora.alpha or recipe.lora.targets):
+        yield "lora: alpha and targets are keys of adapters; set rank above 0"
+    if recipe.optimizer.name == "came" and len(recipe.optimizer.betas) != 3:
+        yield 'optimizer.betas: "came" needs three, as [0.9, 0.999, 0.9999]'
+    if len({f"{length:g}" for length in recipe.ema.lengths}) < len(recipe.ema.lengths):
+        yield "ema.lengths: two are the same"
+    for technique in techniques_of(recipe):
+        yield from technique.contradictions(recipe)
+        if technique.compares_images and 1 in (recipe.run.microbatch, recipe.run.global_batch):
+            yield f"{technique.key} compares the images of a microbatch, which needs two"
 
 
 def load(name: str, overrides: list[str]) -> TrainRecipe:

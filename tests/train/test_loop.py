@@ -19,7 +19,7 @@ from making import CPU, label_recipe, make_class_folder, no_progress, picture, t
 from ranks import start_ranks
 from safetensors.torch import load_file
 
-from leandit.datasets.errors import DamageError, LeanditError, RecipeError, RunError, StoreError, StoreIncomplete
+from leandit.datasets.errors import DamageError, RecipeError, RunError, StoreError, StoreIncomplete
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
@@ -100,7 +100,7 @@ def whole(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("step", [1, 2, 5])  # within an epoch, at its end, at the step before the last
 def test_resuming_at_any_step_gives_the_bits_of_one_go(
     name: str, step: int, whole: dict[str, Path], stores: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -110,38 +110,6 @@ def test_resuming_at_any_step_gives_the_bits_of_one_go(
     assert (second.first_step, second.step, second.finished) == (step + 1, 6, True)
     assert [figures.step for figures in seen] == list(range(step + 1, 7))
     assert_equal_bits(whole[name], tmp_path / "run", 6)
-
-
-@pytest.fixture(scope="module")
-def forty(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 steps over two ends of an epoch of 15, a checkpoint at each."""
-    run = tmp_path_factory.mktemp("forty") / "run"
-    assert run_to(forty_steps(40, "run.keep_checkpoints=40"), stores["dit-s-4"], run)[0].finished
-    return run
-
-
-def forty_steps(steps: int, *overrides: str) -> TrainRecipe:
-    return constant("dit-s-4", "run.global_batch=1", f"run.steps={steps}", "run.checkpoint_every=1", *overrides)
-
-
-@pytest.mark.parametrize(
-    "prefetches",
-    [pytest.param(None, id="in turn"), *(pytest.param(n, id=f"{n}", marks=pytest.mark.slow) for n in (0, 2, 4))],
-)
-def test_the_loss_is_the_same_to_the_bit_after_a_resume_at_each_of_40_steps(
-    prefetches: int | None, forty: Path, stores: dict[str, Path], tmp_path: Path
-) -> None:
-    wanted = metrics(forty)
-    for step in range(1, 40):
-        run = tmp_path / f"{step}"
-        shutil.copytree(forty / f"checkpoint-{step}", run / f"checkpoint-{step}")
-        shutil.copy(forty / "run.json", run)
-        prefetch = (0, 2, 4)[step % 3] if prefetches is None else prefetches
-        last = min(step + 2, 40)
-        outcome, _ = run_to(forty_steps(last, f"run.prefetch={prefetch}"), stores["dit-s-4"], run)
-        assert (outcome.first_step, outcome.step) == (step + 1, last)
-        assert metrics(run) == wanted[step:last]
-        shutil.rmtree(run)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -520,19 +488,6 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_half_of_an_environment_of_several_ranks_is_refused(
-    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RecipeError, match="WORLD_SIZE='2'"):
-        run_to(constant_steps(1), stores["dit-s-4"], tmp_path / "run")
-
-
-def test_a_missing_store_is_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(LeanditError, match="nowhere"):
-        run_to(constant_steps(1), tmp_path / "nowhere", tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     ("kind", "warmup", "step", "share"),
     [
@@ -696,12 +651,6 @@ def test_a_run_moves_to_the_compacted_store(grown: dict[int, Path], tmp_path: Pa
     assert revisions_of(run) == [(1, 0), (4, 3)]
 
 
-def test_a_run_that_is_moved_at_the_end_of_an_epoch_skips_none(grown: dict[int, Path], tmp_path: Path) -> None:
-    run_to(growing(4), grown[1], tmp_path / "run")
-    run_to(growing(6, 2), grown[2], tmp_path / "run")
-    assert epochs_of(tmp_path / "run") == [0, 0, 1, 1, 2, 2]
-
-
 def test_a_process_that_dies_between_the_move_and_the_first_checkpoint_loses_neither(
     grown: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -805,12 +754,3 @@ def test_a_head_that_is_none_is_damage(content: str, grown: dict[int, Path], tmp
     (tmp_path / "run/run.json").write_text(content)
     with pytest.raises(DamageError, match=r"run\.json"):
         run_to(growing(2), grown[1], tmp_path / "run")
-
-
-def test_a_process_that_died_before_the_head_was_there_hinders_nothing(grown: dict[int, Path], tmp_path: Path) -> None:
-    from leandit.datasets.disk.files import temporary_beside
-
-    (tmp_path / "run").mkdir()
-    temporary_beside(tmp_path / "run/run.json").write_text("{")
-    assert run_to(growing(1), grown[1], tmp_path / "run")[0].finished
-    assert not list((tmp_path / "run").glob(".*"))

@@ -94,15 +94,6 @@ def read_run_manifest(run: Path) -> RunManifest | None:
     return None
 
 
-def revisions_read(known: Sequence[RevisionRead], store: LatentStore, step: int) -> list[RevisionRead]:
-    """The revisions read up to the step from which the run resumes, and the open one as the last."""
-    current = RevisionRead(revision=store.revision, root_hash=store.root_hash, from_step=step)
-    earlier = [entry for entry in known if entry.from_step <= step]
-    if earlier and (earlier[-1].revision, earlier[-1].root_hash) == (current.revision, current.root_hash):
-        return earlier
-    return [*earlier, current]
-
-
 def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: ModelSpec) -> None:
     """Check that a resumed run computes the same.
 
@@ -150,11 +141,14 @@ def continue_manifest(
     step: int,
 ) -> RunManifest:
     """The manifest of a run that starts or resumes at a step."""
-    known = [entry.revisions for entry in manifest.stores] if manifest else [[] for _ in stores]
-    read = [
-        StoreRead(path=os.path.relpath(store.path, run), revisions=revisions_read(revisions, store, step))
-        for store, revisions in zip(stores, known, strict=True)
-    ]
+    read = []
+    for number, store in enumerate(stores):
+        current = RevisionRead(revision=store.revision, root_hash=store.root_hash, from_step=step)
+        known = manifest.stores[number].revisions if manifest else []
+        revisions = [entry for entry in known if entry.from_step <= step]  # later ones are lost with their checkpoints
+        if not revisions or revisions[-1].model_copy(update={"from_step": step}) != current:
+            revisions.append(current)
+        read.append(StoreRead(path=os.path.relpath(store.path, run), revisions=revisions))
     return RunManifest(stores=read, spec=spec, recipe=recipe.model_dump(), statistics=statistics)
 
 

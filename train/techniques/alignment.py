@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...datasets.recipe import Count, Positive, Section
-from .technique import Technique, Weight, is_active
+from .technique import Technique, is_active
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 
 class AlignmentKeys(Section):
-    """Keys of an alignment; those of each technique add their own defaults and meanings."""
+    """Keys of an alignment; each technique adds ``block`` and ``weight``."""
 
-    block: Positive
-    weight: Weight
     stop_step: Count = 0
     """Last step that aligns (HASTE); 0: all."""
     projector_width: Positive = 2048
@@ -28,13 +26,10 @@ class AlignmentKeys(Section):
 
 
 class Alignment(Technique):
-    """Base of techniques that align.
-
-    Attributes:
-      sections: ``AlignmentKeys`` by the name of their projector, which is that of their target too.
-    """
+    """Base of techniques that align."""
 
     sections: Mapping[str, Any]
+    """``AlignmentKeys`` by the name of their projector, which is that of their target too."""
 
     def projector(self, name: str, feature_width: int, *, has_class: bool = False) -> ProjectorSpec:
         """The projector to a target of so many channels."""

@@ -5,9 +5,8 @@ Source: Stoica et al. 2025, "Contrastive Flow Matching", arXiv 2506.05350, equat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-
-from pydantic import model_validator
 
 from ..data_recipe import Objective
 from .technique import Technique, Weight
@@ -25,12 +24,6 @@ class Keys(Objective):
     contrastive_weight: Weight = 0.0
     """Of "flow": weight of minus the error to the target of another image (contrastive flow matching: 0.05)."""
 
-    @model_validator(mode="after")
-    def _needs_a_velocity(self) -> Keys:
-        if self.kind == "ddpm" and self.contrastive_weight:
-            raise ValueError('contrastive_weight is a key of kind = "flow"; "ddpm" has no velocity')
-        return self
-
 
 class Contrastive(Technique):
     """Contrast between the images of a microbatch."""
@@ -41,6 +34,10 @@ class Contrastive(Technique):
     def __init__(self, recipe: Any) -> None:
         self.weight: float = recipe.objective.contrastive_weight
         self.is_on = self.weight > 0
+
+    def contradictions(self, recipe: Any) -> Iterator[str]:
+        if recipe.objective.kind == "ddpm":
+            yield 'objective.contrastive_weight is a key of kind = "flow"; "ddpm" has no velocity'
 
     def terms(self, images: Microbatch, extras: Extras, output: ModelOutput, step: int) -> dict[str, Tensor]:
         return {"contrastive": self.weight * contrast(output.output, images.noise - images.latents)}

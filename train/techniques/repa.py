@@ -56,11 +56,11 @@ class Repa(Alignment):
         self.is_on, self.features = bool(self.sections), list(self.sections)
         self.class_feature = next((name for name, one in self.sections.items() if one.class_weight), "")
 
-    def check(self, recipe: Any) -> None:
+    def contradictions(self, recipe: Any) -> Iterator[str]:
         if sum(section.class_weight > 0 for section in self.sections.values()) > 1:
-            raise ValueError("align: two features have a class_weight; the model denoises the class token of one")
+            yield "align: two features have a class_weight; the model denoises the class token of one"
         if self.class_feature and recipe.objective.kind == "ddpm":
-            raise ValueError('align: class_weight needs objective.kind = "flow"')
+            yield 'align: class_weight needs objective.kind = "flow"'
 
     def blocks(self, depth: int) -> dict[str, int]:
         return {f"align.{name}.block": section.block for name, section in self.sections.items()}

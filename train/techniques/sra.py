@@ -6,7 +6,7 @@ Representation Guidance by Themselves", arXiv 2505.02831, section 3.2: the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,9 +56,9 @@ class SelfAlignment(Alignment):
         self.section: SelfAlignSection = recipe.self_align
         self.sections, self.is_on = {SELF: self.section}, self.section.weight > 0
 
-    def check(self, recipe: Any) -> None:
+    def contradictions(self, recipe: Any) -> Iterator[str]:
         if recipe.objective.kind == "ddpm":
-            raise ValueError('self_align needs objective.kind = "flow"')
+            yield 'self_align needs objective.kind = "flow"'
 
     def blocks(self, depth: int) -> dict[str, int]:
         return {"self_align.block": self.section.block, "self_align.teacher_block": self.section.teacher_block}

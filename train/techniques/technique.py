@@ -54,8 +54,9 @@ class Technique:
     def __init__(self, recipe: Any) -> None:
         raise NotImplementedError
 
-    def check(self, recipe: Any) -> None:
-        """Raise ValueError if other keys of the recipe contradict it."""
+    def contradictions(self, recipe: Any) -> Iterable[str]:
+        """Other keys of the recipe that contradict it, a sentence each."""
+        return ()
 
     def blocks(self, depth: int) -> dict[str, int]:
         """The blocks that it looks into, from 1, by key."""

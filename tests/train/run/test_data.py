@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -13,11 +12,9 @@ import pytest
 from making import CPU, train_recipe
 
 from leandit.datasets.batches.batch import Batch
-from leandit.datasets.errors import RecipeError, RunError
+from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.buckets import bucket_size
-from leandit.datasets.loader import shard_window
 from leandit.datasets.store import LatentStore
-from leandit.train.loop import StopRequest, train
 from leandit.train.models.build import pixels_per_token
 from leandit.train.run.data import build_loader
 from leandit.train.run.fit import model_spec
@@ -109,26 +106,9 @@ def test_a_model_of_labels_reads_no_captions(caption_store: LatentStore) -> None
     assert next(iter(build_loader(recipe, [caption_store], spec, CPU, said.append))).captions is not None
 
 
-def test_a_window_of_a_filtered_bucket_has_as_many_shards() -> None:
-    store = SimpleNamespace(buckets={"a": 1000, "b": 50}, latents=lambda _: SimpleNamespace(shard_rows=100))
-    selection = SimpleNamespace(counts={"a": 100, "b": 50})
-    window = shard_window(store, 3, selection)  # type: ignore[arg-type]
-    assert (window.shards, window.rows) == (3, {"a": 10, "b": 100})
-
-
 def test_a_window_changes_the_order_and_not_the_records(label_store: LatentStore) -> None:
     batches, _ = one_pass(label_store, "data.window_shards=1")
     assert records(batches) == list(range(sum(label_store.buckets.values())))
-
-
-def test_a_run_refuses_other_data(label_store: LatentStore, tmp_path: Path) -> None:
-    def run(*overrides: str) -> None:
-        recipe = train_recipe("dit-s-4", "run.steps=1", *overrides)
-        train(recipe, store_path=label_store.path, run=tmp_path / "run", device=CPU, report=print, stop=StopRequest())
-
-    run("data.labels=[0]")
-    with pytest.raises(RunError, match=r"data\.labels was"):
-        run("data.labels=[0, 1]")
 
 
 def test_a_bucket_that_a_filter_empties_needs_no_batch_size(caption_store: LatentStore, tmp_path: Path) -> None:
@@ -146,8 +126,3 @@ def test_a_bucket_that_a_filter_empties_needs_no_batch_size(caption_store: Laten
         model="pixart-tiny",
     )
     assert sum(map(len, batches)) == len(keep)
-
-
-def test_a_minimum_score_without_scores_is_refused() -> None:
-    with pytest.raises(RecipeError, match="min_score needs scores"):
-        train_recipe("dit-s-4", "data.min_score=5")

@@ -152,15 +152,6 @@ def test_a_killed_run_resumes_bit_for_bit(
     assert len(bits(killed, 6)) > 3
 
 
-@pytest.mark.parametrize("mode", ["blocks", "selective"])
-def test_recomputed_activations_change_nothing(
-    mode: str, bases: dict[str, Path], tuned: dict[str, Path], caption_store: LatentStore, tmp_path: Path
-) -> None:
-    recipe = lora(bases["pixart-tiny"], f"run.activation_checkpointing={mode}")
-    run_to(recipe, caption_store, tmp_path / "run")
-    assert [line["loss"] for line in lines(tmp_path / "run")] == [line["loss"] for line in lines(tuned["pixart-tiny"])]
-
-
 def test_held_out_losses_and_pictures_change_nothing(
     bases: dict[str, Path], caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from leandit.tools.synthetic.store import make_store
 from leandit.train import loop
 from leandit.train.config import TrainRecipe, load
 from leandit.train.loop import Outcome, StopRequest, train
+from leandit.train.run.fit import model_spec
 from leandit.train.weights import checkpoint
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -124,16 +125,6 @@ def test_stages_change_at_their_steps(here: Path) -> None:
     assert [bucket for _, bucket in seen[:4]] == ["32x32"] * 4
     assert Counter(store for store, _ in seen[4:7]) == {1: 1, 2: 2}
     assert seen[7:] == [(3, "64x64")] * 2
-
-
-def test_the_first_stage_has_the_bits_of_a_run_of_its_store_alone(here: Path) -> None:
-    plain = recipe_of("", "run.steps=4", "run.checkpoint_every=4")
-    train(plain, store_path="large", run=Path("alone"), device=CPU, report=print, stop=StopRequest())
-    staged = recipe_of(STAGES.replace("photos", "large"), "run.steps=4", "run.checkpoint_every=4")
-    run_to(staged, "staged")
-    assert (Path("alone/checkpoint-4/model.safetensors").read_bytes()) == (
-        Path("staged/checkpoint-4/model.safetensors").read_bytes()
-    )
 
 
 @pytest.mark.parametrize("first", ["small", "large"])
@@ -254,12 +245,6 @@ def test_a_run_refuses_other_stores_and_shares(change: tuple[str, str], message:
         run_to(recipe_of(MIXTURE.replace(*change), "run.steps=4"))
 
 
-def test_a_run_refuses_stages_of_other_lengths(here: Path) -> None:
-    run_to(recipe_of(STAGES, "run.steps=2"))
-    with pytest.raises(RunError, match=r"data\.stages\.0\.steps was 4, is 5"):
-        run_to(recipe_of(STAGES.replace("steps = 4", "steps = 5")))
-
-
 def test_a_run_stays_at_its_revisions_while_a_store_grows_and_says_so(here: Path, made: Path) -> None:
     Path("photos").unlink()
     shutil.copytree(made / "photos", "photos")
@@ -277,6 +262,24 @@ def test_a_run_stays_at_its_revisions_while_a_store_grows_and_says_so(here: Path
     assert_equal_bits("whole", "run", 4)
     with pytest.raises(RunError, match=r"reads revision 1 of store 'photos', not 2\. .*model\.init_from=run"):
         run_to(recipe_of(MIXTURE.replace('"photos"', '"photos"\nrevision = 2'), "run.steps=6"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "resolution", "command"),
+    [
+        ("pixart-sigma-256", 256, "pixart-256"),
+        ("pixart-sigma-512", 1024, "pixart-1024"),
+        ("pixart-sigma-256", 320, "pixart-256 --set images.resolution=320"),
+        ("sd3.5-medium-512", 512, "sd3-512"),
+    ],
+)
+def test_a_store_without_captions_is_answered_with_the_recipe_of_its_resolution(
+    recipe: str, resolution: int, command: str, here: Path
+) -> None:
+    spec = LatentStore("photos").spec
+    images = spec.images.model_copy(update={"resolution_px": resolution})
+    with pytest.raises(RunError, match=f"there are none.*'leandit precompute {command}' makes a store that fits"):
+        model_spec(load(recipe, ["model.channels=4"]), spec.model_copy(update={"images": images}), "photos")
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------
@@ -313,12 +316,6 @@ def test_a_recipe_that_contradicts_itself_is_refused(text: str, message: str, he
 def test_weights_that_are_no_simple_shares_are_refused_with_near_ones(here: Path) -> None:
     with pytest.raises(RecipeError, match="Weights near to them: 700, 300"):
         run_to(recipe_of(MIXTURE.replace("0.7", "0.70001")))
-
-
-def test_an_empty_store_is_named(here: Path) -> None:
-    make_store(Path("empty"), {"32x32": 0}, num_classes=3)
-    with pytest.raises(RunError, match="store 'empty': it holds no records"):
-        run_to(recipe_of(MIXTURE.replace('"art"', '"empty"')))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
+from leandit.datasets.errors import RecipeError
+from leandit.train.config import load
 from leandit.train.techniques.alignment import misalignment
 from leandit.train.techniques.contrastive import contrast
 from leandit.train.techniques.dispersive import dispersion
@@ -91,8 +92,8 @@ def test_tokens_of_another_grid_keep_their_places() -> None:
 
 
 def test_ddpm_has_no_velocity_to_compare() -> None:
-    with pytest.raises(ValidationError, match="has no velocity"):
-        ObjectiveSection(kind="ddpm", contrastive_weight=0.1)
+    with pytest.raises(RecipeError, match="has no velocity"):
+        load("dit-s-2-256", ["objective.contrastive_weight=0.1"])
 
 
 REMOVED = """

@@ -156,7 +156,7 @@ def test_a_holdout_without_records_and_another_share_on_resume_are_refused(
         run_to(train_recipe("dit-s-4", "data.holdout=0.0001"), label_store, tmp_path / "none")
     assert not (tmp_path / "none").exists()
     run_to(train_recipe("dit-s-4", HOLDOUT, "run.steps=1"), label_store, tmp_path / "run")
-    with pytest.raises(RunError, match=r"recipe.data.holdout was 0.4, is 0.3"):
+    with pytest.raises(RunError, match=r"data.holdout was 0.4, is 0.3"):
         run_to(train_recipe("dit-s-4", "data.holdout=0.3"), label_store, tmp_path / "run")
     run_to(train_recipe("dit-s-4", HOLDOUT, "run.evaluate_every=3", "run.steps=3"), label_store, tmp_path / "run")
     assert list(losses_held_out(tmp_path / "run")) == [1, 3]
