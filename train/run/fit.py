@@ -63,6 +63,7 @@ def check_fit(recipe: TrainRecipe, places: Sequence[Place]) -> ModelSpec:
     check_model_name(recipe.model.name)
     for contradiction in _contradictions(recipe):
         raise RecipeError(contradiction)
+    places = [*{place.path: place for place in places}.values()]  # a store that is named twice is told once
     lacks = {place.path: [*_lacks(recipe, place)] for place in places}
     spec = None if any(lacks.values()) else _spec(recipe, places[0].spec)
     if spec:

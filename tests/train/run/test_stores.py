@@ -282,6 +282,12 @@ def test_a_store_without_captions_is_answered_with_the_recipe_of_its_resolution(
         model_spec(load(recipe, ["model.channels=4"]), spec.model_copy(update={"images": images}), "photos")
 
 
+def test_what_a_store_lacks_is_said_once_though_two_stages_read_it(here: Path) -> None:
+    with pytest.raises(RunError, match="bucket '32x32' is not divisible") as refused:
+        run_to(recipe_of(STAGES, "model.name=DiT-S/8"))
+    assert str(refused.value).count("'32x32'") == 1
+
+
 # --- What is refused --------------------------------------------------------------------------------------------------
 
 

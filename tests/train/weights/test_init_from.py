@@ -14,12 +14,12 @@ import pytest
 import torch
 from making import CPU, label_recipe, make_class_folder, shaken, train_recipe
 from safetensors.torch import load_file, save_file
+from shown_runs import run_to
 from torch import Tensor
 
 from leandit.datasets.errors import DamageError, LeanditError, RunError
 from leandit.datasets.format.class_names import imagenet_names
 from leandit.datasets.store import LatentStore
-from leandit.train.loop import StopRequest, train
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.diffusers.families import diffusers_config, transformer_class
@@ -224,7 +224,7 @@ def test_a_run_begins_with_the_weights_of_a_folder_and_learns_from_them(
     assert ModelSpec.model_validate_json(spec.model_dump_json()) == spec
     assert spec.takes_sizes == bool(more.get("use_additional_conditions"))
     run = tmp_path / "run"
-    train(recipe, store_path=store.path, run=run, device=CPU, report=lambda figures: None, stop=StopRequest())
+    run_to(recipe, store, run)
     learned, begun = load_file(run / "checkpoint-2/model.safetensors"), theirs.state_dict()
     assert {name.removeprefix("net.") for name in learned} == begun.keys()
     moved = [float((learned[f"net.{key}"] - tensor).abs().max()) for key, tensor in begun.items()]
@@ -259,7 +259,7 @@ def test_a_folder_that_does_not_fit_is_refused_before_anything_is_written(
     spoil(folder)
     recipe = train_recipe("pixart-tiny", f"model.init_from={folder}")
     with pytest.raises(error) as caught:
-        train(recipe, store_path=caption_store.path, run=run, device=CPU, report=print, stop=StopRequest())
+        run_to(recipe, caption_store, run)
     assert all(word in str(caught.value) for word in words), caught.value
     assert not run.exists()
 
@@ -285,8 +285,7 @@ def test_a_run_goes_on_without_looking_at_what_it_began_with(label_store: Latent
 
     def go(run: str, steps: int) -> None:
         recipe = train_recipe("dit-s-4", f"model.init_from={tmp_path / 'first.pt'}", f"run.steps={steps}")
-        options = {"device": CPU, "report": lambda figures: None, "stop": StopRequest()}
-        train(recipe, store_path=label_store.path, run=tmp_path / run, **options)
+        run_to(recipe, label_store, tmp_path / run)
 
     go("whole", 3)
     go("parts", 1)
@@ -308,8 +307,7 @@ def test_a_run_begins_with_the_averages_of_another_run_at_any_resolution(
     def go(run: str, *overrides: str) -> Path:
         constant = ("schedule.kind=constant", "schedule.warmup_steps=0", "run.ema_decay=0.5")
         recipe = train_recipe(name, "run.steps=1", *constant, *overrides)
-        options = {"device": CPU, "report": lambda figures: rates.append(figures.learning_rate), "stop": StopRequest()}
-        train(recipe, store_path=caption_store.path, run=tmp_path / run, **options)
+        rates.extend(figures.learning_rate for figures in run_to(recipe, caption_store, tmp_path / run))
         return tmp_path / run
 
     first = go("first")
@@ -336,13 +334,13 @@ def test_a_run_from_before_a_key_goes_on_without_it(label_store: LatentStore, tm
     run = tmp_path / "run"
     for steps in (1, 2):
         recipe = train_recipe("dit-s-4", f"run.steps={steps}")
-        train(recipe, store_path=label_store.path, run=run, device=CPU, report=print, stop=StopRequest())
+        run_to(recipe, label_store, run)
         head = json.loads((run / "run.json").read_text())
         del head["recipe"]["optimizer"]["lr_base_batch"]
         (run / "run.json").write_text(json.dumps(head))
     scaled = train_recipe("dit-s-4", "run.steps=3", "optimizer.lr_base_batch=2")
     with pytest.raises(RunError, match=r"lr_base_batch was 0, is 2"):
-        train(scaled, store_path=label_store.path, run=run, device=CPU, report=print, stop=StopRequest())
+        run_to(scaled, label_store, run)
 
 
 def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(label_store: LatentStore) -> None:
@@ -377,7 +375,7 @@ def test_a_run_warns_of_other_labels_than_those_of_the_run_that_it_begins_with(
 ) -> None:
     first = tmp_path / "first"
     recipe = train_recipe("dit-s-4", "run.steps=1")
-    train(recipe, store_path=label_store.path, run=first, device=CPU, report=print, stop=StopRequest())
+    run_to(recipe, label_store, first)
 
     def warnings_of(*classes: str) -> list[str]:
         folder = make_class_folder(tmp_path / "-".join(classes), classes=len(classes), per_class=2)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from making import CPU, shaken, train_recipe
+from making import shaken, train_recipe
+from shown_runs import run_to
 
 from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
-from leandit.train.loop import StopRequest, train
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.spec import ModelSpec
@@ -65,7 +65,7 @@ def test_positions_keep_the_span_that_they_were_trained_with(
     rope = ["model.positions=rope"] if name.endswith("rope") else []
     first = tmp_path / "first"
     recipe = train_recipe("dit-s-4", "run.steps=1", *rope)
-    train(recipe, store_path=label_store.path, run=first, device=CPU, report=lambda _: None, stop=StopRequest())
+    run_to(recipe, label_store, first)
     learned = model_spec(recipe, label_store.spec, "store")
     images = label_store.spec.images
     large = label_store.spec.model_copy(
@@ -88,14 +88,7 @@ def test_weights_of_a_run_with_other_options_are_refused(option: str, label_stor
     """None of these changes a tensor, so the weights would load and compute something else."""
     recipe = train_recipe("dit-s-4", "run.steps=1", f"model.{option}", "objective.kind=flow")
     first = tmp_path / "first"
-    train(recipe, store_path=label_store.path, run=first, device=CPU, report=lambda _: None, stop=StopRequest())
+    run_to(recipe, label_store, first)
     other = train_recipe("dit-s-4", f"model.init_from={first}", "objective.kind=flow")
     with pytest.raises(RunError, match=f"has learned model.{option}, .* Use --set model.{option}"):
-        train(
-            other,
-            store_path=label_store.path,
-            run=tmp_path / "second",
-            device=CPU,
-            report=lambda _: None,
-            stop=StopRequest(),
-        )
+        run_to(other, label_store, tmp_path / "second")
