@@ -14,13 +14,11 @@ from pathlib import Path
 
 import torch
 
-from .. import __version__
 from ..datasets.errors import ResourceError
 from .config import TrainRecipe
-from .metrics.device import peak_flops
-from .metrics.meter import Meter, StepReport
-from .metrics.starts import start_of, write_start
-from .metrics.writer import check_wandb, last_step
+from .metrics.history import StepReport
+from .metrics.meter import Meter, peak_flops
+from .metrics.writer import check_wandb, write_start
 from .optim.process import collected_by_hand, set_allocator
 from .parallel.deepspeed_engine import apply_ds_config
 from .parallel.ranks import Ranks, SharedStop, agree, connected, read_ranks
@@ -128,7 +126,7 @@ def _train(
         for line in origin_lines(training, run) if ranks.is_first else ():
             say(line)
         if ranks.is_first:
-            _note_start(training, run, recipe_name)
+            write_start(run, recipe, device, ranks, name=recipe_name, step=training.step)
         peak, latent = peak_flops(device, recipe.run.precision) * ranks.world_size, stores[0].spec.latent
         scale = training.engine.loss_scale
         meter = Meter(ranks, device, stores, training.spec, latent, peak_flops=peak, scale=scale)
@@ -190,9 +188,3 @@ def _make_steps(run: Run, meter: Meter, log: Log, saver: Saver, stop: StopReques
         saver.close()
         log.close()
         stop.release()
-
-
-def _note_start(run: Run, folder: Path, name: str) -> None:
-    """Write when, where and with what this call trains."""
-    steps = {"from_step": run.step, "reached_step": last_step(folder)}
-    write_start(folder, start_of(run.recipe, run.device, run.ranks, name=name, release=__version__, **steps))

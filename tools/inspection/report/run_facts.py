@@ -18,8 +18,7 @@ from ....datasets.errors import DamageError, LeanditError
 from ....datasets.recipe import flatten, shipped_recipes
 from ....datasets.store import LatentStore
 from ....train.config import PACKAGE, load
-from ....train.metrics.reader import read_metrics, whole_lines
-from ....train.metrics.starts import read_starts
+from ....train.metrics.history import read_history, read_starts, whole_lines
 from ....train.run.evaluation.decoding import waiting
 from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, SNAPSHOT, STATE, find
 from ..templating import Rows, side_by_side, things
@@ -60,7 +59,7 @@ class RunFacts:
         manifest = _read_manifest(run)
         self.name, self.recipe = name, manifest.recipe  # nested, with all keys
         self.recipe_text = (run / RECIPE).read_text(errors="replace") if (run / RECIPE).is_file() else ""
-        self.starts, self.metrics = read_starts(run), read_metrics(run)
+        self.starts, self.metrics = read_starts(run), read_history(run)
         steps = self.key("run.steps")
         self.num_steps = steps if isinstance(steps, int) else 0  # that the recipe asks for
         self.state = self.metrics.state(self.num_steps, now=now)

@@ -26,7 +26,7 @@ from ....datasets.order.holdout import key_hashes
 from ....datasets.order.planned import PlannedBatch
 from ...data_recipe import DataSection
 from ...metrics.flops import latent_size_of, tokens_per_image
-from ...metrics.held_out import HeldOutLoss
+from ...metrics.history import HeldOutLoss
 from ...models.spec import ModelSpec
 from ..state import Run
 from .fixed_draws import NUM_TIMES, losses_at_fixed_times, noise_keys, posterior_keys

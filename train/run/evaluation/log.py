@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...metrics.meter import Meter, StepReport
+from ...metrics.history import StepReport
+from ...metrics.meter import Meter
 from ...metrics.writer import MetricsWriter
 from ..state import Run
 from .grids import Grids
