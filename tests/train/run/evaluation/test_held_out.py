@@ -20,10 +20,8 @@ from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
 from leandit.train.config import load
 from leandit.train.objectives.losses import PLAIN, noised, objective_losses
-from leandit.train.run.data import build_loader
-from leandit.train.run.evaluation.fixed_draws import NUM_TIMES, fixed_times, noise_keys, posterior_keys
-from leandit.train.run.evaluation.held_out import HeldOut
-from leandit.train.run.fit import model_for_stores
+from leandit.train.run.evaluation.held_out import NUM_TIMES, Evaluation, fixed_times, noise_keys, posterior_keys
+from leandit.train.run.state import Run
 from leandit.train.sampling.snapshot import load_snapshot
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -97,17 +95,15 @@ def test_no_two_draws_have_the_same_key() -> None:
     assert len(np.unique(np.concatenate([noise_keys(hashes).ravel(), posterior_keys(hashes)]))) == 9000
 
 
-def held_out_of(store: LatentStore, name: str, *overrides: str) -> HeldOut:
-    recipe = train_recipe(name, HOLDOUT, *overrides)
-    spec, _ = model_for_stores(recipe, [store])
-    loader = build_loader(recipe, [store], spec, CPU, lambda _: None)
-    return HeldOut(loader.dataset.reader, recipe.data, spec, recipe.run.evaluate_images)
+def evaluation_of(store: LatentStore, name: str, *overrides: str) -> Evaluation:
+    warn: list[str] = []
+    return Evaluation(Run.open(train_recipe(name, HOLDOUT, *overrides), [store], CPU, warn.append), warn.append)
 
 
 def test_fewer_images_are_the_first_of_more(caption_store: LatentStore) -> None:
     found = []
     for most in (2, 4, 64):
-        groups = held_out_of(caption_store, "pixart-tiny", f"run.evaluate_images={most}").groups(1)
+        groups = evaluation_of(caption_store, "pixart-tiny", f"run.evaluate_images={most}").groups(1)
         found.append({value for group in groups for value in group.hashes.tolist()})
         assert len(found[-1]) <= most
     assert found[0] < found[1] < found[2]
@@ -115,12 +111,12 @@ def test_fewer_images_are_the_first_of_more(caption_store: LatentStore) -> None:
 
 
 def test_the_records_of_a_group_are_those_of_its_keys(caption_store: LatentStore) -> None:
-    held_out, hashes = held_out_of(caption_store, "pixart-tiny"), key_hashes(caption_store)
+    held_out, hashes = evaluation_of(caption_store, "pixart-tiny"), key_hashes(caption_store)
     groups = held_out.groups(1)
     assert len({group.bucket for group in groups}) > 1
     for group in groups:
         batch = held_out.read(group)
-        assert (batch.bucket, len(batch)) == (group.bucket, len(group))
+        assert (batch.bucket, len(batch)) == (group.bucket, len(group.positions))
         assert hashes[batch.records].tolist() == group.hashes.tolist()
         assert batch.caption_lengths is not None
         firsts = [caption_store.caption(record) for record in batch.records.tolist()]
