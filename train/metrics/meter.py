@@ -149,11 +149,6 @@ class Meter:
         self._interval = _Interval(start, start)
 
     @property
-    def is_empty(self) -> bool:
-        """No step since the last report."""
-        return not self._interval.results
-
-    @property
     def reads_at_once(self) -> bool:
         """The device has always done what it was given."""
         return self._device.type == "cpu"
@@ -187,7 +182,7 @@ class Meter:
         Raises: RunError: a loss or a gradient is not finite, naming the records; or the loss scale is too small.
         """
         reports = self._read()
-        if due and not self.is_empty:
+        if due and self._interval.results:
             self._begin()
             if at_once or self.reads_at_once:
                 reports += self._read()
