@@ -40,7 +40,7 @@ from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.tools.terminal.progress import ProgressLine
 from leandit.train import config as train_config
 from leandit.train.loop import StopRequest, train
-from leandit.train.metrics.reader import read_metrics
+from leandit.train.metrics.history import read_history
 from leandit.train.optim.process import set_allocator
 from leandit.train.parallel.ranks import ALONE
 from leandit.train.step import train_step
@@ -185,7 +185,7 @@ def measure_run(
     every = recipe.run.checkpoint_every
     snapshots = range(every, sizes.steps + 1, every)
     frechet = {step: kept(folder / f"frechet-{step}.json", partial(distance, step)) for step in snapshots}
-    metrics = read_metrics(folder)
+    metrics = read_history(folder)
     losses = metrics.columns["held_out.averaged_loss"][metrics.is_evaluated].tolist()
     held_out = dict(zip(metrics.steps[metrics.is_evaluated].tolist(), losses, strict=True))
     return {"seed": seed, "held_out": held_out, "frechet": frechet}

@@ -14,13 +14,11 @@ from pathlib import Path
 
 import torch
 
-from .. import __version__
 from ..datasets.errors import ResourceError
 from .config import TrainRecipe
-from .metrics.device import peak_flops
-from .metrics.meter import Meter, StepReport
-from .metrics.starts import start_of, write_start
-from .metrics.writer import last_step
+from .metrics.history import StepReport
+from .metrics.meter import Meter, peak_flops
+from .metrics.writer import write_start
 from .optim.process import collected_by_hand, set_allocator
 from .parallel.ranks import Ranks, SharedStop, connected, read_ranks
 from .parallel.stop import StopRequest
@@ -113,8 +111,7 @@ def _train(
         for line in origin_lines(run, folder) if ranks.is_first else ():
             say(line)
         if ranks.is_first:
-            steps = {"from_step": run.step, "reached_step": last_step(folder)}
-            write_start(folder, start_of(recipe, device, ranks, name=recipe_name, release=__version__, **steps))
+            write_start(folder, recipe, device, ranks, name=recipe_name, step=run.step)
         peak, latent = peak_flops(device, recipe.run.precision) * ranks.world_size, run.stores[0].spec.latent
         scale = run.engine.loss_scale
         meter = Meter(ranks, device, run.stores, run.spec, latent, peak_flops=peak, scale=scale)

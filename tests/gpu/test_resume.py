@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from leandit.tools.synthetic.store import make_store
 from leandit.train.loop import StopRequest, train
-from leandit.train.metrics.meter import StepReport
+from leandit.train.metrics.history import StepReport
 
 STEPS, STOP = 6, 3
 

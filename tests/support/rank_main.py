@@ -22,7 +22,8 @@ from leandit.datasets.batches.batch import Batch
 from leandit.datasets.errors import LeanditError
 from leandit.train import loop
 from leandit.train.loop import train
-from leandit.train.metrics.meter import StepReport, StepResult
+from leandit.train.metrics.history import StepReport
+from leandit.train.metrics.meter import StepResult
 from leandit.train.models.diffusers import pixart, sd3
 from leandit.train.models.dit import SIZES
 from leandit.train.parallel import deepspeed_engine, engine

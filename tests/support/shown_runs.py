@@ -11,7 +11,7 @@ from making import CPU
 from leandit.datasets.store import LatentStore
 from leandit.train.config import TrainRecipe
 from leandit.train.loop import StopRequest, train
-from leandit.train.metrics.meter import StepReport
+from leandit.train.metrics.history import StepReport
 
 HOLDOUT, EVERY = "data.holdout=0.4", "run.evaluate_every=2"
 

@@ -27,7 +27,8 @@ from leandit.train import loop
 from leandit.train import step as step_module
 from leandit.train.config import ScheduleSection, TrainRecipe
 from leandit.train.loop import Outcome, StopRequest, train
-from leandit.train.metrics.meter import Meter, StepReport
+from leandit.train.metrics.history import StepReport
+from leandit.train.metrics.meter import Meter
 from leandit.train.optim.build import learning_rate
 from leandit.train.run.manifest import run_lock
 from leandit.train.run.saver import Saver

@@ -16,7 +16,7 @@ import torch
 
 from ...datasets.errors import RunError
 from ...train import loop
-from ...train.metrics.meter import StepReport
+from ...train.metrics.history import StepReport
 from ...train.parallel.stop import StopRequest
 from ..plan.workload import TrainingWorkload
 from ..terminal.progress import ProgressLine

@@ -23,8 +23,7 @@ from ...precompute import config as precompute_config
 from ...precompute.pipeline import precompute
 from ...train import config as train_config
 from ...train.loop import StopRequest, train
-from ...train.metrics.meter import StepReport
-from ...train.metrics.reader import read_metrics
+from ...train.metrics.history import StepReport, read_history, smoothed
 from ...train.sampling.snapshot import load_snapshot
 from ...train.weights import folders
 from ..inspection.pictures import Cell, LatentDecoder, choose_records, draw_sheet, spread, store_sheet
@@ -190,10 +189,9 @@ def sample_captions(
 
 def draw_loss(run: Path, path: Path) -> None:
     """Plot the loss of every report and its running mean over the steps, as a PNG."""
-    metrics = read_metrics(run)
+    metrics = read_history(run)
     steps, losses = metrics.steps, metrics.columns["loss"]
-    half = max(1, round(len(losses) * MEAN_SHARE / 2))
-    means = [float(np.mean(losses[max(0, i - half) : i + half + 1])) for i in range(len(losses))]
+    means = smoothed(losses, MEAN_SHARE)
     figure = Figure(figsize=(8.2, 4.2), layout="constrained")
     axes = figure.add_subplot(yscale="log", xlabel="step (updates of the weights)", ylabel="training loss")
     axes.plot(steps, losses, color="lightsteelblue", linewidth=1, label="each report")

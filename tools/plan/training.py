@@ -16,7 +16,7 @@ from ...datasets.errors import RecipeError
 from ...datasets.units import readable_size, readable_time
 from ...train.metrics.flops import shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
-from ...train.metrics.reader import read_metrics
+from ...train.metrics.history import read_history
 from ...train.weights.folders import METRICS
 from ..terminal.text import aligned
 from .scaling import (
@@ -196,7 +196,7 @@ def measured_mfu(run: Path) -> float:
     """
     if not run.is_dir():
         raise RecipeError(f"--run '{run}': no such folder. Check the path.")
-    reported = [mfu for mfu in read_metrics(run).columns["mfu"].tolist() if mfu > 0]  # NaN: unknown
+    reported = [mfu for mfu in read_history(run).columns["mfu"].tolist() if mfu > 0]  # NaN: unknown
     if not reported:
         raise RecipeError(f"--run '{run}': its {METRICS} has no MFU; only runs on known GPUs report one.")
     return median(reported[len(reported) // 2 :])

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from ...datasets.disk.files import remove, write_atomic
 from ...datasets.errors import DamageError, EncoderError, LeanditError
 from ...datasets.format.schema import LatentSpec
-from ...train.run.evaluation.decoding import PICTURE, waiting
+from ...train.run.evaluation.decoding import LATENTS, PICTURE, grid_files
 from ..inspection.pictures import Cell, LatentDecoder, draw_sheet
 from .sample import png_bytes
 from .sampler import decode_in_parts
@@ -39,7 +39,7 @@ def decode_grids(folder: Path, vae: str | None = None) -> None:
     """
     decoder: LatentDecoder | None = None
     unreadable: dict[Path, DamageError] = {}
-    while path := next((path for path in waiting(folder).values() if path not in unreadable), None):
+    while path := next((path for path in grid_files(folder, LATENTS).values() if path not in unreadable), None):
         try:
             latents, spec, grid = _read(path)
         except DamageError as error:

@@ -14,7 +14,7 @@ from ...precompute.progress.clock import REJECTED
 from .text import is_quiet
 
 if TYPE_CHECKING:  # torch takes a second to import
-    from ...train.metrics.meter import StepReport
+    from ...train.metrics.history import StepReport
 
 PLAIN_EVERY_SECONDS = 30.0
 SPEED_OVER_SECONDS = 300.0  # a batch of a slow encoder takes over rich's 30 s, after which it knows no time left

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,58 +18,13 @@ from ...datasets.errors import RunError
 from ...datasets.format.schema import LatentSpec
 from ...datasets.store import LatentStore
 from ..models.spec import ModelSpec
-from ..optim.loss_scale import SMALLEST_SCALE, LossScale
+from ..optim.loss_scale import SMALLEST_SCALE, LossScale, autocast_dtype
 from ..parallel.ranks import Ranks, all_gather
-from .device import Event, has_passed, now, peak_memory_gib, seconds_between, wait_for
 from .flops import latent_size_of, tokens_per_image, train_flops
-from .held_out import HeldOutLoss
-from .loss_bands import band_means, band_sums
+from .gpus import gpu_by_name
+from .history import NUM_BANDS, StepReport
 
 MOST_NAMED = 5  # records in a message
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """The figures of some steps.
-
-    Args:
-      step: last of them.
-      num_images: seen since the start of the run.
-      epoch: of the last batch.
-      loss, grad_norm: means over the steps; the loss without added terms, the norm before clipping.
-      learning_rate: of the last step.
-      seconds_per_step, images_per_second: over the steps, of all ranks together.
-      tokens_per_second: image tokens, of all ranks together.
-      mfu: model FLOPs utilisation of all GPUs, 0 to 1 (``flops.py``); None on a CPU and on a GPU unknown to
-        ``gpus.py``.
-      data_wait_share: share of the time, 0 to 1, spent waiting for batches.
-      gpu_busy_share: share of the time, 0 to 1, that this rank's GPU spent in steps; None on a CPU.
-      memory_gib: peak of torch's allocations on this rank's GPU over the steps; on a CPU, the process's peak so far.
-      skipped_steps: steps without an update, because gradients overflowed (float16).
-      loss_scale: of the last step, or None if losses are not scaled.
-      loss_by_time: mean loss in each of ``NUM_BANDS`` equal bands from data to noise; None for a band without images.
-      loss_terms: means of the weighted terms that the recipe adds to the loss.
-      held_out: loss of the held-out records, if the last step ended with an evaluation.
-    """
-
-    step: int
-    num_images: int
-    epoch: int
-    loss: float
-    grad_norm: float | None
-    learning_rate: float
-    seconds_per_step: float
-    images_per_second: float
-    tokens_per_second: float
-    mfu: float | None
-    data_wait_share: float
-    gpu_busy_share: float | None
-    memory_gib: float
-    skipped_steps: int
-    loss_scale: float | None
-    loss_by_time: list[float | None]
-    loss_terms: dict[str, float]
-    held_out: HeldOutLoss | None = None
 
 
 class StepResult(NamedTuple):
@@ -99,6 +56,41 @@ class StepResult(NamedTuple):
     learning_rate: float
 
 
+class HostEvent:
+    """This moment of a CPU, with the methods of ``torch.cuda.Event`` that a meter calls."""
+
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached it."""
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Milliseconds until a later moment."""
+        return 1000 * (end._seconds - self._seconds)
+
+
+Event = HostEvent | torch.cuda.Event
+
+
+def now(device: torch.device) -> Event:
+    """This moment of a device, which a GPU reaches once it has done all work so far; nothing waits."""
+    if device.type != "cuda":
+        return HostEvent()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Event, end: Event) -> float:
+    """Seconds by the clock of the device, which must have reached both."""
+    return start.elapsed_time(end) / 1000  # pyright: ignore[reportArgumentType] - both are of one device
+
+
 @dataclass
 class _Interval:
     """Some steps, and once their report has begun, the figures that are on their way from the device.
@@ -111,7 +103,7 @@ class _Interval:
     """
 
     start: Event
-    end: Event = 0.0
+    end: Event
     results: list[StepResult] = field(default_factory=list)
     busy: list[tuple[Event, Event]] = field(default_factory=list)
     wait_seconds: float = 0.0
@@ -153,12 +145,8 @@ class Meter:
 
     def restart(self) -> None:
         """Start again from now, without steps."""
-        self._interval = _Interval(now(self._device))
-
-    @property
-    def is_empty(self) -> bool:
-        """No step since the last report."""
-        return not self._interval.results
+        start = now(self._device)
+        self._interval = _Interval(start, start)
 
     @property
     def reads_at_once(self) -> bool:
@@ -194,7 +182,7 @@ class Meter:
         Raises: RunError: a loss or a gradient is not finite, naming the records; or the loss scale is too small.
         """
         reports = self._read()
-        if due and not self.is_empty:
+        if due and self._interval.results:
             self._begin()
             if at_once or self.reads_at_once:
                 reports += self._read()
@@ -204,22 +192,18 @@ class Meter:
         """The report that was due before, after an error of this rank; none if it is not finite, or if other ranks may
         never do what it would wait for."""
         alone = self._ranks.world_size == 1
-        return self._read(checks=False) if self._begun and (alone or has_passed(self._begun.end)) else []
+        return self._read(checks=False) if self._begun and (alone or self._begun.end.query()) else []
 
     def _begin(self) -> None:
         """Copy the figures to the host without waiting for the device."""
-        interval = self._interval
-        results = interval.results
-        losses, norms, skipped = (
-            torch.stack(column)
-            for column in zip(*((one.loss, one.grad_norm, one.skipped) for one in results), strict=True)
-        )
+        interval, results = self._interval, self._interval.results
+        terms = torch.stack([torch.stack([one.loss, *one.terms.values()]) for one in results], dim=1)
         shares = torch.cat([one.time_shares for one in results])
         bands = band_sums(shares, torch.cat([one.losses for one in results]))
-        terms = torch.stack([losses, *(torch.stack([one.terms[name] for one in results]) for name in results[0].terms)])
         if self._ranks.world_size > 1:
             dist.all_reduce(terms)
             dist.all_reduce(bands)
+        norms, skipped = (torch.stack([getattr(one, name) for one in results]) for name in ("grad_norm", "skipped"))
         interval.scale = self._scale.value() if self._scale else None  # waits for the device
         interval.memory_gib = peak_memory_gib(self._device)
         interval.figures = tuple(one.to("cpu", non_blocking=True) for one in (terms, norms, skipped, bands))
@@ -231,7 +215,7 @@ class Meter:
         interval, self._begun = self._begun, None
         if interval is None:
             return []
-        wait_for(interval.end)
+        interval.end.synchronize()
         terms, norms, skipped, bands = interval.figures
         losses, last = terms[0], interval.results[-1]
         bad = ~losses.isfinite() | ((skipped != 0) & (self._scale is None))
@@ -264,6 +248,7 @@ class Meter:
             loss_scale=interval.scale,
             loss_by_time=band_means(bands),
             loss_terms=dict(zip(last.terms, terms[1:].mean(1).tolist(), strict=True)),
+            held_out=None,
         )
         return [report]
 
@@ -280,3 +265,52 @@ class Meter:
             "checkpoint. Look at the records with 'leandit inspect STORE KEY'; train with a lower optimizer.lr or with "
             "run.grad_clip, in another --run."
         )
+
+
+def band_sums(share: Tensor, losses: Tensor) -> Tensor:
+    """Sums of losses and counts in equal bands of the time; add them over microbatches, steps and ranks.
+
+    Every image is compared with every band, so that shapes and order of the sum are fixed, which atomic additions on a
+    GPU are not. No matrix product, because TF32 would round it.
+
+    Args:
+      share: (B,) float32 position between data, 0, and noise, 1 (``losses.time_share``).
+      losses: (B,).
+    Returns: (2, NUM_BANDS) float32 on their device: sums of losses, counts. A loss that is not finite affects
+      only its band.
+    """
+    band = (share.float() * NUM_BANDS).long().clamp(0, NUM_BANDS - 1)
+    inside = band[:, None] == torch.arange(NUM_BANDS, device=share.device)  # (B, NUM_BANDS)
+    sums = torch.where(inside, losses.detach().float()[:, None], 0.0).sum(0)
+    return torch.stack([sums, inside.sum(0).float()])
+
+
+def band_means(sums: Tensor) -> list[float | None]:
+    """Mean loss of each band, None for a band without images; waits for the device."""
+    totals, counts = sums.tolist()
+    return [total / count if count else None for total, count in zip(totals, counts, strict=True)]
+
+
+def peak_flops(device: torch.device, precision: str) -> float:
+    """Peak of a device in FLOP/s, in the precision it computes in; 0: a CPU, or an unknown GPU.
+
+    Args:
+      precision: of the recipe.
+    """
+    gpu = gpu_by_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return gpu.peak_flops(computed_in(precision, device)) if gpu else 0.0
+
+
+def computed_in(precision: str, device: torch.device) -> str:
+    """The precision that a recipe's means on a device: without bf16 it computes in float32 instead."""
+    return "fp32" if precision == "bf16" and autocast_dtype(precision, device) is None else precision
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak of torch's allocations on the GPU since the last call; on a CPU, the process's peak so far."""
+    if device.type != "cuda":
+        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak / 2**30

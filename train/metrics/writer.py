@@ -1,21 +1,31 @@
-"""Where the figures of a run go: ``metrics.jsonl``, with units in its keys; the same for TensorBoard and wandb."""
+"""Where the figures of a run go: ``metrics.jsonl``, TensorBoard and wandb; and each start to ``starts.jsonl``."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
+import os
+import platform
 import struct
-import sys
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ...datasets.disk.files import write_atomic
-from ...datasets.errors import DamageError, RecipeError, RunError
-from ..config import TrainRecipe
-from ..weights.folders import METRICS
-from .meter import StepReport
+import torch
 
+from ... import __version__
+from ...datasets.disk.files import write_atomic
+from ...datasets.errors import RecipeError, RunError
+from ..config import TrainRecipe
+from ..parallel.ranks import Ranks
+from ..parallel.strategy import choose_strategy
+from ..weights.folders import METRICS, STARTS
+from .history import Start, StepReport, parse_reports, read_history, whole_lines
+from .meter import computed_in
+
+LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "zarr")
 WANDB_ID = "wandb_id"  # file in the run's folder, so that a resumed run stays one run of Weights & Biases
 
 
@@ -35,14 +45,16 @@ class MetricsWriter:
       run: its folder.
       step: from which the run starts or resumes; lines of later steps are dropped.
       recipe: its ``run.wandb`` turns on wandb.
-    Raises: RunError: wandb refuses.
+    Raises: RunError: wandb refuses; DamageError: a line is not a report.
     """
 
     def __init__(self, run: Path, *, step: int, recipe: TrainRecipe) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self._path = run / METRICS
-        write_atomic(self._path, "".join(_lines_until(self._path, step)).encode())
+        lines, _ = whole_lines(self._path)
+        reports = zip(lines, parse_reports(self._path, lines), strict=True)
+        write_atomic(self._path, b"".join(line + b"\n" for line, report in reports if report.step <= step))
         self._wandb = _start_wandb(run, recipe) if recipe.run.wandb else None
         self._tensorboard = SummaryWriter(run / "tensorboard", purge_step=step + 1)
 
@@ -111,41 +123,41 @@ def _start_wandb(run: Path, recipe: TrainRecipe) -> Any:
     return started
 
 
-def last_step(run: Path) -> int:
-    """The last step that a run has reported; 0 of a new one.
-
-    Raises: DamageError: a line is not a report.
-    """
-    lines = _lines_until(run / METRICS, sys.maxsize)
-    return json.loads(lines[-1])["step"] if lines else 0
-
-
 def _scalars(values: dict[str, Any]) -> dict[str, float]:
     """The numbers of a report that can be plotted over the steps, one for each band and each time."""
     figures = {name: value for name, value in values.items() if name not in ("step", "held_out", "loss_terms")}
-    figures |= {f"loss_terms/{name}": value for name, value in values["loss_terms"].items()}
-    figures |= {f"held_out/{name}": value for name, value in (values["held_out"] or {}).items()}
+    for group in ("loss_terms", "held_out"):
+        figures |= {f"{group}/{name}": value for name, value in (values[group] or {}).items()}
     for name in [name for name, value in figures.items() if isinstance(value, list)]:
         by_time, middle = figures.pop(name), 0.5 if name.startswith("held_out/") else 0.0
         figures |= {f"{name}/{(number + middle) / len(by_time):g}": value for number, value in enumerate(by_time)}
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def _lines_until(path: Path, step: int) -> list[str]:
-    """Lines of a metrics file up to a step, without a line that a crash cut off.
+def write_start(run: Path, recipe: TrainRecipe, device: torch.device, ranks: Ranks, *, name: str, step: int) -> None:
+    """Append a start of the first rank to those of a run.
 
-    Raises: DamageError: a line is not a report.
+    Args:
+      name: of the recipe.
+      step: from which the run starts or resumes.
+    Raises: DamageError: a line of ``metrics.jsonl`` is not a report.
     """
-    kept = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.is_file() else (), 1):
-        if not line.endswith(b"\n"):
-            continue
-        try:
-            line_step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DamageError(
-                f"'{path}': line {number} is not a report. Remove the line, or move the file away: a run "
-                "resumes without it."
-            ) from error
-        kept += [line.decode()] if line_step <= step else []
-    return kept
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    on_gpu, cpu = device.type == "cuda", f"{platform.machine()} CPU, {cores} cores"
+    installed = {each: importlib.metadata.version(each) for each in LIBRARIES if importlib.util.find_spec(each)}
+    start = Start(
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        from_step=step,
+        reached_step=read_history(run).last_step,
+        recipe=name,
+        machine=platform.node(),
+        device=torch.cuda.get_device_name(device) if on_gpu else cpu,
+        world_size=ranks.world_size,
+        num_machines=ranks.num_machines,
+        strategy=choose_strategy(recipe.parallel, ranks),
+        precision=computed_in(recipe.run.precision, device),
+        versions={"leandit": __version__, "python": platform.python_version()} | installed,
+    )
+    path = run / STARTS
+    before = path.read_bytes() if path.is_file() else b""
+    write_atomic(path, before + start.model_dump_json().encode() + b"\n")

@@ -75,6 +75,9 @@ def draw_latents(
 ) -> Tensor:
     """Draw one latent for each conditioning.
 
+    The state of a solver is flat, (B, CHW + D): a latent, then the class token of a model that denoises one. Solvers
+    compute element by element, so its shape changes nothing.
+
     Args:
       conditioning: on the device of the model.
       size: latent height and width.
@@ -83,23 +86,18 @@ def draw_latents(
     Returns: (B, C, H, W) float32, as the model sees them (shifted and scaled).
     Raises: RecipeError: the sampler is not one of the objective's.
     """
-    spec, objective = drawn.spec, drawn.objective
+    spec, objective, shape = drawn.spec, drawn.objective, (drawn.spec.channels, *size)
     if solver.shift is not None:
         objective = objective.model_copy(update={"shift": solver.shift})
     sampler = choose_sampler(objective, solver.sampler, steps=solver.steps)
-    forward = guided(drawn, conditioning, solver, size)
-    inputs = _inputs(conditioning)
-    generators = [
-        torch.Generator().manual_seed(keyed_hash(seed, number) % 2**63)
-        for number in (range(len(inputs)) if numbers is None else numbers)
+    forward, inputs = guided(drawn, conditioning, solver, size), _inputs(conditioning)
+    numbers = range(len(inputs)) if numbers is None else numbers
+    generators = [torch.Generator().manual_seed(keyed_hash(seed, number) % 2**63) for number in numbers]
+    noise = [
+        torch.stack([torch.randn(count, generator=one) for one in generators])
+        for count in (math.prod(shape), spec.class_width)
     ]
-
-    def noise(*shape: int) -> Tensor:
-        return torch.stack([torch.randn(shape, generator=one) for one in generators]).to(inputs.device)
-
-    x = noise(spec.channels, *size)
-    if spec.class_width:  # denoised together: one state of latents and class tokens, (B, CHW + D)
-        x = torch.cat([x.flatten(1), noise(spec.class_width)], dim=1)
+    x = torch.cat(noise, dim=1).to(inputs.device)
     scheduler = build_scheduler(objective, sampler, diffusion=solver.diffusion, last_step=solver.last_step)
     scheduler.set_timesteps(solver.steps)
     noises: dict[str, Any] = {"generator": generators} if sampler in STOCHASTIC else {}
@@ -111,44 +109,44 @@ def draw_latents(
     with torch.no_grad(), float32_products(solver.tf32):
         for t, time in zip(scheduler.timesteps, times, strict=True):
             output = forward(x, time)
-            if spec.out_channels > spec.channels and sampler != "ddpm":  # which takes the variance
-                output = output[:, : spec.channels]
+            if sampler != "ddpm":  # which takes the variance
+                output = output[:, : x.shape[1]]
             x = scheduler.step(output, t, x, **noises).prev_sample
-    return x if x.ndim == 4 else _latents(x, spec, size)
+    return x[:, : math.prod(shape)].unflatten(1, shape)
 
 
 def guided(
     drawn: SamplingModel, conditioning: Conditioning, solver: Solver, size: tuple[int, int]
 ) -> Callable[[Tensor, float], Tensor]:
-    """The model with guidance, as a function of noisy latents and one time in 0..1000 for all of them.
+    """The model with guidance, as a function of noisy states, (B, CHW + D), and one time in 0..1000 for all of them.
 
-    Conditional and null are one batch at the times that need both. A variance is not guided. With a class token, the
-    state is (B, CHW + D), and all of it is guided.
+    Conditional and null are one batch at the times that need both. A variance, which follows the state, is not guided.
+    A class token is guided as the latent is.
 
     Source: Ho and Salimans 2022, equation 6; Kynkaanniemi et al. 2024, section 3 (the interval).
     """
-    spec, device = drawn.spec, _inputs(conditioning).device
+    spec, inputs, shape = drawn.spec, _inputs(conditioning), (drawn.spec.channels, *size)
     if spec.class_width and solver.guided_channels:
         raise RecipeError("guided channels: this model denoises a class token too, and all of it is guided.")
-    everywhere = torch.ones(len(_inputs(conditioning)), dtype=torch.bool, device=device)
+    everywhere = torch.ones(len(inputs), dtype=torch.bool, device=inputs.device)
     both = conditioning.followed_by(drawn.conditioner.drop(conditioning, everywhere))
-    count = None if spec.class_width else min(solver.guided_channels or spec.channels, spec.channels)
+    width = math.prod(shape)
+    count = min(solver.guided_channels or spec.channels, spec.channels) * math.prod(size) + spec.class_width
 
     def forward(x: Tensor, t: float, given: Conditioning) -> Tensor:
-        time = torch.full((len(x),), t, device=device)
-        with torch.autocast(device.type, solver.autocast, enabled=solver.autocast is not None):
-            if not spec.class_width:
-                return drawn.model(x, time, given).float()
-            token = x[:, -spec.class_width :]
-            result = drawn.model(_latents(x, spec, size), time, given, Extras(class_token=token))
-        return torch.cat([result.output.float().flatten(1), result.class_velocity.float()], dim=1)
+        time = torch.full((len(x),), t, device=inputs.device)
+        extras = [Extras(class_token=x[:, width:])] if spec.class_width else []
+        with torch.autocast(inputs.device.type, solver.autocast, enabled=solver.autocast is not None):
+            result = drawn.model(x[:, :width].unflatten(1, shape), time, given, *extras)
+        outputs = (result.output, result.class_velocity) if spec.class_width else (result,)
+        return torch.cat([output.float().flatten(1) for output in outputs], dim=1)
 
     def guided_forward(x: Tensor, t: float) -> Tensor:
         if solver.guidance == 1 or not solver.interval[0] <= t / TRAIN_STEPS <= solver.interval[1]:
             return forward(x, t, conditioning)
         output, null = forward(torch.cat([x, x]), t, both).chunk(2)
         first = null[:, :count] + solver.guidance * (output[:, :count] - null[:, :count])
-        return first if count is None else torch.cat([first, output[:, count:]], dim=1)
+        return torch.cat([first, output[:, count:]], dim=1)
 
     return guided_forward
 
@@ -157,12 +155,6 @@ def _inputs(conditioning: Conditioning) -> Tensor:
     inputs = conditioning.labels if conditioning.labels is not None else conditioning.captions
     assert inputs is not None
     return inputs
-
-
-def _latents(x: Tensor, spec: ModelSpec, size: tuple[int, int]) -> Tensor:
-    """(B, CHW + D) to (B, C, H, W)."""
-    shape = (spec.channels, *size)
-    return x[:, : math.prod(shape)].unflatten(1, shape)
 
 
 @contextlib.contextmanager

@@ -82,24 +82,7 @@ def load_snapshot(
       weights: "averaged", or "raw": those that were trained, of a step whose checkpoint is still there.
     Raises: RunError: there is none, or its state is not valid; DamageError.
     """
-    snapshots = dict(steps(SNAPSHOT, run))
-    if not snapshots:
-        raise RunError(f"run '{run}': there is no snapshot. Train first: a checkpoint makes one too.")
-    wanted = SNAPSHOT
-    if weights == "raw":
-        checkpoints, wanted = dict(steps(CHECKPOINT, run)), CHECKPOINT
-        snapshots = {at: path for at, path in snapshots.items() if at in checkpoints}
-        if not snapshots:
-            raise RunError(
-                f"run '{run}': it has no checkpoint, which alone has raw weights. Use the averaged ones, or the folder "
-                "that the run was trained in."
-            )
-    if step and step not in snapshots:
-        raise RunError(f"run '{run}': no {wanted} of step {step}; there are {', '.join(map(str, sorted(snapshots)))}.")
-    saved = source = checkpoint.read(snapshots[step or max(snapshots)])
-    if weights == "raw":
-        raw = checkpoint.read(saved.path.with_name(f"{CHECKPOINT}-{saved.state['step']}"))
-        source = replace(raw, state=saved.state)
+    saved, source = _read(run, step, weights)
     try:
         spec = ModelSpec.model_validate(saved.state["spec"])
         objective = ObjectiveSection.model_validate(saved.state["objective"])
@@ -131,6 +114,25 @@ def load_snapshot(
         weights_hash=source.files[f"{MODEL}.safetensors"].xxh3_128,
         weights=weights,
     )
+
+
+def _read(run: Path, step: int, weights: Weights) -> tuple[checkpoint.Saved, checkpoint.Saved]:
+    """The snapshot of a step, or the newest, and what has the weights to sample."""
+    snapshots = dict(steps(SNAPSHOT, run))
+    if not snapshots:
+        raise RunError(f"run '{run}': there is no snapshot. Train first: a checkpoint makes one too.")
+    kind = SNAPSHOT if weights == "averaged" else CHECKPOINT
+    places = {at: path for at, path in steps(kind, run) if at in snapshots}
+    if not places:
+        raise RunError(
+            f"run '{run}': it has no checkpoint, which alone has raw weights. Use the averaged ones, or the folder "
+            "that the run was trained in."
+        )
+    if step and step not in places:
+        raise RunError(f"run '{run}': no {kind} of step {step}; there are {', '.join(map(str, sorted(places)))}.")
+    step = step or max(places)
+    saved = checkpoint.read(snapshots[step])
+    return saved, saved if kind == SNAPSHOT else replace(checkpoint.read(places[step]), state=saved.state)
 
 
 def _null_caption(saved: checkpoint.Saved, spec: ModelSpec, text: TextSpec | None) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ from leandit.datasets.store import LatentStore
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.train.loop import train
-from leandit.train.metrics.meter import StepReport
+from leandit.train.metrics.history import StepReport
 from leandit.train.parallel.stop import StopRequest
 
 MOMENTS = "buckets/64x64/moments/c/0/0/0/0"

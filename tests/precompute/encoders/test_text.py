@@ -28,7 +28,7 @@ from leandit.precompute.pipeline import Report
 from leandit.precompute.shards.caption_shard import equal_length_batches
 from leandit.tools.terminal.outcome import precompute_rows
 from leandit.train.loop import StopRequest, train
-from leandit.train.metrics.meter import StepReport
+from leandit.train.metrics.history import StepReport
 from leandit.train.sampling.snapshot import load_snapshot
 
 Encode = Callable[..., Report]

@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from leandit.train.metrics.loss_bands import NUM_BANDS, band_means, band_sums
+from leandit.train.metrics.meter import NUM_BANDS, band_means, band_sums
 from leandit.train.objectives.losses import (
     PLAIN,
     ddpm_schedule,

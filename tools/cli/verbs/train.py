@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # torch takes a second to import
 
     from ....train.config import TrainRecipe
     from ....train.loop import Outcome
-    from ....train.metrics.meter import StepReport
+    from ....train.metrics.history import StepReport
     from ....train.parallel.ranks import Ranks
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 
-from ....train.metrics.reader import smoothed
+from ....train.metrics.history import smoothed
 from ..store_facts import MEAN_LIMIT, STD_LIMITS, StoreFacts
 from ..templating import TEMPLATES, environment
 from .run_facts import RunFacts

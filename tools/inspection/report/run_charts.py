@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....train.metrics.reader import smoothed
+from ....train.metrics.history import smoothed
 from .charts import COLORS, DOTTED, Chart, chart, label, thinned
 from .run_facts import RunFacts
 

@@ -18,9 +18,8 @@ from ....datasets.errors import DamageError, LeanditError
 from ....datasets.recipe import flatten, shipped_recipes
 from ....datasets.store import LatentStore
 from ....train.config import PACKAGE, load
-from ....train.metrics.reader import read_metrics, whole_lines
-from ....train.metrics.starts import read_starts
-from ....train.run.evaluation.decoding import waiting
+from ....train.metrics.history import read_history, read_starts, whole_lines
+from ....train.run.evaluation.decoding import LATENTS, PICTURE, grid_files
 from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, SNAPSHOT, STATE, find
 from ..templating import Rows, side_by_side, things
 
@@ -60,7 +59,7 @@ class RunFacts:
         manifest = _read_manifest(run)
         self.name, self.recipe = name, manifest.recipe  # nested, with all keys
         self.recipe_text = (run / RECIPE).read_text(errors="replace") if (run / RECIPE).is_file() else ""
-        self.starts, self.metrics = read_starts(run), read_metrics(run)
+        self.starts, self.metrics = read_starts(run), read_history(run)
         steps = self.key("run.steps")
         self.num_steps = steps if isinstance(steps, int) else 0  # that the recipe asks for
         self.state = self.metrics.state(self.num_steps, now=now)
@@ -69,9 +68,8 @@ class RunFacts:
         self.changed = differing([load(shipped, []).model_dump(), self.recipe]) if self.shipped else []
         self.stores = [side_by_side([_describe_store(run, store)]) for store in manifest.stores]
         self.evaluations = _read_evaluations(run)
-        grids = {path.stem.removeprefix("step-"): path for path in (run / SAMPLES).glob("step-*.png")}
-        self.grids = {int(step): path for step, path in grids.items() if step.isdecimal()}  # decoded ones, by step
-        self.num_waiting = len(waiting(run / SAMPLES))  # grids that are still latents
+        self.grids = grid_files(run / SAMPLES, PICTURE)  # decoded ones, by step
+        self.num_waiting = len(grid_files(run / SAMPLES, LATENTS))
         self.checkpoints = sorted(int(path.name.rpartition("-")[2]) for path in find(CHECKPOINT, run))  # steps
         self.damaged = sorted(path.name for path in run.glob(f"damaged-{CHECKPOINT}-*"))  # that were set aside
 

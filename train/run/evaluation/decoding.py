@@ -12,14 +12,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 MODULE = "leandit.tools.sample.decode_grids"
 LATENTS, PICTURE = "safetensors", "png"
 
 
-def waiting(folder: Path, suffix: str = LATENTS) -> dict[int, Path]:
-    """Latents of the grids that are not decoded, by step, the oldest first; or the files of another suffix."""
+def grid_files(folder: Path, suffix: str) -> dict[int, Path]:
+    """The grids of a folder by step, the oldest first: ``LATENTS``, which are not decoded yet, or ``PICTURE``."""
     matches = [(re.fullmatch(rf"step-(\d+)\.{suffix}", path.name), path) for path in folder.glob("step-*")]
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
@@ -35,28 +34,27 @@ class Decoding:
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         self._folder, self._warn = folder, warn
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._failed = False
-        self._shown = set(waiting(folder, PICTURE)) - set(waiting(folder))
-        if waiting(folder):
+        self._pending = set(grid_files(folder, LATENTS))  # steps whose images have not been returned
+        if self._pending:
             self.start()
 
     def path_of(self, step: int) -> Path:
         """Where the latents of a step belong."""
-        self._shown.discard(step)
+        self._pending.add(step)
         return self._folder / f"step-{step}.{LATENTS}"
 
     def start(self) -> None:
         """Start the process, unless it runs or has failed; it decodes until no latents are left."""
         if self._failed or self._process is not None:
             return
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}  # the GPU is for training
         self._process = subprocess.Popen(
             [sys.executable, "-m", MODULE, str(self._folder)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
-            env=environment,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},  # the GPU is for training
             start_new_session=True,  # an interrupt of the terminal is for the trainer
         )
 
@@ -67,18 +65,15 @@ class Decoding:
           wait: until all grids are decoded, or the process has failed.
         """
         while self._process is not None and (wait or self._process.poll() is not None):
-            if self._process.wait():
-                self._fail(self._process.returncode)
+            if code := self._process.wait():
+                self._fail(code)
             self._process = None
-            if waiting(self._folder):  # latents that it has not seen
+            if grid_files(self._folder, LATENTS):  # which it has not seen
                 self.start()
-        latents = waiting(self._folder)
-        new = [
-            (step, path)
-            for step, path in waiting(self._folder, PICTURE).items()
-            if step not in self._shown and step not in latents
-        ]
-        self._shown |= {step for step, _ in new}
+        latents = grid_files(self._folder, LATENTS)
+        images = grid_files(self._folder, PICTURE).items()
+        new = [(step, path) for step, path in images if step in self._pending and step not in latents]
+        self._pending -= {step for step, _ in new}
         return new
 
     def stop(self) -> None:

@@ -1,42 +1,29 @@
-"""Grids of images while a run trains: the averaged weights draw latents, another process decodes them.
-
-The trainer never loads a decoder and never waits for one, except at the end of the run. Nothing that trains changes.
-"""
+"""Grids of images while a run trains: what they show, and the latents that the averaged weights draw."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ....datasets.batches.captions import CaptionBatch, captions_of
-from ....datasets.batches.latents import denormalise
 from ....datasets.batches.reader import BatchReader
-from ....datasets.disk.files import write_atomic
 from ....datasets.order.filters import label_indices
 from ....datasets.store import LatentStore
 from ...data_recipe import RecordsSection
-from ...metrics.flops import latent_size_of, tokens_per_image
-from ...metrics.writer import MetricsWriter
+from ...metrics.flops import tokens_per_image
 from ...models.conditioning import Conditioner, Conditioning
 from ...sampling.guided import SamplingModel, Solver, draw_latents
-from ...weights.folders import SAMPLES
-from ..data import buckets_at
 from ..state import Run
-from .decoding import Decoding
 
 FORWARD_TOKENS = 16384  # image tokens of a forward
 
 
-@dataclass(frozen=True)
-class Subjects:
+class Subjects(NamedTuple):
     """The labels or captions of a grid, one for each image.
 
     Args:
@@ -56,99 +43,38 @@ class Subjects:
         return conditioner(None, {name: text.to(device) for name, text in self.captions.items()})
 
 
-class Grids:
-    """Draws a grid every ``run.sample_every`` steps; all ranks share the work.
+def draw_grid(run: Run, subjects: Subjects, size: tuple[int, int]) -> Tensor:
+    """Draw latents with the averaged weights; a collective call, which changes nothing that trains.
 
     Args:
-      state: of the run.
-      run: its folder.
-      warn: called if the grids cannot be decoded, and if they have fewer images than the recipe asks for.
+      size: latent height and width.
+    Returns: (count, C, H, W) float32, as the model sees them, on every rank.
     """
-
-    def __init__(self, state: Run, run: Path, warn: Callable[[str], None]) -> None:
-        self._state, self._section, self._warn = state, state.recipe.run, warn
-        self._decoding = Decoding(run / SAMPLES, warn) if state.ranks.is_first else None
-        self._solver = Solver(
-            steps=self._section.sample_steps,
-            guidance=self._section.sample_guidance,
-            autocast=state.autocast_dtype,
-            tf32=self._section.precision == "tf32",
-        )
-        self._subjects: dict[int, Subjects] = {}  # by the first store of the stage
-
-    def is_due(self, step: int) -> bool:
-        """Whether a step ends with a grid."""
-        return step % self._section.sample_every == 0 or step == self._section.steps
-
-    def draw(self) -> None:
-        """Draw the grid of this step and start its decoding; a collective call, after which nothing has changed."""
-        state, data = self._state, self._state.recipe.data
-        first = ((number, turn.section) for number, turn in enumerate(data.turns) if turn.has(state.step))
-        number, section = next(first, (0, data))
-        subjects = self._subjects.get(number) or self._choose_subjects(number, section)
-        self._subjects[number] = subjects
-        latent = state.loader.dataset.reader.latent_specs[number]
-        buckets = buckets_at(data, state.stores, state.step)
-        bucket = max(buckets, key=lambda name: buckets[name])  # the most common one
-        latents = self._latents(subjects, latent_size_of(bucket, latent))
-        if self._decoding is None:
-            return
-        content = {"names": subjects.names, "vae": state.extra["vae"], "latent": latent.model_dump()}
-        raw = {"latents": denormalise(latents.cpu(), latent).contiguous()}
-        write_atomic(
-            self._decoding.path_of(state.step), safetensors.torch.save(raw, metadata={"grid": json.dumps(content)})
-        )
-        self._decoding.start()
-
-    def show(self, writer: MetricsWriter, *, wait: bool = False) -> None:
-        """Hand on the grids that have been decoded since the last call, or ``wait`` for all."""
-        for step, path in self._decoding.decoded(wait=wait) if self._decoding else ():
-            writer.write_picture(path, step, now=self._state.step)
-
-    def finish(self, writer: MetricsWriter | None) -> None:
-        """Wait until all grids are decoded, and hand them on; only the first rank has a writer."""
-        if writer:
-            self.show(writer, wait=True)
-
-    def close(self) -> None:
-        """Stop decoding; the next call of the run goes on with it."""
-        if self._decoding:
-            self._decoding.stop()
-
-    def _choose_subjects(self, number: int, section: RecordsSection) -> Subjects:
-        count, state = self._section.sample_count, self._state
-        reader, takes_text = state.loader.dataset.reader, state.spec.takes_text
-        subjects = choose_subjects(reader, number, section, takes_text=takes_text, count=count)
-        if len(subjects.names) < count and state.ranks.is_first:
-            kept = "held-out records" if state.recipe.data.holdout else "records"
-            self._warn(
-                f"run.sample_count {count}: the {kept} have {len(subjects.names)} different first captions, so a grid "
-                "has as many images"
-            )
-        return subjects
-
-    def _latents(self, subjects: Subjects, size: tuple[int, int]) -> Tensor:
-        """(count, C, h, w) float32, as the model sees them, on every rank."""
-        state, ranks, count = self._state, self._state.ranks, len(subjects.names)
-        most = max(1, FORWARD_TOKENS // (2 * tokens_per_image(state.spec, size)))
-        each = -(-count // ranks.world_size)
-        conditioning = subjects.conditioning(state.conditioner, state.device)
-        drawn = torch.zeros(count, state.spec.channels, *size, device=state.device)
-        model = SamplingModel(state.engine.forward, state.spec, state.recipe.objective, state.conditioner)
-        state.engine.model.eval()
-        with state.engine.averaged(), torch.compiler.set_stance("force_eager"):
-            for start in range(0, each, most):
-                # A sharded model needs every rank in every forward: one without images draws another's again.
-                places = [ranks.rank * each + place for place in range(start, min(each, start + most))]
-                numbers = [place % count for place in places]
-                how = {"size": size, "seed": self._section.seed, "solver": self._solver, "numbers": numbers}
-                latents = draw_latents(model, conditioning.part(numbers), **how)
-                for place, one in zip(places, latents, strict=True):
-                    if place < count:
-                        drawn[place] = one
-        if ranks.world_size > 1:
-            dist.all_reduce(drawn)  # each latent and zeros
-        return drawn
+    section, ranks, count = run.recipe.run, run.ranks, len(subjects.names)
+    solver = Solver(
+        steps=section.sample_steps,
+        guidance=section.sample_guidance,
+        autocast=run.autocast_dtype,
+        tf32=section.precision == "tf32",
+    )
+    most = max(1, FORWARD_TOKENS // (2 * tokens_per_image(run.spec, size)))
+    each = -(-count // ranks.world_size)
+    conditioning = subjects.conditioning(run.conditioner, run.device)
+    drawn = torch.zeros(count, run.spec.channels, *size, device=run.device)
+    model = SamplingModel(run.engine.forward, run.spec, run.recipe.objective, run.conditioner)
+    run.engine.model.eval()
+    with run.engine.averaged(), torch.compiler.set_stance("force_eager"):
+        for start in range(0, each, most):
+            # A sharded model needs every rank in every forward: one without images draws another's again.
+            places = [ranks.rank * each + place for place in range(start, min(each, start + most))]
+            numbers = [place % count for place in places]
+            how = {"size": size, "seed": section.seed, "solver": solver, "numbers": numbers}
+            latents = draw_latents(model, conditioning.part(numbers), **how)
+            first = places[0]  # beyond the last image both sides are empty
+            drawn[first : first + len(places)] = latents[: max(0, count - first)]
+    if ranks.world_size > 1:
+        dist.all_reduce(drawn)  # each latent and zeros
+    return drawn
 
 
 def choose_subjects(

@@ -1,8 +1,9 @@
 """The loss of held-out records while a run trains; the run computes what it would without it, bit for bit.
 
-Records are evaluated in groups of one forward each, which depend on stores and recipe alone. A forward adds in an order
-that may depend on the images beside each other, so ranks share groups, never images of one: each loss is the same to
-the bit at any number of ranks.
+It can be compared over the steps of a run: at eight fixed times, with noise that is fixed for each record. Records are
+evaluated in groups of one forward each, which depend on stores and recipe alone. A forward adds in an order that may
+depend on the images beside each other, so ranks share groups, never images of one: each loss is the same to the bit at
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -11,36 +12,38 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ....datasets.batches.batch import Batch
+from ....datasets.batches.latents import keyed_noise
 from ....datasets.batches.lookup import Records
-from ....datasets.batches.reader import BatchReader
 from ....datasets.errors import RecipeError
 from ....datasets.order.holdout import key_hashes
 from ....datasets.order.planned import PlannedBatch
-from ...data_recipe import DataSection
+from ....datasets.order.shuffle import mix
+from ...data_recipe import Objective
 from ...metrics.flops import latent_size_of, tokens_per_image
-from ...metrics.held_out import HeldOutLoss
-from ...models.spec import ModelSpec
+from ...metrics.history import NUM_TIMES, HeldOutLoss
+from ...objectives.losses import PLAIN, TRAIN_STEPS, objective_losses
+from ...techniques.images import Microbatch
 from ..state import Run
-from .fixed_draws import NUM_TIMES, losses_at_fixed_times, noise_keys, posterior_keys
 
+SHARES = tuple((number + 0.5) / NUM_TIMES for number in range(NUM_TIMES))  # of the way from data to noise
 GROUP_TOKENS = 8192  # image tokens of a forward: enough to keep a GPU busy, far fewer than a training step holds
 MOST_SHARE = 0.01  # of a run's time, above which a warning says what would be less
 
 
-@dataclass(frozen=True, eq=False)
-class Group:
+class Group(NamedTuple):
     """Held-out records that go through the model together.
 
     Args:
-      store: index of their store, as of ``PlannedBatch.plan``.
+      store: index of their store.
       bucket: of all of them.
       positions: (B,) int64 within the bucket.
       hashes: (B,) uint64 of their keys.
@@ -51,56 +54,78 @@ class Group:
     positions: np.ndarray
     hashes: np.ndarray
 
-    def __len__(self) -> int:
-        return len(self.positions)
 
-
-class HeldOut:
-    """The held-out records of a run.
+class Evaluation:
+    """Evaluates held-out records every ``run.evaluate_every`` steps; all ranks share the work.
 
     Args:
-      reader: of the run, whose plans hold out records.
-      data: of the recipe, with the stages.
-      most: records to evaluate; those with the smallest hashes are, so that the same ones are at every step.
-    Raises: RecipeError: a stage has none.
+      warn: called once if evaluations take more than a hundredth of the time.
+    Raises: RecipeError: ``data.holdout`` holds out no record of a stage.
     """
 
-    def __init__(self, reader: BatchReader, data: DataSection, spec: ModelSpec, most: int) -> None:
-        self._reader, self._turns, self._spec, self._most = reader, data.turns, spec, most
-        self._groups: dict[tuple[int, ...], list[Group]] = {}
-        for start in {turn.start for turn in self._turns} or {0}:
+    def __init__(self, run: Run, warn: Callable[[str], None]) -> None:
+        self._run, self._warn = run, warn
+        self._reader = run.loader.dataset.reader
+        self._stage, self._groups = dict[int, float](), list[Group]()  # those of the last evaluation
+        self._batches: dict[int, tuple[Batch, Tensor]] = {}  # this rank's groups, with the keys of their noise
+        self._last_end, self._num_evaluations = time.perf_counter(), 0
+        data = run.recipe.data
+        for start in {turn.start for turn in data.turns} or {0}:
             if not self.groups(start + 1):
-                names = ", ".join(f"'{reader.stores[number].path}'" for number in self._stage(start + 1))
+                names = ", ".join(f"'{self._reader.stores[number].path}'" for number in self._stage)
                 raise RecipeError(
                     f"data.holdout {data.holdout:g}: it holds out no record of {names}, so there is none to evaluate. "
                     "Raise it, or set run.evaluate_every=0."
                 )
 
+    def is_due(self, step: int) -> bool:
+        """Whether a step ends with an evaluation."""
+        section = self._run.recipe.run
+        return step % section.evaluate_every == 0 or step == section.steps
+
+    def evaluate(self) -> HeldOutLoss:
+        """Evaluate the weights and their average; a collective call, after which nothing has changed."""
+        run, start = self._run, self._synchronized_time()
+        groups, losses = self.groups(run.step), []
+        for weights in (nullcontext(), run.engine.averaged()):
+            with weights:
+                losses.append(self._mean_losses(groups))
+        end = self._synchronized_time()
+        share = (end - start) / (end - self._last_end)
+        self._last_end, self._num_evaluations = end, self._num_evaluations + 1
+        if share > MOST_SHARE and self._num_evaluations == 2 and run.ranks.is_first:  # the first one reads
+            every = math.ceil(run.recipe.run.evaluate_every * share / MOST_SHARE)
+            self._warn(
+                f"evaluating held-out records takes {share:.1%} of the time; run.evaluate_every={every} takes 1%"
+            )
+        (loss, *by_time), (averaged_loss, *averaged_by_time) = losses
+        num_images = sum(len(group.positions) for group in groups)
+        return HeldOutLoss(loss, averaged_loss, by_time, averaged_by_time, num_images, end - start, share)
+
     def groups(self, step: int) -> list[Group]:
         """Those to evaluate at a step: of the stores of its stage, by their shares of the batches."""
-        stage = self._stage(step)
-        if (key := tuple(stage)) not in self._groups:
-            self._groups[key] = [one for number, share in stage.items() for one in self._groups_of(number, share)]
-        return self._groups[key]
-
-    def _stage(self, step: int) -> dict[int, float]:
-        """Indexes of the stores that train at a step, with their shares."""
-        return {number: turn.share for number, turn in enumerate(self._turns) if turn.has(step)} or {0: 1.0}
+        turns = self._run.recipe.data.turns
+        stage = {number: turn.share for number, turn in enumerate(turns) if turn.has(step)} or {0: 1.0}
+        if stage != self._stage:
+            self._groups = [group for number, share in stage.items() for group in self._groups_of(number, share)]
+            self._stage, self._batches = stage, {}
+        return self._groups
 
     def _groups_of(self, number: int, share: float) -> list[Group]:
+        """Groups of a store: the records with the smallest hashes, so that the same ones are at every step."""
         store, selection = self._reader.stores[number], self._reader.order.plans[number].selection
         assert selection is not None
         hashes = {
             bucket: key_hashes(store, store.index(bucket).records[positions])
             for bucket, positions in selection.held_out.items()
         }
-        every = np.sort(np.concatenate(list(hashes.values())))
-        limit = every[: max(1, int(self._most * share))][-1:]  # empty if there is none
+        most = max(1, int(self._run.recipe.run.evaluate_images * share))
+        limit = np.sort(np.concatenate(list(hashes.values())))[:most][-1:]  # empty if there is none
         groups = []
         for bucket, positions in selection.held_out.items():
             chosen = np.argsort(hashes[bucket])
             chosen = chosen[hashes[bucket][chosen] <= limit] if len(limit) else chosen
-            tokens = tokens_per_image(self._spec, latent_size_of(bucket, store.spec.latent))
+            tokens = tokens_per_image(self._run.spec, latent_size_of(bucket, store.spec.latent))
             size = max(1, GROUP_TOKENS // (NUM_TIMES * tokens))
             for start in range(0, len(chosen), size):
                 part = chosen[start : start + size]
@@ -109,100 +134,90 @@ class HeldOut:
 
     def read(self, group: Group) -> Batch:
         """The records of a group with their first captions, not flipped, in the CPU's memory."""
-        store = self._reader.stores[group.store]
-        index, positions = store.index(group.bucket), group.positions
+        store, positions = self._reader.stores[group.store], group.positions
+        index = store.index(group.bucket)
         wanted = Records(
             rows=index.rows.take(positions),
             records=index.records.take(positions),
             labels=index.labels.take(positions),
             flipped=None,
-            caption_ids=index.caption_ids[index.caption_starts[positions]] if self._spec.takes_text else None,
+            caption_ids=index.caption_ids[index.caption_starts[positions]] if self._run.spec.takes_text else None,
             draw_keys=posterior_keys(group.hashes) if store.spec.latent.has_posterior else None,
         )
-        planned = PlannedBatch(group.bucket, positions, np.zeros(len(group), np.int64), group.store)
+        planned = PlannedBatch(group.bucket, positions, np.zeros(len(positions), np.int64), group.store)
         return self._reader.read(planned, wanted)
 
-
-class Evaluation:
-    """Evaluates held-out records every ``run.evaluate_every`` steps; all ranks share the work.
-
-    Args:
-      state: of the run.
-      warn: called once if evaluations take more than a hundredth of the time.
-    Raises: RecipeError: ``data.holdout`` holds out no record.
-    """
-
-    def __init__(self, state: Run, warn: Callable[[str], None]) -> None:
-        self._state, self._warn = state, warn
-        recipe, reader = state.recipe, state.loader.dataset.reader
-        self._held_out = HeldOut(reader, recipe.data, state.spec, recipe.run.evaluate_images)
-        self._groups: list[Group] = []
-        self._batches: dict[int, tuple[Batch, Tensor]] = {}  # this rank's groups, with the keys of their noise
-        self._last_end, self._num_evaluations = time.perf_counter(), 0
-
-    def is_due(self, step: int) -> bool:
-        """Whether a step ends with an evaluation."""
-        section = self._state.recipe.run
-        return step % section.evaluate_every == 0 or step == section.steps
-
-    def evaluate(self) -> HeldOutLoss:
-        """Evaluate the weights and their average; a collective call, after which nothing has changed."""
-        state, start = self._state, self._synchronized_time()
-        groups = self._held_out.groups(state.step)
-        if groups is not self._groups:  # another stage has begun
-            self._groups, self._batches = groups, {}
-        losses = []
-        for weights in (nullcontext(), state.engine.averaged()):
-            with weights:
-                losses.append(self._mean_losses())
-        end = self._synchronized_time()
-        share = (end - start) / (end - self._last_end)
-        self._last_end, self._num_evaluations = end, self._num_evaluations + 1
-        if share > MOST_SHARE and self._num_evaluations == 2 and state.ranks.is_first:  # the first one reads
-            every = math.ceil(state.recipe.run.evaluate_every * share / MOST_SHARE)
-            self._warn(
-                f"evaluating held-out records takes {share:.1%} of the time; run.evaluate_every={every} takes 1%"
-            )
-        (loss, by_time), (averaged_loss, averaged_by_time) = losses
-        return HeldOutLoss(
-            loss=loss,
-            averaged_loss=averaged_loss,
-            loss_by_time=by_time,
-            averaged_loss_by_time=averaged_by_time,
-            num_images=sum(map(len, groups)),
-            seconds=end - start,
-            share=share,
-        )
-
-    def _mean_losses(self) -> tuple[float | None, list[float | None]]:
-        """Mean over records and times, and over the records at each time."""
-        groups, ranks = self._groups, self._state.ranks
-        starts = np.cumsum([0, *map(len, groups)])
-        table = torch.zeros(int(starts[-1]), NUM_TIMES, device=self._state.device)
+    def _mean_losses(self, groups: list[Group]) -> list[float | None]:
+        """Mean over records and times, then over the records at each time; None: not finite."""
+        ranks, starts = self._run.ranks, np.cumsum([0, *(len(group.positions) for group in groups)])
+        table = torch.zeros(int(starts[-1]), NUM_TIMES, device=self._run.device)
         for first in range(0, len(groups), ranks.world_size):
             # A sharded model needs every rank in every forward: one without a group computes another's again.
             number = (first + ranks.rank) % len(groups)
-            losses = losses_at_fixed_times(self._state, *self._batch(number))
+            if number not in self._batches:
+                keys = torch.from_numpy(noise_keys(groups[number].hashes))
+                self._batches[number] = self.read(groups[number]), keys
+            batch, keys = self._batches[number]
+            losses = losses_at_fixed_times(self._run, batch.to(self._run.device), keys.to(self._run.device))
             if first + ranks.rank < len(groups):
                 table[starts[number] : starts[number + 1]] = losses
         if ranks.world_size > 1:
             dist.all_reduce(table)  # each loss and zeros
         by_time = table.double().cpu().mean(0)  # in a fixed order, whatever the ranks
-        return _finite(by_time.mean()), [_finite(value) for value in by_time]
-
-    def _batch(self, number: int) -> tuple[Batch, Tensor]:
-        """The records of a group on the device, and the keys of their noise; read once, kept in the CPU's memory."""
-        if number not in self._batches:
-            group = self._groups[number]
-            self._batches[number] = self._held_out.read(group), torch.from_numpy(noise_keys(group.hashes))
-        batch, keys = self._batches[number]
-        return batch.to(self._state.device), keys.to(self._state.device)
+        return [loss if math.isfinite(loss) else None for loss in (by_time.mean().item(), *by_time.tolist())]
 
     def _synchronized_time(self) -> float:
-        if self._state.device.type == "cuda":
-            torch.cuda.synchronize(self._state.device)
+        if self._run.device.type == "cuda":
+            torch.cuda.synchronize(self._run.device)
         return time.perf_counter()
 
 
-def _finite(value: Tensor) -> float | None:
-    return float(value) if value.isfinite() else None
+@torch.no_grad()
+def losses_at_fixed_times(run: Run, batch: Batch, noise: Tensor) -> Tensor:
+    """Plain loss of each record of a batch at each of the eight times, in one forward with all tokens in all blocks.
+
+    The run does not change. Blocks are not compiled for it: they would be for each of its shapes.
+
+    Args:
+      batch: on the run's device.
+      noise: (B, 8) int64 keys, there too.
+    Returns: (B, 8) float32.
+    """
+    objective, count, keys, width = run.recipe.objective, len(batch), noise.flatten(), run.spec.class_width
+    conditioning = run.conditioner(
+        batch.labels, batch.texts, batch.records, store=batch.store, widen=run.autocast_dtype is None
+    )
+    targets = run.read_targets(batch, run.token_grid(batch.latents), trains=False)
+    latents, conditioning, targets = tree_map_only(
+        Tensor, lambda tensor: tensor.repeat_interleave(NUM_TIMES, 0), (batch.latents, conditioning, targets)
+    )
+    images = Microbatch(
+        latents,
+        noise=keyed_noise(keys, tuple(latents.shape[1:])),
+        times=fixed_times(objective, run.device).repeat(count),
+        conditioning=conditioning,
+        draws={"class_noise": keyed_noise(keys + 1, (width,))} if width else {},
+        targets=targets,
+    )
+    run.engine.model.eval()
+    with torch.compiler.set_stance("force_eager"):
+        output = run.predict(images, run.inputs(images)).output
+    losses = objective_losses(objective, output, images.latents, images.noise, images.times)
+    return losses[PLAIN].view(count, NUM_TIMES)
+
+
+def fixed_times(section: Objective, device: torch.device) -> Tensor:
+    """The eight times, (8,) float32: of "ddpm" whole steps below 1000, of "flow" from 0 (data) to 1 (noise)."""
+    times = [float(int(share * TRAIN_STEPS)) for share in SHARES] if section.kind == "ddpm" else SHARES
+    return torch.tensor(times, device=device)
+
+
+def posterior_keys(hashes: np.ndarray) -> np.ndarray:
+    """Keys of the posterior draws of records, (B,) int64 of their (B,) uint64 hashes."""
+    return mix(hashes).view(np.int64)
+
+
+def noise_keys(hashes: np.ndarray) -> np.ndarray:
+    """Keys of the noise at each time, (B, 8) int64 of (B,) uint64 hashes."""
+    numbers = np.arange(1, NUM_TIMES + 1, dtype=np.uint64)
+    return mix(mix(hashes)[:, None] + numbers).view(np.int64)

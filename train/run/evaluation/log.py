@@ -1,15 +1,29 @@
-"""The reports of a run, with what is shown after their step: the loss of held-out records, and images."""
+"""The reports of a run, with what is shown after their step: the loss of held-out records, and grids of images.
+
+The trainer never loads a decoder and never waits for one, except at the end of the run.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...metrics.meter import Meter, StepReport
+import safetensors.torch
+
+from ....datasets.batches.latents import denormalise
+from ....datasets.disk.files import write_atomic
+from ...data_recipe import RecordsSection
+from ...metrics.flops import latent_size_of
+from ...metrics.history import StepReport
+from ...metrics.meter import Meter
 from ...metrics.writer import MetricsWriter
+from ...weights.folders import SAMPLES
+from ..data import buckets_at
 from ..state import Run
-from .grids import Grids
+from .decoding import Decoding
+from .grids import Subjects, choose_subjects, draw_grid
 from .held_out import Evaluation
 
 
@@ -20,7 +34,7 @@ class Log:
       folder: of the run.
       evaluation: of held-out records, if the recipe has some.
       report: called with the figures of each report.
-      warn: called if grids of images cannot be decoded.
+      warn: called if grids cannot be decoded, and if they have fewer images than the recipe asks for.
 
     Attributes:
       losses: step and loss of the first and the last report, or None.
@@ -36,42 +50,86 @@ class Log:
         report: Callable[[StepReport], None],
         warn: Callable[[str], None],
     ) -> None:
-        self._run, self._meter, self._evaluation, self._report = run, meter, evaluation, report
-        self._writer = MetricsWriter(folder, step=run.step, recipe=run.recipe) if run.ranks.is_first else None
-        self._grids = Grids(run, folder, warn) if run.recipe.run.sample_every else None  # last: it starts a process
+        self._run, self._meter, self._evaluation, self._report, self._warn = run, meter, evaluation, report, warn
+        self._subjects: dict[int, Subjects] = {}  # of grids, by the first store of the stage
+        first, draws = run.ranks.is_first, run.recipe.run.sample_every > 0
+        self._writer = MetricsWriter(folder, step=run.step, recipe=run.recipe) if first else None
+        self._decoding = Decoding(folder / SAMPLES, warn) if first and draws else None  # last: it starts a process
         self.losses: tuple[tuple[int, float], tuple[int, float]] | None = None
         self.images_per_second = 0.0
 
     def shows(self, step: int) -> bool:
         """Whether a step ends with an evaluation or a grid of images."""
-        return any(part and part.is_due(step) for part in (self._evaluation, self._grids))
+        return self._evaluates(step) or self._draws(step)
+
+    def _evaluates(self, step: int) -> bool:
+        return self._evaluation is not None and self._evaluation.is_due(step)
+
+    def _draws(self, step: int) -> bool:
+        section = self._run.recipe.run
+        return section.sample_every > 0 and (step % section.sample_every == 0 or step == section.steps)
 
     def write(self, reports: Sequence[StepReport]) -> None:
         """Write reports, with what is due after the last step; that is a collective call."""
         for figures in reports:
-            if self._evaluation and self._evaluation.is_due(figures.step):
+            if self._evaluation and self._evaluates(figures.step):
                 figures = replace(figures, held_out=self._evaluation.evaluate())
+            if self._draws(figures.step):
+                self._draw()
+            if self.shows(figures.step):
                 self._meter.restart()  # the time of an evaluation, or of images, is not that of steps
-            if self._grids and self._grids.is_due(figures.step):
-                self._grids.draw()
-                self._meter.restart()
             last = figures.step, figures.loss
             self.losses = (self.losses[0] if self.losses else last), last
             self.images_per_second = max(self.images_per_second, figures.images_per_second)
             if self._writer:
                 self._writer.write(figures)
-                if self._grids:
-                    self._grids.show(self._writer)
+                self._show_grids()
                 self._report(figures)
 
     def finish(self) -> None:
         """Wait until all grids are decoded, if the run is over."""
-        if self._grids and self._run.step >= self._run.recipe.run.steps:
-            self._grids.finish(self._writer)
+        if self._run.step >= self._run.recipe.run.steps:
+            self._show_grids(wait=True)
 
     def close(self) -> None:
-        """Stop decoding, and flush all figures."""
-        if self._grids:
-            self._grids.close()
+        """Stop decoding, which the next call of the run resumes, and flush all figures."""
+        if self._decoding:
+            self._decoding.stop()
         if self._writer:
             self._writer.close()
+
+    def _show_grids(self, *, wait: bool = False) -> None:
+        """Write the images that have been decoded since the last call, or ``wait`` for all."""
+        if self._decoding and self._writer:
+            for step, path in self._decoding.decoded(wait=wait):
+                self._writer.write_picture(path, step, now=self._run.step)
+
+    def _draw(self) -> None:
+        """Draw the grid of this step and start its decoding; a collective call, after which nothing has changed."""
+        run, data = self._run, self._run.recipe.data
+        first = ((number, turn.section) for number, turn in enumerate(data.turns) if turn.has(run.step))
+        number, section = next(first, (0, data))
+        if number not in self._subjects:
+            self._subjects[number] = self._choose_subjects(number, section)
+        subjects, latent = self._subjects[number], run.loader.dataset.reader.latent_specs[number]
+        buckets = buckets_at(data, run.stores, run.step)
+        bucket = max(buckets, key=lambda name: buckets[name])  # the most common one
+        latents = draw_grid(run, subjects, latent_size_of(bucket, latent))
+        if self._decoding:
+            content = {"names": subjects.names, "vae": run.extra["vae"], "latent": latent.model_dump()}
+            raw = {"latents": denormalise(latents.cpu(), latent).contiguous()}
+            file = safetensors.torch.save(raw, metadata={"grid": json.dumps(content)})
+            write_atomic(self._decoding.path_of(run.step), file)
+            self._decoding.start()
+
+    def _choose_subjects(self, number: int, section: RecordsSection) -> Subjects:
+        run, count = self._run, self._run.recipe.run.sample_count
+        reader, takes_text = run.loader.dataset.reader, run.spec.takes_text
+        subjects = choose_subjects(reader, number, section, takes_text=takes_text, count=count)
+        if len(subjects.names) < count and run.ranks.is_first:
+            records = "held-out records" if run.recipe.data.holdout else "records"
+            self._warn(
+                f"run.sample_count {count}: the {records} have {len(subjects.names)} different first captions, so a "
+                "grid has as many images"
+            )
+        return subjects

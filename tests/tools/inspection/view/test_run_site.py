@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
-from made_runs import make_grid, make_run
+from made_runs import make_grid, make_run, report_line
 from making import tree_digest
 from view_sites import ROOT, client
 
@@ -26,7 +27,8 @@ def test_the_page_is_drawn_anew_when_the_run_has_written_and_nothing_changes_in_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_site, "PAUSE", 0)
-    run = make_run(tmp_path / "run", "run.steps=1000", tail='{"step": 4')
+    line = json.dumps(report_line(41)) + "\n"
+    run = make_run(tmp_path / "run", "run.steps=1000", tail=line[:50])
     before = tree_digest(run)
     with client(RunSite(run).app()) as web:
         page = web.get(f"{ROOT}/").text
@@ -36,7 +38,7 @@ def test_the_page_is_drawn_anew_when_the_run_has_written_and_nothing_changes_in_
         assert f'data-version="{version}"' in page
         assert web.get(f"{ROOT}/").text == page
         with open(run / "metrics.jsonl", "a") as file:
-            file.write('10, "loss": 3.0}\n')
+            file.write(line[50:])
         newer = web.get(f"{ROOT}/version").text
         assert "410 of 1,000" in web.get(f"{ROOT}/").text
         make_grid(run, 40)

@@ -19,11 +19,10 @@ from leandit.datasets.recipe import shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
 from leandit.train.config import load
+from leandit.train.metrics.history import HeldOutLoss
 from leandit.train.objectives.losses import PLAIN, noised, objective_losses
-from leandit.train.run.data import build_loader
-from leandit.train.run.evaluation.fixed_draws import NUM_TIMES, fixed_times, noise_keys, posterior_keys
-from leandit.train.run.evaluation.held_out import HeldOut
-from leandit.train.run.fit import model_for_stores
+from leandit.train.run.evaluation.held_out import NUM_TIMES, Evaluation, fixed_times, noise_keys, posterior_keys
+from leandit.train.run.state import Run
 from leandit.train.sampling.snapshot import load_snapshot
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -42,7 +41,7 @@ def test_training_is_the_same_to_the_bit_with_and_without_it_and_after_a_resume(
 ) -> None:
     recipe = train_recipe(name, HOLDOUT, EVERY)
     run_to(train_recipe(name, HOLDOUT, "run.evaluate_every=0"), store_of[name], tmp_path / "without")
-    run_to(recipe, store_of[name], tmp_path / "with")
+    seen = run_to(recipe, store_of[name], tmp_path / "with")
     assert_same_training(tmp_path / "without", tmp_path / "with", 6)
     assert losses_held_out(tmp_path / "without") == {}
     assert list(losses_held_out(tmp_path / "with")) == [2, 4, 6]
@@ -50,16 +49,13 @@ def test_training_is_the_same_to_the_bit_with_and_without_it_and_after_a_resume(
     run_to(recipe, store_of[name], tmp_path / "stopped")
     assert_same_training(tmp_path / "stopped", tmp_path / "with", 6)
     assert losses_held_out(tmp_path / "stopped") == losses_held_out(tmp_path / "with")
+    assert_loss_of_snapshot(store_of[name], tmp_path / "with", seen[-1].held_out)
 
 
-@pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny", "sd3-tiny"])
-def test_the_loss_of_the_average_is_that_of_the_snapshot_record_by_record(
-    name: str, store_of: dict[str, LatentStore], tmp_path: Path
-) -> None:
-    store = store_of[name]
-    said = run_to(train_recipe(name, HOLDOUT, EVERY), store, tmp_path / "run")[-1].held_out
+def assert_loss_of_snapshot(store: LatentStore, run: Path, said: HeldOutLoss | None) -> None:
+    """The loss of the average is that of the snapshot, record by record."""
     assert said is not None
-    snapshot = load_snapshot(tmp_path / "run", CPU)
+    snapshot = load_snapshot(run, CPU)
     hashes, losses = key_hashes(store), []
     for bucket in store.buckets:
         index = store.index(bucket)
@@ -86,45 +82,36 @@ def test_the_loss_of_the_average_is_that_of_the_snapshot_record_by_record(
     assert said.loss != said.averaged_loss
 
 
-def test_the_times_are_whole_steps_of_ddpm_and_even_shares_of_flow() -> None:
+def test_times_are_whole_steps_of_ddpm_and_even_shares_of_flow_and_no_draws_share_a_key() -> None:
     ddpm, flow = (train_recipe("dit-s-4", f"objective.kind={kind}").objective for kind in ("ddpm", "flow"))
     assert fixed_times(ddpm, CPU).tolist() == [62, 187, 312, 437, 562, 687, 812, 937]
     assert fixed_times(flow, CPU).tolist() == [(2 * number + 1) / 16 for number in range(8)]
-
-
-def test_no_two_draws_have_the_same_key() -> None:
     hashes = np.arange(1000, dtype=np.uint64)
     assert len(np.unique(np.concatenate([noise_keys(hashes).ravel(), posterior_keys(hashes)]))) == 9000
 
 
-def held_out_of(store: LatentStore, name: str, *overrides: str) -> HeldOut:
-    recipe = train_recipe(name, HOLDOUT, *overrides)
-    spec, _ = model_for_stores(recipe, [store])
-    loader = build_loader(recipe, [store], spec, CPU, lambda _: None)
-    return HeldOut(loader.dataset.reader, recipe.data, spec, recipe.run.evaluate_images)
+def evaluation_of(store: LatentStore, name: str, *overrides: str) -> Evaluation:
+    warn: list[str] = []
+    return Evaluation(Run.open(train_recipe(name, HOLDOUT, *overrides), [store], CPU, warn.append), warn.append)
 
 
-def test_fewer_images_are_the_first_of_more(caption_store: LatentStore) -> None:
-    found = []
+def test_fewer_images_are_the_first_of_more_and_records_are_those_of_their_keys(caption_store: LatentStore) -> None:
+    found, hashes = [], key_hashes(caption_store)
     for most in (2, 4, 64):
-        groups = held_out_of(caption_store, "pixart-tiny", f"run.evaluate_images={most}").groups(1)
+        evaluation = evaluation_of(caption_store, "pixart-tiny", f"run.evaluate_images={most}")
+        groups = evaluation.groups(1)
         found.append({value for group in groups for value in group.hashes.tolist()})
         assert len(found[-1]) <= most
+        for group in groups:
+            batch = evaluation.read(group)
+            assert (batch.bucket, batch.store) == (group.bucket, group.store)
+            assert hashes[batch.records.numpy()].tolist() == group.hashes.tolist()
+            assert batch.caption_lengths is not None
+            firsts = [caption_store.caption(record) for record in batch.records.tolist()]
+            assert batch.caption_lengths.tolist() == [len(caption) for caption in firsts]
+    assert len({group.bucket for group in groups}) > 1
     assert found[0] < found[1] < found[2]
     assert max(found[1]) < min(found[2] - found[1])
-
-
-def test_the_records_of_a_group_are_those_of_its_keys(caption_store: LatentStore) -> None:
-    held_out, hashes = held_out_of(caption_store, "pixart-tiny"), key_hashes(caption_store)
-    groups = held_out.groups(1)
-    assert len({group.bucket for group in groups}) > 1
-    for group in groups:
-        batch = held_out.read(group)
-        assert (batch.bucket, len(batch)) == (group.bucket, len(group))
-        assert hashes[batch.records].tolist() == group.hashes.tolist()
-        assert batch.caption_lengths is not None
-        firsts = [caption_store.caption(record) for record in batch.records.tolist()]
-        assert batch.caption_lengths.tolist() == [len(caption) for caption in firsts]
 
 
 STAGES = """
