@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,9 +64,8 @@ def check_run(run: Path) -> None:
     if not run.is_dir():
         raise RunError(f"run '{run}': no such folder. Train first, or check the path.")
     if not is_run(run) and (run / GROUP).is_file():
-        raise RunError(
-            f"'{run}' is a store, not a run. Give the folder that 'leandit train RECIPE --store {run} --run RUN' makes."
-        )
+        train = f"leandit train RECIPE --store {shlex.quote(str(run))} --run RUN"
+        raise RunError(f"'{run}' is a store, not a run. Give the folder that '{train}' makes.")
 
 
 # A damaged snapshot is left to the code that loads its weights.
