@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ...datasets.errors import RunError
 from ...train import loop
 from ...train.metrics.history import StepReport
 from ...train.parallel.stop import StopRequest
 from ..plan.workload import TrainingWorkload
+from ..terminal.outcome import computed_precision
 from ..terminal.progress import ProgressLine
 
 REPORT_EVERY = 10  # steps: as the default of run.log_every, so that waits for figures cost what they cost in a run
@@ -40,6 +40,7 @@ def measure(
     *,
     rounds: int,
     steps: int,
+    stop: StopRequest,
     progress: ProgressLine,
 ) -> dict[str, Any]:
     """Run the loop for ``steps`` steps in each of ``rounds`` runs.
@@ -49,9 +50,10 @@ def measure(
       store: path or URL; None where the recipe names its stores.
       steps: measured in each round, rounded up to a multiple of ``REPORT_EVERY``; the first ``REPORT_EVERY`` come
         before them and are not counted.
+      stop: ends the measurement after a step.
     Returns: JSON values. Lists have one value a round: images_per_second, step_seconds, data_wait_share (0 to 1), mfu
       (0 to 1; None where the peak of the device is unknown), peak_gib.
-    Raises: as ``loop.train``; RunError: it was stopped.
+    Raises: as ``loop.train``; KeyboardInterrupt: it was stopped.
     """
     last = REPORT_EVERY * (1 + -(-steps // REPORT_EVERY))
     changed = {"steps": last, "log_every": REPORT_EVERY, "checkpoint_every": last}
@@ -60,11 +62,11 @@ def measure(
     measured: dict[str, list[Any]] = {name: [] for name in FIGURES}
     for number in range(1, rounds + 1):
         reports: list[StepReport] = []
-        how: dict[str, Any] = {"report": reports.append, "stop": StopRequest(), "warn": lambda message: None}
+        how: dict[str, Any] = {"report": reports.append, "stop": stop, "warn": lambda message: None}
         with tempfile.TemporaryDirectory(prefix="leandit-bench-") as folder:
             outcome = loop.train(recipe, store_path=store, run=Path(folder) / "run", device=device, **how)
         if not outcome.finished:
-            raise RunError("bench train: stopped before the measured steps were done.")
+            raise KeyboardInterrupt
         for name, (summarize, attribute, *_) in FIGURES.items():
             values = [value for report in reports[1:] if (value := getattr(report, attribute)) is not None]
             measured[name].append(summarize(values) if values else None)
@@ -74,7 +76,7 @@ def measure(
         "buckets": len(work.buckets),
         "largest_bucket": work.largest_bucket,
         "batch": recipe.run.global_batch,
-        "precision": recipe.run.precision,
+        "precision": computed_precision(recipe.run.precision, device),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads",
         "torch": torch.__version__,
         **measured,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...datasets.disk.hashing import read_json
 from ...datasets.errors import DamageError, RecipeError, RunError, SourceError
+from ...datasets.format.layout import GROUP
 from ...train.weights.folders import SNAPSHOT, STATE, find, is_run
 from ..sample.request import INCEPTION
 from .options import is_url
@@ -58,9 +60,12 @@ def check_trainable(recipe: TrainRecipe, store: str | None) -> None:
 
 
 def check_run(run: Path) -> None:
-    """Raise if the run is missing. Raises: RunError."""
+    """Raise if the run is missing, or is a store. Raises: RunError."""
     if not run.is_dir():
         raise RunError(f"run '{run}': no such folder. Train first, or check the path.")
+    if not is_run(run) and (run / GROUP).is_file():
+        train = f"leandit train RECIPE --store {shlex.quote(str(run))} --run RUN"
+        raise RunError(f"'{run}' is a store, not a run. Give the folder that '{train}' makes.")
 
 
 # A damaged snapshot is left to the code that loads its weights.

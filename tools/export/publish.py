@@ -29,10 +29,11 @@ from ...datasets.units import readable_size
 from ...train.weights.folders import METRICS, RECIPE, is_run
 from ..terminal.text import Rows, printable
 from .cards import CARD, MARK, SHEET, Terms, model_card, store_card
-from .hub import HubRepository, OutgoingFile
+from .hub import ATTEMPTS, HubRepository, HubUnreachable, OutgoingFile
 
 COMMIT_FILES = 100  # at most in a commit; files of a commit that was not made are uploaded, and not uploaded again
 SHOWN_FILES = 20
+DRY_RUN_ATTEMPTS = 2  # of a request: it goes on without an answer
 LINE_BYTES = 1 << 16  # of a line that is compared
 SNAPSHOT_STATE = re.compile(r"snapshot-(\d+)/state\.json")
 REQUIRED = {
@@ -73,7 +74,7 @@ def publish(
       vae: that decodes them; None: the store's own.
       as_pipeline: of a run: as diffusers' pipelines load it.
       branch: of the repository.
-      dry_run: send nothing.
+      dry_run: send nothing. If the hub does not answer, all files count as missing there.
     Returns: what was sent, as plain values.
     Raises: RecipeError: an answer is missing; StoreError, RunError: it cannot be published, or the hub refuses it;
       DamageError: bytes on this machine or on the hub are not those of the manifest.
@@ -83,7 +84,7 @@ def publish(
     if missing := [name for name, answer in zip(REQUIRED, answers, strict=True) if not answer]:
         wanted = "; ".join(f"{name}: {REQUIRED[name]}" for name in missing)
         raise RecipeError(f"publish '{target}': required, without a default: {wanted}. Give them.")
-    hub = HubRepository(url, branch)
+    hub = HubRepository(url, branch, attempts=DRY_RUN_ATTEMPTS if dry_run else ATTEMPTS)
     if of_run != (hub.kind == "model"):
         kind, expected = ("run", "hf://OWNER/NAME") if of_run else ("store", "hf://datasets/OWNER/NAME")
         raise RecipeError(f"--to '{url}': '{target}' is a {kind}. Give {expected}.")
@@ -238,17 +239,24 @@ def _send(
     dry_run: bool,
 ) -> dict[str, Any]:
     """Send what the hub lacks. Returns: as ``publish``."""
-    is_private = hub.is_private()
-    if is_private not in (None, private):
-        raise RecipeError(
-            f"'{hub.address}' is {'private' if is_private else 'public'} already. Give that option, or change it in "
-            "the settings of the repository."
-        )
-    listed = hub.listing() if is_private is not None else {}
-    if CARD in listed and MARK not in hub.read_text(CARD):
-        notes.append(f"'{CARD}' there was not written by this command, so it stays")
-        files = [file for file in files if file.path != CARD]
-    _refuse_other(hub, {file.path: file for file in files if file.is_last}, listed)
+    listed: dict[str, Any] = {}
+    try:
+        is_private = hub.is_private()
+        if is_private not in (None, private):
+            raise RecipeError(
+                f"'{hub.address}' is {'private' if is_private else 'public'} already. Give that option, or change it "
+                "in the settings of the repository."
+            )
+        listed = hub.listing() if is_private is not None else {}
+        if CARD in listed and MARK not in hub.read_text(CARD):
+            notes.append(f"'{CARD}' there was not written by this command, so it stays")
+            files = [file for file in files if file.path != CARD]
+        _refuse_other(hub, {file.path: file for file in files if file.is_last}, listed)
+    except HubUnreachable as error:
+        if not dry_run:
+            raise
+        listed = {}
+        notes.append(f"the hub was not compared, so all files are listed: {error.reason}")
     missing = list[OutgoingFile]()
     for done, file in enumerate(files, start=1):
         missing += [] if file.is_same(listed.get(file.path)) else [file]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage
 
 import torch
 from torch import nn
@@ -38,16 +39,17 @@ from ...train.metrics.flops import shortened
 from ...train.models.build import build_model, check_model_name
 from ...train.models.diffusers.adapters import trained_parameters
 from ...train.optim.ema import build_rules
-from ...train.optim.loss_scale import autocast_dtype
 from ...train.optim.named_state import expected_tensors
 from ...train.parallel.deepspeed_config import read_config, resolve
 from ...train.parallel.deepspeed_engine import apply_ds_config
 from ...train.parallel.ranks import read_ranks
 from ...train.run.fit import model_for_stores
-from ..terminal.outcome import change_rows
+from ...train.run.stores import open_stores
+from ..terminal.outcome import change_rows, computed_precision
 from ..terminal.progress import ProgressLine
 from ..terminal.text import Rows
 from .precompute_cost import PROBE_RECORDS, completed_rows, predict
+from .workload import mirror_size
 
 
 @dataclass(frozen=True)
@@ -209,10 +211,7 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
     """
     recipe, changes, refusal = _with_ds_config(recipe, device)
     shown = "\n".join([to_toml(recipe).rstrip(), *(f"# {line}" for line in changes)])
-    precision = recipe.run.precision
-    if precision == "bf16" and not autocast_dtype(precision, device):
-        precision = "fp32, this device has no fast bf16"
-    rows = [("device", f"{device}, {precision}, {os.cpu_count()} cores")]
+    rows = [("device", f"{device}, {computed_precision(recipe.run.precision, device)}, {os.cpu_count()} cores")]
     try:
         check_model_name(recipe.model.name)
     except RecipeError as error:
@@ -221,8 +220,7 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
         return _text(shown, [*rows, ("cannot run yet", refusal)])
     if store_path is None and not recipe.data.turns:
         return _text(shown, [*rows, ("store", "give --store to check that the model fits it")])
-    turns, incomplete = recipe.turns(store_path), recipe.run.allow_incomplete
-    stores = [LatentStore(t.section.store, revision=t.section.revision, allow_incomplete=incomplete) for t in turns]
+    turns, stores = recipe.turns(store_path), open_stores(recipe, store_path, Path(), None, lambda _: None)
     spec, _ = model_for_stores(recipe, stores)
     with torch.device("meta"):
         model = build_model(spec, seed=0)
@@ -237,6 +235,10 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
     ]
     for turn, store in zip(turns, stores, strict=True):
         rows += [("", ""), ("store", _turn(turn, store, recipe)), *_bucket_rows(store.buckets)[1:]]
+        if store.remote:
+            folder = store.remote.store.parent
+            size = f"{readable_size(mirror_size(recipe, store))} at most (run.remote_gib)"
+            rows.append(("mirror", f"'{folder}': {size}, {readable_size(disk_usage(folder).free)} free"))
     return _text(shown, rows)
 
 

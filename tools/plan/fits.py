@@ -16,7 +16,7 @@ from ...train.metrics.gpus import GPUS, Gpu
 from ..terminal.text import aligned
 from .scaling import step_time
 from .step_memory import MAX_PROCESSES, Strategy, trace_steps
-from .strategies import OPTIONAL, SINGLE, strategy_rows
+from .strategies import SINGLE, strategy_rows
 from .training import GIB, find_gpu, fit, step_work, workspace
 from .workload import TrainingWorkload, workload_at_resolution, workload_of_stores
 
@@ -97,7 +97,7 @@ def fastest_gpu(gib: float) -> Gpu | None:
 def _rows(name: str, workload: TrainingWorkload, gpu: Gpu | None, room_gib: float, *, offloads: bool) -> list[Any]:
     """The rows of a training: on the GPU alone, and with the optimizer on the host."""
     recipe, run = workload.recipe, workload.recipe.run
-    with_zero = offloads and not recipe.lora.rank and run.precision != "fp32" and bool(find_spec(OPTIONAL))
+    with_zero = offloads and not recipe.lora.rank and run.precision != "fp32" and bool(find_spec("deepspeed"))
     kinds = [SINGLE, ZERO] if with_zero else [SINGLE]
     traced = trace_steps(workload, workload.largest_bucket, kinds, precision=run.precision)
     rows = []

@@ -203,11 +203,10 @@ def scaling(
 
 
 def _of_linear(rates: Mapping[int, float], gpus: int) -> float | None:
-    """Images a second and GPU, relative to one machine (or the fewest GPUs that fit)."""
+    """Images a second of a GPU, relative to the most that one of as many or fewer GPUs makes: at most 1."""
     if gpus not in rates:
         return None
-    first = GPUS_PER_MACHINE if GPUS_PER_MACHINE in rates else min(rates)
-    return rates[gpus] / gpus / (rates[first] / first)
+    return rates[gpus] / gpus / max(rate / count for count, rate in rates.items() if count <= gpus)
 
 
 def limits(rates: Mapping[int, float]) -> dict[str, int]:

@@ -12,7 +12,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -29,6 +29,7 @@ from .workload import TrainingWorkload
 PARAMETERS, GRADIENTS, OPTIMIZER, EMA, ACTIVATIONS = "parameters", "gradients", "optimizer", "ema", "activations"
 STATES = PARAMETERS, GRADIENTS, OPTIMIZER, EMA
 CATEGORIES = *STATES, ACTIVATIONS
+Progress = Callable[[str, int, int], None]
 MAX_PROCESSES = 4  # of traces; each has 0.5 GiB of imports
 Moments = Annotated[np.ndarray, PlainValidator(np.asarray), PlainSerializer(np.ndarray.tolist)]
 
@@ -185,18 +186,24 @@ def trace_steps(
     *,
     precision: str,
     device_type: str = "cuda",
+    progress: Progress = lambda *_: None,
 ) -> dict[str, Traced]:
     """Trace the steps of each strategy, in as many processes as there are cores.
 
     Args:
       strategies: the first is of one GPU without a process group; it also checks that memory is linear.
+      progress: called with ("trace", strategies done, strategies).
     Returns: by name of the strategy.
     Raises: RecipeError: a strategy does not fit the recipe; TraceError.
     """
     low = "bf16" if precision in ("bf16", "fp16") else "fp32"
     requests = [TraceRequest(workload, bucket, low, device_type, one) for one in strategies]
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_PROCESSES)) as pool:
-        traces = list(pool.map(run_trace, requests))
+        progress("trace", 0, len(requests))
+        traces = list[Traced]()
+        for traced in pool.map(run_trace, requests):
+            traces.append(traced)
+            progress("trace", len(traces), len(requests))
     waiting = traces[0].split.waiting  # the other strategies do not trace it
     return {
         strategy.name: replace(traced, split=replace(traced.split, waiting=waiting))

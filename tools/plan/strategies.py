@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from ...train.config import ParallelSection, TrainRecipe
@@ -23,14 +22,13 @@ SHARDED = {
     **dict.fromkeys(("zero-1", "zero-2"), (OPTIMIZER, EMA)),
 }
 OFFLOADED = ", offloaded"
-OPTIONAL = "deepspeed"  # package
 
 
 def strategies(recipe: TrainRecipe, num_gpus: int) -> list[Strategy]:
     """What has to be traced for every strategy on so many GPUs.
 
-    Of one machine, HSDP is FSDP. Without DeepSpeed, or with another optimizer than AdamW, there is no ZeRO, unless the
-    recipe asks for it.
+    Of one machine, HSDP is FSDP. ZeRO is traced where the recipe has a ds_config.json: each trace takes as long as all
+    others.
     """
     known = [SINGLE]
     if num_gpus > 1:
@@ -38,7 +36,7 @@ def strategies(recipe: TrainRecipe, num_gpus: int) -> list[Strategy]:
         replicas, rest = divmod(num_gpus, GPUS_PER_MACHINE)
         if replicas > 1 and not rest:
             known.append(Strategy("hsdp", ParallelSection(strategy="hsdp", replicas=replicas), num_gpus))
-    if (find_spec(OPTIONAL) and recipe.optimizer.name == "adamw") or recipe.parallel.deepspeed_config:
+    if recipe.parallel.deepspeed_config:
         kept = {name: value for name, value in zero_section(recipe).items() if not name.startswith("offload")}
         section, to_host = ParallelSection(), keeps_on_host(recipe)
         known += [

@@ -150,7 +150,7 @@ def trace(request: step_memory.TraceRequest) -> Traced:
         (whole, split), waiting = (_line(bucket, step, count, known) for count in (1, 2)), 0.0
         if ranks is ALONE:
             check_line(bucket, whole, step(CHECKED, 1).peak)
-            waiting = max(0.0, (step(SMALL, 3).peak - step(SMALL, 2).peak) / SMALL)
+            waiting = max(0.0, (step(SMALL, 3).peak - split.total(SMALL)) / SMALL)
         return Traced(whole, replace(split, waiting=waiting))
 
 
@@ -285,6 +285,8 @@ class MemoryTracker(TorchDispatchMode):
         torch.UntypedStorage.resize_ = resized  # pyright: ignore[reportAttributeAccessIssue]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most calls are of this question, which makes no tensor
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # its inner tensors are dispatched, and counted
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):

@@ -14,6 +14,7 @@ from typing import Any
 
 from ...datasets.errors import RecipeError
 from ...datasets.units import readable_size, readable_time
+from ...train.config import TrainRecipe
 from ...train.metrics.flops import shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
 from ...train.metrics.history import read_history
@@ -29,7 +30,7 @@ from .scaling import (
     scaling,
     step_time,
 )
-from .step_memory import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, StepMemory, Traced, trace_steps
+from .step_memory import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, Progress, StepMemory, Traced, trace_steps
 from .strategies import recipe_memory, strategies, strategy_rows
 from .workload import TrainingWorkload
 
@@ -49,6 +50,7 @@ def plan(
     run: Path | None,
     network_gbit: float = NETWORK_GBIT,
     changes: Sequence[str] = (),
+    progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """The plan as JSON values, in bytes and seconds.
 
@@ -58,6 +60,7 @@ def plan(
       run: gives a measured MFU.
       network_gbit: Gbit/s of each GPU between machines.
       changes: lines that list what a ds_config.json changes in the recipe.
+      progress: as of ``trace_steps``, which takes nearly all of the time.
     Raises: RecipeError: the GPU is unknown, or lacks the precision; TraceError.
     """
     recipe, section = workload.recipe, workload.recipe.parallel
@@ -66,9 +69,11 @@ def plan(
     images, local_batch = images or recipe.run.steps * batch, -(-batch // num_gpus)
 
     # Trace every strategy; all that follows is arithmetic.
-    traced = trace_steps(workload, workload.largest_bucket, strategies(recipe, num_gpus), precision=precision)
+    known = strategies(recipe, num_gpus)
+    traced = trace_steps(workload, workload.largest_bucket, known, precision=precision, progress=progress)
     whole, work = traced["single"].whole.states, step_work(workload, traced["single"])
     on_gpu = strategy_rows(traced, num_gpus)
+    checkpoint_bytes = sum(whole[name] for name in (GRADIENTS, OPTIMIZER, EMA))
 
     def time(gpu: Gpu, ranks: int, images: int, mfu: float | None = None) -> StepTime | None:
         name, memory = recipe_memory(recipe, traced, num_gpus, ranks)
@@ -118,7 +123,9 @@ def plan(
         "parameters": whole[PARAMETERS] // 4,
         "lora_rank": recipe.lora.rank,
         "trained_parameters": whole[GRADIENTS] // 4,
-        "checkpoint_bytes": sum(whole[name] for name in (GRADIENTS, OPTIMIZER, EMA)),
+        "checkpoint_bytes": checkpoint_bytes,
+        "run_bytes": run_bytes(recipe, checkpoint_bytes, whole[GRADIENTS]),
+        "mirror_bytes": workload.mirror_bytes,
         "flops_per_image": workload.flops,
         "precision": precision,
         "compiled": recipe.run.compile,
@@ -134,6 +141,18 @@ def plan(
         "known_gpus": list(known_gpus.values()),
         "scaling": {"gpu": chosen.name, "network_gbit": network_gbit} | table,
     }
+
+
+def run_bytes(recipe: TrainRecipe, checkpoint: int, snapshot: int) -> int:
+    """Bytes of the folder of a finished run: its checkpoints, one more while it is written, and all snapshots.
+
+    Args:
+      checkpoint, snapshot: bytes of one.
+    """
+    run = recipe.run
+    saved = -(-run.steps // run.checkpoint_every)
+    kept = min(saved, run.keep_checkpoints + 1) + (run.steps // run.keep_every if run.keep_every else 0)
+    return min(saved, kept) * checkpoint + saved * snapshot
 
 
 def step_work(workload: TrainingWorkload, traced: Traced) -> StepWork:
@@ -226,7 +245,7 @@ def render(result: dict[str, Any]) -> str:
             time = readable_time(row["seconds"]) + (" *" if row["launch_bound"] else "")
             cells += [f"{row['images_per_second']:,.0f}", time]
         gpus.append([row["gpu"], f"{row['memory_gib']:.1f}", *cells])
-    notes = []
+    notes, mirrored = [], result["mirror_bytes"]
     if any(row["launch_bound"] for row in known):
         notes.append(
             f"*: bound by launching operations, {LAUNCH_SECONDS * 1e6:.0f} us each: a rule, not measured on a GPU. A "
@@ -243,6 +262,8 @@ def render(result: dict[str, Any]) -> str:
             *(f"{'':<12}{line}" for line in result["changes"]),
             f"MFU         {result['mfu']:.0%}, {kind}",
             f"checkpoint  {readable_size(result['checkpoint_bytes'])} of weights that train, optimizer and averages",
+            f"disk        {readable_size(result['run_bytes'])} of checkpoints and snapshots when it ends"
+            + (f", {readable_size(mirrored)} of shards from URLs (run.remote_gib)" if mirrored else ""),
             f"memory      traced, not compiled{'; torch.compile takes less' if result['compiled'] else ''}",
             "",
             f"GiB on each {result['gpu']}, at the largest microbatch that fits (0: none; then of one image)",

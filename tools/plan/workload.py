@@ -17,6 +17,7 @@ from ...train.models.diffusers.families import TEXT_ROLES, family_of
 from ...train.models.spec import ModelSpec
 from ...train.run.data import longest_caption
 from ...train.run.fit import model_for_stores, model_spec
+from ...train.run.stores import open_stores
 from ...train.techniques.registry import features_of
 from ..synthetic.store import noise_spec
 
@@ -37,6 +38,7 @@ class TrainingWorkload:
       buckets: records of each bucket, over all stores.
       shares: of the batches, by bucket; of any sum.
       tokens: tokens of the longest caption; 0 without captions.
+      mirror_bytes: of local folders for shards of stores at URLs, when all are full.
     """
 
     recipe: TrainRecipe
@@ -45,6 +47,7 @@ class TrainingWorkload:
     buckets: Mapping[str, int]
     shares: Mapping[str, float]
     tokens: int
+    mirror_bytes: int = 0
 
     @property
     def largest_bucket(self) -> str:
@@ -82,14 +85,23 @@ def workload_of_stores(recipe: TrainRecipe, path: Path | str | None) -> Training
     Raises: StoreError, RecipeError, RunError: as training does.
     """
     turns, buckets, shares = recipe.turns(path), Counter[str](), Counter[str]()
-    stores = [LatentStore(t.section.store, revision=t.section.revision, allow_incomplete=True) for t in turns]
+    changed = recipe.model_copy(update={"run": recipe.run.model_copy(update={"allow_incomplete": True})})
+    stores = open_stores(changed, path, Path(), None, lambda _: None)
     for turn, store in zip(turns, stores, strict=True):
         buckets.update(store.buckets)
         weight = turn.batches(recipe.run.steps) / max(1, len(store))
         shares.update({bucket: weight * count for bucket, count in store.buckets.items()})  # pyright: ignore
     spec, largest = model_for_stores(recipe, stores)
     tokens = longest_caption(spec, largest.spec)
-    return TrainingWorkload(recipe, largest.spec, spec, dict(buckets), dict(shares), tokens)
+    mirror_bytes = sum(mirror_size(recipe, store) for store in dict.fromkeys(stores))
+    return TrainingWorkload(recipe, largest.spec, spec, dict(buckets), dict(shares), tokens, mirror_bytes)
+
+
+def mirror_size(recipe: TrainRecipe, store: LatentStore) -> int:
+    """Bytes of the local folder of a store at a URL, when all that fits into it was read; 0 of a local store."""
+    if not store.remote:
+        return 0
+    return min(round(recipe.run.remote_gib * 2**30), sum(entry.bytes for entry in store.remote.manifest.files))
 
 
 def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingWorkload:

@@ -18,6 +18,8 @@ from ...train.weights.folders import SNAPSHOT, STATE, find
 from .text import Rows, is_quiet, printable
 
 if TYPE_CHECKING:  # they load torch, or take half of a second
+    import torch
+
     from ...datasets.format.schema import Manifest, StoreSpec
     from ...precompute.importing.pipeline import ImportReport
     from ...precompute.pipeline import Report
@@ -119,6 +121,15 @@ def _source_rows(classes: ClassNames, ignored: Ignored) -> Rows:
 
 def _rate(count: int, what: str, seconds: float, unit: str) -> str:
     return f"{count:,} {what} in {readable_time(seconds)}, {count / seconds:,.1f} {unit}"
+
+
+def computed_precision(precision: str, device: torch.device) -> str:
+    """The precision that a training computes in, with the requested one where the device lacks it."""
+    from ...train.optim.loss_scale import autocast_dtype
+
+    if precision == "bf16" and autocast_dtype(precision, device) is None:
+        return f"fp32 (bf16 was requested, {device} has no fast bf16)"
+    return precision
 
 
 # What to run next

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -39,11 +40,20 @@ def print_rows(rows: Rows) -> None:
 def print_result(result: Any, render: Callable[[Any], str | Rows], *, as_json: bool) -> None:
     """Print a result on stdout: as JSON, or as ``render`` shows it."""
     if as_json:
-        print(json.dumps(result, indent=1))
+        print(json.dumps(finite(result), indent=1, allow_nan=False))
     elif isinstance(shown := render(result), str):
         print_text(shown)
     else:
         print_rows(shown)
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -58,6 +59,8 @@ from leandit.datasets.revisions.opened import OpenedRevision
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection.store_facts import StoreFacts
+from leandit.tools.plan.dry_run import describe_train
+from leandit.tools.plan.workload import workload_of_stores
 from leandit.train.loop import train
 from leandit.train.metrics.history import StepReport
 from leandit.train.parallel.stop import StopRequest
@@ -1110,6 +1113,10 @@ def test_a_run_trains_on_a_store_at_a_url_as_on_the_local_one(
             losses.setdefault(name, []).extend(figures.loss for figures in seen)
     assert losses["away"] == losses["local"]
     assert len(losses["away"]) == 3
+    shown = describe_train(recipe, f"file://{tmp_path}/origin", CPU)
+    assert re.search(rf"mirror +'{tmp_path}/folder': \S+ .iB at most \(run.remote_gib\), \S+ .iB free", shown)
+    assert 0 < workload_of_stores(recipe, f"file://{tmp_path}/origin").mirror_bytes < 0.1 * 2**30
+    assert workload_of_stores(recipe, caption_store.path).mirror_bytes == 0
 
 
 # ------------------------------------------------------------ inspect and verify at a URL

@@ -11,7 +11,7 @@ from leandit.datasets.store import LatentStore
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 MAIN = "from leandit.tools.cli.main import main; main()"
-TINY = ["--set", "model.name=DiT-Ti/4", "--set", "run.global_batch=2", "--set", "run.precision=fp32"]
+TINY = ["--set", "model.name=DiT-Ti/4", "--set", "run.global_batch=2", "--set", "run.precision=bf16"]
 
 
 def test_a_recipe_is_measured_on_a_store(label_store: LatentStore) -> None:
@@ -24,6 +24,7 @@ def test_a_recipe_is_measured_on_a_store(label_store: LatentStore) -> None:
     assert all(0 <= share <= 1 for share in found["data_wait_share"])
     assert found["mfu"] == [None, None]
     assert found["batch"] == 2
+    assert found["precision"].startswith("fp32 (bf16 was requested, cpu has no fast bf16")
 
 
 def test_a_recipe_without_a_store_is_a_usage_error() -> None:

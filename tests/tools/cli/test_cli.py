@@ -32,6 +32,7 @@ from leandit.tools.cli.commands import app
 from leandit.tools.cli.main import main
 from leandit.tools.cli.options import read_path, written_path
 from leandit.tools.synthetic.store import make_store
+from leandit.train.parallel.stop import StopRequest
 
 SCRIPT = Path(sys.executable).with_name("leandit")
 TINY_LEANDIT = """
@@ -208,6 +209,8 @@ MISTAKES = {  # the command, its exit code, and what its line begins with and ho
     "sample run --out o --label 4": (2, "--label: no class '4'."),
     "sample run --out o --caption cat": (2, "--caption: model 'DiT-S/4' takes class labels. Use --label."),
     "sample nope --out o --guidance-interval 3,4": (2, "--guidance-interval '3,4'"),
+    "sample shelf --out o": (3, "'shelf' is a store, not a run.", "leandit train RECIPE --store shelf --run RUN"),
+    "export shelf --out o": (3, "'shelf' is a store, not a run."),
     "average nope --length 0.1 --out o": (3, "run 'nope': "),
     "evaluate nope --against run": (3, "'nope': there is no such run, store, folder or file"),
     "evaluate run --against nope": (3, "--against 'nope': there is no such run, store, folder or file"),
@@ -243,6 +246,8 @@ def test_a_mistake_is_one_line_and_its_exit_code_and_cheap_ones_are_found_before
     here = tmp_path / "here"
     (here / "mochi").mkdir(parents=True)
     (here / "mochi/config.json").write_text('{"_class_name": "AutoencoderKLMochi"}')
+    (here / "shelf").mkdir()
+    (here / "shelf/zarr.json").write_text("{}")
     for step, classes in ((9, ["lion", "dog", "zebra"]), (10, ["cat", "dog", "zebra"])):  # the newest counts
         (here / f"run/snapshot-{step}").mkdir(parents=True)
         spec = {"name": "DiT-S/4", "num_classes": 4, "caption_width": 0}
@@ -257,7 +262,7 @@ def test_a_mistake_is_one_line_and_its_exit_code_and_cheap_ones_are_found_before
         assert said.startswith(f"leandit: {expected[0]}"), (command, said)
         assert [word for word in expected if word not in said] == [], (command, said)
         assert said.count("\n") == 1, (command, said)
-    assert sorted(os.listdir(here)) == ["mochi", "run"]
+    assert sorted(os.listdir(here)) == ["mochi", "run", "shelf"]
 
 
 def test_the_installed_command_ends_with_the_code_of_the_error(tmp_path: Path) -> None:
@@ -611,6 +616,35 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the backg
 from leandit.tools.cli.main import main
 main()
 """
+
+
+def test_a_signal_while_the_demo_or_a_measurement_trains_ends_it_as_a_training(
+    label_store: LatentStore, leandit: Leandit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops: list[StopRequest] = []
+
+    def train_until_a_signal(*_: object, stop: StopRequest, **__: object) -> SimpleNamespace:
+        stops.append(stop)
+        stop.hold()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return SimpleNamespace(finished=not stop)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        monkeypatch.setattr("leandit.train.loop.train", train_until_a_signal)
+        monkeypatch.setattr("leandit.tools.demo.demo.run_demo", lambda *_, **how: _demo(train_until_a_signal, how))
+        bench = ("bench", "train", "dit-s-2-256", "--store", label_store.path, "--device", "cpu", *TINY)
+        for command in (("demo",), bench):
+            ended = leandit(*command)
+            assert (ended.code, ended.err.splitlines()[-1]) == (75, stops[-1].message), ended
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _demo(train: Callable[..., Any], how: dict[str, Any]) -> None:
+    if not train(stop=how["stop"]).finished:
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])

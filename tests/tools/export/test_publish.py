@@ -186,6 +186,14 @@ def test_a_dry_run_lists_what_would_be_sent_and_sends_nothing(hub: Hub, caption_
     assert hub.repositories == {}
 
 
+def test_a_dry_run_needs_no_network(hub: Hub, caption_store: LatentStore) -> None:
+    hub.fault = lambda number, request: "500"
+    result = send(caption_store.path, dry_run=True)
+    assert {file["path"] for file in result["sent"]} == {*tree_digest(caption_store.path), "README.md"}
+    assert "was not compared, so all files are listed" in result["notes"][-1]
+    assert "resumes" not in result["notes"][-1]
+
+
 def test_a_branch_is_a_place_of_its_own(hub: Hub, caption_store: LatentStore) -> None:
     for branch, quoted in (("second", "second"), ("work/third", "work%2Fthird")):
         assert send(caption_store.path, branch=branch)["url"] == f"{URL}@{quoted}"

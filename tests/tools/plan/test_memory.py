@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from making import CPU
+from making import CPU, no_progress
 from planner import CASES, Case, measured_apart, measured_peak, planner_job, predicted_peak
 from torch.autograd.graph import save_on_cpu
 
@@ -28,6 +28,7 @@ from leandit.tools.plan.step_memory import (
     OPTIMIZER,
     PARAMETERS,
     STATES,
+    Progress,
     Strategy,
     Traced,
     TraceError,
@@ -51,13 +52,21 @@ DIT = "dit-s-2-256"  # where blocks take most; in the demo captions do
 
 
 def traced_once(
-    workload: TrainingWorkload, bucket: str, known: Sequence[Strategy], *, precision: str, device_type: str = "cuda"
+    workload: TrainingWorkload,
+    bucket: str,
+    known: Sequence[Strategy],
+    *,
+    precision: str,
+    device_type: str = "cuda",
+    progress: Progress = no_progress,
 ) -> dict[str, Traced]:
     """As ``trace_steps``; plans of the same step share its trace, which does not depend on the size of the batch."""
     recipe = workload.recipe.model_copy(update={"run": workload.recipe.run.model_copy(update={"global_batch": 8})})
     key = repr((dataclasses.replace(workload, recipe=recipe), bucket, known, precision, device_type))
     if key not in TRACED:
-        TRACED[key] = trace_steps(workload, bucket, known, precision=precision, device_type=device_type)
+        TRACED[key] = trace_steps(
+            workload, bucket, known, precision=precision, device_type=device_type, progress=progress
+        )
     return TRACED[key]
 
 
@@ -342,6 +351,16 @@ def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
     assert scaled[4]["images_per_second"] == a100["images_per_second"]
     assert scaled[4]["seconds"] == a100["seconds"]
     assert scaled[16]["seconds"] is None  # a batch of 8
+    assert all(
+        0 < share <= 1 for row in scaled.values() for share in (row["of_linear"], row["grown_of_linear"]) if share
+    )
+    assert scaled[1]["of_linear"] == 1
+    assert not any(name.startswith("zero") for name in rows)  # the recipe has no ds_config.json
+    run, states = work().recipe.run, traced().whole.states
+    saved = -(-run.steps // run.checkpoint_every)
+    one = states[GRADIENTS] + states[OPTIMIZER] + states[EMA]
+    assert result["run_bytes"] == min(saved, run.keep_checkpoints + 1) * one + saved * states[GRADIENTS]
+    assert "of checkpoints and snapshots when it ends" in render(result)
     assert "worth it up to" in render(result)
     slower = plan(work(), gpu="A100-40", num_gpus=4, images=1000, run=None, network_gbit=0.001)["scaling"]["rows"]
     assert slower[3]["grown_images_per_second"] < scaled[16]["grown_images_per_second"]

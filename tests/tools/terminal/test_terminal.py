@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import pickle
 import subprocess
@@ -21,7 +22,7 @@ from leandit.tools.synthetic.store import make_store
 from leandit.tools.terminal import outcome, progress
 from leandit.tools.terminal.outcome import after_store, command_without, print_next, sample_with
 from leandit.tools.terminal.progress import ProgressLine
-from leandit.tools.terminal.text import show_decisions
+from leandit.tools.terminal.text import print_result, show_decisions
 
 
 @pytest.fixture
@@ -82,6 +83,12 @@ def test_what_to_run_next_can_be_pasted(capsys: pytest.CaptureFixture[str], monk
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(outcome.sys, "argv", ["/bin/leandit", "train", "demo", "--dry-run", "--run", "r"])
     assert command_without("--dry-run") == ["train", "demo", "--run", "r"]
+
+
+def test_json_has_no_literal_that_only_python_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    print_result({"loss": [1.5, float("nan")], "most": {"norm": float("-inf")}, "mfu": None}, str, as_json=True)
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert found == {"loss": [1.5, None], "most": {"norm": None}, "mfu": None}
 
 
 def test_the_train_recipe_that_is_named_next_fits_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

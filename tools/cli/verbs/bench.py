@@ -47,6 +47,7 @@ def bench_loader(
 
 @bench.command("train")
 def bench_train(
+    context: typer.Context,
     recipe: Recipe,
     store: StoreOfRecipe = None,
     rounds: Annotated[int, Option(min=1, help="Times that it is measured.")] = 3,
@@ -67,5 +68,5 @@ def bench_train(
     loaded = load(recipe, overrides or [])
     work, where = workload_of_stores(loaded, store), torch_device(device)
     with ProgressLine() as progress:
-        result = measure(work, store, where, rounds=rounds, steps=steps, progress=progress)
+        result = measure(work, store, where, rounds=rounds, steps=steps, stop=context.obj, progress=progress)
     print_result(result, render, as_json=as_json)

@@ -34,6 +34,9 @@ def report(
 
     Example: leandit report imagenet-256 --out imagenet-256.html
     """
+    # One that is named twice is shown once.
+    places = {target.rstrip("/") if is_url(target) else str(Path(target).resolve()): target for target in targets}
+    targets = list(places.values())
     kinds = [not is_url(target) and is_run(Path(target)) for target in targets]
     if len(set(kinds)) > 1:
         run, other = targets[kinds.index(True)], targets[kinds.index(False)]
@@ -76,7 +79,7 @@ def view(
 
     Example: leandit view imagenet-256
     """
-    from ...inspection.view.server import check_installed, serve
+    from ...inspection.view.server import check_installed, end_process, serve
 
     check_installed()
     if not is_url(target) and is_run(Path(target)):
@@ -98,3 +101,4 @@ def view(
         app = StoreSite(store, load_decoder).app()
     print_line("Ctrl-C ends it")
     serve(app, port=port, open_browser=open_browser, say=lambda address: print(f"view        {address}", flush=True))
+    end_process()

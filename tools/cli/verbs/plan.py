@@ -81,15 +81,16 @@ def plan_train(
     from ...plan.training import plan as make_plan
     from ...plan.training import render
     from ...plan.workload import workload_at_resolution, workload_of_stores
+    from ...terminal.progress import ProgressLine
 
     loaded = load(recipe, overrides or [])
     if not (store or resolution or loaded.data.turns):
         raise RecipeError("plan train: needed --store PATH, or --resolution PX where there is no store yet.")
     loaded, changes = with_ds_config(loaded, gpus)
     workload = workload_at_resolution(loaded, resolution) if resolution else workload_of_stores(loaded, store)
-    result = make_plan(
-        workload, gpu=gpu or "H200", num_gpus=gpus, images=images, run=run, network_gbit=network_gbit, changes=changes
-    )
+    how = {"num_gpus": gpus, "images": images, "run": run, "network_gbit": network_gbit, "changes": changes}
+    with ProgressLine() as progress:  # each strategy is traced, which takes half a minute of a core for a large model
+        result = make_plan(workload, gpu=gpu or "H200", **how, progress=progress)
     print_result(result, render, as_json=as_json)
     if not resolution:
         places = [*(("--store", store) if store else ()), "--run", f"runs/{Path(recipe).name.removesuffix('.toml')}"]

@@ -6,16 +6,17 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
 from typer import Argument, Option
 
 from ....datasets.errors import RecipeError
-from ....train.parallel.stop import StopRequest
 from ...terminal.outcome import print_next
 from ...terminal.text import print_result
 from ..options import AsJson, Overrides, complete_recipe, output
 
 
 def demo(
+    context: typer.Context,
     out: Annotated[Path, output("Folder for everything the demo makes.")] = Path("leandit-demo"),
     num_pictures: Annotated[int, Option("--pictures", min=24, help="Pictures to draw.")] = 3000,
     overrides: Overrides = None,
@@ -27,7 +28,7 @@ def demo(
     from ...demo.demo import run_demo
 
     out.mkdir(parents=True, exist_ok=True)
-    run_demo(out, num_pictures=num_pictures, overrides=overrides or [], stop=StopRequest(), say=print)
+    run_demo(out, num_pictures=num_pictures, overrides=overrides or [], stop=context.obj, say=print)
     caption = "a big red circle above a tiny blue square"
     print_next(
         ["view", out / "store"],

@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from ....datasets.errors import LeanditError, RecipeError
 from ....train.parallel.stop import StopRequest
-from ...terminal.outcome import command_without, print_next, sample_with
+from ...terminal.outcome import command_without, computed_precision, print_next, sample_with
 from ...terminal.text import Rows, print_rows, print_text
 from ..options import (
     Device,
@@ -105,12 +105,10 @@ def _rows(outcome: Outcome, num_steps: int, device: torch.device, ranks: Ranks) 
     Args:
       num_steps: that the recipe asks for.
     """
-    from ....train.optim.loss_scale import autocast_dtype
     from ....train.parallel.strategy import choose_strategy
 
-    recipe, precision, first = outcome.recipe, outcome.recipe.run.precision, outcome.first_step
-    if precision == "bf16" and autocast_dtype("bf16", device) is None:
-        precision = f"fp32 (bf16 was asked for, {device} has no fast bf16)"
+    recipe, first = outcome.recipe, outcome.first_step
+    precision = computed_precision(recipe.run.precision, device)
     beyond = "; the recipe asks for fewer" if outcome.step > num_steps else ""
     rows = [("steps", f"{outcome.step:,} of {num_steps:,}{beyond}"), ("computed in", precision)]
     if ranks.world_size > 1:

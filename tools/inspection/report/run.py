@@ -13,7 +13,7 @@ from PIL import Image, UnidentifiedImageError
 from ....datasets.errors import DamageError
 from ..pictures import spread
 from ..templating import rows_of, side_by_side
-from .page import render_page, webp_uri, write_page
+from .page import render_page, short_names, webp_uri, write_page
 from .rules import Alert, alerts_of, rules_of
 from .run_charts import draw_charts
 from .run_facts import SCORES, RunFacts, differing
@@ -35,10 +35,10 @@ def report_runs(targets: Sequence[str], out: Path, *, progress: Progress) -> lis
     Raises: DamageError: a file of a run is not what the trainer writes.
     """
     runs = list[RunFacts]()
-    names = [Path(target).resolve().name for target in targets]
-    for target, name in zip(targets, names, strict=True):
+    paths = [str(Path(target).resolve()) for target in targets]
+    for target, name in zip(targets, short_names(paths), strict=True):
         progress("read", len(runs), len(targets))
-        runs.append(RunFacts(Path(target), name if names.count(name) == 1 else target))
+        runs.append(RunFacts(Path(target), name))
     progress("read", len(runs), len(targets))
     alerts = find_alerts(runs)
     return write_page(out, render_runs(runs, alerts), alerts)

@@ -18,7 +18,7 @@ from ....datasets.store import LatentStore
 from ..pictures import read_originals, reject_cells, shown_records, spread
 from ..store_facts import StoreFacts
 from ..templating import rows_of, side_by_side
-from .page import Thumbnail, latent_pixels, render_page, thumbnail, write_page
+from .page import Thumbnail, latent_pixels, render_page, short_names, thumbnail, write_page
 from .rules import alerts_of, rules_of
 from .store_charts import store_charts
 
@@ -91,16 +91,6 @@ def report_stores(
         **LISTED,
     )
     return write_page(out, html, alerts)
-
-
-def short_names(targets: Sequence[str]) -> list[str]:
-    """Last parts of paths, as many as it takes to tell them apart; a path that is given twice gets its number."""
-    parts = [target.rstrip("/").split("/") for target in targets]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(path[-length:]) for path in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{name} ({i})" for i, name in enumerate(names, 1)]
 
 
 class Sheet(NamedTuple):

@@ -11,7 +11,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from ....train.weights.folders import EVALUATIONS, METRICS, SAMPLES
+from ....datasets.errors import LeanditError
+from ....train.weights.folders import EVALUATIONS, METRICS, RUN, SAMPLES
+from ..report.page import render_page
+from ..report.rules import Alert
 from ..report.run import find_alerts, render_runs
 from ..report.run_facts import RunFacts
 from .pages import application
@@ -31,7 +34,7 @@ class RunSite:
 
     def __init__(self, run: Path) -> None:
         self._run, self._lock = run, threading.Lock()  # matplotlib draws in one thread at a time
-        self._facts: RunFacts | None = None
+        self._facts: RunFacts | None = None  # None: the page shows why the run cannot be read
         self._html, self._version, self._next = "", "", 0.0
 
     def app(self) -> Starlette:
@@ -40,32 +43,40 @@ class RunSite:
         return application(routes)
 
     def _page(self, request: Request) -> Response:
-        html, _ = self._newest()
+        html, _, is_read = self._newest()
         policy = dict(part.split(" ", 1) for part in HEADERS["content-security-policy"].split("; ")) | OWN_POLICY
         value = "; ".join(f"{name} {sources}" for name, sources in policy.items())
-        return HTMLResponse(html, headers={"content-security-policy": value})
+        return HTMLResponse(html, 200 if is_read else 500, headers={"content-security-policy": value})
 
     def _version_text(self, request: Request) -> Response:
         return PlainTextResponse(self._newest()[1])
 
-    def _newest(self) -> tuple[str, str]:
-        """The page and its version, drawn anew if the run has written something.
+    def _newest(self) -> tuple[str, str, bool]:
+        """The page and its version, drawn anew if the run has written something; and whether the run can be read.
 
-        Raises: DamageError: a file of the run is not what the trainer writes.
+        A run that cannot be read is a page too, which says why, and reloads itself once it can be.
         """
         with self._lock:
             stamp = self._stamp()  # before reading: what is written meanwhile is of the next version
-            if time.monotonic() >= self._next and f"{stamp} {self._state()}" != self._version:
+            has_changed = self._facts is None or f"{stamp} {self._state()}" != self._version
+            if time.monotonic() >= self._next and has_changed:
                 started = time.thread_time()
-                self._facts = RunFacts(self._run, str(self._run))
-                version = f"{stamp} {self._state()}"
-                self._html = render_runs([self._facts], find_alerts([self._facts]), version=version)
+                try:
+                    self._facts = RunFacts(self._run, str(self._run))
+                    version = f"{stamp} {self._state()}"
+                    self._html = render_runs([self._facts], find_alerts([self._facts]), version=version)
+                except (LeanditError, OSError) as error:
+                    self._facts, version, alert = None, f"{stamp} unreadable", Alert(str(error), "")
+                    title = f"Run {self._run}"
+                    self._html = render_page(
+                        "page.html", title=title, sections={}, alerts=[alert], page_version=version
+                    )
                 self._version, self._next = version, time.monotonic() + PAUSE * (time.thread_time() - started)
-            return self._html, self._version
+            return self._html, self._version, self._facts is not None
 
     def _stamp(self) -> str:
         """Times of the last change of the run's files."""
-        paths = (self._run, *(self._run / name for name in (METRICS, EVALUATIONS, SAMPLES)))
+        paths = (self._run, *(self._run / name for name in (RUN, METRICS, EVALUATIONS, SAMPLES)))
         return " ".join(str(path.stat().st_mtime_ns) for path in paths if path.exists())
 
     def _state(self) -> str:

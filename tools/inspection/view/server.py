@@ -87,6 +87,17 @@ def serve(app: Starlette, *, port: int, open_browser: bool, say: Callable[[str],
         server.run(sockets=[listener])
 
 
+def end_process() -> None:
+    """End the process with code 0 if other threads still run, such as one that decodes an image or imports torch.
+
+    Python would wait for some of them, and stop the others when they come back from C++ code, which then aborts.
+    """
+    if len(threading.enumerate()) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 @contextlib.contextmanager
 def _ended_by_signals(server: Any) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end a server, also before it runs: Python drops what is raised in a finalizer."""

@@ -20,6 +20,7 @@ from ....precompute.progress.clock import Progress
 from ....train.parallel.ranks import Ranks, connected
 from ....train.weights.folders import EVALUATIONS, is_run
 from ...inspection.pictures import spread
+from ...terminal.text import finite
 from ..npz import Npz
 from ..request import INCEPTION, EvaluateRequest
 from ..sample import RESULT, SET, sample_set
@@ -71,12 +72,12 @@ def evaluate(
         if network and reference and ours and theirs:
             result |= measure(ours, theirs, is_clip=network.is_clip, device=device)
             notes += find_notes(ours, theirs, reference, network)
-        result["notes"] = notes
+        result = finite(result | {"notes": notes})
         if is_run(request.target):
             path = request.target / EVALUATIONS
             before = path.read_bytes() if path.is_file() else b""
             before = before[: before.rfind(b"\n") + 1]  # without a line that a crash cut off
-            write_atomic(path, before + json.dumps(result).encode() + b"\n")
+            write_atomic(path, before + json.dumps(result, allow_nan=False).encode() + b"\n")
         return result
 
 

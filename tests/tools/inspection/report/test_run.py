@@ -185,6 +185,8 @@ def test_what_is_not_a_run_or_mixed_with_stores_is_refused(tmp_path: Path) -> No
     run, store = str(make_run(tmp_path / "run")), str(tmp_path / "store")
     with pytest.raises(RecipeError, match=r"is a run, .* is not"):
         report_command([run, store], tmp_path / "page.html")
+    report_command([run, f"{run}/"], tmp_path / "page.html")  # named twice, shown once
+    assert "<title>Run run<" in (tmp_path / "page.html").read_text()
     with pytest.raises(RecipeError, match="--source, --vae and --scores are of stores"):
         report_command([run], tmp_path / "page.html", vae="taesd")
     with pytest.raises(DamageError, match="it has not trained"):

@@ -27,8 +27,8 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection.report import store_page
+from leandit.tools.inspection.report.page import short_names
 from leandit.tools.inspection.report.rules import TABLE, alerts_of
-from leandit.tools.inspection.report.store_page import short_names
 from leandit.tools.inspection.store_facts import ASPECT_EDGES, StoreFacts
 from leandit.tools.inspection.templating import share
 from leandit.tools.synthetic.store import make_store
@@ -311,7 +311,6 @@ def test_many_buckets_share_the_images_of_a_page(tmp_path: Path, monkeypatch: py
 def test_names_tell_stores_apart_and_shares_are_short() -> None:
     assert short_names(["/a/x/", "/b/y"]) == ["x", "y"]
     assert short_names(["/a/store", "/b/store"]) == ["a/store", "b/store"]
-    assert short_names(["s", "s"]) == ["s (1)", "s (2)"]
     shares = [share(*pair) for pair in ((0, 9), (4, 1000), (1, 300000), (1, 2), (1, 0))]
     assert shares == ["0 %", "0.4 %", "0.00033 %", "50 %", "100 %"]
 

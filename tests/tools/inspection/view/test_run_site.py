@@ -73,8 +73,23 @@ def test_damage_is_a_page_that_names_it_and_scripts_are_ours_alone(tmp_path: Pat
         assert "frame-ancestors 'none'" in headers["content-security-policy"]
         assert "location.reload" in web.get(f"{ROOT}/follow.js").text
         assert web.get(f"{ROOT}/record/0").status_code == 404
-    (run / "metrics.jsonl").write_text("nothing\n")
+
+
+def test_a_run_that_is_damaged_while_it_is_shown_is_a_page_that_says_so_until_it_is_repaired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_site, "PAUSE", 0)
+    run = make_run(tmp_path / "run")
+    metrics = (run / "metrics.jsonl").read_bytes()
     with client(RunSite(run).app()) as web:
+        sound = web.get(f"{ROOT}/version").text
+        (run / "metrics.jsonl").write_text("nothing\n")
+        damaged = web.get(f"{ROOT}/version")  # the script of the page compares it, and reloads
+        assert (damaged.status_code, damaged.text != sound) == (200, True)
         answer = web.get(f"{ROOT}/")
         assert answer.status_code == 500
         assert "line 1 is not a report" in answer.text
+        assert f'data-version="{damaged.text}"' in answer.text
+        (run / "metrics.jsonl").write_bytes(metrics)
+        assert web.get(f"{ROOT}/version").text != damaged.text
+        assert web.get(f"{ROOT}/").status_code == 200

@@ -347,6 +347,35 @@ def test_a_page_refuses_websockets_quietly_and_a_signal_ends_it(
     assert (process.returncode, err) == (0, "leandit: Ctrl-C ends it\n")
 
 
+SLOW_DECODER = """
+import time
+from types import SimpleNamespace
+from leandit.tools.cli.main import main
+from leandit.tools.inspection.pictures import LatentDecoder
+def decode(rows):
+    print("decoding", flush=True)
+    time.sleep(300)
+LatentDecoder.of_store = classmethod(lambda *_: SimpleNamespace(decode_rows=decode))
+main()
+"""
+
+
+def test_a_signal_ends_it_while_an_image_is_decoded(label_store: LatentStore) -> None:
+    command = ["-c", SLOW_DECODER, "view", label_store.path, "--no-open"]
+    with ForkedPython(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            place = urlsplit(process.stdout.readline().split()[1])
+            connection = HTTPConnection(str(place.hostname), place.port, timeout=60)
+            connection.request("GET", f"{place.path}image/0")
+            assert process.stdout.readline() == "decoding\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
+            connection.close()
+        finally:
+            process.kill()
+
+
 # Every user of the machine can read the arguments of a process.
 def test_the_browser_is_not_told_the_token_in_its_arguments(
     monkeypatch: pytest.MonkeyPatch, label_store: LatentStore
