@@ -26,7 +26,7 @@ from leandit.train.metrics.history import StepReport
 from leandit.train.metrics.meter import StepResult
 from leandit.train.models.diffusers import pixart, sd3
 from leandit.train.models.dit import SIZES
-from leandit.train.parallel import deepspeed_engine, engine
+from leandit.train.parallel import build, deepspeed_engine
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.run import state as run_state
 from leandit.train.run.evaluation.decoding import Decoding
@@ -47,7 +47,7 @@ def fail_at(step: int) -> None:
 
 def compute_in_bf16() -> None:
     """From here on, as a GPU does; a CPU is asked for float32 else, because it is slow."""
-    for module in (engine, deepspeed_engine, run_state):
+    for module in (build, deepspeed_engine, run_state):
         module.autocast_dtype = lambda *_: torch.bfloat16
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from leandit.train.config import OptimizerSection
 from leandit.train.optim.build import build_optimizer
 from leandit.train.optim.ema import Ema, Power
-from leandit.train.optim.named_state import load_optimizer_tensors, optimizer_tensors
+from leandit.train.optim.state import load_whole, optimizer_state, whole
 
 # Muon's iteration is in bf16, and what has 8 bits has other blocks; both beside a rate of 0.01 and five steps.
 TOLERANCE = {"adamw": 1e-6, "came": 1e-5, "muon": 2e-3, "adamw8bit": 5e-3}
@@ -35,16 +35,12 @@ class Small(nn.Module):
         """Never run: gradients are made up."""
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def compare(name: str) -> None:
     section = OptimizerSection.model_validate({"name": name, "lr": 1e-2, "weight_decay": 0.1})
     plain, sharded = Small(), Small()
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     optimizers = [build_optimizer(section, model) for model in (plain, sharded)]
-    averages = [Ema(model, [Power(0.05), Power(0.1)]) for model in (plain, sharded)]
+    averages = [Ema(dict(model.named_parameters()), [Power(0.05), Power(0.1)]) for model in (plain, sharded)]
     for step in range(1, 6):
         for model, optimizer, ema in zip((plain, sharded), optimizers, averages, strict=True):
             for p in model.parameters():
@@ -53,17 +49,17 @@ def compare(name: str) -> None:
                     gradient = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
                 p.grad = gradient
             optimizer.step()
-            ema.update(model, step)
-        tensors = {key: whole(t) for key, t in optimizer_tensors(optimizers[1], sharded).items()}
+            ema.update(step)
+        tensors = {key: whole(t) for key, t in optimizer_state(sharded, optimizers[1]).items()}
         if step == 3:  # go on with a fresh optimizer, from the state that was gathered
             optimizers[1] = build_optimizer(section, sharded)
-            load_optimizer_tensors(optimizers[1], sharded, tensors)
+            load_whole(optimizer_state(sharded, optimizers[1]), tensors, world_size=2)
     for key, value in plain.named_parameters():
         torch.testing.assert_close(whole(sharded.get_parameter(key)), value, rtol=0, atol=TOLERANCE[name])
     for one, other in zip(averages[1].state_dict().values(), averages[0].state_dict().values(), strict=True):
         assert isinstance(one, DTensor)
         torch.testing.assert_close(whole(one), other, rtol=0, atol=TOLERANCE[name])
-    expected = optimizer_tensors(optimizers[0], plain)
+    expected = optimizer_state(plain, optimizers[0])
     if name != "adamw8bit":
         assert {key: t.shape for key, t in tensors.items()} == {key: t.shape for key, t in expected.items()}
 

@@ -38,9 +38,10 @@ from ...train.data_recipe import Turn
 from ...train.metrics.flops import shortened
 from ...train.models.build import build_model, check_model_name
 from ...train.models.diffusers.adapters import trained_parameters
+from ...train.optim.build import build_optimizer
 from ...train.optim.ema import build_rules
-from ...train.optim.named_state import expected_tensors
-from ...train.parallel.deepspeed_config import read_config, resolve
+from ...train.optim.state import optimizer_state
+from ...train.parallel.deepspeed_config import merge, read_config
 from ...train.parallel.deepspeed_engine import apply_ds_config
 from ...train.parallel.ranks import read_ranks
 from ...train.run.fit import model_for_stores
@@ -262,8 +263,7 @@ def _with_ds_config(recipe: TrainRecipe, device: torch.device) -> tuple[TrainRec
     try:
         return apply_ds_config(recipe, ranks, device, changes.append), changes, None
     except RecipeError as error:  # wrong device, or no DeepSpeed: the file's values can still be shown
-        resolved = resolve(read_config(path), recipe, ranks.world_size)
-        return resolved.recipe, resolved.notes, str(error)
+        return *merge(read_config(path), recipe, ranks.world_size), str(error)
 
 
 def held_bytes(recipe: TrainRecipe, model: nn.Module) -> int:
@@ -274,5 +274,6 @@ def held_bytes(recipe: TrainRecipe, model: nn.Module) -> int:
     """
     weights = sum(p.nbytes for p in model.parameters())
     trained = sum(p.nbytes for p in trained_parameters(model).values())
-    optimizer = sum(tensor.nbytes for tensor in expected_tensors(recipe.optimizer, model).values())
+    state = optimizer_state(model, build_optimizer(recipe.optimizer, model))
+    optimizer = sum(tensor.nbytes for tensor in state.values())
     return weights + trained * (1 + len(build_rules(recipe))) + optimizer

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...train.config import ParallelSection, TrainRecipe
-from ...train.parallel.deepspeed_config import read_config, resolve
+from ...train.parallel.deepspeed_config import merge, offloads_checkpoints, read_config
 from .scaling import GPUS_PER_MACHINE
 from .step_memory import EMA, GRADIENTS, OPTIMIZER, PARAMETERS, STATES, Strategy, Traced
 
@@ -38,7 +38,7 @@ def strategies(recipe: TrainRecipe, num_gpus: int) -> list[Strategy]:
             known.append(Strategy("hsdp", ParallelSection(strategy="hsdp", replicas=replicas), num_gpus))
     if recipe.parallel.deepspeed_config:
         kept = {name: value for name, value in zero_section(recipe).items() if not name.startswith("offload")}
-        section, to_host = ParallelSection(), keeps_on_host(recipe)
+        section, to_host = ParallelSection(), offloads_checkpoints(recipe.parallel)
         known += [
             Strategy(f"zero-{stage}", section, num_gpus, zero=kept | {"stage": stage}, to_host=to_host)
             for stage in (1, 2, 3)
@@ -94,7 +94,7 @@ def recipe_strategy(recipe: TrainRecipe, ranks: int) -> str:
     section = recipe.parallel
     if section.deepspeed_config:
         zero = zero_section(recipe)
-        offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+        offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
         return f"zero-{zero['stage']}{OFFLOADED if offloaded else ''}"
     if ranks == 1:
         return "single"
@@ -106,14 +106,7 @@ def recipe_strategy(recipe: TrainRecipe, ranks: int) -> str:
 def zero_section(recipe: TrainRecipe) -> dict[str, Any]:
     """Section zero_optimization of the recipe's ds_config.json; empty without one."""
     path = recipe.parallel.deepspeed_config
-    return read_config(path).get("zero_optimization", {}) if path else {}
-
-
-def keeps_on_host(recipe: TrainRecipe) -> bool:
-    """Whether the ds_config.json keeps the inputs of checkpointed blocks in host memory (``cpu_checkpointing``)."""
-    path = recipe.parallel.deepspeed_config
-    section = read_config(path).get("activation_checkpointing") if path else None
-    return bool(section and section.get("cpu_checkpointing"))
+    return read_config(path)["zero_optimization"] if path else {}
 
 
 def with_ds_config(recipe: TrainRecipe, num_gpus: int) -> tuple[TrainRecipe, list[str]]:
@@ -125,5 +118,4 @@ def with_ds_config(recipe: TrainRecipe, num_gpus: int) -> tuple[TrainRecipe, lis
     """
     if not (path := recipe.parallel.deepspeed_config):
         return recipe, []
-    resolved = resolve(read_config(path), recipe, num_gpus)
-    return resolved.recipe, resolved.notes
+    return merge(read_config(path), recipe, num_gpus)

@@ -247,6 +247,8 @@ def _prepare(request: step_memory.TraceRequest) -> None:
     if request.strategy.zero is not None:
         _prepare_deepspeed()
         modules.append(importlib.import_module("leandit.train.parallel.deepspeed_engine"))
+    state_module.first_device = lambda *_: CPU  # as the first rank: fake tensors take no memory, and need no weights
+    build.load_whole = lambda *_, **__: None
     for module in modules:  # on the GPU that is planned for, whatever this machine has
         module.autocast_dtype = lambda precision, device: dtype
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from .state import CODES, SCALE
 
 
 @contextlib.contextmanager
@@ -64,29 +65,25 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         for group, number in zip(self.param_groups, numbers, strict=True):
             group["lr"] = number
 
-    def parts(self, value: Tensor) -> dict[str, Tensor]:
-        """A field of the state as tensors: codes and scales, or numbers if it is sharded.
 
-        The blocks of a sharded moment depend on the number of processes, its numbers do not.
-        """
-        if isinstance(value, DTensor) and isinstance(local := value.to_local(), OptimState8bit):
-            numbers, like = local.dequantize(), {"shape": value.shape, "stride": value.stride()}
-            return {"": DTensor.from_local(numbers, value.device_mesh, value.placements, **like)}
-        if isinstance(value, OptimState8bit):
-            return {"/codes": value.codes, "/scale": value.scale}
-        return {"": value}
+def fit_moments(tensors: dict[str, Tensor], names: Iterable[str]) -> None:
+    """Turn whole moments into codes and scales, or back into numbers, as the names of a state have them.
 
-    def join(self, parameter: Tensor, field: str, parts: dict[str, Tensor]) -> Tensor:
-        """Undo ``parts``: exact for codes and scales, rounded for numbers.
+    Numbers are rounded: the blocks of a sharded moment, which is stored as numbers, depend on the number of ranks.
 
-        Args:
-          field: "exp_avg" or "exp_avg_sq".
-        """
-        buffer = self._new_buffer(parameter, signed=field == "exp_avg")
-        if "" in parts:
-            buffer.copy_(parts[""])
-        else:
-            assert isinstance(buffer, OptimState8bit), "8-bit codes for a parameter that is not quantised"
-            buffer.codes.copy_(parts["/codes"])
-            buffer.scale.copy_(parts["/scale"])
-        return buffer
+    Args:
+      tensors: on the CPU, "<parameter>.<field>", with ".codes" and ".scale" or without; changed in place.
+    """
+    for name in names:
+        moment, field = name.removesuffix(CODES), name.removesuffix(CODES).rpartition(".")[2]
+        if name in tensors or not (name.endswith(CODES) or name + CODES in tensors):
+            continue
+        shape = tensors[moment if name.endswith(CODES) else moment + CODES].shape
+        held = OptimState8bit.zeros(shape, signed=field == "exp_avg")
+        if name.endswith(CODES) and held.scale.numel() * held.block_size == held.codes.numel():
+            held.copy_(tensors.pop(moment))
+            tensors |= {name: held.codes, moment + SCALE: held.scale}
+        elif moment + SCALE in tensors and tensors[moment + SCALE].shape == held.scale.shape:
+            held.codes.copy_(tensors.pop(moment + CODES))
+            held.scale.copy_(tensors.pop(moment + SCALE))
+            tensors[moment] = held.dequantize()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 SQUARE_EPS, CONFIDENCE_EPS = 1e-30, 1e-16  # added to squared gradients and to squared residuals; as published
 CLIP_THRESHOLD = 1.0  # largest root mean square of an update; as published
@@ -99,24 +99,17 @@ def is_factored(shape: Sequence[int]) -> bool:
     return len(shape) == 2 or (len(shape) == 4 and tuple(shape[2:]) == (1, 1))
 
 
-def factor_placements(parameter: DTensor, field: str) -> list[Placement]:
-    """Placements of a field of a sharded parameter: a factor is sharded along its own axis, else replicated."""
-    if not field.endswith(("_row", "_col")):
-        return list(parameter.placements)
-    kept = 0 if field.endswith("_row") else 1
-    return [Shard(0) if place.is_shard(kept) else Replicate() for place in parameter.placements]
-
-
 def _new_state(parameter: Tensor) -> dict[str, Tensor]:
     state = {"exp_avg": torch.zeros_like(parameter)}
     if not is_factored(parameter.shape):
         return state | {"exp_avg_sq": torch.zeros_like(parameter)}
     for name in ("exp_avg_sq", "exp_avg_res"):
-        for field, dim in ((f"{name}_row", 1), (f"{name}_col", 0)):
-            zeros = torch.zeros_like(_as_matrix(parameter).mean(dim))
-            if isinstance(parameter, DTensor):
+        for field, kept in ((f"{name}_row", 0), (f"{name}_col", 1)):
+            zeros = torch.zeros_like(_as_matrix(parameter).mean(1 - kept))
+            if isinstance(parameter, DTensor):  # a factor is sharded along its own axis, else replicated
                 assert isinstance(zeros, DTensor)
-                zeros = zeros.redistribute(placements=factor_placements(parameter, field))
+                places = [Shard(0) if place.is_shard(kept) else Replicate() for place in parameter.placements]
+                zeros = zeros.redistribute(placements=places)
             state[field] = zeros
     return state
 

@@ -6,31 +6,17 @@ update does not change the averages. Averages are sharded like their parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..config import TrainRecipe
+from .state import local
 
 NEGLIGIBLE = 1e-3
-
-
-class Rule(Protocol):
-    """Decay of an average."""
-
-    @property
-    def prefix(self) -> str:
-        """Prefix of its weights' names, to tell several averages apart."""
-        ...
-
-    def kept(self, step: int) -> float:
-        """Share of the old average that stays at the update that makes step ``step`` (the first is 1)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -44,10 +30,11 @@ class Exponential:
     """
 
     decay: float
-    prefix: str = ""
+    prefix: str = ""  # of its weights' names, to tell several averages apart
     warmup: bool = False
 
     def kept(self, step: int) -> float:
+        """Share of the old average that stays at the update that makes step ``step`` (the first is 1)."""
         return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
 
 
@@ -64,6 +51,7 @@ class Power:
 
     @property
     def prefix(self) -> str:
+        """Prefix of its weights' names."""
         return f"{self.length:g}/"
 
     @property
@@ -73,7 +61,11 @@ class Power:
         return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
     def kept(self, step: int) -> float:
+        """Share of the old average that stays."""
         return (1 - 1 / step) ** (self.exponent + 1)
+
+
+Rule = Exponential | Power
 
 
 def first_share(rule: Rule, steps: int) -> float:
@@ -86,41 +78,30 @@ def first_share(rule: Rule, steps: int) -> float:
     return share
 
 
-class HasParameters(Protocol):
-    """A model, as averages use it."""
-
-    def parameters(self) -> Iterator[Any]:
-        """Its parameters."""
-        ...
-
-    def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Its parameters, with their names."""
-        ...
-
-
 class Ema:
-    """Moving averages of a model's parameters.
+    """Moving averages of parameters.
 
     Args:
-      model: its parameters are the initial averages.
+      parameters: by name, sharded or not; they are the initial averages.
       rules: one for each average; snapshots hold the first.
     """
 
-    def __init__(self, model: HasParameters, rules: Sequence[Rule]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], rules: Sequence[Rule]) -> None:
         self.rules = tuple(rules)
-        self.averages = [{name: p.detach().clone().float() for name, p in model.named_parameters()} for _ in self.rules]
-        # Once, not in each step: of a sharded tensor it takes long. The model's own may be replaced by FSDP.
+        self.averages = [{name: p.detach().clone().float() for name, p in parameters.items()} for _ in self.rules]
+        # Once, not in each step: of a sharded tensor it takes long.
+        self._parameters = [local(parameter.detach()) for parameter in parameters.values()]
         self._local = [[local(weight) for weight in average.values()] for average in self.averages]
 
     @torch.no_grad()
-    def update(self, model: HasParameters, step: int, skipped: Tensor | None = None) -> None:
-        """Move the averages towards the model: average += (1 - kept) * (weights - average).
+    def update(self, step: int, skipped: Tensor | None = None) -> None:
+        """Move the averages towards the parameters: average += (1 - kept) * (parameters - average).
 
         Args:
-          step: just made by the model; the first is 1.
+          step: just made; the first is 1.
           skipped: () float32 on the device, 1 if the optimizer skipped the update, else 0; None: never skipped.
         """
-        parameters = [local(p.detach()).float() for p in model.parameters()]
+        parameters = [parameter.float() for parameter in self._parameters]
         for rule, weights in zip(self.rules, self._local, strict=True):
             share = 1 - rule.kept(step)
             moved = share if skipped is None else [(1 - skipped) * share] * len(weights)
@@ -135,11 +116,6 @@ class Ema:
         """All averages, by the prefix of the rule and the parameter's name."""
         both = zip(self.rules, self.averages, strict=True)
         return {f"{rule.prefix}{name}": weight for rule, average in both for name, weight in average.items()}
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def build_rules(recipe: TrainRecipe) -> list[Rule]:

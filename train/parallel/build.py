@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 import torch._functorch.config as gradients
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import ParallelSection, TrainRecipe
+from ..models.activation_checkpointing import checkpoint_blocks
 from ..models.build import Denoiser
 from ..optim.loss_scale import LossScale, autocast_dtype
+from ..optim.state import load_whole
+from .deepspeed_config import offloads_checkpoints
 from .engine import Engine
 from .ranks import Ranks
 from .strategy import choose_strategy, num_replicas
@@ -21,6 +24,7 @@ from .strategy import choose_strategy, num_replicas
 MOST_SHAPES = (
     2048  # compiled shapes: 40 buckets, caption lengths, last batches; after 8, torch's default, it runs eagerly
 )
+SHARDED = ("fsdp", "hsdp")
 
 
 def compile_blocks(model: Denoiser) -> None:
@@ -38,25 +42,34 @@ def compile_blocks(model: Denoiser) -> None:
         block.forward = torch.compile(block.forward, dynamic=False)
 
 
+def first_device(strategy: str, ranks: Ranks) -> torch.device:
+    """Where a rank builds its model: on the CPU, or, if the first rank sends it its part, on the meta device."""
+    return torch.device("meta" if strategy in SHARDED and not ranks.is_first else "cpu")
+
+
 def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: torch.device, *, compiled: bool) -> Engine:
     """Distribute a model over the ranks by the recipe's strategy.
 
     Args:
-      model: float32, on the CPU, the same on every rank.
+      model: float32, on its ``first_device``, the same on every rank.
       compiled: its blocks go through torch.compile.
     Raises: RecipeError: the strategy does not fit the number of ranks.
     """
     section, dtype = recipe.parallel, autocast_dtype(recipe.run.precision, device)
     strategy = choose_strategy(section, ranks)
+    if offloads_checkpoints(section):
+        checkpoint_blocks(model.blocks, recipe.run.activation_checkpointing, to_cpu=True)
+    if compiled:
+        compile_blocks(model)
+    forward: nn.Module = model
     if strategy == "deepspeed":
         from .deepspeed_engine import DeepSpeedEngine
 
         return DeepSpeedEngine(recipe, model.to(device), ranks, device)
-    if compiled:
-        compile_blocks(model)
-    forward: nn.Module = model
-    if strategy in ("fsdp", "hsdp"):
+    if strategy in SHARDED:
+        weights = _weights(model)
         shard(model, section, ranks, device, dtype)
+        load_whole(_weights(model), weights, world_size=ranks.world_size, device=device)
     elif device.type != "cpu":  # a module of fake tensors cannot be moved, even to its own device
         model.to(device)
     if strategy == "ddp":
@@ -69,7 +82,13 @@ def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: tor
                 gradient_as_bucket_view=True,
             )
     scales_on = torch.device("cpu") if section.cpu_offload else device
-    return Engine(recipe, model, forward, ranks, LossScale(scales_on) if dtype == torch.float16 else None)
+    scale = LossScale(scales_on) if dtype == torch.float16 else None
+    return Engine(recipe, model, forward, ranks, device, scale)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, those that no checkpoint holds among them."""
+    return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def shard(
@@ -78,24 +97,25 @@ def shard(
     """Shard each block, then the rest of the model, over the ranks (FSDP2), and move them to the device.
 
     Blocks are gathered in the dtype of the computation, and their gradients summed in float32. The rest is small and
-    stays float32, which the time embedding needs.
+    stays float32, which the time embedding needs. A model on the meta device gets memory for its part, not filled.
     """
     # The warning is about in-place changes of the output, which nothing here makes.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if section.cpu_offload else OffloadPolicy()
     settings: dict[str, Any] = {
         "mesh": _mesh(section, ranks, device),
         "reshard_after_forward": section.shard == "full",
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        if section.cpu_offload
-        else OffloadPolicy(),
+        "offload_policy": offload,
     }
     low = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if dtype else MixedPrecisionPolicy()
     for block in model.blocks:
         fully_shard(block, mp_policy=low, **settings)
     settings["reshard_after_forward"] = False  # the backward pass begins with what is outside of the blocks
     fully_shard(model, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **settings)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device="cpu" if section.cpu_offload else device)
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, buffer.to(device))

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ...datasets.disk.hashing import sha256_of
-from ...datasets.errors import RecipeError, ResourceError, RunError
+from ...datasets.errors import LeanditError, RecipeError, ResourceError, RunError
 
+Value = TypeVar("Value")
 TIMEOUT = timedelta(minutes=30)  # of a collective call; a rank may compile several shapes, or read a checkpoint
 # Words in the errors of gloo and NCCL when another rank is gone.
 LOST = (
@@ -149,6 +150,30 @@ def all_gather(ranks: Ranks, value: Any) -> list[Any]:
     if ranks.world_size > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+def from_first(ranks: Ranks, function: Callable[[], Value]) -> Value:
+    """The result of a function that only the first rank calls, on every rank; a collective call.
+
+    Raises: LeanditError: of the function, on every rank.
+    """
+    result: list[Any] = [None, None, ""]  # value, class and message of an error; not all errors can be pickled
+    if ranks.is_first:
+        try:
+            result[0] = function()
+        except LeanditError as error:
+            result[1:] = (
+                next(kind for kind in type(error).__mro__ if kind.__module__ == LeanditError.__module__),
+                str(error),
+            )
+            if ranks.world_size == 1:
+                raise
+    if ranks.world_size > 1:
+        dist.broadcast_object_list(result, 0)
+    value, kind, message = result
+    if kind is not None:
+        raise kind(message)
+    return value
 
 
 def agree(ranks: Ranks, inputs: Mapping[str, Any]) -> None:

@@ -7,13 +7,11 @@ change. Checkpoints hold whole tensors under the names of the model, so any stra
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
@@ -24,7 +22,8 @@ from ...datasets.errors import DamageError, RunError
 from ...datasets.recipe import to_toml
 from ..models.spec import ModelSpec
 from ..optim.ema import build_rules, first_share
-from ..parallel.ranks import all_gather
+from ..optim.state import State, model_state
+from ..parallel.ranks import from_first
 from ..weights import checkpoint
 from ..weights.checkpoint import (
     AVERAGE,
@@ -41,16 +40,15 @@ from ..weights.folders import RECIPE, RUN
 from ..weights.init_from import FrozenWeights
 from .data import buckets_at
 from .manifest import RunManifest, check_settings, continue_manifest
-from .saver import Captured, Folder, buffers_of, gather
+from .saver import Folder
 from .state import Run
 from .stores import contents_read
 
 LOG = logging.getLogger(__name__)
 GROUPS = (MODEL, EMA, OPTIMIZER)
-CODES = "/codes"  # suffix of optimizer state in 8 bits
 
 
-class _Progress(BaseModel, strict=True):
+class Progress(BaseModel, strict=True):
     """The part of a checkpoint's ``state.json`` that resumes a run."""
 
     spec: ModelSpec
@@ -59,17 +57,15 @@ class _Progress(BaseModel, strict=True):
     loss_scale: dict[str, Any] | None = None
     microbatches_for: dict[str, Any] = {}
     microbatches: dict[str, int] = {}
-    in_codes: bool = False
     frozen: FrozenWeights | None = None
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint in memory, checked against the state but not applied."""
+class Loaded(NamedTuple):
+    """A checkpoint in memory, checked against the run but not applied."""
 
     path: Path
     step: int
-    progress: _Progress
+    progress: Progress
     groups: dict[str, dict[str, Tensor]]
 
 
@@ -79,9 +75,9 @@ def start_or_resume(
     manifest: RunManifest | None,
     warn: Callable[[str], None],
 ) -> None:
-    """Load the newest valid checkpoint of the run, or write the manifest of a new run.
+    """Load the newest valid checkpoint of the run, or write the manifest of a new run; a collective call.
 
-    Only the first rank reads and writes; it sends the other ranks what it has read.
+    Only the first rank reads and writes; it sends the other ranks what it has read, or its error.
 
     Args:
       manifest: of the run, None for a new one.
@@ -90,41 +86,55 @@ def start_or_resume(
     """
     if manifest:
         check_settings(run, manifest, state.recipe, state.spec)
-    loaded = _open_run(state, run, manifest, warn) if state.ranks.is_first else None
-    announced = loaded and {"step": loaded.step, "progress": loaded.progress.model_dump()}
-    announced = all_gather(state.ranks, announced)[0]
-    if announced is None:
+    has_any = from_first(state.ranks, lambda: bool(checkpoint.find(CHECKPOINT, run)))
+    targets = {group: state.engine.state(group) for group in GROUPS} if has_any else {}
+    groups: dict[str, dict[str, Tensor]] = {}  # of the first rank
+
+    def open_run() -> tuple[int, Progress] | None:
+        run.mkdir(parents=True, exist_ok=True)
+        sweep_strays(run)
+        loaded = newest_valid(state, targets, run, warn)
+        step = loaded.step if loaded else 0
+        statistics = state.loader.dataset.reader.statistics
+        current = continue_manifest(run, state.recipe, state.spec, state.stores, statistics, manifest, step)
+        write_atomic(run / RUN, canonical_json(current.model_dump()))
+        write_atomic(run / RECIPE, to_toml(state.recipe).encode())
+        if loaded is None:
+            return None
+        groups.update(loaded.groups)
+        return step, loaded.progress
+
+    opened = from_first(state.ranks, open_run)
+    if opened is None:
         LOG.info("run '%s': no checkpoint, so it begins at step 0", run)
         return
-    LOG.info("run '%s': the checkpoint of step %d is valid, and the newest", run, announced["step"])
-    if loaded is None:  # this is not the first rank
-        progress = _Progress.model_validate(announced["progress"])
-        loaded = Loaded(run, announced["step"], progress, {group: {} for group in GROUPS})
-    restore(state, loaded, earlier=contents_read(manifest, state.stores) if manifest else ())
+    step, progress = opened
+    LOG.info("run '%s': the checkpoint of step %d is valid, and the newest", run, step)
+    earlier = contents_read(manifest, state.stores) if manifest else ()
+    state.loader.dataset.load_state_dict(progress.loader, earlier)  # first, because it may be refused
+    for group in GROUPS:
+        state.engine.load(group, groups.get(group, {}))
+    if progress.loss_scale and state.engine.loss_scale:
+        state.engine.loss_scale.load_state_dict(progress.loss_scale)
+    if progress.microbatches_for == microbatches_for(state):
+        state.microbatches = progress.microbatches
+    else:
+        LOG.info("microbatches are tried again: they were for %s", progress.microbatches_for)
+    state.step, state.num_images = step, progress.num_images
 
 
-def _open_run(state: Run, run: Path, manifest: RunManifest | None, warn: Callable[[str], None]) -> Loaded | None:
-    run.mkdir(parents=True, exist_ok=True)
-    sweep_strays(run)
-    loaded = newest_valid(state, run, warn)
-    step = loaded.step if loaded else 0
-    statistics = state.loader.dataset.reader.statistics
-    current = continue_manifest(run, state.recipe, state.spec, state.stores, statistics, manifest, step)
-    write_atomic(run / RUN, canonical_json(current.model_dump()))
-    write_atomic(run / RECIPE, to_toml(state.recipe).encode())
-    return loaded
-
-
-def newest_valid(state: Run, run: Path, warn: Callable[[str], None]) -> Loaded | None:
+def newest_valid(state: Run, targets: Mapping[str, State], run: Path, warn: Callable[[str], None]) -> Loaded | None:
     """Load the newest valid checkpoint, and rename newer ones that are damaged.
 
+    Args:
+      targets: tensors of the run by group, for names, shapes and dtypes.
     Raises: DamageError: the run has had checkpoints and none is valid; RunError: a checkpoint is of another model.
     """
     problems: list[CheckpointDamage] = []
     loaded = None
     for path in reversed(checkpoint.find(CHECKPOINT, run)):
         try:
-            loaded = load(state, path)
+            loaded = _load(state, targets, path)
             break
         except CheckpointDamage as error:
             problems.append(error)
@@ -147,32 +157,37 @@ def _check_fresh(run: Path, problems: list[CheckpointDamage], warn: Callable[[st
         what = str(problems[0]) if problems else f"only '{aside[-1].name}' is left, and it is damaged."
         raise DamageError(
             f"run '{run}': no valid checkpoint. {what} Training would start from scratch: restore a checkpoint "
-            "from a copy, or give another --run."
+            "from a copy, or use a different --run."
         )
     if snapshots := checkpoint.find(SNAPSHOT, run):
         warn(f"run '{run}' starts from scratch: it has '{snapshots[-1].name}' but no checkpoint")
 
 
-def load(state: Run, path: Path) -> Loaded:
-    """Read a checkpoint and check every byte, name, shape and dtype; the state does not change.
+def _load(state: Run, targets: Mapping[str, State], path: Path) -> Loaded:
+    """Read a checkpoint and check every byte, name, shape and dtype; the run does not change.
 
     Raises: DamageError; RunError: it is of another model.
     """
     saved = checkpoint.read(path)
     try:
-        progress = _Progress.model_validate(saved.state)
+        progress = Progress.model_validate(saved.state)
     except ValidationError as error:
         problem = error.errors()[0]
         what = f"'{checkpoint.STATE}': '{problem['loc'][0]}' is not valid: {problem['msg']}"
         raise CheckpointDamage(path, what) from error
     if progress.spec != state.spec:
         raise RunError(
-            f"checkpoint '{path}': of model {progress.spec.model_dump()}, this run has {state.spec.model_dump()}. Give "
-            "another --run."
+            f"checkpoint '{path}': of model {progress.spec.model_dump()}, this run has {state.spec.model_dump()}. Use "
+            "a different --run."
         )
     _check_frozen(path, progress.frozen, state.frozen)
-    in_codes = progress.in_codes
-    groups = {group: saved.tensors(group, state.engine.expected(group, in_codes=in_codes)) for group in GROUPS}
+    groups = {group: saved.read(group) for group in GROUPS}
+    if state.recipe.optimizer.name == "adamw8bit":
+        from ..optim.adamw8bit import fit_moments
+
+        fit_moments(groups[OPTIMIZER], targets[OPTIMIZER])
+    for group, tensors in groups.items():
+        saved.check_tensors(group, tensors, targets[group])
     return Loaded(path, saved.state["step"], progress, groups)
 
 
@@ -182,42 +197,8 @@ def _check_frozen(path: Path, then: FrozenWeights | None, now: FrozenWeights | N
         raise RunError(
             f"checkpoint '{path}': its adapters were trained on the weights of '{then.source}' with hash "
             f"{then.xxh3_128}, model.init_from is '{now.source}' with {now.xxh3_128}. Name the former with "
-            "model.init_from, or give another --run."
+            "model.init_from, or use a different --run."
         )
-
-
-def restore(state: Run, loaded: Loaded, *, earlier: Collection[str] = ()) -> None:
-    """Apply a checkpoint; the position in the data first, because it may be refused.
-
-    Args:
-      loaded: the checkpoint; only the first rank has its tensors.
-      earlier: content hashes of the revisions that the run has read; a new pass starts where one is no longer read.
-    Raises: RunError: the order of batches would change.
-    """
-    progress = loaded.progress
-    state.loader.dataset.load_state_dict(progress.loader, earlier)
-    for group in GROUPS:
-        expected = state.engine.expected(group, in_codes=progress.in_codes)
-        state.engine.load(group, _broadcast(state, expected, loaded.groups[group]))
-    if progress.loss_scale and state.engine.loss_scale:
-        state.engine.loss_scale.load_state_dict(progress.loss_scale)
-    if progress.microbatches_for == microbatches_for(state):
-        state.microbatches = progress.microbatches
-    else:
-        LOG.info("microbatches are tried again: they were for %s", progress.microbatches_for)
-    state.step, state.num_images = loaded.step, progress.num_images
-
-
-def _broadcast(state: Run, expected: dict[str, Tensor], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the first rank on every rank, one at a time, sorted by name."""
-    for name, meta in sorted(expected.items()):
-        tensor = tensors.get(name)
-        if state.ranks.world_size > 1:
-            empty = torch.empty(meta.shape, dtype=meta.dtype, device=state.device)
-            tensor = empty if tensor is None else tensor.to(state.device)
-            dist.broadcast(tensor, 0)
-        assert tensor is not None
-        yield name, tensor
 
 
 def capture(
@@ -226,47 +207,48 @@ def capture(
     averages: bool = False,
     resumable: bool = True,
     interrupted: bool = False,
-) -> Captured:
-    """Copy the state into memory; a collective call.
+) -> list[Folder]:
+    """Copy the state into memory, as the folders to write; a collective call. Only the first rank gets any.
 
     Args:
       averages: store all averages of the step.
       resumable: a checkpoint and a snapshot, with the averages where the recipe stores them with each checkpoint.
       interrupted: the run ends at this step although the recipe saves nothing then.
     """
-    recipe = state.recipe
-    extra = state.extra | {"buckets": buckets_at(recipe.data, state.stores, state.step)}
+    recipe, step, engine = state.recipe, state.step, state.engine
+    groups: dict[str, dict[str, Tensor]] = {}
+    for group in GROUPS if resumable else (EMA,):
+        whole = engine.tensors(group)  # only one at a time is whole on the device
+        groups[group] = {name: t.detach().to("cpu", copy=True) for name, t in whole if state.ranks.is_first}
+    if not state.ranks.is_first:
+        return []
+    extra = state.extra | {"buckets": buckets_at(recipe.data, state.stores, step)}
     null = {"embedding": state.conditioner.null_caption, "pooled": state.conditioner.null_pooled}
     kept = {name: tensor.cpu() for name, tensor in null.items() if tensor is not None}
-    rest = {MODEL: buffers_of(state.engine.model)} | ({NULL_CAPTION: kept} if kept else {})
+    saved = model_state(engine.model)
+    buffers = {name: saved[name].cpu().clone() for name, _ in engine.model.named_buffers() if name in saved}
+    rest = {MODEL: buffers} | ({NULL_CAPTION: kept} if kept else {})
     stopped = {checkpoint.INTERRUPTED: True} if interrupted else {}
-    groups = gather(state.engine, GROUPS if resumable else (EMA,), keep=state.ranks.is_first)
-    if not groups:
-        return Captured(state.step, [])
     folders = []
     if averages or (resumable and recipe.ema.kind == "power" and not recipe.ema.keep_every):
         named = extra | ({} if averages else stopped) | {"lengths": recipe.ema.lengths}
-        folders.append(Folder(AVERAGE, rest | {EMA: groups[EMA]}, named))
+        folders.append(Folder(AVERAGE, step, rest | {EMA: groups[EMA]}, named))
     if resumable:
         rule = build_rules(recipe)[0]
-        prefix, young = rule.prefix, {FIRST_SHARE: first_share(rule, state.step)}
-        first = {name.removeprefix(prefix): t for name, t in groups[EMA].items() if name.startswith(prefix)}
-        folders.append(Folder(SNAPSHOT, rest | {MODEL: rest[MODEL] | first}, extra | young | stopped))
-        folders.append(Folder(CHECKPOINT, groups, _progress(state, groups).model_dump()))
-    return Captured(state.step, folders)
-
-
-def _progress(state: Run, groups: dict[str, dict[str, Tensor]]) -> _Progress:
-    return _Progress(
-        spec=state.spec,
-        num_images=state.num_images,
-        loader=state.loader.dataset.state_dict(),
-        loss_scale=None if state.engine.loss_scale is None else state.engine.loss_scale.state_dict(),
-        microbatches_for=microbatches_for(state),
-        microbatches=state.microbatches,
-        in_codes=any(name.endswith(CODES) for name in groups[OPTIMIZER]),
-        frozen=state.frozen,
-    )
+        first = {name.removeprefix(rule.prefix): t for name, t in groups[EMA].items() if name.startswith(rule.prefix)}
+        young = {FIRST_SHARE: first_share(rule, step)}
+        progress = Progress(
+            spec=state.spec,
+            num_images=state.num_images,
+            loader=state.loader.dataset.state_dict(),
+            loss_scale=None if engine.loss_scale is None else engine.loss_scale.state_dict(),
+            microbatches_for=microbatches_for(state),
+            microbatches=state.microbatches,
+            frozen=state.frozen,
+        )
+        folders.append(Folder(SNAPSHOT, step, rest | {MODEL: buffers | first}, extra | young | stopped))
+        folders.append(Folder(CHECKPOINT, step, groups, progress.model_dump()))
+    return folders
 
 
 def microbatches_for(state: Run) -> dict[str, Any]:

@@ -1,79 +1,48 @@
 """Write checkpoints and snapshots, optionally during the next steps.
 
-All ranks gather; the first one writes a copy, so the next steps may change the state. Writes keep their order, and an
-error in one is raised before the next.
+All ranks gather (``resume.capture``); the first one writes a copy, so the next steps may change the state. Writes keep
+their order, and an error in one is raised before the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor, nn
+from typing import Any, NamedTuple
 
 from ..config import RunSection
-from ..models.diffusers.adapters import saved_tensors
-from ..parallel.engine import Engine
 from ..weights import checkpoint
 from ..weights.checkpoint import Groups
 
-Tensors = dict[str, Tensor]
 
-
-@dataclass(frozen=True)
-class Folder:
-    """Content of a folder to write.
+class Folder(NamedTuple):
+    """A folder to write.
 
     Args:
       kind: CHECKPOINT, SNAPSHOT or AVERAGE.
+      step: that its content is of.
       groups: its tensors, on the CPU.
       state: everything else, as JSON values.
     """
 
     kind: str
+    step: int
     groups: Groups
     state: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Captured:
-    """State of a step in memory, as the folders to write; only the first rank has any."""
-
-    step: int
-    folders: list[Folder]
-
-
-def gather(engine: Engine, groups: Sequence[str], *, keep: bool) -> dict[str, Tensors]:
-    """Whole tensors on the CPU, by group and name; a collective call. Ranks that do not keep them get none."""
-    gathered: dict[str, Tensors] = {}
-    for group in groups:
-        gathered[group] = {}
-        for name, tensor in engine.tensors(group):  # only one at a time is whole on the device
-            if keep:
-                gathered[group][name] = tensor.detach().to("cpu", copy=True)
-    return gathered if keep else {}
-
-
-def buffers_of(model: nn.Module) -> Tensors:
-    """Persistent buffers of a model, on the CPU; none of a model with frozen weights."""
-    state = saved_tensors(model)
-    return {name: state[name].cpu().clone() for name, _ in model.named_buffers() if name in state}
-
-
-def write(captured: Captured, run: Path, section: RunSection) -> None:
+def write(folders: Sequence[Folder], run: Path, section: RunSection) -> None:
     """Write the folders, a checkpoint last; then remove older checkpoints, and older snapshots of interruptions.
 
     Raises: ResourceError: the disk is full; DamageError: it returned other bytes. Older checkpoints then stay.
     """
-    for folder in captured.folders:
-        path = checkpoint.save(folder.kind, run, captured.step, folder.groups, dict(folder.state))
-        if folder.kind == checkpoint.CHECKPOINT:
+    for kind, step, groups, state in folders:
+        path = checkpoint.save(kind, run, step, groups, dict(state))
+        if kind == checkpoint.CHECKPOINT:
             checkpoint.prune(run, section.keep_checkpoints, proven=path, keep_every=section.keep_every)
-        elif folder.state.get(checkpoint.INTERRUPTED):
-            checkpoint.prune_interrupted(folder.kind, run)
+        elif state.get(checkpoint.INTERRUPTED):
+            checkpoint.prune_interrupted(kind, run)
 
 
 class Saver:
@@ -89,17 +58,15 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "leandit-save") if section.async_checkpoint else None
         self._pending: Future[None] | None = None
 
-    def begin(self, captured: Captured) -> None:
+    def begin(self, folders: Sequence[Folder]) -> None:
         """Write, or start writing; ``finish`` comes before the capture, so that two states are never in memory.
 
         Raises: ResourceError, DamageError: of this write.
         """
-        if not captured.folders:
-            return
         if self._thread is None:
-            write(captured, self._run, self._section)
-        else:
-            self._pending = self._thread.submit(write, captured, self._run, self._section)
+            write(folders, self._run, self._section)
+        elif folders:
+            self._pending = self._thread.submit(write, folders, self._run, self._section)
 
     def check(self) -> None:
         """Raise the error of a write that has failed: ResourceError, DamageError."""

@@ -26,9 +26,10 @@ from ..objectives.losses import noised
 from ..optim.fp8 import check_fp8, use_fp8
 from ..optim.loss_scale import autocast_dtype
 from ..optim.process import set_precision
-from ..parallel.build import build_engine
+from ..parallel.build import SHARDED, build_engine, first_device
+from ..parallel.deepspeed_config import may_compile
 from ..parallel.engine import Engine
-from ..parallel.ranks import ALONE, Ranks
+from ..parallel.ranks import ALONE, Ranks, from_first
 from ..parallel.strategy import choose_strategy
 from ..techniques.images import Microbatch
 from ..techniques.registry import features_of, routed_blocks, techniques_of
@@ -187,12 +188,19 @@ def build_run(
     """
     strategy, techniques = choose_strategy(recipe.parallel, ranks), techniques_of(recipe)
     check_fp8(recipe, device, strategy, compiled=compiled)
-    compiled = compiled and strategy != "deepspeed"
-    model, frozen, origin = build_model(spec.plain, seed=recipe.run.seed), None, "new weights"
+    compiled = compiled and may_compile(recipe.parallel)
+    with first_device(strategy, ranks):
+        model = build_model(spec.plain, seed=recipe.run.seed)
+    frozen, origin = None, "new weights"
     if pretrained and (source := recipe.model.init_from):
-        weights, origin = initial_weights(source, model, spec)
-        model.load_state_dict(weights)
-        frozen = FrozenWeights(source=lasting_source(source), xxh3_128=hash_of(weights)) if spec.adapter else None
+
+        def load() -> tuple[FrozenWeights | None, str]:
+            weights, origin = initial_weights(source, model, spec)
+            model.load_state_dict(weights)
+            hashed = FrozenWeights(source=lasting_source(source), xxh3_128=hash_of(weights)) if spec.adapter else None
+            return hashed, origin
+
+        frozen, origin = from_first(ranks, load) if strategy in SHARDED else load()
     if spec.adapter:
         add_adapters(model, spec.adapter, seed=recipe.run.seed)
     model.checkpoint_activations(recipe.run.activation_checkpointing)

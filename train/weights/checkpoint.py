@@ -133,14 +133,20 @@ class Saved:
         except (SafetensorError, KeyError, ValueError, TypeError) as error:  # KeyError: a dtype that torch lacks
             raise CheckpointDamage(self.path, f"'{name}' holds no tensors ({error})") from error
 
-    def tensors(self, group: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Like ``read``, with a check of names, shapes and dtypes.
+    def tensors(self, group: str, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
+        """``read``, then ``check_tensors``."""
+        tensors = self.read(group)
+        self.check_tensors(group, tensors, wanted)
+        return tensors
+
+    def check_tensors(self, group: str, tensors: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> None:
+        """Check names, shapes and dtypes of the tensors of a group.
 
         Args:
           wanted: tensors with the expected ones, such as meta tensors.
-        Raises: DamageError: the file is missing or damaged, or holds other tensors.
+        Raises: DamageError: it has other tensors.
         """
-        name, tensors = f"{group}.safetensors", self.read(group)
+        name = f"{group}.safetensors"
         if names := sorted(tensors.keys() ^ wanted.keys()):
             state = "too many" if names[0] in tensors else "missing"
             raise CheckpointDamage(
@@ -148,9 +154,8 @@ class Saved:
             )
         for key, tensor in tensors.items():
             if (tensor.shape, tensor.dtype) != (wanted[key].shape, wanted[key].dtype):
-                actual, needed = [f"{tuple(t.shape)} {t.dtype}" for t in (tensor, wanted[key])]
-                raise CheckpointDamage(self.path, f"'{name}': '{key}' is {actual}, the model needs {needed}")
-        return tensors
+                actual, expected = [f"{tuple(t.shape)} {t.dtype}" for t in (tensor, wanted[key])]
+                raise CheckpointDamage(self.path, f"'{name}': '{key}' is {actual}, the model has {expected}")
 
 
 def save(kind: str, run: Path, step: int, groups: Groups, state: dict[str, Any]) -> Path:
