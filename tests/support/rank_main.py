@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,26 @@ def compute_in_bf16() -> None:
     """From here on, as a GPU does; a CPU is asked for float32 else, because it is slow."""
     for module in (build, deepspeed_engine, run_state):
         module.autocast_dtype = lambda *_: torch.bfloat16
+
+
+def compile_eagerly() -> None:
+    """From here on blocks are compiled, to graphs that run as they are."""
+    real, build_run = torch.compile, run_state.build_run
+    torch.compile = lambda function, **how: real(function, **how | {"backend": "eager"})
+    run_state.build_run = lambda *args, **how: build_run(*args, **how | {"compiled": True})
+
+
+def count_weights() -> None:
+    """Print how many numbers of the model this rank has in memory before and after it is sharded."""
+    shard = build.shard
+
+    def counted(model: torch.nn.Module, *args: Any) -> None:
+        before = sum(p.numel() for p in model.parameters() if not p.is_meta)
+        shard(model, *args)
+        after = sum(p.to_local().numel() for p in model.parameters())  # pyright: ignore[reportAttributeAccessIssue]
+        print(json.dumps({"weights": [before, after]}), flush=True)
+
+    build.shard = counted
 
 
 def claim_fp16() -> None:
@@ -120,6 +141,10 @@ def main() -> None:
             compute_in_bf16()
         if any("deepspeed_config" in entry for entry in overrides):
             compile_nothing()
+        if job.get("compiled"):
+            compile_eagerly()
+        if job.get("counts"):
+            count_weights()
         if job.get("has_fp16"):
             claim_fp16()
         if job.get("keeps_latents"):

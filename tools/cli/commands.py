@@ -13,7 +13,6 @@ import platform
 import sys
 import traceback as traceback_module
 import warnings
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +20,7 @@ from typer import Option
 
 from ... import __version__
 from ...datasets.errors import LeanditError, RecipeError, StoreWarning
-from ...train.parallel.stop import ERROR_FILE, EXIT_CTRL_C, StopRequest, Terminated, message_of_rank
+from ...train.parallel.stop import EXIT_CTRL_C, StopRequest, Terminated, message_of_rank, record_error
 from ..terminal.text import QUIET, printable, show_decisions
 from .options import print_error
 from .verbs.bench import bench
@@ -128,7 +127,7 @@ def run_command(stop: StopRequest) -> int:
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        code = _recorded(app)(standalone_mode=False, obj=stop)
+        code = app(standalone_mode=False, obj=stop)
         if code == EXIT_CTRL_C:  # typer handles Ctrl-C
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
@@ -142,18 +141,10 @@ def run_command(stop: StopRequest) -> int:
         if TRACEBACK in sys.argv:
             traceback_module.print_exc()
         message, code = _explain(error)
+        record_error(message)
         if said := message_of_rank(message):
             print_error(said)
         return code
-
-
-def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Under torchrun, the function with its errors kept for torchrun's summary."""
-    if ERROR_FILE not in os.environ:
-        return function
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    return record(function)
 
 
 def _warning_line(message: Warning | str, category: type[Warning], *place: Any) -> str:

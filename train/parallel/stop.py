@@ -6,9 +6,11 @@ A process has one ``StopRequest``, made before heavy imports.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -111,3 +113,10 @@ def message_of_rank(message: str) -> str | None:
     except OSError:  # twice is better than never
         pass
     return f"rank {os.environ.get('RANK', '?')} ({socket.gethostname()}, process {os.getpid()}): {message}"
+
+
+def record_error(message: str) -> None:
+    """Leave an error for the summary that torchrun prints; its ``record`` would add a hundred lines of traceback."""
+    if error_file := os.environ.get(ERROR_FILE):
+        content = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(error_file).write_text(json.dumps({"message": content}))

@@ -17,7 +17,7 @@ from leandit.train.config import RunSection
 from leandit.train.loop import train
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.run import saver
-from leandit.train.run.saver import Captured
+from leandit.train.run.saver import Folder
 from leandit.train.weights.checkpoint import CHECKPOINT, find
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -52,12 +52,12 @@ def test_what_is_written_late_is_of_the_step_at_which_it_was_taken(
         stepped.set()
         return trace
 
-    def write_late(captured: Captured, run: Path, section: RunSection) -> None:
-        if captured.step < 6:
+    def write_late(folders: list[Folder], run: Path, section: RunSection) -> None:
+        if folders[0].step < 6:
             stepped.clear()
             assert stepped.wait(60)  # a step is made meanwhile
-        really_write(captured, run, section)
-        order.append(f"wrote {captured.step}")
+        really_write(folders, run, section)
+        order.append(f"wrote {folders[0].step}")
 
     monkeypatch.setattr(loop, "train_step", step)
     monkeypatch.setattr(saver, "write", write_late)
@@ -72,10 +72,10 @@ def test_a_disk_that_fills_up_beside_the_steps_ends_the_run(
 ) -> None:
     really_write = saver.write
 
-    def write(captured: Captured, run: Path, section: RunSection) -> None:
-        if captured.step == failing:
+    def write(folders: list[Folder], run: Path, section: RunSection) -> None:
+        if folders[0].step == failing:
             raise ResourceError("the disk is full")
-        really_write(captured, run, section)
+        really_write(folders, run, section)
 
     monkeypatch.setattr(saver, "write", write)
     with pytest.raises(ResourceError, match="the disk is full"):
