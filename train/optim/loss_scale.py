@@ -1,7 +1,8 @@
 """The dtype of forward and backward, and the loss scale of float16.
 
-The scale lifts small gradients into the range of 16 bits; updates that overflow are skipped. It stays on the device:
-with most optimizers, torch's GradScaler waits for the device at every step.
+The scale lifts small gradients into the range of 16 bits; updates that overflow are skipped. It stays on the device.
+torch's GradScaler is not used: but for fused optimizers it waits for the device in every step, and it searches this
+rank's gradients for infinities, which the norm of all ranks' gradients, computed anyway, already shows.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """

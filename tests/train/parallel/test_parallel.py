@@ -269,9 +269,20 @@ def trained(request: pytest.FixtureRequest) -> None:
 
 
 @strategies([*TWO, *FOUR], *QUICK)
-def test_the_losses_are_those_of_one_process(name: str, one: Path, trained: None, folder: Path) -> None:
+def test_losses_and_checkpoints_are_those_of_one_process(name: str, one: Path, trained: None, folder: Path) -> None:
     assert len(losses(folder / name)) == STEPS
     assert losses(folder / name) == pytest.approx(losses(one), abs=EXACT)
+    assert_same_tensors(folder / name, one, STEPS)
+
+
+def assert_same_tensors(found: Path, expected: Path, step: int) -> None:
+    """Names, shapes, and values but for rounding, of a checkpoint and a snapshot."""
+    for kind in (f"checkpoint-{step}", f"snapshot-{step}"):
+        for path in sorted((expected / kind).glob("*.safetensors")):
+            ours, theirs = load_file(found / kind / path.name), load_file(path)
+            assert ours.keys() == theirs.keys()
+            for key, tensor in theirs.items():
+                torch.testing.assert_close(ours[key], tensor, atol=2e-4, rtol=0)
 
 
 @strategies(["ddp", "fsdp", "zero-2"], "fsdp")
@@ -297,11 +308,7 @@ def test_adapters_are_those_of_one_process(
     wanted = alone(caption_store, tmp_path / "run", *adapters, recipe="pixart-tiny")
     found = folder / f"lora {name}"
     assert losses(found) == pytest.approx(wanted, abs=EXACT)
-    for path in ("checkpoint-4/model", "checkpoint-4/ema", "checkpoint-4/optimizer", "snapshot-4/model"):
-        ours, theirs = (load_file(run / f"{path}.safetensors") for run in (found, tmp_path / "run"))
-        assert ours.keys() == theirs.keys()
-        for key, tensor in theirs.items():
-            torch.testing.assert_close(ours[key], tensor, atol=2e-4, rtol=0)
+    assert_same_tensors(found, tmp_path / "run", 4)
     copy = at(2, found, tmp_path / "copy")
     assert alone(caption_store, copy, *adapters, recipe="pixart-tiny") == pytest.approx(wanted[2:], abs=EXACT)
 
@@ -312,12 +319,7 @@ def test_a_model_of_two_streams_is_that_of_one_process(
 ) -> None:
     wanted = alone(three_text_store, tmp_path / "run", *JOINT_SETTINGS, recipe="sd3-tiny")
     assert losses(folder / f"joint {name}") == pytest.approx(wanted, abs=EXACT)
-    for kind in ("checkpoint-6", "snapshot-6"):
-        for path in sorted((tmp_path / "run" / kind).glob("*.safetensors")):
-            expected, found = load_file(path), load_file(folder / f"joint {name}" / kind / path.name)
-            assert found.keys() == expected.keys()
-            for key, tensor in expected.items():
-                torch.testing.assert_close(found[key], tensor, atol=2e-4, rtol=0)
+    assert_same_tensors(folder / f"joint {name}", tmp_path / "run", 6)
 
 
 def test_fp16_under_deepspeed_has_its_loss_scaler_which_a_checkpoint_holds(
@@ -362,18 +364,6 @@ def test_deepspeed_starts_without_what_its_launcher_sets(
     settings = [*(entry.format(folder=folder) for entry in TWO["zero-1"]), "run.steps=4"]
     run_ranks([job(label_store, tmp_path / "run", *settings)], world_size, SRUN)
     assert losses(tmp_path / "run") == pytest.approx(losses(one)[:4], abs=EXACT)
-
-
-@strategies([*TWO, *FOUR], *QUICK)
-def test_a_checkpoint_has_the_names_and_shapes_of_one_process(
-    name: str, one: Path, trained: None, folder: Path
-) -> None:
-    for kind in (f"checkpoint-{STEPS}", f"snapshot-{STEPS}"):
-        for path in sorted((one / kind).glob("*.safetensors")):
-            expected, found = load_file(path), load_file(folder / name / kind / path.name)
-            assert found.keys() == expected.keys()
-            for key, tensor in expected.items():
-                torch.testing.assert_close(found[key], tensor, atol=2e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -563,6 +553,7 @@ def test_under_torchrun_an_error_of_all_ranks_is_printed_once(recipe: str, tmp_p
     assert ended.returncode
     said = [line for line in ended.stderr.splitlines() if line.startswith("leandit: rank ")]
     assert len(said) == 1, ended.stderr[-3000:]
+    assert "typer" not in ended.stderr  # torchrun's summary has the message, not our traceback
     reason = "no such folder. Create it" if recipe == "dit-s-2-256" else "neither a file nor a shipped recipe"
     assert reason in said[0]
 

@@ -266,17 +266,12 @@ class Payload:
         return Path.touch, (self.path,)
 
 
-def test_two_checkpoints_that_were_exchanged_are_refused(run: Path) -> None:
-    (run / "checkpoint-2").rename(run / "x")
-    (run / "checkpoint-1").rename(run / "checkpoint-2")
-    (run / "x").rename(run / "checkpoint-1")
-    for step, other in ((1, 2), (2, 1)):
-        with pytest.raises(DamageError, match=f"it is checkpoint-{other}"):
-            read_all(run / f"checkpoint-{step}")
-    shutil.rmtree(run / "checkpoint-1")
-    (run / "snapshot-2").rename(run / "checkpoint-1")
-    with pytest.raises(DamageError, match="it is snapshot-2"):
-        read_all(run / "checkpoint-1")
+@pytest.mark.parametrize("other", ["checkpoint-1", "snapshot-2"])
+def test_a_folder_under_the_name_of_another_is_refused(other: str, run: Path) -> None:
+    shutil.rmtree(run / "checkpoint-2")
+    (run / other).rename(run / "checkpoint-2")
+    with pytest.raises(DamageError, match=f"it is {other}"):
+        read_all(run / "checkpoint-2")
 
 
 # --- Malice: hashes that fit, content that does not -------------------------------------------------------------------
@@ -300,49 +295,41 @@ def replace_file(path: Path, name: str, data: bytes) -> None:
 ENTRY = {"bytes": 0, "xxh3_128": "99aa06d3014798d86001c324468d497f"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["../../x.safetensors", "/x.safetensors", "a/b.safetensors", "..", "", "x", "MODEL.safetensors", "x.safetensors\n"],
+NAMES_ELSEWHERE = (
+    "../../x.safetensors",
+    "/x.safetensors",
+    "a/b.safetensors",
+    "",
+    "MODEL.safetensors",
+    "x.safetensors\n",
 )
-def test_a_state_cannot_name_a_file_elsewhere(name: str, run: Path) -> None:
-    (run.parent / "x.safetensors").write_bytes(b"")
-    files = read_json(run / "checkpoint-2/state.json")["files"]
-    rewrite(run / "checkpoint-2", {"files": files | {name: ENTRY}})
-    with pytest.raises(DamageError, match="'files"):
-        read_all(run / "checkpoint-2")
 
 
 @pytest.mark.parametrize(
     "changes",
     [
+        *({"files": {name: ENTRY}} for name in NAMES_ELSEWHERE),
+        {"files": {"model.safetensors": ENTRY | {"bytes": -1}}},
+        {"files": []},
         {"step": "2"},
         {"step": -1},
-        {"step": 2.0},
         {"kind": "other"},
-        {"files": []},
-        {"files": {"model.safetensors": "x"}},
-        {"files": {"model.safetensors": ENTRY | {"bytes": -1}}},
         {"num_images": "many"},
         {"num_images": -1},
         {"loader": None},
         {"spec": []},
+        *(dict.fromkeys([key], Ellipsis) for key in ("kind", "step", "files", "num_images", "loader", "spec")),
     ],
     ids=str,
 )
-def test_a_state_with_values_of_another_kind_is_damage(
+def test_a_state_without_a_value_or_with_one_of_another_kind_is_damage(
     changes: dict[str, Any], run: Path, label_store: LatentStore
 ) -> None:
-    rewrite(run / "checkpoint-2", changes)
+    (run.parent / "x.safetensors").write_bytes(b"")
+    (key,) = changes
+    rewrite(run / "checkpoint-2", {} if changes[key] is Ellipsis else changes, drop=(key,))
     shutil.rmtree(run / "checkpoint-1")
-    with pytest.raises(DamageError, match="is not valid"):
-        go(label_store, run, 3)
-
-
-@pytest.mark.parametrize("key", ["kind", "step", "files", "num_images", "loader", "spec"])
-def test_a_state_without_a_value_is_damage(key: str, run: Path, label_store: LatentStore) -> None:
-    rewrite(run / "checkpoint-2", {}, drop=(key,))
-    shutil.rmtree(run / "checkpoint-1")
-    with pytest.raises(DamageError, match=key):
+    with pytest.raises(DamageError, match=f"(?s)'{key}.*is not valid"):
         go(label_store, run, 3)
 
 
@@ -405,7 +392,6 @@ def header_only(dtype: str) -> bytes:
         (lambda t: {name: tensor.double() for name, tensor in t.items()}, "torch.float64, the model has"),
         (lambda _: {}, "is missing"),
         (lambda _: b"", "holds no tensors"),
-        (lambda _: b"\xff" * 8 + b"{}", "holds no tensors"),
         (lambda _: pickle.dumps({"w": 1}), "holds no tensors"),
         (lambda _: header_only("F8_E8M0"), "holds no tensors"),
         (lambda _: header_only("F64"), "holds no tensors"),
@@ -431,16 +417,6 @@ def test_tensors_that_do_not_fit_are_refused_before_one_is_applied(
     assert len(said) == 1
 
 
-def test_a_checkpoint_without_a_group_is_damage(run: Path, label_store: LatentStore) -> None:
-    files = read_json(run / "checkpoint-2/state.json")["files"]
-    del files["ema.safetensors"]
-    (run / "checkpoint-2/ema.safetensors").unlink()
-    rewrite(run / "checkpoint-2", {"files": files})
-    shutil.rmtree(run / "checkpoint-1")
-    with pytest.raises(DamageError, match=r"there is no 'ema\.safetensors'"):
-        go(label_store, run, 3)
-
-
 def test_a_snapshot_that_does_not_fit_its_model_is_damage(run: Path) -> None:
     model = run / "snapshot-2/model.safetensors"
     replace_file(model.parent, model.name, safetensors.torch.save({"w": torch.zeros(1)}))
@@ -448,17 +424,13 @@ def test_a_snapshot_that_does_not_fit_its_model_is_damage(run: Path) -> None:
         load_snapshot(run, CPU)
 
 
-def test_another_format_version_is_refused_and_not_taken_for_damage(run: Path, label_store: LatentStore) -> None:
-    rewrite(run / "checkpoint-2", {"format_version": 99})
-    with pytest.raises(RunError, match="format version 99, this release reads 1"):
-        go(label_store, run, 3)
-    assert (run / "checkpoint-2").is_dir()
-
-
-def test_a_checkpoint_of_another_model_is_refused_and_not_taken_for_damage(run: Path, label_store: LatentStore) -> None:
+@pytest.mark.parametrize("key", ["format_version", "spec"])
+def test_another_format_or_model_is_refused_and_not_taken_for_damage(
+    key: str, run: Path, label_store: LatentStore
+) -> None:
     spec = read_json(run / "checkpoint-2/state.json")["spec"]
-    rewrite(run / "checkpoint-2", {"spec": spec | {"num_classes": 7}})
-    with pytest.raises(RunError, match="of model"):
+    rewrite(run / "checkpoint-2", {key: 99 if key == "format_version" else spec | {"num_classes": 7}})
+    with pytest.raises(RunError, match=r"format version 99, this release reads 1|of model"):
         go(label_store, run, 3)
     assert (run / "checkpoint-2").is_dir()
 
