@@ -26,6 +26,7 @@ import typer
 from measuring import alternate, machine, print_rates, tf32, timed
 from torch import Tensor, nn
 
+from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import RecipeError
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
@@ -129,10 +130,10 @@ def diffusers_model(spec: ModelSpec) -> tuple[Any, Callable[[Tensor, Tensor, Con
         net = transformer_class(family)(**diffusers_config(spec))
 
         def predict(x: Tensor, t: Tensor, given: Conditioning) -> Tensor:
-            more = {"pooled_projections": given.pooled}
-            if family != "sd3":
-                more = {"encoder_attention_mask": given.caption_mask}
-            return net(x, encoder_hidden_states=given.captions, timestep=t, return_dict=False, **more)[0]
+            captions, more = given.captions, {"pooled_projections": given.pooled}
+            if isinstance(captions, Captions):
+                captions, more = captions.padded, {"encoder_attention_mask": captions.mask}
+            return net(x, encoder_hidden_states=captions, timestep=t, return_dict=False, **more)[0]
 
         return net, predict
     from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel

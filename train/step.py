@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +18,6 @@ from .run.state import Run
 from .techniques.images import Microbatch
 from .techniques.technique import Draw
 
-TOKEN_STEP = 32  # of packed captions: few shapes to compile, and little padding
-
 
 def train_step(run: Run, batch: Batch) -> StepResult:
     """One update: accumulate the gradients of the microbatches, clip, step, average.
@@ -32,21 +28,15 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     images = prepare(run, batch, step)
     limit = recipe.run.microbatch or run.microbatches.get(batch.bucket, 0)
     parts = microbatches(size, run.ranks.world_size, limit)
-    rows = [rows_of(run, part, len(batch)) for part in parts]
-    if (lengths := caption_lengths(batch)) is not None:
-        longest = mean_tokens(lengths, parts)
-        images = replace(images, conditioning=images.conditioning._replace(mean_tokens=longest))
     if not engine.model.training:  # after an evaluation; it walks over all modules
         engine.model.train()
     for technique in run.techniques:
-        images = replace(images, targets=images.targets | technique.teach(run, images, rows, step))
+        images = replace(images, targets=images.targets | technique.teach(run, images, parts, step))
 
     parts_losses: list[dict[str, Tensor]] = []
-    for part, some in zip(parts, rows, strict=True):
+    for part in parts:
         with engine.microbatch(last=part is parts[-1]):
-            losses = image_losses(run, select(images, some), step)
-            if isinstance(some, Tensor):  # those that fill it up do not count
-                losses = {name: loss[: max(0, len(batch) - part.start)] for name, loss in losses.items()}
+            losses = image_losses(run, select(images, part), step)
             engine.backward(torch.stack(list(losses.values())).sum() / size)
         parts_losses.append({name: loss.detach() for name, loss in losses.items()})
 
@@ -119,35 +109,3 @@ def microbatches(size: int, world_size: int, limit: int) -> list[slice]:
     count = -(-most // limit) if limit else 1
     each = -(-most // count)
     return [slice(start, start + each) for start in range(0, most, each)]
-
-
-def caption_lengths(batch: Batch) -> np.ndarray | None:
-    """(B,) tokens of each caption, on the host; None if there are several text encoders, or none."""
-    if len(batch.texts) != 1 or not len(batch):
-        return None
-    (text,) = batch.texts.values()
-    return None if text.host_lengths is None else np.array(text.host_lengths)
-
-
-def mean_tokens(lengths: np.ndarray, parts: Sequence[slice]) -> int:
-    """The most tokens an image that any microbatch has in the mean, rounded up to a multiple of ``TOKEN_STEP``.
-
-    Args:
-      lengths: (B,) tokens of each caption; the last one may fill up the last microbatch (``rows_of``).
-    """
-    last = len(lengths) - 1
-    filled = [lengths[np.arange(part.start, part.stop).clip(max=last)].mean() for part in parts]
-    short = [lengths[part].mean() for part in parts if part.start <= last]
-    return -(-math.ceil(max(filled + short)) // TOKEN_STEP) * TOKEN_STEP
-
-
-def rows_of(run: Run, part: slice, count: int) -> slice | Tensor:
-    """The images of a microbatch, among ``count`` of this rank.
-
-    Compiled blocks would be compiled again for a last microbatch with fewer images. Its last image is repeated until it
-    has as many as the others; of 256 images in microbatches of at most 90, two. Not where a term compares images.
-    """
-    compares_images = any(technique.compares_images for technique in run.techniques)
-    if part.stop <= count or not count or not run.compiled or compares_images:
-        return part
-    return torch.arange(part.start, part.stop, device=run.device).clamp_max(count - 1)

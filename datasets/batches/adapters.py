@@ -103,10 +103,9 @@ def nemo_automodel(
         _check(store, pooled, full_length=False, pooled_class=PLAIN)
 
     def named(batch: Batch) -> Named:
-        lengths, embeddings = batch.texts[tokens].lengths, _tokens(batch, tokens, dtype)
-        assert lengths is not None, "padded captions have lengths"
-        embeddings = F.pad(embeddings, (0, 0, 0, -embeddings.shape[1] % TOKEN_MULTIPLE))
-        mask = torch.arange(embeddings.shape[1], device=lengths.device) < lengths[:, None]
+        embeddings = _tokens(batch, tokens, dtype)
+        missing = -embeddings.shape[1] % TOKEN_MULTIPLE
+        embeddings, mask = F.pad(embeddings, (0, 0, 0, missing)), F.pad(batch.texts[tokens].mask, (0, missing))
         values = {"image_latents": batch.latents.to(dtype), "data_type": "image"}
         values |= {"text_embeddings": embeddings, "text_attention_mask": mask}
         return values | ({"pooled_prompt_embeds": _pooled(batch, pooled, dtype)} if pooled else {})
@@ -162,10 +161,9 @@ def _check(
 
 def _tokens(batch: Batch, name: str, dtype: torch.dtype) -> Tensor:
     """(B, L, D)."""
-    embeddings = batch.texts[name].embeddings if name in batch.texts else None
-    if embeddings is None or embeddings.ndim != 3:
-        raise RecipeError(f"batch {batch.number}: it has no padded captions. Make the loader with text='padded'.")
-    return embeddings.to(dtype)
+    if name not in batch.texts:
+        raise RecipeError(f"batch {batch.number}: it has no captions. Make the loader with text='padded'.")
+    return batch.texts[name].padded.to(dtype)
 
 
 def _pooled(batch: Batch, name: str, dtype: torch.dtype) -> Tensor:

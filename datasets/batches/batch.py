@@ -12,7 +12,7 @@ from ..disk.cached import cached_property
 from ..errors import RecipeError
 from ..format.schema import LatentSpec
 from .buffer_pool import hold_while_copied
-from .captions import CaptionBatch
+from .captions import Captions
 from .features import FeatureBatch
 from .latents import final_latents, mean_latents
 
@@ -34,6 +34,7 @@ class Batch:
       epoch: of the batch.
       store: index into the reader's stores.
       texts: captions of each text encoder, by name; that of ``[text]`` is empty.
+      pads: ``captions`` are padded, not packed.
       features: image features, by name.
       stored_pictures: companion pictures as stored, by name: (B, 2C, H, W) moments or (B, C, H, W) latents; of a mask
         (B, H, W) uint8.
@@ -49,7 +50,8 @@ class Batch:
     global_size: int
     epoch: int
     store: int = 0
-    texts: Mapping[str, CaptionBatch] = field(default_factory=dict)
+    texts: Mapping[str, Captions] = field(default_factory=dict)
+    pads: bool = True
     features: Mapping[str, FeatureBatch] = field(default_factory=dict)
     stored_pictures: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -77,30 +79,33 @@ class Batch:
         }
 
     @property
-    def text(self) -> CaptionBatch | None:
+    def text(self) -> Captions | None:
         """Captions of the first text encoder; None if the store has none, or the reader was asked for none."""
         return next(iter(self.texts.values()), None)
 
     @property
     def captions(self) -> torch.Tensor | None:
         """(B, L, D) or packed (sum L, D) of the first text encoder, or None: as stored, or float32 of int8."""
-        return self.text and self.text.embeddings
+        text = self.text
+        return None if text is None or not text.has_tokens else text.padded if self.pads else text.embeddings
 
     @property
     def caption_lengths(self) -> torch.Tensor | None:
         """(B,) int64 tokens of each caption of the first text encoder, or None."""
-        return self.text and self.text.lengths
+        return None if self.text is None or not self.text.has_tokens else self.text.offsets.diff().long()
 
     @property
     def caption_offsets(self) -> torch.Tensor:
         """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
         if self.text is None:
             raise RecipeError("this batch has no captions: the store has none, or the reader was asked for none.")
+        if not self.text.has_tokens:
+            raise RecipeError("this text encoder stores only pooled vectors, so its captions have no lengths.")
         return self.text.offsets
 
     def finish(self) -> Batch:
         """Compute latents, captions, features and pictures now."""
-        _ = self.latents, self.pictures, *(text.embeddings for text in self.texts.values())
+        _ = self.latents, self.pictures, self.captions, *(text.embeddings for text in self.texts.values())
         _ = [(feature.patches, feature.cls) for feature in self.features.values()]
         return self
 

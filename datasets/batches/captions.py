@@ -1,125 +1,152 @@
 """The captions of a batch by one text encoder: gathered as stored, converted to numbers on the device of the batch.
 
-So the stored bytes are copied to the device: of int8 half those of float16, plus a scale per token.
+So the stored bytes are copied to the device: of int8 half those of float16, plus a scale per token. Captions follow
+each other without padding, as they lie in the store and as variable-length attention reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..arrays.caption_tokens import CaptionTokens
-from ..arrays.sharded_array import ShardedArray
 from ..disk.cached import cached_property
-from ..errors import RecipeError
 from .buffer_pool import BufferPool
 
 TextForm = Literal["padded", "packed", "none"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CaptionBatch:
-    """Captions of a batch by one text encoder, in the dtype of the store.
+class Captions:
+    """Captions of B images by one text encoder, one after the other: n tokens in all.
 
     Args:
-      tokens: (B, L, D) padded with zeros to the longest, or (sum L, D) packed; None if only pooled vectors are stored.
-      lengths: (B,) int64 stored tokens of each, or None likewise.
-      scales: (B, L) or (sum L,) float32 of int8 tokens, 0 where padded; else None.
+      tokens: (n, D) in the dtype of the store; (0, 0) if only pooled vectors are stored.
+      lengths: tokens of each caption, on the host, where nothing waits to read them.
+      offsets: (B + 1,) int32 where each caption begins, then the end: cu_seqlens of variable-length attention.
+      scales: (n,) float32 of int8 tokens, or None.
       pooled: (B, P) pooled vectors, or None.
-      host_lengths: the lengths again, which stay on the host, where nothing waits to read them; or None.
     """
 
-    tokens: torch.Tensor | None
-    lengths: torch.Tensor | None
-    scales: torch.Tensor | None = None
-    pooled: torch.Tensor | None = None
-    host_lengths: tuple[int, ...] | None = None
+    tokens: Tensor
+    lengths: tuple[int, ...]
+    offsets: Tensor
+    scales: Tensor | None = None
+    pooled: Tensor | None = None
+
+    @classmethod
+    def packed(
+        cls, tokens: Tensor, lengths: Sequence[int], scales: Tensor | None = None, pooled: Tensor | None = None
+    ) -> Captions:
+        """Captions of some lengths, with offsets on the device of the tokens."""
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(tokens, tuple(lengths), offsets.to(tokens.device), scales, pooled)
+
+    @classmethod
+    def of(cls, rows: Sequence[Tensor], pooled: Sequence[Tensor] = ()) -> Captions:
+        """Captions of tokens (L, D) each and of pooled vectors (P,) each; either may be missing."""
+        vectors = torch.stack(list(pooled)) if pooled else None
+        tokens = torch.cat(list(rows)) if rows else torch.zeros(0, 0)
+        return cls.packed(tokens, [len(row) for row in rows] or [0] * len(pooled), pooled=vectors)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def device(self) -> torch.device:
+        """Of its tensors."""
+        return self.tokens.device
+
+    @property
+    def has_tokens(self) -> bool:
+        """Not only pooled vectors are stored."""
+        return self.tokens.shape[1] > 0
 
     @cached_property
-    def embeddings(self) -> torch.Tensor | None:
-        """Tokens as numbers, on their device: as stored, or float32 of int8, one exact product each."""
-        if self.tokens is None or self.scales is None:
-            return self.tokens
-        return self.tokens * self.scales[..., None]
+    def embeddings(self) -> Tensor:
+        """(n, D) tokens as numbers, on their device: as stored, or float32 of int8, one exact product each."""
+        return self.tokens if self.scales is None else self.tokens * self.scales[:, None]
 
-    def to(self, device: torch.device) -> CaptionBatch:
+    @cached_property
+    def padded(self) -> Tensor:
+        """(B, L, D) ``embeddings``, each caption padded with zeros to the longest."""
+        if len(set(self.lengths)) == 1 or not len(self.tokens):
+            return self.embeddings.view(len(self), max(self.lengths, default=0), self.tokens.shape[1])
+        rows = (self.offsets[:-1, None] + self._places).clamp(max=len(self.tokens) - 1)
+        return torch.where(self.mask[:, :, None], self.embeddings[rows], 0)
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, L) true for the tokens of each caption, false for the padding of ``padded``."""
+        return self._places < self.offsets.diff()[:, None]
+
+    @property
+    def _places(self) -> Tensor:
+        return torch.arange(max(self.lengths, default=0), device=self.device)
+
+    @property
+    def owners(self) -> tuple[Tensor, Tensor]:
+        """The image of each token, and its place in the caption, (n,) int64 each."""
+        numbers = torch.arange(len(self.tokens), device=self.device)
+        images = torch.searchsorted(self.offsets[1:], numbers, right=True)
+        return images, numbers - self.offsets[images]
+
+    def with_tokens(self, tokens: Tensor) -> Captions:
+        """Other numbers (n, D) for the same tokens, without pooled vectors."""
+        return Captions(tokens, self.lengths, self.offsets)
+
+    def __getitem__(self, images: slice | Sequence[int]) -> Captions:
+        """The tokens of some captions, without pooled vectors; for a slice, nothing waits for the device."""
+        starts, tokens = [0, *accumulate(self.lengths)], self.embeddings
+        if isinstance(images, slice):
+            first, stop, _ = images.indices(len(self))
+            stop = max(first, stop)
+            offsets = self.offsets[first : stop + 1] - self.offsets[first]
+            return Captions(tokens[starts[first] : starts[stop]], self.lengths[first:stop], offsets)
+        parts = [tokens[starts[image] : starts[image + 1]] for image in images]
+        return Captions.packed(torch.cat(parts) if parts else tokens[:0], [len(part) for part in parts])
+
+    def followed_by(self, other: Captions) -> Captions:
+        """The tokens of these captions, then those of others."""
+        offsets = torch.cat([self.offsets, self.offsets[-1] + other.offsets[1:]])
+        return Captions(torch.cat([self.embeddings, other.embeddings]), self.lengths + other.lengths, offsets)
+
+    def to(self, device: torch.device) -> Captions:
         """The same captions on a device."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        tensors = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
-        return replace(self, **tensors)
-
-    @cached_property
-    def offsets(self) -> torch.Tensor:
-        """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
-        if self.lengths is None:
-            raise RecipeError("this text encoder stores only pooled vectors, so its captions have no lengths.")
-        zero = torch.zeros(1, dtype=torch.int64, device=self.lengths.device)
-        return torch.cat([zero, self.lengths.cumsum(0)]).int()
+        return replace(self, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
 
 
-def read_captions(tokens: CaptionTokens, caption_ids: np.ndarray, form: TextForm, buffers: BufferPool) -> CaptionBatch:
-    """Gather captions of a text encoder.
-
-    Args:
-      caption_ids: (B,).
-      form: "padded" or "packed".
-    """
+def read_captions(tokens: CaptionTokens, caption_ids: np.ndarray, buffers: BufferPool) -> Captions:
+    """Gather captions (B,) of a text encoder."""
     pooled = None
     if tokens.spec.pooled_width:
         rows = buffers.take((len(caption_ids), tokens.spec.pooled_width), tokens.pooled.dtype)
         pooled = _as_tensor(tokens.pooled.take(caption_ids, out=rows), tokens.spec.pooled_dtype)
     if not tokens.spec.has_tokens:
-        return CaptionBatch(None, None, pooled=pooled)
+        return Captions.packed(torch.zeros(0, 0), [0] * len(caption_ids), pooled=pooled)
     starts, lengths = tokens.offsets[caption_ids], tokens.lengths[caption_ids]
-    read = _packed if form == "packed" else _padded
-    gathered = [read(array, starts, lengths, buffers) for array in tokens.arrays]
-    return CaptionBatch(
-        tokens=_as_tensor(gathered[0], tokens.spec.dtype),
-        lengths=torch.from_numpy(lengths),
-        scales=torch.from_numpy(gathered[1]) if len(gathered) == 2 else None,
-        pooled=pooled,
-        host_lengths=tuple(lengths.tolist()),
-    )
+    gathered = []
+    for array in tokens.arrays:
+        rows = buffers.take((int(lengths.sum()), *array.row_shape), array.dtype)
+        gathered.append(array.take_ranges(starts, lengths, out=rows))
+    scales = torch.from_numpy(gathered[1]) if len(gathered) == 2 else None
+    return Captions.packed(_as_tensor(gathered[0], tokens.spec.dtype), lengths.tolist(), scales, pooled)
 
 
-def captions_of(tokens: CaptionTokens, caption_ids: Sequence[int]) -> CaptionBatch:
-    """Some captions of a text encoder in float32, padded to the longest."""
-    pooled = (
-        [torch.from_numpy(np.array(tokens.pooled_vector(i))) for i in caption_ids] if tokens.spec.pooled_width else []
-    )
-    rows = [torch.from_numpy(np.array(tokens[i])) for i in caption_ids] if tokens.spec.has_tokens else []
-    return padded_captions([row.float() for row in rows], [vector.float() for vector in pooled])
+def captions_of(tokens: CaptionTokens, caption_ids: Sequence[int]) -> Captions:
+    """Some captions of a text encoder in float32."""
+    pooled = [tokens.pooled_vector(i) for i in caption_ids] if tokens.spec.pooled_width else []
+    rows = [tokens[i] for i in caption_ids] if tokens.spec.has_tokens else []
+    return Captions.of(*([torch.from_numpy(np.array(one)).float() for one in part] for part in (rows, pooled)))
 
 
-def padded_captions(rows: Sequence[torch.Tensor], pooled: Sequence[torch.Tensor]) -> CaptionBatch:
-    """A batch of tokens (L, D) each, padded to the longest, and of pooled vectors (P,) each; there may be none."""
-    return CaptionBatch(
-        tokens=torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True) if rows else None,
-        lengths=torch.tensor([len(row) for row in rows]) if rows else None,
-        pooled=torch.stack(list(pooled)) if pooled else None,
-    )
-
-
-def _padded(array: ShardedArray, starts: np.ndarray, lengths: np.ndarray, buffers: BufferPool) -> np.ndarray:
-    """(B, L, ...) rows of each caption, padded with zeros to the longest."""
-    longest = int(lengths.max(initial=0))
-    padded = buffers.take((len(starts), longest, *array.row_shape), array.dtype)
-    for row, start, length in zip(padded, starts.tolist(), lengths.tolist(), strict=True):
-        row[:length] = array.read(start, start + length)
-        row[length:] = 0
-    return padded
-
-
-def _packed(array: ShardedArray, starts: np.ndarray, lengths: np.ndarray, buffers: BufferPool) -> np.ndarray:
-    """(sum L, ...) rows of each caption, one after the other."""
-    packed = buffers.take((int(lengths.sum()), *array.row_shape), array.dtype)
-    return array.take_ranges(starts, lengths, out=packed)
-
-
-def _as_tensor(rows: np.ndarray, dtype: str) -> torch.Tensor:
+def _as_tensor(rows: np.ndarray, dtype: str) -> Tensor:
     tensor = torch.from_numpy(rows)
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

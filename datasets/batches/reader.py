@@ -140,8 +140,7 @@ class BatchReader(Dataset):
         """
         store, texts, bucket = self.stores[planned.plan], {}, planned.bucket
         if wanted.caption_ids is not None:
-            ids, form = wanted.caption_ids, self._text
-            texts = {name: read_captions(store.text(name), ids, form, self._buffers) for name in store.texts}
+            texts = {name: read_captions(store.text(name), wanted.caption_ids, self._buffers) for name in store.texts}
         batch = Batch(
             stored=torch.from_numpy(self._read_rows(*self._latents(store, bucket), wanted)),
             labels=_tensor(wanted.labels),
@@ -154,6 +153,7 @@ class BatchReader(Dataset):
             epoch=planned.epoch,
             store=planned.plan,
             texts=texts,
+            pads=self._text == "padded",
             features={
                 name: read_feature(store, name, bucket, wanted.rows, wanted.flipped, self._buffers)
                 for name in self._features

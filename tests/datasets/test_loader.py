@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from leandit.datasets.batches import buffer_pool
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.buffer_pool import MAX_BUFFERS, BufferPool, CopiesInFlight
-from leandit.datasets.batches.captions import CaptionBatch, read_captions
+from leandit.datasets.batches.captions import Captions, read_captions
 from leandit.datasets.batches.features import FeatureBatch
 from leandit.datasets.batches.latents import draw_keys, final_latents
 from leandit.datasets.batches.reader import BatchReader
@@ -143,14 +143,10 @@ def test_captions_are_padded_with_zeros_to_the_longest(caption_store: LatentStor
 
 def test_padding_keeps_the_order_asked_for(caption_store: LatentStore) -> None:
     ids = np.array([8, 0, 8, 3])
-    found = read_captions(caption_store.text(), ids, "padded", BufferPool())
-    padded, lengths = found.tokens, found.lengths
-    assert padded is not None
-    assert lengths is not None
-    assert lengths.tolist() == [caption_store.captions["num_tokens"][int(i)].as_py() for i in ids]
-    assert lengths.dtype == torch.int64
-    for row, length, caption_id in zip(padded, lengths, ids, strict=True):
-        np.testing.assert_array_equal(row[: int(length)].numpy(), caption_store.caption_embedding(int(caption_id)))
+    found = read_captions(caption_store.text(), ids, BufferPool())
+    assert list(found.lengths) == [caption_store.captions["num_tokens"][int(i)].as_py() for i in ids]
+    for row, length, caption_id in zip(found.padded, found.lengths, ids, strict=True):
+        np.testing.assert_array_equal(row[:length].numpy(), caption_store.caption_embedding(int(caption_id)))
 
 
 @pytest.mark.parametrize("global_batch", [1, 4, 100])
@@ -601,7 +597,7 @@ def test_every_tensor_of_a_batch_is_held_while_a_gpu_copies_it(
     batch = replace(
         reader_of(label_store)[0],
         **{name: lent() for name in ("stored", "labels", "records", "draw_keys")},
-        texts={name: CaptionBatch(lent(), lent(), lent(), lent(), (4, 4)) for name in ("", "clip")},
+        texts={name: Captions(lent(), (4, 4), lent(), lent(), lent()) for name in ("", "clip")},
         features={"dino": FeatureBatch(*[lent() for _ in fields(FeatureBatch)])},
         stored_pictures={name: lent() for name in ("depth", "mask")},
     )

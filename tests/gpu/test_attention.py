@@ -8,25 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from leandit.datasets.batches.captions import Captions
 from leandit.train.models import cross_attention
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
-from leandit.train.models.cross_attention import Padded, has_varlen, pack_captions
+from leandit.train.models.cross_attention import Packed, Padded, has_varlen
 from leandit.train.models.spec import ModelSpec
 
 LENGTHS = (77, 1, 300, 128, 5)
-MEAN_TOKENS = 112  # at least their mean
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [32, 64, 72, 112])  # of a head, as the models have them
-@pytest.mark.parametrize("tokens", [max(LENGTHS), MEAN_TOKENS])
-def test_packed_captions_are_attended_to_as_padded_ones(
-    dtype: torch.dtype, width: int, tokens: int, gpu: torch.device
-) -> None:
+def test_packed_captions_are_attended_to_as_padded_ones(dtype: torch.dtype, width: int, gpu: torch.device) -> None:
     generator = torch.Generator(gpu).manual_seed(0)
     lengths = torch.tensor(LENGTHS, device=gpu)
     mask = torch.arange(max(LENGTHS), device=gpu) < lengths[:, None]
+    offsets = torch.nn.functional.pad(lengths.cumsum(0).int(), (1, 0))
     q = torch.randn(len(LENGTHS), 64, 4, width, generator=generator, device=gpu)
     both = torch.randn(2, len(LENGTHS), max(LENGTHS), 4, width, generator=generator, device=gpu)
     found = []
@@ -35,8 +33,7 @@ def test_packed_captions_are_attended_to_as_padded_ones(
         if kind == torch.float32:
             attended = Padded(mask[:, None, None]).attend(x, k, v)
         else:
-            (packed_k, layout), (packed_v, _) = (pack_captions(one.flatten(2), mask, tokens) for one in (k, v))
-            attended = layout.attend(x, *(one.unflatten(2, (4, width)) for one in (packed_k, packed_v)))
+            attended = Packed(offsets, 512).attend(x, k[mask], v[mask])
         gradients = torch.autograd.grad(attended.float().square().sum(), (x, k, v))
         found.append([attended, *gradients])
     for packed, padded in zip(found[1], found[0], strict=True):
@@ -53,8 +50,7 @@ def test_a_model_gives_the_same_for_both(name: str, gpu: torch.device, monkeypat
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator, device=gpu)
-    mask = torch.arange(max(LENGTHS), device=gpu) < torch.tensor(LENGTHS, device=gpu)[:, None]
-    captions = torch.randn(*mask.shape, 8, generator=generator, device=gpu)
+    captions = Captions.packed(torch.randn(sum(LENGTHS), 8, generator=generator, device=gpu), LENGTHS)
     x = torch.randn(len(LENGTHS), 4, 8, 8, generator=generator, device=gpu)
     t, found, kinds = torch.linspace(10, 990, len(LENGTHS), device=gpu), list[list[Tensor]](), []
     for packed in (True, False):
@@ -62,8 +58,8 @@ def test_a_model_gives_the_same_for_both(name: str, gpu: torch.device, monkeypat
             monkeypatch.setattr(cross_attention, "has_varlen", lambda *_: False)
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            kinds.append(has_varlen(captions, 16))
-            output = model(x, t, Conditioning(captions=captions, caption_mask=mask, mean_tokens=MEAN_TOKENS)).float()
+            kinds.append(has_varlen(captions.tokens, 16))
+            output = model(x, t, Conditioning(captions=captions)).float()
         output.square().mean().backward()
         found.append([output, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert kinds[0], "no variable-length attention on this GPU"

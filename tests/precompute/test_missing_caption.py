@@ -9,6 +9,7 @@ import pytest
 import torch
 from making import CPU, caption_recipe, make_caption_folder, no_progress, train_recipe
 
+from leandit.datasets.batches.captions import Captions
 from leandit.datasets.loader import make_loader
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
@@ -51,11 +52,10 @@ def test_a_batch_holds_the_null_caption_and_a_model_trains_on_it(source: Path, t
     for batch in make_loader(store, global_batch=4, seed=0):
         given = conditioner(batch.labels, batch.texts)
         dropped = conditioner.drop(given, torch.ones(len(batch), dtype=torch.bool))
-        assert given.captions is not None
-        assert given.caption_mask is not None
+        assert isinstance(given.captions, Captions)
+        assert isinstance(dropped.captions, Captions)
         for i, index in enumerate(batch.records.tolist()):
-            valid = given.caption_mask[i].bool()
-            is_null = torch.equal(given.captions[i][valid], dropped.captions[i][valid])  # pyright: ignore
+            is_null = torch.equal(given.captions[[i]].tokens, dropped.captions[[i]].tokens)
             assert is_null == (index in without)
             seen |= {index} & without
     assert seen == without

@@ -152,14 +152,11 @@ def test_a_batch_has_the_rows_of_its_records(stores: Stores) -> None:
     for text in ("padded", "packed"):
         for batch in make_loader(store, global_batch=4, text=text):
             short, dino = batch.texts["short"], batch.features["dino"]
-            assert short.lengths is not None
-            assert short.lengths.tolist() == [5] * len(batch)  # of full length
+            assert list(short.lengths) == [5] * len(batch)  # of full length
             assert dino.patches is not None
             assert dino.cls is not None
             assert dino.patches.dtype == torch.float32
-            embeddings = batch.texts["short"].embeddings
-            assert embeddings is not None
-            rows = embeddings.reshape(len(batch), 5, -1)
+            rows = short.padded
             for i, position in enumerate(batch.records.tolist()):
                 record = store.record_at(position)
                 own = [store.caption_embedding(caption, "short") for caption in record.caption_ids]
@@ -375,10 +372,9 @@ def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path
     np.testing.assert_allclose(both.null_pooled, null.pooled, rtol=1e-2, atol=1e-2)
     np.testing.assert_allclose(both.null, null.tokens, rtol=1e-2, atol=1e-2)
     batch = next(iter(make_loader(store, global_batch=4)))
-    vectors, tokens = batch.texts["vector"].pooled, batch.texts["both"].embeddings
+    vectors, tokens = batch.texts["vector"].pooled, batch.texts["both"].padded
     assert vectors is not None
-    assert tokens is not None
-    assert batch.texts["vector"].embeddings is None
+    assert not batch.texts["vector"].has_tokens
     assert (vectors.dtype, tuple(tokens.shape[:2])) == (torch.bfloat16, (len(batch), 16))
     with pytest.raises(StoreError, match="only pooled vectors"):
         _ = pooled[0]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leandit.datasets.batches.captions import Captions
+
 
 def load_pipeline(name: str, folder: Path, **parts: Any) -> Any:
     import diffusers
@@ -30,11 +32,14 @@ def load_transformer(name: str, folder: Path) -> Any:
 
 def forward(model: Any, x: Tensor, t: Tensor, given: Any) -> Tensor:
     """The output of a transformer of diffusers for our ``Conditioning`` on captions."""
-    kind, mask = type(model).__name__, given.caption_mask
-    more: dict[str, Any] = {"encoder_attention_mask": mask.float()} if mask is not None else {}
+    kind, captions = type(model).__name__, given.captions
+    packed = isinstance(captions, Captions)
+    more: dict[str, Any] = {"encoder_attention_mask": captions.mask.float()} if packed else {}
     if "SD3" in kind:
         more = {"pooled_projections": given.pooled}
     elif "PixArt" in kind:
         more["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
     with torch.no_grad():
-        return model(hidden_states=x, encoder_hidden_states=given.captions, timestep=t, **more).sample
+        return model(
+            hidden_states=x, encoder_hidden_states=captions.padded if packed else captions, timestep=t, **more
+        ).sample

@@ -26,7 +26,7 @@ from ...train.models.conditioning import Conditioner
 from ...train.run.data import null_captions
 from ...train.run.fit import model_spec
 from ...train.run.state import snapshot_state
-from ...train.sampling.snapshot import Snapshot, caption_step, prepare_model
+from ...train.sampling.snapshot import Snapshot, prepare_model
 from ...train.weights.init_from import initial_weights
 from .request import SampleRequest
 
@@ -78,7 +78,7 @@ def load_published(source: Path, request: SampleRequest, device: torch.device, *
         objective=recipe.objective,
         latent=store.latent,
         text=store.text,
-        conditioner=Conditioner(spec, null, caption_step=caption_step(compiled), null_pooled=null_pooled),
+        conditioner=Conditioner(spec, null, null_pooled=null_pooled),
         state=snapshot_state(recipe, store, spec, **state),
         weights_hash=xxh3_parts([np.ascontiguousarray(weights[name].numpy()) for name in sorted(weights)])[1],
     )

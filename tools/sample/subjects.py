@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...datasets.batches.captions import padded_captions
+from ...datasets.batches.captions import Captions as PackedCaptions
 from ...datasets.disk.hashing import read_json
 from ...datasets.errors import EncoderError, RunError, StoreError
 from ...datasets.format.schema import UNKNOWN
@@ -137,12 +137,12 @@ class Captions:
         return [{name: rows[number] for name, rows in by_encoder.items()} for number in range(len(captions))]
 
     def conditioning(self, embeddings: Sequence[Embedded]) -> Conditioning:
-        """The conditioning of some embeddings, padded to the longest."""
+        """The conditioning of some embeddings."""
         texts = {}
         for name in self._encoders:
             rows = [torch.from_numpy(tokens) for each in embeddings if (tokens := each[name].tokens) is not None]
             pooled = [torch.from_numpy(vector) for each in embeddings if (vector := each[name].pooled) is not None]
-            texts[name] = padded_captions(rows, pooled).to(self._device)
+            texts[name] = PackedCaptions.of(rows, pooled).to(self._device)
         return self._snapshot.conditioner(None, texts)
 
     def _encode(self, name: str, captions: list[str]) -> list[EncodedCaption]:

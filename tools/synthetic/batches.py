@@ -7,7 +7,7 @@ import math
 import torch
 
 from ...datasets.batches.batch import Batch
-from ...datasets.batches.captions import CaptionBatch
+from ...datasets.batches.captions import Captions
 from ...datasets.batches.features import FeatureBatch
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import FeatureSpec, StoreSpec
@@ -53,10 +53,9 @@ def synthetic_batch(
     texts = {}
     for one in store.text_encoders if tokens > 0 else ():
         length = one.spec.max_tokens if one.name else tokens
-        texts[one.name] = CaptionBatch(
-            tokens=torch.randn(count, length, one.spec.width, device=device).half(),
-            lengths=torch.full((count,), length, device=device),
-            host_lengths=(length,) * count,
+        texts[one.name] = Captions.packed(
+            torch.randn(count * length, one.spec.width, device=device).half(),
+            [length] * count,
             pooled=torch.randn(count, one.spec.pooled_width, device=device).half() if one.spec.pooled_width else None,
         )
     classes = len(store.classes or ())

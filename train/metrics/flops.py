@@ -13,6 +13,7 @@ import functools
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ...datasets.batches.captions import Captions
 from ...datasets.format.schema import LatentSpec
 from ..models.build import Denoiser, build_model, patch_of
 from ..models.conditioning import Conditioning, Extras
@@ -36,33 +37,33 @@ def meta_model(spec: ModelSpec) -> Denoiser:
         return build_model(spec, seed=0)
 
 
-def forward_flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: int = 0) -> int:
+def forward_flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: float = 0) -> int:
     """FLOPs of one image's forward.
 
     Args:
       latent_size: height and width of the latent.
-      caption_tokens: of its caption, for a model with text.
+      caption_tokens: of its caption, for a model with text; a mean may be a fraction.
     """
     return _flops(spec, latent_size, caption_tokens)[0]
 
 
-def train_flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: int = 0) -> int:
+def train_flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: float = 0) -> int:
     """FLOPs of one image's forward and backward, without recomputation."""
     flops = TRAIN_FORWARDS * forward_flops(spec, latent_size, caption_tokens)
     frozen = _flops(spec.plain, latent_size, caption_tokens)[1] if spec.adapter else 0
     return flops - frozen  # their gradients are not computed
 
 
-def _flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: int) -> tuple[int, int]:
+def _flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: float) -> tuple[int, int]:
     """FLOPs of all operations, and of those with weights: linear layers and convolutions.
 
-    Counting takes a tenth of a second, and captions have hundreds of lengths. Cross-attention is linear in the length,
-    so two counts give every length exactly; a model that joins text encoders has one length.
+    Cross-attention is linear in the length of the caption: fixed FLOPs, and more for each token. A model that joins
+    text encoders has one length.
     """
     if not caption_tokens or spec.texts:
-        return _counted(spec, latent_size, caption_tokens)
-    one, two = _counted(spec, latent_size, 8), _counted(spec, latent_size, 16)
-    flops, of_weights = (a + (b - a) * (caption_tokens - 8) // 8 for a, b in zip(one, two, strict=True))
+        return _counted(spec, latent_size, int(caption_tokens))
+    eight, sixteen = _counted(spec, latent_size, 8), _counted(spec, latent_size, 16)
+    flops, of_weights = (round(a + (b - a) / 8 * (caption_tokens - 8)) for a, b in zip(eight, sixteen, strict=True))
     return flops, of_weights
 
 
@@ -89,11 +90,11 @@ def latent_size_of(bucket: str, latent: LatentSpec) -> tuple[int, int]:
 
 
 def example_conditioning(spec: ModelSpec, count: int, caption_tokens: int) -> Conditioning:
-    """Conditioning of ``count`` images on the default device; every token of a caption is real."""
+    """Conditioning of ``count`` images, with captions of equal length, on the default device."""
     if not spec.takes_text:
         return Conditioning(labels=torch.zeros(count, dtype=torch.long))
+    captions = Captions.packed(torch.zeros(count * caption_tokens, spec.caption_width), [caption_tokens] * count)
     return Conditioning(
-        captions=torch.zeros(count, caption_tokens, spec.caption_width),
-        caption_mask=None if spec.texts else torch.ones(count, caption_tokens),
+        captions=captions.padded if spec.texts else captions,
         pooled=torch.zeros(count, spec.pooled_width) if spec.pooled_width else None,
     )

@@ -169,10 +169,10 @@ class Meter:
         interval.results.append(result)
         interval.images += batch.global_size
         interval.tokens += batch.global_size * tokens_per_image(self._spec, size)
-        if self._peak:  # all images as if with captions as long as this rank's padded ones
-            captions = batch.captions if self._spec.takes_text else None
-            length = self._spec.joined_tokens or (0 if captions is None else captions.shape[1])
-            interval.flops += batch.global_size * train_flops(self._spec, size, length)
+        if self._peak:  # all images as if with captions of the mean length of this rank's
+            lengths = batch.text.lengths if self._spec.takes_text and batch.text else ()
+            tokens = self._spec.joined_tokens or sum(lengths) / max(1, len(lengths))
+            interval.flops += batch.global_size * train_flops(self._spec, size, tokens)
 
     def flush(self, *, due: bool, at_once: bool) -> list[StepReport]:
         """Read the report that was due before; if one is due now, begin to copy its figures. A collective call.

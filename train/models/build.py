@@ -45,8 +45,7 @@ class DiTDenoiser(nn.Module):
         self, x: Tensor, t: Tensor, conditioning: Conditioning, extras: Extras | None = None
     ) -> Tensor | ModelOutput:
         """(B, C, H, W), (B,) time in 0..1000, labels or captions to (B, out_channels, H, W), and more with extras."""
-        labels, captions, mask = conditioning.labels, conditioning.captions, conditioning.caption_mask
-        return self.net(x, t, labels, captions, mask, extras, conditioning.mean_tokens)
+        return self.net(x, t, conditioning.labels, conditioning.captions, extras)
 
     def checkpoint_activations(self, mode: Mode = "blocks") -> None:
         """See ``checkpoint_blocks``."""

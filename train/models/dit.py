@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ...datasets.batches.captions import Captions
 from .conditioning import Extras, ModelOutput
 from .cross_attention import CaptionLayout, arrange_captions
 from .layers import (
@@ -198,10 +199,8 @@ class DiT(nn.Module):
         x: Tensor,
         t: Tensor,
         y: Tensor | None = None,
-        captions: Tensor | None = None,
-        caption_mask: Tensor | None = None,
+        captions: Captions | None = None,
         extras: Extras | None = None,
-        mean_tokens: int | None = None,
     ) -> Tensor | ModelOutput:
         """Predict noise (and variance), or velocity.
 
@@ -209,27 +208,24 @@ class DiT(nn.Module):
           x: (B, C, H, W) noisy latents.
           t: (B,) time in 0..1000.
           y: (B,) int64 class index, ``num_classes`` for null.
-          captions: (B, L, D) instead of labels, with (B, L) true for real tokens.
-          mean_tokens: at least the mean of their real tokens; None: unknown.
+          captions: of B images, instead of labels.
         Returns: (B, out_channels, H, W); with extras, it and what they ask for.
         Raises: ValueError: the model denoises a class token, and none is given.
         """
         rows, columns = x.shape[2] // self.patch, x.shape[3] // self.patch
         x, rotation = self.embed_patches(x, rows, columns)  # (B, T, E)
-        layout = None
+        text, layout = None, None
         with without_autocast(x.device):
             c = self.t_embedder(self.embedded_time(t))  # (B, E)
             if not self.takes_text:
                 c = c + self.y_embedder(y)
         if self.takes_text:
             assert captions is not None
-            assert caption_mask is not None
-            widths = {"head_width": self.head_width, "mean_tokens": mean_tokens}
-            captions, layout = arrange_captions(captions, caption_mask, **widths)
-            captions = self.y_embedder(captions)  # (B, L, E)
+            text, layout = arrange_captions(captions, self.head_width)
+            text = self.y_embedder(text)  # (n, E) or (B, L, E)
         more = extras or Extras()
         x, rotation = self.join_class_token(x, rotation, more.class_token)
-        x, projected, watched = self.run_blocks(x, c, rotation, captions, layout, more)
+        x, projected, watched = self.run_blocks(x, c, rotation, text, layout, more)
         patches, tokens = self.final_layer(x, c)
         velocity = None
         if self.class_token is not None:

@@ -116,7 +116,7 @@ class GainNorm(nn.RMSNorm):
 
 
 class CaptionEmbedder(nn.Module):
-    """Features (B, L, D) to (B, L, E): PixArt's two linear maps after a norm, since encoders have outliers."""
+    """Features (..., D) to (..., E): PixArt's two linear maps after a norm, since encoders have outliers."""
 
     def __init__(self, caption_width: int, width: int) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention of image tokens (B, T, E) to the real tokens of their captions (B, L, E)."""
+    """Attention of image tokens (B, T, E) to the tokens of their captions, (n, E) or (B, L, E) as in their layout."""
 
     def __init__(self, width: int, heads: int, options: DiTOptions) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, captions: Tensor, layout: CaptionLayout) -> Tensor:
         q = self.q_norm(self.q_linear(x).unflatten(-1, (self.heads, -1)))
-        k, v = self.kv_linear(captions).unflatten(-1, (2, self.heads, -1)).unbind(2)
+        k, v = self.kv_linear(captions).unflatten(-1, (2, self.heads, -1)).unbind(-3)
         return self.proj(layout.attend(q.to(v.dtype), self.k_norm(k).to(v.dtype), v).flatten(2))
 
 

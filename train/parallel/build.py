@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch._functorch.config as gradients
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config import ParallelSection, TrainRecipe
 from ..models.activation_checkpointing import checkpoint_blocks
 from ..models.build import Denoiser
+from ..models.compiled import compile_blocks
 from ..optim.loss_scale import LossScale, autocast_dtype
 from ..optim.state import load_whole
 from .deepspeed_config import offloads_checkpoints
@@ -21,25 +21,7 @@ from .engine import Engine
 from .ranks import Ranks
 from .strategy import choose_strategy, num_replicas
 
-MOST_SHAPES = (
-    2048  # compiled shapes: 40 buckets, caption lengths, last batches; after 8, torch's default, it runs eagerly
-)
 SHARDED = ("fsdp", "hsdp")
-
-
-def compile_blocks(model: Denoiser) -> None:
-    """Compile the forward of each block, once for each shape.
-
-    Hooks of FSDP stay outside of the graph, and parameters keep their names. All blocks share the code of a shape.
-    """
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, MOST_SHAPES)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MOST_SHAPES)
-    config.optimize_ddp = False  # it would split blocks at the ends of gradient buckets
-    # Gradients are computed outside of autocast; compiled with it, sums that the forward keeps in float32 lose 16 bits.
-    gradients.backward_pass_autocast = "off"
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, dynamic=False)
 
 
 def first_device(strategy: str, ranks: Ranks) -> torch.device:

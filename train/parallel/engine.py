@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,8 @@ from .ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+EXCHANGED = 1 << 26  # weights that change places at once
 
 
 class Engine:
@@ -130,13 +133,14 @@ class Engine:
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Within this context the model has its first average as weights; a collective call. Nothing is trained in it,
-        and afterwards all is as before, bit for bit: they change places, one tensor at a time."""
+        and afterwards all is as before, bit for bit: they change places, some tensors at a time."""
         pairs = [
             (local(parameter.detach()), local(average))
             for parameter, average in zip(self._trained.values(), self.ema.weights.values(), strict=True)
         ]
-        # Room for the largest, taken before anything changes places: running out of memory then changes nothing.
-        spare = torch.empty_like(max((weight for weight, _ in pairs), key=Tensor.numel)).flatten()
+        # Room for some, taken before anything changes places: running out of memory then changes nothing.
+        sizes = [weight.numel() for weight, _ in pairs]
+        spare = pairs[0][0].new_empty(max(max(sizes), min(EXCHANGED, sum(sizes))))
         self._exchange(pairs, spare)
         try:
             yield
@@ -147,10 +151,14 @@ class Engine:
     def _exchange(self, pairs: Sequence[tuple[Tensor, Tensor]], spare: Tensor) -> None:
         for module in self._sharded:  # drops gathered weights, which a forward without a backward may leave
             module.reshard()
-        for weight, mean in pairs:
-            kept = spare[: weight.numel()].view_as(weight).copy_(weight)
-            weight.copy_(mean)
-            mean.copy_(kept)
+        while pairs:
+            count = max(1, sum(end <= spare.numel() for end in accumulate(weight.numel() for weight, _ in pairs)))
+            weights, means = map(list, zip(*pairs[:count], strict=True))
+            parts = spare[: sum(map(Tensor.numel, weights))].split([weight.numel() for weight in weights])
+            kept = [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
+            for target, source in ((kept, weights), (weights, means), (means, kept)):
+                torch._foreach_copy_(target, source)  # pyright: ignore[reportPrivateImportUsage]
+            pairs = pairs[count:]
 
     def state(self, group: str) -> State:
         """The tensors in use of MODEL, EMA or OPTIMIZER by name, sharded or not; a collective call."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...datasets.batches.batch import Batch
-from ...datasets.batches.captions import CaptionBatch
+from ...datasets.batches.captions import Captions
 from ...datasets.batches.reader import BatchReader
 from ...datasets.batches.stream import BatchStream, is_gpu
 from ...datasets.format.schema import LatentStatistics, StoreSpec
@@ -62,7 +62,7 @@ def build_loader(
         batch_order(recipe.data, plans, recipe.run.seed),
         rank=ranks.rank,
         world_size=ranks.world_size,
-        text="padded" if spec.takes_text else "none",
+        text="packed" if spec.takes_text else "none",
         features=[name for technique in techniques_of(recipe) for name in technique.features],
         pictures=(),
         pin=is_gpu(device),
@@ -160,8 +160,8 @@ def null_captions(
         return torch.from_numpy(tokens).float(), None
     nulls = {}
     for text in spec.texts:
-        rows = (None if part is None else torch.from_numpy(part)[None].float() for part in null_of(text.name))
-        nulls[text.name] = CaptionBatch(tokens=next(rows), lengths=None, pooled=next(rows))
+        parts = null_of(text.name)
+        nulls[text.name] = Captions.of(*([] if part is None else [torch.from_numpy(part).float()] for part in parts))
     captions, pooled = join_texts(spec, nulls)
     return captions[0], None if pooled is None else pooled[0]
 

@@ -18,7 +18,7 @@ from ...datasets.revisions.encoder_paths import encoder_section, vae_of
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..models.build import DiTDenoiser, build_model, patch_of
-from ..models.conditioning import COMPILED_CAPTION_STEP, NO_EXTRAS, Conditioner, Extras, ModelOutput
+from ..models.conditioning import NO_EXTRAS, Conditioner, Extras, ModelOutput
 from ..models.diffusers.adapters import add_adapters
 from ..models.diffusers.model import DiffusersModel
 from ..models.spec import ModelSpec
@@ -50,7 +50,7 @@ class Run:
       step, num_images: made and seen so far.
       microbatches: most images of a forward, by bucket where not all of a rank's fit, as tried on a GPU.
       tried: images of the largest trial with the optimizer's state, by bucket.
-      compiled: the blocks are, for each shape, so that parts of a batch have one.
+      compiled: the blocks are.
       feature_specs: of the image features that the techniques read, by name.
       frozen: the weights that adapters belong to.
       origin: description of the first weights.
@@ -217,13 +217,12 @@ def build_run(
         use_fp8(model, recipe.run.fp8)
     names = features_of(recipe)
     null_caption, null_pooled = (part if part is None else part.to(device) for part in nulls)
-    caption_step = COMPILED_CAPTION_STEP if compiled else 1
     return Run(
         recipe=recipe,
         spec=spec,
         engine=build_engine(recipe, model, ranks, device, compiled=compiled),
         ranks=ranks,
-        conditioner=Conditioner(spec, null_caption, source_sizes, caption_step, null_pooled),
+        conditioner=Conditioner(spec, null_caption, source_sizes, null_pooled),
         device=device,
         autocast_dtype=autocast_dtype(recipe.run.precision, device),
         techniques=techniques,

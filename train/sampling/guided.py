@@ -90,7 +90,7 @@ def draw_latents(
     if solver.shift is not None:
         objective = objective.model_copy(update={"shift": solver.shift})
     sampler = choose_sampler(objective, solver.sampler, steps=solver.steps)
-    forward, inputs = guided(drawn, conditioning, solver, size), _inputs(conditioning)
+    forward, inputs = guided(drawn, conditioning, solver, size), conditioning.inputs
     numbers = range(len(inputs)) if numbers is None else numbers
     generators = [torch.Generator().manual_seed(keyed_hash(seed, number) % 2**63) for number in numbers]
     noise = [
@@ -125,7 +125,7 @@ def guided(
 
     Source: Ho and Salimans 2022, equation 6; Kynkaanniemi et al. 2024, section 3 (the interval).
     """
-    spec, inputs, shape = drawn.spec, _inputs(conditioning), (drawn.spec.channels, *size)
+    spec, inputs, shape = drawn.spec, conditioning.inputs, (drawn.spec.channels, *size)
     if spec.class_width and solver.guided_channels:
         raise RecipeError("guided channels: this model denoises a class token too, and all of it is guided.")
     everywhere = torch.ones(len(inputs), dtype=torch.bool, device=inputs.device)
@@ -149,12 +149,6 @@ def guided(
         return torch.cat([first, output[:, count:]], dim=1)
 
     return guided_forward
-
-
-def _inputs(conditioning: Conditioning) -> Tensor:
-    inputs = conditioning.labels if conditioning.labels is not None else conditioning.captions
-    assert inputs is not None
-    return inputs
 
 
 @contextlib.contextmanager

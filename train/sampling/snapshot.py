@@ -15,9 +15,9 @@ from ...datasets.errors import RunError
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import LatentSpec, TextSpec
 from ..models.build import Denoiser, build_model
-from ..models.conditioning import COMPILED_CAPTION_STEP, Conditioner
+from ..models.compiled import compile_blocks
+from ..models.conditioning import Conditioner
 from ..models.spec import ModelSpec
-from ..parallel.build import compile_blocks
 from ..techniques.registry import ObjectiveSection
 from ..weights import checkpoint
 from ..weights.checkpoint import MODEL, NULL_CAPTION
@@ -107,7 +107,6 @@ def load_snapshot(
         conditioner=Conditioner(
             spec,
             null["embedding"].to(device) if null else None,
-            caption_step=caption_step(compiled),
             null_pooled=null["pooled"].to(device) if "pooled" in null else None,
         ),
         state=saved.state,
@@ -160,8 +159,3 @@ def prepare_model(model: Denoiser, device: torch.device, *, compiled: bool) -> D
     if compiled:
         compile_blocks(model)
     return model
-
-
-def caption_step(compiled: bool) -> int:
-    """Captions are padded to a multiple of this, so that compiled blocks see few lengths."""
-    return COMPILED_CAPTION_STEP if compiled else 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 
+from ...datasets.batches.captions import Captions
 from ..models.conditioning import Conditioning
 
 
@@ -32,10 +34,16 @@ class Microbatch:
 
     def placeholder(self) -> Microbatch:
         """One image of ones, for a rank without images: collective calls need a forward of every rank."""
-        one: Microbatch = tree_map_only(
-            Tensor, lambda tensor: tensor.new_ones((1, *(max(1, size) for size in tensor.shape[1:]))), self
-        )
-        return replace(one, conditioning=one.conditioning._replace(mean_tokens=None))
+
+        def ones(part: Tensor) -> Tensor:
+            return part.new_ones((1, *(max(1, size) for size in part.shape[1:])))
+
+        def one(part: Tensor | Captions) -> Tensor | Captions:
+            if isinstance(part, Tensor):
+                return ones(part)
+            return Captions(ones(part.tokens), (1,), torch.arange(2, dtype=torch.int32, device=part.device))
+
+        return tree_map_only((Tensor, Captions), one, self)
 
 
 register_dataclass(Microbatch)

@@ -69,7 +69,7 @@ class SelfAlignment(Alignment):
     def draws(self, spec: ModelSpec, num_tokens: int, step: int) -> dict[str, Draw]:
         return {"less_time": ("uniform", ())}
 
-    def teach(self, run: Any, images: Microbatch, parts: Sequence[slice | Tensor], step: int) -> dict[str, Tensor]:
+    def teach(self, run: Any, images: Microbatch, parts: Sequence[slice], step: int) -> dict[str, Tensor]:
         """Tokens (B, T, E) of the averaged model, in the microbatches of the step."""
         if not is_active(self.section.stop_step, step):
             return {}

@@ -104,12 +104,12 @@ class Technique:
         """
         return {}
 
-    def teach(self, run: Any, images: Microbatch, parts: Sequence[slice | Tensor], step: int) -> dict[str, Tensor]:
+    def teach(self, run: Any, images: Microbatch, parts: Sequence[slice], step: int) -> dict[str, Tensor]:
         """Targets that take a forward of their own, by name.
 
         Args:
           run: the ``Run``.
-          parts: the rows of each microbatch.
+          parts: the images of each microbatch.
         """
         return {}
 

@@ -231,9 +231,9 @@ def test_a_store_without_what_the_trainer_reads_is_an_error_at_the_start(
         adapters.torchtitan_flux(label_store)
     with pytest.raises(RecipeError, match=r"'text' has captions without.*reads no mask: text\.full_length = true"):
         adapters.nemo_automodel(caption_store, "")
-    packed = make_loader(sd3_store, global_batch=4, text="packed", collate_fn=adapters.diffusers_sd3(sd3_store))
+    without = make_loader(sd3_store, global_batch=4, text="none", collate_fn=adapters.diffusers_sd3(sd3_store))
     with pytest.raises(RecipeError, match="text='padded'"):
-        next(iter(packed))
+        next(iter(without))
 
 
 def test_a_loader_of_another_trainer_resumes_with_the_next_batch(sd3_store: LatentStore) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leandit.datasets.batches.captions import CaptionBatch
+from leandit.datasets.batches.captions import Captions
 from leandit.datasets.format.token_dtypes import ON_DISK, is_storable, narrow, quality, token_bytes, widen
 
 FINITE = st.floats(-(2.0**127), 2.0**127, width=32)  # subnormal numbers too
@@ -72,9 +72,8 @@ def test_narrowing_what_was_narrowed_changes_nothing(tokens: np.ndarray, dtype: 
 def test_a_batch_is_widened_like_a_caption(tokens: np.ndarray) -> None:
     stored = narrow(tokens, "int8")
     assert stored.scales is not None
-    ours = CaptionBatch(torch.from_numpy(stored.rows), None, torch.from_numpy(stored.scales)).embeddings
-    assert ours is not None
-    np.testing.assert_array_equal(ours.numpy(), widen(stored, "int8"))
+    ours = Captions.packed(torch.from_numpy(stored.rows), [len(stored.rows)], torch.from_numpy(stored.scales))
+    np.testing.assert_array_equal(ours.embeddings.numpy(), widen(stored, "int8"))
 
 
 @pytest.mark.parametrize("dtype", ON_DISK)

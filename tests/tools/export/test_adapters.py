@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from shown_runs import run_to
 from torch import Tensor
 
+from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
 from leandit.tools.export.export import export, transformer_of
@@ -77,7 +78,7 @@ def drawn(snapshot: Snapshot) -> tuple[Tensor, Conditioning]:
     x = torch.randn((2, spec.channels, 8, 8), generator=generator)
     if spec.pooled_width:
         return x, Conditioning(captions=captions, pooled=torch.randn((2, spec.pooled_width), generator=generator))
-    return x, Conditioning(captions=captions, caption_mask=torch.ones(2, 5))
+    return x, Conditioning(captions=Captions.of(list(captions)))
 
 
 def outputs(model: Any, snapshot: Snapshot) -> Tensor:

@@ -15,6 +15,7 @@ from loaded import forward, load_pipeline, load_transformer
 from making import CPU, train_recipe, tree_digest
 from torch import Tensor
 
+from leandit.datasets.batches.captions import Captions
 from leandit.datasets.disk.hashing import canonical_json, sha256_of
 from leandit.datasets.errors import RunError
 from leandit.datasets.format.schema import Decoding
@@ -62,8 +63,8 @@ def runs(
 
 def captions_of(snapshot: Snapshot) -> Conditioning:
     generator = torch.Generator().manual_seed(0)
-    captions = torch.randn((3, 6, snapshot.spec.caption_width), generator=generator)
-    return Conditioning(captions=captions, caption_mask=torch.arange(6)[None] < torch.tensor([[6], [1], [4]]))
+    tokens = torch.randn((11, snapshot.spec.caption_width), generator=generator)
+    return Conditioning(captions=Captions.packed(tokens, [6, 1, 4]))
 
 
 @pytest.mark.parametrize("size", [(8, 8), (6, 10)])
@@ -76,7 +77,7 @@ def test_one_forward_of_what_is_exported_equals_the_trained_models(
     theirs = load_transformer(("Sana" if "sana" in name else "PixArt") + "Transformer2DModel", tmp_path / "out")
     given, t = captions_of(snapshot), torch.tensor([3.0, 500.0, 999.0])
     captions = given.captions
-    assert captions is not None
+    assert isinstance(captions, Captions)
     x = torch.randn((3, snapshot.spec.channels, *size), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         wanted = snapshot.model(x, t, given)
@@ -84,7 +85,7 @@ def test_one_forward_of_what_is_exported_equals_the_trained_models(
     assert wanted.abs().max() > 0.02
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
-        other = snapshot.model(x, t, given._replace(captions=-captions))
+        other = snapshot.model(x, t, given._replace(captions=captions.with_tokens(-captions.tokens)))
     # So that equality says something of captions too. What PixArt's cross-attention adds begins with zero: six steps.
     assert (other - wanted).abs().max() > 1e-3
     weights = transformer_of(snapshot)[1]

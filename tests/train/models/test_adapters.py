@@ -8,13 +8,14 @@ import pytest
 import torch
 from making import TINY_SD3
 
+from leandit.datasets.batches.captions import Captions
 from leandit.train.models.build import build_model
+from leandit.train.models.compiled import compile_blocks
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.diffusers import pixart, sana, sd3
 from leandit.train.models.diffusers.adapters import DOWN, UP, adapter_shapes, trained_parameters
 from leandit.train.models.diffusers.families import FAMILIES
 from leandit.train.models.spec import AdapterSpec, ModelSpec, TextInput
-from leandit.train.parallel.build import compile_blocks
 
 SPECS = {
     family: ModelSpec(
@@ -38,11 +39,11 @@ def _three_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sd3.SD3.sizes, "sd3-tiny", TINY_SD3)
 
 
-def inputs() -> tuple[torch.Tensor, torch.Tensor, Conditioning]:
+def inputs(family: str) -> tuple[torch.Tensor, torch.Tensor, Conditioning]:
     generator = torch.Generator().manual_seed(0)
     captions = torch.randn((2, 5, 6), generator=generator)
     x = torch.randn((2, 4, 8, 8), generator=generator)
-    given = Conditioning(captions=captions, caption_mask=torch.ones(2, 5), pooled=torch.ones(2, 7))
+    given = Conditioning(captions=captions if family == "sd3" else Captions.of(list(captions)), pooled=torch.ones(2, 7))
     return x, torch.tensor([3.0, 900.0]), given
 
 
@@ -50,7 +51,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, Conditioning]:
 def test_a_model_with_new_adapters_computes_what_it_does_without(family: str) -> None:
     spec = SPECS[family]
     plain, model = build_model(spec.plain, seed=0), build_model(spec, seed=0)
-    assert torch.equal(model(*inputs()), plain(*inputs()))
+    assert torch.equal(model(*inputs(family)), plain(*inputs(family)))
     found = trained_parameters(model)
     assert spec.adapter
     expected = adapter_shapes(plain, spec.adapter)
@@ -71,17 +72,17 @@ def test_blocks_with_adapters_compile_whole_and_to_two_graphs(family: str, monke
         graphs.append(graph)
         return graph.forward
 
-    def compiled(forward: Any, *, dynamic: bool) -> Any:
-        return compile_by(forward, dynamic=dynamic, fullgraph=True, backend=keep)
+    def compiled(forward: Any, **how: bool) -> Any:
+        return compile_by(forward, backend=keep, **how)
 
     monkeypatch.setattr(torch, "compile", compiled)
     torch._dynamo.reset()
     plain, model = build_model(SPECS[family], seed=0), build_model(SPECS[family], seed=0)
     with torch._dynamo.config.patch({"recompile_limit": 8, "accumulated_recompile_limit": 256, "optimize_ddp": True}):
         compile_blocks(model)
-        found = model(*inputs())
+        found = model(*inputs(family))
     assert len(graphs) == 2  # of the first block, whose input has no gradient, and of all others
-    wanted = plain(*inputs())
+    wanted = plain(*inputs(family))
     torch.testing.assert_close(found, wanted)
     for output in (found, wanted):
         output.square().mean().backward()

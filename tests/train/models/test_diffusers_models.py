@@ -8,22 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from making import CPU, shake, shaken, train_recipe
 from safetensors.torch import load_file
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
-from leandit.datasets.batches.captions import CaptionBatch
+from leandit.datasets.batches.captions import Captions
 from leandit.datasets.store import LatentStore
 from leandit.train import step as step_module
 from leandit.train.loop import StopRequest, train
 from leandit.train.models import cross_attention
 from leandit.train.models.build import Denoiser, build_model
 from leandit.train.models.conditioning import Conditioner, Conditioning
-from leandit.train.models.cross_attention import Padded, pack_captions
 from leandit.train.models.diffusers.adaln_single import CachedPatchEmbed
 from leandit.train.models.diffusers.attention import LinearProcessor, products
 from leandit.train.models.diffusers.families import FAMILIES, diffusers_config, transformer_class
@@ -31,7 +28,6 @@ from leandit.train.models.diffusers.model import DiffusersModel
 from leandit.train.models.diffusers.pixart import PixArt
 from leandit.train.models.diffusers.sana import Sana
 from leandit.train.models.spec import ModelSpec, TextInput
-from leandit.train.parallel.build import MOST_SHAPES, compile_blocks
 from leandit.train.run.fit import model_spec
 from leandit.train.run.state import Run
 from leandit.train.sampling.guided import Solver, draw_latents
@@ -57,8 +53,18 @@ def inputs(*, height: int = 8, width: int = 12, sizes: bool = False) -> tuple[Te
     x = torch.randn((3, 4, height, width), generator=generator)
     captions = torch.randn((3, 7, 6), generator=generator)
     source_sizes = torch.tensor([[300.0, 500.0], [64.0, 80.0], [1000.0, 1000.0]]) if sizes else None
-    conditioning = Conditioning(captions=captions, caption_mask=MASK, source_sizes=source_sizes)
-    return x, torch.tensor([3.0, 500.0, 999.0]), conditioning._replace(pooled=torch.ones(3, 5))
+    given = Conditioning(captions=packed(captions), source_sizes=source_sizes)
+    return x, torch.tensor([3.0, 500.0, 999.0]), given
+
+
+def sd3_inputs() -> tuple[Tensor, Tensor, Conditioning]:
+    x, t, given = inputs()
+    assert isinstance(given.captions, Captions)
+    return x, t, Conditioning(captions=given.captions.padded, pooled=torch.ones(3, 5))
+
+
+def packed(captions: Tensor) -> Captions:
+    return Captions.of([rows[real] for rows, real in zip(captions, MASK, strict=True)])
 
 
 CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
@@ -83,11 +89,11 @@ def test_the_function_is_that_of_diffusers(name: str, family: str, more: dict[st
         ratio = torch.full((3, 1), size[0] / size[1])
         conditions = {"resolution": given.source_sizes, "aspect_ratio": ratio if sizes else None}
         options = {"added_cond_kwargs": conditions}
-    assert given.captions is not None
+    assert isinstance(given.captions, Captions)
     with torch.no_grad():
         wanted = plain(
             hidden_states=x,
-            encoder_hidden_states=given.captions,
+            encoder_hidden_states=given.captions.padded,
             encoder_attention_mask=MASK.float(),
             timestep=t,
             return_dict=False,
@@ -134,7 +140,7 @@ def test_the_conditioner_looks_up_the_sizes_of_the_records() -> None:
     assert spec.takes_sizes
     conditioner = Conditioner(spec, torch.zeros(9, 6), [torch.arange(20.0).view(10, 2)])
     records = torch.tensor([7, 0, 3])
-    given = conditioner(None, {"": CaptionBatch(torch.zeros(3, 7, 6), MASK.sum(1))}, records)
+    given = conditioner(None, {"": packed(torch.zeros(3, 7, 6))}, records)
     assert given.source_sizes is not None
     assert given.source_sizes.tolist() == [[14, 15], [0, 1], [6, 7]]
     dropped = conditioner.drop(given, torch.tensor([True, False, True]))
@@ -143,19 +149,18 @@ def test_the_conditioner_looks_up_the_sizes_of_the_records() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_captions_of_16_bits_stay_so_for_a_forward_under_autocast(dtype: torch.dtype) -> None:
-    conditioner, lengths = Conditioner(PIXART, torch.randn(9, 6)), MASK.sum(1)
-    stored = torch.randn(3, 7, 6).to(dtype)
-    texts = {"": CaptionBatch(stored, lengths)}
+    conditioner, texts = Conditioner(PIXART, torch.randn(9, 6)), {"": packed(torch.randn(3, 7, 6).to(dtype))}
     wide, narrow = conditioner(None, texts), conditioner(None, texts, widen=False)
     dropped = torch.tensor([True, False, True])
     wide, narrow = conditioner.drop(wide, dropped), conditioner.drop(narrow, dropped)
-    assert wide.captions is not None
-    assert narrow.captions is not None
-    assert (wide.captions.dtype, narrow.captions.dtype) == (torch.float32, dtype)
+    assert isinstance(wide.captions, Captions)
+    assert isinstance(narrow.captions, Captions)
+    assert (wide.captions.tokens.dtype, narrow.captions.tokens.dtype) == (torch.float32, dtype)
     model = shake(PixArt(diffusers_config(PIXART)))
     x, t, _ = inputs()
+    wide = narrow._replace(captions=narrow.captions.with_tokens(narrow.captions.tokens.float()))
     with torch.no_grad(), torch.autocast("cpu", dtype):
-        assert torch.equal(model(x, t, narrow), model(x, t, narrow._replace(captions=narrow.captions.float())))
+        assert torch.equal(model(x, t, narrow), model(x, t, wide))
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16)])
@@ -166,31 +171,14 @@ def test_a_step_hands_on_captions_in_the_dtype_that_its_precision_wants(
     seen, image_losses = list[torch.dtype](), step_module.image_losses
 
     def look(learner: Run, images: Microbatch, step: int) -> dict[str, Tensor]:
-        assert images.conditioning.captions is not None
-        seen.append(images.conditioning.captions.dtype)
+        assert isinstance(images.conditioning.captions, Captions)
+        seen.append(images.conditioning.captions.tokens.dtype)
         return image_losses(learner, images, step)
 
     monkeypatch.setattr(step_module, "image_losses", look)
     state = Run.open(train_recipe("sana-tiny", f"run.precision={precision}"), [caption_store], CPU, print)
     step_module.train_step(state, next(iter(state.loader)))
     assert set(seen) == {dtype}
-
-
-@pytest.mark.parametrize(("step", "length"), [(1, 7), (4, 8), (5, 10), (64, 11)])
-def test_captions_are_padded_to_a_multiple_but_never_beyond_null(step: int, length: int) -> None:
-    captions = torch.randn(3, 7, 6)
-    conditioner = Conditioner(PIXART, torch.ones(11, 6), caption_step=step)
-    given = conditioner(None, {"": CaptionBatch(captions, MASK.sum(1))})
-    assert given.captions is not None
-    assert given.caption_mask is not None
-    assert given.captions.shape == (3, length, 6)
-    assert torch.equal(given.captions[:, :7], captions)
-    assert torch.equal(given.caption_mask[:, :7], MASK)
-    assert not given.caption_mask[:, 7:].any()
-    assert not given.captions[:, 7:].any()
-    dropped = conditioner.drop(given, torch.tensor([True, False, True])).captions
-    assert dropped is not None
-    assert (dropped[0] == 1).all()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=IDS)
@@ -211,18 +199,6 @@ def test_a_block_that_recomputes_is_one_graph_which_all_blocks_share(spec: Model
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=IDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_all_blocks_share_one_graph_too(spec: ModelSpec, dtype: torch.dtype) -> None:
-    torch._dynamo.reset()
-    model, graphs = build_model(spec, seed=0), CompileCounterWithBackend("eager")
-    for block in model.blocks:
-        block.compile(backend=graphs, fullgraph=True)
-    with torch.autocast("cpu", dtype):
-        model(*inputs()).float().square().sum().backward()
-    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=IDS)
@@ -255,28 +231,6 @@ def test_the_residual_stream_is_bf16_only_where_asked_for_under_bf16(
     assert (found.float() - wanted).norm() < 0.05 * wanted.norm()
 
 
-@pytest.mark.parametrize("name", ["pixart-tiny", "sana-tiny"])
-def test_compiled_gradients_keep_the_precision_of_the_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled under autocast, as torch does it by default, sums that the forward keeps in float32 have 16 bits."""
-    torch._dynamo.reset()
-    products: list[torch.dtype] = []
-
-    def backend(graph: torch.fx.GraphModule, given: list[Tensor]) -> Any:
-        of_each = [node.meta["val"].dtype for node in graph.graph.nodes if node.target is torch.ops.aten.bmm.default]
-        products.extend(of_each)
-        return make_boxed_func(graph)
-
-    model: Any = shaken(PIXART.model_copy(update={"name": name}))
-    compile_by, by_ours = torch.compile, aot_autograd(fw_compiler=backend)
-    monkeypatch.setattr(torch, "compile", lambda f, **how: compile_by(f, backend=by_ours, **how))
-    compile_blocks(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(*inputs()).float().square().sum()
-    loss.backward()
-    # Two sums of linear attention forward, and two gradients of each.
-    assert products == ([torch.float32] * 6 if name == "sana-tiny" else [])
-
-
 def test_what_has_replaced_a_linear_layer_is_called() -> None:
     class Doubled(torch.nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -301,14 +255,6 @@ def test_positions_are_added_to_tokens_of_16_bits_without_rounding() -> None:
         tokens = embed.proj(x).flatten(2).transpose(1, 2)
         assert tokens.dtype == torch.bfloat16
         assert torch.equal(embed(x), tokens.float() + embed.table(4, 6, CPU))
-
-
-def test_compiled_blocks_are_never_cut_nor_given_up() -> None:
-    config = torch._dynamo.config
-    with config.patch({"recompile_limit": 8, "accumulated_recompile_limit": 256, "optimize_ddp": True}):
-        compile_blocks(build_model(PIXART, seed=0))
-        assert config.recompile_limit == config.accumulated_recompile_limit == MOST_SHAPES
-        assert not config.optimize_ddp
 
 
 @pytest.mark.parametrize(("base_size", "scale"), [(16, None), (32, None), (64, 1.0), (128, 2.0)])
@@ -339,80 +285,28 @@ def test_cached_positions_are_those_of_diffusers_to_the_bit(scale: float) -> Non
     cached(torch.randn(1, 4, 4, 4)).sum().backward()
 
 
-class OwnRows(torch.autograd.Function):
-    """Variable-length attention by its definition; as the kernels, it leaves unset what belongs to no sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
-        ctx.offsets = q_offsets.tolist(), k_offsets.tolist()
-        ctx.save_for_backward(q, k, v)
-        return OwnRows.compute(q, k, v, *ctx.offsets)
-
-    @staticmethod
-    def compute(q: Tensor, k: Tensor, v: Tensor, q_offsets: list[int], k_offsets: list[int]) -> Tensor:
-        out = []
-        for i in range(len(q_offsets) - 1):
-            rows, columns = slice(q_offsets[i], q_offsets[i + 1]), slice(k_offsets[i], k_offsets[i + 1])
-            scores = torch.einsum("thd,lhd->htl", q[rows], k[columns]) / q.shape[-1] ** 0.5
-            out.append(torch.einsum("htl,lhd->thd", scores.softmax(-1), v[columns]))
-        return torch.cat(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-        with torch.enable_grad():
-            out = OwnRows.compute(q, k, v, *ctx.offsets)
-        grads = [x.clone() for x in torch.autograd.grad(out, (q, k, v), grad)]
-        for unset in grads[1:]:
-            unset[ctx.offsets[1][-1] :] = float("nan")
-        return *grads, None, None
-
-
 def plain_varlen(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, max_q: int, max_k: int) -> Any:
-    assert (q_offsets.dtype, k_offsets.dtype) == (torch.int32, torch.int32)
+    """Variable-length attention by its definition."""
+    assert (q_offsets.dtype, k_offsets.dtype, len(k)) == (torch.int32, torch.int32, int(k_offsets[-1]))
     assert max_q >= int(q_offsets.diff().max())
     assert max_k >= int(k_offsets.diff().max())
-    return OwnRows.apply(q, k, v, q_offsets, k_offsets)
-
-
-def test_packing_puts_the_real_tokens_first_in_order() -> None:
-    captions = torch.arange(21.0).view(3, 7, 1)
-    packed, layout = pack_captions(captions, MASK)
-    assert layout.offsets.tolist() == [0, 4, 5, 12]
-    assert packed.flatten()[:12].tolist() == [0, 1, 2, 3, 7, 14, 15, 16, 17, 18, 19, 20]
-    assert packed.shape == captions.shape
-    fewer, same = pack_captions(captions, MASK, 4)
-    assert torch.equal(fewer.flatten(), packed.flatten()[:12])
-    assert torch.equal(same.offsets, layout.offsets)
-    assert pack_captions(captions, MASK, 8)[0].shape == captions.shape
-
-
-@pytest.mark.parametrize("mean_tokens", [None, 4, 5])
-def test_packed_attention_is_padded_attention(mean_tokens: int | None) -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((3, 5, 2, 4), (3, 7, 2, 4), (3, 7, 2, 4))
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes)
-    padded = Padded(MASK[:, None, None]).attend(q, k, v)
-    both = torch.cat([k, v], dim=2).flatten(2)
-    packed_rows, layout = pack_captions(both, MASK, mean_tokens)
-    one, two = packed_rows.unflatten(2, (4, 4)).chunk(2, dim=2)
-    packed = layout.attend(q, one, two, varlen=plain_varlen)
-    torch.testing.assert_close(packed, padded, rtol=1e-12, atol=1e-12)
-    pull = torch.randn(padded.shape, generator=generator, dtype=torch.float64)
-    wanted, found = (torch.autograd.grad((out * pull).sum(), (q, k, v)) for out in (padded, packed))
-    for one, other in zip(wanted, found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    out = []
+    for i in range(len(q_offsets) - 1):
+        rows, columns = (slice(int(ends[i]), int(ends[i + 1])) for ends in (q_offsets, k_offsets))
+        scores = torch.einsum("thd,lhd->htl", q[rows], k[columns]) / q.shape[-1] ** 0.5
+        out.append(torch.einsum("htl,lhd->thd", scores.softmax(-1), v[columns]))
+    return torch.cat(out)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=IDS)
 def test_the_packed_form_of_each_model_is_its_padded_form(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     model = shaken(spec).double()
     x, t, given = inputs()
-    assert given.captions is not None
-    given = given._replace(captions=given.captions.double(), mean_tokens=4)
+    assert isinstance(given.captions, Captions)
+    given = given._replace(captions=given.captions.with_tokens(given.captions.tokens.double()))
     results = []
-    for packed in (False, True):
-        if packed:
+    for is_packed in (False, True):
+        if is_packed:
             monkeypatch.setattr(cross_attention, "has_varlen", lambda captions, head_width: True)
             monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
         output = model(x.double(), t, given)
@@ -420,10 +314,10 @@ def test_the_packed_form_of_each_model_is_its_padded_form(spec: ModelSpec, monke
             [output, *torch.autograd.grad(output.square().sum(), list(model.parameters()), allow_unused=True)]
         )
     assert results[0][0].abs().max() > 0.1
-    for padded, packed in zip(*results, strict=True):
-        assert (padded is None) == (packed is None)
-        if padded is not None:
-            torch.testing.assert_close(padded, packed, rtol=1e-9, atol=1e-9)
+    for one, other in zip(*results, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_cross_attention_makes_no_bias_for_each_head() -> None:
@@ -442,7 +336,7 @@ def test_cross_attention_makes_no_bias_for_each_head() -> None:
     assert seen == [(torch.bool, torch.Size([3, 1, 1, 7]))] * 2
 
 
-def test_linear_attention_sums_in_float32_under_autocast() -> None:
+def test_linear_attention_has_sums_in_float32_and_products_in_16_bits_under_autocast() -> None:
     model = shaken(SPECS[1])
     attention = model.blocks[0].attn1
     x = 4 * torch.randn(2, 4096, 32, generator=torch.Generator().manual_seed(0))
@@ -476,7 +370,7 @@ def test_gradients_are_equal_in_all_modes_of_recomputation(spec: ModelSpec) -> N
         names = set(model.state_dict())
         model.checkpoint_activations(mode)
         assert set(model.state_dict()) == names
-        model(*inputs()).square().sum().backward()
+        model(*(inputs() if spec.name != "sd3-tiny" else sd3_inputs())).square().sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
         for other in gradients[1:]:
@@ -603,7 +497,7 @@ def test_a_model_of_captions_trains_resumes_to_the_bit_and_samples(
     assert ModelSpec.model_validate(spec) == model_spec(train_recipe(name), caption_store.spec, "store")
     snapshot = load_snapshot(tmp_path / "whole", CPU)
     caption = torch.from_numpy(caption_store.caption_embedding(0))[None].float()
-    given = snapshot.conditioner(None, {"": CaptionBatch(caption, torch.tensor([3]))})
+    given = snapshot.conditioner(None, {"": Captions.of(list(caption))})
     latents = draw_latents(snapshot, given, size=(8, 8), seed=0, solver=Solver(steps=2, guidance=2.0))
     assert latents.shape == (1, 4, 8, 8)
     assert latents.isfinite().all()

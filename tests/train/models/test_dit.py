@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
+from leandit.datasets.batches.captions import Captions
 from leandit.train.models.activation_checkpointing import Mode, checkpoint_blocks
 from leandit.train.models.cross_attention import Padded
 from leandit.train.models.dit import PATCHES, PUBLISHED, SIZES, DiT
@@ -253,11 +254,10 @@ OPTIONS = {
 }
 
 
-def caption_example() -> tuple[Tensor, Tensor]:
-    """Captions (3, 6, 10) with something in their padding, and their mask."""
+def caption_example() -> Captions:
+    """Captions of 4, 1 and 6 tokens."""
     generator = torch.Generator().manual_seed(3)
-    captions = torch.randn((3, 6, 10), generator=generator, dtype=torch.float64)
-    return captions, torch.arange(6)[None] < torch.tensor([4, 1, 6])[:, None]
+    return Captions.packed(torch.randn((11, 10), generator=generator, dtype=torch.float64), (4, 1, 6))
 
 
 @pytest.mark.usefixtures("exact_times")
@@ -272,11 +272,11 @@ def test_the_output_and_all_gradients_are_those_of_the_formulas(
     options = OPTIONS[name]
     model = randomize(tiny_dit(caption_width=10 if captioned else 0, options=options))
     x, t, y = example(*size)
-    captions, mask = caption_example()
+    captions = caption_example()
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    given = [caption[real] for caption, real in zip(captions, mask, strict=True)] if captioned else y
+    given = list(captions.tokens.split(captions.lengths)) if captioned else y
     theirs = reference(weights, heads=3, base=4, x=x, t=t, y=given, options=options)
-    ours = model(x, t, None, captions, mask) if captioned else model(x, t, y)
+    ours = model(x, t, None, captions) if captioned else model(x, t, y)
     assert ours.shape == (3, 8, *size)
     assert theirs.abs().max() > 0.1  # else there is nothing to compare
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
@@ -294,11 +294,11 @@ def test_the_output_and_all_gradients_are_those_of_the_formulas(
 def test_a_new_model_with_options_puts_out_exactly_zero_and_its_blocks_are_identity(name: str) -> None:
     model = tiny_dit(caption_width=10, options=OPTIONS[name])
     x, t, _ = example(4, 12)
-    captions, mask = caption_example()
-    assert model(x, t, None, captions, mask).abs().max() == 0
+    captions = caption_example()
+    assert model(x, t, None, captions).abs().max() == 0
     tokens, condition = (torch.randn(3, *shape, dtype=torch.float64) for shape in ((12, 24), (24,)))
     rotation = model.rotation(2, 6) if model.options.positions != "sincos" else None
-    layout, embedded = Padded(mask[:, None, None]), torch.randn(3, 6, 24, dtype=torch.float64)
+    layout, embedded = Padded(captions.mask[:, None, None]), torch.randn(3, 6, 24, dtype=torch.float64)
     assert all(torch.equal(block(tokens, condition, rotation, embedded, layout), tokens) for block in model.blocks)
 
 
@@ -404,7 +404,7 @@ def test_activation_checkpointing_changes_no_bit_and_keeps_less(captioned: bool)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
-            output = model(x, t, None, *caption_example()) if captioned else model(x, t, y)
+            output = model(x, t, None, caption_example()) if captioned else model(x, t, y)
         output.square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
         kept.append(sum(sizes))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from making import shaken, train_recipe
 
-from leandit.datasets.batches.captions import CaptionBatch
+from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.format.schema import TextEncoder
 from leandit.datasets.store import LatentStore
 from leandit.train.models.build import build_model
-from leandit.train.models.conditioning import Conditioner, Conditioning
+from leandit.train.models.conditioning import Conditioner, Conditioning, select
 from leandit.train.models.layers import DiTOptions
 from leandit.train.models.spec import ModelSpec
 from leandit.train.run.fit import model_spec
@@ -27,11 +28,9 @@ IDS = ("labels", "pixart", "sana", "text-dit")
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
-def captions(seed: int, *lengths: int, width: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
-    embeddings = torch.randn(len(lengths), max(lengths), width, generator=torch.Generator().manual_seed(seed))
-    for row, length in zip(embeddings, lengths, strict=True):
-        row[length:] = 0
-    return embeddings, torch.tensor(lengths)
+def captions(seed: int, *lengths: int, width: int = 6) -> Captions:
+    generator = torch.Generator().manual_seed(seed)
+    return Captions.of([torch.randn(length, width, generator=generator) for length in lengths])
 
 
 def test_missing_and_dropped_labels_become_the_null_class() -> None:
@@ -44,49 +43,56 @@ def test_missing_and_dropped_labels_become_the_null_class() -> None:
     assert dropped.labels.tolist() == [3, 2, 3, 3]
 
 
-def test_a_dropped_caption_becomes_the_first_rows_of_null_and_keeps_its_mask() -> None:
-    null = torch.randn(16, 6)
-    embeddings, lengths = captions(0, 2, 5, 3)
+def test_a_dropped_caption_becomes_the_first_rows_of_null_and_keeps_its_length() -> None:
+    null, text = torch.randn(16, 6), captions(0, 2, 5, 3)
     conditioner = Conditioner(TEXT, null)
-    given = conditioner(None, {"": CaptionBatch(embeddings, lengths)})
-    assert given.caption_mask is not None
-    assert given.caption_mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
-    dropped = conditioner.drop(given, torch.tensor([True, False, True]))
-    assert dropped.captions is not None
-    assert dropped.caption_mask is not None
-    assert torch.equal(dropped.captions[0], null[:5])
-    assert torch.equal(dropped.captions[1], embeddings[1])
-    assert torch.equal(dropped.captions[2], null[:5])
-    assert torch.equal(dropped.caption_mask, given.caption_mask)
+    given = conditioner(None, {"": text})
+    dropped = conditioner.drop(given, torch.tensor([True, False, True])).captions
+    assert isinstance(given.captions, Captions)
+    assert isinstance(dropped, Captions)
+    assert given.captions.lengths == dropped.lengths == (2, 5, 3)
+    assert given.captions.mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert torch.equal(dropped.tokens, torch.cat([null[:2], text.tokens[2:7], null[:3]]))
 
 
-def text_inputs(padding: int) -> Conditioning:
-    embeddings, lengths = captions(3, 4, 7)
-    padded = torch.nn.functional.pad(embeddings, (0, 0, 0, padding), value=9.0)  # a value that would be noticed
-    return Conditioner(TEXT, torch.zeros(32, 6))(None, {"": CaptionBatch(padded, lengths)})
+def test_captions_are_taken_joined_and_padded_like_a_list() -> None:
+    text = captions(1, 2, 5, 3, 1)
+    rows = list(text.tokens.split(text.lengths))
+    for images in (slice(1, 3), slice(2, 9), slice(4, 6), [3, 0, 0]):
+        wanted = rows[images] if isinstance(images, slice) else [rows[image] for image in images]
+        found = text[images]
+        assert found.lengths == tuple(map(len, wanted))
+        assert found.offsets.tolist() == np.cumsum([0, *found.lengths]).tolist()
+        assert found.offsets.dtype == torch.int32
+        assert torch.equal(found.tokens, torch.cat([*wanted, torch.zeros(0, 6)]))
+    both = text[:2].followed_by(text[2:])
+    assert torch.equal(both.tokens, text.tokens)
+    assert torch.equal(both.offsets, text.offsets)
+    assert torch.equal(text.padded, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+
+
+def text_inputs() -> Conditioning:
+    return Conditioner(TEXT, torch.zeros(32, 6))(None, {"": captions(3, 4, 7)})
 
 
 @pytest.mark.parametrize("spec", SPECS[1:], ids=IDS[1:])
-def test_padding_beyond_a_caption_does_not_change_the_output(spec: ModelSpec) -> None:
-    model = shaken(spec).double()
+def test_the_output_of_an_image_depends_on_its_own_caption_alone(spec: ModelSpec) -> None:
+    model, given = shaken(spec).double(), text_inputs()
+    assert isinstance(given.captions, Captions)
+    given = given._replace(captions=given.captions.with_tokens(given.captions.tokens.double()))
     x, t = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.tensor([10.0, 700.0], dtype=torch.float64)
-    outputs = []
-    for padding in (0, 5):
-        given = text_inputs(padding)
-        assert given.captions is not None
-        assert given.caption_mask is not None
-        given = Conditioning(captions=given.captions.double(), caption_mask=given.caption_mask)
-        outputs.append(model(x, t, given))
-    assert outputs[0].abs().max() > 1e-2
-    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-9, atol=1e-9)
+    both, alone = model(x, t, given), model(x[:1], t[:1], select(given, slice(0, 1)))  # padded, and without padding
+    assert both.abs().max() > 1e-2
+    torch.testing.assert_close(both[:1], alone, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("spec", SPECS[1:], ids=IDS[1:])
 def test_captions_and_labels_change_the_output(spec: ModelSpec) -> None:
     x, t = torch.randn(2, 4, 8, 8), torch.tensor([10.0, 700.0])
-    text, given = shaken(spec), text_inputs(0)
-    assert given.captions is not None
-    assert (text(x, t, given) - text(x, t, given._replace(captions=-given.captions))).abs().max() > 1e-4
+    text, given = shaken(spec), text_inputs()
+    assert isinstance(given.captions, Captions)
+    other = given._replace(captions=given.captions.with_tokens(-given.captions.tokens))
+    assert (text(x, t, given) - text(x, t, other)).abs().max() > 1e-4
     labels = shaken(LABELS)
     one, other = (labels(x, t, Conditioning(labels=torch.tensor([c, 1]))) for c in (0, 2))
     assert (one[0] - other[0]).abs().max() > 1e-4
@@ -98,7 +104,7 @@ def test_captions_and_labels_change_the_output(spec: ModelSpec) -> None:
 def test_each_model_makes_outputs_of_any_size_and_all_but_sana_start_at_zero(
     spec: ModelSpec, size: tuple[int, int]
 ) -> None:
-    given = Conditioning(labels=torch.tensor([0, 1])) if spec is LABELS else text_inputs(0)
+    given = Conditioning(labels=torch.tensor([0, 1])) if spec is LABELS else text_inputs()
     output = build_model(spec, seed=0)(torch.randn(2, 4, *size), torch.tensor([1.0, 2.0]), given)
     assert output.shape == (2, spec.out_channels, *size)
     assert (output.abs().max() == 0) == (spec.name != "sana-tiny")

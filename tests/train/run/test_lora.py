@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from shown_runs import HOLDOUT, assert_same_training, bits, lines, run_to
 from torch import Tensor
 
+from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.train.config import TrainRecipe
@@ -88,7 +89,7 @@ def output_of(model: torch.nn.Module, spec: ModelSpec) -> Tensor:
     captions = torch.randn((2, 5, spec.caption_width), generator=generator)
     x = torch.randn((2, spec.channels, 8, 8), generator=generator)
     pooled = torch.randn((2, spec.pooled_width), generator=generator) if spec.pooled_width else None
-    given = Conditioning(captions=captions, caption_mask=None if spec.pooled_width else torch.ones(2, 5), pooled=pooled)
+    given = Conditioning(captions=captions if spec.pooled_width else Captions.of(list(captions)), pooled=pooled)
     with torch.no_grad():
         return model.eval()(x, torch.tensor([10.0, 700.0]), given)
 

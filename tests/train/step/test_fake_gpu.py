@@ -216,15 +216,8 @@ def test_nor_in_the_backward_pass_whose_products_are_of_16_bits_too(model: str) 
     assert wide[1] <= 2 * wide[0], backward  # of each product the gradients of both factors
 
 
-# In float32 on purpose, by module: the embedding of times in 0..1000, whose products have only (B, E) rows, and Sana's
-# linear attention, whose sums run over all tokens.
-FLOAT32 = {
-    "labels": {"net.t_embedder.mlp.*"},
-    "captions": {"net.t_embedder.mlp.*"},
-    "pixart": set(),
-    "sana": {"net.transformer_blocks.*.attn*"},
-    "sd3": set(),
-}
+# In float32 on purpose, by module: the embedding of times in 0..1000, whose products have only (B, E) rows.
+FLOAT32 = {"labels": {"net.t_embedder.mlp.*"}, "captions": {"net.t_embedder.mlp.*"}}
 
 
 @pytest.mark.parametrize("model", RECIPES)
@@ -232,8 +225,8 @@ def test_products_are_of_16_bits_but_for_those_listed(model: str) -> None:
     seen = products_of(model, "bf16")
     wide = {one for one in seen if one.dtypes != {torch.bfloat16}}
     assert all(one.dtypes == {torch.float32} for one in wide), wide  # and none has factors of two dtypes
-    assert {one.module for one in wide} == FLOAT32[model]
-    assert {one.kernel for one in wide} <= {"addmm", "bmm"}  # no attention, no convolution
+    assert {one.module for one in wide} == FLOAT32.get(model, set())
+    assert {one.kernel for one in wide} <= {"addmm"}
 
 
 @pytest.mark.parametrize("model", RECIPES)

@@ -22,8 +22,8 @@ from leandit.datasets.store import LatentStore
 from leandit.train.config import TrainRecipe
 from leandit.train.loop import train
 from leandit.train.models.build import build_model
+from leandit.train.models.compiled import compile_blocks
 from leandit.train.optim.fp8 import check_fp8, use_fp8
-from leandit.train.parallel.build import compile_blocks
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.run import state
 

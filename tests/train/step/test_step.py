@@ -8,11 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from making import CPU, train_recipe
 from torch import Tensor
 
@@ -23,12 +20,11 @@ from leandit.tools.synthetic.store import make_store
 from leandit.train import step as step_module
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Extras, select
-from leandit.train.models.diffusers import adaln_single
 from leandit.train.objectives.losses import PLAIN
 from leandit.train.run.state import Run
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
-from leandit.train.step import TOKEN_STEP, image_losses, mean_tokens, microbatches, rows_of, train_step
+from leandit.train.step import image_losses, train_step
 from leandit.train.techniques.images import Microbatch
 from leandit.train.techniques.registry import routed_blocks, techniques_of
 
@@ -165,87 +161,6 @@ def test_images_lose_the_same_in_microbatches_where_no_term_compares_images(stor
     for name, term in steps[0].terms.items():
         torch.testing.assert_close(term, steps[1].terms[name], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(steps[0].grad_norm, steps[1].grad_norm, rtol=1e-4, atol=1e-6)
-
-
-def test_images_that_fill_up_the_last_microbatch_do_not_count(
-    store: LatentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overrides = [one for one in ALL if "contrastive" not in one and "dispersive" not in one]
-    steps, weights, seen = [], [], list[int]()
-
-    def look(learner: Any, images: Microbatch, step: int) -> dict[str, Tensor]:
-        seen.append(len(images.latents))
-        return image_losses(learner, images, step)
-
-    monkeypatch.setattr(step_module, "image_losses", look)
-    for compiled in (False, True):
-        state = state_of(store, *overrides, "run.microbatch=3")
-        state.compiled = compiled
-        batches = iter(state.loader)
-        for _ in range(2):  # a new model puts out zero
-            seen.clear()
-            steps.append(train_step(state, next(batches)))
-        assert seen == [3, 3, 3 if compiled else 2]
-        weights.append(torch.cat([parameter.detach().flatten() for parameter in state.engine.model.parameters()]))
-    for plain, filled in zip(steps[:2], steps[2:], strict=True):
-        assert len(filled.losses) == 8
-        torch.testing.assert_close(filled.losses, plain.losses, rtol=1e-6, atol=0)
-        torch.testing.assert_close(filled.loss, filled.losses.sum() / 8, rtol=0, atol=0)
-        torch.testing.assert_close(filled.grad_norm, plain.grad_norm, rtol=1e-5, atol=0)
-        for name, term in plain.terms.items():
-            torch.testing.assert_close(filled.terms[name], term, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("term", ["contrastive_weight=0.05", "dispersive_weight=0.5"])
-def test_nothing_is_filled_up_where_a_term_compares_images(term: str, store: LatentStore) -> None:
-    more = ["objective.dispersive_block=2"] if "dispersive" in term else []
-    state = state_of(store, *FLOW, f"objective.{term}", *more)
-    state.compiled = True
-    assert rows_of(state, slice(6, 9), 8) == slice(6, 9)
-
-
-def test_a_rank_with_fewer_images_fills_up_too_and_one_without_any_has_one_of_zeros(store: LatentStore) -> None:
-    state = state_of(store)
-    state.compiled = True
-    filled, beyond = rows_of(state, slice(3, 6), 5), rows_of(state, slice(6, 9), 5)
-    assert isinstance(filled, Tensor)
-    assert isinstance(beyond, Tensor)
-    assert (filled.tolist(), beyond.tolist()) == ([3, 4, 4], [4, 4, 4])
-    assert rows_of(state, slice(0, 3), 0) == slice(0, 3)
-
-
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 9))
-def test_captions_of_every_microbatch_fit_where_they_are_packed(lengths: list[int], ranks: int, limit: int) -> None:
-    stored, parts = np.array(lengths), microbatches(len(lengths) * ranks, ranks, limit)
-    tokens = mean_tokens(stored, parts)
-    assert tokens % TOKEN_STEP == 0
-    means = []
-    for part in parts:
-        filled = stored[np.minimum(np.arange(part.start, part.stop), len(stored) - 1)]
-        for own in (stored[part], filled):
-            assert own.sum() <= tokens * len(own)
-            means += [own.mean()] if len(own) else []
-    assert tokens < max(means) + TOKEN_STEP
-
-
-@pytest.mark.usefixtures("tiny_models")
-def test_a_step_says_how_many_tokens_its_captions_have(
-    caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = Run.open(train_recipe("pixart-tiny"), [caption_store], CPU, print)
-    batch, seen = next(iter(state.loader)), []
-    arrange = adaln_single.arrange_captions
-    monkeypatch.setattr(adaln_single, "arrange_captions", lambda *a, **how: seen.append(how) or arrange(*a, **how))
-    train_step(state, batch)
-    assert batch.text is not None
-    assert batch.text.host_lengths is not None
-    assert batch.caption_lengths is not None
-    assert list(batch.text.host_lengths) == batch.caption_lengths.tolist()
-    assert batch.text.to(CPU).host_lengths == batch.text.host_lengths
-    assert [how["mean_tokens"] for how in seen] == [
-        mean_tokens(np.array(batch.text.host_lengths), [slice(0, len(batch))])
-    ]
 
 
 def test_a_rank_without_images_has_the_same_terms(store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:

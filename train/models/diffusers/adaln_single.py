@@ -5,11 +5,12 @@ Source: Chen et al. 2023 (PixArt-alpha), arXiv 2310.00426, section 2.3 (adaLN-si
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ....datasets.batches.captions import Captions
 from ..activation_checkpointing import replace_forward
 from ..conditioning import Conditioning
 from ..cross_attention import CaptionLayout, arrange_captions
@@ -25,19 +26,19 @@ class AdaLNSingle(DiffusersModel):
     Attributes:
       embed_name, time_name: of the embeddings of patches and of time.
       self_attention: processor of the first attention of a block.
+      has_grid: blocks take the number of rows and columns, for a feed-forward of convolutions.
     """
 
     has_narrow_residual = True
     embed_name: str
     time_name: str
     self_attention: type
+    has_grid = False
 
     def optimize(self) -> None:
         embed = getattr(self.net, self.embed_name)
         if embed.pos_embed is not None:
-            embed = CachedPatchEmbed(embed)
-            setattr(self.net, self.embed_name, embed)
-        embed.register_forward_hook(self.start_stream)
+            setattr(self.net, self.embed_name, CachedPatchEmbed(embed))
         for block in self.blocks:
             replace_forward(block, block_forward)
             block.attn2.set_processor(CaptionProcessor())  # pyright: ignore
@@ -55,56 +56,61 @@ class AdaLNSingle(DiffusersModel):
         initialize_patches(getattr(self.net, self.embed_name).proj)
         initialize_embedders(getattr(self.net, self.time_name), self.net.caption_projection)
 
-    def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> dict[str, Any]:
-        assert conditioning.captions is not None
-        assert conditioning.caption_mask is not None
+    def embed_time(self, x: Tensor, t: Tensor, conditioning: Conditioning, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Modulation of all blocks (B, 6E), and the embedding of the time (B, E)."""
+        return getattr(self.net, self.time_name)(t, batch_size=len(x), hidden_dtype=dtype)
+
+    def embed_captions(self, captions: Tensor) -> Tensor:
+        """(..., D) to (..., E)."""
+        return self.net.caption_projection(captions)
+
+    def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
+        """The forward of diffusers, which reads (B, L, D) captions alone."""
+        assert isinstance(conditioning.captions, Captions)
+        net, patch = cast(Any, self.net), self.net.config.patch_size
+        rows, columns = x.shape[2] // patch, x.shape[3] // patch
+        tokens = self.start_stream(getattr(net, self.embed_name)(x))
+        modulation, time = self.embed_time(x, t, conditioning, tokens.dtype)
         attention: Any = self.blocks[0].attn2
-        captions, layout = arrange_captions(
-            conditioning.captions,
-            conditioning.caption_mask,
-            head_width=attention.inner_dim // attention.heads,
-            mean_tokens=conditioning.mean_tokens,
-        )
-        return {
-            "hidden_states": x,
-            "encoder_hidden_states": captions,
-            "encoder_attention_mask": layout,
-            "timestep": t,
-        }
+        captions, layout = arrange_captions(conditioning.captions, attention.inner_dim // attention.heads)
+        captions = self.embed_captions(captions)
+        grid = (rows, columns) if self.has_grid else None
+        for block in self.blocks:
+            tokens = block(tokens, modulation, captions, layout, grid)
+        shift, scale = (net.scale_shift_table + time[:, None]).chunk(2, dim=1)
+        norm = getattr(net.norm_out, "norm", net.norm_out)
+        patches = net.proj_out(norm(tokens) * (1 + scale) + shift)
+        images = patches.view(len(x), rows, columns, patch, patch, -1).permute(0, 5, 1, 3, 2, 4)
+        return images.reshape(len(x), -1, rows * patch, columns * patch)
 
 
 def block_forward(
     block: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    encoder_hidden_states: Tensor | None = None,
-    encoder_attention_mask: CaptionLayout | None = None,
-    timestep: Tensor | None = None,
-    height: int | None = None,
-    width: int | None = None,
-    **unused: Any,
+    x: Tensor,
+    modulation: Tensor,
+    captions: Tensor,
+    layout: CaptionLayout,
+    grid: tuple[int, int] | None,
 ) -> Tensor:
     """diffusers' block, whose residual stream keeps its dtype, and rounds each sum once.
 
     In diffusers the stream becomes float32 at the first gate, because the table of modulation is.
 
     Args:
-      hidden_states: (B, T, E).
-      encoder_hidden_states, encoder_attention_mask: captions (B, L, E) and their layout.
-      timestep: (B, 6E) shifts, scales and gates of attention and of the feed-forward, before the block's own table.
-      height, width: of the grid of tokens, for a feed-forward of convolutions (Sana).
+      x: (B, T, E).
+      modulation: (B, 6E) shifts, scales and gates of attention and of the feed-forward, before the block's own table.
+      captions, layout: (n, E) or (B, L, E), as ``arrange_captions`` has them.
+      grid: rows and columns of the tokens, for a feed-forward of convolutions (Sana).
     Returns: (B, T, E).
     """
-    assert timestep is not None
-    x = hidden_states
-    modulation = block.scale_shift_table + at_least_float32(timestep).unflatten(1, (6, -1))  # (B, 6, E)
-    shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation.unbind(1)
+    table = block.scale_shift_table + at_least_float32(modulation).unflatten(1, (6, -1))  # (B, 6, E)
+    shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = table.unbind(1)
     x = add_gated(x, gate_msa, block.attn1(modulate(_norm(block.norm1, x), shift_msa, scale_msa)))
-    x = x + block.attn2(x, encoder_hidden_states, encoder_attention_mask).to(x.dtype)
+    x = x + block.attn2(x, captions, layout).to(x.dtype)
     modulated = modulate(_norm(block.norm2, x), shift_mlp, scale_mlp)
-    if height is None or width is None:
+    if grid is None:
         return add_gated(x, gate_mlp, block.ff(modulated))
-    images = block.ff(modulated.unflatten(1, (height, width)).permute(0, 3, 1, 2))  # (B, E, rows, columns)
+    images = block.ff(modulated.unflatten(1, grid).permute(0, 3, 1, 2))  # (B, E, rows, columns)
     return add_gated(x, gate_mlp, images.flatten(2).transpose(1, 2))
 
 

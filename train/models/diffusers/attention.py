@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cross_attention import CaptionLayout
-from ..numerics import at_least_float32, product_dtype, without_autocast
+from ..numerics import at_least_float32, product_dtype
 
-LINEAR_EPS = 1e-15  # of the sums of linear attention, as diffusers has it
+LINEAR_EPS = 1e-15  # of the sums of linear attention, as in diffusers
 
 
 def _project(attn: Any, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +57,7 @@ class CaptionProcessor:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: CaptionLayout | None = None,
     ) -> Tensor:
-        """(B, T, E) and (B, L, E) to (B, T, E)."""
+        """(B, T, E), and captions (n, E) or (B, L, E), to (B, T, E)."""
         assert encoder_hidden_states is not None
         assert attention_mask is not None
         q, k, v = _project(attn, hidden_states, encoder_hidden_states)
@@ -67,10 +67,11 @@ class CaptionProcessor:
 
 
 class LinearProcessor:
-    """Sana's linear self-attention (Xie et al. 2024, equation 2), with sums in float32 under autocast too.
+    """Sana's linear self-attention (Xie et al. 2024, equation 2), with matrix products in 16 bits under autocast.
 
-    diffusers casts to float32 as well, but autocast casts the products back to 16 bits: a sum over all tokens
-    overflows float16.
+    Keys are divided by their sum over the tokens, and queries, multiplied by it, by theirs over the features: the same
+    function. The sums are in float32, and both products are weighted means of values: a sum over all tokens, as
+    diffusers computes it, overflows float16 and rounds in bfloat16.
     """
 
     def __call__(
@@ -82,16 +83,13 @@ class LinearProcessor:
     ) -> Tensor:
         """(B, T, E) to (B, T, E)."""
         q, k, v = _project(attn, hidden_states, hidden_states)
-        dtype = v.dtype
-        q, k, v = (
-            at_least_float32(x).transpose(1, 2).unflatten(1, (attn.heads, -1)) for x in (q, k, v)
-        )  # (B, h, d, T)
-        q, k = F.relu(q), F.relu(k)
-        with without_autocast(q.device):
-            weighted = F.pad(v, (0, 0, 0, 1), value=1.0) @ k.transpose(2, 3)  # (B, h, d + 1, d), the last row the sums
-            attended = weighted @ q  # (B, h, d + 1, T)
-        attended = attended[:, :, :-1] / (attended[:, :, -1:] + LINEAR_EPS)
-        attended = attn.to_out[1](attn.to_out[0](attended.flatten(1, 2).transpose(1, 2).to(dtype)))
+        q, k, v = (x.transpose(1, 2).unflatten(1, (attn.heads, -1)) for x in (q, k, v))  # (B, h, d, T)
+        q, k = at_least_float32(F.relu(q)), at_least_float32(F.relu(k))
+        sums = k.sum(3, keepdim=True)
+        q = q * sums
+        k, q = k / (sums + LINEAR_EPS), q / (q.sum(2, keepdim=True) + LINEAR_EPS)
+        attended = v @ k.to(v.dtype).transpose(2, 3) @ q.to(v.dtype)  # (B, h, d, d), then (B, h, d, T)
+        attended = attn.to_out[1](attn.to_out[0](attended.flatten(1, 2).transpose(1, 2)))
         return attended.clip(-65504, 65504) if attended.dtype == torch.float16 else attended
 
 

@@ -122,8 +122,8 @@ class DiffusersModel(nn.Module):
         """See ``checkpoint_blocks``."""
         checkpoint_blocks(self.blocks, mode)
 
-    def start_stream(self, embed: nn.Module, inputs: Any, tokens: Tensor) -> Tensor:
-        """A forward hook of an embedding: tokens (B, T, E) contiguous and at least float32, as blocks return them.
+    def start_stream(self, tokens: Tensor) -> Tensor:
+        """Embedded tokens (B, T, E), contiguous and at least float32, as blocks return them.
 
         Otherwise the first block would be compiled separately, and each norm would transpose.
         """

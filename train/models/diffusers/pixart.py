@@ -62,8 +62,9 @@ class PixArt(AdaLNSingle):
         for linear in (self.net.proj_out, *(block.attn2.to_out[0] for block in self.net.transformer_blocks)):
             nn.init.zeros_(linear.weight)
 
-    def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> dict[str, Any]:
-        return super().inputs(x, t, conditioning) | {"added_cond_kwargs": self.size_conditions(x, conditioning)}
+    def embed_time(self, x: Tensor, t: Tensor, conditioning: Conditioning, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        sizes = self.size_conditions(x, conditioning)
+        return self.net.adaln_single(t, sizes, batch_size=len(x), hidden_dtype=dtype)
 
     def size_conditions(self, x: Tensor, conditioning: Conditioning) -> dict[str, Tensor | None]:
         """Inputs of PixArt-alpha at 1024 px: (B, 2) height and width of the source image, and (B, 1) aspect ratio.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..spec import ModelSpec
 from .adaln_single import AdaLNSingle
@@ -42,7 +42,7 @@ class Sana(AdaLNSingle):
         "sana-1600m": size(20, 70, 32, 20, 112),
         "sana-tiny": size(4, 8, 32, 4, 64),
     }
-    embed_name, time_name, self_attention = "patch_embed", "time_embed", LinearProcessor
+    embed_name, time_name, self_attention, has_grid = "patch_embed", "time_embed", LinearProcessor, True
 
     @staticmethod
     def transformer() -> Any:
@@ -59,6 +59,9 @@ class Sana(AdaLNSingle):
     def config(cls, spec: ModelSpec) -> Config:
         scale = POSITIONS.get(spec.base_size)
         return super().config(spec) | {"sample_size": spec.base_size, "interpolation_scale": scale}
+
+    def embed_captions(self, captions: Tensor) -> Tensor:
+        return self.net.caption_norm(super().embed_captions(captions))
 
     def initialize(self) -> None:
         """With a small gain for the norm of captions; the output is Xavier too."""

@@ -84,7 +84,7 @@ class SD3(DiffusersModel):
     def optimize(self) -> None:
         self.net.pos_embed = CroppedPatchEmbed(self.net.pos_embed)
         for embed in (self.net.pos_embed, self.net.context_embedder):
-            embed.register_forward_hook(self.start_stream)
+            embed.register_forward_hook(lambda _, inputs, tokens: self.start_stream(tokens))
         for block in self.net.transformer_blocks:
             for attention in (block.attn, block.attn2):
                 if attention is not None:

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....datasets.batches.captions import CaptionBatch, captions_of
+from ....datasets.batches.captions import Captions, captions_of
 from ....datasets.batches.reader import BatchReader
 from ....datasets.order.filters import label_indices
 from ....datasets.store import LatentStore
 from ...data_recipe import RecordsSection
 from ...metrics.flops import tokens_per_image
-from ...models.conditioning import Conditioner, Conditioning
+from ...models.conditioning import Conditioner, Conditioning, select
 from ...sampling.guided import SamplingModel, Solver, draw_latents
 from ..state import Run
 
@@ -34,7 +34,7 @@ class Subjects(NamedTuple):
 
     names: list[str]
     labels: list[int] | None = None
-    captions: Mapping[str, CaptionBatch] | None = None
+    captions: Mapping[str, Captions] | None = None
 
     def conditioning(self, conditioner: Conditioner, device: torch.device) -> Conditioning:
         """Of all images, on a device."""
@@ -69,7 +69,7 @@ def draw_grid(run: Run, subjects: Subjects, size: tuple[int, int]) -> Tensor:
             places = [ranks.rank * each + place for place in range(start, min(each, start + most))]
             numbers = [place % count for place in places]
             how = {"size": size, "seed": section.seed, "solver": solver, "numbers": numbers}
-            latents = draw_latents(model, conditioning.part(numbers), **how)
+            latents = draw_latents(model, select(conditioning, numbers), **how)
             first = places[0]  # beyond the last image both sides are empty
             drawn[first : first + len(places)] = latents[: max(0, count - first)]
     if ranks.world_size > 1:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ....datasets.batches.batch import Batch
 from ....datasets.batches.latents import keyed_noise
@@ -30,6 +29,7 @@ from ....datasets.order.shuffle import mix
 from ...data_recipe import Objective
 from ...metrics.flops import latent_size_of, tokens_per_image
 from ...metrics.history import NUM_TIMES, HeldOutLoss
+from ...models.conditioning import select
 from ...objectives.losses import PLAIN, TRAIN_STEPS, objective_losses
 from ...techniques.images import Microbatch
 from ..state import Run
@@ -188,9 +188,8 @@ def losses_at_fixed_times(run: Run, batch: Batch, noise: Tensor) -> Tensor:
         batch.labels, batch.texts, batch.records, store=batch.store, widen=run.autocast_dtype is None
     )
     targets = run.read_targets(batch, run.token_grid(batch.latents), trains=False)
-    latents, conditioning, targets = tree_map_only(
-        Tensor, lambda tensor: tensor.repeat_interleave(NUM_TIMES, 0), (batch.latents, conditioning, targets)
-    )
+    repeated = [image for image in range(count) for _ in range(NUM_TIMES)]
+    latents, conditioning, targets = select((batch.latents, conditioning, targets), repeated)
     images = Microbatch(
         latents,
         noise=keyed_noise(keys, tuple(latents.shape[1:])),
