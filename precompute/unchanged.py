@@ -16,7 +16,7 @@ from .. import __version__
 from ..datasets.format.class_names import ClassNames
 from ..datasets.format.schema import EncoderIdentity, Manifest, StoreSpec
 from ..datasets.revisions.catalog import sealed_revisions
-from ..datasets.revisions.encoder_paths import with_stored_encoder_paths
+from ..datasets.revisions.local import with_stored_encoder_paths
 from ..datasets.revisions.plan import planned_revisions, read_plan
 from ..datasets.revisions.writer import StoreWriter
 from .config import PrecomputeRecipe, TextSection, VaeSection

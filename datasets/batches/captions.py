@@ -71,10 +71,10 @@ def read_captions(tokens: CaptionTokens, caption_ids: np.ndarray, form: TextForm
     pooled = None
     if tokens.spec.pooled_width:
         rows = buffers.take((len(caption_ids), tokens.spec.pooled_width), tokens.pooled.dtype)
-        pooled = _as_tensor(tokens.pooled.take(caption_ids, out=rows), tokens.spec.pooled_dtype)
+        pooled = _as_tensor(tokens.pooled.take(tokens.pooled_rows[caption_ids], out=rows), tokens.spec.pooled_dtype)
     if not tokens.spec.has_tokens:
         return CaptionBatch(None, None, pooled=pooled)
-    starts, lengths = tokens.offsets[caption_ids], tokens.lengths[caption_ids]
+    starts, lengths = tokens.starts[caption_ids], tokens.lengths[caption_ids]
     read = _packed if form == "packed" else _padded
     gathered = [read(array, starts, lengths, buffers) for array in tokens.arrays]
     return CaptionBatch(

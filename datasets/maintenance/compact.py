@@ -23,7 +23,7 @@ from ..format.schema import Fallback, FeatureRows, Manifest, StoreSpec
 from ..format.table_schemas import CAPTION_RESULTS, PLAN_SCHEMA, captions_schema, place_columns, plan_schema, suffixes
 from ..revisions.catalog import sealed_revisions
 from ..revisions.commits import file_entry, read_manifest
-from ..revisions.encoder_paths import with_moved_encoder_paths
+from ..revisions.local import with_moved_encoder_paths
 from ..revisions.plan import FrozenPlan, planned_revisions, read_plan, write_plan
 from ..revisions.writer import StoreWriter, row_checksum
 from ..store import LatentStore

@@ -10,7 +10,7 @@ from ..format.layout import GROUP, MANIFEST, PLAN, PLAN_FILE, revision_prefix
 from ..format.schema import FileEntry, Manifest
 from ..revisions.catalog import sealed_revisions
 from ..revisions.commits import file_entry, read_manifest, with_root_hash
-from ..revisions.encoder_paths import portable_spec
+from ..revisions.local import portable_spec
 
 
 class StoreFiles(NamedTuple):

@@ -14,7 +14,7 @@ from ...datasets.errors import RecordRejected, SourceError
 from ...datasets.format.schema import Addition, FileEntry, LatentStatistics, SelfCheck, StoreSpec
 from ...datasets.format.table_schemas import plan_schema, suffixes
 from ...datasets.revisions.commits import carried_files
-from ...datasets.revisions.encoder_paths import with_stored_encoder_paths
+from ...datasets.revisions.local import with_stored_encoder_paths
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ...datasets.store import LatentStore
 from ..config import PrecomputeRecipe

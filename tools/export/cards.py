@@ -19,7 +19,7 @@ from ...datasets.format.layout import CAPTIONS, RECORDS, revision_prefix
 from ...datasets.format.schema import StoreSpec
 from ...datasets.maintenance.portable import StoreFiles
 from ...datasets.recipe import values_to_toml
-from ...datasets.revisions.encoder_paths import portable_spec
+from ...datasets.revisions.local import portable_spec
 from ...datasets.store import LatentStore
 from ...datasets.units import readable_size
 from ...train.techniques.registry import ObjectiveSection

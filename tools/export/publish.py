@@ -23,7 +23,7 @@ from ...datasets.format.layout import MANIFEST, RECORDS, REVISIONS
 from ...datasets.maintenance.portable import portable_files
 from ...datasets.maintenance.verify import verify_store
 from ...datasets.recipe import values_to_toml
-from ...datasets.revisions.encoder_paths import without_local_folders
+from ...datasets.revisions.local import without_local_folders
 from ...datasets.store import LatentStore
 from ...datasets.units import readable_size
 from ...train.weights.folders import METRICS, RECIPE, is_run

@@ -119,7 +119,7 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
     Raises: FingerprintMismatch: other encoders made the newest revision.
     """
     from ...datasets.recipe import parse_with_overrides
-    from ...datasets.revisions.encoder_paths import openable_recipe
+    from ...datasets.revisions.local import openable_recipe
     from ...precompute.config import PrecomputeRecipe
     from ...precompute.encoders.describe import describe_store
     from ...precompute.encoders.loading import load_encoders
