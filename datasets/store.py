@@ -126,8 +126,8 @@ class LatentStore:
 
     @property
     def plan_hash(self) -> str:
-        """Hash of an incomplete revision's plan; the root hash of a complete one."""
-        return self.manifest.root_hash if self.manifest else self._opened.frozen_plan.hash
+        """Hash of the revision's plan, which identifies an incomplete revision; "" if ``local.json`` is lost."""
+        return self._opened.plan_hash
 
     @property
     def num_classes(self) -> int:
@@ -392,7 +392,9 @@ class LatentStore:
         fits = layout is not None if len(starts) else True
         if layout is not None and len(starts):
             # In this order, because the sum of two hostile numbers can wrap around.
-            fits = bool(np.all((lengths >= 1) & (lengths <= spec.max_tokens) & (starts >= 0) & (starts < layout.shape[0])))
+            fits = bool(
+                np.all((lengths >= 1) & (lengths <= spec.max_tokens) & (starts >= 0) & (starts < layout.shape[0]))
+            )
             last = starts + rows - 1
             fits = fits and bool(layout.has_rows(starts).all() and layout.has_rows(last).all())
             fits = fits and bool(np.all(starts // layout.shard_rows == last // layout.shard_rows))

@@ -15,9 +15,9 @@ from pathlib import Path
 from .. import __version__
 from ..datasets.format.class_names import ClassNames
 from ..datasets.format.schema import EncoderIdentity, Manifest, StoreSpec
-from ..datasets.revisions.catalog import sealed_revisions
+from ..datasets.revisions.catalog import planned_revisions, sealed_revisions
 from ..datasets.revisions.local import with_stored_encoder_paths
-from ..datasets.revisions.plan import planned_revisions, read_plan
+from ..datasets.revisions.plan import read_plan
 from ..datasets.revisions.writer import StoreWriter
 from .config import PrecomputeRecipe, TextSection, VaeSection
 from .encoders.autoencoders import find_files
@@ -71,7 +71,7 @@ def unchanged(
     if recipe.source.check == "content" or not store.is_dir():
         return None
     sealed = sealed_revisions(store)
-    if not sealed or planned_revisions(store)[-1:] != sealed[-1:]:
+    if not sealed or planned_revisions(store):
         return None
     plan = read_plan(store, sealed[-1])
     if not _has_same_settings(plan.spec, recipe, store) or not _has_same_encoders(plan.spec, recipe, device):

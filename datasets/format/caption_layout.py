@@ -153,7 +153,9 @@ class CaptionLayout:
         before = self.before.get(f"{self.folder}/{name}")
         return -(-before.shape[0] // shard_rows) * shard_rows if before else 0
 
-    def _layout(self, name: str, shape: tuple[int, ...], dtype: str, shard_rows: int, chunk_rows: int, codec: str) -> ArrayLayout:
+    def _layout(
+        self, name: str, shape: tuple[int, ...], dtype: str, shard_rows: int, chunk_rows: int, codec: str
+    ) -> ArrayLayout:
         """An array with the rows that the revision adds, after those of earlier ones."""
         path = f"{self.folder}/{name}"
         added = RowRange(self.revision, self._first_row(name, shard_rows), shape[0])
@@ -172,9 +174,7 @@ class CaptionLayout:
         return layouts
 
     def _pooled(self, name: str, rows: int, shard_rows: int, codec: str) -> ArrayLayout:
-        return self._layout(
-            name, (rows, self.spec.pooled_width), ON_DISK[self.spec.pooled_dtype], shard_rows, 1, codec
-        )
+        return self._layout(name, (rows, self.spec.pooled_width), ON_DISK[self.spec.pooled_dtype], shard_rows, 1, codec)
 
     def _shard_rows(self) -> tuple[int, int]:
         """Rows of a shard and of an inner chunk of the tokens."""

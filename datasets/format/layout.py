@@ -204,9 +204,8 @@ class RevisionLayout:
         return ranges
 
     def first_row(self, bucket: str) -> int:
-        """First row that the revision adds to a bucket: the next shard."""
-        latents = self.before.get(f"{bucket_part(bucket)}/{self.spec.latent.array}")
-        return -(-latents.shape[0] // latents.shard_rows) * latents.shard_rows if latents else 0
+        """First row that the revision adds to a bucket, as ``next_row``."""
+        return next_row(self.spec, bucket, self.before)
 
     @cached_property
     def arrays(self) -> dict[str, ArrayLayout]:
@@ -263,6 +262,12 @@ class RevisionLayout:
         return zarr_files(self.spec, self.arrays.values())
 
 
+def next_row(spec: StoreSpec, bucket: str, arrays: Mapping[str, ArrayLayout]) -> int:
+    """First row that the next revision adds to a bucket: the next shard of the latents; 0 for a new bucket."""
+    latents = arrays.get(f"{bucket_part(bucket)}/{spec.latent.array}")
+    return -(-latents.shape[0] // latents.shard_rows) * latents.shard_rows if latents else 0
+
+
 def _new_shards(array: ArrayLayout, revision: int) -> list[int]:
     """Numbers of the shards that a revision adds to an array."""
     added = [one for one in array.row_ranges if one.revision == revision]
@@ -274,7 +279,7 @@ def zarr_files(spec: StoreSpec, arrays: Iterable[ArrayLayout]) -> dict[str, byte
 
     leandit reads none of them: they are for zarr-python, tensorstore and other readers.
     """
-    files = {GROUP: group_json(spec)}
+    files = {GROUP: group_json(spec), f"{REVISIONS}/{GROUP}": EMPTY_GROUP}
     for layout in arrays:  # every folder between the root and an array is a group
         folders = layout.path.split("/")
         for end in range(1, len(folders)):

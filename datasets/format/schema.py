@@ -403,7 +403,10 @@ class ArrayEntry(_Model):
 
     def layout(self) -> ArrayLayout:
         """The array."""
-        values = self.model_dump() | {"shape": tuple(self.shape), "ranges": tuple(RowRange(*one) for one in self.ranges)}
+        values = self.model_dump() | {
+            "shape": tuple(self.shape),
+            "ranges": tuple(RowRange(*one) for one in self.ranges),
+        }
         return ArrayLayout(**values)
 
 
@@ -449,6 +452,8 @@ class LocalFile(_Model):
       origins: of the encoders, by the section of the recipe: "vae", "text", "text.NAME" or "features.NAME".
       recipe: resolved, with the paths of encoders as a store names them.
       listing: hash of the source's listing (keys, sizes, times), to detect changes of the source.
+      plan: hash of the plan, which commit records named.
+      planned_at: when it was frozen, in seconds since 1970.
       sources: size and hash of the table of the images' places, which has times.
     """
 
@@ -456,6 +461,8 @@ class LocalFile(_Model):
     origins: dict[str, Origin]
     recipe: dict[str, Any]
     listing: str
+    plan: str
+    planned_at: float
     sources: FileEntry
     sha256: str  # of all the rest
 

@@ -140,7 +140,9 @@ def _row_of(spec: StoreSpec, path: str) -> tuple[tuple[int, ...], str] | None:
         if group not in (LATENTS, *spec.groups):
             return None
         return row_arrays(spec, inside[0], group).get("/".join([*inside[1:], name]))
-    text = next((one.spec for one in spec.text_encoders if caption_folder(one.name) == "/".join([folder, *inside])), None)
+    text = next(
+        (one.spec for one in spec.text_encoders if caption_folder(one.name) == "/".join([folder, *inside])), None
+    )
     if text is None:
         return None
     if name in (POOLED, NULL_POOLED):

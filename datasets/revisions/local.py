@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from ..disk.hashing import read_json
 from ..errors import DamageError, LeanditError
 from ..format.layout import LOCAL, TWIN, revision_prefix
-from ..format.schema import EncoderIdentity, FileEntry, LocalFile, Origin, StoreSpec
+from ..format.schema import EncoderIdentity, LocalFile, Origin, StoreSpec
 
 PATHS = ("model", "config")  # keys of a section; the config is that of a single file of weights
 UNKNOWN_MODEL = ""  # of an encoder whose origin is not known
@@ -31,15 +31,14 @@ def shared_spec(spec: StoreSpec) -> StoreSpec:
     return _with_origins(spec, nowhere).model_copy(update={"recipe": {}, "leandit_version": ""})
 
 
-def local_file(spec: StoreSpec, listing: str, sources: FileEntry) -> LocalFile:
-    """The other part of a spec. Args: ``sources``, ``listing``: as ``LocalFile``."""
+def local_file(spec: StoreSpec, **facts: Any) -> LocalFile:
+    """The other part of a spec. Args: ``facts``: ``listing``, ``plan``, ``planned_at`` and ``sources`` of ``LocalFile``."""
     origins = {role: Origin(model=one.model, revision=one.revision) for role, one in _encoders(spec).items()}
     return LocalFile(
         leandit_version=spec.leandit_version,
         origins=origins,
         recipe=spec.recipe,
-        listing=listing,
-        sources=sources,
+        **facts,
         sha256="",
     ).with_hash()
 
@@ -217,6 +216,8 @@ def without_local_folders(value: Any) -> Any:
 
 def portable(local: LocalFile) -> LocalFile:
     """The same for another machine: it names no folder of this one."""
-    origins = {role: one.model_copy(update={"model": without_local_folders(one.model)}) for role, one in local.origins.items()}
+    origins = {
+        role: one.model_copy(update={"model": without_local_folders(one.model)}) for role, one in local.origins.items()
+    }
     update = {"origins": origins, "recipe": without_local_folders(local.recipe)}
     return local.model_copy(update=update).with_hash()

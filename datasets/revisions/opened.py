@@ -34,6 +34,7 @@ class OpenedRevision:
       unfinished: number of a newer revision that was begun but is not complete.
       layouts: all arrays by path.
       plan: None where there is a manifest.
+      plan_hash: of the plan, sealed or not; "" if a sealed store has lost it.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class OpenedRevision:
     layouts: Mapping[str, ArrayLayout]
     manifest: Manifest | None
     plan: FrozenPlan | None
+    plan_hash: str
 
     def record_columns(self, columns: Sequence[str] | None) -> pa.Table:
         """Some columns of the records table, or all; texts may be dictionaries."""
@@ -146,9 +148,10 @@ def open_revision(path: Path, number: int, *, allow_incomplete: bool) -> OpenedR
         )
     number, root = number or newest, Path(os.path.abspath(path))
     if sealed:
-        manifest = read_manifest(path, number)
-        spec = whole_spec(manifest.spec, read_local(path, number))
-        return OpenedRevision(path, root, number, newest, unfinished, spec, manifest.layouts(), manifest, None)
+        manifest, local = read_manifest(path, number), read_local(path, number)
+        spec, plan_hash = whole_spec(manifest.spec, local), local.plan if local else ""
+        layouts = manifest.layouts()
+        return OpenedRevision(path, root, number, newest, unfinished, spec, layouts, manifest, None, plan_hash)
     plan = read_plan(path, 1)
     if not allow_incomplete:
         missing = [task for task in plan.layout.tasks() if not read_commit(path, plan, *task)]
@@ -156,4 +159,5 @@ def open_revision(path: Path, number: int, *, allow_incomplete: bool) -> OpenedR
         raise StoreIncomplete(
             f"store '{path}': not complete; {problem}. Run the same precompute command again: it resumes."
         )
-    return OpenedRevision(path, root, number, newest, unfinished, plan.spec, plan.layout.arrays, None, plan)
+    layouts = plan.layout.arrays
+    return OpenedRevision(path, root, number, newest, unfinished, plan.spec, layouts, None, plan, plan.hash)

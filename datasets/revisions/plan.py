@@ -29,9 +29,9 @@ from ..format.layout import (
     PLAN,
     PLAN_FILE,
     RECORDS,
+    SOURCES,
     Part,
     RevisionLayout,
-    SOURCES,
     revision_prefix,
 )
 from ..format.row_layout import bucket_part
@@ -105,7 +105,9 @@ class FrozenPlan:
         borders = np.cumsum([0, *ends.values()], dtype=np.int64)
         positions = map_array(int(borders[-1]), "int64", "the rows of the plan")
         positions[:] = -1
-        by_bucket = {name: positions[start : start + end] for (name, end), start in zip(ends.items(), borders, strict=False)}
+        by_bucket = {
+            name: positions[start : start + end] for (name, end), start in zip(ends.items(), borders, strict=False)
+        }
         for new in (False, True):
             for name, rows, records in _rows_of(self, new=new):
                 if name in by_bucket:
@@ -211,6 +213,13 @@ def read_plan(root: Path, revision: int) -> FrozenPlan:
     return sealed_plan(root, revision) if revision in sealed_revisions(root) else _read_frozen(root, revision)
 
 
+def read_spec(root: Path, revision: int = 1) -> StoreSpec:
+    """The spec of a revision, sealed or not. Raises: as ``read_plan``."""
+    if revision in sealed_revisions(root):
+        return whole_spec(read_manifest(root, revision).spec, read_local(root, revision))
+    return _read_plan_file(root, revision).spec
+
+
 def sealed_plan(root: Path, revision: int) -> FrozenPlan:
     """The plan of a sealed revision: what it stored, and where the images were.
 
@@ -254,27 +263,37 @@ def sealed_plan(root: Path, revision: int) -> FrozenPlan:
     return plan
 
 
-def _read_frozen(root: Path, revision: int) -> FrozenPlan:
-    folder = root / revision_prefix(revision) / PLAN
-    if not (folder / PLAN_FILE).is_file():
+def _read_plan_file(root: Path, revision: int) -> PlanFile:
+    """``plan.json`` of an unfinished revision. Raises: as ``read_plan``."""
+    path = root / revision_prefix(revision) / PLAN / PLAN_FILE
+    if not path.is_file():
         raise StoreIncomplete(f"store '{root}': its plan is not finished. Run the same precompute command again.")
-    content = read_json(folder / PLAN_FILE)
-    damaged = DamageError(
-        f"store '{root}': the plan of revision {revision}, which is not finished, is damaged. Remove "
-        f"'{revision_prefix(revision)}' and run the same precompute command again: it plans anew."
-    )
+    content = read_json(path)
     if not isinstance(content, dict) or content.pop("sha256", None) != sha256_of(content):
-        raise damaged
+        raise DamageError(_damaged(root, revision))
     check_version(root, content)
     try:
         file = PlanFile.model_validate(content)
     except ValidationError as error:
-        raise damaged from error
+        raise DamageError(_damaged(root, revision)) from error
     if file.revision != revision:
-        raise damaged
+        raise DamageError(_damaged(root, revision))
+    return file
+
+
+def _damaged(root: Path, revision: int) -> str:
+    return (
+        f"store '{root}': the plan of revision {revision}, which is not finished, is damaged. Remove "
+        f"'{revision_prefix(revision)}' and run the same precompute command again: it plans anew."
+    )
+
+
+def _read_frozen(root: Path, revision: int) -> FrozenPlan:
+    """The frozen plan of an unfinished revision. Raises: as ``read_plan``."""
+    file, folder = _read_plan_file(root, revision), root / revision_prefix(revision) / PLAN
     for name, entry in zip((RECORDS, CAPTIONS), file.files, strict=True):
         if not (folder / name).is_file() or xxh3_file(folder / name) != entry.xxh3_128:
-            raise damaged
+            raise DamageError(_damaged(root, revision))
     before = read_manifest(root, revision - 1) if file.base and not file.copies else None
     if before and before.root_hash != file.base:
         raise DamageError(
@@ -295,7 +314,7 @@ def _read_frozen(root: Path, revision: int) -> FrozenPlan:
         before=before,
     )
     if problem := table_problem(file.spec, revision, records, captions.num_rows, captions) or _row_problem(plan):
-        raise DamageError(f"{damaged} Its tables are not valid: {problem}.")
+        raise DamageError(f"{_damaged(root, revision)} Its tables are not valid: {problem}.")
     return plan
 
 
@@ -329,7 +348,7 @@ def _row_problem(plan: FrozenPlan) -> str:
     for name, rows, _ in _rows_of(plan, new=True):
         assert name is not None, "checked above"
         places = rows - plan.layout.first_row(name)
-        if 0 <= places.min() and places.max() < len(seen[name]):
+        if places.min() >= 0 and places.max() < len(seen[name]):
             seen[name][places] = True
     for name, is_seen in seen.items():
         if not is_seen.all():

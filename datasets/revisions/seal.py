@@ -22,6 +22,7 @@ from ..format.layout import (
     LOCAL,
     MANIFEST,
     PLAN,
+    PLAN_FILE,
     RECORDS,
     SOURCES,
     TWIN,
@@ -29,7 +30,7 @@ from ..format.layout import (
     zarr_files,
 )
 from ..format.row_layout import LATENTS
-from ..format.schema import FORMAT_VERSION, ArrayEntry, LocalFile, Manifest
+from ..format.schema import FORMAT_VERSION, ArrayEntry, Manifest
 from ..format.table_schemas import captions_schema, records_schema, sources_schema
 from ..format.tables import parquet_file, parquet_of_groups
 from .catalog import file_entry, root_hash
@@ -95,8 +96,17 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
         statistics=merge_statistics(statistics) if statistics else None,
     )
     manifest = manifest.model_copy(update={"root_hash": root_hash(manifest)})
-    local = local_file(plan.spec, plan.listing, file_entry(prefix + SOURCES, files[SOURCES]))
-    return files | {LOCAL: canonical_json(local.model_dump()), MANIFEST: canonical_json(manifest.model_dump())}, manifest
+    local = local_file(
+        plan.spec,
+        listing=plan.listing,
+        plan=plan.hash,
+        planned_at=(root / prefix / PLAN / PLAN_FILE).stat().st_mtime,
+        sources=file_entry(prefix + SOURCES, files[SOURCES]),
+    )
+    return files | {
+        LOCAL: canonical_json(local.model_dump()),
+        MANIFEST: canonical_json(manifest.model_dump()),
+    }, manifest
 
 
 def write_seal(root: Path, files: Files, manifest: Manifest) -> None:

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...datasets.errors import RecordRejected
-from ...datasets.format.layout import is_picture_task
+from ...datasets.format.layout import Task, is_picture_task
 from ...datasets.format.schema import Reject
-from ...datasets.revisions.commits import Task
 from ...datasets.revisions.writer import StoreWriter
 from ..encoders.text.encoder import TokenCount
 from .clock import REJECTED, Progress

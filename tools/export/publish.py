@@ -132,11 +132,6 @@ def store_files(root: Path, hub: HubRepository, terms: Terms, *, sheet: Path | N
     portable, store, notes = portable_files(root), LatentStore(root), list[str]()
     if strays := [one.path for one in checked.findings]:
         notes.append(f"{len(strays)} files that are not of the store stay here, such as '{strays[0]}'")
-    if store.root_hash != portable.manifest.root_hash:
-        notes.append(
-            "of local folders in its recipe the last name alone is published, so the root hash there is "
-            f"{portable.manifest.root_hash}, and here {store.root_hash}"
-        )
     card = store_card(store, portable, hub, terms, sheet=sheet is not None)
     files = [OutgoingFile(CARD, card, is_last=True)]
     for path, entry in portable.entries.items():

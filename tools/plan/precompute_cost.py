@@ -160,7 +160,7 @@ def run_probe(
         for name in ("first", "second"):
             worker, root = Worker(encoders, num_threads()), Path(folder) / name
             stage = Stage1(root, settings, listed, worker, decoders, lambda *_: None, Part())
-            opened = open_store(stage, listed, new_revision=False)
+            opened = open_store(stage, listed)
             start = time.perf_counter()
             finish(stage, opened.plan)
             seconds = time.perf_counter() - start

@@ -108,7 +108,7 @@ class Features(NamedTuple):
     """Values of a record: (C, H, W) arrays, then the flipped one if any, and the XXH3-64 of their bytes."""
 
     arrays: Sequence[np.ndarray]
-    source_checksum: str
+    source_checksum: int
 
 
 class Reader(ABC):

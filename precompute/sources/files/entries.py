@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from .ignored import is_system_folder
-from .records import SourceRecord, usable_key
+from .record import SourceRecord, usable_key
 
 NAMES_AT_ONCE = 1 << 16  # of a folder, as Python objects
 LeftOut = Callable[[str], None]  # called with the name of a skipped folder

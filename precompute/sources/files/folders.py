@@ -12,7 +12,7 @@ from ...config import SourceSection
 from .entries import FoundFile
 from .files import SourceFiles, open_source_files
 from .ignored import Ignored
-from .records import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of, usable_key
+from .record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of, usable_key
 
 SIDECARS = (".caption", ".txt", ".json")  # captions come from the first of the first two that exists
 PICTURE_FOLDER, TEXT_FOLDERS = "images", ("captions", "labels", "texts", "prompts")  # beside each other, of equal names

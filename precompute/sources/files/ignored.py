@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 
-from .records import HEIF_EXTENSIONS
+from .record import HEIF_EXTENSIONS
 
 # Of macOS archives, network storage, Windows and Linux disks, and Python; all in lower case.
 SYSTEM_FOLDERS = {

@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 from ....datasets.errors import SourceError
 from .entries import FoundFile
 from .files import SourceFiles
-from .records import ANNOTATIONS, is_picture
+from .record import ANNOTATIONS, is_picture
 
 LOOKED_NAMES = 16  # of a table, to find where the pictures lie
 MAX_FOLDERS = 20  # of a source, in which they are looked for

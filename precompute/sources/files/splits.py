@@ -15,7 +15,7 @@ from itertools import islice
 from ....datasets.errors import SourceError
 from ...config import SourceSection
 from .files import SourceFiles, open_source_files
-from .records import is_picture
+from .record import is_picture
 
 ALL = "all"  # of source.split: whatever the names say, all of it
 SPLITS = {

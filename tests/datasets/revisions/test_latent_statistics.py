@@ -20,7 +20,7 @@ from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.repair import repair_without_encoding
 from leandit.datasets.maintenance.verify import verify_store
-from leandit.datasets.revisions.commits import read_manifest
+from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.revisions.latent_statistics import merge_statistics, statistics_of
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.datasets.store import LatentStore

@@ -17,7 +17,7 @@ from making import CPU, make_class_folder, no_progress, picture
 from leandit.datasets.errors import EncoderError
 from leandit.datasets.format.schema import Manifest
 from leandit.datasets.maintenance.compact import compact
-from leandit.datasets.revisions.commits import read_manifest
+from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
