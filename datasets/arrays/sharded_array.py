@@ -42,7 +42,7 @@ class ShardedArray:
         self._ends = np.minimum(self._starts + layout.shard_rows, layout.shape[0])
         for _, _, end in layout.row_ranges:  # a range begins at a shard, and ends anywhere in one
             self._ends[np.searchsorted(self._starts, end) - 1] = end
-        self._has_gaps = len(layout.row_ranges) > 1 or layout.row_ranges[0].first > 0
+        self._has_gaps = len(layout.row_ranges) > 1
         self.path, self.dtype = layout.path, np.dtype(layout.dtype)
         self.row_shape, self.row_bytes, self.shard_rows = layout.shape[1:], layout.row_bytes, layout.shard_rows
         # Not if shards are evicted: a slot of the window cannot be freed while views of it exist.
@@ -216,7 +216,10 @@ class ShardedArray:
         return bool(is_within and is_fit)
 
     def _shards_of(self, rows: np.ndarray) -> np.ndarray:
-        """(B,) positions of the shards that hold rows, among those that exist. Raises: RowOutOfRange: a row of a gap."""
+        """(B,) positions of the shards that hold rows, among those that exist.
+
+        Raises: RowOutOfRange: a row lies in a gap.
+        """
         if not self._has_gaps:
             return rows // self.shard_rows
         shards = np.searchsorted(self._starts, rows, side="right") - 1

@@ -165,8 +165,7 @@ class RevisionLayout:
     @property
     def _buckets(self) -> list[str]:
         """Of the revision before, and new ones, in order of their size."""
-        known = {path.split("/")[1] for path in self.before if path.startswith(f"{BUCKETS}/")}
-        return sorted(known | self.new_rows.keys(), key=bucket_size)
+        return sorted({*buckets_of(self.before), *self.new_rows}, key=bucket_size)
 
     def _bucket_parts(self, bucket: str) -> Iterator[Part]:
         """Parts of a bucket: groups that began in one revision have the same shards, and are encoded together."""
@@ -260,6 +259,11 @@ class RevisionLayout:
     def zarr_files(self) -> dict[str, bytes]:
         """``zarr_files`` of all arrays."""
         return zarr_files(self.spec, self.arrays.values())
+
+
+def buckets_of(arrays: Iterable[str]) -> set[str]:
+    """Buckets that have one of some arrays, which are named by their paths."""
+    return {path.split("/")[1] for path in arrays if path.startswith(f"{BUCKETS}/")}
 
 
 def next_row(spec: StoreSpec, bucket: str, arrays: Mapping[str, ArrayLayout]) -> int:

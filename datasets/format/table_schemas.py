@@ -119,7 +119,7 @@ def plan_schema(spec: StoreSpec) -> pa.Schema:
 
 
 def sources_schema(spec: StoreSpec) -> pa.Schema:
-    """PLACES of each record's picture, then those of its companions: the columns that only a plan and this table have."""
+    """PLACES of each record's picture, then those of its companions: what a plan has beyond the records table."""
     schema = plan_schema(spec)
     return pa.schema([schema.field(name) for name in [*PLACES, *(name for one in place_columns(spec) for name in one)]])
 

@@ -50,9 +50,9 @@ class ArrayLayout:
       dtype: numpy name, little-endian on disk: one of DTYPES. "uint16" holds the bits of bfloat16 numbers.
       shard_rows, chunk_rows: rows in a shard and in an inner chunk; the first is a multiple of the second.
       codec: a key of CODECS.
-      ranges: rows that each revision added, in order; empty for all rows in revision 1. Each range begins at a shard, so
-        shards never change when an array grows; rows between two ranges do not exist. A revision that adds an array to
-        earlier rows has several.
+      ranges: rows that each revision added, in order; empty for all rows in revision 1. The first begins at row 0, each
+        other one at a shard, so shards never change when an array grows; rows between two ranges do not exist. A
+        revision that adds an array to earlier rows has several.
     """
 
     path: str
@@ -173,6 +173,8 @@ class ArrayLayout:
             if added.revision < revision or not row <= added.first < added.end or added.first % self.shard_rows:
                 return f"rows {added.first} to {added.end} of revision {added.revision} behind row {row}"
             revision, row = added.revision, added.end
+        if self.row_ranges[0].first:
+            return f"rows that begin with {self.row_ranges[0].first}"
         return "" if row == self.shape[0] else f"{self.shape[0]} rows, of which the last range ends at {row}"
 
 

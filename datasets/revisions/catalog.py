@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,23 @@ from pydantic import ValidationError
 
 from ..disk.hashing import read_json, sha256_of, xxh3_parts
 from ..errors import DamageError, FormatVersionError, StoreError, StoreIncomplete, StoreNotFound
-from ..format.caption_layout import CAPTION_PART, NULL_EMBEDDING, NULL_POOLED, NULL_SCALES, POOLED, caption_folder
+from ..format.caption_layout import (
+    CAPTION_PART,
+    EMBEDDINGS,
+    NULL_EMBEDDING,
+    NULL_POOLED,
+    NULL_SCALES,
+    POOLED,
+    SCALES,
+    caption_folder,
+)
 from ..format.layout import GROUP, MANIFEST, PLAN, PLAN_FILE, TWIN, revision_prefix, revisions_with
 from ..format.row_layout import BUCKETS, LATENTS, bucket_part, row_arrays
 from ..format.schema import FORMAT_VERSION, FileEntry, Manifest, StoreSpec
 from ..format.token_dtypes import ON_DISK
+from ..format.zarr_shard import ArrayLayout
 
+BUCKET = re.compile("[1-9][0-9]{0,5}x[1-9][0-9]{0,5}")
 REPAIR = "Run 'leandit verify --repair --source PATH': it restores damaged files."
 
 
@@ -110,23 +122,26 @@ def arrays_problem(manifest: Manifest) -> str:
         if layout.num_shards > len(shards):
             return f"array '{path}' claims {layout.num_shards} shards, the files are fewer"
         folder, *inside, name = path.split("/")
-        wanted = {NULL_EMBEDDING: spec_tokens(spec, path), NULL_SCALES: spec_tokens(spec, path), NULL_POOLED: 1}
+        longest = _max_tokens(spec, path)
+        wanted = {NULL_EMBEDDING: longest, NULL_SCALES: longest, NULL_POOLED: 1}
         if folder == CAPTION_PART and name in wanted and layout.shape[0] != wanted[name]:
             return f"array '{path}' has {layout.shape[0]} rows, expected {wanted[name]}"
         latents = arrays.get(f"{bucket_part(inside[0])}/{spec.latent.array}") if folder == BUCKETS else None
         if folder == BUCKETS and (latents is None or _rows(latents) != _rows(layout)):
             return f"array '{path}' has other rows than the latents of its bucket"
+    if missing := [name for name in manifest.buckets if f"{bucket_part(name)}/{spec.latent.array}" not in arrays]:
+        return f"bucket '{missing[0]}' has no array"
     named = {layout.shard_path(shard) for layout in arrays.values() for shard in layout.shards.tolist()}
     if named != shards:
         return f"its arrays and its files do not have the same shards, such as '{min(named ^ shards)}'"
     return ""
 
 
-def _rows(layout: Any) -> list[tuple[int, int]]:
+def _rows(layout: ArrayLayout) -> list[tuple[int, int]]:
     return [(first, end) for _, first, end in layout.row_ranges]
 
 
-def spec_tokens(spec: StoreSpec, path: str) -> int:
+def _max_tokens(spec: StoreSpec, path: str) -> int:
     """Longest caption of the text encoder of an array; 0 if the store has none of its name."""
     name = path.split("/")[1] if path.count("/") == 2 else ""
     return next((one.spec.max_tokens for one in spec.text_encoders if one.name == name), 0)
@@ -135,7 +150,7 @@ def spec_tokens(spec: StoreSpec, path: str) -> int:
 def _row_of(spec: StoreSpec, path: str) -> tuple[tuple[int, ...], str] | None:
     """Shape and dtype of a row of an array by the spec; None if the store has no such array."""
     folder, *inside, name = path.split("/")
-    if folder == BUCKETS and inside:
+    if folder == BUCKETS and inside and BUCKET.fullmatch(inside[0]):
         group = inside[2] if len(inside) == 3 else LATENTS
         if group not in (LATENTS, *spec.groups):
             return None
@@ -149,6 +164,6 @@ def _row_of(spec: StoreSpec, path: str) -> tuple[tuple[int, ...], str] | None:
         return ((text.pooled_width,), ON_DISK[text.pooled_dtype]) if text.pooled_width else None
     if not text.has_tokens:
         return None
-    tokens = dict.fromkeys(("embeddings", NULL_EMBEDDING), ((text.width,), ON_DISK[text.dtype]))
-    scales = dict.fromkeys(("scales", NULL_SCALES), ((), "float32")) if text.dtype == "int8" else {}
-    return (tokens | scales).get(name)
+    if name in (SCALES, NULL_SCALES):
+        return ((), "float32") if text.dtype == "int8" else None
+    return ((text.width,), ON_DISK[text.dtype]) if name in (EMBEDDINGS, NULL_EMBEDDING) else None

@@ -57,7 +57,7 @@ def commit_record(plan: FrozenPlan, part: str, shard: int, results: np.ndarray, 
     """
     content["files"] = [
         *content["files"],
-        file_entry(rows_path(plan.revision, part, shard), memoryview(results).cast("B")),
+        file_entry(rows_path(plan.revision, part, shard), results.tobytes()),
     ]
     record = CommitRecord(
         format_version=FORMAT_VERSION, plan=plan.hash, part=part, shard=shard, **content, record_hash=""
@@ -96,7 +96,8 @@ def read_results(root: Path, plan: FrozenPlan, record: CommitRecord) -> np.ndarr
     Raises: DamageError: they are not those that were written, or a row is not either stored or rejected, exactly once.
     """
     entry, part = record.files[-1], plan.layout.parts[record.part]
-    again = f"Remove '{commit_path(plan.revision, record.part, record.shard)}' and run the same command again: it encodes this shard again."
+    path = commit_path(plan.revision, record.part, record.shard)
+    again = f"Remove '{path}' and run the same command again: it encodes this shard again."
     content = (root / entry.path).read_bytes() if (root / entry.path).is_file() else b""
     if file_entry(entry.path, content) != entry:
         raise DamageError(f"store '{root}': '{entry.path}' changed while the store was sealed. {again}")
@@ -180,9 +181,9 @@ class CommitFiles(Mapping[Task, CommitRecord]):
 
     def __getitem__(self, task: Task) -> CommitRecord:
         if (record := read_commit(self._root, self._plan, *task)) is None:
+            path = commit_path(self._plan.revision, *task)
             raise DamageError(
-                f"store '{self._root}': '{commit_path(self._plan.revision, *task)}' changed while the store was sealed. Run the same "
-                "command again."
+                f"store '{self._root}': '{path}' changed while the store was sealed. Run the same command again."
             )
         return record
 

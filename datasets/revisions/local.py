@@ -32,7 +32,11 @@ def shared_spec(spec: StoreSpec) -> StoreSpec:
 
 
 def local_file(spec: StoreSpec, **facts: Any) -> LocalFile:
-    """The other part of a spec. Args: ``facts``: ``listing``, ``plan``, ``planned_at`` and ``sources`` of ``LocalFile``."""
+    """The other part of a spec.
+
+    Args:
+      facts: ``listing``, ``plan``, ``planned_at`` and ``sources`` of ``LocalFile``.
+    """
     origins = {role: Origin(model=one.model, revision=one.revision) for role, one in _encoders(spec).items()}
     return LocalFile(
         leandit_version=spec.leandit_version,

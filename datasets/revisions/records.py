@@ -1,7 +1,8 @@
 """The records of a store: one of them, and those of each bucket in order of their rows.
 
-The index of a bucket is the part of the records table that training needs. It is built for all buckets at once from five columns of the table, so a store of a million records opens in well under a
-second, and the rest of the table does not stay in memory.
+The index of a bucket is the part of the records table that training needs. It is built for all buckets at once from a
+few columns, so a store of a million records opens in well under a second, and the rest of the table does not stay in
+memory.
 """
 
 from __future__ import annotations

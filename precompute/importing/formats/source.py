@@ -143,7 +143,7 @@ class Reader(ABC):
         with rejecting(entry.path):
             content = self.content(entry)
             array = parse_npy(content)
-        return Features([array], xxhash.xxh3_64_hexdigest(content))
+        return Features([array], xxhash.xxh3_64_intdigest(content))
 
     def content(self, entry: Entry) -> bytes:
         """All bytes of a record's file.
