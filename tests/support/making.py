@@ -126,9 +126,11 @@ ARRAY_LAYOUTS = [
     for chunk_rows in (1, 2)
 ]
 ARRAY_LAYOUTS += [
-    ArrayLayout("n", (7,), "int64", 7, 7),
+    ArrayLayout("n", (7,), "float32", 7, 7),
     ArrayLayout("n", (7, 3), "float16", 8, 4),
-    ArrayLayout("n", (0, 3), "float16", 8),
+    ArrayLayout("n", (7, 3), "uint16", 8, 4),
+    ArrayLayout("n", (7, 3), "int8", 8, 4),
+    ArrayLayout("n", (7, 2, 3), "uint8", 8),
 ]
 
 
@@ -151,7 +153,7 @@ def write_array(root: Path, layout: ArrayLayout, values: np.ndarray) -> ShardedA
     for shard in range(layout.num_shards):
         rows = layout.rows_of(shard)
         write_atomic(root / layout.shard_path(shard), pack_shard(layout, values[rows.start : rows.stop]))
-    return ShardedArray(ShardFolder(root), [layout])
+    return ShardedArray(ShardFolder(root), layout)
 
 
 def write_array_with_zarr(

@@ -25,13 +25,14 @@ def canonical_hash(value: Any) -> str:
 
 
 def read_rows(store: Path, path: str) -> Iterator[np.ndarray]:
-    """All rows of an array without a codec, as section 1 describes it."""
+    """All rows of an array without a codec, as section 1 describes it; those that do not exist hold the fill value."""
     meta = json.loads((store / path / "zarr.json").read_bytes())
     (sharding,) = [codec["configuration"] for codec in meta["codecs"]]
     assert [codec["name"] for codec in sharding["codecs"]] == ["bytes"]
     num_rows, *shape = meta["shape"]
     shard_rows, chunk_rows = meta["chunk_grid"]["configuration"]["chunk_shape"][0], sharding["chunk_shape"][0]
     dtype = np.dtype(meta["data_type"]).newbyteorder("<")
+    fill = np.full(shape, float(meta["fill_value"]), dtype)
     row_bytes = int(np.prod(shape)) * dtype.itemsize
     chunks = shard_rows // chunk_rows
     for first in range(0, num_rows, shard_rows):
@@ -40,7 +41,9 @@ def read_rows(store: Path, path: str) -> Iterator[np.ndarray]:
         index = list(struct.iter_unpack("<QQ", data[-16 * chunks - 4 : -4]))
         for row in range(min(shard_rows, num_rows - first)):
             offset, length = index[row // chunk_rows]
-            assert (offset, length) != (2**64 - 1, 2**64 - 1), "the chunk is absent"
+            if (offset, length) == (2**64 - 1, 2**64 - 1):
+                yield fill
+                continue
             begin = offset + row % chunk_rows * row_bytes
             assert begin == row * row_bytes
             yield np.frombuffer(data, dtype, int(np.prod(shape)), begin).reshape(shape)
@@ -48,24 +51,36 @@ def read_rows(store: Path, path: str) -> Iterator[np.ndarray]:
 
 def folder_of(store: Path, revision: int) -> Path:
     """Folder of a revision."""
-    return store if revision == 1 else store / "revisions" / f"{revision:06d}"
+    return store / "revisions" / f"{revision:06d}"
 
 
 def open_by_the_page(store: Path) -> tuple[int, dict[str, Any]]:
-    """The newest complete revision and its manifest, checked as section 6 asks."""
-    later = [int(path.parent.name) for path in store.glob("revisions/*/manifest.json")]
-    revision = max([1] * (store / "manifest.json").is_file() + later)
-    manifest = json.loads((folder_of(store, revision) / "manifest.json").read_bytes())
+    """The newest complete revision and its manifest, checked as section 5 asks."""
+    revision = max(int(path.parent.name) for path in store.glob("revisions/[0-9]*/manifest.json"))
+    folder = folder_of(store, revision)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
     said = dict(manifest)
     assert said.pop("root_hash") == canonical_hash(said)
     assert (manifest["format_version"], manifest["revision"]) == (1, revision)
+    shards = set[str]()
+    for array in manifest["arrays"]:
+        zeros = "/0" * (len(array["shape"]) - 1)
+        for _, first, end in array["ranges"]:
+            assert first % array["shard_rows"] == 0
+            numbers = range(first // array["shard_rows"], -(-end // array["shard_rows"]))
+            shards |= {f"{array['path']}/c/{number}{zeros}" for number in numbers}
+        assert array["shape"][0] == array["ranges"][-1][-1]
+    tables = {f"revisions/{revision:06d}/{name}.parquet" for name in ("records", "captions")}
+    assert {entry["path"] for entry in manifest["files"]} == shards | tables
     for entry in manifest["files"]:
         assert not entry["path"].startswith("/")
         assert ".." not in entry["path"].split("/")
         data = (store / entry["path"]).read_bytes()
         assert len(data) == entry["bytes"]
-        if entry["path"].endswith((".parquet", "zarr.json")):
+        if entry["path"].endswith(".parquet"):
             assert xxhash.xxh3_128_hexdigest(data) == entry["xxh3_128"]
+    for path in folder.glob("*.*"):
+        assert (folder / "twin" / path.name).read_bytes() == path.read_bytes()
     return revision, manifest
 
 
@@ -76,30 +91,30 @@ class PageReader:
         self._store = store
         revision, self.manifest = open_by_the_page(store)
         folder = folder_of(store, revision)
-        self.about = json.loads((folder / "zarr.json").read_bytes())["attributes"]["leandit"]
+        self.about = self.manifest["spec"]
+        assert json.loads((store / "zarr.json").read_bytes())["attributes"] == {"leandit": self.about}
         self.records = pq.read_table(folder / "records.parquet").to_pylist()
         self.captions = pq.read_table(folder / "captions.parquet").to_pylist()
-        self._arrays: dict[tuple[int, str], np.ndarray] = {}
+        self._arrays: dict[str, np.ndarray] = {}
 
-    def array(self, revision: int, path: str) -> np.ndarray:
-        """An array in the folder of a revision of the stack, as stored."""
-        assert revision in self.manifest["stack"]
-        if (revision, path) not in self._arrays:
-            self._arrays[revision, path] = np.stack(list(read_rows(folder_of(self._store, revision), path)))
-        return self._arrays[revision, path]
+    def array(self, path: str) -> np.ndarray:
+        """An array as stored."""
+        if path not in self._arrays:
+            self._arrays[path] = np.stack(list(read_rows(self._store, path)))
+        return self._arrays[path]
 
-    def numbers(self, revision: int, path: str, scales: str) -> np.ndarray:
+    def numbers(self, path: str, scales: str) -> np.ndarray:
         """An array of tokens as the numbers that they are (section 1).
 
         Args:
           scales: the array of the factors of int8 tokens.
         """
-        rows = self.array(revision, path)
+        rows = self.array(path)
         if rows.dtype == np.int8:
-            return rows * self.array(revision, scales)[..., None]
+            return rows * self.array(scales)[..., None]
         if rows.dtype != np.uint16:
             return rows
-        metadata = json.loads((folder_of(self._store, revision) / path / "zarr.json").read_bytes())
+        metadata = json.loads((self._store / path / "zarr.json").read_bytes())
         assert metadata["attributes"] == {"bits_of": "bfloat16"}
         wide = [struct.unpack("<f", b"\0\0" + number.tobytes())[0] for number in rows.ravel()]
         return np.array(wide, np.float32).reshape(rows.shape)
@@ -113,26 +128,25 @@ class PageReader:
     def caption(self, name: str, i: int) -> tuple[np.ndarray | None, np.ndarray | None, int]:
         """Tokens and pooled vector of a caption as numbers, and the checksum of its rows."""
         spec, folder = self.texts[name], f"captions/{name}".rstrip("/")
-        revision = self.captions[i]["revision"]
-        place = i - sum(caption["revision"] < revision for caption in self.captions)
-        digest, tokens, pooled = xxhash.xxh3_64(), None, None
-        if spec.get("output", "tokens") != "pooled":
-            offset, length = (int(self.array(revision, f"{folder}/{index}")[place]) for index in ("offsets", "lengths"))
-            rows = slice(offset, offset + length)
-            tokens = self.numbers(revision, f"{folder}/embeddings", f"{folder}/scales")[rows]
+        suffix = f"_{name}" if name else ""
+        start, count = (self.captions[i][f"{column}{suffix}"] for column in ("start", "num_tokens"))
+        output, digest, tokens, pooled = spec.get("output", "tokens"), xxhash.xxh3_64(), None, None
+        if output != "pooled":
+            rows = slice(start, start + (spec["max_tokens"] if spec.get("full_length") else count))
+            tokens = self.numbers(f"{folder}/embeddings", f"{folder}/scales")[rows]
             for array in ["embeddings"] + ["scales"] * (spec["dtype"] == "int8"):
-                digest.update(self.array(revision, f"{folder}/{array}")[rows].tobytes())
-        if spec.get("output", "tokens") != "tokens":
-            pooled = self.numbers(revision, f"{folder}/pooled", "")[place]
-            digest.update(self.array(revision, f"{folder}/pooled")[place].tobytes())
+                digest.update(self.array(f"{folder}/{array}")[rows].tobytes())
+        if output != "tokens":
+            row = start // spec["max_tokens"] if output == "both" else start
+            pooled = self.numbers(f"{folder}/pooled", "")[row]
+            digest.update(self.array(f"{folder}/pooled")[row].tobytes())
         return tokens, pooled, digest.intdigest()
 
     def null(self, name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Tokens and pooled vector of the empty caption as numbers."""
         output, folder = self.texts[name].get("output", "tokens"), f"captions/{name}".rstrip("/")
-        first = self.manifest["stack"][0]
-        tokens = None if output == "pooled" else self.numbers(first, f"{folder}/null", f"{folder}/null_scales")
-        pooled = None if output == "tokens" else self.numbers(first, f"{folder}/null_pooled", "")[0]
+        tokens = None if output == "pooled" else self.numbers(f"{folder}/null", f"{folder}/null_scales")
+        pooled = None if output == "tokens" else self.numbers(f"{folder}/null_pooled", "")[0]
         return tokens, pooled
 
     @property
@@ -144,15 +158,15 @@ class PageReader:
         """Patches and class token of a record as numbers, those of the flipped picture too; and their checksum."""
         spec, found, digest = self.features[name], {}, xxhash.xxh3_64()
         folder = f"buckets/{record['bucket']}/features/{name}"
-        revision, row = record["revision"], record["row"]
+        row = record["row"]
         for suffix in ("", "_flip")[: 1 + self.about["latent"]["flip"]]:
             for output, scales in (("patches", "patch_scales"), ("cls", "cls_scales")):
                 if spec["output"] not in (output, "both"):
                     continue
                 paths = [f"{folder}/{output}{suffix}", f"{folder}/{scales}{suffix}"]
-                found[output + suffix] = self.numbers(revision, *paths)[row]
+                found[output + suffix] = self.numbers(*paths)[row]
                 for path in paths[: 1 + (spec["dtype"] == "int8")]:
-                    digest.update(self.array(revision, path)[row].tobytes())
+                    digest.update(self.array(path)[row].tobytes())
         return found, digest.intdigest()
 
     def num_patches(self, name: str, bucket: str) -> int:
