@@ -20,7 +20,6 @@ from .token_dtypes import BFLOAT16_NAN
 
 ABSENT = 2**64 - 1  # offset and length of a chunk that is not there (Zarr v3, sharding codec, "binary shard format")
 CRC_BYTES = 4
-DTYPES = ("float16", "float32", "int64", "uint16", "int8", "uint8")
 # Limits for untrusted stores: a decoded chunk takes memory, mapped rows do not.
 MAX_DECODED_BYTES = 1 << 28
 MAX_MAPPED = 1 << 40  # rows of an array, bytes of a chunk
@@ -47,7 +46,7 @@ class ArrayLayout:
     Args:
       path: of the array's folder within the store.
       shape: (rows, ...), gaps included.
-      dtype: numpy name, little-endian on disk: one of DTYPES. "uint16" holds the bits of bfloat16 numbers.
+      dtype: numpy name, little-endian on disk. "uint16" holds the bits of bfloat16 numbers.
       shard_rows, chunk_rows: rows in a shard and in an inner chunk; the first is a multiple of the second.
       codec: a key of CODECS.
       ranges: rows that each revision added, in order; empty for all rows in revision 1. The first begins at row 0, each
