@@ -8,7 +8,7 @@ them with ``access="pread"``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,10 @@ class ShardedArray:
 
     def __len__(self) -> int:
         return self._layout.shape[0]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        # Without this, Python would take the IndexError of a gap for the end of the array, and so would numpy.
+        return (self[row] for row in range(len(self)))
 
     def place(self, row: int) -> tuple[str, int, int]:
         """Path within the store of the shard of a row, and first byte and bytes there, as ``ShardFile.place``."""

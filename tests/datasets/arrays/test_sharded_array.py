@@ -302,6 +302,17 @@ def test_a_row_of_a_gap_is_refused_in_every_way(
             )
 
 
+def test_a_gap_does_not_end_an_iteration_as_if_it_were_the_end(tmp_path: Path) -> None:
+    layout = grown_array()
+    write_grown(tmp_path, layout, np.ones(layout.shape, np.float16))
+    array = ShardedArray(ShardFolder(tmp_path), layout)
+    for read in (list, np.asarray):
+        with pytest.raises(RowOutOfRange, match="row 6 lies in a gap"):
+            read(array)
+    whole = write_array(tmp_path / "whole", small_array(), array_values(small_array()))
+    np.testing.assert_array_equal(np.asarray(whole), array_values(small_array()))
+
+
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"ranges": (RowRange(1, 0, 6), RowRange(2, 4, 9))}, "rows 4 to 9 of revision 2 behind row 6"),  # overlap
     ({"ranges": (RowRange(1, 0, 6), RowRange(2, 7, 9))}, "rows 7 to 9"),  # not at a shard
