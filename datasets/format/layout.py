@@ -256,10 +256,6 @@ class RevisionLayout:
             return 1
         return len(self.captions_of(part, shard) if one.captions else self.rows_of(part, shard))
 
-    def zarr_files(self) -> dict[str, bytes]:
-        """``zarr_files`` of all arrays."""
-        return zarr_files(self.spec, self.arrays.values())
-
 
 def buckets_of(arrays: Iterable[str]) -> set[str]:
     """Buckets that have one of some arrays, which are named by their paths."""

@@ -226,7 +226,7 @@ def _expect_unfinished(root: Path, revision: int, expected: _Expected) -> None:
     except (LeanditError, OSError) as error:
         expected.findings.append(Finding(f"{prefix}{PLAN}/{PLAN_FILE}", "content", str(error), revision))
         return
-    for path, content in plan.layout.zarr_files().items():
+    for path, content in plan.zarr_files().items():
         if (root / path).is_file():  # else not yet written; a seal that was interrupted has written them
             entry = file_entry(path, content)
             if plan.before is None or xxh3_file(root / path) == entry.xxh3_128:

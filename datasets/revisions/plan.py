@@ -33,13 +33,14 @@ from ..format.layout import (
     Part,
     RevisionLayout,
     revision_prefix,
+    zarr_files,
 )
 from ..format.row_layout import bucket_part
 from ..format.schema import FORMAT_VERSION, FileEntry, Manifest, PlanFile, SelfCheck, StoreSpec
 from ..format.table_schemas import CAPTION_RESULTS, CAPTION_START, captions_schema, plan_schema, suffixes
 from ..format.tables import map_plan_table, parquet_file, table_problem
 from .catalog import REPAIR, check_version, read_manifest, sealed_revisions
-from .local import read_local, whole_spec
+from .local import read_local, shared_spec, whole_spec
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -138,6 +139,10 @@ class FrozenPlan:
             self.first_caption,
             self.before.layouts() if self.before else {},
         )
+
+    def zarr_files(self) -> dict[str, bytes]:
+        """Content of every ``zarr.json`` of the store, once the revision is complete, by path."""
+        return zarr_files(shared_spec(self.spec), self.layout.arrays.values())
 
 
 def first_plan(

@@ -60,7 +60,7 @@ class StoreWriter:
         if self.is_sealed:
             return
         if plan.before is None:  # else a reader would see rows that do not exist yet
-            for path, content in plan.layout.zarr_files().items():
+            for path, content in plan.zarr_files().items():
                 write_unless_same(root / path, content)
         if doubted is None:
             # Hash the existing shards of an unfinished revision; shards committed later are intact. ``verify`` hashes

@@ -111,7 +111,7 @@ def test_the_undisturbed_runs_are_worth_disturbing(first: Scenario, growth: Scen
         assert (store.revision, len(store.records)) == (2, 9)
         assert set(store.records["revision"].to_pylist()) == {1, 2}
     verbs = {operation.split()[0] for operation in first.operations}
-    assert verbs == {"folder", "create", "write", "sync", "rename"}
+    assert verbs == {"folder", "create", "write", "sync", "rename", "remove"}
 
 
 @every(60)
