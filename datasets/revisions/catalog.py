@@ -82,7 +82,10 @@ def read_manifest(root: Path, revision: int, *, twin: bool = False) -> Manifest:
     remedy = "Run 'leandit verify --repair': it restores the manifest from its second copy."
     if not (root / name).is_file():
         raise DamageError(f"store '{root}': '{name}' is missing. {remedy}")
-    content = read_json(root / name)
+    try:
+        content = read_json(root / name)
+    except DamageError as error:
+        raise DamageError(f"store '{root}': '{name}' is not JSON. {remedy}") from error
     check_version(root, content)
     try:
         manifest = Manifest.model_validate(content)

@@ -117,6 +117,16 @@ def tree_digest(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
+def store_digest(root: Path) -> dict[str, bytes]:
+    """All files of a store, by relative path, but those that differ between machines and moments."""
+    return {name: content for name, content in tree_digest(root).items() if not name.endswith("/local.json")}
+
+
+def lasting_digest(root: Path) -> dict[str, bytes]:
+    """All files of a store that no later revision changes: all but ``zarr.json``, which tells the size of an array."""
+    return {name: content for name, content in tree_digest(root).items() if not name.endswith("zarr.json")}
+
+
 SHARD_ROWS = 4  # of the arrays below
 ARRAY_LAYOUTS = [
     ArrayLayout("a/b", (rows, 2, 3, 5), dtype, SHARD_ROWS, chunk_rows, codec)
