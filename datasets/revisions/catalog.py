@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..format.caption_layout import (
     NULL_SCALES,
     POOLED,
     SCALES,
+    caption_arrays,
     caption_folder,
 )
 from ..format.layout import GROUP, MANIFEST, PLAN, PLAN_FILE, TWIN, revision_prefix, revisions_with
@@ -117,9 +119,15 @@ def arrays_problem(manifest: Manifest) -> str:
     """
     spec, arrays = manifest.spec, manifest.layouts()
     shards = {entry.path for entry in manifest.files if "/c/" in entry.path}
+    if len(arrays) < len(manifest.arrays):
+        return "two arrays have one path"
     for path, layout in arrays.items():
         if problem := layout.problem():
             return f"array '{path}' has {problem}"
+        if layout.row_ranges[-1].revision > manifest.revision:
+            return f"array '{path}' has rows of revision {layout.row_ranges[-1].revision}"
+        if layout.row_ranges[-1].revision > manifest.revision:
+            return f"array '{path}' has rows of revision {layout.row_ranges[-1].revision}, which is a later one"
         if (layout.shape[1:], layout.dtype) != _row_of(spec, path):
             return f"array '{path}' has rows of {layout.dtype} {layout.shape[1:]}, unlike the encoders of the store"
         if layout.num_shards > len(shards):
@@ -132,12 +140,25 @@ def arrays_problem(manifest: Manifest) -> str:
         latents = arrays.get(f"{bucket_part(inside[0])}/{spec.latent.array}") if folder == BUCKETS else None
         if folder == BUCKETS and (latents is None or _rows(latents) != _rows(layout)):
             return f"array '{path}' has other rows than the latents of its bucket"
-    if missing := [name for name in manifest.buckets if f"{bucket_part(name)}/{spec.latent.array}" not in arrays]:
-        return f"bucket '{missing[0]}' has no array"
+    if missing := [path for path in _needed_arrays(manifest) if path not in arrays]:
+        return f"it has no array '{missing[0]}'"
     named = {layout.shard_path(shard) for layout in arrays.values() for shard in layout.shards.tolist()}
     if named != shards:
         return f"its arrays and its files do not have the same shards, such as '{min(named ^ shards)}'"
     return ""
+
+
+def _needed_arrays(manifest: Manifest) -> Iterator[str]:
+    """Paths of the arrays that a store has by its spec, buckets and captions."""
+    spec = manifest.spec
+    for bucket in manifest.buckets:
+        for group in (LATENTS, *spec.groups):
+            yield from (f"{bucket_part(bucket)}/{name}" for name in row_arrays(spec, bucket, group))
+    null_of = {EMBEDDINGS: NULL_EMBEDDING, SCALES: NULL_SCALES, POOLED: NULL_POOLED}
+    for one in spec.text_encoders:
+        names = caption_arrays(one.spec)
+        names = [null_of[name] for name in names] + (names if manifest.num_captions else [])
+        yield from (f"{caption_folder(one.name)}/{name}" for name in names)
 
 
 def _rows(layout: ArrayLayout) -> list[tuple[int, int]]:
@@ -152,7 +173,7 @@ def _max_tokens(spec: StoreSpec, path: str) -> int:
 
 def _row_of(spec: StoreSpec, path: str) -> tuple[tuple[int, ...], str] | None:
     """Shape and dtype of a row of an array by the spec; None if the store has no such array."""
-    folder, *inside, name = path.split("/")
+    folder, *inside, name = path.split("/") if "/" in path else ("", path)
     if folder == BUCKETS and inside and BUCKET.fullmatch(inside[0]):
         group = inside[2] if len(inside) == 3 else LATENTS
         if group not in (LATENTS, *spec.groups):

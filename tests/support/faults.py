@@ -268,6 +268,22 @@ def dies_before(name: str, work: Callable[[], Any]) -> None:
     assert code == EXIT_DIED, f"it ended with {code}"
 
 
+class CutOff(Exception):
+    """Stands for the end of a process."""
+
+
+def without_seal(work: Callable[[], Any]) -> None:
+    """Run a precompute up to its seal, in this process: all is committed, and nothing of the seal is written."""
+
+    def cut_off(*_: object) -> None:
+        raise CutOff
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("leandit.datasets.revisions.writer.seal_files", cut_off)
+        with pytest.raises(CutOff):
+            work()
+
+
 def num_operations(work: Callable[[], Any]) -> int:
     """How many I/O operations something does, in this process."""
     files.failpoint = Failpoint()

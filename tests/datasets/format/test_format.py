@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 from everything import Everything
+from faults import without_seal
 from making import CPU, caption_recipe, make_caption_folder, no_progress, picture, tree_digest
 from page_reader import PageReader, canonical_hash
 from pydantic import BaseModel
@@ -309,26 +310,11 @@ def test_the_places_of_the_images_are_in_the_table_that_is_named(caption_store: 
     }
 
 
-class CutOff(Exception):
-    """Ends a precompute before the seal."""
-
-
 @pytest.fixture
-def unfinished(caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def unfinished(caption_folder: Path, tmp_path: Path) -> Path:
     """A store with all its commit records, and no manifest."""
-
-    def cut_off(*_: object) -> None:
-        raise CutOff
-
-    monkeypatch.setattr("leandit.datasets.revisions.writer.seal_files", cut_off)
-    with pytest.raises(CutOff):
-        precompute(
-            caption_recipe(),
-            source_path=caption_folder,
-            store_path=tmp_path / "store",
-            device=CPU,
-            progress=no_progress,
-        )
+    run = {"source_path": caption_folder, "store_path": tmp_path / "store", "device": CPU, "progress": no_progress}
+    without_seal(lambda: precompute(caption_recipe(), **run))
     return tmp_path / "store"
 
 
