@@ -125,8 +125,6 @@ def arrays_problem(manifest: Manifest) -> str:
         if problem := layout.problem():
             return f"array '{path}' has {problem}"
         if layout.row_ranges[-1].revision > manifest.revision:
-            return f"array '{path}' has rows of revision {layout.row_ranges[-1].revision}"
-        if layout.row_ranges[-1].revision > manifest.revision:
             return f"array '{path}' has rows of revision {layout.row_ranges[-1].revision}, which is a later one"
         if (layout.shape[1:], layout.dtype) != _row_of(spec, path):
             return f"array '{path}' has rows of {layout.dtype} {layout.shape[1:]}, unlike the encoders of the store"

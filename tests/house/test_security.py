@@ -231,7 +231,7 @@ ARRAYS: dict[str, Spoil] = {
     "a row less": num_rows(MOMENTS, 4),
     "negative shape": in_array(MOMENTS, shape=[-5, -8, 8, 8]),
     "shape of text": in_array(MOMENTS, shape="5888"),
-    "shape of floats": in_array(MOMENTS, shape=[5.0, 8.0, 8.0, 8.0]),
+    "shape of floats": in_array(MOMENTS, shape=[5.5, 8.0, 8.0, 8.0]),
     "no shape": in_array(MOMENTS, shape=[]),
     "other row": in_array(MOMENTS, shape=[5, 8, 64]),
     "object dtype": in_array(MOMENTS, dtype="object"),
