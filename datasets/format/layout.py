@@ -243,6 +243,13 @@ class RevisionLayout:
         """Rows of the part's arrays that a task writes."""
         return self.part_arrays(part)[0].rows_of(shard)
 
+    def counted_rows(self, part: str, shard: int) -> range:
+        """Rows of a task of pictures as far as none before it in the revision has their records: to count each once."""
+        rows, one = self.rows_of(part, shard), self.parts[part]
+        if LATENTS in one.groups:
+            return rows
+        return range(rows.start, max(rows.start, min(rows.stop, self.first_row(one.bucket))))
+
     def captions_of(self, part: str, shard: int) -> range:
         """Captions of a shard of a text encoder, counted from the first one that its part has."""
         captions = self.parts[part].captions

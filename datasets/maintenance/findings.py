@@ -107,13 +107,14 @@ class Locator:
         (array, bucket, shard), layout = place, self._layouts[newest][place[0]]
         row = shard * layout.shard_rows
         revision = next((one.revision for one in layout.row_ranges if one.first <= row < one.end), newest)
+        named = revision if revision in self._manifests else newest  # a later one may have replaced or dropped records
         try:
-            table = self._records(newest, layout, shard) if bucket else self._captions(newest, layout, shard)
+            table = self._records(named, layout, shard) if bucket else self._captions(named, layout, shard)
         except (LeanditError, OSError, KeyError):
             return Finding(entry.path, cause, detail, revision, bucket, shard)
         names = table[0].to_pylist() if table.num_columns else []
         if cause == "content" and names:
-            spec, arrays = self._manifests[newest].spec, self._layouts[newest]
+            spec, arrays = self._manifests[named].spec, self._layouts[newest]
             names = self._differing([arrays[path] for path in sharing_checksums(spec, array)], shard, table)
             detail = detail if names else f"{detail}: the index or the space between the records"
         return Finding(entry.path, cause, detail, revision, bucket, shard, len(names), names[:MAX_KEYS])

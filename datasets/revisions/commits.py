@@ -154,7 +154,7 @@ class CommitSummary(NamedTuple):
     Args:
       files: of its arrays.
       num_rows: records or captions that it adds; 0 if it only completes those of earlier revisions.
-      rejects: number by reason.
+      rejects: number by reason, each record once.
     """
 
     files: tuple[FileEntry, ...]
@@ -167,7 +167,9 @@ class CommitSummary(NamedTuple):
         part = plan.layout.parts[record.part]
         adds = LATENTS in part.groups
         num_rows = plan.layout.num_items(record.part, record.shard) if adds else 0
-        return cls(tuple(record.files[:-1]), num_rows, Counter(reject.reason for reject in record.rejects))
+        counted = plan.layout.counted_rows(record.part, record.shard) if part.bucket else range(0)
+        rejects = Counter(reject.reason for reject in record.rejects if reject.row in counted)
+        return cls(tuple(record.files[:-1]), num_rows, rejects)
 
 
 class CommitFiles(Mapping[Task, CommitRecord]):

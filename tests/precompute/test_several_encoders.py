@@ -242,7 +242,7 @@ def test_tables_that_only_a_store_or_a_recipe_has_are_named_with_what_to_do(
         run(source, root, stores.recipe)
     monkeypatch.setattr(files, "failpoint", None)
     more = caption_recipe(*BASE, *SHORT, *feature(teacher), f"features.more.model={teacher}")
-    with pytest.raises(FingerprintMismatch, match="it adds the rest. To give the addition up, remove its folder"):
+    with pytest.raises(FingerprintMismatch, match=r"it adds the rest\. To give the addition up, remove its folder"):
         run(source, root, more)
     run(source, root, stores.recipe)
     assert run(source, root, more).manifest
