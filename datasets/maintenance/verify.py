@@ -7,14 +7,15 @@ revision that is not finished, what is committed is checked, by its commit recor
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,15 +41,16 @@ from ..format.layout import (
     revision_prefix,
     zarr_files,
 )
-from ..format.schema import FileEntry, Manifest
+from ..format.schema import FileEntry, LocalFile, Manifest
 from ..revisions.catalog import check_store, file_entry, planned_revisions, read_manifest, sealed_revisions
 from ..revisions.commits import read_commit
-from ..revisions.local import read_local, read_local_file
+from ..revisions.local import intact_locals, read_local_file
 from ..revisions.plan import read_plan
 from .findings import CAUSES, HARMLESS, Finding, Locator, shard_place
 
 Problem = tuple[str, str]
 """Cause and detail of a problem with a file."""
+_Copy = TypeVar("_Copy", Manifest, LocalFile)
 
 
 @dataclass
@@ -163,18 +165,38 @@ def verify_store(
 
 
 def intact_manifest(root: Path, revision: int) -> Manifest | None:
-    """The manifest of a revision, or its second copy; None if both are damaged."""
+    """The manifest of a revision, or its second copy; None if both are damaged.
+
+    Where both are intact and differ, one is of another store: then the one whose records table is there.
+    """
+    found = []
     for twin in (False, True):
-        try:
-            return read_manifest(root, revision, twin=twin)
-        except (LeanditError, OSError):
-            continue
-    return None
+        with contextlib.suppress(LeanditError, OSError):
+            found.append(read_manifest(root, revision, twin=twin))
+    table = revision_prefix(revision) + RECORDS
+    return _fitting(root, found, lambda one: next(entry for entry in one.files if entry.path == table))
+
+
+def _intact_local(root: Path, revision: int) -> LocalFile | None:
+    """``local.json`` likewise, by the table of the images' places."""
+    return _fitting(root, intact_locals(root, revision), lambda one: one.sources)
+
+
+def _fitting(root: Path, copies: Sequence[_Copy], table_of: Callable[[_Copy], FileEntry]) -> _Copy | None:
+    """The first of the intact copies of a file; of two that differ, the one whose table is there."""
+    if len(copies) < 2 or copies[0] == copies[1]:
+        return copies[0] if copies else None
+    for one in copies:
+        folder, _, name = table_of(one).path.rpartition("/")
+        for path in (root / folder / name, root / folder / TWIN / name):
+            if path.is_file() and xxh3_file(path) == table_of(one).xxh3_128:
+                return one
+    return copies[0]
 
 
 def _expect_sealed(root: Path, revision: int, expected: _Expected) -> Manifest | None:
     """Files of a sealed revision: its shards, and each of its own files twice."""
-    prefix, manifest, local = revision_prefix(revision), intact_manifest(root, revision), read_local(root, revision)
+    prefix, manifest, local = revision_prefix(revision), intact_manifest(root, revision), _intact_local(root, revision)
     of_revision: dict[str, FileEntry] = {}
     if manifest:
         content = canonical_json(manifest.model_dump())
@@ -204,7 +226,7 @@ def _own_problem(root: Path, path: str, revision: int) -> Finding:
     detail = "neither copy of it is intact"
     try:
         if path.endswith(LOCAL):
-            read_local_file(root / path)
+            read_local_file(root / path, revision)
         elif path.endswith(MANIFEST):
             read_manifest(root, revision, twin=f"/{TWIN}/" in path)
         else:

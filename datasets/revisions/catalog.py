@@ -22,7 +22,17 @@ from ..format.caption_layout import (
     caption_arrays,
     caption_folder,
 )
-from ..format.layout import GROUP, MANIFEST, PLAN, PLAN_FILE, TWIN, revision_prefix, revisions_with
+from ..format.layout import (
+    CAPTIONS,
+    GROUP,
+    MANIFEST,
+    PLAN,
+    PLAN_FILE,
+    RECORDS,
+    TWIN,
+    revision_prefix,
+    revisions_with,
+)
 from ..format.row_layout import BUCKETS, LATENTS, bucket_part, row_arrays
 from ..format.schema import FORMAT_VERSION, FileEntry, Manifest, StoreSpec
 from ..format.token_dtypes import ON_DISK
@@ -141,9 +151,11 @@ def arrays_problem(manifest: Manifest) -> str:
     if missing := [path for path in _needed_arrays(manifest) if path not in arrays]:
         return f"it has no array '{missing[0]}'"
     named = {layout.shard_path(shard) for layout in arrays.values() for shard in layout.shards.tolist()}
-    if named != shards:
-        return f"its arrays and its files do not have the same shards, such as '{min(named ^ shards)}'"
-    return ""
+    named |= {revision_prefix(manifest.revision) + name for name in (RECORDS, CAPTIONS)}
+    files = {entry.path for entry in manifest.files}
+    if named != files:
+        return f"its files are not the shards of its arrays and its tables: '{min(named ^ files)}'"
+    return "a file that it names twice" if len(files) != len(manifest.files) else ""
 
 
 def _needed_arrays(manifest: Manifest) -> Iterator[str]:

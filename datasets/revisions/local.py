@@ -7,6 +7,7 @@ working directory. Hub ids and shipped encoders stay as typed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 
 from ..disk.hashing import read_json
 from ..errors import DamageError, LeanditError
-from ..format.layout import LOCAL, TWIN, revision_prefix
+from ..format.layout import LOCAL, SOURCES, TWIN, revision_prefix
 from ..format.schema import EncoderIdentity, LocalFile, Origin, StoreSpec
 
 PATHS = ("model", "config")  # keys of a section; the config is that of a single file of weights
@@ -57,22 +58,28 @@ def whole_spec(shared: StoreSpec, local: LocalFile | None) -> StoreSpec:
 
 def read_local(root: Path, revision: int) -> LocalFile | None:
     """Read ``local.json`` of a revision, or its second copy; None if neither is intact: training needs none of it."""
+    return next(iter(intact_locals(root, revision)), None)
+
+
+def intact_locals(root: Path, revision: int) -> list[LocalFile]:
+    """Both copies of ``local.json`` of a revision, without damaged ones."""
+    found = []
     for name in (LOCAL, f"{TWIN}/{LOCAL}"):
-        try:
-            return read_local_file(root / (revision_prefix(revision) + name))
-        except (LeanditError, OSError):
-            continue
-    return None
+        with contextlib.suppress(LeanditError, OSError):
+            found.append(read_local_file(root / (revision_prefix(revision) + name), revision))
+    return found
 
 
-def read_local_file(path: Path) -> LocalFile:
-    """Read a ``local.json``. Raises: DamageError; OSError."""
+def read_local_file(path: Path, revision: int) -> LocalFile:
+    """Read a ``local.json`` of a revision. Raises: DamageError; OSError."""
     try:
         local = LocalFile.model_validate(read_json(path))
     except ValidationError as error:
         raise DamageError(f"'{path}' is not valid: {error.errors()[0]['msg']}.") from error
     if local != local.with_hash():
         raise DamageError(f"'{path}' does not match its own hash.")
+    if local.sources.path != revision_prefix(revision) + SOURCES:
+        raise DamageError(f"'{path}' is not of revision {revision}: it names '{local.sources.path}'.")
     return local
 
 

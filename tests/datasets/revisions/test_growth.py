@@ -230,6 +230,11 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "an array that the spec does not have": functools.partial(rename_array, ROWS, "buckets/64x64/other"),
     "an array outside of the store": functools.partial(rename_array, ROWS, "../64x64/moments"),
     "an array of no known place": functools.partial(rename_array, ROWS, "moments"),
+    "a table is missing": functools.partial(drop_file, "captions.parquet"),
+    "a table of another revision": functools.partial(put_file, "revisions/000001/captions.parquet"),
+    "a file that is no shard": functools.partial(put_file, "zarr.json"),
+    "a file twice": lambda manifest: manifest["files"].append(manifest["files"][0]),
+    "an array twice": lambda manifest: manifest["arrays"].append(manifest["arrays"][0]),
     "an absolute path": functools.partial(put_file, "/etc/c/0"),
     "a path out of the store": functools.partial(put_file, "captions/../../c/0"),
 }
