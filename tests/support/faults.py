@@ -19,8 +19,10 @@ from making import CPU, caption_recipe, loaded_encoders, no_progress, picture
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, Failpoint
+from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.errors import LeanditError
 from leandit.datasets.loader import make_loader
+from leandit.datasets.revisions.local import read_local_file
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.loading import load_encoders
@@ -266,6 +268,15 @@ def dies_before(name: str, work: Callable[[], Any]) -> None:
 
     code = in_child(run)
     assert code == EXIT_DIED, f"it ended with {code}"
+
+
+def rewrite_recipe(store: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the recipe that a store of one revision names, in ``local.json`` and its second copy."""
+    folder = store / "revisions/000001"
+    local = read_local_file(folder / "local.json")
+    change(local.recipe)
+    for path in (folder / "local.json", folder / "twin/local.json"):
+        path.write_bytes(canonical_json(local.with_hash().model_dump()))
 
 
 class CutOff(Exception):
