@@ -17,14 +17,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import in_child
+from faults import encode, in_child, without_seal
 from harness import InProcessDecoders
-from making import CPU, caption_recipe, loaded_encoders, make_caption_folder, no_progress, tree_digest
+from making import (
+    CPU,
+    caption_recipe,
+    loaded_encoders,
+    make_caption_folder,
+    no_progress,
+    store_digest,
+    tree_digest,
+)
 
 from leandit.datasets.errors import FingerprintMismatch, ResourceError
 from leandit.datasets.format.caption_layout import NULL_PART
-from leandit.datasets.format.layout import LEASES
-from leandit.datasets.format.layout import Task
+from leandit.datasets.format.layout import LEASES, Task
 from leandit.datasets.revisions import commits, seal
 from leandit.datasets.revisions.commits import new_results
 from leandit.datasets.revisions.plan import read_plan
