@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from ...datasets.disk.hashing import canonical_json, sha256_of
 from ...datasets.errors import DamageError, RecipeError, RunError, StoreError, StoreIncomplete
-from ...datasets.format.layout import MANIFEST, RECORDS, REVISIONS
+from ...datasets.format.layout import MANIFEST, RECORDS, REVISIONS, TWIN
 from ...datasets.maintenance.portable import portable_files
 from ...datasets.maintenance.verify import verify_store
 from ...datasets.recipe import values_to_toml
@@ -290,7 +290,8 @@ def _refuse_other(hub: HubRepository, files: Mapping[str, OutgoingFile], listed:
                 f"'{hub.address}' holds a revision that this store lacks: '{path}'. Its readers would go on with that "
                 "one. Publish the store that has it, or give another name or another branch with --revision."
             )
-        if path in files and path.endswith(MANIFEST) and not files[path].is_same(listed[path]):
+        is_manifest = path.endswith(MANIFEST) and f"/{TWIN}/" not in path
+        if path in files and is_manifest and not files[path].is_same(listed[path]):
             problem = f"holds another store: its '{path}' differs."
     here, there = (
         [int(match[1]) for match in map(SNAPSHOT_STATE.fullmatch, paths) if match] for paths in (files, listed)

@@ -107,7 +107,7 @@ def test_the_quality_of_captions_is_shown_if_they_were_narrowed(
 
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_channel_statistics_are_those_of_the_latents_that_training_reads(
-    is_sealed: bool, caption_store: LatentStore, tmp_path: Path
+    is_sealed: bool, caption_store: LatentStore, caption_folder: Path, tmp_path: Path
 ) -> None:
     drawn = []
     for epoch in range(20):
@@ -118,9 +118,8 @@ def test_channel_statistics_are_those_of_the_latents_that_training_reads(
             latents = final_latents(stored, caption_store.spec.latent, keys).numpy()
             drawn.append(latents.transpose(1, 0, 2, 3).reshape(latents.shape[1], -1))
     values = np.concatenate(drawn, axis=1)
-    found = json_of(caption_store if is_sealed else unsealed(caption_recipe(), caption_folder, tmp_path / "store"))[
-        "latent_statistics"
-    ]
+    store = caption_store if is_sealed else unsealed(caption_recipe(), caption_folder, tmp_path / "store")
+    found = json_of(store)["latent_statistics"]
     np.testing.assert_allclose(found["channel_mean"], values.mean(1), atol=0.01)
     np.testing.assert_allclose(found["channel_std"], values.std(1), atol=0.01)
     assert (found["is_sealed"], found["num_rows_read"], found["num_nonfinite"]) == (is_sealed, 14, 0)
@@ -141,8 +140,8 @@ def test_a_row_of_nan_is_counted_and_named(
         shutil.copytree(label_store.path, path)
     else:
         unsealed(label_recipe(), class_folder, path)
-    layout, shard = label_store.latents("32x32").locate(3)
-    with open(path / layout.shard_path(shard), "r+b") as file:
+    layout = label_store.layout("buckets/32x32/moments")
+    with open(path / layout.shard_path(0), "r+b") as file:
         file.seek(3 * layout.row_bytes)
         file.write(np.full(layout.shape[1:], np.nan, layout.dtype).tobytes())
     found = json_of(path)["latent_statistics"]
