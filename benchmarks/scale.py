@@ -37,13 +37,16 @@ from leandit.datasets.format.layout import (
     RECORDS,
     commit_path,
     is_picture_part,
+    revision_prefix,
+    rows_path,
 )
-from leandit.datasets.format.schema import Reject
-from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
+from leandit.datasets.format.schema import LatentStatistics, Reject
+from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA, REJECTED, STORED
 from leandit.datasets.format.tables import parquet_file
 from leandit.datasets.loader import make_loader
 from leandit.datasets.order.batch_plan import BatchPlan
-from leandit.datasets.revisions.commits import commit_record, file_entry
+from leandit.datasets.revisions.catalog import file_entry
+from leandit.datasets.revisions.commits import commit_record, new_results
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.datasets.store import LatentStore
@@ -93,9 +96,10 @@ def plan_command(
     planned = measure_in_child("scale", "measure_plan", settings=settings, source=source, store=str(store))
     opened = measure_in_child("scale", "measure_plan_open", store=str(store))
     measure_in_child("scale", "write_commits", store=str(store))
+    revision = store / revision_prefix(1)
+    plan_mib = sum(path.stat().st_size for path in (revision / PLAN).iterdir()) / 2**20
     sealed = measure_in_child("scale", "measure_seal", store=str(store))
-    plan_mib = sum(path.stat().st_size for path in (store / PLAN).iterdir()) / 2**20
-    table_mib = sum((store / name).stat().st_size for name in (RECORDS, CAPTIONS)) / 2**20
+    table_mib = sum((revision / name).stat().st_size for name in (RECORDS, CAPTIONS)) / 2**20
     print(f"{machine()}; {records} rows{'' if captions else ', no captions'}\n")
     print_table(
         [
@@ -191,30 +195,32 @@ def measure_plan_open(store: str) -> Figures:
 
 
 def write_commits(store: str) -> None:
-    """Write made-up commit records of all shards, as workers do."""
+    """Write made-up commit records of all shards, as workers do, with shards of one byte."""
     root, rng = Path(store), np.random.default_rng(0)
     plan = read_plan(root, 1)
+    nothing = LatentStatistics(count=0, channel_mean=[0.0] * 4, channel_std=[0.0] * 4)
     for part, shard in plan.layout.tasks():
         paths = [array.shard_path(shard) for array in plan.layout.part_arrays(part)]
         for path in paths:
             write_atomic(root / path, b"x")
         rows, is_rows = plan.layout.rows_of(part, shard), is_picture_part(part)
-        checksums = [
-            f"{number:016x}" for number in rng.integers(0, 1 << 63, plan.layout.num_items(part, shard)).tolist()
-        ]
-        rejected = range(rows.start, rows.stop, RARE) if is_rows else ()
-        for row in rejected:
-            checksums[row - rows.start] = ""
+        results = new_results(plan.layout.parts[part], plan.layout.num_items(part, shard))
+        results["state"] = STORED
+        results["checksum"] = results["source_checksum"] = rng.integers(1, 1 << 63, results.shape)
+        rejected = rows[::RARE] if is_rows else ()
+        if is_rows:
+            results["state"][::RARE] = REJECTED
         record = commit_record(
             plan,
             part,
             shard,
+            results,
             files=[file_entry(path, b"x") for path in paths],
-            checksums=checksums,
-            source_checksums=checksums if is_rows else [],
             rejects=[Reject(row=r, key=f"{r}", stage="encode", reason="nonfinite", detail="made up") for r in rejected],
             fallbacks=[],
+            statistics=nothing if is_rows else None,
         )
+        write_atomic(root / rows_path(1, part, shard), [results.tobytes()])
         write_atomic(root / commit_path(1, part, shard), canonical_json(record.model_dump()))
 
 
@@ -317,7 +323,7 @@ def search_command(records: Annotated[int, typer.Option(min=1000, help="A captio
 def write_tables(folder: Path, records: pa.Table, captions: pa.Table) -> None:
     """The Parquet files of a store."""
     for name, table in ((RECORDS, records), (CAPTIONS, captions)):
-        write_atomic(folder / name, [parquet_file(table)])
+        write_atomic(folder / revision_prefix(1) / name, [parquet_file(table)])
 
 
 def open_tables(folder: Path) -> StoreTables:

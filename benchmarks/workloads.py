@@ -104,7 +104,7 @@ def records_of(store: LatentStore) -> dict[str, list[Record]]:
             text = store.text(name)
             for key, array in zip((name,) if name else RAGGED, text.arrays, strict=False):
                 for record, caption in zip(records, index.caption_ids, strict=True):
-                    start = int(text.offsets[caption])
+                    start = int(text.starts[caption])
                     record[key] = array.read(start, start + int(text.lengths[caption]))
         if FEATURE in store.features:
             arrays = store.feature(FEATURE, bucket).arrays("patches")

@@ -20,21 +20,20 @@ import pyarrow.compute
 
 from .arrays.caption_tokens import CaptionTokens
 from .arrays.feature_arrays import FeatureArrays
-from .arrays.probe import check_of, check_whole
+from .arrays.probe import check_of
 from .arrays.shard_folder import Access, ShardFolder
 from .arrays.sharded_array import ShardedArray
-from .arrays.stack import ArrayStack
 from .disk.cached import cached_property
 from .errors import DamageError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from .format.buckets import bucket_size
+from .format.caption_layout import EMBEDDINGS, POOLED, caption_folder, num_stored_tokens
 from .format.class_names import ClassNames
 from .format.row_layout import FLIP, LATENTS, PICTURES, bucket_part, picture_rows
-from .format.table_schemas import suffixes
+from .format.table_schemas import CAPTION_START, suffixes
 from .format.zarr_shard import ArrayLayout
-from .revisions.bucket_index import INDEX_COLUMNS, BucketIndex, build_indexes
 from .revisions.catalog import REPAIR
 from .revisions.opened import open_revision
-from .revisions.record import Record, near_keys
+from .revisions.records import INDEX_COLUMNS, BucketIndex, Record, build_indexes, near_keys
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 SIZE_COLUMNS = (
@@ -91,13 +90,10 @@ class LatentStore:
         self._arguments = path if self.remote else root, remote
         if self.manifest:
             sizes = {entry.path: entry.bytes for entry in self.manifest.files}
-            self._stack = ArrayStack(root, self.spec, self.manifest.stack, sizes=sizes, planned={})
             self.folder = ShardFolder(root, sizes, access=access, remote=self.remote)
             if self.remote is None:  # ``open_remote`` has checked them already
                 self._opened.check_files()
         else:
-            arrays = self._opened.frozen_plan.layout.arrays
-            self._stack = ArrayStack(root, self.spec, [1], sizes=None, planned=arrays)
             self.folder = ShardFolder(root, access=access)
 
     def __repr__(self) -> str:
@@ -121,7 +117,7 @@ class LatentStore:
         """Stored records per bucket, in order of height, then width."""
         if self.manifest:  # sorted as text in its JSON
             return {name: self.manifest.buckets[name] for name in sorted(self.manifest.buckets, key=bucket_size)}
-        return {bucket: len(self.index(bucket).rows) for bucket in self._opened.frozen_plan.bucket_positions}
+        return {bucket: len(self.index(bucket).rows) for bucket in self._opened.frozen_plan.new_rows}
 
     @property
     def root_hash(self) -> str | None:
@@ -130,8 +126,8 @@ class LatentStore:
 
     @property
     def plan_hash(self) -> str:
-        """Hash of the revision's plan, which identifies an incomplete revision."""
-        return self.manifest.plan if self.manifest else self._opened.frozen_plan.hash
+        """Hash of the revision's plan, which identifies an incomplete revision; "" if ``local.json`` is lost."""
+        return self._opened.plan_hash
 
     @property
     def num_classes(self) -> int:
@@ -223,9 +219,13 @@ class LatentStore:
     @cached_property
     def _indexed(self) -> tuple[dict[str, BucketIndex], np.ndarray]:
         """Indexes of the buckets, and the checksums: the part of the records table that stays in memory."""
-        buckets = self.manifest.buckets if self.manifest else self._opened.frozen_plan.bucket_positions
+        buckets = self.manifest.buckets if self.manifest else self._opened.frozen_plan.new_rows
         table = self.record_columns((*INDEX_COLUMNS, "checksum"))
-        indexes = build_indexes(table, buckets, self._stack.rows)
+        latents = {bucket: self.layout(f"{bucket_part(bucket)}/{self.spec.latent.array}") for bucket in buckets}
+        try:
+            indexes = build_indexes(table, latents)
+        except DamageError as error:
+            raise DamageError(f"store '{self.path}': {error}. {REPAIR}") from error
         for bucket, index in indexes.items():
             if len(index) and not -1 <= index.labels.min() <= index.labels.max() < self.num_classes:
                 raise DamageError(
@@ -260,9 +260,6 @@ class LatentStore:
             raise RowOutOfRange(f"store '{self.path}': record {index}, there are {self.records.num_rows}")
         values = self.records.slice(index, 1).to_pylist()[0]
         values["caption_ids"] = tuple(values["caption_ids"] or ())
-        if values["bucket"] and values["row"] >= 0 and values["revision"] in self._stack.revisions:
-            place = np.array([values["revision"]]), np.array([values["row"]])
-            values["row"] = int(self._stack.rows(values["bucket"], *place)[0])
         return Record(index=index, **{name: values[name] for name in Record.__dataclass_fields__ if name != "index"})
 
     @cached_property
@@ -369,15 +366,42 @@ class LatentStore:
         ``caption_embedding``."""
         return self.tokens.null
 
-    def layouts(self, path: str) -> list[ArrayLayout]:
-        """Layout of an array in each revision that has it; ``path`` is that within a revision."""
-        return list(self._stack.layouts(path).values())
+    @property
+    def layouts(self) -> Mapping[str, ArrayLayout]:
+        """Shape, dtype and shards of every array, by path."""
+        return self._opened.layouts
+
+    def layout(self, path: str) -> ArrayLayout:
+        """Shape, dtype and shards of an array. Raises: UnknownKey."""
+        if path not in self.layouts:
+            raise UnknownKey(f"store '{self.path}': no array '{path}'. Buckets: {', '.join(self.buckets)}.")
+        return self.layouts[path]
 
     def _read_spans(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        offsets, lengths = self._stack.caption_spans(name, self.folder, check_whole(self))
-        if self.manifest and len(offsets) != self.manifest.num_captions:
+        """First row and rows of every caption of a text encoder, (num_captions,) each.
+
+        Raises: DamageError: a caption does not lie within a shard.
+        """
+        spec, suffix = self.spec.text_encoder_of(name).spec, suffixes(self.spec)[name]
+        names = [f"{CAPTION_START}{suffix}", f"num_tokens{suffix}"]
+        table = self._opened.caption_columns(names)
+        starts = pc.fill_null(table[names[0]], -1).to_numpy().copy()  # a view would keep the table
+        lengths = num_stored_tokens(spec, table[names[1]]).astype(np.int64)
+        rows = lengths if spec.has_tokens else np.ones_like(lengths)
+        layout = self.layouts.get(f"{caption_folder(name)}/{EMBEDDINGS if spec.has_tokens else POOLED}")
+        fits = layout is not None if len(starts) else True
+        if layout is not None and len(starts):
+            # In this order, because the sum of two hostile numbers can wrap around.
+            fits = bool(
+                np.all((lengths >= 1) & (lengths <= spec.max_tokens) & (starts >= 0) & (starts < layout.shape[0]))
+            )
+            last = starts + rows - 1
+            fits = fits and bool(layout.has_rows(starts).all() and layout.has_rows(last).all())
+            fits = fits and bool(np.all(starts // layout.shard_rows == last // layout.shard_rows))
+            fits = fits and bool(np.all(np.diff(starts) > 0))
+        if not fits:
             raise DamageError(f"store '{self.path}': its captions name tokens that do not exist. {REPAIR}")
-        return offsets, lengths
+        return starts, lengths
 
     def find_captions(self, texts: Sequence[str]) -> list[int | None]:
         """Ids of captions by their exact text; None for a text that the store does not hold."""
@@ -388,15 +412,12 @@ class LatentStore:
         return {}
 
     def array(self, path: str) -> ShardedArray:
-        """An array, stacked over the revisions that hold a part of it."""
+        """An array by its path, such as "buckets/256x256/moments". Raises: UnknownKey."""
         if path in self._arrays:
             return self._arrays[path]
         with self.folder.lock:  # two arrays of one path would map its shards twice
             if path not in self._arrays:
-                layouts = self.layouts(path)
-                if not layouts:
-                    raise UnknownKey(f"store '{self.path}': no array '{path}'. Buckets: {', '.join(self.buckets)}.")
-                self._arrays[path] = ShardedArray(self.folder, layouts, check_of(self, path))
+                self._arrays[path] = ShardedArray(self.folder, self.layout(path), check_of(self, path))
             return self._arrays[path]
 
 

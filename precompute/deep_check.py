@@ -12,10 +12,10 @@ import pyarrow as pa
 
 from ..datasets.errors import RecordRejected
 from ..datasets.format.buckets import bucket_size
-from ..datasets.format.layout import Part, revision_prefix
+from ..datasets.format.layout import Part
 from ..datasets.format.token_dtypes import StoredTokens, widen
 from ..datasets.maintenance.findings import Finding
-from ..datasets.revisions.commits import read_record
+from ..datasets.revisions.catalog import sealed_revisions
 from ..datasets.revisions.plan import FrozenPlan, read_plan
 from ..datasets.store import LatentStore
 from .encoders.forwards import EncodedRow, encode_batch, rows_of_a_forward
@@ -86,14 +86,16 @@ def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> Deep
     rows = store.records.take(pa.array(sample)).to_pylist()
     captions = rng.choice(store.captions.num_rows, min(num_records, store.captions.num_rows), replace=False)
     result = _Outcomes()
-    for revision in store.manifest.stack if store.manifest else []:
+    for revision in sealed_revisions(root):
         plan = with_places(read_plan(root, revision), tools.source)
         for part in plan.layout.parts.values():
             if part.captions:
                 _deep_captions(store, plan, part, tools, np.sort(captions).tolist(), result)
                 continue
-            wanted = [row for row in rows if (row["revision"], row["bucket"]) == (part.revision, part.bucket)]
-            _deep_pictures(store, plan, part, tools, {row["row"]: row for row in wanted}, result)
+            new, shard_rows = set(part.shards), part.arrays[0].shard_rows
+            wanted = {one["row"]: one for one in rows if one["bucket"] == part.bucket}
+            wanted = {row: one for row, one in wanted.items() if row // shard_rows in new}
+            _deep_pictures(store, plan, part, tools, wanted, result)
     return result.report()
 
 
@@ -116,10 +118,9 @@ def _deep_pictures(
         {_batch_of(part, row, latent.batch_size) for row in wanted}, key=lambda one: one[1].start
     ):
         decoded = [decode_row(plan, source, row, tools.source, tools.decoders, bucket=bucket) for row in rows]
-        record = read_record(store.path, plan, part.name, shard)
-        fallbacks = {one.row: one.how for one in record.fallbacks} if record else {}
+        how = {row: one["fallback"] for row, one in wanted.items()}
         here = [row for row in rows if row in wanted]
-        max_rows = min(rows_of_a_forward(fallbacks.get(row), latent.batch_size) for row in here)
+        max_rows = min(rows_of_a_forward(how[row], latent.batch_size) for row in here)
         found: list[EncodedRow] = []
         if any(isinstance(picture, Decoded) for picture in decoded):
             names, num_views = {one.picture for one in encoders}, 2 if latent.flip else 1
@@ -149,7 +150,7 @@ def _compare_record(
     result: _Outcomes,
 ) -> None:
     key = record["key"]
-    of_shard = Finding("", "not_reproduced", "", part.revision, part.bucket, shard, 1, [key])
+    of_shard = Finding("", "not_reproduced", "", plan.revision, part.bucket, shard, 1, [key])
     first = replace(of_shard, path=part.arrays[0].shard_path(shard))
     if isinstance(decoded, RecordRejected):
         detail = f"the picture can no longer be read ({decoded.reason}: {decoded.detail})"
@@ -164,8 +165,7 @@ def _compare_record(
         return
     row = store.record(key).row
     for group, layouts in part.groups.items():
-        paths = [layout.path.removeprefix(revision_prefix(part.revision)) for layout in layouts]
-        stored = [store.array(path)[row] for path in paths]
+        stored = [store.array(layout.path)[row] for layout in layouts]
         finding = replace(of_shard, path=layouts[0].shard_path(shard))
         _judge(key, stored, found.groups[group], finding, result)
 
@@ -220,7 +220,7 @@ def _deep_captions(
     layout = part.captions
     if layout is None or part.is_null:
         return
-    first, texts = plan.first_caption_of(part.revision), plan.captions_of(part.revision)["text"].to_pylist()
+    first, texts = layout.first_caption, plan.captions_of(part)["text"].to_pylist()
     wanted = {caption - first: caption for caption in captions if 0 <= caption - first < len(texts)}
     encoder = tools.encoders.captions[layout.name]
     for shard in {shard for _, shard in part.tasks} if wanted else ():
@@ -233,7 +233,7 @@ def _deep_captions(
             for number, i in enumerate(ids):
                 if i in wanted:
                     path = part.arrays[0].shard_path(shard)
-                    finding = Finding(path, "not_reproduced", "", part.revision, None, shard, 1, [texts[i]])
+                    finding = Finding(path, "not_reproduced", "", plan.revision, None, shard, 1, [texts[i]])
                     found = stored_rows(encoded.row(number), layout.spec).rows
                     _judge(wanted[i], store.text(layout.name).stored_rows(wanted[i]), found, finding, result)
     encoder.release()

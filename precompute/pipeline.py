@@ -21,9 +21,9 @@ import torch
 from ..datasets.disk.strays import sweep_strays
 from ..datasets.errors import SourceError
 from ..datasets.format.class_names import ClassNames
+from ..datasets.format.layout import COMMITS, Task, revision_prefix
 from ..datasets.format.schema import Manifest, SelfCheck, StoreSpec
-from ..datasets.revisions.catalog import sealed_revisions
-from ..datasets.revisions.commits import Task, read_manifest
+from ..datasets.revisions.catalog import read_manifest, sealed_revisions
 from ..datasets.revisions.plan import FrozenPlan
 from ..datasets.revisions.writer import StoreWriter
 from .config import PrecomputeRecipe
@@ -134,8 +134,7 @@ class OpenedStore:
     Args:
       plan: of the revision to finish.
       planner: of the revision after it.
-      matches_plan: the plan has these encoders and settings; otherwise it is complete, and the next revision encodes
-        all.
+      matches_plan: the plan has these encoders; otherwise it is complete, and the next revision adds some.
       existed: the plan is older than this call.
       was_sealed: the revision was complete before this call.
     """
@@ -155,7 +154,6 @@ def precompute(
     device: torch.device,
     progress: Progress,
     options: Options | None = None,
-    new_revision: bool = False,
     part: Part | None = None,
     worker: Worker | None = None,
     listed: Source | None = None,
@@ -166,7 +164,6 @@ def precompute(
     Args:
       source_path: a folder, a file or a URL; or several.
       options: how to treat records that are gone or rejected.
-      new_revision: if encoders or settings differ from the store's, encode everything again as its next revision.
       device: of the encoders.
       part: encode only this share of the shards; None for all shards that no other process encodes.
       worker: with its encoders; None to load them.
@@ -199,7 +196,7 @@ def precompute(
         stage = Stage1(store_path, recipe, source, worker, decoders, progress, part or Part(), say)
 
         # Plan: open the newest plan, or freeze the first.
-        opened = open_store(stage, source, new_revision=new_revision)
+        opened = open_store(stage, source)
 
         # Encode the missing shards and seal.
         if opened.matches_plan:
@@ -236,22 +233,20 @@ def load_worker(recipe: PrecomputeRecipe, device: torch.device, num_decoders: in
     return Worker(encoders, num_decoders, clock)
 
 
-def open_store(stage: Stage1, source: Source, *, new_revision: bool) -> OpenedStore:
+def open_store(stage: Stage1, source: Source) -> OpenedStore:
     """Open the newest plan of the store, or plan its first revision; other processes wait meanwhile.
 
-    Raises: FingerprintMismatch: encoders or settings differ from the store's, and no new revision was requested.
+    Raises: FingerprintMismatch: encoders or settings differ from the store's.
     """
     root, worker = stage.root, stage.worker
     with worker.clock.measure(PLAN), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
         found = newest_plan(root)
         spec = stage.describe(source, found and found.spec)
-        if found and new_revision and spec.fingerprint != found.spec.fingerprint:
-            spec = stage.describe(source)  # the largest batch may differ
         tokenizers = worker.encoders.tokenizers
         planner = Planner(
             root, spec, source, stage.recipe, tokenizers, stage.decoders, stage.progress, check=stage.check
         )
-        if found and not (is_sealed(root, found) and (new_revision or is_extension(found.spec, spec))):
+        if found and not (is_sealed(root, found) and is_extension(found.spec, spec)):
             check_fingerprint(root, found.spec, spec)
         plan = found or planner.plan_first()
         if not found:  # another process may have planned first, with its own batch size
@@ -302,7 +297,7 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
 
 
 def _log_shards(plan: FrozenPlan, own: Sequence[Task], missing: Sequence[Task]) -> None:
-    buckets = ", ".join(f"{name}: {count}" for name, count in plan.layout.bucket_rows.items())
+    buckets = ", ".join(f"{name}: {count}" for name, count in plan.new_rows.items())
     LOG.info("revision %d, pictures of each bucket: %s", plan.revision, buckets)
     done = [task for task in own if task not in set(missing)]
     LOG.info("revision %d, shards committed and skipped (%d): %s", plan.revision, len(done), _shards(done))
@@ -327,9 +322,10 @@ def seal(stage: Stage1, writer: StoreWriter, encode: Callable[[list[Task]], None
         ledger_of(stage.recipe.source, writer).check()
     if stage.num_left:
         return None
-    if not writer.num_stored and not plan.stack:
+    if not writer.num_stored and not plan.before:
         raise SourceError(
             f"source '{stage.source.name}': none of {plan.records.num_rows} pictures could be encoded, so the store is "
-            f"not sealed. Look at one of them; the reasons are in '{stage.root / 'commits'}'."
+            f"not sealed. Look at one of them; the reasons are in "
+            f"'{stage.root / revision_prefix(plan.revision) / COMMITS}'."
         )
     return seal_alone(writer, encode, lambda: stage.progress("others seal", 0, 1))

@@ -9,25 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
 from ..datasets.arrays.shard_file import ShardFile
+from ..datasets.disk.files import write_atomic
 from ..datasets.disk.hashing import xxh3_parts
-from ..datasets.errors import DamageError
-from ..datasets.format.layout import is_picture_task
-from ..datasets.format.row_layout import LATENTS
+from ..datasets.errors import DamageError, LeanditError
+from ..datasets.format.layout import Task, is_picture_part, is_picture_task
 from ..datasets.format.schema import Fallback, StoreSpec
 from ..datasets.format.table_schemas import PLACES, place_columns
-from ..datasets.format.zarr_shard import ArrayLayout, pack_shard
-from ..datasets.maintenance.repair import repair_revision, reseal, revisions_to_repair
+from ..datasets.format.zarr_shard import pack_shard
 from ..datasets.maintenance.verify import Verification, verify_store
-from ..datasets.revisions.catalog import read_spec, sealed_revisions
-from ..datasets.revisions.commits import Task, read_record
-from ..datasets.revisions.plan import FrozenPlan
-from ..datasets.revisions.writer import StoreWriter, row_checksum
+from ..datasets.revisions.catalog import sealed_revisions
+from ..datasets.revisions.plan import FrozenPlan, read_plan, read_spec
+from ..datasets.revisions.writer import row_checksum
 from .config import PrecomputeRecipe
 from .encoders.loading import Encoders
 from .images.decoders import Decoders
@@ -35,10 +34,11 @@ from .planning.additions import is_extension
 from .progress.clock import StageClock
 from .progress.rejects import RejectLimit
 from .shards.latent_shard import PackedShard
-from .shards.stages import encode_captions, encode_pictures, write_shard
+from .shards.stages import encode_captions, encode_pictures
 from .sources.files.record import SourceRecord
 from .sources.source import Source
 
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 FallbacksOf = Callable[[str, int], Sequence[Fallback]]
 UNLIMITED = {"max_rejects_in_a_row": 1 << 62}
 
@@ -91,25 +91,26 @@ class Tools:
 
 
 def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[str, int, int], None]) -> Verification:
-    """Encode damaged shards again, restore the files that depend on them, and verify the store again.
+    """Encode damaged shards of complete revisions again, and verify the store again.
+
+    An unfinished revision is for precompute to finish.
 
     Args:
       found: result of a verification of the store.
     Returns: the remaining findings.
     """
     not_reproduced: dict[str, str] = {}
-    for revision in revisions_to_repair(found):
-        writer = repair_revision(root, revision, found)
-        if writer is None or not _can_make(root, writer.spec, tools):
-            continue  # too much is missing, or these encoders do not match
-        at_fault = {writer.plan.layout.task_of(finding.path) for finding in found.findings}
-        if revision in found.revisions:
-            at_fault |= set(writer.missing_tasks())  # an unfinished revision is for precompute to finish
-        tasks = [task for task in writer.plan.layout.tasks() if task in at_fault]
-        for done, shard in enumerate(tools.make(writer.plan, tasks, _fallbacks_of(writer)), 1):
-            not_reproduced |= _replace_shard(writer, shard, found)
+    for revision in found.revisions:
+        try:
+            plan = read_plan(root, revision)
+        except LeanditError:
+            continue  # both copies of a table are damaged
+        if not _can_make(root, plan.spec, tools):
+            continue  # these encoders do not match
+        tasks = sorted({task for one in found.findings if (task := plan.layout.task_of(one.path))})
+        for done, shard in enumerate(tools.make(plan, tasks, _fallbacks_of(plan)), 1):
+            not_reproduced |= _replace_shard(root, plan, shard, found)
             progress("repair", done, len(tasks))
-        reseal(writer)
     left = verify_store(root)
     left.findings = [
         replace(finding, cause="not_reproduced", detail=not_reproduced[finding.path])
@@ -122,108 +123,88 @@ def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[st
 
 def _can_make(root: Path, spec: StoreSpec, tools: Maker) -> bool:
     """Whether tools have the encoders of a revision: those of the newest one, perhaps before others were added."""
-    newest = read_spec(root, (sealed_revisions(root) or [1])[-1])
+    newest = read_spec(root, sealed_revisions(root)[-1])
     return spec.fingerprint == tools.fingerprint or (
         newest.fingerprint == tools.fingerprint and is_extension(spec, newest)
     )
 
 
-def _fallbacks_of(writer: StoreWriter) -> Callable[[str, int], Sequence[Fallback]]:
-    """Look up the rows of a shard that were not encoded as planned, in its commit record."""
+def _fallbacks_of(plan: FrozenPlan) -> FallbacksOf:
+    """Look up the rows of a shard that were not encoded as planned, in the records of its revision."""
 
     def fallbacks(part: str, shard: int) -> Sequence[Fallback]:
-        record = read_record(writer.root, writer.plan, part, shard)
-        return record.fallbacks if record else ()
+        rows, records = plan.layout.rows_of(part, shard), _records_of(plan, part, shard)
+        how = records["fallback"].to_pylist()
+        return [Fallback(row=row, how=fallback) for row, fallback in zip(rows, how, strict=True) if fallback]
 
     return fallbacks
 
 
-def _replace_shard(writer: StoreWriter, shard: PackedShard, found: Verification) -> dict[str, str]:
-    """Write a shard if its bytes are those that the store names.
+def _records_of(plan: FrozenPlan, part: str, shard: int) -> pa.Table:
+    """Records of the rows of a shard, in their order; nulls for a row that no record has."""
+    rows = plan.layout.rows_of(part, shard)
+    positions = plan.positions_of(plan.layout.parts[part])[rows.start : rows.stop]
+    return plan.records.take(pa.array(positions, mask=positions < 0))
+
+
+def _replace_shard(root: Path, plan: FrozenPlan, shard: PackedShard, found: Verification) -> dict[str, str]:
+    """Write the files of a shard if their bytes are those that the store names.
 
     Returns: path of each file that differs, and why.
     """
-    shard = _keep_intact_rows(writer, shard)
-    differing = []
-    for path, rows in shard.arrays.items():
-        layout = writer.plan.layout.arrays[path]
-        entry = found.expected.get(layout.shard_path(shard.shard))
-        if entry and xxh3_parts(pack_shard(layout, rows))[1] != entry.xxh3_128:
-            differing.append(entry.path)
-    if not differing:
-        write_shard(writer, shard)
+    arrays = _keep_intact_rows(root, plan, shard) if is_picture_part(shard.part) else shard.arrays
+    files = {}
+    for path, rows in arrays.items():
+        layout = plan.layout.arrays[path]
+        files[layout.shard_path(shard.shard)] = pack_shard(layout, rows)
+    wrong = [path for path, parts in files.items() if xxh3_parts(parts)[1] != found.expected[path].xxh3_128]
+    if not wrong:
+        for path, parts in files.items():
+            write_atomic(root / path, parts)
         return {}
     if shard.rejects:
         why = ", ".join(f"{reject.reason} ({reject.key})" for reject in shard.rejects[:3])
-    elif writer.plan.copies:
+    elif plan.copies:
         why = "its rows were encoded in other batches, before 'leandit compact'"
     else:
         why = "another kind of device, number of CPU threads or version of a library, or another picture in the source"
     detail = (
         f"encoded again, it has other bytes than were written: {why}. It was left as it is. Repair where it was made, "
-        "or precompute with --new-revision"
+        "or precompute into another --store"
     )
-    # No file of the shard is replaced, so all of them share the reason.
-    paths = [writer.plan.layout.arrays[path].shard_path(shard.shard) for path in shard.arrays]
-    return dict.fromkeys(paths, detail)
+    return dict.fromkeys(files, detail)  # no file of the shard is replaced, so all of them share the reason
 
 
-def _keep_intact_rows(writer: StoreWriter, shard: PackedShard) -> PackedShard:
-    """Copy the intact rows of the damaged shard: they stay valid even if their pictures have changed."""
-    record = read_record(writer.root, writer.plan, shard.part, shard.shard)
-    if record is None:
-        return shard
-    if not is_picture_task((shard.part, shard.shard)):
-        return replace(shard, qualities=list(zip(record.min_cosines, record.max_errors, strict=True)))
-    try:
-        maps = {
-            path: ShardFile(writer.root / layout.shard_path(shard.shard), layout, len(rows))
-            for path, rows in shard.arrays.items()
-            for layout in [writer.plan.layout.arrays[path]]
-        }
-    except (DamageError, OSError, ValueError):
-        return shard
-    groups = writer.plan.layout.parts[shard.part].groups
-    checksums = {LATENTS: record.checksums} | {name: one.checksums for name, one in record.features.items()}
+def _keep_intact_rows(root: Path, plan: FrozenPlan, shard: PackedShard) -> dict[str, np.ndarray]:
+    """Arrays with the intact rows of the damaged shard: they stay valid even if their pictures have changed.
+
+    Rows of records that were rejected are empty, whatever the source holds now.
+    """
+    part, records = plan.layout.parts[shard.part], _records_of(plan, shard.part, shard.shard)
     arrays = {path: rows.copy() for path, rows in shard.arrays.items()}
-    fits = True
-    for group, layouts in groups.items():
-        paths = [layout.path for layout in layouts]
-        of_group = {path: arrays[path] for path in paths}
-        _keep_rows(of_group, [maps[path] for path in paths], layouts, checksums[group])
-        fits &= _fit(of_group, checksums[group])
-    return replace(
-        shard,
-        arrays=arrays,
-        checksums=record.checksums,
-        source_checksums=record.source_checksums,
-        rejects=record.rejects if fits else shard.rejects,
-        fallbacks=record.fallbacks,
-        features=record.features,
-    )
-
-
-def _keep_rows(
-    arrays: dict[str, np.ndarray], maps: Sequence[ShardFile], layouts: Sequence[ArrayLayout], checksums: Sequence[str]
-) -> None:
-    """Copy the intact rows of a group of arrays from disk."""
-    for row, checksum in enumerate(checksums):
+    is_stored = pc.fill_null(pc.equal(records["status"], "stored"), False).to_numpy()
+    for group, layouts in part.groups.items():
         try:
-            found = [mapped.read(row, row + 1)[0] for mapped in maps]
-        except DamageError:
-            continue
-        if not checksum:  # rejected: empty in every array, whatever the source holds now
-            found = [np.full_like(one, layout.fill_value) for one, layout in zip(found, layouts, strict=True)]
-        elif row_checksum(*found) != checksum:
-            continue
-        for array, one in zip(arrays.values(), found, strict=True):
-            array[row] = one
+            files = [ShardFile(root / one.shard_path(shard.shard), one, len(is_stored)) for one in layouts]
+        except (DamageError, OSError, ValueError):
+            files = []
+        for row, checksum in enumerate(records[f"checksum_{group}" if group else "checksum"].to_pylist()):
+            if not is_stored[row]:
+                kept = [one.fill_value for one in layouts]
+            elif (kept := _intact_row(files, row, checksum)) is None:
+                continue
+            for layout, values in zip(layouts, kept, strict=True):
+                arrays[layout.path][row] = values
+    return arrays
 
 
-def _fit(arrays: dict[str, np.ndarray], checksums: Sequence[str]) -> bool:
-    """All rows have their recorded checksums."""
-    found = (row_checksum(*(array[row] for array in arrays.values())) for row in range(len(checksums)))
-    return all(not wanted or wanted == digest for wanted, digest in zip(checksums, found, strict=True))
+def _intact_row(files: Sequence[ShardFile], row: int, checksum: int) -> list[np.ndarray] | None:
+    """A row of each file of a group, if it has its checksum."""
+    try:
+        found = [file.read(row, row + 1)[0] for file in files]
+    except DamageError:
+        return None
+    return found if found and row_checksum(*found) == checksum else None
 
 
 def with_places(plan: FrozenPlan, source: Source) -> FrozenPlan:
@@ -242,4 +223,4 @@ def with_places(plan: FrozenPlan, source: Source) -> FrozenPlan:
         planned, i = zip(*(plan.records[name].to_pylist() for name in names), strict=True), order.index(picture.name)
         found = [now[key].pictures[i] if key in now else place for key, place in zip(keys, planned, strict=True)]
         columns |= dict(zip(names, zip(*found, strict=True), strict=True))
-    return replace(plan, records=pa.table(columns, schema=plan.records.schema), recorded_hash=plan.hash)
+    return replace(plan, records=pa.table(columns, schema=plan.records.schema), recorded_hash=plan.recorded_hash)

@@ -15,10 +15,11 @@ from pathlib import Path
 from .. import __version__
 from ..datasets.format.class_names import ClassNames
 from ..datasets.format.schema import EncoderIdentity, Manifest, StoreSpec
-from ..datasets.revisions.catalog import sealed_revisions
-from ..datasets.revisions.encoder_paths import with_stored_encoder_paths
-from ..datasets.revisions.plan import planned_revisions, read_plan
+from ..datasets.revisions.catalog import planned_revisions, sealed_revisions
+from ..datasets.revisions.local import with_stored_encoder_paths
+from ..datasets.revisions.plan import read_plan
 from ..datasets.revisions.writer import StoreWriter
+from ..datasets.store import LatentStore
 from .config import PrecomputeRecipe, TextSection, VaeSection
 from .encoders.autoencoders import find_files
 from .encoders.model_files import (
@@ -66,33 +67,29 @@ def unchanged(
     Args:
       device: as the command line names it.
     Returns: if there may be work, the source if it was already listed.
-    Raises: LeanditError: of the source or the VAE, as the ordinary path raises it.
+    Raises: LeanditError: of the source or the VAE, as the ordinary path raises it; DamageError: a file is missing.
     """
     if recipe.source.check == "content" or not store.is_dir():
         return None
     sealed = sealed_revisions(store)
-    if not sealed or planned_revisions(store)[-1:] != sealed[-1:]:
+    if not sealed or planned_revisions(store):
         return None
     plan = read_plan(store, sealed[-1])
     if not _has_same_settings(plan.spec, recipe, store) or not _has_same_encoders(plan.spec, recipe, device):
         LOG.info("store '%s': settings or encoders may be others than its own, so the encoders are loaded", store)
         return None
     source = list_sources(source_path, recipe.source, recipe.picture_columns)
-    writer = StoreWriter(store, plan)
-    if (
-        source.renames(plan.spec.classes)
-        or source.listing_hash(null_captions=recipe.null_captions) != plan.listing
-        or not writer.is_sealed
-        or writer.missing_tasks()
-    ):
-        LOG.info("store '%s': the listing of the source is another, or a shard is missing", store)
+    LatentStore(store)  # checks that no file is missing
+    listing = source.listing_hash(null_captions=recipe.null_captions)
+    if source.renames(plan.spec.classes) or listing != plan.listing:
+        LOG.info("store '%s': the listing of the source is another", store)
         return source
     names = dict(zip(plan.spec.classes or (), plan.spec.class_names or (), strict=False))
     if any(names.get(name) != now for name, now in zip(source.classes or (), source.class_names or (), strict=False)):
         return source  # the file of class names has changed
     classes = ClassNames(source.classes, source.class_names)
     notes = [f"source '{source.name}': {note}" for note in source.notes]
-    return Unchanged(writer.seal(), source.ignored, classes, notes)
+    return Unchanged(StoreWriter(store, plan).seal(), source.ignored, classes, notes)
 
 
 def _has_same_settings(spec: StoreSpec, recipe: PrecomputeRecipe, store: Path) -> bool:

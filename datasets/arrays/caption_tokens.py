@@ -17,6 +17,7 @@ from ..format.caption_layout import (
     SCALES,
     caption_arrays,
     caption_folder,
+    pooled_rows,
 )
 from ..format.schema import TextSpec
 from ..format.token_dtypes import StoredTokens, widen
@@ -30,7 +31,7 @@ class CaptionTokens:
       name: of the text encoder; empty for that of ``[text]``.
       spec: of its captions.
       open_array: returns the array at a path.
-      read_spans: returns the first row and the length of each caption, (num_captions,) each; called on first use.
+      read_spans: returns ``starts`` and ``lengths``; called on first use.
     """
 
     def __init__(
@@ -47,9 +48,14 @@ class CaptionTokens:
         return self._read_spans()
 
     @property
-    def offsets(self) -> np.ndarray:
-        """(num_captions,) first row of each caption in the arrays, stacked over the revisions."""
+    def starts(self) -> np.ndarray:
+        """(num_captions,) first row of each caption's tokens; of pooled vectors alone, its row."""
         return self._spans[0]
+
+    @cached_property
+    def pooled_rows(self) -> np.ndarray:
+        """(num_captions,) row of each caption's pooled vector."""
+        return pooled_rows(self.spec, self.starts)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -66,7 +72,7 @@ class CaptionTokens:
 
     @property
     def pooled(self) -> ShardedArray:
-        """The pooled vectors, (num_captions, P) in the dtype on disk.
+        """The pooled vectors, (rows, P) in the dtype on disk: ``pooled_rows`` has that of each caption.
 
         Raises: StoreError: there are none.
         """
@@ -78,20 +84,23 @@ class CaptionTokens:
 
     @property
     def paths(self) -> list[str]:
-        """Paths within a revision of tokens, scales and pooled vectors, in the order of a caption's checksum."""
+        """Paths of tokens, scales and pooled vectors, in the order of a caption's checksum."""
         return [f"{caption_folder(self.name)}/{array}" for array in caption_arrays(self.spec)]
 
     def stored(self, caption_id: int) -> StoredTokens:
         """The stored tokens of a caption; mapped views if they are uncompressed."""
         arrays = self.arrays  # raises if there are none
-        start = int(self.offsets[caption_id])
+        start = int(self.starts[caption_id])
         stop = start + int(self.lengths[caption_id])
         return StoredTokens.of([array.read(start, stop) for array in arrays])
 
     def stored_rows(self, caption_id: int) -> list[np.ndarray]:
         """Rows of a caption in each array of ``paths``."""
         tokens = self.stored(caption_id).parts if self.spec.has_tokens else []
-        return [*tokens, *([self.pooled.read(caption_id, caption_id + 1)] if self.spec.pooled_width else ())]
+        if not self.spec.pooled_width:
+            return tokens
+        row = int(self.pooled_rows[caption_id])
+        return [*tokens, self.pooled.read(row, row + 1)]
 
     def __getitem__(self, caption_id: int) -> np.ndarray:
         """The embedding of a caption, (L, D): float16 and float32 a mapped view, bfloat16 and int8 a float32 copy."""
@@ -99,7 +108,8 @@ class CaptionTokens:
 
     def pooled_vector(self, caption_id: int) -> np.ndarray:
         """The pooled vector of a caption, (P,); dtype as of ``__getitem__``."""
-        return widen(StoredTokens(self.pooled[caption_id][None], None), self.spec.pooled_dtype)[0]
+        row = int(self.pooled_rows[caption_id])
+        return widen(StoredTokens(self.pooled[row][None], None), self.spec.pooled_dtype)[0]
 
     @property
     def stored_null(self) -> StoredTokens:

@@ -19,7 +19,7 @@ from ..format.layout import sharing_checksums
 from ..format.row_layout import LATENTS
 from ..format.schema import Manifest, StoreSpec
 from ..format.zarr_shard import ArrayLayout
-from ..revisions.bucket_index import BucketIndex
+from ..revisions.records import BucketIndex
 from .caption_tokens import CaptionTokens
 from .shard_file import ShardFile
 from .shard_folder import ShardCheck, ShardFolder
@@ -49,8 +49,8 @@ class ProbedStore(Protocol):
         """Of each caption's rows of a text encoder."""
         ...
 
-    def layouts(self, path: str) -> list[ArrayLayout]:
-        """An array in each revision."""
+    def layout(self, path: str) -> ArrayLayout:
+        """An array."""
         ...
 
 
@@ -66,12 +66,12 @@ def check_rows(store: ProbedStore, path: str) -> ShardCheck:
     _, bucket, *inside, _ = path.split("/")
     group = inside[1] if inside else LATENTS
 
-    def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
+    def check(layout: ArrayLayout, shard: int, mapped: ShardFile) -> None:
         index, rows = store.index(bucket), layout.rows_of(shard)
-        position = int(np.searchsorted(index.rows, first))
-        if position == len(index.rows) or index.rows[position] >= first + len(rows):
+        position = int(np.searchsorted(index.rows, rows.start))
+        if position == len(index.rows) or index.rows[position] >= rows.stop:
             return  # no stored record lies in it
-        row = int(index.rows[position]) - first
+        row = int(index.rows[position]) - rows.start
         checksum = int(store.checksums_of(group)[index.records[position]])
         opened = _with_twins(store, layout, shard, mapped, sharing_checksums(store.spec, path))
         if xxh3_64(*(file.read(row, row + 1) for file in opened)) != checksum:
@@ -83,20 +83,20 @@ def check_rows(store: ProbedStore, path: str) -> ShardCheck:
 def check_captions(store: ProbedStore, name: str) -> ShardCheck:
     """Check the shards of a text encoder by their first caption."""
 
-    def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
-        tokens, caption, start, length = store.text(name), first, 0, 0
-        if tokens.spec.has_tokens:
-            offsets = tokens.offsets
-            is_pooled = layout.path.endswith(POOLED)
-            caption = first if is_pooled else int(np.searchsorted(offsets, first))
-            if caption == len(offsets) or (not is_pooled and offsets[caption] >= first + len(layout.rows_of(shard))):
-                return
-            start = 0 if is_pooled else int(offsets[caption]) - first  # a shard begins with a caption
-            length = int(tokens.lengths[caption])
-        checksum = int(store.caption_checksums(name)[caption])
+    def check(layout: ArrayLayout, shard: int, mapped: ShardFile) -> None:
+        tokens, rows = store.text(name), layout.rows_of(shard)
+        of_array = tokens.pooled_rows if layout.path.endswith(f"/{POOLED}") else tokens.starts
+        caption = int(np.searchsorted(of_array, rows.start))
+        if caption == len(of_array) or of_array[caption] >= rows.stop:
+            return
         opened = zip(tokens.paths, _with_twins(store, layout, shard, mapped, tokens.paths), strict=True)
-        rows = [file.read(0, 1) if path.endswith(POOLED) else file.read(start, start + length) for path, file in opened]
-        if xxh3_64(*rows) != checksum:
+        parts = []
+        for path, file in opened:
+            is_pooled = path.endswith(f"/{POOLED}")
+            first = int((tokens.pooled_rows if is_pooled else tokens.starts)[caption])
+            first -= shard * store.layout(path).shard_rows
+            parts.append(file.read(first, first + (1 if is_pooled else int(tokens.lengths[caption]))))
+        if xxh3_64(*parts) != int(store.caption_checksums(name)[caption]):
             raise _wrong_shard(store, layout, shard)
 
     return check
@@ -105,27 +105,16 @@ def check_captions(store: ProbedStore, name: str) -> ShardCheck:
 def _with_twins(
     store: ProbedStore, layout: ArrayLayout, shard: int, mapped: ShardFile, paths: Sequence[str]
 ) -> list[ShardFile]:
-    """The same shard of all arrays that share checksums, in order.
-
-    Args:
-      layout, mapped: of one of them, which is open.
-      paths: of all, within any revision.
-    """
-    files, suffix = [], next(path for path in paths if f"/{layout.path}".endswith(f"/{path}"))
-    for path in paths:
-        twin = layout.path.removesuffix(suffix) + path
-        if twin == layout.path:
-            files.append(mapped)
-            continue
-        other = next(one for one in store.layouts(path) if one.path == twin)
-        files.append(store.folder.open(other, shard, mapped=True))
-    return files
+    """The same shard of all arrays that share checksums, in order; ``layout``, ``mapped``: of one, which is open."""
+    return [
+        mapped if path == layout.path else store.folder.open(store.layout(path), shard, mapped=True) for path in paths
+    ]
 
 
 def check_whole(store: ProbedStore) -> ShardCheck:
     """Check small arrays by the hash of the file: no table has checksums of their rows."""
 
-    def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
+    def check(layout: ArrayLayout, shard: int, mapped: ShardFile) -> None:
         if store.folder.remote is not None:
             return  # it was hashed when it was fetched
         path = layout.shard_path(shard)

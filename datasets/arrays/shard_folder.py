@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ..remote.cache import RemoteFolder
 
 Access = Literal["map", "pread"]
-ShardCheck = Callable[[ArrayLayout, int, int, ShardFile], None]
-"""Called with the Zarr array, the shard number, its first row in the stacked array, and the open shard."""
+ShardCheck = Callable[[ArrayLayout, int, ShardFile], None]
+"""Called with the array, the number of a shard, and the open shard."""
 
 MAX_OPEN_SHARDS = 256  # outside of a window: descriptors or maps
 READ_THREADS = min(8, 2 * (os.cpu_count() or 1))  # for a batch that is read shard by shard

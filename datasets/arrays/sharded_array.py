@@ -8,7 +8,7 @@ them with ``access="pread"``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,24 +28,25 @@ class ShardedArray:
 
     Index it like a numpy array: ``array[7]``, ``array[10:20]``, ``array[[3, 1]]``, ``array[mask]``, ``array[7, :4]``.
 
+    An array that has grown may have gaps: rows between the last one of a revision and the first of the next.
+
     Args:
       folder: of the shards.
-      layouts: of consecutive Zarr arrays, one for each revision that added rows.
+      layout: of the array.
       check: called with each shard when it is opened, to refuse wrong ones (``probe.py``).
     """
 
-    def __init__(self, folder: ShardFolder, layouts: Sequence[ArrayLayout], check: ShardCheck | None = None) -> None:
-        self._folder, self._check = folder, check
-        self._places = [(layout, shard) for layout in layouts for shard in range(layout.num_shards)]
-        counts = [len(layout.rows_of(shard)) for layout, shard in self._places]
-        self._starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # of each shard, then the end
-        self.path, self.dtype = layouts[-1].path, np.dtype(layouts[-1].dtype)
-        self.row_shape, self.row_bytes = layouts[-1].shape[1:], layouts[-1].row_bytes
+    def __init__(self, folder: ShardFolder, layout: ArrayLayout, check: ShardCheck | None = None) -> None:
+        self._folder, self._check, self._layout = folder, check, layout
+        self._starts = layout.shards * layout.shard_rows  # first row of each shard that exists
+        self._ends = np.minimum(self._starts + layout.shard_rows, layout.shape[0])
+        for _, _, end in layout.row_ranges:  # a range begins at a shard, and ends anywhere in one
+            self._ends[np.searchsorted(self._starts, end) - 1] = end
+        self._has_gaps = len(layout.row_ranges) > 1
+        self.path, self.dtype = layout.path, np.dtype(layout.dtype)
+        self.row_shape, self.row_bytes, self.shard_rows = layout.shape[1:], layout.row_bytes, layout.shard_rows
         # Not if shards are evicted: a slot of the window cannot be freed while views of it exist.
-        in_place = folder.access == "map" and folder.remote is None
-        self._may_map = in_place and all(layout.codec == "none" for layout in layouts)
-        self.shard_rows = max(layout.shard_rows for layout in layouts)  # of a full shard
-        self._shard_bytes = self.shard_rows * self.row_bytes
+        self._may_map = folder.access == "map" and folder.remote is None and layout.codec == "none"
         self.reset()
         reset_in_forks(self)
 
@@ -54,27 +55,26 @@ class ShardedArray:
         self._window: AddressWindow | None = None
         self._grid = np.empty(0)  # all rows of the window, including gaps
         self._is_grid = False  # no gaps, all shards mapped: rows need no shift
-        self._in_window = np.zeros(len(self._places), bool)
-        self._opened = np.zeros(len(self._places), bool)
-        self._shift = np.zeros(len(self._places), np.int64)  # from row to grid position, by shard
+        self._in_window = np.zeros(len(self._starts), bool)
+        self._opened = np.zeros(len(self._starts), bool)
+        self._shift = np.zeros(len(self._starts), np.int64)  # from row to grid position, by shard
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._layout.shape[0]
 
-    def locate(self, row: int) -> tuple[ArrayLayout, int]:
-        """The Zarr array of a row, and its shard number."""
-        return self._places[self._shard_of(row)]
+    def __iter__(self) -> Iterator[np.ndarray]:
+        # Without this, Python would take the IndexError of a gap for the end of the array, and so would numpy.
+        return (self[row] for row in range(len(self)))
 
     def place(self, row: int) -> tuple[str, int, int]:
         """Path within the store of the shard of a row, and first byte and bytes there, as ``ShardFile.place``."""
-        shard = self._shard_of(row)
-        opened = self._folder.open(*self._places[shard], mapped=False)
-        return self._name(shard), *opened.place(row - int(self._starts[shard]))
+        shard = row // self.shard_rows
+        opened = self._folder.open(self._layout, shard, mapped=False)
+        return self._layout.shard_path(shard), *opened.place(row - shard * self.shard_rows)
 
     def shard_paths(self, rows: np.ndarray) -> list[str]:
         """Paths within the store of the shards that hold these rows."""
-        shards = np.unique(np.searchsorted(self._starts, rows, side="right") - 1)
-        return [self._name(shard) for shard in shards.tolist()]
+        return [self._layout.shard_path(shard) for shard in np.unique(rows // self.shard_rows).tolist()]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,8 +133,8 @@ class ShardedArray:
             raise RowOutOfRange(f"array '{self.path}': rows {start} to {stop}, there are {len(self)}")
         parts = []
         while start < stop:
-            shard = self._shard_of(start)
-            base, end = int(self._starts[shard]), min(stop, int(self._starts[shard + 1]))
+            shard = int(self._shards_of(np.array([start]))[0])
+            base, end = int(self._starts[shard]), min(stop, int(self._ends[shard]))
             if not self._opened[shard]:
                 self._prepare(np.array([shard]))
             if self._in_window[shard]:
@@ -171,7 +171,7 @@ class ShardedArray:
             return out
         shards = None
         if not self._is_grid:
-            shards = np.searchsorted(self._starts, rows, side="right") - 1
+            shards = self._shards_of(rows)
             self._prepare(shards)
         # Bounds were checked; the other modes of numpy would buffer the output, or check again.
         if shards is None:
@@ -208,9 +208,9 @@ class ShardedArray:
             return starts
         if lengths.min() < 1:  # an empty range may begin behind the last shard
             return None
-        shards = np.searchsorted(self._starts, starts, side="right") - 1
+        shards = self._shards_of(starts)
         self._prepare(shards)
-        within = starts + lengths <= self._starts[shards + 1]
+        within = starts + lengths <= self._ends[shards]
         return starts + self._shift[shards] if np.all(within & self._in_window[shards]) else None
 
     def _may_copy(self, starts: np.ndarray, lengths: np.ndarray, total: int, out: np.ndarray) -> bool:
@@ -219,8 +219,21 @@ class ShardedArray:
         is_fit = out.shape == (total, *self.row_shape) and out.dtype == self.dtype and out.flags.c_contiguous
         return bool(is_within and is_fit)
 
+    def _shards_of(self, rows: np.ndarray) -> np.ndarray:
+        """(B,) positions of the shards that hold rows, among those that exist.
+
+        Raises: RowOutOfRange: a row lies in a gap.
+        """
+        if not self._has_gaps:
+            return rows // self.shard_rows
+        shards = np.searchsorted(self._starts, rows, side="right") - 1
+        missing = (shards < 0) | (rows >= self._ends[shards])
+        if missing.any():
+            raise RowOutOfRange(f"array '{self.path}': row {rows[missing][0]} lies in a gap, no record has it")
+        return shards
+
     def _prepare(self, shards: np.ndarray) -> None:
-        """Open shards, (B,) numbers, that were not yet."""
+        """Open shards, (B,) positions, that were not yet."""
         if self._opened[shards].all():
             return
         with self._folder.lock:
@@ -232,24 +245,22 @@ class ShardedArray:
                 if self._window is not None:
                     self._map(shard)
                 self._opened[shard] = True
-            self._is_grid = bool(self._in_window.all() and not self._shift.any())
+            self._is_grid = bool(not self._has_gaps and self._in_window.all() and not self._shift.any())
 
     def _open_window(self) -> None:
         try:
-            window = AddressWindow(len(self._places), self.row_bytes, self._shard_bytes)
+            window = AddressWindow(len(self._starts), self.row_bytes, self.shard_rows * self.row_bytes)
         except OSError:
             self._may_map = False  # each is mapped alone; the least recently used ones are closed
             return
-        slots = np.arange(len(self._places), dtype=np.int64)
-        self._shift = slots * window.slot_rows - self._starts[:-1]
-        dtype = self._places[0][0].disk_dtype
-        self._grid = window.bytes.view(dtype).reshape(-1, *self.row_shape)
+        self._shift = np.arange(len(self._starts), dtype=np.int64) * window.slot_rows - self._starts
+        self._grid = window.bytes.view(self._layout.disk_dtype).reshape(-1, *self.row_shape)
         self._window = window
 
     def _map(self, shard: int) -> None:
         """Map a shard into the window, if it is dense."""
         assert self._window is not None
-        opened = self._folder.open(*self._places[shard], mapped=False)
+        opened = self._folder.open(self._layout, self._number(shard), mapped=False)
         if opened.is_dense:
             self._check_shard(shard, opened)
             with contextlib.suppress(OSError):  # too many maps: then it is read by itself
@@ -258,15 +269,15 @@ class ShardedArray:
 
     def _kept(self, shard: int) -> ShardFile:
         """A shard that is not in the window."""
-        return self._folder.keep_open(*self._places[shard], lambda opened: self._check_shard(shard, opened))
+        number = self._number(shard)
+        return self._folder.keep_open(self._layout, number, lambda opened: self._check_shard(shard, opened))
 
-    def _name(self, shard: int) -> str:
-        layout, number = self._places[shard]
-        return layout.shard_path(number)
+    def _number(self, shard: int) -> int:
+        return int(self._starts[shard]) // self.shard_rows
 
     def _check_shard(self, shard: int, opened: ShardFile) -> None:
         if self._check:
-            self._check(*self._places[shard], int(self._starts[shard]), opened)
+            self._check(self._layout, self._number(shard), opened)
 
     def _take_apart(self, shards: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
         """Gather shard by shard, in threads; rows in their order on disk, so that none is read or decoded twice."""
@@ -274,7 +285,7 @@ class ShardedArray:
         jobs = []
         edges = np.flatnonzero(np.diff(shards[order])) + 1
         groups = np.split(order, edges)
-        self._folder.mark_used(self._name(int(shards[group[0]])) for group in groups)
+        self._folder.mark_used(self.shard_paths(rows[order]))
         rows_per_job = max(1, JOB_BYTES // self.row_bytes)
         for group in groups:
             shard = int(shards[group[0]])
@@ -288,6 +299,3 @@ class ShardedArray:
             out[where] = self._grid[rows + self._shift[shard]]
         else:
             self._kept(shard).read_into(rows - self._starts[shard], out, where)
-
-    def _shard_of(self, row: int) -> int:
-        return int(np.searchsorted(self._starts, row, side="right")) - 1

@@ -128,10 +128,10 @@ def read_captions(tokens: CaptionTokens, caption_ids: np.ndarray, buffers: Buffe
     pooled = None
     if tokens.spec.pooled_width:
         rows = buffers.take((len(caption_ids), tokens.spec.pooled_width), tokens.pooled.dtype)
-        pooled = _as_tensor(tokens.pooled.take(caption_ids, out=rows), tokens.spec.pooled_dtype)
+        pooled = _as_tensor(tokens.pooled.take(tokens.pooled_rows[caption_ids], out=rows), tokens.spec.pooled_dtype)
     if not tokens.spec.has_tokens:
         return Captions.packed(torch.zeros(0, 0), [0] * len(caption_ids), pooled=pooled)
-    starts, lengths = tokens.offsets[caption_ids], tokens.lengths[caption_ids]
+    starts, lengths = tokens.starts[caption_ids], tokens.lengths[caption_ids]
     gathered = []
     for array in tokens.arrays:
         rows = buffers.take((int(lengths.sum()), *array.row_shape), array.dtype)

@@ -177,9 +177,9 @@ class BatchReader(Dataset):
         if wanted.caption_ids is not None:
             for tokens in map(store.text, store.texts):
                 for array in tokens.arrays if tokens.spec.has_tokens else ():
-                    paths += array.shard_paths(tokens.offsets[wanted.caption_ids])
+                    paths += array.shard_paths(tokens.starts[wanted.caption_ids])
                 if tokens.spec.pooled_width:
-                    paths += tokens.pooled.shard_paths(wanted.caption_ids)
+                    paths += tokens.pooled.shard_paths(tokens.pooled_rows[wanted.caption_ids])
         for name in self._features:
             feature = store.feature(name, planned.bucket)
             for output in feature.outputs:

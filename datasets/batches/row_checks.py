@@ -103,14 +103,15 @@ def _check_captions(store: LatentStore, name: str, ids: np.ndarray) -> None:
     captions, places = store.text(name), list[tuple[ShardedArray, np.ndarray]]()
     stored: list[Iterable[np.ndarray]] = []
     if captions.spec.has_tokens:
-        starts, lengths = captions.offsets[ids], captions.lengths[ids]
+        starts, lengths = captions.starts[ids], captions.lengths[ids]
         ends = np.cumsum(lengths)[:-1]
         for array in captions.arrays:
             stored.append(np.split(_as_bytes(array.take_ranges(starts, lengths)), ends))
             places.append((array, starts))
     if captions.spec.pooled_width:
-        stored.append(_as_bytes(captions.pooled.take(ids)))
-        places.append((captions.pooled, ids))
+        rows = captions.pooled_rows[ids]
+        stored.append(_as_bytes(captions.pooled.take(rows)))
+        places.append((captions.pooled, rows))
     for i, wrong in enumerate(_differ(zip(*stored, strict=True), store.caption_checksums(name)[ids])):
         if wrong:
             text = store.captions["text"][int(ids[i])].as_py()

@@ -64,7 +64,7 @@ def map_table(schema: pa.Schema, batches: Iterable[pa.RecordBatch], what: str) -
         return pa.ipc.open_file(pa.memory_map(path)).read_all()
 
 
-def map_array(length: int, dtype: str, what: str) -> np.ndarray:
+def map_array(length: int, dtype: str | np.dtype, what: str) -> np.ndarray:
     """Zeros in a temporary file.
 
     Returns: (length,), mapped for reading and writing.

@@ -1,4 +1,4 @@
-"""The arrays of one text encoder in one revision: where each caption's tokens lie. Pure functions.
+"""The arrays of one text encoder: where each caption's tokens lie. Pure functions.
 
 Tokens of all captions stand one after the other, so nothing is padded. No caption straddles two shards: each shard can
 be encoded alone, and each caption is one contiguous view.
@@ -6,23 +6,24 @@ be encoded alone, and each caption is one contiguous view.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow as pa
 
 from ..disk.cached import cached_property
 from ..disk.spill import map_array
 from .schema import TextSpec
 from .token_dtypes import ON_DISK
-from .zarr_shard import ArrayLayout
+from .zarr_shard import ArrayLayout, RowRange
 
 CAPTION_PART = "captions"
 NULL_PART = "null_caption"
 # Names of the arrays in a text encoder's folder.
-EMBEDDINGS, SCALES, POOLED, OFFSETS, LENGTHS = "embeddings", "scales", "pooled", "offsets", "lengths"
+EMBEDDINGS, SCALES, POOLED = "embeddings", "scales", "pooled"
 NULL_EMBEDDING, NULL_SCALES, NULL_POOLED = "null", "null_scales", "null_pooled"
-CAPTION_ARRAYS = {EMBEDDINGS, SCALES, POOLED, OFFSETS, LENGTHS, NULL_EMBEDDING, NULL_SCALES, NULL_POOLED}
+CAPTION_ARRAYS = {EMBEDDINGS, SCALES, POOLED, NULL_EMBEDDING, NULL_SCALES, NULL_POOLED}
 
 # More rows make reads no faster; a shard's index (16 bytes a row) and commit record (38 bytes a row) stay small.
 MAX_SHARD_ROWS = 8192
@@ -30,7 +31,7 @@ TOKEN_CHUNK_BYTES = 1 << 16  # of small tokens in a Zarr chunk
 
 
 def caption_folder(name: str) -> str:
-    """Folder of a text encoder's arrays within a revision; ``name`` is empty for that of ``[text]``."""
+    """Folder of a text encoder's arrays; ``name`` is empty for that of ``[text]``."""
     return f"{CAPTION_PART}/{name}" if name else CAPTION_PART
 
 
@@ -40,74 +41,89 @@ def caption_arrays(spec: TextSpec) -> list[str]:
     return [*tokens, *([POOLED] if spec.pooled_width else ())]
 
 
-def place_captions(num_tokens: Sequence[int] | np.ndarray, shard_rows: int) -> np.ndarray:
+def place_captions(num_tokens: Sequence[int] | np.ndarray, shard_rows: int, first_row: int = 0) -> np.ndarray:
     """First row of each caption's tokens: consecutive, but no caption straddles two shards.
 
     A caption that does not fit into the rest of a shard starts the next one; the rows left over hold NaN.
 
     Args:
       num_tokens: of each caption, at least one and at most ``shard_rows``.
+      first_row: of the first caption, which begins a shard.
     Returns: (num_captions,) int64, mapped.
     """
     lengths = np.asarray(num_tokens, np.int64 if isinstance(num_tokens, Sequence) else None)
-    offsets = map_array(len(lengths), "int64", "places of captions")
-    first, row = 0, 0
+    starts = map_array(len(lengths), "int64", "places of captions")
+    first, row = 0, first_row
     while first < len(lengths):  # once a shard
         following = lengths[first : first + shard_rows]
         ends = np.cumsum(following, dtype=np.int64)
         count = int(np.searchsorted(ends, shard_rows, side="right"))
         assert count, f"a caption of {following[0]} tokens does not fit into a shard of {shard_rows}"
-        offsets[first : first + count] = row + ends[:count] - following[:count]
+        starts[first : first + count] = row + ends[:count] - following[:count]
         first, row = first + count, row + shard_rows
-    return offsets
+    return starts
+
+
+def num_stored_tokens(spec: TextSpec, num_tokens: pa.ChunkedArray) -> np.ndarray:
+    """(num_captions,) rows of each caption: its tokens, or max_tokens where the padding is stored too.
+
+    Args:
+      num_tokens: (num_captions,) from the captions table.
+    """
+    return np.full(len(num_tokens), spec.max_tokens, np.int32) if spec.full_length else num_tokens.to_numpy()
+
+
+def pooled_rows(spec: TextSpec, starts: np.ndarray) -> np.ndarray:
+    """Row of each caption's pooled vector, from its start: captions that have both are stored at full length."""
+    return starts // spec.max_tokens if spec.has_tokens else starts
 
 
 @dataclass(frozen=True)
 class CaptionLayout:
-    """The arrays of one text encoder in one revision.
+    """The captions that a revision adds to the arrays of one text encoder.
 
     Args:
-      prefix: of the revision's folder.
       name: of the text encoder; empty for that of ``[text]``.
-      num_tokens: (num_captions,) stored tokens of each caption that the revision adds.
+      num_tokens: (num_captions,) stored tokens of each caption.
       shard_mib: size at which a shard is full.
+      revision: that adds them.
+      first_caption: id of the first one.
+      before: arrays of earlier revisions, by path; empty if the text encoder is new.
     """
 
-    prefix: str
     name: str
     spec: TextSpec
     num_tokens: np.ndarray
     shard_mib: int
     codec: str
+    revision: int = 1
+    first_caption: int = 0
+    before: Mapping[str, ArrayLayout] = field(default_factory=dict)
 
     @property
     def folder(self) -> str:
         """Of the arrays, within the store."""
-        return self.prefix + caption_folder(self.name)
+        return caption_folder(self.name)
 
     @cached_property
-    def offsets(self) -> np.ndarray:
-        """(num_captions,) first row of each caption's tokens."""
-        return place_captions(self.num_tokens, self._shard_rows()[0])
+    def starts(self) -> np.ndarray:
+        """(num_captions,) first row of each caption's tokens; of pooled vectors alone, its row."""
+        if not self.spec.has_tokens:
+            return self._first_row(POOLED, self._pooled_rows()) + np.arange(len(self.num_tokens))
+        shard_rows = self._shard_rows()[0]
+        return place_captions(self.num_tokens, shard_rows, self._first_row(EMBEDDINGS, shard_rows))
 
     @cached_property
     def arrays(self) -> list[ArrayLayout]:
         """Arrays of which a task writes a shard: tokens (rows, D), for int8 scales (rows,), pooled (captions, P)."""
-        arrays = []
+        arrays, starts = [], self.starts
         if self.spec.has_tokens:
-            rows, sizes = int(self.offsets[-1] + self.num_tokens[-1]), self._shard_rows()
-            arrays = self._tokens(EMBEDDINGS, SCALES, rows, *sizes, self.codec)
+            sizes = self._shard_rows()
+            arrays = self._tokens(EMBEDDINGS, SCALES, int(starts[-1] + self.num_tokens[-1]), *sizes, self.codec)
         if self.spec.pooled_width:
-            count, shard_rows = len(self.num_tokens), self._pooled_rows()
-            arrays.append(self._pooled(POOLED, count, shard_rows, self.codec))
+            end = int(pooled_rows(self.spec, starts[-1:])[0]) + 1
+            arrays.append(self._pooled(POOLED, end, self._pooled_rows(), self.codec))
         return arrays
-
-    @cached_property
-    def index(self) -> list[ArrayLayout]:
-        """Arrays of the first row and the number of rows of each caption; none if only pooled vectors are stored."""
-        count = len(self.num_tokens)
-        paths = (OFFSETS, LENGTHS) if self.spec.has_tokens else ()
-        return [ArrayLayout(f"{self.folder}/{path}", (count,), "int64", count, count) for path in paths]
 
     @cached_property
     def null(self) -> list[ArrayLayout]:
@@ -120,31 +136,45 @@ class CaptionLayout:
         return arrays
 
     def captions_of(self, shard: int) -> range:
-        """Captions of a shard, counted within the revision."""
-        rows = self.arrays[0].rows_of(shard)
-        if not self.spec.has_tokens:
-            return rows
-        first, last = np.searchsorted(self.offsets, [rows.start, rows.stop])
+        """Captions of a shard, counted from the first one that the revision adds."""
+        array = self.arrays[0]
+        rows = range(shard * array.shard_rows, (shard + 1) * array.shard_rows)
+        first, last = np.searchsorted(self.starts, [rows.start, rows.stop])
         return range(int(first), int(last))
 
     def starts_of(self, caption: int) -> list[int]:
-        """First row of a caption in each of ``arrays``."""
-        tokens = int(self.offsets[caption]) if self.spec.has_tokens else 0
-        return [caption if array.path.endswith(f"/{POOLED}") else tokens for array in self.arrays]
+        """First row of a caption in each of ``arrays``; counted as of ``captions_of``."""
+        start = self.starts[caption : caption + 1]
+        pooled = int(pooled_rows(self.spec, start)[0])
+        return [pooled if array.path.endswith(f"/{POOLED}") else int(start[0]) for array in self.arrays]
+
+    def _first_row(self, name: str, shard_rows: int) -> int:
+        """First row that the revision adds to an array: its next shard."""
+        before = self.before.get(f"{self.folder}/{name}")
+        return -(-before.shape[0] // shard_rows) * shard_rows if before else 0
+
+    def _layout(
+        self, name: str, shape: tuple[int, ...], dtype: str, shard_rows: int, chunk_rows: int, codec: str
+    ) -> ArrayLayout:
+        """An array with the rows that the revision adds, after those of earlier ones."""
+        path = f"{self.folder}/{name}"
+        added = RowRange(self.revision, self._first_row(name, shard_rows), shape[0])
+        if before := self.before.get(path):
+            return before.grown(added)
+        return ArrayLayout(path, shape, dtype, shard_rows, chunk_rows, codec, (added,))
 
     def _tokens(
         self, tokens: str, scales: str, rows: int, shard_rows: int, chunk_rows: int, codec: str
     ) -> list[ArrayLayout]:
         sizes, dtype = (shard_rows, chunk_rows, codec), self.spec.dtype
-        layouts = [ArrayLayout(f"{self.folder}/{tokens}", (rows, self.spec.width), ON_DISK[dtype], *sizes)]
+        layouts = [self._layout(tokens, (rows, self.spec.width), ON_DISK[dtype], *sizes)]
         if dtype == "int8":
             # Sharded like the tokens: one task writes the same shard of both.
-            layouts.append(ArrayLayout(f"{self.folder}/{scales}", (rows,), "float32", *sizes))
+            layouts.append(self._layout(scales, (rows,), "float32", *sizes))
         return layouts
 
-    def _pooled(self, path: str, rows: int, shard_rows: int, codec: str) -> ArrayLayout:
-        dtype = ON_DISK[self.spec.pooled_dtype]
-        return ArrayLayout(f"{self.folder}/{path}", (rows, self.spec.pooled_width), dtype, shard_rows, 1, codec)
+    def _pooled(self, name: str, rows: int, shard_rows: int, codec: str) -> ArrayLayout:
+        return self._layout(name, (rows, self.spec.pooled_width), ON_DISK[self.spec.pooled_dtype], shard_rows, 1, codec)
 
     def _shard_rows(self) -> tuple[int, int]:
         """Rows of a shard and of an inner chunk of the tokens."""

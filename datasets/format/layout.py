@@ -1,36 +1,47 @@
 """The layout of a store: paths, arrays with their shard and chunk sizes, and the list of shard tasks. Pure functions.
 
-A store grows in revisions. The first is at the root, each later one in a folder of its own with the same layout, so
-files of an earlier revision never change.
+All revisions share the arrays at the root: a later one adds rows in shards of its own, or arrays. The manifest and the
+tables of each lie in a folder of its own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..disk.cached import cached_property
 from ..disk.hashing import canonical_json
-from .caption_layout import CAPTION_PART, NULL_PART, CaptionLayout, caption_arrays, caption_folder
-from .row_layout import LATENTS, bucket_part, row_arrays, row_layouts
+from .buckets import bucket_size
+from .caption_layout import (
+    CAPTION_PART,
+    NULL_EMBEDDING,
+    NULL_PART,
+    NULL_POOLED,
+    CaptionLayout,
+    caption_arrays,
+    caption_folder,
+)
+from .row_layout import BUCKETS, LATENTS, bucket_part, row_arrays, row_layouts, shard_rows_of
 from .schema import StoreSpec
-from .zarr_shard import ArrayLayout, pack_shard
+from .zarr_shard import ArrayLayout, RowRange
 
 MANIFEST = "manifest.json"
 GROUP = "zarr.json"
 RECORDS = "records.parquet"
 CAPTIONS = "captions.parquet"
-PLAN = "plan"
+SOURCES = "sources.parquet"
+LOCAL = "local.json"
+TWIN = "twin"  # folder of the second copy of a revision's files
+PLAN = "plan"  # folders that exist while a revision is made
 PLAN_FILE = "plan.json"
 COMMITS = "commits"
 REVISIONS = "revisions"
 LEASES = "leases"
-ADDED = "added"  # first folder of the parts that complete earlier revisions
 REMOTE_ABOUT = "about.json"  # next to the local part of a store at a URL
 # What a repository of a hub holds beside a store, and where a download of it keeps its own notes; not of the store.
 HUB_FILES = frozenset(["README.md", "contact-sheet.png", ".gitattributes"])
@@ -38,27 +49,24 @@ HUB_CACHE = ".cache/huggingface/"
 
 
 def revision_prefix(revision: int) -> str:
-    """Folder of a revision within the store, with a slash at its end; empty for the first."""
-    return "" if revision == 1 else f"{REVISIONS}/{revision:06d}/"
+    """Folder of a revision's tables within the store, with a slash at its end."""
+    return f"{REVISIONS}/{revision:06d}/"
 
 
-def revisions_with(root: Path, name: str, is_there: Callable[[Path], bool] = Path.is_file) -> list[int]:
-    """Revisions of a store that have a file, or a folder, in order."""
-    numbers = [1] if is_there(root / name) else []
-    for path in root.glob(f"{REVISIONS}/*/{name}"):
-        number = path.relative_to(root / REVISIONS).parts[0]
-        if (
-            re.fullmatch(r"[0-9]{6,9}", number)
-            and int(number) > 1
-            and path == root / revision_prefix(int(number)) / name
-            and is_there(path)
-        ):
-            numbers.append(int(number))
-    return sorted(numbers)
+def revision_of(path: str) -> int | None:
+    """The revision whose folder a path is in; None outside of these folders."""
+    match = re.match(rf"{REVISIONS}/([0-9]{{6,9}})/", path)
+    return int(match[1]) if match and int(match[1]) and path.startswith(revision_prefix(int(match[1]))) else None
+
+
+def revisions_with(root: Path, *names: str) -> list[int]:
+    """Revisions of a store that have one of some files, in order."""
+    paths = (path for name in names for path in root.glob(f"{REVISIONS}/*/{name}") if path.is_file())
+    return sorted({n for path in paths if (n := revision_of(path.relative_to(root).as_posix()))})
 
 
 def group_json(spec: StoreSpec) -> bytes:
-    """Metadata of a revision's root group."""
+    """Metadata of the store's root group."""
     attributes = {"leandit": spec.model_dump()}
     return canonical_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
 
@@ -66,6 +74,11 @@ def group_json(spec: StoreSpec) -> bytes:
 def commit_path(revision: int, part: str, shard: int) -> str:
     """Path of a shard task's commit record within the store."""
     return f"{revision_prefix(revision)}{COMMITS}/{part}/{shard:06d}.json"
+
+
+def rows_path(revision: int, part: str, shard: int) -> str:
+    """Path of the results of its rows, beside the commit record."""
+    return f"{revision_prefix(revision)}{COMMITS}/{part}/{shard:06d}.rows"
 
 
 Task = tuple[str, int]
@@ -77,7 +90,7 @@ class Part(NamedTuple):
 
     Args:
       name: of the part, a path.
-      revision: whose rows or captions it holds: an earlier one, if the part adds features to it.
+      shards: numbers of the shards that the revision writes, in order.
       captions: layout of a text encoder; None for pictures.
       is_null: it holds the null caption.
       bucket: of pictures; empty for captions.
@@ -86,7 +99,7 @@ class Part(NamedTuple):
     """
 
     name: str
-    revision: int
+    shards: Sequence[int]
     captions: CaptionLayout | None = None
     is_null: bool = False
     bucket: str = ""
@@ -102,99 +115,110 @@ class Part(NamedTuple):
     @property
     def tasks(self) -> list[Task]:
         """One for each shard."""
-        return [(self.name, shard) for shard in range(self.arrays[0].num_shards)]
-
-
-class Content(NamedTuple):
-    """Rows and captions of one revision, to which arrays are laid out.
-
-    Args:
-      revision: its number, from 1.
-      bucket_rows: rows of each bucket.
-      num_tokens: (num_captions,) stored tokens of each of its captions, by text encoder.
-      has_null: it has the null captions; later revisions of a stack use the first one's.
-      groups: of each bucket: "" for the latents, and names of features and companion pictures.
-    """
-
-    revision: int
-    bucket_rows: Mapping[str, int]
-    num_tokens: Mapping[str, np.ndarray]
-    has_null: bool
-    groups: Sequence[str] = ("",)
+        return [(self.name, shard) for shard in self.shards]
 
 
 @dataclass(frozen=True)
 class RevisionLayout:
-    """The layout of everything that one revision adds to a store.
+    """What one revision adds to a store: rows and captions to the arrays of the revision before, and new arrays.
+
+    Rows that a revision adds begin at the next shard, so shards never change. A new text encoder, feature or companion
+    picture has rows for all captions or records, earlier ones too.
 
     Args:
       spec: of the revision.
-      own: its own rows and captions.
-      added: earlier revisions that it completes by text encoders, features and pictures. Their arrays lie in the
-        folders of those revisions, as if they had always been there.
+      revision: its number, from 1.
+      new_rows: records that it adds to each bucket.
+      num_tokens: (num_captions,) stored tokens of all captions, by text encoder.
+      first_caption: id of the first caption that it adds.
+      before: arrays of the revision before, by path.
     """
 
     spec: StoreSpec
-    own: Content
-    added: Sequence[Content] = ()
-
-    @property
-    def revision(self) -> int:
-        """Number of the revision."""
-        return self.own.revision
-
-    @property
-    def prefix(self) -> str:
-        """Folder within the store, with a slash at its end; empty for the first revision."""
-        return revision_prefix(self.revision)
-
-    @property
-    def bucket_rows(self) -> Mapping[str, int]:
-        """Rows that it adds to each bucket."""
-        return self.own.bucket_rows
+    revision: int
+    new_rows: Mapping[str, int]
+    num_tokens: Mapping[str, np.ndarray]
+    first_caption: int = 0
+    before: Mapping[str, ArrayLayout] = field(default_factory=dict)
 
     @cached_property
     def parts(self) -> dict[str, Part]:
         """All parts by name, in the order in which they are done: one text encoder after the other, then pictures."""
-        parts = []
-        for content in (self.own, *self.added):
-            place = "" if content is self.own else f"{ADDED}/{content.revision:06d}/"
-            prefix = revision_prefix(content.revision)
-            for name, num_tokens in content.num_tokens.items():
-                spec = self.spec.text_encoder_of(name).spec
-                layout = CaptionLayout(prefix, name, spec, num_tokens, self.spec.shard_mib, self.spec.codec)
-                suffix = f"/{name}" if name else ""
-                if content.has_null:
-                    parts.append(Part(f"{place}{NULL_PART}{suffix}", content.revision, layout, is_null=True))
-                if len(num_tokens):
-                    parts.append(Part(f"{place}{CAPTION_PART}{suffix}", content.revision, layout))
-        order = {one.name: i for i, one in enumerate(self.spec.text_encoders)}
-        parts.sort(key=lambda part: order[part.captions.name] if part.captions else 0)
-        for content in (self.own, *self.added):
-            place = "" if content is self.own else f"{ADDED}/{content.revision:06d}/"
-            for bucket, rows in content.bucket_rows.items() if content.groups else ():
-                groups = row_layouts(self.spec, bucket, rows, content.groups, prefix=revision_prefix(content.revision))
-                parts.append(Part(place + bucket_part(bucket), content.revision, bucket=bucket, groups=groups))
+        parts = [part for one in self.spec.text_encoders for part in self._caption_parts(one.name)]
+        parts += [part for bucket in self._buckets for part in self._bucket_parts(bucket)]
         return {part.name: part for part in parts}
+
+    def _caption_parts(self, name: str) -> Iterator[Part]:
+        """Of one text encoder: those of all captions and the null one if it is new, else of the captions added."""
+        spec, suffix = self.spec.text_encoder_of(name).spec, f"/{name}" if name else ""
+        is_known = any(f"{caption_folder(name)}/{null}" in self.before for null in (NULL_EMBEDDING, NULL_POOLED))
+        first = self.first_caption if is_known else 0
+        counts = self.num_tokens[name][first:]
+        layout = CaptionLayout(
+            name, spec, counts, self.spec.shard_mib, self.spec.codec, self.revision, first, self.before
+        )
+        if not is_known:
+            yield Part(NULL_PART + suffix, [0], layout, is_null=True)
+        if len(counts):
+            yield Part(CAPTION_PART + suffix, _new_shards(layout.arrays[0], self.revision), layout)
+
+    @property
+    def _buckets(self) -> list[str]:
+        """Of the revision before, and new ones, in order of their size."""
+        return sorted({*buckets_of(self.before), *self.new_rows}, key=bucket_size)
+
+    def _bucket_parts(self, bucket: str) -> Iterator[Part]:
+        """Parts of a bucket: groups that began in one revision have the same shards, and are encoded together."""
+        began: dict[int, list[str]] = {}
+        for group in (LATENTS, *self.spec.groups):
+            known = self.before.get(f"{bucket_part(bucket)}/{next(iter(row_arrays(self.spec, bucket, group)))}")
+            began.setdefault(known.row_ranges[0].revision if known else self.revision, []).append(group)
+        ranges = self.ranges_of(bucket)
+        for revision, groups in sorted(began.items()):
+            shard_rows = self._shard_rows(bucket, groups)
+            of_groups = [RowRange(max(one.revision, revision), one.first, one.end) for one in ranges]
+            layouts = row_layouts(self.spec, bucket, groups, of_groups, shard_rows)
+            name = bucket_part(bucket) + (f"/{groups[0]}" if groups[0] else "")
+            if shards := _new_shards(layouts[groups[0]][0], self.revision):
+                yield Part(name, shards, bucket=bucket, groups=layouts)
+
+    def _shard_rows(self, bucket: str, groups: Sequence[str]) -> int:
+        """Rows of a shard of some groups: as they have them, else as many as fit, at most those of the latents."""
+        first, latents = (
+            self.before.get(f"{bucket_part(bucket)}/{next(iter(row_arrays(self.spec, bucket, group)))}")
+            for group in (groups[0], LATENTS)
+        )
+        if first:
+            return first.shard_rows
+        fitting = shard_rows_of(self.spec, bucket, groups)
+        return min(fitting, latents.shard_rows) if latents else fitting
+
+    def ranges_of(self, bucket: str) -> list[RowRange]:
+        """Rows of the latents of a bucket that each revision added."""
+        latents = self.before.get(f"{bucket_part(bucket)}/{self.spec.latent.array}")
+        ranges = list(latents.row_ranges) if latents else []
+        if count := self.new_rows.get(bucket):
+            first = self.first_row(bucket)
+            ranges.append(RowRange(self.revision, first, first + count))
+        return ranges
+
+    def first_row(self, bucket: str) -> int:
+        """First row that the revision adds to a bucket, as ``next_row``."""
+        return next_row(self.spec, bucket, self.before)
 
     @cached_property
     def arrays(self) -> dict[str, ArrayLayout]:
-        """All arrays, by their path within the store."""
-        layouts = [layout for part in self.parts.values() for layout in part.arrays]
-        layouts += [layout for captions in self._indexed for layout in captions.index]
-        return {layout.path: layout for layout in layouts}
-
-    @property
-    def _indexed(self) -> list[CaptionLayout]:
-        """Layouts of captions that have an index."""
-        return [part.captions for part in self.parts.values() if part.captions and not part.is_null]
+        """All arrays of the store with this revision, by their path."""
+        return {**self.before, **{layout.path: layout for part in self.parts.values() for layout in part.arrays}}
 
     def task_of(self, path: str) -> Task | None:
-        """The task that writes a file; None if it is no shard of a part of this revision."""
+        """The task that writes a file; None if it is no shard that this revision writes."""
         array, _, key = path.partition("/c/")
-        if array not in self._part_names or not (number := key.partition("/")[0]).isdecimal():
+        number = key.partition("/")[0]
+        if array not in self._part_names or not number.isdecimal():
             return None
-        return self._part_names[array], int(number)
+        part = self.parts[self._part_names[array]]
+        return (part.name, int(number)) if int(number) in part.shards else None
 
     @cached_property
     def _part_names(self) -> dict[str, str]:
@@ -219,8 +243,15 @@ class RevisionLayout:
         """Rows of the part's arrays that a task writes."""
         return self.part_arrays(part)[0].rows_of(shard)
 
+    def counted_rows(self, part: str, shard: int) -> range:
+        """Rows of a task of pictures as far as none before it in the revision has their records: to count each once."""
+        rows, one = self.rows_of(part, shard), self.parts[part]
+        if LATENTS in one.groups:
+            return rows
+        return range(rows.start, max(rows.start, min(rows.stop, self.first_row(one.bucket))))
+
     def captions_of(self, part: str, shard: int) -> range:
-        """Captions of a shard of a text encoder, counted within the revision whose captions they are."""
+        """Captions of a shard of a text encoder, counted from the first one that its part has."""
         captions = self.parts[part].captions
         assert captions is not None, "only parts of captions have captions"
         return captions.captions_of(shard)
@@ -232,23 +263,39 @@ class RevisionLayout:
             return 1
         return len(self.captions_of(part, shard) if one.captions else self.rows_of(part, shard))
 
-    def static_files(self) -> dict[str, bytes]:
-        """Files that follow from the plan alone: the metadata of all groups and arrays, and the caption indexes."""
-        group: dict[str, Any] = {"zarr_format": 3, "node_type": "group"}
-        files = {self.prefix + GROUP: group_json(self.spec)}
-        paths = {REVISIONS} if self.prefix else set()
-        for array in self.arrays:  # every folder between the root group of its revision and an array is a group
-            folders = array.split("/")[:-1]
-            depth = 2 if folders[0] == REVISIONS else 0
-            paths |= {"/".join(folders[:end]) for end in range(depth + 1, len(folders) + 1)}
-        files |= {f"{path}/{GROUP}": canonical_json(group | {"attributes": {}}) for path in sorted(paths)}
-        for path, layout in self.arrays.items():
-            files[f"{path}/{GROUP}"] = canonical_json(layout.metadata())
-        for captions in self._indexed:
-            if captions.index:
-                for layout, values in zip(captions.index, (captions.offsets, captions.num_tokens), strict=True):
-                    files[layout.shard_path(0)] = b"".join(pack_shard(layout, values))
-        return files
+
+def buckets_of(arrays: Iterable[str]) -> set[str]:
+    """Buckets that have one of some arrays, which are named by their paths."""
+    return {path.split("/")[1] for path in arrays if path.startswith(f"{BUCKETS}/")}
+
+
+def next_row(spec: StoreSpec, bucket: str, arrays: Mapping[str, ArrayLayout]) -> int:
+    """First row that the next revision adds to a bucket: the next shard of the latents; 0 for a new bucket."""
+    latents = arrays.get(f"{bucket_part(bucket)}/{spec.latent.array}")
+    return -(-latents.shape[0] // latents.shard_rows) * latents.shard_rows if latents else 0
+
+
+def _new_shards(array: ArrayLayout, revision: int) -> list[int]:
+    """Numbers of the shards that a revision adds to an array."""
+    added = [one for one in array.row_ranges if one.revision == revision]
+    return [n for _, first, end in added for n in range(first // array.shard_rows, -(-end // array.shard_rows))]
+
+
+def zarr_files(spec: StoreSpec, arrays: Iterable[ArrayLayout]) -> dict[str, bytes]:
+    """Content of every ``zarr.json`` by path: it follows from the spec and the arrays of a store.
+
+    leandit reads none of them: they are for zarr-python, tensorstore and other readers.
+    """
+    files = {GROUP: group_json(spec), f"{REVISIONS}/{GROUP}": EMPTY_GROUP}
+    for layout in arrays:  # every folder between the root and an array is a group
+        folders = layout.path.split("/")
+        for end in range(1, len(folders)):
+            files["/".join([*folders[:end], GROUP])] = EMPTY_GROUP
+        files[f"{layout.path}/{GROUP}"] = canonical_json(layout.metadata())
+    return files
+
+
+EMPTY_GROUP = canonical_json({"zarr_format": 3, "node_type": "group", "attributes": {}})
 
 
 def sharing_checksums(spec: StoreSpec, path: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The arrays of one bucket in one revision: latents, features and companion pictures of its records. Pure functions."""
+"""The arrays of one bucket: latents, features and companion pictures of its records. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 from .buckets import bucket_size
 from .caption_layout import MAX_SHARD_ROWS
 from .schema import FeatureSpec, PictureSpec, StoreSpec
-from .zarr_shard import ArrayLayout
+from .zarr_shard import ArrayLayout, RowRange
 
+BUCKETS = "buckets"  # folder of all buckets
 LATENTS = ""  # the group of the latents, which every record has
 FEATURES, PICTURES = "features", "pictures"  # folders of the other groups
 MASK = "mask"  # array of a companion that is a mask
@@ -19,7 +20,7 @@ FLIP = "_flip"  # suffix of the arrays of flipped pictures
 
 def bucket_part(bucket: str) -> str:
     """Name of the part, and folder, of a bucket."""
-    return f"buckets/{bucket}"
+    return f"{BUCKETS}/{bucket}"
 
 
 def latent_shape(spec: StoreSpec, bucket: str) -> tuple[int, int, int]:
@@ -70,25 +71,32 @@ def row_arrays(spec: StoreSpec, bucket: str, group: str) -> dict[str, tuple[tupl
     return {**arrays, **flipped}
 
 
+def shard_rows_of(spec: StoreSpec, bucket: str, groups: Sequence[str]) -> int:
+    """Rows of a shard of groups that are written together: as many as fit ``shard_mib`` in the largest array.
+
+    A power of two, at most MAX_SHARD_ROWS: what a later revision adds begins at a shard in every array of the bucket.
+    """
+    largest = max(_row_bytes(*row) for group in groups for row in row_arrays(spec, bucket, group).values())
+    fitting = max(1, min(MAX_SHARD_ROWS, (spec.shard_mib << 20) // largest))
+    return 1 << (fitting.bit_length() - 1)
+
+
 def row_layouts(
-    spec: StoreSpec, bucket: str, num_rows: int, groups: Sequence[str], *, prefix: str = ""
+    spec: StoreSpec, bucket: str, groups: Sequence[str], ranges: Sequence[RowRange], shard_rows: int
 ) -> dict[str, list[ArrayLayout]]:
-    """Arrays of one bucket by group. All have the same rows and shards; the largest array decides the shards' size.
+    """Arrays of one bucket by group, with the same rows and shards.
 
     Args:
       groups: LATENTS and names of features and pictures.
-      prefix: of the revision's folder.
+      ranges: as of ``ArrayLayout``.
     """
-    arrays = {group: row_arrays(spec, bucket, group) for group in groups}
-    largest = max(_row_bytes(*row) for of_group in arrays.values() for row in of_group.values())
-    shard_rows = max(1, min(MAX_SHARD_ROWS, (spec.shard_mib << 20) // largest))
-    folder = f"{prefix}{bucket_part(bucket)}"
+    folder, end = bucket_part(bucket), ranges[-1].end
     return {
         group: [
-            ArrayLayout(f"{folder}/{path}", (num_rows, *shape), dtype, shard_rows, codec=spec.codec)
-            for path, (shape, dtype) in of_group.items()
+            ArrayLayout(f"{folder}/{path}", (end, *shape), dtype, shard_rows, codec=spec.codec, ranges=tuple(ranges))
+            for path, (shape, dtype) in row_arrays(spec, bucket, group).items()
         ]
-        for group, of_group in arrays.items()
+        for group in groups
     }
 
 

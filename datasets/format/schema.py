@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ..disk.hashing import sha256_of
 from .buckets import NO_EXIF
+from .zarr_shard import ArrayLayout, RowRange
 
 FORMAT_VERSION = 1
 FALLBACK = "^(batch:[1-9][0-9]{0,6}|float32|batch:[1-9][0-9]{0,6},float32)$"  # values of ``Fallback.how``
@@ -23,6 +23,7 @@ POSTERIORS = ("mean_logvar", "mean_std")  # kinds of latents that are drawn when
 # Stores are not trusted. These limits are far beyond any encoder, and keep products small.
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
 Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]  # the range of a float32 column
+Revision = Annotated[int, Field(ge=1, le=999_999_999)]
 Side = Annotated[int, Field(ge=1, le=1 << 20)]
 Dtype = Annotated[str, Field(pattern=r"^float(16|32)$")]
 Name = Annotated[
@@ -39,7 +40,7 @@ class _Model(BaseModel):
 
 
 def _left_out_where_absent(*names: str) -> Any:
-    """A serializer that omits fields that have their default, as in stores of earlier releases."""
+    """A serializer that omits fields that have their default."""
 
     def serialised(self: _Model, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values = serialise(self)
@@ -60,9 +61,7 @@ class EncoderIdentity(_Model):
     tokenizer_sha256: str | None
     dtype: str
     libraries: dict[str, str]
-    tokenizer_files_sha256: str | None = None  # of the files of the tokenizer; absent in stores of earlier releases
-
-    _without_absent = _left_out_where_absent("tokenizer_files_sha256")
+    tokenizer_files_sha256: str | None = None  # of the files of the tokenizer; no part of the fingerprint
 
 
 class ImageSpec(_Model):
@@ -358,132 +357,131 @@ class LatentStatistics(_Model):
     channel_std: list[Annotated[float, Field(ge=0, le=3.4e38)]]
 
 
-class FeatureRows(_Model):
-    """Rows of one feature or companion picture in a shard: a checksum for each, "" where rejected.
+class CommitRecord(_Model):
+    """One written shard: its files, and the rows that were not stored as planned.
 
-    Args:
-      min_cosines, max_errors: of narrowed tokens; empty for a picture.
-      source_checksums: of the files of a companion picture; empty for a feature.
+    Written after all files of its task; it exists until the revision is sealed.
     """
 
-    checksums: list[str]
-    min_cosines: list[Float32] = []
-    max_errors: list[Float32] = []
-    source_checksums: list[str] = []
-
-    _without_absent = _left_out_where_absent("min_cosines", "max_errors", "source_checksums")
-
-
-class CommitRecord(_Model):
-    """The rows of one shard and their files; written after all files of its task."""
-
     format_version: int
-    fingerprint: str
     plan: str  # hash of the frozen plan, which names the revision
     part: str  # "buckets/HxW", "captions" or "null_caption"
     shard: int
-    files: list[FileEntry]
-    checksums: list[str]  # 16 hex digits per row (or caption) of the shard; "" where rejected
-    min_cosines: list[Float32] = []  # of the shard's captions, as in captions.parquet; empty where nothing was narrowed
-    max_errors: list[Float32] = []
-    source_checksums: list[str]  # the same of the pictures' files, or of what was imported; empty for captions
+    files: list[FileEntry]  # shards of each array, then the results of its rows (ROW_RESULTS)
     rejects: list[Reject]
     fallbacks: list[Fallback]
-    features: dict[Name, FeatureRows] = {}  # and companion pictures; absent if the shard has none
-    statistics: LatentStatistics | None = None  # of its latents; absent without latents, and in earlier releases
+    statistics: LatentStatistics | None = None  # of its latents; absent without latents
     record_hash: str
 
-    _without_absent = _left_out_where_absent("features", "statistics")
+    _without_absent = _left_out_where_absent("statistics")
 
     def with_hash(self) -> CommitRecord:
         """The record with the hash of all other fields, which detects flipped bits."""
         return self.model_copy(update={"record_hash": sha256_of(self.model_dump(exclude={"record_hash"}))})
 
 
+class ArrayEntry(_Model):
+    """One array of a store; the fields are those of ``ArrayLayout``.
+
+    Args:
+      ranges: of its rows: the revision that added them, the first, and the one behind the last.
+    """
+
+    path: StorePath
+    shape: Annotated[list[Count], Field(min_length=1, max_length=4)]
+    dtype: Literal["float16", "float32", "uint16", "int8", "uint8"]
+    shard_rows: Annotated[int, Field(ge=1, le=1 << 40)]
+    chunk_rows: Annotated[int, Field(ge=1, le=1 << 40)]
+    codec: Literal["none", "zstd"]
+    ranges: Annotated[list[tuple[Revision, Count, Count]], Field(min_length=1)]
+
+    @classmethod
+    def of(cls, layout: ArrayLayout) -> ArrayEntry:
+        """The entry of an array."""
+        values = {name: getattr(layout, name) for name in cls.model_fields}
+        return cls.model_validate(values | {"shape": list(layout.shape), "ranges": list(layout.row_ranges)})
+
+    def layout(self) -> ArrayLayout:
+        """The array."""
+        values = self.model_dump() | {
+            "shape": tuple(self.shape),
+            "ranges": tuple(RowRange(*one) for one in self.ranges),
+        }
+        return ArrayLayout(**values)
+
+
 class Manifest(_Model):
     """The sorted merge of all commit records, through which readers open a revision."""
 
     format_version: int
-    revision: Annotated[int, Field(ge=1, le=999_999_999)]
+    revision: Revision
     base: str  # root hash of the revision before, "" for the first
-    stack: list[int]  # revisions whose arrays this one reads, itself included
-    copies: bool  # its rows were copied from the base, not encoded
+    copies: bool  # its rows were copied from the base, a revision of another store, not encoded
     fingerprint: str
-    plan: str
+    spec: StoreSpec  # without what differs between machines (``LocalFile``)
     num_planned: Count
     num_stored: Count
     num_rejected: Count
     buckets: dict[BucketName, Count]  # stored records per bucket
     num_captions: Count
     num_caption_tokens: Count
+    arrays: list[ArrayEntry]
     files: list[FileEntry]
     root_hash: str
     self_check: SelfCheck | None = None  # absent without one
-    statistics: LatentStatistics | None = None  # of all latents in the stack; absent if some shards have none
+    statistics: LatentStatistics | None = None  # of all latents; absent if some shards have none
 
     _without_absent = _left_out_where_absent("self_check", "statistics")
 
-    @model_validator(mode="after")
-    def _ends_its_stack(self) -> Manifest:
-        if not is_stack(self.stack, self.revision) or self.stack[-1:] != [self.revision]:
-            raise ValueError("the stack is not a list of revisions, in order, that ends with this one")
-        return self
+    def layouts(self) -> dict[str, ArrayLayout]:
+        """All arrays by path."""
+        return {entry.path: entry.layout() for entry in self.arrays}
 
 
-class Addition(_Model):
-    """What a later revision adds to the rows and captions of an earlier one.
+class Origin(_Model):
+    """Where an encoder was loaded from: a folder, relative to the store or absolute, or a hub id with its revision."""
+
+    model: str
+    revision: str | None
+
+
+class LocalFile(_Model):
+    """``local.json``: what differs between machines that make the same store, in no hash.
 
     Args:
-      revision: the earlier one, in whose folder the new arrays lie.
-      buckets: rows of its buckets; empty if no feature or picture is added.
-      texts, features, pictures: names of what is added; a text encoder's is empty for ``[text]``.
-      has_null: it has the null captions.
+      origins: of the encoders, by the section of the recipe: "vae", "text", "text.NAME" or "features.NAME".
+      recipe: resolved, with the paths of encoders as a store names them.
+      listing: hash of the source's listing (keys, sizes, times), to detect changes of the source.
+      plan: hash of the plan, which commit records named.
+      planned_at: when it was frozen, in seconds since 1970.
+      sources: size and hash of the table of the images' places, which has times.
     """
 
-    revision: Annotated[int, Field(ge=1, le=999_999_999)]
-    buckets: dict[BucketName, Count]
-    texts: list[Name | Literal[""]]
-    features: list[Name]
-    has_null: bool
-    pictures: list[Name] = []  # absent if there are none
+    leandit_version: str
+    origins: dict[str, Origin]
+    recipe: dict[str, Any]
+    listing: str
+    plan: str
+    planned_at: float
+    sources: FileEntry
+    sha256: str  # of all the rest
 
-    @property
-    def groups(self) -> list[str]:
-        """Features and pictures: what is added to rows."""
-        return [*self.features, *self.pictures]
-
-    _without_absent = _left_out_where_absent("pictures")
+    def with_hash(self) -> LocalFile:
+        """The file with the hash of all other fields."""
+        return self.model_copy(update={"sha256": sha256_of(self.model_dump(exclude={"sha256"}))})
 
 
 class PlanFile(_Model):
     """``plan/plan.json``: the frozen plan of a revision, without its tables."""
 
     format_version: int
-    revision: Annotated[int, Field(ge=1, le=999_999_999)]
+    revision: Revision
     base: str
-    stack: list[int]
-    carried: list[FileEntry]
     copies: bool
     listing: str
     plan: str
-    added: list[Addition] = []  # absent if nothing is added to earlier revisions
     spec: StoreSpec
     files: Annotated[list[FileEntry], Field(min_length=2, max_length=2)]
     self_check: SelfCheck | None = None  # absent without one
-    statistics: LatentStatistics | None = None  # of the stack; absent without one, or if some shards have none
 
-    _without_absent = _left_out_where_absent("added", "self_check", "statistics")
-
-    @model_validator(mode="after")
-    def _follows_its_stack(self) -> PlanFile:
-        if not is_stack(self.stack, self.revision - 1):
-            raise ValueError("the stack is not a list of earlier revisions, in order")
-        if not {addition.revision for addition in self.added} <= set(self.stack):
-            raise ValueError("it adds to revisions that it does not stack")
-        return self
-
-
-def is_stack(stack: list[int], last: int) -> bool:
-    """Revisions in order, each once, from 1 on and none after ``last``."""
-    ends = [0, *stack, last + 1]
-    return all(before < after for before, after in pairwise(ends))
+    _without_absent = _left_out_where_absent("self_check")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import pyarrow as pa
 
 from .schema import StoreSpec
@@ -34,9 +35,9 @@ REJECT_REASONS = {
 RECORDS_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
-        ("revision", pa.int32()),  # that encoded or rejected it, and whose arrays have the row
+        ("revision", pa.int32()),  # that encoded or rejected it
         ("bucket", pa.string()),  # "HxW" in pixels; null if the record was rejected at scan
-        ("row", pa.int64()),  # row of the revision's arrays of the bucket; -1 if rejected at scan
+        ("row", pa.int64()),  # of the arrays of the bucket; -1 if rejected at scan
         ("label", pa.int64()),  # class index, -1 for none
         ("caption_ids", pa.list_(pa.int32())),
         ("height_px", pa.int32()),  # of the source picture, upright
@@ -69,9 +70,10 @@ PLAN_SCHEMA = pa.schema(  # of the records table of a plan
 CAPTIONS_SCHEMA = pa.schema(
     [
         ("text", pa.string()),
-        ("revision", pa.int32()),  # whose arrays have its tokens
+        ("revision", pa.int32()),  # that added it
         ("num_tokens", pa.int32()),  # by the tokenizer, at most max_tokens
         ("truncated", pa.bool_()),  # the caption had more tokens than max_tokens
+        ("start", pa.int64()),  # first row of its tokens; of pooled vectors alone, its row; null in a plan
         ("checksum", pa.uint64()),  # XXH3-64 of its rows in each caption array, in order
         ("min_cosine", pa.float32()),  # smallest between a token and its stored form; null if stored exactly
         ("max_error", pa.float32()),  # largest absolute difference of the same; null likewise
@@ -79,10 +81,22 @@ CAPTIONS_SCHEMA = pa.schema(
 )
 CAPTION_RESULTS = ("checksum", "min_cosine", "max_error")  # columns that encoding fills in
 CAPTION_COUNTS = ("num_tokens", "truncated")  # columns of a text encoder that planning fills in
-
+CAPTION_START = "start"  # column that the layout fills in
 
 PICTURE_RESULTS = ("checksum", "source_checksum")  # columns of a companion picture, as those of the record itself
 PLACES = ("source_path", "source_offset", "source_bytes", "source_mtime_ns")  # columns of a plan: of a picture's file
+
+# Results of one row of one group of arrays, in the binary files beside commit records.
+ROW_RESULTS = np.dtype(
+    [
+        ("state", "u1"),  # of ROW_STATES
+        ("checksum", "<u8"),  # XXH3-64 of its row in each array of the group, in order
+        ("source_checksum", "<u8"),  # XXH3-64 of the picture's file; 0 if it has none
+        ("min_cosine", "<f4"),  # NaN if it was not narrowed
+        ("max_error", "<f4"),
+    ]
+)
+EMPTY, STORED, REJECTED = 0, 1, 2  # states: no record has the row; its results count; a reject names it
 
 
 def suffixes(spec: StoreSpec) -> dict[str, str]:
@@ -104,6 +118,12 @@ def plan_schema(spec: StoreSpec) -> pa.Schema:
     return _with_groups(PLAN_SCHEMA, spec, (*PICTURE_RESULTS, *PLACES))
 
 
+def sources_schema(spec: StoreSpec) -> pa.Schema:
+    """PLACES of each record's picture, then those of its companions: what a plan has beyond the records table."""
+    schema = plan_schema(spec)
+    return pa.schema([schema.field(name) for name in [*PLACES, *(name for one in place_columns(spec) for name in one)]])
+
+
 def place_columns(spec: StoreSpec) -> list[list[str]]:
     """The PLACES of each companion picture, by their names in a plan."""
     return [[f"{name}_{one.name}" for name in PLACES] for one in spec.pictures]
@@ -116,7 +136,7 @@ def captions_schema(spec: StoreSpec) -> pa.Schema:
 
 def captions_schema_of(further: Iterable[str]) -> pa.Schema:
     """As ``captions_schema``, from the suffixes of all text encoders but the first."""
-    return _with_columns(CAPTIONS_SCHEMA, (*CAPTION_COUNTS, *CAPTION_RESULTS), further)
+    return _with_columns(CAPTIONS_SCHEMA, (*CAPTION_COUNTS, CAPTION_START, *CAPTION_RESULTS), further)
 
 
 def _with_groups(schema: pa.Schema, spec: StoreSpec, of_pictures: Iterable[str]) -> pa.Schema:

@@ -15,12 +15,18 @@ import pyarrow.parquet as pq
 from ..disk.spill import BATCH_ROWS, map_table, map_written, one_chunk
 from ..errors import DamageError, RecipeError
 from .buckets import bucket_size
-from .layout import CAPTIONS, RECORDS
+from .layout import CAPTIONS, RECORDS, SOURCES
 from .schema import FALLBACK, StoreSpec
-from .table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA, suffixes
+from .table_schemas import CAPTIONS_SCHEMA, PLACES, PLAN_SCHEMA, RECORDS_SCHEMA, suffixes
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
+# First columns of each table, by the name of its file.
+SCHEMAS = {
+    RECORDS: RECORDS_SCHEMA,
+    CAPTIONS: CAPTIONS_SCHEMA,
+    SOURCES: pa.schema([PLAN_SCHEMA.field(name) for name in PLACES]),
+}
 MAX_LABEL = 1 << 31
 # Limits per byte of a file, far beyond any of ours: a stored record has 16 bytes of incompressible checksums.
 MAX_ROWS_PER_BYTE, MAX_VALUES_PER_BYTE, MAX_TEXT_PER_BYTE = 4, 16, 256
@@ -62,7 +68,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
       columns: only these, with texts as dictionaries; None for all.
     Raises: DamageError: not Parquet, wrong columns, or more values than the file can hold.
     """
-    wanted = {RECORDS: RECORDS_SCHEMA, CAPTIONS: CAPTIONS_SCHEMA}[path.name]
+    wanted = SCHEMAS[path.name]
     try:
         # Arrow's memory, not Python's: an Arrow thread may free it at process exit, where taking Python's lock would
         # abort a command that has succeeded.
@@ -86,7 +92,7 @@ def map_plan_table(path: Path) -> pa.Table:
 
     Raises: as ``read_table``; ResourceError: the folder for temporary files is full.
     """
-    wanted = {RECORDS: RECORDS_SCHEMA, CAPTIONS: CAPTIONS_SCHEMA}[path.name]
+    wanted = SCHEMAS[path.name]
     try:
         with pa.OSFile(str(path)) as file:
             _check_parquet(file, wanted, expand=True)

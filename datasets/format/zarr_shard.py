@@ -8,20 +8,18 @@ uncompressed shard is therefore one contiguous array, and is read by memory map 
 from __future__ import annotations
 
 import math
-import reprlib
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numcodecs
 import numpy as np
 
-from ..errors import DamageError
+from ..disk.cached import cached_property
 from .token_dtypes import BFLOAT16_NAN
 
 ABSENT = 2**64 - 1  # offset and length of a chunk that is not there (Zarr v3, sharding codec, "binary shard format")
 CRC_BYTES = 4
-DTYPES = ("float16", "float32", "int64", "uint16", "int8", "uint8")
 # Limits for untrusted stores: a decoded chunk takes memory, mapped rows do not.
 MAX_DECODED_BYTES = 1 << 28
 MAX_MAPPED = 1 << 40  # rows of an array, bytes of a chunk
@@ -33,16 +31,27 @@ CODECS: dict[str, tuple[dict[str, Any], Any] | None] = {
 }
 
 
+class RowRange(NamedTuple):
+    """Rows of an array that one revision added: the first, and the one behind the last."""
+
+    revision: int
+    first: int
+    end: int
+
+
 @dataclass(frozen=True)
 class ArrayLayout:
     """Shape, dtype, shards and codec of a stored array.
 
     Args:
       path: of the array's folder within the store.
-      shape: (rows, ...).
-      dtype: numpy name, little-endian on disk: one of DTYPES. "uint16" holds the bits of bfloat16 numbers.
+      shape: (rows, ...), gaps included.
+      dtype: numpy name, little-endian on disk. "uint16" holds the bits of bfloat16 numbers.
       shard_rows, chunk_rows: rows in a shard and in an inner chunk; the first is a multiple of the second.
       codec: a key of CODECS.
+      ranges: rows that each revision added, in order; empty for all rows in revision 1. The first begins at row 0, each
+        other one at a shard, so shards never change when an array grows; rows between two ranges do not exist. A
+        revision that adds an array to earlier rows has several.
     """
 
     path: str
@@ -51,11 +60,34 @@ class ArrayLayout:
     shard_rows: int
     chunk_rows: int = 1
     codec: str = "none"
+    ranges: tuple[RowRange, ...] = ()
+
+    @property
+    def row_ranges(self) -> tuple[RowRange, ...]:
+        """``ranges``, or the one of all rows."""
+        return self.ranges or (RowRange(1, 0, self.shape[0]),)
+
+    @cached_property
+    def shards(self) -> np.ndarray:
+        """(S,) int64 numbers of the shard files, in order."""
+        numbers = [np.arange(first // self.shard_rows, -(-end // self.shard_rows)) for _, first, end in self.row_ranges]
+        return np.concatenate(numbers).astype(np.int64)
 
     @property
     def num_shards(self) -> int:
         """Number of shard files."""
-        return math.ceil(self.shape[0] / self.shard_rows)
+        return sum(-(-end // self.shard_rows) - first // self.shard_rows for _, first, end in self.row_ranges)
+
+    def grown(self, added: RowRange) -> ArrayLayout:
+        """The array with a further range of rows."""
+        return replace(self, shape=(added.end, *self.shape[1:]), ranges=(*self.row_ranges, added))
+
+    def has_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Whether rows lie in one of the ranges, elementwise."""
+        inside = np.zeros(rows.shape, bool)
+        for _, first, end in self.row_ranges:
+            inside |= (rows >= first) & (rows < end)
+        return inside
 
     @property
     def chunk_bytes(self) -> int:
@@ -81,7 +113,9 @@ class ArrayLayout:
 
     def rows_of(self, shard: int) -> range:
         """Rows of the array that the shard holds."""
-        return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.shape[0]))
+        start = shard * self.shard_rows
+        end = next((end for _, first, end in self.row_ranges if first <= start < end), start)
+        return range(start, min(start + self.shard_rows, end))
 
     def shard_path(self, shard: int) -> str:
         """Path of the shard file within the store (Zarr's default chunk keys)."""
@@ -122,41 +156,25 @@ class ArrayLayout:
             "storage_transformers": [],
         }
 
-    @classmethod
-    def from_metadata(cls, path: str, metadata: dict[str, Any]) -> ArrayLayout:
-        """Read a ``zarr.json`` that ``metadata`` wrote.
+    def problem(self) -> str:
+        """Describe what no array of ours has, such as ranges that overlap; "" if there is nothing.
 
-        Raises: DamageError: leandit does not write such arrays, so the shards cannot be mapped.
+        Stores are not trusted: a mapped shard of a wrong size would end the process, a large chunk fill its memory.
         """
-        known = False
-        try:
-            shape = tuple(metadata["shape"])
-            sharding = metadata["codecs"][0]["configuration"]
-            codec = "zstd" if len(sharding["codecs"]) > 1 else "none"
-            layout = cls(
-                path=path,
-                shape=shape,
-                dtype=metadata["data_type"],
-                shard_rows=metadata["chunk_grid"]["configuration"]["chunk_shape"][0],
-                chunk_rows=sharding["chunk_shape"][0],
-                codec=codec,
-            )
-            known = layout.dtype in DTYPES and layout._is_possible() and layout.metadata() == metadata
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            reason = reprlib.repr(error)
-            raise DamageError(f"array '{path}': zarr.json is not one that leandit writes ({reason}).") from error
-        if not known:
-            raise DamageError(f"array '{path}': zarr.json is not one that leandit writes; open it with zarr instead.")
-        return layout
-
-    def _is_possible(self) -> bool:
-        """Whether its numbers are positive integers (1.0 and true equal 1 too) and the size of a decoded chunk is
-        bounded."""
         numbers = (*self.shape, self.shard_rows, self.chunk_rows)
-        if not 1 <= len(self.shape) <= 4 or not all(type(n) is int and 0 < n <= MAX_MAPPED for n in numbers):
-            return False
+        if not 1 <= len(self.shape) <= 4 or not all(0 < n <= MAX_MAPPED for n in numbers):
+            return f"shape {self.shape}, {self.shard_rows} rows a shard, {self.chunk_rows} a chunk"
         limit = MAX_MAPPED if self.codec == "none" else MAX_DECODED_BYTES
-        return self.chunk_bytes <= limit and self.shard_rows % self.chunk_rows == 0
+        if self.chunk_bytes > limit or self.shard_rows % self.chunk_rows:
+            return f"chunks of {self.chunk_bytes} bytes, {self.chunk_rows} rows, in shards of {self.shard_rows} rows"
+        revision, row = 1, 0
+        for added in self.row_ranges:
+            if added.revision < revision or not row <= added.first < added.end or added.first % self.shard_rows:
+                return f"rows {added.first} to {added.end} of revision {added.revision} behind row {row}"
+            revision, row = added.revision, added.end
+        if self.row_ranges[0].first:
+            return f"rows that begin with {self.row_ranges[0].first}"
+        return "" if row == self.shape[0] else f"{self.shape[0]} rows, of which the last range ends at {row}"
 
 
 def pack_shard(layout: ArrayLayout, rows: np.ndarray) -> list[Any]:

@@ -10,24 +10,36 @@ import os
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
-from ..disk.files import move, temporary_folder, write_atomic
+from ..disk.files import move, temporary_folder
 from ..disk.strays import sweep_strays
 from ..errors import DamageError, LeanditError, RecipeError, ResourceError, StoreError
-from ..format.layout import GROUP, Part, group_json
-from ..format.row_layout import LATENTS
-from ..format.schema import Fallback, FeatureRows, Manifest, StoreSpec
-from ..format.table_schemas import CAPTION_RESULTS, PLAN_SCHEMA, captions_schema, place_columns, plan_schema, suffixes
-from ..revisions.catalog import sealed_revisions
-from ..revisions.commits import file_entry, read_manifest
-from ..revisions.encoder_paths import with_moved_encoder_paths
-from ..revisions.plan import FrozenPlan, planned_revisions, read_plan, write_plan
+from ..format.layout import Part
+from ..format.schema import Fallback, Manifest, StoreSpec
+from ..format.table_schemas import (
+    CAPTION_RESULTS,
+    CAPTION_START,
+    PLAN_SCHEMA,
+    STORED,
+    captions_schema,
+    place_columns,
+    plan_schema,
+    suffixes,
+)
+from ..revisions.catalog import planned_revisions, read_manifest, sealed_revisions
+from ..revisions.commits import new_results
+from ..revisions.local import with_moved_encoder_paths
+from ..revisions.plan import FrozenPlan, read_plan, write_plan
 from ..revisions.writer import StoreWriter, row_checksum
 from ..store import LatentStore
 from ..units import readable_size
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 
 def compact(
@@ -45,10 +57,9 @@ def compact(
     """
     store = LatentStore(root)
     assert store.manifest is not None
-    newest = max(planned_revisions(root), default=0)
-    if newest > store.revision and not read_plan(root, newest).copies:  # else an older version was compacting in place
+    if unfinished := planned_revisions(root):
         raise StoreError(
-            f"store '{root}': revision {newest} is unfinished. Run the same precompute command again, then this."
+            f"store '{root}': revision {unfinished[0]} is unfinished. Run the same precompute command again, then this."
         )
     if out.resolve().is_relative_to(root.resolve()):
         raise StoreError(f"store '{out}': it would lie in store '{root}'. Give an --out elsewhere.")
@@ -58,7 +69,6 @@ def compact(
     sweep_strays(out.absolute().parent, below=False)
     with temporary_folder(out) as temporary:
         plan = plan_compaction(store, spec, out)
-        write_atomic(temporary / GROUP, group_json(plan.spec))
         write_plan(temporary, plan, replace=False)
         manifest = _copy(StoreWriter(temporary, plan), store, progress)
         move(temporary, out)
@@ -113,7 +123,8 @@ def plan_compaction(store: LatentStore, spec: StoreSpec, out: Path) -> FrozenPla
     order = used_captions(store)
     new_id = {old: new for new, old in enumerate(order)}
     captions = store.captions.take(pa.array(order, pa.int64()))
-    results = [f"{name}{suffix}" for name in CAPTION_RESULTS for suffix in suffixes(store.spec).values()]
+    names = (CAPTION_START, *CAPTION_RESULTS)
+    results = [f"{name}{suffix}" for name in names for suffix in suffixes(store.spec).values()]
     undone = dict.fromkeys(results, [None] * len(order))
     captions = _replace(captions, {"revision": [revision] * len(order), **undone})
 
@@ -144,8 +155,6 @@ def plan_compaction(store: LatentStore, spec: StoreSpec, out: Path) -> FrozenPla
         spec=spec,
         revision=revision,
         base=manifest.root_hash,
-        stack=(),
-        carried=(file_entry(GROUP, group_json(spec)),),
         copies=True,
         listing=base.listing,
         records=_replace(base.records.select(schema.names), columns),
@@ -185,8 +194,9 @@ def _copy(writer: StoreWriter, store: LatentStore, progress: Callable[[str, int,
             _copy_rows(writer, store, of_part, shard, row_of)
         elif of_part.is_null:
             rows = store.text(of_part.captions.name).stored_null_rows
-            paths = [array.path for array in of_part.arrays]
-            writer.commit(part, shard, dict(zip(paths, rows, strict=True)), checksums=[row_checksum(*rows)])
+            paths, results = [array.path for array in of_part.arrays], new_results(of_part, 1)
+            results["state"], results["checksum"] = STORED, row_checksum(*rows)
+            writer.commit(part, shard, dict(zip(paths, rows, strict=True)), results)
         else:
             _copy_captions(writer, store, of_part, shard, caption_of)
         progress("compact", done, len(tasks))
@@ -196,68 +206,50 @@ def _copy(writer: StoreWriter, store: LatentStore, progress: Callable[[str, int,
 def _copy_rows(writer: StoreWriter, store: LatentStore, part: Part, shard: int, row_of: np.ndarray) -> None:
     rows = part.arrays[0].rows_of(shard)
     positions = writer.plan.positions_of(part)[rows.start : rows.stop]
-    table = store.records.take(pa.array(positions))
-    keys, prefix = table["key"].to_pylist(), writer.plan.layout.prefix
-    arrays, checksums, features = {}, list[str](), {}
-    for group, layouts in part.groups.items():
-        copied = {one.path: store.array(one.path.removeprefix(prefix)).take(row_of[positions]) for one in layouts}
-        suffix = f"_{group}" if group else ""
-        stored = [f"{checksum:016x}" for checksum in table[f"checksum{suffix}"].to_pylist()]
-        _check(store, keys, stored, [row_checksum(*(array[i] for array in copied.values())) for i in range(len(rows))])
+    table, results = store.records.take(pa.array(positions)), new_results(part, len(rows))
+    keys, arrays = table["key"].to_pylist(), dict[str, np.ndarray]()
+    results["state"] = STORED
+    for i, (group, layouts) in enumerate(part.groups.items()):
+        copied = {one.path: store.array(one.path).take(row_of[positions]) for one in layouts}
+        results["checksum"][:, i] = [row_checksum(*rows) for rows in zip(*copied.values(), strict=True)]
+        _copy_results(table, f"_{group}" if group else "", results[:, i])
+        _check(store, keys, table[f"checksum_{group}" if group else "checksum"], results[:, i])
         arrays |= copied
-        if group == LATENTS:
-            checksums = stored
-        elif f"source_checksum{suffix}" in table.column_names:
-            files = [f"{checksum:016x}" for checksum in table[f"source_checksum{suffix}"].to_pylist()]
-            features[group] = FeatureRows(checksums=stored, source_checksums=files)
-        else:
-            min_cosines, max_errors = (
-                zip(*_qualities(table, suffix), strict=True) if _qualities(table, suffix) else ((), ())
-            )
-            features[group] = FeatureRows(checksums=stored, min_cosines=list(min_cosines), max_errors=list(max_errors))
-    source_checksums = [f"{checksum:016x}" for checksum in table["source_checksum"].to_pylist()]
-    fallbacks = [
-        Fallback(row=row, how=how) for row, how in zip(rows, table["fallback"].to_pylist(), strict=True) if how
-    ]
-    writer.commit(
-        part.name,
-        shard,
-        arrays,
-        checksums=checksums,
-        source_checksums=source_checksums,
-        fallbacks=fallbacks,
-        features=features,
-    )
+    how = zip(rows, table["fallback"].to_pylist(), strict=True)
+    fallbacks = [Fallback(row=row, how=fallback) for row, fallback in how if fallback]
+    writer.commit(part.name, shard, arrays, results, fallbacks=fallbacks)
 
 
 def _copy_captions(writer: StoreWriter, store: LatentStore, part: Part, shard: int, caption_of: np.ndarray) -> None:
-    layout, plan = part.captions, writer.plan
+    layout = part.captions
     assert layout is not None, "a part of captions"
     captions, source = layout.captions_of(shard), store.text(layout.name)
-    texts = plan.own_captions["text"].slice(captions.start, len(captions)).to_pylist()
     filled = {
         one.path: np.full((len(one.rows_of(shard)), *one.shape[1:]), one.fill_value, one.dtype) for one in part.arrays
     }
     before = store.captions.take(pa.array(caption_of[captions.start : captions.stop]))
-    checksums, suffix = [], suffixes(store.spec)[layout.name]
-    for caption in captions:
+    results, suffix = new_results(part, len(captions)), suffixes(store.spec)[layout.name]
+    results["state"] = STORED
+    for i, caption in enumerate(captions):
         rows = source.stored_rows(int(caption_of[caption]))
         for array, row, start in zip(part.arrays, rows, layout.starts_of(caption), strict=True):
             first = start - array.rows_of(shard).start
             filled[array.path][first : first + len(row)] = row
-        checksums.append(row_checksum(*rows))
-    _check(store, texts, [f"{checksum:016x}" for checksum in before[f"checksum{suffix}"].to_pylist()], checksums)
-    writer.commit(part.name, shard, filled, checksums=checksums, qualities=_qualities(before, suffix))
+        results["checksum"][i] = row_checksum(*rows)
+    _copy_results(before, suffix, results[:, 0])
+    _check(store, before["text"].to_pylist(), before[f"checksum{suffix}"], results[:, 0])
+    writer.commit(part.name, shard, filled, results)
 
 
-def _qualities(table: pa.Table, suffix: str) -> list[tuple[float, float]]:
-    """Smallest cosine and largest error of each row; empty if nothing was narrowed."""
-    columns = [table[f"{name}{suffix}"] for name in ("min_cosine", "max_error")]
-    return [] if columns[0].null_count else list(zip(*(column.to_pylist() for column in columns), strict=True))
+def _copy_results(table: pa.Table, suffix: str, results: np.ndarray) -> None:
+    """Copy what a table has of its rows beside their checksums."""
+    for name, absent in (("source_checksum", 0), ("min_cosine", np.nan), ("max_error", np.nan)):
+        if f"{name}{suffix}" in table.column_names:
+            results[name] = pc.fill_null(table[f"{name}{suffix}"], absent).to_numpy()
 
 
-def _check(store: LatentStore, names: list[str], stored: list[str], copied: list[str]) -> None:
-    for name, before, now in zip(names, stored, copied, strict=True):
+def _check(store: LatentStore, names: list[str], stored: pa.ChunkedArray, copied: np.ndarray) -> None:
+    for name, before, now in zip(names, stored.to_pylist(), copied["checksum"].tolist(), strict=True):
         if before != now:
             raise DamageError(
                 f"store '{store.path}': '{name}' is not what was written, so there is no new store. "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..disk.hashing import canonical_json, read_json, sha256_of
-from ..format.layout import GROUP, MANIFEST, PLAN, PLAN_FILE, revision_prefix
+from ..disk.hashing import canonical_json, xxh3_file
+from ..errors import DamageError
+from ..format.layout import CAPTIONS, LOCAL, MANIFEST, RECORDS, SOURCES, TWIN, revision_prefix, zarr_files
 from ..format.schema import FileEntry, Manifest
-from ..revisions.catalog import sealed_revisions
-from ..revisions.commits import file_entry, read_manifest, with_root_hash
-from ..revisions.encoder_paths import portable_spec
+from ..revisions.catalog import file_entry, read_manifest, sealed_revisions
+from ..revisions.local import portable, read_local
 
 
 class StoreFiles(NamedTuple):
@@ -28,53 +28,25 @@ class StoreFiles(NamedTuple):
 
 
 def portable_files(root: Path) -> StoreFiles:
-    """The files of a store, without absolute paths in its recipes and encoders.
+    """The files of a store, without absolute paths in its recipes and encoders; no hash of the data changes.
 
-    Where nothing has to change, every file is as it is on disk. Otherwise metadata, plan and manifest of a revision
-    have new hashes, and with them its root hash; shards, tables and commit records stay.
-
-    Raises: DamageError: a manifest is damaged.
+    Raises: DamageError: a file of a revision is damaged.
     """
     entries: dict[str, FileEntry] = {}
-    changed: dict[str, bytes] = {}
-    manifest, root_hashes = None, dict[str, str]()  # those on disk, and those of the files here
+    contents: dict[str, bytes] = {}
+    manifest = None
     for revision in sealed_revisions(root):
-        on_disk, prefix = read_manifest(root, revision), revision_prefix(revision)
-        group_path, plan_path, manifest_path = (prefix + name for name in (GROUP, f"{PLAN}/{PLAN_FILE}", MANIFEST))
-        group, plan = read_json(root / group_path), read_json(root / plan_path)
-        contents = {group_path: canonical_json(_portable_group(group))}
-        known = {path: file_entry(path, content) for path, content in (changed | contents).items()}
-        contents[plan_path] = canonical_json(_portable_plan(plan, known, root_hashes))
-        update = {
-            "base": root_hashes.get(on_disk.base, on_disk.base),
-            "files": [known.get(entry.path, entry) for entry in on_disk.files],
-        }
-        manifest = with_root_hash(on_disk.model_copy(update=update))
-        contents[manifest_path] = canonical_json(manifest.model_dump())
-        root_hashes[on_disk.root_hash] = manifest.root_hash
-        changed |= {path: content for path, content in contents.items() if content != (root / path).read_bytes()}
-        tables = [FileEntry.model_validate(entry) for entry in plan["files"]]
-        tables = [entry.model_copy(update={"path": f"{prefix}{PLAN}/{entry.path}"}) for entry in tables]
-        described = [file_entry(path, content) for path, content in contents.items()]
-        entries |= {entry.path: entry for entry in (*manifest.files, *tables, *described)}
+        manifest, local, prefix = read_manifest(root, revision), read_local(root, revision), revision_prefix(revision)
+        if local is None:
+            raise DamageError(f"store '{root}': '{prefix}{LOCAL}' is damaged. Run 'leandit verify --repair'.")
+        own = {MANIFEST: canonical_json(manifest.model_dump()), LOCAL: canonical_json(portable(local).model_dump())}
+        contents |= {f"{prefix}{folder}{name}": own[name] for name in own for folder in ("", f"{TWIN}/")}
+        entries |= {entry.path: entry for entry in (*manifest.files, local.sources)}
+        for name in (RECORDS, CAPTIONS, SOURCES):
+            path = f"{prefix}{TWIN}/{name}"
+            entries[path] = entries[prefix + name].model_copy(update={"path": path})
     assert manifest is not None, "the caller has verified the store"
+    contents |= zarr_files(manifest.spec, manifest.layouts().values())
+    entries |= {path: file_entry(path, content) for path, content in contents.items()}
+    changed = {path: content for path, content in contents.items() if xxh3_file(root / path) != entries[path].xxh3_128}
     return StoreFiles(entries, changed, manifest)
-
-
-def _portable_group(group: dict[str, Any]) -> dict[str, Any]:
-    return group | {"attributes": {"leandit": portable_spec(group["attributes"]["leandit"])}}
-
-
-def _portable_plan(plan: dict[str, Any], known: dict[str, FileEntry], root_hashes: dict[str, str]) -> dict[str, Any]:
-    """A plan file with portable paths, and its hash.
-
-    Args:
-      known: entries of files that may differ from those on disk, by path.
-      root_hashes: new ones by those on disk.
-    """
-    body = {key: value for key, value in plan.items() if key != "sha256"} | {
-        "spec": portable_spec(plan["spec"]),
-        "base": root_hashes.get(plan["base"], plan["base"]),
-        "carried": [known[one["path"]].model_dump() if one["path"] in known else one for one in plan["carried"]],
-    }
-    return body | {"sha256": sha256_of(body)}

@@ -10,17 +10,14 @@ from pydantic import ValidationError
 
 from ..disk.files import write_atomic
 from ..errors import DamageError, StoreNotFound
-from ..format.layout import CAPTIONS, GROUP, LEASES, MANIFEST, PLAN_FILE, RECORDS
+from ..format.layout import GROUP, LEASES, REVISIONS
 from ..format.schema import FileEntry
 from ..remote.mirror import url_in_errors
 from ..remote.reader import RemoteReader
-from .expected import Problem, check_file
 from .findings import CAUSES, shard_place
-from .verify import Verification, verify_store
+from .verify import Problem, Verification, check_file, verify_store
 
 REQUESTS = 8  # at a time
-COMMITS = "commits/"
-DESCRIBING = {MANIFEST, PLAN_FILE, GROUP, RECORDS, CAPTIONS}
 
 
 def verify_remote(url: str, *, quick: bool = False) -> Verification:
@@ -63,16 +60,12 @@ def verify_remote(url: str, *, quick: bool = False) -> Verification:
 
 
 def _fetch_metadata(reader: RemoteReader, store: Path, sizes: dict[str, int]) -> None:
-    """Fetch manifests, plans, tables and metadata; commit records only if no manifest lists their hashes."""
+    """Fetch the files of all revisions, and the metadata of the arrays."""
     for path, size in sizes.items():
-        folder, is_commit, _ = path.partition(COMMITS)
-        if is_commit:
-            is_wanted = f"{folder}{MANIFEST}" not in sizes
-        else:
-            is_wanted = path.rpartition("/")[2] in DESCRIBING and "/c/" not in path
+        if not path.startswith(f"{REVISIONS}/") and path.rpartition("/")[2] != GROUP:
+            continue
         try:
             entry = FileEntry(path=path, bytes=size, xxh3_128="")
         except ValidationError:
             continue  # a stray: the name is not valid in a store
-        if is_wanted:
-            reader.checked(entry, lambda entry=entry: write_atomic(store / entry.path, reader.pieces(entry)))
+        reader.checked(entry, lambda entry=entry: write_atomic(store / entry.path, reader.pieces(entry)))

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from ..disk.hashing import xxh3_file
 from ..errors import RecipeError
-from ..revisions.bucket_index import BucketIndex
+from ..revisions.records import BucketIndex
 
 if TYPE_CHECKING:
     from ..store import LatentStore

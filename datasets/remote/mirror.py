@@ -1,7 +1,6 @@
 """Everything of a store at a URL except its shards, fetched into a local folder when the store is opened.
 
-``catalog.py``, ``commits.py`` and ``LatentStore`` read that folder like a store. Commit records are not fetched: only
-writing and repair need them. Every file is checked by the manifest's size and hash.
+``catalog.py`` and ``LatentStore`` read that folder like a store. Every file is checked by the manifest's size and hash.
 """
 
 from __future__ import annotations
@@ -16,21 +15,23 @@ from pathlib import Path
 from ..disk.files import TEMPORARY_PREFIX, make_folder, remove, write_atomic
 from ..disk.hashing import MAX_JSON_BYTES, canonical_json, read_json, sha256_of, xxh3_file
 from ..errors import DamageError, LeanditError, ResourceError, StoreError, StoreIncomplete, StoreNotFound
+from ..format.caption_layout import CAPTION_PART
 from ..format.layout import (
     CAPTIONS,
     GROUP,
+    LOCAL,
     MANIFEST,
     PLAN,
     PLAN_FILE,
     RECORDS,
     REMOTE_ABOUT,
     REVISIONS,
+    revision_of,
     revision_prefix,
 )
+from ..format.row_layout import BUCKETS
 from ..format.schema import FileEntry, Manifest
-from ..revisions.catalog import read_spec, sealed_revisions
-from ..revisions.commits import read_manifest
-from ..revisions.plan import planned_revisions
+from ..revisions.catalog import planned_revisions, read_manifest, sealed_revisions
 from ..units import readable_size
 from .reader import RemoteReader
 
@@ -113,7 +114,7 @@ def check_entries(url: str, entries: Iterable[FileEntry], capacity: int) -> None
 
 
 def fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest:
-    """Fetch the manifests of all complete revisions, and the metadata that makes the folder a store.
+    """Fetch the manifest and ``local.json`` of all complete revisions.
 
     Args:
       revision: 0 for the newest.
@@ -121,8 +122,7 @@ def fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest
     Raises: StoreNotFound, StoreIncomplete, StoreError, FormatVersionError, DamageError.
     """
     numbers = [name for name in reader.names(REVISIONS) if re.fullmatch(r"[0-9]{6,9}", name)]
-    later = (int(name) for name in numbers if int(name) > 1 and revision_prefix(int(name)).split("/")[1] == name)
-    candidates = [1, *sorted(later)]
+    candidates = sorted(n for name in numbers if (n := revision_of(f"{REVISIONS}/{name}/")))
     sizes = _sizes_of(reader, [revision_prefix(number) + MANIFEST for number in candidates])
     sealed = [number for number in candidates if revision_prefix(number) + MANIFEST in sizes]
     if not sealed:
@@ -134,7 +134,7 @@ def fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest
         )
     unfinished = [number for number in candidates if number > sealed[-1]]
     sizes |= _sizes_of(reader, [f"{revision_prefix(number)}{PLAN}/{PLAN_FILE}" for number in unfinished])
-    sizes |= _sizes_of(reader, [GROUP, revision_prefix(wanted) + GROUP])
+    sizes |= _sizes_of(reader, [revision_prefix(number) + LOCAL for number in sealed])
     _forget_others(store, set(sizes))
     for path, size in sizes.items():
         if size > MAX_JSON_BYTES:
@@ -143,18 +143,16 @@ def fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest
     unhashed = [FileEntry(path=path, bytes=size, xxh3_128="") for path, size in sizes.items()]
     _for_each(lambda entry: _fetch(reader, store, entry), sorted(unhashed, key=lambda e: e.path.endswith(MANIFEST)))
     with url_in_errors(reader, store):
-        read_spec(store, wanted)  # reports another format version as such, not as damage
         return read_manifest(store, wanted)
 
 
 def check_listing(reader: RemoteReader, manifest: Manifest) -> None:
-    """Compare the sizes of all shards with the manifest's, by one listing of each revision's arrays.
+    """Compare the sizes of all shards with the manifest's, by one listing of the arrays.
 
     Raises: DamageError: a shard is missing or has another size.
     """
-    folders = [revision_prefix(number) + name for number in manifest.stack for name in ("buckets", "captions")]
     sizes: dict[str, int] = {}
-    for sizes_below in _for_each(reader.sizes, folders):
+    for sizes_below in _for_each(reader.sizes, [BUCKETS, CAPTION_PART]):
         sizes |= sizes_below
     for entry in filter(is_shard, manifest.files):
         size = sizes.get(entry.path)
@@ -167,14 +165,13 @@ def check_listing(reader: RemoteReader, manifest: Manifest) -> None:
 
 
 def fetch_small_files(reader: RemoteReader, store: Path, manifest: Manifest) -> None:
-    """Fetch the metadata of all groups and arrays, and the tables; local files with the right hash are kept.
+    """Fetch the tables; local files with the right hash are kept.
 
     Raises: DamageError, StoreError.
     """
     prefix = revision_prefix(manifest.revision)
     tables = (prefix + RECORDS, prefix + CAPTIONS)
-    small = [entry for entry in manifest.files if entry.path in tables or f"/{entry.path}".endswith(f"/{GROUP}")]
-    _for_each(lambda entry: _fetch(reader, store, entry), small)
+    _for_each(lambda entry: _fetch(reader, store, entry), [one for one in manifest.files if one.path in tables])
 
 
 def _fetch(reader: RemoteReader, store: Path, entry: FileEntry) -> None:
@@ -204,14 +201,13 @@ def _for_each(work: Callable, items: list) -> list:
 
 
 def _refuse_without_manifest(reader: RemoteReader) -> None:
-    if _sizes_of(reader, [GROUP, f"{PLAN}/{PLAN_FILE}"]):
+    if _sizes_of(reader, [GROUP, f"{revision_prefix(1)}{PLAN}/{PLAN_FILE}"]):
         raise StoreIncomplete(
             f"store '{reader.url}': it has no complete revision, and only those are read at a URL. Run the same "
             "precompute command again where it was made, then copy the store again."
         )
     raise StoreNotFound(
-        f"store '{reader.url}': the URL does not exist or has no 'manifest.json', so it is not a leandit store. Check "
-        "the URL."
+        f"store '{reader.url}': the URL does not exist or has no manifest, so it is not a leandit store. Check the URL."
     )
 
 

@@ -1,7 +1,8 @@
-"""The tables of a revision: the rows of its plan joined with the results in the commit records.
+"""The tables of a revision: the rows of its plan joined with the results beside the commit records.
 
-Each commit record is read, scattered into arrays in mapped temporary files, and dropped; the tables are then written a
-few rows at a time. Memory does not grow with the store, except for the texts of rejects and fallbacks.
+Each commit record is read, its results are scattered into arrays in mapped temporary files, and it is dropped; the
+tables are then written a few rows at a time. Memory does not grow with the store, except for the texts of rejects and
+fallbacks.
 """
 
 from __future__ import annotations
@@ -14,200 +15,152 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ..disk.spill import BATCH_ROWS, map_array, one_chunk
-from ..format.layout import Part, Task
+from ..format.layout import Task
 from ..format.row_layout import LATENTS
-from ..format.schema import CommitRecord, FeatureRows
-from ..format.table_schemas import CAPTION_RESULTS, PICTURE_RESULTS, captions_schema, records_schema, suffixes
+from ..format.schema import CommitRecord
+from ..format.table_schemas import (
+    CAPTION_RESULTS,
+    CAPTION_START,
+    PICTURE_RESULTS,
+    REJECTED,
+    ROW_RESULTS,
+    STORED,
+    captions_schema,
+    records_schema,
+    suffixes,
+)
 from ..format.tables import ROW_GROUP, row_groups
 from .plan import FrozenPlan
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-Commits = Mapping[Task, CommitRecord]
-# Flags of a row: its shard is committed; it is rejected; it has a checksum; its picture has one; it was narrowed.
-COMMITTED, REJECTED, CHECKED, SOURCE_CHECKED, NARROWED = 1, 2, 4, 8, 16
 WHAT = "what the commit records say"
-RECORD_RESULTS = ("status", "stage", "reason", "detail", "checksum", "source_checksum", "fallback")
 STATUSES = pa.array(["stored", "rejected"])
 
 
-def merge_records(plan: FrozenPlan, commits: Commits) -> pa.Table:
-    """Records table of a revision; some of its tasks may be missing."""
-    return pa.concat_tables(_merged(plan, commits).record_groups())
-
-
-def merge_captions(plan: FrozenPlan, commits: Commits) -> pa.Table:
-    """Captions table of a revision, with checksums and quality of the embeddings; some tasks may be missing."""
-    return pa.concat_tables(_merged(plan, commits).caption_groups())
-
-
-def _merged(plan: FrozenPlan, commits: Commits) -> Merge:
-    merge = Merge(plan)
-    for task, commit in commits.items():
-        merge.add(task, commit)
-    return merge
-
-
 class Merge:
-    """Collects the commit records of a plan one by one, and writes the tables."""
+    """Collects the results of a plan's shards one by one, and writes the tables; some shards may be missing."""
 
     def __init__(self, plan: FrozenPlan) -> None:
-        self._plan, rows, captions = plan, plan.records.num_rows, plan.captions.num_rows
-        self._flags = map_array(rows, "uint8", WHAT)
-        self._checksums, self._source_checksums = (map_array(rows, "uint64", WHAT) for _ in range(2))
+        self._plan = plan
         self._rejects = _Sparse(["stage", "reason", "detail"])
         self._fallbacks = _Sparse(["fallback"])
-        self._groups: dict[str, _Results | _PictureResults] = {
-            **{one.name: _Results(rows, f"_{one.name}") for one in plan.spec.features},
-            **{one.name: _PictureResults(rows, f"_{one.name}") for one in plan.spec.pictures},
+        features = {one.name: CAPTION_RESULTS for one in plan.spec.features}
+        pictures = {one.name: PICTURE_RESULTS for one in plan.spec.pictures}
+        groups = {LATENTS: PICTURE_RESULTS, **features, **pictures}
+        self._groups = {
+            name: _Results(plan.records.num_rows, columns, f"_{name}" if name else "")
+            for name, columns in groups.items()
         }
-        self._texts = {name: _Results(captions, suffix) for name, suffix in suffixes(plan.spec).items()}
+        self._texts = {
+            name: _Results(plan.captions.num_rows, CAPTION_RESULTS, suffix)
+            for name, suffix in suffixes(plan.spec).items()
+        }
+        self._layouts = {
+            part.captions.name: part.captions
+            for part in plan.layout.parts.values()
+            if part.captions and not part.is_null
+        }
 
-    def add(self, task: Task, commit: CommitRecord) -> None:
-        """Add one commit record."""
+    def add(self, task: Task, commit: CommitRecord, results: np.ndarray) -> None:
+        """Add the results of a shard, (rows, groups) of ROW_RESULTS."""
         part, shard = self._plan.layout.parts[task[0]], task[1]
-        if part.captions is None:
-            self._add_rows(part, shard, commit)
-        elif not part.is_null:
-            first = self._plan.first_caption_of(part.revision)
-            captions = part.captions.captions_of(shard)
-            targets = np.arange(first + captions.start, first + captions.stop)
-            found = FeatureRows(
-                checksums=commit.checksums, min_cosines=commit.min_cosines, max_errors=commit.max_errors
-            )
-            self._texts[part.captions.name].add(targets, found)
-
-    def _add_rows(self, part: Part, shard: int, commit: CommitRecord) -> None:
+        if part.is_null:
+            return
+        if part.captions:
+            captions, first = part.captions.captions_of(shard), part.captions.first_caption
+            targets = slice(first + captions.start, first + captions.stop)
+            self._texts[part.captions.name].values[targets] = results[:, 0]
+            return
         rows = part.arrays[0].rows_of(shard)
-        targets = self._plan.positions_of(part)[rows.start : rows.stop]
-        rejected = np.array([reject.row for reject in commit.rejects], np.int64) - rows.start
-        if LATENTS in part.groups:
-            flags = np.full(len(targets), COMMITTED, np.uint8)
-            for bit, values, digits in (
-                (CHECKED, self._checksums, commit.checksums),
-                (SOURCE_CHECKED, self._source_checksums, commit.source_checksums),
-            ):
-                values[targets], is_present = _numbers(digits)
-                flags[is_present] |= bit
-            self._flags[targets] = flags
-        fallbacks = {fallback.row: fallback for fallback in commit.fallbacks}
-        positions = targets[np.array(list(fallbacks), np.int64) - rows.start]
-        self._fallbacks.add(positions, [[fallback.how] for fallback in fallbacks.values()])
-        self._rejects.add(targets[rejected], [[r.stage, r.reason, r.detail] for r in commit.rejects])
-        self._flags[targets[rejected]] = COMMITTED | REJECTED
-        for name, found in commit.features.items():
-            self._groups[name].add(targets, found)
+        positions = self._plan.positions_of(part)[rows.start : rows.stop]
+        known = positions >= 0
+        for i, group in enumerate(part.groups):
+            self._groups[group].values[positions[known]] = results[known, i]
+        rejected, fallen = (
+            positions[np.array([one.row for one in some], np.int64) - rows.start]
+            for some in (commit.rejects, commit.fallbacks)
+        )
+        self._rejects.add(rejected, [[r.stage, r.reason, r.detail] for r in commit.rejects])
+        self._fallbacks.add(fallen, [[fallback.how] for fallback in commit.fallbacks])
+
+    def records(self) -> pa.Table:
+        """The records table, in memory."""
+        return pa.concat_tables(self.record_groups())
+
+    def captions(self) -> pa.Table:
+        """The captions table, in memory."""
+        return pa.concat_tables(self.caption_groups())
 
     def record_groups(self) -> Iterator[pa.Table]:
         """The records table, in the order of the source, by row groups."""
-        names = [*RECORD_RESULTS, *(name for results in self._groups.values() for name in results.columns)]
+        names = ["status", "stage", "reason", "detail", "fallback", *self._result_columns(self._groups)]
         return _groups(self._plan.records.select(records_schema(self._plan.spec).names), names, self._records_of)
 
     def caption_groups(self) -> Iterator[pa.Table]:
         """The captions table, in the order of ids, by row groups."""
-        names = [name for results in self._texts.values() for name in results.columns] or list(CAPTION_RESULTS)
+        starts = [f"{CAPTION_START}{suffix}" for suffix in suffixes(self._plan.spec).values()]
+        names = [*starts, *self._result_columns(self._texts)] or list(CAPTION_RESULTS)
         return _groups(self._plan.captions.select(captions_schema(self._plan.spec).names), names, self._captions_of)
+
+    @staticmethod
+    def _result_columns(results: Mapping[str, _Results]) -> list[str]:
+        return [column for one in results.values() for column in one.columns]
 
     def _records_of(self, rows: slice, planned: pa.RecordBatch) -> dict[str, pa.Array]:
         columns = {name: planned[name] for name in planned.schema.names}
-        flags = self._flags[rows]
-        if flags.any():
-            status = STATUSES.take(pa.array((flags & REJECTED != 0).astype(np.int8)))
-            columns["status"] = _where(flags & COMMITTED, status, columns["status"])
-            for name, bit, values in (
-                ("checksum", CHECKED, self._checksums),
-                ("source_checksum", SOURCE_CHECKED, self._source_checksums),
-            ):
-                columns[name] = _where(flags & COMMITTED, pa.array(values[rows], mask=flags & bit == 0), columns[name])
-        for sparse in (self._rejects, self._fallbacks):
-            columns |= sparse.over(rows, columns)
         for results in self._groups.values():
             columns |= results.over(rows, columns)
-        rejected = flags & REJECTED
-        if rejected.any():  # an addition rejects records whose features, or fallback, earlier revisions told
-            for name in ("fallback", *(name for results in self._groups.values() for name in results.columns)):
-                columns[name] = _where(~rejected.astype(bool), columns[name], pa.scalar(None, columns[name].type))
+        for sparse in (self._rejects, self._fallbacks):
+            columns |= sparse.over(rows, columns)
+        states = [results.values["state"][rows] for results in self._groups.values()]
+        is_rejected = np.any([state == REJECTED for state in states], axis=0)
+        is_stored = states[0] == STORED  # of the latents: a group that is added to stored rows changes no status
+        if is_rejected.any() or is_stored.any():
+            status = STATUSES.take(pa.array(is_rejected.astype(np.int8)))
+            columns["status"] = _where(is_rejected | is_stored, status, columns["status"])
+        if is_rejected.any():  # an addition rejects records that earlier revisions have stored
+            for name in ("fallback", *self._result_columns(self._groups)):
+                columns[name] = _where(~is_rejected, columns[name], pa.scalar(None, columns[name].type))
         return columns
 
     def _captions_of(self, rows: slice, planned: pa.RecordBatch) -> dict[str, pa.Array]:
         columns = {name: planned[name] for name in planned.schema.names}
-        for results in self._texts.values():
-            columns |= results.over(rows, columns)
+        for name, suffix in suffixes(self._plan.spec).items():
+            if layout := self._layouts.get(name):
+                column, first = f"{CAPTION_START}{suffix}", layout.first_caption
+                is_new = np.arange(rows.start, rows.start + planned.num_rows) >= first
+                starts = np.zeros(planned.num_rows, np.int64)
+                starts[is_new] = layout.starts[max(rows.start - first, 0) :][: is_new.sum()]
+                columns[column] = _where(is_new, pa.array(starts), columns[column])
+            columns |= self._texts[name].over(rows, columns)
         return columns
 
 
 class _Results:
-    """Checksum and quality of captions, or of a feature's rows.
+    """ROW_RESULTS of each row of a table, of one group of arrays or one text encoder.
 
     Args:
+      names: the fields that the table has.
       suffix: of its columns in the table.
     """
 
-    def __init__(self, num_rows: int, suffix: str) -> None:
-        self.columns = [f"{name}{suffix}" for name in CAPTION_RESULTS]
-        self._flags = map_array(num_rows, "uint8", WHAT)
-        self._checksums = map_array(num_rows, "uint64", WHAT)
-        self._min_cosines, self._max_errors = (map_array(num_rows, "float32", WHAT) for _ in range(2))
-
-    def add(self, targets: np.ndarray, found: FeatureRows) -> None:
-        """Add the results of some rows.
-
-        Args:
-          targets: (n,) rows of the table; those below 0 are left out.
-        """
-        known = targets >= 0
-        numbers, is_present = _numbers(found.checksums)
-        flags = np.where(is_present, COMMITTED | CHECKED, COMMITTED).astype(np.uint8)
-        self._checksums[targets[known]] = numbers[known]
-        if found.min_cosines:
-            flags[is_present] |= NARROWED
-            self._min_cosines[targets[known]] = np.array(found.min_cosines, np.float32)[known]
-            self._max_errors[targets[known]] = np.array(found.max_errors, np.float32)[known]
-        self._flags[targets[known]] = flags[known]
+    def __init__(self, num_rows: int, names: Sequence[str], suffix: str) -> None:
+        self.columns = {f"{name}{suffix}": name for name in names}
+        self.values = map_array(num_rows, ROW_RESULTS, WHAT)
 
     def over(self, rows: slice, columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
         """Columns of a batch, with these results in the rows that have them."""
-        flags = self._flags[rows]
-        if not flags.any():
+        values = self.values[rows]
+        is_stored = values["state"] == STORED
+        if not is_stored.any():
             return {}
-        values = ((self._checksums, CHECKED), (self._min_cosines, NARROWED), (self._max_errors, NARROWED))
-        return {
-            name: _where(flags & COMMITTED, pa.array(value[rows], mask=flags & bit == 0), columns[name])
-            for name, (value, bit) in zip(self.columns, values, strict=True)
-        }
-
-
-class _PictureResults:
-    """Checksums of the rows and files of a companion picture.
-
-    Args:
-      suffix: of its columns in the table.
-    """
-
-    def __init__(self, num_rows: int, suffix: str) -> None:
-        self.columns = [f"{name}{suffix}" for name in PICTURE_RESULTS]
-        self._values = [map_array(num_rows, "uint64", WHAT) for _ in self.columns]
-        self._flags = [map_array(num_rows, "uint8", WHAT) for _ in self.columns]
-
-    def add(self, targets: np.ndarray, found: FeatureRows) -> None:
-        """As of ``_Results``."""
-        known = targets >= 0
-        for values, flags, digits in zip(
-            self._values, self._flags, (found.checksums, found.source_checksums), strict=True
-        ):
-            numbers, is_present = _numbers(digits)
-            values[targets[known]] = numbers[known]
-            flags[targets[known]] = np.where(is_present, COMMITTED | CHECKED, COMMITTED).astype(np.uint8)[known]
-
-    def over(self, rows: slice, columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
-        """As of ``_Results``."""
-        return {
-            name: _where(
-                flags[rows] & COMMITTED, pa.array(values[rows], mask=flags[rows] & CHECKED == 0), columns[name]
-            )
-            for name, values, flags in zip(self.columns, self._values, self._flags, strict=True)
-            if flags[rows].any()
-        }
+        found = {}
+        for column, name in self.columns.items():
+            numbers = np.ascontiguousarray(values[name])
+            mask = np.isnan(numbers) if numbers.dtype.kind == "f" else (name == "source_checksum") & (numbers == 0)
+            found[column] = _where(is_stored, pa.array(numbers, mask=mask), columns[column])
+        return found
 
 
 def _groups(
@@ -220,10 +173,8 @@ def _groups(
             for name, values in merge(slice(first, first + batch.num_rows), batch).items():
                 parts[name].append(values)
             first += batch.num_rows
-        # Merged columns in one chunk, the others in the plan's chunks, as in the first stores: pages may end with a
-        # chunk, so other chunks would change the bytes of a large table and the root hash.
         merged = {name: pa.chunked_array(parts[name], planned.schema.field(name).type) for name in names}
-        columns = {name: one_chunk(merged[name]) if name in merged else group[name] for name in group.column_names}
+        columns = [one_chunk(merged.get(name, group[name])) for name in group.column_names]  # pages end with chunks
         yield pa.table(columns, schema=planned.schema)
 
 
@@ -263,9 +214,3 @@ class _Sparse:
 
 def _where(condition: np.ndarray, values: pa.Array, otherwise: pa.Array) -> pa.Array:
     return pc.if_else(pa.array(condition.astype(bool)), values, otherwise)
-
-
-def _numbers(digits: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Checksums of 16 hex digits as uint64, 0 for "", and which of them are not ""."""
-    numbers = np.frombuffer(bytes.fromhex("".join(text or "0" * 16 for text in digits)), ">u8")
-    return numbers.astype(np.uint64), np.array([bool(text) for text in digits], bool)

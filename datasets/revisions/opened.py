@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
+from ..disk.cached import cached_property
 from ..disk.hashing import xxh3_file
 from ..errors import DamageError, StoreError, StoreIncomplete, StoreWarning
-from ..format.layout import CAPTIONS, GROUP, RECORDS, REMOTE_ABOUT, revision_prefix
-from ..format.schema import CommitRecord, Manifest, StoreSpec
+from ..format.layout import CAPTIONS, RECORDS, REMOTE_ABOUT, revision_prefix
+from ..format.schema import FileEntry, Manifest, StoreSpec
 from ..format.tables import read_table, table_problem
-from .catalog import REPAIR, begun_revisions, check_store, read_spec, sealed_revisions, unsealed
-from .commits import missing_work, read_commits, read_manifest
-from .merge import Task, merge_captions, merge_records
+from ..format.zarr_shard import ArrayLayout
+from .catalog import REPAIR, check_store, planned_revisions, read_manifest, sealed_revisions, unsealed
+from .commits import missing_work, read_commit, read_results
+from .local import read_local, whole_spec
+from .merge import Merge
 from .plan import FrozenPlan, read_plan
 
 
@@ -28,8 +31,10 @@ class OpenedRevision:
     Args:
       path: of the store; ``root``: absolute, for files that are read later.
       number: of the revision; ``newest``: of the newest complete one, 1 if there is none.
-      unfinished: number of a newer revision that was begun but is not complete, or has lost its manifest.
+      unfinished: number of a newer revision that was begun but is not complete.
+      layouts: all arrays by path.
       plan: None where there is a manifest.
+      plan_hash: of the plan, sealed or not; "" if a sealed store has lost it.
     """
 
     path: Path
@@ -38,14 +43,15 @@ class OpenedRevision:
     newest: int
     unfinished: int | None
     spec: StoreSpec
+    layouts: Mapping[str, ArrayLayout]
     manifest: Manifest | None
     plan: FrozenPlan | None
-    commits: Mapping[Task, CommitRecord] = field(default_factory=dict, repr=False)
+    plan_hash: str
 
     def record_columns(self, columns: Sequence[str] | None) -> pa.Table:
         """Some columns of the records table, or all; texts may be dictionaries."""
         if not self.manifest:
-            table = merge_records(self.frozen_plan, self.commits)
+            table = self._merge.records()
             return table.select(columns) if columns else table
         table = self._read_table(RECORDS, columns)
         if problem := table_problem(self.spec, self.number, table, self.manifest.num_captions):
@@ -55,7 +61,7 @@ class OpenedRevision:
     def caption_columns(self, columns: Sequence[str] | None) -> pa.Table:
         """Some columns of the captions table, or all; texts may be dictionaries."""
         if not self.manifest:
-            table = merge_captions(self.frozen_plan, self.commits)
+            table = self._merge.captions()
             return table.select(columns) if columns else table
         table = self._read_table(CAPTIONS, columns)
         if table.num_rows != self.manifest.num_captions:
@@ -65,16 +71,30 @@ class OpenedRevision:
             )
         return table
 
+    @cached_property
+    def _merge(self) -> Merge:
+        """What the committed shards of an incomplete revision hold."""
+        plan = self.frozen_plan
+        merge = Merge(plan)
+        for task in plan.layout.tasks():
+            if record := read_commit(self.root, plan, *task):
+                merge.add(task, record, read_results(self.root, plan, record))
+        return merge
+
     @property
     def frozen_plan(self) -> FrozenPlan:
         """The plan of an incomplete revision."""
         assert self.plan is not None, "a complete revision is read through its manifest"
         return self.plan
 
+    @cached_property
+    def files(self) -> dict[str, FileEntry]:
+        """Size and hash of every file of the manifest, by path; empty while the revision is incomplete."""
+        return {entry.path: entry for entry in self.manifest.files} if self.manifest else {}
+
     def _read_table(self, name: str, columns: Sequence[str] | None) -> pa.Table:
-        assert self.manifest is not None
         path = revision_prefix(self.number) + name
-        entry = next((entry for entry in self.manifest.files if entry.path == path), None)
+        entry = self.files.get(path)
         try:
             is_same = entry is not None and xxh3_file(self.root / path) == entry.xxh3_128
         except FileNotFoundError as error:  # it was there when the store was opened
@@ -88,7 +108,7 @@ class OpenedRevision:
 
         Raises: DamageError; StoreError: the folder is the local part of a store at a URL.
         """
-        for entry in self.manifest.files if self.manifest else ():
+        for entry in self.files.values():
             path = self.path / entry.path
             size = path.stat().st_size if path.is_file() else None
             if size is None and (self.path.parent / REMOTE_ABOUT).is_file():
@@ -101,8 +121,6 @@ class OpenedRevision:
                 raise DamageError(
                     f"store '{self.path}': file '{entry.path}' {state}, the manifest says {entry.bytes} bytes. {REPAIR}"
                 )
-            if entry.path.endswith(GROUP) and xxh3_file(path) != entry.xxh3_128:
-                raise DamageError(f"store '{self.path}': file '{entry.path}' differs from the manifest. {REPAIR}")
 
 
 def open_revision(path: Path, number: int, *, allow_incomplete: bool) -> OpenedRevision:
@@ -114,13 +132,13 @@ def open_revision(path: Path, number: int, *, allow_incomplete: bool) -> OpenedR
     Raises: as ``LatentStore``.
     """
     check_store(path)
-    sealed = sealed_revisions(path)
+    sealed, planned = sealed_revisions(path), planned_revisions(path)
     if number and number not in (sealed or [1]):
         complete = ", ".join(map(str, sealed)) or "none"
-        begun = f" {unsealed(number)}" if number in begun_revisions(path) else ""
+        begun = f" {unsealed(number)}" if number in planned else ""
         raise StoreError(f"store '{path}': it has no complete revision {number}. There are: {complete}.{begun}")
     newest = sealed[-1] if sealed else 1
-    unfinished = max((one for one in begun_revisions(path) if one >= newest and one not in sealed), default=None)
+    unfinished = planned[-1] if planned else None
     if sealed and unfinished and not number:
         warnings.warn(
             f"store '{path}': revision {newest} is opened. {unsealed(unfinished)} Ask for revision {newest} to open it "
@@ -128,16 +146,18 @@ def open_revision(path: Path, number: int, *, allow_incomplete: bool) -> OpenedR
             StoreWarning,
             stacklevel=3,
         )
-    number = number or newest
-    root, spec = Path(os.path.abspath(path)), read_spec(path, number)
+    number, root = number or newest, Path(os.path.abspath(path))
     if sealed:
-        return OpenedRevision(path, root, number, newest, unfinished, spec, read_manifest(path, number), None)
+        manifest, local = read_manifest(path, number), read_local(path, number)
+        spec, plan_hash = whole_spec(manifest.spec, local), local.plan if local else ""
+        layouts = manifest.layouts()
+        return OpenedRevision(path, root, number, newest, unfinished, spec, layouts, manifest, None, plan_hash)
     plan = read_plan(path, 1)
-    commits = read_commits(path, plan)
     if not allow_incomplete:
-        missing = [task for task in plan.layout.tasks() if task not in commits]
+        missing = [task for task in plan.layout.tasks() if not read_commit(path, plan, *task)]
         problem = f"{missing_work(plan, missing)} are missing" if missing else "all shards are there, but not sealed"
         raise StoreIncomplete(
             f"store '{path}': not complete; {problem}. Run the same precompute command again: it resumes."
         )
-    return OpenedRevision(path, root, number, newest, unfinished, spec, None, plan, commits)
+    layouts = plan.layout.arrays
+    return OpenedRevision(path, root, number, newest, unfinished, plan.spec, layouts, None, plan, plan.hash)

@@ -20,23 +20,27 @@ from ..disk.cached import cached_property
 from ..disk.files import write_folder
 from ..disk.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
 from ..disk.spill import map_array
-from ..errors import DamageError, FormatVersionError, StoreIncomplete
+from ..errors import DamageError, StoreIncomplete
 from ..format.buckets import bucket_size
+from ..format.caption_layout import num_stored_tokens
 from ..format.layout import (
     CAPTIONS,
+    LOCAL,
     PLAN,
     PLAN_FILE,
     RECORDS,
-    Content,
+    SOURCES,
     Part,
     RevisionLayout,
     revision_prefix,
-    revisions_with,
+    zarr_files,
 )
-from ..format.row_layout import LATENTS
-from ..format.schema import FORMAT_VERSION, Addition, FileEntry, LatentStatistics, PlanFile, SelfCheck, StoreSpec
-from ..format.table_schemas import CAPTION_RESULTS, captions_schema, suffixes
+from ..format.row_layout import bucket_part
+from ..format.schema import FORMAT_VERSION, FileEntry, Manifest, PlanFile, SelfCheck, StoreSpec
+from ..format.table_schemas import CAPTION_RESULTS, CAPTION_START, captions_schema, plan_schema, suffixes
 from ..format.tables import map_plan_table, parquet_file, table_problem
+from .catalog import REPAIR, check_version, read_manifest, sealed_revisions
+from .local import read_local, shared_spec, whole_spec
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -51,32 +55,26 @@ class FrozenPlan:
       spec: of the revision.
       revision: its number, from 1.
       base: root hash of the revision that it builds on, "" for the first.
-      stack: earlier revisions whose arrays stay in use.
-      carried: files of earlier revisions that it reads: the root's metadata, and the arrays of its stack.
       copies: its rows are copied from the base, a revision of another store, not encoded (``leandit compact``).
       listing: hash of the source's listing (keys, sizes, times), to detect changes of the source.
       records: as ``plan_schema``, all records of the revision. Records that it encodes have its number in
-        ``revision``; the others are carried over, and may be completed by ``added``.
+        ``revision``; the others are carried over, and new features and pictures complete them.
       captions: as ``captions_schema``; those that this revision adds come last, sorted by length.
       recorded_hash: from the store; empty for a new plan.
-      self_check: of the autoencoder, made before the first plan of the stack was frozen; None without one.
-      statistics: of the latents in the stack; None without a stack, or if some of its shards have none.
-      added: text encoders, features and pictures that it adds to the rows and captions of earlier revisions.
+      self_check: of the autoencoder, made before the first plan of the store was frozen; None without one.
+      before: the revision before, whose arrays it extends; None for the first one, and where it copies.
     """
 
     spec: StoreSpec
     revision: int
     base: str
-    stack: tuple[int, ...]
-    carried: tuple[FileEntry, ...]
     copies: bool
     listing: str
     records: pa.Table
     captions: pa.Table
     recorded_hash: str = ""
     self_check: SelfCheck | None = None
-    statistics: LatentStatistics | None = None
-    added: tuple[Addition, ...] = ()
+    before: Manifest | None = None
 
     @cached_property
     def hash(self) -> str:
@@ -86,79 +84,65 @@ class FrozenPlan:
         volatile = [name for name in self.records.column_names if name.startswith(VOLATILE)]
         parts = [parquet_file(self.records.drop_columns(volatile)), parquet_file(self.captions)]
         tables = [xxh3_parts([part])[1] for part in parts]
-        added = [addition.model_dump() for addition in self.added]
-        facts = [self.spec.fingerprint, self.revision, self.base, self.stack, self.copies, *tables]
-        return sha256_of([*facts, added] if added else facts)
+        return sha256_of([self.spec.fingerprint, self.revision, self.base, self.copies, *tables])
 
     @cached_property
-    def bucket_positions(self) -> dict[str, np.ndarray]:
-        """Of each bucket, (N,) positions in the records table by row, mapped; buckets in order of their size."""
-        counts = {name: rows for name, rows in _count_rows(self).items() if rows}
-        return self._positions(self.revision, {name: counts[name] for name in sorted(counts, key=bucket_size)})
-
-    @cached_property
-    def _added_positions(self) -> dict[int, dict[str, np.ndarray]]:
-        return {one.revision: self._positions(one.revision, one.buckets) for one in self.added}
+    def new_rows(self) -> dict[str, int]:
+        """Rows that the revision adds to each bucket, in order of their size."""
+        counts = dict[str, int]()
+        for name, rows, _ in _rows_of(self, new=True):
+            assert name is not None, "a row has a bucket"
+            counts[name] = counts.get(name, 0) + len(rows)
+        return {name: counts[name] for name in sorted(counts, key=bucket_size)}
 
     def positions_of(self, part: Part) -> np.ndarray:
-        """(N,) positions in the records table of the rows of a part; -1 for a row that no stored record has."""
-        of_revision = (
-            self._added_positions if part.revision != self.revision else {self.revision: self.bucket_positions}
-        )
-        return of_revision[part.revision][part.bucket]
-
-    def _positions(self, revision: int, counts: Mapping[str, int]) -> dict[str, np.ndarray]:
-        """Positions in the records table of the rows of a revision's buckets, mapped; -1 where there is no record."""
-        ends = np.cumsum([*counts.values()], dtype=np.int64)
-        positions = map_array(int(ends[-1]) if len(ends) else 0, "int64", "the rows of the plan")
-        positions[:] = -1
-        by_bucket = {name: positions[end - counts[name] : end] for name, end in zip(counts, ends, strict=True)}
-        for name, rows, records in _rows_of(self, revision):
-            assert name is not None, "a row has a bucket"
-            if name in by_bucket:
-                by_bucket[name][rows] = records
-        return by_bucket
+        """(N,) positions in the records table of all rows of a bucket; -1 for a row that no stored record has."""
+        return self._positions[part.bucket]
 
     @cached_property
-    def own_captions(self) -> pa.Table:
-        """The captions that this revision adds."""
-        return self.captions_of(self.revision)
+    def _positions(self) -> dict[str, np.ndarray]:
+        """Of each bucket that the revision writes to, mapped."""
+        ends = {part.bucket: part.arrays[0].shape[0] for part in self.layout.parts.values() if part.bucket}
+        borders = np.cumsum([0, *ends.values()], dtype=np.int64)
+        positions = map_array(int(borders[-1]), "int64", "the rows of the plan")
+        positions[:] = -1
+        by_bucket = {
+            name: positions[start : start + end] for (name, end), start in zip(ends.items(), borders, strict=False)
+        }
+        for new in (False, True):
+            for name, rows, records in _rows_of(self, new=new):
+                if name in by_bucket:
+                    by_bucket[name][rows] = records
+        return by_bucket
 
     @cached_property
     def first_caption(self) -> int:
         """Id of the first caption that this revision adds."""
-        return self.first_caption_of(self.revision)
+        return int(pc.sum(pc.less(self.captions["revision"], self.revision)).as_py() or 0)
 
-    def first_caption_of(self, revision: int) -> int:
-        """Id of the first caption that a revision added."""
-        return int(pc.sum(pc.less(self.captions["revision"], revision)).as_py() or 0)
-
-    def captions_of(self, revision: int) -> pa.Table:
-        """The captions that a revision added."""
-        first, end = self.first_caption_of(revision), self.first_caption_of(revision + 1)
-        return self.captions.slice(first, end - first)
+    def captions_of(self, part: Part) -> pa.Table:
+        """The captions of a part: those that the revision adds, or of a new text encoder all."""
+        assert part.captions is not None, "a part of captions"
+        return self.captions.slice(part.captions.first_caption)
 
     @cached_property
     def layout(self) -> RevisionLayout:
         """Files and arrays of the revision."""
-        rows = {name: len(positions) for name, positions in self.bucket_positions.items()}
-        texts = [one.name for one in self.spec.text_encoders]
-        groups = [LATENTS, *self.spec.groups]
-        own = Content(self.revision, rows, self._num_tokens(self.revision, texts), not self.stack, groups)
-        added = [
-            Content(one.revision, one.buckets, self._num_tokens(one.revision, one.texts), one.has_null, one.groups)
-            for one in self.added
-        ]
-        return RevisionLayout(self.spec, own, added)
+        return RevisionLayout(
+            self.spec,
+            self.revision,
+            self.new_rows,
+            {
+                name: num_stored_tokens(self.spec.text_encoder_of(name).spec, self.captions[f"num_tokens{suffix}"])
+                for name, suffix in suffixes(self.spec).items()
+            },
+            self.first_caption,
+            self.before.layouts() if self.before else {},
+        )
 
-    def _num_tokens(self, revision: int, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """(num_captions,) stored tokens of the captions that a revision added, by text encoder."""
-        captions, found = self.captions_of(revision), {}
-        for name in names:
-            spec = self.spec.text_encoder_of(name).spec
-            counts = captions[f"num_tokens{suffixes(self.spec)[name]}"].to_numpy()
-            found[name] = np.full(len(counts), spec.max_tokens) if spec.full_length else counts
-        return found
+    def zarr_files(self) -> dict[str, bytes]:
+        """Content of every ``zarr.json`` of the store, once the revision is complete, by path."""
+        return zarr_files(shared_spec(self.spec), self.layout.arrays.values())
 
 
 def first_plan(
@@ -182,13 +166,11 @@ def first_plan(
     captions: dict[str, Sequence[Any]] = {"text": texts, "revision": [1] * count}
     for suffix, lengths in {"": num_tokens, **{f"_{name}": lengths for name, lengths in further.items()}}.items():
         captions |= {f"num_tokens{suffix}": lengths, f"truncated{suffix}": [False] * count}
-        captions |= {f"{result}{suffix}": [None] * count for result in CAPTION_RESULTS}
+        captions |= {f"{result}{suffix}": [None] * count for result in (CAPTION_START, *CAPTION_RESULTS)}
     return FrozenPlan(
         spec=spec,
         revision=1,
         base="",
-        stack=(),
-        carried=(),
         copies=False,
         listing=listing,
         records=records,
@@ -215,8 +197,6 @@ def write_plan(root: Path, plan: FrozenPlan, *, replace: bool) -> bool:
         "format_version": FORMAT_VERSION,
         "revision": plan.revision,
         "base": plan.base,
-        "stack": list(plan.stack),
-        "carried": [entry.model_dump() for entry in plan.carried],
         "copies": plan.copies,
         "listing": plan.listing,
         "plan": plan.hash,
@@ -225,107 +205,162 @@ def write_plan(root: Path, plan: FrozenPlan, *, replace: bool) -> bool:
     }
     if plan.self_check:
         content["self_check"] = plan.self_check.model_dump()
-    if plan.statistics:
-        content["statistics"] = plan.statistics.model_dump()
-    if plan.added:
-        content["added"] = [addition.model_dump() for addition in plan.added]
     content |= {"sha256": sha256_of(content)}
     folder = root / revision_prefix(plan.revision) / PLAN
     return write_folder(folder, [*tables.items(), (PLAN_FILE, canonical_json(content))], replace=replace)
 
 
-def planned_revisions(root: Path) -> list[int]:
-    """Revisions of a store that have a plan, in order."""
-    return revisions_with(root, f"{PLAN}/{PLAN_FILE}")
-
-
 def read_plan(root: Path, revision: int) -> FrozenPlan:
-    """Read the frozen plan of a revision.
+    """Read the plan of a revision: the frozen one, or of a sealed revision as its files tell it.
 
     Raises: StoreIncomplete: it has none; DamageError: a file of it is damaged.
     """
-    folder = root / revision_prefix(revision) / PLAN
-    if not (folder / PLAN_FILE).is_file():
-        raise StoreIncomplete(f"store '{root}': its plan is not finished. Run the same precompute command again.")
-    content = read_json(folder / PLAN_FILE)
-    damaged = DamageError(
-        f"store '{root}': the plan of revision {revision} is damaged. Run 'leandit verify --repair --source PATH'."
-    )
-    if not isinstance(content, dict) or content.pop("sha256", None) != sha256_of(content):
-        raise damaged
-    if content.get("format_version") != FORMAT_VERSION:
-        raise FormatVersionError(
-            f"store '{root}': its plan has format version {content.get('format_version')}, this release reads "
-            f"{FORMAT_VERSION}. Use the release that wrote it, or precompute again."
+    return sealed_plan(root, revision) if revision in sealed_revisions(root) else _read_frozen(root, revision)
+
+
+def read_spec(root: Path, revision: int = 1) -> StoreSpec:
+    """The spec of a revision, sealed or not. Raises: as ``read_plan``."""
+    if revision in sealed_revisions(root):
+        return whole_spec(read_manifest(root, revision).spec, read_local(root, revision))
+    return _read_plan_file(root, revision).spec
+
+
+def sealed_plan(root: Path, revision: int) -> FrozenPlan:
+    """The plan of a sealed revision: what it stored, and where the images were.
+
+    Its records have the results of encoding, so its hash is not the one that commit records named.
+
+    Raises: DamageError: the manifest, a table or ``local.json`` is damaged.
+    """
+    prefix, manifest = revision_prefix(revision), read_manifest(root, revision)
+    local = read_local(root, revision)
+    if local is None:
+        raise DamageError(
+            f"store '{root}': '{prefix}{LOCAL}' is missing or damaged, which names the encoders and the recipe. Run "
+            "'leandit verify --repair'."
         )
+    entries = {entry.path: entry for entry in (*manifest.files, local.sources)}
+    for name in (RECORDS, CAPTIONS, SOURCES):
+        path = root / (prefix + name)
+        if not path.is_file() or xxh3_file(path) != entries[prefix + name].xxh3_128:
+            raise DamageError(f"store '{root}': '{prefix}{name}' is missing or damaged. Run 'leandit verify --repair'.")
+    spec = whole_spec(manifest.spec, local)
+    records, captions, sources = (map_plan_table(root / (prefix + name)) for name in (RECORDS, CAPTIONS, SOURCES))
+    if records.num_rows != sources.num_rows:
+        raise DamageError(
+            f"store '{root}': {records.num_rows} records, '{prefix}{SOURCES}' has {sources.num_rows} rows. "
+            "Run 'leandit verify --repair'."
+        )
+    columns = {name: (sources if name in sources.column_names else records)[name] for name in plan_schema(spec).names}
+    plan = FrozenPlan(
+        spec=spec,
+        revision=revision,
+        base=manifest.base,
+        copies=manifest.copies,
+        listing=local.listing,
+        records=pa.table(columns, schema=plan_schema(spec)),
+        captions=captions,
+        self_check=manifest.self_check,
+        before=read_manifest(root, revision - 1) if manifest.base and not manifest.copies else None,
+    )
+    if problem := table_problem(spec, revision, records, captions.num_rows, captions) or _row_problem(plan):
+        raise DamageError(f"store '{root}': the tables of revision {revision} are not valid: {problem}. {REPAIR}")
+    return plan
+
+
+def _read_plan_file(root: Path, revision: int) -> PlanFile:
+    """``plan.json`` of an unfinished revision. Raises: as ``read_plan``."""
+    path = root / revision_prefix(revision) / PLAN / PLAN_FILE
+    if not path.is_file():
+        raise StoreIncomplete(f"store '{root}': its plan is not finished. Run the same precompute command again.")
+    content = read_json(path)
+    if not isinstance(content, dict) or content.pop("sha256", None) != sha256_of(content):
+        raise DamageError(_damaged(root, revision))
+    check_version(root, content)
     try:
         file = PlanFile.model_validate(content)
     except ValidationError as error:
-        raise damaged from error
+        raise DamageError(_damaged(root, revision)) from error
     if file.revision != revision:
-        raise damaged
+        raise DamageError(_damaged(root, revision))
+    return file
+
+
+def _damaged(root: Path, revision: int) -> str:
+    return (
+        f"store '{root}': the plan of revision {revision}, which is not finished, is damaged. Remove "
+        f"'{revision_prefix(revision)}' and run the same precompute command again: it plans anew."
+    )
+
+
+def _read_frozen(root: Path, revision: int) -> FrozenPlan:
+    """The frozen plan of an unfinished revision. Raises: as ``read_plan``."""
+    file, folder = _read_plan_file(root, revision), root / revision_prefix(revision) / PLAN
     for name, entry in zip((RECORDS, CAPTIONS), file.files, strict=True):
         if not (folder / name).is_file() or xxh3_file(folder / name) != entry.xxh3_128:
-            raise damaged
+            raise DamageError(_damaged(root, revision))
+    before = read_manifest(root, revision - 1) if file.base and not file.copies else None
+    if before and before.root_hash != file.base:
+        raise DamageError(
+            f"store '{root}': the plan of revision {revision} builds on root hash {file.base}, revision {revision - 1} "
+            f"has {before.root_hash}. Run 'leandit verify --repair'."
+        )
     records, captions = map_plan_table(folder / RECORDS), map_plan_table(folder / CAPTIONS)
     plan = FrozenPlan(
         spec=file.spec,
         revision=revision,
         base=file.base,
-        stack=tuple(file.stack),
-        carried=tuple(file.carried),
         copies=file.copies,
         listing=file.listing,
         records=records,
         captions=captions,
         recorded_hash=file.plan,
         self_check=file.self_check,
-        statistics=file.statistics,
-        added=tuple(file.added),
+        before=before,
     )
     if problem := table_problem(file.spec, revision, records, captions.num_rows, captions) or _row_problem(plan):
-        raise DamageError(f"{damaged} Its tables are not valid: {problem}.")
+        raise DamageError(f"{_damaged(root, revision)} Its tables are not valid: {problem}.")
     return plan
 
 
-def _rows_of(plan: FrozenPlan, revision: int) -> Iterator[tuple[str | None, np.ndarray, np.ndarray]]:
-    """Bucket, rows and table positions of the records in a revision's arrays, without those that it rejected."""
+def _rows_of(plan: FrozenPlan, *, new: bool) -> Iterator[tuple[str | None, np.ndarray, np.ndarray]]:
+    """Bucket, rows and table positions of records: of those that the revision adds, or of the stored earlier ones."""
     first = 0
     for batch in plan.records.select(["bucket", "revision", "row", "status"]).to_batches():
         rows = batch["row"].to_numpy()
-        has_row = (batch["revision"].to_numpy() == revision) & (rows >= 0)
-        if revision != plan.revision:
-            has_row &= pc.equal(batch["status"], "stored").to_numpy(zero_copy_only=False)
-        own = np.flatnonzero(has_row)
-        if len(own):
-            buckets = batch["bucket"].take(pa.array(own)).dictionary_encode()
+        is_new = batch["revision"].to_numpy() == plan.revision
+        has_row = rows >= 0
+        if new:
+            has_row &= is_new
+        else:
+            has_row &= ~is_new & pc.equal(batch["status"], "stored").to_numpy(zero_copy_only=False)
+        found = np.flatnonzero(has_row)
+        if len(found):
+            buckets = batch["bucket"].take(pa.array(found)).dictionary_encode()
             codes = pc.fill_null(buckets.indices, -1).to_numpy()
             for code, name in [*enumerate(buckets.dictionary.to_pylist()), (-1, None)]:
-                of_bucket = own[codes == code]
+                of_bucket = found[codes == code]
                 if len(of_bucket):
                     yield name, rows[of_bucket], of_bucket + first
         first += batch.num_rows
 
 
-def _count_rows(plan: FrozenPlan) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name, rows, _ in _rows_of(plan, plan.revision):
-        assert name is not None, "a row has a bucket"
-        counts[name] = counts.get(name, 0) + len(rows)
-    return counts
-
-
 def _row_problem(plan: FrozenPlan) -> str:
-    """Describe a bucket whose rows are not 0, 1, 2, ...; "" if there is none."""
-    if any(name is None for name, _, _ in _rows_of(plan, plan.revision)):
+    """Describe a bucket whose new rows are not consecutive from its next shard on; "" if there is none."""
+    if any(name is None for new in (False, True) for name, _, _ in _rows_of(plan, new=new)):
         return "a row without a bucket"
-    counts = _count_rows(plan)
-    seen = {name: np.zeros(rows, bool) for name, rows in counts.items()}
-    for name, rows, _ in _rows_of(plan, plan.revision):
+    seen = {name: np.zeros(rows, bool) for name, rows in plan.new_rows.items()}
+    for name, rows, _ in _rows_of(plan, new=True):
         assert name is not None, "checked above"
-        if rows.max() < counts[name]:
-            seen[name][rows] = True
+        places = rows - plan.layout.first_row(name)
+        if places.min() >= 0 and places.max() < len(seen[name]):
+            seen[name][places] = True
     for name, is_seen in seen.items():
         if not is_seen.all():
-            return f"rows of bucket {name!r} that are not consecutive"
+            return f"new rows of bucket {name!r} that are not consecutive from {plan.layout.first_row(name)} on"
+    known = plan.before.layouts() if plan.before else {}
+    for name, rows, _ in _rows_of(plan, new=False):
+        latents = known.get(f"{bucket_part(name or '')}/{plan.spec.latent.array}")
+        if latents is None or not latents.has_rows(rows).all():
+            return f"rows of bucket {name!r} that do not exist"
     return ""

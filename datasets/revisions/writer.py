@@ -1,7 +1,7 @@
 """Writing a store: the plan is frozen first, shards are committed one by one, the seal merges their records.
 
-A commit writes every array file of a shard (temporary, fsync, rename), then the commit record. A crash in between costs
-one shard, and no partial shard is ever read. This module knows no encoder.
+A commit writes every array file of a shard (temporary, fsync, rename) and the results of its rows, then the commit
+record. A crash in between costs one shard, and no partial shard is ever read. This module knows no encoder.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from pathlib import Path
 import numpy as np
 
 from ..disk.files import write_atomic
-from ..disk.hashing import canonical_json, xxh3_64, xxh3_file, xxh3_parts
-from ..errors import LeanditError, StoreError
-from ..format.layout import CAPTIONS, MANIFEST, RECORDS, Task, commit_path, is_picture_task, revision_prefix
+from ..disk.hashing import canonical_json, xxh3_64, xxh3_parts
+from ..errors import StoreError
+from ..format.layout import MANIFEST, Task, commit_path, is_picture_task, revision_prefix, rows_path
 from ..format.row_layout import LATENTS
-from ..format.schema import Fallback, FeatureRows, FileEntry, LatentStatistics, Manifest, Reject
+from ..format.schema import Fallback, FileEntry, LatentStatistics, Manifest, Reject
 from ..format.zarr_shard import pack_shard
-from .commits import CommitSummary, commit_record, file_entry, read_commit, read_manifest, seal_files
+from .catalog import read_manifest
+from .commits import CommitSummary, commit_record, read_commit
 from .latent_statistics import statistics_of
 from .plan import FrozenPlan
+from .seal import finish_seal, seal_files, write_seal, write_unless_same
 
 READERS = 4  # threads that hash shards
 
 
-def row_checksum(*rows: np.ndarray) -> str:
-    """XXH3-64 of consecutive rows, as 16 hex digits."""
-    return f"{xxh3_64(*(np.ascontiguousarray(row).data for row in rows)):016x}"
+def row_checksum(*rows: np.ndarray) -> int:
+    """XXH3-64 of consecutive rows."""
+    return xxh3_64(*(np.ascontiguousarray(row).data for row in rows))
 
 
 class StoreWriter:
@@ -52,13 +54,15 @@ class StoreWriter:
         doubted: Collection[Task] | None = None,
     ) -> None:
         self.root, self.plan, self.spec = root, plan, plan.spec
-        for path, content in plan.layout.static_files().items():
-            self._ensure(path, content)
         self._commits: dict[Task, CommitSummary] = {}
         self.is_shared = False  # other processes write shards of this revision
-        if doubted is None and self.is_sealed:
-            self._read(frozenset())
-        elif doubted is None:
+        self.doubted = frozenset(doubted or ())
+        if self.is_sealed:
+            return
+        if plan.before is None:  # else a reader would see rows that do not exist yet
+            for path, content in plan.zarr_files().items():
+                write_unless_same(root / path, content)
+        if doubted is None:
             # Hash the existing shards of an unfinished revision; shards committed later are intact. ``verify`` hashes
             # those of a sealed one.
             tasks = plan.layout.tasks()
@@ -66,8 +70,7 @@ class StoreWriter:
             self._read(checked)
             self.is_shared = any(task not in checked for task in self._commits)
             missing = [task for task in tasks if task not in self._commits]
-            doubted = [task for task in missing if (root / commit_path(plan.revision, *task)).is_file()]
-        self.doubted = frozenset(doubted or ())
+            self.doubted = frozenset(task for task in missing if (root / commit_path(plan.revision, *task)).is_file())
 
     @property
     def is_sealed(self) -> bool:
@@ -76,7 +79,9 @@ class StoreWriter:
 
     @property
     def num_stored(self) -> int:
-        """Records in the committed shards."""
+        """Records in the committed shards; of a sealed revision, all that it stores."""
+        if self.is_sealed:
+            return read_manifest(self.root, self.plan.revision).num_stored
         return sum(
             commit.num_rows - commit.rejects.total()
             for task, commit in self._commits.items()
@@ -93,12 +98,13 @@ class StoreWriter:
         return [task for task in (self.plan.layout.tasks() if own is None else own) if not self.is_committed(task)]
 
     def is_committed(self, task: Task) -> bool:
-        """Whether the task has a valid commit record, from any process."""
-        if task not in self._commits:
-            record = read_commit(self.root, self.plan, *task, check_bytes=task in self.doubted)
-            if record:
-                self._commits[task], self.is_shared = CommitSummary.of(self.plan, record), True
-        return task in self._commits
+        """Whether the task has a valid commit record, from any process, or the revision is sealed."""
+        if task in self._commits:
+            return True
+        record = read_commit(self.root, self.plan, *task, check_bytes=task in self.doubted)
+        if record:
+            self._commits[task], self.is_shared = CommitSummary.of(self.plan, record), True
+        return record is not None or self.is_sealed
 
     def _read(self, checked: Collection[Task]) -> None:
         """Read all valid commit records, and hash the shards of ``checked``."""
@@ -134,24 +140,18 @@ class StoreWriter:
         part: str,
         shard: int,
         arrays: Mapping[str, np.ndarray],
+        results: np.ndarray,
         *,
-        checksums: Sequence[str],
-        source_checksums: Sequence[str] = (),
         rejects: Sequence[Reject] = (),
-        qualities: Sequence[tuple[float, float]] = (),
         fallbacks: Sequence[Fallback] = (),
-        features: Mapping[str, FeatureRows] | None = None,
     ) -> int:
         """Write one shard of every array of a part, then its commit record.
 
         Args:
           arrays: path of each array -> (n, ...) rows of this shard.
-          checksums: one per row (or caption), "" if rejected.
-          source_checksums: of the pictures' files, one per row, "" if rejected.
+          results: of its rows or captions, (n, groups) of ROW_RESULTS, as ``new_results`` makes them.
           rejects: rows rejected while encoding.
-          qualities: smallest cosine and largest error of each narrowed caption.
           fallbacks: rows that were not encoded as planned.
-          features: results of each feature of the part.
         Returns: bytes written.
         """
         files = []
@@ -161,20 +161,18 @@ class StoreWriter:
             write_atomic(self.root / layout.shard_path(shard), parts)
             size, digest = xxh3_parts(parts)
             files.append(FileEntry(path=layout.shard_path(shard), bytes=size, xxh3_128=digest))
+        results = np.ascontiguousarray(results)
         record = commit_record(
             self.plan,
             part,
             shard,
+            results,
             files=files,
-            checksums=list(checksums),
-            min_cosines=[cosine for cosine, _ in qualities],
-            max_errors=[error for _, error in qualities],
-            source_checksums=list(source_checksums),
             rejects=list(rejects),
             fallbacks=list(fallbacks),
-            features=dict(features or {}),
             statistics=self._statistics(part, arrays),
         )
+        write_atomic(self.root / rows_path(self.plan.revision, part, shard), [results.tobytes()])
         write_atomic(self.root / commit_path(self.plan.revision, part, shard), canonical_json(record.model_dump()))
         self._commits[part, shard] = CommitSummary.of(self.plan, record)
         return sum(entry.bytes for entry in files)
@@ -185,43 +183,19 @@ class StoreWriter:
         return statistics_of(latents, self.plan.spec.latent) if latents else None
 
     def seal(self) -> Manifest:
-        """Merge the commit records into the tables and the manifest; the manifest comes last.
+        """Merge the commit records into the tables and the manifest, then remove plan and commit records.
 
         Raises: StoreError: shards are missing; DamageError: as ``seal_files``.
         """
-        if missing := self.missing_tasks():
-            raise StoreError(
-                f"store '{self.root}': {len(missing)} of {len(self.plan.layout.tasks())} shards are not committed, "
-                f"the first is {missing[0][1]} of '{missing[0][0]}'. Run the same precompute command again."
-            )
-        if manifest := self._valid_manifest():  # a new one could differ: Parquet names its writer
-            return manifest
-        files, manifest = seal_files(self.root, self.plan)
-        for path, content in files.items():
-            self._ensure(path, content)
-        self._ensure(revision_prefix(self.plan.revision) + MANIFEST, canonical_json(manifest.model_dump()))
-        return manifest
-
-    def _valid_manifest(self) -> Manifest | None:
-        """The existing manifest, if it matches the tables and the commit records."""
-        try:
+        if self.is_sealed:
             manifest = read_manifest(self.root, self.plan.revision)
-        except (LeanditError, OSError):
-            return None
-        entries, prefix = {entry.path: entry for entry in manifest.files}, revision_prefix(self.plan.revision)
-        known = [entry for commit in self._commits.values() for entry in commit.files]
-        known += [file_entry(path, content) for path, content in self.plan.layout.static_files().items()]
-        for path in (prefix + RECORDS, prefix + CAPTIONS):
-            file = self.root / path
-            if not file.is_file():
-                return None
-            known.append(FileEntry(path=path, bytes=file.stat().st_size, xxh3_128=xxh3_file(file)))
-        is_current = all(entries.get(entry.path) == entry for entry in known)
-        return manifest if is_current and manifest.plan == self.plan.hash else None
-
-    def _ensure(self, path: str, content: bytes | memoryview) -> None:
-        """Write a file unless it already has these bytes."""
-        file = self.root / path
-        has_size = file.is_file() and file.stat().st_size == len(content)
-        if not has_size or xxh3_file(file) != file_entry(path, content).xxh3_128:
-            write_atomic(file, [content])
+        else:
+            if missing := self.missing_tasks():
+                raise StoreError(
+                    f"store '{self.root}': {len(missing)} of {len(self.plan.layout.tasks())} shards are not committed, "
+                    f"the first is {missing[0][1]} of '{missing[0][0]}'. Run the same precompute command again."
+                )
+            files, manifest = seal_files(self.root, self.plan)
+            write_seal(self.root, files, manifest)
+        finish_seal(self.root, manifest)
+        return manifest

@@ -48,7 +48,6 @@ class Job:
     source_path: tuple[str, ...]
     store_path: Path
     options: Options
-    new_revision: bool = False
     part: Part | None = None
     device: str = "cpu"
     num_decoders: int = 1
@@ -73,7 +72,6 @@ class Job:
             device=torch.device(self.device),
             progress=progress,
             options=self.options,
-            new_revision=self.new_revision,
             part=self.part,
             worker=worker,
             listed=listed,

@@ -17,8 +17,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from ...datasets.errors import ResourceError
-from ...datasets.revisions.commits import Task
-from ...datasets.revisions.plan import planned_revisions
+from ...datasets.format.layout import Task
+from ...datasets.revisions.catalog import planned_revisions, sealed_revisions
 from ..encoders.text.encoder import TokenCount
 from ..pipeline import Report
 from ..progress.clock import REJECTED, Progress, StageClock
@@ -164,7 +164,8 @@ class Supervisor:
         return replace(job, options=replace(job.options, retry_rejected=False))
 
     def _planned(self) -> list[int]:
-        return planned_revisions(self._places[0].job.store_path)
+        store = self._places[0].job.store_path
+        return [*sealed_revisions(store), *planned_revisions(store)]
 
     def _next(self) -> Report | None:
         """Handle a message; returns the report of the process that leads."""

@@ -8,7 +8,9 @@ from ...datasets.errors import SourceError
 from ...datasets.format.layout import Part
 from ...datasets.format.schema import StoreSpec, TextSpec
 from ...datasets.format.token_dtypes import StoredTokens, is_storable, narrow, quality
+from ...datasets.revisions.commits import new_results
 from ...datasets.revisions.writer import row_checksum
+from ..shards.caption_shard import store_result
 from ..shards.latent_shard import PackedShard
 from .null_caption import read_null
 
@@ -23,9 +25,8 @@ class CaptionRows:
         self._arrays = [
             np.full((len(one.rows_of(shard)), *one.shape[1:]), one.fill_value, one.dtype) for one in part.arrays
         ]
-        self._checksums: list[str] = []
-        self._qualities: list[tuple[float, float]] = []
-        self._is_narrowed = False  # what is stored exactly has no quality
+        self._first = self._layout.captions_of(shard).start
+        self._results = new_results(part, len(self._layout.captions_of(shard)))
 
     def add(self, caption: int, text: str, values: np.ndarray) -> None:
         """Add the next caption.
@@ -52,16 +53,15 @@ class CaptionRows:
             self._arrays, rows, self._layout.starts_of(caption), self._bases, strict=True
         ):
             array[start - base : start - base + len(part)] = part
-        self._checksums.append(row_checksum(*rows))
+        is_narrowed = spec.dtype != "float32" and stored_dtype(spec) != values.dtype.name
         before = values.reshape(-1, values.shape[-1]).astype(np.float32)
-        self._qualities.append(quality(before, stored, stored_dtype(spec)))
-        self._is_narrowed |= spec.dtype != "float32" and stored_dtype(spec) != values.dtype.name
+        measured = quality(before, stored, stored_dtype(spec)) if is_narrowed else None
+        store_result(self._results[caption - self._first, 0], rows, measured)
 
     def shard(self) -> PackedShard:
         """The shard of all captions added."""
         arrays = {layout.path: rows for layout, rows in zip(self._part.arrays, self._arrays, strict=True)}
-        qualities = self._qualities if self._is_narrowed else []
-        return PackedShard(self._part.name, self._number, arrays, self._checksums, qualities=qualities)
+        return PackedShard(self._part.name, self._number, arrays, self._results)
 
 
 def null_shard(part: Part, spec: StoreSpec, choice: str | None) -> PackedShard:
@@ -75,12 +75,14 @@ def null_shard(part: Part, spec: StoreSpec, choice: str | None) -> PackedShard:
     text, name = part.captions.spec, part.captions.name
     shape = (text.max_tokens, text.width) if text.has_tokens else (text.pooled_width,)
     null = read_null(choice, shape, name)
-    if row_checksum(null) != spec.text_encoder_of(name).encoder.config.get("null_caption"):
+    if f"{row_checksum(null):016x}" != spec.text_encoder_of(name).encoder.config.get("null_caption"):
         raise SourceError(f"--null '{choice}': not the null caption that the store was planned with.")
     if (stored := stored_caption(null, text)) is None:
         raise SourceError(f"--null '{choice}': not finite as {stored_dtype(text)}. Use --set store.dtype=source.")
     arrays = {layout.path: rows for layout, rows in zip(part.arrays, stored.parts, strict=True)}
-    return PackedShard(part.name, 0, arrays, [row_checksum(*stored.parts)])
+    results = new_results(part, 1)
+    store_result(results[0, 0], stored.parts, None)
+    return PackedShard(part.name, 0, arrays, results)
 
 
 def stored_caption(values: np.ndarray, spec: TextSpec) -> StoredTokens | None:

@@ -17,9 +17,10 @@ import numpy as np
 from ...datasets.disk.cached import cached_property
 from ...datasets.disk.spill import TakenColumn
 from ...datasets.errors import FingerprintMismatch, RecordRejected, SourceError
-from ...datasets.format.layout import Part, is_picture_task
+from ...datasets.format.layout import COMMITS, Part, Task, is_picture_task, revision_prefix
 from ...datasets.format.schema import Manifest, Reject, StoreSpec
-from ...datasets.revisions.commits import Task
+from ...datasets.format.table_schemas import REJECTED, STORED
+from ...datasets.revisions.commits import new_results
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan
 from ...datasets.revisions.writer import StoreWriter, row_checksum
 from ..planning.opening import check_disk, newest_plan
@@ -98,7 +99,7 @@ def _plan(reader: Reader, entries: Sequence[Entry], listing: str, null: str | No
     for entry, header in zip(entries, headers, strict=True):
         limit.count(entry.key, header if isinstance(header, RecordRejected) else None)
     digests = {
-        name: row_checksum(read_null(null, (width,) if section.output == "pooled" else (length, width), name))
+        name: f"{row_checksum(read_null(null, (width,) if section.output == 'pooled' else (length, width), name)):016x}"
         for (name, section), (length, width, _) in zip(reader.defaults.texts.items(), common.captions, strict=True)
     }
     return plan_import(describe_import(reader, common, headers, digests), entries, headers, listing)
@@ -157,7 +158,7 @@ def finish(root: Path, plan: FrozenPlan, reader: Reader, null: str | None, progr
     if not writer.num_stored:
         raise SourceError(
             f"source: not one of {plan.records.num_rows} records could be read, so the store is not sealed. The "
-            f"reasons are in '{root / 'commits'}'."
+            f"reasons are in '{root / revision_prefix(plan.revision) / COMMITS}'."
         )
     if not writer.is_sealed:
         ledger_of(limits, writer).check()
@@ -221,20 +222,24 @@ class ShardReader:
 
     def _latents(self, part: str, shard: int, pool: ThreadPoolExecutor) -> PackedShard:
         """Latents of all records of a shard, and flipped latents if any."""
-        layouts, positions = self._plan.layout.part_arrays(part), self._plan.bucket_positions[part.split("/")[-1]]
+        of_part = self._plan.layout.parts[part]
+        layouts, positions = of_part.arrays, self._plan.positions_of(of_part)
         rows = layouts[0].rows_of(shard)
         entries = self._entries(positions[rows.start : rows.stop])
         arrays = {one.path: np.full((len(rows), *one.shape[1:]), np.nan, one.dtype) for one in layouts}
-        packed = PackedShard(part, shard, arrays, [])
+        packed = PackedShard(part, shard, arrays, new_results(of_part, len(rows)))
         for i, (entry, found) in enumerate(zip(entries, pool.map(self._read, entries), strict=True)):
             stored = found if isinstance(found, RecordRejected) else _copied(found, i, list(arrays.values()))
-            is_reject = isinstance(stored, RecordRejected)
-            self._limit.count(entry.key, stored if is_reject else None)
-            if is_reject:
+            result = packed.results[i, 0]
+            self._limit.count(entry.key, stored if isinstance(stored, RecordRejected) else None)
+            if isinstance(stored, RecordRejected):
                 refused = {"stage": "decode", "reason": stored.reason, "detail": stored.detail}
                 packed.rejects.append(Reject(row=rows[i], key=entry.key, **refused))
-            packed.checksums.append("" if is_reject else row_checksum(*(array[i] for array in arrays.values())))
-            packed.source_checksums.append("" if is_reject else stored.source_checksum)
+                result["state"] = REJECTED
+            else:
+                checksum = row_checksum(*(array[i] for array in arrays.values()))
+                result["state"], result["checksum"] = STORED, checksum
+                result["source_checksum"] = stored.source_checksum
         self._count(len(rows))
         return packed
 

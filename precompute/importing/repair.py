@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...datasets.errors import SourceError
+from ...datasets.format.layout import Task
 from ...datasets.format.schema import StoreSpec
 from ...datasets.recipe import parse_recipe
-from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import FrozenPlan
 from ..progress.rejects import RejectLimit
 from ..repair import UNLIMITED, FallbacksOf

@@ -19,7 +19,6 @@ import xxhash
 
 from ...datasets.errors import RecordRejected
 from ...datasets.format.table_schemas import RECORDS_SCHEMA, place_columns
-from ...datasets.maintenance.repair import UNKNOWN_LOCATION
 from ...datasets.revisions.plan import FrozenPlan
 from ..config import PrecomputeRecipe
 from ..sources.files.record import Place, SourceRecord, listing_problem, planned_texts
@@ -243,8 +242,7 @@ def _state_of(
     if not known.is_stored:
         if sizes_differ and now.height_px:
             return State.CHANGED  # the other size may fit
-        # A rebuilt plan has no places, and a reject has no checksum to compare.
-        return _same_if(same_place or known.record.mtime_ns == UNKNOWN_LOCATION)
+        return _same_if(same_place)  # a reject has no checksum to compare
     if says_other_size:
         return State.CHANGED  # a fresh store would reject the picture as wrong_size
     if same_place and recipe.source.check == "stat":

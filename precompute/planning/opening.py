@@ -9,12 +9,11 @@ from typing import Any
 from ...datasets.disk.owners import TEMPORARY_PREFIX
 from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import FingerprintMismatch, ResourceError, SourceError, StoreError
-from ...datasets.format.layout import LEASES
+from ...datasets.format.layout import LEASES, REVISIONS, Task
 from ...datasets.format.schema import StoreSpec
 from ...datasets.recipe import flatten
-from ...datasets.revisions.catalog import check_store, sealed_revisions
-from ...datasets.revisions.commits import Task
-from ...datasets.revisions.plan import FrozenPlan, planned_revisions, read_plan
+from ...datasets.revisions.catalog import check_store, planned_revisions, sealed_revisions
+from ...datasets.revisions.plan import FrozenPlan, read_plan
 from ...datasets.revisions.writer import StoreWriter
 from ...datasets.units import readable_size
 from ..config import PrecomputeRecipe
@@ -71,31 +70,23 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
         raise StoreError(f"store '{root}': a file is there; needed a folder, or nothing. Give another --store.")
     if not root.exists():
         return None
-    planned, sealed = planned_revisions(root), sealed_revisions(root)
-    if planned and (not sealed or planned[-1] >= sealed[-1]):
-        plan = read_plan(root, planned[-1])
-        if plan.copies and plan.revision not in sealed:
-            raise StoreError(
-                f"store '{root}': an earlier release has begun to compact it in place. Run 'leandit compact {root} "
-                "--out NEW': the new store holds all of it, and can grow."
-            )
-        return plan
-    others = (path.name for path in root.iterdir() if path.name != LEASES)
+    if revisions := [*sealed_revisions(root), *planned_revisions(root)]:
+        return read_plan(root, max(revisions))
+    others = (path.name for path in root.iterdir() if path.name not in (LEASES, REVISIONS))
     if any(not name.startswith(TEMPORARY_PREFIX) for name in others):  # of a plan that another process is writing
-        if not planned and planned_revisions(root):  # another process has just finished it
+        if planned_revisions(root):  # another process has just finished it
             return look_for_plan(root)
         check_store(root)  # raises if it is not a store
         raise StoreError(
-            f"store '{root}': its 'plan' folder is gone, so nothing can be added. Nothing was changed. Run "
-            "'leandit verify --repair --source PATH', or give another --store; a complete store can still be read."
+            f"store '{root}': it has neither a plan nor a manifest, so nothing can be added. Nothing was changed. Give "
+            "another --store."
         )
     return None
 
 
 def has_unfinished(root: Path, *, after: int = 0) -> bool:
     """A revision later than ``after`` is planned and not complete; reads no plan."""
-    planned = planned_revisions(root)[-1:]
-    return planned > [after] and planned > sealed_revisions(root)[-1:]
+    return any(revision > after for revision in planned_revisions(root))
 
 
 def is_sealed(root: Path, plan: FrozenPlan) -> bool:
@@ -110,21 +101,20 @@ def check_fingerprint(root: Path, found: StoreSpec, wanted: StoreSpec) -> None:
     """
     if found.fingerprint == wanted.fingerprint:
         return
-    advice = "or --new-revision to encode everything again as a new revision"
+    advice = ""
     if has_unfinished(root):
-        then = "give --new-revision"
+        advice = "; or first finish this one with the settings that made it"
         if is_extension(found, wanted):
-            then = "run this command again: it adds the rest"
-        advice = f"or first finish this one with the settings that made it, and then {then}"
+            advice += ", and then run this command again: it adds the rest"
         if has_unfinished(root, after=1):
-            advice += ", or give the addition up: remove its folder, the last in revisions/"
+            advice += ". To give the addition up, remove its folder, the last in revisions/"
     elif left_out := _left_out(found, wanted):
         names = " ".join(f"--without {name}" for name in left_out)
-        advice += f"; 'leandit compact {root} --out NEW {names}' makes a store without what the recipe leaves out"
+        advice = f"; 'leandit compact {root} --out NEW {names}' makes a store without what the recipe leaves out"
     fields = "".join(f"\n  {line}" for line in _differences(found, wanted))
     raise FingerprintMismatch(
-        f"store '{root}': made with other encoders or settings. Nothing was changed. Use the settings that made it, "
-        f"give another --store, {advice}. What differs:{fields}"
+        f"store '{root}': made with other encoders or settings. Nothing was changed. Use the settings that made it, or "
+        f"give another --store{advice}. What differs:{fields}"
     )
 
 

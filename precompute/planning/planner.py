@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.errors import RecordRejected, SourceError
-from ...datasets.format.schema import Addition, FileEntry, LatentStatistics, SelfCheck, StoreSpec
+from ...datasets.format.layout import buckets_of, next_row
+from ...datasets.format.schema import Manifest, SelfCheck, StoreSpec
 from ...datasets.format.table_schemas import plan_schema, suffixes
-from ...datasets.revisions.commits import carried_files
-from ...datasets.revisions.encoder_paths import with_stored_encoder_paths
+from ...datasets.revisions.local import with_stored_encoder_paths
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ...datasets.store import LatentStore
 from ..config import PrecomputeRecipe
@@ -24,7 +24,6 @@ from ..progress.clock import REJECTED, Progress
 from ..progress.rejects import RejectLedger, RejectLimit, count_reasons
 from ..sources.listing.listing import Listing
 from ..sources.source import Source
-from .additions import additions, is_extension
 from .captions import CaptionCounts, plan_captions
 from .compare import Base, Comparison, Options, all_fresh, compare
 from .pictures import num_threads, picture_table, plan_pictures
@@ -39,25 +38,17 @@ NO_CAPTION_HINT = (
 
 
 @dataclass(frozen=True)
-class Lineage:
-    """What a revision builds on; the fields are those of ``FrozenPlan``.
+class Before:
+    """The revision that a new one builds on.
 
     Args:
-      captions: table of the previous revision; its captions keep their ids.
-      spec: of the previous revision; its classes keep their names.
-      self_check: of the stack; None where a new one is due.
-      statistics: of the latents in the stack.
+      captions: table of it; its captions keep their ids.
+      spec: of it; its classes keep their names.
     """
 
-    revision: int = 1
-    base: str = ""
-    stack: tuple[int, ...] = ()
-    carried: tuple[FileEntry, ...] = ()
-    captions: pa.Table | None = None
-    spec: StoreSpec | None = None
-    self_check: SelfCheck | None = None
-    statistics: LatentStatistics | None = None
-    added: tuple[Addition, ...] = ()
+    manifest: Manifest
+    captions: pa.Table
+    spec: StoreSpec
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,7 @@ class Planner:
 
         Raises: SourceError: no record can be encoded, or too many are rejected; EncoderError: of the check.
         """
-        plan = self.plan(all_fresh(self.source.records), Lineage())
+        plan = self.plan(all_fresh(self.source.records), None)
         return freeze_plan(self.root, replace(plan, self_check=self.check(plan)))
 
     def plan_next(self, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
@@ -95,35 +86,27 @@ class Planner:
         Returns: the plan, or None if nothing has to be done; and the changes, if the files were compared.
         Raises: as ``compare`` and ``plan``.
         """
-        comparison, lineage = self.compare(options)
-        if lineage is None:
+        comparison, before = self.compare(options)
+        if comparison is None or before is None:
             return None, comparison
-        starts_over = not lineage.stack
-        assert comparison is not None
-        plan = self.plan(all_fresh(self.source.records) if starts_over else comparison, lineage)
-        if starts_over:
-            plan = replace(plan, self_check=self.check(plan))
-        return freeze_plan(self.root, plan), comparison
+        return freeze_plan(self.root, self.plan(comparison, before)), comparison
 
-    def compare(self, options: Options) -> tuple[Comparison | None, Lineage | None]:
+    def compare(self, options: Options) -> tuple[Comparison | None, Before | None]:
         """Compare the source with the newest, complete revision; writes nothing.
 
         Returns: the changes, if the files were compared; and what the next revision builds on, None if nothing has to
-          be done. With another spec nothing is carried over, except if it only adds text encoders, features or
-          pictures.
+          be done. The spec is the store's, or one that adds text encoders, features or pictures.
         Raises: SourceError: gone records cannot be encoded again or completed, and dropping them was not requested.
         """
         store, source = LatentStore(self.root), self.source
         base_plan, manifest = read_plan(self.root, store.revision), store.manifest
         assert manifest is not None
         assert self.spec, "only a planner of pictures has none"
-        starts_over = not is_extension(base_plan.spec, self.spec)
-        extends = not starts_over and self.spec.fingerprint != base_plan.spec.fingerprint
+        extends = self.spec.fingerprint != base_plan.spec.fingerprint
         is_renamed = self._is_renamed(base_plan.spec)
         base = Base(base_plan, store.records, store.captions)
         must_look = (
-            starts_over
-            or extends
+            extends
             or is_renamed
             or base.sizes_differ(self.recipe)
             or self.recipe.source.check == "content"
@@ -141,29 +124,15 @@ class Planner:
             progress=lambda done: self.progress("compare", done, total),
         )
         comparison = replace(comparison, is_renamed=is_renamed)
-        if not (starts_over or extends or comparison.changes_anything):
+        if not (extends or comparison.changes_anything):
             return comparison, None
-        added = additions(store, self.spec) if extends else ()
-        needs_pictures = starts_over or any(one.groups for one in added)
+        needs_pictures = self.spec.groups != base_plan.spec.groups
         if needs_pictures and comparison.num_gone > comparison.num_dropped:
             raise SourceError(
                 f"source '{source.name}': {comparison.num_gone} records of store '{self.root}' are gone from it, so "
                 "they cannot be encoded. Restore them, or add --drop-gone to leave them out of the new revision."
             )
-        if starts_over:
-            return comparison, Lineage(store.revision + 1, manifest.root_hash, spec=base_plan.spec)
-        lineage = Lineage(
-            revision=store.revision + 1,
-            base=manifest.root_hash,
-            stack=tuple(manifest.stack),
-            carried=carried_files(manifest, manifest.stack),
-            captions=store.captions,
-            spec=base_plan.spec,
-            self_check=manifest.self_check,
-            statistics=manifest.statistics,
-            added=added,
-        )
-        return comparison, lineage
+        return comparison, Before(manifest, store.captions, base_plan.spec)
 
     def _names_of(self, classes: list[str], before: StoreSpec | None) -> list[str] | None:
         """Display names of classes: the source's, else the base's; None if neither has any."""
@@ -221,14 +190,15 @@ class Planner:
             f"{RecordRejected(first['stage'], first['reason'], first['detail'])}. Nothing was written."
         )
 
-    def plan(self, comparison: Comparison, lineage: Lineage, pictures: pa.Table | None = None) -> FrozenPlan:
+    def plan(self, comparison: Comparison, before: Before | None, pictures: pa.Table | None = None) -> FrozenPlan:
         """Plan a revision from carried-over and new records; writes nothing.
 
         Args:
+          before: the revision that it builds on; None for the first.
           pictures: of the new records, if already planned.
         Raises: SourceError: nothing is carried over and no new record can be encoded; or too many are rejected.
         """
-        source = self.source
+        source, revision = self.source, before.manifest.revision + 1 if before else 1
         assert self.spec, "only a planner of pictures has none"
         if pictures is None:
             pictures = self.look_at(comparison.fresh, self.limit(comparison))
@@ -240,26 +210,31 @@ class Planner:
                 CaptionCounts(suffix, self.tokenizers[name], self.spec.text_encoder_of(name).spec.max_tokens, name)
                 for name, suffix in suffixes(self.spec).items()
             ],
-            revision=lineage.revision,
-            known=lineage.captions,
+            revision=revision,
+            known=before and before.captions,
         )
         classes = [*(source.classes or ()), *comparison.gone_classes]
-        names = self._names_of(classes, lineage.spec)
+        names = self._names_of(classes, before and before.spec)
+        arrays = before.manifest.layouts() if before else {}
+        first_rows = (
+            {bucket: next_row(self.spec, bucket, arrays) for bucket in before.manifest.buckets} if before else {}
+        )
         return FrozenPlan(
             spec=with_stored_encoder_paths(
                 self.spec.model_copy(update={"classes": classes or None, "class_names": names}), self.root
             ),
-            revision=lineage.revision,
-            base=lineage.base,
-            stack=lineage.stack,
-            carried=lineage.carried,
+            revision=revision,
+            base=before.manifest.root_hash if before else "",
             copies=False,
             listing=self.source.listing_hash(null_captions=self.recipe.null_captions),
             records=plan_records(
-                comparison, pictures, caption_ids, revision=lineage.revision, schema=plan_schema(self.spec)
+                comparison,
+                pictures,
+                caption_ids,
+                revision=revision,
+                first_rows=first_rows,
+                schema=plan_schema(self.spec),
             ),
             captions=captions,
-            self_check=lineage.self_check,
-            statistics=lineage.statistics,
-            added=lineage.added,
+            before=before and before.manifest,
         )

@@ -7,7 +7,7 @@ number of records of a first plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,24 +57,31 @@ def plan_records(
     caption_ids: pa.ChunkedArray,
     *,
     revision: int,
+    first_rows: Mapping[str, int] = {},
     schema: pa.Schema = PLAN_SCHEMA,
 ) -> pa.Table:
     """Records table of a revision: carried-over records, then new records with their rows.
 
     Args:
-      pictures: of the new records (PICTURES_SCHEMA).
+      pictures: of the new records (PICTURES_SCHEMA), with rows counted from 0.
+      first_rows: that the revision adds to a bucket, where that is not 0.
       caption_ids: of all records, carried-over ones first.
       schema: as ``plan_schema``.
     Returns: the table, mapped.
     """
     num_kept = len(comparison.kept)
     kept = _carried_records(comparison, caption_ids.slice(0, num_kept), schema).to_batches()
-    fresh = _fresh_batches(comparison, pictures, caption_ids.slice(num_kept), revision, schema)
+    fresh = _fresh_batches(comparison, pictures, caption_ids.slice(num_kept), revision, first_rows, schema)
     return map_table(schema, rebatched((batch for some in (kept, fresh) for batch in some), BATCH_ROWS), WHAT)
 
 
 def _fresh_batches(
-    comparison: Comparison, pictures: pa.Table, caption_ids: pa.ChunkedArray, revision: int, schema: pa.Schema
+    comparison: Comparison,
+    pictures: pa.Table,
+    caption_ids: pa.ChunkedArray,
+    revision: int,
+    first_rows: Mapping[str, int],
+    schema: pa.Schema,
 ) -> Iterator[pa.RecordBatch]:
     first = 0
     for batch in comparison.fresh.batches():
@@ -85,6 +92,7 @@ def _fresh_batches(
             attempts[i - first] = comparison.attempts[i]
         columns = {
             **{name: planned[name] for name in PICTURES_SCHEMA.names},
+            "row": _moved_rows(planned, first_rows),
             "key": batch["key"],
             "revision": np.full(count, revision, np.int32),
             "label": batch["label"],
@@ -99,6 +107,16 @@ def _fresh_batches(
         columns |= dict.fromkeys(schema.names[len(PLAN_SCHEMA) :], nothing)
         yield from _as_batches(columns | _picture_places(batch, schema), schema)
         first += count
+
+
+def _moved_rows(planned: pa.StructArray | pa.RecordBatch, first_rows: Mapping[str, int]) -> pa.Array:
+    """Rows of the arrays, from rows counted from 0; -1 stays."""
+    if not first_rows:
+        return planned["row"]
+    buckets = planned["bucket"].combine_chunks().dictionary_encode()
+    moves = np.array([*(first_rows.get(name, 0) for name in buckets.dictionary.to_pylist()), 0])
+    rows = planned["row"].to_numpy()
+    return pa.array(np.where(rows >= 0, rows + moves[pc.fill_null(buckets.indices, -1).to_numpy()], rows))
 
 
 def _picture_places(batch: pa.RecordBatch, schema: pa.Schema) -> dict[str, pa.Array]:

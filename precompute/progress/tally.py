@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...datasets.errors import RecordRejected
-from ...datasets.format.layout import is_picture_task
+from ...datasets.format.layout import Task, is_picture_task
 from ...datasets.format.schema import Reject
-from ...datasets.revisions.commits import Task
 from ...datasets.revisions.writer import StoreWriter
 from ..encoders.text.encoder import TokenCount
 from .clock import REJECTED, Progress
@@ -55,13 +54,14 @@ class Tally:
         self, writer: StoreWriter, missing: Sequence[Task], ledger: RejectLedger, progress: Progress, work: Work
     ) -> None:
         self._writer, self._ledger, self._progress, self._work = writer, ledger, progress, work
-        rows_of = writer.plan.layout.rows_of
+        self._layout, rows_of = writer.plan.layout, writer.plan.layout.rows_of
         self._sizes = {task: len(rows_of(*task)) if is_picture_task(task) else 1 for task in missing}
         self._missing = set(missing)
         self._totals, self._committed, self._encoded = Counter[str](), Counter[str](), Counter[str]()
         for task, size in self._sizes.items():
             self._totals[_stage(task)] += size
         self._pending: dict[str, str] = {}  # reasons of rejects that are not committed yet, by key
+        self._rejected: set[str] = set()  # keys; another part of the revision may have the same record
         self._counted = writer.reject_reasons
         self._lock, self._next_look, self._shown_rejects = threading.Lock(), 0.0, 0
 
@@ -83,6 +83,9 @@ class Tally:
         Raises: SourceError: all processes together have rejected too many.
         """
         with self._lock:
+            if key in self._rejected:
+                return
+            self._rejected.add(key)
             self._pending[key] = reject.reason
             if refusal := self._ledger.count(key, reject):
                 raise refusal
@@ -98,14 +101,17 @@ class Tally:
             stage, size = _stage(task), self._sizes[task]
             self._work.held.remove(task)
             self._encoded[stage] -= size
-            for reason in filter(None, (self._pending.pop(reject.key, None) for reject in rejects)):
-                if is_own:
+            counted = self._layout.counted_rows(*task) if stage == PICTURES else range(0)
+            for reject in rejects:
+                if (reason := self._pending.pop(reject.key, None)) is None:
+                    continue
+                if is_own and reject.row in counted:
                     self._counted[reason] += 1
                 else:
                     self._ledger.forget(reason)  # its record is counted
             if is_own:
                 self._work.num_commits += 1
-                self._work.num_encoded += size if stage == PICTURES else 0
+                self._work.num_encoded += len(counted)
             self._settle([task])
             self._look()
             self._show(stage)

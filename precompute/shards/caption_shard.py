@@ -11,7 +11,9 @@ import numpy as np
 from ...datasets.errors import EncoderError
 from ...datasets.format.layout import Part
 from ...datasets.format.schema import TextSpec
+from ...datasets.format.table_schemas import STORED
 from ...datasets.format.token_dtypes import StoredTokens, is_storable, narrow, quality
+from ...datasets.revisions.commits import new_results
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import row_checksum
 from ..encoders.text.encoder import CaptionEncoder, EncodedCaption, EncodedCaptions
@@ -21,9 +23,16 @@ from .latent_shard import PackedShard
 def encode_null_caption(part: Part, encoder: CaptionEncoder) -> PackedShard:
     """Encode the empty caption at full length."""
     assert part.captions is not None
-    encoded = encoder.encode_null()
-    rows = stored_rows(encoded.row(0), part.captions.spec).rows
-    return PackedShard(part.name, 0, dict(zip(_paths(part), rows, strict=True)), [row_checksum(*rows)])
+    stored, results = stored_rows(encoder.encode_null().row(0), part.captions.spec), new_results(part, 1)
+    store_result(results[0, 0], stored.rows, stored.quality)
+    return PackedShard(part.name, 0, dict(zip(_paths(part), stored.rows, strict=True)), results)
+
+
+def store_result(result: np.void, rows: list[np.ndarray], quality: tuple[float, float] | None) -> None:
+    """Fill in the result of a caption: checksum, and what narrowing cost, if anything was narrowed."""
+    result["state"], result["checksum"] = STORED, row_checksum(*rows)
+    if quality:
+        result["min_cosine"], result["max_error"] = quality
 
 
 def encode_caption_shard(plan: FrozenPlan, part: Part, shard: int, encoder: CaptionEncoder) -> PackedShard:
@@ -34,19 +43,19 @@ def encode_caption_shard(plan: FrozenPlan, part: Part, shard: int, encoder: Capt
     layout = part.captions
     assert layout is not None
     spec, captions = layout.spec, layout.captions_of(shard)
-    texts = plan.captions_of(part.revision)["text"].slice(captions.start, len(captions)).to_pylist()
+    texts = plan.captions_of(part)["text"].slice(captions.start, len(captions)).to_pylist()
     lengths = layout.num_tokens[captions.start : captions.stop]
     starts = [layout.starts_of(caption) for caption in captions]
     arrays = [np.full((len(one.rows_of(shard)), *one.shape[1:]), one.fill_value, one.dtype) for one in part.arrays]
     bases = [one.rows_of(shard).start for one in part.arrays]
-    checksums, qualities = [""] * len(captions), [(0.0, 0.0)] * len(captions)
+    results = new_results(part, len(captions))
 
     def store(batch: np.ndarray, encoded: EncodedCaptions) -> None:
         for number, i in enumerate(batch.tolist()):
             stored = stored_rows(encoded.row(number), spec)
             for array, rows, start, base in zip(arrays, stored.rows, starts[i], bases, strict=True):
                 array[start - base : start - base + len(rows)] = rows
-            checksums[i], qualities[i] = row_checksum(*stored.rows), stored.quality or (0.0, 0.0)
+            store_result(results[i, 0], stored.rows, stored.quality)
 
     # Narrowing takes as long as several captions on a GPU, so it runs in a thread, one batch behind the encoder.
     with ThreadPoolExecutor(1, thread_name_prefix="leandit-narrow") as behind:
@@ -58,8 +67,7 @@ def encode_caption_shard(plan: FrozenPlan, part: Part, shard: int, encoder: Capt
             storing = behind.submit(store, batch, encoded)
         if storing:
             storing.result()
-    narrowed = qualities if spec.dtype != "float32" else []
-    return PackedShard(part.name, shard, dict(zip(_paths(part), arrays, strict=True)), checksums, qualities=narrowed)
+    return PackedShard(part.name, shard, dict(zip(_paths(part), arrays, strict=True)), results)
 
 
 class StoredRows(NamedTuple):

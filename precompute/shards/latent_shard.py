@@ -13,29 +13,25 @@ import numpy as np
 
 from ...datasets.errors import RecordRejected
 from ...datasets.format.layout import Part
-from ...datasets.format.row_layout import LATENTS
-from ...datasets.format.schema import Fallback, FeatureRows, Reject
+from ...datasets.format.schema import Fallback, Reject
+from ...datasets.format.table_schemas import REJECTED, STORED
+from ...datasets.revisions.commits import new_results
 from ...datasets.revisions.writer import row_checksum
 from ..encoders.forwards import EncodedRow, RowsEncoder, Views, encode_batch, rows_of_a_forward
 from ..images.decoders import Decoded
 from .picture_batches import BucketSource, Picture
 
-NO_QUALITY = (0.0, 0.0)  # of a row that is not stored
-
 
 @dataclass
 class PackedShard:
-    """A shard ready to be committed: arrays, a checksum for each row, rejects and fallbacks."""
+    """A shard ready to be committed: arrays by path, results of its rows (ROW_RESULTS), rejects and fallbacks."""
 
     part: str
     shard: int
     arrays: dict[str, np.ndarray]
-    checksums: list[str]
-    source_checksums: list[str] = field(default_factory=list)
+    results: np.ndarray
     rejects: list[Reject] = field(default_factory=list)
-    qualities: list[tuple[float, float]] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
-    features: dict[str, FeatureRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,10 +102,7 @@ class ShardBuilder:
         self._known_fallbacks = {fallback.row: fallback.how for fallback in known_fallbacks}
         self._rejects: list[Reject] = []
         self._fallbacks: list[Fallback] = []
-        self._source_checksums: list[str] = []
-        self._qualities: dict[str, list[tuple[float, float]]] = {group: [] for group in part.groups}
-        self._companion_checksums: dict[str, list[str]] = {name: [] for name in source.companions}
-        self._stored: set[int] = set()  # rows
+        self._results = new_results(part, len(self._rows))
 
     def encode(
         self,
@@ -168,52 +161,36 @@ class ShardBuilder:
         self, row: int, picture: Picture | None, found: EncodedRow | None, reject: RecordRejected | None
     ) -> None:
         """Store one row and its reject or fallback; rows of rejects stay empty."""
-        stored = picture if found and isinstance(picture, Decoded) else None
-        self._source_checksums.append(f"{stored.source_checksum:016x}" if stored else "")
-        for name, checksums in self._companion_checksums.items():
-            checksums.append(f"{stored.companions[name].source_checksum:016x}" if stored else "")
+        results = self._results[row - self._rows.start]
         if reject is not None:
             refused = {"stage": reject.stage, "reason": reject.reason, "detail": reject.detail}
             self._rejects.append(Reject(row=row, key=self._source.keys[row], **refused))
-        for group, arrays in self._arrays.items():
-            for array, values in zip(arrays, found.groups[group], strict=True) if found else ():
+            results["state"] = REJECTED
+        if found is None or not isinstance(picture, Decoded):
+            return
+        results["state"] = STORED
+        for i, (group, arrays) in enumerate(self._arrays.items()):
+            for array, values in zip(arrays, found.groups[group], strict=True):
                 array[row - self._rows.start] = values
-            self._qualities[group].append(found.qualities.get(group, NO_QUALITY) if found else NO_QUALITY)
-        if found:
-            self._stored.add(row)
-            if found.fallback:
-                self._fallbacks.append(Fallback(row=row, how=found.fallback))
+            of_file = picture.companions[group] if group in self._source.companions else picture
+            results["source_checksum"][i] = of_file.source_checksum
+            if quality := found.qualities.get(group):
+                results["min_cosine"][i], results["max_error"][i] = quality
+        if found.fallback:
+            self._fallbacks.append(Fallback(row=row, how=found.fallback))
 
     def finish(self) -> PackedShard:
         """Compute the checksums and return the shard."""
-        checksums = {
-            group: [
-                row_checksum(*(array[i] for array in arrays)) if row in self._stored else ""
-                for i, row in enumerate(self._rows)
-            ]
-            for group, arrays in self._arrays.items()
-        }
-        features = {
-            group: FeatureRows(
-                checksums=checksums[group],
-                min_cosines=[cosine for cosine, _ in self._qualities[group]],
-                max_errors=[error for _, error in self._qualities[group]],
-            )
-            for group in self._arrays.keys() - {LATENTS, *self._companion_checksums}
-        }
-        features |= {
-            name: FeatureRows(checksums=checksums[name], source_checksums=found)
-            for name, found in self._companion_checksums.items()
-        }
-        is_own = LATENTS in self._arrays
+        for i, arrays in enumerate(self._arrays.values()):
+            for row in np.flatnonzero(self._results["state"][:, i] == STORED):
+                self._results["checksum"][row, i] = row_checksum(*(array[row] for array in arrays))
         arrays = [array for of_group in self._arrays.values() for array in of_group]
+        paths = [layout.path for layout in self._part.arrays]
         return PackedShard(
             self._part.name,
             self._shard,
-            dict(zip((layout.path for layout in self._part.arrays), arrays, strict=True)),
-            checksums.get(LATENTS, []),
-            source_checksums=self._source_checksums if is_own else [],
+            dict(zip(paths, arrays, strict=True)),
+            self._results,
             rejects=self._rejects,
             fallbacks=self._fallbacks,
-            features={group: features[group] for group in sorted(features)},
         )

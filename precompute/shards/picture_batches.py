@@ -14,11 +14,10 @@ import numpy as np
 from ...datasets.disk.spill import TakenColumn
 from ...datasets.errors import RecordRejected
 from ...datasets.format.buckets import bucket_size
-from ...datasets.format.layout import Part
-from ...datasets.format.row_layout import MASK
+from ...datasets.format.layout import Part, Task
+from ...datasets.format.row_layout import LATENTS, MASK
 from ...datasets.format.schema import ImageSpec
 from ...datasets.format.table_schemas import PLACES
-from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import FrozenPlan
 from ..images.decoders import Decoded, Decoders
 from ..progress.clock import StageClock
@@ -65,7 +64,7 @@ class BucketSource:
         (self.keys,), self._place = columns("key"), columns(*PLACES[:3])
         self._size, checksums = columns("height_px", "width_px"), columns("source_checksum")
         self._companion_places = {name: columns(*PLACES[:3], suffix=f"_{name}") for name in self.companions}
-        self._checksums = checksums if part.revision != plan.revision else []
+        self._checksums = checksums if LATENTS not in part.groups else []
 
     def planned(self, row: int) -> PlannedRow:
         """The pictures of a row that a record has."""

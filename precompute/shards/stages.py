@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from ...datasets.format.layout import Task
 from ...datasets.format.schema import Fallback
-from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import StoreWriter
 from ..encoders.loading import Encoders
@@ -81,15 +81,7 @@ class Background:
 def write_shard(writer: StoreWriter, shard: PackedShard) -> None:
     """Commit a packed shard."""
     writer.commit(
-        shard.part,
-        shard.shard,
-        shard.arrays,
-        checksums=shard.checksums,
-        source_checksums=shard.source_checksums,
-        rejects=shard.rejects,
-        qualities=shard.qualities,
-        fallbacks=shard.fallbacks,
-        features=shard.features,
+        shard.part, shard.shard, shard.arrays, shard.results, rejects=shard.rejects, fallbacks=shard.fallbacks
     )
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ...datasets.format.layout import is_picture_task
-from ...datasets.revisions.commits import Task
+from ...datasets.format.layout import Task, is_picture_task
 from ...datasets.revisions.writer import StoreWriter
 from ..config import SourceSection
 from ..encoders.loading import Encoders

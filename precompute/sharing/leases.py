@@ -18,9 +18,8 @@ from pathlib import Path
 from filelock import SoftFileLease, Timeout
 
 from ...datasets.disk.files import raise_if_full
-from ...datasets.format.layout import LEASES
+from ...datasets.format.layout import LEASES, Task
 from ...datasets.format.schema import Manifest
-from ...datasets.revisions.commits import Task
 from ...datasets.revisions.writer import StoreWriter
 
 LOG = logging.getLogger(__name__)

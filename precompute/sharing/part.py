@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...datasets.revisions.commits import Task
+from ...datasets.format.layout import Task
 
 
 @dataclass(frozen=True)

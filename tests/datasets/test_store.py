@@ -37,7 +37,7 @@ from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.merge import merge_captions
 from leandit.datasets.revisions.plan import read_plan
-from leandit.datasets.revisions.record import MOST_COMPARED, near_keys
+from leandit.datasets.revisions.records import MOST_COMPARED, near_keys
 from leandit.datasets.store import LatentStore
 
 MOMENTS = "buckets/64x64/moments/c/0/0/0/0"

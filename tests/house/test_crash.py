@@ -13,6 +13,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_the_undisturbed_runs_are_worth_disturbing(first: Scenario, growth: Scen
         assert (store.revision, len(store.records)) == (2, 9)
         assert set(store.records["revision"].to_pylist()) == {1, 2}
     verbs = {operation.split()[0] for operation in first.operations}
-    assert verbs == {"folder", "create", "write", "sync", "rename"}
+    assert verbs == {"folder", "create", "write", "sync", "rename", "remove"}
 
 
 @every(60)
@@ -173,7 +174,8 @@ def test_a_compaction_with_an_io_error_at_any_operation_comes_out_the_same(
 def test_a_process_group_killed_at_any_time_loses_and_doubles_nothing(first: Scenario, kills: int) -> None:
     """With the real decoder children, which must not outlive their parent."""
     rng = random.Random(START)
-    scenario = Scenario(first.place, precompute_command(first.place / "source", real_decoders=True), whole=first.whole)
+    command = precompute_command(first.place / "source", real_decoders=True)
+    scenario = replace(first, command=command)
     began = time.monotonic()
     with scenario.store() as store:
         assert scenario.run(store).code == 0

@@ -35,9 +35,10 @@ from harness import (
 
 from leandit.datasets.disk import files, strays
 from leandit.datasets.disk.files import TEMPORARY_PREFIX, Failpoint
+from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.errors import StoreError
 from leandit.datasets.format import schema
-from leandit.datasets.revisions import commits, merge, plan
+from leandit.datasets.revisions import commits, merge, plan, seal
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.datasets.store import LatentStore
@@ -47,6 +48,7 @@ from leandit.precompute.planning import compare, opening
 from leandit.precompute.sharing import leases
 
 Change = Callable[[], None] | None
+REVISION = "revisions/000001"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,10 +107,10 @@ def flipped_record_is_not_trusted(first: Scenario, change: Change) -> None:
     changed = replace(first, change=change)
     with changed.store() as store:
         assert changed.run(store, Failpoint("die", len(first.operations) - 12)).died
-        path = store / "commits/buckets/32x32/000000.json"
+        path = store / REVISION / "commits/buckets/32x32/000000.json"
         record = json.loads(path.read_text())
-        digits = record["checksums"][0]
-        path.write_text(path.read_text().replace(digits, digits[:-1] + ("0" if digits[-1] != "0" else "1")))
+        record["statistics"]["count"] += 1
+        path.write_bytes(canonical_json(record))
         outcome = changed.run(store)
         assert outcome.code == 0, outcome.message
         assert_whole(store, first, "a digit of a commit record differs")
@@ -140,19 +142,21 @@ def seal_wants_all(first: Scenario, change: Change) -> None:
     with first.store() as store:
         assert first.run(store, Failpoint("die", manifest)).died
         # Captions first: of the others the merge itself would see that they are missing.
-        records = sorted((store / "commits").rglob("*.json"), key=lambda path: ("captions" not in path.parts, path))
+        records = sorted(
+            (store / REVISION / "commits").rglob("*.json"), key=lambda path: ("captions" not in path.parts, path)
+        )
         for path in records:
             content = path.read_bytes()
             path.unlink()
 
-            def seal() -> None:
+            def seal_it() -> None:
                 if change:
                     change()
                 StoreWriter(store, read_plan(store, 1)).seal()
 
-            outcome = start(seal).wait()
+            outcome = start(seal_it).wait()
             assert StoreError.__name__ in outcome.error, f"sealed without '{path.name}': {outcome.message}"
-            assert not (store / "manifest.json").exists()
+            assert not (store / REVISION / "manifest.json").exists()
             path.write_bytes(content)
     assert len(records) > 5
 
@@ -278,7 +282,7 @@ def renamed_before_it_is_written() -> None:
 
 
 def commit_record_is_not_hashed() -> None:
-    rewrite(commits, "read_record", (" or record != record.with_hash()", ""))
+    rewrite(commits, "read_commit", (" or record != record.with_hash()", ""))
 
 
 def shards_are_trusted_by_their_size() -> None:
@@ -286,19 +290,31 @@ def shards_are_trusted_by_their_size() -> None:
 
 
 def manifest_before_the_tables() -> None:
+    names = "for name in [name for name in files if name != MANIFEST]:"
+    early = 'write_unless_same(root / f"{prefix}{MANIFEST}", files[MANIFEST])'
+    rewrite(seal, "write_seal", (names, f"{early}\n    {names}"))
+
+
+def plan_is_removed_before_the_manifest() -> None:
     rewrite(
         StoreWriter,
         "seal",
         (
-            "for path, content in files.items():",
-            "self._ensure(revision_prefix(self.plan.revision) + MANIFEST, canonical_json(manifest.model_dump()))\n"
-            "    for path, content in files.items():",
+            "write_seal(self.root, files, manifest)",
+            "finish_seal(self.root, manifest)\n        write_seal(self.root, files, manifest)",
         ),
     )
 
 
+def results_follow_their_record() -> None:
+    write = "write_atomic(self.root / rows_path(self.plan.revision, part, shard), [results.tobytes()])"
+    last = "self._commits[part, shard] = CommitSummary.of(self.plan, record)"
+    rewrite(StoreWriter, "commit", (write, "pass"), (last, f"{last}\n    {write}"))
+
+
 def reject_is_not_counted() -> None:
-    rewrite(merge.Merge, "_add_rows", ("= COMMITTED | REJECTED", "= COMMITTED"))
+    found = "np.any([state == REJECTED for state in states], axis=0)"
+    rewrite(merge.Merge, "_records_of", (found, "np.zeros(len(states[0]), bool)"))
 
 
 def rejected_record_is_left_out() -> None:
@@ -371,6 +387,8 @@ MUTANTS = [
     (shards_are_trusted_by_their_size, lost_shards_are_made_again),
     (manifest_before_the_tables, crash_points),
     (manifest_before_the_tables, right_order),
+    (plan_is_removed_before_the_manifest, right_order),
+    (results_follow_their_record, right_order),
     (reject_is_not_counted, every_record_is_counted),
     (rejected_record_is_left_out, every_record_is_counted),
     (noise_is_keyed_by_process, same_bytes),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import signal
 import subprocess
@@ -24,10 +23,12 @@ from making import (
     SUPPORT,
     caption_recipe,
     label_recipe,
+    lasting_digest,
     make_caption_folder,
     make_class_folder,
     no_progress,
     picture,
+    store_digest,
     tree_digest,
 )
 from PIL import Image
@@ -38,6 +39,7 @@ from leandit.datasets.disk.files import Failpoint, write_atomic
 from leandit.datasets.disk.owners import TEMPORARY_PREFIX, this_process
 from leandit.datasets.errors import DamageError, FingerprintMismatch, SourceError, StoreError
 from leandit.datasets.format.zarr_shard import CODECS
+from leandit.datasets.revisions import seal as seal_module
 from leandit.datasets.revisions import writer as writer_module
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.datasets.store import LatentStore
@@ -50,6 +52,7 @@ from leandit.precompute.planning import planner
 from leandit.tools.plan.dry_run import describe_precompute
 
 Encode = Callable[[PrecomputeRecipe, Path, Path], Report]
+FIRST = "revisions/000001"
 PLAN_FILES = {"plan.json", "records.parquet", "captions.parquet"}
 
 
@@ -90,7 +93,7 @@ def made(recipe: PrecomputeRecipe, source: Path, store: Path) -> LatentStore:
 
 
 def assert_same_tree(found: Path, wanted: Path) -> None:
-    here, there = tree_digest(found), tree_digest(wanted)
+    here, there = store_digest(found), store_digest(wanted)
     assert sorted(here) == sorted(there)
     assert [name for name in there if here[name] != there[name]] == []
 
@@ -260,8 +263,8 @@ def test_resume_after_a_crash_at_any_shard_gives_the_same_bytes(
             crash_at(patch, StoreWriter, "commit", after)
             with pytest.raises(Crash):
                 encode(recipe, source, store)
-        assert len(list((store / "commits").rglob("*.json"))) == after
-        assert not (store / "manifest.json").exists()
+        assert len(list((store / FIRST / "commits").rglob("*.json"))) == after
+        assert not (store / FIRST / "manifest.json").exists()
         report = encode(recipe, source, store)
         assert report.num_encoded < report.manifest.num_planned or after <= 2
         assert_same_tree(store, tmp_path / "whole")
@@ -281,19 +284,21 @@ def test_resume_after_a_crash_at_any_write_gives_the_same_bytes(
         store = tmp_path / f"crashed-{after}"
         with monkeypatch.context() as patch:
             crash_at(patch, writer_module, "write_atomic", after)
+            patch.setattr(seal_module, "write_atomic", writer_module.write_atomic)
             try:
                 encode(caption_recipe(), few, store)
                 break
             except Crash:
                 pass
         reached |= {path.relative_to(store).as_posix() for path in store.rglob("*") if path.is_file()}
-        assert {path.name for path in (store / "plan").iterdir()} == PLAN_FILES
+        assert {path.name for path in (store / FIRST / "plan").iterdir()} == PLAN_FILES
         encode(caption_recipe(), few, store)
         assert_same_tree(store, tmp_path / "whole")
         shutil.rmtree(store)
-    assert after == len(reached) + 1 - len(PLAN_FILES)  # every file was once the last one; the manifest never
-    assert "manifest.json" not in reached
-    assert {"zarr.json", "captions/offsets/c/0", "records.parquet", "captions.parquet"} <= reached
+    assert after == len(reached) + 1 - len(PLAN_FILES)  # every file was once the last one; the second manifest never
+    assert f"{FIRST}/twin/manifest.json" not in reached
+    names = {"records.parquet", "captions.parquet", "sources.parquet", "local.json", "manifest.json"}
+    assert {"zarr.json", "captions/embeddings/c/0/0", *(f"{FIRST}/{name}" for name in names)} <= reached
 
 
 @pytest.mark.parametrize(
@@ -310,7 +315,7 @@ def test_a_plan_that_fails_half_way_leaves_nothing_and_the_same_command_plans_it
         patch.setattr(files, "failpoint", Failpoint("eio", counting.seen.index(operation)))
         with pytest.raises(OSError, match="Input/output"):
             encode(caption_recipe(), few, store)
-    assert list(store.rglob("*")) == []
+    assert tree_digest(store) == {}
     encode(caption_recipe(), few, store)
     assert_same_tree(store, tmp_path / "whole")
 
@@ -319,16 +324,21 @@ def test_the_first_plan_stays_when_two_are_written_at_once(
     encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another coordinator plans while this one does: its temporary is seen at the start, its plan at the end."""
-    encode(caption_recipe(), few, tmp_path / "whole")
     store, freeze = tmp_path / "store", planner.freeze_plan
-    temporary = store / f"{TEMPORARY_PREFIX}elsewhere@1-1@plan"
+    temporary = store / FIRST / f"{TEMPORARY_PREFIX}elsewhere@1-1@plan"
+
+    def is_kept(root: Path, plan: Any) -> Any:
+        frozen = freeze(root, plan)
+        shutil.copytree(root / FIRST / "plan", temporary)
+        return frozen
 
     def comes_second(root: Path, plan: Any) -> Any:
-        temporary.rename(store / "plan")
+        temporary.rename(store / FIRST / "plan")
         return freeze(root, plan)
 
-    store.mkdir()
-    shutil.copytree(tmp_path / "whole/plan", temporary)
+    with monkeypatch.context() as patch:
+        patch.setattr(planner, "freeze_plan", is_kept)
+        encode(caption_recipe(), few, tmp_path / "whole")
     monkeypatch.setattr(planner, "freeze_plan", comes_second)
     assert encode(caption_recipe(), few, store).num_encoded == 6
     assert_same_tree(store, tmp_path / "whole")
@@ -383,7 +393,7 @@ def test_resume_after_kill_9_gives_the_same_bytes(encode: Encode, class_folder: 
     process = ForkedPython(["-c", code], stderr=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 120
-        while not (list((store / "commits").rglob("000001.json")) and strays(store)):
+        while not (list((store / FIRST / "commits").rglob("000001.json")) and strays(store)):
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -391,7 +401,7 @@ def test_resume_after_kill_9_gives_the_same_bytes(encode: Encode, class_folder: 
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert strays(store)
-    assert not (store / "manifest.json").exists()
+    assert not (store / FIRST / "manifest.json").exists()
     encode(label_recipe(), class_folder, store)
     assert_same_tree(store, tmp_path / "whole")
 
@@ -446,7 +456,7 @@ def test_a_source_in_which_all_is_broken_is_an_error_and_seals_nothing(
         encode(label_recipe(), source, tmp_path / "store")
     with pytest.raises(SourceError, match=r"all 4 records are rejected|none of 4 pictures could be encoded"):
         encode(label_recipe("source.max_reject_share=1"), source, tmp_path / "store")
-    assert not (tmp_path / "store/manifest.json").exists()
+    assert not (tmp_path / "store" / FIRST / "manifest.json").exists()
 
 
 @pytest.fixture(scope="module")
@@ -504,16 +514,20 @@ def test_a_changed_source_makes_a_revision_and_touches_nothing_that_is_there(
 ) -> None:
     source = make_class_folder(tmp_path / "train", classes=2, per_class=2)
     encode(label_recipe(), source, tmp_path / "store")
-    before = tree_digest(tmp_path / "store")
+    before = lasting_digest(tmp_path / "store")
     change(source)
     report = encode(label_recipe(), source, tmp_path / "store")
-    after = tree_digest(tmp_path / "store")
+    after = lasting_digest(tmp_path / "store")
     assert {name: after[name] for name in before} == before
-    assert {name.split("/")[0] for name in after.keys() - before} == ({"revisions"} if encoded else set())
+    added_files = {"/".join(name.split("/")[:3]) for name in after.keys() - before}
+    files = ["twin", "manifest.json", "records.parquet", "captions.parquet", "sources.parquet", "local.json"]
+    wanted = {"buckets/32x32/moments", *(f"revisions/000002/{name}" for name in files)}
+    assert added_files == (wanted if encoded else set())
     assert report.changes is not None
     assert (report.changes.num_added, report.changes.num_gone, report.num_encoded) == (added, gone, encoded)
+    whole = tree_digest(tmp_path / "store")
     assert encode(label_recipe(), source, tmp_path / "store").num_encoded == 0
-    assert tree_digest(tmp_path / "store") == after
+    assert tree_digest(tmp_path / "store") == whole
 
 
 @pytest.mark.parametrize(
@@ -569,53 +583,50 @@ def test_an_empty_folder_becomes_a_store(encode: Encode, few: Path, tmp_path: Pa
     ("damage", "step"),
     [("gone", 5), ("cut", 5), *(pytest.param(how, 1, marks=pytest.mark.slow) for how in ("gone", "cut"))],
 )
-def test_whatever_file_a_sealed_store_loses_the_same_command_makes_it_again(
-    damage: str, step: int, encode: Encode, few: Path, tmp_path: Path
+def test_whatever_file_a_sealed_store_loses_the_same_command_encodes_nothing_and_names_the_repair(
+    damage: str, step: int, encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode(caption_recipe(), few, tmp_path / "whole")
-    failed = {}
-    # Of a plan all else is made: test_a_damaged_plan_is_refused.
-    names = [name for name in tree_digest(tmp_path / "whole") if not name.startswith("plan/")]
+    whole, store = tmp_path / "whole", tmp_path / "store"
+    encode(caption_recipe(), few, whole)
+    monkeypatch.setattr(ImageEncoder, "encode", lambda *_: pytest.fail("encoded again"))
+    names = list(tree_digest(whole))
     for name in names[::step] if damage == "gone" else names[step // 2 :: step]:
-        store = tmp_path / "store"
-        shutil.copytree(tmp_path / "whole", store)
+        shutil.copytree(whole, store)
         if damage == "gone":
             (store / name).unlink()
         else:
             (store / name).write_bytes((store / name).read_bytes()[:-3])
-        try:
+        before = tree_digest(store)
+        unread = name.endswith("zarr.json") or "/twin/" in name or name.endswith("local.json")
+        if unread:
             encode(caption_recipe(), few, store)
-            assert_same_tree(store, tmp_path / "whole")
-        except Exception as error:  # noqa: BLE001 - all files are tried, and all that fail are named
-            failed[name] = f"{type(error).__name__}: {str(error)[:120]}"
+        else:
+            with pytest.raises(DamageError, match="verify --repair"):
+                encode(caption_recipe(), few, store)
+        after = tree_digest(store)
+        assert {path: content for path, content in after.items() if path != name} == {
+            path: content for path, content in before.items() if path != name
+        }, name
+        assert after.get(name) in (before.get(name), (whole / name).read_bytes()), name
         shutil.rmtree(store)
-    assert failed == {}
 
 
 @pytest.mark.parametrize("name", ["plan.json", "records.parquet", "captions.parquet"])
-def test_a_damaged_plan_is_refused_and_nothing_is_changed(name: str, encode: Encode, few: Path, tmp_path: Path) -> None:
+def test_a_damaged_plan_is_refused_and_nothing_is_changed(
+    name: str, encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = tmp_path / "store"
-    encode(caption_recipe(), few, store)
-    content = bytearray((store / "plan" / name).read_bytes())
+    with monkeypatch.context() as patch:
+        crash_at(patch, StoreWriter, "commit", 1)
+        with pytest.raises(Crash):
+            encode(caption_recipe(), few, store)
+    content = bytearray((store / FIRST / "plan" / name).read_bytes())
     content[len(content) // 2] ^= 1
-    (store / "plan" / name).write_bytes(content)
+    (store / FIRST / "plan" / name).write_bytes(content)
     before = tree_digest(store)
     with pytest.raises(DamageError, match=r"plan.*(damaged|not valid JSON)"):
         encode(caption_recipe(), few, store)
     assert tree_digest(store) == before
-
-
-def test_a_sealed_store_without_its_plan_keeps_its_latents(encode: Encode, few: Path, tmp_path: Path) -> None:
-    """Readers of a sealed store do not need the plan, so it may be gone; that must not cost the encoded shards."""
-    encode(caption_recipe(), few, tmp_path / "store")
-    shutil.rmtree(tmp_path / "store/plan")
-    before = tree_digest(tmp_path / "store")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ImageEncoder, "encode", lambda *_: pytest.fail("encoded again"))
-        with contextlib.suppress(StoreError):
-            encode(caption_recipe("store.codec=zstd"), few, tmp_path / "store")
-    after = tree_digest(tmp_path / "store")
-    assert {name: after.get(name) == content for name, content in before.items()} == dict.fromkeys(before, True)
 
 
 @pytest.mark.parametrize("codec", [name for name in CODECS if name != "none"])

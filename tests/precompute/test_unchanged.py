@@ -14,6 +14,7 @@ from in_turn import IN_TURN
 from making import CAPTION_RECIPE, CPU, LABEL_RECIPE, caption_recipe, label_recipe, no_progress, picture, tree_digest
 from safetensors.torch import load_file, save_file
 
+from leandit.datasets.errors import DamageError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.pipeline import Report, precompute
@@ -63,21 +64,11 @@ def change_the_config(home: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"norm_num_groups": 2}))
 
 
-def remove_a_commit(home: Path) -> None:
-    next((home / "store/commits").rglob("*.json")).unlink()
-
-
-def remove_the_manifest(home: Path) -> None:
-    (home / "store/manifest.json").unlink()
-
-
 CHANGES = [
     add_a_picture,
     remove_a_picture,
     change_the_weights,
     change_the_config,
-    remove_a_commit,
-    remove_the_manifest,
 ]
 
 
@@ -96,6 +87,17 @@ def test_whatever_has_changed_goes_the_ordinary_way(home: Path) -> None:
         assert not has_nothing_to_do(override), override
     shutil.rmtree(home / "models")
     assert not has_nothing_to_do()
+
+
+LOST = ["manifest.json", "records.parquet", "captions.parquet", "sources.parquet"]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("name", [*(f"revisions/000001/{name}" for name in LOST), "buckets/32x32/moments/c/0/0/0/0"])
+def test_a_store_that_has_lost_a_file_is_not_called_complete(name: str, home: Path) -> None:
+    (home / "store" / name).unlink()
+    with pytest.raises(DamageError, match=r"verify --repair"):
+        has_nothing_to_do()
 
 
 def change_the_text_weights(text: Path) -> None:

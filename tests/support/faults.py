@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from making import CPU, caption_recipe, loaded_encoders, no_progress, picture
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, Failpoint
+from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.errors import LeanditError
 from leandit.datasets.loader import make_loader
+from leandit.datasets.revisions.local import read_local_file
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.loading import load_encoders
@@ -29,7 +32,7 @@ from leandit.precompute.planning.compare import Options
 SHARD_ROWS = 2  # so that a store of a dozen pictures has a dozen shards
 SHAPES = ((64, 64), (60, 100), (100, 60))
 EXIT_REFUSED, EXIT_OTHER, EXIT_WRONG = 40, 41, 42  # of a child: an error of ours, any other, wrong numbers
-SEAL = {"manifest.json", "records.parquet", "captions.parquet"}
+REVISION_FILES = ("manifest.json", "records.parquet", "captions.parquet", "sources.parquet", "local.json")
 
 
 @contextmanager
@@ -54,9 +57,7 @@ def _cached_encoders(recipe: PrecomputeRecipe, _device: object) -> Any:
 _LOADED: dict[str, Any] = {}
 
 
-def encode(
-    recipe: PrecomputeRecipe, source: Path, store: Path, *, new_revision: bool = False, **options: bool
-) -> Report:
+def encode(recipe: PrecomputeRecipe, source: Path, store: Path, **options: bool) -> Report:
     """Precompute a source into a store, or let it grow."""
     return precompute(
         recipe,
@@ -65,7 +66,6 @@ def encode(
         device=CPU,
         progress=no_progress,
         options=Options(**options),
-        new_revision=new_revision,
     )
 
 
@@ -243,6 +243,56 @@ def dies_at(at: int, work: Callable[[], Any]) -> bool:
     code = in_child(run)
     assert code in (0, EXIT_DIED), f"it ended with {code}"
     return code == EXIT_DIED
+
+
+@dataclass
+class DiesBefore(Failpoint):
+    """Ends the process before the first operation of a name, such as "rename manifest.json"."""
+
+    name: str = ""
+
+    def step(self, operation: str, path: Path) -> bool:
+        """As ``Failpoint.step``."""
+        if f"{operation} {path.name}" == self.name:
+            os._exit(EXIT_DIED)
+        return super().step(operation, path)
+
+
+def dies_before(name: str, work: Callable[[], Any]) -> None:
+    """Run something in a child that dies before an I/O operation: all but the seal, before "rename manifest.json"."""
+
+    def run() -> int:
+        files.failpoint = DiesBefore(name=name)
+        work()
+        return 0
+
+    code = in_child(run)
+    assert code == EXIT_DIED, f"it ended with {code}"
+
+
+def rewrite_recipe(store: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the recipe that a store of one revision names, in ``local.json`` and its second copy."""
+    folder = store / "revisions/000001"
+    local = read_local_file(folder / "local.json", 1)
+    change(local.recipe)
+    for path in (folder / "local.json", folder / "twin/local.json"):
+        path.write_bytes(canonical_json(local.with_hash().model_dump()))
+
+
+class CutOff(Exception):
+    """Stands for the end of a process."""
+
+
+def without_seal(work: Callable[[], Any]) -> None:
+    """Run a precompute up to its seal, in this process: all is committed, and nothing of the seal is written."""
+
+    def cut_off(*_: object) -> None:
+        raise CutOff
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("leandit.datasets.revisions.writer.seal_files", cut_off)
+        with pytest.raises(CutOff):
+            work()
 
 
 def num_operations(work: Callable[[], Any]) -> int:

@@ -34,7 +34,7 @@ from making import CPU, caption_recipe, no_progress, picture
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
-from leandit.datasets.disk.hashing import xxh3_file
+from leandit.datasets.disk.hashing import canonical_json, sha256_of, xxh3_file
 from leandit.datasets.errors import RecordRejected
 from leandit.datasets.format import row_layout
 from leandit.datasets.format.caption_layout import CaptionLayout
@@ -285,7 +285,8 @@ class Scenario:
       command: called with the store's path.
       before: a store to start from, or None for nothing.
       change: called in the child before the command, to patch the code.
-      whole: tree of the undisturbed run.
+      whole: tree of the undisturbed run, as ``comparable`` gives it.
+      partial: trees of stores that are not finished: of the one before, and of this one before its manifest.
       operations, fsyncs: of the undisturbed run.
     """
 
@@ -294,6 +295,7 @@ class Scenario:
     before: Path | None = None
     change: Callable[[], None] | None = None
     whole: dict[str, bytes] = field(default_factory=dict, repr=False)
+    partial: tuple[dict[str, bytes], ...] = field(default=(), repr=False)
     operations: tuple[str, ...] = field(default=(), repr=False)
     fsyncs: int = 0
 
@@ -324,7 +326,13 @@ class Scenario:
         with self.store() as store:
             outcome = self.run(store)
             assert outcome.code == 0, outcome.message
-            return replace(self, whole=tree(store), operations=outcome.operations, fsyncs=outcome.fsyncs)
+            whole = comparable(tree(store))
+        with self.store() as store:
+            partial = [comparable(tree(store))]
+            assert self.run(store, Failpoint("die", outcome.operations.index("rename manifest.json"))).died
+            partial.append(comparable(tree(store)))
+        done = {"operations": outcome.operations, "fsyncs": outcome.fsyncs}
+        return replace(self, whole=whole, partial=tuple(partial), **done)
 
     @contextmanager
     def store(self) -> Iterator[Path]:
@@ -381,12 +389,29 @@ def tree(store: Path) -> dict[str, bytes]:
     }
 
 
+def comparable(files: dict[str, bytes]) -> dict[str, bytes]:
+    """A tree without what may differ between two runs: when each revision was planned."""
+
+    def told(name: str, content: bytes) -> bytes:
+        if not name.endswith("/local.json"):
+            return content
+        try:
+            said = json.loads(content)
+            if said.pop("sha256") != sha256_of(said):
+                return content
+        except (ValueError, AttributeError, KeyError):
+            return content
+        return canonical_json(said | {"planned_at": 0})
+
+    return {name: told(name, content) for name, content in files.items()}
+
+
 # --- Checks: each raises AssertionError, for the tests of the code and of its mutants ---------------------------------
 
 
 def assert_whole(store: Path, scenario: Scenario, said: str) -> None:
     """The tree is that of an undisturbed run, to the byte, and nothing else is there."""
-    found = tree(store)
+    found = comparable(tree(store))
     differing = sorted(
         name for name in found.keys() | scenario.whole.keys() if found.get(name) != scenario.whole.get(name)
     )
@@ -402,12 +427,13 @@ def assert_true_so_far(store: Path, scenario: Scenario, said: str) -> None:
 
     A file is whole; a commit record's files are there with its hashes; a manifest's are.
     """
-    for name, content in tree(store).items():
+    for name, content in comparable(tree(store)).items():
         _, _, path = name.partition("/")
         if TEMPORARY_PREFIX in name or path.startswith("leases/") or name.endswith("/"):
             continue
-        assert content == scenario.whole.get(name, content), f"{said}: '{path}' is there with other bytes"
-        assert name in scenario.whole, f"{said}: '{path}' is no file of the store"
+        known = [files[name] for files in (scenario.whole, *scenario.partial) if name in files]
+        assert known, f"{said}: '{path}' is no file of the store"
+        assert content in known, f"{said}: '{path}' is there with other bytes"
         if re.search(r"(^|/)commits/.*\.json$|(^|/)manifest\.json$", path):
             for entry in json.loads(content)["files"]:
                 file = store.parent / name.partition("/")[0] / entry["path"]
@@ -490,7 +516,7 @@ def check_lost_files(scenario: Scenario, *, step: int = 1, start: int = 0, only:
     Returns: number of losses that were made.
     """
     lost = 0
-    last = max(at for at, name in enumerate(scenario.operations) if name == "rename manifest.json")
+    last = scenario.operations.index("rename manifest.json")
     with scenario.store() as store:
         assert scenario.run(store, Failpoint("die", last)).died
         unfinished = store.parent.with_name("unfinished")
@@ -510,7 +536,7 @@ def check_lost_files(scenario: Scenario, *, step: int = 1, start: int = 0, only:
             before = tree(store)
             outcome = cut_off.run(store)
             lost += 1
-            if name.startswith("plan/"):
+            if "/plan/" in name:
                 assert {"StoreError", "DamageError"} & set(outcome.error), f"{said}: {outcome.message}"
                 kept = {path: content for path, content in before.items() if TEMPORARY_PREFIX not in path}
                 assert tree(store) == kept, f"{said}: refused, yet something was changed"
@@ -531,6 +557,9 @@ def check_order(scenario: Scenario) -> int:
     state, in_folder = "idle", False
     for operation in scenario.operations:
         verb, _, name = operation.partition(" ")
+        if (verb, state) == ("rename", "idle") and name.startswith(TEMPORARY_PREFIX):  # of a folder that is removed
+            assert names[-1] == "manifest.json", f"'{operation}' before the manifest"
+            continue
         follows = {
             "idle": {"create", "folder", "sync", "remove"} | ({"rename"} if in_folder else set()),
             "open": {"write", "sync"},
@@ -555,8 +584,10 @@ def check_order(scenario: Scenario) -> int:
     records = [i for i, name in enumerate(names) if re.fullmatch(r"\d{6}\.json", name)]
     assert names[-1] == "manifest.json", f"the last file is '{names[-1]}'"
     assert max(records) < min(tables), "a table was written before the last commit record"
+    assert names.index("manifest.json") == len(names) - 2, "files follow the manifest that are not its second copy"
     for start, record in pairwise([names.index("plan"), *records]):
         assert "0" in names[start:record], "a commit record without its shard before it"
+        assert names[record - 1] == names[record].replace(".json", ".rows"), "a commit record without its results"
     return len(names)
 
 

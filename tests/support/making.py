@@ -117,6 +117,16 @@ def tree_digest(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
+def store_digest(root: Path) -> dict[str, bytes]:
+    """All files of a store, by relative path, but those that differ between machines and moments."""
+    return {name: content for name, content in tree_digest(root).items() if not name.endswith("/local.json")}
+
+
+def lasting_digest(root: Path) -> dict[str, bytes]:
+    """All files of a store that no later revision changes: all but ``zarr.json``, which tells the size of an array."""
+    return {name: content for name, content in tree_digest(root).items() if not name.endswith("zarr.json")}
+
+
 SHARD_ROWS = 4  # of the arrays below
 ARRAY_LAYOUTS = [
     ArrayLayout("a/b", (rows, 2, 3, 5), dtype, SHARD_ROWS, chunk_rows, codec)
@@ -126,9 +136,11 @@ ARRAY_LAYOUTS = [
     for chunk_rows in (1, 2)
 ]
 ARRAY_LAYOUTS += [
-    ArrayLayout("n", (7,), "int64", 7, 7),
+    ArrayLayout("n", (7,), "float32", 7, 7),
     ArrayLayout("n", (7, 3), "float16", 8, 4),
-    ArrayLayout("n", (0, 3), "float16", 8),
+    ArrayLayout("n", (7, 3), "uint16", 8, 4),
+    ArrayLayout("n", (7, 3), "int8", 8, 4),
+    ArrayLayout("n", (7, 2, 3), "uint8", 8),
 ]
 
 
@@ -151,7 +163,7 @@ def write_array(root: Path, layout: ArrayLayout, values: np.ndarray) -> ShardedA
     for shard in range(layout.num_shards):
         rows = layout.rows_of(shard)
         write_atomic(root / layout.shard_path(shard), pack_shard(layout, values[rows.start : rows.stop]))
-    return ShardedArray(ShardFolder(root), [layout])
+    return ShardedArray(ShardFolder(root), layout)
 
 
 def write_array_with_zarr(

@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pyarrow.parquet as pq
 import xxhash
@@ -24,135 +24,151 @@ def canonical_hash(value: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def read_rows(store: Path, path: str) -> Iterator[np.ndarray]:
-    """All rows of an array without a codec, as section 1 describes it."""
-    meta = json.loads((store / path / "zarr.json").read_bytes())
-    (sharding,) = [codec["configuration"] for codec in meta["codecs"]]
-    assert [codec["name"] for codec in sharding["codecs"]] == ["bytes"]
-    num_rows, *shape = meta["shape"]
-    shard_rows, chunk_rows = meta["chunk_grid"]["configuration"]["chunk_shape"][0], sharding["chunk_shape"][0]
-    dtype = np.dtype(meta["data_type"]).newbyteorder("<")
-    row_bytes = int(np.prod(shape)) * dtype.itemsize
-    chunks = shard_rows // chunk_rows
-    for first in range(0, num_rows, shard_rows):
-        name = "/".join(["c", str(first // shard_rows), *["0"] * len(shape)])
-        data = (store / path / name).read_bytes()
-        index = list(struct.iter_unpack("<QQ", data[-16 * chunks - 4 : -4]))
-        for row in range(min(shard_rows, num_rows - first)):
-            offset, length = index[row // chunk_rows]
-            assert (offset, length) != (2**64 - 1, 2**64 - 1), "the chunk is absent"
-            begin = offset + row % chunk_rows * row_bytes
-            assert begin == row * row_bytes
-            yield np.frombuffer(data, dtype, int(np.prod(shape)), begin).reshape(shape)
-
-
 def folder_of(store: Path, revision: int) -> Path:
     """Folder of a revision."""
-    return store if revision == 1 else store / "revisions" / f"{revision:06d}"
+    return store / "revisions" / f"{revision:06d}"
 
 
-def open_by_the_page(store: Path) -> tuple[int, dict[str, Any]]:
-    """The newest complete revision and its manifest, checked as section 6 asks."""
-    later = [int(path.parent.name) for path in store.glob("revisions/*/manifest.json")]
-    revision = max([1] * (store / "manifest.json").is_file() + later)
-    manifest = json.loads((folder_of(store, revision) / "manifest.json").read_bytes())
-    said = dict(manifest)
-    assert said.pop("root_hash") == canonical_hash(said)
-    assert (manifest["format_version"], manifest["revision"]) == (1, revision)
-    for entry in manifest["files"]:
-        assert not entry["path"].startswith("/")
-        assert ".." not in entry["path"].split("/")
-        data = (store / entry["path"]).read_bytes()
-        assert len(data) == entry["bytes"]
-        if entry["path"].endswith((".parquet", "zarr.json")):
-            assert xxhash.xxh3_128_hexdigest(data) == entry["xxh3_128"]
-    return revision, manifest
+def shard_numbers(array: dict[str, Any]) -> list[int]:
+    """Of the shards that the ranges of an array imply."""
+    size = array["shard_rows"]
+    return [n for _, first, end in array["ranges"] for n in range(first // size, -(-end // size))]
 
 
 class PageReader:
-    """The newest revision of a store: its tables, and numbers of its features and captions."""
+    """A revision of a store, the newest one unless another is given: its manifest, tables, and numbers.
 
-    def __init__(self, store: Path) -> None:
-        self._store = store
-        revision, self.manifest = open_by_the_page(store)
-        folder = folder_of(store, revision)
-        self.about = json.loads((folder / "zarr.json").read_bytes())["attributes"]["leandit"]
-        self.records = pq.read_table(folder / "records.parquet").to_pylist()
-        self.captions = pq.read_table(folder / "captions.parquet").to_pylist()
-        self._arrays: dict[tuple[int, str], np.ndarray] = {}
+    Opening it makes the checks of section 5; an AssertionError is a store that does not fit.
+    """
 
-    def array(self, revision: int, path: str) -> np.ndarray:
-        """An array in the folder of a revision of the stack, as stored."""
-        assert revision in self.manifest["stack"]
-        if (revision, path) not in self._arrays:
-            self._arrays[revision, path] = np.stack(list(read_rows(folder_of(self._store, revision), path)))
-        return self._arrays[revision, path]
+    def __init__(self, store: Path, revision: int = 0) -> None:
+        self._store, self._arrays = store, dict[str, np.ndarray]()
+        self.revision = revision or max(int(path.parent.name) for path in store.glob("revisions/*/manifest.json"))
+        folder = folder_of(store, self.revision)
+        self.manifest = json.loads((folder / "manifest.json").read_bytes())
+        said = dict(self.manifest)
+        assert said.pop("root_hash") == canonical_hash(said)
+        assert (self.manifest["format_version"], self.manifest["revision"]) == (1, self.revision)
+        self.spec, self.layouts = self.manifest["spec"], {one["path"]: one for one in self.manifest["arrays"]}
+        self._files = {entry["path"]: entry for entry in self.manifest["files"]}
+        assert not any(path.startswith("/") or ".." in path.split("/") for path in self._files)
+        shards = {self._shard(array, n) for array in self.manifest["arrays"] for n in shard_numbers(array)}
+        assert shards == {path for path in self._files if "/c/" in path}
+        for path, entry in self._files.items():
+            assert (store / path).stat().st_size == entry["bytes"]
+        self.records, self.captions = self._table("records"), self._table("captions")
 
-    def numbers(self, revision: int, path: str, scales: str) -> np.ndarray:
+    def _shard(self, array: dict[str, Any], number: int) -> str:
+        return "/".join([array["path"], "c", str(number), *["0"] * (len(array["shape"]) - 1)])
+
+    def _table(self, name: str) -> list[dict[str, Any]]:
+        path = f"revisions/{self.revision:06d}/{name}.parquet"
+        assert xxhash.xxh3_128_hexdigest((self._store / path).read_bytes()) == self._files[path]["xxh3_128"]
+        return pq.read_table(self._store / path).to_pylist()
+
+    @property
+    def stored(self) -> list[dict[str, Any]]:
+        """Rows of the records table that are stored."""
+        return [record for record in self.records if record["status"] == "stored"]
+
+    def array(self, path: str) -> np.ndarray:
+        """An array without a codec, as stored; rows that do not exist are 99."""
+        if path not in self._arrays:
+            layout = self.layouts[path]
+            found = np.full(layout["shape"], 99, np.dtype(layout["dtype"]).newbyteorder("<"))
+            for _, first, end in layout["ranges"]:
+                assert first % layout["shard_rows"] == 0
+                for row in range(first, end, layout["shard_rows"]):
+                    part = found[row : min(end, row + layout["shard_rows"])]
+                    part[:] = self._rows(layout, row // layout["shard_rows"], part)
+            self._arrays[path] = found
+        return self._arrays[path]
+
+    def _rows(self, layout: dict[str, Any], number: int, like: np.ndarray) -> np.ndarray:
+        """Rows of a shard, of the shape and dtype of ``like``."""
+        assert layout["codec"] == "none"
+        data = (self._store / self._shard(layout, number)).read_bytes()
+        index = data[-16 * (layout["shard_rows"] // layout["chunk_rows"]) - 4 : -4]
+        assert google_crc32c.value(index) == struct.unpack("<I", data[-4:])[0]
+        chunk_bytes, num_chunks = like[:1].nbytes * layout["chunk_rows"], -(-len(like) // layout["chunk_rows"])
+        for i, (offset, length) in enumerate(struct.iter_unpack("<QQ", index)):
+            absent = (2**64 - 1, 2**64 - 1)
+            assert (offset, length) == ((i * chunk_bytes, chunk_bytes) if i < num_chunks else absent)
+        return np.frombuffer(data, like.dtype, like.size).reshape(like.shape)
+
+    def numbers(self, path: str, scales: str = "") -> np.ndarray:
         """An array of tokens as the numbers that they are (section 1).
 
         Args:
           scales: the array of the factors of int8 tokens.
         """
-        rows = self.array(revision, path)
+        rows = self.array(path)
         if rows.dtype == np.int8:
-            return rows * self.array(revision, scales)[..., None]
+            return rows * self.array(scales)[..., None]
         if rows.dtype != np.uint16:
             return rows
-        metadata = json.loads((folder_of(self._store, revision) / path / "zarr.json").read_bytes())
-        assert metadata["attributes"] == {"bits_of": "bfloat16"}
         wide = [struct.unpack("<f", b"\0\0" + number.tobytes())[0] for number in rows.ravel()]
         return np.array(wide, np.float32).reshape(rows.shape)
+
+    def latents(self, record: dict[str, Any]) -> tuple[list[np.ndarray], int]:
+        """Latents of a record, those of the flipped picture too; and their checksum."""
+        path, digest = f"buckets/{record['bucket']}/{self.spec['latent']['array']}", xxhash.xxh3_64()
+        rows = [self.array(path + flip)[record["row"]] for flip in self._flips]
+        for row in rows:
+            digest.update(row.tobytes())
+        return rows, digest.intdigest()
+
+    @property
+    def _flips(self) -> tuple[str, ...]:
+        return ("", "_flip")[: 1 + self.spec["latent"]["flip"]]
 
     @cached_property
     def texts(self) -> dict[str, dict[str, Any]]:
         """The specs of the text encoders by name, "" for that of ``text``, in order."""
-        found = {"": self.about["text"]} if self.about["text"] else {}
-        return found | {one["name"]: one["spec"] for one in self.about.get("texts", [])}
+        found = {"": self.spec["text"]} if self.spec["text"] else {}
+        return found | {one["name"]: one["spec"] for one in self.spec.get("texts", [])}
 
     def caption(self, name: str, i: int) -> tuple[np.ndarray | None, np.ndarray | None, int]:
         """Tokens and pooled vector of a caption as numbers, and the checksum of its rows."""
-        spec, folder = self.texts[name], f"captions/{name}".rstrip("/")
-        revision = self.captions[i]["revision"]
-        place = i - sum(caption["revision"] < revision for caption in self.captions)
+        spec, folder, row = self.texts[name], f"captions/{name}".rstrip("/"), self.captions[i]
+        suffix = "" if name == next(iter(self.texts)) else f"_{name}"  # the columns of the first one have none
+        start, count = row[f"start{suffix}"], row[f"num_tokens{suffix}"]
         digest, tokens, pooled = xxhash.xxh3_64(), None, None
         if spec.get("output", "tokens") != "pooled":
-            offset, length = (int(self.array(revision, f"{folder}/{index}")[place]) for index in ("offsets", "lengths"))
-            rows = slice(offset, offset + length)
-            tokens = self.numbers(revision, f"{folder}/embeddings", f"{folder}/scales")[rows]
+            rows = slice(start, start + (spec["max_tokens"] if spec.get("full_length") else count))
+            tokens = self.numbers(f"{folder}/embeddings", f"{folder}/scales")[rows]
             for array in ["embeddings"] + ["scales"] * (spec["dtype"] == "int8"):
-                digest.update(self.array(revision, f"{folder}/{array}")[rows].tobytes())
+                digest.update(self.array(f"{folder}/{array}")[rows].tobytes())
+            start //= spec["max_tokens"]
         if spec.get("output", "tokens") != "tokens":
-            pooled = self.numbers(revision, f"{folder}/pooled", "")[place]
-            digest.update(self.array(revision, f"{folder}/pooled")[place].tobytes())
+            pooled = self.numbers(f"{folder}/pooled")[start]
+            digest.update(self.array(f"{folder}/pooled")[start].tobytes())
         return tokens, pooled, digest.intdigest()
 
     def null(self, name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Tokens and pooled vector of the empty caption as numbers."""
         output, folder = self.texts[name].get("output", "tokens"), f"captions/{name}".rstrip("/")
-        first = self.manifest["stack"][0]
-        tokens = None if output == "pooled" else self.numbers(first, f"{folder}/null", f"{folder}/null_scales")
-        pooled = None if output == "tokens" else self.numbers(first, f"{folder}/null_pooled", "")[0]
+        tokens = None if output == "pooled" else self.numbers(f"{folder}/null", f"{folder}/null_scales")
+        pooled = None if output == "tokens" else self.numbers(f"{folder}/null_pooled")[0]
         return tokens, pooled
 
     @property
     def features(self) -> dict[str, dict[str, Any]]:
         """The specs of the features by name, in order."""
-        return {one["name"]: one["spec"] for one in self.about.get("features", [])}
+        return {one["name"]: one["spec"] for one in self.spec.get("features", [])}
 
     def feature(self, name: str, record: dict[str, Any]) -> tuple[dict[str, np.ndarray], int]:
         """Patches and class token of a record as numbers, those of the flipped picture too; and their checksum."""
         spec, found, digest = self.features[name], {}, xxhash.xxh3_64()
         folder = f"buckets/{record['bucket']}/features/{name}"
-        revision, row = record["revision"], record["row"]
-        for suffix in ("", "_flip")[: 1 + self.about["latent"]["flip"]]:
+        for flip in self._flips:
             for output, scales in (("patches", "patch_scales"), ("cls", "cls_scales")):
                 if spec["output"] not in (output, "both"):
                     continue
-                paths = [f"{folder}/{output}{suffix}", f"{folder}/{scales}{suffix}"]
-                found[output + suffix] = self.numbers(revision, *paths)[row]
+                paths = [f"{folder}/{output}{flip}", f"{folder}/{scales}{flip}"]
+                found[output + flip] = self.numbers(*paths)[record["row"]]
                 for path in paths[: 1 + (spec["dtype"] == "int8")]:
-                    digest.update(self.array(revision, path)[row].tobytes())
+                    digest.update(self.array(path)[record["row"]].tobytes())
         return found, digest.intdigest()
 
     def num_patches(self, name: str, bucket: str) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import encode, without_seal
 from forked import ForkedPython, run_forked
 from making import CPU, label_recipe, make_class_folder, no_progress, picture, train_recipe, tree_digest
 from ranks import start_ranks
@@ -329,18 +330,15 @@ def test_metrics_that_are_none_are_named_and_a_lost_checkpoint_is_told(stores: d
     assert said == [f"run '{run}' starts from scratch: it has 'snapshot-2' but no checkpoint"]
 
 
-def test_an_incomplete_store_is_refused_unless_allowed(stores: dict[str, Path], tmp_path: Path) -> None:
+def test_an_incomplete_store_is_refused_unless_allowed(class_folder: Path, tmp_path: Path) -> None:
     store, run = tmp_path / "store", tmp_path / "run"
-    shutil.copytree(stores["dit-s-4"], store)
-    (store / "manifest.json").unlink()
+    without_seal(lambda: encode(label_recipe(), class_folder, store))
     with pytest.raises(StoreIncomplete):
         run_to(constant_steps(1), store, run)
     assert not run.exists()
     outcome, _ = run_to(constant_steps(1, "run.allow_incomplete=true"), store, run)
     assert outcome.finished
-    shutil.copy(
-        stores["dit-s-4"] / "manifest.json", store
-    )  # precompute has finished: the run begins a new pass over it
+    encode(label_recipe(), class_folder, store)  # it is complete: the run begins a new pass over it
     outcome, _ = run_to(constant_steps(2), store, run)
     assert (outcome.finished, outcome.first_step) == (True, 2)
     assert [entry["root_hash"] is None for entry in head_of(run)["revisions"]] == [

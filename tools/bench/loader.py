@@ -86,10 +86,11 @@ def parts_of(store: LatentStore, bucket: str) -> Parts:
     for text in map(store.text, store.texts):
         captions = index.caption_ids[index.caption_starts[:-1]]  # the first of each record
         if text.spec.has_tokens:
-            starts = text.offsets[captions]
+            starts = text.starts[captions]
             parts += [(array, starts, starts + text.lengths[captions]) for array in text.arrays]
         if text.spec.pooled_width:
-            parts.append((text.pooled, captions, captions + 1))
+            rows = text.pooled_rows[captions]
+            parts.append((text.pooled, rows, rows + 1))
     return parts
 
 

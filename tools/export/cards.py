@@ -16,10 +16,9 @@ from markupsafe import Markup
 
 from ... import __version__
 from ...datasets.format.layout import CAPTIONS, RECORDS, revision_prefix
-from ...datasets.format.schema import StoreSpec
 from ...datasets.maintenance.portable import StoreFiles
 from ...datasets.recipe import values_to_toml
-from ...datasets.revisions.encoder_paths import portable_spec
+from ...datasets.revisions.local import portable, read_local, whole_spec
 from ...datasets.store import LatentStore
 from ...datasets.units import readable_size
 from ...train.techniques.registry import ObjectiveSection
@@ -58,7 +57,9 @@ def store_card(store: LatentStore, files: StoreFiles, hub: HubRepository, terms:
       files: that are published.
       sheet: a contact sheet is one of them.
     """
-    spec, manifest, name = StoreSpec.model_validate(portable_spec(store.spec.model_dump())), files.manifest, hub.title
+    manifest, name = files.manifest, hub.title
+    local = read_local(store.path, manifest.revision)
+    spec = whole_spec(manifest.spec, local and portable(local))
     prefix, num_digits = revision_prefix(manifest.revision), len(str(manifest.num_stored))
     tables = {"records": RECORDS} | ({"captions": CAPTIONS} if manifest.num_captions else {})
     head = front_matter(

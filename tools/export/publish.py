@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 
 from ...datasets.disk.hashing import canonical_json, sha256_of
 from ...datasets.errors import DamageError, RecipeError, RunError, StoreError, StoreIncomplete
-from ...datasets.format.layout import MANIFEST, RECORDS, REVISIONS
+from ...datasets.format.layout import MANIFEST, RECORDS, REVISIONS, TWIN
 from ...datasets.maintenance.portable import portable_files
 from ...datasets.maintenance.verify import verify_store
 from ...datasets.recipe import values_to_toml
-from ...datasets.revisions.encoder_paths import without_local_folders
+from ...datasets.revisions.local import without_local_folders
 from ...datasets.store import LatentStore
 from ...datasets.units import readable_size
 from ...train.weights.folders import METRICS, RECIPE, is_run
@@ -133,11 +133,6 @@ def store_files(root: Path, hub: HubRepository, terms: Terms, *, sheet: Path | N
     portable, store, notes = portable_files(root), LatentStore(root), list[str]()
     if strays := [one.path for one in checked.findings]:
         notes.append(f"{len(strays)} files that are not of the store stay here, such as '{strays[0]}'")
-    if store.root_hash != portable.manifest.root_hash:
-        notes.append(
-            "of local folders in its recipe the last name alone is published, so the root hash there is "
-            f"{portable.manifest.root_hash}, and here {store.root_hash}"
-        )
     card = store_card(store, portable, hub, terms, sheet=sheet is not None)
     files = [OutgoingFile(CARD, card, is_last=True)]
     for path, entry in portable.entries.items():
@@ -303,7 +298,8 @@ def _refuse_other(hub: HubRepository, files: Mapping[str, OutgoingFile], listed:
                 f"'{hub.address}' holds a revision that this store lacks: '{path}'. Its readers would go on with that "
                 "one. Publish the store that has it, or give another name or another branch with --revision."
             )
-        if path in files and path.endswith(MANIFEST) and not files[path].is_same(listed[path]):
+        is_manifest = path.endswith(MANIFEST) and f"/{TWIN}/" not in path
+        if path in files and is_manifest and not files[path].is_same(listed[path]):
             problem = f"holds another store: its '{path}' differs."
     here, there = (
         [int(match[1]) for match in map(SNAPSHOT_STATE.fullmatch, paths) if match] for paths in (files, listed)

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ...datasets.errors import EncoderError, RecordRejected, StoreError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import LatentSpec
-from ...datasets.revisions.encoder_paths import vae_of
+from ...datasets.revisions.local import vae_of
 from ...datasets.store import LatentStore
 from ...precompute.config import SourceSection, VaeSection
 from ...precompute.images.decoders import Decoders

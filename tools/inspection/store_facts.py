@@ -12,7 +12,6 @@ import pyarrow.compute
 
 from ...datasets.disk.cached import cached_property
 from ...datasets.format.caption_layout import caption_arrays, caption_folder
-from ...datasets.format.layout import commit_path
 from ...datasets.format.row_layout import FEATURES, PICTURES
 from ...datasets.format.schema import LatentStatistics, TextEncoder
 from ...datasets.format.table_schemas import suffixes
@@ -345,11 +344,9 @@ def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:
     if record.status != "stored" or record.bucket is None:
         return values
     array = store.latents(record.bucket)
-    layout, shard = array.locate(record.row)
     row = array[record.row].astype(np.float64)
     return values | {
-        "shard": layout.shard_path(shard),
-        "commit": commit_path(record.revision, f"buckets/{record.bucket}", shard),
+        "shard": array.shard_paths(np.array([record.row]))[0],
         "stored_shape": list(row.shape),
         "finite": bool(np.isfinite(row).all()),
         "channel_mean": [_rounded(value) for value in row.mean(axis=(1, 2))],

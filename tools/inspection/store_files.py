@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ...datasets.disk.cached import cached_property
-from ...datasets.format.caption_layout import CAPTION_PART, LENGTHS, OFFSETS
-from ...datasets.format.layout import MANIFEST, PLAN, PLAN_FILE, revision_prefix
-from ...datasets.format.row_layout import FEATURES, PICTURES
+from ...datasets.format.caption_layout import CAPTION_PART
+from ...datasets.format.layout import MANIFEST, revision_prefix
+from ...datasets.format.row_layout import BUCKETS, FEATURES, PICTURES
 from ...datasets.format.schema import Manifest, TextEncoder
 from ...datasets.format.token_dtypes import token_bytes
-from ...datasets.revisions.catalog import sealed_revisions
-from ...datasets.revisions.commits import read_manifest
+from ...datasets.revisions.catalog import read_manifest, sealed_revisions
+from ...datasets.revisions.local import read_local
 from ...datasets.store import LatentStore
 
 BLOCK_BYTES = 4096  # in which a file system allocates space
@@ -81,20 +81,23 @@ class StoreFiles:
 
         Returns: empty for a store at a URL, and for a copy whose files have the dates of copying.
         """
-        root = self._store.path / revision_prefix(self._store.revision)
-        images, captions = (
-            [path.stat().st_mtime for path in (root / "commits" / part).rglob("*.json")]
-            for part in ("buckets", "captions")
-        )
-        plan = root / PLAN / PLAN_FILE
-        if self._store.remote or not self._store.manifest or not plan.is_file() or not images:
+        store, local = self._store, read_local(self._store.path, self._store.revision)
+        if store.remote or not store.manifest or local is None:
             return {}
-        dates = {"planned": plan.stat().st_mtime}
+        images, captions = list[float](), list[float]()
+        for layout in store.layouts.values():
+            dates = images if layout.path.startswith(f"{BUCKETS}/") else captions
+            for _, first, end in (one for one in layout.row_ranges if one.revision == store.revision):
+                shards = range(first // layout.shard_rows, -(-end // layout.shard_rows))
+                dates += [(store.path / layout.shard_path(shard)).stat().st_mtime for shard in shards]
+        if not images:
+            return {}
+        dates = {"planned": local.planned_at}
         if captions and max(captions) <= min(images):
             dates["captions"] = max(captions)
         several = min(images) < max(images)
         dates |= {"first images": min(images), "other images": max(images)} if several else {"images": max(images)}
-        dates["sealing"] = (root / MANIFEST).stat().st_mtime
+        dates["sealing"] = (store.path / f"{revision_prefix(store.revision)}{MANIFEST}").stat().st_mtime
         is_in_order = list(dates.values()) == sorted(dates.values())
         return dates if is_in_order and dates["sealing"] > dates["planned"] else {}
 
@@ -110,7 +113,7 @@ def _part_of(path: str) -> str:
     """The part of a store that a file belongs to, for a person."""
     folder, _, key = path.partition("/c/")
     names = folder.split("/")
-    if not key or names[-1] in (OFFSETS, LENGTHS):
+    if not key:
         return "tables and metadata"
     for parent, part in ((FEATURES, "feature"), (PICTURES, "picture")):
         if parent in names:

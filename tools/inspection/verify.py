@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...datasets.errors import RecipeError
-from ...datasets.format.layout import GROUP, revisions_with
 from ...datasets.format.schema import StoreSpec
 from ...datasets.maintenance.findings import HARMLESS
 from ...datasets.maintenance.verify import Verification, verify_store
-from ...datasets.revisions.catalog import read_spec, sealed_revisions
+from ...datasets.revisions.catalog import sealed_revisions
+from ...datasets.revisions.plan import read_spec
 from ...datasets.units import readable_size, readable_time
 from ...precompute.progress.clock import Progress
 from ..terminal.text import printable
@@ -48,7 +48,7 @@ def check(
     """
     if deep and not source:
         raise RecipeError("verify --deep: encoding a sample again needs the pictures. Give --source PATH.")
-    if deep and revisions_with(store, GROUP) and _newest_spec(store).is_imported:
+    if deep and sealed_revisions(store) and _newest_spec(store).is_imported:
         raise RecipeError(
             f"verify --deep: store '{store}' was imported, so nothing can encode it again. Without --deep, "
             "every byte is checked against its hash."
@@ -119,7 +119,7 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
     Raises: FingerprintMismatch: other encoders made the newest revision.
     """
     from ...datasets.recipe import parse_with_overrides
-    from ...datasets.revisions.encoder_paths import openable_recipe
+    from ...datasets.revisions.local import openable_recipe
     from ...precompute.config import PrecomputeRecipe
     from ...precompute.encoders.describe import describe_store
     from ...precompute.encoders.loading import load_encoders

@@ -17,7 +17,7 @@ from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import StoreSpec
 from ...datasets.recipe import to_toml
-from ...datasets.revisions.commits import missing_work, read_commits
+from ...datasets.revisions.commits import missing_work, read_commit
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.store import LatentStore
 from ...datasets.units import readable_size
@@ -30,7 +30,7 @@ from ...precompute.planning.additions import is_extension
 from ...precompute.planning.compare import Comparison, Options, all_fresh
 from ...precompute.planning.opening import check_apart, check_fingerprint, is_sealed, label_warnings, look_for_plan
 from ...precompute.planning.pictures import num_threads
-from ...precompute.planning.planner import Lineage, Planner
+from ...precompute.planning.planner import Before, Planner
 from ...precompute.progress.rejects import count_reasons
 from ...precompute.sources.several import SourcePaths, list_sources
 from ...train.config import TrainRecipe
@@ -88,7 +88,6 @@ def describe_precompute(
     *,
     num_devices: int = 1,
     store: Path | None = None,
-    new_revision: bool = False,
     options: Options | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
@@ -99,7 +98,6 @@ def describe_precompute(
       device: for the probe; the first encoding device.
       num_devices: that would encode.
       store: existing or future store; its state is part of the description.
-      new_revision: other encoders or settings would make the next revision.
       options: how a grown store treats changes.
       say: called before records are encoded to measure them.
     Raises: StoreError, FingerprintMismatch: as a precompute.
@@ -125,9 +123,9 @@ def describe_precompute(
     with ProgressLine() as progress, Decoders(num_threads()) as decoders:
         tokenizers = encoders.tokenizers if encoders else {}
         planner = Planner(store or Path(), spec, source, recipe, tokenizers, decoders, progress)
-        comparison, lineage = all_fresh(source.records), Lineage()
+        comparison, before = all_fresh(source.records), None
         if store and frozen and spec:
-            state, comparison, lineage = _compare_with_store(planner, store, frozen, spec, new_revision, options)
+            state, comparison, before = _compare_with_store(planner, store, frozen, spec, options)
             rows += state
         if comparison is None:
             return DryRun(shown, [*rows, ("would encode", "nothing: nothing would be encoded")])
@@ -140,41 +138,38 @@ def describe_precompute(
         rows += _bucket_rows({name: buckets[name] for name in sorted(buckets, key=bucket_size)})
         if not encoders:
             rows.append(("cost", "bytes and time need the encoders on this machine"))
-        if not encoders or not (buckets or lineage.stack):
+        if not encoders or not (buckets or before):
             return DryRun(shown, rows, refusal=refusal)
-        plan = planner.plan(comparison, lineage, pictures)
+        plan = planner.plan(comparison, before, pictures)
     if num_completed := completed_rows(plan):
         rows.append(("would complete", f"{num_completed:,} pictures that are there"))
     total = buckets.total()
     say(f"encoding {min(PROBE_RECORDS, total)} of {total:,} pictures, and captions, to measure time and memory")
     costs, new_bytes = predict(recipe, plan, source, comparison, pictures, encoders, num_devices=num_devices)
-    old_bytes = sum(path.stat().st_size for path in files_below(store)) if store and lineage.stack else 0
+    old_bytes = sum(path.stat().st_size for path in files_below(store)) if store and before else 0
     return DryRun(shown, [*rows, ("", ""), *costs], new_bytes, sum(new_bytes.values()) + old_bytes, refusal)
 
 
 def _compare_with_store(
-    planner: Planner, store: Path, frozen: FrozenPlan, spec: StoreSpec, new_revision: bool, options: Options | None
-) -> tuple[Rows, Comparison | None, Lineage]:
+    planner: Planner, store: Path, frozen: FrozenPlan, spec: StoreSpec, options: Options | None
+) -> tuple[Rows, Comparison | None, Before | None]:
     """State of the store, the records to encode and what they build on; no comparison if nothing would be encoded."""
     is_complete, adds = is_sealed(store, frozen), is_extension(frozen.spec, spec)
-    if not (is_complete and (new_revision or adds)):
+    if not (is_complete and adds):
         check_fingerprint(store, frozen.spec, spec)
     if not is_complete:
-        commits = read_commits(store, frozen)
-        missing = missing_work(frozen, [task for task in frozen.layout.tasks() if task not in commits])
+        missing = missing_work(frozen, [one for one in frozen.layout.tasks() if not read_commit(store, frozen, *one)])
         state = f"is not complete, {missing} are missing and would be encoded. All of it takes:"
     elif frozen.spec.fingerprint == spec.fingerprint:
         state = "is complete: only what has changed since would be encoded"
-    elif adds:
-        state = "is complete: a new revision would add encoders or pictures to it:"
     else:
-        state = "is complete: a new revision would encode everything again, which takes:"
+        state = "is complete: a new revision would add encoders or pictures to it:"
     rows = [("", ""), ("store", f"'{store}', revision {frozen.revision} {state}")]
     if not (is_complete and adds):
-        return rows, all_fresh(planner.source.records), Lineage()
-    changes, lineage = planner.compare(options or Options())
+        return rows, all_fresh(planner.source.records), None
+    changes, before = planner.compare(options or Options())
     rows += change_rows(changes) if changes else []
-    return (rows, changes, lineage) if lineage and changes else (rows, None, Lineage())
+    return (rows, changes, before) if before and changes else (rows, None, None)
 
 
 def _bucket_rows(buckets: Mapping[str, int]) -> Rows:

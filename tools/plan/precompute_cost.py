@@ -97,7 +97,7 @@ def predict(
     notes = {LATENTS: f" {codec}", TABLES: " at most"}
     notes |= {label: f", {captions:,} distinct, {tokens:,} tokens" for label, (captions, tokens) in counts.items()}
     rows = [(name, f"{readable_size(size):>10}{notes.get(name, '')}") for name, size in new_bytes.items()]
-    num_pictures, num_tokens = sum(plan.layout.bucket_rows.values()) + num_completed, sum(n for _, n in counts.values())
+    num_pictures, num_tokens = sum(plan.new_rows.values()) + num_completed, sum(n for _, n in counts.values())
     rates = f"; decoding {probe.pictures / max(1e-9, probe.decode_seconds):.1f}, encoding "
     rates += f"{probe.pictures / max(1e-9, probe.encode_seconds):.1f} images/s, from {probe.pictures} pictures"
     rates += f" each of {num_devices} devices" if num_devices > 1 else ""
@@ -109,8 +109,16 @@ def predict(
 
 def completed_rows(plan: FrozenPlan) -> int:
     """Pictures of earlier revisions that get features or companions."""
-    earlier = [one for one in plan.layout.parts.values() if one.bucket and one.revision != plan.revision]
-    return sum(int((plan.positions_of(part) >= 0).sum()) for part in earlier)
+    added = [part for part in plan.layout.parts.values() if part.bucket and LATENTS not in part.groups]
+    rows = {part.bucket: int((plan.positions_of(part) >= 0).sum()) for part in added}
+    return sum(count - plan.new_rows.get(bucket, 0) for bucket, count in rows.items() if _is_new(plan, bucket))
+
+
+def _is_new(plan: FrozenPlan, bucket: str) -> bool:
+    """Whether the revision adds an array to a bucket."""
+    before = plan.before.layouts() if plan.before else {}
+    parts = (part for part in plan.layout.parts.values() if part.bucket == bucket)
+    return any(array.path not in before for part in parts for array in part.arrays)
 
 
 def _caption_counts(plan: FrozenPlan) -> dict[str, tuple[int, int]]:
@@ -160,7 +168,7 @@ def run_probe(
         for name in ("first", "second"):
             worker, root = Worker(encoders, num_threads()), Path(folder) / name
             stage = Stage1(root, settings, listed, worker, decoders, lambda *_: None, Part())
-            opened = open_store(stage, listed, new_revision=False)
+            opened = open_store(stage, listed)
             start = time.perf_counter()
             finish(stage, opened.plan)
             seconds = time.perf_counter() - start
@@ -198,17 +206,21 @@ def _arrays(plan: FrozenPlan) -> dict[str, list[ArrayLayout]]:
     found: dict[str, list[ArrayLayout]] = {label: [] for label in known}
     for part in plan.layout.parts.values():
         if part.captions:
-            arrays = part.arrays if part.is_null else [*part.arrays, *part.captions.index]
-            found[_captions(part.captions.name)].extend(arrays)
+            found[_captions(part.captions.name)].extend(part.arrays)
         for group, arrays in part.groups.items():
             found[labels.get(group, LATENTS)].extend(arrays)
     return found
 
 
 def _chunk_bytes(plan: FrozenPlan) -> dict[str, int]:
-    """Bytes of the chunks of each group before their codec; the last chunk of an array is padded."""
+    """Bytes of the chunks that a revision adds to each group, before their codec; the last chunk is padded."""
     return {
-        label: sum(-(-array.shape[0] // array.chunk_rows) * array.chunk_bytes for array in arrays)
+        label: sum(
+            -(-(end - first) // array.chunk_rows) * array.chunk_bytes
+            for array in arrays
+            for revision, first, end in array.row_ranges
+            if revision == plan.revision
+        )
         for label, arrays in _arrays(plan).items()
     }
 

@@ -20,7 +20,6 @@ from ...datasets.format.schema import (
     FORMAT_VERSION,
     EncoderIdentity,
     FeatureEncoder,
-    FeatureRows,
     FeatureSpec,
     ImageSpec,
     LatentSpec,
@@ -29,9 +28,10 @@ from ...datasets.format.schema import (
     TextEncoder,
     TextSpec,
 )
-from ...datasets.format.table_schemas import PLAN_SCHEMA, plan_schema
+from ...datasets.format.table_schemas import PLAN_SCHEMA, STORED, plan_schema
 from ...datasets.format.token_dtypes import INT8_LIMIT
 from ...datasets.format.zarr_shard import ArrayLayout
+from ...datasets.revisions.commits import new_results
 from ...datasets.revisions.plan import FrozenPlan, first_plan, freeze_plan
 from ...datasets.revisions.writer import StoreWriter, row_checksum
 
@@ -80,7 +80,7 @@ def make_store(
         part = plan.layout.parts[name]
         if part.is_null:
             rows = {array.path: np.zeros(array.shape, array.dtype) for array in part.arrays}
-            writer.commit(name, shard, rows, checksums=[row_checksum(*rows.values())])
+            writer.commit(name, shard, rows, _results(part, [row_checksum(*rows.values())]))
         elif part.captions:
             _commit_captions(writer, part, shard, seed)
         else:
@@ -106,14 +106,22 @@ def _noise(array: ArrayLayout, numbers: np.ndarray, seed: int) -> np.ndarray:
 def _commit_pictures(writer: StoreWriter, part: Part, shard: int, seed: int) -> None:
     latents = part.groups[LATENTS][0]
     numbers = writer.plan.positions_of(part)[latents.rows_of(shard)]
-    arrays, checksums = {}, {}
-    for group, layouts in part.groups.items():
+    arrays, checksums = {}, []
+    for layouts in part.groups.values():
         rows = [_noise(array, numbers, seed) for array in layouts]
         arrays |= {array.path: values for array, values in zip(layouts, rows, strict=True)}
-        checksums[group] = [row_checksum(*parts) for parts in zip(*rows, strict=True)]
-    own = checksums.pop(LATENTS)
-    features = {name: FeatureRows(checksums=digits) for name, digits in checksums.items()}
-    writer.commit(part.name, shard, arrays, checksums=own, source_checksums=own, features=features)
+        checksums.append([row_checksum(*parts) for parts in zip(*rows, strict=True)])
+    results = _results(part, np.array(checksums, np.uint64).T)
+    results["source_checksum"] = results["checksum"]
+    writer.commit(part.name, shard, arrays, results)
+
+
+def _results(part: Part, checksums: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Results of stored rows, from their checksums, (rows,) or (rows, groups)."""
+    results = new_results(part, len(checksums))
+    results["state"] = STORED
+    results["checksum"] = np.array(checksums, np.uint64).reshape(results.shape)
+    return results
 
 
 def _commit_captions(writer: StoreWriter, part: Part, shard: int, seed: int) -> None:
@@ -133,7 +141,7 @@ def _commit_captions(writer: StoreWriter, part: Part, shard: int, seed: int) -> 
             arrays[array.path][first : first + length] = rows
             written.append(rows)
         checksums.append(row_checksum(*written))
-    writer.commit(part.name, shard, arrays, checksums=checksums)
+    writer.commit(part.name, shard, arrays, _results(part, checksums))
 
 
 def _plan(

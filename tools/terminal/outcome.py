@@ -157,7 +157,8 @@ def after_store(store: Path, recipe: str = "") -> list[Command]:
         its ``about.trains`` names come first, then the shipped ones for the resolution of the store.
     """
     from ...datasets.recipe import about_recipe, shipped_recipes
-    from ...datasets.revisions.catalog import read_spec, sealed_revisions
+    from ...datasets.revisions.catalog import sealed_revisions
+    from ...datasets.revisions.plan import read_spec
     from ...train.config import load
 
     spec, names = read_spec(store, max(sealed_revisions(store), default=1)), list[str]()

@@ -14,7 +14,7 @@ from ...datasets.batches.batch import Batch
 from ...datasets.errors import RecipeError
 from ...datasets.format.schema import EncoderIdentity, FeatureSpec, LatentSpec, LatentStatistics, StoreSpec
 from ...datasets.loader import BatchLoader
-from ...datasets.revisions.encoder_paths import encoder_section, vae_of
+from ...datasets.revisions.local import encoder_section, vae_of
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..models.build import DiTDenoiser, build_model, patch_of

@@ -13,8 +13,9 @@ from ...datasets.batches.stream import content_hash
 from ...datasets.disk.hashing import sha256_of
 from ...datasets.errors import RecipeError, RunError
 from ...datasets.recipe import flatten
-from ...datasets.revisions.catalog import begun_revisions, read_spec, sealed_revisions, unsealed
-from ...datasets.revisions.commits import read_manifest
+from ...datasets.revisions.catalog import planned_revisions, read_manifest, sealed_revisions, unsealed
+from ...datasets.revisions.local import read_local
+from ...datasets.revisions.plan import read_spec
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..data_recipe import StoreSection
@@ -82,7 +83,7 @@ def _revision(section: StoreSection, run: Path, known: Sequence[RevisionRead], *
     path, pinned, asked = section.store, known[-1].revision, section.revision or known[-1].revision
     sealed = [] if "://" in path else sealed_revisions(Path(path))  # a URL raises when it is opened
     if may_move and not section.revision and sealed and pinned not in sealed:
-        lost = f"{unsealed(pinned)} " if pinned in begun_revisions(Path(path)) else ""
+        lost = f"{unsealed(pinned)} " if pinned in planned_revisions(Path(path)) else ""
         raise RunError(
             f"run '{run}': it reads revision {pinned} of store '{path}', which has only "
             f"{', '.join(map(str, sealed))} now. {lost}Move it with --set run.revision={sealed[-1]}."
@@ -144,7 +145,8 @@ def contents_read(manifest: RunManifest, stores: Sequence[LatentStore]) -> set[s
         if entry.revision == store.revision:
             hashes.add(content_hash(entry.root_hash, store.plan_hash))
         elif entry.root_hash or entry.revision in sealed:  # otherwise it is still incomplete
-            plan_hash = "" if entry.root_hash else read_manifest(store.path, entry.revision).plan
+            local = read_local(store.path, entry.revision)
+            plan_hash = "" if entry.root_hash or not local else local.plan
             hashes.add(content_hash(entry.root_hash, plan_hash))
     return hashes
 

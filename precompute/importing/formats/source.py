@@ -108,7 +108,7 @@ class Features(NamedTuple):
     """Values of a record: (C, H, W) arrays, then the flipped one if any, and the XXH3-64 of their bytes."""
 
     arrays: Sequence[np.ndarray]
-    source_checksum: str
+    source_checksum: int
 
 
 class Reader(ABC):
@@ -143,7 +143,7 @@ class Reader(ABC):
         with rejecting(entry.path):
             content = self.content(entry)
             array = parse_npy(content)
-        return Features([array], xxhash.xxh3_64_hexdigest(content))
+        return Features([array], xxhash.xxh3_64_intdigest(content))
 
     def content(self, entry: Entry) -> bytes:
         """All bytes of a record's file.

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +27,19 @@ from leandit.datasets.arrays.shard_file import ShardFile
 from leandit.datasets.arrays.shard_folder import ShardFolder
 from leandit.datasets.arrays.sharded_array import ShardedArray
 from leandit.datasets.batches.buffer_pool import BufferPool
-from leandit.datasets.disk.hashing import read_json
+from leandit.datasets.disk.files import write_atomic
 from leandit.datasets.errors import DamageError, RowOutOfRange
-from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, pack_shard
+from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, RowRange, pack_shard
 
 # How shards are read: all in one range of addresses, each mapped alone where that cannot be had, or not mapped.
 WAYS = ["window", "alone", "pread"]
 COMPRESSED = [codec for codec in CODECS if codec != "none"]
 
 
-def open_array(root: Path, layouts: list[ArrayLayout], way: str, monkeypatch: pytest.MonkeyPatch) -> ShardedArray:
+def open_array(root: Path, layout: ArrayLayout, way: str, monkeypatch: pytest.MonkeyPatch) -> ShardedArray:
     if way == "alone":
         monkeypatch.setattr(sharded_array, "AddressWindow", no_window)
-    return ShardedArray(ShardFolder(root, access="pread" if way == "pread" else "map"), layouts)
+    return ShardedArray(ShardFolder(root, access="pread" if way == "pread" else "map"), layout)
 
 
 def no_window(*_: int) -> None:
@@ -52,8 +54,7 @@ def test_zarr_reads_the_same_numbers_as_we(layout: ArrayLayout, tmp_path: Path) 
     assert theirs.dtype == values.dtype
     np.testing.assert_array_equal(np.asarray(theirs[:]), values)
     np.testing.assert_array_equal(ours.read(0, len(values)), values)
-    if len(values):  # a store has no array without rows
-        assert ArrayLayout.from_metadata(layout.path, read_json(tmp_path / layout.path / "zarr.json")) == layout
+    assert layout.problem() == ""
 
 
 @given(st.data(), st.sampled_from(["none", "zstd"]), st.sampled_from([1, 2]))
@@ -62,7 +63,7 @@ def test_any_row_any_range_and_any_gathering_equal_numpy(
 ) -> None:
     layout = small_array(codec, chunk_rows=chunk_rows)
     values, root = array_values(layout), tmp_path_factory.getbasetemp() / f"any-{codec}-{chunk_rows}"
-    array = ShardedArray(ShardFolder(root), [layout]) if root.exists() else write_array(root, layout, values)
+    array = ShardedArray(ShardFolder(root), layout) if root.exists() else write_array(root, layout, values)
     start = data.draw(st.integers(0, len(values)))
     stop = data.draw(st.integers(start, len(values)))
     rows = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=12))
@@ -202,38 +203,140 @@ def test_a_shard_that_has_not_the_size_of_the_manifest_is_refused_when_it_is_map
     layout = small_array()
     write_array(tmp_path, layout, array_values(layout))
     sizes = {layout.shard_path(i): (tmp_path / layout.shard_path(i)).stat().st_size for i in range(3)}
-    array = ShardedArray(ShardFolder(tmp_path, sizes | {layout.shard_path(1): 1}), [layout])
+    array = ShardedArray(ShardFolder(tmp_path, sizes | {layout.shard_path(1): 1}), layout)
     assert array[0].shape == (2, 3)
     with pytest.raises(DamageError, match=r"a/c/1/0/0'.*not those of the manifest"):
         array[4]
     del sizes[layout.shard_path(2)]
     with pytest.raises(DamageError, match=r"a/c/2/0/0'"):
-        ShardedArray(ShardFolder(tmp_path, sizes), [layout])[8]
+        ShardedArray(ShardFolder(tmp_path, sizes), layout)[8]
 
 
-@given(st.data(), st.sampled_from(["none", "zstd"]))
-def test_arrays_that_follow_each_other_read_as_one(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, codec: str
+# As a bucket of a grown store: a revision ends amid a shard, one fills its shards, and one has a single row.
+GROWN = [(0, 6), (8, 9), (12, 20), (20, 25)]
+
+
+def grown_array(codec: str = "none") -> ArrayLayout:
+    """Layout of an array of four revisions; rows 6, 7, 9, 10 and 11 do not exist."""
+    layout = ArrayLayout("a", (6, 2, 3), "float16", SHARD_ROWS, 1, codec)
+    for revision, (first, end) in enumerate(GROWN[1:], 2):
+        layout = layout.grown(RowRange(revision, first, end))
+    return layout
+
+
+def write_grown(root: Path, layout: ArrayLayout, values: np.ndarray) -> None:
+    """Write all shards of an array with gaps."""
+    for shard in layout.shards.tolist():
+        rows = layout.rows_of(shard)
+        write_atomic(root / layout.shard_path(shard), pack_shard(layout, values[rows.start : rows.stop]))
+    return values
+
+
+def test_the_layout_of_a_grown_array_knows_its_shards_and_rows() -> None:
+    layout = grown_array()
+    assert layout.problem() == ""
+    assert layout.row_ranges == tuple(RowRange(i, *rows) for i, rows in enumerate(GROWN, 1))
+    assert (layout.shape, layout.num_shards, layout.shards.tolist()) == ((25, 2, 3), 7, [0, 1, 2, 3, 4, 5, 6])
+    assert [list(layout.rows_of(shard)) for shard in (1, 2, 4, 6)] == [[4, 5], [8], [16, 17, 18, 19], [24]]
+    exist = [row for first, end in GROWN for row in range(first, end)]
+    assert np.flatnonzero(layout.has_rows(np.arange(-3, 40))).tolist() == [row + 3 for row in exist]
+
+
+@given(st.data(), st.sampled_from(["none", "zstd"]), st.sampled_from(WAYS))
+def test_an_array_that_has_grown_is_read_by_its_row_numbers(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, codec: str, way: str
 ) -> None:
-    # As a bucket of a grown store: the first ends amid a shard, the second is empty, the third has one row.
-    layouts = [ArrayLayout(f"r{i}/a", (n, 2, 3), "float16", SHARD_ROWS, 1, codec) for i, n in enumerate((6, 0, 1, 9))]
-    root = tmp_path_factory.getbasetemp() / f"stacked-{codec}"
-    values = [np.random.default_rng(i).standard_normal(a.shape).astype(a.dtype) for i, a in enumerate(layouts)]
+    layout, root = grown_array(codec), tmp_path_factory.getbasetemp() / f"grown-{codec}"
+    values = np.random.default_rng(3).standard_normal(layout.shape).astype(layout.dtype)
     if not root.exists():
-        for layout, part in zip(layouts, values, strict=True):
-            write_array(root, layout, part)
-    whole, array = np.concatenate(values), ShardedArray(ShardFolder(root), layouts)
-    start = data.draw(st.integers(0, 16))
-    stop = data.draw(st.integers(start, 16))
-    rows = data.draw(st.lists(st.integers(0, 15), max_size=20))
-    assert len(array) == 16
-    np.testing.assert_array_equal(array.read(start, stop), whole[start:stop])
-    np.testing.assert_array_equal(array.take(rows), whole[rows] if rows else whole[:0])
-    for row in rows:
-        np.testing.assert_array_equal(array[row], whole[row])
-        layout, shard = array.locate(row)
-        first = [0, 6, 6, 7][layouts.index(layout)]
-        assert row - first in layout.rows_of(shard)
+        write_grown(root, layout, values)
+    with pytest.MonkeyPatch.context() as patch:
+        array = open_array(root, layout, way, patch)
+        first, end = data.draw(st.sampled_from([*GROWN, (12, 25)]))  # the last two follow each other without a gap
+        start = data.draw(st.integers(first, end))
+        stop = data.draw(st.integers(start, end))
+        one = st.sampled_from([row for first, end in GROWN for row in range(first, end)])
+        row, rows = data.draw(one), data.draw(st.lists(one, max_size=20))
+        assert len(array) == 25
+        np.testing.assert_array_equal(array.read(start, stop), values[start:stop])
+        np.testing.assert_array_equal(array.take(rows), values[rows] if rows else values[:0])
+        np.testing.assert_array_equal(array[row], values[row])
+        np.testing.assert_array_equal(array[row - 25], values[row])
+        ranges = [(start, stop - start), (row, 1)]
+        found = array.take_ranges(*np.array(ranges).T)
+        np.testing.assert_array_equal(found, np.concatenate([values[start:stop], values[row : row + 1]]))
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("touched", [False, True])
+def test_a_row_of_a_gap_is_refused_in_every_way(
+    codec: str, way: str, touched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = grown_array(codec)
+    write_grown(tmp_path, layout, np.ones(layout.shape, np.float16))
+    array = open_array(tmp_path, layout, way, monkeypatch)
+    if touched:  # all shards are mapped: nothing is checked then but the row
+        array.take([row for first, end in GROWN for row in range(first, end)])
+    for row in (6, 7, 9, 10, 11):
+        refused: list[Callable[[], Any]] = [
+            lambda row=row: array[row],
+            lambda row=row: array[row - 25],
+            lambda row=row: array.read(row, row + 1),
+            lambda row=row: array.take([0, row, 24]),
+            lambda row=row: array.take(np.array([row]), out=np.empty((1, 2, 3), np.float16)),
+            lambda row=row: array.take_ranges(np.array([0, row]), np.array([1, 1])),
+            lambda row=row: array.take_ranges(np.array([row]), np.array([1]), out=np.empty((1, 2, 3), np.float16)),
+        ]
+        for read in refused:
+            with pytest.raises(RowOutOfRange, match=rf"array 'a': row {row} lies in a gap"):
+                read()
+    for start, stop in ((0, 25), (5, 7), (5, 9), (8, 13)):
+        with pytest.raises(RowOutOfRange, match="lies in a gap"):
+            array.read(start, stop)
+        with pytest.raises(RowOutOfRange, match="lies in a gap"):
+            array[start:stop]
+        with pytest.raises(RowOutOfRange, match="lies in a gap"):
+            array.take_ranges(
+                np.array([start]), np.array([stop - start]), out=np.empty((stop - start, 2, 3), np.float16)
+            )
+
+
+def test_a_gap_does_not_end_an_iteration_as_if_it_were_the_end(tmp_path: Path) -> None:
+    layout = grown_array()
+    write_grown(tmp_path, layout, np.ones(layout.shape, np.float16))
+    array = ShardedArray(ShardFolder(tmp_path), layout)
+    for read in (list, np.asarray):
+        with pytest.raises(RowOutOfRange, match="row 6 lies in a gap"):
+            read(array)
+    whole = write_array(tmp_path / "whole", small_array(), array_values(small_array()))
+    np.testing.assert_array_equal(np.asarray(whole), array_values(small_array()))
+
+
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"ranges": (RowRange(1, 0, 6), RowRange(2, 4, 9))}, "rows 4 to 9 of revision 2 behind row 6"),  # overlap
+    ({"ranges": (RowRange(1, 0, 6), RowRange(2, 7, 9))}, "rows 7 to 9"),  # not at a shard
+    ({"ranges": (RowRange(2, 0, 4), RowRange(1, 4, 9))}, "revision 1"),  # revisions fall
+    ({"ranges": (RowRange(1, 0, 4), RowRange(2, 4, 4), RowRange(3, 4, 9))}, "rows 4 to 4"),  # nothing
+    ({"ranges": (RowRange(1, 0, 6), RowRange(2, 12, 9))}, "rows 12 to 9"),
+    ({"ranges": (RowRange(1, 4, 9),)}, "rows that begin with 4"),
+    ({"ranges": (RowRange(1, 0, 6),)}, "9 rows, of which the last range ends at 6"),
+    ({"ranges": (RowRange(1, 0, 12),)}, "9 rows, of which"),
+    ({"shape": (0, 2, 3), "ranges": ()}, "shape"),
+    ({"shape": (9, 2, 0)}, "shape"),
+    ({"shape": (9, 1, 1, 1, 1)}, "shape"),
+    ({"shape": (9, 1 << 41)}, "shape"),
+    ({"shape": (9, 1 << 20, 1 << 20)}, "chunks of"),
+    ({"shape": (9, 1 << 28), "codec": "zstd"}, "chunks of"),
+    ({"chunk_rows": 3}, "in shards of 4 rows"),
+    ({"shard_rows": 0}, "0 rows a shard"),
+    ({"chunk_rows": 0}, "0 a chunk"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), HOSTILE, ids=lambda one: one if isinstance(one, str) else "")
+def test_a_layout_that_no_array_has_is_described(changes: dict[str, Any], said: str) -> None:
+    assert said in replace(ArrayLayout("a", (9, 2, 3), "float16", 4), **changes).problem()
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -285,7 +388,7 @@ def test_a_flip_of_any_byte_of_a_compressed_chunk_is_found(codec: str, tmp_path:
         bad = bytearray(good)
         bad[position] ^= 0x10
         path.write_bytes(bad)
-        array = ShardedArray(ShardFolder(tmp_path), [layout])
+        array = ShardedArray(ShardFolder(tmp_path), layout)
         with pytest.raises(DamageError, match="chunk 2 "):
             array[2]
         with pytest.raises(DamageError, match="chunk 2 "):
@@ -304,7 +407,7 @@ def test_a_shard_with_a_dropped_chunk_is_read_right(
     values[empty] = np.nan  # the fill value: zarr-python drops the chunk by default, and all later ones move up
     values[[i for i in range(4) if i != empty]] = np.arange(3, dtype=np.float16)[:, None, None]
     write_array_with_zarr(tmp_path, layout, values, write_empty_chunks=False)
-    array = open_array(tmp_path, [layout], way, monkeypatch)
+    array = open_array(tmp_path, layout, way, monkeypatch)
     np.testing.assert_array_equal(array.read(0, 4), values)
     np.testing.assert_array_equal(array.take([3, 0, 1, 3, 2]), values[[3, 0, 1, 3, 2]])
 
@@ -318,7 +421,7 @@ def test_chunks_in_another_order_are_read_right(way: str, tmp_path: Path, monkey
     *_, tail = pack_shard(layout, values)
     swapped = np.frombuffer(bytes(tail)[:-4], "<u8").reshape(-1, 2)[[1, 0, 2, 3]].tobytes()
     path.write_bytes(path.read_bytes()[: -len(tail)] + swapped + crc32c(swapped))
-    array = open_array(tmp_path, [layout], way, monkeypatch)
+    array = open_array(tmp_path, layout, way, monkeypatch)
     np.testing.assert_array_equal(array.read(0, 4), values[[1, 0, 2, 3]])
     np.testing.assert_array_equal(array.take([0, 3]), values[[1, 3]])
 
@@ -333,7 +436,7 @@ def test_rows_of_any_size_are_gathered_right_in_every_way(
     if not root.exists():
         write_array(root, layout, values)
     with pytest.MonkeyPatch.context() as patch:
-        array = open_array(root, [layout], way, patch)
+        array = open_array(root, layout, way, patch)
         starts = data.draw(st.lists(st.integers(0, 28), min_size=1, max_size=9))
         longest = data.draw(st.sampled_from([2, 29]))  # short ranges mostly lie within a shard of 5 rows
         lengths = [data.draw(st.integers(0, min(longest, 29 - start))) for start in starts]
@@ -351,7 +454,7 @@ def test_a_row_out_of_bounds_is_an_error_in_every_way(
     layout = small_array()
     write_array(tmp_path, layout, array_values(layout))
     with pytest.raises(IndexError, match=r"there are 10"):
-        open_array(tmp_path, [layout], way, monkeypatch).take(rows)
+        open_array(tmp_path, layout, way, monkeypatch).take(rows)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -362,7 +465,7 @@ def test_a_shard_that_is_replaced_whole_or_removed_is_read_on(
     layout = small_array()
     values = array_values(layout)
     write_array(tmp_path, layout, values)
-    array = open_array(tmp_path, [layout], way, monkeypatch)
+    array = open_array(tmp_path, layout, way, monkeypatch)
     array.take(np.arange(10))
     write_array(tmp_path, layout, values + 1)
     (tmp_path / layout.shard_path(1)).unlink()
@@ -386,7 +489,7 @@ def test_files_are_let_go_when_there_are_too_many(tmp_path: Path, monkeypatch: p
     write_array(tmp_path, layout, values)
     for way in ("alone", "pread"):
         before = len(os.listdir("/proc/self/fd"))
-        array = open_array(tmp_path, [layout], way, monkeypatch)
+        array = open_array(tmp_path, layout, way, monkeypatch)
         np.testing.assert_array_equal(array.take(np.arange(40)[::-1]), values[::-1])
         gc.collect()
         assert len(os.listdir("/proc/self/fd")) - before <= 3
@@ -399,7 +502,7 @@ def test_windows_give_their_maps_back(tmp_path: Path, monkeypatch: pytest.Monkey
     write_array(tmp_path, layout, array_values(layout))
     kept = []
     for left in (2, 2, 2):
-        kept.append(ShardedArray(ShardFolder(tmp_path), [layout]))
+        kept.append(ShardedArray(ShardFolder(tmp_path), layout))
         kept[-1].take(np.arange(10))
         assert address_window._maps.left == left  # the second and third found too few, and map file by file
     kept.clear()
@@ -412,7 +515,7 @@ def test_a_fork_reads_what_its_parent_has_open(way: str, tmp_path: Path, monkeyp
     layout = small_array()
     values = array_values(layout)
     write_array(tmp_path, layout, values)
-    array = open_array(tmp_path, [layout], way, monkeypatch)
+    array = open_array(tmp_path, layout, way, monkeypatch)
     array.take(np.arange(10))
     child = os.fork()
     if not child:
@@ -423,14 +526,14 @@ def test_a_fork_reads_what_its_parent_has_open(way: str, tmp_path: Path, monkeyp
 def test_a_fork_does_not_wait_for_what_a_thread_of_its_parent_holds(tmp_path: Path) -> None:
     layout = small_array()
     write_array(tmp_path, layout, array_values(layout))
-    array, pool = ShardedArray(ShardFolder(tmp_path), [layout]), BufferPool()
+    array, pool = ShardedArray(ShardFolder(tmp_path), layout), BufferPool()
     lent = pool.take((10, *layout.shape[1:]), layout.dtype)
     array.take(np.arange(10), out=lent)
 
     def read() -> int:
         nonlocal lent
         del lent
-        other = ShardedArray(ShardFolder(tmp_path), [layout])
+        other = ShardedArray(ShardFolder(tmp_path), layout)
         for one in (array, other):
             one.take(np.arange(10), out=pool.take((10, *layout.shape[1:]), layout.dtype))
         return 0
@@ -464,7 +567,7 @@ from leandit.datasets.format.zarr_shard import ArrayLayout
 views = []
 atexit.register(lambda: print(float(views[0].sum()) == float(views[0].sum())))
 layout = ArrayLayout({layout.path!r}, {layout.shape}, {layout.dtype!r}, {layout.shard_rows})
-array = ShardedArray(ShardFolder(Path({str(tmp_path)!r})), [layout])
+array = ShardedArray(ShardFolder(Path({str(tmp_path)!r})), layout)
 views.append(array.read(0, 1))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -494,7 +597,7 @@ def test_a_shard_that_cannot_be_mapped_is_read_by_itself(tmp_path: Path, monkeyp
         map_file(self, slot, file, size)
 
     monkeypatch.setattr(address_window.AddressWindow, "map_file", refuse_one)
-    array = ShardedArray(ShardFolder(tmp_path), [layout])
+    array = ShardedArray(ShardFolder(tmp_path), layout)
     np.testing.assert_array_equal(array.take(np.arange(10)), values)
 
 
@@ -519,7 +622,7 @@ def test_many_threads_open_and_read_one_array(way: str, tmp_path: Path, monkeypa
     layout = ArrayLayout("a", (400, 5), "float16", 10)
     values = array_values(layout)
     write_array(tmp_path, layout, values)
-    array = open_array(tmp_path, [layout], way, monkeypatch)
+    array = open_array(tmp_path, layout, way, monkeypatch)
 
     def read(seed: int) -> bool:
         rows = np.random.default_rng(seed).integers(0, 400, 100)

@@ -16,21 +16,28 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 from everything import Everything
-from making import CPU, caption_recipe, make_caption_folder, no_progress, picture
-from page_reader import canonical_hash, folder_of, open_by_the_page, read_rows
+from faults import without_seal
+from making import CPU, caption_recipe, make_caption_folder, no_progress, picture, tree_digest
+from page_reader import PageReader, canonical_hash
 from pydantic import BaseModel
 
-from leandit.datasets.format.caption_layout import OFFSETS
 from leandit.datasets.format.schema import (
     FORMAT_VERSION,
+    ArrayEntry,
+    CheckedPicture,
     CommitRecord,
     EncoderIdentity,
     Fallback,
     FileEntry,
     ImageSpec,
     LatentSpec,
+    LatentStatistics,
+    LocalFile,
     Manifest,
+    Origin,
+    PlanFile,
     Reject,
+    SelfCheck,
     StoreSpec,
     TextSpec,
 )
@@ -45,6 +52,7 @@ TEXT = (resources.files("leandit.datasets") / "FORMAT.md").read_text()
 _, *PARTS = re.split(r"^## (\d)\. .*$", TEXT, flags=re.MULTILINE)
 SECTION = dict(zip(map(int, PARTS[::2]), PARTS[1::2], strict=True))
 TREE = TEXT.split("```")[1]
+OWN = "revisions/000001"
 
 
 def quoted(text: str) -> set[str]:
@@ -59,9 +67,9 @@ def row_of(section: int, key: str) -> str:
     return row
 
 
-def paragraph_of(name: str) -> str:
-    """The paragraph of section 5 that begins with "A/The **name**"."""
-    (found,) = [p for p in SECTION[5].split("\n\n") if re.match(rf"\w+ \*\*{name}\*\*", p)]
+def paragraph(section: int, beginning: str) -> str:
+    """The paragraph of a section that begins so."""
+    (found,) = [p for p in SECTION[section].split("\n\n") if p.startswith(beginning)]
     return found
 
 
@@ -70,8 +78,8 @@ def keys_of(model: type[BaseModel]) -> set[str]:
 
 
 def general(path: str) -> str:
-    """A path of a store with its bucket, part and shard number as FORMAT.md writes them."""
-    path = re.sub(r"^revisions/\d{6}/", "", path)  # laid out like the root
+    """A path of a store with its revision, bucket, part and shard number as FORMAT.md writes them."""
+    path = re.sub(r"^revisions/\d{6}/", "revisions/NNNNNN/", path)
     path = re.sub(r"\b\d+x\d+\b", "HxW", path)
     path = re.sub(r"/(pair|vector|llm|dino|grid|token)/", "/NAME/", path)
     return re.sub(r"commits/.*/\d{6}", "commits/PART/NNNNNN", path)
@@ -81,13 +89,19 @@ def tree_names() -> set[str]:
     """Paths in the tree of FORMAT.md; what is set in further lies in the folder above."""
     named, folder = set(), ""
     for line in TREE.splitlines():
-        name = line.strip().split(" ")[0].strip(",")
         if line.startswith("    "):
-            named |= {folder + name} | ({f"{folder}{name}_flip"} if "buckets" in folder else set())
+            names = re.match(r"(\S+, )*\S+", line.strip())
+            for name in names[0].split(", ") if names else ():
+                named |= {folder + name} | ({f"{folder}{name}_flip"} if "buckets" in folder else set())
         elif line.startswith("  "):
+            name = line.strip().split(" ")[0]
             named.add(name)
             folder = name if name.endswith("/") else folder
-    return named | {name.replace("captions/", "captions/NAME/") for name in named if name.startswith("captions/")}
+    named |= {name.replace("captions/", "captions/NAME/") for name in named if name.startswith("captions/")}
+    assert "a second copy of these five files" in TREE
+    own = [name for name in named if re.fullmatch("revisions/NNNNNN/[a-z]+[.][a-z]+", name)]
+    assert len(own) == 5
+    return named | {name.replace("NNNNNN/", "NNNNNN/twin/") for name in own}
 
 
 @pytest.fixture(scope="module")
@@ -159,14 +173,14 @@ def store_of_everything(everything: Everything) -> LatentStore:
 def test_every_path_that_the_writer_makes_is_in_the_tree(name: str, request: pytest.FixtureRequest) -> None:
     root = request.getfixturevalue(name).path
     named = tree_names()
-    plan = next(line for line in TREE.splitlines() if line.startswith("  plan/"))
-    assert {"leases/", "revisions/zarr.json", "revisions/NNNNNN/"} <= named
-    assert "plan.json, records.parquet, captions.parquet" in plan
-    named |= {"plan/plan.json", "plan/records.parquet", "plan/captions.parquet"}
     made = {general(path.relative_to(root).as_posix()) for path in root.rglob("*") if path.is_file()}
+    groups = {array.rpartition("/")[0] for array in made if "/c/" in array}
     for path in made:
         array = re.sub(r"/(zarr\.json|c/.*)$", "", path)  # the metadata and the shards of an array
-        assert path in named or array in named, path
+        is_group = path.endswith("zarr.json") and any(f"{group}/".startswith(f"{array}/") for group in (*groups, array))
+        assert path in named or array in named or is_group, path
+    assert {f"revisions/NNNNNN/{copy}local.json" for copy in ("", "twin/")} <= made
+    assert not any("/plan/" in path or "/commits/" in path for path in made)
     if name == "flipped_store":
         assert {"buckets/HxW/moments_flip/zarr.json", "captions/null/zarr.json"} <= made
     if name == "store_of_everything":
@@ -175,7 +189,7 @@ def test_every_path_that_the_writer_makes_is_in_the_tree(name: str, request: pyt
 
 def test_both_names_of_the_latents_are_in_the_table_of_arrays() -> None:
     assert {"moments", "latents", "_flip"} <= quoted(row_of(1, "moments"))
-    for name in ("embeddings", "scales", "null", "null_scales", OFFSETS, "lengths"):
+    for name in ("embeddings", "scales", "pooled", "null", "null_scales", "null_pooled"):
         assert name in quoted(row_of(1, name))
     assert set(CODECS) - {"none"} <= quoted(SECTION[1])
 
@@ -243,7 +257,7 @@ ARROW_OF |= {"float32": pa.float32(), "bool": pa.bool_(), "list of int32": pa.li
 
 
 def test_every_column_of_the_records_is_named_with_its_type(caption_store: LatentStore) -> None:
-    for field in pq.read_schema(caption_store.path / "records.parquet"):
+    for field in pq.read_schema(caption_store.path / OWN / "records.parquet"):
         _, names, types, *_ = row_of(4, field.name).split("|")
         kinds = [kind.strip() for kind in types.split(",")]
         kind = kinds[min(re.findall(r"`(\w+)`", names).index(field.name), len(kinds) - 1)]
@@ -253,7 +267,7 @@ def test_every_column_of_the_records_is_named_with_its_type(caption_store: Laten
 def test_every_column_of_the_captions_is_named_with_its_type(caption_store: LatentStore) -> None:
     (said,) = [p for p in SECTION[4].split("\n\n") if p.startswith("`captions.parquet`")]
     said = said.replace("\n", " ")
-    for field in pq.read_schema(caption_store.path / "captions.parquet"):
+    for field in pq.read_schema(caption_store.path / OWN / "captions.parquet"):
         kind = re.search(rf"`{field.name}` \((\w+)", said)
         assert kind, field.name
         assert ARROW_OF[kind[1]] == field.type
@@ -266,113 +280,132 @@ def test_the_reject_reasons_are_the_closed_list() -> None:
     assert {"stored", "rejected"} <= quoted(row_of(4, "status"))
 
 
-def test_every_key_of_a_commit_record_and_of_the_manifest_is_named(caption_store: LatentStore) -> None:
-    commit, manifest = quoted(paragraph_of("commit record")), quoted(paragraph_of("manifest"))
-    assert keys_of(CommitRecord) | keys_of(FileEntry) | keys_of(Reject) | keys_of(Fallback) <= commit
-    assert keys_of(Manifest) <= manifest
-    assert json.loads((caption_store.path / "manifest.json").read_bytes()).keys() == keys_of(Manifest) - {"self_check"}
-    for path in (caption_store.path / "commits").rglob("*.json"):
-        content = json.loads(path.read_bytes())
-        absent = {"features"} if path.parts[-3] == "buckets" else {"features", "statistics"}
-        assert content.keys() == keys_of(CommitRecord) - absent
-        assert content.pop("record_hash") == canonical_hash(content)
+def test_every_key_of_the_manifest_and_of_local_json_is_named(caption_store: LatentStore) -> None:
+    manifest, local = quoted(paragraph(5, "`manifest.json`")), quoted(paragraph(5, "`local.json`"))
+    assert keys_of(Manifest) | keys_of(FileEntry) | keys_of(ArrayEntry) <= manifest
+    assert keys_of(LatentStatistics) <= quoted(paragraph(5, "`statistics`"))
+    assert keys_of(SelfCheck) | keys_of(CheckedPicture) <= quoted(paragraph(5, "`self_check`"))
+    assert keys_of(LocalFile) | keys_of(Origin) <= local
+    for folder in (OWN, f"{OWN}/twin"):
+        root = caption_store.path / folder
+        assert json.loads((root / "manifest.json").read_bytes()).keys() == keys_of(Manifest) - {"self_check"}
+        said = json.loads((root / "local.json").read_bytes())
+        assert said.keys() == keys_of(LocalFile)
+        assert said.pop("sha256") == canonical_hash(said)
+    for path in (caption_store.path / OWN / "twin").iterdir():
+        assert path.read_bytes() == (path.parents[1] / path.name).read_bytes()
 
 
-@pytest.mark.parametrize("revision", [1, 2])
-def test_every_key_of_the_plan_is_named_and_made_as_said(revision: int, grown_store: LatentStore) -> None:
-    folder = grown_store.path / ("plan" if revision == 1 else "revisions/000002/plan")
-    head = json.loads((folder / "plan.json").read_bytes())
-    named = quoted(SECTION[7])
-    assert head.keys() <= named
-    assert {path.name for path in folder.iterdir()} == {"plan.json", "records.parquet", "captions.parquet"} <= named
+def test_the_places_of_the_images_are_in_the_table_that_is_named(caption_store: LatentStore) -> None:
+    path = caption_store.path / OWN / "sources.parquet"
+    said = " ".join(paragraph(5, "`sources.parquet`").split())
+    assert set(pq.read_schema(path).names) <= quoted(said)
+    assert pq.read_metadata(path).num_rows == caption_store.records.num_rows
+    local = json.loads((path.parent / "local.json").read_bytes())
+    data = path.read_bytes()
+    assert local["sources"] == {
+        "path": f"{OWN}/sources.parquet",
+        "bytes": len(data),
+        "xxh3_128": xxhash.xxh3_128_hexdigest(data),
+    }
+
+
+@pytest.fixture
+def unfinished(caption_folder: Path, tmp_path: Path) -> Path:
+    """A store with all its commit records, and no manifest."""
+    run = {"source_path": caption_folder, "store_path": tmp_path / "store", "device": CPU, "progress": no_progress}
+    without_seal(lambda: precompute(caption_recipe(), **run))
+    return tmp_path / "store"
+
+
+def test_every_file_of_an_unfinished_revision_is_named_and_made_as_said(unfinished: Path) -> None:
+    folder, named = unfinished / OWN, quoted(SECTION[6])
+    head = json.loads((folder / "plan/plan.json").read_bytes())
+    assert head.keys() | {"self_check"} == keys_of(PlanFile) | {"sha256"}
+    assert head.keys() | {"self_check"} <= named
     assert head.pop("sha256") == canonical_hash(head)
-    manifest = json.loads((folder.parent / "manifest.json").read_bytes())
-    for key in ("format_version", "revision", "base", "copies", "plan"):
-        assert head[key] == manifest[key]
-    assert [*head["stack"], revision] == manifest["stack"]
-    assert [entry for entry in manifest["files"] if entry in head["carried"]] == head["carried"]
-    assert head["spec"] == json.loads((folder.parent / "zarr.json").read_bytes())["attributes"]["leandit"]
+    assert {path.name for path in folder.iterdir()} == {"plan", "commits"}
+    assert {path.name for path in (folder / "plan").iterdir()} == {"plan.json", "records.parquet", "captions.parquet"}
     for entry in head["files"]:
-        assert xxhash.xxh3_128_hexdigest((folder / entry["path"]).read_bytes()) == entry["xxh3_128"]
-    extra = set(pq.read_schema(folder / "records.parquet").names) - set(RECORDS_SCHEMA.names)
-    assert extra == {"source_path", "source_offset", "source_bytes", "source_mtime_ns"} <= named
+        assert xxhash.xxh3_128_hexdigest((folder / "plan" / entry["path"]).read_bytes()) == entry["xxh3_128"]
+    extra = set(pq.read_schema(folder / "plan/records.parquet").names) - set(RECORDS_SCHEMA.names)
+    assert extra == {"source_path", "source_offset", "source_bytes", "source_mtime_ns"}
+
+    said = quoted(paragraph(6, "A **commit record**"))
+    assert keys_of(CommitRecord) | keys_of(Reject) | keys_of(Fallback) <= said
+    commits = sorted((folder / "commits").rglob("*.json"))
+    assert {general(path.relative_to(unfinished).as_posix()) for path in commits} == {
+        "revisions/NNNNNN/commits/PART/NNNNNN.json"
+    }
+    for path in commits:
+        content = json.loads(path.read_bytes())
+        assert content.keys() == keys_of(CommitRecord) - (set() if "buckets" in path.parts else {"statistics"})
+        assert content.pop("record_hash") == canonical_hash(content)
+        assert content["plan"] == head["plan"]
+        *shards, results = content["files"]
+        assert shards
+        assert results["path"] == path.relative_to(unfinished).with_suffix(".rows").as_posix()
+        for entry in content["files"]:
+            data = (unfinished / entry["path"]).read_bytes()
+            assert (len(data), xxhash.xxh3_128_hexdigest(data)) == (entry["bytes"], entry["xxh3_128"])
+        check_results(path.with_suffix(".rows"), unfinished / shards[0]["path"])
+
+
+def check_results(path: Path, shard: Path) -> None:
+    """The results of rows are what section 6 says: 25 bytes each, the state, two checksums, two errors."""
+    data = path.read_bytes()
+    assert len(data) % 25 == 0
+    for i, (state, checksum, _, cosine, error) in enumerate(struct.iter_unpack("<BQQff", data)):
+        assert state == 1
+        if "buckets" in path.parts:
+            height, width = (int(side) // 8 for side in path.parent.name.split("x"))
+            row_bytes = 2 * 4 * 2 * height * width
+            row = shard.read_bytes()[i * row_bytes : (i + 1) * row_bytes]
+            assert xxhash.xxh3_64_intdigest(row) == checksum
+            assert np.isnan([cosine, error]).all()
+        else:
+            assert cosine > 0.99
+
+
+def test_the_files_of_a_grown_store_are_the_sum_of_what_each_revision_wrote(grown_store: LatentStore) -> None:
+    first, second = (PageReader(grown_store.path, revision).manifest for revision in (1, 2))
+    assert (first["base"], second["base"]) == ("", first["root_hash"])
+    shards = [entry for entry in first["files"] if "/c/" in entry["path"]]
+    assert [entry for entry in second["files"] if entry in shards] == shards
+    for array in second["arrays"]:
+        for revision, begin, end in array["ranges"]:
+            assert begin % array["shard_rows"] == 0
+            assert begin < end
+            assert revision == 1 or begin > 0 or array["path"].startswith("buckets/")  # a bucket may be new
 
 
 @pytest.mark.parametrize("name", ["caption_store", "grown_store"])
 def test_the_root_hash_and_the_files_are_made_as_said(name: str, request: pytest.FixtureRequest) -> None:
     store: LatentStore = request.getfixturevalue(name)
-    prefix = "revisions/000002/" if name == "grown_store" else ""
+    prefix = f"revisions/{store.revision:06d}/"
     content = json.loads((store.path / prefix / "manifest.json").read_bytes())
     root_hash = content.pop("root_hash")
     assert canonical_hash(content) == root_hash == store.root_hash
     listed = [entry["path"] for entry in content["files"]]
     there = {p.relative_to(store.path).as_posix() for p in store.path.rglob("*") if p.is_file()}
-    unread = ("records.parquet", "captions.parquet", "commits/", "manifest.json") if prefix else ("manifest.json",)
-    outside = {path for path in there if path.startswith((*unread, "plan/", f"{prefix}plan/"))}
-    assert listed == sorted(there - outside - {f"{prefix}manifest.json"})
+    assert listed == sorted(
+        {path for path in there if "/c/" in path} | {f"{prefix}records.parquet", f"{prefix}captions.parquet"}
+    )
     for entry in content["files"]:
         data = (store.path / entry["path"]).read_bytes()
         assert (len(data), xxhash.xxh3_128_hexdigest(data)) == (entry["bytes"], entry["xxh3_128"])
     assert content["num_planned"] == content["num_stored"] + content["num_rejected"]
+    assert [array["path"] for array in content["arrays"]] == sorted(array["path"] for array in content["arrays"])
+    text = json.dumps(content)
+    assert str(store.path.parent) not in text
+    assert "shipped:" not in text  # nor the name that an encoder was loaded by
 
 
 # The reader of tests/support/page_reader.py is written from FORMAT.md alone.
 
 
-def test_a_reader_written_from_the_page_alone_reads_every_row(flipped_store: LatentStore) -> None:
-    root = flipped_store.path
-    attribute = json.loads((root / "zarr.json").read_bytes())["attributes"]["leandit"]
-    manifest = json.loads((root / "manifest.json").read_bytes())
-    assert manifest["buckets"] == dict(flipped_store.buckets)
-    for bucket, count in manifest["buckets"].items():
-        ours: dict[str, Any] = {"": flipped_store.latents(bucket), "_flip": flipped_store.flipped_latents(bucket)}
-        for suffix, array in ours.items():
-            rows = np.stack(list(read_rows(root, f"buckets/{bucket}/{attribute['latent']['array']}{suffix}")))
-            assert len(rows) == count
-            np.testing.assert_array_equal(rows, array.read(0, count))
-    tokens = np.stack(list(read_rows(root, "captions/embeddings")))
-    offsets, lengths = (np.stack(list(read_rows(root, f"captions/{name}"))) for name in ("offsets", "lengths"))
-    for i, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        np.testing.assert_array_equal(tokens[offset : offset + length], flipped_store.caption_embedding(i))
-    np.testing.assert_array_equal(np.stack(list(read_rows(root, "captions/null"))), flipped_store.null_caption)
-
-
-@pytest.mark.parametrize("name", ["bfloat16_store", "int8_store"])
-def test_a_reader_written_from_the_page_alone_reads_narrow_tokens(name: str, request: pytest.FixtureRequest) -> None:
-    store: LatentStore = request.getfixturevalue(name)
-    root = store.path
-    attribute = json.loads((root / "zarr.json").read_bytes())["attributes"]["leandit"]
-    assert attribute["text"]["dtype"] in quoted(row_of(1, attribute["text"]["dtype"]))
-
-    def numbers(name: str, scales: str) -> np.ndarray:
-        tokens = np.stack(list(read_rows(root, f"captions/{name}")))
-        if attribute["text"]["dtype"] == "int8":
-            assert tokens.dtype == np.int8
-            return tokens * np.stack(list(read_rows(root, f"captions/{scales}")))[:, None]
-        said = json.loads((root / "captions" / name / "zarr.json").read_bytes())["attributes"]
-        assert said == {"bits_of": attribute["text"]["dtype"]}
-        return np.array([[struct.unpack("<f", b"\0\0" + n.tobytes())[0] for n in row] for row in tokens], np.float32)
-
-    tokens = numbers("embeddings", "scales")
-    offsets, lengths = (np.stack(list(read_rows(root, f"captions/{name}"))) for name in ("offsets", "lengths"))
-    for i, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        np.testing.assert_array_equal(tokens[offset : offset + length], store.caption_embedding(i))
-    np.testing.assert_array_equal(numbers("null", "null_scales"), store.null_caption)
-
-
-def test_such_a_reader_reads_an_array_of_several_shards(
-    encode: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
-    encode(caption_recipe(), make_caption_folder(tmp_path / "source", count=13), tmp_path / "store")
-    store = LatentStore(tmp_path / "store")
-    rows = np.stack(list(read_rows(store.path, "buckets/64x64/moments")))
-    assert len(list((store.path / "buckets/64x64/moments/c").iterdir())) == 3
-    np.testing.assert_array_equal(rows, store.latents("64x64").read(0, 5))
-
-
-@pytest.mark.parametrize("name", ["caption_store", "grown_store", "compacted"])
-def test_such_a_reader_reads_every_record_of_the_newest_revision(
+@pytest.mark.parametrize("name", ["caption_store", "flipped_store", "grown_store", "compacted"])
+def test_a_reader_written_from_the_page_alone_reads_every_record(
     name: str, grown_store: LatentStore, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     if name == "compacted":
@@ -380,53 +413,70 @@ def test_such_a_reader_reads_every_record_of_the_newest_revision(
         ours = LatentStore(tmp_path / "new")
     else:
         ours = request.getfixturevalue(name)
-    root = ours.path
-    revision, manifest = open_by_the_page(root)
-    records = pq.read_table(folder_of(root, revision) / "records.parquet").to_pylist()
-    captions = pq.read_table(folder_of(root, revision) / "captions.parquet").to_pylist()
-    attribute = json.loads((folder_of(root, revision) / "zarr.json").read_bytes())["attributes"]["leandit"]
-    arrays = [f"{attribute['latent']['array']}{suffix}" for suffix in ("", "_flip")[: 1 + attribute["latent"]["flip"]]]
-
-    def rows_of(number: int, path: str) -> np.ndarray:
-        assert number in manifest["stack"]
-        return np.stack(list(read_rows(folder_of(root, number), path)))
-
-    def length_of(number: int, path: str) -> int:
-        metadata = folder_of(root, number) / path / "zarr.json"
-        return json.loads(metadata.read_bytes())["shape"][0] if metadata.exists() else 0
-
-    count = dict.fromkeys(manifest["buckets"], 0)
-    for record in records:
+    reader = PageReader(ours.path)
+    assert reader.manifest["buckets"] == dict(ours.buckets)
+    count = dict.fromkeys(reader.manifest["buckets"], 0)
+    for record in reader.records:
         assert record["status"] == "stored"
-        count[record["bucket"]] += 1
-        stored = [rows_of(record["revision"], f"buckets/{record['bucket']}/{a}")[record["row"]] for a in arrays]
-        digest = xxhash.xxh3_64()
-        for row in stored:
-            digest.update(row.tobytes())
-        assert digest.intdigest() == record["checksum"]
-        np.testing.assert_array_equal(stored[0], ours.latents(record["bucket"])[ours.record(record["key"]).row])
-        # The same row in one long array.
-        before = manifest["stack"][: manifest["stack"].index(record["revision"])]
-        path = f"buckets/{record['bucket']}/{arrays[0]}"
-        stacked = record["row"] + sum(length_of(number, path) for number in before)
-        assert stacked == ours.record(record["key"]).row
-    assert count == manifest["buckets"]
-
-    first = 0
-    for number in manifest["stack"]:
-        offsets, lengths = (rows_of(number, f"captions/{name}") for name in ("offsets", "lengths"))
-        tokens = rows_of(number, "captions/embeddings")
-        for i, caption in enumerate(captions[first : first + len(offsets)]):
-            embedding = tokens[offsets[i] : offsets[i] + lengths[i]]
-            assert (caption["revision"], caption["num_tokens"]) == (number, lengths[i])
-            assert xxhash.xxh3_64_intdigest(embedding.tobytes()) == caption["checksum"]
-            np.testing.assert_array_equal(embedding, ours.caption_embedding(first + i))
-        first += len(offsets)
-    assert first == len(captions) == manifest["num_captions"]
-    null = rows_of(manifest["stack"][0], "captions/null")
-    np.testing.assert_array_equal(null, ours.null_caption)
-    texts = {record["key"]: [captions[i]["text"] for i in record["caption_ids"]] for record in records}
-    if name != "caption_store":
+        bucket, row = record["bucket"], record["row"]
+        count[bucket] += 1
+        rows, checksum = reader.latents(record)
+        assert checksum == record["checksum"]
+        assert ours.record(record["key"]).row == row
+        np.testing.assert_array_equal(rows[0], ours.latents(bucket)[row])
+        if ours.spec.latent.flip:
+            np.testing.assert_array_equal(rows[1], ours.flipped_latents(bucket)[row])
+    assert count == reader.manifest["buckets"]
+    check_captions(reader, ours)
+    texts = {record["key"]: [reader.captions[i]["text"] for i in record["caption_ids"]] for record in reader.records}
+    if name in ("grown_store", "compacted"):
         assert "a caption that was not there" in texts["images/3.png"]
         assert texts["images/9.png"] == ["a new picture"]
         assert "images/4.png" not in texts
+
+
+def check_captions(reader: PageReader, ours: LatentStore) -> None:
+    assert len(reader.captions) == reader.manifest["num_captions"] == ours.captions.num_rows
+    for i, caption in enumerate(reader.captions):
+        tokens, _, checksum = reader.caption("", i)
+        assert tokens is not None
+        assert checksum == caption["checksum"]
+        assert len(tokens) == caption["num_tokens"]
+        np.testing.assert_array_equal(tokens, ours.caption_embedding(i))
+    null = reader.null("")[0]
+    assert null is not None
+    np.testing.assert_array_equal(null, ours.null_caption)
+    lengths = [(caption["revision"], caption["num_tokens"]) for caption in reader.captions]
+    assert lengths == sorted(lengths)
+
+
+@pytest.mark.parametrize("name", ["bfloat16_store", "int8_store"])
+def test_such_a_reader_reads_narrow_tokens(name: str, request: pytest.FixtureRequest) -> None:
+    store: LatentStore = request.getfixturevalue(name)
+    reader = PageReader(store.path)
+    dtype = reader.spec["text"]["dtype"]
+    assert dtype in quoted(row_of(1, dtype))
+    assert reader.layouts["captions/embeddings"]["dtype"] == {"int8": "int8", "bfloat16": "uint16"}[dtype]
+    check_captions(reader, store)
+
+
+def test_such_a_reader_reads_an_array_of_several_shards(
+    encode: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
+    encode(caption_recipe(), make_caption_folder(tmp_path / "source", count=13), tmp_path / "store")
+    store, reader = LatentStore(tmp_path / "store"), PageReader(tmp_path / "store")
+    assert len(list((store.path / "buckets/64x64/moments/c").iterdir())) == 3
+    np.testing.assert_array_equal(reader.array("buckets/64x64/moments"), store.latents("64x64").read(0, 5))
+
+
+def test_equal_sources_give_one_root_hash_in_any_folder(caption_store: LatentStore, tmp_path: Path) -> None:
+    source = make_caption_folder(tmp_path / "elsewhere/pictures")  # other times of its files, too
+    root = tmp_path / "another place/store"
+    precompute(caption_recipe(), source_path=source, store_path=root, device=CPU, progress=no_progress)
+    ours, theirs = tree_digest(root), tree_digest(caption_store.path)
+    assert LatentStore(root).root_hash == caption_store.root_hash
+    assert ours.keys() == theirs.keys()
+    differing = {path.rpartition("/")[2] for path in ours if ours[path] != theirs[path]}
+    assert differing <= {"local.json", "sources.parquet"}
+    assert "local.json" in differing

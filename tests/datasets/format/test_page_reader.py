@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from everything import Everything
 from making import no_progress
 from page_reader import PageReader, folder_of
 
-from leandit.datasets.format.layout import revision_prefix
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 
@@ -99,22 +97,53 @@ def zarr_arrays(root: Path) -> dict[str, Any]:
 @STORES
 def test_zarr_opens_the_root_group_and_lists_every_array(root: Path) -> None:
     reader, found = PageReader(root), zarr_arrays(root)
-    listed = {entry["path"].removesuffix("/zarr.json") for entry in reader.manifest["files"]}
-    listed = {path for path in listed if (root / path / "zarr.json").is_file()}
-    arrays = {path for path in listed if json.loads((root / path / "zarr.json").read_bytes())["node_type"] == "array"}
-    assert found.keys() == arrays
-    inside = {path.removeprefix(revision_prefix(n)) for n in reader.manifest["stack"] for path in arrays}
-    assert {"captions/pair/pooled", "captions/vector/null_pooled", "captions/llm/scales"} <= inside
-    assert {"buckets/64x64/features/grid/patches_flip", "buckets/64x64/features/token/cls_scales"} <= inside
-    for path, array in found.items():  # no shard is missing, and the numbers are those of the page
-        revision = next(n for n in reversed(reader.manifest["stack"]) if path.startswith(revision_prefix(n)))
-        within = path.removeprefix(revision_prefix(revision))
-        np.testing.assert_array_equal(array[:], reader.array(revision, within))
+    assert found.keys() == reader.layouts.keys()
+    assert {"captions/pair/pooled", "captions/vector/null_pooled", "captions/llm/scales"} <= found.keys()
+    assert {"buckets/64x64/features/grid/patches_flip", "buckets/64x64/features/token/cls_scales"} <= found.keys()
+    for path, array in found.items():  # the numbers of all rows that exist are those of the page
+        layout = reader.layouts[path]
+        assert (list(array.shape), array.dtype) == (layout["shape"], layout["dtype"])
+        assert array.attrs.asdict() == ({"bits_of": "bfloat16"} if layout["dtype"] == "uint16" else {})
+        for _, first, end in layout["ranges"]:
+            np.testing.assert_array_equal(array[first:end], reader.array(path)[first:end])
     group = zarr.open_group(root, mode="r")
-    said = json.loads((root / "zarr.json").read_bytes())["attributes"]
-    assert group.attrs.asdict() == said
-    names = [one["name"] for one in said["leandit"].get("features", [])]
-    assert names == (["dino", "grid", "token"] if root.name == "compacted" else ["dino"])  # the first revision's
+    assert group.attrs.asdict() == {"leandit": reader.spec}
+    assert list(reader.features) == ["dino", "grid", "token"]
+
+
+def test_added_arrays_have_the_rows_of_all_revisions(everything: Everything) -> None:
+    before, reader = PageReader(everything.before), PageReader(everything.grown)
+    (layout, late) = (reader.layouts[f"buckets/64x64/{name}"] for name in ("moments", "features/grid/patches"))
+    assert [first for first, *_ in layout["ranges"]] == [1, 2, 4]
+    assert [first for first, *_ in late["ranges"]] == [3, 3, 4]
+    assert [rows for _, *rows in layout["ranges"]] == [rows for _, *rows in late["ranges"]]
+    for path, array in before.layouts.items():  # what an earlier revision wrote stays as it was
+        ranges = reader.layouts[path]["ranges"]
+        assert ranges[: len(array["ranges"])] == array["ranges"]
+        assert all(first >= array["shape"][0] for _, first, _ in ranges[len(array["ranges"]) :])
+    for entry in before.manifest["files"]:
+        assert (everything.grown / entry["path"]).read_bytes() == (everything.before / entry["path"]).read_bytes()
+
+
+@pytest.mark.parametrize("revision", [1, 2, 3])
+def test_an_earlier_revision_is_read_as_it_was(revision: int, everything: Everything) -> None:
+    kept = {1: everything.before, 2: everything.before, 3: everything.added}[revision]
+    for open_it in (PageReader, LatentStore):
+        open_it(kept, revision=revision)
+    then, now = (PageReader(root, revision=revision) for root in (kept, everything.grown))
+    assert now.manifest == then.manifest
+    store = LatentStore(everything.grown, revision=revision)
+    assert (store.root_hash, len(store)) == (then.manifest["root_hash"], len(then.stored))
+    for record in then.stored:
+        (row, *_), checksum = now.latents(record)
+        assert checksum == record["checksum"]
+        equal(row, store.latents(record["bucket"])[record["row"]])
+    for name in then.texts:
+        for i in range(len(then.captions)):
+            if then.texts[name].get("output") != "pooled":
+                equal(now.caption(name, i)[0], store.text(name)[i])
+            assert now.caption(name, i)[2] == then.caption(name, i)[2]
+    assert store.features == list(then.features) == (["dino"] if revision < 3 else ["dino", "grid", "token"])
 
 
 @STORES
@@ -125,5 +154,6 @@ def test_the_tables_have_the_columns_that_the_page_names_for_each_encoder(root: 
     of_features = [f"{result}_{name}" for name in ("dino", "grid", "token") for result in results]
     assert names[-9:] == of_features
     names = pq.read_schema(folder / "captions.parquet").names
-    of_texts = ("num_tokens", "truncated", *results)
-    assert names[-15:] == [f"{column}_{name}" for name in ("pair", "vector", "llm") for column in of_texts]
+    assert names[:2] == ["text", "revision"]
+    of_texts = ("num_tokens", "truncated", "start", *results)
+    assert names[-18:] == [f"{column}_{name}" for name in ("pair", "vector", "llm") for column in of_texts]

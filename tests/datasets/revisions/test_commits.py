@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from faults import REVISION_FILES, without_seal
 from making import CPU, label_recipe, make_class_folder, no_progress, tree_digest
 
 from leandit.datasets.disk.hashing import canonical_json, read_json
 from leandit.datasets.errors import DamageError
 from leandit.datasets.format.schema import CommitRecord, Manifest, Reject
+from leandit.datasets.format.table_schemas import REJECTED, ROW_RESULTS, STORED
+from leandit.datasets.revisions.catalog import file_entry
+from leandit.datasets.revisions.commits import read_commit
+from leandit.datasets.revisions.plan import read_plan
 from leandit.precompute.pipeline import precompute
 from leandit.precompute.planning import planner
 
 pytestmark = pytest.mark.usefixtures("quick")
-COMMIT = "commits/buckets/32x32/000001.json"
+COMMIT = "revisions/000001/commits/buckets/32x32/000001.json"
+ROWS = COMMIT.replace(".json", ".rows")
 
 
 @pytest.fixture
@@ -38,10 +46,15 @@ def run(source: Path, store: Path) -> Manifest:
 
 REJECT = Reject(row=3, key="n000/3.png", stage="decode", reason="truncated", detail="")
 FORGED = {
-    "neither": ({"rejects": []}, "row 3 (record 'n000/3.png') has 0 of 1 checksums and 0 rejects"),
-    "both": ({"checksums": ["0" * 15 + "1"] * 2}, "row 3 (record 'n000/3.png') has 1 of 1 checksums and 1 rejects"),
-    "twice": ({"rejects": [REJECT, REJECT]}, "row 3 (record 'n000/3.png') has 0 of 1 checksums and 2 rejects"),
+    "neither": ([], REJECTED, "row 3 (record 'n000/3.png') has 0 of 1 checksums and 0 rejects"),
+    "both": ([REJECT], STORED, "row 3 (record 'n000/3.png') has 1 of 1 checksums and 1 rejects"),
+    "twice": ([REJECT, REJECT], REJECTED, "row 3 (record 'n000/3.png') has 0 of 1 checksums and 2 rejects"),
 }
+
+
+def without_local(root: Path) -> dict[str, bytes]:
+    """All files but those that say when the plan was made."""
+    return {path: content for path, content in tree_digest(root).items() if not path.endswith("/local.json")}
 
 
 @pytest.mark.parametrize("how", FORGED)
@@ -49,23 +62,64 @@ def test_a_row_that_is_not_stored_or_rejected_once_is_not_sealed(
     how: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
-    store, (changed, said) = tmp_path / "store", FORGED[how]
-    sealed = run(source, store)
+    store, (rejects, state, said) = tmp_path / "store", FORGED[how]
+    sealed, whole = run(source, store), without_local(store)
     assert (sealed.num_stored, sealed.num_rejected) == (3, 1)
-    whole = tree_digest(store)
-    for name in ("manifest.json", "records.parquet"):
-        (store / name).unlink()
-    record = CommitRecord.model_validate(read_json(store / COMMIT)).model_copy(update=changed).with_hash()
-    (store / COMMIT).write_bytes(canonical_json(record.model_dump()))
+    shutil.rmtree(store)
+    without_seal(lambda: run(source, store))
+    results = np.fromfile(store / ROWS, ROW_RESULTS)
+    assert results["state"].tolist() == [STORED, REJECTED]
+    results["state"][1] = state
+    results.tofile(store / ROWS)
+    record = CommitRecord.model_validate(read_json(store / COMMIT))
+    changed = {"rejects": rejects, "files": [*record.files[:-1], file_entry(ROWS, results.tobytes())]}
+    (store / COMMIT).write_bytes(canonical_json(record.model_copy(update=changed).with_hash().model_dump()))
     with pytest.raises(DamageError) as raised:
         run(source, store)
     assert raised.value.exit_code == 4
     assert f"store '{store}': revision 1, bucket 32x32, shard 1, {said}" in str(raised.value)
     assert f"Remove '{COMMIT}' and run the same command again" in str(raised.value)
-    assert not (store / "manifest.json").exists()
+    assert not list(store.rglob("manifest.json"))
     (store / COMMIT).unlink()
     assert run(source, store) == sealed
-    assert tree_digest(store) == whole
+    assert without_local(store) == whole
+
+
+@pytest.mark.parametrize("what", ["rows cut", "rows flipped", "rows gone", "shard cut", "other plan", "other shard"])
+def test_a_shard_whose_commit_record_does_not_fit_is_encoded_again(
+    what: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
+    store = tmp_path / "store"
+    sealed, whole = run(source, store), without_local(store)
+    shutil.rmtree(store)
+    without_seal(lambda: run(source, store))
+    rows, shard = store / ROWS, store / "buckets/32x32/moments/c/1/0/0/0"
+    record = CommitRecord.model_validate(read_json(store / COMMIT))
+    if what in ("rows cut", "shard cut"):
+        path = rows if what == "rows cut" else shard
+        path.write_bytes(path.read_bytes()[:-1])
+    elif what == "rows flipped":
+        rows.write_bytes(bytes([rows.read_bytes()[0] ^ 4]) + rows.read_bytes()[1:])
+    elif what == "rows gone":
+        rows.unlink()
+    else:
+        other = {"plan": "0" * 64} if what == "other plan" else {"shard": 0}
+        (store / COMMIT).write_bytes(canonical_json(record.model_copy(update=other).with_hash().model_dump()))
+    plan = read_plan(store, 1)
+    assert read_commit(store, plan, "buckets/32x32", 0, check_bytes=True) is not None
+    assert read_commit(store, plan, "buckets/32x32", 1, check_bytes=True) is None
+    assert run(source, store) == sealed
+    assert without_local(store) == whole
+
+
+def test_nothing_of_the_work_is_left_behind_the_seal(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "store")
+    folder = tmp_path / "store/revisions/000001"
+    assert {path.name for path in folder.iterdir()} == {*REVISION_FILES, "twin"}
+    assert {path.name for path in (folder / "twin").iterdir()} == {*REVISION_FILES}
+    for name in REVISION_FILES:
+        assert (folder / name).read_bytes() == (folder / "twin" / name).read_bytes()
 
 
 def test_a_planned_record_in_no_shard_is_not_sealed(
@@ -83,4 +137,4 @@ def test_a_planned_record_in_no_shard_is_not_sealed(
     with pytest.raises(DamageError, match=r"record 'n000/3.png'\) is 'planned', and in no shard") as raised:
         run(source, tmp_path / "store")
     assert raised.value.exit_code == 4
-    assert not (tmp_path / "store/manifest.json").exists()
+    assert not list((tmp_path / "store").rglob("manifest.json"))

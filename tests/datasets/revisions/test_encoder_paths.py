@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from leandit.datasets.errors import EncoderError
 from leandit.datasets.maintenance.compact import compact
-from leandit.datasets.revisions.encoder_paths import encoder_section, openable_recipe, with_stored_encoder_paths
+from leandit.datasets.revisions.local import encoder_section, openable_recipe, with_stored_encoder_paths
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.pipeline import precompute

@@ -14,7 +14,7 @@ import torch
 from diffusers import SanaPipeline
 from hypothesis import given
 from hypothesis import strategies as st
-from making import CPU, SHIPPED, caption_recipe, make_caption_folder, train_recipe, tree_digest
+from making import CPU, SHIPPED, caption_recipe, make_caption_folder, store_digest, train_recipe
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, Gemma2Model, PreTrainedTokenizerFast
 
@@ -172,7 +172,7 @@ def test_a_store_of_gemma_says_its_instruction_and_refuses_another(gemma: Path, 
     said = dict(precompute_rows(report, store.path))["encoded"]
     assert said == f"{computed:,} tokens of {count + 1} captions, {11 / computed:.1%} padding"
     encode(caption_recipe(*recipe, "text.instruction=sana"), source, tmp_path / "again")
-    assert tree_digest(tmp_path / "again") == tree_digest(tmp_path / "store")
+    assert store_digest(tmp_path / "again") == store_digest(tmp_path / "store")
     with pytest.raises(FingerprintMismatch, match=r"text\.instruction is "):
         encode(caption_recipe(*recipe, "text.instruction=sana-diffusers"), source, tmp_path / "store")
     smaller = caption_recipe(*recipe, "text.instruction=sana", "text.batch_tokens=128")

@@ -17,7 +17,7 @@ import pytest
 import torch
 from forked import fork_interpreters
 from harness import start
-from making import CAPTION_RECIPE, CPU, caption_recipe, make_caption_folder, no_progress, tree_digest
+from making import CAPTION_RECIPE, CPU, caption_recipe, make_caption_folder, no_progress, store_digest
 
 from leandit.datasets.errors import RecipeError, ResourceError, SourceError
 from leandit.precompute.engines import processes, supervisor
@@ -66,7 +66,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
     """The tree that one process makes."""
     store = tmp_path_factory.mktemp("whole") / "store"
     precompute(caption_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
-    return tree_digest(store)
+    return store_digest(store)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_two_processes_of_which_one_is_killed_make_the_bytes_of_one_and_list_not
             report = with_processes(source, tmp_path / "store", progress=progress, said=said)
     finally:
         hidden.rename(source / "metadata.jsonl")
-    assert tree_digest(tmp_path / "store") == whole
+    assert store_digest(tmp_path / "store") == whole
     told = {getattr(record, "place", "") for record in caplog.records if record.name.endswith("encoders.vae")}
     assert told == {"cpu (process 1)", "cpu (process 2)"}  # each loads its own, and tells it here
     (line,) = [line for line in said if "columns:" not in line]
@@ -146,7 +146,7 @@ def test_where_the_process_that_leads_is_killed_another_one_leads_and_what_it_di
             kill(started[:1])
 
     report = with_processes(source, tmp_path / "store", progress=progress, said=said)
-    assert tree_digest(tmp_path / "store") == whole
+    assert store_digest(tmp_path / "store") == whole
     assert any("cpu (process 1) is gone: it was ended by signal 9 (Killed)" in line for line in said)
     assert report.num_encoded == 36
 
@@ -161,7 +161,7 @@ def test_several_processes_let_a_store_grow_as_one_does(tmp_path: Path, quick: N
         caption_recipe(), source_path=source, store_path=tmp_path / "one", device=CPU, progress=no_progress
     )
     two = with_processes(source, tmp_path / "two")
-    assert tree_digest(tmp_path / "two") == tree_digest(tmp_path / "one")
+    assert store_digest(tmp_path / "two") == store_digest(tmp_path / "one")
     assert one.changes
     assert two.changes
     assert change_rows(two.changes) == change_rows(one.changes)
@@ -176,7 +176,7 @@ def test_of_two_processes_one_may_end_by_an_error_of_its_device(
     monkeypatch.setattr(processes, "CHILD_MODULE", "broken_child")
     said, seen = [], []
     report = with_processes(source, tmp_path / "store", progress=lambda _, *what: seen.append(what), said=said)
-    assert tree_digest(tmp_path / "store") == whole
+    assert store_digest(tmp_path / "store") == whole
     (line,) = [line for line in said if "columns:" not in line]
     assert "is gone: RuntimeError: CUDA error" in line
     assert re.search(r"it held shard 0 of 'buckets/\d+x\d+'", line)
@@ -209,7 +209,7 @@ def test_where_every_process_dies_the_command_fails_and_the_next_one_goes_on(
     with pytest.raises(ResourceError, match=r"signal 9 \(Killed\).*No other is left.*the same command goes on"):
         with_processes(source, tmp_path / "store", progress=lambda started, *_: kill(started))
     precompute(caption_recipe(), source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
-    assert tree_digest(tmp_path / "store") == whole
+    assert store_digest(tmp_path / "store") == whole
 
 
 @pytest.mark.slow
@@ -250,7 +250,7 @@ def is_alive(pid: int) -> bool:
 def started_by(pid: int, store: Path, has_ended: Callable[[], bool]) -> list[int]:
     """Processes that a precompute has started when its plan is there."""
     started: list[int] = []
-    while len(started) < 2 or not (store / "plan").exists():
+    while len(started) < 2 or not any(store.glob("revisions/*/plan")):
         assert not has_ended(), "it ended before it was stopped"
         with contextlib.suppress(OSError):
             started = list({*started, *descendants_of(pid)})

@@ -545,7 +545,7 @@ def test_a_precompute_stops_at_a_failing_disk_and_resumes(tmp_path: Path, monkey
     for stage in ("list", "scan"):
         with pytest.raises(ResourceError, match=r"eio\.png.*run the same command again; it resumes"):
             run(fails_after=stage)
-        assert not (tmp_path / "store/manifest.json").exists()
+        assert not (tmp_path / "store/revisions/000001/manifest.json").exists()
         broken.unlink()
     manifest = run()
     assert manifest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,10 +18,12 @@ from making import (
     CPU,
     caption_recipe,
     label_recipe,
+    lasting_digest,
     make_caption_folder,
     make_class_folder,
     no_progress,
     picture,
+    store_digest,
     tree_digest,
 )
 
@@ -75,9 +78,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return spy
 
 
-def run(
-    source: Path, store: Path, recipe: PrecomputeRecipe | None = None, *, new_revision: bool = False, **options: bool
-) -> Report:
+def run(source: Path, store: Path, recipe: PrecomputeRecipe | None = None, **options: bool) -> Report:
     return precompute(
         recipe or (caption_recipe() if (source / "metadata.jsonl").exists() else label_recipe()),
         source_path=source,
@@ -85,7 +86,6 @@ def run(
         device=CPU,
         progress=no_progress,
         options=Options(**options),
-        new_revision=new_revision,
     )
 
 
@@ -188,11 +188,12 @@ def _revision_1_is_never_touched(request: pytest.FixtureRequest) -> Iterator[Non
         yield
         return
     _, store = request.getfixturevalue(name)
-    before, batches_before = tree_digest(store), batches(LatentStore(store))
+    before, batches_before = lasting_digest(store), batches(LatentStore(store))
     yield
-    after = tree_digest(store)
+    after = lasting_digest(store)
     assert [path for path, content in before.items() if after.get(path) != content] == []
-    assert {path.split("/")[0] for path in after.keys() - before} <= {"revisions"}
+    added = after.keys() - before
+    assert all("/c/" in path or re.match("revisions/0+[2-9]/", path) for path in added), added
     assert_same_batches(batches(LatentStore(store, revision=1)), batches_before)
 
 
@@ -213,7 +214,7 @@ def test_adding_four_to_fourteen_encodes_exactly_four(pair: tuple[Path, Path], s
     assert report.changes is not None
     assert (report.changes.num_added, report.changes.num_changed, len(report.changes.kept)) == (4, 0, 14)
     store = LatentStore(path)
-    assert (store.revision, report.manifest.stack, report.manifest.base) == (2, [1, 2], old.root_hash)
+    assert (store.revision, report.manifest.base) == (2, old.root_hash)
     assert store.records["revision"].to_pylist() == [1] * 14 + [2] * 4
     assert store.buckets == {"48x80": 6, "64x64": 6, "80x48": 6}
     for i in range(14):
@@ -242,7 +243,8 @@ def test_a_changed_picture_alone_is_encoded_again(pair: tuple[Path, Path], seen:
     run(source, path)
     store, record = LatentStore(path), LatentStore(path).record("images/3.png")
     assert (seen.pictures, seen.texts) == (1, [])
-    assert (record.revision, record.row, record.attempts) == (2, 5, 1)  # behind the five rows of revision 1
+    shard_rows = store.layouts["buckets/64x64/moments"].shard_rows  # a revision begins at the next shard
+    assert (record.revision, record.row, record.attempts) == (2, shard_rows, 1)
     assert not np.array_equal(row_of(store, "images/3.png"), row_of(old, "images/3.png"))
     others = [key for key in store.records["key"].to_pylist() if key != "images/3.png"]
     assert len(others) == 13
@@ -314,7 +316,7 @@ def test_of_changed_captions_only_the_new_texts_are_encoded(pair: tuple[Path, Pa
         assert texts[i] == text
         assert np.array_equal(store.caption_embedding(i), old.caption_embedding(i))
     assert store.captions["revision"].to_pylist()[-2:] == [2, 2]
-    assert not list(path.glob("revisions/000002/buckets*"))
+    assert store.layouts["buckets/64x64/moments"] == old.layouts["buckets/64x64/moments"]
     assert_covers_once(store)
 
 
@@ -522,11 +524,13 @@ def test_growth_that_is_killed_at_any_commit_gives_the_bytes_of_an_undisturbed_o
     run(source, whole)
     base = shutil.copytree(whole, tmp_path / "base")
     change_much(source)
-    run(source, whole)
-    wanted, commit = tree_digest(whole), StoreWriter.commit
-    num_commits = len([name for name in wanted if name.startswith("revisions/000002/commits/")])
-    assert num_commits == 5
-    for after in range(0, num_commits, step):
+    commit, done = StoreWriter.commit, list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreWriter, "commit", lambda *args, **how: done.append(args[1]) or commit(*args, **how))
+        run(source, whole)
+    wanted = store_digest(whole)
+    assert len(done) == 5
+    for after in range(0, len(done), step):
         path = shutil.copytree(base, tmp_path / f"killed-{after}")
         left = iter(range(after))
 
@@ -544,7 +548,7 @@ def test_growth_that_is_killed_at_any_commit_gives_the_bytes_of_an_undisturbed_o
         with pytest.raises(StoreError, match="no complete revision 2"):
             LatentStore(path, revision=2)
         run(source, path)
-        assert tree_digest(path) == wanted
+        assert store_digest(path) == wanted
 
 
 def test_a_source_that_changes_amid_growth_is_finished_first_and_grown_then(
@@ -565,7 +569,7 @@ def test_a_source_that_changes_amid_growth_is_finished_first_and_grown_then(
             run(source, path)
     add_pictures(source, 16, 17)
     report = run(source, path)
-    assert (report.manifest.revision, report.manifest.stack) == (3, [1, 2, 3])
+    assert report.manifest.revision == 3
     assert LatentStore(path).records["revision"].to_pylist() == [1] * 14 + [2] * 2 + [3]
     assert_covers_once(LatentStore(path))
 
@@ -631,9 +635,9 @@ def test_a_store_grows_step_by_step_and_every_step_still_opens(tmp_path: Path, s
         seen.forget()
         manifest = run(source, path).manifest
         assert seen.pictures == (12 if revision == 1 else 6)
-        assert (manifest.revision, manifest.stack) == (revision, list(range(1, revision + 1)))
+        assert manifest.revision == revision
         assert (manifest.num_planned, manifest.num_stored) == (stop, stop)
-        now = tree_digest(path)
+        now = lasting_digest(path)
         assert {name: now[name] for name in digest} == digest
         digest = now
         store = LatentStore(path)
@@ -643,51 +647,23 @@ def test_a_store_grows_step_by_step_and_every_step_still_opens(tmp_path: Path, s
         for earlier, wanted in enumerate(before, start=1):
             assert_same_batches(batches(LatentStore(path, revision=earlier), epochs=2), wanted)
     store = LatentStore(path)
+    shard_rows = {bucket: store.layouts[f"buckets/{bucket}/moments"].shard_rows for bucket in BUCKETS}
     for i in range(24):
         record = store.record(f"images/{i}.png")
-        assert (record.bucket, record.row) == (BUCKETS[i % 3], i // 3)  # rows count over all revisions
+        revision, row = (0, i // 3) if i < 12 else ((i - 6) // 6, i % 6 // 3)
+        bucket = BUCKETS[i % 3]
+        assert (record.bucket, record.row) == (bucket, revision * shard_rows[bucket] + row)
 
 
-def test_changed_encoders_are_refused_with_both_ways_on_and_encode_anew_when_asked(
-    pair: tuple[Path, Path], seen: Seen
-) -> None:
-    source, path = pair
-    old, before = LatentStore(path), tree_digest(path)
-    with pytest.raises(FingerprintMismatch) as caught:
-        run(source, path, caption_recipe("vae.keep=mean"))
-    for words in ("latent.kind is 'mean_logvar' in the store, 'mean' now", "--store", "--new-revision", str(path)):
-        assert words in str(caught.value)
-    assert (tree_digest(path), seen.pictures) == (before, 0)
-
-    report = run(source, path, caption_recipe("vae.keep=mean"), new_revision=True)
-    store = LatentStore(path)
-    assert (report.manifest.revision, report.manifest.stack, report.manifest.base) == (2, [2], old.root_hash)
-    assert (seen.pictures, report.num_encoded, store.spec.latent.kind) == (14, 14, "mean")
-    for i in range(14):
-        key = f"images/{i}.png"
-        assert np.array_equal(row_of(store, key), row_of(old, key)[:4])
-    assert np.array_equal(store.null_caption, old.null_caption)
-    assert LatentStore(path, revision=1).spec.latent.kind == "mean_logvar"
-    seen.forget()
-    assert run(source, path, caption_recipe("vae.keep=mean")).manifest == report.manifest
-    assert run(source, path, caption_recipe("vae.keep=mean"), new_revision=True).manifest == report.manifest
-    assert seen.pictures == 0
-    with pytest.raises(FingerprintMismatch, match=r"latent\.kind is 'mean' in the store"):
-        run(source, path)
-    add_pictures(source, 14, 15)
-    assert run(source, path, caption_recipe("vae.keep=mean")).manifest.stack == [2, 3]
-    assert seen.pictures == 1
-
-
-def test_encoding_anew_without_a_picture_that_is_gone_must_be_asked_for(pair: tuple[Path, Path], seen: Seen) -> None:
+def test_changed_encoders_are_refused_with_the_ways_on(pair: tuple[Path, Path], seen: Seen) -> None:
     source, path = pair
     before = tree_digest(path)
-    rewrite(source, lambda rows: rows.pop(3))
-    with pytest.raises(SourceError, match=r"1 records .* are gone.*--drop-gone"):
-        run(source, path, caption_recipe("vae.keep=mean"), new_revision=True)
+    add_pictures(source, 14, 15)
+    with pytest.raises(FingerprintMismatch) as caught:
+        run(source, path, caption_recipe("vae.keep=mean"))
+    for words in ("latent.kind is 'mean_logvar' in the store, 'mean' now", "give another --store", str(path)):
+        assert words in str(caught.value)
     assert (tree_digest(path), seen.pictures) == (before, 0)
-    run(source, path, caption_recipe("vae.keep=mean"), new_revision=True, drop_gone=True)
-    assert (LatentStore(path).records.num_rows, seen.pictures) == (13, 13)
 
 
 def test_an_unfinished_store_of_other_settings_says_that_it_must_be_finished_first(
@@ -699,9 +675,8 @@ def test_an_unfinished_store_of_other_settings_says_that_it_must_be_finished_fir
         with pytest.raises(Crash):
             run(source, path)
     before = tree_digest(path)
-    for new_revision in (False, True):
-        with pytest.raises(FingerprintMismatch, match=r"first finish this one.*then give --new-revision"):
-            run(source, path, label_recipe("vae.keep=mean"), new_revision=new_revision)
+    with pytest.raises(FingerprintMismatch, match="give another --store; or first finish this one"):
+        run(source, path, label_recipe("vae.keep=mean"))
     assert tree_digest(path) == before
 
 

@@ -24,11 +24,22 @@ from leandit.datasets.disk.hashing import sha256_of, xxh3_parts
 from leandit.datasets.disk.spill import map_array, map_table, one_chunk, rebatched
 from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
 from leandit.datasets.format import tables
-from leandit.datasets.format.caption_layout import CAPTION_PART, NULL_PART
-from leandit.datasets.format.schema import CommitRecord, Fallback, Reject
-from leandit.datasets.format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA, RECORDS_SCHEMA
+from leandit.datasets.format.caption_layout import CAPTION_PART
+from leandit.datasets.format.layout import Part, RevisionLayout, Task
+from leandit.datasets.format.schema import ArrayEntry, CommitRecord, Fallback, Manifest, Reject
+from leandit.datasets.format.table_schemas import (
+    CAPTION_RESULTS,
+    CAPTION_START,
+    CAPTIONS_SCHEMA,
+    EMPTY,
+    PLAN_SCHEMA,
+    RECORDS_SCHEMA,
+    REJECTED,
+    STORED,
+)
 from leandit.datasets.format.tables import parquet_file
 from leandit.datasets.revisions import merge
+from leandit.datasets.revisions.commits import commit_record, new_results
 from leandit.datasets.revisions.plan import FrozenPlan, first_plan, read_plan, write_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe, SourceSection
@@ -151,7 +162,7 @@ def planned_in_one_piece(
         "revision": [2] * len(new),
         "num_tokens": [lengths[i] for i in order],
         "truncated": [counts[i] > MAX_TOKENS for i in order],
-        **dict.fromkeys(CAPTION_RESULTS, [None] * len(new)),
+        **dict.fromkeys((CAPTION_START, *CAPTION_RESULTS), [None] * len(new)),
     }
     ids |= {text: before.num_rows + i for i, text in enumerate(added["text"])}
     for one, some in zip(rows, texts, strict=True):
@@ -187,7 +198,7 @@ def test_a_plan_in_batches_is_the_plan_in_one_piece_to_the_byte(
         "num_tokens": [3] * num_known,
         "truncated": [False] * num_known,
     }
-    nothing = dict.fromkeys(CAPTION_RESULTS, [None] * num_known)
+    nothing = dict.fromkeys((CAPTION_START, *CAPTION_RESULTS), [None] * num_known)
     before = pa.table(known | nothing, schema=CAPTIONS_SCHEMA)
     whole = planned_in_one_piece(records, recipe, tokenizer, before)
     with batches_of(rows):
@@ -199,7 +210,7 @@ def test_a_plan_in_batches_is_the_plan_in_one_piece_to_the_byte(
 
 def frozen_plan(records: pa.Table, captions: pa.Table) -> FrozenPlan:
     spec = noise_spec({"64x64": 1, "48x80": 1, "80x48": 1}, 4, 0, MAX_TOKENS, 8, 64, "none")
-    return FrozenPlan(spec, 2, "", (1,), (), False, "", records, captions)
+    return FrozenPlan(spec, 2, "", False, "", records, captions)
 
 
 def some_plan(recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer, count: int = 50) -> FrozenPlan:
@@ -217,7 +228,7 @@ def test_the_hash_of_a_plan_is_that_of_its_tables_in_one_piece(
     made = some_plan(recipe, tokenizer)
     whole = [made.records.drop_columns(["source_mtime_ns"]).combine_chunks(), made.captions.combine_chunks()]
     tables = [xxh3_parts([table_bytes(table)])[1] for table in whole]
-    assert made.hash == sha256_of([made.spec.fingerprint, 2, "", (1,), False, *tables])
+    assert made.hash == sha256_of([made.spec.fingerprint, 2, "", False, *tables])
 
 
 @pytest.mark.parametrize("rows", [3, 1 << 14])
@@ -231,7 +242,8 @@ def test_a_plan_is_read_back_as_it_was_with_every_row_in_its_place(
         assert found.records.to_pylist() == made.records.to_pylist()
         assert found.captions.to_pylist() == made.captions.to_pylist()
         assert found.hash == made.hash
-        positions = {name: at.tolist() for name, at in found.bucket_positions.items()}
+        parts = [part for part in found.layout.parts.values() if part.bucket]
+        positions = {part.bucket: found.positions_of(part).tolist() for part in parts}
     naive: dict[str, list[int]] = {}
     for i, row in enumerate(made.records.to_pylist()):
         if row["bucket"]:
@@ -424,7 +436,7 @@ def make(count, store):
     made = frozen_plan(plan.plan_records(comparison, pictures, ids, revision=2), captions)
     write_plan(store, made, replace=False)
     found = read_plan(store, 2)
-    assert len(found.bucket_positions["64x64"]) == count
+    assert len(found.positions_of(found.layout.parts["buckets/64x64"])) == count
     return source, made, found  # all of it is held
 
 store = Path(sys.argv[1])
@@ -454,66 +466,67 @@ def test_the_memory_of_a_plan_does_not_grow_with_its_records(tmp_path: Path) -> 
 # Seals: the tables of a revision and its commit records, joined a few rows at a time.
 
 
-def digits(rng: np.random.Generator, count: int, keep: np.ndarray) -> list[str]:
-    return [f"{number:016x}" if kept else "" for number, kept in zip(rng.integers(0, 2**63, count), keep, strict=True)]
+def drawn(rng: np.random.Generator, part: Part, num_rows: int, *, narrowed: bool) -> np.ndarray:
+    """Results of rows that are all stored."""
+    results = new_results(part, num_rows)
+    results["state"] = STORED
+    results["checksum"] = rng.integers(0, 2**63, results.shape)
+    if part.captions is None:
+        results["source_checksum"] = rng.integers(1, 2**63, results.shape)
+    if narrowed:
+        results["min_cosine"], results["max_error"] = rng.random(results.shape), rng.random(results.shape)
+    return results
 
 
-def committed(plan: FrozenPlan, seed: int) -> dict[tuple[str, int], CommitRecord]:
-    """Commit records of some tasks of a plan, with rejects, fallbacks and qualities."""
+def committed(plan: FrozenPlan, seed: int) -> dict[Task, tuple[CommitRecord, np.ndarray]]:
+    """Commit records and results of some tasks of a plan, with rejects, fallbacks and qualities."""
     rng, found = np.random.default_rng(seed), {}
-    for part, shard in plan.layout.tasks():
-        if rng.random() < 0.2 or part == NULL_PART:
+    for name, shard in plan.layout.tasks():
+        part = plan.layout.parts[name]
+        if rng.random() < 0.2 or part.is_null:
             continue
-        rejects, fallbacks, source, more = list[Reject](), list[Fallback](), list[str](), {}
-        if part == CAPTION_PART:
-            count = len(plan.layout.captions_of(part, shard))
-            checksums = digits(rng, count, np.ones(count, bool))
-            if rng.random() < 0.5:
-                more = {"min_cosines": rng.random(count).tolist(), "max_errors": rng.random(count).tolist()}
-        else:
-            rows = plan.layout.rows_of(part, shard)
-            kept = rng.random(len(rows)) < 0.6
-            checksums, source = digits(rng, len(rows), kept), digits(rng, len(rows), kept)
-            for row in rows:
-                if not kept[row - rows.start]:
+        results = drawn(rng, part, plan.layout.num_items(name, shard), narrowed=bool(rng.random() < 0.5))
+        rejects, fallbacks = list[Reject](), list[Fallback]()
+        if part.bucket:
+            rows, positions = plan.layout.rows_of(name, shard), plan.positions_of(part)
+            for i, row in enumerate(rows):
+                if positions[row] < 0:
+                    results[i]["state"] = EMPTY
+                    continue
+                if rng.random() < 0.4:
+                    results[i]["state"] = REJECTED
                     rejects.append(Reject(row=row, key="k", stage="encode", reason="nonfinite", detail=f"row {row}"))
                 if rng.random() < 0.3:
                     fallbacks.append(Fallback(row=row, how="float32"))
-        found[part, shard] = CommitRecord(
-            format_version=1,
-            fingerprint=plan.spec.fingerprint,
-            plan=plan.hash,
-            part=part,
-            shard=shard,
-            files=[],
-            checksums=checksums,
-            source_checksums=source,
-            rejects=rejects,
-            fallbacks=fallbacks,
-            record_hash="",
-            **more,
-        )
+        how: dict[str, Any] = {"files": [], "rejects": rejects, "fallbacks": fallbacks}
+        found[name, shard] = commit_record(plan, name, shard, results, **how), results
     return found
 
 
-def merged_in_one_piece(plan: FrozenPlan, commits: dict[tuple[str, int], CommitRecord]) -> tuple[pa.Table, pa.Table]:
+def merged_in_one_piece(
+    plan: FrozenPlan, commits: dict[Task, tuple[CommitRecord, np.ndarray]]
+) -> tuple[pa.Table, pa.Table]:
     """Both tables by their definition, with everything in Python's memory."""
     records = plan.records.select(RECORDS_SCHEMA.names).to_pylist()
     captions = plan.captions.to_pylist()
-    for (part, shard), commit in commits.items():
-        if part == CAPTION_PART:
-            for i, number in enumerate(plan.layout.captions_of(part, shard)):
-                row = captions[plan.first_caption + number]
-                row["checksum"] = int(commit.checksums[i], 16)
-                row["min_cosine"] = commit.min_cosines[i] if commit.min_cosines else None
-                row["max_error"] = commit.max_errors[i] if commit.max_errors else None
+    layout = plan.layout.parts[CAPTION_PART].captions
+    assert layout is not None
+    for start, row in zip(layout.starts.tolist(), captions[plan.first_caption :], strict=True):
+        row["start"] = start
+    for (name, shard), (commit, results) in commits.items():
+        part = plan.layout.parts[name]
+        if part.captions:
+            for i, number in enumerate(plan.layout.captions_of(name, shard)):
+                row, result = captions[plan.first_caption + number], results[i, 0]
+                row["checksum"] = int(result["checksum"])
+                for column in ("min_cosine", "max_error"):
+                    row[column] = None if np.isnan(result[column]) else float(result[column])
             continue
-        rows, positions = plan.layout.rows_of(part, shard), plan.bucket_positions[part.removeprefix("buckets/")]
-        for i, row in enumerate(rows):
-            record = records[positions[row]] | {"status": "stored"}
-            record["checksum"] = int(commit.checksums[i], 16) if commit.checksums[i] else None
-            record["source_checksum"] = int(commit.source_checksums[i], 16) if commit.source_checksums[i] else None
-            records[positions[row]] = record
+        positions = plan.positions_of(part)
+        for i, row in enumerate(plan.layout.rows_of(name, shard)):
+            if results[i, 0]["state"] == STORED:
+                checksums = {column: int(results[i, 0][column]) for column in ("checksum", "source_checksum")}
+                records[positions[row]] |= {"status": "stored", **checksums}
         for fallback in commit.fallbacks:
             records[positions[fallback.row]]["fallback"] = fallback.how
         for reject in commit.rejects:
@@ -527,18 +540,17 @@ def merged_in_one_piece(plan: FrozenPlan, commits: dict[tuple[str, int], CommitR
 def test_a_merge_in_batches_is_the_one_of_all_rows_in_memory_to_the_byte(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 3)
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
     monkeypatch.setattr(merge, "BATCH_ROWS", 4)
     rng = np.random.default_rng(seed)
     plan = noise_plan(rng, records=40, captions=12)
     commits = committed(plan, seed)
     wanted = merged_in_one_piece(plan, commits)
-    found = merge.merge_records(plan, commits), merge.merge_captions(plan, commits)
-    for table, expected in zip(found, wanted, strict=True):
-        assert table.to_pylist() == expected.to_pylist()
     done = merge.Merge(plan)
-    for task in rng.permutation(np.array(list(commits), object)).tolist():  # in whatever order they come
-        done.add((task[0], int(task[1])), commits[task[0], int(task[1])])
+    for name, shard in rng.permutation(np.array(list(commits), object)).tolist():  # in whatever order they come
+        done.add((name, int(shard)), *commits[name, int(shard)])
+    for table, expected in zip((done.records(), done.captions()), wanted, strict=True):
+        assert table.to_pylist() == expected.to_pylist()
     for module in (tables, merge):
         monkeypatch.setattr(module, "ROW_GROUP", 15)
     files = [
@@ -554,20 +566,23 @@ def test_a_merge_in_batches_is_the_one_of_all_rows_in_memory_to_the_byte(
 def noise_plan(rng: np.random.Generator, *, records: int, captions: int) -> FrozenPlan:
     """A second revision: a third of the records and two captions are carried over, some were rejected at scan."""
     names = ["32x64", "64x32"]
-    rows, next_row = [], dict.fromkeys(names, 0)
+    kinds = rng.integers(0, 6, records).tolist()
+    num_carried = sum(kind < 2 for kind in kinds)
+    rows, next_row, next_carried = [], {names[0]: -(-num_carried // 2) * 2, names[1]: 0}, 0
     for i in range(records):
         one: dict[str, Any] = dict.fromkeys(PLAN_SCHEMA.names)
         one |= {"key": f"{i}", "revision": 2, "label": -1, "attempts": 1, "row": -1, "caption_ids": [i % captions]}
-        kind = rng.integers(0, 6)
+        kind = kinds[i]
         if kind < 2:
             one |= {
                 "revision": 1,
                 "bucket": names[0],
-                "row": i,
+                "row": next_carried,
                 "status": "stored",
                 "checksum": i,
                 "fallback": "float32",
             }
+            next_carried += 1
         elif kind == 2:
             one |= {"status": "rejected", "stage": "scan", "reason": "aspect", "detail": "too long"}
         else:
@@ -579,18 +594,19 @@ def noise_plan(rng: np.random.Generator, *, records: int, captions: int) -> Froz
         {"text": f"text {i}", "revision": 1 + (i > 1), "num_tokens": 1 + i // 4, "truncated": False}
         for i in range(captions)
     ]
-    for text in texts[:2]:
-        text |= {"checksum": 7, "min_cosine": 0.5, "max_error": 0.25}
+    for i, text in enumerate(texts[:2]):
+        text |= {"start": i, "checksum": 7, "min_cosine": 0.5, "max_error": 0.25}
+    spec = noise_spec(dict.fromkeys(names, 1), 4, 0, MAX_TOKENS, 8, 1, "none")
+    first = RevisionLayout(spec, 1, {names[0]: num_carried}, {"": np.array([1, 1])})
     return FrozenPlan(
-        spec=noise_spec(dict.fromkeys(names, 1), 4, 0, MAX_TOKENS, 8, 1, "none"),
+        spec=spec,
         revision=2,
         base="",
-        stack=(1,),
-        carried=(),
         copies=False,
         listing="",
         records=pa.Table.from_pylist(rows, PLAN_SCHEMA),
         captions=pa.Table.from_pylist(texts, CAPTIONS_SCHEMA),
+        before=Manifest.model_construct(arrays=[ArrayEntry.of(layout) for layout in first.arrays.values()]),
     )
 
 
@@ -606,7 +622,7 @@ def test_a_large_merge_takes_no_memory_for_each_record_and_keeps_its_pages(monke
         rows = rows.set_column(rows.column_names.index(name), name, pa.array([value] * count))
     rows = rows.set_column(rows.column_names.index("row"), "row", pa.array(np.arange(count)))
     spec = noise_spec({"32x32": 1}, 4, 0, 0, 8, 1, "none")
-    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 1000)
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 1024)
     rows = rows.select(PLAN_SCHEMA.names).cast(PLAN_SCHEMA).combine_chunks()
     rows = pa.Table.from_batches(rows.to_batches(max_chunksize=merge.BATCH_ROWS))  # as the plan of a store comes
     plan = first_plan(spec, "", rows, texts=[], num_tokens=[])
@@ -614,18 +630,15 @@ def test_a_large_merge_takes_no_memory_for_each_record_and_keeps_its_pages(monke
     tracemalloc.start()
     done = merge.Merge(plan)
     for part, shard in tasks:
-        size = len(plan.layout.rows_of(part, shard))
-        found = digits(rng, size, np.ones(size, bool))
-        done.add(
-            (part, shard),
-            CommitRecord.model_construct(checksums=found, source_checksums=found, rejects=[], fallbacks=[]),
-        )
+        found = drawn(rng, plan.layout.parts[part], len(plan.layout.rows_of(part, shard)), narrowed=False)
+        done.add((part, shard), CommitRecord.model_construct(rejects=[], fallbacks=[]), found)
     content = tables.parquet_of_groups(RECORDS_SCHEMA, done.record_groups())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 60 * count  # what a shard and a batch take; with all rows in memory it was more than 200 B a record
     (whole,) = done.record_groups()
-    columns = {name: whole[name].combine_chunks() for name in merge.RECORD_RESULTS}
-    planned = {name: plan.records[name] for name in RECORDS_SCHEMA.names}
-    assert bytes(content) == table_bytes(pa.table(planned | columns, schema=RECORDS_SCHEMA))  # of the first release
+    results = ("status", "stage", "reason", "detail", "checksum", "source_checksum", "fallback")
+    columns = {name: whole[name].combine_chunks() for name in results}
+    planned = {name: plan.records[name].combine_chunks() for name in RECORDS_SCHEMA.names}
+    assert bytes(content) == table_bytes(pa.table(planned | columns, schema=RECORDS_SCHEMA))  # whatever the chunks
     assert plan.records["row"].num_chunks > 1

@@ -17,7 +17,7 @@ from making import CPU, make_class_folder, no_progress, picture
 from leandit.datasets.errors import EncoderError
 from leandit.datasets.format.schema import Manifest
 from leandit.datasets.maintenance.compact import compact
-from leandit.datasets.revisions.commits import read_manifest
+from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
@@ -158,8 +158,7 @@ def test_zero_turns_it_off_and_the_key_is_no_part_of_the_fingerprint(run: Run, t
     vae = save_honest(tmp_path / "vae", "kl")
     manifest = run.go(vae, "vae.min_psnr=0")
     assert manifest.self_check is None
-    assert "self_check" not in json.loads((tmp_path / "store/manifest.json").read_bytes())
-    assert "self_check" not in json.loads((tmp_path / "store/plan/plan.json").read_bytes())
+    assert "self_check" not in json.loads((tmp_path / "store/revisions/000001/manifest.json").read_bytes())
     assert not run.said
     again = run.go(vae)
     assert (again.fingerprint, again.root_hash) == (manifest.fingerprint, manifest.root_hash)

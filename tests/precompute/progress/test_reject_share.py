@@ -47,7 +47,7 @@ def test_rejects_of_listing_and_decoding_count_together(run: Run, tmp_path: Path
     for _ in range(2):  # the same command again stops as well
         with pytest.raises(SourceError, match=r"11 of 25 records .*: 6 x no_caption, 5 x truncated.*max_reject_share"):
             run()
-        assert not (tmp_path / "store/manifest.json").exists()
+        assert not (tmp_path / "store/revisions/000001/manifest.json").exists()
     manifest = run("source.max_reject_share=0.5")
     assert manifest is not None
     assert (manifest.num_stored, manifest.num_rejected) == (13, 12)
@@ -58,7 +58,7 @@ def test_rejects_of_all_parts_count_together(run: Run, tmp_path: Path) -> None:
     assert run("source.max_reject_share=0.4", part=Part(1, 2)) is None  # ten are allowed
     with pytest.raises(SourceError, match=r"11 of 25 records"):
         run("source.max_reject_share=0.4", part=Part(2, 2))
-    assert not (tmp_path / "store/manifest.json").exists()
+    assert not (tmp_path / "store/revisions/000001/manifest.json").exists()
 
 
 def test_a_listing_that_rejects_too_much_says_all_reasons_and_what_to_do(run: Run, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_tar_that_is_cut_short_during_a_run_stops_it(tmp_path: Path) -> None:
         assert raised.value.exit_code == 3
         assert "cut short, replaced or rewritten" in str(raised.value)
         assert "restore them and run the same command again" in str(raised.value)
-        assert not (store / "manifest.json").exists()
+        assert not (store / "revisions/000001/manifest.json").exists()
         (source / "b.tar").write_bytes(whole)
         manifest = run(store)
         assert manifest is not None

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from faults import encode, without_seal
 from making import (
-    CPU,
     caption_recipe,
     label_recipe,
     loaded_encoders,
@@ -27,7 +27,6 @@ from leandit.datasets.revisions.plan import FrozenPlan, read_plan
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.precompute.config import SourceSection
 from leandit.precompute.images.decoders import Decoders
-from leandit.precompute.pipeline import precompute
 from leandit.precompute.progress.clock import REJECTED
 from leandit.precompute.progress.rejects import RejectLedger, RejectLimit, ledger_of
 from leandit.precompute.progress.tally import Tally, Work
@@ -40,14 +39,14 @@ ROWS, BROKEN_ROWS = 6, 4  # of each of three shards
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 18 pictures with captions, in three buckets, of each of which four are rejected."""
+    """Of 18 pictures with captions, in three buckets, of each of which four are rejected; not sealed."""
     root = tmp_path_factory.mktemp("tally")
     source = make_caption_folder(root / "pictures", count=18)
     for number in range(12):
         path = source / f"images/{number}.png"
         path.write_bytes(path.read_bytes()[:-200])
     recipe = caption_recipe("source.max_reject_share=0.9", "source.max_rejects_in_a_row=100")
-    precompute(recipe, source_path=source, store_path=root / "store", device=CPU, progress=no_progress)
+    without_seal(lambda: encode(recipe, source, root / "store"))
     return root / "store"
 
 
@@ -61,7 +60,6 @@ class Counted:
 
     def __post_init__(self) -> None:
         shutil.copytree(self.whole, self.root)
-        (self.root / "manifest.json").unlink()
         self.plan = read_plan(self.root, 1)
         self.tasks = [task for task in self.plan.layout.tasks() if is_picture_task(task)]
         for task in self.tasks:
@@ -160,10 +158,9 @@ def test_sums_are_right_in_any_order(store: Path, tmp_path: Path) -> None:
 
 def test_a_worker_that_raises_counts_only_what_it_has_committed(tmp_path: Path) -> None:
     source, recipe = make_class_folder(tmp_path / "pictures"), label_recipe("store.shard_mib=1")
-    precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    without_seal(lambda: encode(recipe, source, tmp_path / "store"))
     plan = read_plan(tmp_path / "store", 1)
     (task,) = picture_tasks(plan)
-    (tmp_path / "store/manifest.json").unlink()
     (tmp_path / "store" / commit_path(1, *task)).unlink()
     path = tmp_path / "store" / plan.layout.part_arrays(task[0])[0].shard_path(task[1])
     path.unlink()

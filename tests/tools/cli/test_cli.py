@@ -20,12 +20,14 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import pytest
 import torch
 import typer
+from faults import encode, without_seal
 from forked import ForkedPython
 from in_turn import IN_TURN
-from making import LABEL_RECIPE, TRAIN_RECIPE, all_commands, tree_digest
+from making import LABEL_RECIPE, TRAIN_RECIPE, all_commands, label_recipe, tree_digest
 from safetensors.torch import load_file
 
 from leandit import __version__
+from leandit.datasets.disk.files import remove
 from leandit.datasets.recipe import shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli.commands import app
@@ -46,10 +48,7 @@ PRECOMPUTE, TRAIN = sorted(shipped_recipes("leandit.precompute")), sorted(shippe
 
 # Put a new knob in the recipe: a flag is for where things lie, and for how this one call behaves.
 FLAGS = {
-    "precompute": (
-        "--address --device --drop-gone --dry-run --engine --new-revision --part --retry-rejected --set "
-        "--source --store"
-    ),
+    "precompute": ("--address --device --drop-gone --dry-run --engine --part --retry-rejected --set --source --store"),
     "import": "--null --set --source --store",
     "train": "--device --dry-run --run --set --store",
     "inspect": "--bucket --class --count --json --originals --rejects --revision --sheet --source --vae",
@@ -338,11 +337,18 @@ def test_verify_says_what_is_whole_damaged_repaired_and_unfinished(
     assert (ended.code, "repair: 1 of 1" in ended.err) == (0, True)
     assert "1 findings before, 0 now" in ended.out
     assert "15 records and 0 captions encoded again: 15 equal bit for bit" in ended.out
-    (path / "manifest.json").unlink()
-    ended = leandit("verify", path, "--json")
-    assert (ended.code, json.loads(ended.out)["complete"]) == (3, False)
-    assert leandit("verify", path, "--repair").code == 0
+    for name in ("manifest.json", "twin/manifest.json"):
+        (path / "revisions/000001" / name).unlink()
+        ended = leandit("verify", path, "--json")
+        assert (ended.code, json.loads(ended.out)["complete"]) == (4, True)
+        assert leandit("verify", path, "--repair").code == 0
     assert tree_digest(path) == tree_digest(label_store.path)
+    unfinished = tmp_path / "unfinished"
+    without_seal(lambda: encode(label_recipe(), class_folder, unfinished))
+    ended = leandit("verify", unfinished, "--json")
+    assert (ended.code, json.loads(ended.out)["complete"]) == (3, False)
+    assert leandit("verify", unfinished, "--repair").code == 0
+    assert LatentStore(unfinished).root_hash == label_store.root_hash
 
 
 def test_a_store_grows_and_is_compacted(class_folder: Path, tmp_path: Path, leandit: Leandit) -> None:
@@ -366,13 +372,12 @@ def test_a_store_grows_and_is_compacted(class_folder: Path, tmp_path: Path, lean
     assert "13 stored" in leandit(*command, "--drop-gone").out
     ended = leandit(*command, "--set", "vae.keep=mean")
     assert (ended.code, ended.out) == (3, "")
-    assert "--new-revision" in ended.err
-    assert "revision 4" in leandit(*command, "--set", "vae.keep=mean", "--new-revision").out
+    assert "give another --store" in ended.err
 
     before, new = tree_digest(store), tmp_path / "new"
     for _ in range(2):  # the second time it is there
         ended = leandit("compact", store, "--out", new)
-        assert (ended.code, "revision 5, 13 records" in ended.out) == (0, True)
+        assert (ended.code, "revision 4, 13 records" in ended.out) == (0, True)
     assert tree_digest(store) == before
     ended = leandit("inspect", new, "--revision", 1)
     assert (ended.code, ended.out, "There are: 5" in ended.err) == (3, "", True)
@@ -547,7 +552,9 @@ def test_a_dry_run_refuses_what_a_precompute_would_and_says_what_is_there(
 ) -> None:
     store, plan_only = tmp_path / "store", tmp_path / "plan-only"
     shutil.copytree(label_store.path, store)
-    shutil.copytree(label_store.path / "plan", plan_only / "plan")
+    without_seal(lambda: encode(label_recipe(), class_folder, plan_only))
+    for name in ("buckets", "zarr.json", "revisions/000001/commits"):
+        remove(plan_only / name)
     (tmp_path / "file").write_text("")
     (tmp_path / "elsewhere/x").mkdir(parents=True)
     command = ["precompute", "imagenet-256", "--source", class_folder, "--dry-run", "--device", "cpu"]
@@ -559,8 +566,6 @@ def test_a_dry_run_refuses_what_a_precompute_would_and_says_what_is_there(
     ended = leandit(*command, "--store", store, *other)
     assert ended.code == 3
     assert ended.err.endswith("now\n  images.resolution_px is 32 in the store, 64 now\n")
-    ended = leandit(*command, "--store", store, *other, "--new-revision")
-    assert (ended.code, "a new revision would encode everything again" in ended.out) == (0, True)
     ended = leandit(*command, "--store", plan_only)
     assert "not complete, 1 of 1 shards, with 15 of 15 pictures are missing" in ended.out
     for wrong in (tmp_path / "file", tmp_path / "elsewhere", class_folder / "a-store"):
@@ -704,7 +709,8 @@ def test_verbose_tells_what_is_decided_and_why(class_folder: Path, tmp_path: Pat
     store, run = tmp_path / "store", tmp_path / "run"
     command = ["precompute", "imagenet-256", "--source", class_folder, *settings(LABEL_RECIPE), "--store", store]
     told = decisions(leandit("--verbose", *command).err)
-    (store / "manifest.json").unlink()
+    shutil.rmtree(store)
+    without_seal(lambda: encode(label_recipe(), class_folder, store))
     resumed = decisions(leandit("--verbose", *command).err)
     assert decisions(leandit(*command).err) == []
     train = ["--verbose", "train", "dit-s-2-256", "--store", store, "--run", run, *TINY, "--device", "cpu"]

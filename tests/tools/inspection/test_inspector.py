@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from making import CPU, caption_recipe, no_progress, picture
+from faults import encode, without_seal
+from making import CPU, caption_recipe, label_recipe, no_progress, picture
 from PIL import Image
 from typer.testing import CliRunner
 
 from leandit.datasets.batches.latents import draw_keys, final_latents
+from leandit.datasets.disk.hashing import canonical_json, sha256_of
 from leandit.datasets.errors import LeanditError, StoreIncomplete
 from leandit.datasets.maintenance.findings import Finding
 from leandit.datasets.maintenance.verify import Verification
 from leandit.datasets.store import LatentStore
+from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection import store_facts
@@ -51,10 +54,9 @@ def json_of(store: LatentStore | Path, *arguments: str) -> Any:
     return json.loads(text_of(store, *arguments, "--json"), parse_constant=refuse)
 
 
-def unsealed(store: LatentStore, to: Path) -> Path:
-    """A copy whose manifest is missing, so it has all shards but is not complete."""
-    shutil.copytree(store.path, to)
-    (to / "manifest.json").unlink()
+def unsealed(recipe: PrecomputeRecipe, source: Path, to: Path) -> Path:
+    """A store that has all shards but is not complete."""
+    without_seal(lambda: encode(recipe, source, to))
     return to
 
 
@@ -105,7 +107,7 @@ def test_the_quality_of_captions_is_shown_if_they_were_narrowed(
 
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_channel_statistics_are_those_of_the_latents_that_training_reads(
-    is_sealed: bool, caption_store: LatentStore, tmp_path: Path
+    is_sealed: bool, caption_store: LatentStore, caption_folder: Path, tmp_path: Path
 ) -> None:
     drawn = []
     for epoch in range(20):
@@ -116,7 +118,8 @@ def test_channel_statistics_are_those_of_the_latents_that_training_reads(
             latents = final_latents(stored, caption_store.spec.latent, keys).numpy()
             drawn.append(latents.transpose(1, 0, 2, 3).reshape(latents.shape[1], -1))
     values = np.concatenate(drawn, axis=1)
-    found = json_of(caption_store if is_sealed else unsealed(caption_store, tmp_path / "store"))["latent_statistics"]
+    store = caption_store if is_sealed else unsealed(caption_recipe(), caption_folder, tmp_path / "store")
+    found = json_of(store)["latent_statistics"]
     np.testing.assert_allclose(found["channel_mean"], values.mean(1), atol=0.01)
     np.testing.assert_allclose(found["channel_std"], values.std(1), atol=0.01)
     assert (found["is_sealed"], found["num_rows_read"], found["num_nonfinite"]) == (is_sealed, 14, 0)
@@ -129,12 +132,16 @@ def test_sealed_statistics_are_not_computed_again(caption_store: LatentStore, mo
 
 
 @pytest.mark.parametrize("is_sealed", [True, False])
-def test_a_row_of_nan_is_counted_and_named(is_sealed: bool, label_store: LatentStore, tmp_path: Path) -> None:
-    path = unsealed(label_store, tmp_path / "store")
+def test_a_row_of_nan_is_counted_and_named(
+    is_sealed: bool, label_store: LatentStore, class_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "store"
     if is_sealed:
-        shutil.copy(label_store.path / "manifest.json", path)
-    layout, shard = label_store.latents("32x32").locate(3)
-    with open(path / layout.shard_path(shard), "r+b") as file:
+        shutil.copytree(label_store.path, path)
+    else:
+        unsealed(label_recipe(), class_folder, path)
+    layout = label_store.layout("buckets/32x32/moments")
+    with open(path / layout.shard_path(0), "r+b") as file:
         file.seek(3 * layout.row_bytes)
         file.write(np.full(layout.shape[1:], np.nan, layout.dtype).tobytes())
     found = json_of(path)["latent_statistics"]
@@ -146,20 +153,22 @@ def test_a_row_of_nan_is_counted_and_named(is_sealed: bool, label_store: LatentS
     assert json_of(path, key)["finite"] is False
 
 
-def test_an_unusual_scale_is_flagged(label_store: LatentStore, tmp_path: Path) -> None:
-    path = unsealed(label_store, tmp_path / "store")
-    attributes = json.loads((path / "zarr.json").read_text())
-    latent = attributes["attributes"]["leandit"]["latent"]
+def test_an_unusual_scale_is_flagged(label_store: LatentStore, class_folder: Path, tmp_path: Path) -> None:
+    path = unsealed(label_recipe(), class_folder, tmp_path / "store")
+    plan = path / "revisions/000001/plan/plan.json"
+    content = json.loads(plan.read_text())
+    latent = content["spec"]["latent"]
     latent["scale"] = [value * 5.5 for value in latent["scale"]]
-    (path / "zarr.json").write_text(json.dumps(attributes, sort_keys=True, indent=1))
+    del content["sha256"]
+    plan.write_bytes(canonical_json(content | {"sha256": sha256_of(content)}))
     found, usual = json_of(path)["latent_statistics"], json_of(label_store)["latent_statistics"]
     assert found["suspicious_channels"] == [0, 1, 2, 3]
     assert text_of(path).count("<- unusual") == 4
     np.testing.assert_allclose(np.array(found["channel_std"]) / usual["channel_std"], 5.5, rtol=0.01)
 
 
-def test_an_incomplete_store_says_so(label_store: LatentStore, tmp_path: Path) -> None:
-    path = unsealed(label_store, tmp_path / "store")
+def test_an_incomplete_store_says_so(class_folder: Path, tmp_path: Path) -> None:
+    path = unsealed(label_recipe(), class_folder, tmp_path / "store")
     found = json_of(path)
     assert (found["complete"], found["root_hash"], found["num_stored"]) == (False, None, 15)
     assert "INCOMPLETE" in text_of(path)
@@ -178,7 +187,6 @@ def test_a_record_is_described_with_its_captions_and_its_place(
     assert [caption["text"] for caption in values["captions"]] == [texts[i] for i in record.caption_ids]
     assert values["captions"][0]["num_tokens"] == len(caption_store.caption(record))
     assert (caption_store.path / values["shard"]).is_file()
-    assert (caption_store.path / values["commit"]).is_file()
     stored = caption_store.latents(values["bucket"])[values["row"]].astype(np.float64)
     assert values["stored_shape"] == list(stored.shape)
     np.testing.assert_allclose(values["channel_mean"], stored.mean((1, 2)), atol=1e-4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
+from faults import rewrite_recipe
 from hub_server import Hub, hub_server
 from making import CPU, TRAIN_RECIPE, label_recipe, no_progress, train_recipe
 from tiny_autoencoders import save_autoencoder
@@ -20,10 +20,7 @@ from typer.testing import CliRunner
 from vision import make_dinov2
 
 from leandit.datasets.batches.latents import denormalise
-from leandit.datasets.disk.hashing import xxh3_file
 from leandit.datasets.errors import EncoderError
-from leandit.datasets.format.schema import Manifest
-from leandit.datasets.revisions.commits import with_root_hash
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
@@ -153,14 +150,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 def naming(store: LatentStore, path: Path, vae: str) -> Path:
     """A copy of a store that says that another VAE made it."""
     shutil.copytree(store.path, path)
-    group = json.loads((path / "zarr.json").read_text())
-    group["attributes"]["leandit"]["recipe"]["vae"]["model"] = vae
-    (path / "zarr.json").write_text(json.dumps(group))
-    manifest = json.loads((path / "manifest.json").read_text())
-    entry = next(one for one in manifest["files"] if one["path"] == "zarr.json")
-    entry |= {"bytes": (path / "zarr.json").stat().st_size, "xxh3_128": xxh3_file(path / "zarr.json")}
-    manifest["root_hash"] = with_root_hash(Manifest.model_validate(manifest)).root_hash
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    rewrite_recipe(path, lambda recipe: recipe["vae"].__setitem__("model", vae))
     return path
 
 

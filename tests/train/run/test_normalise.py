@@ -13,7 +13,7 @@ from leandit.datasets.batches.latents import denormalise, final_latents, normali
 from leandit.datasets.errors import RunError
 from leandit.datasets.format.schema import LatentStatistics
 from leandit.datasets.maintenance.compact import compact
-from leandit.datasets.revisions.commits import read_manifest
+from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
 from leandit.train.loop import Outcome, StopRequest, train

@@ -34,7 +34,6 @@ def parse_part(text: str) -> Any:
 Part = Annotated[str | None, Option(parser=parse_part, metavar="I/N", help="Only the I-th of N shares of the shards.")]
 STORE_HELP = "Folder of the store; the same command again resumes."
 DEVICE_HELP = "cpu or cuda:N; several with commas, a process for each; cuda and auto take all GPUs."
-NEW_REVISION_HELP = "With other encoders or settings: encode everything as a new revision."
 
 
 def precompute(
@@ -49,7 +48,6 @@ def precompute(
     dry_run: DryRun = False,
     drop_gone: Annotated[bool, Option("--drop-gone", help="Leave out records gone from the source.")] = False,
     retry_rejected: Annotated[bool, Option("--retry-rejected", help="Try rejected records again.")] = False,
-    new_revision: Annotated[bool, Option("--new-revision", help=NEW_REVISION_HELP)] = False,
     part: Part = None,
     engine: Annotated[Literal["local", "ray"], Option(help="ray: the GPUs of a Ray cluster.")] = "local",
     address: Annotated[str, Option(help="Address of the Ray cluster; auto: the cluster of this machine.")] = "auto",
@@ -69,13 +67,13 @@ def precompute(
         raise RecipeError("precompute: expected --source PATH and --store PATH (or --dry-run).")
     check_sources(loaded, source or [])
     if dry_run:
-        how = {"store": store, "new_revision": new_revision, "options": options, "say": print_line}
+        how = {"store": store, "options": options, "say": print_line}
         _show_plan(loaded, source or None, torch_devices(device), **how)
         return
     assert source
     assert store
     check_encoders(loaded)
-    is_plain = options == Options() and not (new_revision or part) and engine == "local"
+    is_plain = options == Options() and not part and engine == "local"
     listed = unchanged(loaded, source, store, device=device) if is_plain else None
     if isinstance(listed, Unchanged):
         for note in listed.notes:
@@ -87,7 +85,7 @@ def precompute(
     from ....precompute.engines.job import Job
 
     shares: Any = part  # parsed
-    job = Job(loaded, tuple(source), store, options, new_revision, shares, device=devices[0])
+    job = Job(loaded, tuple(source), store, options, shares, device=devices[0])
     with ProgressLine(check=context.obj.check) as progress:
         if engine == "ray":
             from ....precompute.engines.cluster import run_on_cluster

@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ....datasets.errors import LeanditError, RecipeError, RowOutOfRange, StoreError, UnknownKey
-from ....datasets.format.layout import MANIFEST, commit_path, revision_prefix
+from ....datasets.format.layout import MANIFEST, revision_prefix
 from ....datasets.format.row_layout import LATENTS, bucket_part, row_arrays
 from ....datasets.format.table_schemas import REJECT_REASONS, suffixes
 from ....datasets.revisions.writer import row_checksum
@@ -134,10 +134,8 @@ class StoreSite:
         record = self._tables.record(request.path_params["index"])
         values = readable(self._tables.rows([record.index])[0])
         captions, columns = self._tables.captions(record.caption_ids), suffixes(self._store.spec)
-        where: dict[str, Any] = {"groups": [], "commit": "", "channels": []}
+        where: dict[str, Any] = {"groups": [], "channels": []}
         if record.status == "stored" and record.bucket:
-            _, shard = self._store.latents(record.bucket).locate(record.row)
-            where["commit"] = commit_path(record.revision, bucket_part(record.bucket), shard)
             where |= {"groups": list(groups_of(self._store, record, values)), "channels": channel_names(self._store)}
         return self._page(
             request,
@@ -223,6 +221,6 @@ def groups_of(store: LatentStore, record: Record, values: Mapping[str, Any]) -> 
                 place = dict(zip(("file", "offset", "num_bytes"), array.place(record.row), strict=True))
                 places.append({"array": path, "shape": shape, "dtype": dtype, **place})
                 rows.append(array[record.row])
-            yield facts | {"places": places, "read": row_checksum(*rows), "problem": ""}
+            yield facts | {"places": places, "read": f"{row_checksum(*rows):016x}", "problem": ""}
         except LeanditError as error:
             yield facts | {"places": [], "read": "", "problem": str(error)}

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from faults import rewrite_recipe, without_seal
 from html_elements import Elements
 from making import CPU, caption_recipe, label_recipe, make_caption_folder, make_class_folder, no_progress, picture
 from typer.testing import CliRunner
@@ -129,13 +130,13 @@ def test_several_stores_share_charts_and_have_columns(
     assert "captions of records 28, 9 (32 %) distinct -" in sections["captions"]
 
 
-def test_an_incomplete_store_is_reported_with_what_is_missing(label_store: LatentStore, tmp_path: Path) -> None:
+def test_an_incomplete_store_is_reported_with_what_is_missing(class_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreNotFound):
         page_of(tmp_path / "nope", out=tmp_path)
     assert list(tmp_path.iterdir()) == []
-    path = Path(shutil.copytree(label_store.path, tmp_path / "store"))
-    (path / "manifest.json").unlink()
-    (path / "commits/buckets/32x32/000000.json").unlink()
+    path = tmp_path / "store"
+    without_seal(lambda: encode(label_recipe(), class_folder, path))
+    (path / "revisions/000001/commits/buckets/32x32/000000.json").unlink()
     sections = page_of(path, out=tmp_path).sections
     assert "The store is not complete, missing 15 records: run the same precompute command" in sections["warnings"]
     assert "15 planned = 0 stored + 0 rejected + 15 missing" in sections["records"]
@@ -175,8 +176,8 @@ def test_times_come_from_the_files_but_for_a_copy(full: tuple[LatentStore, Page]
     stages = page.sections["identity"].partition("time by stage ")[2].partition(", pauses")[0].split(", ")
     assert [stage.rsplit(" ", 2)[0] for stage in stages] == ["captions", "first images", "other images", "sealing"]
     path = Path(shutil.copytree(store.path, tmp_path / "store", copy_function=shutil.copy))
-    later = (path / "manifest.json").stat().st_mtime + 100
-    os.utime(path / "plan/plan.json", (later, later))
+    later = (path / "revisions/000001/manifest.json").stat().st_mtime + 100
+    os.utime(next(path.glob("buckets/*/moments/c/0/0/0/0")), (later, later))
     assert StoreFacts(LatentStore(path)).files.stages == {}
 
 
@@ -280,10 +281,7 @@ def test_without_its_autoencoder_a_store_shows_channels_and_says_so(
     label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path(shutil.copytree(label_store.path, tmp_path / "store"))
-    attributes = json.loads((path / "zarr.json").read_text())
-    attributes["attributes"]["leandit"]["recipe"]["vae"]["model"] = str(tmp_path / "gone")
-    (path / "zarr.json").write_text(json.dumps(attributes, sort_keys=True, indent=1) + "\n")
-    (path / "manifest.json").unlink()  # whose hash of zarr.json no longer fits
+    rewrite_recipe(path, lambda recipe: recipe["vae"].__setitem__("model", str(tmp_path / "gone")))
     page = page_of(path, out=tmp_path)
     assert "the first channels of the latents, not images" in page.sections["pictures"]
     assert page.html.count("data:image/webp") == 2

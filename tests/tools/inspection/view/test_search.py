@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl
 
 import duckdb
 import pytest
+from faults import encode, without_seal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from making import CPU, caption_recipe, make_caption_folder, no_progress
@@ -147,10 +148,9 @@ def test_words_are_looked_for_in_one_caption_the_class_or_the_key(
     assert keys(caption_store, where=f"checksum = {checksum:#x}") == [everything[4]]
 
 
-def test_an_incomplete_store_is_searched_too(caption_store: LatentStore, tmp_path: Path) -> None:
-    path = shutil.copytree(caption_store.path, tmp_path / "store")
-    for name in ("manifest.json", "records.parquet", "captions.parquet"):
-        (path / name).unlink()
+def test_an_incomplete_store_is_searched_too(caption_store: LatentStore, caption_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    without_seal(lambda: encode(caption_recipe(), caption_folder, path))
     store = LatentStore(path, allow_incomplete=True)
     assert not store.complete
     everything = caption_store.records["key"].to_pylist()
@@ -241,6 +241,7 @@ def test_a_search_ends_after_its_time(store: LatentStore, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["records.parquet", "captions.parquet"])
 def test_a_table_that_is_not_of_the_manifest_is_refused(name: str, caption_store: LatentStore, tmp_path: Path) -> None:
     path = shutil.copytree(caption_store.path, tmp_path / "store")
+    name = f"revisions/000001/{name}"
     content = bytearray((path / name).read_bytes())
     content[100] ^= 1
     (path / name).write_bytes(content)

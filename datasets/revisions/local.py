@@ -1,22 +1,109 @@
-"""Paths of a store's encoders: how the store names them, and how a reader finds them.
+"""What differs between machines that make the same store: paths of its encoders, recipe, versions (``local.json``).
 
-A folder below the store's parent is named relative to the store, so both may move together; any other folder by its
-absolute path. A store can therefore be read from any working directory. Hub ids and shipped encoders stay as typed. The
-fingerprint does not cover paths.
+The manifest has none of it, so equal data has an equal root hash. A folder below the store's parent is named relative
+to the store, so both may move together; any other folder by its absolute path. A store can therefore be read from any
+working directory. Hub ids and shipped encoders stay as typed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..format.schema import EncoderIdentity, StoreSpec
+from pydantic import ValidationError
+
+from ..disk.hashing import read_json
+from ..errors import DamageError, LeanditError
+from ..format.layout import LOCAL, SOURCES, TWIN, revision_prefix
+from ..format.schema import EncoderIdentity, LocalFile, Origin, StoreSpec
 
 PATHS = ("model", "config")  # keys of a section; the config is that of a single file of weights
+UNKNOWN_MODEL = ""  # of an encoder whose origin is not known
 _ABSOLUTE = re.compile(r"(/|~|[A-Za-z]:[\\/]|file:/)[^\n]*")
+
+
+def shared_spec(spec: StoreSpec) -> StoreSpec:
+    """The spec as a manifest has it: without origins of the encoders, recipe and version."""
+    nowhere = {role: Origin(model=UNKNOWN_MODEL, revision=None) for role in _encoders(spec)}
+    return _with_origins(spec, nowhere).model_copy(update={"recipe": {}, "leandit_version": ""})
+
+
+def local_file(spec: StoreSpec, **facts: Any) -> LocalFile:
+    """The other part of a spec.
+
+    Args:
+      facts: ``listing``, ``plan``, ``planned_at`` and ``sources`` of ``LocalFile``.
+    """
+    origins = {role: Origin(model=one.model, revision=one.revision) for role, one in _encoders(spec).items()}
+    return LocalFile(
+        leandit_version=spec.leandit_version,
+        origins=origins,
+        recipe=spec.recipe,
+        **facts,
+        sha256="",
+    ).with_hash()
+
+
+def whole_spec(shared: StoreSpec, local: LocalFile | None) -> StoreSpec:
+    """The spec of a store, from both parts; without the second one no origin is known."""
+    if local is None:
+        return shared
+    update = {"recipe": local.recipe, "leandit_version": local.leandit_version}
+    return _with_origins(shared, local.origins).model_copy(update=update)
+
+
+def read_local(root: Path, revision: int) -> LocalFile | None:
+    """Read ``local.json`` of a revision, or its second copy; None if neither is intact: training needs none of it."""
+    return next(iter(intact_locals(root, revision)), None)
+
+
+def intact_locals(root: Path, revision: int) -> list[LocalFile]:
+    """Both copies of ``local.json`` of a revision, without damaged ones."""
+    found = []
+    for name in (LOCAL, f"{TWIN}/{LOCAL}"):
+        with contextlib.suppress(LeanditError, OSError):
+            found.append(read_local_file(root / (revision_prefix(revision) + name), revision))
+    return found
+
+
+def read_local_file(path: Path, revision: int) -> LocalFile:
+    """Read a ``local.json`` of a revision. Raises: DamageError; OSError."""
+    try:
+        local = LocalFile.model_validate(read_json(path))
+    except ValidationError as error:
+        raise DamageError(f"'{path}' is not valid: {error.errors()[0]['msg']}.") from error
+    if local != local.with_hash():
+        raise DamageError(f"'{path}' does not match its own hash.")
+    if local.sources.path != revision_prefix(revision) + SOURCES:
+        raise DamageError(f"'{path}' is not of revision {revision}: it names '{local.sources.path}'.")
+    return local
+
+
+def _encoders(spec: StoreSpec) -> dict[str, EncoderIdentity]:
+    """All encoders by the section of the recipe that names them."""
+    texts = {f"text.{one.name}" if one.name else "text": one.encoder for one in spec.text_encoders}
+    return {"vae": spec.vae, **texts, **{f"features.{one.name}": one.encoder for one in spec.features}}
+
+
+def _with_origins(spec: StoreSpec, origins: Mapping[str, Origin]) -> StoreSpec:
+    """The spec with other origins of the encoders that are named."""
+
+    def changed(role: str, one: EncoderIdentity) -> EncoderIdentity:
+        return one.model_copy(update=origins[role].model_dump()) if role in origins else one
+
+    update: dict[str, Any] = {
+        "vae": changed("vae", spec.vae),
+        "text_encoder": spec.text_encoder and changed("text", spec.text_encoder),
+        "texts": [one.model_copy(update={"encoder": changed(f"text.{one.name}", one.encoder)}) for one in spec.texts],
+        "features": [
+            one.model_copy(update={"encoder": changed(f"features.{one.name}", one.encoder)}) for one in spec.features
+        ],
+    }
+    return spec.model_copy(update=update)
 
 
 def with_stored_encoder_paths(spec: StoreSpec, store: Path) -> StoreSpec:
@@ -31,7 +118,7 @@ def with_stored_encoder_paths(spec: StoreSpec, store: Path) -> StoreSpec:
 def encoder_section(spec: StoreSpec, role: str, store: Path) -> dict[str, Any]:
     """A section of a store's recipe that names an encoder, with the path that this process can open.
 
-    A relative path is resolved from the store, then, for stores of earlier releases, from the working directory.
+    A relative path is resolved from the store, then from the working directory.
 
     Args:
       role: "vae", "text", "text.NAME" or "features.NAME".
@@ -138,19 +225,10 @@ def without_local_folders(value: Any) -> Any:
     return value
 
 
-def portable_spec(spec: dict[str, Any]) -> dict[str, Any]:
-    """A spec, as plain values, whose recipe and encoders name no folder of this machine; its fingerprint stays.
-
-    Args:
-      spec: as ``StoreSpec`` dumps it.
-    """
-
-    def identity(encoder: dict[str, Any]) -> dict[str, Any]:
-        return encoder | {"model": without_local_folders(encoder["model"])}
-
-    changed = spec | {"recipe": without_local_folders(spec["recipe"])}
-    changed |= {role: identity(spec[role]) for role in ("vae", "text_encoder") if spec[role]}
-    for kind in ("texts", "features"):
-        if kind in spec:
-            changed[kind] = [one | {"encoder": identity(one["encoder"])} for one in spec[kind]]
-    return changed
+def portable(local: LocalFile) -> LocalFile:
+    """The same for another machine: it names no folder of this one."""
+    origins = {
+        role: one.model_copy(update={"model": without_local_folders(one.model)}) for role, one in local.origins.items()
+    }
+    update = {"origins": origins, "recipe": without_local_folders(local.recipe)}
+    return local.model_copy(update=update).with_hash()

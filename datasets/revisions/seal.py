@@ -1,0 +1,159 @@
+"""The seal of a revision: tables, ``zarr.json`` files and manifest, a pure function of plan and commit records.
+
+Every process writes the same bytes. The manifest comes last; then plan and commit records are removed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute
+
+from ..disk.files import remove, write_atomic
+from ..disk.hashing import canonical_json, xxh3_file, xxh3_parts
+from ..errors import DamageError
+from ..format.layout import (
+    CAPTIONS,
+    COMMITS,
+    LOCAL,
+    MANIFEST,
+    PLAN,
+    PLAN_FILE,
+    RECORDS,
+    SOURCES,
+    TWIN,
+    revision_prefix,
+    zarr_files,
+)
+from ..format.row_layout import LATENTS
+from ..format.schema import FORMAT_VERSION, ArrayEntry, Manifest
+from ..format.table_schemas import captions_schema, records_schema, sources_schema
+from ..format.tables import parquet_file, parquet_of_groups
+from .catalog import file_entry, root_hash
+from .commits import CommitFiles, read_results
+from .latent_statistics import merge_statistics
+from .local import local_file, shared_spec
+from .merge import STATUSES, Merge
+from .plan import FrozenPlan
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+Files = dict[str, bytes | memoryview]
+
+
+def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
+    """Files of a revision's folder by name, manifest last, and the manifest.
+
+    Reads each commit record of the plan once.
+
+    Returns: contents (tables in mapped temporary files), and the manifest.
+    Raises: DamageError: as ``CommitFiles`` and ``read_results``, or a record is in no shard.
+    """
+    prefix, merge, before = revision_prefix(plan.revision), Merge(plan), plan.before
+    entries = {entry.path: entry for entry in before.files if "/c/" in entry.path} if before else {}
+    statistics = [before.statistics] if before and before.statistics else []
+    for task, commit in CommitFiles(root, plan).items():
+        merge.add(task, commit, read_results(root, plan, commit))
+        if commit.statistics and LATENTS in plan.layout.parts[task[0]].groups:
+            statistics.append(commit.statistics)
+        entries |= {entry.path: entry for entry in commit.files[:-1]}
+    statuses, stored = Counter[str](), Counter[str]()
+
+    def counted(groups: Iterable[pa.Table]) -> Iterator[pa.Table]:
+        for group in groups:
+            _check_statuses(root, plan, group)
+            statuses.update(_counts(group["status"]))
+            stored.update(_counts(group["bucket"].filter(pc.equal(group["status"], "stored"))))
+            yield group
+
+    files: Files = {
+        RECORDS: parquet_of_groups(records_schema(plan.spec), counted(merge.record_groups())),
+        CAPTIONS: parquet_of_groups(captions_schema(plan.spec), merge.caption_groups()),
+        SOURCES: parquet_file(plan.records.select(sources_schema(plan.spec).names)),
+    }
+    entries |= {prefix + name: file_entry(prefix + name, files[name]) for name in (RECORDS, CAPTIONS)}
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        revision=plan.revision,
+        base=plan.base,
+        copies=plan.copies,
+        fingerprint=plan.spec.fingerprint,
+        spec=shared_spec(plan.spec),
+        num_planned=plan.records.num_rows,
+        num_stored=statuses["stored"],
+        num_rejected=statuses["rejected"],
+        buckets={**dict.fromkeys(plan.new_rows, 0), **stored},
+        num_captions=plan.captions.num_rows,
+        num_caption_tokens=pc.sum(pc.cast(plan.captions["num_tokens"], pa.int64())).as_py() or 0,
+        arrays=[ArrayEntry.of(plan.layout.arrays[path]) for path in sorted(plan.layout.arrays)],
+        files=[entries[path] for path in sorted(entries)],
+        root_hash="",
+        self_check=plan.self_check or (before and before.self_check),
+        statistics=merge_statistics(statistics) if statistics else None,
+    )
+    manifest = manifest.model_copy(update={"root_hash": root_hash(manifest)})
+    local = local_file(
+        plan.spec,
+        listing=plan.listing,
+        plan=plan.hash,
+        planned_at=(root / prefix / PLAN / PLAN_FILE).stat().st_mtime,
+        sources=file_entry(prefix + SOURCES, files[SOURCES]),
+    )
+    return files | {
+        LOCAL: canonical_json(local.model_dump()),
+        MANIFEST: canonical_json(manifest.model_dump()),
+    }, manifest
+
+
+def write_seal(root: Path, files: Files, manifest: Manifest) -> None:
+    """Write the files of a revision, each twice, and the ``zarr.json`` of all arrays; the manifest comes last.
+
+    Its own second copy follows it, so that no manifest exists before all that it names.
+    """
+    prefix = revision_prefix(manifest.revision)
+    for name in [name for name in files if name != MANIFEST]:
+        write_unless_same(root / f"{prefix}{name}", files[name])
+        write_unless_same(root / f"{prefix}{TWIN}/{name}", files[name])
+    write_zarr_files(root, manifest)
+    for name in (MANIFEST, f"{TWIN}/{MANIFEST}"):
+        write_unless_same(root / f"{prefix}{name}", files[MANIFEST])
+
+
+def write_zarr_files(root: Path, manifest: Manifest) -> None:
+    """Write every ``zarr.json`` that follows from a manifest, unless it is there."""
+    for path, content in zarr_files(manifest.spec, manifest.layouts().values()).items():
+        write_unless_same(root / path, content)
+
+
+def finish_seal(root: Path, manifest: Manifest) -> None:
+    """Complete what a crash behind the manifest left undone: its second copy, and work that nothing reads any more."""
+    prefix = revision_prefix(manifest.revision)
+    write_unless_same(root / f"{prefix}{TWIN}/{MANIFEST}", canonical_json(manifest.model_dump()))
+    for name in (COMMITS, PLAN):
+        remove(root / (prefix + name))
+
+
+def write_unless_same(file: Path, content: bytes | memoryview) -> None:
+    """Write a file unless it already has these bytes."""
+    has_size = file.is_file() and file.stat().st_size == len(content)
+    if not has_size or xxh3_file(file) != xxh3_parts([content])[1]:
+        write_atomic(file, [content])
+
+
+def _check_statuses(root: Path, plan: FrozenPlan, group: pa.Table) -> None:
+    """Raise DamageError at a record that is neither stored nor rejected."""
+    left = group.filter(pc.invert(pc.is_in(group["status"], STATUSES)))
+    for one in left.slice(0, 1).to_pylist():
+        where = f"revision {plan.revision}, bucket {one['bucket']}, row {one['row']} (record '{one['key']}')"
+        raise DamageError(
+            f"store '{root}': {where} is '{one['status']}', and in no shard of the plan; each must be stored or "
+            "rejected. The plan cannot be completed: precompute into another --store."
+        )
+
+
+def _counts(values: pa.ChunkedArray) -> dict[str, int]:
+    return {entry["values"]: entry["counts"] for entry in pc.value_counts(values).to_pylist()}

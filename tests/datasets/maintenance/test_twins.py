@@ -1,0 +1,156 @@
+"""Every small file of a store is there twice: one copy repairs the other, and what both have lost is reported."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from faults import REVISION_FILES, copy_of, files_of, flip, make_grown, read_all, small_shards
+from making import tree_digest
+
+from leandit.datasets.errors import DamageError, LeanditError
+from leandit.datasets.maintenance.findings import shard_place
+from leandit.datasets.maintenance.repair import repair_without_encoding
+from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.store import LatentStore
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small() -> Iterator[None]:
+    with small_shards():
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of three revisions."""
+    return make_grown(tmp_path_factory.mktemp("twins"))[1]
+
+
+@pytest.fixture
+def root(whole: Path, tmp_path: Path) -> Path:
+    return copy_of(whole, tmp_path / "store")
+
+
+def small_files(root: Path) -> list[str]:
+    """All files but the shards."""
+    return [path for path in files_of(root) if not shard_place(path)]
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def blank(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def bend(path: Path) -> None:
+    flip(path, 4 * path.stat().st_size + 1)
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "gone": Path.unlink,
+    "cut": cut,
+    "zeros": blank,
+    "a flipped bit": bend,
+    "a folder": replace_by_folder,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_small_file_that_is_damaged_is_repaired_from_its_second_copy(how: str, whole: Path, root: Path) -> None:
+    wanted, small = tree_digest(whole), small_files(whole)
+    assert len(small) == 2 * 3 * len(REVISION_FILES) + sum(path.endswith("zarr.json") for path in small)
+    for path in small:
+        DAMAGE[how](root / path)
+        found = verify_store(root, quick=True)
+        assert [finding.path for finding in found.findings] == [path]
+        assert found.damaged
+        assert repair_without_encoding(root, found).findings == []
+        assert (root / path).read_bytes() == wanted[path]
+    assert tree_digest(root) == wanted
+
+
+def test_everything_that_is_there_twice_may_be_lost_at_once(whole: Path, root: Path) -> None:
+    """One copy of each small file, in turns the first and the second, and every ``zarr.json``."""
+    for i, path in enumerate(sorted(path for path in small_files(root) if "/twin/" in path)):
+        bend(root / (path if i % 2 else path.replace("/twin/", "/")))
+    for path in small_files(root):
+        if path.endswith("zarr.json"):
+            (root / path).unlink()
+    with pytest.raises(DamageError, match="verify --repair"):
+        read_all(root)
+    found = verify_store(root)
+    assert len(found.findings) == 3 * len(REVISION_FILES) + sum(
+        path.endswith("zarr.json") for path in small_files(whole)
+    )
+    assert repair_without_encoding(root, found).findings == []
+    assert tree_digest(root) == tree_digest(whole)
+
+
+@pytest.mark.parametrize("how", ["cut", "a flipped bit"])
+@pytest.mark.parametrize("revision", [1, 3])
+@pytest.mark.parametrize("name", REVISION_FILES)
+def test_what_both_copies_have_lost_is_reported_and_nothing_is_made_worse(
+    name: str, revision: int, how: str, whole: Path, root: Path
+) -> None:
+    both = [f"revisions/{revision:06d}/{folder}{name}" for folder in ("", "twin/")]
+    for path in both:
+        DAMAGE[how](root / path)
+    before = tree_digest(root)
+    found = verify_store(root)
+    assert found.damaged
+    assert {*both} <= {finding.path for finding in found.findings}
+    after = repair_without_encoding(root, found)
+    assert {*both} <= {finding.path for finding in after.findings}
+    kept = tree_digest(root)
+    assert kept.keys() == before.keys()
+    assert {path for path in before if kept[path] != before[path]} <= {
+        path for path in before if path.endswith("zarr.json")
+    }
+    if revision == 1 or name in ("local.json", "sources.parquet"):
+        assert read_all(root) == read_all(whole)  # training needs none of these
+    else:
+        with pytest.raises(LeanditError):
+            read_all(root)
+
+
+def test_a_lost_manifest_does_not_let_a_reader_fall_back_to_an_earlier_revision(whole: Path, root: Path) -> None:
+    (root / "revisions/000003/manifest.json").unlink()
+    with pytest.raises(DamageError, match=r"manifest\.json' is missing.*verify --repair.*second copy"):
+        LatentStore(root)
+    assert len(LatentStore(root, revision=2)) == len(LatentStore(whole, revision=2))
+    repair_without_encoding(root, verify_store(root))
+    assert LatentStore(root).revision == 3
+
+
+def test_a_store_whose_newest_manifests_are_both_gone_is_damaged(root: Path) -> None:
+    for path in root.glob("revisions/000003/**/manifest.json"):
+        path.unlink()
+    found = verify_store(root)
+    assert found.damaged
+    assert "stray" in {finding.cause for finding in found.findings}
+
+
+def test_repair_of_an_intact_store_writes_nothing(root: Path) -> None:
+    times = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    assert repair_without_encoding(root, verify_store(root)).findings == []
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == times
+
+
+def test_a_table_that_another_revision_wrote_is_not_taken_for_a_copy(whole: Path, root: Path) -> None:
+    for name in REVISION_FILES:
+        shutil.copyfile(whole / "revisions/000002" / name, root / "revisions/000003" / name)
+        found = verify_store(root)
+        assert [finding.path for finding in found.findings] == [f"revisions/000003/{name}"]
+        assert repair_without_encoding(root, found).findings == []
+    assert tree_digest(root) == tree_digest(whole)
