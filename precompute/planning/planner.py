@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.errors import RecordRejected, SourceError
-from ...datasets.format.layout import buckets_of, next_row
+from ...datasets.format.layout import next_row
 from ...datasets.format.schema import Manifest, SelfCheck, StoreSpec
 from ...datasets.format.table_schemas import plan_schema, suffixes
 from ...datasets.revisions.local import with_stored_encoder_paths
