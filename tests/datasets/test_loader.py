@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from faults import in_child
+from faults import in_child, without_seal
 from hypothesis import given
 from hypothesis import strategies as st
-from making import CPU, label_recipe, no_progress, picture
+from making import CPU, caption_recipe, label_recipe, no_progress, picture
 from torch.utils.data import DataLoader
 
 from leandit.datasets.batches import buffer_pool
@@ -42,6 +42,7 @@ from leandit.datasets.order.mixture import Mixture, Stages
 from leandit.datasets.order.shuffle import ShardWindow
 from leandit.datasets.order.slices import microbatches
 from leandit.datasets.store import LatentStore
+from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.pipeline import precompute
 
 GLOBAL_BATCH = 4
@@ -255,12 +256,17 @@ def test_a_state_of_another_order_is_refused(
         resume(resumed, loader.state_dict())
 
 
-def test_a_state_of_an_incomplete_store_that_has_grown_is_refused(caption_store: LatentStore, tmp_path: Path) -> None:
+def unfinished(recipe: PrecomputeRecipe, source: Path, store: Path) -> Path:
+    """A store of which all is encoded and nothing sealed."""
+    run = {"source_path": source, "store_path": store, "device": CPU, "progress": no_progress}
+    without_seal(lambda: precompute(recipe, **run))
+    return store
+
+
+def test_a_state_of_an_incomplete_store_that_has_grown_is_refused(caption_folder: Path, tmp_path: Path) -> None:
     # Its records are others than before, so the same position means another batch.
-    path = tmp_path / "store"
-    shutil.copytree(caption_store.path, path)
-    (path / "manifest.json").unlink()
-    commit = path / "commits/buckets/64x64/000000.json"
+    path = unfinished(caption_recipe(), caption_folder, tmp_path / "store")
+    commit = path / "revisions/000001/commits/buckets/64x64/000000.json"
     content = commit.read_bytes()
     commit.unlink()
 
@@ -277,11 +283,11 @@ def test_a_state_of_an_incomplete_store_that_has_grown_is_refused(caption_store:
         resume(resumed, loader.state_dict())
 
 
-def test_an_incomplete_store_hands_out_what_is_committed(caption_store: LatentStore, tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    shutil.copytree(caption_store.path, path)
-    (path / "manifest.json").unlink()
-    (path / "commits/buckets/64x64/000000.json").unlink()
+def test_an_incomplete_store_hands_out_what_is_committed(
+    caption_store: LatentStore, caption_folder: Path, tmp_path: Path
+) -> None:
+    path = unfinished(caption_recipe(), caption_folder, tmp_path / "store")
+    (path / "revisions/000001/commits/buckets/64x64/000000.json").unlink()
     seen: Counter[str] = Counter()
     for batch in make_loader(LatentStore(path, allow_incomplete=True), global_batch=2):
         seen[batch.bucket] += len(batch)
@@ -334,11 +340,9 @@ def test_another_seed_gives_another_order_and_other_draws(label_store: LatentSto
     assert not np.isclose(one.latents.numpy()[order_one], two.latents.numpy()[order_two]).all(axis=(1, 2, 3)).any()
 
 
-def test_a_store_without_records_is_refused(label_store: LatentStore, tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    shutil.copytree(label_store.path, path)
-    (path / "manifest.json").unlink()
-    shutil.rmtree(path / "commits")
+def test_a_store_without_records_is_refused(class_folder: Path, tmp_path: Path) -> None:
+    path = unfinished(label_recipe(), class_folder, tmp_path / "store")
+    shutil.rmtree(path / "revisions/000001/commits")
     with pytest.raises(RunError, match="no records"):
         make_loader(LatentStore(path, allow_incomplete=True), global_batch=4)
 
@@ -762,11 +766,7 @@ def test_a_state_that_is_loaded_while_batches_are_read_is_gone_on_from(place: in
 
 def test_a_state_of_another_incomplete_store_is_refused(class_folder: Path, tmp_path: Path) -> None:
     def incomplete(name: str, *overrides: str) -> LatentStore:
-        path = tmp_path / name
-        precompute(
-            label_recipe(*overrides), source_path=class_folder, store_path=path, device=CPU, progress=no_progress
-        )
-        (path / "manifest.json").unlink()
+        path = unfinished(label_recipe(*overrides), class_folder, tmp_path / name)
         return LatentStore(path, allow_incomplete=True)
 
     first, second = incomplete("first"), incomplete("second", "vae.keep=mean")

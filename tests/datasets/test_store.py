@@ -8,7 +8,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 import zarr
-from making import caption_recipe, label_recipe, make_caption_folder, tree_digest
+from faults import without_seal
+from making import CPU, caption_recipe, label_recipe, make_caption_folder, no_progress, tree_digest
 
 from leandit.datasets.errors import (
     DamageError,
@@ -31,22 +31,37 @@ from leandit.datasets.errors import (
     UnknownKey,
 )
 from leandit.datasets.format.buckets import bucket_size
-from leandit.datasets.format.schema import CommitRecord
+from leandit.datasets.format.caption_layout import CaptionLayout
 from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.verify import verify_store
-from leandit.datasets.revisions.merge import merge_captions
-from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.records import MOST_COMPARED, near_keys
 from leandit.datasets.store import LatentStore
+from leandit.precompute.pipeline import precompute
 
 MOMENTS = "buckets/64x64/moments/c/0/0/0/0"
+OWN = "revisions/000001/"
+MANIFEST = OWN + "manifest.json"
 
 
 @pytest.fixture
 def copied(caption_store: LatentStore, tmp_path: Path) -> Path:
     """A copy of the caption store that a test may damage."""
     return Path(shutil.copytree(caption_store.path, tmp_path / "copied"))
+
+
+@pytest.fixture(scope="module")
+def whole_unfinished(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The caption store with all its shards, before the seal."""
+    path = tmp_path_factory.mktemp("unfinished") / "store"
+    run = {"source_path": caption_folder, "store_path": path, "device": CPU, "progress": no_progress}
+    without_seal(lambda: precompute(caption_recipe(), **run))
+    return path
+
+
+@pytest.fixture
+def unfinished(whole_unfinished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole_unfinished, tmp_path / "unfinished"))
 
 
 def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
@@ -65,27 +80,21 @@ def flip_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-def make_foreign_group(path: Path) -> None:
-    shutil.rmtree(path)
-    zarr.create_group(path).create_array("x", data=np.zeros(3))
-
-
 def empty(path: Path) -> None:
     shutil.rmtree(path)
     path.mkdir()
 
 
 def uncommit(path: Path) -> None:
-    (path / "manifest.json").unlink()
-    (path / "commits/buckets/64x64/000000.json").unlink()
-
-
-def set_attribute(name: str, value: Any) -> Callable[[Path], None]:
-    return lambda path: edit_json(path / "zarr.json", lambda v: v["attributes"]["leandit"].__setitem__(name, value))
+    (path / OWN / "commits/buckets/64x64/000000.json").unlink()
 
 
 def set_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    return lambda path: edit_json(path / "manifest.json", change)
+    return lambda path: edit_json(path / MANIFEST, change)
+
+
+def set_spec(name: str, value: Any) -> Callable[[Path], None]:
+    return set_manifest(lambda manifest: manifest["spec"].__setitem__(name, value))
 
 
 SAME_COMMAND = "same precompute command again"
@@ -94,27 +103,13 @@ SPOILED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] 
     ("missing folder", shutil.rmtree, StoreNotFound, ["no such folder", "leandit precompute"]),
     ("file", lambda p: (shutil.rmtree(p), p.write_text("")), StoreNotFound, ["no such folder"]),
     ("empty folder", empty, StoreError, ["no 'zarr.json'", "not a leandit store"]),
-    ("foreign group", make_foreign_group, StoreError, ["zarr.json", "has no 'leandit' attribute"]),
-    ("no attributes", lambda p: (p / "zarr.json").write_text("{}"), StoreError, ["has no 'leandit' attribute"]),
-    ("null attributes", lambda p: (p / "zarr.json").write_text('{"attributes": null}'), StoreError, ["zarr.json"]),
-    ("other JSON", lambda p: (p / "zarr.json").write_text("[]"), StoreError, ["zarr.json"]),
-    ("no JSON", lambda p: cut(p / "zarr.json") or cut(p / "zarr.json"), DamageError, ["zarr.json", "not valid JSON"]),
-    ("newer version", set_attribute("format_version", 2), FormatVersionError, ["version 2", "reads 1"]),
-    ("no version", set_attribute("format_version", None), FormatVersionError, ["version None", "reads 1"]),
-    ("spoiled spec", set_attribute("latent", {"kind": "mean"}), DamageError, ["attributes are not valid"]),
-    ("incomplete", uncommit, StoreIncomplete, ["not complete", "1 of 5 shards", SAME_COMMAND]),
-    (
-        "no manifest",
-        lambda p: (p / "manifest.json").unlink(),
-        StoreIncomplete,
-        ["all shards are there, but not sealed", SAME_COMMAND],
-    ),
-    (
-        "unfinished plan",
-        lambda p: ((p / "manifest.json").unlink(), (p / "plan/plan.json").unlink()),
-        StoreIncomplete,
-        ["plan is not finished", SAME_COMMAND],
-    ),
+    ("newer version", set_manifest(lambda v: v.update(format_version=2)), FormatVersionError, ["version 2", "reads 1"]),
+    ("no version", set_manifest(lambda v: v.update(format_version=None)), FormatVersionError, ["version None"]),
+    ("no JSON", lambda p: cut(p / MANIFEST) or cut(p / MANIFEST), DamageError, [MANIFEST, "JSON", REPAIR]),
+    ("other JSON", lambda p: (p / MANIFEST).write_text("[]"), DamageError, [MANIFEST, "not valid"]),
+    ("spoiled spec", set_spec("latent", {"kind": "mean"}), DamageError, [MANIFEST, "not valid", "spec.latent"]),
+    ("edited spec", set_spec("shard_mib", 77), DamageError, [MANIFEST, "root hash"]),
+    ("lost manifest", lambda p: (p / MANIFEST).unlink(), DamageError, [MANIFEST, "is missing", REPAIR, "second copy"]),
     ("missing shard", lambda p: (p / MOMENTS).unlink(), DamageError, [MOMENTS, "is missing", REPAIR]),
     ("cut shard", lambda p: cut(p / MOMENTS), DamageError, [MOMENTS, "bytes, the manifest says", REPAIR]),
     (
@@ -123,18 +118,12 @@ SPOILED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] 
         DamageError,
         ["captions/embeddings/c/0/0", "has 0 bytes"],
     ),
-    ("missing table", lambda p: (p / "records.parquet").unlink(), DamageError, ["records.parquet", "is missing"]),
-    (
-        "missing array",
-        lambda p: (p / "captions/null/zarr.json").unlink(),
-        DamageError,
-        ["captions/null/zarr.json", "is missing"],
-    ),
+    ("missing table", lambda p: (p / OWN / "records.parquet").unlink(), DamageError, ["records.parquet", "is missing"]),
     (
         "edited manifest",
         set_manifest(lambda v: v["buckets"].__setitem__("64x64", 4)),
         DamageError,
-        ["manifest.json", "root hash", "rebuilds the manifest"],
+        ["manifest.json", "root hash", REPAIR],
     ),
     (
         "edited file entry",
@@ -144,7 +133,6 @@ SPOILED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] 
     ),
     ("edited root hash", set_manifest(lambda v: v.__setitem__("root_hash", "0" * 64)), DamageError, ["root hash"]),
     ("key gone", set_manifest(lambda v: v.pop("num_stored")), DamageError, ["manifest.json", "not valid"]),
-    ("cut manifest", lambda p: cut(p / "manifest.json") or cut(p / "manifest.json"), DamageError, ["manifest.json"]),
 ]
 
 
@@ -161,6 +149,36 @@ def test_a_store_that_is_not_whole_is_refused_when_opened(
     assert "\n" not in message
 
 
+UNFINISHED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] = [
+    ("incomplete", uncommit, StoreIncomplete, ["not complete", "1 of 5 shards", SAME_COMMAND]),
+    ("not sealed", lambda _: None, StoreIncomplete, ["all shards are there, but not sealed", SAME_COMMAND]),
+    ("no plan", lambda p: (p / OWN / "plan/plan.json").unlink(), StoreIncomplete, ["plan is not finished"]),
+    ("cut plan", lambda p: cut(p / OWN / "plan/records.parquet"), DamageError, ["plan", "is damaged", SAME_COMMAND]),
+    ("edited plan", lambda p: flip_byte(p / OWN / "plan/plan.json"), DamageError, ["plan"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "words"), [case[1:] for case in UNFINISHED], ids=[case[0] for case in UNFINISHED]
+)
+def test_a_store_that_is_not_finished_is_refused_when_opened(
+    spoil: Callable[[Path], Any], error: type[LeanditError], words: list[str], unfinished: Path
+) -> None:
+    test_a_store_that_is_not_whole_is_refused_when_opened(spoil, error, words, unfinished)
+
+
+def test_training_reads_no_metadata_of_zarr(caption_store: LatentStore, copied: Path) -> None:
+    for path in [*copied.rglob("zarr.json"), *copied.rglob("local.json"), *copied.rglob("sources.parquet")]:
+        path.unlink()
+    shutil.rmtree(copied / OWN / "twin")
+    store = LatentStore(copied)
+    assert store.root_hash == caption_store.root_hash
+    for found, wanted in zip(
+        make_loader(store, global_batch=4), make_loader(caption_store, global_batch=4), strict=True
+    ):
+        np.testing.assert_array_equal(found.latents, wanted.latents)
+
+
 def test_a_file_that_vanishes_before_its_first_read_is_damage_that_names_it(copied: Path) -> None:
     def read_all(store: LatentStore) -> None:
         for bucket in store.buckets:
@@ -169,9 +187,8 @@ def test_a_file_that_vanishes_before_its_first_read_is_damage_that_names_it(copi
         _ = store.null_caption, store.records, store.captions
 
     read_all(LatentStore(copied))
-    arrays = [f"buckets/{name}/moments" for name in LatentStore(copied).buckets]
-    arrays += ["captions/embeddings", "captions/offsets", "captions/lengths", "captions/null"]
-    for name in ["records.parquet", "captions.parquet", *(f"{array}/zarr.json" for array in arrays)]:
+    shards = [layout.shard_path(0) for layout in LatentStore(copied).layouts.values()]
+    for name in [f"{OWN}records.parquet", f"{OWN}captions.parquet", *shards]:
         store = LatentStore(copied)
         (copied / name).rename(copied / "away")
         with pytest.raises(DamageError) as caught:
@@ -182,21 +199,21 @@ def test_a_file_that_vanishes_before_its_first_read_is_damage_that_names_it(copi
 
 @pytest.mark.parametrize(("name", "attribute"), [("records.parquet", "records"), ("captions.parquet", "captions")])
 def test_an_edited_table_is_refused_when_read(name: str, attribute: str, copied: Path) -> None:
-    flip_byte(copied / name)
+    flip_byte(copied / OWN / name)
     store = LatentStore(copied)  # its size is right
-    with pytest.raises(DamageError, match=rf"'{re.escape(name)}' differs from the manifest.*{REPAIR}"):
+    with pytest.raises(DamageError, match=rf"'{OWN}{re.escape(name)}' differs from the manifest.*{REPAIR}"):
         getattr(store, attribute)
 
 
-def test_edited_attributes_of_the_same_size_are_refused(copied: Path) -> None:
-    # Another scale makes other latents under the same root hash, and nothing would say so.
-    path = copied / "zarr.json"
+def test_an_edited_scale_of_the_same_size_is_refused(copied: Path) -> None:
+    # Another scale makes other latents of the same shards, and nothing would say so.
+    path = copied / MANIFEST
     content = path.read_text()
-    scale = json.loads(content)["attributes"]["leandit"]["latent"]["scale"][0]
+    scale = json.loads(content)["spec"]["latent"]["scale"][0]
     changed = content.replace(str(scale), str(scale)[:-1] + ("1" if str(scale)[-1] != "1" else "2"))
     assert (len(changed), changed == content) == (len(content), False)
     path.write_text(changed)
-    with pytest.raises(DamageError, match=r"zarr\.json|fingerprint"):
+    with pytest.raises(DamageError, match=r"manifest\.json.*root hash"):
         LatentStore(copied)
 
 
@@ -211,9 +228,9 @@ def test_an_edited_index_of_a_shard_is_refused_when_read(copied: Path) -> None:
     assert np.isfinite(store.latents("48x80")[0]).all()
 
 
-def test_an_incomplete_store_lists_only_what_is_committed(caption_store: LatentStore, copied: Path) -> None:
-    uncommit(copied)
-    store = LatentStore(copied, allow_incomplete=True)
+def test_an_incomplete_store_lists_only_what_is_committed(caption_store: LatentStore, unfinished: Path) -> None:
+    uncommit(unfinished)
+    store = LatentStore(unfinished, allow_incomplete=True)
     assert (store.complete, store.root_hash) == (False, None)
     assert store.buckets == {"48x80": 5, "64x64": 0, "80x48": 4}
     assert len(store.index("64x64").rows) == 0
@@ -227,36 +244,23 @@ def test_an_incomplete_store_lists_only_what_is_committed(caption_store: LatentS
 
 
 def test_the_checksums_of_an_incomplete_store_stand_beside_their_captions(
-    caption_store: LatentStore, copied: Path, monkeypatch: pytest.MonkeyPatch
+    caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Shards of one caption at full length, of which the first is not committed (any more): the others must not move up.
-    monkeypatch.setattr("leandit.datasets.format.caption_layout.TOKEN_CHUNK_BYTES", 1)
-    text = caption_store.spec.text
-    assert text is not None
-    spec = caption_store.spec.model_copy(update={"shard_mib": 0})
-    plan = replace(read_plan(copied, 1), spec=spec)
-    layout = plan.layout.parts["captions"].captions
-    assert layout is not None
-    shard_of = layout.offsets // text.max_tokens
+    monkeypatch.setattr(CaptionLayout, "_shard_rows", lambda self: (16, 4))
+    path = tmp_path / "store"
+    run = {"source_path": caption_folder, "store_path": path, "device": CPU, "progress": no_progress}
+    without_seal(lambda: precompute(caption_recipe(), **run))
+    whole = LatentStore(path, allow_incomplete=True).captions
+    shard_of = whole["start"].to_numpy() // 16
     assert shard_of.max() >= 2
-    commits = {
-        ("captions", shard): CommitRecord(
-            format_version=1,
-            fingerprint=spec.fingerprint,
-            plan=plan.hash,
-            part="captions",
-            shard=shard,
-            files=[],
-            checksums=[f"{i:016x}" for i in np.flatnonzero(shard_of == shard)],
-            source_checksums=[],
-            rejects=[],
-            fallbacks=[],
-            record_hash="",
-        )
-        for shard in range(1, int(shard_of.max()) + 1)
-    }
-    found = merge_captions(plan, commits)["checksum"].to_pylist()
-    assert found == [None if shard == 0 else i for i, shard in enumerate(shard_of.tolist())]
+    (path / OWN / "commits/captions/000000.json").unlink()
+    left = LatentStore(path, allow_incomplete=True)
+    checksums = whole["checksum"].to_pylist()
+    assert None not in checksums
+    wanted = [None if shard == 0 else one for one, shard in zip(checksums, shard_of.tolist(), strict=True)]
+    assert left.captions["checksum"].to_pylist() == wanted
+    assert left.captions["start"].equals(whole["start"])  # they follow from the plan
 
 
 def test_the_sizes_of_a_batch_s_pictures_and_crops_are_found_by_its_records(caption_store: LatentStore) -> None:
@@ -417,17 +421,17 @@ def test_zarr_reads_the_same_numbers_from_the_whole_group(name: str, request: py
     assert sorted(group["buckets"].group_keys()) == sorted(store.buckets)
     assert ("captions" in group) == (store.spec.text is not None)
     if store.spec.text:
-        offsets, lengths = group["captions/offsets"][:], group["captions/lengths"][:]
-        for i, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-            theirs = group["captions/embeddings"][offset : offset + length]
+        spans = [store.captions[name].to_pylist() for name in ("start", "num_tokens")]
+        for i, (start, length) in enumerate(zip(*spans, strict=True)):
+            theirs = group["captions/embeddings"][start : start + length]
             np.testing.assert_array_equal(theirs, store.caption_embedding(i))
         np.testing.assert_array_equal(group["captions/null"][:], store.null_caption)
     assert group.attrs["leandit"]["fingerprint"] == store.spec.fingerprint
 
 
 def test_the_tables_have_the_columns_of_the_format(caption_store: LatentStore) -> None:
-    assert pq.read_schema(caption_store.path / "records.parquet").equals(RECORDS_SCHEMA)
-    assert pq.read_schema(caption_store.path / "captions.parquet").equals(CAPTIONS_SCHEMA)
+    assert pq.read_schema(caption_store.path / OWN / "records.parquet").equals(RECORDS_SCHEMA)
+    assert pq.read_schema(caption_store.path / OWN / "captions.parquet").equals(CAPTIONS_SCHEMA)
 
 
 def test_the_index_of_a_bucket_fits_the_records(caption_store: LatentStore) -> None:
@@ -484,29 +488,25 @@ def test_a_store_can_be_moved_and_outlives_its_source(encode: Callable[..., Any]
     assert tree_digest(second) == digest  # reading writes nothing
 
 
-def test_a_newest_revision_without_its_manifest_is_warned_of(encode: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_newer_revision_that_is_not_finished_is_warned_of(encode: Callable[..., Any], tmp_path: Path) -> None:
     source, path = make_caption_folder(tmp_path / "source", count=4), tmp_path / "store"
     encode(caption_recipe(), source, path)
     shutil.rmtree(source)
     make_caption_folder(source, count=6)
-    encode(caption_recipe(), source, path)
+    without_seal(lambda: encode(caption_recipe(), source, path))
+    with pytest.warns(StoreWarning, match=r"revision 1 is opened\. Revision 2 was begun and is not finished"):
+        assert LatentStore(path).unfinished_revision == 2
+    with pytest.raises(StoreError, match=r"no complete revision 2\. There are: 1\. Revision 2 was begun"):
+        LatentStore(path, revision=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        assert LatentStore(path, revision=1).unfinished_revision == 2
+        shutil.copytree(path, tmp_path / "copy")
+        encode(caption_recipe(), source, path)
         assert LatentStore(path).revision == 2
-    (path / "revisions/000002/manifest.json").unlink()
-    for lost in ("", "plan"):  # a plan, or only commit records
-        if lost:
-            shutil.rmtree(path / "revisions/000002" / lost)
-        with pytest.warns(StoreWarning, match=r"revision 1 is opened\. Revision 2 was begun and has no manifest"):
-            assert LatentStore(path).unfinished_revision == 2
-        with pytest.raises(StoreError, match=r"no complete revision 2\. There are: 1\. Revision 2 was begun"):
-            LatentStore(path, revision=2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert LatentStore(path, revision=1).unfinished_revision == 2
-    shutil.rmtree(path / "revisions/000002/commits")
-    assert LatentStore(path).unfinished_revision is None  # only stray files are left: 'verify' names them
-    assert {finding.cause for finding in verify_store(path).findings} == {"stray"}
+    shutil.rmtree(tmp_path / "copy/revisions/000002/plan")
+    assert LatentStore(tmp_path / "copy").unfinished_revision is None  # only stray files are left
+    assert {finding.cause for finding in verify_store(tmp_path / "copy").findings} == {"stray"}
 
 
 def test_the_class_names_come_in_order_of_their_index(label_store: LatentStore, caption_store: LatentStore) -> None:

@@ -331,8 +331,8 @@ class Scenario:
             partial = [comparable(tree(store))]
             assert self.run(store, Failpoint("die", outcome.operations.index("rename manifest.json"))).died
             partial.append(comparable(tree(store)))
-        done = {"operations": outcome.operations, "fsyncs": outcome.fsyncs}
-        return replace(self, whole=whole, partial=tuple(partial), **done)
+        done = replace(self, operations=outcome.operations, fsyncs=outcome.fsyncs)
+        return replace(done, whole=whole, partial=tuple(partial))
 
     @contextmanager
     def store(self) -> Iterator[Path]:

@@ -206,7 +206,7 @@ def test_the_error_names_record_bucket_row_shard_and_remedy(plain: Path) -> None
 
 def test_the_error_of_a_caption_names_it_and_its_shard(plain: Path) -> None:
     store = LatentStore(plain)
-    path, first, _ = store.text().arrays[0].place(int(store.text().offsets[9]))
+    path, first, _ = store.text().arrays[0].place(int(store.text().starts[9]))
     flip(plain / path, 8 * (first + 3))
     with pytest.raises(DamageError, match=rf"caption 9 \('.*'\) of text encoder '' in shard '{path}'"):
         epoch_of(plain)
@@ -214,7 +214,7 @@ def test_the_error_of_a_caption_names_it_and_its_shard(plain: Path) -> None:
 
 def test_a_reader_without_captions_does_not_check_them(plain: Path) -> None:
     store = LatentStore(plain)
-    path, first, _ = store.text().arrays[0].place(int(store.text().offsets[9]))
+    path, first, _ = store.text().arrays[0].place(int(store.text().starts[9]))
     flip(plain / path, 8 * (first + 3))
     assert len(list(make_loader(LatentStore(plain), global_batch=8, text="none"))) == 5
 

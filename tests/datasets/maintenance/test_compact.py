@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import shutil
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from faults import (
+    REVISION_FILES,
     Pictures,
     content,
     copy_of,
@@ -22,14 +24,14 @@ from faults import (
     num_operations,
     read_all,
     small_shards,
+    without_seal,
 )
 from making import caption_recipe, label_recipe, make_class_folder, no_progress, picture, tree_digest
 
-from leandit.datasets.errors import DamageError, ResourceError, StoreError, StoreIncomplete
+from leandit.datasets.errors import DamageError, ResourceError, StoreError
 from leandit.datasets.format.schema import Manifest
-from leandit.datasets.maintenance.compact import compact, plan_compaction
+from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
-from leandit.datasets.revisions.plan import write_plan
 from leandit.datasets.store import LatentStore
 
 RECIPES = {"plain": (), "packed": ("vae.flip=true", "store.codec=zstd")}
@@ -71,11 +73,13 @@ def test_a_compacted_store_holds_the_same_and_nothing_else(grown: tuple[Pictures
     assert content(after) == before
     assert after.null_caption.tobytes() == null
     assert verify_store(root).findings == []
-    assert (after.revision, after.manifest and after.manifest.stack) == (4, [4])
+    assert after.revision == 4
+    assert {one.revision for layout in after.layouts.values() for one in layout.row_ranges} == {4}
+    assert all(len(layout.row_ranges) == 1 for layout in after.layouts.values())  # no gaps
     assert manifest == after.manifest
     assert size_of(root) < size_of(store)
-    outside = {path for path in files_of(root) if not path.startswith("revisions/000004/")}
-    assert outside == {"zarr.json", "revisions/zarr.json"}
+    of_revisions = {path for path in files_of(root) if path.startswith("revisions/") and "/00000" in path}
+    assert of_revisions == {f"revisions/000004/{folder}{name}" for folder in ("", "twin/") for name in REVISION_FILES}
     texts = {text for _, _, captions in before.values() for text in captions}
     assert set(after.captions["text"].to_pylist()) == texts
     assert sum(after.buckets.values()) == sum(said["status"] == "stored" for said, _, _ in before.values())
@@ -99,7 +103,8 @@ def test_a_compacted_store_grows_and_is_compacted_again(tmp_path: Path) -> None:
     pictures.drop(5)
     pictures.write()
     report = encode(caption_recipe(), pictures.root, root, drop_gone=True)
-    assert (report.num_encoded, report.manifest.stack, report.manifest.revision) == (1, [4, 5], 5)
+    assert (report.num_encoded, report.manifest.revision) == (1, 5)
+    assert {one[0] for array in report.manifest.arrays for one in array.ranges} == {4, 5}
     assert verify_store(root).findings == []
     before = content(LatentStore(root))
     assert "images/40.png" in before
@@ -116,27 +121,12 @@ def test_shards_of_which_nothing_has_changed_are_the_same_bytes(tmp_path: Path) 
     shards = [path for path in files_of(store) if re.search("^buckets/.*/c/", path)]
     assert len(shards) == 6
     for path in shards:
-        assert (tmp_path / "new/revisions/000002" / path).read_bytes() == (store / path).read_bytes()
+        assert (tmp_path / "new" / path).read_bytes() == (store / path).read_bytes()
 
 
-def test_a_store_that_was_made_anew_loses_what_it_had_before(tmp_path: Path) -> None:
-    source, root = make_class_folder(tmp_path / "train", classes=2, per_class=3), tmp_path / "store"
-    encode(label_recipe(), source, root)
-    encode(label_recipe("vae.keep=mean"), source, root, new_revision=True)
-    before = content(LatentStore(root))
-    assert LatentStore(root).manifest.stack == [2]  # pyright: ignore[reportOptionalMemberAccess]
-    assert verify_store(root).findings == []
-    run(root, tmp_path / "new")
-    assert content(LatentStore(tmp_path / "new")) == before
-    assert verify_store(tmp_path / "new").findings == []
-    (source / "n000/0.png").unlink()
-    encode(label_recipe("vae.keep=mean"), source, root, drop_gone=True)
-    left = content(LatentStore(root))
-    assert left.keys() == before.keys() - {"n000/0.png"}
-    run(root, tmp_path / "newer")
-    assert content(LatentStore(tmp_path / "newer")) == left
-    assert verify_store(tmp_path / "newer").findings == []
-    assert size_of(tmp_path / "newer") < size_of(root) / 2
+def without_local(root: Path) -> dict[str, bytes]:
+    """All files but those that say when the plan was made."""
+    return {path: data for path, data in tree_digest(root).items() if not path.endswith("/local.json")}
 
 
 def check_kills(store: Path, work: Path, step: int) -> None:
@@ -144,15 +134,15 @@ def check_kills(store: Path, work: Path, step: int) -> None:
     old, call = tree_digest(store), functools.partial(run, store, work / "new")
     work.mkdir()
     total = num_operations(call)
-    whole = tree_digest(work)
+    whole = without_local(work)
     assert total > 50
     for at in range(0, total, step):
         shutil.rmtree(work / "new")
         assert dies_at(at, call), at
         left = [path.name for path in work.iterdir()]
-        assert all(name.startswith(LITTER) for name in left) or (left == ["new"] and tree_digest(work) == whole), at
+        assert all(name.startswith(LITTER) for name in left) or (left == ["new"] and without_local(work) == whole), at
         call()
-        assert tree_digest(work) == whole, at
+        assert without_local(work) == whole, at
     assert tree_digest(store) == old
 
 
@@ -177,7 +167,7 @@ def test_a_compaction_that_is_killed_at_any_operation_begins_again(
 def test_a_damaged_row_is_refused_and_nothing_is_left(kind: str, plain: tuple[Pictures, Path], tmp_path: Path) -> None:
     root = copy_of(plain[1], tmp_path / "store")
     path = {
-        "latents": "revisions/000002/buckets/80x48/moments/c/0/0/0/0",
+        "latents": "buckets/80x48/moments/c/0/0/0/0",
         "captions": "captions/embeddings/c/0/0",
         "null": "captions/null/c/0/0",
     }[kind]
@@ -192,19 +182,26 @@ def test_a_damaged_row_is_refused_and_nothing_is_left(kind: str, plain: tuple[Pi
 
 def test_an_unfinished_revision_is_finished_first(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
     root = copy_of(plain[1], tmp_path / "store")
-    for name in ("manifest.json", "records.parquet", "captions.parquet"):
-        (root / "revisions/000003" / name).unlink()
+    pictures = copy.copy(plain[0])
+    pictures.root = shutil.copytree(plain[0].root, tmp_path / "source")
+    pictures.put(50)
+    pictures.write()
+    without_seal(lambda: encode(caption_recipe(), pictures.root, root))
     before = tree_digest(root)
-    with pytest.raises(StoreError, match="revision 3 is unfinished"):
+    with pytest.raises(StoreError, match="revision 4 is unfinished"):
         run(root, tmp_path / "new")
-    assert (tree_digest(root), list(tmp_path.iterdir())) == (before, [root])
+    assert tree_digest(root) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "source"}
 
 
-def test_a_store_without_its_plan_is_an_error_that_says_so(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["local.json", "sources.parquet"])
+def test_a_store_that_has_lost_what_growth_needs_says_so(
+    name: str, plain: tuple[Pictures, Path], tmp_path: Path
+) -> None:
     root = copy_of(plain[1], tmp_path / "store")
-    for path in list(root.rglob("plan")):
-        shutil.rmtree(path)
-    with pytest.raises(StoreIncomplete, match="its plan"):
+    for path in list(root.glob(f"revisions/000003/**/{name}")):
+        path.unlink()
+    with pytest.raises(DamageError, match=rf"{name}' is missing.*verify --repair"):
         run(root, tmp_path / "new")
     assert list(tmp_path.iterdir()) == [root]
 
@@ -223,21 +220,6 @@ def test_a_place_that_is_taken_or_lies_in_the_store_is_refused(plain: tuple[Pict
             run(store, out)
     assert (tree_digest(store), tree_digest(other)) == (before, before)
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_what_a_release_before_was_compacting_in_place_is_compacted_elsewhere(
-    plain: tuple[Pictures, Path], tmp_path: Path
-) -> None:
-    root = copy_of(plain[1], tmp_path / "store")
-    before = content(LatentStore(root))
-    write_plan(
-        root, plan_compaction(LatentStore(root), LatentStore(root).spec, root), replace=False
-    )  # with this it began
-    with pytest.raises(StoreError, match="leandit compact"):
-        encode(caption_recipe(), plain[0].root, root)
-    assert not verify_store(root).damaged
-    run(root, tmp_path / "new")
-    assert content(LatentStore(tmp_path / "new")) == before
 
 
 def test_a_disk_that_is_too_small_is_refused(

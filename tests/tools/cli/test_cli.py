@@ -372,7 +372,7 @@ def test_a_store_grows_and_is_compacted(class_folder: Path, tmp_path: Path, lean
     assert "13 stored" in leandit(*command, "--drop-gone").out
     ended = leandit(*command, "--set", "vae.keep=mean")
     assert (ended.code, ended.out) == (3, "")
-    assert "give another --store" in ended.err
+    assert "give another --store" in " ".join(ended.err.split())
 
     before, new = tree_digest(store), tmp_path / "new"
     for _ in range(2):  # the second time it is there
@@ -380,7 +380,7 @@ def test_a_store_grows_and_is_compacted(class_folder: Path, tmp_path: Path, lean
         assert (ended.code, "revision 4, 13 records" in ended.out) == (0, True)
     assert tree_digest(store) == before
     ended = leandit("inspect", new, "--revision", 1)
-    assert (ended.code, ended.out, "There are: 5" in ended.err) == (3, "", True)
+    assert (ended.code, ended.out, "There are: 4" in ended.err) == (3, "", True)
     assert leandit("compact", store, "--out", source).code == 3
 
 
