@@ -24,10 +24,13 @@ LOG = logging.getLogger(__name__)
 MOST_GRAPHS, MOST_STATIC_GRAPHS = 8, 64  # of a kind of block; a graph takes up to half a minute
 
 
-def compile_blocks(model: Denoiser) -> None:
+def compile_blocks(model: Denoiser, *, whole: bool = True) -> None:
     """Compile the forward of each block; blocks of a kind share their graphs.
 
     Hooks of FSDP stay outside of the graphs, and parameters keep their names.
+
+    Args:
+      whole: a graph must hold the whole forward; false where a block offloads its inputs, whose hooks break a graph.
     """
     static = os.environ.get("LEANDIT_STATIC_SHAPES") == "1"
     most = (MOST_STATIC_GRAPHS if static else MOST_GRAPHS) * num_kinds(model.blocks)
@@ -39,7 +42,7 @@ def compile_blocks(model: Denoiser) -> None:
     gradients.backward_pass_autocast = "off"
     warned = set[str]()
     for block in model.blocks:
-        compiled = torch.compile(block.forward, fullgraph=True, dynamic=not static)
+        compiled = torch.compile(block.forward, fullgraph=whole, dynamic=not static)
         block.forward = _or_eager(compiled, block.forward, type(block).__name__, most, warned)
 
 

@@ -177,10 +177,10 @@ def join_texts(spec: ModelSpec, texts: Mapping[str, Captions]) -> tuple[Tensor, 
     """
     rows: list[list[Tensor]] = []
     for one in spec.texts:
-        if one.tokens and one.beside:
-            rows[-1].append(texts[one.name].padded)
-        elif one.tokens:
-            rows.append([texts[one.name].padded])
+        if one.tokens:
+            text = texts[one.name]  # a rank may have no image, so the length is that of the model
+            tokens = text.embeddings.view(len(text), one.tokens, one.width)
+            rows[-1].append(tokens) if one.beside else rows.append([tokens])
     sequences = [torch.cat(beside, dim=2) for beside in rows]
     captions = torch.cat([F.pad(each, (0, spec.caption_width - each.shape[2])) for each in sequences], dim=1)
     pooled = [texts[one.name].pooled for one in spec.texts if one.pooled_width]

@@ -39,10 +39,10 @@ def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: tor
     """
     section, dtype = recipe.parallel, autocast_dtype(recipe.run.precision, device)
     strategy = choose_strategy(section, ranks)
-    if offloads_checkpoints(section):
+    if offloads := offloads_checkpoints(section):
         checkpoint_blocks(model.blocks, recipe.run.activation_checkpointing, to_cpu=True)
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model, whole=not offloads)
     forward: nn.Module = model
     if strategy == "deepspeed":
         from .deepspeed_engine import DeepSpeedEngine
