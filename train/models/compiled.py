@@ -12,10 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._functorch.config as gradients
 from torch import Tensor, nn
-from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch.fx.experimental import _config as shapes
 from torch.utils._pytree import tree_leaves
 
 from .build import Denoiser
@@ -32,6 +29,9 @@ def compile_blocks(model: Denoiser, *, whole: bool = True) -> None:
     Args:
       whole: a graph must hold the whole forward; false where a block offloads its inputs, whose hooks break a graph.
     """
+    import torch._functorch.config as gradients  # here: the compiler takes seconds to import
+    from torch.fx.experimental import _config as shapes
+
     static = os.environ.get("LEANDIT_STATIC_SHAPES") == "1"
     most = (MOST_STATIC_GRAPHS if static else MOST_GRAPHS) * num_kinds(model.blocks)
     config = torch._dynamo.config
@@ -55,6 +55,8 @@ def _or_eager(
     compiled: Callable[..., Any], plain: Callable[..., Any], kind: str, most: int, warned: set[str]
 ) -> Callable[..., Any]:
     """The compiled forward of a block, or the plain one for a shape beyond the limit of graphs."""
+
+    from torch._dynamo.exc import FailOnRecompileLimitHit
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
