@@ -37,7 +37,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
     text = batch.text
     assert text is not None
-    found = [batch.stored, batch.latents, batch.labels, batch.records, text.tokens, text.scales, text.lengths]
+    found = [batch.stored, batch.latents, batch.labels, batch.records, text.tokens, text.scales, text.offsets]
     return [one for one in found if one is not None]
 
 

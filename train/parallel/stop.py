@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from ...datasets.disk.files import write_atomic
+
 IMPORT_FILE = "<frozen importlib._bootstrap>"
 EXIT_CTRL_C = 130  # a shell's exit code after Ctrl-C
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: schedulers run the command again
@@ -119,4 +121,4 @@ def record_error(message: str) -> None:
     """Leave an error for the summary that torchrun prints; its ``record`` would add a hundred lines of traceback."""
     if error_file := os.environ.get(ERROR_FILE):
         content = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(error_file).write_text(json.dumps({"message": content}))
+        write_atomic(Path(error_file), json.dumps({"message": content}).encode())

@@ -159,7 +159,7 @@ def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
     text = batch.text
     assert text is not None
     found = {name: getattr(batch, name) for name in ("stored", "latents", "labels", "records", "draw_keys")}
-    found |= {"tokens": text.tokens, "lengths": text.lengths, "scales": text.scales}
+    found |= {"tokens": text.tokens, "offsets": text.offsets, "scales": text.scales}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_runs import report_line
 from making import CPU, train_recipe
 from PIL import Image
 
@@ -61,7 +62,7 @@ def test_the_recipe_saves_what_progress_shows() -> None:
 @pytest.mark.parametrize(("count", "factor"), [(1, 1.0), (2, 1.0), (40, 1e-4), (40, 1e5)])
 def test_the_loss_plot_holds_every_report(count: int, factor: float, tmp_path: Path) -> None:
     losses = [factor * (0.3 + 1 / (i + 1)) for i in range(count)]
-    lines = [json.dumps({"step": 10 * (i + 1), "loss": loss}) + "\n" for i, loss in enumerate(losses)]
+    lines = [json.dumps(report_line(i + 1) | {"loss": loss}) + "\n" for i, loss in enumerate(losses)]
     (tmp_path / demo.folders.METRICS).write_text("".join(lines))
     demo.draw_loss(tmp_path, tmp_path / "loss.png")
     pixels = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).astype(int)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_runs import report_line
 from making import CPU, no_progress
 from planner import CASES, Case, measured_apart, measured_peak, planner_job, predicted_peak
 from torch.autograd.graph import save_on_cpu
@@ -239,7 +240,8 @@ def test_a_plan_says_what_is_asked_for_and_reads_the_buckets_of_a_ds_config(tmp_
         return {name: memory.whole.total(4) for name, (memory, _) in strategy_rows(found, 2).items()}
 
     small, large = rows({"stage": 2, "reduce_bucket_size": 1000}), rows({"stage": 2, "reduce_bucket_size": 50_001_000})
-    assert large["zero-2"] - small["zero-2"] > 0.9 * 200_000_000
+    # Of 200 MB; with small buckets the peak lies at another moment of the step.
+    assert large["zero-2"] - small["zero-2"] > 0.8 * 200_000_000
     assert large["zero-2, offloaded"] < large["zero-2"]
     with pytest.raises(RecipeError, match="reduce_bucket_size"):
         rows({"stage": 2, "reduce_bucket_size": "many"})
@@ -267,7 +269,6 @@ def test_what_fits_is_shown_for_each_variant_with_its_rate(monkeypatch: pytest.M
     monkeypatch.setattr("leandit.tools.plan.fits.trace_steps", traced_once)
     kinds = [["run.precision=bf16"], ["run.precision=bf16", "lora.rank=4"]]
     monkeypatch.setattr("leandit.tools.plan.fits.variants", lambda: kinds)
-    monkeypatch.setattr("leandit.tools.plan.fits.OPTIONAL", "no_such_package")
 
     def table(gib: float, gpu: str | None = None) -> dict[str, Any]:
         return fits("demo", [*SMALL, ADAMW], store=None, resolution=64, gib=gib, gpu=gpu)
@@ -322,7 +323,7 @@ def test_a_small_model_is_not_promised_more_than_its_launches_allow(tmp_path: Pa
     assert small["H200"]["seconds"] == pytest.approx(1000 / small["H200"]["images_per_second"])
     assert not any(row["launch_bound"] for row in rates(global_batch=2**20).values())
 
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "mfu": 0.3}) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(report_line(1) | {"mfu": 0.3}) + "\n")
     assert not rates(tmp_path, global_batch=8)["H200"]["launch_bound"]  # measured, so its launches are in it
 
 
@@ -365,7 +366,7 @@ def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
     slower = plan(work(), gpu="A100-40", num_gpus=4, images=1000, run=None, network_gbit=0.001)["scaling"]["rows"]
     assert slower[3]["grown_images_per_second"] < scaled[16]["grown_images_per_second"]
 
-    lines = [json.dumps({"step": step, "mfu": mfu}) + "\n" for step, mfu in ((1, 0.1), (2, 0.4))]
+    lines = [json.dumps(report_line(number) | {"mfu": mfu}) + "\n" for number, mfu in ((1, 0.1), (2, 0.4))]
     (tmp_path / "metrics.jsonl").write_text("".join([*lines, '{"step": 3, "mf']))  # of a run that was killed
     measured = plan(work(), gpu="H200", num_gpus=1, images=0, run=tmp_path)
     assert (measured["mfu"], measured["images"]) == (0.4, 8 * work().recipe.run.steps)

@@ -166,7 +166,8 @@ def test_all_that_a_store_lacks_is_said_at_once_with_the_recipe_of_one_that_fits
 ) -> None:
     needed = train_recipe("sd3-tiny", "model.channels=16")
     with pytest.raises(
-        RunError, match=r"and there are \[text\]; .*16 latent channels.*'leandit precompute sd3-512'"
+        RunError,
+        match=r"and there are \[text\]; .*16 latent channels.*'leandit precompute sd3-512 --set images.resolution=64'",
     ) as e:
         model_spec(needed, caption_store.spec, "store")
     assert "conditioning.texts" not in str(e.value)  # one encoder cannot be three

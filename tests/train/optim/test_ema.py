@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 import torch
 from making import CPU, train_recipe
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from leandit.datasets.errors import DamageError, RunError
+from leandit.datasets.errors import DamageError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
-from leandit.train.config import EmaSection
 from leandit.train.loop import train
 from leandit.train.models.dit import SIZES
 from leandit.train.optim.ema import Ema, Exponential, Power, first_share
@@ -252,8 +250,8 @@ def test_a_damaged_average_is_refused(walked: SimpleNamespace, tmp_path: Path) -
 
 @pytest.mark.parametrize("lengths", [[], [0.1, 0.1], [0.3], [0.0]])
 def test_lengths_that_make_no_sense_are_refused(lengths: list[float]) -> None:
-    with pytest.raises(ValidationError):
-        EmaSection(kind="power", lengths=lengths)
+    with pytest.raises(RecipeError, match="ema"):
+        train_recipe("dit-s-4", "ema.kind=power", f"ema.lengths={lengths}")
 
 
 def go(recipe_name: str, store: LatentStore, run: Path, steps: int) -> None:

@@ -216,7 +216,7 @@ def test_a_model_with_a_class_token_draws_latents(sampler: Any, store: LatentSto
     solver = Solver(sampler=sampler, steps=4, guidance=2.0)
     drawn = draw_latents(snapshot, conditioning, size=(4, 4), seed=0, solver=solver)
     assert drawn.shape == (3, 4, 4, 4)
-    alone = draw_latents(snapshot, conditioning.part(slice(1, 2)), size=(4, 4), seed=0, solver=solver, numbers=[1])
+    alone = draw_latents(snapshot, select(conditioning, [1]), size=(4, 4), seed=0, solver=solver, numbers=[1])
     torch.testing.assert_close(drawn[1:2], alone, rtol=1e-4, atol=1e-5)
 
 
