@@ -269,6 +269,7 @@ def test_what_fits_is_shown_for_each_variant_with_its_rate(monkeypatch: pytest.M
     monkeypatch.setattr("leandit.tools.plan.fits.trace_steps", traced_once)
     kinds = [["run.precision=bf16"], ["run.precision=bf16", "lora.rank=4"]]
     monkeypatch.setattr("leandit.tools.plan.fits.variants", lambda: kinds)
+    monkeypatch.setattr("leandit.tools.plan.fits.find_spec", lambda name: None)  # traces of ZeRO take long
 
     def table(gib: float, gpu: str | None = None) -> dict[str, Any]:
         return fits("demo", [*SMALL, ADAMW], store=None, resolution=64, gib=gib, gpu=gpu)
