@@ -94,8 +94,7 @@ def normalised_as(spec: LatentSpec, how: Normalise, statistics: LatentStatistics
         what = "none" if statistics is None else "a channel with deviation 0"
         raise RecipeError(
             f'latent normalisation "store": the store has {what} in its statistics; needed a mean and a deviation '
-            "above 0 of each channel. A store of an earlier release gets them from 'leandit compact STORE --out NEW', "
-            'an incomplete one when it is finished. Or use "encoder".'
+            'above 0 of each channel. An incomplete store has them when it is finished. Or use "encoder".'
         )
     else:
         shift = shift + np.array(statistics.channel_mean) / scale

@@ -91,10 +91,3 @@ def adapter_shapes(model: nn.Module, spec: AdapterSpec) -> dict[str, Tensor]:
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a model that train, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What checkpoints hold of a model: all of its state, or of one with frozen weights what trains."""
-    state, trained = model.state_dict(), trained_parameters(model)
-    is_whole = len(trained) == sum(1 for _ in model.parameters())
-    return state if is_whole else {name: state[name] for name in trained}
