@@ -29,7 +29,7 @@ test-long: $(READY)
 # on where it was cut.
 MINUTES ?= 40
 gpu: $(READY)
-	$(BIN)/python -m pytest tests/gpu --durations 5; tests=$$?; \
+	$(BIN)/python -m pytest tests/gpu --numprocesses 8 --tb short --durations 5; tests=$$?; \
 	$(BIN)/python benchmarks/gpu.py run --minutes $(MINUTES) --out leandit-gpu && $(BIN)/python benchmarks/gpu.py table leandit-gpu && exit $$tests
 
 check: $(READY)

@@ -34,7 +34,7 @@ from leandit.tools.synthetic.store import make_store
 from leandit.train import loop
 from leandit.train.config import TrainRecipe, load
 from leandit.train.models.build import diffusers_config
-from leandit.train.models.conditioning import Conditioner, Conditioning
+from leandit.train.models.conditioning import Conditioner, Conditioning, select
 from leandit.train.models.diffusers.families import family_of, transformer_class
 from leandit.train.models.dit import size_of
 from leandit.train.models.spec import ModelSpec
@@ -183,7 +183,7 @@ def diffusers_step(setting: Setting) -> Step:
             x = batch.latents[rows]
             t = draw_times(recipe.objective, len(x), generator)
             dropped = torch.rand(len(x), device=device) < recipe.conditioning.drop
-            given = conditioner.drop(conditioning.part(rows), dropped)
+            given = conditioner.drop(select(conditioning, rows), dropped)
             noise = torch.randn_like(x)
             noisy, time = noised(recipe.objective, x, noise, t)
             with torch.autocast(device.type, dtype, enabled=dtype is not None):

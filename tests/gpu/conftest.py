@@ -15,6 +15,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it a
 Waits = Callable[[], AbstractContextManager[object]]
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure at once: time on a GPU may end before the summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
+
+
 @pytest.fixture
 def gpu() -> torch.device:
     """The GPU, as a run names it."""

@@ -39,7 +39,8 @@ def test_a_step_that_runs_out_of_memory_is_tried_with_fewer_images(gpu: torch.de
     make_store(tmp_path / "store", {BUCKET: 16}, num_classes=5)
     recipe = train_recipe("dit-s-4", "model.name=DiT-S/2", "run.precision=bf16", "run.global_batch=16")
     state = Run.open(recipe, [LatentStore(tmp_path / "store")], gpu, print)
-    torch.cuda.set_per_process_memory_fraction(0.08, gpu)  # 6 GiB of 80: an image takes hundreds of MiB
+    share = 3 * 2**30 / torch.cuda.get_device_properties(gpu).total_memory  # the step of 16 images takes 4.1 GiB
+    torch.cuda.set_per_process_memory_fraction(share, gpu)
     try:
         batch = next(iter(state.loader))
         for _ in range(3):
