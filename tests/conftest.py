@@ -93,6 +93,16 @@ def _own_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """DeepSpeed sets variables of its rank, by which a later test would take itself for one of several."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _what_is_imported_is_no_garbage() -> None:
     """A precompute that drops an encoder collects garbage, and would look at every object of torch, for a second."""

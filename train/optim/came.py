@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .state import is_sharded
 
 SQUARE_EPS, CONFIDENCE_EPS = 1e-30, 1e-16  # added to squared gradients and to squared residuals; as published
 CLIP_THRESHOLD = 1.0  # largest root mean square of an update; as published
@@ -106,8 +107,10 @@ def _new_state(parameter: Tensor) -> dict[str, Tensor]:
     for name in ("exp_avg_sq", "exp_avg_res"):
         for field, kept in ((f"{name}_row", 0), (f"{name}_col", 1)):
             zeros = torch.zeros_like(_as_matrix(parameter).mean(1 - kept))
-            if isinstance(parameter, DTensor):  # a factor is sharded along its own axis, else replicated
-                assert isinstance(zeros, DTensor)
+            if is_sharded(parameter):  # a factor is sharded along its own axis, else replicated
+                from torch.distributed.tensor import Replicate, Shard
+
+                assert is_sharded(zeros)
                 places = [Shard(0) if place.is_shard(kept) else Replicate() for place in parameter.placements]
                 zeros = zeros.redistribute(placements=places)
             state[field] = zeros
@@ -115,7 +118,7 @@ def _new_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _placed_like(value: Tensor, like: Tensor) -> Tensor:
-    return value.redistribute(placements=like.placements) if isinstance(value, DTensor) else value  # type: ignore
+    return value.redistribute(placements=like.placements) if is_sharded(value) else value  # type: ignore
 
 
 def _as_matrix(tensor: Tensor | None) -> Tensor:
@@ -131,7 +134,7 @@ def _squares(tensors: list[Any], eps: float) -> list[Tensor]:
 
 def _clip(updates: list[Tensor]) -> None:
     """Bound the root mean square of each update."""
-    norms = [n.full_tensor() if isinstance(n, DTensor) else n for n in torch._foreach_norm(updates)]
+    norms = [n.full_tensor() if is_sharded(n) else n for n in torch._foreach_norm(updates)]
     torch._foreach_div_(norms, [CLIP_THRESHOLD * math.sqrt(update.numel()) for update in updates])
     torch._foreach_clamp_min_(norms, 1.0)
     torch._foreach_div_(updates, norms)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .state import is_sharded, sharded_like
 
 MODULATIONS = ("adaLN_modulation", "norm1.linear", "norm1_context.linear")  # of DiT, and of SD3's two streams
 IS_MUON = "muon"  # key of a group
@@ -68,9 +69,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
     A sharded matrix is gathered once, and every rank computes the whole, as with DDP.
     """
-    if isinstance(matrix, DTensor):
-        whole = orthogonal(matrix.full_tensor())
-        return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
+    if is_sharded(matrix):
+        return sharded_like(orthogonal(matrix.full_tensor()), matrix)
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.bfloat16().T if is_tall else matrix.bfloat16()
     x = x / x.norm().clamp(min=EPS)
