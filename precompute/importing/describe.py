@@ -25,7 +25,6 @@ from ...datasets.format.schema import (
 )
 from ...datasets.recipe import flatten
 from ..config import TextSection, VaeSection
-from .formats.recipe import ImportRecipe
 from .formats.source import Reader, RecordHeader
 from .plan import CommonFormat, ScannedRecord, bucket_of
 
@@ -160,8 +159,7 @@ def recipe_of(reader: Reader) -> dict[str, Any]:
 
 def differing_settings(spec: StoreSpec, reader: Reader) -> list[str]:
     """Settings that differ from those of the store, as "key was 1, is 2"."""
-    defaults = flatten(ImportRecipe().model_dump())  # of settings that a store of an earlier release lacks
-    old, new = defaults | flatten(spec.recipe.get("import", {})), flatten(recipe_of(reader))
+    old, new = flatten(spec.recipe.get("import", {})), flatten(recipe_of(reader))
     keys = sorted((old.keys() | new.keys()) - {"source.max_reject_share", "source.max_rejects_in_a_row"})
     return [f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
 
