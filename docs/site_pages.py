@@ -1,8 +1,11 @@
-"""Pages of the site that are made when it is built: the format, and the reference of the public names."""
+"""Pages that are generated when the site is built: format, public names, commands with their options, recipe keys."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -11,6 +14,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 import leandit
+from leandit.tools.cli.recipe_keys import MODELS, recipe_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("datasets", "precompute", "train", "tools")
@@ -31,9 +35,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add both pages."""
+    """Add the generated pages."""
     files.append(File.generated(config, "format.md", content=(ROOT / "datasets/FORMAT.md").read_text()))
     files.append(File.generated(config, "api.md", content=_reference()))
+    files.append(File.generated(config, "options.md", content=_options()))
+    files.append(File.generated(config, "keys.md", content=_keys()))
     return files
 
 
@@ -52,3 +58,23 @@ def _reference() -> str:
     homes = {name: f"{home}.{name}" for name, home in leandit._HOMES.items()} | leandit._MODULES
     entries = [f"::: leandit.{homes[name]}\n" for name in leandit.__all__]
     return "\n".join(["# Python\n", "What `import leandit` offers.\n", *entries])
+
+
+def _options() -> str:
+    """Every command with its arguments and options, as ``--help`` shows them."""
+    command = [sys.executable, "-m", "typer", "leandit.tools.cli.commands", "utils", "docs", "--name", "leandit"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.sub(r"^# .*", "# Options of the commands", text, count=1)
+
+
+def _keys() -> str:
+    """Every recipe key with its default and meaning, a table for each stage."""
+    parts = ["# Recipe keys\n"]
+    for stage in MODELS:
+        parts += [f"## leandit {stage}\n", "| key | default | meaning |", "|---|---|---|"]
+        parts += [
+            f"| `{name}` | `{default}` | {meaning.replace('|', chr(92) + '|')} |"
+            for name, default, meaning in recipe_keys(stage)
+        ]
+        parts.append("")
+    return "\n".join(parts)

@@ -20,14 +20,14 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.importing.formats.recipe import ImportRecipe
 from leandit.tools.cli.commands import app
+from leandit.tools.cli.recipe_keys import recipe_keys
+from leandit.tools.cli.verbs.start import recipes
 from leandit.train.config import TrainRecipe, load
-from leandit.train.data_recipe import RecordsSection
 from leandit.train.loop import StopRequest, train
 from leandit.train.run.fit import model_for_stores
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (ROOT / "docs/commands.md").read_text()
-IMPORTING = (ROOT / "docs/importing.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL = all_commands(typer.main.get_command(app))
 
@@ -44,33 +44,35 @@ def shown_commands() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_every_command_has_help_and_is_documented(name: str) -> None:
-    command = ALL[name]
+def test_every_command_is_documented_and_each_of_its_options_has_help(name: str) -> None:
+    command: Any = ALL[name]
     assert command.help
     assert "Example: leandit" in command.help
     assert f"`leandit {name}" in COMMANDS
-    for parameter in command.params:
-        for option in parameter.opts:
-            if option.startswith("--") and option != "--help":
-                assert f"`{option}" in COMMANDS, f"{name} {option}"
+    assert [it.name for it in command.params if not getattr(it, "help", "") and it.name != "help"] == []
 
 
 @pytest.mark.parametrize(
-    ("model", "page"), [(PrecomputeRecipe, COMMANDS), (TrainRecipe, COMMANDS), (ImportRecipe, IMPORTING)]
+    ("stage", "model"), [("precompute", PrecomputeRecipe), ("train", TrainRecipe), ("import", ImportRecipe)]
 )
-def test_every_recipe_key_is_documented_with_its_default(model: type[Section], page: str) -> None:
+def test_every_recipe_key_is_listed_with_its_default_and_meaning(
+    stage: str, model: type[Section], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipes(keys=stage)
+    listed = capsys.readouterr().out
+    assert all(key.meaning for key in recipe_keys(stage))
     for section, field in model.model_fields.items():
         inner: Any = field.annotation
         if get_origin(inner) is dict:  # sections with names; [text.NAME] has the keys of [text]
             if section == "texts":
                 continue
             section, inner = f"{section}.NAME", get_args(inner)[1]
-        assert issubclass(inner, Section)
         for key, of_key in inner.model_fields.items():
-            assert f"| `{section}.{key}` |" in page
+            default = "required" if of_key.is_required() else json.dumps(of_key.get_default(call_default_factory=True))
+            assert f"{section}.{key} = {default}\n    " in listed
             for table in get_args(of_key.annotation):  # the sections of a list
-                own = table.model_fields.keys() - RecordsSection.model_fields if hasattr(table, "model_fields") else ()
-                assert [name for name in own if f"| `{section}.{key}.{name}` |" not in page] == []
+                fields = table.model_fields.keys() - inner.model_fields if hasattr(table, "model_fields") else ()
+                assert [name for name in fields if f"{section}.{key}.{name} = " not in listed] == []
 
 
 @pytest.mark.parametrize("package", ["leandit.precompute", "leandit.train"])
@@ -154,4 +156,5 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     ended = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert "make_loader" in (tmp_path / "api.html").read_text()
+    for page, text in {"api": "make_loader", "options": "--dry-run", "keys": "run.global_batch"}.items():
+        assert text in (tmp_path / f"{page}.html").read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -42,14 +42,22 @@ def recipes(
         str | None,
         Argument(metavar="NAME", help="Print this recipe, with its comments.", autocompletion=complete_recipe),
     ] = None,
+    keys: Annotated[
+        Literal["precompute", "train", "import"] | None, Option(help="List all recipe keys of this command instead.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the shipped recipes of both stages, or print one to start your own from.
+    """List the shipped recipes, print one to start your own from, or list all recipe keys with their meaning.
 
     Example: leandit recipes pixart-256 > mine.toml
     """
     from ....datasets.recipe import STAGES, about_recipe, shipped_recipes
 
+    if keys:
+        from ..recipe_keys import recipe_keys
+
+        print_result([key._asdict() for key in recipe_keys(keys)], _keys, as_json=as_json)
+        return
     shipped = [
         {"stage": stage, "name": recipe, "what": about_recipe(recipe, package=f"leandit.{stage}").summary, "text": text}
         for stage in STAGES
@@ -65,6 +73,10 @@ def recipes(
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise RecipeError(f"recipe '{name}': no such recipe is shipped.{hint} 'leandit recipes' lists them.")
     print_result(named, lambda _: "\n".join(recipe["text"].rstrip() for recipe in named), as_json=as_json)
+
+
+def _keys(keys: Any) -> str:
+    return "\n".join(f"{key['name']} = {key['default']}\n    {key['meaning']}" for key in keys)
 
 
 def _listing(shipped: Any) -> str:

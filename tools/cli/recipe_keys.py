@@ -1,0 +1,88 @@
+"""All keys of a recipe, with default and meaning, from the models of its sections: ``leandit recipes --keys``, docs."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple, get_args
+
+from pydantic import BaseModel
+
+MODELS = {
+    "precompute": ("precompute.config", "PrecomputeRecipe"),
+    "train": ("train.config", "TrainRecipe"),
+    "import": ("precompute.importing.formats.recipe", "ImportRecipe"),
+}
+REPEATED = {"texts"}  # sections that have the keys of another one: [text.NAME] those of [text]
+
+
+class RecipeKey(NamedTuple):
+    """A key of a recipe.
+
+    Args:
+      name: with its sections, as ``--set`` takes it.
+      default: as JSON, or "required".
+      meaning: one or two sentences.
+    """
+
+    name: str
+    default: str
+    meaning: str
+
+
+def recipe_keys(stage: str) -> list[RecipeKey]:
+    """All keys of the recipes of a stage, in their order.
+
+    Args:
+      stage: a key of MODELS.
+    """
+    module, name = MODELS[stage]
+    model = getattr(importlib.import_module(f"leandit.{module}"), name)
+    keys: list[RecipeKey] = []
+    for section, field in model.model_fields.items():
+        if section not in REPEATED and (inner := _section_in(field.annotation)):
+            keys += _keys_of(inner, section if inner is field.annotation else f"{section}.NAME", frozenset())
+    return keys
+
+
+def _keys_of(section: type[BaseModel], prefix: str, above: frozenset[str]) -> Iterator[RecipeKey]:
+    """Keys of a section, and of the tables in it.
+
+    Args:
+      above: keys of the sections around it, which a table may have too: they are listed once.
+    """
+    meanings, fields = _docstrings(section), section.model_fields
+    for key, field in fields.items():
+        if key in above:
+            continue
+        table = _section_in(field.annotation)
+        default = "required" if field.is_required() else json.dumps(field.get_default(call_default_factory=True))
+        yield RecipeKey(f"{prefix}.{key}", default, " ".join(meanings[key].split()))
+        if table:
+            yield from _keys_of(table, f"{prefix}.{key}", above | fields.keys())
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The model of a section: the annotation itself, or that in a list or in a table of names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((section for inner in get_args(annotation) if (section := _section_in(inner))), None)
+
+
+def _docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """The text under each field of a model and of its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        if not issubclass(base, BaseModel) or base is BaseModel:
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # pyright: ignore
+        for field, text in pairwise(body):
+            is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+                found[field.target.id] = str(text.value.value)  # pyright: ignore
+    return found
