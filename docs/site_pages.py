@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -64,7 +63,7 @@ def _options() -> str:
     """Every command with its arguments and options, as ``--help`` shows them."""
     command = [sys.executable, "-m", "typer", "leandit.tools.cli.commands", "utils", "docs", "--name", "leandit"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return re.sub(r"^# .*", "# Options of the commands", text, count=1)
+    return "# Options of the commands\n\n" + text[text.index("\n## ") :]
 
 
 def _keys() -> str:
