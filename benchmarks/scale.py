@@ -229,7 +229,7 @@ def measure_seal(store: str) -> Figures:
     plan = read_plan(Path(store), 1)
     with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
         start = time.perf_counter()
-        writer = StoreWriter(Path(store), plan, doubted=())
+        writer = StoreWriter(Path(store), plan, own=())
         missing = writer.missing_tasks()
         read = time.perf_counter()
         assert not missing

@@ -33,7 +33,7 @@ from ..format.table_schemas import (
 )
 from ..revisions.catalog import planned_revisions, read_manifest, sealed_revisions
 from ..revisions.commits import new_results
-from ..revisions.local import with_moved_encoder_paths
+from ..revisions.local import openable, with_stored_encoder_paths
 from ..revisions.plan import FrozenPlan, read_plan, write_plan
 from ..revisions.writer import StoreWriter, row_checksum
 from ..store import LatentStore
@@ -119,7 +119,7 @@ def plan_compaction(store: LatentStore, spec: StoreSpec, out: Path) -> FrozenPla
     base, manifest = read_plan(store.path, store.revision), store.manifest
     assert manifest is not None
     revision, count = store.revision + 1, store.records.num_rows
-    spec = with_moved_encoder_paths(spec, store.path, out)
+    spec = with_stored_encoder_paths(openable(spec, store.path), out)
     order = used_captions(store)
     new_id = {old: new for new, old in enumerate(order)}
     captions = store.captions.take(pa.array(order, pa.int64()))

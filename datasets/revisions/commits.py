@@ -7,9 +7,9 @@ right size. The results of its rows lie beside it, as fixed-size binary rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -18,7 +18,7 @@ from ..disk.hashing import read_json, xxh3_file
 from ..errors import DamageError
 from ..format.layout import Part, Task, commit_path, is_picture_part, rows_path
 from ..format.row_layout import LATENTS
-from ..format.schema import FORMAT_VERSION, CommitRecord, FileEntry
+from ..format.schema import FORMAT_VERSION, CommitRecord
 from ..format.table_schemas import EMPTY, REJECT_REASONS, REJECTED, ROW_RESULTS, STORED
 from .catalog import file_entry
 from .plan import FrozenPlan
@@ -146,51 +146,3 @@ def _matches_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
         and all(reject.row in rows and reject.reason in REJECT_REASONS for reject in record.rejects)
         and all(fallback.row in rows for fallback in record.fallbacks)
     )
-
-
-class CommitSummary(NamedTuple):
-    """The part of a commit record that a writer keeps in memory.
-
-    Args:
-      files: of its arrays.
-      num_rows: records or captions that it adds; 0 if it only completes those of earlier revisions.
-      rejects: number by reason, each record once.
-    """
-
-    files: tuple[FileEntry, ...]
-    num_rows: int
-    rejects: Counter[str]
-
-    @classmethod
-    def of(cls, plan: FrozenPlan, record: CommitRecord) -> CommitSummary:
-        """Summarise a record."""
-        part = plan.layout.parts[record.part]
-        adds = LATENTS in part.groups
-        num_rows = plan.layout.num_items(record.part, record.shard) if adds else 0
-        counted = plan.layout.counted_rows(record.part, record.shard) if part.bucket else range(0)
-        rejects = Counter(reject.reason for reject in record.rejects if reject.row in counted)
-        return cls(tuple(record.files[:-1]), num_rows, rejects)
-
-
-class CommitFiles(Mapping[Task, CommitRecord]):
-    """The commit records of a plan, each read from disk on access.
-
-    Raises: DamageError: one of them has changed since the seal began.
-    """
-
-    def __init__(self, root: Path, plan: FrozenPlan) -> None:
-        self._root, self._plan = root, plan
-
-    def __getitem__(self, task: Task) -> CommitRecord:
-        if (record := read_commit(self._root, self._plan, *task)) is None:
-            path = commit_path(self._plan.revision, *task)
-            raise DamageError(
-                f"store '{self._root}': '{path}' changed while the store was sealed. Run the same command again."
-            )
-        return record
-
-    def __iter__(self) -> Iterator[Task]:
-        return iter(self._plan.layout.tasks())
-
-    def __len__(self) -> int:
-        return len(self._plan.layout.tasks())

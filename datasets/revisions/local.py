@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,13 @@ from ..format.layout import LOCAL, SOURCES, TWIN, revision_prefix
 from ..format.schema import EncoderIdentity, LocalFile, Origin, StoreSpec
 
 PATHS = ("model", "config")  # keys of a section; the config is that of a single file of weights
-UNKNOWN_MODEL = ""  # of an encoder whose origin is not known
 _ABSOLUTE = re.compile(r"(/|~|[A-Za-z]:[\\/]|file:/)[^\n]*")
 
 
 def shared_spec(spec: StoreSpec) -> StoreSpec:
     """The spec as a manifest has it: without origins of the encoders, recipe and version."""
-    nowhere = {role: Origin(model=UNKNOWN_MODEL, revision=None) for role in _encoders(spec)}
-    return _with_origins(spec, nowhere).model_copy(update={"recipe": {}, "leandit_version": ""})
+    shared = _with_encoders(spec, lambda _, one: one.model_copy(update={"model": "", "revision": None}))
+    return shared.model_copy(update={"recipe": {}, "leandit_version": ""})
 
 
 def local_file(spec: StoreSpec, **facts: Any) -> LocalFile:
@@ -38,10 +37,11 @@ def local_file(spec: StoreSpec, **facts: Any) -> LocalFile:
     Args:
       facts: ``listing``, ``plan``, ``planned_at`` and ``sources`` of ``LocalFile``.
     """
-    origins = {role: Origin(model=one.model, revision=one.revision) for role, one in _encoders(spec).items()}
+    encoders = {"vae": spec.vae, **{f"features.{one.name}": one.encoder for one in spec.features}}
+    encoders |= {_text_section(one.name): one.encoder for one in spec.text_encoders}
     return LocalFile(
         leandit_version=spec.leandit_version,
-        origins=origins,
+        origins={section: Origin(model=one.model, revision=one.revision) for section, one in encoders.items()},
         recipe=spec.recipe,
         **facts,
         sha256="",
@@ -52,8 +52,9 @@ def whole_spec(shared: StoreSpec, local: LocalFile | None) -> StoreSpec:
     """The spec of a store, from both parts; without the second one no origin is known."""
     if local is None:
         return shared
-    update = {"recipe": local.recipe, "leandit_version": local.leandit_version}
-    return _with_origins(shared, local.origins).model_copy(update=update)
+    origins = {section: origin.model_dump() for section, origin in local.origins.items()}
+    whole = _with_encoders(shared, lambda section, one: one.model_copy(update=origins.get(section, {})))
+    return whole.model_copy(update={"recipe": local.recipe, "leandit_version": local.leandit_version})
 
 
 def read_local(root: Path, revision: int) -> LocalFile | None:
@@ -63,11 +64,11 @@ def read_local(root: Path, revision: int) -> LocalFile | None:
 
 def intact_locals(root: Path, revision: int) -> list[LocalFile]:
     """Both copies of ``local.json`` of a revision, without damaged ones."""
-    found = []
+    intact = []
     for name in (LOCAL, f"{TWIN}/{LOCAL}"):
         with contextlib.suppress(LeanditError, OSError):
-            found.append(read_local_file(root / (revision_prefix(revision) + name), revision))
-    return found
+            intact.append(read_local_file(root / (revision_prefix(revision) + name), revision))
+    return intact
 
 
 def read_local_file(path: Path, revision: int) -> LocalFile:
@@ -83,53 +84,51 @@ def read_local_file(path: Path, revision: int) -> LocalFile:
     return local
 
 
-def _encoders(spec: StoreSpec) -> dict[str, EncoderIdentity]:
-    """All encoders by the section of the recipe that names them."""
-    texts = {f"text.{one.name}" if one.name else "text": one.encoder for one in spec.text_encoders}
-    return {"vae": spec.vae, **texts, **{f"features.{one.name}": one.encoder for one in spec.features}}
-
-
-def _with_origins(spec: StoreSpec, origins: Mapping[str, Origin]) -> StoreSpec:
-    """The spec with other origins of the encoders that are named."""
-
-    def changed(role: str, one: EncoderIdentity) -> EncoderIdentity:
-        return one.model_copy(update=origins[role].model_dump()) if role in origins else one
-
-    update: dict[str, Any] = {
-        "vae": changed("vae", spec.vae),
-        "text_encoder": spec.text_encoder and changed("text", spec.text_encoder),
-        "texts": [one.model_copy(update={"encoder": changed(f"text.{one.name}", one.encoder)}) for one in spec.texts],
-        "features": [
-            one.model_copy(update={"encoder": changed(f"features.{one.name}", one.encoder)}) for one in spec.features
-        ],
-    }
-    return spec.model_copy(update=update)
-
-
 def with_stored_encoder_paths(spec: StoreSpec, store: Path) -> StoreSpec:
     """The spec with encoder paths as a store names them.
 
     Args:
-      spec: with paths as the user typed them.
+      spec: with paths as the user typed them, or that this process can open.
     """
-    return _with_paths(spec, lambda model: _stored_path(model, store))
+
+    def stored(model: str) -> str:
+        folder = Path(model).expanduser()
+        if not _exists(folder):
+            return model
+        absolute, root = os.path.abspath(folder), os.path.abspath(store)
+        if not Path(absolute).is_relative_to(os.path.dirname(root)):
+            return absolute
+        relative = os.path.relpath(absolute, root)
+        return relative if relative.startswith(".") else f"./{relative}"
+
+    return _with_paths(spec, stored)
+
+
+def openable(spec: StoreSpec, store: Path) -> StoreSpec:
+    """The spec of a store with the paths of all encoders, also in its recipe, that this process can open.
+
+    A relative path is resolved from the store, then from the working directory.
+    """
+
+    def resolved(model: str) -> str:
+        path = Path(model).expanduser()
+        folders = () if ":" in model else (path,) if path.is_absolute() else (store / path, path)
+        return next((os.path.abspath(folder) for folder in folders if _exists(folder)), model)
+
+    return _with_paths(spec, resolved)
 
 
 def encoder_section(spec: StoreSpec, role: str, store: Path) -> dict[str, Any]:
     """A section of a store's recipe that names an encoder, with the path that this process can open.
 
-    A relative path is resolved from the store, then from the working directory.
-
     Args:
       role: "vae", "text", "text.NAME" or "features.NAME".
       store: folder of the store.
     """
-    section: Any = spec.recipe
+    section: Any = openable(spec, store).recipe
     for key in role.split("."):
         section = section.get(key) or {}
-    return _with_paths_changed(
-        {key: value for key, value in section.items() if not isinstance(value, dict)}, _resolver(store)
-    )
+    return {key: value for key, value in section.items() if not isinstance(value, dict)}
 
 
 def vae_of(spec: StoreSpec, store: Path) -> dict[str, Any]:
@@ -147,71 +146,6 @@ def vae_of(spec: StoreSpec, store: Path) -> dict[str, Any]:
         "shift": normalization.shift if is_known else None,
         "scale": normalization.scale if is_known else None,
     }
-
-
-def openable_recipe(spec: StoreSpec, store: Path) -> dict[str, Any]:
-    """The recipe of a store, with the paths of all encoders that this process can open, as of ``encoder_section``."""
-    return {key: _with_paths_changed(section, _resolver(store)) for key, section in spec.recipe.items()}
-
-
-def with_moved_encoder_paths(spec: StoreSpec, store: Path, copy: Path) -> StoreSpec:
-    """The spec for a copy of a store in another folder, with paths to the same encoders."""
-    return with_stored_encoder_paths(_with_paths(spec, _resolver(store)), copy)
-
-
-def _with_paths(spec: StoreSpec, changed: Callable[[str], str]) -> StoreSpec:
-    """The spec with the model of every encoder changed, in its identity and in the recipe."""
-
-    def identity(one: EncoderIdentity) -> EncoderIdentity:
-        return one.model_copy(update={"model": changed(one.model)})
-
-    def named(encoders: Sequence[Any]) -> list[Any]:
-        return [one.model_copy(update={"encoder": identity(one.encoder)}) for one in encoders]
-
-    update: dict[str, Any] = {
-        "recipe": {key: _with_paths_changed(section, changed) for key, section in spec.recipe.items()},
-        "vae": identity(spec.vae),
-        "text_encoder": spec.text_encoder and identity(spec.text_encoder),
-        "texts": named(spec.texts),
-        "features": named(spec.features),
-    }
-    return spec.model_copy(update=update)
-
-
-def _with_paths_changed(section: Any, changed: Callable[[str], str]) -> Any:
-    """A section of a recipe, and the tables in it, with every path of PATHS changed."""
-    if not isinstance(section, dict):
-        return section
-    values = {key: _with_paths_changed(value, changed) for key, value in section.items()}
-    paths = {key: values[key] for key in PATHS if isinstance(values.get(key), str) and values[key]}
-    return values | {key: changed(path) for key, path in paths.items()}
-
-
-def _resolver(store: Path) -> Callable[[str], str]:
-    return lambda model: _resolved(model, store)
-
-
-def _resolved(model: str, store: Path) -> str:
-    """Absolute path of a folder or file that a store names; other names unchanged."""
-    path = Path(model).expanduser()
-    folders = () if ":" in model else (path,) if path.is_absolute() else (store / path, path)
-    return next((os.path.abspath(folder) for folder in folders if _is_there(folder)), model)
-
-
-def _stored_path(model: str, store: Path) -> str:
-    folder = Path(model).expanduser()
-    if not _is_there(folder):
-        return model
-    absolute, root = os.path.abspath(folder), os.path.abspath(store)
-    if not Path(absolute).is_relative_to(os.path.dirname(root)):
-        return absolute
-    relative = os.path.relpath(absolute, root)
-    return relative if relative.startswith(".") else f"./{relative}"
-
-
-def _is_there(path: Path) -> bool:
-    """A folder, or a single file of weights."""
-    return path.is_dir() or (path.suffix == ".safetensors" and path.is_file())
 
 
 def without_local_folders(value: Any) -> Any:
@@ -232,3 +166,35 @@ def portable(local: LocalFile) -> LocalFile:
     }
     update = {"origins": origins, "recipe": without_local_folders(local.recipe)}
     return local.model_copy(update=update).with_hash()
+
+
+def _with_encoders(spec: StoreSpec, change: Callable[[str, EncoderIdentity], EncoderIdentity]) -> StoreSpec:
+    """The spec with every encoder changed by a function, which gets its section of the recipe."""
+    texts, features = (
+        [one.model_copy(update={"encoder": change(f"{kind}.{one.name}", one.encoder)}) for one in encoders]
+        for kind, encoders in (("text", spec.texts), ("features", spec.features))
+    )
+    update = {"vae": change("vae", spec.vae), "texts": texts, "features": features}
+    return spec.model_copy(update=update | {"text_encoder": spec.text_encoder and change("text", spec.text_encoder)})
+
+
+def _text_section(name: str) -> str:
+    return f"text.{name}" if name else "text"
+
+
+def _with_paths(spec: StoreSpec, change: Callable[[str], str]) -> StoreSpec:
+    """The spec with the model of every encoder changed, in its identity and in the recipe."""
+
+    def in_tables(values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        changed = {key: change(values[key]) for key in PATHS if isinstance(values.get(key), str) and values[key]}
+        return {key: in_tables(value) for key, value in values.items()} | changed
+
+    changed = _with_encoders(spec, lambda _, one: one.model_copy(update={"model": change(one.model)}))
+    return changed.model_copy(update={"recipe": in_tables(spec.recipe)})
+
+
+def _exists(path: Path) -> bool:
+    """A folder, or a single file of weights."""
+    return path.is_dir() or (path.suffix == ".safetensors" and path.is_file())

@@ -1,20 +1,19 @@
 """The tables of a revision: the rows of its plan joined with the results beside the commit records.
 
-Each commit record is read, its results are scattered into arrays in mapped temporary files, and it is dropped; the
-tables are then written a few rows at a time. Memory does not grow with the store, except for the texts of rejects and
-fallbacks.
+The results of each shard are scattered into arrays in mapped temporary files; the tables are then written a row group
+at a time. Memory does not grow with the store, except for the texts of rejects and fallbacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from ..disk.spill import BATCH_ROWS, map_array, one_chunk
+from ..disk.spill import map_array, one_chunk
 from ..format.layout import Task
 from ..format.row_layout import LATENTS
 from ..format.schema import CommitRecord
@@ -34,32 +33,26 @@ from .plan import FrozenPlan
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-WHAT = "what the commit records say"
 STATUSES = pa.array(["stored", "rejected"])
+Columns = dict[str, pa.ChunkedArray]
 
 
 class Merge:
-    """Collects the results of a plan's shards one by one, and writes the tables; some shards may be missing."""
+    """Collects the results of a plan's shards one by one, and makes the tables; some shards may be missing."""
 
     def __init__(self, plan: FrozenPlan) -> None:
         self._plan = plan
-        self._rejects = _Sparse(["stage", "reason", "detail"])
-        self._fallbacks = _Sparse(["fallback"])
+        self._rejects = _SparseTexts(["stage", "reason", "detail"])
+        self._fallbacks = _SparseTexts(["fallback"])
         features = {one.name: CAPTION_RESULTS for one in plan.spec.features}
         pictures = {one.name: PICTURE_RESULTS for one in plan.spec.pictures}
-        groups = {LATENTS: PICTURE_RESULTS, **features, **pictures}
+        names = {LATENTS: PICTURE_RESULTS, **features, **pictures}
         self._groups = {
-            name: _Results(plan.records.num_rows, columns, f"_{name}" if name else "")
-            for name, columns in groups.items()
+            group: _Results(plan.records.num_rows, names[group], f"_{group}" if group else "") for group in names
         }
         self._texts = {
             name: _Results(plan.captions.num_rows, CAPTION_RESULTS, suffix)
             for name, suffix in suffixes(plan.spec).items()
-        }
-        self._layouts = {
-            part.captions.name: part.captions
-            for part in plan.layout.parts.values()
-            if part.captions and not part.is_null
         }
 
     def add(self, task: Task, commit: CommitRecord, results: np.ndarray) -> None:
@@ -78,63 +71,53 @@ class Merge:
         for i, group in enumerate(part.groups):
             self._groups[group].values[positions[known]] = results[known, i]
         rejected, fallen = (
-            positions[np.array([one.row for one in some], np.int64) - rows.start]
-            for some in (commit.rejects, commit.fallbacks)
+            positions[np.array([one.row for one in of_rows], np.int64) - rows.start]
+            for of_rows in (commit.rejects, commit.fallbacks)
         )
-        self._rejects.add(rejected, [[r.stage, r.reason, r.detail] for r in commit.rejects])
+        self._rejects.add(rejected, [[reject.stage, reject.reason, reject.detail] for reject in commit.rejects])
         self._fallbacks.add(fallen, [[fallback.how] for fallback in commit.fallbacks])
 
-    def records(self) -> pa.Table:
-        """The records table, in memory."""
-        return pa.concat_tables(self.record_groups())
-
-    def captions(self) -> pa.Table:
-        """The captions table, in memory."""
-        return pa.concat_tables(self.caption_groups())
-
-    def record_groups(self) -> Iterator[pa.Table]:
-        """The records table, in the order of the source, by row groups."""
-        names = ["status", "stage", "reason", "detail", "fallback", *self._result_columns(self._groups)]
-        return _groups(self._plan.records.select(records_schema(self._plan.spec).names), names, self._records_of)
-
-    def caption_groups(self) -> Iterator[pa.Table]:
-        """The captions table, in the order of ids, by row groups."""
-        starts = [f"{CAPTION_START}{suffix}" for suffix in suffixes(self._plan.spec).values()]
-        names = [*starts, *self._result_columns(self._texts)] or list(CAPTION_RESULTS)
-        return _groups(self._plan.captions.select(captions_schema(self._plan.spec).names), names, self._captions_of)
-
-    @staticmethod
-    def _result_columns(results: Mapping[str, _Results]) -> list[str]:
-        return [column for one in results.values() for column in one.columns]
-
-    def _records_of(self, rows: slice, planned: pa.RecordBatch) -> dict[str, pa.Array]:
-        columns = {name: planned[name] for name in planned.schema.names}
-        for results in self._groups.values():
-            columns |= results.over(rows, columns)
-        for sparse in (self._rejects, self._fallbacks):
-            columns |= sparse.over(rows, columns)
-        states = [results.values["state"][rows] for results in self._groups.values()]
-        is_rejected = np.any([state == REJECTED for state in states], axis=0)
-        is_stored = states[0] == STORED  # of the latents: a group that is added to stored rows changes no status
-        if is_rejected.any() or is_stored.any():
+    def records(self) -> Iterator[pa.Table]:
+        """The row groups of the records table, in the order of the source."""
+        for rows, columns in _row_groups(self._plan.records.select(records_schema(self._plan.spec).names)):
+            for results in self._groups.values():
+                results.fill(columns, rows)
+            self._rejects.fill(columns, rows)
+            self._fallbacks.fill(columns, rows)
+            states = [results.values["state"][rows] for results in self._groups.values()]
+            is_rejected = np.any([state == REJECTED for state in states], axis=0)
+            is_stored = states[0] == STORED  # of the latents: a group that is added to stored rows changes no status
             status = STATUSES.take(pa.array(is_rejected.astype(np.int8)))
             columns["status"] = _where(is_rejected | is_stored, status, columns["status"])
-        if is_rejected.any():  # an addition rejects records that earlier revisions have stored
-            for name in ("fallback", *self._result_columns(self._groups)):
-                columns[name] = _where(~is_rejected, columns[name], pa.scalar(None, columns[name].type))
-        return columns
+            if is_rejected.any():  # an addition rejects records that earlier revisions have stored
+                for name in ("fallback", *(name for results in self._groups.values() for name in results.columns)):
+                    columns[name] = _where(~is_rejected, columns[name], pa.scalar(None, columns[name].type))
+            yield pa.table(columns, schema=records_schema(self._plan.spec))
 
-    def _captions_of(self, rows: slice, planned: pa.RecordBatch) -> dict[str, pa.Array]:
-        columns = {name: planned[name] for name in planned.schema.names}
-        for name, suffix in suffixes(self._plan.spec).items():
-            if layout := self._layouts.get(name):
-                column, first = f"{CAPTION_START}{suffix}", layout.first_caption
-                is_new = np.arange(rows.start, rows.start + planned.num_rows) >= first
-                starts = np.zeros(planned.num_rows, np.int64)
-                starts[is_new] = layout.starts[max(rows.start - first, 0) :][: is_new.sum()]
-                columns[column] = _where(is_new, pa.array(starts), columns[column])
-            columns |= self._texts[name].over(rows, columns)
-        return columns
+    def captions(self) -> Iterator[pa.Table]:
+        """The row groups of the captions table, in the order of ids."""
+        layouts = {
+            part.captions.name: part.captions
+            for part in self._plan.layout.parts.values()
+            if part.captions and not part.is_null
+        }
+        for rows, columns in _row_groups(self._plan.captions.select(captions_schema(self._plan.spec).names)):
+            for name, suffix in suffixes(self._plan.spec).items():
+                if layout := layouts.get(name):
+                    is_new = np.arange(rows.start, rows.stop) >= layout.first_caption
+                    starts = np.zeros(len(is_new), np.int64)
+                    starts[is_new] = layout.starts[max(rows.start - layout.first_caption, 0) :][: is_new.sum()]
+                    column = f"{CAPTION_START}{suffix}"
+                    columns[column] = _where(is_new, pa.array(starts), columns[column])
+                self._texts[name].fill(columns, rows)
+            yield pa.table(columns, schema=captions_schema(self._plan.spec))
+
+
+def _row_groups(planned: pa.Table) -> Iterator[tuple[slice, Columns]]:
+    """Rows and columns of each row group of a planned table; a column is one chunk, since pages end with chunks."""
+    for start in row_groups(planned.num_rows):
+        group = planned.slice(start, ROW_GROUP)
+        yield slice(start, start + group.num_rows), {name: one_chunk(group[name]) for name in group.column_names}
 
 
 class _Results:
@@ -147,70 +130,46 @@ class _Results:
 
     def __init__(self, num_rows: int, names: Sequence[str], suffix: str) -> None:
         self.columns = {f"{name}{suffix}": name for name in names}
-        self.values = map_array(num_rows, ROW_RESULTS, WHAT)
+        self.values = map_array(num_rows, ROW_RESULTS, "results of the shards")
 
-    def over(self, rows: slice, columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
-        """Columns of a batch, with these results in the rows that have them."""
+    def fill(self, columns: Columns, rows: slice) -> None:
+        """Put the results into the columns of some rows, where there are any."""
         values = self.values[rows]
         is_stored = values["state"] == STORED
-        if not is_stored.any():
-            return {}
-        found = {}
-        for column, name in self.columns.items():
+        for column, name in self.columns.items() if is_stored.any() else ():
             numbers = np.ascontiguousarray(values[name])
-            mask = np.isnan(numbers) if numbers.dtype.kind == "f" else (name == "source_checksum") & (numbers == 0)
-            found[column] = _where(is_stored, pa.array(numbers, mask=mask), columns[column])
-        return found
+            is_absent = np.isnan(numbers) if numbers.dtype.kind == "f" else (name == "source_checksum") & (numbers == 0)
+            columns[column] = _where(is_stored, pa.array(numbers, mask=is_absent), columns[column])
 
 
-def _groups(
-    planned: pa.Table, names: Sequence[str], merge: Callable[[slice, pa.RecordBatch], dict[str, pa.Array]]
-) -> Iterator[pa.Table]:
-    """Row groups of a planned table, in which some columns are merged a few rows at a time."""
-    for start in row_groups(planned.num_rows):
-        group, parts, first = planned.slice(start, ROW_GROUP), {name: list[pa.Array]() for name in names}, start
-        for batch in group.select(names).to_batches(max_chunksize=BATCH_ROWS):
-            for name, values in merge(slice(first, first + batch.num_rows), batch).items():
-                parts[name].append(values)
-            first += batch.num_rows
-        merged = {name: pa.chunked_array(parts[name], planned.schema.field(name).type) for name in names}
-        columns = [one_chunk(merged.get(name, group[name])) for name in group.column_names]  # pages end with chunks
-        yield pa.table(columns, schema=planned.schema)
-
-
-class _Sparse:
-    """Texts of a few rows."""
+class _SparseTexts:
+    """Texts of a few rows, for some columns."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._schema = pa.schema([(name, pa.string()) for name in names])
-        self._positions: list[np.ndarray] = []
-        self._batches: list[pa.RecordBatch] = []
+        self._positions, self._table = np.empty(0, np.int64), self._schema.empty_table()
+        self._added: list[tuple[np.ndarray, pa.Table]] = []
 
     def add(self, positions: np.ndarray, texts: list[list[str]]) -> None:
         """Add the texts of some rows, one for each column."""
         if len(positions):
             columns = [pa.array(column, pa.string()) for column in zip(*texts, strict=True)]
-            self._positions.append(np.array(positions))
-            self._batches.append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+            self._added.append((np.array(positions), pa.table(columns, schema=self._schema)))
 
-    def over(self, rows: slice, columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
-        """Columns of a batch, with these texts in the rows that have them."""
-        if len(self._positions) > 1:  # merge them, sorted by row
-            positions = np.concatenate(self._positions)
+    def fill(self, columns: Columns, rows: slice) -> None:
+        """Put the texts into the columns of some rows, where there are any."""
+        if self._added:
+            positions = np.concatenate([self._positions, *(positions for positions, _ in self._added)])
             order = np.argsort(positions)
-            table = pa.Table.from_batches(self._batches).take(pa.array(order)).combine_chunks()
-            self._positions, self._batches = [positions[order]], table.to_batches()
-        if not self._positions:
-            return {}
-        first, last = np.searchsorted(self._positions[0], [rows.start, rows.stop])
-        if first == last:
-            return {}
-        which = np.full(rows.stop - rows.start, -1)
-        which[self._positions[0][first:last] - rows.start] = np.arange(first, last)
-        indices = pa.array(which, mask=which < 0)
-        texts = self._batches[0]
-        return {name: _where(which >= 0, texts[name].take(indices), columns[name]) for name in self._schema.names}
+            tables = pa.concat_tables([self._table, *(table for _, table in self._added)])
+            self._positions, self._table, self._added = positions[order], tables.take(pa.array(order)), []
+        first, last = np.searchsorted(self._positions, [rows.start, rows.stop])
+        if first < last:
+            index = np.full(rows.stop - rows.start, -1)
+            index[self._positions[first:last] - rows.start] = np.arange(first, last)
+            texts = self._table.take(pa.array(index, mask=index < 0)).combine_chunks()
+            columns |= {name: _where(index >= 0, texts[name], columns[name]) for name in self._schema.names}
 
 
-def _where(condition: np.ndarray, values: pa.Array, otherwise: pa.Array) -> pa.Array:
-    return pc.if_else(pa.array(condition.astype(bool)), values, otherwise)
+def _where(condition: np.ndarray, values: Any, otherwise: Any) -> pa.ChunkedArray:
+    return pc.if_else(pa.array(condition), values, otherwise)

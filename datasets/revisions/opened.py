@@ -50,21 +50,15 @@ class OpenedRevision:
 
     def record_columns(self, columns: Sequence[str] | None) -> pa.Table:
         """Some columns of the records table, or all; texts may be dictionaries."""
-        if not self.manifest:
-            table = self._merge.records()
-            return table.select(columns) if columns else table
         table = self._read_table(RECORDS, columns)
-        if problem := table_problem(self.spec, self.number, table, self.manifest.num_captions):
+        if self.manifest and (problem := table_problem(self.spec, self.number, table, self.manifest.num_captions)):
             raise DamageError(f"store '{self.path}': its records table is not valid: {problem}. {REPAIR}")
         return table
 
     def caption_columns(self, columns: Sequence[str] | None) -> pa.Table:
         """Some columns of the captions table, or all; texts may be dictionaries."""
-        if not self.manifest:
-            table = self._merge.captions()
-            return table.select(columns) if columns else table
         table = self._read_table(CAPTIONS, columns)
-        if table.num_rows != self.manifest.num_captions:
+        if self.manifest and table.num_rows != self.manifest.num_captions:
             raise DamageError(
                 f"store '{self.path}': {table.num_rows} captions, the manifest says {self.manifest.num_captions}. "
                 f"{REPAIR}"
@@ -93,6 +87,9 @@ class OpenedRevision:
         return {entry.path: entry for entry in self.manifest.files} if self.manifest else {}
 
     def _read_table(self, name: str, columns: Sequence[str] | None) -> pa.Table:
+        if not self.manifest:
+            table = pa.concat_tables(self._merge.records() if name == RECORDS else self._merge.captions())
+            return table.select(columns) if columns else table
         path = revision_prefix(self.number) + name
         entry = self.files.get(path)
         try:

@@ -26,6 +26,7 @@ from ..format.layout import (
     RECORDS,
     SOURCES,
     TWIN,
+    commit_path,
     revision_prefix,
     zarr_files,
 )
@@ -34,7 +35,7 @@ from ..format.schema import FORMAT_VERSION, ArrayEntry, Manifest
 from ..format.table_schemas import captions_schema, records_schema, sources_schema
 from ..format.tables import parquet_file, parquet_of_groups
 from .catalog import file_entry, root_hash
-from .commits import CommitFiles, read_results
+from .commits import read_commit, read_results
 from .latent_statistics import merge_statistics
 from .local import local_file, shared_spec
 from .merge import STATUSES, Merge
@@ -51,12 +52,17 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
     Reads each commit record of the plan once.
 
     Returns: contents (tables in mapped temporary files), and the manifest.
-    Raises: DamageError: as ``CommitFiles`` and ``read_results``, or a record is in no shard.
+    Raises: DamageError: a commit record has changed, as ``read_results``, or a record is in no shard.
     """
     prefix, merge, before = revision_prefix(plan.revision), Merge(plan), plan.before
     entries = {entry.path: entry for entry in before.files if "/c/" in entry.path} if before else {}
     statistics = [before.statistics] if before and before.statistics else []
-    for task, commit in CommitFiles(root, plan).items():
+    for task in plan.layout.tasks():
+        if (commit := read_commit(root, plan, *task)) is None:
+            path = commit_path(plan.revision, *task)
+            raise DamageError(
+                f"store '{root}': '{path}' changed while the store was sealed. Run the same command again."
+            )
         merge.add(task, commit, read_results(root, plan, commit))
         if commit.statistics and LATENTS in plan.layout.parts[task[0]].groups:
             statistics.append(commit.statistics)
@@ -71,8 +77,8 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
             yield group
 
     files: Files = {
-        RECORDS: parquet_of_groups(records_schema(plan.spec), counted(merge.record_groups())),
-        CAPTIONS: parquet_of_groups(captions_schema(plan.spec), merge.caption_groups()),
+        RECORDS: parquet_of_groups(records_schema(plan.spec), counted(merge.records())),
+        CAPTIONS: parquet_of_groups(captions_schema(plan.spec), merge.captions()),
         SOURCES: parquet_file(plan.records.select(sources_schema(plan.spec).names)),
     }
     entries |= {prefix + name: file_entry(prefix + name, files[name]) for name in (RECORDS, CAPTIONS)}

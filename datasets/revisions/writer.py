@@ -16,12 +16,12 @@ import numpy as np
 from ..disk.files import write_atomic
 from ..disk.hashing import canonical_json, xxh3_64, xxh3_parts
 from ..errors import StoreError
-from ..format.layout import MANIFEST, Task, commit_path, is_picture_task, revision_prefix, rows_path
+from ..format.layout import MANIFEST, Task, commit_path, revision_prefix, rows_path
 from ..format.row_layout import LATENTS
-from ..format.schema import Fallback, FileEntry, LatentStatistics, Manifest, Reject
+from ..format.schema import CommitRecord, Fallback, FileEntry, Manifest, Reject
 from ..format.zarr_shard import pack_shard
 from .catalog import read_manifest
-from .commits import CommitSummary, commit_record, read_commit
+from .commits import commit_record, read_commit
 from .latent_statistics import statistics_of
 from .plan import FrozenPlan
 from .seal import finish_seal, seal_files, write_seal, write_unless_same
@@ -40,37 +40,23 @@ class StoreWriter:
     Args:
       root: the store.
       plan: of the revision.
-      own: tasks of this process, whose shards are hashed; None for all. Other processes hash their own, and the one
-        that seals hashes all.
-      doubted: tasks whose shards must be hashed, if another process has just hashed all others.
+      own: tasks of this process: their commit records are read at once, and their shards hashed; None for all. Records
+        of other tasks are read when they are asked for, and the process that seals hashes their shards.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        plan: FrozenPlan,
-        *,
-        own: Collection[Task] | None = None,
-        doubted: Collection[Task] | None = None,
-    ) -> None:
+    def __init__(self, root: Path, plan: FrozenPlan, *, own: Collection[Task] | None = None) -> None:
         self.root, self.plan, self.spec = root, plan, plan.spec
-        self._commits: dict[Task, CommitSummary] = {}
-        self.is_shared = False  # other processes write shards of this revision
-        self.doubted = frozenset(doubted or ())
+        self._rejects: dict[Task, Counter[str]] = {}  # of each committed task, by reason, each record once
+        self._doubted: set[Task] = set()  # tasks whose record or shard was damaged: hashed when another process commits
+        self._checked: set[Task] = set()  # tasks whose shards this process wrote or hashed
+        self.is_shared = False  # another process has held the lease of a shard, and may still write it
         if self.is_sealed:
             return
         if plan.before is None:  # else a reader would see rows that do not exist yet
             for path, content in plan.zarr_files().items():
                 write_unless_same(root / path, content)
-        if doubted is None:
-            # Hash the existing shards of an unfinished revision; shards committed later are intact. ``verify`` hashes
-            # those of a sealed one.
-            tasks = plan.layout.tasks()
-            checked = frozenset(tasks if own is None else own)
-            self._read(checked)
-            self.is_shared = any(task not in checked for task in self._commits)
-            missing = [task for task in tasks if task not in self._commits]
-            self.doubted = frozenset(task for task in missing if (root / commit_path(plan.revision, *task)).is_file())
+        # Shards committed later are intact; ``verify`` hashes those of a sealed revision.
+        self._read_and_hash(plan.layout.tasks() if own is None else own)
 
     @property
     def is_sealed(self) -> bool:
@@ -79,19 +65,20 @@ class StoreWriter:
 
     @property
     def num_stored(self) -> int:
-        """Records in the committed shards; of a sealed revision, all that it stores."""
+        """Records in the shards that are known to be committed; of a sealed revision, all that it stores."""
         if self.is_sealed:
             return read_manifest(self.root, self.plan.revision).num_stored
+        layout = self.plan.layout
         return sum(
-            commit.num_rows - commit.rejects.total()
-            for task, commit in self._commits.items()
-            if is_picture_task(task) and commit.num_rows
+            layout.num_items(*task) - rejects.total()
+            for task, rejects in self._rejects.items()
+            if LATENTS in layout.parts[task[0]].groups
         )
 
     @property
     def reject_reasons(self) -> Counter[str]:
-        """Number of rejects in the committed shards, by reason."""
-        return sum((commit.rejects for commit in list(self._commits.values())), Counter[str]())  # others add to it
+        """Number of rejects in the shards that are known to be committed, by reason."""
+        return sum(list(self._rejects.values()), Counter[str]())  # others add to it
 
     def missing_tasks(self, own: Sequence[Task] | None = None) -> list[Task]:
         """All tasks, or those of ``own``, without a valid commit record; others may commit at the same time."""
@@ -99,23 +86,13 @@ class StoreWriter:
 
     def is_committed(self, task: Task) -> bool:
         """Whether the task has a valid commit record, from any process, or the revision is sealed."""
-        if task in self._commits:
+        if task in self._rejects:
             return True
-        record = read_commit(self.root, self.plan, *task, check_bytes=task in self.doubted)
-        if record:
-            self._commits[task], self.is_shared = CommitSummary.of(self.plan, record), True
+        if record := read_commit(self.root, self.plan, *task, check_bytes=task in self._doubted):
+            self._count(record)
+        elif (self.root / commit_path(self.plan.revision, *task)).is_file():
+            self._doubted.add(task)
         return record is not None or self.is_sealed
-
-    def _read(self, checked: Collection[Task]) -> None:
-        """Read all valid commit records, and hash the shards of ``checked``."""
-
-        def read(task: Task) -> CommitSummary | None:
-            record = read_commit(self.root, self.plan, *task, check_bytes=task in checked)
-            return record and CommitSummary.of(self.plan, record)
-
-        with ThreadPoolExecutor(READERS, thread_name_prefix="leandit-check") as pool:
-            tasks = self.plan.layout.tasks()
-            self._commits = {task: found for task, found in zip(tasks, pool.map(read, tasks), strict=True) if found}
 
     def recheck(self) -> list[Task]:
         """Hash all shards if other processes wrote some of them; those that differ from their record count as missing.
@@ -126,14 +103,36 @@ class StoreWriter:
 
         Returns: the missing tasks.
         """
-        if not self.is_shared or self.is_sealed:
+        tasks = self.plan.layout.tasks()
+        if self.is_sealed or (not self.is_shared and self._checked.issuperset(tasks)):
             return []
         self.is_shared = False
-        tasks = self.plan.layout.tasks()
-        self._read(frozenset(tasks))
-        damaged = [task for task in tasks if task not in self._commits]
-        self.doubted |= set(damaged)
-        return damaged
+        self._rejects.clear()
+        return self._read_and_hash(tasks)
+
+    def _read_and_hash(self, tasks: Collection[Task]) -> list[Task]:
+        """Read the commit records of some tasks and hash their shards. Returns: the tasks without an intact one."""
+
+        def read(task: Task) -> CommitRecord | None:
+            return read_commit(self.root, self.plan, *task, check_bytes=True)
+
+        missing = []
+        with ThreadPoolExecutor(READERS, thread_name_prefix="leandit-check") as pool:
+            for task, record in zip(tasks, pool.map(read, tasks), strict=True):
+                if record:
+                    self._count(record)
+                    self._checked.add(task)
+                else:
+                    missing.append(task)
+        exist = (task for task in missing if (self.root / commit_path(self.plan.revision, *task)).is_file())
+        self._doubted.update(exist)
+        return missing
+
+    def _count(self, record: CommitRecord) -> None:
+        """Count a shard as committed."""
+        layout, task = self.plan.layout, (record.part, record.shard)
+        counted = layout.counted_rows(*task) if layout.parts[record.part].bucket else range(0)
+        self._rejects[task] = Counter(reject.reason for reject in record.rejects if reject.row in counted)
 
     def commit(
         self,
@@ -162,6 +161,7 @@ class StoreWriter:
             size, digest = xxh3_parts(parts)
             files.append(FileEntry(path=layout.shard_path(shard), bytes=size, xxh3_128=digest))
         results = np.ascontiguousarray(results)
+        latents = [arrays[one.path] for one in self.plan.layout.parts[part].groups.get(LATENTS, ())]
         record = commit_record(
             self.plan,
             part,
@@ -170,17 +170,13 @@ class StoreWriter:
             files=files,
             rejects=list(rejects),
             fallbacks=list(fallbacks),
-            statistics=self._statistics(part, arrays),
+            statistics=statistics_of(latents, self.spec.latent) if latents else None,
         )
         write_atomic(self.root / rows_path(self.plan.revision, part, shard), [results.tobytes()])
         write_atomic(self.root / commit_path(self.plan.revision, part, shard), canonical_json(record.model_dump()))
-        self._commits[part, shard] = CommitSummary.of(self.plan, record)
+        self._count(record)
+        self._checked.add((part, shard))
         return sum(entry.bytes for entry in files)
-
-    def _statistics(self, part: str, arrays: Mapping[str, np.ndarray]) -> LatentStatistics | None:
-        """Of the latents among the arrays of a shard; None where there are none."""
-        latents = [arrays[one.path] for one in self.plan.layout.parts[part].groups.get(LATENTS, ())]
-        return statistics_of(latents, self.plan.spec.latent) if latents else None
 
     def seal(self) -> Manifest:
         """Merge the commit records into the tables and the manifest, then remove plan and commit records.

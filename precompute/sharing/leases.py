@@ -93,7 +93,7 @@ class Leases:
 
     def sweep(self) -> None:
         """Remove leases of dead processes, and all leases of a complete revision."""
-        if not self._writer.missing_tasks():
+        if all(map(self._writer.is_committed, self._writer.plan.layout.tasks())):
             for path in self._folder.glob(f"{self._writer.plan.revision}-*"):
                 path.unlink(missing_ok=True)
         for path in self._folder.glob("*.lock"):

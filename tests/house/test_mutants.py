@@ -224,10 +224,8 @@ def commit_record_before_its_data() -> None:
             "later.append((layout.shard_path(shard), parts))",
         ),
         (
-            "self._commits[part, shard] = CommitSummary.of(self.plan, record)",
-            "self._commits[part, shard] = CommitSummary.of(self.plan, record)\n"
-            "    for path, parts in later:\n"
-            "        write_atomic(self.root / path, parts)",
+            "self._count(record)",
+            "self._count(record)\n    for path, parts in later:\n        write_atomic(self.root / path, parts)",
         ),
     )
 
@@ -308,13 +306,13 @@ def plan_is_removed_before_the_manifest() -> None:
 
 def results_follow_their_record() -> None:
     write = "write_atomic(self.root / rows_path(self.plan.revision, part, shard), [results.tobytes()])"
-    last = "self._commits[part, shard] = CommitSummary.of(self.plan, record)"
+    last = "self._count(record)"
     rewrite(StoreWriter, "commit", (write, "pass"), (last, f"{last}\n    {write}"))
 
 
 def reject_is_not_counted() -> None:
     found = "np.any([state == REJECTED for state in states], axis=0)"
-    rewrite(merge.Merge, "_records_of", (found, "np.zeros(len(states[0]), bool)"))
+    rewrite(merge.Merge, "records", (found, "np.zeros(len(states[0]), bool)"))
 
 
 def rejected_record_is_left_out() -> None:

@@ -119,7 +119,7 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
     Raises: FingerprintMismatch: other encoders made the newest revision.
     """
     from ...datasets.recipe import parse_with_overrides
-    from ...datasets.revisions.local import openable_recipe
+    from ...datasets.revisions.local import openable
     from ...precompute.config import PrecomputeRecipe
     from ...precompute.encoders.describe import describe_store
     from ...precompute.encoders.loading import load_encoders
@@ -131,7 +131,7 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
     from ...precompute.sources.several import list_sources
 
     spec = _newest_spec(store)
-    recipe = parse_with_overrides(str(store), PrecomputeRecipe, openable_recipe(spec, store), overrides)
+    recipe = parse_with_overrides(str(store), PrecomputeRecipe, openable(spec, store).recipe, overrides)
     listed = list_sources(source, recipe.source, recipe.picture_columns)
     with nothing_fetched(), Decoders(num_threads()) as decoders:
         encoders = load_encoders(recipe, device)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from leandit.datasets.errors import EncoderError
 from leandit.datasets.maintenance.compact import compact
-from leandit.datasets.revisions.local import encoder_section, openable_recipe, with_stored_encoder_paths
+from leandit.datasets.revisions.local import encoder_section, openable, with_stored_encoder_paths
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.pipeline import precompute
@@ -92,7 +92,7 @@ def test_the_recipe_of_a_store_names_every_encoder_so_that_it_opens(home: Path, 
     stored = with_stored_encoder_paths(spec, home / "a")
     assert stored.recipe["features"]["dino"]["model"] == "../models/vae"
     (home / "a").mkdir()
-    recipe = openable_recipe(stored, home / "a")
+    recipe = openable(stored, home / "a").recipe
     assert recipe["text"]["long"] == {"kind": "t5", "model": str(home / "models/vae")}
     assert recipe["features"]["dino"]["model"] == str(home / "models/vae")
     assert recipe["source"] == label_store.spec.recipe["source"]
