@@ -2,6 +2,7 @@
 
     python benchmarks/scale.py plan --scratch bench --records 10000000 --no-captions
     python benchmarks/scale.py open --scratch bench
+    python benchmarks/scale.py store --scratch bench --records 100000000
     python benchmarks/scale.py search
 
 Each stage of **plan** and each opening runs in a process of its own. Memory is anonymous and shared memory (PSS) of the
@@ -29,6 +30,7 @@ from PIL import Image
 from leandit.datasets.batches.reader import PLANNED_AHEAD
 from leandit.datasets.disk.files import write_atomic
 from leandit.datasets.disk.hashing import canonical_json
+from leandit.datasets.disk.spill import map_table
 from leandit.datasets.format.buckets import bucket_name
 from leandit.datasets.format.class_names import ClassNames
 from leandit.datasets.format.layout import (
@@ -41,14 +43,14 @@ from leandit.datasets.format.layout import (
     rows_path,
 )
 from leandit.datasets.format.schema import LatentStatistics, Reject
-from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA, REJECTED, STORED
+from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA, REJECTED, STORED, plan_schema
 from leandit.datasets.format.tables import parquet_file
 from leandit.datasets.loader import make_loader
 from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.revisions.catalog import file_entry
 from leandit.datasets.revisions.commits import commit_record, new_results
-from leandit.datasets.revisions.plan import read_plan
-from leandit.datasets.revisions.writer import StoreWriter
+from leandit.datasets.revisions.plan import first_plan, freeze_plan, read_plan
+from leandit.datasets.revisions.writer import StoreWriter, row_checksum
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import load
 from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
@@ -289,6 +291,119 @@ def plan_seconds(size: int) -> float:
     for first in range(0, PLANNED_BATCHES, PLANNED_AHEAD):
         plan.batches(first, PLANNED_AHEAD)
     return (time.perf_counter() - start) / PLANNED_BATCHES
+
+
+# --------------------------------------------------------------------------------------------------------------- store
+
+SMALL_BUCKET, SMALL_CHANNELS = "8x8", 32  # one latent of 32 float16 numbers: 64 bytes a row
+BATCHES_READ = 200
+
+
+@app.command("store")
+def store_command(
+    scratch: Scratch, records: Annotated[int, typer.Option(min=1000, help="Of noise, 64 bytes each.")] = IMAGENET
+) -> None:
+    """Plan, commit, seal, open and read a store of many small rows; each stage is a process of its own."""
+    store = str(fresh_folder(scratch.resolve(), f"rows-{records}") / "store")
+    stages = ("freeze_rows", "commit_rows", "seal_rows", "open_rows", "read_rows")
+    figures = {stage: measure_in_child("scale", stage, store=store, records=records) for stage in stages}
+    shards = figures["commit_rows"]["shards"]
+    total = sum(path.stat().st_size for path in Path(store).rglob("*") if path.is_file())
+    print(f"{machine()}; {records} records of 64 bytes in {shards} shards, {total / 2**30:.1f} GiB\n")
+    labels = (
+        "plan and freeze",
+        "commit all shards",
+        "seal",
+        "open, with indexes",
+        f"read {BATCHES_READ} batches of {BATCH}",
+    )
+    rows = [
+        (label, f"{one['seconds']:.1f}", f"{one['mb']:.0f}")
+        for label, one in zip(labels, figures.values(), strict=True)
+    ]
+    print_table([("", "s", "MB beyond the start"), *rows])
+
+
+def freeze_rows(store: str, records: int) -> Figures:
+    """Write the plan of a store of noise."""
+    spec = noise_spec({SMALL_BUCKET: records}, SMALL_CHANNELS, 1000, 0, 0, 64, "none")
+    schema = plan_schema(spec)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for start in range(0, records, BLOCK_ROWS):
+            numbers = np.arange(start, min(start + BLOCK_ROWS, records))
+            keys = pc.binary_join_element_wise("noise", pa.array(numbers).cast(pa.string()), "/")
+            yield pa.record_batch([row_column(field, numbers, keys) for field in schema], schema=schema)
+
+    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
+        start = time.perf_counter()
+        plan = first_plan(spec, "synthetic", map_table(schema, batches(), "records"), texts=[], num_tokens=[])
+        freeze_plan(Path(store), plan)
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "mb": memory.beyond_mb}
+
+
+def row_column(field: pa.Field, numbers: np.ndarray, keys: pa.Array) -> pa.Array:
+    """A column of the plan for consecutive records of one bucket."""
+    count = len(numbers)
+    known = {"key": keys, "row": numbers, "label": numbers % 1000, "source_path": keys}
+    known |= {"bucket": pa.array([SMALL_BUCKET]).take(pa.array(np.zeros(count, np.int8)))}
+    known |= {"status": pa.array(["planned"]).take(pa.array(np.zeros(count, np.int8)))}
+    known |= {"caption_ids": pa.ListArray.from_arrays(np.zeros(count + 1, np.int32), pa.array([], pa.int32()))}
+    known |= dict.fromkeys(("revision", "attempts"), np.ones(count, np.int64))
+    if field.name in known:
+        return pa.array(known[field.name]).cast(field.type)
+    return pa.nulls(count, field.type) if field.nullable else pa.array(np.zeros(count)).cast(field.type)
+
+
+def commit_rows(store: str, records: int) -> Figures:
+    """Commit every shard, as one worker does."""
+    plan, rng = read_plan(Path(store), 1), np.random.default_rng(0)
+    noise = rng.standard_normal((BLOCK_ROWS, SMALL_CHANNELS, 1, 1)).astype(np.float16)
+    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
+        start = time.perf_counter()
+        writer = StoreWriter(Path(store), plan, doubted=())
+        tasks = writer.missing_tasks()
+        for name, shard in tasks:
+            (array,) = plan.layout.parts[name].arrays
+            rows = np.roll(noise, shard, axis=0)[: len(array.rows_of(shard))]
+            results = new_results(plan.layout.parts[name], len(rows))
+            results["state"] = STORED
+            results["checksum"][:, 0] = [row_checksum(row) for row in rows]
+            results["source_checksum"] = results["checksum"]
+            writer.commit(name, shard, {array.path: rows}, results)
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "mb": memory.beyond_mb, "shards": len(tasks)}
+
+
+def seal_rows(store: str, records: int) -> Figures:
+    """Seal, as the last worker does."""
+    plan = read_plan(Path(store), 1)
+    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
+        start = time.perf_counter()
+        StoreWriter(Path(store), plan, doubted=()).seal()
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "mb": memory.beyond_mb}
+
+
+def open_rows(store: str, records: int) -> Figures:
+    """Open the store, with the indexes of its buckets."""
+    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
+        start = time.perf_counter()
+        assert len(LatentStore(store).index(SMALL_BUCKET)) == records
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "mb": memory.beyond_mb}
+
+
+def read_rows(store: str, records: int) -> Figures:
+    """Read shuffled batches of an open store."""
+    loader = iter(make_loader(LatentStore(store), global_batch=BATCH))
+    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
+        start = time.perf_counter()
+        for _ in range(min(BATCHES_READ, records // BATCH)):
+            next(loader)
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "mb": memory.beyond_mb}
 
 
 # -------------------------------------------------------------------------------------------------------------- search

@@ -65,7 +65,7 @@ def import_features(
     progress: Progress,
     null: str | None = None,
 ) -> ImportReport:
-    """Make a store from features that another program has encoded, number for number.
+    """Convert latents that another program has cached into a store, exactly.
 
     Args:
       kind: of the features.

@@ -166,7 +166,7 @@ def test_a_class_with_another_name_is_a_change_though_no_record_says_so(before: 
     report = make()
     assert report.num_encoded == 0
     assert report.changes
-    assert change_rows(report.changes) == [("source", "since the revision before: classes renamed")]
+    assert change_rows(report.changes) == [("source", "since the previous revision: classes renamed")]
     assert LatentStore(store).spec.classes == now.split()
     assert is_done()
 
@@ -201,7 +201,7 @@ def test_the_command_says_so_without_torch(kind: str, request: pytest.FixtureReq
     assert ("columns: pictures 'file_name'" in notes[0]) if kind == "caption" else not notes
     num_records = LatentStore(store).records.num_rows
     assert " ".join(said[1].split()) == f"records {num_records} planned = {num_records} stored + 0 rejected"
-    assert said[-1].split(maxsplit=2) == ["this", "run", "no picture to encode, they are there"]
+    assert said[-1].split(maxsplit=2) == ["this", "run", "nothing to encode, the store is complete"]
     assert tree_digest(store) == before
 
 

@@ -56,11 +56,11 @@ FORMAT_WARNING = warnings.formatwarning
 # diffusers imports torchao if it is installed; both log warnings about parts that leandit does not use.
 NOISY = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
 
-HELP = """Encode pictures and captions once into a latent store, then train diffusion transformers on the store alone.
+HELP = """Encode images and captions once into a latent store, then train diffusion transformers on the store alone.
 
 First look: leandit demo
 
-In order: leandit precompute RECIPE --source PICTURES --store STORE, then leandit train RECIPE --store STORE --run RUN,
+In order: leandit precompute RECIPE --source IMAGES --store STORE, then leandit train RECIPE --store STORE --run RUN,
 then leandit sample RUN --out SAMPLES.
 
 A recipe is a name or a TOML file; --set section.key=value changes a setting, and --dry-run shows what would be done.
@@ -100,10 +100,8 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     traceback: Annotated[bool, Option(TRACEBACK, help="Show the traceback of an error.")] = False,
-    quiet: Annotated[
-        bool, Option("--quiet", help="Print results and errors alone: no progress, no notes.", envvar=QUIET)
-    ] = False,
-    verbose: Annotated[bool, Option("--verbose", help="Log decisions to stderr, and why.")] = False,
+    quiet: Annotated[bool, Option("--quiet", help="Print results and errors only.", envvar=QUIET)] = False,
+    verbose: Annotated[bool, Option("--verbose", help="Log decisions and their reasons to stderr.")] = False,
     version: Annotated[
         bool, Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,

@@ -90,7 +90,7 @@ def complete_recipe(context: typer.Context, incomplete: str) -> list[str]:
 RECIPE_HELP = "Name of a shipped recipe, or path of a TOML file."
 STORE_HELP = "Store to train on, unless the recipe names stores: a folder, s3://, gs://, hf://."
 Recipe = Annotated[str, Argument(metavar="RECIPE", help=RECIPE_HELP, autocompletion=complete_recipe)]
-Run = Annotated[Path, Argument(parser=read_path, metavar="RUN", help="Run, or what 'leandit average' has made.")]
+Run = Annotated[Path, Argument(parser=read_path, metavar="RUN", help="Run, or output of 'leandit average'.")]
 LocalStore = Annotated[Path, Argument(parser=written_path, metavar="STORE", help="Folder of the store.")]
 AnyStore = Annotated[str, Argument(parser=path_or_url, metavar="STORE", help="Store: a folder, or a URL.")]
 StoreOfRecipe = Annotated[str | None, Option("--store", parser=path_or_url, metavar="PATH", help=STORE_HELP)]
@@ -98,13 +98,13 @@ Device = Annotated[str, Option(help="cpu, cuda or cuda:N; auto takes a GPU if th
 Overrides = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one recipe key; repeatable.")
 ]
-DryRun = Annotated[bool, Option("--dry-run", help="Show what would be done, and stop.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Print what would be done, then exit.")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 Revision = Annotated[int, Option(min=0, help="Revision of the store; 0: the newest.")]
 Vae = Annotated[str | None, Option(help="Folder or hub id to decode with, else the store's own VAE.")]
-Base = Annotated[str, Option(help="Where the weights lie now that the adapters of a run were trained on.")]
+Base = Annotated[str, Option(help="Present location of the weights that the run's adapters were trained on.")]
 Weights = Annotated[
-    Literal["averaged", "raw"], Option(help="Of a run: averaged, or raw as the newest checkpoint has them.")
+    Literal["averaged", "raw"], Option(help="Averaged weights, or the raw ones of the newest checkpoint.")
 ]
 
 

@@ -31,7 +31,7 @@ class SampleRequest:
     captions: Annotated[list[str], Option("--caption", help="Caption; repeatable.")] = field(default_factory=list)
     count: Annotated[
         int | None,
-        Option("--num", min=1, help="Images of each label or caption, else of all; without it 1 of each, else 16."),
+        Option("--num", min=1, help="Images for each label or caption (1), or in total where neither is given (16)."),
     ] = None
     batch: Annotated[int, Option(min=1, help="Images drawn at once.")] = 64
     bucket: Annotated[str | None, Option(help="HxW in pixels, else the most common bucket.")] = None
@@ -55,21 +55,21 @@ class SampleRequest:
         Literal["mean", "euler", "tweedie"], Option(help="Last step of --sampler sde, without noise.")
     ] = "mean"
     steps: Annotated[int, Option(min=1, max=1000, help="Steps of the solver.")] = 50
-    seed: Annotated[int, Option(min=0, help="Seed of the noise.")] = 0
+    seed: Annotated[int, Option(min=0, help="Noise seed.")] = 0
     precision: Annotated[
-        Literal["fp32", "tf32", "bf16"], Option(help="Of the model's forwards; tf32 and bf16 need a GPU.")
+        Literal["fp32", "tf32", "bf16"], Option(help="Precision of the model; tf32 and bf16 need a GPU.")
     ] = "fp32"
     compiled: Annotated[
         bool | None,
-        Option("--compile/--no-compile", help="torch.compile the blocks; else a GPU does for many images."),
+        Option("--compile/--no-compile", help="torch.compile the blocks; default: on a GPU for many images."),
     ] = None
     recipe: Annotated[str, Option(help="Train recipe of a published checkpoint, given as RUN.")] = ""
     encoders: Annotated[str, Option(help="Precompute recipe of its VAE and text encoder.")] = ""
     vae: Annotated[str | None, Option(help="Folder or hub id to decode with, else the store's VAE.")] = None
     text: Annotated[str | None, Option(help="Folder or hub id for captions not in the store.")] = None
-    base: Annotated[str, Option(help="Current place of the weights that the adapters of a run were trained on.")] = ""
+    base: Annotated[str, Option(help="Present location of the weights that the run's adapters were trained on.")] = ""
     weights: Annotated[
-        Literal["averaged", "raw"], Option(help="Of a run: averaged, or raw as the newest checkpoint has them.")
+        Literal["averaged", "raw"], Option(help="Averaged weights, or the raw ones of the newest checkpoint.")
     ] = "averaged"
     store: Path | None = None
 
@@ -130,7 +130,7 @@ class EvaluateRequest:
     ] = INCEPTION
     resize: Annotated[
         Literal["antialiased", "tensorflow"] | None,
-        Option(help="Resize of Inception: tensorflow as ADM's evaluator and the original FID."),
+        Option(help="Resize for Inception; tensorflow: as the original FID and ADM's evaluator."),
     ] = None
     source: Annotated[list[str], Option(help="Source images of the store, instead of decoding it; repeatable.")] = (
         field(default_factory=list)

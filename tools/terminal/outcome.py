@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # they load torch, or take half of a second
 
 Command = list[object]  # words after "leandit"; placeholders in capitals are for the user to fill in
 
-NOTHING_TO_DO = "no picture to encode, they are there"
+NOTHING_TO_DO = "nothing to encode, the store is complete"
 OF_THE_STORE = 0  # of model.channels
 
 
@@ -38,23 +38,23 @@ def precompute_rows(report: Report, store: Path) -> Rows:
     """Results of a precompute: the store if it is complete, then what this call has encoded, and how fast."""
     if report.manifest is None:
         left = f"{store}: not complete; {report.num_left} shards are left to other parts"
-        rows, nothing = [("store", left)], "no picture to encode, those of this part are there"
+        rows, nothing = [("store", left)], "nothing to encode, this part is complete"
     else:
         source = _source_rows(report.classes, report.ignored) + (change_rows(report.changes) if report.changes else [])
         has_other_work = report.tokens.num_captions or report.changes or report.seconds.get(DECODE)
         rows = _store_rows(report.manifest, store, source)
-        nothing = "no picture was encoded" if has_other_work or not report.manifest.num_stored else NOTHING_TO_DO
+        nothing = "no image was encoded" if has_other_work or not report.manifest.num_stored else NOTHING_TO_DO
     if (tokens := report.tokens).num_captions:
         share = f"{tokens.num_padding / tokens.num_tokens:.1%} padding"
         rows.append(("encoded", f"{tokens.num_tokens:,} tokens of {tokens.num_captions:,} captions, {share}"))
     if not report.num_encoded:
         return [*rows, ("this run", nothing)]
-    rows.append(("this run", _rate(report.num_encoded, "pictures", report.total_seconds, "images/s")))
+    rows.append(("this run", _rate(report.num_encoded, "images", report.total_seconds, "images/s")))
     if before := before_stages(report.seconds, report.power):
         rows.append(("before", f"{before}; the stages overlap"))
     if not report.seconds.get(ENCODE):  # every picture was rejected
         return rows
-    rows.append(("stages", f"{'':<8}{'busy':>13}{'threads':>9}{'images/s':>10}  that it could do alone"))
+    rows.append(("stages", f"{'':<8}{'busy':>13}{'threads':>9}{'images/s':>10}  standalone rate"))
     for time in report.times:
         rate = f"{time.images_per_second:,.1f}" if time.images_per_second else "-"
         rows.append(("", f"{time.name:<8}{readable_time(time.seconds):>13}{time.threads:>9}{rate:>10}"))
@@ -76,7 +76,7 @@ def import_rows(report: ImportReport, store: Path) -> Rows:
     flipped = ", with flipped copies" if latent.flip else ""
     imported = [
         ("latents", f"{latent.kind}, {latent.channels} channels, {latent.dtype}{flipped}"),
-        ("vae", f"said to be '{report.spec.vae.model}': an import cannot prove it"),
+        ("vae", f"assumed to be '{report.spec.vae.model}' (an import cannot verify it)"),
     ]
     return [*_store_rows(report.manifest, store, imported), ("this run", this_run)]
 
@@ -86,16 +86,16 @@ def change_rows(changes: Comparison) -> Rows:
     counts = {
         "new": changes.num_added,
         "changed": changes.num_changed,
-        "tried again": changes.num_retried,
-        "with another label or caption": changes.num_described,
-        "gone": changes.num_gone,
+        "retried": changes.num_retried,
+        "with a changed label or caption": changes.num_described,
+        "missing": changes.num_gone,
     }
     changed = [f"{count:,} {what}" for what, count in counts.items() if count]
     changed += ["classes renamed"] if changes.is_renamed else []
-    rows = [("source", f"since the revision before: {', '.join(changed)}" if changed else "nothing has changed")]
+    rows = [("source", f"since the previous revision: {', '.join(changed)}" if changed else "nothing has changed")]
     if changes.num_gone:
         fate = "left out" if changes.num_dropped else "still in the store (--drop-gone leaves them out)"
-        rows.append(("", f"what is gone from the source is {fate}"))
+        rows.append(("", f"records missing from the source are {fate}"))
     return rows
 
 
@@ -105,7 +105,7 @@ def _store_rows(manifest: Manifest, store: Path, source: Rows) -> Rows:
     rows = [("store", f"{store}: complete, revision {manifest.revision}")]
     rows.append(("records", f"{manifest.num_planned:,} planned = {counts}"))
     if manifest.num_rejected:
-        rows.append(("", f"why: 'leandit inspect {store} --rejects' names each, with its reason"))
+        rows.append(("", f"reasons: leandit inspect {store} --rejects"))
     buckets = sorted(manifest.buckets.items(), key=lambda bucket: bucket_size(bucket[0]))
     rows += [*source, ("buckets", ", ".join(f"{name}: {count:,}" for name, count in buckets))]
     if manifest.num_captions:

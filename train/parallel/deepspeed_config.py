@@ -21,7 +21,7 @@ from ...datasets.recipe import flatten
 from ..config import ParallelSection, TrainRecipe
 
 AUTO = (None, "auto")
-HEADER = ("key", "recipe", "ds_config.json, which holds")
+HEADER = ("key", "recipe", "ds_config.json (takes precedence)")
 PRECISIONS = ("bf16", "fp16")
 OFFLOADS = ("offload_param", "offload_optimizer")
 # Sections that are checked, outer ones first.

@@ -33,7 +33,7 @@ def origin_lines(run: Run, folder: Path) -> Iterator[str]:
         frozen = run.frozen.source if run.frozen else recipe.model.init_from
         yield f"{spec.name}: adapters of {scale} train, {trained} of {total} parameters; '{frozen}' is frozen"
     else:
-        yield f"{spec.name}: all {total} parameters train"
+        yield f"{spec.name}: training all {total} parameters"
     if (warmup := recipe.schedule.warmup_steps) >= steps:
         yield (
             f"schedule.warmup_steps {warmup}: the learning rate rises until then, the run ends at step {steps}, so its "

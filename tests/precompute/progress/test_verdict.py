@@ -68,9 +68,9 @@ def test_a_run_that_encodes_captions_alone_or_only_rejects_does_not_say_that_all
     precompute(caption_recipe(), source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
     assert said() == ("this run", NOTHING_TO_DO)
     write("circle", "ring")
-    assert said() == ("this run", "no picture was encoded")
+    assert said() == ("this run", "no image was encoded")
     write("circle", "ring", '{"file_name": "images/none.png", "captions": ["a red ring"]}\n')
-    assert said() == ("this run", "no picture was encoded")
+    assert said() == ("this run", "no image was encoded")
     assert said() == ("this run", NOTHING_TO_DO)
 
 

@@ -172,7 +172,7 @@ def test_a_store_that_grows_says_what_would_be_encoded(
     assert tree_digest(store) == before
     words = [" ".join(line.split()) for line in said.text.splitlines()]
     for line in (
-        "source since the revision before: 2 new, 1 changed",
+        "source since the previous revision: 2 new, 1 changed",
         "would encode 2 pictures",
         "would reject 1 x missing_file",
     ):

@@ -29,8 +29,8 @@ def test_a_run_says_whether_its_weights_are_new_or_of_what_and_what_was_converte
     first, second = tmp_path / "first", tmp_path / "second"
     begin, trained = said_by(train_recipe("dit-s-4", *PLAIN), label_store, first)
     assert begin == f"run '{first}' begins from new weights"
-    assert trained.startswith("DiT-S/4: all ")
-    assert trained.endswith(" k parameters train")
+    assert trained.startswith("DiT-S/4: training all ")
+    assert trained.endswith(" k parameters")
     again = train_recipe("dit-s-4", *PLAIN, "run.steps=2")
     assert said_by(again, label_store, first)[0] == f"run '{first}' resumes after step 1"
     larger = train_recipe("dit-s-4", *PLAIN, "model.name=DiT-S/2", f"model.init_from={first}")

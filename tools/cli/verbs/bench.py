@@ -28,14 +28,14 @@ def bench_loader(
     batch: Annotated[int, Option(min=1, help="Records of a batch.")] = 256,
     seconds: Annotated[float, Option(min=0.01, help="Length of each measured window.")] = 2.0,
     cold: Annotated[
-        bool, Option("--cold", help="Read from the disk too: drop the store from the page cache first.")
+        bool, Option("--cold", help="Also measure from disk: drop the store from the page cache first.")
     ] = False,
     scratch: Annotated[
         Path | None, output("Folder for a temporary flat copy of 512 MiB at most; else the system's.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how fast a store is read, beside what this machine can do with the same rows.
+    """Measure how fast a store is read, beside a flat gather of the same rows.
 
     Example: leandit bench loader store --cold
     """
@@ -50,13 +50,13 @@ def bench_train(
     context: typer.Context,
     recipe: Recipe,
     store: StoreOfRecipe = None,
-    rounds: Annotated[int, Option(min=1, help="Times that it is measured.")] = 3,
+    rounds: Annotated[int, Option(min=1, help="Number of measurements.")] = 3,
     steps: Annotated[int, Option(min=1, help="Measured steps of each round.")] = 50,
     device: Device = "auto",
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what a step of a recipe costs on a store: seconds, waiting for data, memory, MFU.
+    """Measure a training step on a store: seconds, data wait, memory, MFU.
 
     Example: leandit bench train dit-b-2-256 --store imagenet-256
     """

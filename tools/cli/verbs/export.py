@@ -21,20 +21,18 @@ def export(
     run: Run,
     out: Annotated[Path, output("Folder to make.")],
     layout: Layout = "diffusers",
-    step: Annotated[int, Option(min=0, help="Of which snapshot; 0: the newest.")] = 0,
+    step: Annotated[int, Option(min=0, help="Step of the snapshot; 0: the newest.")] = 0,
     encoders: Annotated[
         bool, Option("--encoders", help="Copy the store's VAE, text encoder and tokenizer too.")
     ] = False,
-    vae: Annotated[str | None, Option(help="Where the VAE lies now: folder or hub id.")] = None,
-    text: Annotated[str | None, Option(help="Where the text encoder lies now: folder or hub id.")] = None,
-    merged: Annotated[
-        bool, Option("--merged", help="Of a run with adapters: the model with them, not the adapters alone.")
-    ] = False,
+    vae: Annotated[str | None, Option(help="Present location of the VAE: folder or hub id.")] = None,
+    text: Annotated[str | None, Option(help="Present location of the text encoder: folder or hub id.")] = None,
+    merged: Annotated[bool, Option("--merged", help="Merge the adapters into the weights.")] = False,
     base: Base = "",
     weights: Weights = "averaged",
     as_json: AsJson = False,
 ) -> None:
-    """Write the weights of a run as a folder that diffusers' pipelines load.
+    """Export the weights of a run for diffusers' pipelines.
 
     Example: leandit export runs/dit-s --out dit-s-diffusers
     """
@@ -56,18 +54,20 @@ def export(
 def publish(
     target: Annotated[Path, Argument(parser=read_path, metavar="STORE|RUN", help="Folder of a store or a run.")],
     to: Annotated[str, Option(help="hf://datasets/OWNER/NAME for a store, hf://OWNER/NAME for a run.")],
-    private: Annotated[bool | None, Option("--private/--public", help="Who may read it; required, no default.")] = None,
+    private: Annotated[
+        bool | None, Option("--private/--public", help="Visibility of the repository; required.")
+    ] = None,
     licence: Annotated[
         str,
-        Option("--license", help="Of the pictures of a store, of the weights of a run; required, no default."),
+        Option("--license", help="License of the images (store) or weights (run); required."),
     ] = "",
-    encoder_licence: Annotated[str, Option("--encoder-license", help="Of the encoders; required, no default.")] = "",
+    encoder_licence: Annotated[str, Option("--encoder-license", help="License of the encoders; required.")] = "",
     pictures: Annotated[
-        bool, Option("--pictures", help="Of a store: publish a contact sheet of decoded records too.")
+        bool, Option("--pictures", help="Store: also publish a contact sheet of decoded records.")
     ] = False,
-    vae: Annotated[str | None, Option(help="Folder or hub id of the VAE that decodes them.")] = None,
+    vae: Annotated[str | None, Option(help="Folder or hub id of the VAE to decode with.")] = None,
     as_pipeline: Annotated[
-        bool, Option("--export", help="Of a run: as a pipeline of diffusers, not as a snapshot.")
+        bool, Option("--export", help="Run: publish a diffusers pipeline instead of a snapshot.")
     ] = False,
     branch: Annotated[str, Option("--revision", help="Branch of the repository.")] = "main",
     dry_run: DryRun = False,

@@ -19,18 +19,16 @@ def report(
         list[str], Argument(parser=path_or_url, metavar="STORE|RUN", help="Stores, or runs, side by side.")
     ],
     out: Annotated[Path, output("HTML file to write.")],
-    source: Annotated[
-        list[str] | None, Option(help="Pictures that a store was made from, to show rejects; repeatable.")
-    ] = None,
+    source: Annotated[list[str] | None, Option(help="Source images of the store, to show rejects; repeatable.")] = None,
     vae: Vae = None,
-    count: Annotated[int, Option(min=0, max=60, help="Pictures of each bucket of a store.")] = 8,
+    count: Annotated[int, Option(min=0, max=60, help="Images for each bucket of a store.")] = 8,
     scores: Annotated[
         Path | None, local_input("Parquet file with a score for each key: pictures are spread over its range.")
     ] = None,
-    score: Annotated[str, Option(metavar="COLUMN", help="Its column.")] = "score",
-    seed: Annotated[int, Option(min=0, help="Of the pictures that are shown without scores.")] = 0,
+    score: Annotated[str, Option(metavar="COLUMN", help="Column of the scores.")] = "score",
+    seed: Annotated[int, Option(min=0, help="Seed for the images shown without scores.")] = 0,
 ) -> None:
-    """Write a report of a store or a run: one HTML file with everything in it, warnings first.
+    """Write one HTML file about stores or runs, warnings first.
 
     Example: leandit report imagenet-256 --out imagenet-256.html
     """
@@ -75,7 +73,7 @@ def view(
     device: Device = "cpu",
     revision: Revision = 0,
 ) -> None:
-    """Show a store or a run as a web page on this machine, which reads and never writes. Ctrl-C or SIGTERM ends it.
+    """Show a store or a run in a browser; it reads and never writes. Ctrl-C or SIGTERM ends it.
 
     Example: leandit view imagenet-256
     """

@@ -17,7 +17,7 @@ plan = typer.Typer(no_args_is_help=True)
 
 @plan.callback()
 def plan_options() -> None:
-    """Estimate what a training takes, before you rent a GPU for it.
+    """Estimate memory and time of a training before you rent a GPU.
 
     Example: leandit plan train dit-xl-2-256 --resolution 256
     """
@@ -42,7 +42,7 @@ def plan_train(
         ),
     ] = None,
     resolution: Annotated[
-        int | None, typer.Option(min=8, help="Side of the pictures, in pixels, where there is no store yet.")
+        int | None, typer.Option(min=8, help="Image side in pixels, if there is no store yet.")
     ] = None,
     gpu: Annotated[
         str | None,
@@ -50,16 +50,18 @@ def plan_train(
     ] = None,
     fits: Annotated[
         float | None,
-        typer.Option(min=1, metavar="GB", help="Show what fits one GPU with so much memory, and how fast."),
+        typer.Option(min=1, metavar="GB", help="Show what fits one GPU of this many GB, and how fast."),
     ] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the work.")] = 1,
-    network_gbit: Annotated[float, typer.Option(min=1, help="Gbit/s that each GPU has between machines.")] = 400.0,
-    images: Annotated[int, typer.Option(min=0, help="Images to train on; 0: as the recipe's steps.")] = 0,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
+    network_gbit: Annotated[
+        float, typer.Option(min=1, help="Network bandwidth of each GPU between machines, Gbit/s.")
+    ] = 400.0,
+    images: Annotated[int, typer.Option(min=0, help="Images to train on; 0: by the recipe's steps.")] = 0,
     run: Annotated[Path | None, local_input("Run whose measured MFU is used, else an estimate.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Memory for each strategy, the largest microbatch, which GPUs fit, time, and up to how many GPUs it scales.
+    """Print memory for each strategy, largest microbatch, GPUs that fit, time, and scaling.
 
     Nothing is computed.
 

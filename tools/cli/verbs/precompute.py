@@ -31,7 +31,7 @@ def parse_part(text: str) -> Any:
         raise typer.BadParameter(str(error)) from error
 
 
-Part = Annotated[str | None, Option(parser=parse_part, metavar="I/N", help="Only the I-th of N shares of the shards.")]
+Part = Annotated[str | None, Option(parser=parse_part, metavar="I/N", help="Process shard group I of N.")]
 STORE_HELP = "Folder of the store; the same command again resumes."
 DEVICE_HELP = "cpu or cuda:N; several with commas, a process for each; cuda and auto take all GPUs."
 
@@ -46,13 +46,13 @@ def precompute(
     device: Annotated[str, Option(help=DEVICE_HELP)] = "auto",
     overrides: Overrides = None,
     dry_run: DryRun = False,
-    drop_gone: Annotated[bool, Option("--drop-gone", help="Leave out records gone from the source.")] = False,
-    retry_rejected: Annotated[bool, Option("--retry-rejected", help="Try rejected records again.")] = False,
+    drop_gone: Annotated[bool, Option("--drop-gone", help="Leave out records missing from the source.")] = False,
+    retry_rejected: Annotated[bool, Option("--retry-rejected", help="Retry rejected records.")] = False,
     part: Part = None,
     engine: Annotated[Literal["local", "ray"], Option(help="ray: the GPUs of a Ray cluster.")] = "local",
     address: Annotated[str, Option(help="Address of the Ray cluster; auto: the cluster of this machine.")] = "auto",
 ) -> None:
-    """Encode every picture and caption once into a store; run again, it resumes, or adds what has changed.
+    """Encode every image and caption once into a store; rerun to resume, or to add what has changed.
 
     Example: leandit precompute imagenet-256 --source imagenet/train --store imagenet-256
     """
@@ -131,7 +131,7 @@ def import_(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Make a store of features that another program has encoded, number for number; nothing is encoded again.
+    """Convert latents that another program has cached into a store, exactly, without re-encoding.
 
     Example: leandit import mar --source cached-imagenet --store imagenet-256
     """

@@ -21,7 +21,7 @@ def demo(
     num_pictures: Annotated[int, Option("--pictures", min=24, help="Pictures to draw.")] = 3000,
     overrides: Overrides = None,
 ) -> None:
-    """Everything, on made-up pictures, on a CPU, in minutes; measures whether samples show what captions say.
+    """Full pipeline on synthetic images, on a CPU in minutes; measures whether samples match their captions.
 
     Example: leandit demo --out leandit-demo
     """

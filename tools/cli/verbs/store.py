@@ -34,20 +34,18 @@ def inspect(
     revision: Revision = 0,
     rejects: Annotated[bool, Option("--rejects", help="List every rejected record.")] = False,
     sheet: Annotated[Path | None, output("Write a contact sheet of decoded records here (PNG).")] = None,
-    count: Annotated[int, Option(min=1, max=600, help="Pictures of a contact sheet.")] = 24,
-    bucket: Annotated[str | None, Option(help="A sheet of this bucket alone, HxW in pixels.")] = None,
+    count: Annotated[int, Option(min=1, max=600, help="Images on the contact sheet.")] = 24,
+    bucket: Annotated[str | None, Option(help="Only this bucket, HxW in pixels.")] = None,
     class_: Annotated[
-        str | None, Option("--class", metavar="NAME", help="A sheet of this class alone: name, wnid or index.")
+        str | None, Option("--class", metavar="NAME", help="Only this class: name, wnid or index.")
     ] = None,
     originals: Annotated[
-        bool, Option("--originals", help="A sheet with the source pictures beside; needs --source.")
+        bool, Option("--originals", help="Show source images beside the decoded ones; needs --source.")
     ] = False,
-    source: Annotated[
-        list[str] | None, Option(help="Pictures that the store was made from, for a sheet; repeatable.")
-    ] = None,
+    source: Annotated[list[str] | None, Option(help="Source images of the store, for a sheet; repeatable.")] = None,
     vae: Vae = None,
 ) -> None:
-    """Show what a store holds, and whether its numbers are as they should be.
+    """Show the contents of a store, and whether its numbers look right.
 
     Example: leandit inspect imagenet-256 --sheet sheet.png
     """
@@ -87,17 +85,15 @@ def inspect(
 
 def verify(
     store: AnyStore,
-    quick: Annotated[bool, Option("--quick", help="Sizes and records only, not every byte.")] = False,
-    deep: Annotated[bool, Option("--deep", help="Also encode a sample again, and compare.")] = False,
-    repair: Annotated[bool, Option("--repair", help="Make damaged parts again.")] = False,
-    source: Annotated[
-        list[str] | None, Option(help="Pictures to encode again, for --deep and --repair; repeatable.")
-    ] = None,
+    quick: Annotated[bool, Option("--quick", help="Check sizes and metadata only, not every byte.")] = False,
+    deep: Annotated[bool, Option("--deep", help="Also re-encode a sample and compare.")] = False,
+    repair: Annotated[bool, Option("--repair", help="Restore damaged files.")] = False,
+    source: Annotated[list[str] | None, Option(help="Source images, for --deep and --repair; repeatable.")] = None,
     device: Device = "auto",
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that a store holds the bytes that were written; name and repair what does not.
+    """Check every byte of a store; name and repair damage.
 
     Example: leandit verify imagenet-256 --repair --source imagenet/train
     """
@@ -132,10 +128,10 @@ def compact(
     out: Annotated[Path, output("Folder of the new store.")],
     without: Annotated[
         list[str] | None,
-        Option(help="A text encoder, feature or picture to leave out; repeatable.", metavar="NAME"),
+        Option(help="Text encoder, feature or companion to leave out; repeatable.", metavar="NAME"),
     ] = None,
 ) -> None:
-    """Copy what a store still uses into a new store of one revision; the old one is only read. Nothing is encoded.
+    """Copy what a store still uses into a new store of one revision, without re-encoding.
 
     Example: leandit compact imagenet-256 --out imagenet-256-compact
     """

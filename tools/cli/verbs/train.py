@@ -117,7 +117,7 @@ def _rows(outcome: Outcome, num_steps: int, device: torch.device, ranks: Ranks) 
         rows.append(("this run", "nothing to do, the run was finished"))
     elif outcome.losses:
         is_short = outcome.num_images < (outcome.step - first + 1) * recipe.run.global_batch
-        short = " (short batches: data.leftovers)" if is_short and not recipe.data.batch_tokens else ""
+        short = " (some batches were partial)" if is_short and not recipe.data.batch_tokens else ""
         rate = f"at best {outcome.images_per_second:,.1f} images/s"
         rows.append(("this run", f"from step {first:,}, {outcome.num_images:,} images{short}, {rate}"))
         rows.append(("loss", ", ".join(f"{loss:.4f} at step {step:,}" for step, loss in dict.fromkeys(outcome.losses))))
@@ -146,11 +146,13 @@ AVERAGED_HELP = 'Run that was trained with ema.kind = "power".'
 
 def average(
     run: Annotated[Path, Argument(parser=read_path, metavar="RUN", help=AVERAGED_HELP)],
-    length: Annotated[float, Option(min=0.001, max=0.27, help="Standard deviation, as a share of the run.")],
+    length: Annotated[
+        float, Option(min=0.001, max=0.27, help="Standard deviation of the average, as a share of the run.")
+    ],
     out: Annotated[Path, output("Folder for the snapshot; sample from it as from a run.")],
-    step: Annotated[int, Option(min=0, help="Average up to this step; 0: the newest that is stored.")] = 0,
+    step: Annotated[int, Option(min=0, help="Average up to this step; 0: the newest stored one.")] = 0,
 ) -> None:
-    """Make a snapshot whose averaged weights have any length, from the averages that a run has stored.
+    """Make a snapshot with a weight average of any length, from the averages that a run has stored.
 
     Example: leandit average runs/dit-s --length 0.075 --out runs/dit-s-0.075
     """
@@ -158,6 +160,9 @@ def average(
     from ....train.optim.posthoc_ema import combine
 
     combined = combine(run, length, out, step=step)
-    rows = [("snapshot", str(combined.path)), ("made of", f"{combined.used} stored averages")]
+    rows = [
+        ("snapshot", str(combined.path)),
+        ("built from", f"{combined.used} stored average{'s' * (combined.used != 1)}"),
+    ]
     print_rows([*rows, ("length", f"{length:g}, {combined.error:.2%} from its profile")])
     print_next(sample_with(out))

@@ -41,7 +41,7 @@ def test_a_store_is_searched_paged_and_looked_at(watched: Watched, tmp_path: Pat
         page.wait_for_url("**/record/0")
         watched.until(LOADED)
         assert page.locator("figure").count() == 1 + store.spec.latent.stored_channels
-        assert "the same" in page.locator("body").inner_text()
+        assert "matches" in page.locator("body").inner_text()
         page.click("a[rel=next]")
         page.wait_for_url("**/record/1")
         watched.until(LOADED)

@@ -178,7 +178,7 @@ def test_the_page_of_a_record_says_where_its_bytes_lie_and_whether_they_are_as_w
         *store.records.column_names,
     ):
         assert shown in page
-    assert "the same" in text_of(page)
+    assert "matches" in text_of(page)
     content[offset] ^= 1
     (store.path / path).write_bytes(content)
     with client(site(LatentStore(store.path))) as web:
@@ -200,7 +200,7 @@ def test_images_of_a_record_are_images_and_rows_of_later_revisions_are_found(eve
         assert len(set(revisions)) > 1
         for position in map(revisions.index, set(revisions)):
             page = text_of(web.get(f"{ROOT}/record/{position}").text)
-            assert "the same" in page
+            assert "matches" in page
             assert "differs" not in page
 
 
