@@ -107,7 +107,7 @@ class Comparison:
 
     def counts(self) -> Comparison:
         """The counts alone, without a record: small, and picklable."""
-        return replace(self, kept=[], fresh=Listing([], {}, 1), table=RECORDS_SCHEMA.empty_table(), attempts={})
+        return replace(self, kept=[], fresh=Listing([]), table=RECORDS_SCHEMA.empty_table(), attempts={})
 
 
 class KnownRecord(NamedTuple):

@@ -30,21 +30,19 @@ from .files.placement import default_root, elsewhere, normalized_root
 from .files.record import IMAGE_EXTENSIONS, SourceRecord
 from .files.splits import check_has_splits, folder_of_split
 from .listing.classes import names_of_classes, read_class_names
-from .listing.companions import with_pictures
 from .listing.listing import PICTURES, Listing, record_batches, spool
 from .listing.signatures import HEAD_BYTES, not_a_source
-from .tables.arrow import ArrowRowBytes, arrow_records, is_saved_dataset, is_saved_dict, saved_split
-from .tables.coco import coco_names
-from .tables.manifests import (
-    FOUND,
+from .tables.arrow import ArrowRowBytes, arrow_batches, is_saved_dataset, is_saved_dict, saved_split
+from .tables.parquet import RowBytes, holds_pictures, parquet_batches, parquet_names
+from .tables.tables import (
     METADATA,
     PIXART_TABLE,
+    coco_names,
     find_caption_table,
     find_table,
     pixart_folder,
     table_batches,
 )
-from .tables.parquet import RowBytes, holds_pictures, parquet_names, parquet_records
 from .tars.imagenet import imagenet, is_imagenet
 from .tars.webdataset import tar_names, webdataset
 
@@ -65,8 +63,10 @@ RECORDS: dict[str, Callable[[SourceFiles, Scan], Iterator[SourceRecord]]] = {
     "sidecars": sidecar_folder,
     "webdataset": webdataset,
     "imagenet": imagenet,
-    "parquet": parquet_records,
-    "arrow": arrow_records,
+}
+BATCHES: dict[str, Callable[[SourceFiles, Scan], Iterator[pa.RecordBatch]]] = {
+    "parquet": parquet_batches,
+    "arrow": arrow_batches,
 }
 
 
@@ -266,7 +266,7 @@ def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource
     whole = files
     if settings.kind in ("auto", "arrow") and is_saved_dict(files):
         files, notes = saved_split(files, settings.split)
-    elif not (settings.kind in TABLES or find_table(files, settings.split) or find_caption_table(files, settings)):
+    elif not (settings.kind in TABLES or find_table(files, settings) or find_caption_table(files, settings)):
         files, notes = folder_of_split(files, settings)
     if settings.kind == "auto":
         settings = settings.model_copy(update={"kind": _guess_kind(files, settings)})
@@ -308,7 +308,12 @@ def list_source(
     """
     opened, files, notes = _opened(path, asked)
     kind, settings = opened.kind, opened.settings
-    scan = Scan(settings, notes=notes, companions=list(pictures.values()))
+    scan = Scan(settings, notes=notes, companions=dict(pictures))
+    if pictures and kind not in WITH_COLUMNS:
+        raise SourceError(
+            f"source '{files.name}': [pictures.{next(iter(pictures))}] needs a table with a column for it, JSONL, CSV, "
+            f"Parquet or Arrow; this is {kind}."
+        )
     if files.only and kind in ("imagefolder", "sidecars", "metadata", "arrow"):
         raise SourceError(f"source '{files.name}': a file; needed a folder for source.kind \"{kind}\".")
     if settings.labels == "wnid" and kind != "imagefolder":
@@ -318,14 +323,8 @@ def list_source(
         )
     names = read_class_names(settings.class_names) if settings.class_names else None  # before the long listing
     batches = _batches(files, opened.files, scan)
-    scans = [_scan_of_picture(files, settings, name, column) for name, column in pictures.items()]
-    if scans:
-        companions = {one.picture: _batches(files, opened.files, one) for one in scans}
-        batches = with_pictures(batches, companions, f"source '{files.name}'")
     batches = batches if settings.labels != "none" else map(_unlabelled, batches)
-    records = spool(_readable(files, batches), progress, merge_rows=kind in TABLES)
-    for one in scans:  # where they were found; the columns are told already
-        scan.notes += [f"picture '{one.picture}': {note}" for note in one.notes if note.startswith(FOUND)]
+    records = spool(_readable(files, batches), progress)
     if not records:
         raise SourceError(
             f"source '{files.name}': no pictures found as {kind}. Needed: class folders of pictures, *.tar shards, "
@@ -348,19 +347,6 @@ def list_source(
     )
 
 
-def _scan_of_picture(files: SourceFiles, settings: SourceSection, name: str, column: str) -> Scan:
-    """The scan of the column of a companion picture.
-
-    Raises: SourceError: the source has no columns.
-    """
-    if settings.kind not in WITH_COLUMNS:
-        raise SourceError(
-            f"source '{files.name}': [pictures.{name}] needs a table with a column for it, JSONL, CSV, Parquet or "
-            f"Arrow; this is {settings.kind}."
-        )
-    return Scan(settings.model_copy(update={"image": column}), picture=name)
-
-
 def _unlabelled(batch: pa.RecordBatch) -> pa.RecordBatch:
     column = batch.schema.get_field_index("label")
     return batch.set_column(column, batch.schema.field(column), pa.array(np.full(len(batch), -1, np.int32)))
@@ -379,9 +365,11 @@ def _readable(files: SourceFiles, batches: Iterator[pa.RecordBatch]) -> Iterator
 
 def _batches(files: SourceFiles, pictures: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]:
     kind = scan.settings.kind
+    if kind in BATCHES:
+        return BATCHES[kind](files, scan)
     if kind in RECORDS:
         return record_batches(RECORDS[kind](files, scan))
-    table = find_table(files, scan.settings.split) or find_caption_table(files, scan.settings)
+    table = find_table(files, scan.settings) or find_caption_table(files, scan.settings)
     if table is None or (kind == "metadata" and table not in METADATA):
         needed = (
             " or ".join(METADATA) if kind == "metadata" else "manifest (*.jsonl, *.csv, *.parquet or data_info.json)"
@@ -393,7 +381,7 @@ def _batches(files: SourceFiles, pictures: SourceFiles, scan: Scan) -> Iterator[
 def _guess_kind(files: SourceFiles, settings: SourceSection) -> str:
     if is_saved_dataset(files):
         return "arrow"
-    table = find_table(files, settings.split)
+    table = find_table(files, settings)
     if table in METADATA and not files.only and not (table.endswith(".parquet") and holds_pictures(files, table)):
         return "metadata"
     if table and not (table.endswith(".parquet") and holds_pictures(files, table)):

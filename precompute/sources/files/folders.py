@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ....datasets.errors import RecordRejected
@@ -12,7 +12,7 @@ from ...config import SourceSection
 from .entries import FoundFile
 from .files import SourceFiles, open_source_files
 from .ignored import Ignored
-from .record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of, usable_key
+from .record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of, text_lines, usable_key
 
 SIDECARS = (".caption", ".txt", ".json")  # captions come from the first of the first two that exists
 PICTURE_FOLDER, TEXT_FOLDERS = "images", ("captions", "labels", "texts", "prompts")  # beside each other, of equal names
@@ -33,16 +33,14 @@ class Scan:
       classes: class names in order of their labels; None if they are numbers.
       ignored: files and folders that were skipped.
       notes: on how the source was read.
-      companions: columns of the companion pictures of the records.
-      picture: name of the companion whose column is listed; empty for the records' own pictures.
+      companions: column of each companion image, by name.
     """
 
     settings: SourceSection = field(default_factory=SourceSection)
     classes: list[str] | None = None
     ignored: Ignored = field(default_factory=Ignored)
     notes: list[str] = field(default_factory=list)
-    companions: Sequence[str] = ()
-    picture: str = ""
+    companions: Mapping[str, str] = field(default_factory=dict)
     _labels: dict[str, int] = field(default_factory=dict)
 
     def label(self, name: str) -> int:
@@ -178,10 +176,7 @@ def _with_texts(files: SourceFiles, picture: FoundFile, beside: dict[str, FoundF
         row = json_row(contents[".json"]) if ".json" in contents else {}
         captions = captions_of(row)
         if text := contents.get(".caption", contents.get(".txt")):
-            if _are_boxes(text):
-                raise ValueError("its text holds boxes of a detector, not captions")
-            lines = [line for line in text.decode("utf-8-sig").splitlines() if line.strip()]
-            captions = captions_of({"captions": lines})
+            captions = captions_of({"captions": text_lines(text)})
         return picture.record(label=label_of(row), captions=captions)
     except (ValueError, TypeError, RecursionError) as error:
         return picture.record(problem=("bad_metadata", str(error)))

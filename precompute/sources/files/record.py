@@ -143,6 +143,14 @@ def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def text_lines(content: bytes) -> list[str]:
+    """Captions of a text file beside an image or in a tar: one a line.
+
+    Raises: ValueError: not UTF-8.
+    """
+    return [line for line in content.decode("utf-8-sig").splitlines() if line.strip()]
+
+
 def json_row(content: bytes) -> dict[str, Any]:
     """Parse the object in a ``.json`` of a picture.
 

@@ -13,14 +13,15 @@ from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
 from ....datasets.disk.spill import BATCH_ROWS, map_table, rebatched
 from ..files.record import Place, SourceRecord, encoded_texts
-from .distinct import digests, first_positions
-from .merge import merged_rows
+from .duck import database
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 WHAT = "the list of the source"
-LOOK_ROWS = 1 << 20  # looked through for repeated keys at once
 SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -46,15 +47,12 @@ OWN = [name for name in SCHEMA.names if name not in ("reason", "detail", *PICTUR
 class Listing(Sequence[SourceRecord]):
     """Records of a source in order, created on access.
 
-    A repeated key is a reject, ``duplicate_key``: the first record counts.
-
     Args:
       batches: of SCHEMA, all of ``batch_rows`` but the last.
-      repeated: positions of repeated keys, and their first positions.
     """
 
-    def __init__(self, batches: list[pa.RecordBatch], repeated: dict[int, int], batch_rows: int) -> None:
-        self._batches, self._repeated, self._batch_rows = batches, repeated, batch_rows
+    def __init__(self, batches: list[pa.RecordBatch], batch_rows: int = BATCH_ROWS) -> None:
+        self._batches, self._batch_rows = batches, batch_rows
         self._length = sum(batch.num_rows for batch in batches)
         self._latest: tuple[int, list[SourceRecord]] = -1, []  # replaced as one, so any thread may read it
 
@@ -62,7 +60,7 @@ class Listing(Sequence[SourceRecord]):
         return self._length
 
     def __iter__(self) -> Iterator[SourceRecord]:
-        for batch in self.batches():
+        for batch in self._batches:
             yield from _records(batch)
 
     @overload
@@ -77,56 +75,69 @@ class Listing(Sequence[SourceRecord]):
         number, row = divmod(index % self._length, self._batch_rows)
         latest = self._latest
         if latest[0] != number:
-            latest = self._latest = number, _records(self._batch(number))
+            latest = self._latest = number, _records(self._batches[number])
         return latest[1][row]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The records as batches of SCHEMA: far cheaper than one by one."""
-        return (self._batch(number) for number in range(len(self._batches)))
+        return iter(self._batches)
 
     def largest_label(self) -> int:
-        """Largest label, without repeated keys; -1 if there are none."""
-        return max((int(batch["label"].to_numpy().max()) for batch in self.batches()), default=-1)
-
-    def _batch(self, number: int) -> pa.RecordBatch:
-        batch, start = self._batches[number], number * self._batch_rows
-        again = [i for i in range(start, start + batch.num_rows) if i in self._repeated] if self._repeated else []
-        if not again:
-            return batch
-        records = _records(batch)
-        for position in again:
-            record = records[position - start]
-            problem = ("duplicate_key", f"record {self._repeated[position] + 1} of the source has the same key")
-            records[position - start] = SourceRecord(record.key, record.path, problem=problem)
-        return record_batch(records)
+        """Largest label; -1 if there are none."""
+        return max((int(batch["label"].to_numpy().max()) for batch in self._batches), default=-1)
 
 
-def spool(
-    batches: Iterable[pa.RecordBatch],
-    progress: Callable[[int], None],
-    *,
-    check_keys: bool = True,
-    merge_rows: bool = False,
-) -> Listing:
+def spool(batches: Iterable[pa.RecordBatch], progress: Callable[[int], None], *, check_keys: bool = True) -> Listing:
     """Write records to a temporary file and map it.
 
     Args:
       batches: of SCHEMA, of any length.
       progress: called with the number of records so far.
-      check_keys: look for repeated keys.
-      merge_rows: merge records with the same key, rows of one picture, into one (``merge.py``).
+      check_keys: a repeated key becomes a reject, ``duplicate_key``: the first record counts.
     Raises: ResourceError: the folder for temporary files is full.
     """
     batch_rows = BATCH_ROWS
-    table = map_table(SCHEMA, _counted(rebatched(batches, batch_rows), progress), WHAT)
-    equal = table.to_batches()
-    if not check_keys:
-        return Listing(equal, {}, batch_rows)
-    first = _first_positions(equal)
-    if merge_rows and (merged := merged_rows(equal, first)):
-        equal = map_table(SCHEMA, rebatched(merged, batch_rows), WHAT).to_batches()
-        first = _first_positions(equal)
-    return Listing(equal, _repeated(first), batch_rows)
+    equal = map_table(SCHEMA, _counted(rebatched(batches, batch_rows), progress), WHAT).to_batches()
+    if check_keys and (repeated := _repeated_keys(equal)):
+        equal = map_table(SCHEMA, _without_repeated(equal, repeated), WHAT).to_batches()
+    return Listing(equal, batch_rows)
+
+
+def _repeated_keys(batches: Sequence[pa.RecordBatch]) -> dict[int, int]:
+    """Position of each record whose key an earlier one has, and the position of the first."""
+    schema = pa.schema([("key", pa.string()), ("position", pa.int64())])
+    starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
+    keys = (
+        pa.RecordBatch.from_arrays([batch["key"], pa.array(np.arange(start, start + batch.num_rows))], schema=schema)
+        for start, batch in zip(starts.tolist(), batches, strict=False)
+    )
+    with database(WHAT) as connection:
+        connection.register("keys_of_batches", pa.RecordBatchReader.from_batches(schema, keys))
+        connection.execute("CREATE TEMP TABLE keys AS SELECT * FROM keys_of_batches")
+        return dict(
+            connection.execute(
+                """SELECT position, first FROM keys JOIN (
+                SELECT key, min(position) AS first FROM keys GROUP BY key HAVING count(*) > 1) USING (key)
+                WHERE position > first"""
+            ).fetchall()
+        )
+
+
+def _without_repeated(batches: Iterable[pa.RecordBatch], repeated: dict[int, int]) -> Iterator[pa.RecordBatch]:
+    """The records with a reject for each repeated key."""
+    positions, start = np.array(sorted(repeated)), 0
+    for batch in batches:
+        stop = start + batch.num_rows
+        again = positions[np.searchsorted(positions, start) : np.searchsorted(positions, stop)].tolist()
+        if again:
+            records = _records(batch)
+            for position in again:
+                record = records[position - start]
+                problem = ("duplicate_key", f"record {repeated[position] + 1} of the source has the same key")
+                records[position - start] = SourceRecord(record.key, record.path, problem=problem)
+            batch = record_batch(records)
+        yield batch
+        start = stop
 
 
 def _counted(batches: Iterable[pa.RecordBatch], progress: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
@@ -181,15 +192,19 @@ def _records(batch: pa.RecordBatch) -> list[SourceRecord]:
     return [SourceRecord(*row) for row in zip(*columns.values(), problems, *sizes, pictures, strict=True)]
 
 
-def _first_positions(batches: Sequence[pa.RecordBatch]) -> np.ndarray:
-    return first_positions((digests(batch["key"]) for batch in batches), WHAT)
+def distinct_texts(texts: pa.ListArray, is_kept: np.ndarray) -> pa.ListArray:
+    """Lists of texts without those that occur earlier in the same list.
 
-
-def _repeated(first: np.ndarray) -> dict[int, int]:
-    """Position of each repeated key, and its first position."""
-    repeated = {}
-    for start in range(0, len(first), LOOK_ROWS):
-        some = first[start : start + LOOK_ROWS]
-        again = np.flatnonzero(some != np.arange(start, start + len(some)))
-        repeated |= zip((again + start).tolist(), some[again].tolist(), strict=True)
-    return repeated
+    Args:
+      texts: of each record.
+      is_kept: (N,) bool, whether a record keeps its texts; otherwise its list becomes empty.
+    """
+    record_of = np.repeat(np.arange(len(texts)), pc.list_value_length(texts).to_numpy())
+    flat = texts.flatten()
+    codes = flat.dictionary_encode().indices.to_numpy()
+    _, first = np.unique(record_of * max(len(flat), 1) + codes, return_index=True)
+    is_new = np.zeros(len(flat), bool)
+    is_new[first] = True
+    is_new &= is_kept[record_of]
+    ends = np.cumsum(np.bincount(record_of[is_new], minlength=len(texts)))
+    return pa.ListArray.from_arrays(pa.array(np.append(0, ends), pa.int32()), flat.filter(pa.array(is_new)))

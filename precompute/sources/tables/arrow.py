@@ -19,15 +19,14 @@ import pyarrow as pa
 from ....datasets.errors import SourceError
 from ...config import SourceSection
 from ...images.faults import is_fault
-from ..files.entries import FoundFile
 from ..files.files import LocalFiles, SourceFiles, open_source_files, shown
 from ..files.folders import Scan
 from ..files.splits import ALL, choose_split
-from .columns import CAPTIONS
-from .parquet import MAX_GROUP_BYTES, OPEN_FILES, Columns, RowBytes, find_columns, row_record
+from .parquet import MAX_GROUP_BYTES, OPEN_FILES, RowBytes, RowRecords, find_columns
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 MAX_STATE_BYTES = 1 << 24
+READ_ROWS = 1024  # whose texts are checked at once
 ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, EOFError)
 
 
@@ -86,22 +85,23 @@ def arrow_names(files: SourceFiles) -> list[str]:
     return [str(name) for name in names]
 
 
-def arrow_records(files: SourceFiles, scan: Scan) -> Iterator[Any]:
+def arrow_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]:
     """A record for each row; its key is the file's name without extension and the number of the row, from 0.
 
-    Raises: SourceError: a file is damaged, has no column of pictures, or other classes than the first.
+    Raises: SourceError: a file is damaged, has no column of images, or other classes than the first.
     """
-    for number, name in enumerate(arrow_names(files)):
-        place, position = files.look(name) or FoundFile(name), 0
-        where = shown(files, name)
+    listed = RowRecords(scan)
+    for name in arrow_names(files):
         with _opened(files, name) as file:
-            schema, batches = _find_batches(file, where)
-            columns = find_columns(schema, where, scan.settings)
-            columns.tell(scan, where, is_first=not number)
+            schema, batches = _find_batches(file, shown(files, name))
+            listed.begin(files, name, schema)
             for batch in batches:
-                for row in _described(_read_batch(file, batch, schema), columns):
-                    yield row_record(f"{name.rpartition('.')[0]}/{position}", place, position, row)
-                    position += 1
+                if not listed.columns:
+                    yield from listed.plain(batch.num_rows)
+                else:
+                    rows = _read_batch(file, batch, schema).select(listed.columns)
+                    for start in range(0, rows.num_rows, READ_ROWS):
+                        yield listed.batch(rows.slice(start, READ_ROWS))
 
 
 class ArrowRowBytes(RowBytes):
@@ -125,16 +125,6 @@ class ArrowRowBytes(RowBytes):
     def _find_batches(self, path: str) -> tuple[pa.Schema, list[Batch]]:
         with _opened(self.files, path) as file:
             return _find_batches(file, path)
-
-
-def _described(batch: pa.RecordBatch, columns: Columns) -> Iterator[dict[str, Any]]:
-    """Label and captions of each row, under the names that ``row_record`` reads."""
-    for start in range(0, batch.num_rows, 1024):
-        part = batch.slice(start, 1024)
-        labels = part[columns.label].to_pylist() if columns.label else [None] * part.num_rows
-        texts = part[columns.captions].to_pylist() if columns.captions else [None] * part.num_rows
-        for label, text in zip(labels, texts, strict=True):
-            yield {CAPTIONS: text} | ({} if label is None else {"label": label})
 
 
 @contextmanager

@@ -18,18 +18,25 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet as pq
 
+from ....datasets.disk.spill import BATCH_ROWS
 from ....datasets.errors import RecordRejected, SourceError, StoreError
 from ...config import SourceSection
 from ...images.faults import is_fault, retried
 from ..files.entries import FoundFile
 from ..files.files import SourceFiles, shown
 from ..files.folders import Scan
-from ..files.record import CAPTION_NAMES, SourceRecord, captions_of, label_of, usable_key
+from ..files.record import CAPTION_NAMES, MAX_CLASSES, usable_key
 from ..files.splits import shards_of_split
-from .columns import CAPTIONS, shown_columns, usual_columns
+from ..listing.duck import database, identifier
+from ..listing.listing import SCHEMA, distinct_texts
+from .columns import CAPTIONS, Roles, shown_columns, usual_columns
 from .foreign_parquet import PARQUET_ERRORS, open_parquet, read_rows
+from .formats import parquet_values, row_columns
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes")
 LABEL_NAMES = ("label", "labels", "cls", "fine_label")
@@ -91,20 +98,117 @@ def holds_pictures(files: SourceFiles, name: str) -> bool:
         return _image_column(file.schema_arrow, _features(file.schema_arrow)) is not None
 
 
-def parquet_records(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
+def parquet_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]:
     """A record for each row; its key is the file's name without extension and the number of the row, from 0.
 
-    Raises: SourceError: a file is damaged, has no column of pictures, or other classes than the first.
+    Raises: SourceError: a file is damaged, has no column of images, or other classes than the first.
     """
-    for number, name in enumerate(parquet_names(files, scan.settings.split)):
-        place, position = files.look(name) or FoundFile(name), 0
+    listed = RowRecords(scan)
+    for name in parquet_names(files, scan.settings.split):
+        where = f"source '{shown(files, name)}'"
         with _opened(files, name) as file:
-            columns = find_columns(file.schema_arrow, shown(files, name), scan.settings)
             _check_groups(file, shown(files, name))
-            columns.tell(scan, shown(files, name), is_first=not number)
-            for row in _described(file, columns, f"source '{shown(files, name)}'"):
-                yield row_record(f"{name.rpartition('.')[0]}/{position}", place, position, row)
-                position += 1
+            listed.begin(files, name, file.schema_arrow)
+            try:
+                if not listed.columns:
+                    yield from listed.plain(file.metadata.num_rows)
+                else:
+                    for batch, _ in read_rows(file, listed.columns, where):
+                        yield listed.batch(batch)
+            except PARQUET_ERRORS as error:
+                if is_fault(error):
+                    raise
+                raise SourceError(f"{where}: not a readable Parquet file ({error}). Restore it.") from error
+
+
+class RowRecords:
+    """Makes the records of files that hold their images, from the columns of labels and captions.
+
+    Args:
+      scan: receives notes and names of classes.
+    """
+
+    def __init__(self, scan: Scan) -> None:
+        self._scan, self._is_first, self.columns = scan, True, list[str]()
+
+    def begin(self, files: SourceFiles, name: str, schema: pa.Schema) -> None:
+        """Begin the next file.
+
+        Raises: SourceError: a column is missing, or its classes differ from those of the first file.
+        """
+        where, settings = shown(files, name), self._scan.settings
+        chosen = find_columns(schema, where, settings)
+        for column in self._scan.companions.values():
+            find_columns(schema, where, settings.model_copy(update={"image": column}))
+        chosen.tell(self._scan, where, is_first=self._is_first)
+        self._is_first, self._file, self._stem = False, files.look(name) or FoundFile(name), name.rpartition(".")[0]
+        self._position, self._where = 0, f"source '{where}'"
+        self.columns = [column for column in (chosen.label, chosen.captions) if column]
+        self._roles = Roles((), tuple(filter(None, [chosen.captions])), tuple(filter(None, [chosen.label])), (), ())
+
+    def plain(self, num_rows: int) -> Iterator[pa.RecordBatch]:
+        """Records without label and captions."""
+        while num_rows > 0:
+            count = min(num_rows, BATCH_ROWS)
+            empty = pa.ListArray.from_arrays(pa.array(np.zeros(count + 1, np.int32)), pa.array([], pa.string()))
+            nothing = pa.nulls(count, pa.string())
+            yield self._records(pa.array(np.full(count, -1, np.int32)), empty, nothing)
+            num_rows -= count
+
+    def batch(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """Records of the next rows, which have the columns ``columns``."""
+        with database(self._where) as connection:
+            connection.register("batch", pa.Table.from_batches([rows]))
+            types = {identifier(name): kind for name, kind, *_ in connection.execute("DESCRIBE batch").fetchall()}
+            columns = row_columns(self._roles, parquet_values(types, has_class_names=False), "position")
+            (checked,) = (
+                connection.sql(
+                    f"SELECT {columns} FROM (SELECT row_number() OVER () AS position, * FROM batch) ORDER BY position"
+                )
+                .to_arrow_table()
+                .combine_chunks()
+                .to_batches()
+            )
+        problems, labels = checked["problem"], pc.fill_null(checked["label"].cast(pa.int64()), -1)
+        is_class = pc.and_(pc.greater_equal(labels, -1), pc.less(labels, MAX_CLASSES))
+        wrong = [f"label {label} is not a class index below {MAX_CLASSES}" for label in labels.to_pylist()]
+        problems = pc.if_else(pc.or_(is_class, problems.is_valid()), problems, pa.array(wrong))
+        return self._records(
+            pc.if_else(problems.is_null(), labels, -1).cast(pa.int32()),
+            distinct_texts(checked["captions"], problems.is_null().to_numpy(zero_copy_only=False)),
+            problems,
+        )
+
+    def _records(self, labels: pa.Array, captions: pa.Array, problems: pa.Array) -> pa.RecordBatch:
+        count, beside, file = len(labels), len(self._scan.companions), self._file
+        positions = np.arange(self._position, self._position + count)
+        self._position += count
+        places = np.stack([positions, np.zeros(count, np.int64), np.full(count, file.mtime_ns)], axis=1)
+        starts = np.arange(count + 1, dtype=np.int32) * beside
+        reason = pa.scalar("bad_metadata", pa.string())
+        key, unusable = usable_key(self._stem)
+        if unusable:
+            problems = pa.array([unusable[1]] * count)
+        columns = {
+            "key": pc.binary_join_element_wise(key, pa.array(positions).cast(pa.string()), "/"),
+            "path": pa.array([file.path] * count),
+            "offset": positions,
+            "num_bytes": np.zeros(count, np.int64),
+            "mtime_ns": np.full(count, file.mtime_ns),
+            "label": labels,
+            "captions": captions,
+            "reason": pc.if_else(problems.is_valid(), reason, None),
+            "detail": problems,
+            "height_px": np.zeros(count, np.int32),
+            "width_px": np.zeros(count, np.int32),
+            "picture_paths": pa.ListArray.from_arrays(
+                pa.array(starts), pa.array([file.path] * count * beside, pa.string())
+            ),
+            "picture_places": pa.ListArray.from_arrays(
+                pa.array(3 * starts), pa.array(np.repeat(places, beside, axis=0).ravel())
+            ),
+        }
+        return pa.RecordBatch.from_pydict(columns, SCHEMA)
 
 
 def find_columns(schema: pa.Schema, where: str, settings: SourceSection) -> Columns:
@@ -166,42 +270,6 @@ def _check_groups(file: pq.ParquetFile, where: str) -> None:
                 f"source '{where}': row group {group} has {size / 2**30:.1f} GiB; needed at most "
                 f"{MAX_GROUP_BYTES / 2**30:.0f} GiB. Write it again with smaller row groups."
             )
-
-
-def _described(file: pq.ParquetFile, columns: Columns, where: str) -> Iterator[dict[str, Any]]:
-    """Label and captions of each row, under the names that ``row_record`` reads."""
-    names = [name for name in (columns.label, columns.captions) if name]
-    try:
-        if not names:
-            for _ in range(file.metadata.num_rows):
-                yield {}
-            return
-        for batch, _ in read_rows(file, names, where):
-            for row in batch.to_pylist():
-                label = row.get(columns.label) if columns.label else None
-                captions = {CAPTIONS: row[columns.captions]} if columns.captions else {}
-                yield captions | ({} if label is None else {"label": label})
-    except PARQUET_ERRORS as error:
-        if is_fault(error):
-            raise
-        raise SourceError(f"{where}: not a readable Parquet file ({error}). Restore it.") from error
-
-
-def row_record(key: str, place: FoundFile, position: int, row: dict[str, Any]) -> SourceRecord:
-    """The record of a row of a file.
-
-    Args:
-      place: the file.
-      position: of the row in it.
-      row: its label and captions.
-    """
-    key, problem = usable_key(key)
-    label, captions = -1, ()
-    try:
-        label, captions = label_of(row), captions_of(row)
-    except (ValueError, TypeError) as error:
-        problem = problem or ("bad_metadata", str(error))
-    return SourceRecord(key, place.path, position, 0, place.mtime_ns, label, captions, problem)
 
 
 class RowBytes:

@@ -15,11 +15,19 @@ from ....datasets.errors import SourceError
 from ..files.entries import FoundFile
 from ..files.files import SourceFiles, shown
 from ..files.folders import Scan
-from ..files.record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of, usable_key
+from ..files.record import (
+    MAX_TEXT_BYTES,
+    SourceRecord,
+    captions_of,
+    is_picture,
+    json_row,
+    label_of,
+    text_lines,
+    usable_key,
+)
 from ..files.splits import shards_of_split
 from .members import TarMember, tar_members
 
-MAX_TAR_NAME = 4096  # as long as a path can be
 TEXT_EXTENSIONS = ("cls", "txt", "json")
 
 
@@ -59,12 +67,11 @@ class _TarRecord:
 
 
 def _groups(file: BinaryIO, tar: str, scan: Scan) -> dict[str, _TarRecord]:
-    from webdataset.tariterators import base_plus_ext  # it loads torch, which other kinds of sources do without
-
     groups: dict[str, _TarRecord] = {}
     for member in tar_members(file, tar):
-        prefix, extension = base_plus_ext(member.name) if len(member.name) <= MAX_TAR_NAME else ("", "")
-        extension = (extension or "").lower()
+        folder, slash, name = member.name.rpartition("/")
+        stem, _, extension = name.partition(".")
+        prefix, extension = f"{folder}{slash}{stem}" if stem else "", extension.lower()
         is_image = is_picture(f"picture.{extension}")
         if not prefix or not (is_image or extension in TEXT_EXTENSIONS):
             scan.ignored.file(member.name)  # never opened, whatever it is
@@ -110,5 +117,5 @@ def _tar_texts(members: dict[str, bytes]) -> tuple[int, tuple[str, ...]]:
     """Label and captions of a record: ``.cls`` and ``.txt``, else those in ``.json``."""
     row = json_row(members["json"]) if "json" in members else {}
     label = label_of({"label": int(members["cls"])} if "cls" in members else row)
-    captions = captions_of({"text": members["txt"].decode("utf-8")} if "txt" in members else row)
+    captions = captions_of({"captions": text_lines(members["txt"])} if "txt" in members else row)
     return label, captions

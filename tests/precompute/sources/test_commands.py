@@ -79,7 +79,7 @@ def test_a_table_in_latin_1_names_the_line_and_how_to_convert_it(tmp_path: Path)
     source = make_class_folder(tmp_path / "source", classes=1, per_class=2) / "n000"
     (source / "list.csv").write_bytes(LATIN.encode("latin-1"))
     done = precompute(source, tmp_path / "store", "source.max_reject_share=1")
-    assert "'list.csv', line 3: expected UTF-8, got byte 0xe9" in done.stderr
+    assert "'list.csv', line 3: expected UTF-8" in done.stderr
     assert "iconv -f LATIN1 -t UTF-8" in done.stderr
     assert "codec" not in done.stderr
     row = LatentStore(tmp_path / "store").records.to_pylist()[1]
@@ -93,7 +93,7 @@ def test_a_table_in_latin_1_names_the_line_and_how_to_convert_it(tmp_path: Path)
         (source / name).write_bytes(content.encode("latin-1"))
         done = precompute(source / name, tmp_path / "other")
         assert done.returncode == 3
-        assert f"{name}', line 3: expected UTF-8, got byte 0xe9" in done.stderr
+        assert f"{name}', line 3: expected UTF-8" in done.stderr
         assert "codec" not in done.stderr
 
 

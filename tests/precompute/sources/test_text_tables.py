@@ -17,18 +17,16 @@ from source_files import NAMES, pictures, put, said
 from leandit.datasets.disk import spill
 from leandit.datasets.errors import SourceError
 from leandit.precompute.config import SourceSection
-from leandit.precompute.sources.files.record import MAX_CAPTIONS, SourceRecord
+from leandit.precompute.sources.files.record import MAX_CAPTIONS
 from leandit.precompute.sources.listing import listing
-from leandit.precompute.sources.listing.listing import record_batches, spool
 from leandit.precompute.sources.source import list_source
-from leandit.precompute.sources.tables import csv_rows
+from leandit.precompute.sources.tables import tables
 
 FLICKR = {
     "captions.txt": 'image,caption\na.jpg,"Two dogs , one ""big"" ."\na.jpg,A dog .\nb.jpg,A boat .\n',
     "captions.csv": '\ufeffimage,caption\r\na.jpg,"Two dogs , one ""big"" ."\r\na.jpg,A dog .\r\nb.jpg,A boat .\r\n',
     "results.csv": 'image_name| comment_number| comment\na.jpg| 0| Two dogs , one "big" .\na.jpg| 1| A dog .\n'
     "b.jpg| 0| A boat .\n",
-    "Flickr8k.token.txt": 'a.jpg#0\tTwo dogs , one "big" .\na.jpg#1\tA dog .\nb.jpg#0\tA boat .\n',
     "list.tsv": 'filename\ttext\na.jpg\tTwo dogs , one "big" .\na.jpg\tA dog .\nb.jpg\tA boat .\n',
     "quoted.tsv": 'filename\ttext\na.jpg\t"Two dogs , one ""big"" ."\na.jpg\t"A dog ."\nb.jpg\tA boat .\n',
 }
@@ -151,26 +149,16 @@ def test_white_space_of_any_kind_around_a_label_counts_for_nothing(
     assert [label for _, _, label, _ in said(source)] == [0, 1, 0]
 
 
-def test_cells_may_hold_lists_of_texts(tmp_path: Path) -> None:
+def test_cells_may_hold_lists_of_texts_as_json_and_others_are_rejects(tmp_path: Path) -> None:
     pictures(tmp_path)
-    cells = ['["one, two", "it\'s"]', "['one', 'it\\'s']", "['one'\n 'two']"]
+    cells = ['["one, two", "it\'s"]', "['one', 'it\\'s']", "[a note] on ['it']"]
     lines = [f'{name},"{cell.replace(chr(34), chr(34) * 2)}"' for name, cell in zip(NAMES, cells, strict=True)]
     put(tmp_path / "list.csv", "image,raw\n" + "\n".join(lines))
-    assert [texts for _, _, _, texts in said(list_source(tmp_path))] == [
-        ("one, two", "it's"),
-        ("one", "it's"),
-        ("one", "two"),
+    assert said(list_source(tmp_path)) == [
+        ("a.jpg", "a.jpg", -1, ("one, two", "it's")),
+        ("b.jpg", "bad_metadata", -1, ()),
+        ("c.jpg", "c.jpg", -1, ("[a note] on ['it']",)),
     ]
-
-
-@pytest.mark.parametrize("texts", [["a\xa0b", "it's\na \\d", 'say "no"\t'], ["Gr\u00fc\u00dfe", "it's \u200b"]])
-def test_lists_as_python_writes_them_keep_every_letter(texts: list[str]) -> None:
-    assert csv_rows.cell_texts(repr(texts)) == texts
-    assert csv_rows.cell_texts(str(np.array(texts, object))) == texts
-
-
-def test_an_escape_that_is_none_loses_its_backslash_and_nothing_else() -> None:
-    assert csv_rows.cell_texts(r"['a\dog' 'half \x']") == ["adog", "half x"]
 
 
 def test_broken_rows_are_rejects_with_their_names(tmp_path: Path) -> None:
@@ -180,9 +168,9 @@ def test_broken_rows_are_rejects_with_their_names(tmp_path: Path) -> None:
     reasons = [(r.key, r.problem and r.problem[0]) for r in list_source(tmp_path / "list.csv").records]
     assert reasons == [
         ("a.jpg", None),
-        ("c.jpg", "bad_metadata"),
         ("gone.jpg", "missing_file"),  # once
         ("b.jpg (row 3)", "bad_metadata"),
+        ("c.jpg (row 4)", "bad_metadata"),
     ]
 
 
@@ -191,7 +179,7 @@ def test_an_open_quote_does_not_swallow_rows_in_silence(tmp_path: Path) -> None:
     put(tmp_path / "list.csv", 'image,caption\na.jpg,fine\nb.jpg,"not closed\nc.jpg,lost\n')
     reasons = [(r.key, r.problem and r.problem[1]) for r in list_source(tmp_path).records]
     assert reasons[0] == ("a.jpg", None)
-    assert reasons[1][0] == "b.jpg"
+    assert reasons[1][0] == "b.jpg (row 3)"
     assert "quote" in str(reasons[1][1])
 
 
@@ -201,16 +189,13 @@ def test_an_open_quote_does_not_swallow_rows_in_silence(tmp_path: Path) -> None:
         ("text,score\nhello,1\n", r"no column is known to name the pictures.*'text', 'score'.*source\.image"),
         ("", "empty"),
         ("image,caption\n".encode("utf-16"), "UTF-8"),
-        ("a.jpg,7,a cat\n", r"source\.caption=N.*'a\.jpg', '7', 'a cat'"),
+        ("a.jpg,7,a cat\n", r"first line names no columns but the image 'a\.jpg'.*header"),
+        ("image,caption\r\na.jpg,x\nb.jpg,y\r\n", "line ends"),
         ("image,caption,caption\na.jpg,x,y\n", "two columns are called 'caption'"),
-        ("image,caption\na.jpg," + "x" * 50_000, "longer than"),
         (",".join(map(str, range(5000))) + "\n", "5000 columns"),
     ],
 )
-def test_what_is_no_such_table_is_one_line(
-    content: str | bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(csv_rows, "BLOCK_BYTES", 4096)
+def test_what_is_no_such_table_is_one_line(content: str | bytes, message: str, tmp_path: Path) -> None:
     pictures(tmp_path)
     with pytest.raises(SourceError, match=message):
         list_source(put(tmp_path / "list.csv", content))
@@ -226,59 +211,50 @@ def test_several_tables_of_one_folder_are_an_error_that_names_them(tmp_path: Pat
 
 
 ROWS = st.lists(
-    st.tuples(
-        st.sampled_from("abcde"), st.sampled_from([-1, 0, 1]), st.sampled_from(["", "x", "y", "z"]), st.booleans()
-    ),
+    st.tuples(st.sampled_from(NAMES), st.sampled_from([-1, 0, 1]), st.sampled_from(["", "x", "y", "z"]), st.booleans()),
     max_size=30,
 )
 
 
-def joined(rows: list[SourceRecord]) -> list[tuple[Any, ...]]:
+def merged(rows: list[tuple[str, int, str, bool]]) -> list[tuple[Any, ...]]:
     """By definition."""
-    records: dict[Any, tuple[SourceRecord, list[str]]] = {}
-    for i, row in enumerate(rows):
-        first = records.get(row.key)
-        if first is None:
-            records[row.key] = row, list(row.captions)
-        elif (row.captions or row.problem) and row.label in (-1, first[0].label):
-            better = (
-                first[0] if first[0].problem else SourceRecord(row.key, "", label=first[0].label, problem=row.problem)
-            )
-            records[row.key] = better, first[1] + [text for text in row.captions if text not in first[1]]
+    records: dict[Any, tuple[str, bool, int, list[str]]] = {}
+    for i, (name, label, text, is_bad) in enumerate(rows):
+        label, text = (-1, "") if is_bad else (label, text)
+        key, bad, first_label, texts = records.get(name, (name, False, label, []))
+        if name not in records or ((text or is_bad) and label in (-1, first_label)):
+            texts = [*texts, text] if text and text not in texts else texts
+            records[name] = key, bad or is_bad, first_label, texts
         else:
-            records[i] = SourceRecord(row.key, "", problem=("duplicate_key", "")), []
-    found = [(r.key, r.problem and r.problem[0], r.label, tuple(texts)) for r, texts in records.values()]
-    return [one[:2] if one[1] == "duplicate_key" else one for one in found]
-
-
-@given(ROWS)
-def test_rows_of_one_picture_are_joined_wherever_they_stand(rows: list[tuple[str, int, str, bool]]) -> None:
-    records = [
-        SourceRecord(
-            key, key, label=label, captions=(text,) * bool(text), problem=("missing_file", "") if bad else None
-        )
-        for key, label, text, bad in rows
+            records[i] = name, True, -1, []
+    return [
+        (key, *((True, -1, ()) if bad else (False, label, tuple(texts)))) for key, bad, label, texts in records.values()
     ]
+
+
+@given(rows=ROWS)
+def test_rows_of_one_image_are_merged_wherever_they_are(
+    rows: list[tuple[str, int, str, bool]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = pictures(tmp_path_factory.mktemp("rows"))
+    values = [{"file_name": n, "label": label, "text": 7 if bad else text} for n, label, text, bad in rows]
+    put(folder / "metadata.jsonl", "\n".join(map(json.dumps, [*values, {"file_name": "last.jpg"}])))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (spill, listing):
+        for module in (spill, listing, tables):
             patch.setattr(module, "BATCH_ROWS", 4)
-        found = list(spool(record_batches(records), lambda _: None, merge_rows=True))
-    said = [(r.key, r.problem and r.problem[0], r.label, r.captions) for r in found]
-    said = [one[:2] if one[1] == "duplicate_key" else one for one in said]
-    assert sorted(map(repr, said)) == sorted(map(repr, joined(records)))
+        records = list(list_source(folder).records)[:-1]
+    assert [(r.key, bool(r.problem), r.label, r.captions) for r in records] == merged(rows)
 
 
-def test_a_record_of_too_many_rows_is_a_reject_and_takes_no_memory() -> None:
-    rng = np.random.default_rng(0)
-    keys = ["many"] * 40_000 + [f"{i}" for i in range(20_000)] * 2
-    records = [SourceRecord(keys[i], "x", captions=(f"caption {i}",)) for i in rng.permutation(len(keys))]
-    found = spool(record_batches(records), lambda _: None, merge_rows=True)
-    reasons: dict[Any, int] = {}
-    for record in found:
-        reason = record.problem and record.problem[0]
-        reasons[reason] = reasons.get(reason, 0) + 1
-        assert reason or len(record.captions) == 2
-    assert reasons == {None: 20_000, "bad_metadata": 1, "duplicate_key": 40_000 - MAX_CAPTIONS - 1}
+def test_a_record_of_too_many_rows_is_one_reject_and_takes_no_memory(tmp_path: Path) -> None:
+    pictures(tmp_path, "many.jpg", *(f"{i}.jpg" for i in range(200)))
+    names = ["many.jpg"] * 40_000 + [f"{i}.jpg" for i in range(200)] * 2
+    order = np.random.default_rng(0).permutation(len(names))
+    put(tmp_path / "list.csv", "image,caption\n" + "".join(f"{names[i]},caption {i}\n" for i in order))
+    rejected = [r for r in list_source(tmp_path / "list.csv").records if r.problem]
+    assert [(r.key, r.problem) for r in rejected] == [
+        ("many.jpg", ("bad_metadata", f"more than {MAX_CAPTIONS} captions"))
+    ]
 
 
 def test_names_that_lack_their_extensions_may_each_lack_another(tmp_path: Path) -> None:

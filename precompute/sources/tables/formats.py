@@ -1,0 +1,403 @@
+"""Loads a table into DuckDB: CSV, JSON lines, a JSON list, COCO's captions or Parquet, each as the same rows.
+
+The rows are the table ``loaded``: ``position`` from 0, ``name`` of the image (null without one), ``label`` (a number,
+or text that may name a class), ``captions``, ``problem`` (null without one), ``height``, ``width``, ``companions``.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import duckdb
+import pyarrow.parquet as pq
+
+from ....datasets.errors import SourceError
+from ...config import SourceSection
+from ..files.files import SourceFiles, shown
+from ..files.folders import Scan
+from ..files.record import (
+    MAX_CAPTION_CHARS,
+    MAX_CAPTIONS,
+    MAX_CLASSES,
+    MAX_KEY_CHARS,
+    SourceRecord,
+    is_picture,
+    usable_key,
+)
+from ..listing.duck import MEMORY_MIB, coalesced, identifier, literal
+from .columns import Roles, choose_columns
+
+SNIFFED_BYTES = 1 << 18  # of a text table, to find the delimiter
+MAX_COLUMNS = 4096
+MAX_ROW_BYTES = 1 << 24
+MAX_BROKEN_ROWS = 10_000  # with more, the delimiter is probably wrong
+DELIMITERS = (",", "\t", ";", "|")
+SPACES = "".join(filter(str.isspace, map(chr, range(0x3001))))  # what ``str.strip`` removes
+MAX_COCO_BYTES = 1 << 30
+COCO_MEMORY = 12  # times the size of the file, which is parsed as one object
+BROKEN = {
+    "UNQUOTED VALUE": "a double quote is not closed, or text follows it",
+    "INVALID ENCODING": "not UTF-8",
+    "LINE SIZE OVER MAXIMUM": f"longer than {MAX_ROW_BYTES >> 20} MiB",
+}
+CELL_LIST = "a list in a cell that is not JSON: write one row a caption, or a JSONL table with 'captions'"
+
+
+@dataclass(frozen=True)
+class Values:
+    """How the values of a format are read, as SQL for one column.
+
+    Args:
+      text: text, null for anything else.
+      label: a whole number or text, null without one.
+      no_label: whether a value is no label.
+      captions: a list of text.
+      no_captions: what is wrong with captions, null if nothing is.
+      number: a whole number.
+    """
+
+    text: Callable[[str], str]
+    label: Callable[[str], str]
+    no_label: Callable[[str], str]
+    captions: Callable[[str], str]
+    no_captions: Callable[[str], str]
+    number: Callable[[str], str]
+
+
+def _cell(column: str) -> str:
+    return f"nullif(trim({column}, {literal(SPACES)}), '')"
+
+
+CELLS = Values(
+    text=_cell,
+    label=_cell,
+    no_label=lambda column: "false",
+    captions=lambda column: (
+        f"""CASE WHEN {_cell(column)} IS NULL THEN NULL WHEN trim({column}) LIKE '["%"]' AND json_valid({column})
+        THEN json_extract_string({column}, '$[*]') ELSE [{column}] END"""
+    ),
+    no_captions=lambda column: (
+        f"""CASE WHEN regexp_full_match(trim({column}), '(?s)\\[\\s*[''"].*[''"]\\s*\\]') AND NOT json_valid({column})
+        THEN {literal(CELL_LIST)} END"""
+    ),
+    number=lambda column: f"TRY_CAST({_cell(column)} AS BIGINT)",
+)
+JSON = Values(
+    text=lambda column: f"CASE json_type({column}) WHEN 'VARCHAR' THEN nullif({column} ->> '$', '') END",
+    label=lambda column: f"CASE WHEN json_type({column}) LIKE '%BIGINT' THEN TRY_CAST({column} ->> '$' AS BIGINT) END",
+    no_label=lambda column: f"NOT json_type({column}) LIKE '%BIGINT' OR TRY_CAST({column} ->> '$' AS BIGINT) IS NULL",
+    captions=lambda column: (
+        f"""CASE json_type({column}) WHEN 'VARCHAR' THEN [{column} ->> '$']
+        WHEN 'ARRAY' THEN json_extract_string({column}, '$[*]') END"""
+    ),
+    no_captions=lambda column: (
+        f"""CASE WHEN json_type({column}) NOT IN ('VARCHAR', 'ARRAY')
+        OR len([kind for kind in json_type({column}, '$[*]') if kind <> 'VARCHAR']) > 0
+        THEN 'captions ' || left({column}::VARCHAR, 40) || ' are not text' END"""
+    ),
+    number=lambda column: f"CASE WHEN json_type({column}) LIKE '%BIGINT' THEN TRY_CAST({column} ->> '$' AS BIGINT) END",
+)
+
+
+def parquet_values(types: dict[str, str], *, has_class_names: bool = True) -> Values:
+    """How columns of Parquet or Arrow are read.
+
+    Args:
+      types: in DuckDB, by quoted name.
+      has_class_names: labels that are text name classes.
+    """
+
+    def is_text(column: str) -> bool:
+        return types[column] in ("VARCHAR", '"NULL"') or types[column].startswith("ENUM")
+
+    def is_list(column: str) -> bool:
+        return bool(re.fullmatch(r"VARCHAR\[\d*\]", types[column]))
+
+    def is_whole(column: str) -> bool:
+        return bool(re.fullmatch(r"U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?", types[column]))
+
+    def number(column: str) -> str:
+        return f"TRY_CAST({column} AS BIGINT)" if is_whole(column) else "NULL::BIGINT"
+
+    return Values(
+        text=lambda column: f"nullif({column}::VARCHAR, '')" if is_text(column) else "NULL::VARCHAR",
+        label=lambda column: _cell(column) if has_class_names and is_text(column) else number(column),
+        no_label=lambda column: (
+            "false" if has_class_names and is_text(column) else f"{column} IS NOT NULL AND {number(column)} IS NULL"
+        ),
+        captions=lambda column: (
+            f"CASE WHEN {column} IS NOT NULL THEN [{column}::VARCHAR] END"
+            if is_text(column)
+            else (f"{column}::VARCHAR[]" if is_list(column) else "NULL::VARCHAR[]")
+        ),
+        no_captions=lambda column: (
+            "NULL"
+            if is_text(column)
+            else f"CASE WHEN {f'list_count({column}) < len({column})' if is_list(column) else f'{column} IS NOT NULL'} "
+            f"THEN 'captions ' || left({column}::VARCHAR, 40) || ' are not text' END"
+        ),
+        number=number,
+    )
+
+
+COCO = parquet_values({'"file_name"': "VARCHAR", '"caption"': "VARCHAR", '"height"': "BIGINT", '"width"': "BIGINT"})
+
+
+def row_columns(roles: Roles, values: Values, position: str) -> str:
+    """The columns of ``loaded`` as SQL over the columns of a table.
+
+    Args:
+      position: number of the row, from 0, as SQL.
+    """
+    images, captions, labels = (
+        [identifier(name) for name in names] for names in (roles.images, roles.captions, roles.labels)
+    )
+    texts = f"{coalesced(list(map(values.captions, captions)))}::VARCHAR[]"
+    longest = f"list_max([length(text) for text in {texts}])"
+    label, wrong_label = (
+        coalesced(list(map(values.label, labels))),
+        [
+            f"CASE WHEN {values.no_label(name)} THEN 'label ' || left({name}::VARCHAR, 40) || "
+            f"' is not a class index below {MAX_CLASSES}' END"
+            for name in labels
+        ],
+    )
+    problems = [
+        *wrong_label,
+        *map(values.no_captions, captions),
+        f"CASE WHEN len({texts}) > {MAX_CAPTIONS} THEN len({texts}) || "
+        f"' captions, at most {MAX_CAPTIONS} are taken' END",
+        f"CASE WHEN {longest} > {MAX_CAPTION_CHARS} THEN 'a caption of ' || {longest} || "
+        f"' characters, at most {MAX_CAPTION_CHARS} are taken' END",
+    ]
+    sides = [values.number(identifier(name)) for name in roles.sides] or ["NULL", "NULL"]
+    beside = ", ".join(f"coalesce({values.text(identifier(name))}, '')" for name in roles.companions)
+    stripped = f"trim(text, {literal(SPACES)})"
+    return f"""
+        {position} AS position, {coalesced(list(map(values.text, images)))} AS name, {label} AS label,
+        coalesce([{stripped} for text in {texts} if {stripped} <> ''], []) AS captions,
+        {coalesced(problems)} AS problem,
+        {sides[0]}::BIGINT AS height, {sides[1]}::BIGINT AS width, [{beside}]::VARCHAR[] AS companions"""
+
+
+def load_table(
+    connection: duckdb.DuckDBPyConnection, files: SourceFiles, table: str, path: str, scan: Scan
+) -> list[SourceRecord]:
+    """Load a table of any format as ``loaded``; adds notes.
+
+    Args:
+      table: path within the source.
+      path: by which DuckDB opens it.
+    Returns: rejects of rows that are no rows of the table.
+    Raises: SourceError: it is no such table.
+    """
+    where = f"source '{shown(files, table)}'"
+    companions = list(scan.companions.values())
+    if is_text_table(table):
+        return _load_cells(connection, files, table, path, scan)
+    if table.endswith(".parquet"):
+        names = pq.read_schema(path).names
+        roles, note = choose_columns(names, scan.settings, where, companions)
+        described = connection.execute("DESCRIBE SELECT * FROM read_parquet(?)", [path]).fetchall()
+        values = parquet_values({identifier(name): kind for name, kind, *_ in described})
+        source = "read_parquet(?, file_row_number = true)"
+        columns = row_columns(roles, values, "file_row_number")
+    elif table.endswith(".json") and _first_letter(files, table) == "{":
+        if companions:
+            raise SourceError(
+                f"{where}: companions need a table with a column for each; COCO's list of captions has none. Write a "
+                "JSONL, CSV or Parquet table."
+            )
+        scan.notes += _load_coco(connection, path, where)
+        return []
+    else:
+        form = "newline_delimited" if table.endswith(".jsonl") else "array"
+        limits = f"format = '{form}', maximum_object_size = {MAX_ROW_BYTES}, ignore_errors = {form != 'array'}"
+        first = connection.execute(
+            f"SELECT json_keys(json) FROM read_json_objects(?, {limits}) LIMIT 1", [path]
+        ).fetchone()
+        if first is None:
+            raise SourceError(f"{where}: it is empty. Expected JSON objects with 'file_name' (or 'path') as text.")
+        roles, note = choose_columns(first[0] or [], scan.settings, where, companions, may_vary=True)
+        wanted = ", ".join(f"{literal(name)}: 'JSON'" for name in roles.names)
+        # JSON's null is no value.
+        source = f"""(SELECT row_number() OVER () - 1 AS "leandit position", {
+            ", ".join(
+                f"nullif({identifier(name)}::VARCHAR, 'null')::JSON AS {identifier(name)}" for name in roles.names
+            )
+        } FROM read_json(?, {limits}, columns = {{{wanted}}})"""
+        columns = row_columns(roles, JSON, '"leandit position"')
+    scan.notes.append(note)
+    connection.execute(f"CREATE TEMP TABLE loaded AS SELECT {columns} FROM {source}", [path])
+    return []
+
+
+def memory_mib(files: SourceFiles, table: str, path: str) -> int:
+    """Memory that loading a table may take.
+
+    Raises: SourceError: COCO's captions of more than a GiB.
+    """
+    size = os.path.getsize(path)
+    if not table.endswith(".json") or _first_letter(files, table) != "{":
+        return MEMORY_MIB
+    if size > MAX_COCO_BYTES:
+        raise SourceError(
+            f"source '{shown(files, table)}': {size >> 20} MiB; a JSON object of at most {MAX_COCO_BYTES >> 20} MiB is "
+            "read. Write it as JSONL, one image a line."
+        )
+    return MEMORY_MIB + COCO_MEMORY * (size >> 20)
+
+
+def is_text_table(name: str) -> bool:
+    """Whether a file is a text table, by its name."""
+    return name.lower().endswith((".csv", ".tsv", ".txt", ".token"))
+
+
+def _first_letter(files: SourceFiles, table: str) -> str:
+    with files.open(table) as file:
+        return file.read(1 << 16).decode("utf-8-sig", "replace").lstrip()[:1]
+
+
+@dataclass(frozen=True)
+class TextLayout:
+    """The layout of a text table: delimiter, whether cells may be in double quotes, and the columns in the header."""
+
+    delimiter: str
+    has_quotes: bool
+    columns: list[str]
+    beginning: str
+
+
+def read_layout(files: SourceFiles, table: str) -> TextLayout:
+    """Find the delimiter of a text table: the one that makes most columns of its first line.
+
+    Raises: SourceError: it is not UTF-8 text, or empty.
+    """
+    where = f"source '{shown(files, table)}'"
+    with files.open(table) as file:
+        data = file.read(SNIFFED_BYTES)
+    if b"\0" in data:
+        raise SourceError(f"{where}: not UTF-8 text: it has zero bytes. Save it as UTF-8.")
+    text = data.decode("utf-8-sig", "replace").lstrip("\r\n")
+    if not text.strip():
+        raise SourceError(f"{where}: it is empty.")
+    line = text.splitlines()[0]
+    headers = {mark: [cell.strip() for cell in next(csv.reader([line], delimiter=mark))] for mark in DELIMITERS}
+    delimiter = max(DELIMITERS, key=lambda mark: len(headers[mark]))
+    if len(headers[delimiter]) > MAX_COLUMNS:
+        raise SourceError(f"{where}: {len(headers[delimiter])} columns, at most {MAX_COLUMNS} are read.")
+    has_quotes = delimiter in ",;" or _is_quoted(text, delimiter)
+    return TextLayout(delimiter, has_quotes, headers[delimiter], text)
+
+
+def _check_header(layout: TextLayout, where: str) -> None:
+    """Raise SourceError if the first line is a row, not the names of the columns."""
+    cells = re.split(rf"[{''.join(DELIMITERS)}]", layout.beginning.splitlines()[0])
+    if image := next((cell for cell in cells if is_picture(re.sub(r"#\d+$", "", cell.strip()))), None):
+        raise SourceError(
+            f"{where}: its first line names no columns but the image {image[:80]!r}. Write a header, as: "
+            "sed -e 's/#[0-9]*\\t/\\t/' -e '1i image\\tcaption' OLD > captions.tsv"
+        )
+
+
+def _is_quoted(text: str, delimiter: str) -> bool:
+    """Whether all cells that start with a quote are quoted; otherwise quotes are ordinary characters."""
+    cells = [cell for line in text.splitlines()[:-1] or [text] for cell in line.split(delimiter) if cell[:1] == '"']
+    return bool(cells) and all(re.fullmatch(r'"(?:[^"]|"")*"\s*', cell) for cell in cells)
+
+
+def described_images(files: SourceFiles, table: str, settings: SourceSection, count: int) -> list[str]:
+    """The first images that a text table names; empty if it has neither captions nor labels.
+
+    Raises: SourceError: it is not a text table.
+    """
+    layout = read_layout(files, table)
+    _check_header(layout, f"source '{shown(files, table)}'")
+    roles, _ = choose_columns(layout.columns, settings, table, ())
+    if not (roles.captions or roles.labels):
+        return []
+    quoting = csv.QUOTE_MINIMAL if layout.has_quotes else csv.QUOTE_NONE
+    rows = csv.reader(io.StringIO(layout.beginning), delimiter=layout.delimiter, quoting=quoting)
+    place = layout.columns.index(roles.images[0])
+    return [row[place].strip() for row, _ in zip(rows, range(count + 1), strict=False) if len(row) > place][1:]
+
+
+def _load_cells(
+    connection: duckdb.DuckDBPyConnection, files: SourceFiles, table: str, path: str, scan: Scan
+) -> list[SourceRecord]:
+    where, layout = f"source '{shown(files, table)}'", read_layout(files, table)
+    _check_header(layout, where)
+    roles, note = choose_columns(layout.columns, scan.settings, where, list(scan.companions.values()))
+    scan.notes.append(note)
+    number_of = {name: f"c{number}" for number, name in enumerate(layout.columns)}  # names may be empty, or repeat
+    numbered = Roles(*(tuple(number_of[name] for name in names) for names in vars(roles).values()))
+    columns = ", ".join(f"'c{number}': 'VARCHAR'" for number in range(len(layout.columns)))
+    quote = '"' if layout.has_quotes else ""
+    connection.execute(
+        f"""CREATE TEMP TABLE loaded AS SELECT {row_columns(numbered, CELLS, "position")} FROM (
+        SELECT row_number() OVER () - 1 AS position, * FROM read_csv(?, auto_detect = false, header = true, delim = ?,
+        quote = ?, escape = ?, nullstr = '\x01', store_rejects = true, rejects_limit = {2 * MAX_BROKEN_ROWS},
+        max_line_size = {MAX_ROW_BYTES}, buffer_size = {2 * MAX_ROW_BYTES}, columns = {{{columns}}}))""",
+        [path, layout.delimiter, quote, quote],
+    )
+    broken = connection.execute(
+        f"""SELECT line, arg_min(error_type, column_idx), left(any_value(csv_line), {MAX_KEY_CHARS}),
+        arg_min(left(error_message, 200), column_idx) FROM reject_errors GROUP BY line ORDER BY line"""
+    ).fetchall()
+    if len(broken) >= MAX_BROKEN_ROWS:
+        raise SourceError(
+            f"{where}: {len(broken)} rows or more do not fit, the first at line {broken[0][0]} ({broken[0][3]}). "
+            f"Expected {len(layout.columns)} cells a row, with {layout.delimiter!r} between them."
+        )
+    if encoding := next((line for line, kind, *_ in broken if kind == "INVALID ENCODING"), None):
+        scan.notes.append(
+            f"'{table}', line {encoding}: expected UTF-8. Convert the table with its own encoding, as: "
+            "iconv -f LATIN1 -t UTF-8 OLD > NEW"
+        )
+    return [
+        _broken_row(line, text.strip().partition(layout.delimiter)[0], kind, why) for line, kind, text, why in broken
+    ]
+
+
+def _broken_row(line: int, name: str, kind: str, why: str) -> SourceRecord:
+    key, _ = usable_key(f"{name.strip()} (row {line})")
+    return SourceRecord(key, key, problem=("bad_metadata", f"line {line}: {BROKEN.get(kind) or why}"))
+
+
+def _load_coco(connection: duckdb.DuckDBPyConnection, path: str, where: str) -> list[str]:
+    """Load COCO's captions, one object with the lists 'images' and 'annotations', joined by the id of the image."""
+    connection.execute(
+        f"""CREATE TEMP TABLE coco AS SELECT * FROM read_json(?, format = 'unstructured', records = true,
+        maximum_object_size = {os.path.getsize(path) + 1}, columns = {{
+        images: 'STRUCT(id BIGINT, file_name VARCHAR, height BIGINT, width BIGINT)[]',
+        annotations: 'STRUCT(image_id BIGINT, caption VARCHAR)[]'}})""",
+        [path],
+    )
+    connection.execute(
+        """CREATE TEMP TABLE images AS
+        SELECT generate_subscripts(images, 1) AS place, unnest(images, recursive := true) FROM coco;
+        CREATE TEMP TABLE captions AS
+        SELECT generate_subscripts(annotations, 1) AS place, unnest(annotations, recursive := true) FROM coco"""
+    )
+    whole, images, captions, wordless, unused = connection.execute(
+        """SELECT (SELECT count(*) FROM coco WHERE images IS NOT NULL AND annotations IS NOT NULL),
+        (SELECT count(*) FROM images), count(*), count(*) FILTER (caption IS NULL),
+        count(*) FILTER (image_id NOT IN (SELECT id FROM images WHERE id IS NOT NULL)) FROM captions"""
+    ).fetchall()[0]
+    if not whole or wordless:
+        lacking = "annotations with 'caption'" if whole else "the lists 'images' and 'annotations'"
+        raise SourceError(f"{where}: a JSON object without {lacking}; expected COCO's captions, or a list of rows.")
+    columns = row_columns(Roles(("file_name",), ("caption",), (), ("height", "width"), ()), COCO, "position")
+    connection.execute(
+        f"""CREATE TEMP TABLE loaded AS SELECT {columns} FROM (
+        SELECT row_number() OVER (ORDER BY images.place, captions.place) - 1 AS position, images.*, caption
+        FROM images LEFT JOIN captions ON id = image_id);
+        DROP TABLE coco; DROP TABLE images; DROP TABLE captions"""
+    )
+    notes = [f"COCO: {images} images, {captions} captions"]
+    return notes + ([f"COCO: {unused} captions name no image of the list"] if unused else [])

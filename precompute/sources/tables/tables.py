@@ -1,0 +1,301 @@
+"""Tables that name images: CSV, JSON lines, Parquet, PixArt's ``data_info.json``, COCO's captions.
+
+DuckDB loads a table (``formats.py``), brings the rows of one image together and sorts them; each group becomes one
+record, in the order of the first rows. Memory is bounded for any number of rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from ....datasets.disk.spill import BATCH_ROWS
+from ....datasets.errors import SourceError
+from ...config import SourceSection
+from ..files.entries import FoundFile
+from ..files.files import SourceFiles, open_source_files, shown
+from ..files.folders import Scan
+from ..files.look_ups import LookUps
+from ..files.placement import LOOKED_NAMES, Placement, find_placement, folders_of, normalized_root
+from ..files.record import ANNOTATIONS, MAX_CAPTIONS, MAX_CLASSES, MAX_SIDE_PX, usable_key
+from ..files.splits import ALL, shards_of_split
+from ..listing.duck import database, literal, readable_path
+from ..listing.listing import SCHEMA, distinct_texts, record_batch
+from .formats import described_images, is_text_table, load_table, memory_mib
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+METADATA = ("metadata.jsonl", "metadata.csv", "metadata.tsv", "metadata.parquet")  # of a folder of images
+PIXART = "data_info.json"
+PIXART_TABLE, PIXART_IMAGES = f"InternData/{PIXART}", "InternImgs"  # as PixArt's trainer expects them
+FOUND = "images:"  # beginning of the note that says where they were found
+LISTS = (".csv", ".tsv", "captions.txt", ".token", ".token.txt")  # endings of tables next to images
+MAX_LISTS = 16  # of them that are opened in a folder
+MAX_CLASS_BYTES = 1 << 26  # of all class names
+WHOLE_NUMBER = r"^[+-]?[0-9]{1,18}(\.0*)?$"  # pandas writes integers as 3.0 if other cells are empty
+NO_NAME = ("bad_metadata", "the row does not name its image as text")
+
+
+def pixart_folder(source: str) -> str:
+    """The parent of ``InternData`` and ``InternImgs`` for a source of PixArt, else the source."""
+    inside = source.rstrip("/").removesuffix(f"/{PIXART}")
+    return inside.removesuffix("InternData") or "." if f"/{inside}".endswith("/InternData") else source
+
+
+def coco_names(files: SourceFiles) -> list[str]:
+    """Paths of COCO's lists of captions in the folder ``annotations`` of a source."""
+    if files.only is not None or ANNOTATIONS not in files.folders():
+        return []
+    names = open_source_files(f"{files.name.rstrip('/')}/{ANNOTATIONS}").names()
+    return sorted(f"{ANNOTATIONS}/{name}" for name in names if name.startswith("captions_") and name.endswith(".json"))
+
+
+def find_table(files: SourceFiles, settings: SourceSection) -> str | None:
+    """Path of the table of a source with a known name; None if there is none.
+
+    Args:
+      settings: its split selects one of COCO's lists by name.
+    Raises: SourceError: COCO has several lists, or none of this split.
+    """
+    if files.only is not None:
+        is_table = is_text_table(files.only) or files.only.endswith((".jsonl", ".json", ".parquet"))
+        return files.only if is_table else None
+    if known := next((name for name in (*METADATA, PIXART, PIXART_TABLE) if files.look(name)), None):
+        return known
+    lists = coco_names(files)
+    if lists and settings.split not in ("", ALL):
+        lists = shards_of_split(files.name, lists, settings.split)
+    if len(lists) > 1:
+        raise SourceError(
+            f"source '{files.name}': several lists of COCO's captions: {', '.join(lists)}. Name the split of one, as "
+            f"--set source.split=train, or give one, as --source '{files.name}/{lists[0]}'."
+        )
+    return next(iter(lists), None)
+
+
+def find_caption_table(files: SourceFiles, settings: SourceSection) -> str | None:
+    """Path of a text table in a folder of images whose first images exist.
+
+    Raises: SourceError: there are several.
+    """
+    if files.only is not None:
+        return None
+    names = sorted(name for name in files.names() if name.lower().endswith(LISTS))
+    folders = ["", *folders_of(files)] if names else []
+    tables = [name for name in names[:MAX_LISTS] if _names_images(files, name, folders, settings)]
+    if len(tables) > 1:
+        raise SourceError(
+            f"source '{files.name}': several tables name its images: {', '.join(tables)}. Give the one to use, as "
+            f"--source '{files.name}/{tables[0]}'."
+        )
+    return next(iter(tables), None)
+
+
+def _names_images(files: SourceFiles, table: str, folders: list[str], settings: SourceSection) -> bool:
+    """A text table has captions or labels of existing images."""
+    try:
+        names = described_images(files, table, settings, LOOKED_NAMES)
+    except SourceError:
+        return False  # a table of something else
+    return bool(names) and (bool(settings.root) or find_placement(files, names, folders) is not None)
+
+
+def table_batches(files: SourceFiles, images: SourceFiles, table: str, scan: Scan) -> Iterator[pa.RecordBatch]:
+    """A record for each image of a table, in batches of the listing; last the rows that could not be read.
+
+    Args:
+      files: of the table.
+      images: that the rows' paths are relative to.
+      scan: its settings may name the columns and the folder; receives notes and names of classes.
+    Raises: SourceError: not a table that names images; ResourceError: too little memory or disk.
+    """
+    where = f"source '{shown(files, table)}'"
+    with (
+        readable_path(files, table) as path,
+        database(where, path, memory_mib=memory_mib(files, table, path)) as connection,
+    ):
+        broken = load_table(connection, files, table, path, scan)
+        columns = {"": "name"} | {name: f"companions[{i}]" for i, name in enumerate(scan.companions, 1)}
+        placements = []
+        for companion, column in columns.items():
+            query = f"SELECT {column} FROM loaded WHERE {column} <> '' ORDER BY position LIMIT {LOOKED_NAMES}"
+            first = [name for (name,) in connection.execute(query).fetchall()]
+            placements.append(_placement(images, table, first, scan, companion))
+        has_classes = _number_labels(connection, scan, where)
+        label = "number" if has_classes else "label"
+        connection.execute(
+            f"""CREATE TEMP VIEW rows AS SELECT position,
+            CASE WHEN starts_with(name, {(prefix := literal(placements[0].prefix))})
+            THEN substr(name, length({prefix}) + 1) ELSE name END AS name,
+            CASE WHEN problem IS NULL AND {label} BETWEEN -1 AND {MAX_CLASSES - 1} THEN {label} ELSE -1 END AS label,
+            CASE WHEN problem IS NULL THEN captions ELSE [] END AS captions,
+            coalesce(problem, CASE WHEN NOT {label} BETWEEN -1 AND {MAX_CLASSES - 1} THEN
+            'label ' || {label} || ' is not a class index below {MAX_CLASSES}' END) AS problem,
+            height, width, companions, hash(companions) AS beside
+            FROM loaded {"LEFT JOIN classes ON label = class" if has_classes else ""}"""
+        )
+        grouped = connection.sql(
+            """WITH firsts AS (SELECT name, min(position) AS first, arg_min(label, position) AS first_label,
+            arg_min(beside, position) AS first_beside FROM rows WHERE name IS NOT NULL GROUP BY name)
+            SELECT CASE WHEN (len(captions) > 0 OR problem IS NOT NULL) AND (label = -1 OR label = first_label)
+            AND beside = first_beside THEN first ELSE position END AS leader, rows.* EXCLUDE (position, beside)
+            FROM rows LEFT JOIN firsts USING (name) ORDER BY leader, position"""
+        )
+        look_ups = LookUps(images.look)
+        for group in _groups(grouped.to_arrow_reader(BATCH_ROWS)):
+            yield _records(group, images, placements, look_ups)
+    if broken:
+        yield record_batch(broken)
+
+
+def _placement(images: SourceFiles, table: str, names: list[str], scan: Scan, companion: str) -> Placement:
+    """Placement of the images of a column; adds a note if it was guessed."""
+    root = scan.settings.root
+    first = PIXART_IMAGES if table == PIXART_TABLE else normalized_root(root) or ""
+    others = [] if root or first else list(folders_of(images))
+    placement = find_placement(images, names, [first, *others])
+    about = f"companion '{companion}': {FOUND}" if companion else FOUND
+    if placement is None and names:
+        scan.notes.append(
+            f"{about} none of the first {len(names)} that the table names exists, as {names[0]!r}; source.root names "
+            "their folder"
+        )
+    elif placement and not root and placement != Placement(first):
+        scan.notes.append(f"{about} {placement.described()}")
+    return placement or Placement(first)
+
+
+def _number_labels(connection: Any, scan: Scan, where: str) -> bool:
+    """Number the labels of a column of text, as ``classes``, unless all are numbers; True if the labels are text."""
+    kind = connection.execute("SELECT typeof(label) FROM loaded LIMIT 1").fetchone()
+    if kind is None or kind[0] != "VARCHAR":
+        return False
+    query = f"SELECT DISTINCT label FROM loaded WHERE label IS NOT NULL LIMIT {MAX_CLASSES + 1}"
+    names = sorted(name for (name,) in connection.execute(query).fetchall())
+    if len(names) > MAX_CLASSES or sum(map(len, names)) > MAX_CLASS_BYTES:
+        raise SourceError(
+            f"{where}: the column of labels has {len(names)} different values or more, so they are no labels. Name "
+            "another with --set source.label=NAME, or rename the column."
+        )
+    texts = pa.array(names, pa.string())
+    numbers = pa.array(np.arange(len(names)))
+    if pc.all(pc.match_substring_regex(texts, WHOLE_NUMBER)).as_py() is not False:
+        numbers = pc.replace_substring_regex(texts, r"^\+|\..*$", "").cast(pa.int64())
+    else:
+        scan.classes = names
+    connection.register("classes", pa.table({"class": texts, "number": numbers}))
+    return True
+
+
+class _Group(NamedTuple):
+    """Rows of whole records: those of record i are ``rows[begins[i] : begins[i + 1]]``."""
+
+    rows: pa.RecordBatch
+    begins: np.ndarray
+
+
+def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[_Group]:
+    """Sorted rows, cut between two records. A record that has too many rows is cut short, and rejected."""
+    waiting: list[pa.RecordBatch] = []
+    for batch in batches:
+        (rows,) = pa.Table.from_batches([*waiting, batch]).combine_chunks().to_batches()
+        leaders = rows["leader"].to_numpy()
+        last = int(np.searchsorted(leaders, leaders[-1]))
+        waiting = [rows.slice(last, MAX_CAPTIONS + 1)]
+        if last:
+            yield _Group(rows.slice(0, last), np.flatnonzero(np.diff(leaders[:last], prepend=-1)))
+    for rows in waiting:
+        yield _Group(rows, np.zeros(1, np.int64))
+
+
+def _records(group: _Group, images: SourceFiles, placements: Sequence[Placement], look_ups: LookUps) -> pa.RecordBatch:
+    """One record for each group of rows, with all their captions; the first problem of a row rejects it."""
+    rows, begins = group
+    count = len(begins)
+    ends = np.append(begins, rows.num_rows)
+    record_of = np.repeat(np.arange(count), np.diff(ends))
+    faulty = np.flatnonzero(rows["problem"].is_valid().to_numpy(zero_copy_only=False))
+    problems: list[tuple[str, str] | None] = [None] * count
+    for row in faulty[::-1]:
+        problems[record_of[row]] = ("bad_metadata", rows["problem"][int(row)].as_py())
+    text_offsets = rows["captions"].offsets.take(pa.array(ends))
+    captions = pa.ListArray.from_arrays(text_offsets, rows["captions"].values)
+    captions = distinct_texts(captions, np.ones(count, bool))
+    numbers = pc.list_value_length(captions).to_numpy()
+    for record in np.flatnonzero(numbers > MAX_CAPTIONS):
+        problems[record] = ("bad_metadata", f"more than {MAX_CAPTIONS} captions")
+    first = rows.take(pa.array(begins))
+    keys, files = _locate(first["name"].to_pylist(), images, placements[0], look_ups)
+    companions = [
+        _locate(pc.list_element(first["companions"], i).to_pylist(), images, placement, look_ups)[1]
+        for i, placement in enumerate(placements[1:])
+    ]
+    for record in range(count):
+        own = problems[record]
+        if own and files[record].problem != NO_NAME:
+            continue
+        problems[record] = files[record].problem or next(
+            (
+                (reason, f"companion image: {detail}")
+                for reason, detail in (places[record].problem or ("", "") for places in companions)
+                if reason
+            ),
+            own,
+        )
+    is_usable = np.array([problem is None for problem in problems], bool)
+    sides = [pc.fill_null(first[name], 0).to_numpy() for name in ("height", "width")]
+    has_size = np.logical_and.reduce([is_usable, *((side > 0) & (side <= MAX_SIDE_PX) for side in sides)])
+    flat = [place for places in zip(*companions, strict=True) for place in places]
+    starts = pa.array(np.arange(0, len(flat) + 1, max(len(companions), 1)) if flat else np.zeros(count + 1), pa.int32())
+    columns = {
+        "key": [key or f"row {leader + 1}" for key, leader in zip(keys, first["leader"].to_pylist(), strict=True)],
+        "path": [file.path for file in files],
+        "offset": np.zeros(count, np.int64),
+        "num_bytes": [file.num_bytes for file in files],
+        "mtime_ns": [file.mtime_ns for file in files],
+        "label": np.where(is_usable, first["label"].to_numpy(), -1).astype(np.int32),
+        "captions": distinct_texts(captions, is_usable),
+        "reason": [problem and problem[0] for problem in problems],
+        "detail": [problem and problem[1] for problem in problems],
+        "height_px": np.where(has_size, sides[0], 0).astype(np.int32),
+        "width_px": np.where(has_size, sides[1], 0).astype(np.int32),
+        "picture_paths": pa.ListArray.from_arrays(starts, pa.array([place.path for place in flat], pa.string())),
+        "picture_places": pa.ListArray.from_arrays(
+            pc.multiply(starts, 3).cast(pa.int32()),
+            pa.array([n for place in flat for n in (0, place.num_bytes, place.mtime_ns)], pa.int64()),
+        ),
+    }
+    return pa.RecordBatch.from_pydict(columns, SCHEMA)
+
+
+def _locate(
+    names: Sequence[str | None], images: SourceFiles, placement: Placement, look_ups: LookUps
+) -> tuple[list[str], list[FoundFile]]:
+    """Keys and files of images by their names in a table."""
+    keys, files, paths = [], [], []
+    for name in names:
+        key, problem = usable_key(placement.key(name)) if name else ("", NO_NAME)
+        inside = key if problem else os.path.normpath(key)
+        if not problem and (os.path.isabs(inside) or inside.split(os.sep)[0] == ".."):
+            is_absolute = key.startswith("/")
+            why = (
+                "is an absolute path outside the source: see source.root" if is_absolute else "leaves the source folder"
+            )
+            problem = ("bad_metadata", f"file_name {why}")
+        keys.append(key)
+        files.append(FoundFile(inside, problem=problem))
+        if not problem:
+            paths.append(placement.path(inside))
+    looked = iter(look_ups(paths))
+    for i, file in enumerate(files):
+        if file.problem is None:
+            missing = FoundFile(file.path, problem=("missing_file", f"there is no '{placement.path(file.path)}'"))
+            found = next(looked)
+            usable = found if found and not found.problem else placement.look(images, file.path)
+            files[i] = usable or missing
+    return keys, files
