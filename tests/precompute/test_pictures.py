@@ -273,8 +273,8 @@ def test_what_is_added_is_what_the_store_would_have_had(stores: Stores, source: 
 
 REJECTS = {
     0: ("scan", "missing_file", "picture 'edit': there is no 'edits/gone.png'"),
-    1: ("scan", "bad_metadata", "picture 'mask': the row names no picture"),
-    2: ("scan", "bad_metadata", "picture 'copy': the row names no picture"),
+    1: ("scan", "bad_metadata", "picture 'mask': the row does not name its image as text in UTF-8"),
+    2: ("scan", "bad_metadata", "picture 'copy': the row does not name its image as text in UTF-8"),
     3: ("decode", "not_an_image", "picture 'copy', 'copies/3.png': no known picture format"),
     4: (
         "decode",
@@ -408,7 +408,7 @@ def test_a_note_says_where_companions_are_found(folder: Path) -> None:
     write_rows(folder, [row | {"mask": f"grey{i}"} for i, row in enumerate(rows)])
     source = list_source(folder, pictures={"mask": "mask"})
     assert [record.pictures[0][0] for record in source.records] == [f"masks/grey{i}.png" for i in range(COUNT)]
-    assert "picture 'mask': pictures: in 'masks', '.png' is added to their names" in source.notes
+    assert "picture 'mask': images: in 'masks', '.png' is added to their names" in source.notes
 
 
 def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
@@ -538,7 +538,7 @@ def test_other_tables_list_the_same_companions(kind: str, folder: Path) -> None:
         rows[1]["mask"] = None
         pq.write_table(pa.Table.from_pylist(rows), folder / "metadata.parquet")
     records = list(list_source(folder, pictures=columns).records)
-    assert records[1].problem == ("bad_metadata", "picture 'mask': the row names no picture")
+    assert records[1].problem == ("bad_metadata", "picture 'mask': the row does not name its image as text in UTF-8")
     assert [one.pictures for i, one in enumerate(records) if i != 1] == [*expected[:1], *expected[2:]]
 
 

@@ -198,7 +198,7 @@ def test_the_command_says_so_without_torch(kind: str, request: pytest.FixtureReq
     code, warnings, modules = json.loads(last)
     assert (code, modules) == (0, [])
     notes = [line for line in warnings.splitlines() if not line.startswith("next: ")]
-    assert ("columns: pictures 'file_name'" in notes[0]) if kind == "caption" else not notes
+    assert ("columns: images 'file_name'" in notes[0]) if kind == "caption" else not notes
     num_records = LatentStore(store).records.num_rows
     assert " ".join(said[1].split()) == f"records {num_records} planned = {num_records} stored + 0 rejected"
     assert said[-1].split(maxsplit=2) == ["this", "run", "nothing to encode, the store is complete"]

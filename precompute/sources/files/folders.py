@@ -16,7 +16,6 @@ from .record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_
 
 SIDECARS = (".caption", ".txt", ".json")  # captions come from the first of the first two that exists
 PICTURE_FOLDER, TEXT_FOLDERS = "images", ("captions", "labels", "texts", "prompts")  # beside each other, of equal names
-NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{0,20})?")
 OUTSIDE = 'the picture lies outside the class folders; with source.labels = "none" all are taken, without labels'
 WNID = re.compile(r"(n[0-9]{8})_[0-9]+\.[^.]+")  # ILSVRC's names of training images
 UNLABELLED = re.compile(r"ILSVRC[0-9]{4}_(val|test)_[0-9]{8}\.[^.]+")
@@ -129,8 +128,7 @@ def text_folder(files: SourceFiles) -> str | None:
         if folder in folders:
             inside = open_source_files(f"{files.name.rstrip('/')}/{folder}")
             some = itertools.islice(inside.walk(), LOOKED_AT)
-            text = next((file for file in some if file.path.endswith(SIDECARS) and not file.problem), None)
-            if text and not _are_boxes(inside.read(text.path, 0, min(text.num_bytes, MAX_TEXT_BYTES), "scan")):
+            if any(file.path.endswith(SIDECARS) for file in some):
                 return folder
     return None
 
@@ -183,12 +181,6 @@ def _with_texts(files: SourceFiles, picture: FoundFile, beside: dict[str, FoundF
     except RecordRejected as reject:
         # bad_metadata, not the reason of the text file: the record is planned again once the text is repaired.
         return picture.record(problem=("bad_metadata", f"{reject.reason}: {reject.detail}"))
-
-
-def _are_boxes(text: bytes) -> bool:
-    """Object detection boxes: each line has a class and at least four numbers."""
-    lines = [line.split() for line in text[:4096].decode("latin-1").splitlines()[:10] if line.strip()]
-    return bool(lines) and all(len(line) > 4 and all(map(NUMBER.fullmatch, line)) for line in lines)
 
 
 def _text(files: SourceFiles, file: FoundFile) -> bytes:

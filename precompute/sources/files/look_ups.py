@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ PROBED = 16  # files of each batch whose look-ups are timed
 SLOW_SECONDS = 1e-4  # a longer one is a network message; the kernel's cache answers in microseconds
 
 
-class LookUps:
+class LookUps(Generic[T]):
     """Calls a function for many paths. Threads slow down fast calls, so their time is measured.
 
     Args:

@@ -52,6 +52,7 @@ def database(where: str, *paths: str, memory_mib: int = MEMORY_MIB) -> Iterator[
         }
     )
     try:
+        connection.execute("SET enable_progress_bar = false")  # it writes to stdout
         connection.execute(f"SET allowed_paths = [{', '.join(map(literal, paths))}]")
         connection.execute("SET enable_external_access = false")
         connection.execute("SET lock_configuration = true")

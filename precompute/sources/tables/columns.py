@@ -79,7 +79,8 @@ def choose_columns(
     )
     if may_vary:
         chosen = {role: names if asked[role] else [*KNOWN[role], *names] for role, names in chosen.items()}
-    roles = Roles(*(tuple(dict.fromkeys(names)) for names in (*chosen.values(), sides)), tuple(companions))
+    images, captions, labels = (tuple(dict.fromkeys(names)) for names in chosen.values())
+    roles = Roles(images, captions, labels, tuple(sides), tuple(companions))
     lower = [name.lower() for name in columns]
     if twice := next((name for name in roles.names if lower.count(name.lower()) > 1), None):
         raise SourceError(f"{where}: two columns are called '{twice}'. Remove or rename one.")

@@ -210,27 +210,29 @@ def load_table(
     elif table.endswith(".json") and _first_letter(files, table) == "{":
         if companions:
             raise SourceError(
-                f"{where}: companions need a table with a column for each; COCO's list of captions has none. Write a "
-                "JSONL, CSV or Parquet table."
+                f"{where}: [pictures.{next(iter(scan.companions))}] needs a table with a column for it; COCO's list of "
+                "captions has none. Write a JSONL, CSV or Parquet table."
             )
         scan.notes += _load_coco(connection, path, where)
         return []
     else:
         form = "newline_delimited" if table.endswith(".jsonl") else "array"
         limits = f"format = '{form}', maximum_object_size = {MAX_ROW_BYTES}, ignore_errors = {form != 'array'}"
+        if form == "array" and _last_letter(files, table) != "]":
+            raise SourceError(f"{where}: a JSON list without its end, or not a list of objects. Restore it.")
         first = connection.execute(
-            f"SELECT json_keys(json) FROM read_json_objects(?, {limits}) LIMIT 1", [path]
+            f"SELECT json_keys(json) FROM read_json_objects(?, {limits}) WHERE json_type(json) = 'OBJECT' LIMIT 1",
+            [path],
         ).fetchone()
         if first is None:
-            raise SourceError(f"{where}: it is empty. Expected JSON objects with 'file_name' (or 'path') as text.")
-        roles, note = choose_columns(first[0] or [], scan.settings, where, companions, may_vary=True)
+            raise SourceError(f"{where}: it has no JSON object. Expected some with 'file_name' (or 'path') as text.")
+        roles, note = choose_columns(first[0], scan.settings, where, companions, may_vary=True)
         wanted = ", ".join(f"{literal(name)}: 'JSON'" for name in roles.names)
-        # JSON's null is no value.
-        source = f"""(SELECT row_number() OVER () - 1 AS "leandit position", {
-            ", ".join(
-                f"nullif({identifier(name)}::VARCHAR, 'null')::JSON AS {identifier(name)}" for name in roles.names
-            )
-        } FROM read_json(?, {limits}, columns = {{{wanted}}})"""
+        cells = ", ".join(
+            f"nullif({column}::VARCHAR, 'null')::JSON AS {column}" for column in map(identifier, roles.names)
+        )
+        source = f"""(SELECT row_number() OVER () - 1 AS "leandit position", {cells}
+        FROM read_json(?, {limits}, columns = {{{wanted}}}))"""
         columns = row_columns(roles, JSON, '"leandit position"')
     scan.notes.append(note)
     connection.execute(f"CREATE TEMP TABLE loaded AS SELECT {columns} FROM {source}", [path])
@@ -261,6 +263,12 @@ def is_text_table(name: str) -> bool:
 def _first_letter(files: SourceFiles, table: str) -> str:
     with files.open(table) as file:
         return file.read(1 << 16).decode("utf-8-sig", "replace").lstrip()[:1]
+
+
+def _last_letter(files: SourceFiles, table: str) -> str:
+    with files.open(table, ahead=False) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+        return file.read().decode("utf-8", "replace").rstrip()[-1:]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ record, in the order of the first rows. Memory is bounded for any number of rows
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ LISTS = (".csv", ".tsv", "captions.txt", ".token", ".token.txt")  # endings of t
 MAX_LISTS = 16  # of them that are opened in a folder
 MAX_CLASS_BYTES = 1 << 26  # of all class names
 WHOLE_NUMBER = r"^[+-]?[0-9]{1,18}(\.0*)?$"  # pandas writes integers as 3.0 if other cells are empty
-NO_NAME = ("bad_metadata", "the row does not name its image as text")
+NO_NAME = ("bad_metadata", "the row does not name its image as text in UTF-8")
 
 
 def pixart_folder(source: str) -> str:
@@ -121,16 +121,16 @@ def table_batches(files: SourceFiles, images: SourceFiles, table: str, scan: Sca
     ):
         broken = load_table(connection, files, table, path, scan)
         columns = {"": "name"} | {name: f"companions[{i}]" for i, name in enumerate(scan.companions, 1)}
-        placements = []
+        placements: dict[str, Placement] = {}
         for companion, column in columns.items():
             query = f"SELECT {column} FROM loaded WHERE {column} <> '' ORDER BY position LIMIT {LOOKED_NAMES}"
             first = [name for (name,) in connection.execute(query).fetchall()]
-            placements.append(_placement(images, table, first, scan, companion))
+            placements[companion] = _placement(images, table, first, scan, companion)
         has_classes = _number_labels(connection, scan, where)
         label = "number" if has_classes else "label"
         connection.execute(
             f"""CREATE TEMP VIEW rows AS SELECT position,
-            CASE WHEN starts_with(name, {(prefix := literal(placements[0].prefix))})
+            CASE WHEN starts_with(name, {(prefix := literal(placements[""].prefix))})
             THEN substr(name, length({prefix}) + 1) ELSE name END AS name,
             CASE WHEN problem IS NULL AND {label} BETWEEN -1 AND {MAX_CLASSES - 1} THEN {label} ELSE -1 END AS label,
             CASE WHEN problem IS NULL THEN captions ELSE [] END AS captions,
@@ -159,7 +159,7 @@ def _placement(images: SourceFiles, table: str, names: list[str], scan: Scan, co
     first = PIXART_IMAGES if table == PIXART_TABLE else normalized_root(root) or ""
     others = [] if root or first else list(folders_of(images))
     placement = find_placement(images, names, [first, *others])
-    about = f"companion '{companion}': {FOUND}" if companion else FOUND
+    about = f"picture '{companion}': {FOUND}" if companion else FOUND
     if placement is None and names:
         scan.notes.append(
             f"{about} none of the first {len(names)} that the table names exists, as {names[0]!r}; source.root names "
@@ -213,8 +213,14 @@ def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[_Group]:
         yield _Group(rows, np.zeros(1, np.int64))
 
 
-def _records(group: _Group, images: SourceFiles, placements: Sequence[Placement], look_ups: LookUps) -> pa.RecordBatch:
-    """One record for each group of rows, with all their captions; the first problem of a row rejects it."""
+def _records(
+    group: _Group, images: SourceFiles, placements: Mapping[str, Placement], look_ups: LookUps
+) -> pa.RecordBatch:
+    """One record for each group of rows, with all their captions; the first problem of a row rejects it.
+
+    Args:
+      placements: of the images, as "", and of each companion by its name.
+    """
     rows, begins = group
     count = len(begins)
     ends = np.append(begins, rows.num_rows)
@@ -230,10 +236,12 @@ def _records(group: _Group, images: SourceFiles, placements: Sequence[Placement]
     for record in np.flatnonzero(numbers > MAX_CAPTIONS):
         problems[record] = ("bad_metadata", f"more than {MAX_CAPTIONS} captions")
     first = rows.take(pa.array(begins))
-    keys, files = _locate(first["name"].to_pylist(), images, placements[0], look_ups)
+    own_placement, *others = placements.values()
+    names = list(placements)[1:]
+    keys, files = _locate(first["name"].to_pylist(), images, own_placement, look_ups)
     companions = [
         _locate(pc.list_element(first["companions"], i).to_pylist(), images, placement, look_ups)[1]
-        for i, placement in enumerate(placements[1:])
+        for i, placement in enumerate(others)
     ]
     for record in range(count):
         own = problems[record]
@@ -241,8 +249,9 @@ def _records(group: _Group, images: SourceFiles, placements: Sequence[Placement]
             continue
         problems[record] = files[record].problem or next(
             (
-                (reason, f"companion image: {detail}")
-                for reason, detail in (places[record].problem or ("", "") for places in companions)
+                (reason, f"picture '{name}': {detail}")
+                for name, places in zip(names, companions, strict=True)
+                for reason, detail in [places[record].problem or ("", "")]
                 if reason
             ),
             own,

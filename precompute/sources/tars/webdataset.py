@@ -28,6 +28,7 @@ from ..files.record import (
 from ..files.splits import shards_of_split
 from .members import TarMember, tar_members
 
+MAX_NAME = 4096  # as long as a path can be
 TEXT_EXTENSIONS = ("cls", "txt", "json")
 
 
@@ -71,7 +72,7 @@ def _groups(file: BinaryIO, tar: str, scan: Scan) -> dict[str, _TarRecord]:
     for member in tar_members(file, tar):
         folder, slash, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
-        prefix, extension = f"{folder}{slash}{stem}" if stem else "", extension.lower()
+        prefix, extension = f"{folder}{slash}{stem}" if stem and len(member.name) <= MAX_NAME else "", extension.lower()
         is_image = is_picture(f"picture.{extension}")
         if not prefix or not (is_image or extension in TEXT_EXTENSIONS):
             scan.ignored.file(member.name)  # never opened, whatever it is

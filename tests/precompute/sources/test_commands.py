@@ -84,17 +84,13 @@ def test_a_table_in_latin_1_names_the_line_and_how_to_convert_it(tmp_path: Path)
     assert "codec" not in done.stderr
     row = LatentStore(tmp_path / "store").records.to_pylist()[1]
     assert row["reason"] == "bad_metadata"
-    assert "list.csv', row 2: its text is not UTF-8" in row["detail"]
+    assert "line 3: not UTF-8" in row["detail"]
 
-    for name, content in (
-        ("labels.csv", LATIN.replace("text", "label")),
-        ("rows.jsonl", '{"file_name": "0.png"}\n\n{"file_name": "1.png", "text": "café"}\n'),
-    ):
-        (source / name).write_bytes(content.encode("latin-1"))
-        done = precompute(source / name, tmp_path / "other")
-        assert done.returncode == 3
-        assert f"{name}', line 3: expected UTF-8" in done.stderr
-        assert "codec" not in done.stderr
+    rows = '{"file_name": "0.png"}\n\n{"file_name": "1.png", "text": "café"}\n'
+    (source / "rows.jsonl").write_bytes(rows.encode("latin-1"))
+    precompute(source / "rows.jsonl", tmp_path / "other", "source.max_reject_share=1")
+    row = LatentStore(tmp_path / "other").records.to_pylist()[1]
+    assert (row["reason"], "UTF-8" in row["detail"]) == ("bad_metadata", True)
 
 
 def test_columns_of_companions_are_used(tmp_path: Path) -> None:

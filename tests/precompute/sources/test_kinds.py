@@ -29,7 +29,7 @@ from leandit.precompute.pipeline import Report
 from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.source import Source, list_source
-from leandit.precompute.sources.tables import json_rows, parquet
+from leandit.precompute.sources.tables import formats, parquet
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -307,38 +307,22 @@ def test_all_of_pixarts_ways_to_name_a_list_are_one_source(tmp_path: Path) -> No
     assert [r.problem for r in found.records] == [None] * len(CAPTIONED)
 
 
-def test_a_long_json_list_is_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_rows, "READ_BYTES", 7)  # rows and characters come in parts
-    rows = [{"path": f"{i}.png", "prompt": 'ein roter Würfel [,]{}"\\ 🙂'} for i in range(20)]
-    for row in rows:
-        put(tmp_path / row["path"], b"")
-    for text in (json.dumps(rows, ensure_ascii=False), json.dumps(rows, indent=4) + "\n"):
-        put(tmp_path / "data_info.json", text.encode())
-        records = list_source(tmp_path).records
-        assert [(r.key, r.captions, r.problem and r.problem[0]) for r in records] == [
-            (row["path"], (row["prompt"],), None) for row in rows
-        ]
-
-
 @pytest.mark.parametrize(
-    ("text", "row"),
+    "text",
     [
-        ("", 1),
-        ('[{"path": "a.png"}', 2),
-        ('[{"path": "a.png"} {"path": "b.png"}]', 2),
-        ('[{"path": "a.png"},', 2),
-        ('[{"path": "a.png"}, {"path": ', 2),
-        ('[{"path": "a.png"}, 7]', 2),
-        ('[{"path": "a.png"}, {"prompt": "x"}]', 2),
-        ('[{"path": "a.png"}, {"path": 7}]', 2),
-        ("[" * 100_000, 1),
-        ('[{"path": "a.png"}, {"path": "' + "x" * (json_rows.MAX_LINE_BYTES + (2 << 20)), 2),
+        '[{"path": "a.png"}',
+        '[{"path": "a.png"} {"path": "b.png"}]',
+        '[{"path": "a.png"},',
+        '[{"path": "a.png"}, {"path": ',
+        '[{"path": "a.png"}, 7]',
+        "[" * 100_000,
+        '[{"path": "a.png"}, {"path": "' + "x" * (formats.MAX_ROW_BYTES + (2 << 20)),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_damaged_json_list_is_an_error_that_names_the_row(tmp_path: Path, text: str, row: int) -> None:
+def test_a_damaged_json_list_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
     put(tmp_path / "data_info.json", text.encode())
-    with pytest.raises(SourceError, match=rf"data_info\.json', row {row}") as caught:
+    with pytest.raises(SourceError, match=r"data_info\.json") as caught:
         list_source(tmp_path)
     assert len(str(caught.value)) < 600
 
@@ -346,7 +330,7 @@ def test_a_damaged_json_list_is_an_error_that_names_the_row(tmp_path: Path, text
 def test_a_json_object_that_is_no_list_of_coco_says_what_was_needed(tmp_path: Path) -> None:
     put(tmp_path / "data_info.json", b'{"path": "a.png"}')
     with pytest.raises(
-        SourceError, match=r"data_info\.json': a JSON object without 'images'; needed .* a list of rows"
+        SourceError, match=r"data_info\.json': a JSON object without .*'images'.*; expected .* a list of rows"
     ):
         list_source(tmp_path)
 

@@ -186,7 +186,7 @@ def test_an_open_quote_does_not_swallow_rows_in_silence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("text,score\nhello,1\n", r"no column is known to name the pictures.*'text', 'score'.*source\.image"),
+        ("text,score\nhello,1\n", r"no column is known to name the images.*'text', 'score'.*source\.image"),
         ("", "empty"),
         ("image,caption\n".encode("utf-16"), "UTF-8"),
         ("a.jpg,7,a cat\n", r"first line names no columns but the image 'a\.jpg'.*header"),
@@ -206,7 +206,7 @@ def test_several_tables_of_one_folder_are_an_error_that_names_them(tmp_path: Pat
     put(tmp_path / "other.csv", "image,score\nx.jpg,1\n")  # of something else
     for name in ("train.csv", "val.csv"):
         put(tmp_path / name, "image,caption\na.jpg,a cat\n")
-    with pytest.raises(SourceError, match=r"several tables name its pictures: train\.csv, val\.csv"):
+    with pytest.raises(SourceError, match=r"several tables name its images: train\.csv, val\.csv"):
         list_source(tmp_path)
 
 
