@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -17,7 +18,10 @@ from ....datasets.errors import SourceError
 from ...images.decoder_child import read_bytes
 from ...images.faults import retried
 from .entries import FoundFile, LeftOut, depth_first, ordered, people_made, sorted_entries
+from .look_ups import LookUps
 from .remote import RemoteFiles
+
+STATS_AT_ONCE = 4096  # files of a folder
 
 
 class SourceFiles(Protocol):
@@ -102,6 +106,7 @@ class LocalFiles:
         self.only = None if path.is_dir() else path.name
         self.root = path if path.is_dir() else path.parent
         self._root = str(self.root)
+        self._look_ups = LookUps(self._found)
         above = filter(os.path.exists, self.root.resolve().parents)
         self._around = {_identity(folder) for folder in (self.root, *above)}
 
@@ -130,14 +135,17 @@ class LocalFiles:
             raise _unreadable(self.name, folder, error) from error
         # All are marked before one is entered: a folder with two links belongs to the higher one.
         new = {name for name, is_folder in entries if is_folder and self._is_new(f"{folder}/{name}", seen)}
-        for name, is_folder in ordered(entries, files_first):
-            path = f"{folder}/{name}" if folder else name
-            if not is_folder:
-                yield self._found(path)
-            elif name in new:
-                yield path
-            else:
-                left_out(name)
+        prefix = f"{folder}/" if folder else ""
+        entries_in_order = ordered(entries, files_first)
+        while some := list(islice(entries_in_order, STATS_AT_ONCE)):
+            described = iter(self._look_ups([prefix + name for name, is_folder in some if not is_folder]))
+            for name, is_folder in some:
+                if not is_folder:
+                    yield next(described)
+                elif name in new:
+                    yield prefix + name
+                else:
+                    left_out(name)
 
     def _is_new(self, folder: str, seen: set[tuple[int, int]]) -> bool:
         identity = _identity(self.root / folder.lstrip("/"))
