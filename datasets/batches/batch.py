@@ -11,7 +11,6 @@ import torch
 from ..disk.cached import cached_property
 from ..errors import RecipeError
 from ..format.schema import LatentSpec
-from .buffer_pool import hold_while_copied
 from .captions import Captions
 from .features import FeatureBatch
 from .latents import final_latents, mean_latents
@@ -120,22 +119,18 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device, copied asynchronously from pinned memory, on the current stream of the device.
 
-        This batch may be dropped at once. Code that copies its tensors otherwise must hold it until the copy is done.
+        This batch may be dropped at once: torch's allocator keeps pinned memory until the copies from it are done.
         """
-        device, held = torch.device(device), list[torch.Tensor]()
 
         def moved(part: Any) -> dict[str, Any]:
             values = part if isinstance(part, Mapping) else {one.name: getattr(part, one.name) for one in fields(part)}
             tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-            held.extend(tensors.values())
             return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
-        batch = replace(
+        return replace(
             self,
             **moved(self),
             texts={name: replace(text, **moved(text)) for name, text in self.texts.items()},
             features={name: replace(feature, **moved(feature)) for name, feature in self.features.items()},
             stored_pictures=moved(self.stored_pictures),
         )
-        hold_while_copied(held, device)
-        return batch

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..order.batch_plan import PlannedBatch
 from ..order.caption_odds import choose_captions
-from ..order.planned import PlannedBatch
 from ..order.shuffle import PURPOSE_CAPTION, PURPOSE_FLIP, keyed_choice, keyed_uniform
 from ..order.slices import rank_slice
 from ..store import LatentStore

@@ -17,11 +17,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..disk.fork_safe import reset_in_forks
 from ..errors import RecipeError, RunError
-from ..order.batch_plan import BatchPlan
+from ..order.batch_plan import MAX_NUMBER, BatchPlan
 from ..order.order import changed_fields
-from ..order.planned import MAX_NUMBER
 from .batch import Batch
-from .reader import PLANNED_AHEAD, BatchReader
+from .reader import BatchReader
 
 STATE_VERSION = 2
 FETCH_EVERY, FETCH_AHEAD = 16, 64  # batches, of stores at a URL
@@ -57,7 +56,7 @@ class BatchStream(IterableDataset):
 
     def reset(self) -> None:
         """Start without threads and without batches read ahead."""
-        self._pools: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+        self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
 
     @property
@@ -112,17 +111,13 @@ class BatchStream(IterableDataset):
         return batch
 
     def _take_ahead(self) -> Batch:
-        if self._pools is None:
-            readers = ThreadPoolExecutor(self._prefetch, thread_name_prefix="leandit-read")
-            self._pools = readers, ThreadPoolExecutor(1, thread_name_prefix="leandit-plan")
-        readers, planner = self._pools
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._prefetch, thread_name_prefix="leandit-read")
         if self._ahead and self._ahead[0][0] != self.number:  # a state was loaded
             self._cancel()
-        if self.number % PLANNED_AHEAD == PLANNED_AHEAD // 2:
-            planner.submit(self.reader.plan_ahead, self.number + PLANNED_AHEAD)
         first = self.number + len(self._ahead)
         for number in range(first, self.number + self._prefetch + 1):
-            self._ahead.append((number, readers.submit(self._read, number)))
+            self._ahead.append((number, self._pool.submit(self._read, number)))
         try:
             return self._ahead.popleft()[1].result()
         except BaseException:
@@ -140,7 +135,7 @@ class BatchStream(IterableDataset):
             moved = batch.to(self._device).finish()
             copied = torch.cuda.Event()
             copied.record(self._side)
-        copied.synchronize()  # before the pinned memory is reused; only this thread waits
+        copied.synchronize()  # before the batch is handed out; only this thread waits
         return moved
 
     def _cancel(self) -> None:
@@ -155,13 +150,12 @@ class BatchStream(IterableDataset):
         self._stop(wait=False)
 
     def _stop(self, *, wait: bool) -> None:
-        if "_pools" not in vars(self):
+        if "_pool" not in vars(self):
             return  # ``__init__`` or ``__setstate__`` failed
         self._cancel()
-        if self._pools is not None:
-            for pool in self._pools:
-                pool.shutdown(wait=wait)
-            self._pools = None
+        if self._pool is not None:
+            self._pool.shutdown(wait=wait)
+            self._pool = None
         if self._fetched:
             self._fetched = range(0)
             for store in self.reader.stores:
@@ -169,7 +163,7 @@ class BatchStream(IterableDataset):
                     store.remote.prefetch([])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_pools", "_ahead", "_side")}
+        return {name: value for name, value in vars(self).items() if name not in ("_pool", "_ahead", "_side")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -207,7 +201,6 @@ class BatchStream(IterableDataset):
             _check_unchanged(_section(state, "order"), _section(current, "order"), kept, prefix="order.")
             number = plan.batches_before(_count(state, "passes"))
         else:
-            state = {"caption_odds": current["caption_odds"]} | state  # older states do not have them
             _check_unchanged(state, current, ("root_hashes", "order", "caption_odds"))
             number = _count(state, "number")
         self.number, self._num_loads = number, self._num_loads + 1

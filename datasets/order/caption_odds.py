@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-import pyarrow.parquet as pq
 
 from ..disk.hashing import xxh3_file
 from ..errors import RecipeError
 from ..revisions.records import BucketIndex
+from .filters import lines_by_key
 
 if TYPE_CHECKING:
     from ..store import LatentStore
@@ -121,8 +121,7 @@ def choose_captions(bounds: np.ndarray, index: BucketIndex, positions: np.ndarra
         places += further
 
 
-@dataclass(frozen=True)
-class _Scores:
+class _Scores(NamedTuple):
     """Lists of scores: of record r those from ``first[r]`` on, ``count[r]`` of them; -1 where it has none."""
 
     first: np.ndarray
@@ -131,33 +130,14 @@ class _Scores:
 
 
 def _read_scores(path: str | Path, key: str, store: LatentStore) -> _Scores:
-    where = f"caption scores '{path}'"
-    try:
-        there = pq.read_schema(path).names
-        if missing := [name for name in (key, SCORES) if name not in there]:
-            raise RecipeError(f"{where}: no column '{missing[0]}'. There are: {', '.join(there)}.")
-        table = pq.read_table(path, columns=[key, SCORES]).combine_chunks()
-        table = table.filter(pc.is_valid(table[key]))
-        keys = table[key].cast(pa.string()).combine_chunks()
-        lists = pc.fill_null(table[SCORES].cast(pa.list_(pa.float64())), []).combine_chunks()
-    except FileNotFoundError as error:
-        raise RecipeError(f"{where}: no such file.") from error
-    except (pa.ArrowException, OSError) as error:
-        raise RecipeError(
-            f"{where}: needed Parquet with text in '{key}' and lists of numbers in '{SCORES}' ({error})."
-        ) from error
-    if len(pc.unique(keys)) < len(keys):
-        raise RecipeError(f"{where}: a key stands there more than once. Needed one line a record.")
+    where, stored = f"caption scores '{path}'", np.ones(len(store.checksums), bool)
+    lines, column = lines_by_key(where, path, key, SCORES, pa.list_(pa.float64()), store, stored)
+    lists = pc.fill_null(column, [])
     lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)
     offsets = np.cumsum(lengths) - lengths
-    own = store.record_columns(("key",))["key"].cast(pa.string())
-    lines = pc.fill_null(pc.index_in(own, value_set=keys), -1).to_numpy()
-    if not np.any(lines >= 0):
-        raise RecipeError(f"{where}: no key in common with store '{store.path}'.")
     first, count = np.full(len(lines), -1), np.full(len(lines), -1)
     first[lines >= 0], count[lines >= 0] = offsets[lines[lines >= 0]], lengths[lines[lines >= 0]]
-    values = pc.fill_null(lists.flatten(), math.nan).to_numpy(zero_copy_only=False)
-    return _Scores(first, count, values)
+    return _Scores(first, count, pc.fill_null(lists.flatten(), math.nan).to_numpy(zero_copy_only=False))
 
 
 def _scores_of(read: _Scores, index: BucketIndex, path: str | Path, store: LatentStore) -> np.ndarray:

@@ -187,44 +187,59 @@ def read_scores(table: ScoreTable, store: LatentStore, stored: np.ndarray) -> np
     """Score of each record, (N,) float64 in the order of the records table, NaN for none.
 
     Args:
-      stored: (N,) bool, the records that count: one of them at least must have a line in the table.
-    Raises: RecipeError: the file is no Parquet, a column is missing or of another type, a key stands twice, or the
-      table and the store have no key in common.
+      stored: (N,) bool, the records that count.
+    Raises: RecipeError: as ``lines_by_key``.
     """
     where = f"score table '{table.path}'"
+    lines, column = lines_by_key(where, table.path, table.key, table.column, pa.float64(), store, stored)
+    scores = np.full(len(lines), np.nan)
+    values = pc.fill_null(column, math.nan).to_numpy(zero_copy_only=False)
+    scores[lines >= 0] = values[lines[lines >= 0]] + 0.0  # no negative zero: equal scores have equal bytes
+    scores[np.isnan(scores)] = np.nan  # and one kind of NaN
+    return scores
+
+
+def lines_by_key(
+    where: str, path: str | Path, key: str, column: str, kind: pa.DataType, store: LatentStore, stored: np.ndarray
+) -> tuple[np.ndarray, pa.Array]:
+    """Find the line of each record in a user's Parquet file.
+
+    Args:
+      where: names the table in errors.
+      key, column: names of the columns of keys and of values.
+      kind: type of the values.
+      stored: (N,) bool, the records that count: at least one of them must have a line.
+    Returns: (N,) int64 line of each record of the records table, -1 for none; and the values of all lines.
+    Raises: RecipeError: the file is not Parquet, a column is missing or of another type, a key is repeated, or no
+      record has a line.
+    """
     try:
-        there = pq.read_schema(table.path).names
-        if missing := [name for name in (table.key, table.column) if name not in there]:
-            raise RecipeError(f"{where}: no column '{missing[0]}'. There are: {', '.join(there)}.")
-        content = pq.read_table(table.path, columns=[table.key, table.column])
+        names = pq.read_schema(path).names
+        if missing := [name for name in (key, column) if name not in names]:
+            raise RecipeError(f"{where}: no column '{missing[0]}'. There are: {', '.join(names)}.")
+        table = pq.read_table(path, columns=[key, column])
     except FileNotFoundError as error:
         raise RecipeError(f"{where}: no such file.") from error
     except (pa.ArrowException, OSError) as error:
         raise RecipeError(f"{where}: not a readable Parquet file ({error}).") from error
-    content = content.filter(pc.is_valid(content[table.key]))
+    table = table.filter(pc.is_valid(table[key])).combine_chunks()
     try:
-        keys = content[table.key].cast(pa.string()).combine_chunks()
-        values = pc.fill_null(content[table.column].cast(pa.float64()), math.nan).to_numpy()
+        keys, values = table[key].cast(pa.string()).combine_chunks(), table[column].cast(kind).combine_chunks()
     except pa.ArrowException as error:
-        raise RecipeError(
-            f"{where}: needed text in '{table.key}' and numbers in '{table.column}' ({error})."
-        ) from error
+        raise RecipeError(f"{where}: expected text in '{key}' and {kind} in '{column}' ({error}).") from error
     if len(pc.unique(keys)) < len(keys):
         counts = pc.value_counts(keys)
         twice = counts.field("values")[int(np.argmax(counts.field("counts").to_numpy()))]
-        raise RecipeError(f"{where}: the key '{twice}' stands there more than once. Needed one line a record.")
-    own = store.record_columns(("key",))["key"].cast(pa.string())
-    lines = pc.fill_null(pc.index_in(own, value_set=keys), -1).to_numpy()
+        raise RecipeError(f"{where}: duplicate key '{twice}'. Expected one line for each record.")
+    of_store = store.record_columns(("key",))["key"].cast(pa.string())
+    lines = pc.fill_null(pc.index_in(of_store, value_set=keys), -1).to_numpy()
     if not np.any(lines[stored] >= 0):
-        one = own[int(np.argmax(stored))]
+        first = of_store[int(np.argmax(stored))]
         raise RecipeError(
-            f"{where}: no key in common with store '{store.path}', whose first is '{one}'. "
-            f"Its own are {', '.join(repr(key) for key in keys.slice(0, 3).to_pylist()) or 'none'}."
+            f"{where}: no key in common with store '{store.path}', whose first is '{first}'. "
+            f"Its own are {', '.join(repr(one) for one in keys.slice(0, 3).to_pylist()) or 'none'}."
         )
-    scores = np.full(len(lines), np.nan)
-    scores[lines >= 0] = values[lines[lines >= 0]] + 0.0  # no negative zero: equal scores have equal bytes
-    scores[np.isnan(scores)] = np.nan  # and one kind of NaN
-    return scores
+    return lines, values
 
 
 def _positions(passes: np.ndarray) -> np.ndarray | None:

@@ -23,9 +23,8 @@ import numpy as np
 
 from ..disk.cached import cached_property
 from ..errors import RecipeError
-from .batch_plan import BatchPlan
+from .batch_plan import BatchPlan, PlannedBatch
 from .order import BatchOrder
-from .planned import PlannedBatch
 from .shuffle import PURPOSE_MIXTURE, keyed_hash, permute
 
 MAX_PERIOD = 10_000  # batches; a table of a period is kept, and a run should contain several periods

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from .batch_plan import BatchPlan
-from .planned import PlannedBatch
+from .batch_plan import BatchPlan, PlannedBatch
 
 
 class BatchOrder(Protocol):

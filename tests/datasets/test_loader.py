@@ -12,9 +12,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +25,9 @@ from hypothesis import strategies as st
 from making import CPU, caption_recipe, label_recipe, no_progress, picture
 from torch.utils.data import DataLoader
 
-from leandit.datasets.batches import buffer_pool
 from leandit.datasets.batches.batch import Batch
-from leandit.datasets.batches.buffer_pool import MAX_BUFFERS, BufferPool, CopiesInFlight
-from leandit.datasets.batches.captions import Captions, read_captions
-from leandit.datasets.batches.features import FeatureBatch
+from leandit.datasets.batches.buffer_pool import MAX_BUFFERS, BufferPool
+from leandit.datasets.batches.captions import read_captions
 from leandit.datasets.batches.latents import draw_keys, final_latents
 from leandit.datasets.batches.reader import BatchReader
 from leandit.datasets.disk.cached import cached_property
@@ -522,107 +520,6 @@ def test_memory_is_used_again(label_store: LatentStore, monkeypatch: pytest.Monk
         for _batch in loader:
             pass
     assert len(allocated) <= 3 + 3  # read ahead, handed out, and on the way between
-
-
-class FakeEvent:
-    """Stands for ``torch.cuda.Event`` where there is no GPU."""
-
-    made: ClassVar[list[FakeEvent]] = []
-
-    def __init__(self) -> None:
-        self.done, self.waits, self.stream = False, 0, None
-        FakeEvent.made.append(self)
-
-    def record(self, stream: Any) -> None:
-        self.stream = stream
-
-    def query(self) -> bool:
-        return self.done
-
-    def synchronize(self) -> None:
-        self.waits, self.done = self.waits + 1, True
-
-
-@pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
-    """Copies to "cuda" that go on after the call, from memory that says that it is page-locked."""
-    monkeypatch.setattr(FakeEvent, "made", [])
-    monkeypatch.setattr(buffer_pool, "COPIES", CopiesInFlight())
-    monkeypatch.setattr("torch.cuda.Event", FakeEvent)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: f"stream of {device}")
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: self.clone())
-    return FakeEvent.made
-
-
-def test_a_buffer_is_not_used_again_while_a_gpu_copies_from_it(
-    label_store: LatentStore, fake_gpu: list[FakeEvent]
-) -> None:
-    reader = reader_of(label_store, leftovers="drop")
-
-    def address_of_moved(number: int) -> int:
-        batch = reader[number]
-        address = batch.stored.data_ptr()
-        moved = batch.to("cuda")  # and the batch is dropped, as in 'reader[n].to("cuda")'
-        assert torch.equal(moved.stored, batch.stored)
-        return address
-
-    first, second = address_of_moved(0), address_of_moved(1)
-    assert first != second
-    assert [event.stream for event in fake_gpu] == ["stream of cuda"] * 2
-    fake_gpu[1].done = True  # on another stream a later copy may be done first
-    assert address_of_moved(2) == second
-    fake_gpu[0].done = True
-    assert address_of_moved(3) == first
-
-
-def test_copies_that_pile_up_are_waited_for(label_store: LatentStore, fake_gpu: list[FakeEvent]) -> None:
-    reader = reader_of(label_store, leftovers="drop")
-    addresses = set()
-    for number in range(20):  # a GPU that is slower than the reader: nothing is ever done by itself
-        batch = reader[number % 5]
-        addresses.add(batch.stored.data_ptr())
-        batch.to("cuda")
-    assert len(addresses) <= buffer_pool.MAX_COPIES + 2
-    assert [event.waits for event in fake_gpu] == [1] * (20 - buffer_pool.MAX_COPIES) + [0] * buffer_pool.MAX_COPIES
-
-
-def test_every_tensor_of_a_batch_is_held_while_a_gpu_copies_it(
-    label_store: LatentStore, fake_gpu: list[FakeEvent]
-) -> None:
-    pool = BufferPool()
-
-    def lent() -> torch.Tensor:
-        return torch.from_numpy(pool.take((2, 4), "float32"))
-
-    def num_free() -> int:
-        return sum(count == buffer_pool.UNUSED for count in buffer_pool._reference_counts(pool._buffers))
-
-    batch = replace(
-        reader_of(label_store)[0],
-        **{name: lent() for name in ("stored", "labels", "records", "draw_keys")},
-        texts={name: Captions(lent(), (4, 4), lent(), lent(), lent()) for name in ("", "clip")},
-        features={"dino": FeatureBatch(*[lent() for _ in fields(FeatureBatch)])},
-        stored_pictures={name: lent() for name in ("depth", "mask")},
-    )
-    given = 4 + 2 * 4 + 4 + 2
-    moved = batch.to("cuda")
-    del batch
-    assert (len(pool._buffers), num_free()) == (given, 0)
-    assert len(fake_gpu) == 1  # after all copies
-    fake_gpu[0].done = True
-    buffer_pool.COPIES.release_done()
-    assert num_free() == given
-    assert moved.texts["clip"].pooled is not None
-
-
-def test_copies_are_held_for_gpus_and_page_locked_memory_only(
-    label_store: LatentStore, fake_gpu: list[FakeEvent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader_of(label_store)[0].to("cpu")
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
-    reader_of(label_store)[0].to("cuda")
-    assert not fake_gpu
 
 
 def test_buffers_are_aligned_and_fit(caption_store: LatentStore) -> None:

@@ -26,9 +26,8 @@ import numpy as np
 from ...datasets.arrays.sharded_array import ShardedArray
 from ...datasets.errors import ResourceError
 from ...datasets.loader import make_loader
-from ...datasets.order.batch_plan import BatchPlan
+from ...datasets.order.batch_plan import BatchPlan, PlannedBatch
 from ...datasets.order.filters import Selection
-from ...datasets.order.planned import PlannedBatch
 from ...datasets.store import LatentStore
 from ...datasets.units import readable_size
 from ..terminal.text import Rows

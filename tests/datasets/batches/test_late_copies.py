@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from leandit.datasets.batches import buffer_pool
 from leandit.datasets.batches.batch import Batch
-from leandit.datasets.batches.buffer_pool import CopiesInFlight
 from leandit.datasets.batches.latents import final_latents
 from leandit.datasets.loader import BatchLoader, make_loader
 from leandit.datasets.store import LatentStore
@@ -92,7 +90,6 @@ class LateGpu:
         patch.setattr(torch.Tensor, "is_pinned", lambda tensor: self._is_pinned(tensor))
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self._keep(tensor, stream))
         patch.setattr(Batch, "finish", lambda batch: self._finish(batch))
-        patch.setattr(buffer_pool, "COPIES", CopiesInFlight())
 
     def current(self, device: Any = None) -> LateStream:
         return getattr(self._local, "stream", self.compute)
@@ -198,21 +195,4 @@ def test_a_loader_that_does_not_wait_for_its_copies_is_seen(
     plain, loader, gpu = loaders(store, 0, monkeypatch)
     monkeypatch.setattr(LateEvent, "synchronize", lambda event: None)
     assert {name for _, name in torn(plain, loader, gpu)} >= {"stored", "latents", "tokens"}
-    loader.dataset.close()
-
-
-def moved_by_hand(loader: BatchLoader, gpu: LateGpu) -> list[torch.Tensor]:
-    """Of batches that are dropped at once; the GPU does its work after the last one."""
-    moved = [loader.dataset.reader[number].to("cuda").stored for number in range(12)]
-    gpu.compute.run_to(gpu.compute.end())
-    return moved
-
-
-def test_batches_moved_by_hand_may_be_dropped_at_once(store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, loader, gpu = loaders(store, 0, monkeypatch)
-    wanted = [plain.dataset.reader[number].stored.clone() for number in range(12)]
-    assert all(map(torch.equal, moved_by_hand(loader, gpu), wanted))
-    with monkeypatch.context() as patch:
-        patch.setattr(CopiesInFlight, "hold", lambda *_: None)
-        assert not all(map(torch.equal, moved_by_hand(loader, gpu), wanted))  # its buffers are used again too early
     loader.dataset.close()

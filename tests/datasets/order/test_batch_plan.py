@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.order import shuffle
-from leandit.datasets.order.batch_plan import BatchPlan
+from leandit.datasets.order.batch_plan import MAX_NUMBER, BatchPlan, PlannedBatch
 from leandit.datasets.order.order import changed_fields
-from leandit.datasets.order.planned import MAX_NUMBER, PlannedBatch
 from leandit.datasets.order.shuffle import ShardWindow
 from leandit.datasets.order.slices import rank_slice
 

@@ -247,10 +247,10 @@ def test_a_score_table_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         ("none", "score", "no such file"),
         ("text", "score", "not a readable Parquet"),
         ("good", "aesthetic", "no column 'aesthetic'. There are: key, score"),
-        ("words", "score", "needed text in 'key' and numbers in 'score'"),
+        ("words", "score", "expected text in 'key' and double in 'score'"),
         ("others", "score", r"no key in common with store 'made-up', whose first is 'k0'.*'x/1.png', 'x/2.png'"),
         ("empty", "score", "no key in common.*Its own are none"),
-        ("twice", "score", "the key 'k0' stands there more than once"),
+        ("twice", "score", "duplicate key 'k0'"),
     ]:
         table = ScoreTable(tmp_path / f"{name}.parquet", column, 1.0)
         with pytest.raises(RecipeError, match=said):

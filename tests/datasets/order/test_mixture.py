@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leandit.datasets.errors import RecipeError
-from leandit.datasets.order.batch_plan import BatchPlan
+from leandit.datasets.order.batch_plan import BatchPlan, PlannedBatch
 from leandit.datasets.order.mixture import MAX_PERIOD, Mixture, Stages
 from leandit.datasets.order.order import BatchOrder, changed_fields
-from leandit.datasets.order.planned import PlannedBatch
 
 seeds = st.integers(0, 2**64 - 1)
 A, B, C = (BatchPlan({name: 20}, 3, seed) for seed, name in enumerate(("64x64", "48x80", "80x48")))

@@ -23,8 +23,8 @@ from ....datasets.batches.batch import Batch
 from ....datasets.batches.latents import keyed_noise
 from ....datasets.batches.lookup import Records
 from ....datasets.errors import RecipeError
+from ....datasets.order.batch_plan import PlannedBatch
 from ....datasets.order.holdout import key_hashes
-from ....datasets.order.planned import PlannedBatch
 from ....datasets.order.shuffle import mix
 from ...data_recipe import Objective
 from ...metrics.flops import latent_size_of, tokens_per_image
