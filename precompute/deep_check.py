@@ -11,19 +11,14 @@ import numpy as np
 import pyarrow as pa
 
 from ..datasets.errors import RecordRejected
-from ..datasets.format.buckets import bucket_size
-from ..datasets.format.layout import Part
+from ..datasets.format.layout import Part, is_picture_task
 from ..datasets.format.token_dtypes import StoredTokens, widen
 from ..datasets.maintenance.findings import Finding
 from ..datasets.revisions.catalog import sealed_revisions
 from ..datasets.revisions.plan import FrozenPlan, read_plan
 from ..datasets.store import LatentStore
-from .encoders.forwards import EncodedRow, encode_batch, rows_of_a_forward
-from .images.decoders import Decoded
-from .repair import Tools, with_places
-from .shards.caption_shard import caption_batches, stored_rows
-from .shards.latent_shard import batch_views
-from .shards.picture_batches import BucketSource, Picture, decode_row
+from .repair import Tools, fallbacks_in, with_places
+from .run.shards import Shard
 
 CLOSE = 2e-2  # of the largest value of an array; tolerance for another device or library version
 EXACT, WITHIN, OTHER, NOT_COMPARED = range(4)  # how a record or caption came out, the worst last
@@ -72,7 +67,7 @@ class _Outcomes:
 def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> DeepReport:
     """Encode a random sample of records and captions again and compare them with the store.
 
-    Records are encoded in their original batches, because the rest of a batch changes the bits of a convolution. What a
+    The runner encodes their original batches, because the rest of a batch changes the bits of a convolution. What a
     later revision added to them was encoded in batches of its own, and so it is here.
 
     Args:
@@ -83,98 +78,78 @@ def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> Deep
     statuses = np.array(store.records["status"].to_pylist())
     stored = np.flatnonzero(statuses == "stored")
     sample = rng.choice(stored, min(num_records, len(stored)), replace=False)
-    rows = store.records.take(pa.array(sample)).to_pylist()
-    captions = rng.choice(store.captions.num_rows, min(num_records, store.captions.num_rows), replace=False)
-    result = _Outcomes()
+    records = store.records.take(pa.array(sample)).to_pylist()
+    captions = np.sort(rng.choice(store.captions.num_rows, min(num_records, store.captions.num_rows), replace=False))
+    outcomes = _Outcomes()
     for revision in sealed_revisions(root):
-        plan = with_places(read_plan(root, revision), tools.source)
+        plan, wanted = with_places(read_plan(root, revision), tools.source), {}
         for part in plan.layout.parts.values():
-            if part.captions:
-                _deep_captions(store, plan, part, tools, np.sort(captions).tolist(), result)
-                continue
-            new, shard_rows = set(part.shards), part.arrays[0].shard_rows
-            wanted = {one["row"]: one for one in rows if one["bucket"] == part.bucket}
-            wanted = {row: one for row, one in wanted.items() if row // shard_rows in new}
-            _deep_pictures(store, plan, part, tools, wanted, result)
-    return result.report()
+            for number in part.shards:
+                if rows := _sampled(part, number, records, captions):
+                    wanted[part.name, number] = rows
+        how = {"wanted_of": lambda task, rows=wanted: rows[task].keys(), "fallbacks_of": fallbacks_in(plan)}
+        for shard in tools.runner.shards(plan, sorted(wanted, key=is_picture_task), **how):
+            for row, what in wanted[shard.task].items():
+                if shard.part.captions:
+                    _compare_caption(store, plan, shard, row, what, outcomes)
+                else:
+                    _compare_record(store, plan, shard, row, what, outcomes)
+    return outcomes.report()
 
 
-def _deep_pictures(
-    store: LatentStore,
-    plan: FrozenPlan,
-    part: Part,
-    tools: Tools,
-    wanted: dict[int, dict[str, Any]],
-    result: _Outcomes,
-) -> None:
-    """Compare some rows of a part.
-
-    Args:
-      wanted: records by row.
-    """
-    latent, bucket, source = plan.spec.latent, bucket_size(part.bucket), BucketSource(plan, part)
-    encoders = [one for one in tools.encoders.rows_encoders(latent) if one.group in part.groups]
-    for shard, rows in sorted(
-        {_batch_of(part, row, latent.batch_size) for row in wanted}, key=lambda one: one[1].start
-    ):
-        decoded = [decode_row(plan, source, row, tools.source, tools.decoders, bucket=bucket) for row in rows]
-        how = {row: one["fallback"] for row, one in wanted.items()}
-        here = [row for row in rows if row in wanted]
-        max_rows = min(rows_of_a_forward(how[row], latent.batch_size) for row in here)
-        found: list[EncodedRow] = []
-        if any(isinstance(picture, Decoded) for picture in decoded):
-            names, num_views = {one.picture for one in encoders}, 2 if latent.flip else 1
-            views = batch_views(decoded, names, tools.encoders.image.black, num_views)
-            found, _ = encode_batch(views, source.positions[rows.start : rows.stop], encoders, max_rows=max_rows)
-        for row in here:
-            picture, encoded = decoded[row - rows.start], found[row - rows.start] if found else None
-            _compare_record(store, plan, part, shard, wanted[row], picture, encoded, result)
-
-
-def _batch_of(part: Part, row: int, size: int) -> tuple[int, range]:
-    """Shard of a row, and rows that shared a forward with it."""
-    shard = row // part.arrays[0].shard_rows
-    rows = part.arrays[0].rows_of(shard)
-    start = rows.start + (row - rows.start) // size * size
-    return shard, range(start, min(start + size, rows.stop))
+def _sampled(part: Part, number: int, records: Sequence[dict[str, Any]], captions: np.ndarray) -> dict[int, Any]:
+    """Rows of a shard that are in the sample, with their records; or its captions, counted from the first of the part,
+    with their ids."""
+    if part.is_null:
+        return {}
+    if part.captions:
+        here, first = part.captions.captions_of(number), part.captions.first_caption
+        return {int(id) - first: int(id) for id in captions if int(id) - first in here}
+    rows = part.arrays[0].rows_of(number)
+    return {one["row"]: one for one in records if one["bucket"] == part.bucket and one["row"] in rows}
 
 
 def _compare_record(
-    store: LatentStore,
-    plan: FrozenPlan,
-    part: Part,
-    shard: int,
-    record: dict[str, Any],
-    decoded: Picture | None,
-    found: EncodedRow | None,
-    result: _Outcomes,
+    store: LatentStore, plan: FrozenPlan, shard: Shard, row: int, record: dict[str, Any], outcomes: _Outcomes
 ) -> None:
-    key = record["key"]
-    of_shard = Finding("", "not_reproduced", "", plan.revision, part.bucket, shard, 1, [key])
-    first = replace(of_shard, path=part.arrays[0].shard_path(shard))
-    if isinstance(decoded, RecordRejected):
-        detail = f"the picture can no longer be read ({decoded.reason}: {decoded.detail})"
-        result.add(key, NOT_COMPARED, replace(first, cause="source_changed", detail=detail))
+    key, part, item = record["key"], shard.part, row - shard.part.arrays[0].rows_of(shard.number).start
+    of_shard = Finding("", "not_reproduced", "", plan.revision, part.bucket, shard.number, 1, [key])
+    first = replace(of_shard, path=part.arrays[0].shard_path(shard.number))
+    if reject := next((one for one in shard.rejects if one.row == row), None):
+        if reject.stage == "encode":
+            detail = f"cannot be encoded again: {RecordRejected(reject.stage, reject.reason, reject.detail)}"
+            outcomes.add(key, OTHER, replace(first, detail=detail))
+            return
+        detail = f"the picture can no longer be read ({reject.reason}: {reject.detail})"
+        outcomes.add(key, NOT_COMPARED, replace(first, cause="source_changed", detail=detail))
         return
-    if decoded is None or found is None or not _is_same_source(decoded, record):
+    checksums = shard.results["source_checksum"][item].tolist()
+    companions = {one.name for one in plan.spec.pictures}
+    names = [f"source_checksum_{group}" if group in companions else "source_checksum" for group in part.groups]
+    if any(record[name] != checksum for name, checksum in zip(names, checksums, strict=True)):
         detail = "the source holds another picture now; precompute with --set source.check=content encodes it"
-        result.add(key, NOT_COMPARED, replace(first, cause="source_changed", detail=detail))
+        outcomes.add(key, NOT_COMPARED, replace(first, cause="source_changed", detail=detail))
         return
-    if found.reject:
-        result.add(key, OTHER, replace(first, detail=f"cannot be encoded again: {found.reject}"))
-        return
-    row = store.record(key).row
-    for group, layouts in part.groups.items():
+    for layouts in part.groups.values():
         stored = [store.array(layout.path)[row] for layout in layouts]
-        finding = replace(of_shard, path=layouts[0].shard_path(shard))
-        _judge(key, stored, found.groups[group], finding, result)
+        encoded = [shard.arrays[layout.path][item] for layout in layouts]
+        _judge(key, stored, encoded, replace(of_shard, path=layouts[0].shard_path(shard.number)), outcomes)
 
 
-def _is_same_source(decoded: Decoded, record: dict[str, Any]) -> bool:
-    """Whether the files of a record, of its own picture and of companions, are those that were encoded."""
-    now = {"source_checksum": decoded.source_checksum}
-    now |= {f"source_checksum_{name}": one.source_checksum for name, one in decoded.companions.items()}
-    return all(record[name] == checksum for name, checksum in now.items())
+def _compare_caption(
+    store: LatentStore, plan: FrozenPlan, shard: Shard, caption: int, number: int, outcomes: _Outcomes
+) -> None:
+    """Compare a caption of a part, counted from its first; ``number`` is its id."""
+    layout = shard.part.captions
+    assert layout is not None, "a part of captions"
+    stored = store.text(layout.name).stored_rows(number)
+    encoded = []
+    for array, first, rows in zip(shard.part.arrays, layout.starts_of(caption), stored, strict=True):
+        start = first - array.rows_of(shard.number).start
+        encoded.append(shard.arrays[array.path][start : start + len(rows)])
+    text, path = store.captions["text"][number].as_py(), shard.part.arrays[0].shard_path(shard.number)
+    finding = Finding(path, "not_reproduced", "", plan.revision, None, shard.number, 1, [text])
+    _judge(number, stored, encoded, finding, outcomes)
 
 
 def _numbers(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -211,29 +186,3 @@ def _judge(
         result.add(what, OTHER, replace(finding, detail=f"encoded again it differs by up to {max(far):.4g}"))
     else:
         result.add(what, WITHIN)
-
-
-def _deep_captions(
-    store: LatentStore, plan: FrozenPlan, part: Part, tools: Tools, captions: list[int], result: _Outcomes
-) -> None:
-    """Compare some captions of the store with a fresh encoding, as far as they are of a part."""
-    layout = part.captions
-    if layout is None or part.is_null:
-        return
-    first, texts = layout.first_caption, plan.captions_of(part)["text"].to_pylist()
-    wanted = {caption - first: caption for caption in captions if 0 <= caption - first < len(texts)}
-    encoder = tools.encoders.captions[layout.name]
-    for shard in {shard for _, shard in part.tasks} if wanted else ():
-        here = layout.captions_of(shard)
-        for batch in caption_batches(layout.num_tokens[here.start : here.stop], layout.spec, encoder):
-            ids = [here.start + i for i in batch.tolist()]
-            if not wanted.keys() & set(ids):
-                continue
-            encoded = encoder.encode([texts[i] for i in ids])
-            for number, i in enumerate(ids):
-                if i in wanted:
-                    path = part.arrays[0].shard_path(shard)
-                    finding = Finding(path, "not_reproduced", "", plan.revision, None, shard, 1, [texts[i]])
-                    found = stored_rows(encoded.row(number), layout.spec).rows
-                    _judge(wanted[i], store.text(layout.name).stored_rows(wanted[i]), found, finding, result)
-    encoder.release()

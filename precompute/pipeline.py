@@ -1,11 +1,12 @@
-"""Stage 1: list the source, load and check the encoders, freeze the plan, encode missing shards, seal; then grow.
+"""Stage 1: load and check the encoders, list the source, freeze the plan, encode missing shards, seal; then grow.
 
 Running the same command again resumes: a shard with a valid commit record is never encoded twice. If the source has
 changed, a new revision encodes only the changes.
 
 Any number of processes may run the same command at the same time, on one machine or on several that share the store's
-folder. One of them plans, all encode, and the last one seals; leases (``sharing/leases.py``) assign each shard to one
-process. With a part, a process encodes only its share of the shards. ``engines`` starts one on each device.
+folder. One of them lists and plans while the others wait, then all encode, and the last one seals; leases
+(``sharing/leases.py``) assign each shard to one process. With a part, a process encodes only its share of the shards.
+``engines`` starts the command on each device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..datasets.errors import SourceError
 from ..datasets.format.class_names import ClassNames
 from ..datasets.format.layout import COMMITS, Task, revision_prefix
 from ..datasets.format.schema import Manifest, SelfCheck, StoreSpec
-from ..datasets.revisions.catalog import read_manifest, sealed_revisions
+from ..datasets.revisions.catalog import planned_revisions, read_manifest, sealed_revisions
 from ..datasets.revisions.plan import FrozenPlan
 from ..datasets.revisions.writer import StoreWriter
 from .config import PrecomputeRecipe
@@ -37,15 +38,15 @@ from .planning.opening import check_apart, check_disk, check_fingerprint, is_sea
 from .planning.pictures import MAX_THREADS, num_threads
 from .planning.planner import Planner
 from .planning.self_check import NUM_PICTURES, check_autoencoder
-from .progress.clock import Progress, StageClock
-from .progress.rejects import ledger_of
-from .progress.verdict import CHECK, LOAD, PLAN, Power, StageTime, stage_times
-from .shards.worker import Worker
+from .run.bottleneck import CHECK, LOAD, PLAN, StageTime, Workers, stage_times
+from .run.clock import Progress, StageClock
+from .run.rejects import limits_of
+from .run.tasks import Runner
 from .sharing.leases import Leases, alone, seal_alone
 from .sharing.part import Part
 from .sources.files.ignored import Ignored
-from .sources.several import SourcePaths, list_sources
-from .sources.source import OpenedSource, Source
+from .sources.several import SourcePaths, list_sources, open_sources
+from .sources.source import Source
 
 LOG = logging.getLogger(__name__)
 MOST_SHOWN = 20  # shards in a line of the log
@@ -62,11 +63,11 @@ class Report:
       total_seconds: wall time of the call.
       codec: of the store.
       seconds: of each stage, summed over threads, so they can exceed the wall time.
-      ignored: files and folders of the source that were skipped.
+      ignored: files and folders of the source that were skipped; empty if another process has listed it.
       classes: of the source, by name.
       changes: of the source since the previous revision, if a revision was added.
       tokens: counts of the text encoder.
-      power: device and threads of the run.
+      workers: device and threads of the run.
     """
 
     manifest: Manifest | None
@@ -79,12 +80,12 @@ class Report:
     classes: ClassNames
     changes: Comparison | None = None
     tokens: TokenCount = field(default_factory=TokenCount)
-    power: Power = field(default_factory=Power)
+    workers: Workers = field(default_factory=Workers)
 
     @property
     def times(self) -> list[StageTime]:
         """Time and rate of each stage."""
-        return stage_times(self.seconds, self.num_encoded, self.power)
+        return stage_times(self.seconds, self.num_encoded, self.workers)
 
 
 @dataclass
@@ -92,58 +93,42 @@ class Stage1:
     """The state that all steps share.
 
     Args:
-      decoders: read the pictures' headers, and decode them.
+      runner: encodes, and has the source.
+      options: how a grown store treats changes.
       say: called with notes.
+      num_left: shards left to other parts.
+      changes: of the source since the previous revision, if a revision was added.
     """
 
     root: Path
     recipe: PrecomputeRecipe
-    source: OpenedSource
-    worker: Worker
-    decoders: Decoders
+    runner: Runner
     progress: Progress
-    part: Part
+    part: Part = field(default_factory=Part)
+    options: Options = field(default_factory=Options)
     say: Callable[[str], None] = lambda note: None
     num_left: int = 0
+    changes: Comparison | None = None
 
     def describe(self, source: Source | None, known: StoreSpec | None = None) -> StoreSpec:
         """The spec of a store that the encoders make; as ``describe_store``."""
-        return describe_store(self.recipe, source, self.worker.encoders, known=known)
+        return describe_store(self.recipe, source, self.runner.encoders, known=known)
 
     def check(self, plan: FrozenPlan) -> SelfCheck | None:
         """Check the autoencoder before a plan is frozen; None if the recipe wants no check. Raises: EncoderError."""
-        encoder, min_psnr_db = self.worker.encoders.image, self.recipe.vae.min_psnr
+        encoder, min_psnr_db = self.runner.encoders.image, self.recipe.vae.min_psnr
         if not min_psnr_db or not encoder.has_decoder:
             return None
-        with self.worker.clock.measure(CHECK):
+        with self.runner.clock.measure(CHECK):
             return check_autoencoder(
                 plan,
                 encoder,
-                self.decoders,
-                self.source,
+                self.runner.decoders,
+                self.runner.source,
                 min_psnr_db=min_psnr_db,
                 say=self.say,
                 progress=lambda done: self.progress("self-check", done, NUM_PICTURES),
             )
-
-
-@dataclass(frozen=True)
-class OpenedStore:
-    """State of a store before anything is encoded.
-
-    Args:
-      plan: of the revision to finish.
-      planner: of the revision after it.
-      matches_plan: the plan has these encoders; otherwise it is complete, and the next revision adds some.
-      existed: the plan is older than this call.
-      was_sealed: the revision was complete before this call.
-    """
-
-    plan: FrozenPlan
-    planner: Planner
-    matches_plan: bool
-    existed: bool
-    was_sealed: bool
 
 
 def precompute(
@@ -155,7 +140,6 @@ def precompute(
     progress: Progress,
     options: Options | None = None,
     part: Part | None = None,
-    worker: Worker | None = None,
     listed: Source | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
@@ -166,108 +150,118 @@ def precompute(
       options: how to treat records that are gone or rejected.
       device: of the encoders.
       part: encode only this share of the shards; None for all shards that no other process encodes.
-      worker: with its encoders; None to load them.
       listed: the source, if it is already listed.
       say: called with notes about the source before encoding starts.
     Raises: LeanditError: its class says what to fix; then run the same command again.
     """
-    start = time.perf_counter()
-    manifest, changes = None, None
-
-    # List the source, load the encoders.
-    source = listed or list_sources(
-        source_path, recipe.source, recipe.picture_columns, progress=lambda done: progress("list", done, 0)
-    )
-    for note in source.notes:
-        say(f"source '{source.name}': {note}")
-    for warning in label_warnings(recipe, source):
-        say(warning)
-    check_apart(store_path, source)
-    worker = worker or load_worker(recipe, device, num_threads())
-    for warning in recipe.images.for_vae(worker.encoders.image.downscale).warnings():
+    start, clock, newest = time.perf_counter(), StageClock(), newest_revision(store_path)
+    source = listed or open_sources(source_path, recipe.source, recipe.picture_columns)
+    with clock.measure(LOAD):
+        encoders = load_encoders(recipe, device)
+    for warning in recipe.images.for_vae(encoders.image.downscale).warnings():
         say(warning)
     with Decoders(num_threads()) as decoders:
         LOG.info(
             "encoders on %s; %d decoders, one for each core that this process may use, at most %d",
-            worker.encoders.image.device,
-            decoders.num_at_once,
-            MAX_THREADS,
+            *(encoders.image.device, decoders.num_at_once, MAX_THREADS),
         )
-        stage = Stage1(store_path, recipe, source, worker, decoders, progress, part or Part(), say)
+        runner = Runner(encoders, decoders, source, clock)
+        stage = Stage1(store_path, recipe, runner, progress, part or Part(), options or Options(), say)
 
-        # Plan: open the newest plan, or freeze the first.
-        opened = open_store(stage, source)
+        def list_source() -> Source:
+            source = listed or list_sources(
+                source_path, recipe.source, recipe.picture_columns, progress=lambda done: progress("list", done, 0)
+            )
+            for note in [
+                *(f"source '{source.name}': {note}" for note in source.notes),
+                *label_warnings(recipe, source),
+            ]:
+                say(note)
+            check_apart(store_path, source)
+            runner.source = source
+            return source
 
-        # Encode the missing shards and seal.
-        if opened.matches_plan:
-            manifest = finish(stage, opened.plan)
-
-        # Grow: changes of the source make the next revision.
-        if opened.existed and (opened.was_sealed or not part):
-            following, changes = plan_next(stage, opened, options or Options())
-            if following:
-                manifest = finish(stage, following)
-            elif (newest := sealed_revisions(store_path)[-1:]) > [opened.plan.revision]:
-                manifest = read_manifest(store_path, *newest)  # another process has grown the store meanwhile
-    work = worker.snapshot()
+        # Finish the revision that an earlier call, or another process, has planned.
+        plan = unfinished_plan(stage)
+        manifest = finish(stage, plan) if plan else None
+        # Plan the next one, unless another process has since this call began, or a part has more to do.
+        may_grow = not plan or (newest >= plan.revision and not part)
+        if may_grow and (plan := next_plan(stage, list_source, newest)):
+            manifest = finish(stage, plan)
+        if not manifest and not stage.num_left:
+            manifest = read_manifest(store_path, sealed_revisions(store_path)[-1])
+    known = runner.source if isinstance(runner.source, Source) else None
     return Report(
         manifest=manifest,
         num_left=stage.num_left,
-        num_encoded=work.num_encoded,
+        num_encoded=runner.num_encoded,
         total_seconds=time.perf_counter() - start,
         codec=recipe.store.codec,
-        seconds=work.seconds,
-        ignored=source.ignored,
-        classes=ClassNames(source.classes, source.class_names),
-        changes=changes,
-        tokens=work.tokens,
-        power=Power(worker.encoders.image.device.type, 1, worker.num_decoders),
+        seconds=clock.seconds,
+        ignored=known.ignored if known else Ignored(),
+        classes=ClassNames(known.classes, known.class_names) if known else ClassNames(None, None),
+        changes=stage.changes,
+        tokens=runner.tokens,
+        workers=Workers(encoders.image.device.type, 1, decoders.num_at_once),
     )
 
 
-def load_worker(recipe: PrecomputeRecipe, device: torch.device, num_decoders: int) -> Worker:
-    """Load the encoders. Raises: as ``load_encoders``."""
-    clock = StageClock()
-    with clock.measure(LOAD):
-        encoders = load_encoders(recipe, device)
-    return Worker(encoders, num_decoders, clock)
+def newest_revision(root: Path) -> int:
+    """Number of the newest revision of a store, complete or not; 0 if nothing is planned."""
+    return max([*sealed_revisions(root), *planned_revisions(root)], default=0) if root.is_dir() else 0
 
 
-def open_store(stage: Stage1, source: Source) -> OpenedStore:
-    """Open the newest plan of the store, or plan its first revision; other processes wait meanwhile.
+def unfinished_plan(stage: Stage1) -> FrozenPlan | None:
+    """The plan of a revision that is not complete, for which the source does not have to be listed.
 
     Raises: FingerprintMismatch: encoders or settings differ from the store's.
     """
-    root, worker = stage.root, stage.worker
-    with worker.clock.measure(PLAN), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
-        found = newest_plan(root)
-        spec = stage.describe(source, found and found.spec)
-        tokenizers = worker.encoders.tokenizers
-        planner = Planner(
-            root, spec, source, stage.recipe, tokenizers, stage.decoders, stage.progress, check=stage.check
-        )
-        if found and not (is_sealed(root, found) and is_extension(found.spec, spec)):
-            check_fingerprint(root, found.spec, spec)
-        plan = found or planner.plan_first()
-        if not found:  # another process may have planned first, with its own batch size
-            spec = stage.describe(source, plan.spec)
-            check_fingerprint(root, plan.spec, spec)
-        was_sealed = bool(found) and is_sealed(root, plan)
-    state = "was complete" if was_sealed else "is resumed" if found else "is new"
-    LOG.info("store '%s': revision %d %s, fingerprint %s", root, plan.revision, state, plan.spec.fingerprint[:16])
-    return OpenedStore(plan, planner, plan.spec.fingerprint == spec.fingerprint, bool(found), was_sealed)
+    root = stage.root
+    with stage.runner.clock.measure(PLAN), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
+        plan = newest_plan(root)
+    if not plan or is_sealed(root, plan):
+        return None
+    check_fingerprint(root, plan.spec, stage.describe(None, plan.spec))
+    _log_state(root, plan, "is resumed")
+    return plan
 
 
-def plan_next(stage: Stage1, opened: OpenedStore, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
-    """Plan the revision after a complete one, or open the plan if another process was faster.
+def next_plan(stage: Stage1, list_source: Callable[[], Source], newest: int) -> FrozenPlan | None:
+    """Plan the first revision, or what has changed since the newest one; None if nothing has to be done.
 
-    Returns: as ``Planner.plan_next``.
+    One process lists and plans while others wait, and then use its plan.
+
+    Args:
+      newest: revision when this call began; a later one is another process's.
+    Raises: FingerprintMismatch: encoders or settings differ from the store's.
     """
-    with stage.worker.clock.measure(PLAN), alone(stage.root, "plan", lambda: stage.progress("others plan", 0, 1)):
-        following, changes = opened.planner.plan_next(options)
-    if following:
-        check_fingerprint(stage.root, following.spec, stage.describe(None, following.spec))
-    return following, changes
+    root, runner = stage.root, stage.runner
+    with runner.clock.measure(PLAN), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
+        known = newest_plan(root)
+        if known and known.revision > newest:
+            check_fingerprint(root, known.spec, stage.describe(None, known.spec))
+            return None if is_sealed(root, known) else known
+        source = list_source()
+        spec = stage.describe(source, known and known.spec)
+        if known and not is_extension(known.spec, spec):
+            check_fingerprint(root, known.spec, spec)
+        planner = Planner(
+            *(root, spec, source, stage.recipe, runner.encoders.tokenizers, runner.decoders, stage.progress),
+            check=stage.check,
+        )
+        if known is None:
+            plan = planner.plan_first()
+        else:
+            _log_state(root, known, "was complete")
+            plan, stage.changes = planner.plan_next(stage.options)
+    if plan:
+        check_fingerprint(root, plan.spec, stage.describe(source, plan.spec))
+        _log_state(root, plan, "is new")
+    return plan
+
+
+def _log_state(root: Path, plan: FrozenPlan, state: str) -> None:
+    LOG.info("store '%s': revision %d %s, fingerprint %s", root, plan.revision, state, plan.spec.fingerprint[:16])
 
 
 def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
@@ -275,20 +269,19 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
 
     Returns: its manifest; None if other parts still have shards to encode.
     """
-    own = stage.part.of(plan.layout.tasks())
+    own, section = stage.part.of(plan.layout.tasks()), stage.recipe.source
     # Processes without a part share all shards: only the one that seals checks their bytes.
     writer = StoreWriter(stage.root, plan, own=() if stage.part == Part() else own)
     missing = writer.missing_tasks(own)
     _log_shards(plan, own, missing)
     if missing:
-        ledger_of(stage.recipe.source, writer).check()
+        limits_of(section, writer).check()
     check_disk(writer, missing)
     Leases(writer).sweep()  # left by processes that died
 
     def encode(missing: list[Task]) -> None:
         while missing:
-            section = stage.recipe.source
-            stage.worker.encode(writer, missing, stage.source, stage.decoders, section=section, progress=stage.progress)
+            stage.runner.run(writer, missing, section=section, progress=stage.progress)
             sweep_strays(stage.root)  # left by lost workers
             missing = writer.missing_tasks(missing)
 
@@ -319,13 +312,13 @@ def seal(stage: Stage1, writer: StoreWriter, encode: Callable[[list[Task]], None
     """
     plan, stage.num_left = writer.plan, len(writer.missing_tasks())
     if not writer.is_sealed:
-        ledger_of(stage.recipe.source, writer).check()
+        limits_of(stage.recipe.source, writer).check()
     if stage.num_left:
         return None
     if not writer.num_stored and not plan.before:
         raise SourceError(
-            f"source '{stage.source.name}': none of {plan.records.num_rows} pictures could be encoded, so the store is "
-            f"not sealed. Look at one of them; the reasons are in "
+            f"source '{stage.runner.source.name}': none of {plan.records.num_rows} pictures could be encoded, so the "
+            f"store is not sealed. Look at one of them; the reasons are in "
             f"'{stage.root / revision_prefix(plan.revision) / COMMITS}'."
         )
     return seal_alone(writer, encode, lambda: stage.progress("others seal", 0, 1))

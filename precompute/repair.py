@@ -19,7 +19,7 @@ from ..datasets.arrays.shard_file import ShardFile
 from ..datasets.disk.files import write_atomic
 from ..datasets.disk.hashing import xxh3_parts
 from ..datasets.errors import DamageError, LeanditError
-from ..datasets.format.layout import Task, is_picture_part, is_picture_task
+from ..datasets.format.layout import Task, is_picture_task
 from ..datasets.format.schema import Fallback, StoreSpec
 from ..datasets.format.table_schemas import PLACES, place_columns
 from ..datasets.format.zarr_shard import pack_shard
@@ -31,16 +31,12 @@ from .config import PrecomputeRecipe
 from .encoders.loading import Encoders
 from .images.decoders import Decoders
 from .planning.additions import is_extension
-from .progress.clock import StageClock
-from .progress.rejects import RejectLimit
-from .shards.latent_shard import PackedShard
-from .shards.stages import encode_captions, encode_pictures
+from .run.shards import Shard
+from .run.tasks import FallbacksOf, Runner
 from .sources.files.record import SourceRecord
 from .sources.source import Source
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
-FallbacksOf = Callable[[str, int], Sequence[Fallback]]
-UNLIMITED = {"max_rejects_in_a_row": 1 << 62}
 
 
 class Maker(Protocol):
@@ -51,7 +47,7 @@ class Maker(Protocol):
         """Of the revisions that it can make."""
         ...
 
-    def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[PackedShard]:
+    def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[Shard]:
         """Make shards of a plan again.
 
         Args:
@@ -70,24 +66,16 @@ class Tools:
     encoders: Encoders
     decoders: Decoders
 
-    def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[PackedShard]:
+    def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[Shard]:
         """Encode shards of a plan again."""
-        plan = with_places(plan, self.source)
-        clock = StageClock()
-        texts = [task for task in tasks if not is_picture_task(task)]
-        yield from encode_captions(plan, texts, self.encoders.captions, clock)
-        section = self.recipe.source.model_copy(update=UNLIMITED)
-        yield from encode_pictures(
-            plan,
-            [task for task in tasks if is_picture_task(task)],
-            self.encoders,
-            self.decoders,
-            self.source,
-            limit=RejectLimit(section, None),
-            clock=clock,
-            progress=lambda _: None,
-            fallbacks_of=fallbacks_of,
+        yield from self.runner.shards(
+            with_places(plan, self.source), sorted(tasks, key=is_picture_task), fallbacks_of=fallbacks_of
         )
+
+    @property
+    def runner(self) -> Runner:
+        """What encodes."""
+        return Runner(self.encoders, self.decoders, self.source)
 
 
 def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[str, int, int], None]) -> Verification:
@@ -108,7 +96,7 @@ def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[st
         if not _can_make(root, plan.spec, tools):
             continue  # these encoders do not match
         tasks = sorted({task for one in found.findings if (task := plan.layout.task_of(one.path))})
-        for done, shard in enumerate(tools.make(plan, tasks, _fallbacks_of(plan)), 1):
+        for done, shard in enumerate(tools.make(plan, tasks, fallbacks_in(plan)), 1):
             not_reproduced |= _replace_shard(root, plan, shard, found)
             progress("repair", done, len(tasks))
     left = verify_store(root)
@@ -129,7 +117,7 @@ def _can_make(root: Path, spec: StoreSpec, tools: Maker) -> bool:
     )
 
 
-def _fallbacks_of(plan: FrozenPlan) -> FallbacksOf:
+def fallbacks_in(plan: FrozenPlan) -> FallbacksOf:
     """Look up the rows of a shard that were not encoded as planned, in the records of its revision."""
 
     def fallbacks(part: str, shard: int) -> Sequence[Fallback]:
@@ -147,16 +135,16 @@ def _records_of(plan: FrozenPlan, part: str, shard: int) -> pa.Table:
     return plan.records.take(pa.array(positions, mask=positions < 0))
 
 
-def _replace_shard(root: Path, plan: FrozenPlan, shard: PackedShard, found: Verification) -> dict[str, str]:
+def _replace_shard(root: Path, plan: FrozenPlan, shard: Shard, found: Verification) -> dict[str, str]:
     """Write the files of a shard if their bytes are those that the store names.
 
     Returns: path of each file that differs, and why.
     """
-    arrays = _keep_intact_rows(root, plan, shard) if is_picture_part(shard.part) else shard.arrays
+    arrays = _keep_intact_rows(root, plan, shard) if is_picture_task(shard.task) else shard.arrays
     files = {}
     for path, rows in arrays.items():
         layout = plan.layout.arrays[path]
-        files[layout.shard_path(shard.shard)] = pack_shard(layout, rows)
+        files[layout.shard_path(shard.number)] = pack_shard(layout, rows)
     wrong = [path for path, parts in files.items() if xxh3_parts(parts)[1] != found.expected[path].xxh3_128]
     if not wrong:
         for path, parts in files.items():
@@ -175,17 +163,17 @@ def _replace_shard(root: Path, plan: FrozenPlan, shard: PackedShard, found: Veri
     return dict.fromkeys(files, detail)  # no file of the shard is replaced, so all of them share the reason
 
 
-def _keep_intact_rows(root: Path, plan: FrozenPlan, shard: PackedShard) -> dict[str, np.ndarray]:
+def _keep_intact_rows(root: Path, plan: FrozenPlan, shard: Shard) -> dict[str, np.ndarray]:
     """Arrays with the intact rows of the damaged shard: they stay valid even if their pictures have changed.
 
     Rows of records that were rejected are empty, whatever the source holds now.
     """
-    part, records = plan.layout.parts[shard.part], _records_of(plan, shard.part, shard.shard)
+    part, records = shard.part, _records_of(plan, *shard.task)
     arrays = {path: rows.copy() for path, rows in shard.arrays.items()}
     is_stored = pc.fill_null(pc.equal(records["status"], "stored"), False).to_numpy()
     for group, layouts in part.groups.items():
         try:
-            files = [ShardFile(root / one.shard_path(shard.shard), one, len(is_stored)) for one in layouts]
+            files = [ShardFile(root / one.shard_path(shard.number), one, len(is_stored)) for one in layouts]
         except (DamageError, OSError, ValueError):
             files = []
         for row, checksum in enumerate(records[f"checksum_{group}" if group else "checksum"].to_pylist()):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from ...datasets.format.row_layout import MASK
-from ...datasets.format.schema import LatentSpec
 from ..config import PrecomputeRecipe
-from .forwards import FeatureRows, LatentRows, MaskRows, RowsEncoder, VisionEncoder
 from .text.encoder import CaptionEncoder
 from .text.tokenizer import CaptionTokenizer, of_table
 from .vae import ImageEncoder
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from .vision.features import FeatureEncoder
 
 
 @dataclass(frozen=True)
@@ -22,26 +23,13 @@ class Encoders:
 
     image: ImageEncoder
     captions: Mapping[str, CaptionEncoder] = field(default_factory=dict)
-    features: Mapping[str, VisionEncoder] = field(default_factory=dict)
+    features: Mapping[str, FeatureEncoder] = field(default_factory=dict)
     pictures: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tokenizers(self) -> dict[str, CaptionTokenizer]:
         """Of the caption encoders."""
         return {name: encoder.tokenizer for name, encoder in self.captions.items()}
-
-    def rows_encoders(self, latent: LatentSpec) -> list[RowsEncoder]:
-        """The encoders of each group of a record's arrays.
-
-        Nothing is drawn of a companion: where a sample of each posterior is stored, its mean is.
-        """
-        features = [FeatureRows(encoder, name) for name, encoder in self.features.items()]
-        mean = latent.model_copy(update={"kind": "mean"}) if latent.kind == "sample" else latent
-        pictures = [
-            MaskRows(name) if kind == MASK else LatentRows(self.image, mean, name)
-            for name, kind in self.pictures.items()
-        ]
-        return [LatentRows(self.image, latent), *features, *pictures]
 
 
 def load_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders:

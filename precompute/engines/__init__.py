@@ -1,1 +1,1 @@
-"""Several processes on one store: a process for each device of a machine or of a Ray cluster."""
+"""The ordinary command once a device, on this machine or on a Ray cluster."""

@@ -8,10 +8,8 @@ from ...datasets.errors import SourceError
 from ...datasets.format.layout import Part
 from ...datasets.format.schema import StoreSpec, TextSpec
 from ...datasets.format.token_dtypes import StoredTokens, is_storable, narrow, quality
-from ...datasets.revisions.commits import new_results
 from ...datasets.revisions.writer import row_checksum
-from ..shards.caption_shard import store_result
-from ..shards.latent_shard import PackedShard
+from ..run.shards import Shard
 from .null_caption import read_null
 
 
@@ -20,13 +18,8 @@ class CaptionRows:
 
     def __init__(self, part: Part, shard: int) -> None:
         assert part.captions is not None, "a part of captions"
-        self._part, self._number, self._layout = part, shard, part.captions
-        self._bases = [one.rows_of(shard).start for one in part.arrays]
-        self._arrays = [
-            np.full((len(one.rows_of(shard)), *one.shape[1:]), one.fill_value, one.dtype) for one in part.arrays
-        ]
-        self._first = self._layout.captions_of(shard).start
-        self._results = new_results(part, len(self._layout.captions_of(shard)))
+        self._layout, captions = part.captions, part.captions.captions_of(shard)
+        self.shard, self._first = Shard(part, shard, len(captions)), captions.start
 
     def add(self, caption: int, text: str, values: np.ndarray) -> None:
         """Add the next caption.
@@ -48,23 +41,14 @@ class CaptionRows:
                 f"caption {text[:80]!r}: its features are not finite as {stored_dtype(spec)}. Import into another "
                 "--store with --set store.dtype=source, or with text.check=content, which rejects what is broken."
             )
-        rows = stored.parts
-        for array, part, start, base in zip(
-            self._arrays, rows, self._layout.starts_of(caption), self._bases, strict=True
-        ):
-            array[start - base : start - base + len(part)] = part
         is_narrowed = spec.dtype != "float32" and stored_dtype(spec) != values.dtype.name
         before = values.reshape(-1, values.shape[-1]).astype(np.float32)
         measured = quality(before, stored, stored_dtype(spec)) if is_narrowed else None
-        store_result(self._results[caption - self._first, 0], rows, measured)
-
-    def shard(self) -> PackedShard:
-        """The shard of all captions added."""
-        arrays = {layout.path: rows for layout, rows in zip(self._part.arrays, self._arrays, strict=True)}
-        return PackedShard(self._part.name, self._number, arrays, self._results)
+        starts = self._layout.starts_of(caption)
+        self.shard.store(caption - self._first, self.shard.part.arrays, starts, stored.parts, quality=measured)
 
 
-def null_shard(part: Part, spec: StoreSpec, choice: str | None) -> PackedShard:
+def null_shard(part: Part, spec: StoreSpec, choice: str | None) -> Shard:
     """The null caption of a text encoder.
 
     Args:
@@ -79,10 +63,9 @@ def null_shard(part: Part, spec: StoreSpec, choice: str | None) -> PackedShard:
         raise SourceError(f"--null '{choice}': not the null caption that the store was planned with.")
     if (stored := stored_caption(null, text)) is None:
         raise SourceError(f"--null '{choice}': not finite as {stored_dtype(text)}. Use --set store.dtype=source.")
-    arrays = {layout.path: rows for layout, rows in zip(part.arrays, stored.parts, strict=True)}
-    results = new_results(part, 1)
-    store_result(results[0, 0], stored.parts, None)
-    return PackedShard(part.name, 0, arrays, results)
+    shard = Shard(part, 0, 1)
+    shard.store(0, part.arrays, [0] * len(part.arrays), stored.parts)
+    return shard
 
 
 def stored_caption(values: np.ndarray, spec: TextSpec) -> StoredTokens | None:

@@ -18,17 +18,16 @@ from ...datasets.disk.cached import cached_property
 from ...datasets.disk.spill import TakenColumn
 from ...datasets.errors import FingerprintMismatch, RecordRejected, SourceError
 from ...datasets.format.layout import COMMITS, Part, Task, is_picture_task, revision_prefix
-from ...datasets.format.schema import Manifest, Reject, StoreSpec
-from ...datasets.format.table_schemas import REJECTED, STORED
-from ...datasets.revisions.commits import new_results
+from ...datasets.format.schema import Manifest, StoreSpec
+from ...datasets.format.zarr_shard import ArrayLayout
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan
 from ...datasets.revisions.writer import StoreWriter, row_checksum
 from ..planning.opening import check_disk, newest_plan
 from ..planning.pictures import num_threads
-from ..progress.clock import Progress, StageClock
-from ..progress.rejects import RejectLedger, RejectLimit, ledger_of
-from ..shards.latent_shard import PackedShard
-from ..shards.stages import Background
+from ..run.clock import Progress, StageClock
+from ..run.rejects import RejectLimits, limits_of
+from ..run.shards import Shard
+from ..run.tasks import Commits
 from ..sharing.leases import Leases, seal_alone
 from .captions import CaptionRows, null_shard
 from .describe import describe_import, differing_settings
@@ -94,10 +93,11 @@ def _plan(reader: Reader, entries: Sequence[Entry], listing: str, null: str | No
     """Scan every record and plan those that can be stored; raises SourceError if too many cannot."""
     headers = scan_records(reader, entries, lambda done: progress("scan", done, len(entries)))
     common, headers = reject_outliers(headers, reader)
-    limits = reader.recipe.source.limits()
-    limit = RejectLimit(limits, RejectLedger(limits, len(entries), planning=True))
-    for entry, header in zip(entries, headers, strict=True):
-        limit.count(entry.key, header if isinstance(header, RecordRejected) else None)
+    limits = RejectLimits(reader.recipe.source.limits(), len(entries), is_planning=True)
+    pairs = enumerate(zip(entries, headers, strict=True))
+    rejects = [(i, entry.key, header) for i, (entry, header) in pairs if isinstance(header, RecordRejected)]
+    limits.count(len(entries), rejects)
+    limits.check()
     digests = {
         name: f"{row_checksum(read_null(null, (width,) if section.output == 'pooled' else (length, width), name)):016x}"
         for (name, section), (length, width, _) in zip(reader.defaults.texts.items(), common.captions, strict=True)
@@ -140,17 +140,17 @@ def finish(root: Path, plan: FrozenPlan, reader: Reader, null: str | None, progr
         done += records
         progress("records", done, total)
 
-    ledger = ledger_of(limits, writer)
+    counted = limits_of(limits, writer)
     if missing:
-        ledger.check()
-    shards = ShardReader(plan, reader, null, RejectLimit(limits, ledger), count)
+        counted.check()
+    shards = ShardReader(plan, reader, null, counted, count)
 
     def copy(missing: list[Task]) -> None:
         with Leases(writer) as leases:
             while missing:
-                with Background(writer, leases, clock) as background:
+                with Commits(writer, leases, clock) as commits:
                     for shard in shards.make(leases.take(missing)):
-                        background.commit(shard)
+                        commits.add(shard)
                 if missing := writer.missing_tasks(missing):
                     leases.wait()  # for other processes
 
@@ -161,7 +161,7 @@ def finish(root: Path, plan: FrozenPlan, reader: Reader, null: str | None, progr
             f"reasons are in '{root / revision_prefix(plan.revision) / COMMITS}'."
         )
     if not writer.is_sealed:
-        ledger_of(limits, writer).check()
+        limits_of(limits, writer).check()
     return seal_alone(writer, copy, lambda: progress("others seal", 0, 1)), done
 
 
@@ -170,22 +170,27 @@ class ShardReader:
 
     Args:
       null: file of the null caption, or "zeros".
-      limit: of rejects.
+      limits: of rejects; None for no limit.
       count: called with the number of records of each shard.
     """
 
     def __init__(
-        self, plan: FrozenPlan, reader: Reader, null: str | None, limit: RejectLimit, count: Callable[[int], None]
+        self,
+        plan: FrozenPlan,
+        reader: Reader,
+        null: str | None,
+        limits: RejectLimits | None,
+        count: Callable[[int], None],
     ) -> None:
         self._plan, self._reader, self._null = plan, reader, null
-        self._limit, self._count = limit, count
+        self._limits, self._count = limits, count
 
     @cached_property
     def _origins(self) -> np.ndarray:
         """Position of the record that holds each caption's features."""
         return caption_origins(self._plan)
 
-    def make(self, tasks: Iterator[Task] | Sequence[Task]) -> Iterator[PackedShard]:
+    def make(self, tasks: Iterator[Task] | Sequence[Task]) -> Iterator[Shard]:
         """Read shards, in the given order."""
         with ThreadPoolExecutor(num_threads(), thread_name_prefix="leandit-read") as pool:
             for name, shard in tasks:
@@ -197,7 +202,7 @@ class ShardReader:
                 else:
                     yield self._latents(name, shard, pool)
 
-    def _captions(self, part: Part, shard: int, pool: ThreadPoolExecutor) -> PackedShard:
+    def _captions(self, part: Part, shard: int, pool: ThreadPoolExecutor) -> Shard:
         """All captions of a shard, by one text encoder; raises SourceError if one can no longer be read."""
         layout = part.captions
         assert layout is not None, "a part of captions"
@@ -208,7 +213,7 @@ class ShardReader:
         found = pool.map(lambda entry: self._caption(entry, layout.name), entries)
         for caption, text, values in zip(captions, texts, found, strict=True):
             packed.add(caption, text, values)
-        return packed.shard()
+        return packed.shard
 
     def _caption(self, entry: Entry, name: str) -> np.ndarray:
         try:
@@ -220,26 +225,26 @@ class ShardReader:
                 "text.check=content, where such records are rejected."
             ) from reject
 
-    def _latents(self, part: str, shard: int, pool: ThreadPoolExecutor) -> PackedShard:
+    def _latents(self, part: str, shard: int, pool: ThreadPoolExecutor) -> Shard:
         """Latents of all records of a shard, and flipped latents if any."""
         of_part = self._plan.layout.parts[part]
         layouts, positions = of_part.arrays, self._plan.positions_of(of_part)
         rows = layouts[0].rows_of(shard)
         entries = self._entries(positions[rows.start : rows.stop])
-        arrays = {one.path: np.full((len(rows), *one.shape[1:]), np.nan, one.dtype) for one in layouts}
-        packed = PackedShard(part, shard, arrays, new_results(of_part, len(rows)))
+        packed, rejects = Shard(of_part, shard, len(rows)), []
         for i, (entry, found) in enumerate(zip(entries, pool.map(self._read, entries), strict=True)):
-            stored = found if isinstance(found, RecordRejected) else _copied(found, i, list(arrays.values()))
-            result = packed.results[i, 0]
-            self._limit.count(entry.key, stored if isinstance(stored, RecordRejected) else None)
-            if isinstance(stored, RecordRejected):
-                refused = {"stage": "decode", "reason": stored.reason, "detail": stored.detail}
-                packed.rejects.append(Reject(row=rows[i], key=entry.key, **refused))
-                result["state"] = REJECTED
+            values = found if isinstance(found, RecordRejected) else _narrowed_rows(found, layouts)
+            if isinstance(values, RecordRejected):
+                reject = RecordRejected("decode", values.reason, values.detail)
+                packed.reject(i, rows[i], entry.key, reject)
+                rejects.append((i, entry.key, reject))
             else:
-                checksum = row_checksum(*(array[i] for array in arrays.values()))
-                result["state"], result["checksum"] = STORED, checksum
-                result["source_checksum"] = stored.source_checksum
+                assert isinstance(found, Features)
+                firsts = [rows[i]] * len(layouts)
+                packed.store(i, layouts, firsts, values, source_checksum=found.source_checksum)
+        if self._limits:
+            self._limits.count(len(rows), rejects)
+            self._limits.check()
         self._count(len(rows))
         return packed
 
@@ -255,24 +260,16 @@ class ShardReader:
             return reject
 
 
-def _copied(found: Features, i: int, arrays: Sequence[np.ndarray]) -> Features | RecordRejected:
-    """Copy a record into row i of each array; on a reject the row stays NaN."""
-    if len(found.arrays) < len(arrays):
+def _narrowed_rows(found: Features, layouts: Sequence[ArrayLayout]) -> list[np.ndarray] | RecordRejected:
+    """A record's row of each array, (1, ...) in the store's dtype."""
+    if len(found.arrays) < len(layouts):
         return RecordRejected("decode", "wrong_shape", "there is no flipped copy")
-    for one, array in zip(found.arrays, arrays, strict=False):
-        if one.shape != array.shape[1:]:
-            return RecordRejected("decode", "wrong_shape", f"shape {one.shape}, planned {array.shape[1:]}")
-    for one, array in zip(found.arrays, arrays, strict=False):
-        if (row := _narrowed(one, array.dtype)) is None:
-            for other in arrays:
-                other[i] = np.nan
-            return RecordRejected("decode", "nonfinite", "NaN or infinity in the features, or beyond store.dtype")
-        array[i] = row
-    return found
-
-
-def _narrowed(values: np.ndarray, dtype: np.dtype | str) -> np.ndarray | None:
-    """Values in the store's dtype; None if not finite, or out of its range."""
-    with np.errstate(over="ignore"):  # overflow becomes infinity
-        rows = values.astype(dtype)
-    return rows if np.isfinite(rows).all() else None
+    rows = []
+    for values, layout in zip(found.arrays, layouts, strict=False):
+        if values.shape != layout.shape[1:]:
+            return RecordRejected("decode", "wrong_shape", f"shape {values.shape}, planned {layout.shape[1:]}")
+        with np.errstate(over="ignore"):  # overflow becomes infinity
+            rows.append(values.astype(layout.dtype)[None])
+    if not all(np.isfinite(row).all() for row in rows):
+        return RecordRejected("decode", "nonfinite", "NaN or infinity in the features, or beyond store.dtype")
+    return rows

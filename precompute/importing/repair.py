@@ -11,9 +11,8 @@ from ...datasets.format.layout import Task
 from ...datasets.format.schema import StoreSpec
 from ...datasets.recipe import parse_recipe
 from ...datasets.revisions.plan import FrozenPlan
-from ..progress.rejects import RejectLimit
-from ..repair import UNLIMITED, FallbacksOf
-from ..shards.latent_shard import PackedShard
+from ..run.shards import Shard
+from ..run.tasks import FallbacksOf
 from .formats.kinds import open_reader
 from .formats.recipe import ImportRecipe
 from .formats.source import Reader
@@ -33,15 +32,14 @@ class Importer:
     reader: Reader
     listing: str
 
-    def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[PackedShard]:
+    def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[Shard]:
         """Read shards of a plan again, except the null caption, which is not among the features.
 
         Raises: SourceError: the plan is of other features.
         """
         if plan.listing != self.listing and not plan.copies:
             raise SourceError(f"source '{self.reader.root}': not what the store was imported from. Check --source.")
-        limit = RejectLimit(self.reader.recipe.source.limits().model_copy(update=UNLIMITED), None)
-        shards = ShardReader(plan, self.reader, None, limit, lambda _: None)
+        shards = ShardReader(plan, self.reader, None, None, lambda _: None)
         yield from shards.make([task for task in tasks if not plan.layout.parts[task[0]].is_null])
 
 

@@ -1,18 +1,16 @@
-"""The size, bucket, row and crop of every picture of a revision, before any pixel is decoded.
+"""The size, bucket, row and crop of every image of a revision, before any pixel is decoded.
 
-Headers are read here, unless the recipe trusts a manifest. A picture that cannot be planned is rejected with a reason
-and has no row. Pictures of equal size share one placement.
+Headers are read here, unless the recipe trusts a manifest. An image that cannot be planned is rejected with a reason
+and has no row. Each size is placed once.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,75 +24,33 @@ from ...datasets.format.table_schemas import PLAN_SCHEMA
 from ..config import ImagesSection, PrecomputeRecipe
 from ..images.decoders import Decoders
 from ..images.pixels import MAX_PIXELS, crop_geometry
-from ..progress.rejects import RejectLedger, RejectLimit
+from ..run.rejects import RejectLimits
+from ..run.tasks import FETCHES
 from ..sources.files.record import NO_CAPTION
 from ..sources.listing.listing import Listing
 from ..sources.source import Source
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-ASKED = 128  # pictures whose headers are read with one message to a decoder
+ASKED = 128  # images whose headers are read with one message to a decoder
 ASKS_AHEAD = 4  # messages in flight for each thread
 MAX_THREADS = 32
-KNOWN_SIZES = 1 << 16  # whose bucket and crop are remembered
-PLANNED = BATCH_ROWS // ASKED  # answers that are put into one batch
+DECODERS = "LEANDIT_DECODERS"  # environment variable of a process that shares its cores with others
+KNOWN_SIZES = 1 << 16  # whose placement is kept
 WHAT = "the plan of the pictures"
-PICTURES_SCHEMA = pa.schema(
-    [
-        PLAN_SCHEMA.field(name)
-        for name in (
-            *("bucket", "row", "height_px", "width_px", "resized_height_px", "resized_width_px"),
-            *("crop_top_px", "crop_left_px", "status", "stage", "reason", "detail"),
-        )
-    ]
-)
+PLACEMENT = "height_px", "width_px", "resized_height_px", "resized_width_px", "crop_top_px", "crop_left_px"
+REJECT = "stage", "reason", "detail"
+PICTURES_SCHEMA = pa.schema([PLAN_SCHEMA.field(name) for name in ("bucket", "row", *PLACEMENT, "status", *REJECT)])
 
 Size = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class PlannedPicture:
-    """Placement of a picture, or its reject."""
-
-    height_px: int | None = None
-    width_px: int | None = None
-    bucket: Size | None = None
-    resized: Size | None = None
-    crop_top_px: int | None = None
-    crop_left_px: int | None = None
-    reject: RecordRejected | None = None
-
-
-UNPLACED = PlannedPicture()  # of a rejected picture, until its reason is filled in
-
-
-@dataclass(frozen=True)
-class PlannedPictures:
-    """Consecutive pictures; many share one placement.
-
-    Args:
-      placements: each once.
-      placement_of: (N,) index in ``placements`` of each picture.
-    """
-
-    placements: list[PlannedPicture]
-    placement_of: np.ndarray
-
-    def __iter__(self) -> Iterator[PlannedPicture]:
-        return (self.placements[placement] for placement in self.placement_of)
+"""Height and width in pixels; (0, 0) if unknown."""
 
 
 @dataclass
-class FoundSizes:
-    """Known sizes of pictures.
+class Sizes:
+    """Sizes of consecutive images: (N, 2) int64, 0 if unknown; and rejects by position."""
 
-    Args:
-      height_px, width_px: (N,) int64, 0 if unknown.
-      rejects: by position.
-    """
-
-    height_px: np.ndarray
-    width_px: np.ndarray
+    sizes: np.ndarray
     rejects: dict[int, RecordRejected] = field(default_factory=dict)
 
 
@@ -103,105 +59,180 @@ def plan_pictures(
     fresh: Listing,
     recipe: PrecomputeRecipe,
     decoders: Decoders,
-    limit: RejectLimit | None = None,
+    limits: RejectLimits,
     *,
-    progress: Callable[[int], None],
-) -> Iterator[PlannedPictures]:
-    """Find the size of every new picture and choose its bucket and crop.
+    progress: Callable[[int], None] = lambda done: None,
+    stops: bool = True,
+) -> pa.Table:
+    """Find the size of every new image, and choose its bucket, its crop, and its row in source order.
 
     Args:
-      limit: counts the rejects of the revision; None if all of it is new.
-      progress: called with the number of pictures planned so far.
-    Returns: all new records, in order, lazily.
+      limits: count the rejects of the revision.
+      progress: called with the number of images planned so far.
+      stops: raise if too many are rejected; otherwise ``limits.problem`` has the error.
+    Returns: all new records, in order (PICTURES_SCHEMA), mapped; rows are counted from 0 in each bucket.
     Raises: SourceError: too many are rejected.
     """
-    limit = limit or RejectLimit(recipe.source, RejectLedger(recipe.source, len(fresh), planning=True))
-    check_listing(fresh, recipe, limit)  # before headers are read, so that the message has all counts
-    threads = num_threads()
-    images, table = recipe.images, recipe.images.table
-    place = functools.lru_cache(KNOWN_SIZES)(lambda height_px, width_px: place_picture(height_px, width_px, images))
-    assert table, "a recipe has a bucket"
-    ahead: deque[tuple[pa.Array, Future[FoundSizes]]] = deque()
-    done = 0
-
-    def planned() -> PlannedPictures:
-        nonlocal done
-        keys, asked = ahead.popleft()
-        pictures = _planned(asked.result(), place)
-        is_reject = np.array([placement.reject is not None for placement in pictures.placements])[pictures.placement_of]
-        rejects = {int(i): pictures.placements[pictures.placement_of[i]].reject for i in np.flatnonzero(is_reject)}
-        limit.count_some(keys, rejects)
-        done += len(keys)
-        progress(done)
-        return pictures
-
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="leandit-scan")
-    try:
-        for batch in fresh.batches():
-            for start in range(0, batch.num_rows, ASKED):
-                part = batch.slice(start, ASKED)
-                ahead.append((part["key"], pool.submit(_find_sizes, source, part, recipe, decoders)))
-                if len(ahead) > ASKS_AHEAD * threads:
-                    yield planned()
-        while ahead:
-            yield planned()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    if not recipe.images.table:
+        raise AssertionError("a recipe has a bucket")
+    check_listing(fresh, recipe, limits, stops=stops)  # before headers are read, so that the message has all counts
+    batches = _planned(source, fresh, recipe, decoders, limits, progress, stops)
+    return map_table(PICTURES_SCHEMA, rebatched(batches, BATCH_ROWS), WHAT)
 
 
-def check_listing(fresh: Listing, recipe: PrecomputeRecipe, limit: RejectLimit) -> None:
-    """Check the rejects of the listing alone, without changing the limit's counts.
+def _planned(
+    source: Source,
+    fresh: Listing,
+    recipe: PrecomputeRecipe,
+    decoders: Decoders,
+    limits: RejectLimits,
+    progress: Callable[[int], None],
+    stops: bool,
+) -> Iterator[pa.RecordBatch]:
+    placements: dict[Size, dict[str, Any]] = {}
+    next_rows, done = Counter[str](), 0
+    threads = num_threads() if source.is_read_by_decoders else FETCHES
+    with ThreadPoolExecutor(threads, thread_name_prefix="leandit-scan") as pool:
+        try:
+            slices = (batch.slice(i, ASKED) for batch in fresh.batches() for i in range(0, batch.num_rows, ASKED))
+            for listed, sizes in _ahead(pool, slices, ASKS_AHEAD * threads, source, recipe, decoders):
+                batch, rejects = _placed(sizes, recipe.images, placements, next_rows)
+                keys = listed["key"]
+                limits.count(len(keys), [(i, keys[i].as_py(), reject) for i, reject in sorted(rejects.items())])
+                if stops:
+                    limits.check()
+                done += len(keys)
+                progress(done)
+                yield batch
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _ahead(
+    pool: ThreadPoolExecutor,
+    slices: Iterable[pa.RecordBatch],
+    most: int,
+    source: Source,
+    recipe: PrecomputeRecipe,
+    decoders: Decoders,
+) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
+    """Slices of the listing with their sizes, in order; the headers of later ones are being read."""
+    waiting: deque[tuple[pa.RecordBatch, Future[Sizes]]] = deque()
+    for listed in slices:
+        waiting.append((listed, pool.submit(_find_sizes, source, listed, recipe, decoders)))
+        if len(waiting) > most:
+            before, sizes = waiting.popleft()
+            yield before, sizes.result()
+    for before, sizes in waiting:
+        yield before, sizes.result()
+
+
+def _placed(
+    found: Sizes, images: ImagesSection, placements: dict[Size, dict[str, Any]], next_rows: Counter[str]
+) -> tuple[pa.RecordBatch, dict[int, RecordRejected]]:
+    """Images with their placements, each size placed once; and their rejects by position.
+
+    Args:
+      placements: of the sizes before; added to.
+      next_rows: of each bucket; advanced.
+    """
+    distinct, which = np.unique(found.sizes, axis=0, return_inverse=True)
+    if len(placements) > KNOWN_SIZES:
+        placements.clear()
+    columns = []
+    for height_px, width_px in distinct.tolist():
+        if (size := (height_px, width_px)) not in placements:
+            placements[size] = place_picture(height_px, width_px, images) if height_px else {}
+        columns.append(placements[size])
+    rejects: dict[int, RecordRejected] = dict(found.rejects)
+    which = which.ravel()
+    for number, placement in enumerate(columns):
+        if reject := placement.get("reject"):
+            for i in np.flatnonzero(which == number).tolist():
+                rejects[i] = reject
+    for i, reject in found.rejects.items():
+        which[i] = len(columns)
+        columns.append({"reject": RecordRejected("scan", reject.reason, reject.detail)})
+    by_name = {name: [one.get(name) for one in columns] for name in PICTURES_SCHEMA.names}
+    reasons = [one.get("reject") for one in columns]
+    by_name |= {name: [reject and getattr(reject, name) for reject in reasons] for name in REJECT}
+    by_name["status"] = ["rejected" if reject else "planned" for reject in reasons]
+    batch = pa.RecordBatch.from_pydict(by_name, PICTURES_SCHEMA).take(pa.array(which))
+    rows, buckets = np.full(len(which), -1, np.int64), np.array([name or "" for name in by_name["bucket"]])[which]
+    for bucket in dict.fromkeys(filter(None, by_name["bucket"])):
+        positions = np.flatnonzero(buckets == bucket)
+        rows[positions] = next_rows[bucket] + np.arange(len(positions))
+        next_rows[bucket] += len(positions)
+    number = PICTURES_SCHEMA.get_field_index("row")
+    return batch.set_column(number, PICTURES_SCHEMA.field(number), pa.array(rows)), rejects
+
+
+def place_picture(height_px: int, width_px: int, images: ImagesSection) -> dict[str, Any]:
+    """Bucket and crop for an image size, by the name of the column; or only "reject"."""
+    size = f"{height_px}x{width_px} px"
+    if min(height_px, width_px) < images.min_px:
+        return {"reject": RecordRejected("scan", "too_small", f"{size}, images.min_px = {images.min_px}")}
+    bucket = assign_bucket(height_px, width_px, images.table, max_ratio=images.max_ratio)
+    if bucket is None:
+        return {"reject": RecordRejected("scan", "aspect", f"{size} is outside the bucket table")}
+    sizes, top, left = crop_geometry(height_px, width_px, bucket, images.crop)
+    height, width = sizes[-1]
+    if height * width > MAX_PIXELS:
+        detail = f"{size} would be resized to {height}x{width} px before the crop"
+        return {"reject": RecordRejected("scan", "aspect", detail)}
+    return dict(zip(PLACEMENT, (height_px, width_px, height, width, top, left), strict=True)) | {
+        "bucket": bucket_name(*bucket)
+    }
+
+
+def check_listing(fresh: Listing, recipe: PrecomputeRecipe, limits: RejectLimits, *, stops: bool = True) -> None:
+    """Check the rejects of the listing alone; their counts are not kept.
 
     Raises: SourceError: too many.
     """
-    if limit.ledger:
-        ledger, first = limit.ledger.copy(), ""
-        for batch in fresh.batches():
-            rejects = listing_rejects(batch, recipe)
-            ledger.add(Counter(reject.reason for reject in rejects.values()))
-            if rejects and not first:
-                i, reject = next(iter(rejects.items()))
-                first = f"The first is '{batch['key'][i].as_py()}': {reject}."
-        limit.refuse(ledger.refusal(first))
+    example = ""
+    for batch in fresh.batches():
+        rejects = listing_rejects(batch, recipe)
+        limits.rejected.update(reject.reason for reject in rejects.values())
+        if rejects and not example:
+            i, reject = next(iter(rejects.items()))
+            example = f"The first is '{batch['key'][i].as_py()}': {reject}."
+    limits.check_share(example)
+    limits.rejected.clear()
+    if stops:
+        limits.check()
 
 
-def _planned(sizes_found: FoundSizes, place: Callable[[int, int], PlannedPicture]) -> PlannedPictures:
-    _, first, placement_of = np.unique(
-        sizes_found.height_px << 32 | sizes_found.width_px, return_index=True, return_inverse=True
-    )
-    sizes = zip(sizes_found.height_px[first].tolist(), sizes_found.width_px[first].tolist(), strict=True)
-    placements = [place(height_px, width_px) if height_px else UNPLACED for height_px, width_px in sizes]
-    for i, reject in sizes_found.rejects.items():
-        placement_of[i] = len(placements)
-        placements.append(PlannedPicture(reject=RecordRejected("scan", reject.reason, reject.detail)))
-    return PlannedPictures(placements, placement_of)
-
-
-def _find_sizes(source: Source, batch: pa.RecordBatch, recipe: PrecomputeRecipe, decoders: Decoders) -> FoundSizes:
-    found = _known_sizes(batch, recipe)
-    asked = [i for i in np.flatnonzero(found.height_px == 0).tolist() if i not in found.rejects]
+def _find_sizes(source: Source, batch: pa.RecordBatch, recipe: PrecomputeRecipe, decoders: Decoders) -> Sizes:
+    """Sizes of a slice of the listing: trusted ones, else from the headers."""
+    found = Sizes(np.zeros((batch.num_rows, 2), np.int64), listing_rejects(batch, recipe))
+    if recipe.source.sizes == "manifest":
+        found.sizes[:] = np.stack([batch["height_px"].to_numpy(), batch["width_px"].to_numpy()], axis=1)
+    asked = [i for i in np.flatnonzero(found.sizes[:, 0] == 0).tolist() if i not in found.rejects]
     columns = [batch[name].take(pa.array(asked, pa.int64())).to_pylist() for name in ("path", "offset", "num_bytes")]
     places = list(zip(*columns, strict=True))
-    answers: Iterable[Size | RecordRejected]
     if source.is_read_by_decoders:
         listed = [source.place(*place, stage="scan") for place in places]
         answers = decoders.sizes(listed, exif_orientation=recipe.images.exif_orientation) if places else []
-    else:
+    else:  # one at a time, to bound memory
         answers = (_sent_size(source, place, decoders, recipe.images) for place in places)
     for i, answer in zip(asked, answers, strict=True):
         if isinstance(answer, RecordRejected):
             found.rejects[i] = answer
         else:
-            found.height_px[i], found.width_px[i] = answer
+            found.sizes[i] = answer
+    found.sizes[list(found.rejects)] = 0
     return found
 
 
-def _known_sizes(batch: pa.RecordBatch, recipe: PrecomputeRecipe) -> FoundSizes:
-    """Rejects, and trusted sizes, from the listing alone."""
-    sizes = np.zeros((2, batch.num_rows), np.int64)
-    if recipe.source.sizes == "manifest":
-        sizes[:] = batch["height_px"].to_numpy(), batch["width_px"].to_numpy()
-    return FoundSizes(sizes[0], sizes[1], listing_rejects(batch, recipe))
+def _sent_size(
+    source: Source, place: tuple[str, int, int], decoders: Decoders, images: ImagesSection
+) -> Size | RecordRejected:
+    """Size of an image whose bytes this process reads."""
+    try:
+        return decoders.size(*source.place(*place, stage="scan"), exif_orientation=images.exif_orientation)
+    except RecordRejected as reject:
+        return reject
 
 
 def listing_rejects(batch: pa.RecordBatch, recipe: PrecomputeRecipe) -> dict[int, RecordRejected]:
@@ -215,92 +246,9 @@ def listing_rejects(batch: pa.RecordBatch, recipe: PrecomputeRecipe) -> dict[int
     return rejects
 
 
-def _sent_size(
-    source: Source, place: tuple[str, int, int], decoders: Decoders, images: ImagesSection
-) -> Size | RecordRejected:
-    """Size of a picture whose bytes this process reads, one at a time to bound memory."""
-    try:
-        return decoders.size(*source.place(*place, stage="scan"), exif_orientation=images.exif_orientation)
-    except RecordRejected as reject:
-        return reject
-
-
-def place_picture(height_px: int, width_px: int, images: ImagesSection) -> PlannedPicture:
-    """Choose the bucket and crop for a picture size; rejects are returned."""
-    if min(height_px, width_px) < images.min_px:
-        detail = f"{height_px}x{width_px} px, images.min_px = {images.min_px}"
-        return PlannedPicture(reject=RecordRejected("scan", "too_small", detail))
-    bucket = assign_bucket(height_px, width_px, images.table, max_ratio=images.max_ratio)
-    if bucket is None:
-        detail = f"{height_px}x{width_px} px is outside the bucket table"
-        return PlannedPicture(reject=RecordRejected("scan", "aspect", detail))
-    sizes, top, left = crop_geometry(height_px, width_px, bucket, images.crop)
-    if sizes[-1][0] * sizes[-1][1] > MAX_PIXELS:
-        detail = f"{height_px}x{width_px} px would be resized to {sizes[-1][0]}x{sizes[-1][1]} px before the crop"
-        return PlannedPicture(reject=RecordRejected("scan", "aspect", detail))
-    return PlannedPicture(height_px, width_px, bucket, sizes[-1], top, left)
-
-
-def picture_table(pictures: Iterable[PlannedPictures]) -> pa.Table:
-    """Pictures as a mapped table, with rows numbered within each bucket in source order.
-
-    Returns: PICTURES_SCHEMA.
-    """
-    return map_table(PICTURES_SCHEMA, rebatched(_picture_batches(iter(pictures)), BATCH_ROWS), WHAT)
-
-
-def _picture_batches(pictures: Iterator[PlannedPictures]) -> Iterator[pa.RecordBatch]:
-    next_row: dict[Size | None, int] = {}
-    while some := list(islice(pictures, PLANNED)):
-        starts = np.cumsum([0, *(len(one.placements) for one in some)])
-        placements = [placement for one in some for placement in one.placements]
-        placement_of = np.concatenate([one.placement_of + start for one, start in zip(some, starts, strict=False)])
-        distinct = pa.RecordBatch.from_pydict(_columns_of(placements), PICTURES_SCHEMA)
-        batch = distinct.take(pa.array(placement_of))
-        row = PICTURES_SCHEMA.get_field_index("row")
-        yield batch.set_column(
-            row, PICTURES_SCHEMA.field(row), pa.array(_next_rows(placements, placement_of, next_row))
-        )
-
-
-def _columns_of(placements: Sequence[PlannedPicture]) -> dict[str, Any]:
-    rejects = [placement.reject for placement in placements]
-    return {
-        "bucket": [placement.bucket and bucket_name(*placement.bucket) for placement in placements],
-        "row": [-1] * len(placements),
-        "height_px": [placement.height_px for placement in placements],
-        "width_px": [placement.width_px for placement in placements],
-        "resized_height_px": [placement.resized and placement.resized[0] for placement in placements],
-        "resized_width_px": [placement.resized and placement.resized[1] for placement in placements],
-        "crop_top_px": [placement.crop_top_px for placement in placements],
-        "crop_left_px": [placement.crop_left_px for placement in placements],
-        "status": ["rejected" if reject else "planned" for reject in rejects],
-        "stage": [reject and reject.stage for reject in rejects],
-        "reason": [reject and reject.reason for reject in rejects],
-        "detail": [reject and reject.detail for reject in rejects],
-    }
-
-
-def _next_rows(
-    placements: Sequence[PlannedPicture], placement_of: np.ndarray, next_row: dict[Size | None, int]
-) -> np.ndarray:
-    """(N,) row of each picture in its bucket, -1 without one; advances ``next_row``."""
-    buckets = list(dict.fromkeys(placement.bucket for placement in placements))
-    number = {bucket: i for i, bucket in enumerate(buckets)}
-    bucket_of = np.array([number[placement.bucket] for placement in placements])[placement_of]
-    rows = np.full(len(placement_of), -1, np.int64)
-    for i, bucket in enumerate(buckets):
-        if bucket:
-            positions = np.flatnonzero(bucket_of == i)
-            start = next_row.get(bucket, 0)
-            rows[positions] = np.arange(start, start + len(positions))
-            next_row[bucket] = start + len(positions)
-    return rows
-
-
 def num_threads() -> int:
-    """Threads for decoding: the cores of this process, at most MAX_THREADS."""
-    return min(MAX_THREADS, num_cores())
+    """Threads for decoding: the cores of this process or its share of them (DECODERS), at most MAX_THREADS."""
+    return min(MAX_THREADS, int(os.environ.get(DECODERS, 0)) or num_cores())
 
 
 def num_cores() -> int:

@@ -20,21 +20,16 @@ from ...datasets.store import LatentStore
 from ..config import PrecomputeRecipe
 from ..encoders.text.tokenizer import CaptionTokenizer
 from ..images.decoders import Decoders
-from ..progress.clock import REJECTED, Progress
-from ..progress.rejects import RejectLedger, RejectLimit, count_reasons
+from ..run.clock import REJECTED, Progress
+from ..run.rejects import RejectLimits, count_reasons
 from ..sources.listing.listing import Listing
 from ..sources.source import Source
 from .captions import CaptionCounts, plan_captions
 from .compare import Base, Comparison, Options, all_fresh, compare
-from .pictures import num_threads, picture_table, plan_pictures
+from .pictures import num_threads, plan_pictures
 from .records import PlannedTexts, plan_records
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
-
-NO_CAPTION_HINT = (
-    "Captions are read from tables that name the images (metadata.jsonl, CSV, Parquet; --set source.caption=COLUMN), "
-    "and from .txt files of the same names. To store images without a caption, add --set source.missing_caption=null."
-)
 
 
 @dataclass(frozen=True)
@@ -149,36 +144,23 @@ class Planner:
             return True
         return bool(self.source.class_names) and self._names_of(before.classes or [], before) != before.class_names
 
-    def limit(self, comparison: Comparison, *, stops: bool = True) -> RejectLimit:
-        """The reject limit of a revision, before any of its new records is checked."""
-        section, table = self.recipe.source, comparison.table
-        ledger = RejectLedger(
-            section,
-            len(comparison.kept) + len(comparison.fresh),
-            carried=count_reasons(table.filter(pc.equal(table["status"], "rejected"))["reason"]),
-            hint=lambda reasons: NO_CAPTION_HINT if "no_caption" in reasons else "",
-            planning=True,
-        )
-        return RejectLimit(section, ledger, stops=stops)
+    def limits(self, comparison: Comparison) -> RejectLimits:
+        """The reject limits of a revision, before any of its new records is checked."""
+        table, total = comparison.table, len(comparison.kept) + len(comparison.fresh)
+        carried = count_reasons(table.filter(pc.equal(table["status"], "rejected"))["reason"])
+        return RejectLimits(self.recipe.source, total, carried=carried, is_planning=True)
 
-    def look_at(self, fresh: Listing, limit: RejectLimit) -> pa.Table:
-        """Size, bucket and crop of new pictures (PICTURES_SCHEMA). Raises: SourceError: too many are rejected."""
+    def measure(self, fresh: Listing, limits: RejectLimits, *, stops: bool = True) -> pa.Table:
+        """Size, bucket and crop of new pictures; as ``plan_pictures``."""
         images = self.recipe.images.for_vae(self.spec.latent.downscale) if self.spec else self.recipe.images
-        return picture_table(
-            plan_pictures(
-                self.source,
-                fresh,
-                self.recipe.model_copy(update={"images": images}),
-                self.decoders,
-                limit,
-                progress=lambda done: self._scanned(done, len(fresh), limit),
-            )
-        )
 
-    def _scanned(self, done: int, total: int, limit: RejectLimit) -> None:
-        if limit.ledger and (rejected := limit.ledger.num_rejected):
-            self.progress(REJECTED, rejected, 0)
-        self.progress("scan", done, total)
+        def scanned(done: int) -> None:
+            if limits.rejected:
+                self.progress(REJECTED, limits.rejected.total(), 0)
+            self.progress("scan", done, len(fresh))
+
+        recipe = self.recipe.model_copy(update={"images": images})
+        return plan_pictures(self.source, fresh, recipe, self.decoders, limits, progress=scanned, stops=stops)
 
     def refusal(self, comparison: Comparison, pictures: pa.Table) -> SourceError | None:
         """The error if nothing is carried over and no new picture can be encoded, or None."""
@@ -201,7 +183,7 @@ class Planner:
         source, revision = self.source, before.manifest.revision + 1 if before else 1
         assert self.spec, "only a planner of pictures has none"
         if pictures is None:
-            pictures = self.look_at(comparison.fresh, self.limit(comparison))
+            pictures = self.measure(comparison.fresh, self.limits(comparison))
             if refusal := self.refusal(comparison, pictures):
                 raise refusal
         captions, caption_ids = plan_captions(

@@ -8,6 +8,7 @@ its dtype cannot hold. Shift and scale do cancel, so mean and deviation of the m
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -19,13 +20,13 @@ from xxhash import xxh3_64_intdigest
 from ...datasets.batches.latents import denormalise, final_latents
 from ...datasets.errors import EncoderError, RecordRejected, ResourceError
 from ...datasets.format.buckets import bucket_size
-from ...datasets.format.row_layout import LATENTS
 from ...datasets.format.schema import CheckedPicture, LatentSpec, SelfCheck
 from ...datasets.revisions.plan import FrozenPlan
-from ..encoders.forwards import OWN, LatentRows, encode_batch
 from ..encoders.vae import ImageEncoder
 from ..images.decoders import Decoders
-from ..shards.picture_batches import decode_planned
+from ..run.clock import StageClock
+from ..run.columns import OWN, encode_batch, latent_column, stored_row
+from ..run.inputs import ImageReader
 from ..sources.source import OpenedSource
 
 NUM_PICTURES = 8
@@ -116,23 +117,18 @@ def _round_trip(
 ) -> RoundTrip | None:
     """One record; None if it is rejected, as it will be when it is encoded."""
     row, spec = plan.records.slice(position, 1).to_pylist()[0], plan.spec.latent
-    picture = decode_planned(
-        plan.spec.images,
-        source,
-        decoders,
-        (row["source_path"], row["source_offset"], row["source_bytes"]),
-        size=(row["height_px"], row["width_px"]),
-        bucket=bucket_size(row["bucket"]),
-    )
+    reader = ImageReader(plan.spec.images, source, decoders, StageClock())
+    place = row["source_path"], row["source_offset"], row["source_bytes"]
+    picture = reader.decode_planned(place, (row["height_px"], row["width_px"]), bucket_size(row["bucket"]))
     if isinstance(picture, RecordRejected):
         return None
     try:
-        (found,), _ = encode_batch(
-            {OWN: [picture.pixels[None]]}, np.array([position]), [LatentRows(encoder, spec)], max_rows=1
-        )
-        if found.reject:
+        columns, views = [latent_column(encoder, spec)], {OWN: [picture.pixels[None]]}
+        encoded = encode_batch(views, columns, max_rows=1)
+        stored = stored_row(encoded, 0, views, position, columns, threading.Lock())
+        if isinstance(stored, RecordRejected):
             return None
-        latent = model_latent(found.groups[LATENTS][0], spec)
+        latent = model_latent(stored.rows[0][0], spec)
         after = encoder.decode(denormalise(latent, spec).numpy())[0]
     except torch.OutOfMemoryError as error:
         raise ResourceError(

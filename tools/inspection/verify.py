@@ -16,7 +16,7 @@ from ...datasets.maintenance.verify import Verification, verify_store
 from ...datasets.revisions.catalog import sealed_revisions
 from ...datasets.revisions.plan import read_spec
 from ...datasets.units import readable_size, readable_time
-from ...precompute.progress.clock import Progress
+from ...precompute.run.clock import Progress
 from ..terminal.text import printable
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from ...precompute.planning.compare import Comparison, Options, all_fresh
 from ...precompute.planning.opening import check_apart, check_fingerprint, is_sealed, label_warnings, look_for_plan
 from ...precompute.planning.pictures import num_threads
 from ...precompute.planning.planner import Before, Planner
-from ...precompute.progress.rejects import count_reasons
+from ...precompute.run.rejects import count_reasons
 from ...precompute.sources.several import SourcePaths, list_sources
 from ...train.config import TrainRecipe
 from ...train.data_recipe import Turn
@@ -129,9 +129,9 @@ def describe_precompute(
             rows += state
         if comparison is None:
             return DryRun(shown, [*rows, ("would encode", "nothing: nothing would be encoded")])
-        limit = planner.limit(comparison, stops=False)
-        pictures = planner.look_at(comparison.fresh, limit)
-        refusal = (limit.ledger and limit.ledger.refusal()) or limit.error or planner.refusal(comparison, pictures)
+        limits = planner.limits(comparison)
+        pictures = planner.measure(comparison.fresh, limits, stops=False)
+        refusal = limits.problem or planner.refusal(comparison, pictures)
         rejects, buckets = count_reasons(pictures["reason"]), count_reasons(pictures["bucket"])
         rows.append(("would encode", f"{buckets.total():,} pictures"))
         rows += [("would reject", f"{count:,} x {reason}") for reason, count in sorted(rejects.items())]

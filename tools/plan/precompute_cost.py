@@ -27,12 +27,11 @@ from ...datasets.units import readable_size, readable_time
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.loading import Encoders
 from ...precompute.images.decoders import Decoders
-from ...precompute.pipeline import Stage1, finish, open_store
+from ...precompute.pipeline import Stage1, finish, next_plan
 from ...precompute.planning.compare import Comparison
 from ...precompute.planning.pictures import num_threads
-from ...precompute.progress.verdict import DECODE, ENCODE, READ, TEXT
-from ...precompute.shards.worker import Worker
-from ...precompute.sharing.part import Part
+from ...precompute.run.bottleneck import DECODE, ENCODE, READ, TEXT
+from ...precompute.run.tasks import Runner
 from ...precompute.sources.files.record import SourceRecord
 from ...precompute.sources.listing.listing import record_batches, spool
 from ...precompute.sources.source import Source
@@ -166,24 +165,25 @@ def run_probe(
         torch.cuda.reset_peak_memory_stats(device)
     with tempfile.TemporaryDirectory(prefix="leandit-probe-") as folder, Decoders(num_threads()) as decoders:
         for name in ("first", "second"):
-            worker, root = Worker(encoders, num_threads()), Path(folder) / name
-            stage = Stage1(root, settings, listed, worker, decoders, lambda *_: None, Part())
-            opened = open_store(stage, listed)
+            runner, root = Runner(encoders, decoders, listed), Path(folder) / name
+            stage = Stage1(root, settings, runner, lambda *_: None)
+            of_probe = next_plan(stage, lambda: listed, 0)
+            assert of_probe, "a new store has a plan"
             start = time.perf_counter()
-            finish(stage, opened.plan)
+            finish(stage, of_probe)
             seconds = time.perf_counter() - start
-        work, of_probe = worker.snapshot(), opened.plan
         num_written = {
             label: sum(path.stat().st_size for array in arrays for path in files_below(root / array.path))
             for label, arrays in _arrays(of_probe).items()
         }
         others = sum(path.stat().st_size for path in files_below(root)) - sum(num_written.values())
-    text = work.seconds.get(TEXT, 0.0)
+    measured = runner.clock.seconds
+    text = measured.get(TEXT, 0.0)
     return Probe(
-        pictures=work.num_encoded,
+        pictures=runner.num_encoded,
         seconds=max(0.0, seconds - text),
-        decode_seconds=(work.seconds.get(READ, 0.0) + work.seconds.get(DECODE, 0.0)) / num_threads(),
-        encode_seconds=work.seconds.get(ENCODE, 0.0),
+        decode_seconds=(measured.get(READ, 0.0) + measured.get(DECODE, 0.0)) / num_threads(),
+        encode_seconds=measured.get(ENCODE, 0.0),
         seconds_per_token=text / max(1, sum(tokens for _, tokens in _caption_counts(of_probe).values())),
         memory_bytes=_peak_bytes(device),
         ratios={label: num_written[label] / size for label, size in _chunk_bytes(of_probe).items() if size},

@@ -20,7 +20,7 @@ from ...datasets.disk.hashing import canonical_json, read_json
 from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import DamageError, RunError
 from ...datasets.format.buckets import bucket_size
-from ...precompute.progress.clock import Progress
+from ...precompute.run.clock import Progress
 from ...train.parallel.ranks import ALONE, Ranks
 from ..inspection.pictures import COLUMNS, Cell, draw_sheet
 from .npz import Rows, write_npz

@@ -13,7 +13,7 @@ from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import ClassNames
 from ...datasets.units import readable_time
-from ...precompute.progress.verdict import DECODE, ENCODE, advice, before_stages, bound_by
+from ...precompute.run.bottleneck import DECODE, ENCODE, advice, before_stages, bound_by
 from ...train.weights.folders import SNAPSHOT, STATE, find
 from .text import Rows, is_quiet, printable
 
@@ -50,7 +50,7 @@ def precompute_rows(report: Report, store: Path) -> Rows:
     if not report.num_encoded:
         return [*rows, ("this run", nothing)]
     rows.append(("this run", _rate(report.num_encoded, "images", report.total_seconds, "images/s")))
-    if before := before_stages(report.seconds, report.power):
+    if before := before_stages(report.seconds, report.workers):
         rows.append(("before", f"{before}; the stages overlap"))
     if not report.seconds.get(ENCODE):  # every picture was rejected
         return rows
@@ -58,7 +58,7 @@ def precompute_rows(report: Report, store: Path) -> Rows:
     for time in report.times:
         rate = f"{time.images_per_second:,.1f}" if time.images_per_second else "-"
         rows.append(("", f"{time.name:<8}{readable_time(time.seconds):>13}{time.threads:>9}{rate:>10}"))
-    tip = advice(report.times, on_cpu=report.power.device == "cpu", codec=report.codec)
+    tip = advice(report.times, on_cpu=report.workers.device == "cpu", codec=report.codec)
     return [*rows, ("bound by", f"{bound_by(report.times)}: {tip}")]
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ...datasets.units import readable_time
-from ...precompute.progress.clock import REJECTED
+from ...precompute.run.clock import REJECTED
 from .text import is_quiet
 
 if TYPE_CHECKING:  # torch takes a second to import

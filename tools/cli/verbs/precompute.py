@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -9,6 +13,7 @@ import typer
 from typer import Option
 
 from ....datasets.errors import RecipeError, SourceError
+from ....datasets.revisions.catalog import planned_revisions, sealed_revisions
 from ...terminal.outcome import after_store, command_without, import_rows, precompute_rows, print_next, unchanged_rows
 from ...terminal.text import print_rows, print_text
 from ..options import DryRun, Overrides, Recipe, local_input, output, print_line, torch_devices
@@ -30,6 +35,9 @@ def parse_part(text: str) -> Any:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
+
+MAIN = f"{__name__.split('.')[0]}.tools.cli.main"
+THIS_RUN = "this run"  # the row after those of the store
 
 Part = Annotated[str | None, Option(parser=parse_part, metavar="I/N", help="Process shard group I of N.")]
 STORE_HELP = "Folder of the store; the same command again resumes."
@@ -82,24 +90,89 @@ def precompute(
         print_next(*after_store(store, recipe))
         return
     devices = [device] if engine == "ray" else [str(one) for one in torch_devices(device)]
-    from ....precompute.engines.job import Job
+    if engine == "ray" or len(devices) > 1:
+        words = _words(recipe, source, store, overrides or [], part, drop_gone=drop_gone, is_on_cluster=engine == "ray")
+        _run_on_devices(words, store, devices, address if engine == "ray" else "", retry_rejected, context.obj.check)
+    else:
+        from ....precompute.pipeline import precompute as encode
 
-    shares: Any = part  # parsed
-    job = Job(loaded, tuple(source), store, options, shares, device=devices[0])
-    with ProgressLine(check=context.obj.check) as progress:
-        if engine == "ray":
-            from ....precompute.engines.cluster import run_on_cluster
-
-            report = run_on_cluster(job, address, progress=progress, say=print_line)
-        elif len(devices) > 1:
-            from ....precompute.engines.processes import run_on_devices
-
-            report = run_on_devices(job, devices, progress=progress, say=print_line)
-        else:
-            report = job.precompute(progress, print_line, listed=listed)
-    print_rows(precompute_rows(report, store))
-    if report.manifest:
+        shares: Any = part  # parsed
+        with ProgressLine(check=context.obj.check) as progress:
+            report = encode(
+                loaded,
+                source_path=source,
+                store_path=store,
+                device=torch_devices(device)[0],
+                progress=progress,
+                options=options,
+                part=shares,
+                listed=listed,
+                say=print_line,
+            )
+        print_rows(precompute_rows(report, store))
+    if sealed_revisions(store) and not planned_revisions(store):
         print_next(*after_store(store, recipe))
+
+
+def _words(
+    recipe: str,
+    source: list[str],
+    store: Path,
+    overrides: list[str],
+    part: Any,
+    *,
+    drop_gone: bool,
+    is_on_cluster: bool,
+) -> list[str]:
+    """The words of this command for another process; on a cluster with absolute paths."""
+    words = ["precompute", recipe, "--store", str(store.absolute() if is_on_cluster else store)]
+    for path in source:
+        words += ["--source", os.path.abspath(path) if is_on_cluster and "://" not in path else path]
+    for override in overrides:
+        words += ["--set", override]
+    words += ["--part", f"{part.number}/{part.count}"] if part else []
+    return words + ["--drop-gone"] * drop_gone
+
+
+def _run_on_devices(
+    words: list[str], store: Path, devices: list[str], address: str, retry_rejected: bool, check: Callable[[], None]
+) -> None:
+    """Run the command of ``words`` once a device, and print its results.
+
+    Args:
+      devices: of this machine; or of the Ray cluster at ``address``, as --device names them.
+    """
+    import torch
+
+    from ....precompute.pipeline import newest_revision
+
+    before, traceback = newest_revision(store), ["--traceback"] * ("--traceback" in sys.argv)
+
+    def words_of(device: str) -> list[str]:
+        # Rejects are tried again in one revision, not in another by each process that is started later.
+        retry = ["--retry-rejected"] * (retry_rejected and newest_revision(store) == before)
+        return [MAIN, *traceback, *words, "--device", device, *retry]
+
+    how: dict[str, Any] = {
+        "store": store.absolute(),
+        "num_threads": torch.get_num_threads(),
+        "say": print_line,
+        "check": check,
+    }
+    if address:
+        from ....precompute.engines.cluster import run_on_cluster
+
+        outputs = run_on_cluster(words_of, address, devices[0], **how)
+    else:
+        from ....precompute.engines.devices import run_on_devices
+
+        outputs = run_on_devices(words_of, devices, **how)
+    *_, last = outputs.values()
+    of_store = itertools.takewhile(lambda line: not line.startswith(THIS_RUN), last.splitlines())
+    print("\n".join(of_store))
+    for name, stdout in outputs.items():
+        runs = [line.removeprefix(THIS_RUN).strip() for line in stdout.splitlines() if line.startswith(THIS_RUN)]
+        print_rows([(THIS_RUN, f"{name}: {run}") for run in runs])
 
 
 def _show_plan(

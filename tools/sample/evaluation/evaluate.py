@@ -16,7 +16,7 @@ from ....datasets.disk.hashing import read_json
 from ....datasets.errors import DamageError, RecipeError, SourceError
 from ....datasets.format.layout import GROUP
 from ....datasets.store import LatentStore
-from ....precompute.progress.clock import Progress
+from ....precompute.run.clock import Progress
 from ....train.parallel.ranks import Ranks, connected
 from ....train.weights.folders import EVALUATIONS, is_run
 from ...inspection.pictures import spread

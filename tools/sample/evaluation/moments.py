@@ -16,7 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 from ....datasets.errors import DamageError, EncoderError, RecipeError, SourceError
-from ....precompute.progress.clock import Progress
+from ....precompute.run.clock import Progress
 from ....train.parallel.ranks import Ranks, all_gather
 from ....train.sampling.guided import float32_products
 from ...inspection.pictures import spread

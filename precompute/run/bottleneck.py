@@ -18,7 +18,7 @@ LEAST_SECONDS = 0.05  # that are told
 
 
 @dataclass(frozen=True)
-class Power:
+class Workers:
     """Devices and threads of a run.
 
     Args:
@@ -54,33 +54,36 @@ class StageTime:
         return self.seconds / self.threads
 
 
-def stage_times(seconds: Mapping[str, float], num_pictures: int, power: Power) -> list[StageTime]:
+def stage_times(seconds: Mapping[str, float], num_pictures: int, workers: Workers) -> list[StageTime]:
     """Time and rate of each stage, in the order of the data.
 
     Args:
       seconds: of each stage, summed over its threads; other keys are ignored.
       num_pictures: that went through all stages.
-      power: of the run.
+      workers: of the run.
     """
     found = []
     for name in (READ, DECODE, TEXT, ENCODE, WRITE):
         if name not in seconds:
             continue
-        taken, threads = max(0.0, seconds[name]), power.num_decoders if name in (READ, DECODE) else power.num_encoders
+        taken, threads = (
+            max(0.0, seconds[name]),
+            workers.num_decoders if name in (READ, DECODE) else workers.num_encoders,
+        )
         rate = num_pictures * threads / taken if taken and name != TEXT else None
         found.append(StageTime(name, taken, threads, rate))
     return found
 
 
-def before_stages(seconds: Mapping[str, float], power: Power) -> str:
+def before_stages(seconds: Mapping[str, float], workers: Workers) -> str:
     """What took time before the stages, in words; of several processes that load at once, the mean.
 
     Args:
       seconds: as of ``stage_times``.
     """
     check = seconds.get(CHECK, 0.0)
-    plan = max(0.0, seconds.get(PLAN, 0.0) / power.num_encoders - check)
-    load = seconds.get(LOAD, 0.0) / power.num_encoders
+    plan = max(0.0, seconds.get(PLAN, 0.0) / workers.num_encoders - check)
+    load = seconds.get(LOAD, 0.0) / workers.num_encoders
     took = {"to load the encoders": load, "to plan": plan, "for the self-check": check}
     return ", ".join(f"{readable_time(value)} {what}" for what, value in took.items() if value >= LEAST_SECONDS)
 

@@ -1,0 +1,1 @@
+"""One runner for every column of a store: load, encode, narrow, commit."""

@@ -1,0 +1,218 @@
+"""A column: how images become the stored rows of one group of arrays (latents, a feature, a companion, a mask).
+
+A batch runs in forwards of one size. When one runs out of memory, all start over with half the size, rounded up, down
+to one image; a row whose latents are not finite is encoded again alone in float32. Both change the bits, so both are
+recorded with the row.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...datasets.errors import RecordRejected
+from ...datasets.format.row_layout import LATENTS, MASK
+from ...datasets.format.schema import LatentSpec
+from ...datasets.format.token_dtypes import StoredTokens, narrow, quality
+from ..encoders.forwards import encode_if_it_fits, to_stored
+from ..encoders.loading import Encoders
+from ..encoders.vae import ImageEncoder
+
+FLOAT32 = "float32"
+SIZE = "batch:"
+OWN = LATENTS  # the record's own image
+
+Outputs = list[np.ndarray]
+"""(B, ...) float32 outputs of a model, or (B, H, W) uint8 of a mask."""
+
+Views = Mapping[str, Sequence[np.ndarray]]
+"""By image (OWN, or the name of a companion): (B, height_px, width_px, 3) uint8 pixels, then flipped ones if stored."""
+
+Quality = tuple[float, float]
+"""Smallest cosine between an encoder's token and its stored form, and the largest absolute error."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One group of arrays of a record.
+
+    Args:
+      group: LATENTS, or the name of the feature or companion.
+      image: the image of the record that it reads: OWN, or the name of a companion.
+      model: class name of the encoder, for messages.
+      encode: outputs for (B, height_px, width_px, 3) uint8 pixels, or (B, H, W) of a mask.
+      encode_exactly: the same in float32 whatever the recipe's dtype, one image at a time.
+      narrow: (B, ...) rows of each array of the group in the store's dtypes, from outputs and the (B,) positions of
+        the records, which are the keys of a stored sample.
+      token_dtype: of stored tokens, whose quality is measured; empty for latents and masks.
+    """
+
+    group: str
+    image: str
+    model: str
+    encode: Callable[[np.ndarray], Outputs]
+    encode_exactly: Callable[[np.ndarray], Outputs]
+    narrow: Callable[[Outputs, np.ndarray], list[np.ndarray]]
+    token_dtype: str = ""
+
+    def quality(self, outputs: Outputs, rows: Sequence[np.ndarray]) -> Quality | None:
+        """What narrowing cost the tokens of one record; None for latents and masks.
+
+        Args:
+          outputs, rows: (1, ...) each.
+        """
+        if not self.token_dtype:
+            return None
+        rest, measured = [one[0] for one in rows], list[Quality]()
+        for tokens in outputs:
+            parts = [rest.pop(0) for _ in range(2 if self.token_dtype == "int8" else 1)]
+            stored = StoredTokens.of([np.atleast_2d(parts[0]), *(np.atleast_1d(scales) for scales in parts[1:])])
+            measured.append(quality(np.atleast_2d(tokens[0]), stored, self.token_dtype))
+        return worst(measured)
+
+
+def worst(measured: Sequence[Quality]) -> Quality | None:
+    """The smallest cosine and the largest error; None if nothing was measured."""
+    return (min(cosine for cosine, _ in measured), max(error for _, error in measured)) if measured else None
+
+
+def latent_column(encoder: ImageEncoder, spec: LatentSpec, group: str = LATENTS) -> Column:
+    """Latents of the record's own image, or of a companion."""
+    return Column(
+        group,
+        group,
+        encoder.identity.class_name,
+        lambda pixels: [encoder.encode(pixels)],
+        lambda pixels: [encoder.encode_in_float32(pixels)],
+        lambda outputs, records: [to_stored(outputs[0], spec, records)],
+    )
+
+
+def image_columns(encoders: Encoders, latent: LatentSpec) -> dict[str, Column]:
+    """The column of each group of a record's arrays, by group.
+
+    Nothing is drawn of a companion: where a sample of each posterior is stored, its mean is.
+    """
+    mean = latent.model_copy(update={"kind": "mean"}) if latent.kind == "sample" else latent
+    columns = [latent_column(encoders.image, latent)]
+    for name, model in encoders.features.items():
+        dtype = model.spec().dtype
+        columns.append(
+            Column(
+                *(name, OWN, model.identity.class_name, model.encode, model.encode_in_float32),
+                lambda outputs, _, dtype=dtype: _narrowed_tokens(outputs, dtype),
+                dtype,
+            )
+        )
+    for name, kind in encoders.pictures.items():
+        mask = Column(name, name, "mask", lambda grey: [grey], lambda grey: [grey], lambda outputs, _: outputs)
+        columns.append(mask if kind == MASK else latent_column(encoders.image, mean, name))
+    return {column.group: column for column in columns}
+
+
+def _narrowed_tokens(outputs: Outputs, dtype: str) -> list[np.ndarray]:
+    rows = []
+    for tokens in outputs:  # (B, T, D), or (B, D) of class tokens
+        stored = narrow(tokens.reshape(-1, tokens.shape[-1]), dtype)
+        rows += [part.reshape(tokens.shape[: tokens.ndim - 2 + part.ndim]) for part in stored.parts]
+    return rows
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """Outputs of the columns for one batch.
+
+    Args:
+      outputs: of each column, for each view, of each row (each with a batch of one; None if it did not fit alone).
+      forward_rows: rows of a forward, the largest that did fit.
+    """
+
+    outputs: list[list[list[Outputs | None]]]
+    forward_rows: int
+
+
+def encode_batch(views: Views, columns: Sequence[Column], *, max_rows: int) -> EncodedBatch:
+    """Run the models of columns on a batch, with forwards of at most ``max_rows``, halved while out of memory."""
+    num_rows = len(next(iter(views.values()))[0])
+    size = min(max_rows, num_rows)
+    while (outputs := _in_forwards(size, views, columns)) is None:
+        size = -(-size // 2)
+    return EncodedBatch(outputs, size)
+
+
+def _in_forwards(size: int, views: Views, columns: Sequence[Column]) -> list[list[list[Outputs | None]]] | None:
+    outputs = []
+    for column in columns:
+        of_views = []
+        for pixels in views[column.image]:
+            rows: list[Outputs | None] = []
+            for start in range(0, len(pixels), size):
+                batch = pixels[start : start + size]
+                if (output := encode_if_it_fits(column.encode, batch)) is None and size > 1:
+                    return None
+                rows += [output and [one[i : i + 1] for one in output] for i in range(len(batch))]
+            of_views.append(rows)
+        outputs.append(of_views)
+    return outputs
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """One record in the store's dtypes: the rows and the quality of each column, and its ``fallback``."""
+
+    rows: list[list[np.ndarray]]
+    qualities: list[Quality | None]
+    fallback: str
+
+
+def stored_row(
+    encoded: EncodedBatch, i: int, views: Views, record: int, columns: Sequence[Column], turn: threading.Lock
+) -> StoredRow | RecordRejected:
+    """Narrow one row of a batch; if it is not finite, encode it again in float32 first.
+
+    Args:
+      record: position in the records table.
+      turn: held while a model runs.
+    """
+    keys, all_rows, qualities, is_exact = np.array([record]), [], [], False
+    for column, of_views in zip(columns, encoded.outputs, strict=True):
+        rows, measured = list[np.ndarray](), list[Quality]()
+        for of_rows, pixels in zip(of_views, views[column.image], strict=True):
+            if (outputs := of_rows[i]) is None:
+                return _too_large(pixels)
+            narrowed = column.narrow(outputs, keys)
+            if not _is_finite(narrowed):
+                is_exact = True
+                with turn:
+                    outputs = encode_if_it_fits(column.encode_exactly, pixels[i : i + 1])
+                if outputs is None:
+                    return _too_large(pixels)
+                narrowed = column.narrow(outputs, keys)
+            if not _is_finite(narrowed):
+                return RecordRejected("encode", "nonfinite", f"{column.model} output")
+            rows += [one[0] for one in narrowed]
+            measured += [one] if (one := column.quality(outputs, narrowed)) else []
+        all_rows.append(rows)
+        qualities.append(worst(measured))
+    num_rows = len(next(iter(views.values()))[0])
+    halved = f"{SIZE}{encoded.forward_rows}" if encoded.forward_rows < num_rows else ""
+    return StoredRow(all_rows, qualities, ",".join(filter(None, [halved, FLOAT32 if is_exact else ""])))
+
+
+def forward_rows_of(fallback: str | None, planned: int) -> int:
+    """Rows that were encoded in one forward, from a row's ``fallback``."""
+    size = next((part for part in (fallback or "").split(",") if part.startswith(SIZE)), None)
+    return int(size.removeprefix(SIZE)) if size else planned
+
+
+def _is_finite(rows: Sequence[np.ndarray]) -> bool:
+    return all(bool(np.isfinite(one).all()) for one in rows)
+
+
+def _too_large(pixels: np.ndarray) -> RecordRejected:
+    height_px, width_px = pixels.shape[1:3]
+    detail = f"one picture of {height_px}x{width_px} px does not fit; vae.tile_px or a smaller vae.dtype needs less"
+    return RecordRejected("encode", "out_of_memory", detail)

@@ -1,0 +1,355 @@
+"""One shard of images or captions, filled batch by batch: a pure function of a slice of the plan and the encoders.
+
+A batch is the next ``batch_size`` rows of a shard of images, or captions of equal length. An image that cannot be
+decoded leaves its row empty, so the other rows keep their bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...datasets.errors import EncoderError, RecordRejected
+from ...datasets.format.buckets import bucket_size
+from ...datasets.format.layout import Part, Task
+from ...datasets.format.schema import Fallback, Reject, TextSpec
+from ...datasets.format.table_schemas import REJECTED, STORED
+from ...datasets.format.token_dtypes import is_storable, narrow, quality
+from ...datasets.format.zarr_shard import ArrayLayout
+from ...datasets.revisions.commits import new_results
+from ...datasets.revisions.plan import FrozenPlan
+from ...datasets.revisions.writer import row_checksum
+from ..encoders.text.encoder import CaptionEncoder, EncodedCaptions
+from ..encoders.text.tokenizer import of_table
+from ..images.decoders import Decoded
+from .columns import Column, EncodedBatch, Quality, Views, encode_batch, forward_rows_of, stored_row, worst
+from .inputs import ImageReader, PlannedRows
+
+Outcomes = list[tuple[str, RecordRejected | None]]
+
+
+class Shard:
+    """The rows of one task, empty at first, and what became of them.
+
+    Attributes:
+      arrays: by path, (n, ...) rows of this shard.
+      results: (items, groups) of ROW_RESULTS.
+      model: the caption encoder that must be in memory; None for images.
+    """
+
+    model: CaptionEncoder | None = None
+
+    def __init__(self, part: Part, number: int, num_items: int) -> None:
+        self.part, self.number = part, number
+        self.arrays = {
+            one.path: np.full((len(one.rows_of(number)), *one.shape[1:]), one.fill_value, one.dtype)
+            for one in part.arrays
+        }
+        self.results = new_results(part, num_items)
+        self.rejects: list[Reject] = []
+        self.fallbacks: list[Fallback] = []
+
+    @property
+    def task(self) -> Task:
+        """The task that writes it."""
+        return self.part.name, self.number
+
+    def batches(self) -> Sequence[Any]:
+        """What is encoded together, in order."""
+        raise NotImplementedError
+
+    def load(self, batch: Any, pools: Pools) -> Future[Any]:
+        """Start loading the inputs of a batch."""
+        raise NotImplementedError
+
+    def encode(self, batch: Any, inputs: Any) -> Any:
+        """Run the encoder, one batch after the other."""
+        raise NotImplementedError
+
+    def put(self, batch: Any, inputs: Any, outputs: Any) -> Outcomes:
+        """Narrow and store an encoded batch, one after the other; the encoder may run on the next one meanwhile.
+
+        Returns: key and reject (None if stored) of each record.
+        """
+        raise NotImplementedError
+
+    def store(
+        self,
+        item: int,
+        layouts: Sequence[ArrayLayout],
+        first_rows: Sequence[int],
+        values: Sequence[np.ndarray],
+        *,
+        group: int = 0,
+        quality: Quality | None = None,
+        source_checksum: int = 0,
+    ) -> None:
+        """Store the rows of one record or caption.
+
+        Args:
+          item: of the shard's results.
+          first_rows: of each array, counted over the whole array.
+          values: (rows, ...) of each array.
+          group: number of the group of arrays.
+          quality: what narrowing cost.
+          source_checksum: of the file that was encoded.
+        """
+        stored = []
+        for layout, first, rows in zip(layouts, first_rows, values, strict=True):
+            start = first - layout.rows_of(self.number).start
+            stored.append(self.arrays[layout.path][start : start + len(rows)])
+            stored[-1][:] = rows
+        result = self.results[item, group]
+        result["state"], result["checksum"], result["source_checksum"] = STORED, row_checksum(*stored), source_checksum
+        if quality:
+            result["min_cosine"], result["max_error"] = quality
+
+    def reject(self, item: int, row: int, key: str, reject: RecordRejected) -> None:
+        """Leave a record's rows empty."""
+        self.rejects.append(Reject(row=row, key=key, stage=reject.stage, reason=reject.reason, detail=reject.detail))
+        self.results["state"][item] = REJECTED
+
+
+class Pools(NamedTuple):
+    """Threads that load ahead: many that fetch and decode, one that stacks a batch."""
+
+    decode: Executor
+    stack: Executor
+
+
+class ImageBatch(NamedTuple):
+    """Decoded images of a batch.
+
+    Args:
+      images: of each row; None if no record has it.
+      views: pixels of all rows, black where none is decoded; None if all are.
+    """
+
+    images: list[Decoded | RecordRejected | None]
+    views: Views | None
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """What all shards of images of a plan share.
+
+    Args:
+      columns: of each group.
+      black: returns zeroed pixels.
+      turn: held while a model runs.
+    """
+
+    plan: FrozenPlan
+    columns: dict[str, Column]
+    reader: ImageReader
+    black: Callable[[tuple[int, ...]], np.ndarray]
+    turn: threading.Lock
+
+
+class ImageShard(Shard):
+    """One shard of the groups of a bucket that are encoded together.
+
+    Args:
+      rows: of the part.
+      fallbacks: if it is made again, the rows that were not encoded as planned.
+      wanted: rows whose batches alone are encoded; None for all.
+    """
+
+    def __init__(
+        self,
+        settings: ImageSettings,
+        part: Part,
+        number: int,
+        rows: PlannedRows,
+        *,
+        fallbacks: Sequence[Fallback] = (),
+        wanted: Set[int] | None = None,
+    ) -> None:
+        self._rows = part.arrays[0].rows_of(number)
+        super().__init__(part, number, len(self._rows))
+        self._settings, self._planned, self._wanted = settings, rows, wanted
+        self._columns = [settings.columns[group] for group in part.groups]
+        self._max_rows = self._batch_size = settings.plan.spec.latent.batch_size
+        self._known = {fallback.row: fallback.how for fallback in fallbacks}
+
+    def batches(self) -> list[range]:
+        """Rows of each batch."""
+        starts = range(self._rows.start, self._rows.stop, self._batch_size)
+        batches = [range(start, min(start + self._batch_size, self._rows.stop)) for start in starts]
+        return batches if self._wanted is None else [rows for rows in batches if self._wanted & set(rows)]
+
+    def load(self, batch: range, pools: Pools) -> Future[ImageBatch]:
+        """Decode the images of some rows."""
+        spec, bucket = self._settings.plan.spec, bucket_size(self.part.bucket)
+        kinds = {one.name: one.kind for one in spec.pictures}
+
+        def decode(row: int) -> Decoded | RecordRejected:
+            return self._settings.reader.decode_row(self._planned[row], bucket, kinds, spec.latent.downscale)
+
+        futures = [pools.decode.submit(decode, row) if self._planned.positions[row] >= 0 else None for row in batch]
+        return pools.stack.submit(lambda: self._stacked([future and future.result() for future in futures]))
+
+    def _stacked(self, images: list[Decoded | RecordRejected | None]) -> ImageBatch:
+        decoded = {i: image for i, image in enumerate(images) if isinstance(image, Decoded)}
+        if not decoded:
+            return ImageBatch(images, None)
+        views = {}
+        for name in sorted({column.image for column in self._columns}):
+            of_rows = {i: image.companions[name] if name else image for i, image in decoded.items()}
+            pixels = self._settings.black((len(images), *next(iter(of_rows.values())).pixels.shape))
+            for i, image in of_rows.items():
+                pixels[i] = image.pixels
+            views[name] = [pixels, pixels[:, :, ::-1]][: 2 if self._settings.plan.spec.latent.flip else 1]
+        return ImageBatch(images, views)
+
+    def encode(self, batch: range, inputs: ImageBatch) -> EncodedBatch | None:
+        """Run the models; a size of forwards that did not fit is not tried again in this shard."""
+        if inputs.views is None:
+            return None
+        allowed = min(forward_rows_of(self._known.get(row), self._max_rows) for row in batch)
+        with self._settings.turn, self._settings.reader.clock.measure("encode"):
+            encoded = encode_batch(inputs.views, self._columns, max_rows=allowed)
+        if encoded.forward_rows < min(allowed, len(batch)):
+            self._max_rows = encoded.forward_rows
+        return encoded
+
+    def put(self, batch: range, inputs: ImageBatch, outputs: EncodedBatch | None) -> Outcomes:
+        """Store the rows, or why they are empty."""
+        outcomes: Outcomes = []
+        for i, (row, image) in enumerate(zip(batch, inputs.images, strict=True)):
+            if image is None:
+                continue
+            item, position = row - self._rows.start, int(self._planned.positions[row])
+            if isinstance(image, Decoded):
+                assert outputs is not None
+                assert inputs.views is not None
+                result = stored_row(outputs, i, inputs.views, position, self._columns, self._settings.turn)
+            else:
+                result = image
+            if isinstance(result, RecordRejected):
+                self.reject(item, row, self._planned.keys[row], result)
+                outcomes.append((self._planned.keys[row], result))
+                continue
+            assert isinstance(image, Decoded)
+            for number, (group, layouts) in enumerate(self.part.groups.items()):
+                file = image.companions[group] if group in self._planned.companions else image
+                self.store(
+                    *(item, layouts, [row] * len(layouts), [values[None] for values in result.rows[number]]),
+                    group=number,
+                    quality=result.qualities[number],
+                    source_checksum=file.source_checksum,
+                )
+            if result.fallback:
+                self.fallbacks.append(Fallback(row=row, how=result.fallback))
+            outcomes.append((self._planned.keys[row], None))
+        return outcomes
+
+
+class CaptionShard(Shard):
+    """One shard of the captions of a text encoder, or its null caption.
+
+    Args:
+      wanted: captions whose batches alone are encoded, counted from the first of the part; None for all.
+    """
+
+    def __init__(
+        self, plan: FrozenPlan, part: Part, number: int, encoder: CaptionEncoder, wanted: Set[int] | None = None
+    ) -> None:
+        assert part.captions is not None, "a task of captions"
+        self._layout, self.model, self._wanted = part.captions, encoder, wanted
+        self._captions = range(1) if part.is_null else part.captions.captions_of(number)
+        super().__init__(part, number, len(self._captions))
+        self._texts = [""]
+        if not part.is_null:
+            texts = plan.captions_of(part)["text"]
+            self._texts = texts.slice(self._captions.start, len(self._captions)).to_pylist()
+
+    def batches(self) -> list[np.ndarray]:
+        """Captions of equal length, by their position in the shard."""
+        if self.part.is_null:
+            return [np.zeros(1, int)]
+        lengths = self._layout.num_tokens[self._captions.start : self._captions.stop]
+        batches = caption_batches(lengths, self._layout.spec, self.model)
+        if self._wanted is None:
+            return batches
+        return [batch for batch in batches if self._wanted & set((self._captions.start + batch).tolist())]
+
+    def load(self, batch: np.ndarray, pools: Pools) -> Future[list[str]]:
+        """The texts; nothing has to be read."""
+        return pools.stack.submit(lambda: [self._texts[i] for i in batch])
+
+    def encode(self, batch: np.ndarray, inputs: list[str]) -> EncodedCaptions:
+        """Embed the captions."""
+        assert self.model is not None
+        with of_table(self._layout.name):
+            return self.model.encode_null() if self.part.is_null else self.model.encode(inputs)
+
+    def put(self, batch: np.ndarray, inputs: list[str], outputs: EncodedCaptions) -> Outcomes:
+        """Store the embeddings in the store's dtype.
+
+        Raises: EncoderError: a value exceeds its range.
+        """
+        layouts = self.part.arrays
+        for number, i in enumerate(batch.tolist()):
+            starts = [0] * len(layouts) if self.part.is_null else self._layout.starts_of(self._captions[i])
+            with of_table(self._layout.name):
+                rows, measured = stored_caption(*outputs.row(number), self._layout.spec)
+            self.store(i, layouts, starts, rows, quality=measured)
+        return []
+
+
+def stored_caption(
+    tokens: np.ndarray | None, pooled: np.ndarray | None, spec: TextSpec
+) -> tuple[list[np.ndarray], Quality | None]:
+    """A caption in the store's dtypes: rows of each array, and what narrowing cost.
+
+    Args:
+      tokens: (L, D) float32, None if they are not stored.
+      pooled: (P,) float32, None if it is not stored.
+    Raises: EncoderError: a value exceeds the range of the dtype.
+    """
+    rows, measured = list[np.ndarray](), list[Quality]()
+    for values, dtype in ((tokens, spec.dtype), (None if pooled is None else pooled[None], spec.pooled_dtype)):
+        if values is None:
+            continue
+        stored = narrow(values, dtype)
+        if not is_storable(stored, dtype):
+            raise EncoderError(
+                f"store.text_dtype '{dtype}': it cannot hold a caption embedding's {np.abs(values).max():.4g}. Use "
+                'store.text_dtype = "bfloat16", "int8" or "float32".'
+            )
+        rows += stored.parts
+        measured += [quality(values, stored, dtype)] if dtype != "float32" else []
+    return rows, worst(measured)
+
+
+def caption_batches(lengths: np.ndarray, spec: TextSpec, encoder: CaptionEncoder | None) -> list[np.ndarray]:
+    """Split the captions of a shard into batches as the spec says; positions of each batch's captions."""
+    shared = encoder.tokenizer.num_shared if encoder else 0  # computed with each caption, though not stored
+    return equal_length_batches(lengths, spec.batch_size, batch_tokens=spec.batch_tokens, num_shared=shared)
+
+
+def equal_length_batches(
+    lengths: np.ndarray, batch_size: int, *, batch_tokens: int = 0, num_shared: int = 0
+) -> list[np.ndarray]:
+    """Split captions into batches of one length each, shortest first; within a length in their order.
+
+    Args:
+      lengths: (N,) tokens of each. Sorted for the first text encoder of a store; another one may count otherwise.
+      batch_size: captions in a full batch.
+      batch_tokens: if not 0, tokens in a full batch instead; a longer caption is a batch by itself.
+      num_shared: tokens computed with each caption in addition to its own.
+    Returns: positions of each batch's captions.
+    """
+    batches, order = [], np.argsort(lengths, kind="stable")
+    borders = [0, *(np.flatnonzero(np.diff(lengths[order])) + 1).tolist(), len(lengths)]
+    for start, stop in pairwise(borders) if len(lengths) else ():
+        size = max(1, batch_tokens // (int(lengths[order[start]]) + num_shared)) if batch_tokens else batch_size
+        batches += [order[i : min(i + size, stop)] for i in range(start, stop, size)]
+    return batches

@@ -1,1 +1,0 @@
-"""One shard of latents or captions: decoded ahead, encoded, committed behind."""
