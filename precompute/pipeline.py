@@ -218,7 +218,7 @@ def unfinished_plan(stage: Stage1) -> FrozenPlan | None:
     """
     root = stage.root
     with stage.runner.clock.measure(PLAN), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
-        plan = newest_plan(root)
+        plan = newest_plan(root) if newest_revision(root) else None
     if not plan or is_sealed(root, plan):
         return None
     check_fingerprint(root, plan.spec, stage.describe(None, plan.spec))
@@ -237,11 +237,12 @@ def next_plan(stage: Stage1, list_source: Callable[[], Source], newest: int) -> 
     """
     root, runner = stage.root, stage.runner
     with runner.clock.measure(PLAN), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
+        source = None if newest_revision(root) else list_source()
         known = newest_plan(root)
         if known and known.revision > newest:
             check_fingerprint(root, known.spec, stage.describe(None, known.spec))
             return None if is_sealed(root, known) else known
-        source = list_source()
+        source = source or list_source()
         spec = stage.describe(source, known and known.spec)
         if known and not is_extension(known.spec, spec):
             check_fingerprint(root, known.spec, spec)

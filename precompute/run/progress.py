@@ -1,4 +1,7 @@
-"""How far a revision is, from the commit records of all processes and the batches of this one."""
+"""How far a revision is, from the commit records of all processes and the batches of this one.
+
+Rejects count before their shard is committed, so a source that breaks stops the run before its rejects are permanent.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from ...datasets.format.layout import Task, is_picture_task
 from ...datasets.revisions.writer import StoreWriter
 from .clock import REJECTED, Progress
 from .rejects import RejectLimits, planned_rejects
+from .shards import Shard
 
 CAPTIONS, PICTURES = "captions", "pictures"  # stages, by what they count
 LOOK_SHARE = 0.05  # of the time at most, for reading what others have committed
@@ -27,15 +31,19 @@ class RunProgress:
         self._writer, self._limits, self._show = writer, limits, show
         self._sizes = {task: writer.plan.layout.num_items(*task) for task in missing}
         self._left, self._encoded = set(missing), Counter[Task]()
+        self._pending: dict[Task, Counter[str]] = {}  # rejects of the shards of this process, by reason
         self._planned, self._next_look, self._shown = planned_rejects(writer.plan), 0.0, Counter[str]()
 
-    def add(self, task: Task, count: int) -> None:
-        """This process has encoded some items of a shard.
+    def add(self, shard: Shard, count: int) -> None:
+        """This process has encoded some more items of a shard, which is not committed yet.
 
         Raises: SourceError: all processes together have rejected too many records.
         """
-        self._encoded[task] += count
-        self.look(_stage(task))
+        self._encoded[shard.task] += count
+        if rejects := list(shard.rejects):
+            counted = self._writer.plan.layout.counted_rows(*shard.task)
+            self._pending[shard.task] = Counter(one.reason for one in rejects if one.row in counted)
+        self.look(_stage(shard.task))
 
     def look(self, stage: str = "") -> None:
         """Read the commit records again, unless that was a moment ago, and show a stage; without one, show all.
@@ -45,9 +53,10 @@ class RunProgress:
         start = time.monotonic()
         if start >= self._next_look or not stage:
             self._left = {task for task in self._left if not self._writer.is_committed(task)}
-            self._limits.rejected = self._planned + self._writer.reject_reasons
-            self._limits.check_share()
             self._next_look = time.monotonic() + (time.monotonic() - start) / LOOK_SHARE
+        pending = (reasons for task, reasons in self._pending.items() if not self._writer.is_committed(task))
+        self._limits.rejected = sum(pending, self._planned + self._writer.reject_reasons)
+        self._limits.check_share()
         if (rejected := self._limits.rejected.total()) != self._shown[REJECTED]:
             self._show(REJECTED, rejected, 0)
             self._shown[REJECTED] = rejected

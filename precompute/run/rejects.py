@@ -55,7 +55,7 @@ class RejectLimits:
         self.rejected, self.problem = Counter[str](), None
         self._section, self._total, self._carried, self._is_planning = section, total, Counter(carried), is_planning
         self._allowed = max(section.max_reject_share * total, min(SMALL_NUMBER, total / 2))
-        self._in_a_row: Counter[str] = Counter()
+        self._in_a_row, self._last = Counter[str](), ""
 
     def count(
         self, num_records: int, rejects: Sequence[tuple[int, str, RecordRejected]], *, share: bool = True
@@ -67,6 +67,9 @@ class RejectLimits:
           share: count them for the share too.
         """
         following = 0  # position that continues a row of rejects
+        if rejects:
+            _, key, reject = rejects[-1]
+            self._last = f"The last is '{key}': {reject}."
         for position, key, reject in rejects:
             if position > following:
                 self._in_a_row.clear()
@@ -79,20 +82,19 @@ class RejectLimits:
             self._in_a_row.clear()
         if share and rejects:
             self.rejected.update(reject.reason for _, _, reject in rejects)
-            _, key, reject = rejects[-1]
-            self.check_share(f"The last is '{key}': {reject}.")
+            self.check_share()
 
     def check_share(self, example: str = "") -> None:
         """Note the problem if too large a share of all records is rejected.
 
         Args:
-          example: a sentence about one of the rejects.
+          example: a sentence about one of the rejects; by default about the last that was counted.
         """
         reasons = self._carried + self.rejected
         if self.rejected.total() and reasons.total() > self._allowed:
             share = f"more than source.max_reject_share = {self._section.max_reject_share}"
             what = f"{reasons.total()} of {self._total} records are rejected, {share}"
-            self._refuse(what, reasons, example, "max_reject_share")
+            self._refuse(what, reasons, example or self._last, "max_reject_share")
 
     def check(self) -> None:
         """Raises: SourceError: too many records are rejected."""

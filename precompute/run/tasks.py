@@ -89,7 +89,7 @@ class Runner:
         tasks: Iterable[Task],
         *,
         limits: RejectLimits | None = None,
-        on_batch: Callable[[Task, int], None] = lambda task, count: None,
+        on_batch: Callable[[Shard, int], None] = lambda shard, count: None,
         fallbacks_of: FallbacksOf = lambda part, shard: (),
         wanted_of: WantedOf = lambda task: None,
     ) -> Iterator[Shard]:
@@ -98,7 +98,7 @@ class Runner:
         Args:
           tasks: those of captions first.
           limits: of rejects in a row.
-          on_batch: called with each finished batch: its task, and its number of items.
+          on_batch: called with each finished batch: its shard, and its number of items.
           fallbacks_of: of a part and shard that is made again, the rows that were not encoded as planned.
           wanted_of: of a task, the rows or captions whose batches alone are encoded; None for all.
         Raises: SourceError: too many records in a row are rejected.
@@ -133,7 +133,7 @@ def filled(
     *,
     num_at_once: int,
     limits: RejectLimits | None = None,
-    on_batch: Callable[[Task, int], None] = lambda task, count: None,
+    on_batch: Callable[[Shard, int], None] = lambda shard, count: None,
 ) -> Iterator[Shard]:
     """Load, encode and store the batches of shards, in order; yields each shard when it is full.
 
@@ -171,7 +171,7 @@ def filled(
                 rejects = [(i, key, reject) for i, (key, reject) in enumerate(outcomes) if reject]
                 limits.count(len(outcomes), rejects, share=False)
                 limits.check()
-            on_batch(shard.task, len(batch))
+            on_batch(shard, len(batch))
             if is_last:
                 yield shard
 

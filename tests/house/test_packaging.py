@@ -173,12 +173,10 @@ def test_every_exception_is_caught_at_the_edge_and_where_a_picture_is_rejected_o
         if isinstance(node, ast.ExceptHandler) and catches_everything(node)
     }
     # encoders/text/tokenizer.py: the library of the tokenizers raises this very class; any other goes on
-    # job.py: the edge of a process that encodes for another, to which it sends what was raised
     # deepspeed_engine.py: so does DeepSpeed, where its loss scale ends
     # images.py: the edges of two threads, for whose images a page waits
     edges = {
         "tools/cli/commands.py",
-        "precompute/engines/job.py",
         "tools/inspection/view/images.py",
     }
     libraries = {"precompute/encoders/text/tokenizer.py", "train/parallel/deepspeed_engine.py"}

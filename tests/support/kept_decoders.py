@@ -18,7 +18,6 @@ from leandit.precompute.images.decoders import Decoders
 # Who starts decoders by this name; tests of what a start or an end does make their own.
 USERS = (
     "precompute.pipeline",
-    "precompute.engines.job",
     "precompute.images.decoders",  # where it is imported late
     "tools.inspection.pictures",
     "tools.plan.dry_run",

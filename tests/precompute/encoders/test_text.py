@@ -25,7 +25,7 @@ from leandit.precompute.encoders.text.encoder import CaptionEncoder, TokenCount
 from leandit.precompute.encoders.text.instructions import INSTRUCTIONS
 from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.pipeline import Report
-from leandit.precompute.shards.caption_shard import equal_length_batches
+from leandit.precompute.run.shards import equal_length_batches
 from leandit.tools.terminal.outcome import precompute_rows
 from leandit.train.loop import StopRequest, train
 from leandit.train.metrics.history import StepReport

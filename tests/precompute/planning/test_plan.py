@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -22,16 +21,16 @@ from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning.captions import CaptionCounts, plan_captions
 from leandit.precompute.planning.compare import Comparison, Kept, all_fresh
-from leandit.precompute.planning.pictures import PlannedPicture, PlannedPictures, picture_table, plan_pictures
+from leandit.precompute.planning.pictures import plan_pictures
 from leandit.precompute.planning.records import plan_records
-from leandit.precompute.progress.rejects import RejectLimit
-from leandit.precompute.shards.caption_shard import equal_length_batches
+from leandit.precompute.run.rejects import RejectLimits
+from leandit.precompute.run.shards import equal_length_batches
 from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.files.record import SourceRecord, caption_texts
 from leandit.precompute.sources.listing.listing import record_batches, spool
 from leandit.precompute.sources.source import Source
 
-Planned = Callable[..., list[PlannedPicture]]
+Planned = Callable[..., pa.Table]
 MAX_TOKENS = 8
 LONG = "a big red circle above a tiny green square left of a blue triangle"
 
@@ -55,25 +54,21 @@ def made_source(root: Path, shapes: Sequence[tuple[int, int]], captions: Sequenc
 def planned(decoders: Decoders) -> Planned:
     """Pictures of a source as its first revision plans them."""
 
-    def plan(source: Source, recipe: PrecomputeRecipe, *, stops: bool = False) -> list[PlannedPicture]:
-        limit = None if stops else RejectLimit(recipe.source, None)
-        found = plan_pictures(source, source.records, recipe, decoders, limit, progress=lambda done: None)
-        return list(chain.from_iterable(found))
+    def plan(source: Source, recipe: PrecomputeRecipe, *, stops: bool = False) -> pa.Table:
+        limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
+        return plan_pictures(source, source.records, recipe, decoders, limits, stops=stops)
 
     return plan
 
 
-def as_table(pictures: list[PlannedPicture]) -> pa.Table:
-    return picture_table([PlannedPictures(pictures, np.arange(len(pictures)))])
-
-
-def table_of(source: Source, pictures: Sequence[PlannedPicture], caption_ids: Sequence[Sequence[int]]) -> pa.Table:
+def table_of(source: Source, pictures: pa.Table, caption_ids: Sequence[Sequence[int]]) -> pa.Table:
     ids = pa.chunked_array([list(caption_ids)], pa.list_(pa.int32()))
-    return plan_records(all_fresh(source.records), as_table(pictures), ids, revision=1)
+    return plan_records(all_fresh(source.records), pictures, ids, revision=1)
 
 
-def texts_of(source: Source, pictures: Sequence[PlannedPicture]) -> list[pa.ListArray]:
-    return lists([[] if p.reject else caption_texts(r) for r, p in zip(source.records, pictures, strict=True)])
+def texts_of(source: Source, pictures: pa.Table) -> list[pa.ListArray]:
+    rows = pictures["row"].to_pylist()
+    return lists([[] if row < 0 else caption_texts(r) for r, row in zip(source.records, rows, strict=True)])
 
 
 def lists(texts: Sequence[Sequence[str]]) -> list[pa.ListArray]:
@@ -120,14 +115,14 @@ def test_the_plan_does_not_depend_on_threads(
 def test_a_ratio_beyond_four_and_a_half_is_rejected(
     tmp_path: Path, planned: Planned, size: tuple[int, int], reason: str | None
 ) -> None:
-    (found,) = planned(made_source(tmp_path, [size], [("x",)]), caption_recipe())
-    assert (found.reject and found.reject.reason) == reason
+    found = planned(made_source(tmp_path, [size], [("x",)]), caption_recipe())
+    assert found["reason"].to_pylist() == [reason]
 
 
 def test_a_square_takes_every_ratio(tmp_path: Path, planned: Planned) -> None:
     source = made_source(tmp_path, [(10, 100)], [("x",)])
-    (found,) = planned(source, caption_recipe('images.buckets="square"', "images.resolution=64"))
-    assert (found.bucket, found.reject) == ((64, 64), None)
+    found = planned(source, caption_recipe('images.buckets="square"', "images.resolution=64"))
+    assert (found["bucket"].to_pylist(), found["reason"].to_pylist()) == (["64x64"], [None])
 
 
 @pytest.mark.parametrize("captions", [(), ("",), (" \t\n", "")])
@@ -135,10 +130,8 @@ def test_a_record_without_a_caption_is_rejected_only_where_text_is_wanted(
     tmp_path: Path, planned: Planned, captions: tuple[str, ...]
 ) -> None:
     source = made_source(tmp_path, [(64, 64)], [captions])
-    (with_text,) = planned(source, caption_recipe())
-    (without,) = planned(source, caption_recipe("text.kind=none"))
-    assert with_text.reject
-    assert (with_text.reject.reason, without.reject) == ("no_caption", None)
+    with_text, without = planned(source, caption_recipe()), planned(source, caption_recipe("text.kind=none"))
+    assert [table["reason"].to_pylist() for table in (with_text, without)] == [["no_caption"], [None]]
 
 
 def test_captions_are_listed_once_sorted_by_length_and_named_by_their_records(
@@ -230,7 +223,7 @@ def test_a_later_revision_counts_its_rows_and_captions_on_its_own(
     comparison = Comparison(kept, fresh, before.select(RECORDS_SCHEMA.names), {1: 2})
     texts = [*comparison.texts, ["a blue square"], ["a circle"]]
     captions, ids = plan_captions(lists(texts), counted(tokenizer), revision=2, known=known)
-    table = plan_records(comparison, as_table(planned(source, caption_recipe())), ids, revision=2)
+    table = plan_records(comparison, planned(source, caption_recipe()), ids, revision=2)
     assert table["key"].to_pylist() == ["key-0", "key-1", "new-0", "new-1"]
     assert table["revision"].to_pylist() == [1, 1, 2, 2]
     assert table["row"].to_pylist() == [0, 0, 0, 1]
@@ -254,7 +247,7 @@ def test_too_many_rejects_stop_the_scan_and_say_why(
         (tmp_path / record.path).write_bytes(b"x" * record.num_bytes)
     recipe = caption_recipe(f"source.max_reject_share={share}", f"source.max_rejects_in_a_row={in_a_row}")
     if stops is None:
-        assert sum(picture.reject is not None for picture in planned(source, recipe, stops=True)) == broken
+        assert len(planned(source, recipe, stops=True)["reason"].drop_null()) == broken
         return
     with pytest.raises(SourceError, match=rf"{broken} .*rejected.*{stops}.*{broken} x not_an_image") as caught:
         planned(source, recipe, stops=True)

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from faults import encode, in_child, without_seal
 from harness import InProcessDecoders
@@ -30,19 +29,16 @@ from making import (
 )
 
 from leandit.datasets.errors import FingerprintMismatch, ResourceError
-from leandit.datasets.format.caption_layout import NULL_PART
 from leandit.datasets.format.layout import LEASES, Task
 from leandit.datasets.revisions import commits, seal
-from leandit.datasets.revisions.commits import new_results
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.precompute import pipeline
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.planning import opening, planner
-from leandit.precompute.progress.clock import StageClock
-from leandit.precompute.shards import stages
-from leandit.precompute.shards.latent_shard import PackedShard, ShardBuilder
-from leandit.precompute.shards.stages import Background
+from leandit.precompute.run.clock import StageClock
+from leandit.precompute.run.shards import Shard
+from leandit.precompute.run.tasks import Commits
 from leandit.precompute.sharing import leases
 from leandit.precompute.sharing.leases import Lease, Leases, alone, seal_alone
 from leandit.precompute.sharing.part import Part, part_of
@@ -259,19 +255,18 @@ def test_parts_at_the_same_time_make_the_store_of_one_process(source: Path, tmp_
 def test_two_processes_at_the_same_time_encode_no_shard_twice(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, finish, text_shard = tmp_path / "log", ShardBuilder.finish, stages.encode_caption_shard
+    log, add = tmp_path / "log", Commits.add
 
-    def note(shard: PackedShard) -> PackedShard:
+    def note(self: Commits, shard: Shard) -> None:
         """Write down who encoded what; the first of each process waits for that of the other."""
         with open(log, "a") as file:
-            file.write(f"{shard.part} {shard.shard} {os.getpid()}\n")
+            file.write(f"{shard.part.name} {shard.number} {os.getpid()}\n")
         end = time.monotonic() + 60
         while len({line.split()[2] for line in log.read_text().splitlines()}) < 2 and time.monotonic() < end:
             time.sleep(0.01)
-        return shard
+        add(self, shard)
 
-    monkeypatch.setattr(ShardBuilder, "finish", lambda self: note(finish(self)))
-    monkeypatch.setattr(stages, "encode_caption_shard", lambda *what: note(text_shard(*what)))
+    monkeypatch.setattr(Commits, "add", note)
     codes: list[int] = []
     other = threading.Thread(target=lambda: codes.append(in_child(lambda: run(source, tmp_path / "store") and 0)))
     other.start()
@@ -281,7 +276,7 @@ def test_two_processes_at_the_same_time_encode_no_shard_twice(
     assert report.manifest is not None
     encoded = [line.split() for line in log.read_text().splitlines()]
     shards = [(part, int(shard)) for part, shard, _ in encoded]
-    tasks = [task for task in read_plan(tmp_path / "store", 1).layout.tasks() if task[0] != NULL_PART]
+    tasks = read_plan(tmp_path / "store", 1).layout.tasks()
     assert sorted(shards) == sorted(tasks)  # each once, by whomever
     assert len({pid for _, _, pid in encoded}) == 2
 
@@ -452,14 +447,10 @@ def test_who_stood_still_does_not_touch_what_others_have_committed(source: Path,
     run(source, tmp_path / "store")
     before = tree_digest(tmp_path / "store")
     writer = StoreWriter(tmp_path / "store", read_plan(tmp_path / "store", 1))
-    part, shard = next(task for task in writer.plan.layout.tasks() if task[0].startswith("buckets/"))
-    arrays = {
-        layout.path: np.zeros((len(layout.rows_of(shard)), *layout.shape[1:]), layout.dtype)
-        for layout in writer.plan.layout.part_arrays(part)
-    }
-    results = new_results(writer.plan.layout.parts[part], len(writer.plan.layout.rows_of(part, shard)))
-    with Leases(writer) as held, Background(writer, held, StageClock()) as background:
-        background.commit(PackedShard(part, shard, arrays, results))
+    part, number = next(task for task in writer.plan.layout.tasks() if task[0].startswith("buckets/"))
+    empty = Shard(writer.plan.layout.parts[part], number, len(writer.plan.layout.rows_of(part, number)))
+    with Leases(writer) as held, Commits(writer, held, StageClock()) as commits:
+        commits.add(empty)
     assert tree_digest(tmp_path / "store") == before
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import pickle
 import subprocess
 import sys
 import time
@@ -16,8 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from leandit.precompute.engines.told import level_told, tell, told_to
-from leandit.precompute.progress.clock import REJECTED
+from leandit.precompute.run.clock import REJECTED
 from leandit.tools.synthetic.store import make_store
 from leandit.tools.terminal import outcome, progress
 from leandit.tools.terminal.outcome import after_store, command_without, print_next, sample_with
@@ -157,32 +155,3 @@ def test_the_library_prints_nothing_by_itself(settings: str, heard: bool) -> Non
     code = f"import logging, leandit; {settings}logging.getLogger('leandit.x').warning('heard')"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ("heard" in ended.stderr, bool(ended.stderr)) == (heard, heard)
-
-
-def test_what_another_process_logs_is_shown_here_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
-    sent: list[bytes] = []
-    show_decisions(True)
-    level = level_told()
-    show_decisions(False)
-    with told_to(lambda message: sent.append(pickle.dumps(message)), level):
-        LOG.info("%d decoders", 3)
-        LOG.debug("noise")
-    LOG.info("after its end")
-    assert level_told() > logging.INFO
-    with told_to(lambda message: sent.append(pickle.dumps(message)), level_told()):
-        LOG.info("nobody listens")
-    (record,) = map(pickle.loads, sent)
-    tell(record, "cuda:1 (process 2)")
-    assert capsys.readouterr().err == ""
-    show_decisions(True)
-    tell(record, "cuda:1 (process 2)")
-    assert " s cuda:1 (process 2) somewhere.inside] 3 decoders\n" in capsys.readouterr().err
-
-
-def test_a_process_whose_reader_is_gone_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    def gone(message: object) -> None:
-        raise ConnectionError
-
-    with told_to(gone, logging.INFO):
-        LOG.info("into the void")
-    assert capsys.readouterr().err == ""

@@ -146,12 +146,12 @@ def _run_on_devices(
 
     from ....precompute.pipeline import newest_revision
 
-    before, traceback = newest_revision(store), ["--traceback"] * ("--traceback" in sys.argv)
+    before, flags = newest_revision(store), [flag for flag in ("--traceback", "--verbose") if flag in sys.argv]
 
     def words_of(device: str) -> list[str]:
         # Rejects are tried again in one revision, not in another by each process that is started later.
         retry = ["--retry-rejected"] * (retry_rejected and newest_revision(store) == before)
-        return [MAIN, *traceback, *words, "--device", device, *retry]
+        return [MAIN, *flags, *words, "--device", device, *retry]
 
     how: dict[str, Any] = {
         "store": store.absolute(),

@@ -10,11 +10,11 @@ from making import CPU, caption_recipe, no_progress
 from PIL import Image
 
 from leandit.precompute.pipeline import precompute
-from leandit.precompute.progress import verdict
-from leandit.precompute.progress.verdict import Power, advice, before_stages, bound_by, stage_times
+from leandit.precompute.run import bottleneck
+from leandit.precompute.run.bottleneck import Workers, advice, before_stages, bound_by, stage_times
 from leandit.tools.terminal.outcome import NOTHING_TO_DO, precompute_rows
 
-POWER = Power("cpu", 1, 4)
+WORKERS = Workers("cpu", 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ POWER = Power("cpu", 1, 4)
     ],
 )
 def test_the_stage_that_is_busy_longest_bounds_the_run(seconds: dict[str, float], bound: str, words: list[str]) -> None:
-    times = stage_times(seconds | {"plan": 500.0, "wait_decode": 100.0}, 1000, POWER)
+    times = stage_times(seconds | {"plan": 500.0, "wait_decode": 100.0}, 1000, WORKERS)
     assert bound_by(times) == bound
     for on_cpu in (True, False):
         said = advice(times, on_cpu=on_cpu, codec="zstd")
@@ -37,14 +37,14 @@ def test_the_stage_that_is_busy_longest_bounds_the_run(seconds: dict[str, float]
 
 def test_what_comes_before_the_stages_is_told_apart_and_for_several_processes_once() -> None:
     seconds = {"load": 4.0, "plan": 9.0, "check": 2.0, "encode": 5.0}
-    assert before_stages(seconds, POWER) == "4.0 s to load the encoders, 7.0 s to plan, 2.0 s for the self-check"
-    two = Power("cpu", 2, 4)
+    assert before_stages(seconds, WORKERS) == "4.0 s to load the encoders, 7.0 s to plan, 2.0 s for the self-check"
+    two = Workers("cpu", 2, 4)
     assert before_stages(seconds, two) == "2.0 s to load the encoders, 2.5 s to plan, 2.0 s for the self-check"
-    assert before_stages({"encode": 5.0}, POWER) == ""
+    assert before_stages({"encode": 5.0}, WORKERS) == ""
 
 
 def test_a_codec_that_is_none_is_not_advised() -> None:
-    times = stage_times({"decode": 4, "write": 50}, 1000, POWER)
+    times = stage_times({"decode": 4, "write": 50}, 1000, WORKERS)
     said = [advice(times, on_cpu=True, codec=codec) for codec in ("none", "zstd")]
     assert ["set store.codec 'none'" in words for words in said] == [False, True]
     assert ["put the store on a faster or a local disk" in words for words in said] == [True, True]
@@ -75,13 +75,13 @@ def test_a_run_that_encodes_captions_alone_or_only_rejects_does_not_say_that_all
 
 
 def test_a_stage_that_took_no_time_has_no_rate() -> None:
-    assert [time.images_per_second for time in stage_times({"read": 0.0, "write": 2.0}, 10, POWER)] == [None, 5.0]
+    assert [time.images_per_second for time in stage_times({"read": 0.0, "write": 2.0}, 10, WORKERS)] == [None, 5.0]
 
 
 def test_a_run_tells_reading_from_decoding_and_what_to_change(
     caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verdict, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(bottleneck, "LEAST_SECONDS", 0.0)
     stages, source = set[str](), shutil.copytree(caption_folder, tmp_path / "source")
     for path in source.rglob("*.png"):  # large enough that decoding takes clearly longer than reading
         image = Image.open(path)
@@ -91,11 +91,11 @@ def test_a_run_tells_reading_from_decoding_and_what_to_change(
     times = {time.name: time for time in report.times}
     assert list(times) == ["read", "decode", "text", "encode", "write"]
     assert 0 < times["read"].seconds < times["decode"].seconds
-    assert times["decode"].threads == report.power.num_decoders
+    assert times["decode"].threads == report.workers.num_decoders
     rows = precompute_rows(report, tmp_path / "store")
     assert [row[1].split()[0] for row in rows if not row[0]] == list(times)
     said = dict(rows)["before"]
     assert [words in said for words in ("s to load the encoders", "s to plan", "overlap")] == [True] * 3
-    assert {"caption shards", "pictures"} <= stages
+    assert {"captions", "pictures"} <= stages
     assert rows[-1][0] == "bound by"
     assert rows[-1][1].startswith(bound_by(report.times))
