@@ -695,14 +695,14 @@ def test_a_process_that_another_one_overtakes_reports_the_newest_revision(
 ) -> None:
     source, store = copies(labelled, tmp_path)
     picture(77).save(source / "n000/new.png")
-    plan_next = pipeline.plan_next
+    next_plan = pipeline.next_plan
 
     def overtaken(*args: Any) -> Any:
-        monkeypatch.setattr(pipeline, "plan_next", plan_next)
+        monkeypatch.setattr(pipeline, "next_plan", next_plan)
         assert run(source, store).num_encoded == 1
-        return plan_next(*args)
+        return next_plan(*args)
 
-    monkeypatch.setattr(pipeline, "plan_next", overtaken)
+    monkeypatch.setattr(pipeline, "next_plan", overtaken)
     report = run(source, store)
     assert report.num_encoded == 0
     assert report.manifest is not None
