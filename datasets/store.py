@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +34,9 @@ from .format.zarr_shard import ArrayLayout
 from .revisions.catalog import REPAIR
 from .revisions.opened import open_revision
 from .revisions.records import INDEX_COLUMNS, BucketIndex, Record, build_indexes, near_keys
+
+if TYPE_CHECKING:
+    import zarr
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 SIZE_COLUMNS = (
@@ -365,6 +368,20 @@ class LatentStore:
         """Embedding of the empty caption at full length, (max_tokens, D), for classifier-free guidance; dtype as of
         ``caption_embedding``."""
         return self.tokens.null
+
+    @cached_property
+    def zarr(self) -> zarr.Group:
+        """The store as a group of zarr-python, read-only: ``store.zarr["buckets/256x256/moments"][:4]``.
+
+        Its arrays have the rows of the newest revision, rows that no record names too (FORMAT.md). Nothing is checked.
+
+        Raises: StoreError: the store is at a URL, and its shards are not local.
+        """
+        import zarr
+
+        if self.remote:
+            raise StoreError(f"store '{self.remote.url}': zarr-python reads local stores. Download it first.")
+        return zarr.open_group(self.folder.root, mode="r")
 
     @property
     def layouts(self) -> Mapping[str, ArrayLayout]:

@@ -106,7 +106,8 @@ def test_zarr_opens_the_root_group_and_lists_every_array(root: Path) -> None:
         assert array.attrs.asdict() == ({"bits_of": "bfloat16"} if layout["dtype"] == "uint16" else {})
         for _, first, end in layout["ranges"]:
             np.testing.assert_array_equal(array[first:end], reader.array(path)[first:end])
-    group = zarr.open_group(root, mode="r")
+    group = LatentStore(root).zarr
+    assert group.read_only
     assert group.attrs.asdict() == {"leandit": reader.spec}
     assert list(reader.features) == ["dino", "grid", "token"]
 
