@@ -254,9 +254,9 @@ def open_source(
     return replace(_opened(path, asked)[0], pictures=dict(pictures))
 
 
-def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource, SourceFiles, list[str]]:
-    """As ``open_source``; also the files to list, whose pictures may be elsewhere, and notes."""
-    settings, notes = SourceSection(kind=asked) if isinstance(asked, str) else asked, []
+def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource, SourceFiles, str | None, list[str]]:
+    """As ``open_source``; also the files to list, whose images may be elsewhere, the table or None, and notes."""
+    settings = SourceSection(kind=asked) if isinstance(asked, str) else asked
     files = open_files(path)
     if settings.kind != "imagefolder" and (folder := pixart_folder(str(path))) != str(path):
         above = open_source_files(folder)
@@ -264,22 +264,57 @@ def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource
     if files.only and settings.kind in ("auto", "webdataset", "imagenet"):
         _check_file(files)
     whole = files
+    kind, files, table, notes = _detect(files, settings)
+    settings = settings.model_copy(update={"kind": kind})
+    if settings.split and files is whole and (files.only or kind not in SHARDED) and not coco_names(files):
+        check_has_splits(files.name, settings.split)
+    if settings.root and kind not in TABLES:
+        raise SourceError(f"source '{files.name}': source.root is for a table that names images; this is {kind}.")
+    root = settings.root or (default_root(files) if kind in TABLES else "")
+    is_elsewhere = root and normalized_root(root) is None
+    images = open_source_files(elsewhere(files, root)) if is_elsewhere else files
+    return OpenedSource(settings, images), files, table, notes
+
+
+def _detect(files: SourceFiles, settings: SourceSection) -> tuple[str, SourceFiles, str | None, list[str]]:
+    """Kind, files of the split, path of the table that names the images (or None), and notes."""
     if settings.kind in ("auto", "arrow") and is_saved_dict(files):
         files, notes = saved_split(files, settings.split)
-    elif not (settings.kind in TABLES or find_table(files, settings) or find_caption_table(files, settings)):
+        return "arrow", files, None, notes
+    table = find_table(files, settings)
+    captions = None if table else find_caption_table(files, settings)
+    notes: list[str] = []
+    if not (table or captions or settings.kind in TABLES):
+        whole = files
         files, notes = folder_of_split(files, settings)
-    if settings.kind == "auto":
-        settings = settings.model_copy(update={"kind": _guess_kind(files, settings)})
-    if settings.split and files is whole and (files.only or settings.kind not in SHARDED) and not coco_names(files):
-        check_has_splits(files.name, settings.split)
-    if settings.root and settings.kind not in TABLES:
-        raise SourceError(
-            f"source '{files.name}': source.root is for a table that names pictures; this is {settings.kind}."
-        )
-    root = settings.root or (default_root(files) if settings.kind in TABLES else "")
-    is_elsewhere = root and normalized_root(root) is None
-    pictures = open_source_files(elsewhere(files, root)) if is_elsewhere else files
-    return OpenedSource(settings, pictures), files, notes
+        if files is not whole:
+            table = find_table(files, settings)
+            captions = None if table else find_caption_table(files, settings)
+    kind = _guess_kind(files, settings, table, captions) if settings.kind == "auto" else settings.kind
+    return kind, files, table or captions, notes
+
+
+def _guess_kind(files: SourceFiles, settings: SourceSection, table: str | None, captions: str | None) -> str:
+    """The kind of a source.
+
+    Args:
+      table: with a known name.
+      captions: else a text table of images.
+    """
+    if is_saved_dataset(files):
+        return "arrow"
+    if table and table.endswith(".parquet") and holds_pictures(files, table):
+        return "parquet"
+    if table:
+        return "metadata" if table in METADATA and not files.only else "manifest"
+    tars = tar_names(files, settings.split)
+    parquet = [] if files.only else parquet_names(files, settings.split)
+    # A folder of tars may hold Parquet files without images, as img2dataset writes them.
+    if parquet and (not tars or holds_pictures(files, parquet[0])):
+        return "parquet"
+    if tars:
+        return "imagenet" if is_imagenet(files, tars) else "webdataset"
+    return "manifest" if captions else "sidecars" if has_sidecars(files) else "imagefolder"
 
 
 def _check_file(files: SourceFiles) -> None:
@@ -306,7 +341,7 @@ def list_source(
     Raises: SourceError: missing, empty, not of this kind, or several splits; RecipeError: no file system for the URL,
       or no file of class names.
     """
-    opened, files, notes = _opened(path, asked)
+    opened, files, table, notes = _opened(path, asked)
     kind, settings = opened.kind, opened.settings
     scan = Scan(settings, notes=notes, companions=dict(pictures))
     if pictures and kind not in WITH_COLUMNS:
@@ -322,7 +357,7 @@ def list_source(
             "out, or set source.kind=imagefolder."
         )
     names = read_class_names(settings.class_names) if settings.class_names else None  # before the long listing
-    batches = _batches(files, opened.files, scan)
+    batches = _batches(files, opened.files, table, scan)
     batches = batches if settings.labels != "none" else map(_unlabelled, batches)
     records = spool(_readable(files, batches), progress)
     if not records:
@@ -363,36 +398,15 @@ def _readable(files: SourceFiles, batches: Iterator[pa.RecordBatch]) -> Iterator
         ) from error
 
 
-def _batches(files: SourceFiles, pictures: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]:
+def _batches(files: SourceFiles, images: SourceFiles, table: str | None, scan: Scan) -> Iterator[pa.RecordBatch]:
     kind = scan.settings.kind
     if kind in BATCHES:
         return BATCHES[kind](files, scan)
     if kind in RECORDS:
         return record_batches(RECORDS[kind](files, scan))
-    table = find_table(files, scan.settings) or find_caption_table(files, scan.settings)
     if table is None or (kind == "metadata" and table not in METADATA):
-        needed = (
+        names = (
             " or ".join(METADATA) if kind == "metadata" else "manifest (*.jsonl, *.csv, *.parquet or data_info.json)"
         )
-        raise SourceError(f"source '{files.name}': there is no {needed}, which source.kind \"{kind}\" needs.")
-    return table_batches(files, pictures, table, scan)
-
-
-def _guess_kind(files: SourceFiles, settings: SourceSection) -> str:
-    if is_saved_dataset(files):
-        return "arrow"
-    table = find_table(files, settings)
-    if table in METADATA and not files.only and not (table.endswith(".parquet") and holds_pictures(files, table)):
-        return "metadata"
-    if table and not (table.endswith(".parquet") and holds_pictures(files, table)):
-        return "manifest"
-    tars = [] if table else tar_names(files, settings.split)
-    parquet = [] if table or files.only else parquet_names(files, settings.split)
-    # A folder of tars may hold Parquet files without pictures, as img2dataset writes them.
-    if table or (parquet and (not tars or holds_pictures(files, parquet[0]))):
-        return "parquet"
-    if tars:
-        return "imagenet" if is_imagenet(files, tars) else "webdataset"
-    if find_caption_table(files, settings):
-        return "manifest"
-    return "sidecars" if has_sidecars(files) else "imagefolder"
+        raise SourceError(f"source '{files.name}': there is no {names}, which source.kind \"{kind}\" needs.")
+    return table_batches(files, images, table, scan)

@@ -118,13 +118,6 @@ def label_of(row: Mapping[str, Any]) -> int:
     return label
 
 
-def size_of(row: Mapping[str, Any]) -> tuple[int, int]:
-    """Height and width in pixels of a row, or (0, 0)."""
-    height, width = row.get("height"), row.get("width")
-    sides = [side for side in (height, width) if type(side) is int and 0 < side <= MAX_SIDE_PX]
-    return (sides[0], sides[1]) if len(sides) == 2 else (0, 0)
-
-
 def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Captions of a row: a list or one text, from the first of ``CAPTION_NAMES`` that is present.
 

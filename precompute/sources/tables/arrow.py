@@ -22,6 +22,7 @@ from ...images.faults import is_fault
 from ..files.files import LocalFiles, SourceFiles, open_source_files, shown
 from ..files.folders import Scan
 from ..files.splits import ALL, choose_split
+from ..listing.duck import database
 from .parquet import MAX_GROUP_BYTES, OPEN_FILES, RowBytes, RowRecords, find_columns
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
@@ -90,15 +91,16 @@ def arrow_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]:
 
     Raises: SourceError: a file is damaged, has no column of images, or other classes than the first.
     """
-    listed = RowRecords(scan)
-    for name in arrow_names(files):
-        with _opened(files, name) as file:
-            schema, batches = _find_batches(file, shown(files, name))
-            listed.begin(files, name, schema)
-            for batch in batches:
-                if not listed.columns:
-                    yield from listed.plain(batch.num_rows)
-                else:
+    with database(f"source '{files.name}'") as connection:
+        listed = RowRecords(scan, connection)
+        for name in arrow_names(files):
+            with _opened(files, name) as file:
+                schema, batches = _find_batches(file, shown(files, name))
+                listed.begin(files, name, schema)
+                for batch in batches:
+                    if not listed.columns:
+                        yield from listed.plain(batch.num_rows)
+                        continue
                     rows = _read_batch(file, batch, schema).select(listed.columns)
                     for start in range(0, rows.num_rows, READ_ROWS):
                         yield listed.batch(rows.slice(start, READ_ROWS))

@@ -36,8 +36,8 @@ def open_parquet(file: BinaryIO, texts: Sequence[str] = ()) -> pq.ParquetFile:
     return pq.ParquetFile(file, metadata=metadata, read_dictionary=whole, buffer_size=BUFFER_BYTES)
 
 
-def read_rows(parquet: pq.ParquetFile, names: Sequence[str], where: str) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Columns of a file, TABLE_ROWS at a time, and the bytes of these rows.
+def read_rows(parquet: pq.ParquetFile, names: Sequence[str], where: str) -> Iterator[pa.RecordBatch]:
+    """Columns of a file, TABLE_ROWS at a time.
 
     Raises: SourceError: two columns of the same name, or texts that would fill the memory; one of ``PARQUET_ERRORS``.
     """
@@ -62,7 +62,7 @@ def read_rows(parquet: pq.ParquetFile, names: Sequence[str], where: str) -> Iter
                         f"needed at most {MAX_BATCH_BYTES >> 20} MiB. Shorten its texts."
                     )
             plain = [c.dictionary.take(c.indices) if pa.types.is_dictionary(c.type) else c for c in rows.columns]
-            yield pa.RecordBatch.from_arrays(plain, names=batch.schema.names), sum(totals)
+            yield pa.RecordBatch.from_arrays(plain, names=batch.schema.names)
             done += rows.num_rows
 
 

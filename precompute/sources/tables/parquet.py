@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
@@ -103,22 +104,16 @@ def parquet_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]:
 
     Raises: SourceError: a file is damaged, has no column of images, or other classes than the first.
     """
-    listed = RowRecords(scan)
-    for name in parquet_names(files, scan.settings.split):
-        where = f"source '{shown(files, name)}'"
-        with _opened(files, name) as file:
-            _check_groups(file, shown(files, name))
-            listed.begin(files, name, file.schema_arrow)
-            try:
+    with database(f"source '{files.name}'") as connection:
+        listed = RowRecords(scan, connection)
+        for name in parquet_names(files, scan.settings.split):
+            with _opened(files, name) as file:
+                _check_groups(file, shown(files, name))
+                listed.begin(files, name, file.schema_arrow)
                 if not listed.columns:
                     yield from listed.plain(file.metadata.num_rows)
                 else:
-                    for batch, _ in read_rows(file, listed.columns, where):
-                        yield listed.batch(batch)
-            except PARQUET_ERRORS as error:
-                if is_fault(error):
-                    raise
-                raise SourceError(f"{where}: not a readable Parquet file ({error}). Restore it.") from error
+                    yield from map(listed.batch, read_rows(file, listed.columns, f"source '{shown(files, name)}'"))
 
 
 class RowRecords:
@@ -126,10 +121,11 @@ class RowRecords:
 
     Args:
       scan: receives notes and names of classes.
+      connection: to an empty database.
     """
 
-    def __init__(self, scan: Scan) -> None:
-        self._scan, self._is_first, self.columns = scan, True, list[str]()
+    def __init__(self, scan: Scan, connection: duckdb.DuckDBPyConnection) -> None:
+        self._scan, self._connection, self._is_first, self.columns = scan, connection, True, list[str]()
 
     def begin(self, files: SourceFiles, name: str, schema: pa.Schema) -> None:
         """Begin the next file.
@@ -142,7 +138,7 @@ class RowRecords:
             find_columns(schema, where, settings.model_copy(update={"image": column}))
         chosen.tell(self._scan, where, is_first=self._is_first)
         self._is_first, self._file, self._stem = False, files.look(name) or FoundFile(name), name.rpartition(".")[0]
-        self._position, self._where = 0, f"source '{where}'"
+        self._position = 0
         self.columns = [column for column in (chosen.label, chosen.captions) if column]
         self._roles = Roles((), tuple(filter(None, [chosen.captions])), tuple(filter(None, [chosen.label])), (), ())
 
@@ -157,18 +153,12 @@ class RowRecords:
 
     def batch(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """Records of the next rows, which have the columns ``columns``."""
-        with database(self._where) as connection:
-            connection.register("batch", pa.Table.from_batches([rows]))
-            types = {identifier(name): kind for name, kind, *_ in connection.execute("DESCRIBE batch").fetchall()}
-            columns = row_columns(self._roles, parquet_values(types, has_class_names=False), "position")
-            (checked,) = (
-                connection.sql(
-                    f"SELECT {columns} FROM (SELECT row_number() OVER () AS position, * FROM batch) ORDER BY position"
-                )
-                .to_arrow_table()
-                .combine_chunks()
-                .to_batches()
-            )
+        self._connection.register("batch", pa.Table.from_batches([rows]))
+        described = self._connection.execute("DESCRIBE batch").fetchall()
+        values = parquet_values({identifier(name): kind for name, kind, *_ in described}, has_class_names=False)
+        query = f"""SELECT {row_columns(self._roles, values, "position")}
+            FROM (SELECT row_number() OVER () AS position, * FROM batch) ORDER BY position"""
+        (checked,) = self._connection.sql(query).to_arrow_table().combine_chunks().to_batches()
         problems, labels = checked["problem"], pc.fill_null(checked["label"].cast(pa.int64()), -1)
         is_class = pc.and_(pc.greater_equal(labels, -1), pc.less(labels, MAX_CLASSES))
         wrong = [f"label {label} is not a class index below {MAX_CLASSES}" for label in labels.to_pylist()]
@@ -381,14 +371,13 @@ def _read_group(files: SourceFiles, path: str, group: int, column: str) -> pa.Ch
 
 @contextmanager
 def _opened(files: SourceFiles, name: str) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file. Raises: SourceError: it is not a readable one."""
+    """Open a Parquet file. Raises: SourceError: it is not a readable one, then or while it is read."""
     with files.open(name, ahead=False) as file:
         try:
-            parquet = open_parquet(file, CAPTION_NAMES)
+            yield open_parquet(file, CAPTION_NAMES)
         except PARQUET_ERRORS as error:
             if is_fault(error):
                 raise
             raise SourceError(
                 f"source '{shown(files, name)}': not a readable Parquet file ({error}). Restore it."
             ) from error
-        yield parquet
