@@ -38,6 +38,7 @@ MAX_ROW_BYTES = 1 << 24
 MAX_BROKEN_ROWS = 10_000  # with more, the delimiter is probably wrong
 DELIMITERS = (",", "\t", ";", "|")
 SPACES = "".join(filter(str.isspace, map(chr, range(0x3001))))  # what ``str.strip`` removes
+EDGES = r"^[\pZ\pC]|[\pZ\pC]$"  # text that may begin or end with some of them
 MAX_COCO_BYTES = 1 << 30
 COCO_MEMORY = 12  # times the size of the file, which is parsed as one object
 BROKEN = {
@@ -69,8 +70,13 @@ class Values:
     number: Callable[[str], str]
 
 
+def _stripped(text: str) -> str:
+    """As ``str.strip``; ``trim`` alone is ten times slower where nothing is to be removed."""
+    return f"CASE WHEN regexp_matches({text}, '{EDGES}') THEN trim({text}, {literal(SPACES)}) ELSE {text} END"
+
+
 def _cell(column: str) -> str:
-    return f"nullif(trim({column}, {literal(SPACES)}), '')"
+    return f"nullif({_stripped(column)}, '')"
 
 
 CELLS = Values(
@@ -78,12 +84,12 @@ CELLS = Values(
     label=_cell,
     no_label=lambda column: "false",
     captions=lambda column: (
-        f"""CASE WHEN {_cell(column)} IS NULL THEN NULL WHEN trim({column}) LIKE '["%"]' AND json_valid({column})
-        THEN json_extract_string({column}, '$[*]') ELSE [{column}] END"""
+        f"""CASE WHEN {column} LIKE '%["%' AND trim({column}) LIKE '["%"]' AND json_valid({column})
+        THEN json_extract_string({column}, '$[*]') WHEN {column} <> '' THEN [{column}] END"""
     ),
     no_captions=lambda column: (
-        f"""CASE WHEN regexp_full_match(trim({column}), '(?s)\\[\\s*[''"].*[''"]\\s*\\]') AND NOT json_valid({column})
-        THEN {literal(CELL_LIST)} END"""
+        f"""CASE WHEN {column} LIKE '%[%]%' AND regexp_full_match(trim({column}), '(?s)\\[\\s*[''"].*[''"]\\s*\\]')
+        AND NOT json_valid({column}) THEN {literal(CELL_LIST)} END"""
     ),
     number=lambda column: f"TRY_CAST({_cell(column)} AS BIGINT)",
 )
@@ -177,10 +183,9 @@ def row_columns(roles: Roles, values: Values, position: str) -> str:
     ]
     sides = [values.number(identifier(name)) for name in roles.sides] or ["NULL", "NULL"]
     beside = ", ".join(f"coalesce({values.text(identifier(name))}, '')" for name in roles.companions)
-    stripped = f"trim(text, {literal(SPACES)})"
     return f"""
         {position} AS position, {coalesced(list(map(values.text, images)))} AS name, {label} AS label,
-        coalesce([{stripped} for text in {texts} if {stripped} <> ''], []) AS captions,
+        coalesce([text for text in [{_stripped("text")} for text in {texts}] if text <> ''], []) AS captions,
         {coalesced(problems)} AS problem,
         {sides[0]}::BIGINT AS height, {sides[1]}::BIGINT AS width, [{beside}]::VARCHAR[] AS companions"""
 

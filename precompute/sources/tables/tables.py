@@ -7,7 +7,7 @@ record, in the order of the first rows. Memory is bounded for any number of rows
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from ..files.files import SourceFiles, open_source_files, shown
 from ..files.folders import Scan
 from ..files.look_ups import LookUps
 from ..files.placement import LOOKED_NAMES, Placement, find_placement, folders_of, normalized_root
-from ..files.record import ANNOTATIONS, MAX_CAPTIONS, MAX_CLASSES, MAX_SIDE_PX, usable_key
+from ..files.record import ANNOTATIONS, MAX_CAPTIONS, MAX_CLASSES, MAX_KEY_CHARS, MAX_SIDE_PX, usable_key
 from ..files.splits import ALL, shards_of_split
 from ..listing.duck import database, literal, readable_path
 from ..listing.listing import SCHEMA, distinct_texts, record_batch
@@ -38,6 +38,7 @@ LISTS = (".csv", ".tsv", "captions.txt", ".token", ".token.txt")  # endings of t
 MAX_LISTS = 16  # of them that are opened in a folder
 MAX_CLASS_BYTES = 1 << 26  # of all class names
 WHOLE_NUMBER = r"^[+-]?[0-9]{1,18}(\.0*)?$"  # pandas writes integers as 3.0 if other cells are empty
+ODD_PATH = r"(^|/)\.{0,2}(/|$)"  # some part is empty, "." or ".."
 NO_NAME = ("bad_metadata", "the row does not name its image as text in UTF-8")
 
 
@@ -214,7 +215,7 @@ def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[_Group]:
 
 
 def _records(
-    group: _Group, images: SourceFiles, placements: Mapping[str, Placement], look_ups: LookUps
+    group: _Group, images: SourceFiles, placements: Mapping[str, Placement], look_ups: LookUps[FoundFile | None]
 ) -> pa.RecordBatch:
     """One record for each group of rows, with all their captions; the first problem of a row rejects it.
 
@@ -238,9 +239,9 @@ def _records(
     first = rows.take(pa.array(begins))
     own_placement, *others = placements.values()
     names = list(placements)[1:]
-    keys, files = _locate(first["name"].to_pylist(), images, own_placement, look_ups)
+    keys, files = _locate(first["name"], images, own_placement, look_ups)
     companions = [
-        _locate(pc.list_element(first["companions"], i).to_pylist(), images, placement, look_ups)[1]
+        _locate(pc.list_element(first["companions"], i), images, placement, look_ups)[1]
         for i, placement in enumerate(others)
     ]
     for record in range(count):
@@ -283,28 +284,27 @@ def _records(
 
 
 def _locate(
-    names: Sequence[str | None], images: SourceFiles, placement: Placement, look_ups: LookUps
+    names: pa.Array, images: SourceFiles, placement: Placement, look_ups: LookUps[FoundFile | None]
 ) -> tuple[list[str], list[FoundFile]]:
     """Keys and files of images by their names in a table."""
-    keys, files, paths = [], [], []
-    for name in names:
-        key, problem = usable_key(placement.key(name)) if name else ("", NO_NAME)
-        inside = key if problem else os.path.normpath(key)
-        if not problem and (os.path.isabs(inside) or inside.split(os.sep)[0] == ".."):
-            is_absolute = key.startswith("/")
-            why = (
-                "is an absolute path outside the source: see source.root" if is_absolute else "leaves the source folder"
-            )
-            problem = ("bad_metadata", f"file_name {why}")
-        keys.append(key)
-        files.append(FoundFile(inside, problem=problem))
-        if not problem:
-            paths.append(placement.path(inside))
-    looked = iter(look_ups(paths))
-    for i, file in enumerate(files):
-        if file.problem is None:
-            missing = FoundFile(file.path, problem=("missing_file", f"there is no '{placement.path(file.path)}'"))
-            found = next(looked)
-            usable = found if found and not found.problem else placement.look(images, file.path)
-            files[i] = usable or missing
+    keys = [placement.key(name) if name else "" for name in names.to_pylist()]
+    is_odd = pc.or_kleene(pc.match_substring_regex(names, ODD_PATH), pc.greater(pc.utf8_length(names), MAX_KEY_CHARS))
+    inside, problems = list(keys), dict[int, tuple[str, str]]()
+    for i in np.flatnonzero(pc.fill_null(is_odd, True).to_numpy(zero_copy_only=False)).tolist():
+        keys[i], problem = usable_key(keys[i])
+        inside[i] = keys[i] if problem or not keys[i] else os.path.normpath(keys[i])
+        if not keys[i]:
+            problem = NO_NAME
+        elif not problem and (os.path.isabs(inside[i]) or inside[i].split(os.sep)[0] == ".."):
+            why = "is an absolute path outside the source: see source.root"
+            problem = ("bad_metadata", f"file_name {why if keys[i].startswith('/') else 'leaves the source folder'}")
+        if problem:
+            problems[i] = problem
+    looked = iter(look_ups([placement.path(path) for i, path in enumerate(inside) if i not in problems]))
+    files = []
+    for i, path in enumerate(inside):
+        file = FoundFile(path, problem=problems[i]) if i in problems else next(looked)
+        if i not in problems and (file is None or file.problem):
+            file = placement.look(images, path)
+        files.append(file or FoundFile(path, problem=("missing_file", f"there is no '{placement.path(path)}'")))
     return keys, files
