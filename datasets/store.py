@@ -28,8 +28,10 @@ from .errors import DamageError, RecipeError, RowOutOfRange, StoreError, Unknown
 from .format.buckets import bucket_size
 from .format.caption_layout import EMBEDDINGS, POOLED, caption_folder, num_stored_tokens
 from .format.class_names import ClassNames
+from .format.layout import CAPTIONS, RECORDS
 from .format.row_layout import FLIP, LATENTS, PICTURES, bucket_part, picture_rows
 from .format.table_schemas import CAPTION_START, suffixes
+from .format.token_dtypes import widen
 from .format.zarr_shard import ArrayLayout
 from .revisions.catalog import REPAIR
 from .revisions.opened import open_revision
@@ -247,21 +249,24 @@ class LatentStore:
 
         Raises: UnknownKey: no record has it; the message names the nearest keys.
         """
-        positions = np.flatnonzero(pc.equal(self.records["key"], key).to_numpy(zero_copy_only=False))
+        keys = self.record_columns(("key",))["key"]
+        positions = np.flatnonzero(pc.equal(keys, key).to_numpy(zero_copy_only=False))
         if not len(positions):
-            hint = near_keys(self.records["key"], key)
-            raise UnknownKey(f"store '{self.path}': no record has the key '{key}'.{hint}")
+            raise UnknownKey(
+                f"store '{self.path}': no record has the key '{key}'.{near_keys(keys.cast(pa.string()), key)}"
+            )
         records = [self.record_at(int(position)) for position in positions]  # all but one are "duplicate_key" rejects
         return next((record for record in records if record.status == "stored"), records[0])
 
     def record_at(self, index: int) -> Record:
-        """The record at a position of the records table.
+        """The record at a position of the records table, of which only a row group is read.
 
         Raises: RowOutOfRange.
         """
-        if not 0 <= index < self.records.num_rows:
-            raise RowOutOfRange(f"store '{self.path}': record {index}, there are {self.records.num_rows}")
-        values = self.records.slice(index, 1).to_pylist()[0]
+        count = self.manifest.num_planned if self.manifest else self._opened.frozen_plan.records.num_rows
+        if not 0 <= index < count:
+            raise RowOutOfRange(f"store '{self.path}': record {index}, there are {count}")
+        values = self._opened.row(RECORDS, index)
         values["caption_ids"] = tuple(values["caption_ids"] or ())
         return Record(index=index, **{name: values[name] for name in Record.__dataclass_fields__ if name != "index"})
 
@@ -358,10 +363,21 @@ class LatentStore:
           text: the text encoder; empty for the first.
         Raises: RowOutOfRange: no such caption.
         """
-        tokens = self.text(text)
-        if not 0 <= caption_id < len(tokens.lengths):
-            raise RowOutOfRange(f"store '{self.path}': caption {caption_id}, there are {len(tokens.lengths)}")
-        return tokens[caption_id]
+        tokens, count = self.text(text), self._num_captions
+        if not 0 <= caption_id < count:
+            raise RowOutOfRange(f"store '{self.path}': caption {caption_id}, there are {count}")
+        spec, suffix = tokens.spec, suffixes(self.spec)[tokens.name]
+        row = self._opened.row(CAPTIONS, caption_id)
+        start, length = (
+            row[f"{CAPTION_START}{suffix}"],
+            spec.max_tokens if spec.full_length else row[f"num_tokens{suffix}"],
+        )
+        self._check_spans(tokens.name, np.array([-1 if start is None else start]), np.array([length]))
+        return widen(tokens.stored_at(start, length), spec.dtype)
+
+    @property
+    def _num_captions(self) -> int:
+        return self.manifest.num_captions if self.manifest else self._opened.frozen_plan.captions.num_rows
 
     @property
     def null_caption(self) -> np.ndarray:
@@ -404,21 +420,27 @@ class LatentStore:
         table = self._opened.caption_columns(names)
         starts = pc.fill_null(table[names[0]], -1).to_numpy().copy()  # a view would keep the table
         lengths = num_stored_tokens(spec, table[names[1]]).astype(np.int64)
+        self._check_spans(name, starts, lengths)
+        return starts, lengths
+
+    def _check_spans(self, name: str, starts: np.ndarray, lengths: np.ndarray) -> None:
+        """Raises: DamageError: one of some consecutive captions does not lie within a shard."""
+        if not len(starts):
+            return
+        spec = self.spec.text_encoder_of(name).spec
         rows = lengths if spec.has_tokens else np.ones_like(lengths)
         layout = self.layouts.get(f"{caption_folder(name)}/{EMBEDDINGS if spec.has_tokens else POOLED}")
-        fits = layout is not None if len(starts) else True
-        if layout is not None and len(starts):
-            # In this order, because the sum of two hostile numbers can wrap around.
-            fits = bool(
-                np.all((lengths >= 1) & (lengths <= spec.max_tokens) & (starts >= 0) & (starts < layout.shape[0]))
-            )
+        # In this order, because the sum of two hostile numbers can wrap around.
+        fits = layout is not None and bool(
+            np.all((lengths >= 1) & (lengths <= spec.max_tokens) & (starts >= 0) & (starts < layout.shape[0]))
+        )
+        if layout is not None and fits:
             last = starts + rows - 1
-            fits = fits and bool(layout.has_rows(starts).all() and layout.has_rows(last).all())
+            fits = bool(layout.has_rows(starts).all() and layout.has_rows(last).all())
             fits = fits and bool(np.all(starts // layout.shard_rows == last // layout.shard_rows))
             fits = fits and bool(np.all(np.diff(starts) > 0))
         if not fits:
             raise DamageError(f"store '{self.path}': its captions name tokens that do not exist. {REPAIR}")
-        return starts, lengths
 
     def find_captions(self, texts: Sequence[str]) -> list[int | None]:
         """Ids of captions by their exact text; None for a text that the store does not hold."""

@@ -89,10 +89,11 @@ class CaptionTokens:
 
     def stored(self, caption_id: int) -> StoredTokens:
         """The stored tokens of a caption; mapped views if they are uncompressed."""
-        arrays = self.arrays  # raises if there are none
-        start = int(self.starts[caption_id])
-        stop = start + int(self.lengths[caption_id])
-        return StoredTokens.of([array.read(start, stop) for array in arrays])
+        return self.stored_at(int(self.starts[caption_id]), int(self.lengths[caption_id]))
+
+    def stored_at(self, start: int, length: int) -> StoredTokens:
+        """The stored tokens of the caption that begins at a row; mapped views if they are uncompressed."""
+        return StoredTokens.of([array.read(start, start + length) for array in self.arrays])
 
     def stored_rows(self, caption_id: int) -> list[np.ndarray]:
         """Rows of a caption in each array of ``paths``."""

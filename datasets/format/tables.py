@@ -30,7 +30,7 @@ SCHEMAS = {
 MAX_LABEL = 1 << 31
 # Limits per byte of a file, far beyond any of ours: a stored record has 16 bytes of incompressible checksums.
 MAX_ROWS_PER_BYTE, MAX_VALUES_PER_BYTE, MAX_TEXT_PER_BYTE = 4, 16, 256
-ROW_GROUP = 1 << 20  # rows; pyarrow's own default
+ROW_GROUP = 1 << 16  # rows: what reading one record or caption takes into memory
 SMALL_TABLE = 1 << 16  # bytes that every table is allowed
 
 
@@ -59,6 +59,29 @@ def parquet_of_groups(schema: pa.Schema, groups: Iterable[pa.Table]) -> memoryvi
 def row_groups(num_rows: int) -> range:
     """First row of each row group of a table; of an empty one too."""
     return range(0, max(1, num_rows), ROW_GROUP)
+
+
+def check_table(path: Path) -> None:
+    """Check columns, and that no value needs more memory than a table of this size can. Raises: DamageError."""
+    try:
+        with pa.OSFile(str(path)) as file:
+            _check_parquet(file, SCHEMAS[path.name], expand=True)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def read_row_group(path: Path, group: int) -> pa.Table:
+    """Read one row group of a Parquet table of ours, whose hash was checked before; its size by ``check_table``.
+
+    Raises: DamageError.
+    """
+    try:
+        table = pq.ParquetFile(path).read_row_group(group, use_threads=False)
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    _check_nulls(path, table)
+    return table
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -15,7 +16,7 @@ from ..disk.hashing import xxh3_file
 from ..errors import DamageError, StoreError, StoreIncomplete, StoreWarning
 from ..format.layout import CAPTIONS, RECORDS, REMOTE_ABOUT, revision_prefix
 from ..format.schema import FileEntry, Manifest, StoreSpec
-from ..format.tables import read_table, table_problem
+from ..format.tables import ROW_GROUP, check_table, read_row_group, read_table, table_problem
 from ..format.zarr_shard import ArrayLayout
 from .catalog import REPAIR, check_store, planned_revisions, read_manifest, sealed_revisions, unsealed
 from .commits import missing_work, read_commit, read_results
@@ -86,19 +87,58 @@ class OpenedRevision:
         """Size and hash of every file of the manifest, by path; empty while the revision is incomplete."""
         return {entry.path: entry for entry in self.manifest.files} if self.manifest else {}
 
-    def _read_table(self, name: str, columns: Sequence[str] | None) -> pa.Table:
+    def row(self, name: str, position: int) -> dict[str, Any]:
+        """One row of a table (RECORDS or CAPTIONS); of a complete revision only its row group is read.
+
+        Raises: DamageError; IndexError: the table has no such row.
+        """
         if not self.manifest:
-            table = pa.concat_tables(self._merge.records() if name == RECORDS else self._merge.captions())
-            return table.select(columns) if columns else table
+            return self._read_table(name, None).slice(position, 1).to_pylist()[0]
+        count = self.manifest.num_planned if name == RECORDS else self.manifest.num_captions
+        if not 0 <= position < count:
+            raise IndexError(f"row {position} of {count}")
+        group, place = divmod(position, ROW_GROUP)
+        path = self._checked(name)
+        if (kept := self._row_groups.get(name)) is None or kept[0] != group:
+            if kept is None:
+                check_table(path)
+            kept = self._row_groups[name] = group, read_row_group(path, group)
+        row = kept[1].slice(place, 1)
+        problem = table_problem(self.spec, self.number, row, self.manifest.num_captions) if name == RECORDS else ""
+        if problem or not row.num_rows:
+            raise DamageError(f"store '{self.path}': row {position} of '{name}' is not valid: {problem}. {REPAIR}")
+        return row.to_pylist()[0]
+
+    @cached_property
+    def _row_groups(self) -> dict[str, tuple[int, pa.Table]]:
+        """The row group of each table that was read last."""
+        return {}
+
+    @cached_property
+    def _hashed(self) -> dict[str, tuple[int, int, int]]:
+        """Of each table whose hash was right: inode, size and time of change of the file then."""
+        return {}
+
+    def _checked(self, name: str) -> Path:
+        """Path of a table, whose hash is that of the manifest. Raises: DamageError."""
         path = revision_prefix(self.number) + name
-        entry = self.files.get(path)
+        entry, file = self.files.get(path), self.root / path
         try:
-            is_same = entry is not None and xxh3_file(self.root / path) == entry.xxh3_128
+            found = file.stat()
+            state = found.st_ino, found.st_size, found.st_mtime_ns
+            if self._hashed.get(name) != state:
+                if entry is None or xxh3_file(file) != entry.xxh3_128:
+                    raise DamageError(f"store '{self.path}': '{path}' differs from the manifest. {REPAIR}")
+                self._hashed[name] = state
         except FileNotFoundError as error:  # it was there when the store was opened
             raise DamageError(f"store '{self.path}': file '{path}' is missing. {REPAIR}") from error
-        if not is_same:
-            raise DamageError(f"store '{self.path}': '{path}' differs from the manifest. {REPAIR}")
-        return read_table(self.root / path, columns)
+        return file
+
+    def _read_table(self, name: str, columns: Sequence[str] | None) -> pa.Table:
+        if self.manifest:
+            return read_table(self._checked(name), columns)
+        table = pa.concat_tables(self._merge.records() if name == RECORDS else self._merge.captions())
+        return table.select(columns) if columns else table
 
     def check_files(self) -> None:
         """Check that every file of the manifest is there with its size: a shorter shard would end the process.
