@@ -23,28 +23,26 @@ from ..config import Kind, SourceSection
 from ..images.decoders import PicturePlace
 from ..images.faults import fault_error, is_fault
 from .files.files import LocalFiles, SourceFiles, open_source_files
-from .files.folders import Scan, has_sidecars, image_folder, sidecar_folder
+from .files.folders import Scan, image_folder, sidecar_folder
 from .files.ignored import Ignored
 from .files.patterns import open_files
 from .files.placement import default_root, elsewhere, normalized_root
 from .files.record import IMAGE_EXTENSIONS, SourceRecord
-from .files.splits import check_has_splits, folder_of_split
+from .files.splits import check_has_splits
+from .kinds import TABLES, check_file, detect_kind
 from .listing.classes import names_of_classes, read_class_names
 from .listing.listing import PICTURES, Listing, record_batches, spool
-from .listing.signatures import HEAD_BYTES, not_a_source
-from .tables.arrow import ArrowRowBytes, arrow_batches, is_saved_dataset, is_saved_dict, saved_split
-from .tables.parquet import RowBytes, holds_pictures, parquet_batches, parquet_names
+from .tables.arrow import ArrowRowBytes, arrow_batches
+from .tables.parquet import RowBytes, parquet_batches
 from .tables.tables import (
     METADATA,
     PIXART_TABLE,
     coco_names,
-    find_caption_table,
-    find_table,
     pixart_folder,
     table_batches,
 )
-from .tars.imagenet import imagenet, is_imagenet
-from .tars.webdataset import tar_names, webdataset
+from .tars.imagenet import imagenet
+from .tars.webdataset import webdataset
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -52,7 +50,6 @@ MARK = "//"  # //NAME//PATH: a picture of another source than the first
 MAX_SENT_BYTES = 256 << 20  # of a picture that this process reads for a decoder
 # Columns of the listing's hash.
 LISTED = ["key", "path", "offset", "num_bytes", "mtime_ns", "label", "captions", "height_px", "width_px"]
-TABLES = ("metadata", "manifest")  # kinds whose records are rows that name pictures
 SHARDED = ("parquet", "webdataset", "imagenet")  # kinds of files that hold many pictures, whose names tell splits
 WITH_COLUMNS = (*TABLES, "parquet", "arrow")  # kinds that may have a column for another picture
 NO_PICTURES: Mapping[str, str] = {}
@@ -262,9 +259,9 @@ def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource
         above = open_source_files(folder)
         files = above if above.look(PIXART_TABLE) else files
     if files.only and settings.kind in ("auto", "webdataset", "imagenet"):
-        _check_file(files)
+        check_file(files)
     whole = files
-    kind, files, table, notes = _detect(files, settings)
+    kind, files, table, notes = detect_kind(files, settings)
     settings = settings.model_copy(update={"kind": kind})
     if settings.split and files is whole and (files.only or kind not in SHARDED) and not coco_names(files):
         check_has_splits(files.name, settings.split)
@@ -274,56 +271,6 @@ def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource
     is_elsewhere = root and normalized_root(root) is None
     images = open_source_files(elsewhere(files, root)) if is_elsewhere else files
     return OpenedSource(settings, images), files, table, notes
-
-
-def _detect(files: SourceFiles, settings: SourceSection) -> tuple[str, SourceFiles, str | None, list[str]]:
-    """Kind, files of the split, path of the table that names the images (or None), and notes."""
-    if settings.kind in ("auto", "arrow") and is_saved_dict(files):
-        files, notes = saved_split(files, settings.split)
-        return "arrow", files, None, notes
-    table = find_table(files, settings)
-    captions = None if table else find_caption_table(files, settings)
-    notes: list[str] = []
-    if not (table or captions or settings.kind in TABLES):
-        whole = files
-        files, notes = folder_of_split(files, settings)
-        if files is not whole:
-            table = find_table(files, settings)
-            captions = None if table else find_caption_table(files, settings)
-    kind = _guess_kind(files, settings, table, captions) if settings.kind == "auto" else settings.kind
-    return kind, files, table or captions, notes
-
-
-def _guess_kind(files: SourceFiles, settings: SourceSection, table: str | None, captions: str | None) -> str:
-    """The kind of a source.
-
-    Args:
-      table: with a known name.
-      captions: else a text table of images.
-    """
-    if is_saved_dataset(files):
-        return "arrow"
-    if table and table.endswith(".parquet") and holds_pictures(files, table):
-        return "parquet"
-    if table:
-        return "metadata" if table in METADATA and not files.only else "manifest"
-    tars = tar_names(files, settings.split)
-    parquet = [] if files.only else parquet_names(files, settings.split)
-    # A folder of tars may hold Parquet files without images, as img2dataset writes them.
-    if parquet and (not tars or holds_pictures(files, parquet[0])):
-        return "parquet"
-    if tars:
-        return "imagenet" if is_imagenet(files, tars) else "webdataset"
-    return "manifest" if captions else "sidecars" if has_sidecars(files) else "imagefolder"
-
-
-def _check_file(files: SourceFiles) -> None:
-    """Raise SourceError if a file cannot be a source."""
-    assert files.only
-    with files.open(files.only, ahead=False) as file:
-        what = not_a_source(files.only, file.read(HEAD_BYTES))
-    if what:
-        raise SourceError(f"source '{files.name}': {what}")
 
 
 def list_source(

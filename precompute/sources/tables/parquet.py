@@ -35,7 +35,7 @@ from ..listing.duck import database, identifier
 from ..listing.listing import SCHEMA, distinct_texts
 from .columns import CAPTIONS, Roles, shown_columns, usual_columns
 from .foreign_parquet import PARQUET_ERRORS, open_parquet, read_rows
-from .formats import parquet_values, row_columns
+from .values import parquet_values, row_columns
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 

@@ -9,9 +9,7 @@ import os
 import resource
 import shutil
 import tarfile
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -327,23 +325,6 @@ def test_a_damaged_json_list_is_an_error_that_names_it(tmp_path: Path, text: str
     assert len(str(caught.value)) < 600
 
 
-def test_a_json_object_that_is_no_list_of_coco_says_what_was_needed(tmp_path: Path) -> None:
-    put(tmp_path / "data_info.json", b'{"path": "a.png"}')
-    with pytest.raises(
-        SourceError, match=r"data_info\.json': a JSON object without .*'images'.*; expected .* a list of rows"
-    ):
-        list_source(tmp_path)
-
-
-def test_a_path_of_a_list_stays_inside_of_the_source(tmp_path: Path) -> None:
-    put(tmp_path / "outside.jpg", jpeg(1))
-    rows = [{"path": name} for name in ("a.jpg", "../outside.jpg", "/etc/hostname", "x/../../outside.jpg", "a.jpg")]
-    put(tmp_path / "source/a.jpg", jpeg(0))
-    put(tmp_path / "source/list.jsonl", "\n".join(map(json.dumps, rows)).encode())
-    found = [r.problem and r.problem[0] for r in list_source(tmp_path / "source/list.jsonl").records]
-    assert found == [None, "bad_metadata", "bad_metadata", "bad_metadata", "duplicate_key"]
-
-
 def test_sidecars_are_those_of_the_same_name(tmp_path: Path) -> None:
     for name in ("a.png", "a.b.png", "a-b.png", "b.png", "a.d/a.png"):
         put(tmp_path / name, jpeg(0))
@@ -605,31 +586,6 @@ def test_a_folder_that_is_only_called_as_pixarts_stays_itself(tmp_path: Path) ->
         (tmp_path / folder).mkdir()
         picture(1).save(tmp_path / folder / "a.png")
     assert [record.key for record in list_source(tmp_path / "InternData").records] == ["a.png"]
-
-
-def test_few_row_groups_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    picture(1).save(tmp_path / "one.png")
-    content = (tmp_path / "one.png").read_bytes()
-    (tmp_path / "one.png").unlink()
-    rows = pa.table({"image": [{"bytes": content, "path": ""}] * 12})
-    pq.write_table(rows, tmp_path / "a.parquet", row_group_size=1)
-    source, reading, most = list_source(tmp_path), [], []
-    read_group = parquet._read_group
-
-    def slow(*place: Any) -> Any:
-        reading.append(1)
-        most.append(len(reading))
-        time.sleep(0.02)
-        try:
-            return read_group(*place)
-        finally:
-            reading.pop()
-
-    monkeypatch.setattr(parquet, "_read_group", slow)
-    with ThreadPoolExecutor(8) as pool:
-        found = pool.map(lambda r: source.place(r.path, r.offset, r.num_bytes, stage="decode").data, source.records)
-        assert list(found) == [content] * 12
-    assert max(most) == parquet.GROUPS_AT_ONCE
 
 
 class FailingFile(io.RawIOBase):

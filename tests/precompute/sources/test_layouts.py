@@ -16,7 +16,6 @@ from source_files import pictures, put, said, write_tar
 from leandit.datasets.errors import RecordRejected, SourceError
 from leandit.precompute.config import SourceSection
 from leandit.precompute.sources.source import list_source, open_source
-from leandit.precompute.sources.tables import arrow, parquet
 
 COCO = {
     "info": {"year": 2017},
@@ -89,17 +88,6 @@ def test_another_json_object_is_an_error_that_says_what_is_needed(
 ) -> None:
     with pytest.raises(SourceError, match=message):
         list_source(put(tmp_path / "list.json", json.dumps(content)))
-
-
-def test_captions_of_kohya_lie_beside_the_pictures(tmp_path: Path) -> None:
-    pictures(tmp_path / "10_cat")
-    put(tmp_path / "10_cat/a.caption", "a cat\n")
-    put(tmp_path / "10_cat/b.caption", "a dog")
-    put(tmp_path / "10_cat/b.txt", "tags, of, a, dog")
-    put(tmp_path / "10_cat/c.txt", "a bird")
-    source = list_source(tmp_path)
-    assert (source.kind, [r.captions for r in source.records]) == ("sidecars", [("a cat",), ("a dog",), ("a bird",)])
-    assert source.ignored.num_files == 0
 
 
 @pytest.mark.parametrize("folder", ["labels", "captions"])
@@ -199,17 +187,6 @@ def test_files_of_a_saved_dataset_that_name_other_classes_are_refused(second: li
         list_source(root)
     listed = list_source(root, SourceSection(labels="none")).records
     assert [record.label for record in listed] == [-1] * 5
-
-
-def test_the_batches_of_an_arrow_stream_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = list_source(save_to_disk(tmp_path, SAVED, features=FEATURES))
-    find_batches, paths = arrow._find_batches, []
-    monkeypatch.setattr(arrow, "_find_batches", lambda file, where: paths.append(where) or find_batches(file, where))
-    monkeypatch.setattr(parquet, "CACHE_BYTES", 0)  # every batch is read again
-    for i in (0, 2, 4) * 3:
-        record = source.records[i]
-        assert source.read(record.path, record.offset, record.num_bytes, stage="decode") == b"picture %d" % i
-    assert paths == [source.records[0].path, source.records[4].path]
 
 
 @pytest.mark.parametrize("names", [("train", "validation"), ("easy", "hard")])

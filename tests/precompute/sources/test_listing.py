@@ -20,7 +20,7 @@ from leandit.precompute.sources.files.entries import FoundFile, depth_first
 from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.listing import listing as source_listing
-from leandit.precompute.sources.listing.listing import Listing, record_batches, spool
+from leandit.precompute.sources.listing.listing import record_batches, spool
 from leandit.precompute.sources.source import list_source
 
 NAMES = st.sampled_from(["a", "a-b", "a.b", "a b", "b", "B", "é", "🙂", "10", "9", "a.jpg", "~"])
@@ -81,13 +81,6 @@ def test_a_listing_holds_what_came_and_rejects_what_comes_again(keys: list[str],
         for outside in (len(records), -len(records) - 1):
             with pytest.raises(IndexError):
                 listing[outside]
-
-
-def test_nothing_is_left_of_a_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    listing = spool(record_batches(SourceRecord(str(i), "x") for i in range(40_000)), nothing)
-    assert list(tmp_path.iterdir()) == []
-    assert listing[39_999].key == "39999"
 
 
 def test_nothing_is_left_of_a_listing_that_is_killed(tmp_path: Path) -> None:
@@ -173,11 +166,3 @@ def test_a_long_list_takes_no_memory_of_its_own(tmp_path: Path) -> None:
     length, _, grown_mib = done.stdout.split()
     assert int(length) == count
     assert float(grown_mib) < 200
-
-
-def test_listing_a_listing_is_the_same_records(tmp_path: Path) -> None:
-    for i in range(5):
-        (tmp_path / f"{i}.png").write_bytes(b"x" * i)
-    records = list_source(tmp_path).records
-    assert isinstance(records, Listing)
-    assert list(records) == list(list_source(tmp_path).records)

@@ -193,21 +193,6 @@ def test_a_file_name_that_begins_with_two_dots_stays_inside(tmp_path: Path) -> N
     assert source.records[0].problem is None
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b'{"file_name": ', b'"a.png"', b"[1]", b"{}", b"null", '{"file_name": "café.png"}'.encode("latin-1")],
-    ids=["torn", "text", "list", "empty", "null", "latin-1"],
-)
-def test_an_invalid_metadata_line_is_a_reject_that_names_the_row(tmp_path: Path, line: bytes) -> None:
-    write_metadata(tmp_path, {"file_name": "a.png"})
-    with open(tmp_path / "metadata.jsonl", "ab") as file:
-        file.write(b"\n" + line + b"\n")
-    assert [(r.key, r.problem and r.problem[0]) for r in list_source(tmp_path).records] == [
-        ("a.png", None),
-        ("row 2", "bad_metadata"),
-    ]
-
-
 def test_a_name_that_is_no_utf8_is_planned_or_rejected_but_never_a_crash(tmp_path: Path) -> None:
     put(tmp_path / "a/0.png", png())
     with open(os.path.join(os.fsencode(tmp_path), b"a", b"caf\xe9.png"), "wb") as file:
@@ -246,11 +231,6 @@ def test_a_tar_gives_the_keys_bytes_labels_and_captions_that_webdataset_gives(tm
             text = [sample["txt"].decode()] if "txt" in sample else said.get("captions", [said.get("caption")])
             assert list(record.captions) == text
             assert record.problem is None
-
-
-def test_one_tar_alone_is_a_source_too(tmp_path: Path) -> None:
-    source = list_source(write_tar(tmp_path / "one.tar", {"__key__": "a", "png": png()}))
-    assert [(r.key, r.path, r.label) for r in source.records] == [("one/a", "one.tar", -1)]
 
 
 @pytest.mark.parametrize(

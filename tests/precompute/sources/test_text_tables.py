@@ -49,21 +49,6 @@ def test_lists_of_captions_are_read_as_they_are(name: str, whole: bool, tmp_path
     assert source.read(record.path, 0, record.num_bytes, stage="scan") == (tmp_path / "Images/b.jpg").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["metadata.csv", "metadata.parquet", "metadata.jsonl"])
-def test_metadata_of_a_folder_may_be_of_any_kind(name: str, tmp_path: Path) -> None:
-    pictures(tmp_path)
-    rows = [{"file_name": "a.jpg", "text": "a cat", "label": 1}, {"file_name": "b.jpg", "text": "a dog", "label": 0}]
-    if name.endswith("parquet"):
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
-    elif name.endswith("csv"):
-        put(tmp_path / name, "file_name,text,label\na.jpg,a cat,1\nb.jpg,a dog,0\n")
-    else:
-        put(tmp_path / name, "\n".join(map(json.dumps, rows)))
-    source = list_source(tmp_path)
-    assert source.kind == "metadata"
-    assert said(source) == [("a.jpg", "a.jpg", 1, ("a cat",)), ("b.jpg", "b.jpg", 0, ("a dog",))]
-
-
 @pytest.mark.parametrize("name", ["list.csv", "list.parquet", "list.jsonl", "list.json"])
 def test_columns_are_named_by_the_recipe_and_an_error_lists_those_that_are_there(name: str, tmp_path: Path) -> None:
     pictures(tmp_path)
