@@ -1,4 +1,4 @@
-"""Loads a table into DuckDB: CSV, JSON lines, a JSON list, COCO's captions, Parquet; all as the rows of ``values.py``."""
+"""Loads a table into DuckDB: CSV, JSON lines, a JSON list, COCO's captions, Parquet; all as rows of ``values.py``."""
 
 from __future__ import annotations
 
