@@ -368,11 +368,9 @@ class LatentStore:
             raise RowOutOfRange(f"store '{self.path}': caption {caption_id}, there are {count}")
         spec, suffix = tokens.spec, suffixes(self.spec)[tokens.name]
         row = self._opened.row(CAPTIONS, caption_id)
-        start, length = (
-            row[f"{CAPTION_START}{suffix}"],
-            spec.max_tokens if spec.full_length else row[f"num_tokens{suffix}"],
-        )
-        self._check_spans(tokens.name, np.array([-1 if start is None else start]), np.array([length]))
+        start = int(row[f"{CAPTION_START}{suffix}"] or 0)  # null only in a damaged table: its rows are checked anyway
+        length = spec.max_tokens if spec.full_length else int(row[f"num_tokens{suffix}"])
+        self._check_spans(tokens.name, np.array([start]), np.array([length]))
         return widen(tokens.stored_at(start, length), spec.dtype)
 
     @property
