@@ -70,18 +70,27 @@ def check_table(path: Path) -> None:
         raise _unreadable(path, error) from error
 
 
-def read_row_group(path: Path, group: int) -> pa.Table:
-    """Read one row group of a Parquet table of ours, whose hash was checked before; its size by ``check_table``.
+def read_row_group(path: Path, position: int) -> tuple[int, pa.Table]:
+    """Read the row group of a row, of a Parquet table of ours that ``check_table`` has passed.
 
-    Raises: DamageError.
+    Returns: position of the group's first row, and its rows.
+    Raises: DamageError: not readable, or the table has no such row.
     """
     try:
-        table = pq.ParquetFile(path).read_row_group(group, use_threads=False)
+        file, first = pq.ParquetFile(path), 0
+        for number in range(file.num_row_groups):
+            count = file.metadata.row_group(number).num_rows
+            if position < first + count:
+                break
+            first += count
+        else:
+            raise ValueError(f"it has no row {position}")
+        table = file.read_row_group(number, use_threads=False)
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     _check_nulls(path, table)
-    return table
+    return first, table
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:

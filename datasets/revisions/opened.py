@@ -16,7 +16,7 @@ from ..disk.hashing import xxh3_file
 from ..errors import DamageError, StoreError, StoreIncomplete, StoreWarning
 from ..format.layout import CAPTIONS, RECORDS, REMOTE_ABOUT, revision_prefix
 from ..format.schema import FileEntry, Manifest, StoreSpec
-from ..format.tables import ROW_GROUP, check_table, read_row_group, read_table, table_problem
+from ..format.tables import check_table, read_row_group, read_table, table_problem
 from ..format.zarr_shard import ArrayLayout
 from .catalog import REPAIR, check_store, planned_revisions, read_manifest, sealed_revisions, unsealed
 from .commits import missing_work, read_commit, read_results
@@ -97,21 +97,20 @@ class OpenedRevision:
         count = self.manifest.num_planned if name == RECORDS else self.manifest.num_captions
         if not 0 <= position < count:
             raise IndexError(f"row {position} of {count}")
-        group, place = divmod(position, ROW_GROUP)
-        path = self._checked(name)
-        if (kept := self._row_groups.get(name)) is None or kept[0] != group:
-            if kept is None:
-                check_table(path)
-            kept = self._row_groups[name] = group, read_row_group(path, group)
-        row = kept[1].slice(place, 1)
+        path, kept = self._checked(name), self._row_groups.get(name)
+        if kept is None:
+            check_table(path)
+        if kept is None or not 0 <= position - kept[0] < kept[1].num_rows:
+            kept = self._row_groups[name] = read_row_group(path, position)
+        row = kept[1].slice(position - kept[0], 1)
         problem = table_problem(self.spec, self.number, row, self.manifest.num_captions) if name == RECORDS else ""
-        if problem or not row.num_rows:
+        if problem:
             raise DamageError(f"store '{self.path}': row {position} of '{name}' is not valid: {problem}. {REPAIR}")
         return row.to_pylist()[0]
 
     @cached_property
     def _row_groups(self) -> dict[str, tuple[int, pa.Table]]:
-        """The row group of each table that was read last."""
+        """First row and rows of the group of each table that was read last."""
         return {}
 
     @cached_property
