@@ -168,19 +168,21 @@ class RevisionLayout:
         return sorted({*buckets_of(self.before), *self.new_rows}, key=bucket_size)
 
     def _bucket_parts(self, bucket: str) -> Iterator[Part]:
-        """Parts of a bucket: groups that began in one revision have the same shards, and are encoded together."""
+        """Parts of a bucket: groups of which the revision adds the same shards are encoded together."""
         began: dict[int, list[str]] = {}
         for group in (LATENTS, *self.spec.groups):
             known = self.before.get(f"{bucket_part(bucket)}/{next(iter(row_arrays(self.spec, bucket, group)))}")
             began.setdefault(known.row_ranges[0].revision if known else self.revision, []).append(group)
-        ranges = self.ranges_of(bucket)
+        ranges, together = self.ranges_of(bucket), dict[tuple[int, ...], dict[str, list[ArrayLayout]]]()
         for revision, groups in sorted(began.items()):
             shard_rows = self._shard_rows(bucket, groups)
             of_groups = [RowRange(max(one.revision, revision), one.first, one.end) for one in ranges]
             layouts = row_layouts(self.spec, bucket, groups, of_groups, shard_rows)
-            name = bucket_part(bucket) + (f"/{groups[0]}" if groups[0] else "")
             if shards := _new_shards(layouts[groups[0]][0], self.revision):
-                yield Part(name, shards, bucket=bucket, groups=layouts)
+                together.setdefault((shard_rows, *shards), {}).update(layouts)
+        for (_, *shards), layouts in together.items():
+            first = next(iter(layouts))
+            yield Part(bucket_part(bucket) + (f"/{first}" if first else ""), shards, bucket=bucket, groups=layouts)
 
     def _shard_rows(self, bucket: str, groups: Sequence[str]) -> int:
         """Rows of a shard of some groups: as they have them, else as many as fit, at most those of the latents."""

@@ -33,12 +33,14 @@ CAUSES = {
     "unsealed": "all shards are committed, but there is no manifest: the seal is pending",
     "link": "a symbolic link replaces a file that was written",
     "stray": "a file that belongs to no revision",
+    "abandoned": "left by a revision that was given up: 'leandit verify --repair' removes it",
+    "single": "its files are there once, as in a published store: 'leandit verify --repair' makes the second copies",
     "temporary": "left by a killed process, or still being written",
     "counts": "planned records are not stored plus rejected",
     "not_reproduced": "encoding the record again does not give what is stored",
     "source_changed": "the source no longer holds the picture that was encoded",
 }
-HARMLESS = frozenset(["temporary", "unsealed", "source_changed"])
+HARMLESS = frozenset(["abandoned", "single", "temporary", "unsealed", "source_changed"])
 MAX_KEYS = 20  # listed in a finding
 SHARD = re.compile(
     r"(?P<array>(?:buckets/(?P<bucket>\d+x\d+)(?:/(?:features|pictures)/\w+)?|captions(?:/\w+)?)/\w+)/c/(?P<shard>\d+)(?:/0)*$"
@@ -52,8 +54,8 @@ class Finding:
     Args:
       path: of the file, relative to the store.
       cause: a key of CAUSES.
-      detail: the observation, and what was expected.
-      revision: that wrote the file.
+      detail: the observation, and what was expected; that of the cause if it is empty.
+      revision: that wrote the file; if it is 0, that of its folder, else the first.
       bucket, shard: of a shard; ``bucket`` is None for captions and all other files.
       num_records: records (captions in a shard of captions) that are affected.
       records: keys of the first of them (texts of captions).
@@ -61,12 +63,16 @@ class Finding:
 
     path: str
     cause: str
-    detail: str
-    revision: int
+    detail: str = ""
+    revision: int = 0
     bucket: str | None = None
     shard: int | None = None
     num_records: int = 0
     records: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "detail", self.detail or CAUSES[self.cause])
+        object.__setattr__(self, "revision", self.revision or revision_of(self.path) or 1)
 
     def line(self) -> str:
         """The finding as one line for a person."""
@@ -103,7 +109,7 @@ class Locator:
         place = shard_place(entry.path)
         newest = max((n for n, arrays in self._layouts.items() if place and place[0] in arrays), default=0)
         if place is None or not newest:
-            return Finding(entry.path, cause, detail, revision_of(entry.path) or 1)
+            return Finding(entry.path, cause, detail)
         (array, bucket, shard), layout = place, self._layouts[newest][place[0]]
         row = shard * layout.shard_rows
         revision = next((one.revision for one in layout.row_ranges if one.first <= row < one.end), newest)

@@ -1,4 +1,4 @@
-"""The files of a store as another machine may have them: without absolute paths of this one."""
+"""The files of a store as another machine may have them: without absolute paths of this one, each once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from ..disk.hashing import canonical_json, xxh3_file
 from ..errors import DamageError
-from ..format.layout import CAPTIONS, LOCAL, MANIFEST, RECORDS, SOURCES, TWIN, revision_prefix, zarr_files
+from ..format.layout import LOCAL, MANIFEST, revision_prefix, zarr_files
 from ..format.schema import FileEntry, Manifest
 from ..revisions.catalog import file_entry, read_manifest, sealed_revisions
 from ..revisions.local import portable, read_local
 
 
 class StoreFiles(NamedTuple):
-    """All files of the complete revisions of a store.
+    """All files of the complete revisions of a store, without second copies.
 
     Args:
       entries: size and hash by path.
@@ -30,23 +30,22 @@ class StoreFiles(NamedTuple):
 def portable_files(root: Path) -> StoreFiles:
     """The files of a store, without absolute paths in its recipes and encoders; no hash of the data changes.
 
+    A hub keeps its own history and checks what it serves, so the second copies of the tables stay where they are.
+
     Raises: DamageError: a file of a revision is damaged.
     """
     entries: dict[str, FileEntry] = {}
     contents: dict[str, bytes] = {}
-    manifest = None
-    for revision in sealed_revisions(root):
+    revisions = sealed_revisions(root)
+    for revision in revisions:
         manifest, local, prefix = read_manifest(root, revision), read_local(root, revision), revision_prefix(revision)
         if local is None:
             raise DamageError(f"store '{root}': '{prefix}{LOCAL}' is damaged. Run 'leandit verify --repair'.")
-        own = {MANIFEST: canonical_json(manifest.model_dump()), LOCAL: canonical_json(portable(local).model_dump())}
-        contents |= {f"{prefix}{folder}{name}": own[name] for name in own for folder in ("", f"{TWIN}/")}
+        contents[prefix + MANIFEST] = canonical_json(manifest.model_dump())
+        contents[prefix + LOCAL] = canonical_json(portable(local).model_dump())
         entries |= {entry.path: entry for entry in (*manifest.files, local.sources)}
-        for name in (RECORDS, CAPTIONS, SOURCES):
-            path = f"{prefix}{TWIN}/{name}"
-            entries[path] = entries[prefix + name].model_copy(update={"path": path})
-    assert manifest is not None, "the caller has verified the store"
-    contents |= zarr_files(manifest.spec, manifest.layouts().values())
+    newest = read_manifest(root, revisions[-1])
+    contents |= zarr_files(newest.spec, newest.layouts().values())
     entries |= {path: file_entry(path, content) for path, content in contents.items()}
     changed = {path: content for path, content in contents.items() if xxh3_file(root / path) != entries[path].xxh3_128}
-    return StoreFiles(entries, changed, manifest)
+    return StoreFiles(entries, changed, newest)

@@ -14,7 +14,7 @@ from ..format.layout import GROUP, LEASES, REVISIONS
 from ..format.schema import FileEntry
 from ..remote.mirror import url_in_errors
 from ..remote.reader import RemoteReader
-from .findings import CAUSES, shard_place
+from .findings import shard_place
 from .verify import Problem, Verification, check_file, verify_store
 
 REQUESTS = 8  # at a time
@@ -39,7 +39,7 @@ def verify_remote(url: str, *, quick: bool = False) -> Verification:
         def check(entry: FileEntry) -> tuple[int, Problem | None]:
             size = sizes.get(entry.path)
             if size is None:
-                return 0, ("missing", CAUSES["missing"])
+                return 0, ("missing", "")
             if size != entry.bytes:
                 return 0, ("size", f"{size} bytes, {entry.bytes} were written")
             if (store / entry.path).is_file():
@@ -49,7 +49,7 @@ def verify_remote(url: str, *, quick: bool = False) -> Verification:
             try:
                 reader.checked(entry, lambda: deque(reader.pieces(entry), maxlen=0))
             except DamageError:
-                return entry.bytes, ("content", CAUSES["content"])
+                return entry.bytes, ("content", "")
             return entry.bytes, None
 
         with url_in_errors(reader, store):

@@ -1,84 +1,92 @@
 """Repair without encoding: of each small file that is written twice, the intact copy replaces the damaged one.
 
-``zarr.json`` files follow from the manifest. Shards are encoded again by ``precompute/repair.py``.
+``zarr.json`` files follow from the manifest. What a revision that was given up left behind is removed. Shards are
+encoded again by ``precompute/repair.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from ..disk.files import remove, write_atomic
 from ..disk.hashing import xxh3_file
 from ..disk.strays import sweep_strays
 from ..errors import LeanditError, StoreError
-from ..format.layout import COMMITS, TWIN, revision_of, revision_prefix
+from ..format.layout import COMMITS, TWIN, revision_prefix
+from ..format.schema import FileEntry
 from ..revisions.catalog import planned_revisions, sealed_revisions
 from ..revisions.plan import read_plan
 from ..revisions.seal import finish_seal, write_zarr_files
 from ..revisions.writer import StoreWriter
 from .findings import Finding, shard_place
-from .verify import Verification, intact_manifest, verify_store
+from .verify import REVISION_FILES, Verification, intact_manifest, verify_store
 
 
 def repair_without_encoding(root: Path, found: Verification) -> Verification:
-    """Repair everything that needs no encoder, and remove temporaries of killed processes.
+    """Repair everything that needs no encoder, and remove what killed processes and abandoned revisions left behind.
+
+    Only safe while nothing writes to the store.
 
     Args:
       found: a verification of the store.
     Returns: a verification after the repair.
     Raises: StoreError: a folder with files replaces a file of the store; then nothing is changed.
     """
-    _clear_obstructions(root, found)
-    remove_litter(root)
     for finding in found.findings:
-        if finding.cause not in ("stray", "temporary") and not shard_place(finding.path):
-            _restore_copy(root, finding, found)
+        _clear_obstruction(root, finding, found.expected.get(finding.path))
+    sweep_strays(root, of_all=True)
+    for finding in found.findings:
+        if finding.cause == "abandoned":
+            _remove_abandoned(root, root / finding.path)
+        elif finding.cause == "single":
+            for name in REVISION_FILES:
+                _restore_copy(
+                    root, f"{finding.path}/{name}", found.expected.get(revision_prefix(finding.revision) + name)
+                )
+        elif finding.cause not in ("stray", "temporary") and not shard_place(finding.path):
+            _restore_copy(root, finding.path, found.expected.get(finding.path))
     for revision in planned_revisions(root):
         _repair_unfinished(root, revision, found)
-    manifests = [(revision, intact_manifest(root, revision)) for revision in sealed_revisions(root)]
-    for _, manifest in manifests:
-        if manifest:
-            finish_seal(root, manifest)
-    if manifests and manifests[-1][1]:
-        write_zarr_files(root, manifests[-1][1])
+    manifests = [intact_manifest(root, revision) for revision in sealed_revisions(root)]
+    for manifest in filter(None, manifests):
+        finish_seal(root, manifest)
+    if manifests and manifests[-1]:
+        write_zarr_files(root, manifests[-1])
     return verify_store(root)
 
 
-def remove_litter(root: Path) -> list[Path]:
-    """Remove the temporaries of all processes; only safe while nothing writes to the store."""
-    return sweep_strays(root, of_all=True)
+def _clear_obstruction(root: Path, finding: Finding, entry: FileEntry | None) -> None:
+    """Replace a link or an empty folder in place of a file of the store."""
+    path = root / finding.path
+    if finding.cause in ("missing", "content") and path.is_dir() and not path.is_symlink():
+        if any(inner.is_symlink() or not inner.is_dir() for inner in path.rglob("*")):
+            raise StoreError(
+                f"store '{root}': '{finding.path}' is a folder with files; expected a file. "
+                "Nothing was changed. Move the folder out of the store, then repair again."
+            )
+        remove(path)
+    elif finding.cause == "link":
+        if entry and path.is_file() and xxh3_file(path) == entry.xxh3_128:
+            write_atomic(path, path.read_bytes())
+        elif not shard_place(finding.path):
+            remove(path)  # the target stays; the file is restored
 
 
-def _clear_obstructions(root: Path, found: Verification) -> None:
-    """Replace links and empty folders in place of a file of the store."""
-    for finding in found.findings:
-        path = root / finding.path
-        if finding.cause in ("missing", "content") and path.is_dir() and not path.is_symlink():
-            if any(inner.is_symlink() or not inner.is_dir() for inner in path.rglob("*")):
-                raise StoreError(
-                    f"store '{root}': '{finding.path}' is a folder with files; needed a file. "
-                    "Nothing was changed. Move the folder out of the store, then repair again."
-                )
-            remove(path)
-        elif finding.cause == "link":
-            entry = found.expected.get(finding.path)
-            is_intact = entry is not None and path.is_file() and xxh3_file(path) == entry.xxh3_128
-            if is_intact:
-                write_atomic(path, path.read_bytes())
-            elif not shard_place(finding.path):
-                remove(path)  # the target stays; the file is restored
+def _remove_abandoned(root: Path, path: Path) -> None:
+    """Remove a file, and the folders that are empty without it."""
+    path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        for folder in path.parents[: len(path.relative_to(root).parts) - 1]:
+            folder.rmdir()
 
 
-def _restore_copy(root: Path, finding: Finding, found: Verification) -> None:
-    """Write a damaged file of a revision again from its other copy, if that is intact."""
-    revision, entry = revision_of(finding.path), found.expected.get(finding.path)
-    if revision is None or entry is None:
-        return
-    prefix = revision_prefix(revision)
-    name = finding.path.removeprefix(prefix)
-    other = root / prefix / (name.removeprefix(f"{TWIN}/") if name.startswith(f"{TWIN}/") else f"{TWIN}/{name}")
-    if other.is_file() and xxh3_file(other) == entry.xxh3_128:
-        write_atomic(root / finding.path, other.read_bytes())
+def _restore_copy(root: Path, path: str, entry: FileEntry | None) -> None:
+    """Write a file of a revision again from its other copy, if that is intact."""
+    folder, _, name = path.rpartition("/")
+    other = root / (folder.removesuffix(f"/{TWIN}") if folder.endswith(f"/{TWIN}") else f"{folder}/{TWIN}") / name
+    if entry and other.is_file() and xxh3_file(other) == entry.xxh3_128:
+        write_atomic(root / path, other.read_bytes())
 
 
 def _repair_unfinished(root: Path, revision: int, found: Verification) -> None:

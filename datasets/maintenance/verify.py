@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -23,9 +24,11 @@ import pyarrow.parquet as pq
 from ..disk.hashing import canonical_json, xxh3_file
 from ..disk.owners import is_temporary
 from ..errors import LeanditError
+from ..format.caption_layout import CAPTION_PART
 from ..format.layout import (
     CAPTIONS,
     COMMITS,
+    GROUP,
     HUB_CACHE,
     HUB_FILES,
     LEASES,
@@ -41,15 +44,19 @@ from ..format.layout import (
     revision_prefix,
     zarr_files,
 )
+from ..format.row_layout import BUCKETS
 from ..format.schema import FileEntry, LocalFile, Manifest
 from ..revisions.catalog import check_store, file_entry, planned_revisions, read_manifest, sealed_revisions
 from ..revisions.commits import read_commit
 from ..revisions.local import intact_locals, read_local_file
 from ..revisions.plan import read_plan
-from .findings import CAUSES, HARMLESS, Finding, Locator, shard_place
+from .findings import HARMLESS, Finding, Locator, shard_place
 
+REVISION_FILES = (MANIFEST, RECORDS, CAPTIONS, SOURCES, LOCAL)
 Problem = tuple[str, str]
-"""Cause and detail of a problem with a file."""
+"""Cause and detail of a problem with a file; an empty detail stands for that of the cause."""
+Expected = dict[str, FileEntry | Finding | None]
+"""What each file of a store should be, by path: its size and hash, what is wrong with it, or anything (None)."""
 _Copy = TypeVar("_Copy", Manifest, LocalFile)
 
 
@@ -95,21 +102,6 @@ class Verification:
         return self.num_bytes / 2**20 / max(self.seconds, 1e-9)
 
 
-@dataclass
-class _Expected:
-    """What a store should hold.
-
-    Args:
-      entries: size and hash of files, by path.
-      unhashed: other files that belong to it.
-      findings: problems of files that carry their own hash.
-    """
-
-    entries: dict[str, FileEntry] = field(default_factory=dict)
-    unhashed: set[str] = field(default_factory=set)
-    findings: list[Finding] = field(default_factory=list)
-
-
 def verify_store(
     root: Path,
     *,
@@ -130,37 +122,41 @@ def verify_store(
     planned, sealed = planned_revisions(root), sealed_revisions(root)
     if not planned:
         check_store(root)
-    expected, manifests = _Expected(), dict[int, Manifest]()
-    for revision in sealed:
-        if manifest := _expect_sealed(root, revision, expected):
-            manifests[revision] = manifest
+    paths = list(_files_below(root) if paths is None else paths)
+    expected: Expected = {}
+    manifests = {revision: one for revision in sealed if (one := _expect_sealed(root, revision, expected))}
     for revision in planned:
         _expect_unfinished(root, revision, expected)
     if manifests:
         newest = manifests[max(manifests)]
         for path, content in zarr_files(newest.spec, newest.layouts().values()).items():
-            expected.entries.setdefault(path, file_entry(path, content))
+            expected.setdefault(path, file_entry(path, content))
 
     check = check or (lambda entry: check_file(root, entry, quick))
-    num_bytes, wrong_files = _check_files(expected.entries.values(), check, Locator(root, manifests), num_threads)
-    findings = [*expected.findings, *wrong_files]
+    findings = [one for one in expected.values() if isinstance(one, Finding)]
+    entries = {path: one for path, one in expected.items() if isinstance(one, FileEntry)}
+    locator = Locator(root, manifests)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="leandit-verify") as pool:
+        checked = list(zip(entries.values(), pool.map(check, entries.values()), strict=True))
+    findings += [locator.finding(entry, *problem) for entry, (_, problem) in checked if problem]
     damaged = {finding.path for finding in findings}
     for manifest in manifests.values():
         if revision_prefix(manifest.revision) + RECORDS not in damaged:
             findings += _check_counts(root, manifest)
-    known = expected.entries.keys() | expected.unhashed
-    findings += _strays(_files_below(root) if paths is None else paths, known, sealed)
+    # Without a trace of another revision, what lies where shards lie was left by one that was given up.
+    begun = {revision for path in paths if (revision := revision_of(path))}
+    findings += _strays(paths, expected, sealed, knows_all=bool(begun) and begun == manifests.keys())
     return Verification(
         store=str(root),
         mode="quick" if quick else "full",
         complete=bool(sealed) and not planned,
         revisions=sealed,
-        num_files=len(known),
-        num_bytes=num_bytes,
+        num_files=len(expected),
+        num_bytes=sum(num_bytes for _, (num_bytes, _) in checked),
         num_records=manifests[max(manifests)].num_planned if manifests else 0,
         seconds=time.perf_counter() - start,
         findings=sorted(findings, key=lambda finding: finding.path),
-        expected=expected.entries,
+        expected=entries,
     )
 
 
@@ -169,60 +165,52 @@ def intact_manifest(root: Path, revision: int) -> Manifest | None:
 
     Where both are intact and differ, one is of another store: then the one whose records table is there.
     """
-    found = []
+    intact = []
     for twin in (False, True):
         with contextlib.suppress(LeanditError, OSError):
-            found.append(read_manifest(root, revision, twin=twin))
+            intact.append(read_manifest(root, revision, twin=twin))
     table = revision_prefix(revision) + RECORDS
-    return _fitting(root, found, lambda one: next(entry for entry in one.files if entry.path == table))
-
-
-def _intact_local(root: Path, revision: int) -> LocalFile | None:
-    """``local.json`` likewise, by the table of the images' places."""
-    return _fitting(root, intact_locals(root, revision), lambda one: one.sources)
+    return _fitting(root, intact, lambda one: next(entry for entry in one.files if entry.path == table))
 
 
 def _fitting(root: Path, copies: Sequence[_Copy], table_of: Callable[[_Copy], FileEntry]) -> _Copy | None:
     """The first of the intact copies of a file; of two that differ, the one whose table is there."""
-    if len(copies) < 2 or copies[0] == copies[1]:
-        return copies[0] if copies else None
-    for one in copies:
+    for one in copies if copies and copies[0] != copies[-1] else ():
         folder, _, name = table_of(one).path.rpartition("/")
         for path in (root / folder / name, root / folder / TWIN / name):
             if path.is_file() and xxh3_file(path) == table_of(one).xxh3_128:
                 return one
-    return copies[0]
+    return copies[0] if copies else None
 
 
-def _expect_sealed(root: Path, revision: int, expected: _Expected) -> Manifest | None:
-    """Files of a sealed revision: its shards, and each of its own files twice."""
-    prefix, manifest, local = revision_prefix(revision), intact_manifest(root, revision), _intact_local(root, revision)
-    of_revision: dict[str, FileEntry] = {}
+def _expect_sealed(root: Path, revision: int, expected: Expected) -> Manifest | None:
+    """Add the files of a sealed revision: its shards, and each of its own files twice."""
+    prefix, manifest = revision_prefix(revision), intact_manifest(root, revision)
+    local = _fitting(root, intact_locals(root, revision), lambda one: one.sources)
+    own: dict[str, FileEntry] = {}
     if manifest:
-        content = canonical_json(manifest.model_dump())
-        of_revision[MANIFEST] = file_entry(MANIFEST, content)
-        expected.entries |= {entry.path: entry for entry in manifest.files}
-        of_revision |= {name: expected.entries[prefix + name] for name in (RECORDS, CAPTIONS)}
+        files = {entry.path: entry for entry in manifest.files}
+        expected |= files
+        own = {name: files[prefix + name] for name in (RECORDS, CAPTIONS)}
+        own[MANIFEST] = file_entry(MANIFEST, canonical_json(manifest.model_dump()))
     if local:
-        of_revision[LOCAL] = file_entry(LOCAL, canonical_json(local.model_dump()))
-        of_revision[SOURCES] = local.sources
+        own |= {LOCAL: file_entry(LOCAL, canonical_json(local.model_dump())), SOURCES: local.sources}
+    is_single = not os.path.lexists(root / f"{prefix}{TWIN}")
+    if is_single:
+        expected[f"{prefix}{TWIN}"] = Finding(f"{prefix}{TWIN}", "single")
     is_finishing = (root / f"{prefix}{PLAN}/{PLAN_FILE}").is_file()  # else the second manifest was written long ago
-    for name in (MANIFEST, RECORDS, CAPTIONS, SOURCES, LOCAL):
-        for path in (prefix + name, f"{prefix}{TWIN}/{name}"):
-            if is_finishing and path == f"{prefix}{TWIN}/{MANIFEST}" and not (root / path).exists():
-                continue
-            if entry := of_revision.get(name):
-                expected.entries[path] = entry.model_copy(update={"path": path})
-            else:
-                expected.unhashed.add(path)
-                expected.findings.append(_own_problem(root, path, revision))
+    for path in [prefix + folder + name for name in REVISION_FILES for folder in ("", f"{TWIN}/")[: 2 - is_single]]:
+        if is_finishing and path == f"{prefix}{TWIN}/{MANIFEST}" and not (root / path).exists():
+            continue
+        entry = own.get(path.rpartition("/")[2])
+        expected[path] = entry.model_copy(update={"path": path}) if entry else _without_a_hash(root, path, revision)
     return manifest
 
 
-def _own_problem(root: Path, path: str, revision: int) -> Finding:
+def _without_a_hash(root: Path, path: str, revision: int) -> Finding:
     """The finding of a file of which no intact copy tells the hash."""
     if not os.path.lexists(root / path):
-        return Finding(path, "missing", CAUSES["missing"], revision)
+        return Finding(path, "missing")
     detail = "neither copy of it is intact"
     try:
         if path.endswith(LOCAL):
@@ -233,77 +221,61 @@ def _own_problem(root: Path, path: str, revision: int) -> Finding:
             detail = "the file that names its hash is damaged, in both copies"
     except (LeanditError, OSError) as error:
         detail = str(error)
-    return Finding(path, "content", detail, revision)
+    return Finding(path, "content", detail)
 
 
-def _expect_unfinished(root: Path, revision: int, expected: _Expected) -> None:
-    """Files of an unfinished revision that its commit records name, and the records themselves.
+def _expect_unfinished(root: Path, revision: int, expected: Expected) -> None:
+    """Add the files of an unfinished revision that its commit records name, and the records themselves.
 
     An invalid record is reported, although it loses nothing: its shard is encoded again.
     """
     prefix = revision_prefix(revision)
-    expected.unhashed |= {f"{prefix}{PLAN}/{name}" for name in (PLAN_FILE, RECORDS, CAPTIONS)}
+    expected |= dict.fromkeys(f"{prefix}{PLAN}/{name}" for name in (PLAN_FILE, RECORDS, CAPTIONS))
     try:
         plan = read_plan(root, revision)
     except (LeanditError, OSError) as error:
-        expected.findings.append(Finding(f"{prefix}{PLAN}/{PLAN_FILE}", "content", str(error), revision))
+        expected[f"{prefix}{PLAN}/{PLAN_FILE}"] = Finding(f"{prefix}{PLAN}/{PLAN_FILE}", "content", str(error))
         return
     for path, content in plan.zarr_files().items():
         if (root / path).is_file():  # else not yet written; a seal that was interrupted has written them
             entry = file_entry(path, content)
             if plan.before is None or xxh3_file(root / path) == entry.xxh3_128:
-                expected.entries[path] = entry
+                expected[path] = entry
+    # A seal that was interrupted may have written some of these.
+    expected |= dict.fromkeys(f"{prefix}{folder}{name}" for name in REVISION_FILES for folder in ("", f"{TWIN}/"))
     is_whole = True
     for part, shard in plan.layout.tasks():
         path = commit_path(revision, part, shard)
-        expected.unhashed |= {array.shard_path(shard) for array in plan.layout.parts[part].arrays}
-        expected.unhashed |= {path, path.replace(".json", ".rows")}
         if record := read_commit(root, plan, part, shard, check_files=False):
-            expected.entries |= {entry.path: entry for entry in record.files}
-            expected.entries[path] = file_entry(path, canonical_json(record.model_dump()))
-        else:
-            is_whole = False
-            if os.path.lexists(root / path):
-                detail = "it does not match its own hash, or belongs to another plan"
-                expected.findings.append(Finding(path, "content", detail, revision))
-    names = (RECORDS, CAPTIONS, SOURCES, LOCAL, MANIFEST)  # a seal that was interrupted may have written some
-    expected.unhashed |= {f"{prefix}{folder}{name}" for name in names for folder in ("", f"{TWIN}/")}
+            expected |= {entry.path: entry for entry in record.files}
+            expected[path] = file_entry(path, canonical_json(record.model_dump()))
+            continue
+        is_whole, shards = False, [array.shard_path(shard) for array in plan.layout.parts[part].arrays]
+        expected |= dict.fromkeys([*shards, path, path.replace(".json", ".rows")])
+        if os.path.lexists(root / path):
+            expected[path] = Finding(path, "content", "it does not match its own hash, or belongs to another plan")
     if is_whole:
-        expected.findings.append(Finding(prefix + MANIFEST, "unsealed", CAUSES["unsealed"], revision))
+        expected[prefix + MANIFEST] = Finding(prefix + MANIFEST, "unsealed")
 
 
 def check_file(root: Path, entry: FileEntry, quick: bool) -> tuple[int, Problem | None]:
     """Check a file by size and hash. Returns: bytes hashed, and the problem if there is one."""
     path = os.path.join(root, entry.path)
     try:
-        found = os.lstat(path)
-        if stat.S_ISLNK(found.st_mode):
-            return 0, ("link", CAUSES["link"])
-        if not stat.S_ISREG(found.st_mode):
+        status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode):
+            return 0, ("link", "")
+        if not stat.S_ISREG(status.st_mode):
             return 0, ("missing", "not a regular file")
-        if found.st_size != entry.bytes:
-            return 0, ("size", f"{found.st_size} bytes, {entry.bytes} were written")
+        if status.st_size != entry.bytes:
+            return 0, ("size", f"{status.st_size} bytes, {entry.bytes} were written")
         if quick and shard_place(entry.path):
             return 0, None
-        same = xxh3_file(path) == entry.xxh3_128
-        return found.st_size, None if same else ("content", CAUSES["content"])
+        return status.st_size, None if xxh3_file(path) == entry.xxh3_128 else ("content", "")
     except (FileNotFoundError, NotADirectoryError):
-        return 0, ("missing", CAUSES["missing"])
+        return 0, ("missing", "")
     except OSError as error:
         return 0, ("content", f"it cannot be read: {error.strerror}")
-
-
-def _check_files(
-    entries: Collection[FileEntry],
-    check: Callable[[FileEntry], tuple[int, Problem | None]],
-    locator: Locator,
-    num_threads: int,
-) -> tuple[int, list[Finding]]:
-    """Check files in threads. Returns: bytes hashed, findings."""
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="leandit-verify") as pool:
-        checked = list(zip(entries, pool.map(check, entries), strict=True))
-    findings = [locator.finding(entry, *problem) for entry, (_, problem) in checked if problem]
-    return sum(num_bytes for _, (num_bytes, _) in checked), findings
 
 
 def _check_counts(root: Path, manifest: Manifest) -> list[Finding]:
@@ -313,36 +285,41 @@ def _check_counts(root: Path, manifest: Manifest) -> list[Finding]:
         with pq.ParquetFile(root / path) as file:
             statuses = file.read(columns=["status"])["status"]
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        return [Finding(path, "content", f"not a records table ({error})", manifest.revision)]
+        return [Finding(path, "content", f"not a records table ({error})")]
     counts = {entry["values"]: entry["counts"] for entry in statuses.value_counts().to_pylist()}
-    found = (len(statuses), counts.get("stored", 0), counts.get("rejected", 0))
-    wanted = (manifest.num_planned, manifest.num_stored, manifest.num_rejected)
-    if found == wanted and wanted[0] == wanted[1] + wanted[2]:
+    counted = (len(statuses), counts.get("stored", 0), counts.get("rejected", 0))
+    claimed = (manifest.num_planned, manifest.num_stored, manifest.num_rejected)
+    if counted == claimed and claimed[0] == claimed[1] + claimed[2]:
         return []
-    detail = f"(planned, stored, rejected) are {found}, the manifest says {wanted}"
-    return [Finding(path, "counts", detail, manifest.revision)]
+    detail = f"(planned, stored, rejected) are {counted}, the manifest says {claimed}"
+    return [Finding(path, "counts", detail)]
 
 
-def _strays(paths: Iterable[str], known: Collection[str], sealed: Collection[int]) -> Iterator[Finding]:
-    """Files that belong to no revision, nor to a repository of a hub; temporaries are reported as such."""
+def _strays(paths: Iterable[str], expected: Expected, sealed: Collection[int], *, knows_all: bool) -> Iterator[Finding]:
+    """Files that belong to no revision, nor to a repository of a hub; temporaries are reported as such.
+
+    Args:
+      knows_all: the manifests of all revisions of which there is a trace are intact.
+    """
+    of_an_array = re.compile(rf"({BUCKETS}|{CAPTION_PART})/([\w/]+/)?{re.escape(GROUP)}")
     for path in paths:
         *folders, name = path.split("/")
         is_litter = any(is_temporary(part, is_folder=True) for part in folders) or is_temporary(name, is_folder=False)
-        if path in HUB_FILES or path.startswith(HUB_CACHE) or (path in known and not is_litter):
+        if path in HUB_FILES or path.startswith(HUB_CACHE) or (path in expected and not is_litter):
             continue
         is_litter |= folders[2:3] in ([PLAN], [COMMITS]) and revision_of(path) in sealed  # of an interrupted seal
-        cause = "temporary" if is_litter else "stray"
-        yield Finding(path.rstrip("/"), cause, CAUSES[cause], revision_of(path) or 1)
+        is_abandoned = knows_all and (shard_place(path) or of_an_array.fullmatch(path))
+        yield Finding(path.rstrip("/"), "temporary" if is_litter else "abandoned" if is_abandoned else "stray")
 
 
 def _files_below(root: Path) -> Iterator[str]:
     """Paths of all files and links, without leases; a temporary folder counts as one path that ends with a slash."""
     top = os.fspath(root)
     for folder, folders, files in os.walk(top):
-        here = "" if folder == top else os.path.relpath(folder, top).replace(os.sep, "/") + "/"
-        if not here and LEASES in folders:
+        parent = "" if folder == top else os.path.relpath(folder, top).replace(os.sep, "/") + "/"
+        if not parent and LEASES in folders:
             folders.remove(LEASES)
         litter = [name for name in folders if is_temporary(name, is_folder=True)]
         folders[:] = [name for name in folders if name not in litter]
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        yield from (here + name for name in (*files, *links, *(f"{name}/" for name in litter)))
+        yield from (parent + name for name in (*files, *links, *(f"{name}/" for name in litter)))

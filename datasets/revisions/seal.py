@@ -138,7 +138,8 @@ def write_zarr_files(root: Path, manifest: Manifest) -> None:
 def finish_seal(root: Path, manifest: Manifest) -> None:
     """Complete what a crash behind the manifest left undone: its second copy, and work that nothing reads any more."""
     prefix = revision_prefix(manifest.revision)
-    write_unless_same(root / f"{prefix}{TWIN}/{MANIFEST}", canonical_json(manifest.model_dump()))
+    if (root / f"{prefix}{TWIN}").is_dir():  # not of a store that was published, which has no second copies
+        write_unless_same(root / f"{prefix}{TWIN}/{MANIFEST}", canonical_json(manifest.model_dump()))
     for name in (COMMITS, PLAN):
         remove(root / (prefix + name))
 

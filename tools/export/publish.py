@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 
 from ...datasets.disk.hashing import canonical_json, sha256_of
 from ...datasets.errors import DamageError, RecipeError, RunError, StoreError, StoreIncomplete
-from ...datasets.format.layout import MANIFEST, RECORDS, REVISIONS, TWIN
+from ...datasets.format.layout import MANIFEST, RECORDS, REVISIONS
+from ...datasets.maintenance.findings import HARMLESS
 from ...datasets.maintenance.portable import portable_files
 from ...datasets.maintenance.verify import verify_store
 from ...datasets.recipe import values_to_toml
@@ -120,7 +121,7 @@ def store_files(root: Path, hub: HubRepository, terms: Terms, *, sheet: Path | N
     Raises: StoreNotFound, StoreError; StoreIncomplete; DamageError; EncoderError: the VAE cannot be loaded.
     """
     checked = verify_store(root, quick=True)
-    if damage := [one for one in checked.findings if one.cause not in ("stray", "temporary", "unsealed")]:
+    if damage := [one for one in checked.findings if one.cause not in {*HARMLESS, "stray"}]:
         raise DamageError(
             f"store '{root}': {len(damage)} of its files are not as they were written, the first: "
             f"{printable(damage[0].line())}. Run 'leandit verify --repair --source PATH', then publish."
@@ -131,7 +132,7 @@ def store_files(root: Path, hub: HubRepository, terms: Terms, *, sheet: Path | N
             "again, then publish."
         )
     portable, store, notes = portable_files(root), LatentStore(root), list[str]()
-    if strays := [one.path for one in checked.findings]:
+    if strays := [one.path for one in checked.findings if one.cause != "single"]:
         notes.append(f"{len(strays)} files that are not of the store stay here, such as '{strays[0]}'")
     card = store_card(store, portable, hub, terms, sheet=sheet is not None)
     files = [OutgoingFile(CARD, card, is_last=True)]
@@ -298,8 +299,7 @@ def _refuse_other(hub: HubRepository, files: Mapping[str, OutgoingFile], listed:
                 f"'{hub.address}' holds a revision that this store lacks: '{path}'. Its readers would go on with that "
                 "one. Publish the store that has it, or give another name or another branch with --revision."
             )
-        is_manifest = path.endswith(MANIFEST) and f"/{TWIN}/" not in path
-        if path in files and is_manifest and not files[path].is_same(listed[path]):
+        if path in files and path.endswith(MANIFEST) and not files[path].is_same(listed[path]):
             problem = f"holds another store: its '{path}' differs."
     here, there = (
         [int(match[1]) for match in map(SNAPSHOT_STATE.fullmatch, paths) if match] for paths in (files, listed)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faults import REVISION_FILES, copy_of, files_of, flip, make_grown, read_all, small_shards
+from faults import REVISION_FILES, content, copy_of, files_of, flip, make_grown, read_all, small_shards
 from making import tree_digest
 
 from leandit.datasets.errors import DamageError, LeanditError
 from leandit.datasets.maintenance.findings import shard_place
 from leandit.datasets.maintenance.repair import repair_without_encoding
 from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.store import LatentStore
 
 
@@ -154,3 +155,33 @@ def test_a_table_that_another_revision_wrote_is_not_taken_for_a_copy(whole: Path
         assert [finding.path for finding in found.findings] == [f"revisions/000003/{name}"]
         assert repair_without_encoding(root, found).findings == []
     assert tree_digest(root) == tree_digest(whole)
+
+
+def test_what_a_revision_that_was_given_up_left_behind_is_removed(whole: Path, root: Path, tmp_path: Path) -> None:
+    """Its shards and arrays are no damage, and nothing else is touched."""
+    shutil.rmtree(root / "revisions/000003")
+    added = "buckets/64x64/features/dino"
+    for path in (f"{added}/patches/c/0/0/0", f"{added}/patches/zarr.json", f"{added}/zarr.json", "notes.txt"):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text("left behind")
+    found = verify_store(root)
+    left = {finding.path for finding in found.findings if finding.cause == "abandoned"}
+    newest = {path for path in files_of(whole) if shard_place(path)} - {
+        entry.path for entry in read_manifest(root, 2).files
+    }
+    assert newest
+    assert newest | {f"{added}/patches/c/0/0/0", f"{added}/patches/zarr.json", f"{added}/zarr.json"} <= left
+    after = repair_without_encoding(root, found)
+    assert [(finding.path, finding.cause) for finding in after.findings] == [("notes.txt", "stray")]
+    assert not (root / "buckets/64x64/features").exists()
+    assert read_all(root)["content"] == content(LatentStore(whole, revision=2))
+
+
+def test_without_an_intact_manifest_no_shard_counts_as_abandoned(root: Path) -> None:
+    for path in root.glob("revisions/000003/**/manifest.json"):
+        path.unlink()
+    before = files_of(root)
+    found = verify_store(root)
+    assert "abandoned" not in {finding.cause for finding in found.findings}
+    repair_without_encoding(root, found)
+    assert files_of(root) == before

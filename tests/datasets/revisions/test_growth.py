@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 import zarr
 from faults import Pictures, content, encode, make_grown, read_all, small_shards
-from making import caption_recipe, tree_digest
+from making import caption_recipe, picture, tree_digest
 from vision import make_dinov2
 
 from leandit.datasets.disk.hashing import canonical_json, sha256_of
@@ -25,6 +25,7 @@ from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.catalog import file_entry, read_manifest
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
+from leandit.precompute.images.decoders import Decoders
 
 BUCKETS = ("48x80", "64x64", "80x48")
 
@@ -132,6 +133,30 @@ def test_an_added_feature_has_the_rows_of_all_records_and_nothing_else_is_added(
     new = {path for path in grown.trees[2].keys() - grown.trees[1].keys() if not path.startswith("revisions/000003/")}
     assert new
     assert all("/features/" in path for path in new)
+
+
+def test_growth_after_an_addition_decodes_a_new_picture_once(
+    grown: Grown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, source = tmp_path / "store", shutil.copytree(grown.root.parent / "source", tmp_path / "source")
+    shutil.copytree(grown.root, store)
+    decode, decoded = Decoders.picture, list[str]()
+
+    def counting(self: Decoders, path: Path, *args: Any, **how: Any) -> Any:
+        decoded.append(path.name)
+        return decode(self, path, *args, **how)
+
+    monkeypatch.setattr(Decoders, "picture", counting)
+    picture(40, 64, 64).save(source / "images/40.png")
+    with (source / "metadata.jsonl").open("a") as table:
+        table.write(json.dumps({"file_name": "images/40.png", "captions": ["a red circle", "a new picture"]}) + "\n")
+    dino = [f"features.dino.model={grown.root.parent / 'dinov2'}", "features.dino.output=both"]
+    report = encode(caption_recipe("vae.flip=true", *dino), source, store, drop_gone=True)
+    assert (report.num_encoded, decoded) == (1, ["40.png"])
+    store = LatentStore(store)
+    row = store.record("images/40.png").row
+    assert np.isfinite(store.feature("dino", "64x64").row(row, "patches")).all()
+    assert verify_store(store.path).findings == []
 
 
 def test_zarr_reads_every_array_of_a_grown_store(grown: Grown) -> None:
