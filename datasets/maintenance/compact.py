@@ -19,6 +19,7 @@ import pyarrow.compute
 from ..disk.files import move, temporary_folder
 from ..disk.strays import sweep_strays
 from ..errors import DamageError, LeanditError, RecipeError, ResourceError, StoreError
+from ..format.caption_layout import CaptionLayout
 from ..format.layout import Part
 from ..format.schema import Fallback, Manifest, StoreSpec
 from ..format.table_schemas import (
@@ -40,6 +41,7 @@ from ..store import LatentStore
 from ..units import readable_size
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+Columns = dict[str, pa.Array | pa.ChunkedArray]
 
 
 def compact(
@@ -68,9 +70,10 @@ def compact(
         return _made_before(store.manifest, spec, out)
     sweep_strays(out.absolute().parent, below=False)
     with temporary_folder(out) as temporary:
-        plan = plan_compaction(store, spec, out)
+        base = read_plan(root, store.revision)
+        plan = plan_compaction(store, base, spec, out)
         write_plan(temporary, plan, replace=False)
-        manifest = _copy(StoreWriter(temporary, plan), store, progress)
+        manifest = _Copy(StoreWriter(temporary, plan), store, base).run(progress)
         move(temporary, out)
     return manifest
 
@@ -108,150 +111,163 @@ def _made_before(base: Manifest, spec: StoreSpec, out: Path) -> Manifest:
     return manifest
 
 
-def plan_compaction(store: LatentStore, spec: StoreSpec, out: Path) -> FrozenPlan:
+def plan_compaction(store: LatentStore, base: FrozenPlan, spec: StoreSpec, out: Path) -> FrozenPlan:
     """Plan one revision that holds all stored records of the newest one, rows without holes, captions that are used.
 
     It has the next number, so that a run on the old store can move to it.
 
     Args:
+      base: plan of the newest revision, with the results of encoding.
       spec: as ``spec_without``.
     """
-    base, manifest = read_plan(store.path, store.revision), store.manifest
+    manifest = store.manifest
     assert manifest is not None
-    revision, count = store.revision + 1, store.records.num_rows
+    revision, count = store.revision + 1, base.records.num_rows
     spec = with_stored_encoder_paths(openable(spec, store.path), out)
-    order = used_captions(store)
-    new_id = {old: new for new, old in enumerate(order)}
-    captions = store.captions.take(pa.array(order, pa.int64()))
-    names = (CAPTION_START, *CAPTION_RESULTS)
-    results = [f"{name}{suffix}" for name in names for suffix in suffixes(store.spec).values()]
-    undone = dict.fromkeys(results, [None] * len(order))
-    captions = _replace(captions, {"revision": [revision] * len(order), **undone})
 
-    stored = np.array([status == "stored" for status in store.records["status"].to_pylist()])
-    buckets = np.array(store.records["bucket"].to_pylist(), object)
+    used = used_captions(base)
+    of_captions: Columns = {"revision": pa.array(np.full(len(used), revision, np.int32))}
+    results = [
+        f"{name}{suffix}" for name in (CAPTION_START, *CAPTION_RESULTS) for suffix in suffixes(store.spec).values()
+    ]
+    captions = base.captions.take(pa.array(used, pa.int64()))
+    captions = _replace(captions, of_captions | _nulls(captions.schema, results, len(used)))
+
     rows = np.full(count, -1, np.int64)
     for bucket in store.buckets:
-        positions = np.flatnonzero(stored & (buckets == bucket))
+        positions = np.sort(store.index(bucket).records)
         rows[positions] = np.arange(len(positions))
-    caption_ids = [[new_id[caption] for caption in ids or ()] for ids in store.records["caption_ids"].to_pylist()]
-    unknown = pa.nulls(count, pa.uint64())
-    columns = {
-        "revision": [revision] * count,
-        "row": rows,
-        "caption_ids": caption_ids,
-        "status": np.where(stored, "planned", "rejected"),
-        # Only the sealed table has the reasons of records that were rejected while encoding.
-        **{name: store.records[name] for name in ("stage", "reason", "detail")},
-        "checksum": unknown,
-        "source_checksum": unknown,
-        "fallback": pa.nulls(count, pa.string()),
-    }
+    new_ids = np.full(base.captions.num_rows, -1, np.int32)
+    new_ids[used] = np.arange(len(used))
+
+    def renumbered(lists: pa.Array) -> pa.Array:
+        lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(new_ids[lists.flatten().to_numpy()]))
+
     schema = plan_schema(spec)
-    places = {name for columns_of in place_columns(spec) for name in columns_of}  # these stay as planned
-    undone_groups = [name for name in schema.names[len(PLAN_SCHEMA) :] if name not in places]
-    columns |= {name: pa.nulls(count, schema.field(name).type) for name in undone_groups}
+    is_stored = pa.array((rows >= 0).astype(np.int8))
+    columns: Columns = {
+        "revision": pa.array(np.full(count, revision, np.int32)),
+        "row": pa.array(rows),
+        "caption_ids": pa.chunked_array(map(renumbered, base.records["caption_ids"].chunks), pa.list_(pa.int32())),
+        "status": pa.array(["rejected", "planned"]).take(is_stored),
+    }
+    places = {name for names in place_columns(spec) for name in names}  # these stay as planned
+    undone = [name for name in schema.names[len(PLAN_SCHEMA) :] if name not in places]
     return FrozenPlan(
         spec=spec,
         revision=revision,
         base=manifest.root_hash,
         copies=True,
         listing=base.listing,
-        records=_replace(base.records.select(schema.names), columns),
+        records=_replace(
+            base.records.select(schema.names),
+            columns | _nulls(schema, ["checksum", "source_checksum", "fallback", *undone], count),
+        ),
         captions=captions.select(captions_schema(spec).names).cast(captions_schema(spec)),
         self_check=manifest.self_check,
     )
 
 
-def used_captions(store: LatentStore) -> list[int]:
-    """Ids of the captions that a record still has, in the order of the compacted store: by length."""
-    used = {caption for ids in store.records["caption_ids"].to_pylist() for caption in ids or ()}
-    lengths = store.captions["num_tokens"].to_numpy()
-    return sorted(used, key=lambda caption: (lengths[caption], caption))
+def used_captions(base: FrozenPlan) -> np.ndarray:
+    """(N,) ids of the captions that a record still has, in the order of the compacted store: by length."""
+    used = pc.unique(pc.list_flatten(base.records["caption_ids"])).to_numpy().astype(np.int64)
+    lengths = base.captions["num_tokens"].to_numpy()
+    return used[np.lexsort((used, lengths[used]))]
 
 
-def _replace(table: pa.Table, columns: dict) -> pa.Table:
+def _nulls(schema: pa.Schema, names: Collection[str], count: int) -> Columns:
+    return {name: pa.nulls(count, schema.field(name).type) for name in names}
+
+
+def _replace(table: pa.Table, columns: Columns) -> pa.Table:
     return pa.table({name: columns.get(name, table[name]) for name in table.column_names}, schema=table.schema)
 
 
-def _copy(writer: StoreWriter, store: LatentStore, progress: Callable[[str, int, int], None]) -> Manifest:
-    """Copy all shards, checking every row, and seal."""
-    tasks = writer.plan.layout.tasks()
-    needed = writer.plan.layout.num_bytes(tasks)
-    free = shutil.disk_usage(writer.root).free
-    if needed > free:
-        raise ResourceError(
-            f"store '{store.path}': its compaction needs {readable_size(needed)}, the disk of --out has "
-            f"{readable_size(free)} free. Free some space, or give an --out on another disk."
-        )
-    row_of = np.full(store.records.num_rows, -1, np.int64)  # of each record, in the stacked arrays of its bucket
-    for bucket in store.buckets:
-        row_of[store.index(bucket).records] = store.index(bucket).rows
-    caption_of = np.array(used_captions(store), np.int64)
-    for done, (part, shard) in enumerate(tasks, 1):
-        of_part = writer.plan.layout.parts[part]
-        if of_part.captions is None:
-            _copy_rows(writer, store, of_part, shard, row_of)
-        elif of_part.is_null:
-            rows = store.text(of_part.captions.name).stored_null_rows
-            paths, results = [array.path for array in of_part.arrays], new_results(of_part, 1)
-            results["state"], results["checksum"] = STORED, row_checksum(*rows)
-            writer.commit(part, shard, dict(zip(paths, rows, strict=True)), results)
-        else:
-            _copy_captions(writer, store, of_part, shard, caption_of)
-        progress("compact", done, len(tasks))
-    return writer.seal()
+class _Copy:
+    """Copies the shards of a compaction, checking every row.
 
+    Args:
+      base: plan of the revision that is copied, with the results of encoding.
+    """
 
-def _copy_rows(writer: StoreWriter, store: LatentStore, part: Part, shard: int, row_of: np.ndarray) -> None:
-    rows = part.arrays[0].rows_of(shard)
-    positions = writer.plan.positions_of(part)[rows.start : rows.stop]
-    table, results = store.records.take(pa.array(positions)), new_results(part, len(rows))
-    keys, arrays = table["key"].to_pylist(), dict[str, np.ndarray]()
-    results["state"] = STORED
-    for i, (group, layouts) in enumerate(part.groups.items()):
-        copied = {one.path: store.array(one.path).take(row_of[positions]) for one in layouts}
-        results["checksum"][:, i] = [row_checksum(*rows) for rows in zip(*copied.values(), strict=True)]
-        _copy_results(table, f"_{group}" if group else "", results[:, i])
-        _check(store, keys, table[f"checksum_{group}" if group else "checksum"], results[:, i])
-        arrays |= copied
-    how = zip(rows, table["fallback"].to_pylist(), strict=True)
-    fallbacks = [Fallback(row=row, how=fallback) for row, fallback in how if fallback]
-    writer.commit(part.name, shard, arrays, results, fallbacks=fallbacks)
+    def __init__(self, writer: StoreWriter, store: LatentStore, base: FrozenPlan) -> None:
+        self._writer, self._store, self._base, self._captions = writer, store, base, used_captions(base)
+        self._rows = np.full(base.records.num_rows, -1, np.int64)  # of each record, in the arrays of its bucket
+        for bucket in store.buckets:
+            self._rows[store.index(bucket).records] = store.index(bucket).rows
 
+    def run(self, progress: Callable[[str, int, int], None]) -> Manifest:
+        """Copy all shards, and seal."""
+        layout = self._writer.plan.layout
+        tasks = layout.tasks()
+        expected, free = layout.num_bytes(tasks), shutil.disk_usage(self._writer.root).free
+        if expected > free:
+            raise ResourceError(
+                f"store '{self._store.path}': its compaction needs {readable_size(expected)}, the disk of --out has "
+                f"{readable_size(free)} free. Free some space, or give an --out on another disk."
+            )
+        for done, (name, shard) in enumerate(tasks, 1):
+            part = layout.parts[name]
+            if part.is_null:
+                self._copy_null(part)
+            elif part.captions:
+                self._copy_captions(part, part.captions, shard)
+            else:
+                self._copy_rows(part, shard)
+            progress("compact", done, len(tasks))
+        return self._writer.seal()
 
-def _copy_captions(writer: StoreWriter, store: LatentStore, part: Part, shard: int, caption_of: np.ndarray) -> None:
-    layout = part.captions
-    assert layout is not None, "a part of captions"
-    captions, source = layout.captions_of(shard), store.text(layout.name)
-    filled = {
-        one.path: np.full((len(one.rows_of(shard)), *one.shape[1:]), one.fill_value, one.dtype) for one in part.arrays
-    }
-    before = store.captions.take(pa.array(caption_of[captions.start : captions.stop]))
-    results, suffix = new_results(part, len(captions)), suffixes(store.spec)[layout.name]
-    results["state"] = STORED
-    for i, caption in enumerate(captions):
-        rows = source.stored_rows(int(caption_of[caption]))
-        for array, row, start in zip(part.arrays, rows, layout.starts_of(caption), strict=True):
-            first = start - array.rows_of(shard).start
-            filled[array.path][first : first + len(row)] = row
-        results["checksum"][i] = row_checksum(*rows)
-    _copy_results(before, suffix, results[:, 0])
-    _check(store, before["text"].to_pylist(), before[f"checksum{suffix}"], results[:, 0])
-    writer.commit(part.name, shard, filled, results)
+    def _copy_null(self, part: Part) -> None:
+        assert part.captions is not None, "a part of captions"
+        rows = self._store.text(part.captions.name).stored_null_rows
+        results = new_results(part, 1)
+        results["state"], results["checksum"] = STORED, row_checksum(*rows)
+        arrays = dict(zip([array.path for array in part.arrays], rows, strict=True))
+        self._writer.commit(part.name, 0, arrays, results)
 
+    def _copy_rows(self, part: Part, shard: int) -> None:
+        rows = part.arrays[0].rows_of(shard)
+        positions = self._writer.plan.positions_of(part)[rows.start : rows.stop]
+        table, results = self._base.records.take(pa.array(positions)), new_results(part, len(rows))
+        arrays = dict[str, np.ndarray]()
+        for i, (group, layouts) in enumerate(part.groups.items()):
+            copied = {one.path: self._store.array(one.path).take(self._rows[positions]) for one in layouts}
+            results["checksum"][:, i] = [row_checksum(*parts) for parts in zip(*copied.values(), strict=True)]
+            self._finish(results[:, i], table, "key", f"_{group}" if group else "")
+            arrays |= copied
+        how = zip(rows, table["fallback"].to_pylist(), strict=True)
+        fallbacks = [Fallback(row=row, how=fallback) for row, fallback in how if fallback]
+        self._writer.commit(part.name, shard, arrays, results, fallbacks=fallbacks)
 
-def _copy_results(table: pa.Table, suffix: str, results: np.ndarray) -> None:
-    """Copy what a table has of its rows beside their checksums."""
-    for name, absent in (("source_checksum", 0), ("min_cosine", np.nan), ("max_error", np.nan)):
-        if f"{name}{suffix}" in table.column_names:
-            results[name] = pc.fill_null(table[f"{name}{suffix}"], absent).to_numpy()
+    def _copy_captions(self, part: Part, layout: CaptionLayout, shard: int) -> None:
+        captions, source = layout.captions_of(shard), self._store.text(layout.name)
+        arrays = {
+            one.path: np.full((len(one.rows_of(shard)), *one.shape[1:]), one.fill_value, one.dtype)
+            for one in part.arrays
+        }
+        before = self._captions[captions.start : captions.stop]
+        results = new_results(part, len(captions))
+        for i, caption in enumerate(captions):
+            rows = source.stored_rows(int(before[i]))
+            for array, values, start in zip(part.arrays, rows, layout.starts_of(caption), strict=True):
+                first = start - array.rows_of(shard).start
+                arrays[array.path][first : first + len(values)] = values
+            results["checksum"][i] = row_checksum(*rows)
+        table = self._base.captions.take(pa.array(before))
+        self._finish(results[:, 0], table, "text", suffixes(self._store.spec)[layout.name])
+        self._writer.commit(part.name, shard, arrays, results)
 
-
-def _check(store: LatentStore, names: list[str], stored: pa.ChunkedArray, copied: np.ndarray) -> None:
-    for name, before, now in zip(names, stored.to_pylist(), copied["checksum"].tolist(), strict=True):
-        if before != now:
+    def _finish(self, results: np.ndarray, table: pa.Table, name: str, suffix: str) -> None:
+        """Copy what the table of the rows has beside their checksums, and compare these. Raises: DamageError."""
+        results["state"] = STORED
+        for column, absent in (("source_checksum", 0), ("min_cosine", np.nan), ("max_error", np.nan)):
+            if f"{column}{suffix}" in table.column_names:
+                results[column] = pc.fill_null(table[f"{column}{suffix}"], absent).to_numpy()
+        differing = np.flatnonzero(pc.fill_null(table[f"checksum{suffix}"], 0).to_numpy() != results["checksum"])
+        if len(differing):
             raise DamageError(
-                f"store '{store.path}': '{name}' is not what was written, so there is no new store. "
-                "Run 'leandit verify --repair --source PATH', then compact again."
+                f"store '{self._store.path}': '{table[name][int(differing[0])]}' is not what was written, so there is "
+                "no new store. Run 'leandit verify --repair --source PATH', then compact again."
             )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from ..disk.hashing import read_json, sha256_of, xxh3_parts
 from ..errors import DamageError, FormatVersionError, StoreError, StoreIncomplete, StoreNotFound
 from ..format.caption_layout import (
-    CAPTION_PART,
     EMBEDDINGS,
     NULL_EMBEDDING,
     NULL_POOLED,
@@ -34,9 +32,8 @@ from ..format.layout import (
     revisions_with,
 )
 from ..format.row_layout import BUCKETS, LATENTS, bucket_part, row_arrays
-from ..format.schema import FORMAT_VERSION, FileEntry, Manifest, StoreSpec
+from ..format.schema import FORMAT_VERSION, FileEntry, Manifest
 from ..format.token_dtypes import ON_DISK
-from ..format.zarr_shard import ArrayLayout
 
 BUCKET = re.compile("[1-9][0-9]{0,5}x[1-9][0-9]{0,5}")
 REPAIR = "Run 'leandit verify --repair --source PATH': it restores damaged files."
@@ -127,8 +124,8 @@ def arrays_problem(manifest: Manifest) -> str:
 
     Stores are not trusted: what an array claims is checked before a shard of it is mapped.
     """
-    spec, arrays = manifest.spec, manifest.layouts()
-    shards = {entry.path for entry in manifest.files if "/c/" in entry.path}
+    spec, arrays, files = manifest.spec, manifest.layouts(), {entry.path for entry in manifest.files}
+    num_shards, by_spec = sum("/c/" in path for path in files), _arrays_by_spec(manifest)
     if len(arrays) < len(manifest.arrays):
         return "two arrays have one path"
     for path, layout in arrays.items():
@@ -136,68 +133,52 @@ def arrays_problem(manifest: Manifest) -> str:
             return f"array '{path}' has {problem}"
         if layout.row_ranges[-1].revision > manifest.revision:
             return f"array '{path}' has rows of revision {layout.row_ranges[-1].revision}, which is a later one"
-        if (layout.shape[1:], layout.dtype) != _row_of(spec, path):
+        if path not in by_spec or (layout.shape[1:], layout.dtype) != by_spec[path][:2]:
             return f"array '{path}' has rows of {layout.dtype} {layout.shape[1:]}, unlike the encoders of the store"
-        if layout.num_shards > len(shards):
+        if layout.num_shards > num_shards:
             return f"array '{path}' claims {layout.num_shards} shards, the files are fewer"
-        folder, *inside, name = path.split("/")
-        longest = _max_tokens(spec, path)
-        wanted = {NULL_EMBEDDING: longest, NULL_SCALES: longest, NULL_POOLED: 1}
-        if folder == CAPTION_PART and name in wanted and layout.shape[0] != wanted[name]:
-            return f"array '{path}' has {layout.shape[0]} rows, expected {wanted[name]}"
-        latents = arrays.get(f"{bucket_part(inside[0])}/{spec.latent.array}") if folder == BUCKETS else None
-        if folder == BUCKETS and (latents is None or _rows(latents) != _rows(layout)):
-            return f"array '{path}' has other rows than the latents of its bucket"
-    if missing := [path for path in _needed_arrays(manifest) if path not in arrays]:
+        num_rows = by_spec[path].num_rows
+        if num_rows and layout.shape[0] != num_rows:
+            return f"array '{path}' has {layout.shape[0]} rows, expected {num_rows}"
+        if path.startswith(f"{BUCKETS}/"):
+            latents = arrays.get(f"{bucket_part(path.split('/')[1])}/{spec.latent.array}")
+            if latents is None or [one[1:] for one in latents.row_ranges] != [one[1:] for one in layout.row_ranges]:
+                return f"array '{path}' has other rows than the latents of its bucket"
+    if missing := [path for path, array in by_spec.items() if array.is_required and path not in arrays]:
         return f"it has no array '{missing[0]}'"
-    named = {layout.shard_path(shard) for layout in arrays.values() for shard in layout.shards.tolist()}
-    named |= {revision_prefix(manifest.revision) + name for name in (RECORDS, CAPTIONS)}
-    files = {entry.path for entry in manifest.files}
-    if named != files:
-        return f"its files are not the shards of its arrays and its tables: '{min(named ^ files)}'"
+    expected = {layout.shard_path(shard) for layout in arrays.values() for shard in layout.shards.tolist()}
+    expected |= {revision_prefix(manifest.revision) + name for name in (RECORDS, CAPTIONS)}
+    if expected != files:
+        return f"its files are not the shards of its arrays and its tables: '{min(expected ^ files)}'"
     return "a file that it names twice" if len(files) != len(manifest.files) else ""
 
 
-def _needed_arrays(manifest: Manifest) -> Iterator[str]:
-    """Paths of the arrays that a store has by its spec, buckets and captions."""
-    spec = manifest.spec
-    for bucket in manifest.buckets:
+class _SpecArray(NamedTuple):
+    """What a spec says of an array: shape and dtype of a row; number of rows, 0 for any."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    num_rows: int = 0
+    is_required: bool = True
+
+
+def _arrays_by_spec(manifest: Manifest) -> dict[str, _SpecArray]:
+    """The arrays that a store may have by its spec and buckets, by path."""
+    spec, arrays = manifest.spec, dict[str, _SpecArray]()
+    named = {entry.path.split("/")[1] for entry in manifest.arrays if entry.path.startswith(f"{BUCKETS}/")}
+    for bucket in {*manifest.buckets, *filter(BUCKET.fullmatch, named)}:  # also those without stored records
         for group in (LATENTS, *spec.groups):
-            yield from (f"{bucket_part(bucket)}/{name}" for name in row_arrays(spec, bucket, group))
-    null_of = {EMBEDDINGS: NULL_EMBEDDING, SCALES: NULL_SCALES, POOLED: NULL_POOLED}
+            for name, row in row_arrays(spec, bucket, group).items():
+                arrays[f"{bucket_part(bucket)}/{name}"] = _SpecArray(*row, is_required=bucket in manifest.buckets)
     for one in spec.text_encoders:
-        names = caption_arrays(one.spec)
-        names = [null_of[name] for name in names] + (names if manifest.num_captions else [])
-        yield from (f"{caption_folder(one.name)}/{name}" for name in names)
-
-
-def _rows(layout: ArrayLayout) -> list[tuple[int, int]]:
-    return [(first, end) for _, first, end in layout.row_ranges]
-
-
-def _max_tokens(spec: StoreSpec, path: str) -> int:
-    """Longest caption of the text encoder of an array; 0 if the store has none of its name."""
-    name = path.split("/")[1] if path.count("/") == 2 else ""
-    return next((one.spec.max_tokens for one in spec.text_encoders if one.name == name), 0)
-
-
-def _row_of(spec: StoreSpec, path: str) -> tuple[tuple[int, ...], str] | None:
-    """Shape and dtype of a row of an array by the spec; None if the store has no such array."""
-    folder, *inside, name = path.split("/") if "/" in path else ("", path)
-    if folder == BUCKETS and inside and BUCKET.fullmatch(inside[0]):
-        group = inside[2] if len(inside) == 3 else LATENTS
-        if group not in (LATENTS, *spec.groups):
-            return None
-        return row_arrays(spec, inside[0], group).get("/".join([*inside[1:], name]))
-    text = next(
-        (one.spec for one in spec.text_encoders if caption_folder(one.name) == "/".join([folder, *inside])), None
-    )
-    if text is None:
-        return None
-    if name in (POOLED, NULL_POOLED):
-        return ((text.pooled_width,), ON_DISK[text.pooled_dtype]) if text.pooled_width else None
-    if not text.has_tokens:
-        return None
-    if name in (SCALES, NULL_SCALES):
-        return ((), "float32") if text.dtype == "int8" else None
-    return ((text.width,), ON_DISK[text.dtype]) if name in (EMBEDDINGS, NULL_EMBEDDING) else None
+        text, folder = one.spec, caption_folder(one.name)
+        rows = {
+            EMBEDDINGS: (NULL_EMBEDDING, (text.width,), ON_DISK[text.dtype], text.max_tokens),
+            SCALES: (NULL_SCALES, (), "float32", text.max_tokens),
+            POOLED: (NULL_POOLED, (text.pooled_width,), ON_DISK[text.pooled_dtype], 1),
+        }
+        for name in caption_arrays(text):
+            null, shape, dtype, num_rows = rows[name]
+            arrays[f"{folder}/{name}"] = _SpecArray(shape, dtype, is_required=bool(manifest.num_captions))
+            arrays[f"{folder}/{null}"] = _SpecArray(shape, dtype, num_rows)
+    return arrays

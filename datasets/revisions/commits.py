@@ -103,20 +103,23 @@ def read_results(root: Path, plan: FrozenPlan, record: CommitRecord) -> np.ndarr
         raise DamageError(f"store '{root}': '{entry.path}' changed while the store was sealed. {again}")
     results = np.frombuffer(content, ROW_RESULTS).reshape(-1, len(part.groups) or 1)
     states = results["state"]
+    is_stored = (states == STORED) & (results["checksum"] != 0)  # 0 stands for none
     if part.captions:
-        if not np.all(states == STORED):
-            row = int(np.flatnonzero(states[:, 0] != STORED)[0])
+        if not np.all(is_stored):
+            row = int(np.argmin(is_stored[:, 0]))
             where = f"revision {plan.revision}, '{record.part}', shard {record.shard}, caption {row}"
             raise DamageError(f"store '{root}': {where} has no checksum; each must be stored. {again}")
         return results
     rows = plan.layout.rows_of(record.part, record.shard)
     positions = plan.positions_of(part)[rows.start : rows.stop]
     num_rejects = np.bincount([reject.row - rows.start for reject in record.rejects], minlength=len(rows))
-    wanted = np.where(positions < 0, EMPTY, np.where(num_rejects > 0, REJECTED, STORED))
-    wrong = np.any(states != wanted[:, None], axis=1) | (num_rejects > (positions >= 0))
+    expected = np.where(positions < 0, EMPTY, np.where(num_rejects > 0, REJECTED, STORED))[:, None]
+    wrong = np.any((states != expected) | (is_stored != (expected == STORED)), axis=1) | (
+        num_rejects > (positions >= 0)
+    )
     if wrong.any():
         row = int(np.argmax(wrong))
-        position, count = int(positions[row]), int((states[row] == STORED).sum())
+        position, count = int(positions[row]), int(is_stored[row].sum())
         key = f"record '{plan.records['key'][position]}'" if position >= 0 else "no record"
         where = f"revision {plan.revision}, bucket {part.bucket}, shard {record.shard}, row {rows[row]} ({key})"
         raise DamageError(

@@ -39,7 +39,7 @@ from ..format.row_layout import bucket_part
 from ..format.schema import FORMAT_VERSION, FileEntry, Manifest, PlanFile, SelfCheck, StoreSpec
 from ..format.table_schemas import CAPTION_RESULTS, CAPTION_START, captions_schema, plan_schema, suffixes
 from ..format.tables import map_plan_table, parquet_file, table_problem
-from .catalog import REPAIR, check_version, read_manifest, sealed_revisions
+from .catalog import check_version, read_manifest, sealed_revisions
 from .local import read_local, shared_spec, whole_spec
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -213,114 +213,91 @@ def write_plan(root: Path, plan: FrozenPlan, *, replace: bool) -> bool:
 def read_plan(root: Path, revision: int) -> FrozenPlan:
     """Read the plan of a revision: the frozen one, or of a sealed revision as its files tell it.
 
+    A sealed one has the results of encoding, so its hash is not the one that commit records named.
+
     Raises: StoreIncomplete: it has none; DamageError: a file of it is damaged.
     """
-    return sealed_plan(root, revision) if revision in sealed_revisions(root) else _read_frozen(root, revision)
+    prefix = revision_prefix(revision)
+    if revision in sealed_revisions(root):
+        remedy = "Run 'leandit verify --repair'."
+        content, local = read_manifest(root, revision), read_local(root, revision)
+        if local is None:
+            raise DamageError(
+                f"store '{root}': '{prefix}{LOCAL}' is missing or damaged, which names the encoders and the recipe. "
+                f"{remedy}"
+            )
+        spec, listing, recorded_hash = whole_spec(content.spec, local), local.listing, ""
+        files = {entry.path: entry for entry in (*content.files, local.sources)}
+        names, folder = (RECORDS, CAPTIONS, SOURCES), prefix
+        entries = [files[prefix + name] for name in names]
+    else:
+        remedy = (
+            f"Revision {revision} is not finished: remove '{prefix}' and run the same precompute command again, it "
+            "plans anew."
+        )
+        content = _read_plan_file(root, revision, remedy)
+        spec, listing, recorded_hash = content.spec, content.listing, content.plan
+        names, folder, entries = (RECORDS, CAPTIONS), f"{prefix}{PLAN}/", content.files
+    for name, entry in zip(names, entries, strict=True):
+        path = root / (folder + name)
+        if not path.is_file() or xxh3_file(path) != entry.xxh3_128:
+            raise DamageError(f"store '{root}': '{folder}{name}' is missing or damaged. {remedy}")
+    before = read_manifest(root, revision - 1) if content.base and not content.copies else None
+    if before and before.root_hash != content.base:
+        raise DamageError(
+            f"store '{root}': revision {revision} builds on root hash {content.base}, revision {revision - 1} has "
+            f"{before.root_hash}. Run 'leandit verify --repair'."
+        )
+    records, captions, *sources = (map_plan_table(root / (folder + name)) for name in names)
+    for table in sources:
+        if records.num_rows != table.num_rows:
+            raise DamageError(
+                f"store '{root}': {records.num_rows} records, '{prefix}{SOURCES}' has {table.num_rows} rows. {remedy}"
+            )
+        schema = plan_schema(spec)
+        columns = {name: (table if name in table.column_names else records)[name] for name in schema.names}
+        records = pa.table(columns, schema=schema)
+    plan = FrozenPlan(
+        spec=spec,
+        revision=revision,
+        base=content.base,
+        copies=content.copies,
+        listing=listing,
+        records=records,
+        captions=captions,
+        recorded_hash=recorded_hash,
+        self_check=content.self_check,
+        before=before,
+    )
+    if problem := table_problem(spec, revision, records, captions.num_rows, captions) or _row_problem(plan):
+        raise DamageError(f"store '{root}': the tables of revision {revision} are not valid: {problem}. {remedy}")
+    return plan
 
 
 def read_spec(root: Path, revision: int = 1) -> StoreSpec:
     """The spec of a revision, sealed or not. Raises: as ``read_plan``."""
     if revision in sealed_revisions(root):
         return whole_spec(read_manifest(root, revision).spec, read_local(root, revision))
-    return _read_plan_file(root, revision).spec
+    return _read_plan_file(root, revision, "").spec
 
 
-def sealed_plan(root: Path, revision: int) -> FrozenPlan:
-    """The plan of a sealed revision: what it stored, and where the images were.
-
-    Its records have the results of encoding, so its hash is not the one that commit records named.
-
-    Raises: DamageError: the manifest, a table or ``local.json`` is damaged.
-    """
-    prefix, manifest = revision_prefix(revision), read_manifest(root, revision)
-    local = read_local(root, revision)
-    if local is None:
-        raise DamageError(
-            f"store '{root}': '{prefix}{LOCAL}' is missing or damaged, which names the encoders and the recipe. Run "
-            "'leandit verify --repair'."
-        )
-    entries = {entry.path: entry for entry in (*manifest.files, local.sources)}
-    for name in (RECORDS, CAPTIONS, SOURCES):
-        path = root / (prefix + name)
-        if not path.is_file() or xxh3_file(path) != entries[prefix + name].xxh3_128:
-            raise DamageError(f"store '{root}': '{prefix}{name}' is missing or damaged. Run 'leandit verify --repair'.")
-    spec = whole_spec(manifest.spec, local)
-    records, captions, sources = (map_plan_table(root / (prefix + name)) for name in (RECORDS, CAPTIONS, SOURCES))
-    if records.num_rows != sources.num_rows:
-        raise DamageError(
-            f"store '{root}': {records.num_rows} records, '{prefix}{SOURCES}' has {sources.num_rows} rows. "
-            "Run 'leandit verify --repair'."
-        )
-    columns = {name: (sources if name in sources.column_names else records)[name] for name in plan_schema(spec).names}
-    plan = FrozenPlan(
-        spec=spec,
-        revision=revision,
-        base=manifest.base,
-        copies=manifest.copies,
-        listing=local.listing,
-        records=pa.table(columns, schema=plan_schema(spec)),
-        captions=captions,
-        self_check=manifest.self_check,
-        before=read_manifest(root, revision - 1) if manifest.base and not manifest.copies else None,
-    )
-    if problem := table_problem(spec, revision, records, captions.num_rows, captions) or _row_problem(plan):
-        raise DamageError(f"store '{root}': the tables of revision {revision} are not valid: {problem}. {REPAIR}")
-    return plan
-
-
-def _read_plan_file(root: Path, revision: int) -> PlanFile:
+def _read_plan_file(root: Path, revision: int, remedy: str) -> PlanFile:
     """``plan.json`` of an unfinished revision. Raises: as ``read_plan``."""
-    path = root / revision_prefix(revision) / PLAN / PLAN_FILE
-    if not path.is_file():
+    name = f"{revision_prefix(revision)}{PLAN}/{PLAN_FILE}"
+    if not (root / name).is_file():
         raise StoreIncomplete(f"store '{root}': its plan is not finished. Run the same precompute command again.")
-    content = read_json(path)
+    damaged = DamageError(f"store '{root}': '{name}' is damaged. {remedy}")
+    content = read_json(root / name)
     if not isinstance(content, dict) or content.pop("sha256", None) != sha256_of(content):
-        raise DamageError(_damaged(root, revision))
+        raise damaged
     check_version(root, content)
     try:
         file = PlanFile.model_validate(content)
     except ValidationError as error:
-        raise DamageError(_damaged(root, revision)) from error
+        raise damaged from error
     if file.revision != revision:
-        raise DamageError(_damaged(root, revision))
+        raise damaged
     return file
-
-
-def _damaged(root: Path, revision: int) -> str:
-    return (
-        f"store '{root}': the plan of revision {revision}, which is not finished, is damaged. Remove "
-        f"'{revision_prefix(revision)}' and run the same precompute command again: it plans anew."
-    )
-
-
-def _read_frozen(root: Path, revision: int) -> FrozenPlan:
-    """The frozen plan of an unfinished revision. Raises: as ``read_plan``."""
-    file, folder = _read_plan_file(root, revision), root / revision_prefix(revision) / PLAN
-    for name, entry in zip((RECORDS, CAPTIONS), file.files, strict=True):
-        if not (folder / name).is_file() or xxh3_file(folder / name) != entry.xxh3_128:
-            raise DamageError(_damaged(root, revision))
-    before = read_manifest(root, revision - 1) if file.base and not file.copies else None
-    if before and before.root_hash != file.base:
-        raise DamageError(
-            f"store '{root}': the plan of revision {revision} builds on root hash {file.base}, revision {revision - 1} "
-            f"has {before.root_hash}. Run 'leandit verify --repair'."
-        )
-    records, captions = map_plan_table(folder / RECORDS), map_plan_table(folder / CAPTIONS)
-    plan = FrozenPlan(
-        spec=file.spec,
-        revision=revision,
-        base=file.base,
-        copies=file.copies,
-        listing=file.listing,
-        records=records,
-        captions=captions,
-        recorded_hash=file.plan,
-        self_check=file.self_check,
-        before=before,
-    )
-    if problem := table_problem(file.spec, revision, records, captions.num_rows, captions) or _row_problem(plan):
-        raise DamageError(f"{_damaged(root, revision)} Its tables are not valid: {problem}.")
-    return plan
 
 
 def _rows_of(plan: FrozenPlan, *, new: bool) -> Iterator[tuple[str | None, np.ndarray, np.ndarray]]:

@@ -153,7 +153,12 @@ UNFINISHED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]
     ("incomplete", uncommit, StoreIncomplete, ["not complete", "1 of 5 shards", SAME_COMMAND]),
     ("not sealed", lambda _: None, StoreIncomplete, ["all shards are there, but not sealed", SAME_COMMAND]),
     ("no plan", lambda p: (p / OWN / "plan/plan.json").unlink(), StoreIncomplete, ["plan is not finished"]),
-    ("cut plan", lambda p: cut(p / OWN / "plan/records.parquet"), DamageError, ["plan", "is damaged", SAME_COMMAND]),
+    (
+        "cut plan",
+        lambda p: cut(p / OWN / "plan/records.parquet"),
+        DamageError,
+        ["plan", "missing or damaged", SAME_COMMAND],
+    ),
     ("edited plan", lambda p: flip_byte(p / OWN / "plan/plan.json"), DamageError, ["plan"]),
 ]
 

@@ -155,6 +155,42 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit % 8]))
 
 
+def _cut(path: Path, num_bytes: int) -> None:
+    os.truncate(path, num_bytes)
+
+
+def _replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _replace_by_link(path: Path) -> None:
+    path.rename(path.with_name(f"elsewhere-{path.name}"))
+    path.symlink_to(path.with_name(f"elsewhere-{path.name}"))
+
+
+# What may happen to a file, and the cause that a verification names.
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a flipped bit": (lambda path: flip(path, 4 * path.stat().st_size + 1), "content"),
+    "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "content"),
+    "half": (lambda path: _cut(path, path.stat().st_size // 2), "size"),
+    "a byte less": (lambda path: _cut(path, path.stat().st_size - 1), "size"),
+    "empty": (lambda path: _cut(path, 0), "size"),
+    "gone": (Path.unlink, "missing"),
+    "a folder": (_replace_by_folder, "missing"),
+    "a link": (_replace_by_link, "link"),
+}
+
+
+def undo_damage(path: Path, content: bytes) -> None:
+    """Bring a file back, whatever of DAMAGES has happened to it."""
+    path.with_name(f"elsewhere-{path.name}").unlink(missing_ok=True)
+    if path.is_dir():
+        path.rmdir()
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+
+
 def content(store: LatentStore) -> dict[str, Any]:
     """Everything that a store says of its records, by key; what does not depend on the revision that holds it."""
     found = {}

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from faults import (
+    DAMAGES,
     REVISION_FILES,
     Pictures,
-    content,
     copy_of,
     encode,
     files_of,
@@ -27,6 +26,7 @@ from faults import (
     read_after,
     read_all,
     small_shards,
+    undo_damage,
     without_seal,
 )
 from making import caption_recipe
@@ -34,7 +34,6 @@ from making import caption_recipe
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
 from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.format.layout import revision_of
-from leandit.datasets.format.table_schemas import RECORDS_SCHEMA
 from leandit.datasets.maintenance.findings import Finding, shard_place
 from leandit.datasets.maintenance.repair import repair_without_encoding
 from leandit.datasets.maintenance.verify import verify_store
@@ -214,24 +213,7 @@ def equal_sizes(root: Path, paths: list[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-@SMALL_FIRST
-def test_a_file_of_any_other_length_is_found_and_never_read_as_if_it_were_whole(whole: Whole) -> None:
-    rng, root = random.Random(2), whole.again()
-    lengths = 0
-    for path in whole.files:
-        data = (root / path).read_bytes()
-        cuts = {rng.randrange(len(data)) for _ in range(3)} if shard_place(path) else {rng.randrange(len(data))}
-        cuts |= {0, len(data) - 1} if shard_place(path) else set()
-        for length in sorted(cuts - {len(data)}):
-            (root / path).write_bytes(data[:length])
-            found = verify_store(root, quick=rng.random() < 0.5)
-            assert [f.path for f in found.findings if f.cause in ("size", "content")] == [path], (path, length)
-            lengths += 1
-        (root / path).write_bytes(data)
-    assert lengths >= 60
-
-
-def faulty_files(whole: Whole) -> list[str]:
+def damaged_files(whole: Whole) -> list[str]:
     """One file of every kind, and some more."""
     rng, newest = random.Random(3), f"revisions/{LatentStore(whole.path).revision:06d}"
     shards = [path for path in whole.files if shard_place(path)]
@@ -241,50 +223,24 @@ def faulty_files(whole: Whole) -> list[str]:
     return [path for path in dict.fromkeys(chosen) if path in whole.files]
 
 
-FAULTS = ("half", "empty", "zeros", "gone", "folder", "link")
-
-
-CAUSE_OF = {"half": "size", "empty": "size", "zeros": "content", "gone": "missing", "folder": "missing", "link": "link"}
-
-
-def bring_about(what: str, file: Path) -> None:
-    size = file.stat().st_size
-    if what in ("half", "empty"):
-        os.truncate(file, size // 2 if what == "half" else 0)
-    elif what == "zeros":
-        file.write_bytes(bytes(size))
-    else:
-        content = file.read_bytes()
-        file.unlink()
-        if what == "folder":
-            file.mkdir()
-        elif what == "link":
-            elsewhere = file.with_name("elsewhere-" + file.name)
-            elsewhere.write_bytes(content)
-            file.symlink_to(elsewhere)
-
-
-def undo(file: Path, content: bytes) -> None:
-    file.with_name("elsewhere-" + file.name).unlink(missing_ok=True)
-    if file.is_dir():
-        file.rmdir()
-    file.unlink(missing_ok=True)
-    file.write_bytes(content)
-
-
 @GROWN_FIRST
-def test_each_fault_of_a_file_is_found_and_its_reader_is_never_misled(whole: Whole) -> None:
+def test_each_damage_is_found_undone_where_a_copy_is_left_and_misleads_no_reader(whole: Whole) -> None:
     root, faults = whole.again(), []
-    for path in faulty_files(whole):
+    for path in damaged_files(whole):
         file, before = root / path, (root / path).read_bytes()
-        for what in FAULTS:
-            bring_about(what, file)
-            found = {f.path: f.cause for f in verify_store(root).findings}
-            found.pop(f"{path.rpartition('/')[0]}/elsewhere-{file.name}".lstrip("/"), "")  # to which a link leads
-            assert found == {path: CAUSE_OF[what]}, (what, path, found)
-            undo(file, before)
-            make = functools.partial(bring_about, what, file)
-            faults.append((f"{what} {path}", make, functools.partial(undo, file, before)))
+        linked = f"{path.rpartition('/')[0]}/elsewhere-{file.name}".lstrip("/")
+        for name, (damage, cause) in DAMAGES.items():
+            damage(file)
+            found = verify_store(root)
+            assert found.damaged
+            assert {f.path: f.cause for f in found.findings if f.path != linked} == {path: cause}, (name, path)
+            if not shard_place(path):
+                assert {f.path for f in repair_without_encoding(root, found).findings} <= {linked}, (name, path)
+                assert file.read_bytes() == before, (name, path)
+            undo_damage(file, before)
+            faults.append(
+                (f"{name} {path}", functools.partial(damage, file), functools.partial(undo_damage, file, before))
+            )
     assert read_after(faults, root, whole.read) > 0  # a link, a twin, or what trains nothing, hinders no reader
     assert verify_store(root).findings == []
 
@@ -450,17 +406,6 @@ def test_a_revision_whose_seal_is_pending_is_named_so(plain: Whole, tmp_path: Pa
     assert {f.path for f in verify_store(root).findings} == {"revisions/000001/manifest.json", shard}
 
 
-def test_a_lost_manifest_is_named_and_the_rest_is_still_checked(plain: Whole) -> None:
-    root = plain.again()
-    (root / "revisions/000001/manifest.json").unlink()
-    found = verify_store(root)
-    assert [(f.path, f.cause) for f in found.findings] == [("revisions/000001/manifest.json", "missing")]
-    assert (found.complete, found.damaged) == (True, True)  # its second copy is there
-    shard = shard_files(root)[0]
-    flip(root / shard, 5)
-    assert {f.path for f in verify_store(root).findings} == {"revisions/000001/manifest.json", shard}
-
-
 def test_a_store_that_does_not_add_up_is_found(plain: Whole) -> None:
     root = plain.again()
     manifest = read_manifest(root, 1)
@@ -508,10 +453,3 @@ def test_a_finding_of_many_records_names_the_first_and_counts_all(plain: Whole) 
     assert finding.line() == (
         "bucket '1x1', shard 0: file 'buckets/1x1/latents/c/0/0/0/0': gone (5 records: a, b, c, ...)"
     )
-
-
-def test_the_right_numbers_are_those_of_the_first_read(plain: Whole) -> None:
-    again = content(LatentStore(plain.path))
-    assert again == plain.read["content"]
-    assert set(RECORDS_SCHEMA.names) >= {"key", "checksum"}
-    assert np.isfinite(np.frombuffer(plain.read["batches"][0][0], np.float32)).all()

@@ -48,6 +48,7 @@ REJECT = Reject(row=3, key="n000/3.png", stage="decode", reason="truncated", det
 FORGED = {
     "neither": ([], REJECTED, "row 3 (record 'n000/3.png') has 0 of 1 checksums and 0 rejects"),
     "both": ([REJECT], STORED, "row 3 (record 'n000/3.png') has 1 of 1 checksums and 1 rejects"),
+    "no checksum": ([], STORED, "row 3 (record 'n000/3.png') has 0 of 1 checksums and 0 rejects"),
     "twice": ([REJECT, REJECT], REJECTED, "row 3 (record 'n000/3.png') has 0 of 1 checksums and 2 rejects"),
 }
 
@@ -69,7 +70,7 @@ def test_a_row_that_is_not_stored_or_rejected_once_is_not_sealed(
     without_seal(lambda: run(source, store))
     results = np.fromfile(store / ROWS, ROW_RESULTS)
     assert results["state"].tolist() == [STORED, REJECTED]
-    results["state"][1] = state
+    results["state"][1], results["checksum"][1] = state, how == "both"
     results.tofile(store / ROWS)
     record = CommitRecord.model_validate(read_json(store / COMMIT))
     changed = {"rejects": rejects, "files": [*record.files[:-1], file_entry(ROWS, results.tobytes())]}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from faults import without_seal
 from hypothesis import given
 from hypothesis import strategies as st
 from making import label_recipe, no_progress, picture
@@ -19,7 +17,6 @@ from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.schema import Decoding, LatentSpec, LatentStatistics
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
-from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.revisions.latent_statistics import merge_statistics, statistics_of
 from leandit.datasets.store import LatentStore
@@ -161,19 +158,6 @@ def test_a_compaction_computes_them_from_what_it_copies(grown: Path, tmp_path: P
     before = statistics_in(grown, 2)
     assert before
     assert_close(statistics_in(tmp_path / "new", 3), before)
-
-
-def test_a_commit_record_with_other_numbers_is_found(
-    class_folder: Path, tmp_path: Path, encode: Callable[..., Report], quick: None
-) -> None:
-    store = tmp_path / "store"
-    without_seal(lambda: encode(label_recipe(), class_folder, store))
-    path = next(store.rglob("commits/buckets/*/*.json"))
-    assert [finding.cause for finding in verify_store(store).findings] == ["unsealed"]
-    content = json.loads(path.read_bytes())
-    content["statistics"]["channel_mean"][0] += 0.5
-    path.write_text(json.dumps(content))
-    assert path.relative_to(store).as_posix() in {finding.path for finding in verify_store(store).findings}
 
 
 # --- As the model sees them -------------------------------------------------------------------------------------------
