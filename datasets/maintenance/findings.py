@@ -145,10 +145,10 @@ class Locator:
         rows = layout.rows_of(shard)
         is_inside = pc.and_(pc.equal(records["bucket"], bucket), pc.equal(records["status"], "stored"))
         is_inside = pc.and_(is_inside, pc.greater_equal(records["row"], rows.start))
-        found = records.filter(pc.fill_null(pc.and_(is_inside, pc.less(records["row"], rows.stop)), False))
-        checksums = found[f"checksum_{inside[1]}" if inside else "checksum"]
-        ones, first = np.ones(len(found), np.int64), found["row"].to_numpy() - rows.start
-        return pa.table({"key": found["key"], "checksum": checksums, "row": first, "count": ones, "pooled": first})
+        stored = records.filter(pc.fill_null(pc.and_(is_inside, pc.less(records["row"], rows.stop)), False))
+        checksums = stored[f"checksum_{inside[1]}" if inside else "checksum"]
+        ones, first = np.ones(len(stored), np.int64), stored["row"].to_numpy() - rows.start
+        return pa.table({"key": stored["key"], "checksum": checksums, "row": first, "count": ones, "pooled": first})
 
     def _captions(self, revision: int, layout: ArrayLayout, shard: int) -> pa.Table:
         """As ``_records``, of the captions in a shard, by their text; empty for the null caption."""
@@ -160,17 +160,17 @@ class Locator:
         starts, counts = captions[f"{CAPTION_START}{suffix}"].to_numpy(), captions[f"num_tokens{suffix}"]
         pooled, rows = pooled_rows(encoder.spec, starts), layout.rows_of(shard)
         of_array = pooled if name == POOLED else starts
-        here = np.flatnonzero((of_array >= rows.start) & (of_array < rows.stop))
-        if not len(here):
+        inside_shard = np.flatnonzero((of_array >= rows.start) & (of_array < rows.stop))
+        if not len(inside_shard):
             return pa.table({})
-        found = captions.take(pa.array(here))
+        taken = captions.take(pa.array(inside_shard))
         # Tokens and pooled vectors of a caption are in shards of one number; each counts from its own first row.
         tokens = self._layouts[revision].get(f"{layout.path.removesuffix(name)}{EMBEDDINGS}", layout)
         vectors = self._layouts[revision].get(f"{layout.path.removesuffix(name)}{POOLED}", layout)
-        columns = {"text": found["text"], "checksum": found[f"checksum{suffix}"]}
-        columns |= {"row": starts[here] - shard * tokens.shard_rows}
-        columns |= {"count": num_stored_tokens(encoder.spec, counts)[here].astype(np.int64)}
-        return pa.table(columns | {"pooled": pooled[here] - shard * vectors.shard_rows})
+        columns = {"text": taken["text"], "checksum": taken[f"checksum{suffix}"]}
+        columns |= {"row": starts[inside_shard] - shard * tokens.shard_rows}
+        columns |= {"count": num_stored_tokens(encoder.spec, counts)[inside_shard].astype(np.int64)}
+        return pa.table(columns | {"pooled": pooled[inside_shard] - shard * vectors.shard_rows})
 
     def _differing(self, layouts: list[ArrayLayout], shard: int, table: pa.Table) -> list[str]:
         """Names of the records or captions that do not match their checksum; all names if a file cannot be opened.

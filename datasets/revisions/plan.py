@@ -181,7 +181,7 @@ def first_plan(
 def freeze_plan(root: Path, plan: FrozenPlan) -> FrozenPlan:
     """Write the plan of a revision, unless there is one.
 
-    Returns: the plan that holds: this one, or the one that was there.
+    Returns: the plan of the revision: this one, or one that was written before.
     """
     return plan if write_plan(root, plan, replace=False) else read_plan(root, plan.revision)
 
@@ -311,12 +311,12 @@ def _rows_of(plan: FrozenPlan, *, new: bool) -> Iterator[tuple[str | None, np.nd
             has_row &= is_new
         else:
             has_row &= ~is_new & pc.equal(batch["status"], "stored").to_numpy(zero_copy_only=False)
-        found = np.flatnonzero(has_row)
-        if len(found):
-            buckets = batch["bucket"].take(pa.array(found)).dictionary_encode()
+        positions = np.flatnonzero(has_row)
+        if len(positions):
+            buckets = batch["bucket"].take(pa.array(positions)).dictionary_encode()
             codes = pc.fill_null(buckets.indices, -1).to_numpy()
             for code, name in [*enumerate(buckets.dictionary.to_pylist()), (-1, None)]:
-                of_bucket = found[codes == code]
+                of_bucket = positions[codes == code]
                 if len(of_bucket):
                     yield name, rows[of_bucket], of_bucket + first
         first += batch.num_rows

@@ -122,8 +122,8 @@ def near_keys(keys: pa.ChunkedArray, wanted: str) -> str:
 
     Among more than ``MOST_COMPARED`` keys, only those with the longest common prefix are compared.
     """
-    if found := keys.filter(pc.match_substring(keys, wanted)).slice(0, NUM_NEAR).to_pylist():
-        return f" Keys that contain it: {', '.join(found)}."
+    if matching := keys.filter(pc.match_substring(keys, wanted)).slice(0, NUM_NEAR).to_pylist():
+        return f" Keys that contain it: {', '.join(matching)}."
     for length in range(1, len(wanted) + 1):
         alike = keys.filter(pc.starts_with(keys, wanted[:length])) if len(keys) > MOST_COMPARED else []
         if not len(alike):

@@ -533,7 +533,6 @@ def test_a_merge_in_batches_is_the_one_of_all_rows_in_memory_to_the_byte(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
-    monkeypatch.setattr(merge, "BATCH_ROWS", 4)
     rng = np.random.default_rng(seed)
     plan = noise_plan(rng, records=40, captions=12)
     commits = committed(plan, seed)
@@ -541,13 +540,13 @@ def test_a_merge_in_batches_is_the_one_of_all_rows_in_memory_to_the_byte(
     done = merge.Merge(plan)
     for name, shard in rng.permutation(np.array(list(commits), object)).tolist():  # in whatever order they come
         done.add((name, int(shard)), *commits[name, int(shard)])
-    for table, expected in zip((done.records(), done.captions()), wanted, strict=True):
-        assert table.to_pylist() == expected.to_pylist()
+    for groups, expected in zip((done.records(), done.captions()), wanted, strict=True):
+        assert pa.concat_tables(groups).to_pylist() == expected.to_pylist()
     for module in (tables, merge):
         monkeypatch.setattr(module, "ROW_GROUP", 15)
     files = [
-        tables.parquet_of_groups(RECORDS_SCHEMA, done.record_groups()),
-        tables.parquet_of_groups(CAPTIONS_SCHEMA, done.caption_groups()),
+        tables.parquet_of_groups(RECORDS_SCHEMA, done.records()),
+        tables.parquet_of_groups(CAPTIONS_SCHEMA, done.captions()),
     ]
     for content, expected in zip(files, wanted, strict=True):
         sink = pa.BufferOutputStream()
@@ -616,7 +615,7 @@ def test_a_large_merge_takes_no_memory_for_each_record_and_keeps_its_pages(monke
     spec = noise_spec({"32x32": 1}, 4, 0, 0, 8, 1, "none")
     monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 1024)
     rows = rows.select(PLAN_SCHEMA.names).cast(PLAN_SCHEMA).combine_chunks()
-    rows = pa.Table.from_batches(rows.to_batches(max_chunksize=merge.BATCH_ROWS))  # as the plan of a store comes
+    rows = pa.Table.from_batches(rows.to_batches(max_chunksize=tables.BATCH_ROWS))  # as the plan of a store comes
     plan = first_plan(spec, "", rows, texts=[], num_tokens=[])
     tasks = plan.layout.tasks()
     tracemalloc.start()
@@ -624,11 +623,11 @@ def test_a_large_merge_takes_no_memory_for_each_record_and_keeps_its_pages(monke
     for part, shard in tasks:
         found = drawn(rng, plan.layout.parts[part], len(plan.layout.rows_of(part, shard)), narrowed=False)
         done.add((part, shard), CommitRecord.model_construct(rejects=[], fallbacks=[]), found)
-    content = tables.parquet_of_groups(RECORDS_SCHEMA, done.record_groups())
+    content = tables.parquet_of_groups(RECORDS_SCHEMA, done.records())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 60 * count  # what a shard and a batch take; with all rows in memory it was more than 200 B a record
-    (whole,) = done.record_groups()
+    (whole,) = done.records()
     results = ("status", "stage", "reason", "detail", "checksum", "source_checksum", "fallback")
     columns = {name: whole[name].combine_chunks() for name in results}
     planned = {name: plan.records[name].combine_chunks() for name in RECORDS_SCHEMA.names}
