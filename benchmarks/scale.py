@@ -362,7 +362,7 @@ def commit_rows(store: str, records: int) -> Figures:
     noise = rng.standard_normal((BLOCK_ROWS, SMALL_CHANNELS, 1, 1)).astype(np.float16)
     with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
         start = time.perf_counter()
-        writer = StoreWriter(Path(store), plan, doubted=())
+        writer = StoreWriter(Path(store), plan, own=())
         tasks = writer.missing_tasks()
         for name, shard in tasks:
             (array,) = plan.layout.parts[name].arrays
@@ -381,7 +381,7 @@ def seal_rows(store: str, records: int) -> Figures:
     plan = read_plan(Path(store), 1)
     with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
         start = time.perf_counter()
-        StoreWriter(Path(store), plan, doubted=()).seal()
+        StoreWriter(Path(store), plan, own=()).seal()
         seconds = time.perf_counter() - start
     return {"seconds": seconds, "mb": memory.beyond_mb}
 
