@@ -22,7 +22,8 @@ import torch
 from ..datasets.disk.strays import sweep_strays
 from ..datasets.errors import SourceError
 from ..datasets.format.class_names import ClassNames
-from ..datasets.format.layout import COMMITS, Task, revision_prefix
+from ..datasets.format.layout import COMMITS, LEASES, Task, revision_prefix
+from ..datasets.format.layout import PLAN as PLAN_FOLDER
 from ..datasets.format.schema import Manifest, SelfCheck, StoreSpec
 from ..datasets.revisions.catalog import planned_revisions, read_manifest, sealed_revisions
 from ..datasets.revisions.plan import FrozenPlan
@@ -219,7 +220,13 @@ def unfinished_plan(stage: Stage1) -> FrozenPlan | None:
     root = stage.root
     with stage.runner.clock.measure(PLAN), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
         plan = newest_plan(root) if newest_revision(root) else None
-    if not plan or is_sealed(root, plan):
+    if not plan:
+        return None
+    if is_sealed(root, plan):
+        if (root / LEASES).is_dir() or (root / revision_prefix(plan.revision) / PLAN_FOLDER).is_dir():
+            writer = StoreWriter(root, plan, own=())  # a process ended after it had written the manifest
+            Leases(writer).sweep()
+            seal_alone(writer, lambda missing: None, lambda: stage.progress("others seal", 0, 1))
         return None
     check_fingerprint(root, plan.spec, stage.describe(None, plan.spec))
     _log_state(root, plan, "is resumed")
