@@ -66,7 +66,7 @@ class Columns:
     def described(self) -> str:
         """The columns in words."""
         captions, labels = (f"'{name}'" if name else "none" for name in (self.captions, self.label))
-        return f"pictures '{self.image.removesuffix('.bytes')}', captions {captions}, labels {labels}"
+        return f"images '{self.image.removesuffix('.bytes')}', captions {captions}, labels {labels}"
 
     def tell(self, scan: Scan, where: str, *, is_first: bool) -> None:
         """Record the columns and classes of the first file; later ones must have the same classes.
