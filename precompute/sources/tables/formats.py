@@ -157,14 +157,25 @@ def read_layout(files: SourceFiles, table: str) -> TextLayout:
     return TextLayout(delimiter, has_quotes, headers[delimiter], text)
 
 
+class MissingHeader(SourceError):
+    """A text table begins with a row.
+
+    Attributes:
+      image: that its first row names.
+    """
+
+    def __init__(self, message: str, image: str) -> None:
+        super().__init__(message)
+        self.image = image
+
+
 def _check_header(layout: TextLayout, where: str) -> None:
-    """Raise SourceError if the first line is a row, not the names of the columns."""
+    """Raise MissingHeader if the first line is a row, not the names of the columns."""
     cells = re.split(rf"[{''.join(DELIMITERS)}]", layout.beginning.splitlines()[0])
     if image := next((cell for cell in cells if is_picture(re.sub(r"#\d+$", "", cell.strip()))), None):
-        raise SourceError(
-            f"{where}: its first line names no columns but the image {image[:80]!r}. Write a header, as: "
-            "sed -e 's/#[0-9]*\\t/\\t/' -e '1i image\\tcaption' OLD > captions.tsv"
-        )
+        message = f"{where}: its first line names no columns but the image {image[:80]!r}. Write a header, as: "
+        message += "sed -e 's/#[0-9]*\\t/\\t/' -e '1i image\\tcaption' OLD > captions.tsv"
+        raise MissingHeader(message, re.sub(r"#\d+$", "", image.strip()) if len(cells) > 1 else "")
 
 
 def _is_quoted(text: str, delimiter: str) -> bool:

@@ -26,7 +26,7 @@ from ..files.record import ANNOTATIONS, MAX_CAPTIONS, MAX_CLASSES, MAX_KEY_CHARS
 from ..files.splits import ALL, shards_of_split
 from ..listing.duck import database, literal, readable_path
 from ..listing.listing import SCHEMA, distinct_texts, record_batch
-from .formats import described_images, is_text_table, load_table, memory_mib
+from .formats import MissingHeader, described_images, is_text_table, load_table, memory_mib
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -98,9 +98,16 @@ def find_caption_table(files: SourceFiles, settings: SourceSection) -> str | Non
 
 
 def _names_images(files: SourceFiles, table: str, folders: list[str], settings: SourceSection) -> bool:
-    """A text table has captions or labels of existing images."""
+    """A text table has captions or labels of existing images.
+
+    Raises: MissingHeader: it seems to, but has no header.
+    """
     try:
         names = described_images(files, table, settings, LOOKED_NAMES)
+    except MissingHeader as error:
+        if error.image and find_placement(files, [error.image], folders) is not None:
+            raise  # its captions must not be left out in silence
+        return False
     except SourceError:
         return False  # a table of something else
     return bool(names) and (bool(settings.root) or find_placement(files, names, folders) is not None)

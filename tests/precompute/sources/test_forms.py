@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from source_files import pictures, put, said
 
+from leandit.datasets.errors import SourceError
 from leandit.precompute.config import SourceSection
 from leandit.precompute.sources.source import list_source
 
@@ -162,3 +163,10 @@ def test_lists_of_captions_stay_lists_and_rows_of_one_image_become_one_record(na
         ("./c.jpg", "bad_metadata", -1, ()),
     ]
     assert (source.records[0].height_px, source.records[0].width_px) == (8, 8)
+
+
+def test_a_table_of_captions_without_a_header_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    pictures(tmp_path / "Images")
+    put(tmp_path / "Flickr8k.token.txt", "a.jpg#0\tA cat .\na.jpg#1\tA small cat .\nb.jpg#0\tA boat .\n")
+    with pytest.raises(SourceError, match=r"Flickr8k\.token\.txt.*names no columns.*Write a header"):
+        list_source(tmp_path)
