@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tracemalloc
 from collections import Counter
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.order.batch_plan import BatchPlan, PlannedBatch
+from leandit.datasets.order.filters import Selection
 from leandit.datasets.order.mixture import MAX_PERIOD, Mixture, Stages
 from leandit.datasets.order.order import BatchOrder, changed_fields
+from leandit.datasets.order.shuffle import ShardWindow
 
 seeds = st.integers(0, 2**64 - 1)
 A, B, C = (BatchPlan({name: 20}, 3, seed) for seed, name in enumerate(("64x64", "48x80", "80x48")))
@@ -252,3 +256,35 @@ def test_a_mixture_of_billions_costs_as_little_at_any_number() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3_000_000  # tables of a few periods of 10,000
+
+
+# The order must not change.
+
+
+DIGESTS = [  # of 400 batches from the start, and of 20 far away
+    ("887779e6fcb30852", "c6ed540b90f36ada"),
+    ("d63dfa1a40324081", "450144cc0347da9a"),
+    ("3b4257b6c009f703", "cb7bf391678c60fa"),
+    ("7e0573af86151341", "88c03abbbdeecfe4"),
+    ("9a6b7b1e64726cda", "61ad0543db87da10"),
+]
+
+
+def digest(order: BatchOrder, first: int, count: int) -> str:
+    hashes = hashlib.sha256()
+    for batch in batches_of(order, first, count):
+        hashes.update(repr((batch.bucket, batch.plan, batch.positions.tolist(), batch.epochs.tolist())).encode())
+    return hashes.hexdigest()[:16]
+
+
+def test_the_order_of_selections_windows_mixtures_and_stages_does_not_change() -> None:
+    # As in test_batch_plan.py: these change with an ORDER break only.
+    chosen = {"64x64": np.arange(0, 600, 2, dtype=np.uint16), "48x80": None, "80x48": np.zeros(0, np.uint8)}
+    selection = Selection({"64x64": 300, "48x80": 333, "80x48": 0}, chosen, {}, {}, "")
+    whole = BatchPlan({"64x64": 701, "48x80": 333, "80x48": 5}, 16, 7)
+    carried = BatchPlan(whole.buckets, 16, 7, leftovers="carry", window=ShardWindow(3, 40))
+    selected = BatchPlan(selection.counts, 16, 7, leftovers="carry", window=ShardWindow(3, 40), selection=selection)
+    mixture = Mixture([(whole, 0.7), (carried, 0.3)], 3)
+    stages = Stages([(whole, 10), (mixture, 30), (carried, None)])
+    orders = (whole, carried, selected, mixture, stages)
+    assert [(digest(order, 0, 400), digest(order, 10**9, 20)) for order in orders] == DIGESTS
