@@ -27,6 +27,7 @@ import typer
 from measuring import PeakMemory, fresh_folder, machine, measure_in_child, print_table, tree_cpu_seconds, tree_memory_mb
 from PIL import Image
 
+from leandit.datasets.batches.reader import PLANNED_AHEAD
 from leandit.datasets.disk.files import write_atomic
 from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.disk.spill import map_table
@@ -285,10 +286,10 @@ def measure_open(store: str) -> Figures:
 def plan_seconds(size: int) -> float:
     """Seconds to plan one batch as the loader does, in the mean over many."""
     plan = BatchPlan({BUCKET: size}, BATCH, seed=0)
-    plan.batch_at(0)
+    plan.batches(0, PLANNED_AHEAD)
     start = time.perf_counter()
-    for number in range(PLANNED_BATCHES):
-        plan.batch_at(number)
+    for first in range(0, PLANNED_BATCHES, PLANNED_AHEAD):
+        plan.batches(first, PLANNED_AHEAD)
     return (time.perf_counter() - start) / PLANNED_BATCHES
 
 

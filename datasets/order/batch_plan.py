@@ -15,6 +15,7 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -29,8 +30,8 @@ from .shuffle import (
     ShardWindow,
     keyed_hash,
     permute,
+    permute_groups,
     permute_in_windows,
-    permute_one,
 )
 from .slices import by_bucket
 
@@ -129,6 +130,14 @@ class BatchPlan:
         """Name, records and batch size of each bucket."""
         return [(bucket, count, self.batch_sizes[bucket]) for bucket, count in self.buckets.items()]
 
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        return np.array([count for _, count, _ in self._table], np.int64)
+
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        return np.array([size for _, _, size in self._table], np.int64)
+
     @property
     def plans(self) -> tuple[BatchPlan, ...]:
         """The plan itself, as of ``BatchOrder``."""
@@ -201,26 +210,57 @@ class BatchPlan:
 
         Raises: IndexError: the number is negative, or the plan has no records.
         """
-        return self.batch(*self.place_of(number))
+        return self.batches(number, 1)[0]
 
     def batch(self, epoch: int, index: int) -> PlannedBatch:
         """Global batch number ``index`` of an epoch.
 
         Raises: IndexError: the epoch has fewer batches.
         """
+        if not 0 <= index < self.num_batches(epoch):
+            raise IndexError(f"batch {index} of an epoch of {self.num_batches(epoch)}")
+        return self._fill(self._spans(epoch, index, 1))[0]
+
+    def batches(self, first: int, count: int) -> list[PlannedBatch]:
+        """Global batches ``first`` to ``first + count - 1``; sixteen at once take little longer than one.
+
+        Raises: IndexError: as ``batch_at``.
+        """
+        (epoch, index), spans = self.place_of(first), list[np.ndarray]()
+        while count:
+            if in_epoch := min(count, self.num_batches(epoch) - index):  # with "carry", an epoch can have none
+                spans.append(self._spans(epoch, index, in_epoch))
+            epoch, index, count = epoch + 1, 0, count - in_epoch
+        return self._fill(np.concatenate(spans)) if spans else []
+
+    def _spans(self, epoch: int, index: int, count: int) -> np.ndarray:
+        """Batches ``index`` to ``index + count - 1`` of an epoch, as (count, 3) spans of their buckets' streams."""
         before, after = self._ordinals(epoch), self._ordinals(epoch + 1)
-        totals = [high - low for low, high in zip(before, after, strict=True)]
-        if not 0 <= index < sum(totals):
-            raise IndexError(f"batch {index} of an epoch of {sum(totals)}")
-        # Batches are permuted within a round, which shuffles the buckets.
-        later_rounds = range(1, self._num_rounds)
-        number = bisect.bisect_right(later_rounds, index, key=lambda r: sum(self._until_round(totals, r)))
-        lows, highs = self._until_round(totals, number), self._until_round(totals, number + 1)
-        key = keyed_hash(self.seed, epoch, PURPOSE_BATCHES, *([number] if self.window else []))
-        ordinal, which = permute_one(index - sum(lows), sum(highs) - sum(lows), key), 0
-        while ordinal >= highs[which] - lows[which]:
-            ordinal, which = ordinal - highs[which] + lows[which], which + 1
-        return self._fill(epoch, which, before[which], lows[which] + ordinal)
+        totals, spans = [high - low for low, high in zip(before, after, strict=True)], list[np.ndarray]()
+        while count:
+            # Batches are permuted within a round, which shuffles the buckets.
+            later = range(1, self._num_rounds)
+            number = bisect.bisect_right(later, index, key=lambda r: sum(self._until_round(totals, r)))
+            lows, highs = self._until_round(totals, number), self._until_round(totals, number + 1)
+            starts = np.array([0, *accumulate(high - low for low, high in zip(lows, highs, strict=True))])
+            first = index - sum(lows)
+            taken = min(count, int(starts[-1]) - first)
+            key = keyed_hash(self.seed, epoch, PURPOSE_BATCHES, *([number] if self.window else []))
+            places = permute(np.arange(first, first + taken), int(starts[-1]), key)
+            which = np.searchsorted(starts, places, side="right") - 1
+            ordinals = np.array(lows)[which] + places - starts[which]
+            spans.append(self._cut_streams(epoch, which, np.array(before)[which], ordinals))
+            index, count = index + taken, count - taken
+        return np.concatenate(spans)
+
+    def _cut_streams(self, epoch: int, which: np.ndarray, before: np.ndarray, ordinals: np.ndarray) -> np.ndarray:
+        """(n, 3) bucket, start, stop of the batches with these ordinals in an epoch; ``before``: in earlier epochs."""
+        counts, sizes = self._counts[which], self._sizes[which]
+        if self.leftovers == "carry":
+            starts = (before + ordinals) * sizes
+            return np.stack([which, starts, starts + sizes], axis=1)
+        starts = epoch * counts + ordinals * sizes
+        return np.stack([which, starts, np.minimum(starts + sizes, (epoch + 1) * counts)], axis=1)
 
     @cached_property
     def _num_rounds(self) -> int:
@@ -233,40 +273,62 @@ class BatchPlan:
         """Batches of each bucket before a round, from those in the epoch."""
         return [count * number // self._num_rounds for count in counts]
 
-    def _fill(self, epoch: int, which: int, before: int, ordinal: int) -> PlannedBatch:
-        """Batch ``ordinal`` of bucket ``which`` in an epoch, which ``before`` batches of the bucket precede."""
-        bucket, count, size = self._table[which]
-        # Places in the bucket's stream, which concatenates the epochs.
-        if self.leftovers == "carry":
-            start = (before + ordinal) * size
-            stop = start + size
-        else:
-            start = epoch * count + ordinal * size
-            stop = min(start + size, (epoch + 1) * count)
-        positions, epochs = list[np.ndarray](), np.arange(start, stop) // count
-        while start < stop:
-            piece_epoch, first = divmod(start, count)
-            length = min(stop - start, count - first)
-            positions.append(self._shuffled(np.arange(first, first + length), piece_epoch, which))
-            start += length
-        joined = positions[0] if len(positions) == 1 else np.concatenate(positions)
-        selected = self.selection.positions[bucket] if self.selection else None
-        return PlannedBatch(bucket, joined if selected is None else selected[joined].astype(np.int64), epochs)
+    def _fill(self, spans: np.ndarray) -> list[PlannedBatch]:
+        """The batches at some spans, computed together.
 
-    def _shuffled(self, places: np.ndarray, epoch: int, which: int) -> np.ndarray:
-        """Permute (B,) places of a bucket in an epoch."""
-        bucket, count, _ = self._table[which]
-        key = keyed_hash(self.seed, epoch, PURPOSE_RECORDS, which)
+        Args:
+          spans: (n, 3) int64 bucket, start, stop of each batch in its bucket's stream, which concatenates the epochs.
+        """
+        which, epochs, places, lengths = self._pieces(spans)
+        keys, groups = np.unique(epochs * len(self._table) + which, return_inverse=True)
+        orders = [divmod(key, len(self._table)) for key in keys.tolist()]
+        edges = np.cumsum(lengths) - lengths
+        inside = np.arange(lengths.sum()) + np.repeat(places - edges, lengths)
+        found = self._shuffled(inside, np.repeat(groups, lengths), orders)
+        of_each, batches = np.repeat(epochs, lengths), []
+        stops = np.cumsum(spans[:, 2] - spans[:, 1]).tolist()
+        for number, (start, stop) in zip(spans[:, 0].tolist(), pairwise([0, *stops]), strict=True):
+            bucket, positions = self._table[number][0], found[start:stop]
+            chosen = self.selection.positions[bucket] if self.selection else None
+            positions = positions if chosen is None else chosen[positions].astype(np.int64)
+            batches.append(PlannedBatch(bucket, positions, of_each[start:stop]))
+        return batches
+
+    def _pieces(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Split spans at the ends of epochs: bucket, epoch, first place in the epoch and length of each piece."""
+        which, starts, stops = spans.T
+        epochs, places = np.divmod(starts, self._counts[which])
+        lengths = stops - starts
+        if (places + lengths <= self._counts[which]).all():
+            return which, epochs, places, lengths
+        pieces = []
+        for number, start, stop in spans.tolist():
+            while start < stop:
+                epoch, place = divmod(start, self._table[number][1])
+                length = min(stop - start, self._table[number][1] - place)
+                pieces.append((number, epoch, place, length))
+                start += length
+        which, epochs, places, lengths = np.array(pieces).T
+        return which, epochs, places, lengths
+
+    def _shuffled(self, places: np.ndarray, groups: np.ndarray, orders: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Permute (B,) places, each by the permutation of (epoch, bucket) ``orders[group]``."""
+        sizes = [self._table[which][1] for _, which in orders]
+        keys = [keyed_hash(self.seed, epoch, PURPOSE_RECORDS, which) for epoch, which in orders]
         if self.window is None:
-            return permute(places, count, key)
-        return permute_in_windows(
-            places,
-            count,
-            rows=self.shard_rows[bucket],
-            shards=self.window.shards,
-            block_key=keyed_hash(self.seed, epoch, PURPOSE_BLOCKS, which),
-            row_key=key,
-        )
+            return permute_groups(places, groups, sizes, keys)
+        found = np.empty(len(places), np.int64)
+        for group, (epoch, which) in enumerate(orders):
+            of_group = groups == group
+            found[of_group] = permute_in_windows(
+                places[of_group],
+                sizes[group],
+                rows=self.shard_rows[self._table[which][0]],
+                shards=self.window.shards,
+                block_key=keyed_hash(self.seed, epoch, PURPOSE_BLOCKS, which),
+                row_key=keys[group],
+            )
+        return found
 
     def identity(self) -> dict[str, Any]:
         """Plain values of everything that decides the order."""

@@ -96,8 +96,20 @@ class Mixture:
 
         Raises: IndexError: the number is negative.
         """
-        part, ordinal = self.part_of(number)
-        return _batch_of([order for order, _ in self.parts], part, ordinal)
+        return self.batches(number, 1)[0]
+
+    def batches(self, first: int, count: int) -> list[PlannedBatch]:
+        """Global batches ``first`` to ``first + count - 1``.
+
+        Raises: IndexError: the number is negative.
+        """
+        places = [self.part_of(number) for number in range(first, first + count)]
+        parts = []
+        for part, (order, _) in enumerate(self.parts):
+            ordinals = [ordinal for which, ordinal in places if which == part]  # they follow each other
+            parts.append(iter(order.batches(ordinals[0], len(ordinals)) if ordinals else []))
+        offsets = plan_offsets([order for order, _ in self.parts])
+        return [_of_part(next(parts[part]), offsets[part]) for part, _ in places]
 
     def identity(self) -> dict[str, Any]:
         """Plain values of everything that decides the order."""
@@ -150,8 +162,20 @@ class Stages:
 
         Raises: IndexError: the number is negative.
         """
-        stage, ordinal = self.stage_of(number)
-        return _batch_of([order for order, _ in self.stages], stage, ordinal)
+        return self.batches(number, 1)[0]
+
+    def batches(self, first: int, count: int) -> list[PlannedBatch]:
+        """Global batches ``first`` to ``first + count - 1``.
+
+        Raises: IndexError: the number is negative.
+        """
+        found, offsets = list[PlannedBatch](), plan_offsets([order for order, _ in self.stages])
+        while len(found) < count:
+            stage, number = self.stage_of(first + len(found))
+            order, length = self.stages[stage]
+            in_stage = min(count - len(found), count if length is None else length - number)
+            found += [_of_part(batch, offsets[stage]) for batch in order.batches(number, in_stage)]
+        return found
 
     def identity(self) -> dict[str, Any]:
         """Plain values of everything that decides the order."""
@@ -167,10 +191,13 @@ def check_orders(orders: Sequence[BatchOrder]) -> None:
         raise RecipeError("a plan without records: there is nothing to read. Leave it out.")
 
 
-def _batch_of(orders: Sequence[BatchOrder], part: int, number: int) -> PlannedBatch:
-    """Batch ``number`` of one of several orders; its plan is an index into the plans of all."""
-    batch = orders[part].batch_at(number)
-    return replace(batch, plan=batch.plan + sum(len(order.plans) for order in orders[:part]))
+def plan_offsets(orders: Sequence[BatchOrder]) -> list[int]:
+    """Index of each order's first plan among all plans."""
+    return [0, *accumulate(len(order.plans) for order in orders)][:-1]
+
+
+def _of_part(batch: PlannedBatch, offset: int) -> PlannedBatch:
+    return replace(batch, plan=batch.plan + offset)
 
 
 @lru_cache(maxsize=8)

@@ -15,6 +15,13 @@ class BatchOrder(Protocol):
         """The nested plans, depth first; ``PlannedBatch.plan`` is an index into them. Each reads one store."""
         ...
 
+    def batches(self, first: int, count: int) -> list[PlannedBatch]:
+        """Global batches ``first`` to ``first + count - 1``; sixteen at once take little longer than one.
+
+        Raises: IndexError: the number is negative.
+        """
+        ...
+
     def batch_at(self, number: int) -> PlannedBatch:
         """Global batch ``number``, counted from 0.
 

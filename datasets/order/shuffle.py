@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,14 +26,14 @@ FEISTEL_ROUNDS = 6
     PURPOSE_DRAW,
 ) = range(7)
 WORD = 2**64 - 1
-TABLE_ROWS = 1 << 13  # of a grid whose moves are kept in a table, 384 KiB: of 67 million records
-KEPT_TABLES = 512  # of the buckets of all stores, and epochs
 GOLDEN, FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64
 # As arrays of no dimension, which numpy converts faster than its scalars.
 _GOLDEN = np.array(GOLDEN, np.uint64)
 _FACTORS = tuple(np.array(factor, np.uint64) for factor in FACTORS)
 _HALF = np.array(32, np.uint64)
 _SHIFTS = tuple(np.array(shift, np.uint64) for shift in (30, 27, 31))
+TABLE_ROWS = 1 << 13  # of a grid whose moves are kept in a table, 384 KiB: of 67 million records
+KEPT_TABLES = 512  # of the buckets of all stores, and epochs
 
 
 @dataclass(frozen=True)
@@ -60,38 +61,45 @@ def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section 3 (cycle walking) and section 4
       (generalized Feistel).
     """
-    height, width = _grid(size)
-    values = np.asarray(indices, np.int64)
-    rows = values // width
-    columns = values - rows * width
-    for number in range(FEISTEL_ROUNDS):  # row and column are moved in turn, each by a hash of the other
-        moving, staying, side = (columns, rows, width) if number % 2 else (rows, columns, height)
-        if height <= TABLE_ROWS:
-            moving += _move_table(height, width, key)[number].take(staying)
-        else:
-            moving += _moves(staying, side, keyed_hash(key, number))
-        np.subtract(moving, side, out=moving, where=moving >= side)
-    permuted = rows * width + columns
-    for place in np.flatnonzero(permuted >= size).tolist():
-        permuted[place] = permute_one(int(permuted[place]), size, key)
-    return permuted
+    return permute_groups(indices, np.zeros(len(indices), np.int64), [size], [key])
 
 
-def permute_one(index: int, size: int, key: int, *, inverse: bool = False) -> int:
-    """``permute`` of one index; with ``inverse`` the index that it sends to this one."""
-    height, width = _grid(size)
-    numbers = range(FEISTEL_ROUNDS)[:: -1 if inverse else 1]
-    rounds = [(number % 2, keyed_hash(key, number)) for number in numbers]
-    while True:
-        row, column = divmod(index, width)
-        for moves_column, round_key in rounds:
-            staying, side = (row, width) if moves_column else (column, height)
-            step = (_mix_int((staying + round_key) & WORD) >> 32) * side >> 32
-            step = -step if inverse else step
-            row, column = (row, (column + step) % width) if moves_column else ((row + step) % height, column)
-        index = row * width + column
-        if index < size:
-            return index
+def unpermute(values: np.ndarray, size: int, key: int) -> np.ndarray:
+    """Undo ``permute``: the indices that it sends to these values.
+
+    Args:
+      values: (B,) integers in 0..size - 1.
+    Returns: (B,) int64.
+    """
+    return permute_groups(values, np.zeros(len(values), np.int64), [size], [key], inverse=True)
+
+
+def permute_groups(
+    indices: np.ndarray, groups: np.ndarray, sizes: Sequence[int], keys: Sequence[int], *, inverse: bool = False
+) -> np.ndarray:
+    """Apply several keyed permutations at once, each to its own indices; one call costs little more than one of them.
+
+    Args:
+      indices: (B,) integers, those of group g in 0..sizes[g] - 1.
+      groups: (B,) which permutation each index goes through.
+      sizes, keys: of each of the G permutations.
+      inverse: undo them.
+    Returns: (B,) int64, each as ``permute`` (or ``unpermute``) gives it.
+    """
+    grids = [_grid(size) for size in sizes]
+    heights, widths = np.array(grids, np.int64).T
+    limits = np.array(sizes, np.int64)
+    move = _moves_by_table(grids, keys) if heights.max() <= TABLE_ROWS else _moves_by_hash(keys)
+    found = np.asarray(indices, np.int64)
+
+    def walk(values: np.ndarray, which: Any) -> np.ndarray:
+        return _network(values, heights[which], widths[which], functools.partial(move, which), inverse)
+
+    which = groups if len(sizes) > 1 else 0  # numpy divides by a scalar much faster than by an array
+    found = walk(found, which)
+    while len(outside := np.flatnonzero(found >= limits[which])):
+        found[outside] = walk(found[outside], groups[outside] if len(sizes) > 1 else 0)
+    return found
 
 
 def permute_in_windows(
@@ -112,22 +120,20 @@ def permute_in_windows(
     """
     num_blocks = -(-size // rows)
     missing = num_blocks * rows - size  # of the last block
-    short_slot = permute_one(num_blocks - 1, num_blocks, block_key, inverse=True)
+    short_slot = int(unpermute(np.array([num_blocks - 1]), num_blocks, block_key)[0])
     short_window = short_slot // shards
     short_end = min((short_window + 1) * shards, num_blocks) * rows - missing
     padded = places + missing * (places >= short_end)  # as if all blocks were full
-    permuted = np.empty(len(places), np.int64)
-    windows = padded // (shards * rows)
-    for window in np.unique(windows).tolist():
-        first, stop = window * shards, min((window + 1) * shards, num_blocks)  # slots: places of permuted blocks
-        of_window = windows == window
-        count = (stop - first) * rows - missing * (window == short_window)
-        inside = permute(padded[of_window] - first * rows, count, keyed_hash(row_key, window))
-        slots, which = np.unique(first + inside // rows, return_inverse=True)
-        if window == short_window:  # its last slot and that of the short block change places
-            slots = np.where(slots == stop - 1, short_slot, np.where(slots == short_slot, stop - 1, slots))
-        permuted[of_window] = permute(slots, num_blocks, block_key)[which] * rows + inside % rows
-    return permuted
+    windows, groups = np.unique(padded // (shards * rows), return_inverse=True)
+    firsts = windows * shards  # slots: places of blocks after their permutation
+    lasts = np.minimum(firsts + shards, num_blocks) - 1
+    counts = (lasts + 1 - firsts) * rows - missing * (windows == short_window)
+    keys = [keyed_hash(row_key, window) for window in windows.tolist()]
+    inside = permute_groups(padded - firsts[groups] * rows, groups, counts.tolist(), keys)
+    slots, which = np.unique(firsts[groups] + inside // rows, return_inverse=True)
+    last = min((short_window + 1) * shards, num_blocks) - 1
+    slots = np.where(slots == last, short_slot, np.where(slots == short_slot, last, slots))
+    return permute(slots, num_blocks, block_key)[which] * rows + inside % rows
 
 
 def keyed_choice(
@@ -171,18 +177,53 @@ def _grid(size: int) -> tuple[int, int]:
     return height, max(1, -(-size // height))
 
 
-def _moves(staying: np.ndarray, side: int, key: int) -> np.ndarray:
-    """(B,) int64 moves below ``side`` of a round of ``permute``, by hashes of the (B,) coordinates that stay."""
-    bits = mix(staying.astype(np.uint64) + np.uint64(key)) >> _HALF
-    return (bits * np.uint64(side) >> _HALF).view(np.int64)
+def _network(
+    values: np.ndarray, height: Any, width: Any, move: Callable[[int, np.ndarray, Any], np.ndarray], inverse: bool
+) -> np.ndarray:
+    """A permutation of the places of a grid: row and column are moved in turn, each by a hash of the other.
+
+    Args:
+      values: (B,) int64 row * width + column.
+      height, width: int64, of one grid or (B,) of each.
+      move: (round, (B,) coordinate that stays, side of the one that moves) to (B,) moves below that side.
+    """
+    rows = values // width
+    columns = values - rows * width
+    for number in reversed(range(FEISTEL_ROUNDS)) if inverse else range(FEISTEL_ROUNDS):
+        moving, staying, side = (columns, rows, width) if number % 2 else (rows, columns, height)
+        step = move(number, staying, side)
+        moving += side - step if inverse else step
+        # Modulo the side: of what is smaller, the difference wraps around.
+        unsigned = moving.view(np.uint64)
+        np.minimum(unsigned, (moving - side).view(np.uint64), out=unsigned)
+    return rows * width + columns
+
+
+def _moves_by_table(grids: Sequence[tuple[int, int]], keys: Sequence[int]) -> Callable[..., np.ndarray]:
+    """Moves of ``_network``, looked up: the coordinates of a grid are few, so each is hashed once."""
+    tables = [_move_table(*grid, key) for grid, key in zip(grids, keys, strict=True)]
+    if len(tables) == 1:
+        return lambda group, number, staying, side: tables[0][number].take(staying)
+    joined, starts = np.concatenate(tables, axis=1), np.cumsum([0, *(height for height, _ in grids)])
+    return lambda groups, number, staying, side: joined[number].take(staying + starts[groups])
 
 
 @functools.lru_cache(maxsize=KEPT_TABLES)
 def _move_table(height: int, width: int, key: int) -> np.ndarray:
-    """(FEISTEL_ROUNDS, height) int64 ``_moves`` of each round for each coordinate: a batch takes half the time."""
-    coordinates = np.arange(height)
-    sides = [(width if number % 2 else height, keyed_hash(key, number)) for number in range(FEISTEL_ROUNDS)]
-    return np.array([_moves(coordinates, side, round_key) for side, round_key in sides])
+    """(FEISTEL_ROUNDS, height) int64 moves of each round, for each coordinate that stays."""
+    move, coordinates = _moves_by_hash([key]), np.arange(height)
+    return np.array([move(0, r, coordinates, width if r % 2 else height) for r in range(FEISTEL_ROUNDS)])
+
+
+def _moves_by_hash(keys: Sequence[int]) -> Callable[..., np.ndarray]:
+    """Moves of ``_network``, hashed for each value: for grids too large for a table."""
+    rounds = np.array([[keyed_hash(key, r) for key in keys] for r in range(FEISTEL_ROUNDS)], np.uint64)
+
+    def move(groups: Any, number: int, staying: np.ndarray, side: Any) -> np.ndarray:
+        bits = mix(staying.astype(np.uint64) + rounds[number][groups]) >> _HALF
+        return (bits * np.asarray(side, np.uint64) >> _HALF).astype(np.int64)
+
+    return move
 
 
 def mix(values: np.ndarray) -> np.ndarray:

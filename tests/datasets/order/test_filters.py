@@ -135,13 +135,9 @@ def test_a_plan_goes_through_what_is_selected_and_nothing_else() -> None:
     store = made_up_store([{"label": i % 3, "bucket": ["48x80", "64x64"][i % 2]} for i in range(40)], ["a", "b", "c"])
     selection = RecordFilter(labels=["a", 2]).select(store)
     plan = BatchPlan(selection.counts, 4, seed=0, selection=selection)
-    seen = [
-        int(r)
-        for b in map(plan.batch_at, range(plan.num_batches(0)))
-        for r in store.index(b.bucket).records[b.positions]
-    ]
+    seen = [int(r) for b in plan.batches(0, plan.num_batches(0)) for r in store.index(b.bucket).records[b.positions]]
     assert sorted(seen) == [i for i in range(40) if i % 3 != 1]
-    assert all(batch.positions.dtype == np.int64 for batch in map(plan.batch_at, range(3)))
+    assert all(batch.positions.dtype == np.int64 for batch in plan.batches(0, 3))
     assert plan.num_records == selection.num_records
 
 
@@ -274,7 +270,7 @@ def test_a_real_store_is_filtered_by_class_and_by_score(label_store: LatentStore
     plan = BatchPlan(selection.counts, 2, seed=0, selection=selection)
     found = [
         label_store.record_at(int(record))
-        for batch in map(plan.batch_at, range(plan.num_batches(0)))
+        for batch in plan.batches(0, plan.num_batches(0))
         for record in label_store.index(batch.bucket).records[batch.positions]
     ]
     assert sorted(record.key for record in found) == sorted(keys[7:10])
@@ -286,4 +282,4 @@ def test_a_real_store_is_filtered_by_aspect(caption_store: LatentStore) -> None:
     assert selection.counts == {"48x80": 0, "64x64": caption_store.buckets["64x64"], "80x48": 0}
     assert {len(p) for b, p in selection.positions.items() if p is not None} == {0}
     plan = BatchPlan(selection.counts, 2, seed=0, selection=selection)
-    assert {batch.bucket for batch in map(plan.batch_at, range(10))} == {"64x64"}
+    assert {batch.bucket for batch in plan.batches(0, 10)} == {"64x64"}

@@ -25,10 +25,6 @@ seeds = st.integers(0, 2**64 - 1)
 A, B, C = (BatchPlan({name: 20}, 3, seed) for seed, name in enumerate(("64x64", "48x80", "80x48")))
 
 
-def batches_of(order: BatchOrder, first: int, count: int) -> list[PlannedBatch]:
-    return [order.batch_at(number) for number in range(first, first + count)]
-
-
 def values(batches: list[PlannedBatch]) -> list[tuple[int, str, list[int], list[int]]]:
     return [(batch.plan, batch.bucket, batch.positions.tolist(), batch.epochs.tolist()) for batch in batches]
 
@@ -174,10 +170,10 @@ def test_each_stage_begins_at_its_own_first_batch_and_has_its_length(lengths: li
     wanted = [(stage, number) for stage, length in enumerate([*lengths, 30]) for number in range(length)]
     assert [stages.stage_of(number) for number in range(len(wanted))] == wanted
     plans = stages.plans
-    alone = [batches_of(plan, 0, length) for plan, length in zip(plans, [*lengths, 30], strict=True)]
-    got = values(batches_of(stages, 0, len(wanted)))
+    alone = [plan.batches(0, length) for plan, length in zip(plans, [*lengths, 30], strict=True)]
+    got = values(stages.batches(0, len(wanted)))
     assert got == [(stage, *values([alone[stage][number]])[0][1:]) for stage, number in wanted]
-    assert values(batches_of(stages, 7, len(wanted) - 7)) == got[7:]  # from the middle of a stage, across the next
+    assert values(stages.batches(7, len(wanted) - 7)) == got[7:]  # from the middle of a stage, across the next
 
 
 @pytest.mark.parametrize(
@@ -198,9 +194,11 @@ def test_stages_that_cannot_be_are_refused(stages: list, said: str) -> None:
 
 
 @given(orders, st.integers(0, 60), st.integers(0, 30))
-def test_any_order_is_pure_and_its_batches_are_the_same_in_any_order(order: BatchOrder, first: int, count: int) -> None:
+def test_any_order_is_pure_and_its_batches_in_one_go_are_those_one_by_one(
+    order: BatchOrder, first: int, count: int
+) -> None:
     alone = [order.batch_at(number) for number in reversed(range(first, first + count))]
-    assert values(batches_of(order, first, count)) == values(alone[::-1])
+    assert values(order.batches(first, count)) == values(alone[::-1])
     for batch in alone:
         assert batch.bucket in order.plans[batch.plan].buckets
         assert batch.positions.max() < order.plans[batch.plan].buckets[batch.bucket]
@@ -215,10 +213,10 @@ def test_an_identity_survives_json(order: BatchOrder) -> None:
 def test_each_plan_beneath_an_order_is_read_from_its_start_without_gaps() -> None:
     order = Stages([(A, 10), (Mixture([(B, 2), (Stages([(C, 5), (A, None)]), 1)], seed=1), None)])
     assert order.plans == (A, B, C, A)
-    batches = batches_of(order, 0, 100)
+    batches = order.batches(0, 100)
     for which, plan in enumerate(order.plans):
         mine = [batch for batch in batches if batch.plan == which]
-        assert [x[1:] for x in values(mine)] == [x[1:] for x in values(batches_of(plan, 0, len(mine)))]
+        assert [x[1:] for x in values(mine)] == [x[1:] for x in values(plan.batches(0, len(mine)))]
     assert Counter(batch.plan for batch in batches) == {0: 10, 1: 60, 2: 5, 3: 25}
 
 
@@ -272,7 +270,7 @@ DIGESTS = [  # of 400 batches from the start, and of 20 far away
 
 def digest(order: BatchOrder, first: int, count: int) -> str:
     hashes = hashlib.sha256()
-    for batch in batches_of(order, first, count):
+    for batch in map(order.batch_at, range(first, first + count)):
         hashes.update(repr((batch.bucket, batch.plan, batch.positions.tolist(), batch.epochs.tolist())).encode())
     return hashes.hexdigest()[:16]
 

@@ -12,8 +12,9 @@ from leandit.datasets.order.shuffle import (
     keyed_choice,
     keyed_hash,
     permute,
+    permute_groups,
     permute_in_windows,
-    permute_one,
+    unpermute,
 )
 
 seeds = st.integers(0, 2**64 - 1)
@@ -32,7 +33,7 @@ def in_windows(places: np.ndarray, size: int, rows: int, shards: int, seed: int 
 def test_the_permutations_for_a_fixed_key_are_those_of_the_first_release() -> None:
     # If these change, so does every batch order, caption choice and flip of every seed: an ORDER break.
     assert permute(np.array([0, 1, 10**12 - 1]), 10**12, key=7).tolist() == GOLDEN_PERMUTED
-    assert [permute_one(i, 10**12, 7) for i in (0, 1, 10**12 - 1)] == GOLDEN_PERMUTED
+    assert unpermute(np.array(GOLDEN_PERMUTED), 10**12, key=7).tolist() == [0, 1, 10**12 - 1]
     assert permute(np.array([0, 1, 10**12 - 1] * 20), 10**12, key=7).tolist() == GOLDEN_PERMUTED * 20
     assert keyed_hash(0, 1, 2) == GOLDEN_HASH
     assert _choose(7, seed=1, epoch=2, count=12).tolist() == GOLDEN_CHOICES
@@ -59,20 +60,37 @@ def test_permute_of_some_indices_is_part_of_the_whole(size: int, key: int, data:
 
 
 @given(st.integers(1, 10**12), seeds, st.data())
-def test_one_index_is_permuted_as_many_are_and_back(size: int, key: int, data: st.DataObject) -> None:
-    indices = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=30))
-    permuted = permute(np.array(indices), size, key).tolist()
-    assert [permute_one(index, size, key) for index in indices] == permuted
-    assert [permute_one(index, size, key, inverse=True) for index in permuted] == indices
+def test_unpermute_undoes_permute_for_few_indices_and_for_many(size: int, key: int, data: st.DataObject) -> None:
+    for count in (5, 60):
+        indices = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=count, max_size=count)))
+        assert unpermute(permute(indices, size, key), size, key).tolist() == indices.tolist()
+        assert permute(unpermute(indices, size, key), size, key).tolist() == indices.tolist()
 
 
-@given(st.integers(1, 10**7), seeds, seeds)
-def test_moves_from_a_table_are_those_of_the_hash(size: int, key: int, seed: int) -> None:
-    indices = np.random.default_rng(seed).integers(0, size, 100)
-    by_table = permute(indices, size, key)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shuffle, "TABLE_ROWS", 0)
-        assert permute(indices, size, key).tolist() == by_table.tolist()
+@given(st.lists(st.tuples(st.integers(1, 10**9), seeds), min_size=1, max_size=5), st.integers(0, 200), seeds)
+def test_several_permutations_at_once_are_each_as_alone(permutations: list, count: int, seed: int) -> None:
+    sizes, keys = [size for size, _ in permutations], [key for _, key in permutations]
+    rng = np.random.default_rng(seed)
+    groups = rng.integers(0, len(sizes), count)
+    indices = rng.integers(0, np.array(sizes)[groups])
+    found = permute_groups(indices, groups, sizes, keys)
+    alone = [int(permute(indices[i : i + 1], sizes[g], keys[g])[0]) for i, g in enumerate(groups.tolist())]
+    assert found.tolist() == alone
+    assert permute_groups(found, groups, sizes, keys, inverse=True).tolist() == indices.tolist()
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**7), seeds), min_size=1, max_size=3), seeds)
+def test_moves_from_a_table_are_those_of_the_hash(permutations: list, seed: int) -> None:
+    sizes, keys = [size for size, _ in permutations], [key for _, key in permutations]
+    rng = np.random.default_rng(seed)
+    groups = rng.integers(0, len(sizes), 100)
+    indices = rng.integers(0, np.array(sizes)[groups])
+    for inverse in (False, True):
+        by_table = permute_groups(indices, groups, sizes, keys, inverse=inverse)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shuffle, "TABLE_ROWS", 0)
+            by_hash = permute_groups(indices, groups, sizes, keys, inverse=inverse)
+        assert by_table.tolist() == by_hash.tolist()
 
 
 window_shapes = st.tuples(st.integers(1, 60), st.integers(1, 9), st.integers(1, 5))
