@@ -33,14 +33,14 @@ CAUSES = {
     "unsealed": "all shards are committed, but there is no manifest: the seal is pending",
     "link": "a symbolic link replaces a file that was written",
     "stray": "a file that belongs to no revision",
-    "abandoned": "left by a revision that was given up: 'leandit verify --repair' removes it",
+    "abandoned": "a shard or array of no revision: remove it if you gave up its revision, else restore that folder",
     "single": "its files are there once, as in a published store: 'leandit verify --repair' makes the second copies",
     "temporary": "left by a killed process, or still being written",
     "counts": "planned records are not stored plus rejected",
     "not_reproduced": "encoding the record again does not give what is stored",
     "source_changed": "the source no longer holds the picture that was encoded",
 }
-HARMLESS = frozenset(["abandoned", "single", "temporary", "unsealed", "source_changed"])
+HARMLESS = frozenset(["single", "temporary", "unsealed", "source_changed"])
 MAX_KEYS = 20  # listed in a finding
 SHARD = re.compile(
     r"(?P<array>(?:buckets/(?P<bucket>\d+x\d+)(?:/(?:features|pictures)/\w+)?|captions(?:/\w+)?)/\w+)/c/(?P<shard>\d+)(?:/0)*$"

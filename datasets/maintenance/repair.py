@@ -6,7 +6,6 @@ encoded again by ``precompute/repair.py``.
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from ..disk.files import remove, write_atomic
@@ -24,7 +23,7 @@ from .verify import REVISION_FILES, Verification, intact_manifest, verify_store
 
 
 def repair_without_encoding(root: Path, found: Verification) -> Verification:
-    """Repair everything that needs no encoder, and remove what killed processes and abandoned revisions left behind.
+    """Repair everything that needs no encoder, and remove what killed processes left behind.
 
     Only safe while nothing writes to the store.
 
@@ -37,14 +36,12 @@ def repair_without_encoding(root: Path, found: Verification) -> Verification:
         _clear_obstruction(root, finding, found.expected.get(finding.path))
     sweep_strays(root, of_all=True)
     for finding in found.findings:
-        if finding.cause == "abandoned":
-            _remove_abandoned(root, root / finding.path)
-        elif finding.cause == "single":
+        if finding.cause == "single":
             for name in REVISION_FILES:
                 _restore_copy(
                     root, f"{finding.path}/{name}", found.expected.get(revision_prefix(finding.revision) + name)
                 )
-        elif finding.cause not in ("stray", "temporary") and not shard_place(finding.path):
+        elif finding.cause not in ("stray", "abandoned", "temporary") and not shard_place(finding.path):
             _restore_copy(root, finding.path, found.expected.get(finding.path))
     for revision in planned_revisions(root):
         _repair_unfinished(root, revision, found)
@@ -71,14 +68,6 @@ def _clear_obstruction(root: Path, finding: Finding, entry: FileEntry | None) ->
             write_atomic(path, path.read_bytes())
         elif not shard_place(finding.path):
             remove(path)  # the target stays; the file is restored
-
-
-def _remove_abandoned(root: Path, path: Path) -> None:
-    """Remove a file, and the folders that are empty without it."""
-    path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        for folder in path.parents[: len(path.relative_to(root).parts) - 1]:
-            folder.rmdir()
 
 
 def _restore_copy(root: Path, path: str, entry: FileEntry | None) -> None:

@@ -198,12 +198,21 @@ class BatchPlan:
 
         Raises: IndexError: the number is negative or from MAX_NUMBER on, or the plan has no records.
         """
+        epoch, first, end = self._last_place[0]
+        if first <= number < end:
+            return epoch, number - first
         if not 0 <= number < MAX_NUMBER or not self._rate:
             raise IndexError(f"batch {number} of a plan of {self.num_records} records")
         # Rounding down removes less than one batch per bucket, so the epoch lies between these two.
         low, high = int(number / self._rate), -int(-(number + len(self._table)) // self._rate)
         epoch = low + bisect.bisect_right(range(low + 1, high + 1), number, key=self.batches_before)
+        self._last_place[0] = epoch, self.batches_before(epoch), self.batches_before(epoch + 1)
         return epoch, number - self.batches_before(epoch)
+
+    @cached_property
+    def _last_place(self) -> list[tuple[int, int, int]]:
+        """Epoch that was asked for last, its first batch, and the one behind its last: fractions are slow."""
+        return [(0, 0, 0)]
 
     def batch_at(self, number: int) -> PlannedBatch:
         """Global batch ``number``, counted from 0 over all epochs.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults import DAMAGES, REVISION_FILES, content, copy_of, files_of, make_grown, read_all, small_shards
+from faults import DAMAGES, REVISION_FILES, copy_of, files_of, make_grown, read_all, small_shards
 from making import tree_digest
 
 from leandit.datasets.errors import DamageError, LeanditError
@@ -109,14 +109,15 @@ def test_a_table_that_another_revision_wrote_is_not_taken_for_a_copy(whole: Path
     assert tree_digest(root) == tree_digest(whole)
 
 
-def test_what_a_revision_that_was_given_up_left_behind_is_removed(whole: Path, root: Path, tmp_path: Path) -> None:
-    """Its shards and arrays are no damage, and nothing else is touched."""
+def test_what_a_revision_without_a_folder_left_behind_is_named_and_never_removed(whole: Path, root: Path) -> None:
+    """Its folder may be lost: then these shards are all that is left of it."""
     shutil.rmtree(root / "revisions/000003")
     added = "buckets/64x64/features/dino"
     for path in (f"{added}/patches/c/0/0/0", f"{added}/patches/zarr.json", f"{added}/zarr.json", "notes.txt"):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text("left behind")
     found = verify_store(root)
+    assert found.damaged
     left = {finding.path for finding in found.findings if finding.cause == "abandoned"}
     newest = {path for path in files_of(whole) if shard_place(path)} - {
         entry.path for entry in read_manifest(root, 2).files
@@ -124,9 +125,8 @@ def test_what_a_revision_that_was_given_up_left_behind_is_removed(whole: Path, r
     assert newest
     assert newest | {f"{added}/patches/c/0/0/0", f"{added}/patches/zarr.json", f"{added}/zarr.json"} <= left
     after = repair_without_encoding(root, found)
-    assert [(finding.path, finding.cause) for finding in after.findings] == [("notes.txt", "stray")]
-    assert not (root / "buckets/64x64/features").exists()
-    assert read_all(root)["content"] == content(LatentStore(whole, revision=2))
+    assert {finding.path for finding in after.findings if finding.cause == "abandoned"} == left
+    assert "stray" in {finding.cause for finding in after.findings}
 
 
 def test_without_an_intact_manifest_no_shard_counts_as_abandoned(root: Path) -> None:
