@@ -221,7 +221,7 @@ def test_buckets_of_a_small_resolution_fit_the_autoencoder(levels: int, buckets:
     assert len(set(opened.records.to_pydict()["bucket"])) >= 3
     assert "few buckets" not in done.stderr
     again = precompute(source, tmp_path / "store", "source.labels=none", *images)
-    assert "no picture to encode" in again.stdout
+    assert "nothing to encode" in again.stdout
 
     coarse = precompute(source, tmp_path / "coarse", "source.labels=none", *images, "images.step_px=64")
     assert coarse.returncode == 0, coarse.stderr

@@ -18,8 +18,9 @@ from source_files import put, write_tar
 from leandit.datasets.errors import SourceError
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning.compare import all_fresh
-from leandit.precompute.planning.pictures import picture_table, plan_pictures
+from leandit.precompute.planning.pictures import plan_pictures
 from leandit.precompute.planning.records import plan_records
+from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.source import Source, list_source
 
@@ -201,8 +202,8 @@ def test_a_name_that_is_no_utf8_is_planned_or_rejected_but_never_a_crash(tmp_pat
     recipe = caption_recipe("text.kind=none")
     comparison = all_fresh(source.records)
     with Decoders(1) as decoders:
-        found = plan_pictures(source, comparison.fresh, recipe, decoders, progress=lambda done: None)
-        pictures = picture_table(found)
+        limits = RejectLimits(recipe.source, 2)
+        pictures = plan_pictures(source, comparison.fresh, recipe, decoders, limits)
     ids = pa.chunked_array([[[], []]], pa.list_(pa.int32()))
     assert plan_records(comparison, pictures, ids, revision=1).num_rows == 2
 

@@ -390,6 +390,9 @@ def test_a_grown_store_is_published_again_by_what_is_new_and_never_hidden(
 ) -> None:
     first = Path(shutil.copytree(placed_store, tmp_path / "first"))
     shutil.rmtree(first / "revisions/000002")
+    for finding in verify_store(first).findings:
+        if finding.cause == "abandoned":
+            (first / finding.path).unlink()
     assert repair_without_encoding(first, verify_store(first)).findings == []
     send(first)
     sent = send(placed_store)

@@ -84,7 +84,7 @@ def test_what_is_auto_missing_or_null_comes_from_the_recipe_and_weights_stay_flo
 def test_where_they_differ_the_file_holds_and_the_table_says_so(config: dict[str, Any], key: str, value: Any) -> None:
     merged, (header, *rows) = both(config)
     assert flatten(merged.model_dump())[key] == value
-    assert header.split() == ["key", "recipe", "ds_config.json,", "which", "holds"]
+    assert header.split() == ["key", "recipe", "ds_config.json", "(takes", "precedence)"]
     assert [row.split()[0] for row in rows if row.split()[0] == key] == [key]
     assert merge(file(config), merged, 2) == (merged, [])
 
