@@ -41,7 +41,7 @@ TRACEBACK = "--traceback"
 EXTRAS = {
     **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "report"),
     **dict.fromkeys(("fsspec", "s3fs"), "remote"),
-    **dict.fromkeys(("braceexpand", "filelock", "sentencepiece", "transformers", "webdataset"), "precompute"),
+    **dict.fromkeys(("braceexpand", "filelock", "sentencepiece", "transformers"), "precompute"),
     **dict.fromkeys(("tensorboard", "torchdata"), "train"),
     "peft": "lora",
 }
