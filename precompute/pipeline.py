@@ -166,7 +166,7 @@ def precompute(
             "encoders on %s; %d decoders, one for each core that this process may use, at most %d",
             *(encoders.image.device, decoders.num_at_once, MAX_THREADS),
         )
-        runner = Runner(encoders, decoders, source, clock)
+        runner = Runner(encoders, decoders, source, clock=clock)
         stage = Stage1(store_path, recipe, runner, progress, part or Part(), options or Options(), say)
 
         def list_source() -> Source:

@@ -6,9 +6,12 @@ A picture is rejected for what its file holds. A store that depended on the weat
 from __future__ import annotations
 
 import errno
+import os
+import stat
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 from ...datasets.errors import ResourceError
 
@@ -62,3 +65,15 @@ def retried(read: Callable[[], T], what: str, *, pause: Callable[[float], object
                 raise fault_error(what, error) from error
             pause(seconds)
     raise AssertionError("the last try returns or raises")
+
+
+def open_regular(path: Path | str) -> BinaryIO:
+    """Open a regular file for reading; opening a FIFO could wait forever.
+
+    Raises: OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"not a regular file: {os.path.basename(path)}")
+    return open(descriptor, "rb")

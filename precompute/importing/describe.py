@@ -25,8 +25,8 @@ from ...datasets.format.schema import (
 )
 from ...datasets.recipe import flatten
 from ..config import TextSection, VaeSection
-from .formats.source import Reader, RecordHeader
 from .plan import CommonFormat, ScannedRecord, bucket_of
+from .source import Reader, RecordHeader
 
 
 def describe_import(
@@ -40,33 +40,31 @@ def describe_import(
     Raises: SourceError: a needed setting is unknown.
     """
     recipe, defaults = reader.recipe, reader.defaults
+    headers = [header for header in scanned if isinstance(header, RecordHeader)]
     downscale = recipe.vae.downscale or defaults.downscale
     zero_to_one = defaults.zero_to_one if recipe.vae.pixels == "auto" else recipe.vae.pixels == "0..1"
-    buckets = Counter(bucket_of(header, downscale) for header in scanned if isinstance(header, RecordHeader))
     subfolder = recipe.vae.subfolder or ("" if recipe.vae.model else defaults.vae_subfolder)
     vae = VaeSection(model=recipe.vae.model or defaults.vae, subfolder=subfolder)
-    sections = _text_sections(reader, common)
-    encoders = [
-        TextEncoder(
-            name=name,
-            spec=_text_spec(reader, section, *stored),
-            encoder=_identity(reader.kind, section.model, stored[2], {"null_caption": null_hashes[name]}),
-        )
-        for (name, section), stored in zip(sections.items(), common.captions, strict=True)
-    ]
+    sections, encoders = _text_sections(reader, common), []
+    for (name, section), (length, width, dtype) in zip(sections.items(), common.captions, strict=True):
+        identity = _identity(reader.kind, section.model, dtype, {"null_caption": null_hashes[name]})
+        spec = _text_spec(reader, section, length, width, dtype)
+        encoders.append(TextEncoder(name=name, spec=spec, encoder=identity))
     unnamed = next((one for one in encoders if not one.name), None)
     named = {name: section.model_dump() for name, section in sections.items() if name}
+    largest = max((header.label for header in headers), default=-1)
+    numbers = [str(label) for label in range(recipe.source.num_classes or largest + 1)]
     return StoreSpec(
         format_version=FORMAT_VERSION,
         leandit_version=__version__,
         fingerprint="",
-        images=_image_spec(reader, buckets),
+        images=_image_spec(reader.kind, Counter(bucket_of(header, downscale) for header in headers)),
         latent=_latent_spec(reader, common, downscale, zero_to_one=zero_to_one),
         text=unnamed and unnamed.spec,
         vae=_identity(reader.kind, vae.model, common.dtype, {"zero_to_one": zero_to_one}),
         text_encoder=unnamed and unnamed.encoder,
         texts=[one for one in encoders if one.name],
-        classes=_classes(reader, scanned),
+        classes=(numbers or None) if reader.classes is None else list(reader.classes),
         shard_mib=recipe.store.shard_mib,
         codec=recipe.store.codec,
         recipe={
@@ -77,11 +75,10 @@ def describe_import(
     ).with_fingerprint()
 
 
-def _image_spec(reader: Reader, buckets: Counter[str]) -> ImageSpec:
-    height_px, width_px = bucket_size(buckets.most_common(1)[0][0])
+def _image_spec(kind: str, buckets: Counter[str]) -> ImageSpec:
     return ImageSpec(
-        resolution_px=round(math.sqrt(height_px * width_px)),
-        crop=f"{IMPORTED}{reader.kind}",
+        resolution_px=round(math.sqrt(math.prod(bucket_size(buckets.most_common(1)[0][0])))),
+        crop=f"{IMPORTED}{kind}",
         buckets=sorted(buckets, key=bucket_size),
         resize_filter=UNKNOWN,
         colour=UNKNOWN,
@@ -94,13 +91,13 @@ def _latent_spec(reader: Reader, common: CommonFormat, downscale: int, *, zero_t
     is_posterior = defaults.latent in POSTERIORS
     channels = common.stored_channels // 2 if is_posterior else common.stored_channels
     scale = _per_channel("scale", recipe.vae.scale or defaults.scale, channels)
-    normalisation: dict[str, Any] = {
+    normalization: dict[str, Any] = {
         "shift": _per_channel("shift", recipe.vae.shift or defaults.shift, channels),
         "scale": [factor * recipe.vae.multiplier for factor in scale],
     }
     identity: dict[str, Any] = {"shift": [0.0] * channels, "scale": [1.0] * channels}
     # Features that were scaled before they were stored train as they are; only the decoder needs the scale.
-    for_model, for_decoder = (identity, normalisation) if defaults.is_scaled else (normalisation, identity)
+    for_model, for_decoder = (identity, normalization) if defaults.is_scaled else (normalization, identity)
     return LatentSpec(
         array="moments" if is_posterior else "latents",
         kind=defaults.latent,  # pyright: ignore[reportArgumentType]
@@ -118,10 +115,7 @@ def _latent_spec(reader: Reader, common: CommonFormat, downscale: int, *, zero_t
 
 
 def _text_sections(reader: Reader, common: CommonFormat) -> dict[str, TextSection]:
-    """The text encoders as a recipe has them.
-
-    Raises: SourceError: ``text.model`` names one, and there are several.
-    """
+    """The text encoders as a recipe has them; raises SourceError: ``text.model`` is set, and there are several."""
     model, texts = reader.recipe.text.model, reader.defaults.texts
     if model and len(texts) > 1:
         raise SourceError(
@@ -191,12 +185,3 @@ def _per_channel(name: str, numbers: Sequence[float], channels: int) -> list[flo
             f"a channel: check --set vae.{name}=[...], or the statistics that the source has."
         )
     return [float(number) for number in (numbers if len(numbers) == channels else [numbers[0]] * channels)]
-
-
-def _classes(reader: Reader, scanned: Sequence[ScannedRecord]) -> list[str] | None:
-    """Class names of the source, or numbers."""
-    if reader.classes is not None:
-        return list(reader.classes)
-    largest = max((header.label for header in scanned if isinstance(header, RecordHeader)), default=-1)
-    count = reader.recipe.source.num_classes or largest + 1
-    return [str(label) for label in range(count)] or None

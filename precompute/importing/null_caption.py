@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from ...datasets.errors import SourceError
-from .formats.source import UNREADABLE
-from .formats.untrusted.arrays import MAX_ARRAY_BYTES, open_npz, parse_npy, read_file, read_member
+from .source import UNREADABLE
+from .untrusted import MAX_ARRAY_BYTES, parse_npy, read_file, read_npz, read_tensors
 
 ZEROS = "zeros"
 TENSOR = "y_embedding"  # its name in PixArt's checkpoints ends so
@@ -39,8 +39,7 @@ def read_null(choice: str | None, shape: tuple[int, ...], name: str) -> np.ndarr
         if path.suffix == ".npy":
             rows = parse_npy(read_file(path))
         elif path.suffix == ".npz":
-            with open_npz(path) as arrays:
-                rows = read_member(arrays, "caption_feature")
+            (rows,) = read_npz(path, ["caption_feature"])
         else:
             rows = _from_checkpoint(path)
     except UNREADABLE as error:
@@ -58,8 +57,6 @@ def read_null(choice: str | None, shape: tuple[int, ...], name: str) -> np.ndarr
 def _from_checkpoint(path: Path) -> np.ndarray:
     """The tensor of a checkpoint, float32; raises OSError, SafetensorError, ValueError."""
     from safetensors import safe_open
-
-    from .formats.untrusted.torch_files import read_tensors
 
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:

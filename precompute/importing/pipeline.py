@@ -7,35 +7,41 @@ commit record is never made twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
-import numpy as np
-
-from ...datasets.disk.cached import cached_property
-from ...datasets.disk.spill import TakenColumn
-from ...datasets.errors import FingerprintMismatch, RecordRejected, SourceError
-from ...datasets.format.layout import COMMITS, Part, Task, is_picture_task, revision_prefix
+from ...datasets.errors import FingerprintMismatch, RecipeError, RecordRejected, SourceError
+from ...datasets.format.layout import COMMITS, Task, revision_prefix
 from ...datasets.format.schema import Manifest, StoreSpec
-from ...datasets.format.zarr_shard import ArrayLayout
+from ...datasets.recipe import parse_recipe
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan
 from ...datasets.revisions.writer import StoreWriter, row_checksum
 from ..planning.opening import check_disk, newest_plan
 from ..planning.pictures import num_threads
-from ..run.clock import Progress, StageClock
+from ..run.clock import Progress
 from ..run.rejects import RejectLimits, limits_of
 from ..run.shards import Shard
-from ..run.tasks import Commits
-from ..sharing.leases import Leases, seal_alone
-from .captions import CaptionRows, null_shard
+from ..run.tasks import FallbacksOf, OnBatch, ShardRunner, filled, no_batch
+from ..sharing.leases import seal_alone
 from .describe import describe_import, differing_settings
-from .formats.kinds import open_reader
-from .formats.recipe import ImportRecipe
-from .formats.source import Entry, Features, Reader
+from .formats.class_files import FastDit, Mar
+from .formats.edm2 import Edm2
+from .formats.lightningdit import LightningDit
+from .formats.mds import Mds
+from .formats.mlperf_flux import MlperfFlux
+from .formats.nemo import Nemo
+from .formats.pixart import PixArt
 from .null_caption import read_null
-from .plan import caption_origins, listing_hash, plan_import, reject_outliers, scan_records
+from .plan import listing_hash, plan_import, reject_outliers, scan_records
+from .recipe import ImportRecipe, Kind
+from .shards import CaptionShard, LatentShard, caption_origins
+from .source import Entry, Reader
+
+READERS: dict[str, type[Reader]] = {
+    one.kind: one for one in (FastDit, LightningDit, Mar, Edm2, PixArt, Mds, MlperfFlux, Nemo)
+}
 
 
 @dataclass
@@ -55,6 +61,73 @@ class ImportReport:
     total_seconds: float
 
 
+@dataclass
+class Importer(ShardRunner):
+    """Copies features into shards.
+
+    Args:
+      null: file of the null caption, or "zeros".
+      fingerprint, listing: of the store that is repaired.
+    """
+
+    reader: Reader
+    null: str | None = None
+    fingerprint: str = ""
+    listing: str = ""
+
+    def shards(
+        self,
+        plan: FrozenPlan,
+        tasks: Iterable[Task],
+        *,
+        limits: RejectLimits | None = None,
+        on_batch: OnBatch = no_batch,
+        **_: Any,
+    ) -> Iterator[Shard]:
+        """Read shards of a plan, in the given order."""
+        origins = caption_origins(plan)
+
+        def empty_shards() -> Iterator[Shard]:
+            for name, number in tasks:
+                part = plan.layout.parts[name]
+                if part.captions:
+                    yield CaptionShard(plan, part, number, self.reader, origins, self.null)
+                else:
+                    yield LatentShard(plan, part, number, self.reader)
+
+        yield from filled(empty_shards(), self.clock, num_at_once=num_threads(), limits=limits, on_batch=on_batch)
+
+    def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[Shard]:
+        """Read shards of a plan again, to repair them, except the null caption, which is not among the features.
+
+        Raises: SourceError: the plan is of other features.
+        """
+        if plan.listing != self.listing and not plan.copies:
+            raise SourceError(f"source '{self.reader.root}': not what the store was imported from. Check --source.")
+        yield from self.shards(plan, [task for task in tasks if not plan.layout.parts[task[0]].is_null])
+
+
+def load_importer(spec: StoreSpec, source: Path) -> Importer:
+    """What repairs an imported store; raises SourceError: the features cannot be read."""
+    settings = dict(spec.recipe["import"])
+    kind = str(settings.pop("kind"))
+    reader = open_reader(kind, source, parse_recipe("import", ImportRecipe, settings))
+    return Importer(reader=reader, fingerprint=spec.fingerprint, listing=listing_hash(list(reader.entries())))
+
+
+def open_reader(kind: str, root: Path, recipe: ImportRecipe) -> Reader:
+    """The reader of a kind of features.
+
+    Raises: RecipeError: unknown kind; SourceError: the source does not match it.
+    """
+    if kind not in READERS:
+        raise RecipeError(f"import '{kind}': no such kind of features. Needed one of {', '.join(get_args(Kind))}.")
+    if not (root.is_dir() or (kind == Edm2.kind and root.is_file())):
+        file = " a .zip, or" if kind == Edm2.kind else ""
+        raise SourceError(f"source '{root}': not found. An import of '{kind}' needs{file} a folder; check --source.")
+    return READERS[kind](root, recipe)
+
+
 def import_features(
     kind: str,
     recipe: ImportRecipe,
@@ -72,21 +145,16 @@ def import_features(
     Raises: LeanditError: its class says what to fix; the same command then resumes.
     """
     start = time.perf_counter()
-
-    # Scan: list the records of the source.
     reader = open_reader(kind, source_path, recipe)
     entries = list(reader.entries())
     listing = listing_hash(entries)
-
-    # Plan: open the newest plan, or scan every record and freeze the first.
     plan = newest_plan(store_path)
     if plan is None:
         plan = freeze_plan(store_path, _plan(reader, entries, listing, null, progress))
     check_resumes(store_path, plan, reader, listing)
-
-    # Copy the missing shards and seal.
-    manifest, num_imported = finish(store_path, plan, reader, null, progress)
-    return ImportReport(manifest, plan.spec, num_imported, time.perf_counter() - start)
+    importer = Importer(reader=reader, null=null)
+    manifest = _finish(store_path, plan, importer, progress)
+    return ImportReport(manifest, plan.spec, importer.num_encoded, time.perf_counter() - start)
 
 
 def _plan(reader: Reader, entries: Sequence[Entry], listing: str, null: str | None, progress: Progress) -> FrozenPlan:
@@ -98,11 +166,11 @@ def _plan(reader: Reader, entries: Sequence[Entry], listing: str, null: str | No
     rejects = [(i, entry.key, header) for i, (entry, header) in pairs if isinstance(header, RecordRejected)]
     limits.count(len(entries), rejects)
     limits.check()
-    digests = {
-        name: f"{row_checksum(read_null(null, (width,) if section.output == 'pooled' else (length, width), name)):016x}"
-        for (name, section), (length, width, _) in zip(reader.defaults.texts.items(), common.captions, strict=True)
-    }
-    return plan_import(describe_import(reader, common, headers, digests), entries, headers, listing)
+    hashes = {}
+    for (name, section), (length, width, _) in zip(reader.defaults.texts.items(), common.captions, strict=True):
+        null_caption = read_null(null, (width,) if section.output == "pooled" else (length, width), name)
+        hashes[name] = f"{row_checksum(null_caption):016x}"
+    return plan_import(describe_import(reader, common, headers, hashes), entries, headers, listing)
 
 
 def check_resumes(root: Path, plan: FrozenPlan, reader: Reader, listing: str) -> None:
@@ -124,35 +192,16 @@ def check_resumes(root: Path, plan: FrozenPlan, reader: Reader, listing: str) ->
         )
 
 
-def finish(root: Path, plan: FrozenPlan, reader: Reader, null: str | None, progress: Progress) -> tuple[Manifest, int]:
-    """Copy the missing shards of a plan and seal it.
-
-    Returns: the manifest, and the number of copied records.
-    """
-    writer, limits = StoreWriter(root, plan), reader.recipe.source.limits()
+def _finish(root: Path, plan: FrozenPlan, importer: Importer, progress: Progress) -> Manifest:
+    """Copy the missing shards of a plan and seal it."""
+    writer, limits = StoreWriter(root, plan), importer.reader.recipe.source.limits()
     missing = writer.missing_tasks()
     check_disk(writer, missing)
-    total = sum(len(plan.layout.rows_of(*task)) for task in missing if is_picture_task(task))
-    done, clock = 0, StageClock()
-
-    def count(records: int) -> None:
-        nonlocal done
-        done += records
-        progress("records", done, total)
-
-    counted = limits_of(limits, writer)
     if missing:
-        counted.check()
-    shards = ShardReader(plan, reader, null, counted, count)
+        limits_of(limits, writer).check()
 
     def copy(missing: list[Task]) -> None:
-        with Leases(writer) as leases:
-            while missing:
-                with Commits(writer, leases, clock) as commits:
-                    for shard in shards.make(leases.take(missing)):
-                        commits.add(shard)
-                if missing := writer.missing_tasks(missing):
-                    leases.wait()  # for other processes
+        importer.run(writer, missing, section=limits, progress=progress)
 
     copy(missing)
     if not writer.num_stored:
@@ -162,114 +211,4 @@ def finish(root: Path, plan: FrozenPlan, reader: Reader, null: str | None, progr
         )
     if not writer.is_sealed:
         limits_of(limits, writer).check()
-    return seal_alone(writer, copy, lambda: progress("others seal", 0, 1)), done
-
-
-class ShardReader:
-    """Makes shards of a plan from its features.
-
-    Args:
-      null: file of the null caption, or "zeros".
-      limits: of rejects; None for no limit.
-      count: called with the number of records of each shard.
-    """
-
-    def __init__(
-        self,
-        plan: FrozenPlan,
-        reader: Reader,
-        null: str | None,
-        limits: RejectLimits | None,
-        count: Callable[[int], None],
-    ) -> None:
-        self._plan, self._reader, self._null = plan, reader, null
-        self._limits, self._count = limits, count
-
-    @cached_property
-    def _origins(self) -> np.ndarray:
-        """Position of the record that holds each caption's features."""
-        return caption_origins(self._plan)
-
-    def make(self, tasks: Iterator[Task] | Sequence[Task]) -> Iterator[Shard]:
-        """Read shards, in the given order."""
-        with ThreadPoolExecutor(num_threads(), thread_name_prefix="leandit-read") as pool:
-            for name, shard in tasks:
-                part = self._plan.layout.parts[name]
-                if part.is_null:
-                    yield null_shard(part, self._plan.spec, self._null)
-                elif part.captions:
-                    yield self._captions(part, shard, pool)
-                else:
-                    yield self._latents(name, shard, pool)
-
-    def _captions(self, part: Part, shard: int, pool: ThreadPoolExecutor) -> Shard:
-        """All captions of a shard, by one text encoder; raises SourceError if one can no longer be read."""
-        layout = part.captions
-        assert layout is not None, "a part of captions"
-        captions = layout.captions_of(shard)
-        packed = CaptionRows(part, shard)
-        texts = self._plan.captions["text"].slice(captions.start, len(captions)).to_pylist()
-        entries = self._entries(self._origins[captions.start : captions.stop])
-        found = pool.map(lambda entry: self._caption(entry, layout.name), entries)
-        for caption, text, values in zip(captions, texts, found, strict=True):
-            packed.add(caption, text, values)
-        return packed.shard
-
-    def _caption(self, entry: Entry, name: str) -> np.ndarray:
-        try:
-            return self._reader.read_caption(entry, name)
-        except RecordRejected as reject:
-            raise SourceError(
-                f"record '{entry.key}': its caption cannot be read ({reject.detail}), and other records may need it. "
-                "Restore it, and run the same command again. Or import into another --store with --set "
-                "text.check=content, where such records are rejected."
-            ) from reject
-
-    def _latents(self, part: str, shard: int, pool: ThreadPoolExecutor) -> Shard:
-        """Latents of all records of a shard, and flipped latents if any."""
-        of_part = self._plan.layout.parts[part]
-        layouts, positions = of_part.arrays, self._plan.positions_of(of_part)
-        rows = layouts[0].rows_of(shard)
-        entries = self._entries(positions[rows.start : rows.stop])
-        packed, rejects = Shard(of_part, shard, len(rows)), []
-        for i, (entry, found) in enumerate(zip(entries, pool.map(self._read, entries), strict=True)):
-            values = found if isinstance(found, RecordRejected) else _narrowed_rows(found, layouts)
-            if isinstance(values, RecordRejected):
-                reject = RecordRejected("decode", values.reason, values.detail)
-                packed.reject(i, rows[i], entry.key, reject)
-                rejects.append((i, entry.key, reject))
-            else:
-                assert isinstance(found, Features)
-                firsts = [rows[i]] * len(layouts)
-                packed.store(i, layouts, firsts, values, source_checksum=found.source_checksum)
-        if self._limits:
-            self._limits.count(len(rows), rejects)
-            self._limits.check()
-        self._count(len(rows))
-        return packed
-
-    def _entries(self, positions: np.ndarray) -> list[Entry]:
-        """Entries of records of the plan."""
-        names = ("key", "source_path", "source_offset", "source_bytes")
-        return list(map(Entry, *(TakenColumn(self._plan.records[name], positions)[:] for name in names)))
-
-    def _read(self, entry: Entry) -> Features | RecordRejected:
-        try:
-            return self._reader.read(entry)
-        except RecordRejected as reject:
-            return reject
-
-
-def _narrowed_rows(found: Features, layouts: Sequence[ArrayLayout]) -> list[np.ndarray] | RecordRejected:
-    """A record's row of each array, (1, ...) in the store's dtype."""
-    if len(found.arrays) < len(layouts):
-        return RecordRejected("decode", "wrong_shape", "there is no flipped copy")
-    rows = []
-    for values, layout in zip(found.arrays, layouts, strict=False):
-        if values.shape != layout.shape[1:]:
-            return RecordRejected("decode", "wrong_shape", f"shape {values.shape}, planned {layout.shape[1:]}")
-        with np.errstate(over="ignore"):  # overflow becomes infinity
-            rows.append(values.astype(layout.dtype)[None])
-    if not all(np.isfinite(row).all() for row in rows):
-        return RecordRejected("decode", "nonfinite", "NaN or infinity in the features, or beyond store.dtype")
-    return rows
+    return seal_alone(writer, copy, lambda: progress("others seal", 0, 1))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 
 from ...datasets.errors import RecordRejected, SourceError
@@ -20,11 +19,11 @@ from ...datasets.format.schema import POSTERIORS, StoreSpec
 from ...datasets.format.table_schemas import PLAN_SCHEMA
 from ...datasets.revisions.plan import FrozenPlan, first_plan
 from ..planning.pictures import num_threads
-from .formats.source import Entry, FormatDefaults, Reader, RecordHeader
+from .source import Entry, FormatDefaults, Reader, RecordHeader
 
 CHUNK = 4096  # records scanned at once
 MAX_CLASSES = 1 << 20
-MAX_SIDE = 1 << 14  # positions of a latent
+MAX_SIDE = 1 << 14  # pixels of a latent
 DTYPES = ("float16", "float32")
 TEXT_DTYPES = ("float16", "bfloat16", "float32")
 
@@ -49,11 +48,9 @@ class CommonFormat(NamedTuple):
     @classmethod
     def of(cls, header: RecordHeader, defaults: FormatDefaults) -> CommonFormat:
         """The properties of one record."""
-        of_encoders = header.caption.of_encoders if header.caption else ()
-        captions = tuple((one.padded, one.width, one.dtype) for one in of_encoders)
-        return cls(
-            header.shape[0], header.dtype, header.has_flip, captions, header.shape[1:] if defaults.one_size else ()
-        )
+        captions = tuple((one.padded, one.width, one.dtype) for one in header.texts)
+        size = header.shape[1:] if defaults.one_size else ()
+        return cls(header.shape[0], header.dtype, header.has_flip, captions, size)
 
     def __str__(self) -> str:
         text = f"{self.stored_channels} channels{''.join(f' x {side}' for side in self.size)} of {self.dtype}"
@@ -75,9 +72,10 @@ def scan_records(reader: Reader, entries: Sequence[Entry], progress: Callable[[i
 
     def look(entry: Entry) -> ScannedRecord:
         try:
-            return _checked(reader.look(entry), reader)
+            header = reader.look(entry)
         except RecordRejected as reject:
             return RecordRejected("scan", reject.reason, reject.detail)
+        return _problem(header, reader) or header
 
     headers: list[ScannedRecord] = []
     keys: set[str] = set()
@@ -92,28 +90,23 @@ def scan_records(reader: Reader, entries: Sequence[Entry], progress: Callable[[i
     return headers
 
 
-def _checked(header: RecordHeader, reader: Reader) -> RecordHeader:
-    """Reject a record that no store can hold; raises RecordRejected."""
-    halves = reader.defaults.latent in POSTERIORS
-    if (
-        len(header.shape) != 3
-        or not all(1 <= side <= MAX_SIDE for side in header.shape)
-        or (halves and header.shape[0] % 2)
-    ):
-        raise RecordRejected("scan", "wrong_shape", f"shape {header.shape}; needed (channels, height, width)")
-    if header.dtype not in DTYPES:
-        raise RecordRejected("scan", "wrong_shape", f"dtype {header.dtype}; needed float16 or float32")
-    if reader.has_labels and header.label < 0:
-        raise RecordRejected("scan", "no_label", f"label {header.label}")
-    if header.label >= MAX_CLASSES:
-        raise RecordRejected("scan", "bad_metadata", f"label {header.label}; needed a class number")
-    if reader.defaults.texts and not header.caption:
-        raise RecordRejected("scan", "no_caption", "no caption features")
-    for one in header.caption.of_encoders if header.caption else ():
-        if one.dtype not in TEXT_DTYPES:
-            needed = "needed float16, bfloat16 or float32"
-            raise RecordRejected("scan", "wrong_shape", f"a caption of dtype {one.dtype}; {needed}")
-    return header
+def _problem(header: RecordHeader, reader: Reader) -> RecordRejected | None:
+    """Why no store can hold a record, or None."""
+    reason, (channels, *sides) = "wrong_shape", header.shape
+    other = next((one.dtype for one in header.texts if one.dtype not in TEXT_DTYPES), "")
+    if max(sides) > MAX_SIDE or (reader.defaults.latent in POSTERIORS and channels % 2):
+        detail = f"shape {header.shape}; needed (channels, height, width)"
+    elif header.dtype not in DTYPES:
+        detail = f"dtype {header.dtype}; needed float16 or float32"
+    elif reader.has_labels and header.label < 0:
+        reason, detail = "no_label", f"label {header.label}"
+    elif header.label >= MAX_CLASSES:
+        reason, detail = "bad_metadata", f"label {header.label}; needed a class number"
+    elif other:
+        detail = f"a caption of dtype {other}; needed float16, bfloat16 or float32"
+    else:
+        return None
+    return RecordRejected("scan", reason, detail)
 
 
 def reject_outliers(headers: Sequence[ScannedRecord], reader: Reader) -> tuple[CommonFormat, list[ScannedRecord]]:
@@ -127,7 +120,7 @@ def reject_outliers(headers: Sequence[ScannedRecord], reader: Reader) -> tuple[C
         raise SourceError(f"source: not one of {len(headers)} records can be imported{first}. Nothing was written.")
     wanted, classes = kinds.most_common(1)[0][0], reader.recipe.source.num_classes
 
-    def refuse(header: ScannedRecord) -> ScannedRecord:
+    def checked(header: ScannedRecord) -> ScannedRecord:
         if isinstance(header, RecordRejected):
             return header
         if (kind := CommonFormat.of(header, reader.defaults)) != wanted:
@@ -137,7 +130,7 @@ def reject_outliers(headers: Sequence[ScannedRecord], reader: Reader) -> tuple[C
             return RecordRejected("scan", "bad_metadata", detail)
         return header
 
-    return wanted, [refuse(header) for header in headers]
+    return wanted, list(map(checked, headers))
 
 
 def plan_import(
@@ -150,8 +143,8 @@ def plan_import(
     """
     lengths: dict[str, list[int]] = {}
     for header in headers:
-        if isinstance(header, RecordHeader) and header.caption:
-            lengths.setdefault(header.caption.text, [one.num_tokens for one in header.caption.of_encoders])
+        if isinstance(header, RecordHeader) and header.texts:
+            lengths.setdefault(header.text, [one.num_tokens for one in header.texts])
     lengths = dict(sorted(lengths.items(), key=lambda caption: caption[1][0]))
     ids = {text: i for i, text in enumerate(lengths)}
     columns: dict[str, list[Any]] = {name: [] for name in PLAN_SCHEMA.names}
@@ -169,27 +162,20 @@ def plan_import(
             row |= {"status": "planned", "bucket": bucket, "row": next_row[bucket], "label": header.label}
             row |= {"height_px": size[0], "width_px": size[1], "crop_top_px": 0, "crop_left_px": 0}
             row |= {"resized_height_px": height_px, "resized_width_px": width_px}
-            row |= {"caption_ids": [ids[header.caption.text]] if header.caption else []}
+            row |= {"caption_ids": [ids[header.text]] if header.texts else []}
             next_row[bucket] += 1
         for name, values in columns.items():
             values.append(row.get(name))
-    records = pa.table(columns, schema=PLAN_SCHEMA)
-    of_encoders = {one.name: [of[i] for of in lengths.values()] for i, one in enumerate(spec.text_encoders)}
-    first, *others = of_encoders or [""]
-    further = {name: of_encoders[name] for name in others}
+    by_encoder = {one.name: [of[i] for of in lengths.values()] for i, one in enumerate(spec.text_encoders)}
+    first, *others = by_encoder or [""]
     return first_plan(
-        spec, listing, records, texts=list(lengths), num_tokens=of_encoders.get(first, []), further=further
+        spec,
+        listing,
+        pa.table(columns, schema=PLAN_SCHEMA),
+        texts=list(lengths),
+        num_tokens=by_encoder.get(first, []),
+        further={name: by_encoder[name] for name in others},
     )
-
-
-def caption_origins(plan: FrozenPlan) -> np.ndarray:
-    """(num_captions,) position of the first record with each caption."""
-    origins = np.full(plan.captions.num_rows, -1, np.int64)
-    for position, ids in enumerate(plan.records["caption_ids"].to_pylist()):
-        for caption in ids:
-            if origins[caption] < 0:
-                origins[caption] = position
-    return origins
 
 
 def bucket_of(header: RecordHeader, downscale: int) -> str:

@@ -8,6 +8,7 @@ any of them may die at any time.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,28 +41,25 @@ FallbacksOf = Callable[[str, int], Sequence[Fallback]]
 WantedOf = Callable[[Task], Set[int] | None]
 
 
-@dataclass
-class Runner:
-    """What encodes: encoders, decoders and the source.
+OnBatch = Callable[[Shard, int], None]
+"""Called with each finished batch: its shard, and its number of items."""
+
+
+def no_batch(shard: Shard, count: int) -> None:
+    """An ``OnBatch`` that ignores them."""
+
+
+@dataclass(kw_only=True)
+class ShardRunner(ABC):
+    """Fills the missing shards of a revision until all are committed.
 
     Attributes:
       clock: seconds of each stage.
       num_encoded: images in the shards that this process has committed.
     """
 
-    encoders: Encoders
-    decoders: Decoders
-    source: OpenedSource
     clock: StageClock = field(default_factory=StageClock)
     num_encoded: int = 0
-
-    def __post_init__(self) -> None:
-        self._before = self._tokens()
-
-    @property
-    def tokens(self) -> TokenCount:
-        """Tokens that went through the text encoders since this was made."""
-        return self._tokens() - self._before
 
     def run(self, writer: StoreWriter, missing: Sequence[Task], *, section: SourceSection, progress: Progress) -> None:
         """Encode the missing shards of a revision until all are committed, here or by others.
@@ -83,13 +81,47 @@ class Runner:
                     leases.wait()  # for other processes
                 done.look()
 
+    @abstractmethod
     def shards(
         self,
         plan: FrozenPlan,
         tasks: Iterable[Task],
         *,
         limits: RejectLimits | None = None,
-        on_batch: Callable[[Shard, int], None] = lambda shard, count: None,
+        on_batch: OnBatch = no_batch,
+    ) -> Iterator[Shard]:
+        """Fill shards in the given order.
+
+        Args:
+          tasks: those of captions first.
+          limits: of rejects in a row.
+        Raises: SourceError: too many records in a row are rejected.
+        """
+
+
+@dataclass
+class Runner(ShardRunner):
+    """What encodes: encoders, decoders and the source."""
+
+    encoders: Encoders
+    decoders: Decoders
+    source: OpenedSource
+
+    def __post_init__(self) -> None:
+        self._before = self._tokens()
+
+    @property
+    def tokens(self) -> TokenCount:
+        """Tokens that went through the text encoders since this was made."""
+        return self._tokens() - self._before
+
+    def shards(
+        self,
+        plan: FrozenPlan,
+        tasks: Iterable[Task],
+        *,
+        limits: RejectLimits | None = None,
+        on_batch: OnBatch = no_batch,
         fallbacks_of: FallbacksOf = lambda part, shard: (),
         wanted_of: WantedOf = lambda task: None,
     ) -> Iterator[Shard]:
@@ -98,7 +130,6 @@ class Runner:
         Args:
           tasks: those of captions first.
           limits: of rejects in a row.
-          on_batch: called with each finished batch: its shard, and its number of items.
           fallbacks_of: of a part and shard that is made again, the rows that were not encoded as planned.
           wanted_of: of a task, the rows or captions whose batches alone are encoded; None for all.
         Raises: SourceError: too many records in a row are rejected.
@@ -133,7 +164,7 @@ def filled(
     *,
     num_at_once: int,
     limits: RejectLimits | None = None,
-    on_batch: Callable[[Shard, int], None] = lambda shard, count: None,
+    on_batch: OnBatch = no_batch,
 ) -> Iterator[Shard]:
     """Load, encode and store the batches of shards, in order; yields each shard when it is full.
 

@@ -18,7 +18,7 @@ from making import CPU, TRAIN_RECIPE, all_commands
 from leandit.datasets.recipe import Section, shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.importing.formats.recipe import ImportRecipe
+from leandit.precompute.importing.recipe import ImportRecipe
 from leandit.tools.cli.commands import app
 from leandit.tools.cli.recipe_keys import recipe_keys
 from leandit.tools.cli.verbs.start import recipes

@@ -1267,7 +1267,7 @@ FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.pop
 FORBIDDEN_METHODS = {"extractall", "extract", "extractfile", "mktemp", "unpack_archive"}
 # Checkpoints of others have statistics and null captions of theirs; "weights_only" makes tensors of them, or refuses.
 ALLOWED_PICKLES = {
-    "precompute/importing/formats/untrusted/torch_files.py": ["import pickle", "torch.load"],
+    "precompute/importing/untrusted.py": ["import pickle", "torch.load"],
     "train/weights/published.py": ["import pickle", "torch.load"],
 }
 # What writes beside datasets/disk/files.py, and why it may.

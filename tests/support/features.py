@@ -18,7 +18,7 @@ from making import no_progress
 from safetensors.torch import save_file
 
 from leandit.datasets.store import LatentStore
-from leandit.precompute.importing.formats.recipe import load
+from leandit.precompute.importing.recipe import load
 from leandit.precompute.importing.pipeline import ImportReport, import_features
 
 COUNT = 11

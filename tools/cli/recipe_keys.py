@@ -16,7 +16,7 @@ from pydantic import BaseModel
 MODELS = {
     "precompute": ("precompute.config", "PrecomputeRecipe"),
     "train": ("train.config", "TrainRecipe"),
-    "import": ("precompute.importing.formats.recipe", "ImportRecipe"),
+    "import": ("precompute.importing.recipe", "ImportRecipe"),
 }
 REPEATED = {"texts"}  # sections that have the keys of another one: [text.NAME] those of [text]
 

@@ -88,7 +88,7 @@ def _repair_tools(store: Path, source: SourcePaths, device: Any, overrides: list
         with loaded_tools(store, source, device(), overrides) as tools:
             yield tools
         return
-    from ...precompute.importing.repair import load_importer
+    from ...precompute.importing.pipeline import load_importer
     from ...precompute.sources.several import paths_of
 
     first, *others = paths_of(source)

@@ -19,7 +19,7 @@ from numpy.lib import format as npy
 
 from ...datasets.disk.files import write_atomic
 from ...datasets.errors import DamageError, SourceError
-from ...precompute.importing.formats.untrusted.arrays import HEADERS, MAX_HEADER, ZIP_ERRORS
+from ...precompute.importing.untrusted import HEADERS, MAX_HEADER, ZIP_ERRORS
 
 DTYPES = ("uint8", "int32", "int64", "float32", "float64")
 ZIP_TIME = (1980, 1, 1, 0, 0, 0)  # so that equal arrays give equal files

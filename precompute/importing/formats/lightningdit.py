@@ -1,4 +1,4 @@
-"""LightningDiT's safetensors shards: samples, those of the flipped pictures and labels, with statistics a channel."""
+"""LightningDiT's safetensors shards: samples, those of the flipped images and labels, with statistics a channel."""
 
 from __future__ import annotations
 
@@ -13,69 +13,18 @@ from safetensors import safe_open
 
 from ....datasets.errors import RecordRejected, SourceError
 from ....datasets.revisions.writer import row_checksum
-from .recipe import ImportRecipe
-from .source import Entry, Features, FormatDefaults, Reader, RecordHeader, natural_order, rejecting, size_of
-from .untrusted.arrays import open_regular
-from .untrusted.torch_files import read_tensors
+from ...images.faults import open_regular
+from ..recipe import ImportRecipe
+from ..source import UNREADABLE, Entry, Features, FormatDefaults, Reader, RecordHeader, natural_order, rejecting
+from ..untrusted import read_tensors
 
-LIGHTNING_DIT = FormatDefaults("sample", is_scaled=False, vae="hustvl/vavae-imagenet256-f16d32-dinov2", downscale=16)
 STATISTICS = "latents_stats.pt"
 ARRAYS = ("latents", "latents_flip")
 OPEN_SHARDS = 16
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "float32"}  # bfloat16 fits into float32 exactly
 
 
-class LightningDit(Reader):
-    """``*.safetensors`` with ``latents`` (N, C, H, W), ``latents_flip`` and ``labels`` (N,), and ``latents_stats.pt``.
-
-    Raises: SourceError: no shards, or no statistics to normalise the latents with.
-    """
-
-    kind, defaults = "lightningdit", LIGHTNING_DIT
-
-    def __init__(self, root: Path, recipe: ImportRecipe) -> None:
-        super().__init__(root, recipe)
-        self._names = sorted((path.name for path in root.glob("*.safetensors")), key=natural_order)
-        if not self._names:
-            raise SourceError(f"source '{root}': no *.safetensors in it.")
-        if not recipe.vae.scale:
-            mean, std = read_statistics(root / STATISTICS)
-            self.defaults = replace(LIGHTNING_DIT, shift=mean, scale=tuple(1 / one for one in std))
-        self._open = lru_cache(maxsize=OPEN_SHARDS)(lambda name: open_shard(root / name))
-
-    def entries(self) -> Iterator[Entry]:
-        """Rows of the shards in order.
-
-        Raises: SourceError: a shard cannot be opened, so its number of rows is unknown.
-        """
-        for name in self._names:
-            stem, size = name.removesuffix(".safetensors"), size_of(self.root, name)
-            try:
-                with rejecting(name):
-                    rows = self._open(name).rows
-            except RecordRejected as reject:
-                raise SourceError(
-                    f"source '{self.root}': shard '{name}' cannot be opened ({reject.detail}). Restore or remove it."
-                ) from reject
-            yield from (Entry(f"{stem}/{row}", name, row, size) for row in range(rows))
-
-    def look(self, entry: Entry) -> RecordHeader:
-        """From the shard's header and labels."""
-        with rejecting(entry.path):
-            shard = self._open(entry.path)
-        label = shard.labels[entry.offset] if shard.labels else -1
-        return RecordHeader(shard.shape, shard.dtype, has_flip=len(shard.arrays) == 2, label=label)
-
-    def read(self, entry: Entry) -> Features:
-        """Samples of the picture and of the flipped picture."""
-        row = entry.offset
-        with rejecting(entry.path):
-            tensors = [array[row : row + 1][0] for array in self._open(entry.path).arrays]
-        arrays = [(tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for tensor in tensors]
-        return Features(arrays, row_checksum(*arrays))
-
-
-class Shard(NamedTuple):
+class TensorFile(NamedTuple):
     """An open file: slices of its arrays, (N, C, H, W), and a label for each row, or none."""
 
     arrays: list[Any]
@@ -85,42 +34,87 @@ class Shard(NamedTuple):
     labels: list[int]
 
 
-def open_shard(path: Path) -> Shard:
-    """Open a file; safetensors checks that its header fits it.
+class LightningDit(Reader):
+    """``*.safetensors`` with ``latents`` (N, C, H, W), ``latents_flip`` and ``labels`` (N,), and ``latents_stats.pt``.
 
-    Raises: OSError, SafetensorError, ValueError.
+    Raises: SourceError: no shards, or no statistics to normalize the latents with.
     """
-    open_regular(path).close()  # anything else might never come to an end
+
+    kind = "lightningdit"
+    defaults = FormatDefaults("sample", is_scaled=False, vae="hustvl/vavae-imagenet256-f16d32-dinov2", downscale=16)
+
+    def __init__(self, root: Path, recipe: ImportRecipe) -> None:
+        super().__init__(root, recipe)
+        self._names = sorted((path.name for path in root.glob("*.safetensors")), key=natural_order)
+        if not self._names:
+            raise SourceError(f"source '{root}': no *.safetensors in it.")
+        if not recipe.vae.scale:
+            mean, std = _statistics(root / STATISTICS)
+            self.defaults = replace(self.defaults, shift=tuple(mean), scale=tuple(1 / one for one in std))
+        self._open = lru_cache(maxsize=OPEN_SHARDS)(lambda name: _open(root / name))
+
+    def entries(self) -> Iterator[Entry]:
+        """Rows of the shards in order.
+
+        Raises: SourceError: a shard cannot be opened, so its number of rows is unknown.
+        """
+        for name in self._names:
+            try:
+                with rejecting(name):
+                    rows = self._open(name).rows
+            except RecordRejected as reject:
+                raise SourceError(
+                    f"source '{self.root}': shard '{name}' cannot be opened ({reject.detail}). Restore or remove it."
+                ) from reject
+            stem, num_bytes = name.removesuffix(".safetensors"), self.file_entry(name).num_bytes
+            yield from (Entry(f"{stem}/{row}", name, row, num_bytes) for row in range(rows))
+
+    def look(self, entry: Entry) -> RecordHeader:
+        """From the shard's header and labels."""
+        with rejecting(entry.path):
+            shard = self._open(entry.path)
+        label = shard.labels[entry.offset] if shard.labels else -1
+        return RecordHeader(shard.shape, shard.dtype, has_flip=len(shard.arrays) == 2, label=label)
+
+    def read(self, entry: Entry) -> Features:
+        """Samples of the image and of the flipped image."""
+        row = entry.offset
+        with rejecting(entry.path):
+            tensors = [array[row : row + 1][0] for array in self._open(entry.path).arrays]
+        arrays = [(tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for tensor in tensors]
+        return arrays, row_checksum(*arrays)
+
+
+def _open(path: Path) -> TensorFile:
+    """Open a file; safetensors checks that its header fits it. Raises OSError, SafetensorError, ValueError."""
+    open_regular(path).close()
     file: Any = safe_open(path, framework="pt")
     names = set(file.keys())
     if ARRAYS[0] not in names:
         raise ValueError(f"it has no tensor '{ARRAYS[0]}'")
     arrays = [file.get_slice(name) for name in ARRAYS if name in names]
-    shapes, dtypes = ([tuple(array.get_shape()) for array in arrays], {array.get_dtype() for array in arrays})
+    shapes, dtypes = [tuple(array.get_shape()) for array in arrays], {str(array.get_dtype()) for array in arrays}
     if len(set(shapes)) != 1 or len(shapes[0]) != 4 or len(dtypes) != 1:
         raise ValueError(f"tensors of shapes {shapes}; needed (N, C, H, W)")
-    (rows, *shape), dtype = shapes[0], str(dtypes.pop())
+    (rows, *shape), dtype = shapes[0], dtypes.pop()
     labels = file.get_tensor("labels").flatten() if "labels" in names else torch.empty(0)
     has_labels = len(labels) == rows and not labels.is_floating_point()
-    return Shard(arrays, rows, tuple(shape), DTYPES.get(dtype, dtype), labels.tolist() if has_labels else [])
+    return TensorFile(arrays, rows, tuple(shape), DTYPES.get(dtype, dtype), labels.tolist() if has_labels else [])
 
 
-def read_statistics(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel.
-
-    Raises: SourceError: missing or malformed.
-    """
+def _statistics(path: Path) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel; raises SourceError."""
     try:
         loaded = read_tensors(path)
         mean, std = (loaded[name].double().flatten() for name in ("mean", "std"))
         if len(mean) != len(std) or not (torch.isfinite(mean).all() and torch.isfinite(std).all() and (std > 0).all()):
             raise ValueError(f"mean of {len(mean)} and std of {len(std)} numbers, or not finite and positive")
-    except (OSError, RuntimeError, KeyError, TypeError, AttributeError, ValueError) as e:
+    except (*UNREADABLE, TypeError, AttributeError) as e:
         why = "there is none" if isinstance(e, FileNotFoundError) else f"{type(e).__name__}: {e}".splitlines()[0][:200]
         raise SourceError(
-            f"source '{path.parent}': '{path.name}' cannot be read ({why}). The latents are normalised with its mean "
+            f"source '{path.parent}': '{path.name}' cannot be read ({why}). The latents are normalized with its mean "
             "and std. Put it there: LightningDiT's ImgLatentDataset writes it when it first opens the folder. Or say "
-            "what to normalise with: --set vae.shift=[MEAN, ...] --set vae.scale=[1/STD, ...], one number a channel, "
-            "or [0.0] and [1.0] for raw latents, which a run normalises with --set latent.normalise=store."
+            "what to normalize with: --set vae.shift=[MEAN, ...] --set vae.scale=[1/STD, ...], one number a channel, "
+            "or [0.0] and [1.0] for raw latents, which a run normalizes with --set latent.normalise=store."
         ) from e
-    return tuple(mean.tolist()), tuple(std.tolist())
+    return mean.tolist(), std.tolist()

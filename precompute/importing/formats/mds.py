@@ -7,7 +7,6 @@ then the columns. Pickled columns are rejected.
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 import threading
@@ -23,9 +22,9 @@ import pyarrow as pa
 from ....datasets.errors import RecordRejected, ResourceError, SourceError
 from ....datasets.revisions.writer import row_checksum
 from ...config import TextSection
-from .recipe import ImportRecipe
-from .source import (
-    CaptionHeader,
+from ...images.faults import open_regular
+from ..recipe import ImportRecipe
+from ..source import (
     Entry,
     Features,
     FormatDefaults,
@@ -34,10 +33,10 @@ from .source import (
     TextHeader,
     inner_path,
     rejecting,
+    without_batch,
 )
-from .untrusted.arrays import MAX_ARRAY_BYTES, open_regular
+from ..untrusted import MAX_ARRAY_BYTES
 
-MDS = FormatDefaults(latent="sample", is_scaled=True, vae="unknown", downscale=8, scale=(), one_size=False)
 TEXT_ENCODER = TextSection(kind="t5", model="unknown")
 INDEX = "index.json"
 MAX_SHARD_BYTES = 1 << 32  # offsets are uint32
@@ -48,13 +47,12 @@ VALUES |= {8: "uint8", 9: "int8"}
 INTEGERS = {"int": "int64"} | {name: name for name in VALUES.values() if "int" in name}
 SIDES = ("<u1", "<u2", "<u4", "<u8")  # of a shape's numbers
 
-
 Sample = dict[str, tuple[str, memoryview]]
 """Encoding and bytes of each column."""
 
 
-class Shard(NamedTuple):
-    """One shard in ``index.json``."""
+class MdsShard(NamedTuple):
+    """One shard in ``index.json``; columns have an encoding, and a size if it is fixed."""
 
     path: str
     num_bytes: int
@@ -70,26 +68,37 @@ class Mds(Reader):
     """
 
     kind = "mds"
+    defaults = FormatDefaults("sample", is_scaled=True, vae="unknown", downscale=8, one_size=False)
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
-        self._shards = _index(root)
-        self._by_path = {shard.path: shard for shard in self._shards}
+        self._shards = self._index()
         self._latents = self._column("latents", "latents")
         self._captions = self._column("captions", "caption_latents", optional=True)
         self._text = self._column("text", "caption") if self._captions else ""
         self._label = self._column("label", "label", optional=True)
         self._mask = self._column("mask", "", optional=True)
-        self.defaults = replace(MDS, texts={"": TEXT_ENCODER} if self._captions else {})
+        self.defaults = replace(self.defaults, texts={"": TEXT_ENCODER} if self._captions else {})
         self.has_labels = bool(self._label)
         self._content = lru_cache(maxsize=OPEN_SHARDS)(self._read_shard)
         self._unpacked: dict[str, memoryview] = {}
         self._unpacking = threading.Lock()
 
+    def _index(self) -> dict[str, MdsShard]:
+        """The shards by path; raises SourceError."""
+        try:
+            shards = [_shard(one) for one in self.json(INDEX, dict)["shards"]]
+        except (ValueError, TypeError, KeyError, AttributeError, RecordRejected) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise SourceError(f"source '{self.root}': '{INDEX}' cannot be read ({why}).") from error
+        if not shards or any(shard.columns != shards[0].columns for shard in shards):
+            raise SourceError(f"source '{self.root}': '{INDEX}' lists no shards, or such of other columns.")
+        return {shard.path: shard for shard in shards}
+
     def _column(self, key: str, usual: str, *, optional: bool = False) -> str:
         """The configured column, or the only one with the usual prefix; "" if optional. Raises SourceError."""
         configured: str = getattr(self.recipe.layout, key)
-        columns = list(self._shards[0].columns)
+        columns = list(next(iter(self._shards.values())).columns)
         matching = [name for name in columns if name == (configured or usual)]
         if not configured and usual:
             matching = matching or [name for name in columns if name.startswith(usual)]
@@ -102,7 +111,7 @@ class Mds(Reader):
 
     def entries(self) -> Iterator[Entry]:
         """Samples in the order of the index."""
-        for shard in self._shards:
+        for shard in self._shards.values():
             stem = shard.path.removesuffix(".mds")
             yield from (Entry(f"{stem}/{i}", shard.path, i, shard.num_bytes) for i in range(shard.samples))
 
@@ -112,21 +121,20 @@ class Mds(Reader):
             sample = self._sample(entry)
             latents = self._array(sample)
             label = _integer(*sample[self._label]) if self._label else -1
-            caption = self._look_caption(entry, sample) if self._captions else None
-        return RecordHeader(latents.shape, latents.dtype.name, label=label, caption=caption)
-
-    def _look_caption(self, entry: Entry, sample: Sample) -> CaptionHeader:
-        padded, tokens = self._tokens(sample)
-        text = bytes(sample[self._text][1]).decode()
+            header = RecordHeader(latents.shape, latents.dtype.name, label=label)
+            if not self._captions:
+                return header
+            padded, tokens = self._tokens(sample)
+            text = bytes(sample[self._text][1]).decode()
         if not np.isfinite(tokens).all() or not len(tokens) or not text.strip():
             raise RecordRejected("scan", "no_caption", f"{entry.key}: no text, no valid token, or NaN")
-        return CaptionHeader(text, (TextHeader(len(tokens), padded, tokens.shape[1], tokens.dtype.name),))
+        return header._replace(text=text, texts=(TextHeader(len(tokens), padded, tokens.shape[1], tokens.dtype.name),))
 
     def read(self, entry: Entry) -> Features:
         """Latents of one sample."""
         with rejecting(entry.key):
             array = self._array(self._sample(entry))
-        return Features([array], row_checksum(array))
+        return [array], row_checksum(array)
 
     def read_caption(self, entry: Entry, name: str) -> np.ndarray:
         """The tokens that the mask keeps, or all, (L, D)."""
@@ -135,7 +143,7 @@ class Mds(Reader):
 
     def _sample(self, entry: Entry) -> Sample:
         """Encoding and bytes of each column of a sample; raises OSError, ValueError."""
-        shard, content = self._by_path[entry.path], self._content(entry.path)
+        shard, content = self._shards[entry.path], self._content(entry.path)
         begin, end = np.frombuffer(content, "<u4", 2, 4 + 4 * entry.offset).tolist()
         varying = sum(size is None for _, size in shard.columns.values())
         if not 4 * (shard.samples + 2) <= begin <= begin + 4 * varying <= end <= len(content):
@@ -155,7 +163,7 @@ class Mds(Reader):
 
         Raises: OSError, ValueError: it does not match the index. ResourceError: no room to decompress it.
         """
-        shard, file = self._by_path[path], self.root / path
+        shard, file = self._shards[path], self.root / path
         if file.is_file():
             content = _mapped(file)
         elif shard.compressed:
@@ -165,21 +173,19 @@ class Mds(Reader):
         else:
             raise FileNotFoundError(path)
         if len(content) != shard.num_bytes or np.frombuffer(content, "<u4", 1)[0] != shard.samples:
-            raise ValueError(
-                f"{path}: {len(content)} bytes, '{INDEX}' says {shard.num_bytes} and {shard.samples} samples"
-            )
+            what = f"{shard.num_bytes} and {shard.samples} samples"
+            raise ValueError(f"{path}: {len(content)} bytes, '{INDEX}' says {what}")
         return content
 
     def _array(self, sample: Sample) -> np.ndarray:
         """Latents, (C, H, W), square for a column of plain bytes; raises ValueError."""
         array, channels = self._numbers(sample[self._latents]), self.recipe.layout.channels
         if sample[self._latents][0] != "bytes":
-            return array[0] if array.ndim == 4 and len(array) == 1 else array
+            return array.reshape(without_batch(array.shape, 3))
         side = math.isqrt(len(array) // channels)
         if not side or len(array) != channels * side * side:
-            raise ValueError(
-                f"{len(array)} numbers are no square of {channels} channels (layout.channels, layout.dtype)"
-            )
+            numbers = f"{len(array)} numbers are no square of {channels} channels"
+            raise ValueError(f"{numbers} (layout.channels, layout.dtype)")
         return array.reshape(channels, side, side)
 
     def _tokens(self, sample: Sample) -> tuple[int, np.ndarray]:
@@ -232,22 +238,8 @@ def _mapped(path: Path | str) -> memoryview:
         return memoryview(file.read_buffer())
 
 
-def _index(root: Path) -> list[Shard]:
-    """The shards of a folder; raises SourceError."""
-    try:
-        with open_regular(root / INDEX) as file:
-            listed: Any = json.load(file)["shards"]
-        shards = [_shard(one) for one in listed]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise SourceError(f"source '{root}': '{INDEX}' cannot be read ({type(error).__name__}: {error}).") from error
-    except RecordRejected as reject:
-        raise SourceError(f"source '{root}': '{INDEX}': {reject.detail}.") from reject
-    if not shards or any(shard.columns != shards[0].columns for shard in shards):
-        raise SourceError(f"source '{root}': '{INDEX}' lists no shards, or such of other columns.")
-    return shards
-
-
-def _shard(entry: Any) -> Shard:
+def _shard(entry: Any) -> MdsShard:
+    """A shard of the index; raises ValueError, TypeError, KeyError, AttributeError, RecordRejected."""
     if entry["format"] != "mds" or entry["version"] != 2:
         raise ValueError(f"format {entry['format']} version {entry['version']}; needed mds, 2")
     zipped, compression = entry["zip_data"], entry["compression"]
@@ -261,7 +253,7 @@ def _shard(entry: Any) -> Shard:
     if not 0 < samples < num_bytes < MAX_SHARD_BYTES or any(size is not None and size < 0 for size in sizes):
         raise ValueError(f"{samples} samples in {num_bytes} bytes")
     compressed = inner_path(zipped["basename"]) if zipped else ""
-    return Shard(inner_path(entry["raw_data"]["basename"]), num_bytes, compressed, samples, columns)
+    return MdsShard(inner_path(entry["raw_data"]["basename"]), num_bytes, compressed, samples, columns)
 
 
 def _integer(encoding: str, data: memoryview) -> int:

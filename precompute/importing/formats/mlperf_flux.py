@@ -1,4 +1,4 @@
-"""MLPerf's encoded pictures and captions for Flux.1, as torchtitan's MLPerf branch writes and reads them.
+"""MLPerf's encoded images and captions for Flux.1, as torchtitan's MLPerf branch writes and reads them.
 
 The set is a dataset that Hugging Face's ``save_to_disk`` wrote: Arrow streams, which are mapped. A cell is a ``.npy``
 file whose uint16 are the bits of bfloat16. There is no text: captions with the same embeddings are one, named by their
@@ -19,27 +19,15 @@ from ....datasets.errors import RecordRejected, SourceError
 from ....datasets.format.token_dtypes import StoredTokens, widen
 from ....datasets.revisions.writer import row_checksum
 from ...config import TextSection
+from ...images.faults import open_regular
 from ...sources.files.files import LocalFiles
 from ...sources.files.record import MAX_CAPTION_CHARS, usable_key
 from ...sources.tables.arrow import arrow_names
-from .recipe import ImportRecipe
-from .source import CaptionHeader, Entry, Features, FormatDefaults, Reader, RecordHeader, TextHeader, rejecting, size_of
-from .untrusted.arrays import MAX_HEADER, look, open_regular, parse_npy
+from ..recipe import ImportRecipe
+from ..source import Entry, Features, FormatDefaults, Reader, RecordHeader, TextHeader, rejecting, without_batch
+from ..untrusted import MAX_HEADER, Looked, look, parse_npy
 
 MODEL = "black-forest-labs/FLUX.1-schnell"
-MLPERF_FLUX = FormatDefaults(
-    latent="mean_logvar",
-    is_scaled=False,
-    vae=MODEL,
-    vae_subfolder="vae",
-    downscale=8,
-    shift=(0.1159,),
-    scale=(0.3611,),
-    texts={  # in the order of the recipe flux1-1024
-        "clip": TextSection(kind="clip", model="openai/clip-vit-large-patch14", output="pooled", max_tokens=77),
-        "t5": TextSection(kind="t5", model="google/t5-v1_1-xxl", full_length=True, attend_padding=True),
-    },
-)
 KEY, MEAN, LOGVAR, T5, CLIP = "__key__", "mean", "logvar", "t5_encodings", "clip_encodings"
 COLUMN = {"clip": CLIP, "t5": T5}
 SIDES = {MEAN: 3, LOGVAR: 3, T5: 2, CLIP: 1}  # of the array in a cell
@@ -54,7 +42,20 @@ class MlperfFlux(Reader):
     Raises: SourceError: no such dataset.
     """
 
-    kind, defaults = "mlperf-flux", MLPERF_FLUX
+    kind = "mlperf-flux"
+    defaults = FormatDefaults(
+        "mean_logvar",
+        is_scaled=False,
+        vae=MODEL,
+        vae_subfolder="vae",
+        downscale=8,
+        shift=(0.1159,),
+        scale=(0.3611,),
+        texts={  # in the order of the recipe flux1-1024
+            "clip": TextSection(kind="clip", model="openai/clip-vit-large-patch14", output="pooled", max_tokens=77),
+            "t5": TextSection(kind="t5", model="google/t5-v1_1-xxl", full_length=True, attend_padding=True),
+        },
+    )
     has_labels = False
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
@@ -64,7 +65,7 @@ class MlperfFlux(Reader):
         self._table = lru_cache(maxsize=OPEN_FILES)(self._mapped)
 
     def entries(self) -> Iterator[Entry]:
-        """Rows of the files in order, by their keys; a key that was there before has the row's place behind it.
+        """Rows of the files in order, by their keys; a repeated key has the row's location behind it.
 
         Raises: SourceError: a file cannot be read, so its number of rows is unknown.
         """
@@ -77,65 +78,58 @@ class MlperfFlux(Reader):
                 raise SourceError(
                     f"source '{self.root}': file '{name}' cannot be read ({reject.detail}). Restore it."
                 ) from reject
-            stem, size = name.removesuffix(".arrow"), size_of(self.root, name)
+            stem, num_bytes = name.removesuffix(".arrow"), self.file_entry(name).num_bytes
             for row, given in enumerate(keys):
                 key = usable_key(str(given or f"{stem}/{row}"))[0]
                 key = f"{key}@{stem}/{row}" if key in seen else key
                 seen.add(key)
-                yield Entry(key, name, row, size)
+                yield Entry(key, name, row, num_bytes)
 
     def look(self, entry: Entry) -> RecordHeader:
         """From the headers of its cells, and the content of the captions."""
+        texts, digest, is_read = [], xxhash.xxh3_128(), self.recipe.text.check == "content"
         with rejecting(entry.key):
-            (shape, dtype), of_logvar = self._look(entry, MEAN), self._look(entry, LOGVAR)
-            if of_logvar != (shape, dtype):
-                raise ValueError(f"'{MEAN}' {shape} of {dtype}, '{LOGVAR}' {of_logvar[0]} of {of_logvar[1]}")
-            caption = self._look_caption(entry)
-        channels, height, width = shape
-        return RecordHeader((2 * channels, height, width), _widened(dtype), caption=caption)
-
-    def _look_caption(self, entry: Entry) -> CaptionHeader:
-        headers, digest = [], xxhash.xxh3_128()
-        for name, section in self.defaults.texts.items():
-            (*length, width), dtype = self._look(entry, COLUMN[name])
-            num_tokens, padded = (length[0], length[0]) if length else (1, section.max_tokens)
-            headers.append(TextHeader(num_tokens, padded, width, "bfloat16" if dtype == BITS else dtype))
-            if self.recipe.text.check == "content":
-                values = self._values(entry, COLUMN[name])
-                if not np.isfinite(values).all():
-                    raise RecordRejected("scan", "nonfinite", f"{entry.key}: NaN or infinity in '{COLUMN[name]}'")
-                digest.update(np.ascontiguousarray(values).data)
-        if self._text:
-            text = self._table(entry.path)[self._text][entry.offset].as_py()
-            if not isinstance(text, str) or not text.strip() or len(text) > MAX_CAPTION_CHARS:
-                raise RecordRejected("scan", "no_caption", f"{entry.key}: no text in '{self._text}', or too long")
-        elif self.recipe.text.check == "content":
-            text = f"embedding {digest.hexdigest()}"
-        else:
-            text = f"caption of {entry.key}"
-        return CaptionHeader(text, tuple(headers))
+            ((channels, *size), dtype), of_logvar = self._look(entry, MEAN), self._look(entry, LOGVAR)
+            if of_logvar != ((channels, *size), dtype):
+                raise ValueError(f"'{MEAN}' {channels, *size} of {dtype}, '{LOGVAR}' {of_logvar[0]} of {of_logvar[1]}")
+            for name, section in self.defaults.texts.items():
+                (*length, width), stored = self._look(entry, COLUMN[name])
+                num_tokens, padded = (length[0], length[0]) if length else (1, section.max_tokens)
+                texts.append(TextHeader(num_tokens, padded, width, "bfloat16" if stored == BITS else stored))
+                if is_read:
+                    values = self._values(entry, COLUMN[name])
+                    if not np.isfinite(values).all():
+                        raise RecordRejected("scan", "nonfinite", f"{entry.key}: NaN or infinity in '{COLUMN[name]}'")
+                    digest.update(np.ascontiguousarray(values).data)
+            text = f"embedding {digest.hexdigest()}" if is_read else f"caption of {entry.key}"
+            if self._text:
+                text = self._table(entry.path)[self._text][entry.offset].as_py()
+        if not isinstance(text, str) or not text.strip() or len(text) > MAX_CAPTION_CHARS:
+            raise RecordRejected("scan", "no_caption", f"{entry.key}: no text in '{self._text}', or too long")
+        latent_dtype = "float32" if dtype == BITS else dtype
+        return RecordHeader((2 * channels, *size), latent_dtype, text=text, texts=tuple(texts))
 
     def read(self, entry: Entry) -> Features:
         """Mean and log-variance, one after the other."""
         with rejecting(entry.key):
             moments = np.concatenate([self._values(entry, MEAN), self._values(entry, LOGVAR)])
-        return Features([moments], row_checksum(moments))
+        return [moments], row_checksum(moments)
 
     def read_caption(self, entry: Entry, name: str) -> np.ndarray:
         """All rows of T5, (L, D), or the vector of CLIP, (P,)."""
         with rejecting(entry.key):
             return self._values(entry, COLUMN[name])
 
-    def _look(self, entry: Entry, column: str) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of a cell's array; raises OSError, ValueError."""
+    def _look(self, entry: Entry, column: str) -> Looked:
+        """Shape and dtype of a cell's array; raises OSError, ValueError, RecordRejected."""
         cell = self._cell(entry, column)
         shape, dtype = look(bytes(cell[:MAX_HEADER]), len(cell))
-        return _inner(shape, column), dtype
+        return without_batch(shape, SIDES[column]), dtype
 
     def _values(self, entry: Entry, column: str) -> np.ndarray:
-        """Numbers of a cell, bfloat16 as float32; raises OSError, ValueError."""
+        """Numbers of a cell, bfloat16 as float32; raises OSError, ValueError, RecordRejected."""
         array = parse_npy(bytes(self._cell(entry, column)))
-        array = array.reshape(_inner(array.shape, column))
+        array = array.reshape(without_batch(array.shape, SIDES[column]))
         return widen(StoredTokens(array, None), "bfloat16") if array.dtype == BITS else array
 
     def _cell(self, entry: Entry, column: str) -> memoryview:
@@ -147,30 +141,18 @@ class MlperfFlux(Reader):
     def _mapped(self, name: str) -> pa.Table:
         """A file of the set; raises OSError, ValueError."""
         path = self.root / name
-        open_regular(path).close()  # anything else might never come to an end
+        open_regular(path).close()
         try:
             with pa.memory_map(str(path)) as file:
                 table = pa.ipc.open_stream(file.read_buffer()).read_all()
             table.validate(full=True)
         except pa.ArrowException as error:
             raise ValueError(f"not a readable Arrow stream ({str(error)[:200]})") from error
-        text = [self._text] if self._text else []
-        wanted = {KEY: "string", **dict.fromkeys((MEAN, LOGVAR, T5, CLIP), "binary"), **dict.fromkeys(text, "string")}
+        texts = [self._text] if self._text else []
+        wanted = dict.fromkeys((MEAN, LOGVAR, T5, CLIP), "binary") | dict.fromkeys((KEY, *texts), "string")
         for column, kind in wanted.items():
             if column not in table.column_names:
                 raise ValueError(f"no column '{column}' among {', '.join(table.column_names)[:200]}")
             if str(table[column].type) not in (kind, f"large_{kind}"):
                 raise ValueError(f"column '{column}' of type {table[column].type}; needed {kind}")
         return table.select(list(wanted))
-
-
-def _inner(shape: tuple[int, ...], column: str) -> tuple[int, ...]:
-    """A shape without a leading batch of one; raises ValueError if it is not one of the column."""
-    inner = shape[1:] if len(shape) == SIDES[column] + 1 and shape[0] == 1 else shape
-    if len(inner) != SIDES[column] or min(inner) < 1:
-        raise ValueError(f"'{column}' of shape {shape}; needed {SIDES[column]} sides")
-    return inner
-
-
-def _widened(dtype: str) -> str:
-    return "float32" if dtype == BITS else dtype

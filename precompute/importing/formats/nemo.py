@@ -1,11 +1,10 @@
-"""Caches of NeMo AutoModel's diffusion preprocessing: a file of tensors for each picture, and JSON that lists them.
+"""Caches of NeMo AutoModel's diffusion preprocessing: a file of tensors for each image, and JSON that lists them.
 
-Latents are already normalised. Each model has its own tensors; those of pictures whose layout is known are read.
+Latents are already normalized. Each model has its own tensors; those of image models whose layout is known are read.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -18,9 +17,8 @@ from ....datasets.errors import RecordRejected, SourceError
 from ....datasets.revisions.writer import row_checksum
 from ...config import load
 from ...sources.files.record import MAX_CAPTION_CHARS
-from .recipe import ImportRecipe
-from .source import (
-    CaptionHeader,
+from ..recipe import ImportRecipe
+from ..source import (
     Entry,
     Features,
     FormatDefaults,
@@ -29,9 +27,9 @@ from .source import (
     TextHeader,
     inner_path,
     rejecting,
+    without_batch,
 )
-from .untrusted.arrays import MAX_ARRAY_BYTES, read_file
-from .untrusted.torch_files import read_tensors
+from ..untrusted import MAX_ARRAY_BYTES, read_tensors
 
 # Of AutoencoderKLQwenImage, whose model takes (z - mean) / std.
 QWEN_MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
@@ -40,32 +38,27 @@ QWEN_STD = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
 QWEN_STD += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
 
 
-class Model(NamedTuple):
-    """A processor of NeMo, and the shipped recipe of the same encoders."""
-
-    recipe: str
-    defaults: FormatDefaults
-
-
 def _scaled(latent: str, downscale: int, shift: tuple[float, ...], scale: tuple[float, ...]) -> FormatDefaults:
     return FormatDefaults(latent, is_scaled=True, vae="", downscale=downscale, shift=shift, scale=scale, one_size=False)
 
 
+# The shipped recipe of the encoders of each model, and the format of its latents.
 MODELS = {
-    "flux": Model("flux1-1024", _scaled("sample", 8, (0.1159,), (0.3611,))),
-    "flux2": Model("flux2-1024", replace(_scaled("mean", 16, (), ()), patchify=2)),
-    "qwen_image": Model("qwen-image-1024", _scaled("sample", 8, QWEN_MEAN, tuple(1 / std for std in QWEN_STD))),
+    "flux": ("flux1-1024", _scaled("sample", 8, (0.1159,), (0.3611,))),
+    "flux2": ("flux2-1024", replace(_scaled("mean", 16, (), ()), patchify=2)),
+    "qwen_image": ("qwen-image-1024", _scaled("sample", 8, QWEN_MEAN, tuple(1 / std for std in QWEN_STD))),
 }
-DESCRIPTION = "metadata.json"
-MAX_DESCRIPTION = 1 << 30
+LISTING = "metadata.json"
+ADVICE = "NeMo writes it when all images are done: let the preprocessing end, or restore it."
 MAX_FILE = 1 << 30
 LATENT, TOKENS, POOLED = "latent", "prompt_embeds", "pooled_prompt_embeds"
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 class Item(NamedTuple):
-    """A picture in the listing, with (width_px, height_px), or why it cannot be used."""
+    """An image in the listing, with (width_px, height_px), or why it cannot be used."""
 
+    path: str = ""
     prompt: str = ""
     original: tuple[int, int] = (0, 0)
     bucket: tuple[int, int] = (0, 0)
@@ -80,51 +73,44 @@ class Nemo(Reader):
     Raises: SourceError: the listing is missing or damaged, or of a model whose layout is not known.
     """
 
-    kind, defaults = "nemo", MODELS["flux"].defaults
+    kind, defaults = "nemo", MODELS["flux"][1]
     has_labels = False
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
-        described = _json(root, DESCRIPTION, dict)
-        self._model = str(described.get("model_type"))
-        if self._model not in MODELS:
+        described = self.json(LISTING, dict, ADVICE)
+        model = str(described.get("model_type"))
+        if model not in MODELS:
             raise SourceError(
-                f"source '{root}': '{DESCRIPTION}' is of model_type '{self._model[:80]}'. An import reads caches of "
-                f"{', '.join(MODELS)}; videos and edits of pictures have other tensors."
+                f"source '{root}': '{LISTING}' is of model_type '{model[:80]}'. An import reads caches of "
+                f"{', '.join(MODELS)}; videos and edits of images have other tensors."
             )
-        self.defaults = _defaults(self._model, described.get("model_name"))
+        self.defaults = _defaults(model, described.get("model_name"))
         if not self.defaults.scale and not recipe.vae.scale:
             raise SourceError(
-                f"source '{root}': its latents are normalised by the batch norm of the VAE, which a cache of "
-                f"'{self._model}' lacks, and decoding needs it. Give it, one number a channel: "
+                f"source '{root}': its latents are normalized by the batch norm of the VAE, which a cache of "
+                f"'{model}' lacks, and decoding needs it. Give it, one number a channel: "
                 "--set vae.shift=[running_mean, ...] --set vae.scale=[1/sqrt(running_var + eps), ...]."
             )
         shards = described.get("shards")
         if not isinstance(shards, list) or not all(isinstance(name, str) for name in shards):
-            raise SourceError(f"source '{root}': '{DESCRIPTION}' needs 'shards', a list of files. Restore it.")
+            raise SourceError(f"source '{root}': '{LISTING}' needs 'shards', a list of files. Restore it.")
         self._items: dict[str, Item] = {}
-        self._paths: dict[str, str] = {}
         for name in shards:
-            for i, found in enumerate(_json(root, _inner(root, name), list)):
-                self._list(f"{name}:{i}", found)
-
-    def _list(self, place: str, found: Any) -> None:
-        """Add a picture of the listing; one whose file was named before has its place as a key."""
-        try:
-            path = inner_path("/".join(PurePosixPath(found["cache_file"]).parts[-2:]))
-            key, item = path.rpartition(".")[0], _item(found, self._model)
-        except (TypeError, KeyError) as error:
-            path, key, item = "", place, Item(problem=f"no 'cache_file' ({type(error).__name__}: {error})")
-        except RecordRejected as reject:
-            path, key, item = "", place, Item(problem=reject.detail)
-        if key in self._items:
-            key, item = place, Item(problem=f"'{path}' is there twice")
-        self._items[key], self._paths[key] = item, "" if item.problem else path
+            try:
+                path = inner_path(name)
+            except RecordRejected as reject:
+                raise SourceError(f"source '{root}': '{LISTING}': {reject.detail}. Restore it.") from reject
+            for i, found in enumerate(self.json(path, list, ADVICE)):
+                key, item = _item(found, f"{name}:{i}", model)
+                if key in self._items:
+                    key, item = f"{name}:{i}", Item(problem=f"'{item.path}' is there twice")
+                self._items[key] = item
 
     def entries(self) -> Iterator[Entry]:
-        """Pictures in the order of the listing."""
-        for key, path in self._paths.items():
-            yield self.file_entry(path, key) if path else Entry(key, path)
+        """Images in the order of the listing."""
+        for key, item in self._items.items():
+            yield Entry(key, "") if item.problem else self.file_entry(item.path, key)
 
     def look(self, entry: Entry) -> RecordHeader:
         """From its tensors, which are read whole."""
@@ -134,23 +120,25 @@ class Nemo(Reader):
         with rejecting(entry.path):
             tensors = self._tensors(entry)
             latent = _array(tensors, LATENT, 3)
-            headers = tuple(self._look_text(tensors, name) for name in self.defaults.texts)
+            texts = tuple(self._look_text(tensors, name) for name in self.defaults.texts)
         pixels = (latent.shape[2] * self.defaults.downscale, latent.shape[1] * self.defaults.downscale)
         if pixels != item.bucket:
             detail = f"a latent of {latent.shape}, listed as {item.bucket[0]} x {item.bucket[1]} px"
             raise RecordRejected("scan", "wrong_shape", f"{entry.path}: {detail}")
-        caption = CaptionHeader(item.prompt, headers)
-        return RecordHeader(latent.shape, latent.dtype.name, caption=caption, size=(item.original[1], item.original[0]))
+        size = (item.original[1], item.original[0])
+        return RecordHeader(latent.shape, latent.dtype.name, text=item.prompt, texts=texts, size=size)
 
     def _look_text(self, tensors: dict[str, Any], name: str) -> TextHeader:
         section = self.defaults.texts[name]
-        values, stored = self._text(tensors, name), DTYPES[tensors[_key(section.output)].dtype]
+        key = POOLED if section.output == "pooled" else TOKENS
+        values = self._text(tensors, name)
+        stored = DTYPES[tensors[key].dtype]
         if self.recipe.text.check == "content" and not np.isfinite(values).all():
-            raise RecordRejected("scan", "nonfinite", f"NaN or infinity in '{_key(section.output)}'")
+            raise RecordRejected("scan", "nonfinite", f"NaN or infinity in '{key}'")
         if values.ndim == 1:
             return TextHeader(1, section.max_tokens, len(values), stored)
         length, width = values.shape
-        if not 1 <= length <= section.max_tokens:
+        if length > section.max_tokens:
             raise RecordRejected("scan", "wrong_shape", f"{length} tokens; needed 1 to {section.max_tokens}")
         return TextHeader(length, length if section.full_length else section.max_tokens, width, stored)
 
@@ -158,7 +146,7 @@ class Nemo(Reader):
         """The latent."""
         with rejecting(entry.path):
             latent = _array(self._tensors(entry), LATENT, 3)
-        return Features([latent], row_checksum(latent))
+        return [latent], row_checksum(latent)
 
     def read_caption(self, entry: Entry, name: str) -> np.ndarray:
         """All tokens, (L, D), or the pooled vector (P,)."""
@@ -166,11 +154,11 @@ class Nemo(Reader):
             return self._text(self._tensors(entry), name)
 
     def _text(self, tensors: dict[str, Any], name: str) -> np.ndarray:
-        output = self.defaults.texts[name].output
-        return _array(tensors, _key(output), 1 if output == "pooled" else 2)
+        is_pooled = self.defaults.texts[name].output == "pooled"
+        return _array(tensors, POOLED, 1) if is_pooled else _array(tensors, TOKENS, 2)
 
     def _tensors(self, entry: Entry) -> dict[str, Any]:
-        """Content of a picture's file; raises OSError, ValueError."""
+        """Content of an image's file; raises OSError, ValueError."""
         path = self.root / entry.path
         if path.stat().st_size > MAX_FILE:
             raise ValueError(f"more than {MAX_FILE} bytes")
@@ -182,62 +170,43 @@ class Nemo(Reader):
 
 def _defaults(model: str, model_name: Any) -> FormatDefaults:
     """The properties of a model, with the encoders of its shipped recipe, or those that the cache names."""
-    recipe = load(MODELS[model].recipe, [])
+    name, defaults = MODELS[model]
+    recipe = load(name, [])
     vae = model_name if isinstance(model_name, str) and model_name else recipe.vae.model
     texts = {name: section.model_copy(update={"model": vae}) for name, section in recipe.texts.items()}
-    return replace(MODELS[model].defaults, vae=vae, vae_subfolder=recipe.vae.subfolder, texts=texts)
-
-
-def _key(output: str) -> str:
-    return POOLED if output == "pooled" else TOKENS
+    return replace(defaults, vae=vae, vae_subfolder=recipe.vae.subfolder, texts=texts)
 
 
 def _array(tensors: dict[str, Any], key: str, sides: int) -> np.ndarray:
-    """A tensor without a leading batch of one, bfloat16 as float32; raises ValueError."""
+    """A tensor without a leading batch of one, bfloat16 as float32; raises ValueError, RecordRejected."""
     tensor = tensors.get(key)
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES or tensor.layout != torch.strided:
         raise ValueError(f"'{key}' is missing, or no tensor of float16, bfloat16 or float32")
     if tensor.numel() * 4 > MAX_ARRAY_BYTES:
         raise ValueError(f"'{key}' of {tensor.numel()} numbers")
-    tensor = tensor[0] if tensor.ndim == sides + 1 and len(tensor) == 1 else tensor
-    if tensor.ndim != sides or 0 in tensor.shape:
-        raise ValueError(f"'{key}' of shape {tuple(tensor.shape)}; needed {sides} sides")
+    tensor = tensor.reshape(without_batch(tuple(tensor.shape), sides))
     return np.ascontiguousarray((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
 
 
-def _item(found: Any, model: str) -> Item:
-    """A picture of the listing; raises TypeError."""
-    prompt, sides = found.get("prompt"), [found.get(f"{name}_resolution") for name in ("original", "bucket")]
+def _item(found: Any, place: str, model: str) -> tuple[str, Item]:
+    """Key and description of an image of the listing; if its path is unusable, its place is the key."""
+    try:
+        path = inner_path("/".join(PurePosixPath(found["cache_file"]).parts[-2:]))
+    except (TypeError, KeyError) as error:
+        return place, Item(problem=f"no 'cache_file' ({type(error).__name__}: {error})")
+    except RecordRejected as reject:
+        return place, Item(problem=reject.detail)
+    prompt, problem = found.get("prompt"), ""
+    sides = [found.get(f"{name}_resolution") for name in ("original", "bucket")]
     if found.get("model_type", model) != model:
-        return Item(problem=f"of model_type {str(found['model_type'])[:80]!r}, the cache is of '{model}'")
-    if not isinstance(prompt, str) or not prompt.strip() or len(prompt) > MAX_CAPTION_CHARS:
-        return Item(problem="its prompt is no text, empty, or too long")
-    if not all(isinstance(side, list) and len(side) == 2 and all(map(_is_side, side)) for side in sides):
-        return Item(problem="its original_resolution or bucket_resolution is no [width, height]")
-    original, bucket = ((int(width), int(height)) for width, height in sides)
-    return Item(prompt, original, bucket)
+        problem = f"of model_type {str(found['model_type'])[:80]!r}, the cache is of '{model}'"
+    elif not isinstance(prompt, str) or not prompt.strip() or len(prompt) > MAX_CAPTION_CHARS:
+        problem = "its prompt is no text, empty, or too long"
+    elif not all(isinstance(side, list) and len(side) == 2 and all(map(_is_side, side)) for side in sides):
+        problem = "its original_resolution or bucket_resolution is no [width, height]"
+    item = Item(path, problem=problem) if problem else Item(path, str(prompt), tuple(sides[0]), tuple(sides[1]))
+    return path.rpartition(".")[0], item
 
 
 def _is_side(value: Any) -> bool:
     return isinstance(value, int) and 1 <= value < 1 << 20
-
-
-def _inner(root: Path, name: str) -> str:
-    try:
-        return inner_path(name)
-    except RecordRejected as reject:
-        raise SourceError(f"source '{root}': '{DESCRIPTION}': {reject.detail}. Restore it.") from reject
-
-
-def _json(root: Path, name: str, kind: type) -> Any:
-    """The content of a file of JSON; raises SourceError."""
-    try:
-        content = json.loads(read_file(root / name, MAX_DESCRIPTION))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SourceError(
-            f"source '{root}': '{name}' cannot be read ({type(error).__name__}: {str(error)[:200]}). NeMo writes it "
-            "when all pictures are done: let the preprocessing end, or restore it."
-        ) from error
-    if not isinstance(content, kind):
-        raise SourceError(f"source '{root}': '{name}' needs a {kind.__name__}. Restore it.")
-    return content

@@ -159,7 +159,7 @@ def test_one_name_for_several_text_encoders_is_refused(tmp_path: Path) -> None:
 IMPORT_TWICE = """
 import sys
 from pathlib import Path
-from leandit.precompute.importing.formats.recipe import load
+from leandit.precompute.importing.recipe import load
 from leandit.precompute.importing.pipeline import import_features
 
 source, store, null = map(Path, sys.argv[1:])
@@ -262,7 +262,7 @@ def test_broken_files_of_nemo_are_rejected_and_never_unpickled(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("metadata.json", None, r"'metadata\.json' cannot be read.*when all pictures are done"),
+        ("metadata.json", None, r"'metadata\.json' cannot be read.*when all images are done"),
         ("metadata.json", "[", r"'metadata\.json' cannot be read"),
         ("metadata.json", '{"model_type": "flux", "shards": 3}', "needs 'shards'"),
         ("metadata.json", '{"model_type": "flux", "shards": ["../m.json"]}', "does not stay below its folder"),

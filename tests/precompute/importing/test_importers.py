@@ -62,9 +62,9 @@ from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.importing.formats import mds
 from leandit.precompute.importing.formats.mds import Mds
-from leandit.precompute.importing.formats.recipe import load
-from leandit.precompute.importing.formats.source import rejecting
-from leandit.precompute.importing.formats.untrusted.arrays import MAX_ARRAY_BYTES, npy_header, parse_npy
+from leandit.precompute.importing.recipe import load
+from leandit.precompute.importing.source import rejecting
+from leandit.precompute.importing.untrusted import MAX_ARRAY_BYTES, npy_header, parse_npy
 from leandit.tools.cli.main import main
 from leandit.tools.inspection.verify import check
 from leandit.train.loop import train
@@ -783,13 +783,13 @@ def pack_shards(source: Path, times: int = 1) -> None:
 FEW_FILES = """
 import resource, sys
 from pathlib import Path
-from leandit.precompute.importing.formats.recipe import load
+from leandit.precompute.importing.recipe import load
 from leandit.precompute.importing.formats.mds import Mds
 
 reader = Mds(Path(sys.argv[1]), load(sys.argv[2:]))
 resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
 entries = list(reader.entries())
-read = [reader.read(entry).arrays[0] for entry in entries]
+read = [reader.read(entry)[0][0] for entry in entries]
 print(len(entries), len(read))
 """
 

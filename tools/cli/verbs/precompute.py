@@ -208,7 +208,7 @@ def import_(
 
     Example: leandit import mar --source cached-imagenet --store imagenet-256
     """
-    from ....precompute.importing.formats.recipe import load
+    from ....precompute.importing.recipe import load
 
     settings = load(overrides or [])
     if not source.exists():

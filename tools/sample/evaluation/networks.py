@@ -40,7 +40,7 @@ from ....precompute.encoders.model_files import (
 from ....precompute.encoders.text.tokenizer import load_tokenizer
 from ....precompute.encoders.vision.families import CLIP, Family, family_of, load_vision_model
 from ....precompute.encoders.vision.normalisation import GREY_LEVELS, PREPROCESSOR, normalisation
-from ....precompute.importing.formats.untrusted.torch_files import read_tensors
+from ....precompute.importing.untrusted import read_tensors
 from ..request import INCEPTION
 from .inception import SIDE_PX, Inception
 

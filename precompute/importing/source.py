@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import xxhash
 from safetensors import SafetensorError
 
-from ....datasets.errors import RecordRejected, SourceError
-from ...config import TextSection
-from ...images.faults import fault_error, is_fault
+from ...datasets.errors import RecordRejected, SourceError
+from ..config import TextSection
+from ..images.faults import fault_error, is_fault
 from .recipe import ImportRecipe
-from .untrusted.arrays import parse_npy, read_file
+from .untrusted import ZIP_ERRORS, Looked, look_npy, parse_npy, read_file
 
-UNREADABLE = (OSError, ValueError, EOFError, LookupError, NotImplementedError, SafetensorError)
+UNREADABLE = (OSError, ValueError, EOFError, LookupError, NotImplementedError, SafetensorError, *ZIP_ERRORS)
+MAX_JSON_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,12 @@ class FormatDefaults:
       latent: kind of the rows, as in ``LatentSpec.kind``.
       is_scaled: shift and scale were applied before the features were stored.
       vae, vae_subfolder: name of the VAE, and the folder inside of it.
-      downscale: pixels of a latent position.
+      downscale: pixels of a latent's side.
       shift, scale: of the VAE, one number or one for each channel; without scale the user must give it.
       zero_to_one: the VAE was given pixels from 0 to 1.
       one_size: all records must have the same size.
       texts: the text encoders by name, as in a recipe; that of ``[text]`` by "". Empty without captions.
-      patchify: side of the squares of latent positions that were made channels.
+      patchify: side of the squares of latent pixels that were made channels.
     """
 
     latent: str
@@ -69,20 +71,13 @@ class Entry(NamedTuple):
 
 
 class TextHeader(NamedTuple):
-    """What a text encoder gave for a caption: number of valid tokens (1 for a pooled vector), padded length, width and
-    dtype: "float16", "bfloat16" or "float32"."""
+    """Output of a text encoder for a caption: valid tokens (1 for a pooled vector), padded length, width, and dtype
+    ("float16", "bfloat16" or "float32")."""
 
     num_tokens: int
     padded: int
     width: int
     dtype: str
-
-
-class CaptionHeader(NamedTuple):
-    """A caption: its text, and what each text encoder of the kind gave for it."""
-
-    text: str
-    of_encoders: tuple[TextHeader, ...]
 
 
 class RecordHeader(NamedTuple):
@@ -91,41 +86,39 @@ class RecordHeader(NamedTuple):
     Args:
       shape: (stored channels, H, W).
       dtype: "float16" or "float32", as it will be read.
-      has_flip: a second array holds the flipped picture.
+      has_flip: a second array holds the flipped image.
       label: -1 for none.
-      size: (height_px, width_px) of the source picture, (0, 0) if unknown.
+      text: of its caption.
+      texts: of each text encoder; empty without a caption.
+      size: (height_px, width_px) of the source image, (0, 0) if unknown.
     """
 
     shape: tuple[int, ...]
     dtype: str
     has_flip: bool = False
     label: int = -1
-    caption: CaptionHeader | None = None
+    text: str = ""
+    texts: tuple[TextHeader, ...] = ()
     size: tuple[int, int] = (0, 0)
 
 
-class Features(NamedTuple):
-    """Values of a record: (C, H, W) arrays, then the flipped one if any, and the XXH3-64 of their bytes."""
-
-    arrays: Sequence[np.ndarray]
-    source_checksum: int
+Features = tuple[list[np.ndarray], int]
+"""Values of a record: a (C, H, W) array, then the flipped one if any; and the XXH3-64 of their bytes or file."""
 
 
 class Reader(ABC):
-    """One kind of features in one folder.
+    """One kind of features in one folder; by default a ``.npy`` file of latents for each record.
 
-    Args:
-      root: the source.
-      recipe: settings of the import.
+    Attributes:
+      defaults: of the kind, updated from the source (LightningDiT's statistics).
+      classes: class names, if the source has names.
+      has_labels: every record needs a label.
     """
 
     kind: ClassVar[str]
     defaults: FormatDefaults
-    """Of the kind, updated from the source (LightningDiT's statistics)."""
     classes: Sequence[str] | None = None
-    """Class names, if the source has names."""
     has_labels = True
-    """Every record needs a label."""
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         self.root, self.recipe = root, recipe
@@ -139,18 +132,22 @@ class Reader(ABC):
         """The header of a record; raises RecordRejected."""
 
     def read(self, entry: Entry) -> Features:
-        """The values of a record, by default of one .npy file; raises RecordRejected."""
+        """The values of a record; raises RecordRejected."""
         with rejecting(entry.path):
             content = self.content(entry)
             array = parse_npy(content)
-        return Features([array], xxhash.xxh3_64_intdigest(content))
+            array = array.reshape(without_batch(array.shape, 3))
+        return [array], xxhash.xxh3_64_intdigest(content)
 
     def content(self, entry: Entry) -> bytes:
-        """All bytes of a record's file.
-
-        Raises: OSError, ValueError.
-        """
+        """All bytes of a record's file; raises OSError, ValueError."""
         return read_file(self.root / entry.path)
+
+    def look_latent(self, entry: Entry) -> Looked:
+        """Shape and dtype of a record's .npy file; raises RecordRejected."""
+        with rejecting(entry.path):
+            shape, dtype = look_npy(self.root / entry.path)
+            return without_batch(shape, 3), dtype
 
     def read_caption(self, entry: Entry, name: str) -> np.ndarray:
         """(L, D) valid tokens of a record's caption by a text encoder, or its pooled vector (P,).
@@ -160,8 +157,26 @@ class Reader(ABC):
         raise AssertionError(f"{entry.key}: this kind has no captions, and no text encoder '{name}'")
 
     def file_entry(self, path: str, key: str = "") -> Entry:
-        """A record that is a file; its name is the default key."""
-        return Entry(key or path.rpartition(".")[0], path, 0, size_of(self.root, path))
+        """A record that is a file; its name is the default key. The size is 0 on error: ``look`` then rejects it."""
+        num_bytes = 0
+        with contextlib.suppress(RecordRejected), rejecting(path):
+            num_bytes = (self.root / path).stat().st_size
+        return Entry(key or path.rpartition(".")[0], path, 0, num_bytes)
+
+    def json(self, name: str, kind: type, advice: str = "Restore it.") -> Any:
+        """The content of a JSON file of the source, a ``kind``; raises SourceError."""
+        return self.parse_json(name, kind, lambda: read_file(self.root / name, MAX_JSON_BYTES), advice)
+
+    def parse_json(self, name: str, kind: type, read: Callable[[], bytes], advice: str = "Restore it.") -> Any:
+        """The JSON in the bytes that ``read`` returns; as ``json``."""
+        try:
+            content = json.loads(read())
+        except UNREADABLE as error:
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+            raise SourceError(f"source '{self.root}': '{name}' cannot be read ({why}). {advice}") from error
+        if not isinstance(content, kind):
+            raise SourceError(f"source '{self.root}': '{name}' needs a {kind.__name__}. {advice}")
+        return content
 
 
 @contextmanager
@@ -170,7 +185,7 @@ def rejecting(what: str, reason: str = "") -> Iterator[None]:
 
     Args:
       reason: of the reject, if not "missing_file" or "unreadable".
-    Raises: RecordRejected. ResourceError: a fault, as of ``is_fault``, or no room for a temporary file.
+    Raises: RecordRejected. ResourceError: a fault (``is_fault``), or no room for a temporary file.
     """
     try:
         yield
@@ -179,19 +194,16 @@ def rejecting(what: str, reason: str = "") -> Iterator[None]:
     except (*UNREADABLE, MemoryError) as error:
         if is_fault(error) or getattr(error, "errno", None) == errno.ENOSPC:
             raise fault_error(what, error) from error
-        raise RecordRejected(
-            "scan", reason or "unreadable", f"{what}: {type(error).__name__}: {error}"[:500]
-        ) from error
+        detail = f"{what}: {type(error).__name__}: {error}"[:500]
+        raise RecordRejected("scan", reason or "unreadable", detail) from error
 
 
-def size_of(root: Path, path: str) -> int:
-    """Size of a file of the source in bytes; 0 on error: ``look`` then rejects it.
-
-    Raises: as ``rejecting``, except RecordRejected.
-    """
-    with contextlib.suppress(RecordRejected), rejecting(path):
-        return (root / path).stat().st_size
-    return 0
+def without_batch(shape: tuple[int, ...], sides: int) -> tuple[int, ...]:
+    """A shape without a leading batch of one; raises RecordRejected if it has another number of sides."""
+    inner = shape[1:] if len(shape) == sides + 1 and shape[0] == 1 else shape
+    if len(inner) != sides or min(inner) < 1:
+        raise RecordRejected("scan", "wrong_shape", f"shape {shape}; needed {sides} sides")
+    return inner
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
@@ -200,18 +212,15 @@ def natural_order(name: str) -> list[tuple[int, str]]:
 
 
 def inner_path(text: str) -> str:
-    """A path from an untrusted file, normalized.
-
-    Raises: RecordRejected: it leaves its folder.
-    """
+    """A path from an untrusted file, normalized; raises RecordRejected if it leaves its folder."""
     path = PurePosixPath(text)
     if not text or "\x00" in text or path.is_absolute() or ".." in path.parts or path.as_posix() == ".":
         raise RecordRejected("scan", "bad_metadata", f"path {text[:200]!r} does not stay below its folder")
     return path.as_posix()
 
 
-def files_below(folder: Path, suffix: str) -> Iterator[Path]:
-    """Files with a suffix in a folder and its subfolders, without hidden ones.
+def files_below(folder: Path, suffix: str) -> list[Path]:
+    """Files with a suffix in a folder and its subfolders, without hidden ones, sorted by path.
 
     Raises: SourceError: a folder cannot be read.
     """
@@ -219,6 +228,8 @@ def files_below(folder: Path, suffix: str) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise SourceError(f"source: '{error.filename}' cannot be read ({error.strerror}). Check its permissions.")
 
+    found = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent) / name for name in names if name.endswith(suffix) and not name.startswith("."))
+        found += [Path(parent) / name for name in names if name.endswith(suffix) and not name.startswith(".")]
+    return sorted(found)

@@ -9,14 +9,9 @@ from pathlib import Path
 from ....datasets.errors import RecordRejected, SourceError
 from ....datasets.revisions.writer import row_checksum
 from ...sources.files.ignored import is_system_folder
-from .recipe import ImportRecipe
-from .source import Entry, Features, FormatDefaults, Reader, RecordHeader, files_below, natural_order, rejecting
-from .untrusted.arrays import look_member, look_npy, open_npz, parse_npy, read_file, read_member
-
-FAST_DIT = FormatDefaults(
-    latent="sample", is_scaled=True, vae="stabilityai/sd-vae-ft-ema", downscale=8, scale=(0.18215,)
-)
-MAR = FormatDefaults(latent="mean_logvar", is_scaled=False, vae="mar/kl16", downscale=16, scale=(0.2325,))
+from ..recipe import ImportRecipe
+from ..source import Entry, Features, FormatDefaults, Reader, RecordHeader, files_below, natural_order, rejecting
+from ..untrusted import look_npz, parse_npy, read_file, read_npz
 
 FEATURES, LABELS = "_features", "_labels"
 MOMENTS = ("moments", "moments_flip")
@@ -25,12 +20,13 @@ MOMENTS = ("moments", "moments_flip")
 class FastDit(Reader):
     """``imagenet256_features/N.npy`` (1, C, H, W), scaled samples, and ``imagenet256_labels/N.npy`` (1,).
 
-    Files come in numeric order. A flip was drawn at random when the picture was encoded, and stays.
+    A flip was drawn at random when the image was encoded, and stays.
 
     Raises: SourceError: the two folders are missing.
     """
 
-    kind, defaults = "fast-dit", FAST_DIT
+    kind = "fast-dit"
+    defaults = FormatDefaults("sample", is_scaled=True, vae="stabilityai/sd-vae-ft-ema", downscale=8, scale=(0.18215,))
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
@@ -53,24 +49,13 @@ class FastDit(Reader):
 
     def look(self, entry: Entry) -> RecordHeader:
         """From the header and the label file."""
-        with rejecting(entry.path):
-            shape, dtype = look_npy(self.root / entry.path)
-        if len(shape) == 4 and shape[0] == 1:
-            shape = shape[1:]
-        return RecordHeader(shape, dtype, label=self._label(entry))
-
-    def _label(self, entry: Entry) -> int:
+        shape, dtype = self.look_latent(entry)
         path = f"{self._labels}/{entry.key}.npy"
         with rejecting(path, "no_label"):
             label = parse_npy(read_file(self.root / path))
         if label.size != 1 or label.dtype.kind not in "iu":
             raise RecordRejected("scan", "no_label", f"{path}: {label.dtype} of shape {label.shape}, no integer")
-        return int(label.reshape(()))
-
-    def read(self, entry: Entry) -> Features:
-        """One sample."""
-        (array,), source_checksum = super().read(entry)
-        return Features([array[0] if array.ndim == 4 and len(array) == 1 else array], source_checksum)
+        return RecordHeader(shape, dtype, label=int(label.reshape(())))
 
 
 class Mar(Reader):
@@ -79,7 +64,8 @@ class Mar(Reader):
     Raises: SourceError: there are no class folders.
     """
 
-    kind, defaults = "mar", MAR
+    kind = "mar"
+    defaults = FormatDefaults("mean_logvar", is_scaled=False, vae="mar/kl16", downscale=16, scale=(0.2325,))
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
@@ -92,23 +78,21 @@ class Mar(Reader):
     def entries(self) -> Iterator[Entry]:
         """Files in the order of their paths, class by class."""
         for name in self._label_of:
-            for path in sorted(files_below(self.root / name, ".npz")):
+            for path in files_below(self.root / name, ".npz"):
                 yield self.file_entry(path.relative_to(self.root).as_posix())
 
     def look(self, entry: Entry) -> RecordHeader:
         """From the headers of its arrays."""
-        with rejecting(entry.path), open_npz(self.root / entry.path) as arrays:
-            names = [name for name in MOMENTS if f"{name}.npy" in arrays.namelist()]
-            looked = [look_member(arrays, name) for name in names]
-        if names[:1] != ["moments"]:
-            raise RecordRejected("scan", "wrong_shape", f"{entry.path}: no array 'moments'")
-        if len(set(looked)) > 1:
-            raise RecordRejected("scan", "wrong_shape", f"{entry.path}: {looked[0]} and, flipped, {looked[1]}")
-        (shape, dtype), label = looked[0], self._label_of[entry.path.split("/")[0]]
-        return RecordHeader(shape, dtype, has_flip=len(names) == 2, label=label)
+        with rejecting(entry.path):
+            found = look_npz(self.root / entry.path, MOMENTS)
+        if "moments" not in found or len(set(found.values())) > 1:
+            raise RecordRejected("scan", "wrong_shape", f"{entry.path}: arrays {found}; needed 'moments', flips as it")
+        shape, dtype = found["moments"]
+        return RecordHeader(shape, dtype, has_flip=len(found) == 2, label=self._label_of[entry.path.split("/")[0]])
 
     def read(self, entry: Entry) -> Features:
-        """Moments of the picture and of the flipped picture."""
-        with rejecting(entry.path), open_npz(self.root / entry.path) as arrays:
-            moments = [read_member(arrays, name) for name in MOMENTS if f"{name}.npy" in arrays.namelist()]
-        return Features(moments, row_checksum(*moments))
+        """Moments of the image and of the flipped image."""
+        path = self.root / entry.path
+        with rejecting(entry.path):
+            moments = read_npz(path, list(look_npz(path, MOMENTS)))
+        return moments, row_checksum(*moments)

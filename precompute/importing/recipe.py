@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from ....datasets.recipe import Section, parse_with_overrides
-from ...config import SourceSection
+from ...datasets.recipe import Section, parse_with_overrides
+from ..config import SourceSection
 
 Kind = Literal["fast-dit", "lightningdit", "mar", "edm2", "pixart", "mds", "mlperf-flux", "nemo"]
 

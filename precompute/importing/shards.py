@@ -1,0 +1,180 @@
+"""Shards of imported features for the runner of stage 1: their batches are read, their encoder is the identity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from ...datasets.disk.spill import TakenColumn
+from ...datasets.errors import RecordRejected, SourceError
+from ...datasets.format.layout import Part
+from ...datasets.format.token_dtypes import is_storable, narrow, quality
+from ...datasets.format.zarr_shard import ArrayLayout
+from ...datasets.revisions.plan import FrozenPlan
+from ...datasets.revisions.writer import row_checksum
+from ..run.shards import Outcomes, Pools, Shard
+from .null_caption import read_null
+from .source import Entry, Features, Reader
+
+BATCH = 64  # records read ahead together
+
+
+class ImportShard(Shard):
+    """A shard whose items are read one by one."""
+
+    num_items: int
+
+    def batches(self) -> list[range]:
+        """Items of the shard that are read together."""
+        return [range(i, min(i + BATCH, self.num_items)) for i in range(0, self.num_items, BATCH)]
+
+    def load(self, batch: range, pools: Pools) -> Future[list[Any]]:
+        """Start reading some items."""
+        futures = [pools.decode.submit(self.read, item) for item in batch]
+        return pools.stack.submit(lambda: [future.result() for future in futures])
+
+    def read(self, item: int) -> Any:
+        """The values of an item; runs in any thread."""
+        raise NotImplementedError
+
+    def encode(self, batch: range, inputs: list[Any]) -> list[Any]:
+        """The inputs themselves."""
+        return inputs
+
+
+class LatentShard(ImportShard):
+    """Latents of some rows, and flipped latents if any."""
+
+    def __init__(self, plan: FrozenPlan, part: Part, number: int, reader: Reader) -> None:
+        self._rows = part.arrays[0].rows_of(number)
+        self.num_items = len(self._rows)
+        super().__init__(part, number, self.num_items)
+        self._reader = reader
+        self._entries = entries_at(plan, plan.positions_of(part)[self._rows.start : self._rows.stop])
+
+    def read(self, item: int) -> Features | RecordRejected:
+        """The values of a record; rejects are returned."""
+        try:
+            return self._reader.read(self._entries[item])
+        except RecordRejected as reject:
+            return RecordRejected("decode", reject.reason, reject.detail)
+
+    def put(self, batch: range, inputs: Any, outputs: list[Features | RecordRejected]) -> Outcomes:
+        """Store the rows, or why they are empty."""
+        layouts, outcomes = self.part.arrays, Outcomes()
+        for item, found in zip(batch, outputs, strict=True):
+            key, row = self._entries[item].key, self._rows[item]
+            rows = found if isinstance(found, RecordRejected) else _narrowed(found[0], layouts)
+            if isinstance(rows, RecordRejected) or isinstance(found, RecordRejected):
+                assert isinstance(rows, RecordRejected)
+                self.reject(item, row, key, rows)
+                outcomes.append((key, rows))
+            else:
+                self.store(item, layouts, [row] * len(layouts), rows, source_checksum=found[1])
+                outcomes.append((key, None))
+        return outcomes
+
+
+def _narrowed(arrays: Sequence[np.ndarray], layouts: Sequence[ArrayLayout]) -> list[np.ndarray] | RecordRejected:
+    """A record's row of each array, (1, ...) in the store's dtype."""
+    if len(arrays) < len(layouts):
+        return RecordRejected("decode", "wrong_shape", "there is no flipped copy")
+    rows = []
+    for values, layout in zip(arrays, layouts, strict=False):
+        if values.shape != layout.shape[1:]:
+            return RecordRejected("decode", "wrong_shape", f"shape {values.shape}, planned {layout.shape[1:]}")
+        with np.errstate(over="ignore"):  # overflow becomes infinity
+            rows.append(values.astype(layout.dtype)[None])
+    if not all(np.isfinite(row).all() for row in rows):
+        return RecordRejected("decode", "nonfinite", "NaN or infinity in the features, or beyond store.dtype")
+    return rows
+
+
+class CaptionShard(ImportShard):
+    """Captions of one text encoder, or its null caption.
+
+    Args:
+      origins: (num_captions,) position of the record that holds each caption's features.
+      null: as ``choice`` of ``read_null``.
+    """
+
+    def __init__(
+        self, plan: FrozenPlan, part: Part, number: int, reader: Reader, origins: np.ndarray, null: str | None
+    ) -> None:
+        assert part.captions is not None, "a part of captions"
+        self._plan, self._layout, self._reader, self._null = plan, part.captions, reader, null
+        self._captions = range(1) if part.is_null else part.captions.captions_of(number)
+        self.num_items = len(self._captions)
+        super().__init__(part, number, self.num_items)
+        if not part.is_null:
+            self._entries = entries_at(plan, origins[self._captions.start : self._captions.stop])
+
+    def read(self, item: int) -> np.ndarray:
+        """(L, D) tokens, or (P,) a pooled vector.
+
+        Raises: SourceError: it can no longer be read, has another shape than planned, or is another null caption.
+        """
+        spec, name = self._layout.spec, self._layout.name
+        shape = (spec.max_tokens, spec.width) if spec.has_tokens else (spec.pooled_width,)
+        if self.part.is_null:
+            values = read_null(self._null, shape, name)
+            if f"{row_checksum(values):016x}" != self._plan.spec.text_encoder_of(name).encoder.config["null_caption"]:
+                raise SourceError(f"--null '{self._null}': not the null caption that the store was planned with.")
+            return values
+        entry = self._entries[item]
+        try:
+            values = self._reader.read_caption(entry, name)
+        except RecordRejected as reject:
+            raise SourceError(
+                f"record '{entry.key}': its caption cannot be read ({reject.detail}), and other records may need it. "
+                "Restore it, and run the same command again. Or import into another --store with --set "
+                "text.check=content, where such records are rejected."
+            ) from reject
+        wanted = (int(self._layout.num_tokens[self._captions[item]]), *shape[1:]) if spec.has_tokens else shape
+        if values.shape != wanted:
+            raise SourceError(
+                f"record '{entry.key}': its caption features are {values.shape} now, {wanted} when the store was "
+                "planned. Restore the source; the same command then goes on."
+            )
+        return values
+
+    def put(self, batch: range, inputs: Any, outputs: list[np.ndarray]) -> Outcomes:
+        """Store the captions.
+
+        Raises: SourceError: the store's dtype cannot hold one.
+        """
+        spec, layouts = self._layout.spec, self.part.arrays
+        dtype = spec.dtype if spec.has_tokens else spec.pooled_dtype
+        for item, values in zip(batch, outputs, strict=True):
+            rows = values.reshape(-1, values.shape[-1]).astype(np.float32)
+            stored = narrow(rows, dtype) if np.isfinite(rows).all() else None
+            if stored is None or not is_storable(stored, dtype):
+                what = f"--null '{self._null}'" if self.part.is_null else f"record '{self._entries[item].key}'"
+                raise SourceError(
+                    f"{what}: its caption features are not finite as {dtype}. Import into another --store with --set "
+                    "store.dtype=source, or with text.check=content, which rejects what is broken."
+                )
+            is_narrowed = spec.dtype != "float32" and dtype != values.dtype.name and not self.part.is_null
+            starts = [0] * len(layouts) if self.part.is_null else self._layout.starts_of(self._captions[item])
+            measured = quality(rows, stored, dtype) if is_narrowed else None
+            self.store(item, layouts, starts, stored.parts, quality=measured)
+        return []
+
+
+def entries_at(plan: FrozenPlan, positions: np.ndarray) -> list[Entry]:
+    """Entries of records of the plan."""
+    names = ("key", "source_path", "source_offset", "source_bytes")
+    return list(map(Entry, *(TakenColumn(plan.records[name], positions)[:] for name in names)))
+
+
+def caption_origins(plan: FrozenPlan) -> np.ndarray:
+    """(num_captions,) position of the first record with each caption."""
+    origins = np.full(plan.captions.num_rows, -1, np.int64)
+    for position, ids in enumerate(plan.records["caption_ids"].to_pylist()):
+        for caption in ids:
+            if origins[caption] < 0:
+                origins[caption] = position
+    return origins
