@@ -18,8 +18,8 @@ from making import no_progress
 from safetensors.torch import save_file
 
 from leandit.datasets.store import LatentStore
-from leandit.precompute.importing.recipe import load
 from leandit.precompute.importing.pipeline import ImportReport, import_features
+from leandit.precompute.importing.recipe import load
 
 COUNT = 11
 SIDE = 8  # places of a latent
