@@ -147,7 +147,7 @@ def measure_precompute(
     def decode(decoders: Decoders, number: int) -> np.ndarray:
         how: dict[str, Any] = {"crop": images.crop, "resize_filter": resize_filter(images.buckets, images.resolution)}
         size = paths[number].stat().st_size
-        return decoders.picture(paths[number], 0, size, bucket=buckets[number], **how).pixels
+        return decoders.decode(paths[number], 0, size, bucket=buckets[number], **how).pixels
 
     with Decoders(num_threads()) as decoders:
         batches = decoded_batches(recipe, buckets, lambda number: decode(decoders, number))

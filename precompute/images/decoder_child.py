@@ -1,6 +1,6 @@
-"""The child process that reads and decodes untrusted pictures; ``decoders.py`` controls it.
+"""The child process that reads and decodes untrusted images; ``decoders.py`` controls it.
 
-A decoder written in C may crash, hang or exhaust memory on hostile bytes: here that costs one picture. Neither side
+A decoder written in C may crash, hang or exhaust memory on hostile bytes: here that costs one image. Neither side
 unpickles anything: a message is JSON, or the raw bytes of the pixels. Only the decoders are imported, so a child starts
 in a fraction of a second.
 
@@ -15,7 +15,6 @@ import math
 import os
 import resource
 import signal
-import stat
 import sys
 import time
 import traceback
@@ -29,57 +28,68 @@ import xxhash
 from PIL import Image
 
 from ...datasets.errors import RecordRejected
-from .faults import is_fault
-from .pixels import PROGRAMMING_ERRORS, decode_picture, read_size
+from .faults import is_fault, open_regular
+from .pixels import PROGRAMMING_ERRORS, decode_image, read_size
 
 READY = b"ready"
-READING, READ = b"reading", b"read"  # told to the parent, so that it tells a stalled disk from a decoder that hangs
+READING, READ = b"reading", b"read"  # sent to the parent, so that it tells a stalled disk from a decoder that hangs
 PARENT_CHECK_SECONDS = 5.0
 HEADER_BYTES = 1 << 16  # of a JPEG; they nearly always contain its size
 JPEG_BEGIN = b"\xff\xd8\xff"
 
 Answer = tuple[dict[str, Any], np.ndarray | None]
-"""Metadata of a picture, and its pixels if requested."""
+"""Metadata of an image, and its pixels if requested."""
 
 
 def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: int | None = None) -> bytes:
-    """Read the bytes of one picture. Only regular files are read: others may never end.
+    """Read the bytes of one image, from a regular file alone.
 
     Args:
       at_most: read at most this many bytes from its beginning.
-    Raises: RecordRejected: unreadable, or shorter than listed. OSError: a fault, as of ``is_fault``.
+    Raises: RecordRejected: unreadable, or shorter than listed. OSError: a fault, as in ``is_fault``.
     """
     name, num_wanted = os.path.basename(path), num_bytes if at_most is None else min(num_bytes, at_most)
     try:
-        # Without O_NONBLOCK, opening a FIFO waits for a writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise RecordRejected(stage, "unreadable", f"not a regular file: {name}")
-            if offset == 0 and status.st_size > num_bytes:  # a picture in a tar never lies at its beginning
-                detail = f"{name} has {status.st_size} bytes, {num_bytes} were planned"
-                raise RecordRejected(stage, "source_changed", detail)
-            # Checked first, because read() allocates all requested bytes.
-            data = b""
-            if offset + num_bytes <= status.st_size:
-                file.seek(offset)
-                data = file.read(num_wanted)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if offset == 0 and size > num_bytes:  # an image in a tar never lies at its beginning
+                raise RecordRejected(stage, "source_changed", f"{name} has {size} bytes, {num_bytes} were planned")
+            if offset + num_bytes > size:  # checked first, because read() allocates all requested bytes
+                left = max(0, size - offset)
+                raise RecordRejected(stage, "source_changed", f"{left} bytes of {num_bytes} are left in {name}")
+            file.seek(offset)
+            data = file.read(num_wanted)
     except OSError as error:
         if is_fault(error):
             raise
-        raise RecordRejected(stage, "unreadable", f"{error.strerror or error}: {name}") from error
+        detail = f"{error.strerror}: {name}" if error.strerror else str(error)
+        raise RecordRejected(stage, "unreadable", detail) from error
     except ValueError as error:  # a NUL in the name
         raise RecordRejected(stage, "unreadable", f"{error}: {name!r}") from error
     if len(data) != num_wanted:
-        left = max(0, status.st_size - offset)
-        raise RecordRejected(stage, "source_changed", f"{left} bytes of {num_bytes} are left in {name}")
+        raise RecordRejected(stage, "source_changed", f"{len(data)} bytes of {num_bytes} are left in {name}")
     return data
+
+
+def size_of_head(head: bytes, num_bytes: int, *, exif_orientation: bool) -> tuple[int, int] | None:
+    """Height and width in pixels of an image whose first bytes are at hand; None if more of them are needed.
+
+    Args:
+      head: at least the first HEADER_BYTES, or all of ``num_bytes``.
+    Raises: RecordRejected: all bytes are at hand, and they are no image.
+    """
+    if len(head) == num_bytes:
+        return read_size(head, exif_orientation=exif_orientation)
+    if head.startswith(JPEG_BEGIN):  # its size and orientation precede the pixels
+        with contextlib.suppress(RecordRejected):
+            return read_size(head, exif_orientation=exif_orientation)
+    return None
 
 
 def size_in_file(
     path: str, offset: int, num_bytes: int, *, exif_orientation: bool, told: Callable[[bytes], None] = lambda _: None
 ) -> tuple[int, int]:
-    """Height and width in pixels of a picture in a file; of a JPEG usually only the first bytes are read.
+    """Height and width in pixels of an image in a file; of a JPEG usually only the first bytes are read.
 
     Args:
       told: called with READ after each read, and with READING before the second.
@@ -87,12 +97,8 @@ def size_in_file(
     """
     head = read_bytes(path, offset, num_bytes, "scan", at_most=HEADER_BYTES)
     told(READ)
-    if len(head) < num_bytes and head.startswith(JPEG_BEGIN):
-        # Size and orientation precede the pixels.
-        with contextlib.suppress(RecordRejected):
-            return read_size(head, exif_orientation=exif_orientation)
-    if len(head) == num_bytes:
-        return read_size(head, exif_orientation=exif_orientation)
+    if size := size_of_head(head, num_bytes, exif_orientation=exif_orientation):
+        return size
     told(READING)
     data = read_bytes(path, offset, num_bytes, "scan")
     told(READ)
@@ -100,7 +106,7 @@ def size_in_file(
 
 
 def answer_sizes(places: list[tuple[str, int, int]], seconds: float, *, exif_orientation: bool) -> Answer:
-    """Read the headers of many pictures: as many as fit into the time limit, but at least one.
+    """Read the headers of many images: as many as fit into the time limit, but at least one.
 
     Returns: "sizes": for each (height_px, width_px), or (stage, reason, detail) of a reject; those before a fault.
     Raises: OSError: a fault at the first.
@@ -125,12 +131,11 @@ def answer(job: dict[str, Any]) -> Answer:
     """Handle one job.
 
     Args:
-      job: stage; for many pictures: places (path, offset, num_bytes) and seconds for all of them; for one picture:
-        path, offset, num_bytes, data if its bytes were sent, and for stage "decode" bucket, crop and resize_filter as
-        of ``decode_picture``, for a companion also beside and mask_px; exif_orientation as of ``read_size``, default
-        true; told as of ``size_in_file``.
-    Returns: "size" (height_px, width_px), and for a decoded picture "checksum", "seconds" (reading, decoding) and its
-      pixels; or "sizes".
+      job: stage "scan" or "decode"; of many images their places (path, offset, num_bytes) and seconds for all of them;
+        of one image path, offset, num_bytes, or its data; exif_orientation; told as for ``size_in_file``; for "decode"
+        the "how" of ``decode_image``.
+    Returns: "sizes"; or "size" (height_px, width_px), "head" if only the data's beginning was sent; of a decoded image
+      also "checksum", "seconds" (reading, decoding) and its pixels.
     Raises: as ``read_bytes``.
     """
     told: Callable[[bytes], None] = job.get("told", lambda _: None)
@@ -138,18 +143,15 @@ def answer(job: dict[str, Any]) -> Answer:
     if "places" in job:
         return answer_sizes(job["places"], job["seconds"], **exif)
     data, start = job.get("data"), time.perf_counter()
-    if data is None and job["stage"] == "scan":
-        return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"], **exif, told=told)}, None
+    if job["stage"] == "scan":
+        if data is None:
+            return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"], **exif, told=told)}, None
+        return {"size": size_of_head(data, job["num_bytes"], **exif)}, None
     if data is None:
-        data = read_bytes(job["path"], job["offset"], job["num_bytes"], job["stage"])
+        data = read_bytes(job["path"], job["offset"], job["num_bytes"], "decode")
         told(READ)
     read_seconds = time.perf_counter() - start
-    if job["stage"] == "scan":
-        return {"size": read_size(data, **exif)}, None
-    how: dict[str, Any] = exif | {name: job[name] for name in ("bucket", "crop", "resize_filter")}
-    if job.get("beside"):
-        how |= {"beside": tuple(job["beside"]), "mask_px": job["mask_px"]}
-    pixels, size = decode_picture(data, **how)
+    pixels, size = decode_image(data, **exif, **job["how"])
     seconds = read_seconds, time.perf_counter() - start - read_seconds
     return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data), "seconds": seconds}, pixels
 
@@ -195,7 +197,7 @@ def limit(memory_mib: int) -> None:
     for kind, wanted in ((resource.RLIMIT_AS, memory_mib << 20), (resource.RLIMIT_CORE, 0)):
         _, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (wanted, wanted) if hard == resource.RLIM_INFINITY else (min(wanted, hard), hard))
-    # Schedulers signal all processes of a job, but the parent still waits for pictures.
+    # Schedulers signal all processes of a job, but the parent still waits for images.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     warnings.simplefilter("error", Image.DecompressionBombWarning)

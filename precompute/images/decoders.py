@@ -1,33 +1,47 @@
-"""Decode pictures in child processes with a time limit and a memory limit.
+"""Decode images in child processes with a time limit and a memory limit.
 
-Pictures are untrusted, and decoders are large C libraries. If a picture crashes, hangs or bloats its decoder, the child
-dies, the picture is rejected with a reason, and the next picture gets a new child (``decoder_child.py``). This is not a
+Images are untrusted, and decoders are large C libraries. If an image crashes, hangs or bloats its decoder, the child
+dies, the image is rejected with a reason, and the next image gets a new child (``decoder_child.py``). This is not a
 sandbox: a child may read whatever its user may read.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...datasets.errors import RecordRejected, ResourceError
-from .decoder_process import RETRY_PATIENCE, DecoderProcess
+from .decoder_child import READ, READING, READY
 from .faults import retried
 
 LOG = logging.getLogger(__name__)
 CHILD_MODULE = f"{__package__}.decoder_child"
+START_SECONDS = 600.0  # until a living child counts as hung: a cold interpreter, a network disk, a busy machine
+ALIVE_SECONDS = 1.0  # between two looks at a child that starts
+END_SECONDS = 2.0  # from the end of a socket to the end of its process
+MAX_HEAD_BYTES = 1 << 20
+RETRY_PATIENCE = 4  # times the time-out, for a large image on a busy machine
 
 
-class PicturePlace(NamedTuple):
-    """Where the bytes of a picture are: in a file that a child reads, or in memory, to be sent to it.
+class ImagePlace(NamedTuple):
+    """Where the bytes of an image are: in a file that a child reads, or in memory, to be sent to it.
 
     Args:
       path: of the file; only a name if the bytes are sent.
@@ -43,15 +57,15 @@ class PicturePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoded:
-    """A decoded picture.
+    """A decoded image.
 
     Args:
       pixels: (H, W, 3) uint8, of the bucket's size; of a mask (H, W), of the latents' size; read-only.
-      height_px, width_px: of the source picture, upright.
+      height_px, width_px: of the source image, upright.
       source_checksum: XXH3-64 of the encoded bytes.
       read_seconds: of the child's read; 0 for bytes that were sent.
       decode_seconds: of the rest.
-      companions: other pictures of the same record, by name.
+      companions: other images of the same record, by name.
     """
 
     pixels: np.ndarray
@@ -64,14 +78,14 @@ class Decoded:
 
 
 class Decoders:
-    """Child processes that decode pictures; a context manager.
+    """Child processes that decode images; a context manager.
 
     Any number of threads may call it: each borrows one child. Children start on first use and end with the context. Use
     it only in the process that made it.
 
     Args:
-      num_children: maximum number of processes, and so of concurrent pictures.
-      timeout_seconds: for reading and decoding one picture. After a crash or time-out a new child tries once more with
+      num_children: maximum number of processes, and so of concurrent images.
+      timeout_seconds: for reading and decoding one image. After a crash or time-out a new child tries once more with
         a longer limit: the machine may have been at fault.
       memory_mib: address space of one child.
     """
@@ -102,7 +116,7 @@ class Decoders:
 
     @property
     def num_at_once(self) -> int:
-        """Number of concurrent pictures."""
+        """Number of concurrent images."""
         return len(self._children)
 
     def close(self) -> None:
@@ -119,75 +133,73 @@ class Decoders:
     def size(
         self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, *, exif_orientation: bool = True
     ) -> tuple[int, int]:
-        """Height and width in pixels of a picture, from its header.
+        """Height and width in pixels of an image, from its header.
 
         Args:
-          path, offset, num_bytes, data: as in ``PicturePlace``.
-          exif_orientation: as of ``pixels.read_size``.
+          path, offset, num_bytes, data: as in ``ImagePlace``.
+          exif_orientation: as for ``pixels.read_size``.
         Raises:
-          RecordRejected: stage "scan"; not a picture, too large, unreadable, or it crashed its child.
+          RecordRejected: stage "scan"; not an image, too large, unreadable, or it crashed its child.
           ResourceError: a child cannot be started, or the disk or this machine fails, after some tries.
           RuntimeError: a bug in the decoder, or this is closed.
         """
+        size = self.size_of_head(path, offset, num_bytes, data, exif_orientation=exif_orientation)
+        assert size, "all of its bytes were at hand"
+        return size
+
+    def size_of_head(
+        self, path: Path, offset: int, num_bytes: int, head: bytes | None, *, exif_orientation: bool = True
+    ) -> tuple[int, int] | None:
+        """As ``size``, from only the first bytes; None if they do not tell."""
         job = {"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes}
-        head, _ = self._ask(job | {"exif_orientation": exif_orientation}, data)
-        height_px, width_px = head["size"]
-        return height_px, width_px
+        answer, _ = self._ask(job | {"exif_orientation": exif_orientation}, head)
+        height_px, width_px = answer["size"] or (0, 0)
+        return (height_px, width_px) if height_px else None
 
     def sizes(
-        self, places: Sequence[PicturePlace], *, exif_orientation: bool = True
+        self, places: Sequence[ImagePlace], *, exif_orientation: bool = True
     ) -> list[tuple[int, int] | RecordRejected]:
-        """As ``size`` for many pictures in one message, which is much faster; rejects are returned, not raised.
+        """As ``size`` for many files in one message, which is much faster; rejects are returned, not raised.
 
-        If a child crashes or hangs, each picture is tried alone, so that only the culprit is rejected.
+        If a child crashes or hangs, each image is tried alone, so that only the culprit is rejected.
 
         Raises: ResourceError, RuntimeError: as ``size``.
         """
-        if any(place.data is not None for place in places):
-            return [self._size_or_reject(place, exif_orientation) for place in places]
         found: list[tuple[int, int] | RecordRejected] = []
         while rest := [(str(path), offset, size) for path, offset, size, _ in places[len(found) :]]:
+            job = {"stage": "scan", "places": rest, "seconds": self._timeout_seconds / 2}
             try:
-                job = {"stage": "scan", "places": rest, "seconds": self._timeout_seconds / 2}
-                job["exif_orientation"] = exif_orientation
-                head, _ = self._ask(job, None, patience=(1,))
+                head, _ = self._ask(job | {"exif_orientation": exif_orientation}, None, patience=(1,))
             except RecordRejected:
                 return found + [self._size_or_reject(place, exif_orientation) for place in places[len(found) :]]
-            found += [RecordRejected(*one) if len(one) == 3 else (one[0], one[1]) for one in head["sizes"]]
+            found += [RecordRejected(*size) if len(size) == 3 else (size[0], size[1]) for size in head["sizes"]]
         return found
 
-    def _size_or_reject(self, place: PicturePlace, exif_orientation: bool) -> tuple[int, int] | RecordRejected:
+    def _size_or_reject(self, place: ImagePlace, exif_orientation: bool) -> tuple[int, int] | RecordRejected:
         try:
             return self.size(*place, exif_orientation=exif_orientation)
         except RecordRejected as reject:
             return reject
 
-    def picture(
+    def decode(
         self,
         path: Path,
         offset: int,
         num_bytes: int,
         data: bytes | None = None,
         *,
-        bucket: tuple[int, int],
-        crop: str,
-        resize_filter: str = "bicubic",
         exif_orientation: bool = True,
-        beside: tuple[int, int] | None = None,
-        mask_px: int = 0,
+        **how: Any,
     ) -> Decoded:
-        """Decode a picture and fit it into its bucket.
+        """Decode an image and fit it into its bucket.
 
         Args:
-          path, offset, num_bytes, data: as in ``PicturePlace``.
-          bucket, crop, resize_filter, beside, mask_px: as of ``pixels.decode_picture``.
-          exif_orientation: as of ``size``.
+          path, offset, num_bytes, data: as in ``ImagePlace``.
+          exif_orientation, how: as for ``pixels.decode_image``.
         Raises: as ``size``, with the stage "decode".
         """
-        job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes, "bucket": bucket}
-        job |= {"crop": crop, "resize_filter": resize_filter, "exif_orientation": exif_orientation}
-        job |= {"beside": beside, "mask_px": mask_px} if beside else {}
-        head, pixels = self._ask(job, data)
+        job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes, "how": how}
+        head, pixels = self._ask(job | {"exif_orientation": exif_orientation}, data)
         assert pixels is not None, "a child answers a decode with pixels"
         height_px, width_px = head["size"]
         return Decoded(pixels, height_px, width_px, head["checksum"], *head["seconds"])
@@ -197,10 +209,10 @@ class Decoders:
     ) -> tuple[dict[str, Any], np.ndarray | None]:
         """Send a job to a child; ``patience`` holds a factor of the time-out for each try. Faults are retried."""
         path = job.get("path") or job["places"][0][0]
-        return retried(lambda: self._try(job, data, patience), path, pause=self._closed.wait)
+        return retried(lambda: self._try(job, data, path, patience), path, pause=self._closed.wait)
 
     def _try(
-        self, job: dict[str, Any], data: bytes | None, patience: tuple[int, ...]
+        self, job: dict[str, Any], data: bytes | None, path: str, patience: tuple[int, ...]
     ) -> tuple[dict[str, Any], np.ndarray | None]:
         """As ``_ask``; raises OSError at a fault."""
         if os.getpid() != self._owner:
@@ -214,12 +226,12 @@ class Decoders:
             except (RecordRejected, TimeoutError) as error:
                 if self._closed.is_set() or len(patience) == 1:
                     raise
-                LOG.info("picture '%s' ended its decoder (%s): another tries once more", job.get("path"), error)
+                LOG.info("image '%s' ended its decoder (%s): trying once more with another", path, error)
                 head, pixels = child.ask(job, data, patience=patience[1])
         except (RecordRejected, ResourceError) as error:
             was_killed = isinstance(error, ResourceError) or error.reason == "decoder_crash"  # starting, or working
             if was_killed and self._closed.is_set():
-                raise RuntimeError("the decoders were closed while a picture was being decoded") from error
+                raise RuntimeError("the decoders were closed while an image was being decoded") from error
             raise
         finally:
             self._idle.put(child)
@@ -228,6 +240,120 @@ class Decoders:
         if "fault" in head:
             raise OSError(*head["fault"])
         if "error" in head:
-            first = job.get("path") or job["places"][0][0]
-            raise RuntimeError(f"picture '{first}': a bug in the decoder\n{head['error']}")
+            raise RuntimeError(f"image '{path}': a bug in the decoder\n{head['error']}")
         return head, pixels
+
+
+class DecoderProcess:
+    """A lazily started child and its socket; used by one thread at a time, killed if it does not answer."""
+
+    def __init__(self, module: str, timeout_seconds: float, memory_mib: int) -> None:
+        self._module, self._timeout_seconds, self._memory_mib = module, timeout_seconds, memory_mib
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def ask(
+        self, job: dict[str, Any], data: bytes | None, *, patience: float
+    ) -> tuple[dict[str, Any], np.ndarray | None]:
+        """Send one job, with its bytes if they are not in a file, and wait for the answer.
+
+        Raises: RecordRejected: decoder_crash, decoder_timeout. TimeoutError: it is still reading the file.
+          ResourceError: it does not start.
+        """
+        if self._process is not None and self._process.poll() is not None:
+            self.stop()  # killed from outside while idle
+        answered, is_reading = False, data is None and "places" not in job
+        try:
+            connection = self._connection or self._start()
+            connection.send_bytes(json.dumps({**job, "is_sent": data is not None}).encode())
+            if data is not None:
+                connection.send_bytes(data)
+            end = time.monotonic() + self._timeout_seconds * patience
+            message = READ
+            while message in (READ, READING):
+                if (left := end - time.monotonic()) <= 0 or not connection.poll(left):
+                    raise BlockingIOError
+                message = connection.recv_bytes(MAX_HEAD_BYTES)
+                is_reading = message == READING or (is_reading and message != READ)
+            head = json.loads(message)
+            shape = head.get("shape")
+            pixels = None if shape is None else np.frombuffer(connection.recv_bytes(), np.uint8).reshape(shape)
+            answered = True
+        except BlockingIOError as error:
+            seconds = f"{self._timeout_seconds * patience:g} s"
+            if is_reading:
+                raise TimeoutError(errno.ETIMEDOUT, f"no bytes in {seconds}") from error
+            raise RecordRejected(job["stage"], "decoder_timeout", f"no answer in {seconds}") from error
+        except (EOFError, OSError, ValueError) as error:
+            raise RecordRejected(job["stage"], "decoder_crash", self._how_it_ended()) from error
+        finally:
+            if not answered:  # also on Ctrl-C: otherwise the next job would get this answer
+                self.stop()
+        return head, pixels
+
+    def kill(self) -> None:
+        """Kill the process; the socket stays open for the thread that reads from it."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def stop(self) -> None:
+        """Kill the process and close its socket; the next job starts a new one."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._connection = self._process = None
+
+    def _start(self) -> Connection:
+        limits = (self._timeout_seconds * RETRY_PATIENCE, self._memory_mib, os.getpid())
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                whole = int(self._timeout_seconds)
+                timeout = struct.pack("@ll", whole, int((self._timeout_seconds - whole) * 1e6))
+                for kind in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # if it stops in the middle of an answer
+                    ours.setsockopt(socket.SOL_SOCKET, kind, timeout)
+                self._connection = Connection(ours.detach())
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", self._module, str(theirs.fileno()), *map(str, limits)],
+                    pass_fds=[theirs.fileno()],  # only this one: an inherited copy would keep a sibling's socket open
+                    env=_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,  # libtiff and others log there
+                    process_group=0,  # Ctrl-C is the parent's
+                )
+            end = time.monotonic() + START_SECONDS
+            while not self._connection.poll(ALIVE_SECONDS):  # also True at the end of the socket
+                if self._process.poll() is not None:
+                    raise EOFError  # a process forked meanwhile holds the socket open
+                if time.monotonic() > end:
+                    raise TimeoutError(f"no answer in {START_SECONDS:g} s")
+            if self._connection.recv_bytes(len(READY)) != READY:
+                raise OSError("its first message is wrong")
+        except (EOFError, OSError) as error:
+            how = self._how_it_ended() if self._process is not None and isinstance(error, EOFError) else str(error)
+            raise ResourceError(
+                f"image decoder '{self._module}': the process does not start ({how}). Needed: memory, two free file "
+                f"descriptors, and the image libraries. '{sys.executable} -m {self._module}' shows what is missing."
+            ) from error
+        return self._connection
+
+    def _how_it_ended(self) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the decoder's answer is not valid"
+        if code >= 0:
+            return f"the decoder ended with status {code}"
+        return f"the decoder was ended by signal {-code} ({signal.strsignal(-code)})"
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment and module path, with single-threaded libraries: the children are the threads."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {**os.environ, **threads, "PYTHONPATH": path}

@@ -1,9 +1,9 @@
-"""From the bytes of a picture file to the pixels of its bucket: upright, RGB, cropped; or a reason why not.
+"""From the bytes of an image file to the pixels of its bucket: upright, RGB, cropped; or a reason why not.
 
 Every mode that Pillow knows is either converted in a defined way or rejected: transparency is composited on white,
-16-bit grey is scaled, CMYK and palettes are converted, the first frame of an animation is used. Colour profiles are
-not applied, as in the published trainers. Where Pillow would silently give wrong colours, they are corrected here, or
-the picture is rejected.
+16-bit grey is scaled, CMYK and palettes are converted, the first frame of an animation is used. Color profiles are
+not applied, as in the published trainers. Where Pillow would silently give wrong colors, they are corrected here, or
+the image is rejected.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 import io
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,6 @@ from PIL import Image, ImageChops, ImageFile, UnidentifiedImageError
 
 from ...datasets.errors import RecordRejected
 from ...datasets.format.buckets import NO_EXIF, adm_sizes, cover_size
-from .masks import area_means
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 MAX_PIXELS = 89_478_485  # Pillow's own warning limit: 256 MiB of RGB
@@ -50,31 +51,23 @@ PROGRAMMING_ERRORS = (NameError, AttributeError, ImportError, NotImplementedErro
 
 
 def describe_colour(*, exif_orientation: bool) -> str:
-    """What is done to a picture before its crop, for the store's fingerprint."""
+    """What is done to an image before its crop, for the store's fingerprint."""
     return f"{'exif orientation' if exif_orientation else NO_EXIF}; {COLOUR}"
 
 
 def read_size(data: bytes, *, exif_orientation: bool = True) -> tuple[int, int]:
-    """Height and width in pixels of a picture, from its header.
+    """Height and width in pixels of an image, from its header.
 
     Args:
       exif_orientation: apply the EXIF orientation; TIFF and HEIF are always upright.
-    Raises: RecordRejected: not a picture, or too large.
+    Raises: RecordRejected: stage "scan"; not an image, or too large.
     """
-    try:
-        with _open(data) as image:
-            width, height = image.size
-            is_turned = exif_orientation and _orientation(image, data) in (5, 6, 7, 8)
-            return (width, height) if is_turned else (height, width)
-    except RecordRejected as reject:
-        raise RecordRejected("scan", reject.reason, reject.detail) from reject
-    except PROGRAMMING_ERRORS:
-        raise
-    except Exception as error:
-        raise _rejected("scan", error) from error
+    with _rejects("scan"), _open(data) as image:
+        is_turned = exif_orientation and _orientation(image, data) in (5, 6, 7, 8)
+        return image.size if is_turned else image.size[::-1]
 
 
-def decode_picture(
+def decode_image(
     data: bytes,
     *,
     bucket: tuple[int, int],
@@ -84,43 +77,59 @@ def decode_picture(
     beside: tuple[int, int] | None = None,
     mask_px: int = 0,
 ) -> tuple[np.ndarray, tuple[int, int]]:
-    """Decode a picture, and resize and crop it to its bucket.
+    """Decode an image, and resize and crop it to its bucket.
 
     Args:
       data: the file's bytes.
       bucket: (height_px, width_px).
       crop: "adm" or "bucket".
       resize_filter: of the last resize, one of RESAMPLING.
-      exif_orientation: as of ``read_size``.
-      beside: of a companion, height and width in pixels of its record's picture.
-      mask_px: of a mask, side of the squares whose mean grey is returned; 0 for a picture.
+      exif_orientation: as for ``read_size``.
+      beside: of a companion, height and width in pixels of its record's image.
+      mask_px: of a mask, side of the squares whose mean grey is returned; 0 for an image.
     Returns: (height_px, width_px, 3) uint8, of a mask (H, W) uint8; and the height and width in pixels of the
-      picture before the resize, as ``read_size`` has them.
-    Raises: RecordRejected.
+      image before the resize, as ``read_size`` has them.
+    Raises: RecordRejected: stage "decode".
     """
-    try:
-        with _open(data) as image:
-            orientation = _orientation(image, data) if exif_orientation else 1
-            _check_layout(image)
-            tile = image.tile[0] if image.tile else None  # lost by loading
-            image.load()
-            picture = _to_rgb(image, tile)
+    with _rejects("decode"):
+        with _open(data) as opened:
+            orientation = _orientation(opened, data) if exif_orientation else 1
+            _check_layout(opened)
+            tile = opened.tile[0] if opened.tile else None  # lost by loading
+            opened.load()
+            image = _to_rgb(opened, tile)
         if orientation in UPRIGHT:
-            picture = picture.transpose(UPRIGHT[orientation])
-        size = picture.height, picture.width
+            image = image.transpose(UPRIGHT[orientation])
+        size = image.height, image.width
         if mask_px:
-            return crop_mask(picture, bucket, crop, mask_px, beside or size), size
-        return crop_picture(picture, bucket, crop, resize_filter, beside), size
-    except (RecordRejected, *PROGRAMMING_ERRORS):
+            return crop_mask(image, bucket, crop, mask_px, beside or size), size
+        return crop_image(image, bucket, crop, resize_filter, beside), size
+
+
+@contextmanager
+def _rejects(stage: str) -> Iterator[None]:
+    """Turn what a decoder raises into a reject of the stage; mistakes in the code stay errors."""
+    try:
+        yield
+    except RecordRejected as reject:
+        raise RecordRejected(stage, reject.reason, reject.detail) from reject
+    except PROGRAMMING_ERRORS:
         raise
+    except UnidentifiedImageError as error:
+        raise RecordRejected(stage, "not_an_image", "no known image format") from error
     except Exception as error:
-        raise _rejected("decode", error) from error
+        reason = "decode_error"
+        if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning, MemoryError)):
+            reason = "too_large"
+        elif isinstance(error, OSError) and "truncated" in str(error).lower():
+            reason = "truncated"
+        raise RecordRejected(stage, reason, f"{type(error).__name__}: {error}"[:200]) from error
 
 
 def crop_geometry(
     height_px: int, width_px: int, bucket: tuple[int, int], crop: str
 ) -> tuple[list[tuple[int, int]], int, int]:
-    """Sizes through which a picture is resized, and the crop's top and left in the last of them, all in pixels."""
+    """Sizes through which an image is resized, and the crop's top and left in the last of them, all in pixels."""
     if crop == "adm":
         sizes = adm_sizes(height_px, width_px, bucket[0])
         return sizes, (sizes[-1][0] - bucket[0]) // 2, (sizes[-1][1] - bucket[1]) // 2
@@ -129,61 +138,100 @@ def crop_geometry(
     return [(height, width)], round((height - bucket[0]) / 2), round((width - bucket[1]) / 2)
 
 
-def crop_picture(
-    picture: Image.Image,
+def crop_image(
+    image: Image.Image,
     bucket: tuple[int, int],
     crop: str,
     resize_filter: str = "bicubic",
     beside: tuple[int, int] | None = None,
 ) -> np.ndarray:
-    """Resize and centre-crop an RGB picture; (height_px, width_px, 3) uint8.
+    """Resize and center-crop an RGB image; (height_px, width_px, 3) uint8.
 
     Args:
-      beside: of a companion, the size of its record's picture: it is resized to the same size and cropped at the same
+      beside: of a companion, the size of its record's image: it is resized to the same size and cropped at the same
         place.
-    Raises: RecordRejected: the picture is so long that it would exceed MAX_PIXELS before the crop; or a companion has
+    Raises: RecordRejected: the image is so long that it would exceed MAX_PIXELS before the crop; or a companion has
       another aspect.
     """
-    sizes, top, left = crop_geometry(picture.height, picture.width, bucket, crop)
+    sizes, top, left = crop_geometry(image.height, image.width, bucket, crop)
     if beside:
-        check_aspect((picture.height, picture.width), beside)
+        check_aspect((image.height, image.width), beside)
         (*_, last), top, left = crop_geometry(*beside, bucket, crop)
         sizes = [*sizes[:-1], last]
-    if sizes[-1][0] * sizes[-1][1] > MAX_PIXELS:
-        detail = (
-            f"{picture.height}x{picture.width} px would be resized to {sizes[-1][0]}x{sizes[-1][1]} px before the crop"
-        )
-        raise RecordRejected("decode", "aspect", detail)
+    if problem := resize_problem(image.height, image.width, sizes[-1]):
+        raise RecordRejected("decode", "aspect", problem)
     for height, width in sizes[:-1]:
-        picture = picture.resize((width, height), resample=Image.Resampling.BOX)
+        image = image.resize((width, height), resample=Image.Resampling.BOX)
     height, width = sizes[-1]
-    picture = picture.resize((width, height), resample=RESAMPLING[resize_filter])
-    return np.asarray(picture)[top : top + bucket[0], left : left + bucket[1]]
+    image = image.resize((width, height), resample=RESAMPLING[resize_filter])
+    return np.asarray(image)[top : top + bucket[0], left : left + bucket[1]]
+
+
+def resize_problem(height_px: int, width_px: int, resized: tuple[int, int]) -> str:
+    """Why an image is too long for its bucket; "" if it isn't."""
+    if resized[0] * resized[1] <= MAX_PIXELS:
+        return ""
+    return f"{height_px}x{width_px} px would be resized to {resized[0]}x{resized[1]} px before the crop"
 
 
 def crop_mask(
-    picture: Image.Image, bucket: tuple[int, int], crop: str, mask_px: int, beside: tuple[int, int]
+    image: Image.Image, bucket: tuple[int, int], crop: str, mask_px: int, beside: tuple[int, int]
 ) -> np.ndarray:
-    """Mean grey of each square of ``mask_px`` in the crop of the record's picture; (H, W) uint8.
+    """Mean grey of each square of ``mask_px`` in the crop of the record's image; (H, W) uint8.
 
     Args:
-      beside: size of the record's picture, in pixels.
+      beside: size of the record's image, in pixels.
     Raises: RecordRejected: the mask has another aspect.
     """
-    check_aspect((picture.height, picture.width), beside)
+    check_aspect((image.height, image.width), beside)
     (*_, resized), top, left = crop_geometry(*beside, bucket, crop)
     shape = bucket[0] // mask_px, bucket[1] // mask_px
-    return area_means(np.asarray(picture.convert("L")), resized, (top, left), shape, mask_px)
+    return area_means(np.asarray(image.convert("L")), resized, (top, left), shape, mask_px)
 
 
 def check_aspect(size: tuple[int, int], beside: tuple[int, int]) -> None:
-    """Raise RecordRejected unless a companion has the aspect of its record's picture, within a pixel of a side.
-
-    A side may be a pixel longer or shorter than the other size, scaled, has it: rounding gives no less.
-    """
+    """Raise RecordRejected unless a companion has the aspect of its record's image, within a pixel of rounding."""
     if abs(size[0] * beside[1] - size[1] * beside[0]) > max(beside):
-        detail = "{}x{} px, the record's picture has {}x{} px; needed the same aspect".format(*size, *beside)
+        detail = "{}x{} px, the record's image has {}x{} px; needed the same aspect".format(*size, *beside)
         raise RecordRejected("decode", "wrong_size", detail)
+
+
+def area_means(
+    grey: np.ndarray, resized: tuple[int, int], corner: tuple[int, int], shape: tuple[int, int], step_px: int
+) -> np.ndarray:
+    """Mean grey of the squares of a grid; a pixel that lies in two squares counts with its area in each.
+
+    All sums are integers, so the result is the same on every machine.
+
+    Args:
+      grey: (height_px, width_px) uint8.
+      resized: height and width in pixels to which the image would be resized.
+      corner: top and left of the grid in that size.
+      shape: (H, W) squares of the grid.
+      step_px: side of a square in that size.
+    Returns: (H, W) uint8, rounded, halves up.
+    """
+    sums, total = grey, 1
+    for axis in range(2):
+        moved = np.moveaxis(sums, axis, 0)
+        sums = np.moveaxis(_interval_sums(moved, resized[axis], corner[axis], shape[axis], step_px), 0, axis)
+        total *= step_px * grey.shape[axis]
+    return ((2 * sums + total) // (2 * total)).astype(np.uint8)
+
+
+def _interval_sums(values: np.ndarray, resized: int, first: int, count: int, step: int) -> np.ndarray:
+    """Sums over intervals of the first axis, (count, ...) int64.
+
+    The unit of length is one pixel divided by ``resized``: a pixel is ``resized`` units long, and a pixel of the
+    resized image as many as ``values`` has pixels.
+    """
+    length = len(values)
+    # 32 bits hold the sum of 16 million bytes, and half the memory of 64.
+    ends = np.zeros((length + 1, *values.shape[1:]), np.uint32 if values.dtype == np.uint8 else np.int64)
+    np.cumsum(values, axis=0, out=ends[1:])
+    whole, rest = np.divmod((first + step * np.arange(count + 1, dtype=np.int64)) * length, resized)
+    part = rest.reshape(-1, *[1] * (values.ndim - 1)) * values[np.minimum(whole, length - 1)]
+    return np.diff(resized * ends[whole].astype(np.int64) + part, axis=0)
 
 
 def _open(data: bytes) -> ImageFile.ImageFile:
@@ -225,15 +273,14 @@ def _orientation(image: Image.Image, data: bytes) -> int:
         return 1  # broken EXIF is common in the wild; the pixels are still good
 
 
-def _check_layout(image: Image.Image) -> None:
+def _check_layout(image: Any) -> None:
     """Reject layouts that Pillow misreads."""
     if image.format != "TIFF":
         return
-    tags = _tiff_tags(image)
-    if image.mode not in ("I", "F") and any(kind != 1 for kind in tags.get(SAMPLE_FORMAT_TAG, (1,))):
+    if image.mode not in ("I", "F") and any(kind != 1 for kind in image.tag_v2.get(SAMPLE_FORMAT_TAG, (1,))):
         raise RecordRejected("decode", "unsupported_mode", "samples that are not unsigned integers")
     # TIFF 6.0, section 21: 2x2 by default. Pillow reads uncompressed pixels as if it were 1x1.
-    if image.mode == "YCbCr" and tags.get(SUBSAMPLING_TAG, (2, 2)) != (1, 1):
+    if image.mode == "YCbCr" and image.tag_v2.get(SUBSAMPLING_TAG, (2, 2)) != (1, 1):
         raise RecordRejected("decode", "unsupported_mode", "uncompressed YCbCr with subsampled colour")
 
 
@@ -245,12 +292,11 @@ def _to_rgb(image: Image.Image, tile: Any) -> Image.Image:
         if image.format not in ("PNG", "PPM") or values.min() < 0 or values.max() > 65535:
             raise RecordRejected("decode", "unsupported_mode", "32-bit integer pixels")
         return _from_grey16(image, values)
-    if image.mode == "F":
-        raise RecordRejected("decode", "unsupported_mode", "floating-point pixels")
     if image.mode not in OPAQUE_MODES + ALPHA_MODES:
-        raise RecordRejected("decode", "unsupported_mode", f"{image.mode} pixels")
+        kind = "floating-point" if image.mode == "F" else image.mode
+        raise RecordRejected("decode", "unsupported_mode", f"{kind} pixels")
     if image.mode == "P" and not image.getpalette():
-        raise RecordRejected("decode", "decode_error", "a palette picture without its palette")
+        raise RecordRejected("decode", "decode_error", "a palette image without its palette")
     if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
         return ImageChops.invert(image).convert("RGB")  # Pillow assumes Adobe's inverted inks
     if image.format == "PNG" and "transparency" in image.info:
@@ -259,19 +305,19 @@ def _to_rgb(image: Image.Image, tile: Any) -> Image.Image:
         # Pillow converts La to RGBA only through LA.
         with_alpha = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         white = Image.new("RGBA", with_alpha.size, "white")
-        picture = Image.alpha_composite(white, with_alpha).convert("RGB")
+        rgb = Image.alpha_composite(white, with_alpha).convert("RGB")
     else:
-        picture = image.convert("RGB")
+        rgb = image.convert("RGB")
     if image.format == "GIF" and tile[1] != (0, 0, *image.size):
-        # The canvas outside of the first frame is empty; Pillow fills it with the first colour of the palette.
-        canvas = Image.new("RGB", picture.size, "white")
-        canvas.paste(picture.crop(tile[1]), tile[1])
+        # The canvas outside of the first frame is empty; Pillow fills it with the first color of the palette.
+        canvas = Image.new("RGB", rgb.size, "white")
+        canvas.paste(rgb.crop(tile[1]), tile[1])
         return canvas
-    return picture
+    return rgb
 
 
 def _scale_transparent_colour(image: Image.Image, raw_mode: str) -> None:
-    """Scale a PNG's transparent colour from the depth of the file to 8 bits, as Pillow does with the pixels."""
+    """Scale a PNG's transparent color from the depth of the file to 8 bits, as Pillow does with the pixels."""
     if raw_mode == "RGB;16B":
         raise RecordRejected("decode", "unsupported_mode", "a transparent colour in 16-bit RGB")
     if raw_mode in ("L;2", "L;4"):
@@ -279,8 +325,8 @@ def _scale_transparent_colour(image: Image.Image, raw_mode: str) -> None:
         image.info["transparency"] = (image.info["transparency"] & (1 << depth) - 1) * (255 // ((1 << depth) - 1))
 
 
-def _from_grey16(image: Image.Image, values: np.ndarray) -> Image.Image:
-    tags = _tiff_tags(image) if image.format == "TIFF" else {}
+def _from_grey16(image: Any, values: np.ndarray) -> Image.Image:
+    tags = image.tag_v2 if image.format == "TIFF" else {}
     largest = (1 << tags.get(BITS_TAG, (16,))[0]) - 1  # a TIFF may hold 12 bits a sample
     scaled = np.round(np.minimum(np.arange(1 << 16), largest) / (largest / 255)).astype(np.uint8)
     if tags.get(PHOTOMETRIC_TAG) == 0:  # white is zero
@@ -289,18 +335,3 @@ def _from_grey16(image: Image.Image, values: np.ndarray) -> Image.Image:
     if "transparency" in image.info:
         grey[values == image.info["transparency"]] = 255
     return Image.fromarray(grey).convert("RGB")
-
-
-def _tiff_tags(image: Any) -> Any:
-    return image.tag_v2
-
-
-def _rejected(stage: str, error: Exception) -> RecordRejected:
-    detail = f"{type(error).__name__}: {error}"[:200]
-    if isinstance(error, UnidentifiedImageError):
-        return RecordRejected(stage, "not_an_image", "no known picture format")
-    if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning, MemoryError)):
-        return RecordRejected(stage, "too_large", detail)
-    if isinstance(error, OSError) and ("truncated" in str(error) or "Truncated" in str(error)):
-        return RecordRejected(stage, "truncated", detail)
-    return RecordRejected(stage, "decode_error", detail)

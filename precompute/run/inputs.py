@@ -99,7 +99,7 @@ class ImageReader:
             fetch_seconds = time.perf_counter() - start
             images = self.images
             settings = {"crop": images.crop, "resize_filter": images.resize_filter}
-            decoded = self.decoders.picture(
+            decoded = self.decoders.decode(
                 *where, bucket=bucket, exif_orientation=images.exif_orientation, **settings, **how
             )
         except RecordRejected as reject:

@@ -20,7 +20,7 @@ import pyarrow.compute
 from ...datasets.disk.hashing import sha256_of
 from ...datasets.errors import RecordRejected, SourceError
 from ..config import Kind, SourceSection
-from ..images.decoders import PicturePlace
+from ..images.decoders import ImagePlace
 from ..images.faults import fault_error, is_fault
 from .files.files import LocalFiles, SourceFiles, open_source_files
 from .files.folders import Scan, image_folder, sidecar_folder
@@ -114,7 +114,7 @@ class OpenedSource:
         """Decoders read the pictures themselves; otherwise this process sends them the bytes."""
         return all(part.kind not in ROWS and isinstance(part.files, LocalFiles) for part in self.parts)
 
-    def place(self, path: str, offset: int, num_bytes: int, *, stage: str, picture: str = "") -> PicturePlace:
+    def place(self, path: str, offset: int, num_bytes: int, *, stage: str, picture: str = "") -> ImagePlace:
         """Where a decoder finds a picture: in a local file, or in bytes that this process has read.
 
         Args:
@@ -125,9 +125,9 @@ class OpenedSource:
         if other:
             return other.place(path, offset, num_bytes, stage=stage, picture=picture)
         if self.kind not in ROWS and isinstance(self.files, LocalFiles):
-            return PicturePlace(self.files.root / path, offset, num_bytes)
+            return ImagePlace(self.files.root / path, offset, num_bytes)
         data = self.read(path, offset, num_bytes, stage=stage, picture=picture)
-        return PicturePlace(Path(path), 0, len(data), data)
+        return ImagePlace(Path(path), 0, len(data), data)
 
     def read(self, path: str, offset: int, num_bytes: int, *, stage: str, picture: str = "") -> bytes:
         """Read the bytes of a picture.

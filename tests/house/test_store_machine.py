@@ -52,7 +52,7 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
 from leandit.precompute.encoders import loading
 from leandit.precompute.images import decoders
-from leandit.precompute.images.pixels import crop_picture
+from leandit.precompute.images.pixels import crop_image
 from leandit.precompute.planning.compare import Options
 from leandit.tools.inspection import verify
 
@@ -77,7 +77,7 @@ def _small() -> Iterator[None]:
 def latent_of(number: int, seed: int, bucket: str) -> bytes:
     """What the encoder gives for a picture alone."""
     image = picture(seed, 32, 48 if number % 3 == 2 else 32)  # as save_picture
-    pixels = crop_picture(image, bucket_size(bucket), "bucket")[None]
+    pixels = crop_image(image, bucket_size(bucket), "bucket")[None]
     moments = loaded(recipe().vae, recipe().text).image.encode(pixels)
     return moments[0, : moments.shape[1] // 2].astype(np.float16).tobytes()
 

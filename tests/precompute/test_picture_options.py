@@ -16,7 +16,7 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoders import Decoders
-from leandit.precompute.images.pixels import decode_picture, describe_colour, read_size
+from leandit.precompute.images.pixels import decode_image, describe_colour, read_size
 from leandit.precompute.sources.files import record as source_record
 from leandit.precompute.sources.source import list_source
 
@@ -40,14 +40,14 @@ def make(recipe: PrecomputeRecipe, source: Path, store: Path) -> LatentStore:
 def test_a_picture_is_left_as_it_is_stored_where_exif_is_ignored(tmp_path: Path, decoders: Decoders) -> None:
     turned, plain = encoded("JPEG", orientation=6), encoded("JPEG")
     assert (read_size(turned), read_size(turned, exif_orientation=False)) == ((80, 40), (40, 80))
-    stored = decode_picture(plain, bucket=(32, 64), crop="bucket")[0]
-    found = decode_picture(turned, bucket=(32, 64), crop="bucket", exif_orientation=False)[0]
+    stored = decode_image(plain, bucket=(32, 64), crop="bucket")[0]
+    found = decode_image(turned, bucket=(32, 64), crop="bucket", exif_orientation=False)[0]
     assert np.array_equal(found, stored)
-    assert not np.array_equal(found, decode_picture(turned, bucket=(32, 64), crop="bucket")[0])
+    assert not np.array_equal(found, decode_image(turned, bucket=(32, 64), crop="bucket")[0])
     (tmp_path / "0.jpg").write_bytes(turned)
     place = tmp_path / "0.jpg", 0, len(turned)
     assert (decoders.size(*place), decoders.size(*place, exif_orientation=False)) == ((80, 40), (40, 80))
-    decoded = decoders.picture(*place, bucket=(32, 64), crop="bucket", exif_orientation=False)
+    decoded = decoders.decode(*place, bucket=(32, 64), crop="bucket", exif_orientation=False)
     assert np.array_equal(decoded.pixels, stored)
 
 

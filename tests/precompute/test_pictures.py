@@ -48,7 +48,7 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.deep_check import deep_check
 from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.images.decoders import Decoders
-from leandit.precompute.images.pixels import decode_picture
+from leandit.precompute.images.pixels import decode_image
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.planning.compare import Options
 from leandit.precompute.repair import Tools, repair
@@ -163,7 +163,7 @@ def test_a_companion_is_encoded_from_its_crop_at_the_place_of_the_picture(stores
     for i in (1, 2, 3):
         record = store.record(f"images/{i}.png")
         assert record.bucket is not None
-        pixels, size = decode_picture(
+        pixels, size = decode_image(
             (source / f"edits/{i}.png").read_bytes(),
             bucket=bucket_size(record.bucket),
             crop="bucket",
@@ -182,7 +182,7 @@ def test_a_mask_is_stored_at_the_size_of_the_latents_and_flipped_with_them(store
         record = store.record(f"images/{i}.png")
         assert record.bucket is not None
         downscale, bucket = store.spec.latent.downscale, bucket_size(record.bucket)
-        expected, _ = decode_picture(
+        expected, _ = decode_image(
             (source / f"masks/{i}.png").read_bytes(),
             bucket=bucket,
             crop="bucket",
@@ -275,11 +275,11 @@ REJECTS = {
     0: ("scan", "missing_file", "picture 'edit': there is no 'edits/gone.png'"),
     1: ("scan", "bad_metadata", "picture 'mask': the row does not name its image as text in UTF-8"),
     2: ("scan", "bad_metadata", "picture 'copy': the row does not name its image as text in UTF-8"),
-    3: ("decode", "not_an_image", "picture 'copy', 'copies/3.png': no known picture format"),
+    3: ("decode", "not_an_image", "picture 'copy', 'copies/3.png': no known image format"),
     4: (
         "decode",
         "wrong_size",
-        "picture 'mask', 'masks/4.png': 45x45 px, the record's picture has 60x100 px; needed the same aspect",
+        "picture 'mask', 'masks/4.png': 45x45 px, the record's image has 60x100 px; needed the same aspect",
     ),
     5: ("scan", "bad_metadata", "picture 'edit': file_name leaves the source folder"),
 }

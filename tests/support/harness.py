@@ -43,7 +43,7 @@ from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from leandit.precompute.encoders.loading import Encoders, load_encoders
 from leandit.precompute.images.decoder_child import answer
-from leandit.precompute.images.decoders import Decoded, PicturePlace
+from leandit.precompute.images.decoders import Decoded, ImagePlace
 from leandit.precompute.planning.compare import Options
 from leandit.precompute.sharing import leases
 
@@ -147,17 +147,26 @@ class InProcessDecoders:
         return answer({"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes})[0]["size"]
 
     def sizes(
-        self, places: Sequence[PicturePlace], *, exif_orientation: bool = True
+        self, places: Sequence[ImagePlace], *, exif_orientation: bool = True
     ) -> list[tuple[int, int] | RecordRejected]:
         """As ``Decoders.sizes``."""
         found = answer({"stage": "scan", "places": [place[:3] for place in places], "seconds": 5.0})[0]["sizes"]
         return [RecordRejected(*one) if len(one) == 3 else one for one in found]
 
-    def picture(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, **how: Any) -> Decoded:
-        """As ``Decoders.picture``."""
+    def decode(
+        self,
+        path: Path,
+        offset: int,
+        num_bytes: int,
+        data: bytes | None = None,
+        *,
+        exif_orientation: bool = True,
+        **how: Any,
+    ) -> Decoded:
+        """As ``Decoders.decode``."""
         assert data is None
-        job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes}
-        head, pixels = answer({**job, **how})
+        job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes, "how": how}
+        head, pixels = answer(job | {"exif_orientation": exif_orientation})
         return Decoded(pixels, *head["size"], head["checksum"], *head["seconds"])
 
 

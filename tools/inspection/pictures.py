@@ -383,5 +383,5 @@ def read_originals(store: LatentStore, source: SourcePaths, keys: Sequence[str])
             bucket = store.record(record.key).bucket or f"{images.resolution_px}x{images.resolution_px}"
             with contextlib.suppress(RecordRejected):  # its cell stays gray
                 place = listed.place(record.path, record.offset, record.num_bytes, stage="decode")
-                originals[record.key] = decoders.picture(*place, bucket=bucket_size(bucket), **how).pixels
+                originals[record.key] = decoders.decode(*place, bucket=bucket_size(bucket), **how).pixels
     return originals

@@ -26,8 +26,8 @@ from leandit.datasets.format.schema import Manifest
 from leandit.datasets.format.table_schemas import REJECT_REASONS
 from leandit.precompute import pipeline
 from leandit.precompute.images import faults
-from leandit.precompute.images.decoders import Decoded, Decoders, PicturePlace
-from leandit.precompute.images.pixels import decode_picture, read_size
+from leandit.precompute.images.decoders import Decoded, Decoders, ImagePlace
+from leandit.precompute.images.pixels import decode_image, read_size
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at processes through /proc")
 
@@ -51,7 +51,7 @@ def photo(tmp_path: Path) -> Path:
 
 
 def decode(decoders: Decoders, path: Path) -> Decoded:
-    return decoders.picture(path, 0, path.stat().st_size, bucket=BUCKET, crop="bucket")
+    return decoders.decode(path, 0, path.stat().st_size, bucket=BUCKET, crop="bucket")
 
 
 def named(folder: Path, name: str) -> Path:
@@ -103,7 +103,7 @@ def gone_within(pid: int, seconds: float) -> bool:
 def test_a_child_gives_the_pixels_the_size_and_the_checksum(shared: Decoders, photo: Path) -> None:
     data = photo.read_bytes()
     found = decode(shared, photo)
-    assert np.array_equal(found.pixels, decode_picture(data, bucket=BUCKET, crop="bucket")[0])
+    assert np.array_equal(found.pixels, decode_image(data, bucket=BUCKET, crop="bucket")[0])
     assert found.pixels.dtype == np.uint8
     assert (found.height_px, found.width_px) == (60, 40) == read_size(data)
     assert found.source_checksum == xxhash.xxh3_64_intdigest(data)
@@ -115,8 +115,8 @@ def test_a_picture_inside_of_a_larger_file_is_read_from_its_place(shared: Decode
     tar = photo.with_name("tar")
     tar.write_bytes(b"x" * 1000 + data + b"y" * 77)
     assert shared.size(tar, 1000, len(data)) == (60, 40)
-    found = shared.picture(tar, 1000, len(data), bucket=(32, 32), crop="adm")
-    assert np.array_equal(found.pixels, decode_picture(data, bucket=(32, 32), crop="adm")[0])
+    found = shared.decode(tar, 1000, len(data), bucket=(32, 32), crop="adm")
+    assert np.array_equal(found.pixels, decode_image(data, bucket=(32, 32), crop="adm")[0])
 
 
 def test_a_name_that_is_no_utf8_is_read(shared: Decoders, photo: Path) -> None:
@@ -129,24 +129,12 @@ def test_a_name_that_is_no_utf8_is_read(shared: Decoders, photo: Path) -> None:
 def test_a_reject_is_the_one_of_the_function_in_this_process(shared: Decoders, tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "broken"
     path.write_bytes(data)
-    here = rejected(lambda: decode_picture(data, bucket=BUCKET, crop="bucket"))
+    here = rejected(lambda: decode_image(data, bucket=BUCKET, crop="bucket"))
     there = rejected(lambda: decode(shared, path))
     assert (there.stage, there.reason, there.detail) == (here.stage, here.reason, here.detail)
     if here.reason == "not_an_image":
         here, there = rejected(lambda: read_size(data)), rejected(lambda: shared.size(path, 0, len(data)))
         assert (there.stage, there.reason, there.detail) == (here.stage, here.reason, here.detail)
-
-
-def test_many_threads_share_the_children(tmp_path: Path) -> None:
-    paths = []
-    for i in range(25):
-        paths.append(tmp_path / f"{i}.jpg")
-        paths[-1].write_bytes(encoded(noise(24 + i, 40 - i, i), "JPEG"))
-    expected = [decode_picture(path.read_bytes(), bucket=BUCKET, crop="bucket")[0] for path in paths]
-    with Decoders(3) as decoders, ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda path: decode(decoders, path), paths * 64))
-        assert len(children()) >= 2
-    assert all(np.array_equal(f.pixels, e) for f, e in zip(found, expected * 64, strict=True))
 
 
 # -- a picture that takes its child with it --
@@ -192,11 +180,11 @@ def test_a_picture_whose_child_was_killed_from_outside_is_not_rejected(tmp_path:
     ("name", "reason"), [("kill", "decoder_crash"), ("exit", "decoder_crash"), ("sleep", "decoder_timeout")]
 )
 def test_of_many_sizes_only_that_of_the_culprit_is_lost(tmp_path: Path, photo: Path, name: str, reason: str) -> None:
-    good = PicturePlace(photo, 0, photo.stat().st_size)
+    good = ImagePlace(photo, 0, photo.stat().st_size)
     broken, gone = named(tmp_path, "broken"), tmp_path / "gone"
-    places = [good, PicturePlace(named(tmp_path, name), 0, 1), good, PicturePlace(broken, 0, 1)]
+    places = [good, ImagePlace(named(tmp_path, name), 0, 1), good, ImagePlace(broken, 0, 1)]
     with Decoders(1, timeout_seconds=0.5, _child_module=STUB) as decoders:
-        found = decoders.sizes([*places, PicturePlace(gone, 0, 1), good])
+        found = decoders.sizes([*places, ImagePlace(gone, 0, 1), good])
         assert decoders.sizes([good, good]) == [(60, 40)] * 2
         assert decoders.sizes([]) == []
     reasons = [one.reason if isinstance(one, RecordRejected) else one for one in found]
@@ -218,19 +206,9 @@ def test_a_child_that_does_not_end_costs_one_picture_and_its_time(tmp_path: Path
         assert decode(decoders, photo).height_px == 60
 
 
-def test_a_child_that_was_killed_while_it_was_idle_costs_nothing(photo: Path) -> None:
-    processes = children()
-    with Decoders(1) as decoders:
-        decode(decoders, photo)
-        (child,) = children() - processes
-        os.kill(child, signal.SIGKILL)
-        assert gone_within(child, 5)
-        assert decode(decoders, photo).height_px == 60
-
-
 def test_crashes_among_many_pictures_hit_only_their_own(tmp_path: Path, photo: Path) -> None:
     bad = named(tmp_path, "kill")
-    expected = decode_picture(photo.read_bytes(), bucket=BUCKET, crop="bucket")[0]
+    expected = decode_image(photo.read_bytes(), bucket=BUCKET, crop="bucket")[0]
 
     def work(i: int) -> str:
         try:
@@ -266,7 +244,7 @@ def test_what_is_no_regular_file_never_blocks(shared: Decoders, tmp_path: Path) 
             start = time.monotonic()
             for stage, work in (
                 ("scan", lambda path=path: shared.size(path, 0, 9)),
-                ("decode", lambda path=path: shared.picture(path, 0, 9, bucket=BUCKET, crop="bucket")),
+                ("decode", lambda path=path: shared.decode(path, 0, 9, bucket=BUCKET, crop="bucket")),
             ):
                 found = rejected(work)
                 assert (found.stage, found.reason) == (stage, "unreadable"), path
@@ -276,7 +254,7 @@ def test_what_is_no_regular_file_never_blocks(shared: Decoders, tmp_path: Path) 
 def test_a_file_that_has_become_shorter_is_rejected(shared: Decoders, photo: Path) -> None:
     size = photo.stat().st_size
     for offset, num_bytes in ((0, size + 1), (size + 5, 1), (0, 10**15)):
-        found = rejected(lambda: shared.picture(photo, offset, num_bytes, bucket=BUCKET, crop="adm"))  # noqa: B023
+        found = rejected(lambda: shared.decode(photo, offset, num_bytes, bucket=BUCKET, crop="adm"))  # noqa: B023
         assert (found.stage, found.reason) == ("decode", "source_changed")
 
 
@@ -443,13 +421,6 @@ def test_a_child_that_cannot_start_is_an_error_of_resources(photo: Path) -> None
     assert open_files() == files
 
 
-@pytest.mark.slow
-def test_a_child_that_starts_slowly_is_waited_for(photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB_START_SECONDS", "65")  # as on a machine with ten busy processes for each core
-    with Decoders(1, _child_module=STUB) as decoders:
-        assert decode(decoders, photo).height_px == 60
-
-
 def test_decoders_belong_to_the_process_that_made_them(photo: Path) -> None:
     def use(send: object) -> None:
         try:
@@ -472,12 +443,6 @@ def test_decoders_belong_to_the_process_that_made_them(photo: Path) -> None:
         assert decode(decoders, photo).height_px == 60
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_no_children_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match="num_children"):
-        Decoders(count)
-
-
 # -- faults of the disk or the machine --
 
 
@@ -494,7 +459,7 @@ def test_a_disk_that_fails_for_a_moment_costs_nothing(shared: Decoders, tmp_path
     (tmp_path / "broken").write_text("3")
     assert decode(shared, path).height_px == 40
     (tmp_path / "broken").write_text("1")
-    place = PicturePlace(path, 0, path.stat().st_size)
+    place = ImagePlace(path, 0, path.stat().st_size)
     assert shared.sizes([place, place]) == [(40, 60)] * 2
 
 
@@ -506,7 +471,7 @@ def test_a_disk_that_fails_is_an_error_of_resources_and_no_reject(shared: Decode
     for work in (
         lambda: decode(shared, path),
         lambda: shared.size(path, 0, 9),
-        lambda: shared.sizes([PicturePlace(path, 0, 9)]),
+        lambda: shared.sizes([ImagePlace(path, 0, 9)]),
     ):
         with pytest.raises(ResourceError, match=r"eio\.png.*Input/output error.*Nothing was rejected") as caught:
             work()

@@ -1,21 +1,19 @@
-"""Pictures: both crops bit for bit, every mode and orientation exactly, every broken file rejected with its reason."""
+"""Crops bit for bit, headers without pixels, companions and masks at the place of their record's image."""
 
 from __future__ import annotations
 
 import io
 import math
-import struct
-import zlib
-from typing import Any
 
 import numpy as np
 import pytest
+from companions import grey
 from making import picture
+from pictures import encoded, exif, noise
 from PIL import Image
 
 from leandit.datasets.errors import RecordRejected
-from leandit.datasets.format.table_schemas import REJECT_REASONS
-from leandit.precompute.images.pixels import crop_picture, decode_picture, read_size
+from leandit.precompute.images.pixels import area_means, crop_geometry, crop_image, decode_image, read_size
 
 SIZES = [
     (h, w) for h in (1, 17, 32, 33, 63, 64, 65, 95, 127, 131, 255, 301) for w in (1, 31, 32, 47, 64, 128, 129, 257)
@@ -23,19 +21,9 @@ SIZES = [
 BUCKETS = [(32, 32), (48, 80), (80, 48), (64, 32)]
 
 
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
 def decoded(data: bytes, height_px: int, width_px: int) -> np.ndarray:
     """Pixels with neither resize nor crop."""
-    return decode_picture(data, bucket=(height_px, width_px), crop="bucket")[0]
-
-
-def noise(height_px: int, width_px: int, seed: int = 0) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height_px, width_px, 3), np.uint8))
+    return decode_image(data, bucket=(height_px, width_px), crop="bucket")[0]
 
 
 def adm_by_hand(image: Image.Image, side: int) -> np.ndarray:
@@ -68,14 +56,14 @@ def bucket_by_hand(
 def test_the_adm_crop_equals_the_published_one_bit_for_bit(side: int) -> None:
     for size in SIZES:
         image = noise(*size)
-        assert np.array_equal(crop_picture(image, (side, side), "adm"), adm_by_hand(image, side)), size
+        assert np.array_equal(crop_image(image, (side, side), "adm"), adm_by_hand(image, side)), size
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_the_bucket_crop_covers_its_bucket_and_equals_pixarts(bucket: tuple[int, int]) -> None:
     for size in SIZES:
         image = noise(*size)
-        cropped = crop_picture(image, bucket, "bucket")
+        cropped = crop_image(image, bucket, "bucket")
         assert cropped.shape == (*bucket, 3)
         assert np.array_equal(cropped, bucket_by_hand(image, bucket)), size
 
@@ -84,54 +72,20 @@ def test_the_bucket_crop_covers_its_bucket_and_equals_pixarts(bucket: tuple[int,
 def test_a_bucket_crop_with_lanczos_equals_pixarts_for_its_large_tables(bucket: tuple[int, int]) -> None:
     for size in SIZES[::3]:
         data = encoded(noise(*size), "PNG")
-        found = decode_picture(data, bucket=bucket, crop="bucket", resize_filter="lanczos")[0]
+        found = decode_image(data, bucket=bucket, crop="bucket", resize_filter="lanczos")[0]
         assert np.array_equal(found, bucket_by_hand(noise(*size), bucket, Image.Resampling.LANCZOS)), size
 
 
 def test_a_picture_of_the_buckets_size_is_kept_as_it_is() -> None:
     image = noise(48, 80)
     assert np.array_equal(decoded(encoded(image, "PNG"), 48, 80), np.asarray(image))
-    assert np.array_equal(crop_picture(noise(48, 48), (48, 48), "adm"), np.asarray(noise(48, 48)))
-
-
-# How the upright picture lies in the file, from EXIF 2.3 section 4.6.4 A ("the 0th row is the visual top ...").
-LIES = {
-    1: lambda a: a,
-    2: lambda a: a[:, ::-1],
-    3: lambda a: a[::-1, ::-1],
-    4: lambda a: a[::-1],
-    5: lambda a: a.swapaxes(0, 1),
-    6: lambda a: a[:, ::-1].swapaxes(0, 1),
-    7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
-    8: lambda a: a[::-1].swapaxes(0, 1),
-}
-
-
-@pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {}), ("JPEG", {})])
-@pytest.mark.parametrize("orientation", LIES)
-@pytest.mark.parametrize(("height_px", "width_px"), [(24, 40), (40, 24)])
-def test_every_exif_orientation_gives_the_upright_picture(
-    kind: str, options: dict[str, Any], orientation: int, height_px: int, width_px: int
-) -> None:
-    if kind == "JPEG":  # 8x8 blocks of one grey survive compression but for rounding
-        blocks = np.random.default_rng(1).integers(0, 256, (height_px // 8, width_px // 8, 1), np.uint8)
-        upright = blocks.repeat(8, 0).repeat(8, 1).repeat(3, 2)
-        options = {"quality": 100, "subsampling": 0}
-    else:
-        upright = np.asarray(noise(height_px, width_px))
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(Image.fromarray(np.ascontiguousarray(LIES[orientation](upright))), kind, exif=exif, **options)
-    assert read_size(data) == (height_px, width_px)
-    worst = int(np.abs(decoded(data, height_px, width_px).astype(int) - upright).max())
-    assert worst <= (1 if kind == "JPEG" else 0)
+    assert np.array_equal(crop_image(noise(48, 48), (48, 48), "adm"), np.asarray(noise(48, 48)))
 
 
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
 def test_an_orientation_that_does_not_exist_is_ignored(orientation: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    assert np.array_equal(decoded(encoded(noise(24, 40), "PNG", exif=exif), 24, 40), np.asarray(noise(24, 40)))
+    data = encoded(noise(24, 40), "PNG", exif=exif(orientation))
+    assert np.array_equal(decoded(data, 24, 40), np.asarray(noise(24, 40)))
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
@@ -139,142 +93,6 @@ def test_broken_exif_does_not_cost_the_picture() -> None:
     data = encoded(noise(24, 40), "PNG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
     assert read_size(data) == (24, 40)
     assert np.array_equal(decoded(data, 24, 40), np.asarray(noise(24, 40)))
-
-
-def column(*colours: Any, mode: str) -> Image.Image:
-    """A picture whose rows have one colour each."""
-    image = Image.new(mode, (4, len(colours)))
-    for y, colour in enumerate(colours):
-        image.paste(colour, (0, y, 4, y + 1))
-    return image
-
-
-def grey16(*levels: int) -> Image.Image:
-    return Image.fromarray(np.repeat(np.array(levels, np.uint16)[:, None], 4, 1))
-
-
-def palette(*indices: int, **info: Any) -> Image.Image:
-    image = column(*indices, mode="P")
-    image.putpalette([255, 0, 0, 0, 200, 0, 1, 2, 3])
-    image.info |= info
-    return image
-
-
-def pgm16(*levels: int) -> bytes:
-    return b"P5 4 %d 65535\n" % len(levels) + np.repeat(np.array(levels, ">u2"), 4).tobytes()
-
-
-RED, GREEN, INK, WHITE, BLACK = (255, 0, 0), (0, 200, 0), (1, 2, 3), (255,) * 3, (0,) * 3
-EXACT = {
-    "rgb": (encoded(column(RED, INK, mode="RGB"), "PNG"), [RED, INK]),
-    "cmyk tiff": (
-        encoded(column((0, 0, 0, 0), (0, 0, 0, 255), (255, 0, 0, 0), (0, 255, 255, 0), mode="CMYK"), "TIFF"),
-        [WHITE, BLACK, (0, 255, 255), RED],
-    ),
-    "grey": (encoded(column(0, 7, 255, mode="L"), "PNG"), [BLACK, (7,) * 3, WHITE]),
-    "1-bit": (encoded(column(0, 1, mode="1"), "PNG"), [BLACK, WHITE]),
-    "1-bit tiff": (encoded(column(0, 1, mode="1"), "TIFF"), [BLACK, WHITE]),
-    "16-bit png": (encoded(grey16(0, 257 * 9, 257 * 128, 65535), "PNG"), [BLACK, (9,) * 3, (128,) * 3, WHITE]),
-    "16-bit tiff": (encoded(grey16(0, 257 * 9, 257 * 128, 65535), "TIFF"), [BLACK, (9,) * 3, (128,) * 3, WHITE]),
-    "16-bit pgm": (pgm16(0, 257 * 9, 257 * 128, 65535), [BLACK, (9,) * 3, (128,) * 3, WHITE]),
-    "palette": (encoded(palette(0, 1, 2), "PNG"), [RED, GREEN, INK]),
-    "palette with transparency": (encoded(palette(0, 1, 2), "PNG", transparency=1), [RED, WHITE, INK]),
-    "palette with alphas": (encoded(palette(0, 1, 2), "PNG", transparency=b"\xff\x00\xff"), [RED, WHITE, INK]),
-    "gif with transparency": (encoded(palette(0, 1, 2), "GIF", transparency=1), [RED, WHITE, INK]),
-    "rgb with a transparent colour": (
-        encoded(column(RED, INK, mode="RGB"), "PNG", transparency=INK),
-        [RED, WHITE],
-    ),
-    "rgba": (
-        encoded(column((*INK, 255), (*RED, 0), (0, 0, 0, 51), mode="RGBA"), "PNG"),
-        [INK, WHITE, (204, 204, 204)],
-    ),
-    "rgba webp": (encoded(column((*INK, 255), (*RED, 0), mode="RGBA"), "WEBP", lossless=True), [INK, WHITE]),
-    "la": (encoded(column((9, 255), (9, 0), (0, 51), mode="LA"), "PNG"), [(9,) * 3, WHITE, (204, 204, 204)]),
-    "bmp": (encoded(column(RED, INK, mode="RGB"), "BMP"), [RED, INK]),
-    "ppm": (encoded(column(RED, INK, mode="RGB"), "PPM"), [RED, INK]),
-    "animated gif": (
-        encoded(palette(0, 1), "GIF", save_all=True, append_images=[palette(2, 2), palette(1, 0)]),
-        [RED, GREEN],
-    ),
-    "animated webp": (
-        encoded(
-            column(RED, INK, mode="RGB"),
-            "WEBP",
-            save_all=True,
-            lossless=True,
-            append_images=[column(WHITE, RED, mode="RGB")],
-        ),
-        [RED, INK],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_every_mode_becomes_the_right_rgb(name: str) -> None:
-    data, rows = EXACT[name]
-    expected = np.repeat(np.array(rows, np.uint8)[:, None], 4, 1)
-    assert read_size(data) == expected.shape[:2]
-    assert np.array_equal(decoded(data, len(rows), 4), expected)
-
-
-def test_a_cmyk_jpeg_is_not_inverted() -> None:
-    cyan = Image.new("CMYK", (16, 16), (255, 0, 0, 0))
-    pixels = decoded(encoded(cyan, "JPEG", quality=100), 16, 16)
-    assert np.abs(pixels.astype(int) - (0, 255, 255)).max() <= 2
-
-
-def test_the_file_name_does_not_decide_the_format() -> None:
-    for kind in ("PNG", "BMP", "GIF"):  # the decoder sees bytes only
-        assert decoded(encoded(Image.new("RGB", (4, 4), RED), kind), 4, 4)[0, 0].tolist() == list(RED)
-
-
-def png_header(width_px: int, height_px: int) -> bytes:
-    body = b"IHDR" + struct.pack(">IIBBBBB", width_px, height_px, 8, 2, 0, 0, 0)
-    end = struct.pack(">I", 0) + b"IEND" + struct.pack(">I", zlib.crc32(b"IEND"))
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body)) + end
-
-
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"", "not_an_image"),
-        (b"this is no picture\n" * 20, "not_an_image"),
-        (b"<html><body>404</body></html>", "not_an_image"),
-        (b"\x89PNG\r\n\x1a\n", "not_an_image"),
-        (png_header(50_000, 50_000), "too_large"),
-        (png_header(10_000, 10_000), "too_large"),
-        (encoded(Image.fromarray(np.full((8, 8), 0.5, np.float32)), "TIFF"), "unsupported_mode"),
-        (encoded(Image.fromarray(np.full((8, 8), 70_000, np.int32)), "TIFF"), "unsupported_mode"),
-    ],
-    ids=["empty", "text", "html", "signature alone", "bomb", "large", "float", "32-bit"],
-)
-def test_what_is_no_usable_picture_is_rejected_with_its_reason(data: bytes, reason: str) -> None:
-    with pytest.raises(RecordRejected) as caught:
-        decode_picture(data, bucket=(32, 32), crop="adm")
-    assert (caught.value.stage, caught.value.reason) == ("decode", reason)
-    if reason != "unsupported_mode":  # the header alone does not tell
-        with pytest.raises(RecordRejected) as caught:
-            read_size(data)
-        assert (caught.value.stage, caught.value.reason) == ("scan", reason)
-
-
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM"])
-def test_a_truncated_picture_is_rejected_as_truncated(kind: str, share: float) -> None:
-    data = encoded(noise(64, 64), kind)
-    with pytest.raises(RecordRejected) as caught:
-        decode_picture(data[: int(share * len(data))], bucket=(32, 32), crop="adm")
-    # A TIFF keeps its directory at the end, so without its end it cannot be told from anything else.
-    assert caught.value.reason in ({"truncated", "not_an_image", "decode_error"} if kind == "TIFF" else {"truncated"})
-
-
-def test_a_truncated_webp_is_rejected() -> None:
-    data = encoded(noise(64, 64), "WEBP", lossless=True)
-    with pytest.raises(RecordRejected) as caught:
-        decode_picture(data[: len(data) // 2], bucket=(32, 32), crop="adm")
-    assert caught.value.reason in ("truncated", "decode_error", "not_an_image")
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
@@ -288,43 +106,81 @@ def test_the_header_of_a_picture_is_read_without_its_pixels(kind: str, monkeypat
     assert not calls  # else a scan costs as much as a decode
 
 
-def mutants(data: bytes, count: int, seed: int) -> list[bytes]:
-    rng = np.random.default_rng(seed)
-    found = []
-    for i in range(count):
-        changed = bytearray(data)
-        near = len(data) if i % 2 else min(len(data), 120)  # half of them in the header
-        for position in rng.integers(0, near, rng.integers(1, 9)):
-            changed[position] = rng.integers(0, 256)
-        found.append(bytes(changed[: rng.integers(1, len(data))] if i % 5 == 0 else changed))
-    return found
+PLACE_PX = 8
 
 
-@pytest.mark.filterwarnings("ignore")
+def coverage(length: int, resized: int, first: int, count: int, step: int) -> np.ndarray:
+    """(count, length) share of each place that each pixel covers, as overlaps of intervals."""
+    edges = (first + step * np.arange(count + 1)) * length / resized
+    pixels = np.arange(length)
+    overlap = np.minimum(edges[1:, None], pixels + 1) - np.maximum(edges[:-1, None], pixels)
+    return np.clip(overlap, 0, None) / (edges[1:] - edges[:-1])[:, None]
+
+
+@pytest.mark.parametrize("crop", ["bucket", "adm"])
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("beside", "size"),
     [
-        ("JPEG", {}),
-        ("PNG", {}),
-        ("WEBP", {}),
-        ("GIF", {}),
-        ("TIFF", {}),
-        ("TIFF", {"compression": "tiff_lzw"}),
-        ("BMP", {}),
+        ((64, 64), (64, 64)),
+        ((60, 100), (60, 100)),
+        ((100, 60), (75, 45)),
+        ((100, 60), (5, 3)),
+        ((300, 200), (601, 400)),
+        ((301, 203), (1204, 812)),
     ],
 )
-def test_damaged_bytes_give_pixels_or_a_reason_never_another_error(kind: str, options: dict[str, Any]) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    data = encoded(picture(3), kind, **options, **({} if kind in ("GIF", "BMP") else {"exif": exif}))
-    reasons = set()
-    for mutant in mutants(data, 40, seed=len(kind)):
-        for work in (read_size, lambda b: decode_picture(b, bucket=(32, 32), crop="adm")):
-            try:
-                result = work(mutant)
-            except RecordRejected as reject:
-                reasons.add(reject.reason)
-            else:
-                assert isinstance(result, tuple) or result.shape == (32, 32, 3)
-    assert reasons
-    assert reasons <= REJECT_REASONS.keys()
+def test_a_mask_is_the_area_average_of_its_crop(crop: str, beside: tuple[int, int], size: tuple[int, int]) -> None:
+    bucket = (48, 80) if crop == "bucket" else (64, 64)
+    mask = grey(1, *size)
+    found, upright = decode_image(encoded(mask, "PNG"), bucket=bucket, crop=crop, beside=beside, mask_px=PLACE_PX)
+    assert (upright, found.shape, found.dtype) == (size, (bucket[0] // 8, bucket[1] // 8), np.uint8)
+    sizes, *corner = crop_geometry(*beside, bucket, crop)
+    down, across = (coverage(size[i], sizes[-1][i], corner[i], bucket[i] // PLACE_PX, PLACE_PX) for i in range(2))
+    exact = down @ np.asarray(mask, np.float64) @ across.T
+    assert np.abs(found - exact).max() <= 0.5 + 1e-9
+
+
+def test_places_that_are_whole_pixels_are_plain_means_rounded_half_up() -> None:
+    values = np.array([[0, 1, 255, 255], [1, 0, 255, 255], [3, 3, 10, 10], [3, 4, 10, 11]], np.uint8)
+    means = area_means(values, (4, 4), (0, 0), (2, 2), 2)
+    np.testing.assert_array_equal(means, [[1, 255], [3, 10]])  # 0.5, 255, 3.25, 10.25
+    np.testing.assert_array_equal(area_means(values, (16, 16), (0, 0), (4, 4), 4), values)
+    np.testing.assert_array_equal(area_means(values[:, ::-1], (4, 4), (0, 0), (2, 2), 2), means[:, ::-1])
+    large = np.full((4000, 3000), 255, np.uint8)
+    assert (area_means(large, (4000, 3000), (500, 0), (375, 375), 8) == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("crop", "bucket", "beside", "size", "halved"),
+    [
+        ("bucket", (48, 80), (60, 100), (120, 200), []),
+        ("bucket", (64, 64), (61, 100), (305, 500), []),
+        ("adm", (64, 64), (200, 300), (100, 150), []),
+        ("adm", (64, 64), (80, 90), (320, 360), [(160, 180), (80, 90)]),
+    ],
+)
+def test_a_companion_is_resized_to_the_size_of_its_record_and_cropped_at_the_same_place(
+    crop: str,
+    bucket: tuple[int, int],
+    beside: tuple[int, int],
+    size: tuple[int, int],
+    halved: list[tuple[int, int]],
+) -> None:
+    other = picture(3, *size)
+    found, _ = decode_image(encoded(other, "PNG"), bucket=bucket, crop=crop, beside=beside)
+    sizes, top, left = crop_geometry(*beside, bucket, crop)
+    for height_px, width_px in halved:
+        other = other.resize((width_px, height_px), Image.Resampling.BOX)
+    resized = other.resize((sizes[-1][1], sizes[-1][0]), Image.Resampling.BICUBIC)
+    cropped = resized.crop((left, top, left + bucket[1], top + bucket[0]))
+    np.testing.assert_array_equal(found, np.asarray(cropped))
+
+
+@pytest.mark.parametrize("mask_px", [0, PLACE_PX])
+def test_another_aspect_is_refused_and_a_pixel_of_rounding_is_not(mask_px: int) -> None:
+    how = {"bucket": (64, 64), "crop": "bucket", "mask_px": mask_px}
+    for size in ((50, 75), (50, 76), (49, 75), (1, 1), (1, 2)):
+        decode_image(encoded(grey(0, *size), "PNG"), beside=(100, 151), **how)
+    for size in ((50, 78), (53, 75), (151, 100), (64, 64), (51, 75), (1, 4)):
+        with pytest.raises(RecordRejected, match=rf"{size[0]}x{size[1]} px.* has 100x151 px; needed the same aspect"):
+            decode_image(encoded(grey(0, *size), "PNG"), beside=(100, 151), **how)

@@ -19,7 +19,7 @@ from vision import make_dinov2
 from leandit.datasets.errors import FingerprintMismatch, ResourceError, SourceError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.vae import ImageEncoder
-from leandit.precompute.images.decoder_process import DecoderProcess
+from leandit.precompute.images.decoders import DecoderProcess
 from leandit.precompute.pipeline import precompute
 from leandit.tools.plan import precompute_cost
 from leandit.tools.plan.dry_run import describe_precompute

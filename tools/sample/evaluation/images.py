@@ -19,7 +19,7 @@ from ....datasets.errors import DamageError, RecordRejected, SourceError
 from ....datasets.format.buckets import bucket_size
 from ....datasets.store import LatentStore
 from ....precompute.config import SourceSection
-from ....precompute.images.decoders import Decoders, PicturePlace
+from ....precompute.images.decoders import Decoders, ImagePlace
 from ....precompute.sources.several import list_sources
 from ...inspection.pictures import LatentDecoder
 from ..npz import Npz
@@ -81,7 +81,7 @@ def folder_images(folder: Path, crop_px: int = 0) -> ImageSet:
     paths = sorted((path for path in files_below(folder) if path.suffix.lower() in SUFFIXES), key=order)
     if not paths:
         raise SourceError(f"folder '{folder}': it holds no images ({', '.join(SUFFIXES)}). Check the path.")
-    places = [PicturePlace(path, 0, path.stat().st_size) for path in paths]
+    places = [ImagePlace(path, 0, path.stat().st_size) for path in paths]
     names = [path.relative_to(folder).as_posix() for path in paths]
     key = sha256_of([[name, place.num_bytes] for name, place in zip(names, places, strict=True)])
     description = {"kind": "folder", "path": str(folder), "count": len(paths), "crop_px": crop_px, "key": key}
@@ -158,7 +158,7 @@ def source_images(store: LatentStore, source: Sequence[str]) -> ImageSet:
             f"'{next(iter(buckets))}'. Give the images that it was made from with --source."
         )
 
-    def place_of(number: int) -> tuple[PicturePlace, tuple[int, int]]:
+    def place_of(number: int) -> tuple[ImagePlace, tuple[int, int]]:
         path, offset, num_bytes, bucket = records[number]
         try:
             return listed.place(path, offset, num_bytes, stage="decode"), bucket_size(bucket)
@@ -171,7 +171,7 @@ def source_images(store: LatentStore, source: Sequence[str]) -> ImageSet:
     return ImageSet(description | {"key": store.root_hash}, _read_files(place_of, **how))
 
 
-def _read_files(place_of: Callable[[int], tuple[PicturePlace, tuple[int, int] | None]], **how: Any) -> Read:
+def _read_files(place_of: Callable[[int], tuple[ImagePlace, tuple[int, int] | None]], **how: Any) -> Read:
     """Reads image files, decoded in child processes; one that cannot be read is a SourceError, none is left out.
 
     Args:
@@ -180,10 +180,10 @@ def _read_files(place_of: Callable[[int], tuple[PicturePlace, tuple[int, int] | 
     """
 
     def read(batches: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
-        def decode(place: PicturePlace, bucket: tuple[int, int] | None) -> np.ndarray:
+        def decode(place: ImagePlace, bucket: tuple[int, int] | None) -> np.ndarray:
             try:
                 bucket = bucket or decoders.size(*place, exif_orientation=how["exif_orientation"])
-                return decoders.picture(*place, bucket=bucket, **how).pixels
+                return decoders.decode(*place, bucket=bucket, **how).pixels
             except RecordRejected as reject:
                 raise SourceError(
                     f"image '{place.path}': {reject.reason} ({reject.detail}). Expected all images of the set; repair "
