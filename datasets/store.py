@@ -441,8 +441,9 @@ class LatentStore:
             raise DamageError(f"store '{self.path}': its captions name tokens that do not exist. {REPAIR}")
 
     def find_captions(self, texts: Sequence[str]) -> list[int | None]:
-        """Ids of captions by their exact text; None for a text that the store does not hold."""
-        return [i if (i := pc.index(self.captions["text"], text).as_py()) >= 0 else None for text in texts]
+        """Ids of captions by their exact text; None for a text that the store does not hold in finite numbers."""
+        ids = [pc.index(self.captions["text"], text).as_py() for text in texts]
+        return [i if i >= 0 and all(self.caption_checksums(name)[i] for name in self.texts) else None for i in ids]
 
     @cached_property
     def _arrays(self) -> dict[str, ShardedArray]:

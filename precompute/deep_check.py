@@ -79,7 +79,11 @@ def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> Deep
     stored = np.flatnonzero(statuses == "stored")
     sample = rng.choice(stored, min(num_records, len(stored)), replace=False)
     records = store.records.take(pa.array(sample)).to_pylist()
-    captions = np.sort(rng.choice(store.captions.num_rows, min(num_records, store.captions.num_rows), replace=False))
+    is_finite = np.ones(store.captions.num_rows, bool)
+    for name in store.texts:
+        is_finite &= store.caption_checksums(name) != 0
+    encoded = np.flatnonzero(is_finite)
+    captions = np.sort(rng.choice(encoded, min(num_records, len(encoded)), replace=False))
     outcomes = _Outcomes()
     for revision in sealed_revisions(root):
         plan, wanted = with_places(read_plan(root, revision), tools.source), {}

@@ -166,18 +166,19 @@ def _replace_shard(root: Path, plan: FrozenPlan, shard: Shard, found: Verificati
 def _keep_intact_rows(root: Path, plan: FrozenPlan, shard: Shard) -> dict[str, np.ndarray]:
     """Arrays with the intact rows of the damaged shard: they stay valid even if their pictures have changed.
 
-    Rows of records that were rejected are empty, whatever the source holds now.
+    Rows of records that were rejected are empty, whatever the source holds now, unless it was for a caption.
     """
     part, records = shard.part, _records_of(plan, *shard.task)
     arrays = {path: rows.copy() for path, rows in shard.arrays.items()}
-    is_stored = pc.fill_null(pc.equal(records["status"], "stored"), False).to_numpy()
+    is_empty = pc.fill_null(pc.not_equal(records["status"], "stored"), True)
+    is_empty = pc.and_(is_empty, pc.fill_null(pc.not_equal(records["reason"], "nonfinite_caption"), True)).to_numpy()
     for group, layouts in part.groups.items():
         try:
-            files = [ShardFile(root / one.shard_path(shard.number), one, len(is_stored)) for one in layouts]
+            files = [ShardFile(root / one.shard_path(shard.number), one, len(is_empty)) for one in layouts]
         except (DamageError, OSError, ValueError):
             files = []
         for row, checksum in enumerate(records[f"checksum_{group}" if group else "checksum"].to_pylist()):
-            if not is_stored[row]:
+            if is_empty[row]:
                 kept = [one.fill_value for one in layouts]
             elif (kept := _intact_row(files, row, checksum)) is None:
                 continue

@@ -81,14 +81,16 @@ def check_rows(store: ProbedStore, path: str) -> ShardCheck:
 
 
 def check_captions(store: ProbedStore, name: str) -> ShardCheck:
-    """Check the shards of a text encoder by their first caption."""
+    """Check the shards of a text encoder by their first caption that has a checksum."""
 
     def check(layout: ArrayLayout, shard: int, mapped: ShardFile) -> None:
         tokens, rows = store.text(name), layout.rows_of(shard)
         of_array = tokens.pooled_rows if layout.path.endswith(f"/{POOLED}") else tokens.starts
-        caption = int(np.searchsorted(of_array, rows.start))
-        if caption == len(of_array) or of_array[caption] >= rows.stop:
+        captions = range(*np.searchsorted(of_array, [rows.start, rows.stop]).tolist())
+        checksums = store.caption_checksums(name)[captions.start : captions.stop]
+        if not checksums.any():
             return
+        caption = captions[int(np.argmax(checksums != 0))]
         opened = zip(tokens.paths, _with_twins(store, layout, shard, mapped, tokens.paths), strict=True)
         parts = []
         for path, file in opened:

@@ -311,7 +311,12 @@ class FileEntry(_Model):
 
 
 class Reject(_Model):
-    """One record rejected after the plan was frozen; its row holds NaN."""
+    """One record rejected after the plan was frozen, or a caption whose embedding is not finite; its rows hold NaN.
+
+    Args:
+      row: of the bucket; of a caption its number, counted from the first of its part.
+      key: of the record, or the text of the caption.
+    """
 
     row: int
     key: str

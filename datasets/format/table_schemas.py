@@ -27,6 +27,7 @@ REJECT_REASONS = {
     "source_changed": "the file has changed since it was planned",
     "wrong_size": "the picture has another size than planned",
     "nonfinite": "the encoder gave NaN or infinity, in its own dtype and in float32; or imported features have them",
+    "nonfinite_caption": "a text encoder gave NaN or infinity for one of the record's captions, in float32 too",
     "out_of_memory": "the device lacks the memory to encode this picture alone",
     "wrong_shape": "imported features have another shape or dtype than the other records",
     "no_label": "other imported records have a label, this one has none",
@@ -74,7 +75,7 @@ CAPTIONS_SCHEMA = pa.schema(
         ("num_tokens", pa.int32()),  # by the tokenizer, at most max_tokens
         ("truncated", pa.bool_()),  # the caption had more tokens than max_tokens
         ("start", pa.int64()),  # first row of its tokens; of pooled vectors alone, its row; null in a plan
-        ("checksum", pa.uint64()),  # XXH3-64 of its rows in each caption array, in order
+        ("checksum", pa.uint64()),  # XXH3-64 of its rows in each caption array, in order; null if they are not finite
         ("min_cosine", pa.float32()),  # smallest between a token and its stored form; null if stored exactly
         ("max_error", pa.float32()),  # largest absolute difference of the same; null likewise
     ]

@@ -21,11 +21,12 @@ from ..disk.strays import sweep_strays
 from ..errors import DamageError, LeanditError, RecipeError, ResourceError, StoreError
 from ..format.caption_layout import CaptionLayout
 from ..format.layout import Part
-from ..format.schema import Fallback, Manifest, StoreSpec
+from ..format.schema import Fallback, Manifest, Reject, StoreSpec
 from ..format.table_schemas import (
     CAPTION_RESULTS,
     CAPTION_START,
     PLAN_SCHEMA,
+    REJECTED,
     STORED,
     captions_schema,
     place_columns,
@@ -33,7 +34,7 @@ from ..format.table_schemas import (
     suffixes,
 )
 from ..revisions.catalog import planned_revisions, read_manifest, sealed_revisions
-from ..revisions.commits import new_results
+from ..revisions.commits import new_results, nonfinite_caption
 from ..revisions.local import openable, with_stored_encoder_paths
 from ..revisions.plan import FrozenPlan, read_plan, write_plan
 from ..revisions.writer import StoreWriter, row_checksum
@@ -256,8 +257,17 @@ class _Copy:
                 arrays[array.path][first : first + len(values)] = values
             results["checksum"][i] = row_checksum(*rows)
         table = self._base.captions.take(pa.array(before))
-        self._finish(results[:, 0], table, "text", suffixes(self._store.spec)[layout.name])
-        self._writer.commit(part.name, shard, arrays, results)
+        suffix, rejects = suffixes(self._store.spec)[layout.name], list[Reject]()
+        is_lost = table[f"checksum{suffix}"].is_null().to_numpy()
+        results["checksum"][is_lost] = 0
+        self._finish(results[:, 0], table, "text", suffix)
+        results["state"][is_lost] = REJECTED
+        class_name = self._store.spec.text_encoder_of(layout.name).encoder.class_name
+        for i in np.flatnonzero(is_lost).tolist():
+            text = table["text"][i].as_py()
+            detail = nonfinite_caption(text, class_name)
+            rejects.append(Reject(row=captions[i], key=text, stage="encode", reason="nonfinite_caption", detail=detail))
+        self._writer.commit(part.name, shard, arrays, results, rejects=rejects)
 
     def _finish(self, results: np.ndarray, table: pa.Table, name: str, suffix: str) -> None:
         """Copy what the table of the rows has beside their checksums, and compare these. Raises: DamageError."""

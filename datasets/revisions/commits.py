@@ -48,6 +48,11 @@ def new_results(part: Part, num_rows: int) -> np.ndarray:
     return results
 
 
+def nonfinite_caption(text: str, class_name: str) -> str:
+    """The detail of a reject of a caption, and of the records that have it."""
+    return f"{class_name} in float32 gave NaN or infinity for the caption {text[:80]!r}"
+
+
 def commit_record(plan: FrozenPlan, part: str, shard: int, results: np.ndarray, **content: Any) -> CommitRecord:
     """The commit record of a shard, with its hash.
 
@@ -96,6 +101,7 @@ def read_results(root: Path, plan: FrozenPlan, record: CommitRecord) -> np.ndarr
     Raises: DamageError: they are not those that were written, or a row is not either stored or rejected, exactly once.
     """
     entry, part = record.files[-1], plan.layout.parts[record.part]
+    rows = _items(plan, record)
     path = commit_path(plan.revision, record.part, record.shard)
     again = f"Remove '{path}' and run the same command again: it encodes this shard again."
     content = (root / entry.path).read_bytes() if (root / entry.path).is_file() else b""
@@ -104,14 +110,7 @@ def read_results(root: Path, plan: FrozenPlan, record: CommitRecord) -> np.ndarr
     results = np.frombuffer(content, ROW_RESULTS).reshape(-1, len(part.groups) or 1)
     states = results["state"]
     is_stored = (states == STORED) & (results["checksum"] != 0)  # 0 stands for none
-    if part.captions:
-        if not np.all(is_stored):
-            row = int(np.argmin(is_stored[:, 0]))
-            where = f"revision {plan.revision}, '{record.part}', shard {record.shard}, caption {row}"
-            raise DamageError(f"store '{root}': {where} has no checksum; each must be stored. {again}")
-        return results
-    rows = plan.layout.rows_of(record.part, record.shard)
-    positions = plan.positions_of(part)[rows.start : rows.stop]
+    positions = np.array(rows) if part.captions else plan.positions_of(part)[rows.start : rows.stop]
     num_rejects = np.bincount([reject.row - rows.start for reject in record.rejects], minlength=len(rows))
     expected = np.where(positions < 0, EMPTY, np.where(num_rejects > 0, REJECTED, STORED))[:, None]
     wrong = np.any((states != expected) | (is_stored != (expected == STORED)), axis=1) | (
@@ -121,12 +120,21 @@ def read_results(root: Path, plan: FrozenPlan, record: CommitRecord) -> np.ndarr
         row = int(np.argmax(wrong))
         position, count = int(positions[row]), int(is_stored[row].sum())
         key = f"record '{plan.records['key'][position]}'" if position >= 0 else "no record"
-        where = f"revision {plan.revision}, bucket {part.bucket}, shard {record.shard}, row {rows[row]} ({key})"
+        item = f"caption {row}" if part.captions else f"row {rows[row]} ({key})"
+        where = f"revision {plan.revision}, '{record.part}', shard {record.shard}, {item}"
         raise DamageError(
-            f"store '{root}': {where} has {count} of {states.shape[1]} checksums and {num_rejects[row]} rejects; a "
-            f"record is stored with all checksums, or rejected once. {again}"
+            f"store '{root}': {where} has {count} of {states.shape[1]} checksums and {num_rejects[row]} rejects; it "
+            f"must be stored with all checksums, or rejected once. {again}"
         )
     return results
+
+
+def _items(plan: FrozenPlan, record: CommitRecord) -> range:
+    """Rows that a task writes of a bucket; captions, counted from the first of the part; 0 for a null caption."""
+    part = plan.layout.parts[record.part]
+    if part.is_null:
+        return range(1)
+    return part.captions.captions_of(record.shard) if part.captions else plan.layout.rows_of(record.part, record.shard)
 
 
 def _matches_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
@@ -139,13 +147,12 @@ def _matches_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
         return False
     if record.files[-1].bytes != results_bytes:
         return False
-    if part.captions:
-        return not record.rejects and not record.fallbacks and record.statistics is None
-    rows, channels = plan.layout.rows_of(record.part, record.shard), plan.spec.latent.channels
-    statistics = record.statistics
+    rows, channels, statistics = _items(plan, record), plan.spec.latent.channels, record.statistics
     return (
         (statistics is not None) == (LATENTS in part.groups)
         and (not statistics or len(statistics.channel_mean) == len(statistics.channel_std) == channels)
         and all(reject.row in rows and reject.reason in REJECT_REASONS for reject in record.rejects)
         and all(fallback.row in rows for fallback in record.fallbacks)
+        and not (part.captions and record.fallbacks)
+        and not (part.is_null and record.rejects)
     )

@@ -29,7 +29,8 @@ from ..format.table_schemas import (
     suffixes,
 )
 from ..format.tables import ROW_GROUP, row_groups
-from .plan import FrozenPlan
+from .commits import nonfinite_caption
+from .plan import FrozenPlan, caption_owners
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -60,7 +61,7 @@ class Merge:
         part, shard = self._plan.layout.parts[task[0]], task[1]
         if part.is_null:
             return
-        if part.captions:
+        if part.captions:  # the states of its results tell which are rejected
             captions, first = part.captions.captions_of(shard), part.captions.first_caption
             targets = slice(first + captions.start, first + captions.stop)
             self._texts[part.captions.name].values[targets] = results[:, 0]
@@ -79,6 +80,7 @@ class Merge:
 
     def records(self) -> Iterator[pa.Table]:
         """The row groups of the records table, in the order of the source."""
+        lost = self._lost_captions()
         for rows, columns in _row_groups(self._plan.records.select(records_schema(self._plan.spec).names)):
             for results in self._groups.values():
                 results.fill(columns, rows)
@@ -87,12 +89,53 @@ class Merge:
             states = [results.values["state"][rows] for results in self._groups.values()]
             is_rejected = np.any([state == REJECTED for state in states], axis=0)
             is_stored = states[0] == STORED  # of the latents: a group that is added to stored rows changes no status
+            is_lost = self._reject_captions(columns, lost, ~is_rejected & (is_stored | _equal(columns, "stored")))
+            is_rejected |= is_lost
             status = STATUSES.take(pa.array(is_rejected.astype(np.int8)))
             columns["status"] = _where(is_rejected | is_stored, status, columns["status"])
-            if is_rejected.any():  # an addition rejects records that earlier revisions have stored
+            if is_rejected.any():  # also records that earlier revisions have stored, by what is added to them
                 for name in ("fallback", *(name for results in self._groups.values() for name in results.columns)):
                     columns[name] = _where(~is_rejected, columns[name], pa.scalar(None, columns[name].type))
             yield pa.table(columns, schema=records_schema(self._plan.spec))
+
+    def _lost_captions(self) -> dict[str, np.ndarray]:
+        """Ids of the captions whose embeddings are not finite, of this revision and earlier ones, by text encoder."""
+        first = {
+            part.captions.name: part.captions.first_caption
+            for part in self._plan.layout.parts.values()
+            if part.captions and not part.is_null
+        }
+        lost = {}
+        for name, suffix in suffixes(self._plan.spec).items():
+            is_lost = self._plan.captions[f"checksum{suffix}"].is_null().to_numpy()
+            new = slice(first.get(name, len(is_lost)), None)
+            is_lost[new] = self._texts[name].values["state"][new] == REJECTED
+            lost[name] = np.flatnonzero(is_lost)
+        return lost
+
+    def _reject_captions(self, columns: Columns, lost: dict[str, np.ndarray], is_allowed: np.ndarray) -> np.ndarray:
+        """Reject the records with captions that are lost. Returns: (rows,) bool, which these are.
+
+        Args:
+          is_allowed: (rows,) bool, the records that nothing else rejects.
+        """
+        rows, ids = caption_owners(columns["caption_ids"].combine_chunks())
+        is_rejected = np.zeros(len(is_allowed), bool)
+        for one in self._plan.spec.text_encoders:
+            found = np.flatnonzero(np.isin(ids, lost[one.name])) if len(lost[one.name]) else np.empty(0, np.int64)
+            found = found[is_allowed[rows[found]] & ~is_rejected[rows[found]]]
+            own, first = np.unique(rows[found], return_index=True)
+            if not len(own):
+                continue
+            is_rejected[own] = True
+            texts = self._plan.captions["text"].take(pa.array(ids[found[first]])).to_pylist()
+            details = pa.array([nonfinite_caption(text, one.encoder.class_name) for text in texts])
+            index = np.full(len(is_allowed), -1)
+            index[own] = np.arange(len(own))
+            columns["detail"] = _where(index >= 0, details.take(pa.array(index, mask=index < 0)), columns["detail"])
+        for name, value in (("stage", "encode"), ("reason", "nonfinite_caption")) if is_rejected.any() else ():
+            columns[name] = _where(is_rejected, pa.scalar(value), columns[name])
+        return is_rejected
 
     def captions(self) -> Iterator[pa.Table]:
         """The row groups of the captions table, in the order of ids."""
@@ -169,6 +212,10 @@ class _SparseTexts:
             index[self._positions[first:last] - rows.start] = np.arange(first, last)
             texts = self._table.take(pa.array(index, mask=index < 0)).combine_chunks()
             columns |= {name: _where(index >= 0, texts[name], columns[name]) for name in self._schema.names}
+
+
+def _equal(columns: Columns, status: str) -> np.ndarray:
+    return pc.equal(columns["status"], status).to_numpy(zero_copy_only=False)
 
 
 def _where(condition: np.ndarray, values: Any, otherwise: Any) -> pa.ChunkedArray:

@@ -99,6 +99,13 @@ class FrozenPlan:
         """(N,) positions in the records table of all rows of a bucket; -1 for a row that no stored record has."""
         return self._positions[part.bucket]
 
+    def records_with(self, captions: np.ndarray) -> np.ndarray:
+        """Positions of the records, but those that the plan rejects, with at least one of some captions, by id."""
+        records, ids = caption_owners(self.records["caption_ids"].combine_chunks())
+        positions = np.unique(records[np.isin(ids, captions)])
+        statuses = self.records["status"].take(pa.array(positions))
+        return positions[pc.not_equal(statuses, "rejected").to_numpy(zero_copy_only=False)]
+
     @cached_property
     def _positions(self) -> dict[str, np.ndarray]:
         """Of each bucket that the revision writes to, mapped."""
@@ -341,3 +348,9 @@ def _row_problem(plan: FrozenPlan) -> str:
         if latents is None or not latents.has_rows(rows).all():
             return f"rows of bucket {name!r} that do not exist"
     return ""
+
+
+def caption_owners(lists: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+    """Position of the record, and id, of each caption of records: (M,) each."""
+    counts = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    return np.repeat(np.arange(len(lists)), counts), lists.flatten().to_numpy(zero_copy_only=False)

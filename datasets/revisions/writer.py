@@ -46,7 +46,8 @@ class StoreWriter:
 
     def __init__(self, root: Path, plan: FrozenPlan, *, own: Collection[Task] | None = None) -> None:
         self.root, self.plan, self.spec = root, plan, plan.spec
-        self._rejects: dict[Task, Counter[str]] = {}  # of each committed task, by reason, each record once
+        self._committed: set[Task] = set()  # as far as this process has read their records
+        self._rejected: dict[int, str] = {}  # reason of each record that they reject, by its position
         self._doubted: set[Task] = set()  # tasks whose record or shard was damaged: hashed when another process commits
         self._checked: set[Task] = set()  # tasks whose shards this process wrote or hashed
         self.is_shared = False  # another process has held the lease of a shard, and may still write it
@@ -69,16 +70,13 @@ class StoreWriter:
         if self.is_sealed:
             return read_manifest(self.root, self.plan.revision).num_stored
         layout = self.plan.layout
-        return sum(
-            layout.num_items(*task) - rejects.total()
-            for task, rejects in self._rejects.items()
-            if LATENTS in layout.parts[task[0]].groups
-        )
+        of_latents = [task for task in self._committed if LATENTS in layout.parts[task[0]].groups]
+        return max(0, sum(layout.num_items(*task) for task in of_latents) - len(self._rejected))
 
     @property
     def reject_reasons(self) -> Counter[str]:
-        """Number of rejects in the shards that are known to be committed, by reason."""
-        return sum(list(self._rejects.values()), Counter[str]())  # others add to it
+        """Number of records that the shards known to be committed reject, by reason."""
+        return Counter(list(self._rejected.values()))  # other threads add to it
 
     def missing_tasks(self, own: Sequence[Task] | None = None) -> list[Task]:
         """All tasks, or those of ``own``, without a valid commit record; others may commit at the same time."""
@@ -86,7 +84,7 @@ class StoreWriter:
 
     def is_committed(self, task: Task) -> bool:
         """Whether the task has a valid commit record, from any process, or the revision is sealed."""
-        if task in self._rejects:
+        if task in self._committed:
             return True
         if record := read_commit(self.root, self.plan, *task, check_bytes=task in self._doubted):
             self._count(record)
@@ -107,7 +105,8 @@ class StoreWriter:
         if self.is_sealed or (not self.is_shared and self._checked.issuperset(tasks)):
             return []
         self.is_shared = False
-        self._rejects.clear()
+        self._committed.clear()
+        self._rejected.clear()
         return self._read_and_hash(tasks)
 
     def _read_and_hash(self, tasks: Collection[Task]) -> list[Task]:
@@ -129,10 +128,16 @@ class StoreWriter:
         return missing
 
     def _count(self, record: CommitRecord) -> None:
-        """Count a shard as committed."""
-        layout, task = self.plan.layout, (record.part, record.shard)
-        counted = layout.counted_rows(*task) if layout.parts[record.part].bucket else range(0)
-        self._rejects[task] = Counter(reject.reason for reject in record.rejects if reject.row in counted)
+        """Count a shard as committed, and the records that it rejects: those of its rows, or with its captions."""
+        part, rows = self.plan.layout.parts[record.part], [reject.row for reject in record.rejects]
+        if rows and part.captions:
+            positions = self.plan.records_with(np.array(rows) + part.captions.first_caption)
+            self._rejected = dict.fromkeys(positions.tolist(), record.rejects[0].reason) | self._rejected
+        elif rows:
+            positions = self.plan.positions_of(part)[rows].tolist()
+            reasons = (reject.reason for reject in record.rejects)
+            self._rejected |= zip(positions, reasons, strict=True)
+        self._committed.add((record.part, record.shard))
 
     def commit(
         self,

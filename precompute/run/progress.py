@@ -41,8 +41,10 @@ class RunProgress:
         """
         self._encoded[shard.task] += count
         if rejects := list(shard.rejects):
-            counted = self._writer.plan.layout.counted_rows(*shard.task)
-            self._pending[shard.task] = Counter(one.reason for one in rejects if one.row in counted)
+            layout = self._writer.plan.layout
+            counted = layout.counted_rows(*shard.task) if is_picture_task(shard.task) else None
+            reasons = (one.reason for one in rejects if counted is None or one.row in counted)
+            self._pending[shard.task] = Counter(reasons)  # of captions, of which each is in a record at least
         self.look(_stage(shard.task))
 
     def look(self, stage: str = "") -> None:

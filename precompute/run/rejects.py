@@ -76,7 +76,7 @@ class RejectLimits:
             following = position + 1
             self._in_a_row[reject.reason] += 1
             if (number := self._in_a_row.total()) >= self._section.max_rejects_in_a_row:
-                what = f"{number} records in a row are rejected (source.max_rejects_in_a_row)"
+                what = f"{number} records or captions in a row are rejected (source.max_rejects_in_a_row)"
                 self._refuse(what, self._in_a_row, f"The last is '{key}': {reject}.", "max_rejects_in_a_row")
         if following < num_records:
             self._in_a_row.clear()

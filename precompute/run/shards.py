@@ -22,7 +22,7 @@ from ...datasets.format.schema import Fallback, Reject, TextSpec
 from ...datasets.format.table_schemas import REJECTED, STORED
 from ...datasets.format.token_dtypes import is_storable, narrow, quality
 from ...datasets.format.zarr_shard import ArrayLayout
-from ...datasets.revisions.commits import new_results
+from ...datasets.revisions.commits import new_results, nonfinite_caption
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import row_checksum
 from ..encoders.text.encoder import CaptionEncoder, EncodedCaptions
@@ -75,7 +75,7 @@ class Shard:
     def put(self, batch: Any, inputs: Any, outputs: Any) -> Outcomes:
         """Narrow and store an encoded batch, one after the other; the encoder may run on the next one meanwhile.
 
-        Returns: key and reject (None if stored) of each record.
+        Returns: key and reject (None if stored) of each record or caption.
         """
         raise NotImplementedError
 
@@ -111,7 +111,7 @@ class Shard:
             result["min_cosine"], result["max_error"] = quality
 
     def reject(self, item: int, row: int, key: str, reject: RecordRejected) -> None:
-        """Leave a record's rows empty."""
+        """Leave the rows of a record or caption empty."""
         self.rejects.append(Reject(row=row, key=key, stage=reject.stage, reason=reject.reason, detail=reject.detail))
         self.results["state"][item] = REJECTED
 
@@ -288,20 +288,28 @@ class CaptionShard(Shard):
         """Embed the captions."""
         assert self.model is not None
         with of_table(self._layout.name):
-            return self.model.encode_null() if self.part.is_null else self.model.encode(inputs)
+            return self.model.encode_null() if self.part.is_null else self.model.encode(inputs, must_be_finite=False)
 
     def put(self, batch: np.ndarray, inputs: list[str], outputs: EncodedCaptions) -> Outcomes:
-        """Store the embeddings in the store's dtype.
+        """Store the embeddings in the store's dtype; captions whose embeddings are not finite are rejected.
 
         Raises: EncoderError: a value exceeds its range.
         """
-        layouts = self.part.arrays
+        layouts, outcomes, is_finite = self.part.arrays, Outcomes(), outputs.is_finite
         for number, i in enumerate(batch.tolist()):
+            if not is_finite[number]:
+                assert self.model is not None
+                detail = nonfinite_caption(inputs[number], self.model.identity.class_name)
+                reject = RecordRejected("encode", "nonfinite_caption", detail)
+                self.reject(i, self._captions[i], inputs[number], reject)
+                outcomes.append((inputs[number][:80], reject))
+                continue
+            outcomes.append((inputs[number][:80], None))
             starts = [0] * len(layouts) if self.part.is_null else self._layout.starts_of(self._captions[i])
             with of_table(self._layout.name):
                 rows, measured = stored_caption(*outputs.row(number), self._layout.spec)
             self.store(i, layouts, starts, rows, quality=measured)
-        return []
+        return outcomes
 
 
 def stored_caption(

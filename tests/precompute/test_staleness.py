@@ -304,9 +304,9 @@ def test_of_a_changed_source_exactly_what_changed_is_encoded(
         pictures_seen.extend(pixels)
         return encode_pictures(self, pixels)
 
-    def spy_on_texts(self: CaptionEncoder, captions: list[str]) -> EncodedCaptions:
+    def spy_on_texts(self: CaptionEncoder, captions: list[str], **options: bool) -> EncodedCaptions:
         texts_seen.extend(captions)
-        return encode_texts(self, captions)
+        return encode_texts(self, captions, **options)
 
     before = lasting_digest(path)
     alter(source)

@@ -22,6 +22,7 @@ import torch
 
 from ....datasets.errors import EncoderError
 from ....datasets.format.schema import EncoderIdentity, TextSpec
+from ....datasets.revisions.commits import nonfinite_caption
 from ...config import TextSection
 from ..model_files import (
     CONFIG,
@@ -102,9 +103,11 @@ class EncodedCaptions(NamedTuple):
             raise EncoderError('text.output "pooled": needed embeddings of tokens. Use text.output = "tokens".')
         return self.tokens
 
-
-def _is_finite(caption: EncodedCaption) -> bool:
-    return all(np.isfinite(array).all() for array in caption if array is not None)
+    @property
+    def is_finite(self) -> np.ndarray:
+        """(B,) bool: all numbers of a caption are finite."""
+        finite = [np.isfinite(rows).reshape(len(rows), -1).all(axis=1) for rows in self if rows is not None]
+        return np.logical_and.reduce(finite)
 
 
 @contextlib.contextmanager
@@ -191,19 +194,24 @@ class CaptionEncoder:
             pooled_width=self.pooled_width,
         )
 
-    def encode(self, captions: Sequence[str]) -> EncodedCaptions:
+    def encode(self, captions: Sequence[str], *, must_be_finite: bool = True) -> EncodedCaptions:
         """Encode captions of equal length, without padding; with ``full_length`` of any lengths, with it.
 
         "" has the tokens of the null caption, whatever the instruction: without padding, or all.
 
         A caption that gives NaN or infinity is encoded again alone, in float32.
 
+        Args:
+          must_be_finite: else a caption that gives NaN or infinity in float32 too is returned so.
         Raises: EncoderError: the model cannot be loaded, or gives NaN or infinity in float32 too.
         """
         if "" in captions:
-            return self._with_null(captions)
+            return self._with_null(captions, must_be_finite)
         ids, mask = self.tokenizer.ids(captions)
-        return self._checked(ids, mask, self.tokenizer.stored(ids.shape[1]), captions)
+        encoded = self._in_float32_where_not_finite(ids, mask, self.tokenizer.stored(ids.shape[1]), captions)
+        if must_be_finite:
+            self._check_finite(encoded, captions)
+        return encoded
 
     def encode_null(self) -> EncodedCaptions:
         """Encode the empty caption at full length, padded as the trainers do; B = 1, L = max_tokens.
@@ -211,7 +219,10 @@ class CaptionEncoder:
         Raises: as ``encode``.
         """
         ids, mask = self.tokenizer.null_ids()
-        return self._checked(ids, mask, self.tokenizer.stored(ids.shape[1], null=True), [""])
+        stored = self.tokenizer.stored(ids.shape[1], null=True)
+        encoded = self._in_float32_where_not_finite(ids, mask, stored, [""])
+        self._check_finite(encoded, [""])
+        return encoded
 
     def load(self) -> None:
         """Load the weights, if they are not.
@@ -227,12 +238,12 @@ class CaptionEncoder:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _with_null(self, captions: Sequence[str]) -> EncodedCaptions:
+    def _with_null(self, captions: Sequence[str], must_be_finite: bool) -> EncodedCaptions:
         """Encode captions of which some are empty."""
         null, written = self.encode_null(), [text for text in captions if text]
         num_null = self._section.max_tokens if self._section.full_length else self.tokenizer.num_null
         null = EncodedCaptions(None if null.tokens is None else null.tokens[:, :num_null], null.pooled)
-        encoded = self.encode(written) if written else null
+        encoded = self.encode(written, must_be_finite=must_be_finite) if written else null
         places = np.cumsum([text != "" for text in captions]) - 1
 
         def merged(nulls: np.ndarray | None, rows: np.ndarray | None) -> np.ndarray | None:
@@ -242,32 +253,28 @@ class CaptionEncoder:
 
         return EncodedCaptions(merged(null.tokens, encoded.tokens), merged(null.pooled, encoded.pooled))
 
-    def _checked(
+    def _in_float32_where_not_finite(
         self, ids: torch.Tensor, mask: torch.Tensor, stored: list[int], captions: Sequence[str]
     ) -> EncodedCaptions:
-        """Embeddings of token ids (B, L), each finite; those that are not are computed again in float32."""
+        """Embeddings of token ids (B, L); those that are not finite are computed again in float32."""
         encoded = self._forward(ids, mask, stored)
         self.computed += TokenCount(ids.numel(), int((mask == 0).sum()), len(ids))
-        for i, text in enumerate(captions):
-            if _is_finite(encoded.row(i)):
-                continue
-            if self._dtype != torch.float32:
-                LOG.warning(
-                    "caption %r: NaN or infinity in %s, encoded again in float32, which takes long; "
-                    'text.dtype = "bfloat16" or "float32" may avoid it',
-                    text[:80],
-                    self.identity.dtype,
-                )
-                again = self._in_float32(ids[i : i + 1], mask[i : i + 1], stored)
-                for rows, row in zip(encoded, again.row(0), strict=True):
-                    if rows is not None:
-                        rows[i] = row
-            if not _is_finite(encoded.row(i)):
-                raise EncoderError(
-                    f"text.model: {self._class_name} in float32 gave NaN or infinity for the caption {text[:80]!r}. "
-                    "Check its weights, or leave the caption out of the source."
-                )
+        for i in np.flatnonzero(~encoded.is_finite).tolist() if self._dtype != torch.float32 else ():
+            LOG.warning(
+                "caption %r: NaN or infinity in %s, encoded again in float32, which takes long; "
+                'text.dtype = "bfloat16" or "float32" may avoid it',
+                captions[i][:80],
+                self.identity.dtype,
+            )
+            again = self._in_float32(ids[i : i + 1], mask[i : i + 1], stored)
+            for rows, row in zip(encoded, again.row(0), strict=True):
+                if rows is not None:
+                    rows[i] = row
         return encoded
+
+    def _check_finite(self, encoded: EncodedCaptions, captions: Sequence[str]) -> None:
+        for i in np.flatnonzero(~encoded.is_finite).tolist():
+            raise EncoderError(f"text.model: {nonfinite_caption(captions[i], self._class_name)}. Check its weights.")
 
     def _in_float32(self, ids: torch.Tensor, mask: torch.Tensor, stored: list[int]) -> EncodedCaptions:
         """As ``_forward``, in float32 with the weights of the file.

@@ -78,7 +78,7 @@ def test_a_row_that_is_not_stored_or_rejected_once_is_not_sealed(
     with pytest.raises(DamageError) as raised:
         run(source, store)
     assert raised.value.exit_code == 4
-    assert f"store '{store}': revision 1, bucket 32x32, shard 1, {said}" in str(raised.value)
+    assert f"store '{store}': revision 1, 'buckets/32x32', shard 1, {said}" in str(raised.value)
     assert f"Remove '{COMMIT}' and run the same command again" in str(raised.value)
     assert not list(store.rglob("manifest.json"))
     (store / COMMIT).unlink()

@@ -245,6 +245,6 @@ def test_what_float16_cannot_hold_stops_the_run(
     def huge(encoded: EncodedCaptions) -> EncodedCaptions:
         return EncodedCaptions(encoded.token_rows() * 1e6, None)
 
-    monkeypatch.setattr(CaptionEncoder, "encode", lambda self, captions: huge(real(self, captions)))
+    monkeypatch.setattr(CaptionEncoder, "encode", lambda self, captions, **_: huge(real(self, captions)))
     with pytest.raises(EncoderError, match=r"text_dtype 'float16'.*cannot hold.*bfloat16"):
         encode(caption_recipe(), caption_folder, tmp_path / "store")

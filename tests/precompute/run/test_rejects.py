@@ -104,7 +104,7 @@ def test_a_tar_that_is_cut_short_during_a_run_stops_it(tmp_path: Path) -> None:
             (),
             r"\d+ of 120 records are rejected, .*: \d+ x source_changed\. .*0 bytes of \d+ are left in b",
         ),
-        (tmp_path / "b", generous, r"50 records in a row are rejected .*: 50 x source_changed\."),
+        (tmp_path / "b", generous, r"50 records or captions in a row are rejected .*: 50 x source_changed\."),
     ):
         with pytest.raises(SourceError, match=why) as raised:
             run(store, *overrides, cut=True)
