@@ -270,7 +270,7 @@ def test_what_is_broken_is_rejected_with_its_reason_and_the_rest_is_stored(tmp_p
 def test_too_many_rejects_stop_an_import_before_anything_is_written(tmp_path: Path) -> None:
     made = make_fast_dit(tmp_path / "source")
     break_files(made)
-    with pytest.raises(SourceError, match="3 records in a row are rejected"):
+    with pytest.raises(SourceError, match="3 records or captions in a row are rejected"):
         run_import(made, tmp_path / "store", "source.max_rejects_in_a_row=3")
     assert not (tmp_path / "store").exists()
 
