@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from functools import cached_property
+else:
 
+    class cached_property:  # noqa: N801 (used like "property")
+        """``functools.cached_property`` of Python 3.12.
 
-class cached_property(Generic[T]):  # noqa: N801 (used like "property")
-    """``functools.cached_property`` as of Python 3.12.
+        Python 3.11 holds one lock for all objects of a class while it computes: a fork may inherit it locked, and it
+        can deadlock with other locks. Here concurrent threads may compute twice; all of them get the first result.
+        """
 
-    Python 3.11 holds a lock for all objects of a class while it computes. A fork may inherit it locked by a thread that
-    the child does not have, and it can deadlock with other locks. Here concurrent threads may compute twice; all of
-    them get the first result.
-    """
+        def __init__(self, compute: Callable[[Any], Any]) -> None:
+            self._compute, self.__doc__ = compute, compute.__doc__
 
-    def __init__(self, compute: Callable[[Any], T]) -> None:
-        self._compute, self.__doc__ = compute, compute.__doc__
+        def __set_name__(self, owner: type, name: str) -> None:
+            self._name = name
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> cached_property[T]: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance: object | None, owner: type) -> cached_property[T] | T:
-        if instance is None:
-            return self
-        # The instance attribute shadows this descriptor from now on, because it has no ``__set__``.
-        return vars(instance).setdefault(self._name, self._compute(instance))
+        def __get__(self, instance: object, owner: type) -> Any:
+            # The instance attribute shadows this descriptor, because it has no ``__set__``.
+            return self if instance is None else vars(instance).setdefault(self._name, self._compute(instance))

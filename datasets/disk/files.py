@@ -1,8 +1,8 @@
 """The only way to write to disk: temporary file in the same folder, fsync, rename, fsync of the folder.
 
 A file or folder exists completely or not at all, even after a power failure. Nothing is written through a memory map.
-Temporaries of a killed process carry the name of their owner (``owners.py``) and are swept at the next start. Tests can
-make any single step fail (``Failpoint``).
+A writer locks its temporary until it is renamed; those that a killed process leaves are swept at the next start
+(``strays.py``). Tests can make any single step fail (``Failpoint``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import contextlib
 import errno
 import itertools
 import os
+import re
+import secrets
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +22,16 @@ from typing import Any, Literal
 
 from ..errors import ResourceError
 from ..units import readable_size
-from .owners import TEMPORARY_PREFIX, heartbeat, renew_time, replaced_beside, temporary_beside
+from .locks import hold
 
 FAILPOINT_VARIABLE = "LEANDIT_FAILPOINT"
 EXIT_DIED = 137  # exit code after kill -9
+TEMPORARY_PREFIX = ".leandit-tmp-"
+REPLACED = ".replaced"  # marks a folder while another one replaces it
+TEMPORARY_NAME = re.compile(
+    rf"{re.escape(TEMPORARY_PREFIX)}(?P<host>.*)-[0-9a-f]{{8}}(?P<replaced>{re.escape(REPLACED)})?@(?P<final>.+)",
+    re.DOTALL,
+)
 NEEDS_SPACE = frozenset(["create", "write", "sync", "folder"])
 
 
@@ -75,6 +84,16 @@ def _step(operation: str, path: Path) -> bool:
     return failpoint.step(operation, path) if failpoint else False
 
 
+def temporary_beside(path: Path, mark: str = "") -> Path:
+    """A new path in the same folder for a temporary file or folder; its name includes host and final name."""
+    return path.with_name(f"{TEMPORARY_PREFIX}{host()}-{secrets.token_hex(4)}{mark}@{path.name}")
+
+
+def host() -> str:
+    """The name of this machine, as file names have it."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:64]
+
+
 def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
     """Write a file atomically.
 
@@ -86,16 +105,13 @@ def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
     temporary = temporary_beside(path)
     try:
         make_folder(path.parent)
-        with heartbeat(temporary):  # ends before the rename: readers watch a shard's mtime
+        with hold(temporary, Path.touch):
             _write_file(temporary, parts)
-        _rename(temporary, path)
+            _rename(temporary, path)
         fsync_folder(path.parent)
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
         raise_if_full(error, path)
-        raise
-    except BaseException:
-        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -114,92 +130,83 @@ def write_folder(final: Path, files: Iterable[tuple[str, Content]], *, replace: 
     Raises: ResourceError: the disk is full or over quota, or the file too large; nothing remains.
     """
     with temporary_folder(final) as temporary:
-        is_new = _write_folder(temporary, final, files, replace=replace)
-        if is_new:
-            fsync_folder(final.parent)
-    return is_new
+        inner = set[Path]()
+        for name, content in files:
+            path = temporary / name
+            make_folder(path.parent)
+            if callable(content):
+                _let_write(content, path)
+            else:
+                _write_file(path, content)
+            inner |= {path.parent} - {temporary}
+        for folder in (*sorted(inner), temporary):
+            fsync_folder(folder)
+        if replace and final.exists():
+            _replace_folder(temporary, final)
+            return True
+        try:
+            move(temporary, final)
+        except OSError as error:
+            if replace or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            return False
+        return True
 
 
 @contextlib.contextmanager
 def temporary_folder(final: Path) -> Iterator[Path]:
-    """An empty folder next to ``final``, to be filled and moved there; removed if the block fails.
+    """An empty folder next to ``final``, to be filled and moved there by the block; otherwise it is removed.
 
     Raises: ResourceError: the disk is full or over quota, or the file too large.
     """
     temporary = temporary_beside(final)
     try:
-        with heartbeat(temporary, replaced_beside(final)):
-            shutil.rmtree(temporary, ignore_errors=True)
-            make_folder(temporary)
+        make_folder(final.parent)
+        _step("folder", temporary)
+        with hold(temporary, lambda path: path.mkdir(exist_ok=True)):
+            fsync_folder(final.parent)
             yield temporary
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise_if_full(error, final)
+        raise_if_full(error, final)
         raise
-
-
-def _write_folder(temporary: Path, final: Path, files: Iterable[tuple[str, Content]], *, replace: bool) -> bool:
-    inner = set[Path]()
-    for name, content in files:
-        make_folder((temporary / name).parent)
-        if callable(content):
-            stops_halfway = _step("write", temporary / name)
-            content(temporary / name)
-            if stops_halfway:
-                os._exit(EXIT_DIED)
-            _sync_file(temporary / name)
-        else:
-            _write_file(temporary / name, content)
-        inner |= {(temporary / name).parent} - {temporary}
-    for folder in (*sorted(inner), temporary):
-        fsync_folder(folder)
-    if replace:
-        _replace_folder(temporary, final)
-        return True
-    try:
-        _rename(temporary, final)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        shutil.rmtree(temporary)
-        return False
-    return True
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _replace_folder(temporary: Path, final: Path) -> None:
-    replaced = replaced_beside(final)
-    if final.exists():
-        renew_time(final)  # a heartbeat, before the rename makes it a candidate for sweeps
+    replaced = temporary_beside(final, REPLACED)
+    with hold(final):
+        _renew_time(final)
         _rename(final, replaced)
-    try:
-        _rename(temporary, final)
-    except BaseException:
-        if not final.exists() and replaced.exists():  # sweeps leave it while this process lives
-            os.rename(replaced, final)
-        raise
-    fsync_folder(final.parent)  # first: a power failure must not lose both
-    remove(replaced)
+        try:
+            _rename(temporary, final)
+        except BaseException:
+            if not final.exists():
+                os.rename(replaced, final)
+            raise
+        fsync_folder(final.parent)  # first: a power failure must not lose both
+        _step("remove", replaced)
+        shutil.rmtree(replaced)  # if it fails, the next command sweeps the rest
 
 
 def remove(path: Path) -> None:
     """Remove a file or folder; a folder is renamed to a temporary first, so that it never looks complete."""
     if path.is_dir() and not path.is_symlink():
-        doomed = path if path.name.startswith(TEMPORARY_PREFIX) else temporary_beside(path)
-        if doomed != path:
-            shutil.rmtree(doomed, ignore_errors=True)
-            renew_time(path)  # a heartbeat, before the rename makes it a candidate for sweeps
-            _rename(path, doomed)
-        try:
-            _step("remove", path)
-            with heartbeat(doomed):
-                shutil.rmtree(doomed)
-        except OSError:
-            shutil.rmtree(doomed, ignore_errors=True)  # as far as possible; the next command sweeps the rest
-            raise
+        temporary = temporary_beside(path)
+        with hold(path):
+            _renew_time(path)
+            _rename(path, temporary)
+            _step("remove", temporary)
+            shutil.rmtree(temporary)  # if it fails, the next command sweeps the rest
     elif os.path.lexists(path):
         _step("remove", path)
         path.unlink(missing_ok=True)
+
+
+def _renew_time(folder: Path) -> None:
+    """Set the mtime to now, before a rename makes it a candidate for sweeps on a file system without flock."""
+    with contextlib.suppress(OSError):
+        os.utime(folder)
 
 
 def move(source: Path, target: Path) -> None:
@@ -257,7 +264,11 @@ def _write_file(path: Path, parts: bytes | Iterable[Any]) -> None:
         os.close(descriptor)
 
 
-def _sync_file(path: Path) -> None:
+def _let_write(write: Callable[[Path], Any], path: Path) -> None:
+    stops_halfway = _step("write", path)
+    write(path)
+    if stops_halfway:
+        os._exit(EXIT_DIED)
     _step("sync", path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -268,21 +279,20 @@ def _rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
-def raise_if_full(error: OSError, path: Path) -> None:
+def raise_if_full(error: BaseException, path: Path) -> None:
     """Turn "no space left" into a ResourceError with the free space, and "file too large" into one with the limits."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return
     if error.errno == errno.EFBIG:
-        raise ResourceError(
-            f"file '{path}': {error.strerror}: more than this process ('ulimit -f') or the file system (FAT32: 4 GiB) "
-            "allows in one file. Raise the limit or use another file system, then run the same command again: it "
-            "resumes."
-        ) from error
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        problem = ": more than this process ('ulimit -f') or the file system (FAT32: 4 GiB) allows in one file"
+        advice = "Raise the limit or use another file system"
+    else:
         folder = next(parent for parent in path.absolute().parents if parent.exists())
-        free = readable_size(shutil.disk_usage(folder).free)
-        raise ResourceError(
-            f"file '{path}': {error.strerror} ({free} free on this disk). "
-            "Free some space, then run the same command again: it resumes."
-        ) from error
+        problem = f" ({readable_size(shutil.disk_usage(folder).free)} free on this disk)"
+        advice = "Free some space"
+    raise ResourceError(
+        f"file '{path}': {error.strerror}{problem}. {advice}, then run the same command again: it resumes."
+    ) from error
 
 
 def files_below(folder: Path) -> Iterator[Path]:

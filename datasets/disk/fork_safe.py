@@ -1,28 +1,16 @@
-"""Objects that a fork must reset: threads, locks that other threads hold, queues that both processes would read.
-
-Every registered object is reset in the child before its only thread continues, in the order of registration.
-"""
+"""Objects that a fork must reset: threads, locks that other threads hold, queues that both processes would read."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from typing import Any
+
+_known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
 
-class ForkAware(Protocol):
-    """An object that holds threads, locks or queues."""
-
-    def reset(self) -> None:
-        """Create them again; called in a fork, where no other thread runs."""
-        ...
-
-
-_known: weakref.WeakKeyDictionary[ForkAware, None] = weakref.WeakKeyDictionary()
-
-
-def reset_in_forks(owner: ForkAware) -> None:
-    """Reset an object in every fork, as long as it lives."""
+def reset_in_forks(owner: Any) -> None:
+    """Call ``owner.reset()`` in every fork before its only thread continues, in the order of registration."""
     _known[owner] = None
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -42,43 +40,18 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
             f"file '{path}': {status.st_size} bytes; needed at most {max_bytes / 2**20:.0f} MiB. Restore it."
         )
     try:
-        content = path.read_bytes()
-        value = json.loads(content, parse_constant=_refuse_constant, parse_float=_finite)
-        if _is_deeper(value, MAX_JSON_DEPTH):
+        value = json.loads(path.read_bytes())
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # fails for NaN, 1e999 and lone surrogates
+        if _depth(value) > MAX_JSON_DEPTH:
             raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep")
-        if _SURROGATE.search(content):
-            canonical_json(value)  # a lone surrogate cannot be encoded
         return value
     except (ValueError, RecursionError) as error:
         raise DamageError(f"file '{path}': not valid JSON ({error}). Restore it, or create it again.") from error
 
 
-_SURROGATE = re.compile(rb"\\u[dD]")
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(value := float(text)):
-        raise ValueError(f"{text[:20]} is out of range")
-    return value
-
-
-def _is_deeper(value: Any, depth: int) -> bool:
-    level = [value]
-    for _ in range(depth):
-        level = [
-            child
-            for parent in level
-            if isinstance(parent, (dict, list))
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            return False
-    return True
+def _depth(value: Any) -> int:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max((_depth(child) for child in children if isinstance(child, (dict, list))), default=0)
 
 
 def sha256_of(value: Any) -> str:
@@ -115,23 +88,8 @@ def xxh3_file(path: str | Path) -> str:
 
 def xxh3_parts(parts: Iterable[Any]) -> tuple[int, str]:
     """Size in bytes and XXH3-128 of consecutive buffers."""
-    hashed = Xxh3()
+    size, digest = 0, xxhash.xxh3_128()
     for part in parts:
-        hashed.update(part)
-    return hashed.size, hashed.hexdigest()
-
-
-class Xxh3:
-    """XXH3-128 of buffers that come one after the other, and their size in bytes."""
-
-    def __init__(self) -> None:
-        self.size, self._digest = 0, xxhash.xxh3_128()
-
-    def update(self, part: Any) -> None:
-        """Add a buffer."""
-        self._digest.update(part)
-        self.size += memoryview(part).nbytes
-
-    def hexdigest(self) -> str:
-        """32 hex digits."""
-        return self._digest.hexdigest()
+        digest.update(part)
+        size += memoryview(part).nbytes
+    return size, digest.hexdigest()

@@ -11,16 +11,13 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
 
 from ..errors import ResourceError
-
-pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 BATCH_ROWS = 1 << 14  # of a mapped table
 MAX_BATCH_BYTES = 1 << 30  # of such a batch: texts of a column must fit into 2 GiB
@@ -28,40 +25,55 @@ MAX_BATCH_BYTES = 1 << 30  # of such a batch: texts of a column must fit into 2 
 
 @contextmanager
 def named_errors(what: str) -> Iterator[None]:
-    """Turn an OSError of a temporary file into a ResourceError that names its folder and purpose."""
+    """Turn the error of a temporary file that cannot be made or is full into a ResourceError with folder and purpose.
+
+    Other OSErrors are raised unchanged: a source that is read meanwhile may cause them.
+    """
     try:
         yield
     except OSError as error:
         full, large = "Free some space there, or name", "Raise 'ulimit -f', or name"
-        advice = {errno.ENOSPC: full, errno.EDQUOT: full, errno.EFBIG: large}.get(error.errno or 0, "Name")
+        advice = {errno.ENOSPC: full, errno.EDQUOT: full, errno.EFBIG: large}.get(error.errno or 0)
+        if not advice and not (error.errno == errno.ENOENT and error.filename is None):  # tempfile: no usable folder
+            raise
         raise ResourceError(
-            f"{what}: '{tempfile.gettempdir()}' cannot hold it ({error}). {advice} another folder in the environment "
-            "as TMPDIR."
+            f"{what}: '{_folder()}' cannot hold it ({error}). {advice or 'Name'} another folder in the environment as "
+            "TMPDIR."
         ) from error
+
+
+def _folder() -> str:
+    with suppress(OSError):
+        return tempfile.gettempdir()
+    return os.environ.get("TMPDIR", "")
+
+
+def map_written(write: Callable[[BinaryIO], Any], what: str) -> memoryview:
+    """Call a function that writes a temporary file, and map the result.
+
+    Args:
+      what: the content, for the error.
+    Raises: ResourceError: the folder for temporary files is full.
+    """
+    with named_errors(what), tempfile.TemporaryFile(prefix="leandit-") as file:
+        write(file)
+        file.flush()
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def map_table(schema: pa.Schema, batches: Iterable[pa.RecordBatch], what: str) -> pa.Table:
     """Write batches to a temporary file as they arrive, and map it.
 
-    Args:
-      what: the content, for the error.
     Returns: a table with a chunk for each batch.
     Raises: ResourceError: the folder for temporary files is full.
     """
-    with named_errors(what):
-        file = tempfile.TemporaryFile(prefix="leandit-table-")  # noqa: SIM115 (the next line closes it)
-    with file:
-        path = f"/proc/self/fd/{file.fileno()}"
-        with named_errors(what):
-            sink = pa.OSFile(path, "wb")
-            writer = pa.ipc.new_file(sink, schema)
-        with sink:
+
+    def write(file: BinaryIO) -> None:
+        with pa.ipc.new_file(file, schema) as writer:
             for batch in batches:
-                with named_errors(what):
-                    writer.write_batch(batch)
-            with named_errors(what):
-                writer.close()
-        return pa.ipc.open_file(pa.memory_map(path)).read_all()
+                writer.write_batch(batch)
+
+    return pa.ipc.open_file(pa.py_buffer(map_written(write, what))).read_all()
 
 
 def map_array(length: int, dtype: str | np.dtype, what: str) -> np.ndarray:
@@ -72,9 +84,14 @@ def map_array(length: int, dtype: str | np.dtype, what: str) -> np.ndarray:
     """
     if not length:
         return np.empty(0, dtype)
-    with tempfile.TemporaryFile(prefix="leandit-array-") as file, named_errors(what):
-        num_bytes = length * np.dtype(dtype).itemsize
-        os.posix_fallocate(file.fileno(), 0, num_bytes)  # a sparse file would cause a SIGBUS later
+    num_bytes = length * np.dtype(dtype).itemsize
+    with named_errors(what), tempfile.TemporaryFile(prefix="leandit-") as file:
+        if hasattr(os, "posix_fallocate"):  # a sparse file would cause a SIGBUS once the disk is full
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        else:  # macOS
+            for start in range(0, num_bytes, 1 << 20):
+                file.write(bytes(min(1 << 20, num_bytes - start)))
+            file.flush()
         return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype)
 
 
@@ -86,9 +103,9 @@ class GrowingArray:
     """
 
     def __init__(self, dtype: str | np.dtype, what: str) -> None:
-        self._dtype, self._what, self._length = np.dtype(dtype), what, 0
+        self._dtype, self._what = np.dtype(dtype), what
         with named_errors(what):
-            self._file = tempfile.TemporaryFile(prefix="leandit-array-")  # noqa: SIM115 (``close`` closes it)
+            self._file = tempfile.TemporaryFile(prefix="leandit-")  # noqa: SIM115 (``close`` closes it)
 
     def append(self, values: np.ndarray) -> None:
         """Append numbers.
@@ -97,48 +114,19 @@ class GrowingArray:
         """
         with named_errors(self._what):
             self._file.write(np.ascontiguousarray(values, self._dtype).data)
-        self._length += len(values)
 
     def close(self) -> np.ndarray:
         """All numbers, mapped; nothing can be appended afterwards."""
-        with self._file, named_errors(self._what):
-            self._file.flush()
-            if not self._length:
+        with named_errors(self._what), self._file as file:
+            if not file.tell():
                 return np.empty(0, self._dtype)
-            return np.memmap(self._file, self._dtype, "r", shape=(self._length,)).view(np.ndarray)
-
-
-def map_written(write: Callable[[BinaryIO], None], what: str) -> memoryview:
-    """Call a function that writes a temporary file, and map the result.
-
-    Raises: ResourceError: the folder for temporary files is full.
-    """
-    with tempfile.TemporaryFile(prefix="leandit-file-") as file, named_errors(what):
-        write(file)
-        file.flush()
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            file.flush()
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self._dtype)
 
 
 def one_chunk(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The same values in one chunk, texts in a mapped file. More than 2 GiB of text is returned unchanged."""
-    if column.num_chunks == 1 or column.type != pa.string():
-        return column if column.num_chunks == 1 else pa.chunked_array([column.combine_chunks()], column.type)
-    lengths = pc.fill_null(pc.binary_length(column), 0).to_numpy()
-    offsets = np.zeros(len(column) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    if offsets[-1] >= 1 << 31:
-        return column
-    letters, done = map_array(int(offsets[-1]), "uint8", "texts of a table"), 0
-    for chunk in column.chunks:
-        if (count := pc.sum(pc.binary_length(chunk)).as_py() or 0) == 0:
-            continue
-        _, bounds, data = chunk.buffers()
-        first = np.frombuffer(bounds, np.int32)[chunk.offset]
-        letters[done : done + count] = np.frombuffer(data, np.uint8)[first : first + count]
-        done += count
-    valid = pc.is_valid(column).combine_chunks().buffers()[1] if column.null_count else None
-    buffers = [valid, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(letters)]
-    return pa.chunked_array([pa.Array.from_buffers(pa.string(), len(column), buffers)])
+    """The same values in one chunk; more than 2 GiB of text stay in several."""
+    return pa.table([column], ["column"]).combine_chunks()["column"]
 
 
 def rebatched(batches: Iterable[pa.RecordBatch], num_rows: int) -> Iterator[pa.RecordBatch]:
@@ -156,17 +144,13 @@ def rebatched(batches: Iterable[pa.RecordBatch], num_rows: int) -> Iterator[pa.R
                 f"{num_bytes >> 20} MiB of texts in {count} consecutive records; needed at most "
                 f"{MAX_BATCH_BYTES >> 20} MiB in {num_rows}. Shorten the captions of the source."
             )
-        if count < num_rows:
-            continue
-        table = pa.Table.from_batches(waiting)
-        while count >= num_rows:
-            (whole,) = table.slice(0, num_rows).combine_chunks().to_batches()
-            yield whole
-            table, count = table.slice(num_rows), count - num_rows
-        waiting, num_bytes = table.to_batches(), table.nbytes
+        if count >= num_rows:
+            table, whole = pa.Table.from_batches(waiting).combine_chunks(), count - count % num_rows
+            yield from table.slice(0, whole).to_batches(max_chunksize=num_rows)
+            rest = table.slice(whole)
+            waiting, count, num_bytes = rest.to_batches(), rest.num_rows, rest.nbytes
     if count:
-        (rest,) = pa.Table.from_batches(waiting).combine_chunks().to_batches()
-        yield rest
+        yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
 
 
 class TakenColumn(Sequence[Any]):
@@ -178,8 +162,7 @@ class TakenColumn(Sequence[Any]):
     """
 
     def __init__(self, column: pa.ChunkedArray, positions: np.ndarray) -> None:
-        self._chunks, self._positions = column.chunks, positions
-        self._starts = np.cumsum([0, *(len(chunk) for chunk in self._chunks)])
+        self._column, self._positions = column, positions
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -187,6 +170,4 @@ class TakenColumn(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
-        position = self._positions[index]
-        number = int(np.searchsorted(self._starts, position, side="right")) - 1
-        return self._chunks[number][int(position - self._starts[number])].as_py()
+        return self._column[int(self._positions[index])].as_py()

@@ -1,90 +1,87 @@
-"""Temporary files of killed processes: found by name, removed once their owner is dead."""
+"""Temporary files and folders of dead processes: found by name, removed once nobody holds their lock.
+
+The name has the host that wrote it. A lock of this host's kernel decides at once. Of another host, whose locks this
+kernel may not see, and on a file system without flock, a temporary counts as abandoned when nothing was written to it
+for STALE_SECONDS.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
-from .cached import cached_property
-from .files import move, remove
-from .owners import REPLACED_NAME, STALE_SECONDS, TEMPORARY_PREFIX, parse_owner, temporary_beside
+from .files import TEMPORARY_NAME, TEMPORARY_PREFIX, host, move, temporary_beside
+from .locks import is_at, open_existing, release_lock, try_lock
+
+STALE_SECONDS = 3600.0  # without a write; file systems cache an mtime for much less
 
 
 def find_strays(folder: Path, *, below: bool = True) -> list[Path]:
-    """All temporaries below a folder, or only those directly in it, of any owner."""
+    """All temporaries below a folder, or only those directly in it, of living processes too."""
     strays = []
-    for parent, folders, files in _walk(folder, below):
+    for parent, folders, files in itertools.islice(os.walk(folder), None if below else 1):  # rglob fails if one goes
         names = [name for name in (*folders, *files) if name.startswith(TEMPORARY_PREFIX)]
         strays += [Path(parent) / name for name in names]
         folders[:] = [name for name in folders if name not in names]
     return sorted(strays)
 
 
-def _walk(folder: Path, below: bool) -> Iterable[tuple[str, list[str], list[str]]]:
-    # Not rglob, which raises if another process removes a folder.
-    return os.walk(folder) if below else itertools.islice(os.walk(folder), 1)
-
-
 def sweep_strays(folder: Path, *, of_all: bool = False, below: bool = True) -> list[Path]:
-    """Remove temporaries whose owner is dead.
-
-    An owner in this container is dead if its process is; any other owner if its heartbeat has stopped. A folder that
-    ``write_folder`` moved away but did not replace is moved back.
+    """Remove temporaries of dead processes; a folder that ``write_folder`` moved away, not replaced, is moved back.
 
     Args:
-      of_all: also those of living owners; only safe while nothing writes to the folder.
+      of_all: also those of living processes; only safe while nothing writes to the folder.
       below: also those in subfolders.
-    Returns: the removed paths.
+    Returns: the paths that are gone.
     """
-    clock = _Clock(folder)
-    walked = ((Path(parent), names) for parent, names, _ in _walk(folder, below))
-    for path in sorted(parent / name for parent, names in walked for name in names):
-        if (named := REPLACED_NAME.fullmatch(path.name)) and (of_all or clock.is_abandoned(path, named["owner"])):
-            kept = path.with_name(named["kept"])
-            if kept.exists():
-                remove(path)
-            else:
-                move(path, kept)
-    owners = {path: path.name.removeprefix(TEMPORARY_PREFIX) for path in find_strays(folder, below=below)}
-    swept = [path for path, text in owners.items() if of_all or clock.is_abandoned(path, "@".join(text.split("@")[:2]))]
-    for path in swept:
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    swept = []
+    for path in find_strays(folder, below=below):
+        try:
+            descriptor = open_existing(path)
+        except OSError:  # just removed, or of another user
+            continue
+        try:
+            if of_all or _is_abandoned(path, descriptor):
+                _remove(path)
+                swept.append(path)
+        finally:
+            release_lock(descriptor)
     return swept
 
 
-class _Clock:
-    """The clock of a folder's file system: the clocks of machines that share it may differ.
-
-    Args:
-      folder: read once, and only if a heartbeat decides.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._probe = temporary_beside(folder / "clock")
-
-    def is_abandoned(self, path: Path, owner: str | None) -> bool:
-        """Whether the owner of a temporary is dead.
-
-        Args:
-          owner: from its name.
-        """
-        known = parse_owner(owner or "")
-        is_alive = known.is_alive if known else None
-        if is_alive is not None:
-            return not is_alive
-        try:
-            return self._now - path.lstat().st_mtime > STALE_SECONDS
-        except OSError:  # just removed, or this user may not write here, and so not sweep
+def _is_abandoned(path: Path, descriptor: int) -> bool:
+    """Whether no living process writes a temporary; its lock is taken if the file system has locks."""
+    named = TEMPORARY_NAME.fullmatch(path.name)
+    is_decisive = bool(named) and named["host"] == host()
+    try:
+        if not try_lock(descriptor):
             return False
+    except OSError:
+        is_decisive = False
+    return is_at(descriptor, path) and (is_decisive or _is_stale(path))
 
-    @cached_property
-    def _now(self) -> float:
-        """Seconds since the epoch. Raises: OSError."""
-        try:
-            os.close(os.open(self._probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
-            return self._probe.stat().st_mtime
-        finally:
-            self._probe.unlink(missing_ok=True)
+
+def _is_stale(path: Path) -> bool:
+    """Whether nothing was written to it for long, by the clock of its file system: those of machines may differ."""
+    probe = temporary_beside(path.with_name("clock"))
+    try:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT, 0o666))
+        now = probe.stat().st_mtime
+        return now - max(each.lstat().st_mtime for each in (path, *path.rglob("*"))) > STALE_SECONDS
+    except OSError:  # just removed, or this user may not write here, and so not sweep
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _remove(path: Path) -> None:
+    named = TEMPORARY_NAME.fullmatch(path.name)
+    final = path.with_name(named["final"]) if named and named["replaced"] else path
+    if not os.path.lexists(final):
+        move(path, final)
+    elif path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..disk.files import TEMPORARY_PREFIX
 from ..disk.hashing import canonical_json, xxh3_file
-from ..disk.owners import is_temporary
 from ..errors import LeanditError
 from ..format.caption_layout import CAPTION_PART
 from ..format.layout import (
@@ -304,7 +304,7 @@ def _strays(paths: Iterable[str], expected: Expected, sealed: Collection[int], *
     of_an_array = re.compile(rf"({BUCKETS}|{CAPTION_PART})/([\w/]+/)?{re.escape(GROUP)}")
     for path in paths:
         *folders, name = path.split("/")
-        is_litter = any(is_temporary(part, is_folder=True) for part in folders) or is_temporary(name, is_folder=False)
+        is_litter = any(part.startswith(TEMPORARY_PREFIX) for part in (*folders, name))
         if path in HUB_FILES or path.startswith(HUB_CACHE) or (path in expected and not is_litter):
             continue
         is_litter |= folders[2:3] in ([PLAN], [COMMITS]) and revision_of(path) in sealed  # of an interrupted seal
@@ -319,7 +319,7 @@ def _files_below(root: Path) -> Iterator[str]:
         parent = "" if folder == top else os.path.relpath(folder, top).replace(os.sep, "/") + "/"
         if not parent and LEASES in folders:
             folders.remove(LEASES)
-        litter = [name for name in folders if is_temporary(name, is_folder=True)]
+        litter = [name for name in folders if name.startswith(TEMPORARY_PREFIX)]
         folders[:] = [name for name in folders if name not in litter]
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         yield from (parent + name for name in (*files, *links, *(f"{name}/" for name in litter)))

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ...datasets.disk.owners import TEMPORARY_PREFIX
+from ...datasets.disk.files import TEMPORARY_PREFIX
 from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import FingerprintMismatch, ResourceError, SourceError, StoreError
 from ...datasets.format.layout import LEASES, REVISIONS, Task

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from leandit.datasets.disk import files
-from leandit.datasets.disk.files import Failpoint, write_atomic
-from leandit.datasets.disk.owners import TEMPORARY_PREFIX, this_process
+from leandit.datasets.disk.files import TEMPORARY_PREFIX, Failpoint, temporary_beside, write_atomic
 from leandit.datasets.errors import DamageError, FingerprintMismatch, SourceError, StoreError
 from leandit.datasets.format.zarr_shard import CODECS
 from leandit.datasets.revisions import seal as seal_module
@@ -350,8 +348,7 @@ def test_a_crash_in_the_middle_of_a_file_leaves_no_stray(
     def dies(path: Path, parts: Any) -> None:
         if path.match("buckets/64x64/moments/c/0/0/0/0"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            dead = replace(this_process(), pid=2**22 + 1)  # beyond the kernel's largest process id
-            (path.parent / f"{TEMPORARY_PREFIX}{dead}@{path.name}").write_bytes(b"half")
+            temporary_beside(path).write_bytes(b"half")
             raise Crash
         write_atomic(path, parts)
 

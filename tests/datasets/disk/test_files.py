@@ -1,18 +1,18 @@
-"""Files: a write leaves the old content or the new, never a temporary; strays of dead processes are swept."""
+"""Files: a write leaves the old content or the new, never a temporary; temporaries of dead processes are swept."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
-import re
 import resource
+import signal
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +22,23 @@ from harness import Outcome, start
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leandit.datasets.disk import files, owners
+from leandit.datasets.disk import files, locks
 from leandit.datasets.disk.files import (
     EXIT_DIED,
     FAILPOINT_VARIABLE,
     NEEDS_SPACE,
+    REPLACED,
+    TEMPORARY_PREFIX,
     Failpoint,
-    make_folder,
     remove,
+    temporary_beside,
+    temporary_folder,
     write_atomic,
     write_folder,
 )
 from leandit.datasets.disk.hashing import canonical_json, read_json, sha256_file, sha256_of, xxh3_file, xxh3_parts
-from leandit.datasets.disk.owners import (
-    REPLACED,
-    STALE_SECONDS,
-    TEMPORARY_PREFIX,
-    parse_owner,
-    temporary_beside,
-    this_process,
-)
 from leandit.datasets.disk.spill import map_array
-from leandit.datasets.disk.strays import find_strays, sweep_strays
+from leandit.datasets.disk.strays import STALE_SECONDS, find_strays, sweep_strays
 from leandit.datasets.errors import DamageError, ResourceError
 
 FULL = [(errno.ENOSPC, "iB free"), (errno.EDQUOT, "iB free"), (errno.EFBIG, "ulimit -f")]
@@ -151,13 +146,13 @@ def test_a_file_that_is_too_large_is_not_told_to_free_space(tmp_path: Path) -> N
 
 def test_the_order_is_write_sync_rename_sync_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without the first sync a power cut leaves an empty file, without the second none at all.
-    path, seen, fsync, rename = tmp_path / "file", [], os.fsync, os.rename
+    path, seen, rename = tmp_path / "file", [], os.rename
 
     def spy_fsync(descriptor: int) -> None:
-        seen.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
-        fsync(descriptor)
+        seen.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.rpartition("@")[2]))
 
     def spy_rename(source: Path, target: Path) -> None:
+        assert source.name.startswith(TEMPORARY_PREFIX)
         assert source.read_bytes() == b"content"
         seen.append(("rename", target.name))
         rename(source, target)
@@ -165,7 +160,7 @@ def test_the_order_is_write_sync_rename_sync_of_the_folder(tmp_path: Path, monke
     monkeypatch.setattr("os.fsync", spy_fsync)
     monkeypatch.setattr("os.rename", spy_rename)
     write_atomic(path, b"content")
-    assert seen == [("sync", temporary_beside(path).name), ("rename", "file"), ("sync", tmp_path.name)]
+    assert seen == [("sync", "file"), ("rename", "file"), ("sync", tmp_path.name)]
 
 
 OLD, NEW = {"a": b"old", "gone": b"-"}, {"a": b"new", "b": b"n" * 100}
@@ -259,7 +254,7 @@ def write_both(folder: Path) -> None:
 OPERATIONS = (
     *("create", "write", "write", "sync", "rename file", "sync"),
     *("folder", "sync", "create", "write", "sync a", "create", "write", "sync b", "sync"),
-    *("rename final.leandit-replaced", "rename final", "sync", "rename", "remove final.leandit-replaced", "sync"),
+    *("rename .leandit-tmp-", "rename final", "sync", "remove .leandit-tmp-"),
 )
 
 
@@ -269,11 +264,11 @@ def starting(folder: Path) -> Path:
     return folder
 
 
-def assert_old_or_new(folder: Path, said: str) -> None:
+def assert_old_or_new(folder: Path, message: str) -> None:
     sweep_strays(folder)  # as the next start does
-    assert names(folder) == ["file", "final"], said
-    assert (folder / "file").read_bytes() in (b"old", b"new"), said
-    assert content(folder / "final") in (OLD, NEW), said
+    assert names(folder) == ["file", "final"], message
+    assert (folder / "file").read_bytes() in (b"old", b"new"), message
+    assert content(folder / "final") in (OLD, NEW), message
 
 
 def test_every_operation_is_counted(tmp_path: Path) -> None:
@@ -281,7 +276,7 @@ def test_every_operation_is_counted(tmp_path: Path) -> None:
     folder = starting(tmp_path)
     seen = failing_at("count", -1, lambda: write_both(folder), expected=0).operations
     assert len(seen) == len(OPERATIONS)
-    assert [one for one, wanted in zip(seen, OPERATIONS, strict=True) if not one.startswith(wanted)] == []
+    assert [name for name, start in zip(seen, OPERATIONS, strict=True) if not name.startswith(start)] == []
     assert content(folder / "final") == NEW
 
 
@@ -293,7 +288,7 @@ def test_whatever_operation_fails_the_old_content_is_there_or_the_new(
     folder = starting(tmp_path / "here")
     fails = kind != "enospc" or any(one.split()[0] in NEEDS_SPACE for one in OPERATIONS[at:])
     outcome = failing_at(kind, at, lambda: write_both(folder), expected=code if fails else 0)
-    if kind == "enospc":
+    if kind == "enospc" and fails:
         assert "ResourceError" in outcome.error
     assert_old_or_new(folder, f"{kind} at {at}, {OPERATIONS[at]}")
 
@@ -324,219 +319,185 @@ def test_nothing_fails_in_this_process() -> None:
     assert files.failpoint is None
 
 
-# --- Strays -----------------------------------------------------------------------------------------------------------
+# --- Temporaries of dead processes ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def dead_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
-@pytest.fixture
-def living_pid() -> Iterator[int]:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    yield process.pid
-    process.communicate(b"\n")
-
-
-def owned(path: Path, **fields: Any) -> Path:
-    """The temporary of a path as another owner names it."""
-    owner = replace(this_process(), **{"started": "", **fields})
-    return path.with_name(f"{TEMPORARY_PREFIX}{owner}@{path.name}")
-
-
-def stray(path: Path, *, age_seconds: float = 0, **fields: Any) -> Path:
-    """The same, written some time ago."""
-    named = owned(path, **fields)
-    named.write_bytes(b"half")
+def written(path: Path, *, age_seconds: float = 0) -> Path:
+    """A temporary that nobody holds: a file, or a folder if the path has the mark of one that is replaced."""
+    write_old(path) if REPLACED in path.name else path.write_bytes(b"half")
     then = time.time() - age_seconds
-    os.utime(named, (then, then))
-    return named
+    for each in (*path.rglob("*"), path):
+        os.utime(each, (then, then))
+    return path
 
 
-def test_strays_of_dead_processes_are_swept_and_those_of_living_ones_stay(
-    tmp_path: Path, dead_pid: int, living_pid: int
-) -> None:
-    deep = tmp_path / "a/b"
-    deep.mkdir(parents=True)
-    dead = [stray(tmp_path / "file", pid=dead_pid), stray(deep / "file", pid=dead_pid)]
-    kept = [
-        stray(tmp_path / "file", pid=living_pid),
-        stray(deep / "file", pid=living_pid, age_seconds=10 * STALE_SECONDS),  # alive, however long it was stopped
-        stray(tmp_path / "file", pid=1),  # alive, and perhaps of another user
-        tmp_path / "file",
-    ]
-    kept[-1].write_bytes(b"whole")
-    folder = owned(tmp_path / "folder", pid=dead_pid)
-    write_folder(folder, OLD.items(), replace=False)
-    assert sorted(sweep_strays(tmp_path)) == sorted([*dead, folder])
-    assert not any(path.exists() for path in [*dead, folder])
-    assert all(path.exists() for path in kept)
+def elsewhere(path: Path, mark: str = "") -> Path:
+    """The name that a process of another host gives to a temporary."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: "no/de@7")
+        return temporary_beside(path, mark)
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without flock."""
+    monkeypatch.setattr(fcntl, "flock", failing(OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
+
+
+def test_temporaries_of_a_killed_process_are_swept_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
+    def write_slowly() -> None:
+        with temporary_folder(tmp_path / "folder") as temporary:
+            write_atomic(temporary / "a", b"whole")
+
+            def parts() -> Iterator[bytes]:
+                yield b"half"
+                (tmp_path / "ready").touch()
+                time.sleep(60)
+
+            write_atomic(tmp_path / "deep/file", parts())
+
+    (tmp_path / "file").write_bytes(b"whole")
+    child = start(write_slowly)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.005)
+    strays = find_strays(tmp_path)
+    assert len(strays) == 2
+    for path in strays:
+        os.utime(path, (0, 0))  # alive, however long it was stopped
     assert sweep_strays(tmp_path) == []
+    child.signal(signal.SIGKILL)
+    child.wait()
+    assert sweep_strays(tmp_path) == strays
+    assert names(tmp_path) == ["deep", "file", "ready"]
+    assert names(tmp_path / "deep") == []
 
 
-@pytest.mark.parametrize("elsewhere", [{"host": "another-host"}, {"namespace": "0a1b2c3d.f0000001"}])
-def test_of_another_container_or_machine_a_heartbeat_tells(
-    elsewhere: dict[str, str], tmp_path: Path, dead_pid: int, living_pid: int
-) -> None:
-    # Two containers of one pod have the same host name, and each counts its processes from 1.
-    kept = [stray(tmp_path / name, pid=pid, **elsewhere) for name, pid in (("a", dead_pid), ("b", os.getpid()))]
-    gone = [
-        stray(tmp_path / name, pid=pid, age_seconds=STALE_SECONDS + 60, **elsewhere)
-        for name, pid in (("c", dead_pid), ("d", living_pid), ("e", os.getpid()))
-    ]
-    assert sorted(sweep_strays(tmp_path)) == sorted(gone)
-    assert names(tmp_path) == sorted(path.name for path in kept)
-
-
-def test_a_process_sweeps_what_an_earlier_start_of_its_number_left_but_nothing_of_its_own(tmp_path: Path) -> None:
-    own = temporary_beside(tmp_path / "own")  # of another thread
-    own.write_bytes(b"half")
-    started = this_process().started
-    earlier = [
-        stray(tmp_path / "number", pid=os.getpid(), started="1"),
-        stray(tmp_path / "exec", pid=os.getpid(), started=started, token="0"),  # the same process, another program
-    ]
-    assert sorted(sweep_strays(tmp_path)) == sorted(earlier)
-    assert names(tmp_path) == [own.name]
-
-
-def test_an_owner_touches_what_it_writes_however_long_that_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Simulated: this process is in another container for the sweep, and its files look old at once.
-    monkeypatch.setattr(owners, "HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr("leandit.datasets.disk.strays.STALE_SECONDS", 3600)
-    here = owners._namespace()
-
-    def swept_meanwhile() -> list[Path]:
-        (temporary,) = find_strays(tmp_path)
-        os.utime(temporary, (0, 0))
-        deadline = time.monotonic() + 20
-        while temporary.stat().st_mtime == 0 and time.monotonic() < deadline:
-            time.sleep(0.005)
-        with monkeypatch.context() as patch:
-            patch.setattr(owners, "_namespace", lambda: "another.f0000001")
-            return sweep_strays(tmp_path)
-
+def test_this_process_does_not_sweep_what_it_writes(tmp_path: Path) -> None:
     def parts() -> Iterator[bytes]:
-        yield b"half"
-        assert swept_meanwhile() == []
+        assert sweep_strays(tmp_path) == []
         yield b"whole"
 
     write_atomic(tmp_path / "file", parts())
     write_folder(tmp_path / "folder", [("a", parts()), ("b", parts())], replace=True)
-    assert owners._namespace() == here
     assert names(tmp_path) == ["file", "folder"]
 
 
-def test_a_host_whose_name_begins_with_ours_keeps_its_temporaries(
-    tmp_path: Path, dead_pid: int, monkeypatch: pytest.MonkeyPatch
+def test_a_fork_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
+    # Else what a killed coordinator leaves would stay until its decoders have ended, too.
+    path = written(temporary_beside(tmp_path / "file"))
+    read, write = os.pipe()
+    with locks.hold(path):
+        if (child := os.fork()) == 0:
+            os.write(write, b"x")
+            time.sleep(60)
+        os.read(read, 1)
+        descriptor = next(iter(locks._held))
+        locks._held.remove(descriptor)  # as when the parent is killed: closed, without unlocking
+        os.close(descriptor)
+    swept = sweep_strays(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert swept == [path]
+
+
+def test_what_is_removed_before_it_is_locked_is_created_again(tmp_path: Path) -> None:
+    removed: list[Path] = []
+
+    def create(path: Path) -> None:
+        path.touch()
+        if not removed:
+            removed.extend(sweep_strays(tmp_path))
+
+    path = temporary_beside(tmp_path / "file")
+    with locks.hold(path, create):
+        assert removed == [path]
+        assert sweep_strays(tmp_path) == []
+        assert path.exists()
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_files_are_written_and_removed_all_the_same(tmp_path: Path) -> None:
+    write_both(starting(tmp_path))
+    remove(tmp_path / "final")
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_of_another_host_or_without_locks_the_age_decides(
+    has_locks: bool, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On a cluster with a shared disk: "node" must not sweep what a process of "node-7" is writing.
-    theirs = stray(tmp_path / "file", pid=dead_pid, host=f"node-{dead_pid}")
-    monkeypatch.setattr("socket.gethostname", lambda: "node")
-    assert sweep_strays(tmp_path) == []
-    assert theirs.exists()
+    if not has_locks:
+        request.getfixturevalue("no_locks")
+    monkeypatch.setattr("time.time", lambda now=time.time: now() - 1e6)  # the clock of the file system counts
+    name = elsewhere if has_locks else temporary_beside
+    kept = [written(name(tmp_path / "a"), age_seconds=-1e6), written(name(tmp_path / "b", REPLACED), age_seconds=-1e6)]
+    gone = [written(name(tmp_path / "c"), age_seconds=STALE_SECONDS - 1e6 + 60)]
+    (kept[1] / "inner").write_bytes(b"")
+    os.utime(kept[1], (0, 0))  # a large file in an old folder still grows
+    assert sweep_strays(tmp_path) == gone
+    assert names(tmp_path) == sorted(path.name for path in kept)
 
 
-def test_a_process_that_has_ended_is_gone_although_its_parent_never_looked() -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
-        owner = replace(this_process(), pid=process.pid, started=owners._started(process.pid))
-        assert owner.is_alive
-        process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-        assert owner.is_alive is False
-
-
-def test_a_temporary_names_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # FORMAT.md tells readers of this name.
-    monkeypatch.setattr("socket.gethostname", lambda: "no/de@7")
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    namespace = f"{boot}.{os.stat('/proc/self/ns/pid').st_ino:x}"
-    started = Path("/proc/self/stat").read_text().split()[21]
-    path = temporary_beside(tmp_path / "zarr.json")
-    wanted = rf"\.leandit-tmp-no_de_7@{re.escape(namespace)}-{os.getpid()}-{started}-[0-9a-f]{{8}}@zarr\.json"
-    assert re.fullmatch(wanted, path.name)
-    owner = parse_owner("@".join(path.name.removeprefix(TEMPORARY_PREFIX).split("@")[:2]))
-    assert owner == this_process()
-
-
-def test_a_number_that_now_belongs_to_another_process_keeps_nothing_alive(tmp_path: Path, living_pid: int) -> None:
-    started = Path(f"/proc/{living_pid}/stat").read_text().split()[21]
-    kept = stray(tmp_path / "kept", pid=living_pid, started=started)
-    earlier = stray(tmp_path / "earlier", pid=living_pid, started="1")
-    assert sweep_strays(tmp_path) == [earlier]
-    assert names(tmp_path) == [kept.name]
-
-
-@pytest.mark.parametrize("owner", ["", "host@", "host@1-2", "host@²", f"host@{'9' * 30}", "host@-3"])
-def test_a_name_without_an_owner_is_swept_once_it_is_old(owner: str, tmp_path: Path) -> None:
-    path = tmp_path / f"{TEMPORARY_PREFIX}{owner}@file"
-    path.write_bytes(b"")
+@pytest.mark.parametrize("owner", ["", "host-", "host-1234567", "host@1-2"])
+def test_a_name_that_this_project_does_not_give_is_swept_once_it_is_old(owner: str, tmp_path: Path) -> None:
+    path = written(tmp_path / f"{TEMPORARY_PREFIX}{owner}@file")
     assert sweep_strays(tmp_path) == []
     os.utime(path, (0, 0))
     assert sweep_strays(tmp_path) == [path]
 
 
-def test_ages_are_counted_by_the_clock_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = stray(tmp_path / "file", host="another-host")
-    monkeypatch.setattr("time.time", lambda: 1e12)  # a machine whose own clock is wrong
-    assert sweep_strays(tmp_path) == []
-    assert theirs.exists()
-
-
-def test_strays_are_found_whoever_owns_them_but_not_what_lies_in_one(tmp_path: Path, living_pid: int) -> None:
-    make_folder(tmp_path / "a/b")
-    theirs = [stray(tmp_path / "file", pid=living_pid), stray(tmp_path / "a/b/file", pid=1, host="another")]
+def test_all_strays_are_found_but_not_what_lies_in_one(tmp_path: Path) -> None:
     folder = temporary_beside(tmp_path / "a/final")
     write_folder(folder, [(temporary_beside(Path("inner")).name, b"")], replace=False)
-    assert find_strays(tmp_path) == sorted([*theirs, folder])
-    assert sweep_strays(tmp_path) == []
-    assert sorted(sweep_strays(tmp_path, of_all=True)) == sorted([*theirs, folder])
+    known = sorted([written(elsewhere(tmp_path / "file")), folder])
+    assert find_strays(tmp_path) == known
+    assert find_strays(tmp_path, below=False) == [path for path in known if path.parent == tmp_path]
+    assert sorted(sweep_strays(tmp_path, of_all=True)) == known
 
 
-@pytest.mark.parametrize("replaced", [True, False])
-@pytest.mark.parametrize("owner", ["", "-another@0.1-1--0"])
-def test_a_folder_that_made_room_comes_back_or_goes(owner: str, replaced: bool, tmp_path: Path) -> None:
-    made_room = write_old(tmp_path / f"final{REPLACED}{owner}")
-    if replaced:
+@pytest.mark.parametrize("is_replaced", [True, False])
+@pytest.mark.parametrize("name", [temporary_beside, elsewhere])
+def test_a_folder_that_made_room_comes_back_or_goes(
+    name: Callable[..., Path], is_replaced: bool, tmp_path: Path
+) -> None:
+    written(name(tmp_path / "final", REPLACED), age_seconds=2 * STALE_SECONDS)
+    if is_replaced:
         write_folder(tmp_path / "final", NEW.items(), replace=False)
-    before = names(tmp_path)
-    assert sweep_strays(tmp_path) == []
-    assert names(tmp_path) == before  # its owner may be about to give the name to another folder
-    os.utime(made_room, (0, 0))
     sweep_strays(tmp_path)
     assert names(tmp_path) == ["final"]
-    assert content(tmp_path / "final") == (NEW if replaced else OLD)
+    assert content(tmp_path / "final") == (NEW if is_replaced else OLD)
 
 
-def test_a_sweep_of_another_container_leaves_a_folder_that_is_being_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("work", ["replace", "remove"])
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_sweep_leaves_a_folder_that_is_being_replaced_or_removed(
+    work: str, has_locks: bool, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    final = write_old(tmp_path / "final")
-    os.utime(final, (0, 0))  # made long ago
-    rename = os.rename
+    if not has_locks:
+        request.getfixturevalue("no_locks")
+    final, rename, swept = write_old(tmp_path / "final"), os.rename, list[list[Path]]()
+    for each in (*final.iterdir(), final):
+        os.utime(each, (0, 0))  # made long ago
 
     def sweep_between(source: Path, target: Path) -> None:
         rename(source, target)
         with monkeypatch.context() as patch:
-            patch.setattr(owners, "_namespace", lambda: "another.f0000001")
             patch.setattr("os.rename", rename)
-            sweep_strays(tmp_path)
+            swept.append(sweep_strays(tmp_path))
 
     monkeypatch.setattr("os.rename", sweep_between)
-    assert write_folder(final, NEW.items(), replace=True)
-    assert names(tmp_path) == ["final"]
-    assert content(final) == NEW
+    if work == "remove":
+        remove(final)
+    else:
+        assert write_folder(final, NEW.items(), replace=True)
+    assert not any(swept)
+    assert content(final) == ({} if work == "remove" else NEW)
+    assert len(names(tmp_path)) == (work == "replace")
 
 
 def test_a_replacement_that_fails_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = write_old(tmp_path / "final")
-    at = next(i for i, one in enumerate(OPERATIONS) if one == "rename final") - OPERATIONS.index("folder")
-    fail = Failpoint("eio", at)
+    fail = Failpoint("eio", OPERATIONS.index("rename final") - OPERATIONS.index("folder"))
     monkeypatch.setattr(files, "failpoint", fail)
     with pytest.raises(OSError, match="error"):
         write_folder(final, NEW.items(), replace=True)
@@ -544,6 +505,8 @@ def test_a_replacement_that_fails_leaves_the_old_folder(tmp_path: Path, monkeypa
     assert names(tmp_path) == ["final"]
     assert content(final) == OLD
 
+
+# --- JSON and hashes --------------------------------------------------------------------------------------------------
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text('añ文"\\\n'),

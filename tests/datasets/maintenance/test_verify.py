@@ -325,7 +325,7 @@ def test_what_a_killed_process_left_does_no_harm(plain: Whole) -> None:
     root = plain.again()
     (root / f"revisions/000002/{TEMPORARY_PREFIX}host@1-2@plan").mkdir(parents=True)
     (root / f"revisions/000002/{TEMPORARY_PREFIX}host@1-2@plan/plan.json").write_text("half")
-    (root / "revisions/000002/plan.leandit-replaced").mkdir()
+    (root / f"revisions/000002/{TEMPORARY_PREFIX}host-0a1b2c3d.replaced@plan").mkdir()
     found = verify_store(root)
     assert {f.cause for f in found.findings} == {"temporary"}
     assert (len(found.findings), found.damaged, found.complete) == (2, False, True)

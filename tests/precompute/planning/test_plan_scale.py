@@ -297,7 +297,7 @@ def test_a_full_disk_is_said_before_a_page_is_missed(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("leandit.datasets.disk.spill.os.posix_fallocate", full)
-    monkeypatch.setattr("leandit.datasets.disk.spill.pa.OSFile", full)
+    monkeypatch.setattr("leandit.datasets.disk.spill.pa.ipc.new_file", full)
     with pytest.raises(ResourceError, match=r"the plan.*No space left.*TMPDIR"):
         make()
 
