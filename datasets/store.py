@@ -82,7 +82,7 @@ class LatentStore:
             raise RecipeError(f"access {access!r}: needed one of {', '.join(get_args(Access))}.")
         self.remote = None
         if "://" in str(path):
-            from .remote.cache import open_remote
+            from .remote.opening import open_remote
 
             self.remote = open_remote(str(path), revision=revision, **(remote or {}))
             revision = self.remote.manifest.revision  # another process may add a newer one to the folder

@@ -1,6 +1,6 @@
 """Locks between threads and processes of one machine: flock(2), which the system frees when their owner dies.
 
-Python's descriptors are closed by ``exec``, and those of ``hold`` by a fork, so that no child keeps a lock.
+Python's descriptors are closed by ``exec``, and those of ``locked`` and ``hold`` by a fork: no child keeps a lock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_held: set[int] = set()  # descriptors of ``hold``
+_held: set[int] = set()
 
 
 def open_lock(path: Path) -> int:
@@ -41,12 +41,9 @@ def release_lock(descriptor: int) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, which is created if missing."""
-    descriptor = open_lock(path)
-    try:
+    with _closed_in_forks(open_lock(path)) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        release_lock(descriptor)
 
 
 @contextlib.contextmanager
@@ -71,11 +68,18 @@ def hold(path: Path, create: Callable[[Path], None] | None = None) -> Iterator[N
         if is_at(descriptor, path):
             break
         release_lock(descriptor)
+    with _closed_in_forks(descriptor):
+        yield
+
+
+@contextlib.contextmanager
+def _closed_in_forks(descriptor: int) -> Iterator[int]:
+    """Release a lock after the block; a fork meanwhile closes its copy of the descriptor, so it keeps no lock."""
     _held.add(descriptor)
     try:
-        yield
+        yield descriptor
     finally:
-        if descriptor in _held:  # not in a fork
+        if descriptor in _held:
             _held.remove(descriptor)
             release_lock(descriptor)
 

@@ -12,7 +12,7 @@ from ..disk.files import write_atomic
 from ..errors import DamageError, StoreNotFound
 from ..format.layout import GROUP, LEASES, REVISIONS
 from ..format.schema import FileEntry
-from ..remote.mirror import url_in_errors
+from ..remote.opening import url_in_errors
 from ..remote.reader import RemoteReader
 from .findings import shard_place
 from .verify import Problem, Verification, check_file, verify_store

@@ -1,65 +1,64 @@
-"""A store at a URL, read through a local folder of bounded size: shards are fetched whole, checked, and evicted.
-
-    folder = open_remote("s3://bucket/imagenet-256", capacity_gib=200)
-    folder.store                        # a local folder with the store except its shards
-    folder.fetch("buckets/256x256/moments/c/7/0/0/0")   # a complete local file; a map of it outlives the file
-    folder.prefetch(paths)              # fetched by threads, in this order
+"""The shards of a store at a URL in a local folder of bounded size: fetched whole, checked, evicted.
 
     FOLDER/about.json    the URL that it belongs to
-    FOLDER/store/        manifests, tables, and the zarr.json of groups and arrays
-    FOLDER/shards/NAME   complete shards; the modification time of each is its last use
-    FOLDER/coming/NAME   empty, locked by the thread that fetches NAME; its bytes count already
-    FOLDER/lock          locked while shards are chosen for eviction
+    FOLDER/store/        manifests and tables
+    FOLDER/shards/NAME   complete shards; the modification time is the last use
+    FOLDER/locks/        locked while a shard is fetched, or shards are chosen for eviction
 
-A NAME is the shard's XXH3-128 and size, which is enough to check it; files of other revisions have other names.
-Processes, including forks, may share a folder. It may be deleted while no process reads it.
+A NAME is the shard's XXH3-128 and size, which is enough to check it; files of other revisions have other names. A shard
+that is being fetched has a temporary file, whose name counts as its whole size. Processes, including forks, may share a
+folder. It may be deleted while no process reads it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import logging
 import os
+import random
+import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ..disk.files import TEMPORARY_PREFIX, make_folder, remove, write_atomic
+from ..disk.files import TEMPORARY_NAME, make_folder, remove, write_atomic
 from ..disk.fork_safe import reset_in_forks
 from ..disk.hashing import xxh3_file
-from ..disk.locks import locked, open_lock, release_lock, try_lock
-from ..errors import DamageError, LeanditError, RecipeError, ResourceError
+from ..disk.locks import locked
+from ..disk.strays import sweep_strays
+from ..errors import DamageError, LeanditError, ResourceError
 from ..format.schema import FileEntry, Manifest
 from ..units import readable_size
-from .mirror import (
-    MAX_LISTED,
-    OPENING,
-    check_entries,
-    check_folder,
-    check_listing,
-    claim_folder,
-    default_folder,
-    fetch_manifest,
-    fetch_small_files,
-    is_name,
-    is_shard,
-    name_of,
-    size_of,
-)
-from .prefetch import Prefetcher
 from .reader import RemoteReader
 
-LOG = logging.getLogger(__name__)
-STORE = "store"
-DEFAULT_CAPACITY_GIB = 64.0
+STORE, SHARDS, LOCKS = "store", "shards", "locks"
 DEFAULT_THREADS = 4
 LOOK_SECONDS = 0.05  # between checks for room
-PATIENCE_SECONDS = 600.0  # for room that shards of other processes take while they are fetched
+PATIENCE_SECONDS = 600.0  # for room that shards of other threads and processes take while they are fetched
+_NAME = re.compile(r"[0-9a-f]{32}-(0|[1-9][0-9]{0,14})")
 
 Opened = TypeVar("Opened")
+
+
+class _NoRoom(Exception):
+    """Shards that are being fetched leave no room now."""
+
+
+def is_shard(entry: FileEntry) -> bool:
+    """Whether a file of the manifest is a shard, which is fetched on demand."""
+    return "/c/" in entry.path
+
+
+def name_of(entry: FileEntry) -> str:
+    """A shard's name in the local folder."""
+    return f"{entry.xxh3_128}-{entry.bytes}"
+
+
+def size_of(name: str) -> int:
+    """Bytes of a shard, by its name in the local folder."""
+    return int(name.rpartition("-")[2])
 
 
 class RemoteFolder:
@@ -71,7 +70,7 @@ class RemoteFolder:
       manifest: of the revision that is read.
       capacity: limit on the bytes of its shards, including those being fetched.
       threads: for ``prefetch``.
-    Raises: ResourceError: a shard is larger than the capacity.
+    Raises: ResourceError: a shard is larger than the capacity; DamageError: a hash of the manifest is invalid.
     """
 
     def __init__(
@@ -82,43 +81,55 @@ class RemoteFolder:
         self._entries = {entry.path: entry for entry in manifest.files if is_shard(entry)}
         self._paths: dict[str, list[str]] = {}
         for entry in self._entries.values():
+            self._check(entry)
             self._paths.setdefault(name_of(entry), []).append(entry.path)
-        check_entries(self.url, self._entries.values(), capacity)
         self.on_evict: Callable[[str], object] = lambda path: None
         """Called with the path of every shard that this process evicts: its map keeps disk space in use."""
-        self._shards, self._coming, self._lock = folder / "shards", folder / "coming", folder / "lock"
+        self._shards, self._locks = folder / SHARDS, folder / LOCKS
         self._checked: set[str] = set()  # names that this process has hashed
-        self._wishes: list[str] = []  # names to prefetch
         self._last_use = 0
         self.num_fetched = self.num_evicted = 0  # files, by this process
-        for each in (self._shards, self._coming):
+        for each in (self._shards, self._locks):
             make_folder(each)
         self.reset()
         reset_in_forks(self)
 
     def reset(self) -> None:
         """Start without threads."""
-        self._counting = threading.Lock()
-        self._ahead = Prefetcher(self._num_threads, self._fetch_ahead)
+        self._lock = threading.RLock()  # a finalizer that calls ``prefetch`` may run while it is held
+        self._wanted = deque[tuple[str, int]]()
+        self._threads: set[threading.Thread] = set()
 
-    def fetch(self, path: str) -> Path:
+    def fetch(self, path: str, *, ahead: int = 0) -> Path:
         """Fetch a shard unless it is local, check it by size and hash, and mark it as used now.
 
         Args:
           path: within the store, as in the manifest.
+          ahead: of a shard that is not needed yet: the time of use to mark it with. Then nothing waits for room.
         Returns: the local file. Another thread or process may evict it at once: see ``open``.
         Raises: DamageError: it is missing or damaged; StoreError: it cannot be read; ResourceError: shards that others
           fetch leave no room, or the disk is full.
         """
-        entry, deadline = self._entry(path), time.monotonic() + PATIENCE_SECONDS
-        while not self._bring(entry, keep=()):
-            if time.monotonic() > deadline:
-                raise ResourceError(
-                    f"store '{self.url}': file '{path}' needs {readable_size(entry.bytes)}; its local folder's "
-                    f"{readable_size(self._capacity)} are taken by shards that others fetch. Give it more room."
-                )
-            time.sleep(LOOK_SECONDS)
-        return self._shards / name_of(entry)
+        entry = self._entry(path)
+        local, deadline = self._shards / name_of(entry), time.monotonic() + PATIENCE_SECONDS
+        while not self._is_whole(entry, local):
+            try:
+                with locked(self._locks / local.name[:2]):
+                    if not self._is_whole(entry, local):  # else another thread or process has just fetched it
+                        self._reader.checked(entry, lambda: write_atomic(local, self._pieces(entry)))
+                        with self._lock:
+                            self._checked.add(local.name)
+                            self.num_fetched += 1
+                break
+            except _NoRoom:
+                if ahead or time.monotonic() > deadline:
+                    raise ResourceError(
+                        f"store '{self.url}': file '{path}' needs {readable_size(entry.bytes)}; its local folder's "
+                        f"{readable_size(self._capacity)} are taken by shards that others fetch. Give it more room."
+                    ) from None
+                time.sleep(LOOK_SECONDS * random.uniform(0.5, 1.5))
+        self._mark(path, ahead) if ahead else self.use(path)
+        return local
 
     def open(self, path: str, opener: Callable[[Path], Opened]) -> Opened:
         """What ``opener`` makes of the local file of a shard; fetched again if it is evicted before it is open."""
@@ -130,25 +141,49 @@ class RemoteFolder:
     def use(self, path: str) -> bool:
         """Mark a shard as used now, so that others are evicted first; False if it was evicted."""
         # Explicit, because the file system's clock ticks only every few milliseconds.
-        self._last_use = now = max(self._last_use + 1, time.time_ns())
+        self._last_use = max(self._last_use + 1, time.time_ns())
+        return self._mark(path, self._last_use)
+
+    def _mark(self, path: str, last_use: int) -> bool:
         try:
-            os.utime(self._shards / name_of(self._entry(path)), ns=(now, now))
+            os.utime(self._shards / name_of(self._entry(path)), ns=(last_use, last_use))
         except FileNotFoundError:
             return False
         return True
 
     def prefetch(self, paths: Iterable[str]) -> None:
-        """Fetch shards in the background, in this order; the list replaces the previous one.
+        """Fetch the shards that fit in the background, in this order; the list replaces the previous one.
 
-        Earlier shards of the list are not evicted for later ones: without room, the rest waits for the next list.
-        Errors are raised by the ``fetch`` that needs the shard, which tries again.
+        They are marked as used, the first as the last one used, so that shards outside of the list and then its end are
+        evicted first. Errors are raised by the ``fetch`` that needs the shard, which tries again.
         """
-        self._wishes = list(dict.fromkeys(name_of(self._entry(path)) for path in paths))
-        self._ahead.follow(self._wishes)
+        wanted: dict[str, str] = {}
+        room = self._capacity
+        for path in paths:
+            name = name_of(self._entry(path))
+            if name not in wanted:
+                if (room := room - size_of(name)) < 0:
+                    break
+                wanted[name] = path
+        self._last_use = max(self._last_use + len(wanted) + 1, time.time_ns())
+        uses = {path: self._last_use - place for place, path in enumerate(wanted.values())}
+        for path, last_use in uses.items():
+            self._mark(path, last_use)
+        with self._lock:
+            self._wanted = deque(uses.items())
+            for _ in range(min(self._num_threads, len(self._wanted)) - len(self._threads)):
+                # Daemons: process exit must not wait for downloads.
+                thread = threading.Thread(target=self._fetch_ahead, name="leandit-ahead", daemon=True)
+                self._threads.add(thread)
+                thread.start()
 
     def close(self) -> None:
         """Stop prefetching, after the current downloads."""
-        self._ahead.close()
+        with self._lock:
+            self._wanted = deque()
+            threads = set(self._threads)
+        for thread in threads:
+            thread.join()
 
     def __enter__(self) -> RemoteFolder:
         return self
@@ -156,171 +191,80 @@ class RemoteFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _entry(self, path: str) -> FileEntry:
-        """Manifest entry of a shard.
+    def _check(self, entry: FileEntry) -> None:
+        """Refuse a shard that can never be fetched, before any is."""
+        if not _NAME.fullmatch(name_of(entry)):  # not trusted, and used as a file name
+            raise DamageError(
+                f"store '{self.url}': file '{entry.path}' has no valid hash in the manifest. Copy the store again."
+            )
+        if entry.bytes > self._capacity:
+            raise ResourceError(
+                f"store '{self.url}': shard '{entry.path}' has {readable_size(entry.bytes)}, the local folder may hold "
+                f"{readable_size(self._capacity)}. Give it more room (capacity_gib)."
+            )
 
-        Raises: DamageError: the path is not a shard.
-        """
+    def _entry(self, path: str) -> FileEntry:
         if path not in self._entries:
             raise DamageError(f"store '{self.url}': file '{path}' is not a shard of the manifest. Check the store.")
         return self._entries[path]
 
-    def _fetch_ahead(self, name: str) -> bool:
-        """Fetch one shard of the list; False if there is no room for it and the rest."""
-        wishes = self._wishes  # may be replaced meanwhile
-        earlier = wishes[: wishes.index(name)] if name in wishes else wishes
+    def _fetch_ahead(self) -> None:
+        while True:
+            with self._lock:
+                if not self._wanted:
+                    self._threads.discard(threading.current_thread())
+                    return
+                path, last_use = self._wanted.popleft()
+            with contextlib.suppress(LeanditError, OSError):  # the ``fetch`` that needs it tries again and raises
+                self.fetch(path, ahead=last_use)
+
+    def _is_whole(self, entry: FileEntry, local: Path) -> bool:
+        """Whether a shard is local. A file of another process is hashed first, a damaged one removed."""
         try:
-            return self._bring(self._entries[self._paths[name][0]], keep=earlier)
-        except (LeanditError, OSError):
-            return True  # the ``fetch`` that needs it tries again and raises
-
-    def _bring(self, entry: FileEntry, keep: Collection[str]) -> bool:
-        """Fetch a shard unless it is whole; wait while another thread or process fetches it.
-
-        Args:
-          keep: names that are not evicted for it.
-        Returns: False if there is no room now.
-        """
-        name = name_of(entry)
-        while not self._is_whole(entry):
-            marker = open_lock(self._coming / name)
-            try:
-                fcntl.flock(marker, fcntl.LOCK_EX)  # until another owner is done, or dead
-                if not os.fstat(marker).st_nlink or self._is_whole(entry):
-                    continue
-                if not self._make_room(name, keep):
-                    return False
-                try:
-                    self._reader.checked(entry, lambda: write_atomic(self._shards / name, self._reader.pieces(entry)))
-                finally:
-                    (self._coming / name).unlink()
-            finally:
-                release_lock(marker)
-            self._checked.add(name)
-            with self._counting:
-                self.num_fetched += 1
-        return True
-
-    def _is_whole(self, entry: FileEntry) -> bool:
-        """Whether a shard is local; it is marked as used. A file of another process is hashed first, a damaged one
-        removed."""
-        name, local = name_of(entry), self._shards / name_of(entry)
-        try:
-            if name not in self._checked or local.stat().st_size != entry.bytes:
-                if local.stat().st_size != entry.bytes or xxh3_file(local) != entry.xxh3_128:
-                    remove(local)
-                    return False
-                self._checked.add(name)
+            is_right_size = local.stat().st_size == entry.bytes
+            if is_right_size and (local.name in self._checked or xxh3_file(local) == entry.xxh3_128):
+                self._checked.add(local.name)
+                return True
+            remove(local)
         except FileNotFoundError:
-            return False
-        return self.use(entry.path)
+            pass
+        return False
 
-    def _make_room(self, name: str, keep: Collection[str]) -> bool:
-        """Evict shards until the folder, with all markers counted, is within its capacity.
+    def _pieces(self, entry: FileEntry) -> Iterator[bytes]:
+        """The bytes of a shard, once there is room for it. ``write_atomic`` has made its temporary, so it counts."""
+        self._make_room()
+        yield from self._reader.pieces(entry)
 
-        First go those that are not to be prefetched, the least recently used first, then the last ones of the list.
+    def _make_room(self) -> None:
+        """Evict the least recently used shards until the folder is within its capacity.
 
-        Args:
-          name: whose marker is removed if there is no room.
-          keep: names that are not evicted.
+        Raises: _NoRoom: those that are being fetched exceed it; then nothing is evicted.
         """
         evicted: list[str] = []
-        wishes = {wish: place for place, wish in enumerate(self._wishes)}
-        with locked(self._lock):
-            stored, coming = self._scan()
-            excess = sum(map(size_of, {*stored, *coming})) - self._capacity
-            for candidate in sorted(
-                stored.keys() - set(keep), key=lambda one: (len(wishes) - wishes.get(one, len(wishes)), stored[one])
-            ):
+        with locked(self._locks / "evict"):
+            sweep_strays(self._shards, below=False)  # of dead processes
+            stored, names = dict[str, int](), set[str]()
+            for each in os.scandir(self._shards):
+                temporary = TEMPORARY_NAME.fullmatch(each.name)
+                name = temporary["final"] if temporary else each.name
+                if not _NAME.fullmatch(name):
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # just renamed or given up
+                    last_use = each.stat().st_mtime_ns
+                    names.add(name)
+                    if not temporary:
+                        stored[name] = last_use
+            excess = sum(map(size_of, names)) - self._capacity
+            if excess > sum(map(size_of, stored)):
+                raise _NoRoom
+            for name in sorted(stored, key=stored.__getitem__):
                 if excess <= 0:
                     break
-                evicted.append(candidate)
-                excess -= size_of(candidate)
-            if excess > 0:
-                (self._coming / name).unlink()
-                return False
-            for one in evicted:
-                remove(self._shards / one)
-        with self._counting:
+                remove(self._shards / name)
+                evicted.append(name)
+                excess -= size_of(name)
+        with self._lock:
             self.num_evicted += len(evicted)
-        for one in evicted:
-            for path in self._paths.get(one, ()):
+        for name in evicted:
+            for path in self._paths.get(name, ()):
                 self.on_evict(path)
-        return True
-
-    def _scan(self) -> tuple[dict[str, int], list[str]]:
-        """Last uses of the stored shards by name, and names of those being fetched; leftovers of dead processes are
-        removed. Only under the lock."""
-        coming = [one for one in os.listdir(self._coming) if is_name(one) and not self._is_dead(one)]
-        stored: dict[str, int] = {}
-        for entry in os.scandir(self._shards):
-            if entry.name.startswith(TEMPORARY_PREFIX):
-                if entry.name.rpartition("@")[2] not in coming:
-                    remove(Path(entry.path))
-            elif is_name(entry.name):
-                found = entry.stat()
-                if found.st_size == size_of(entry.name):
-                    stored[entry.name] = found.st_mtime_ns
-                else:  # truncated, for example by a power failure
-                    remove(Path(entry.path))
-        return stored, coming
-
-    def _is_dead(self, name: str) -> bool:
-        """Whether nobody holds a marker; then it is removed."""
-        while True:
-            marker = open_lock(self._coming / name)
-            try:
-                if not try_lock(marker):
-                    return False
-                if os.fstat(marker).st_nlink:  # else its owner has removed it, and the name may be another's by now
-                    (self._coming / name).unlink()
-                    return True
-            finally:
-                release_lock(marker)
-
-
-def open_remote(
-    url: str,
-    *,
-    folder: str | Path | None = None,
-    capacity_gib: float = DEFAULT_CAPACITY_GIB,
-    revision: int = 0,
-    threads: int = DEFAULT_THREADS,
-    options: Mapping[str, Any] | None = None,
-) -> RemoteFolder:
-    """Open the local folder of a store at a URL: fetch and check everything except the shards.
-
-    Args:
-      url: of the store, for any file system of fsspec: s3://, gs://, hf://, ...
-      folder: the local folder; by default one for this URL below ~/.cache/leandit.
-      capacity_gib: of its shards, in GiB.
-      revision: number of the revision; 0 for the newest complete one.
-      threads: for ``prefetch``.
-      options: of the fsspec file system.
-    Raises: StoreNotFound, StoreIncomplete (it has no complete revision), StoreError (it cannot be read, or has no such
-      revision), DamageError (a file is missing, or not what the manifest says), ResourceError (no room), RecipeError
-      (the URL cannot be read here).
-    """
-    if not isinstance(capacity_gib, (int, float)) or not 0 < capacity_gib < 2**40:
-        raise RecipeError(f"capacity_gib {capacity_gib!r}: needed a positive, finite number.")
-    reader, capacity = RemoteReader(url, options), int(capacity_gib * 2**30)
-    local = Path(os.path.abspath(folder or default_folder(url)))
-    try:
-        check_folder(local, reader.url)
-        with locked(local / OPENING):  # a second process finds everything done
-            claim_folder(local, url, reader.url)
-            manifest = fetch_manifest(reader, local / STORE, revision)
-            opened = RemoteFolder(reader, local, manifest, capacity=capacity, threads=threads)
-            if len(manifest.files) <= MAX_LISTED:
-                check_listing(reader, manifest)
-            fetch_small_files(reader, local / STORE, manifest)
-            LOG.info(
-                "store '%s': shards come into '%s', at most %s of them", reader.url, local, readable_size(capacity)
-            )
-            return opened
-    except OSError as error:
-        if isinstance(error, LeanditError):
-            raise
-        raise ResourceError(
-            f"folder '{local}': it cannot be used for a store at a URL ({error.strerror or error}). Give another one."
-        ) from error

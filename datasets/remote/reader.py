@@ -64,19 +64,6 @@ class RemoteReader:
             self._connection, self._process = self._connect()[0], os.getpid()
         return self._connection
 
-    def names(self, folder: str) -> list[str]:
-        """Names directly below a folder; empty if it does not exist."""
-        try:
-            paths = self._ask(folder, lambda: self._fs.ls(f"{self._root}/{folder}", detail=False))
-        except FileNotFoundError:
-            return []
-        return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
-
-    def size(self, path: str) -> int | None:
-        """Bytes of a file; None if it does not exist."""
-        found = self.info(path)
-        return found["size"] if found and found["type"] == "file" else None
-
     def sizes(self, folder: str) -> dict[str, int]:
         """Bytes of every file below a folder, by its path within the store, from one listing."""
         try:

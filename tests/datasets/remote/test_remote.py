@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import json
@@ -10,9 +9,6 @@ import os
 import random
 import re
 import shutil
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -50,9 +46,10 @@ from leandit.datasets.format.schema import FileEntry, Manifest
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.remote_verify import verify_remote
 from leandit.datasets.maintenance.verify import Verification, verify_store
-from leandit.datasets.remote import cache, failures, mirror
+from leandit.datasets.remote import cache, failures, opening
 from leandit.datasets.remote import reader as remote_reader
-from leandit.datasets.remote.cache import RemoteFolder, open_remote
+from leandit.datasets.remote.cache import RemoteFolder, is_shard, name_of
+from leandit.datasets.remote.opening import default_folder, open_remote
 from leandit.datasets.remote.reader import RemoteReader
 from leandit.datasets.revisions.catalog import root_hash
 from leandit.datasets.revisions.opened import OpenedRevision
@@ -147,7 +144,7 @@ def bytes_in(local: Path) -> int:
 def here(folder: RemoteFolder) -> set[str]:
     """The made-up shards that are in the folder."""
     names = {path.name for path in folder._shards.iterdir()}
-    return {path for path in PATHS if mirror.name_of(folder._entry(path)) in names}
+    return {path for path in PATHS if name_of(folder._entry(path)) in names}
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 20) -> None:
@@ -188,7 +185,7 @@ def upload(store: Path, url: str) -> Any:
 
 def shards_of(store: LatentStore) -> list[FileEntry]:
     assert store.manifest
-    found = [entry for entry in store.manifest.files if mirror.is_shard(entry)]
+    found = [entry for entry in store.manifest.files if is_shard(entry)]
     assert len(found) >= 5
     return found
 
@@ -222,15 +219,6 @@ def test_all_but_the_shards_is_a_store_that_opens(
     assert opened.index("64x64").rows.tolist() == caption_store.index("64x64").rows.tolist()
     assert opened.layouts == caption_store.layouts
     assert opened.spec == caption_store.spec
-
-
-def test_eight_threads_bring_a_shard_from_s3_once(s3: str, caption_store: LatentStore, tmp_path: Path) -> None:
-    upload(caption_store.path, f"{s3}/threads")
-    folder = open_remote(f"{s3}/threads", folder=tmp_path / "local")
-    with ThreadPoolExecutor(8) as pool:
-        paths = list(pool.map(folder.fetch, [MOMENTS] * 8))
-    assert {path.read_bytes() for path in paths} == {(caption_store.path / MOMENTS).read_bytes()}
-    assert folder.num_fetched == 1
 
 
 def set_object(change: Callable[[bytes], bytes] | None, path: str = MOMENTS) -> Callable[[Any, str], None]:
@@ -312,17 +300,6 @@ def test_a_remote_store_that_is_not_whole_is_named_when_opened(
     assert all(word in message for word in [url, *words]), message
     assert str(tmp_path) not in message
     assert "\n" not in message
-
-
-def test_a_damaged_object_on_s3_is_tried_again_then_named(s3: str, caption_store: LatentStore, tmp_path: Path) -> None:
-    fs = upload(caption_store.path, f"{s3}/damaged")
-    set_object(flip)(fs, "latents/damaged")
-    folder = open_remote(f"{s3}/damaged", folder=tmp_path / "local")
-    with pytest.raises(DamageError, match=f"{s3}/damaged.*{MOMENTS}.*hash .*the manifest says.*changed"):
-        folder.fetch(MOMENTS)
-    assert bytes_in(tmp_path / "local") == 0
-    set_object(flip)(fs, "latents/damaged")
-    assert folder.fetch(MOMENTS).read_bytes() == (caption_store.path / MOMENTS).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -458,8 +435,8 @@ def test_a_loader_that_is_closed_or_dropped_brings_no_more_shards(caption_store:
 
 def test_the_default_folder_is_one_for_each_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert mirror.default_folder("s3://a/b") == mirror.default_folder("s3://a/b/") != mirror.default_folder("s3://a/c")
-    assert mirror.default_folder("s3://a/b").parent == tmp_path / "leandit"
+    assert default_folder("s3://a/b") == default_folder("s3://a/b/") != default_folder("s3://a/c")
+    assert default_folder("s3://a/b").parent == tmp_path / "leandit"
 
 
 def test_manifests_that_are_gone_are_forgotten_and_those_that_came_are_seen(
@@ -508,7 +485,7 @@ def test_a_large_store_is_opened_without_a_listing(
 ) -> None:
     fs = upload(caption_store.path, "faulty://large")
     fs.rm_file(f"/large/{MOMENTS}")
-    monkeypatch.setattr(cache, "MAX_LISTED", 3)
+    monkeypatch.setattr(opening, "MAX_LISTED", 3)
     folder = open_remote("faulty://large", folder=tmp_path / "local")
     with pytest.raises(DamageError, match=f"{MOMENTS}' is missing"):
         folder.fetch(MOMENTS)
@@ -550,17 +527,6 @@ def test_what_does_not_pass_is_named_after_a_bounded_number_of_attempts(fault: E
         folder.fetch(PATHS[0])
     assert FaultyFileSystem.requests.total() == remote_reader.ATTEMPTS
     assert bytes_in(tmp_path / "local") == 0
-    assert not list((tmp_path / "local/coming").iterdir())
-
-
-def test_the_pauses_between_attempts_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(remote_reader, "FIRST_WAIT_SECONDS", 0.5)
-    monkeypatch.setattr(remote_reader.time, "sleep", pauses.append)
-    monkeypatch.setattr(remote_reader.random, "uniform", lambda low, high: high)
-    FaultyFileSystem.faults = {PATHS[0]: [TimeoutError()] * 5}
-    made_up(tmp_path / "local").fetch(PATHS[0])
-    assert pauses == [0.5, 1, 2, 4, 8]
 
 
 @pytest.mark.parametrize(
@@ -676,39 +642,16 @@ def test_waiting_for_room_comes_to_an_end(tmp_path: Path, monkeypatch: pytest.Mo
     assert folder.fetch(PATHS[5]).stat().st_size == 1500
 
 
-def test_a_marker_that_its_owner_replaces_while_it_is_looked_at_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = made_up(tmp_path / "local")
-    name = mirror.name_of(folder._entry(PATHS[0]))
-    marker, take, owners = folder._coming / name, cache.try_lock, list[int]()
-    marker.touch()
-
-    def replaced_before(descriptor: int) -> bool:
-        if not owners:  # the shard was fetched and evicted, and is fetched again
-            marker.unlink()
-            owners.append(cache.open_lock(marker))
-            assert take(owners[0])
-        return take(descriptor)
-
-    monkeypatch.setattr(cache, "try_lock", replaced_before)
-    assert not folder._is_dead(name)
-    assert marker.exists()
-    cache.release_lock(owners[0])
-    assert folder._is_dead(name)
-    assert not marker.exists()
-
-
 def test_prefetch_brings_in_order_and_no_more_than_fits(tmp_path: Path) -> None:
     folder = made_up(tmp_path / "local", sum(SIZES[:3]), threads=1)
     folder.fetch(PATHS[7])
     folder.prefetch(PATHS)
-    wait_until(lambda: not folder._ahead._running)
+    wait_until(lambda: not folder._threads)
     assert here(folder) == set(PATHS[:3])
     came = [path.removeprefix("/made-up/") for path in FaultyFileSystem.requests]
     assert came == [PATHS[7], *PATHS[:3]]
     folder.prefetch([*PATHS[1:3], PATHS[4]])  # what is not wished for any more makes room
-    wait_until(lambda: not folder._ahead._running)
+    wait_until(lambda: not folder._threads)
     assert here(folder) == {*PATHS[1:3], PATHS[4]}
     folder.fetch(PATHS[0])  # needed now: the last wish goes, where what nobody wishes for is not enough
     assert here(folder) == {*PATHS[:3]}
@@ -722,11 +665,11 @@ def test_a_new_list_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     assert entered.wait(20)
     folder.prefetch([PATHS[6], PATHS[6], PATHS[5]])
     gate.set()
-    wait_until(lambda: not folder._ahead._running)
+    wait_until(lambda: not folder._threads)
     assert here(folder) == {PATHS[0], PATHS[5], PATHS[6]}  # the first was coming already
     folder.prefetch(PATHS)
     folder.close()
-    assert not folder._ahead._running
+    assert not folder._threads
 
 
 def test_what_goes_wrong_ahead_is_told_by_the_fetch(tmp_path: Path) -> None:
@@ -769,7 +712,6 @@ def test_threads_in_a_narrow_folder_read_right_bytes_and_never_exceed_it(tmp_pat
     folder.close()
     assert max(seen) <= capacity
     assert bytes_in(local) <= capacity
-    assert not list((local / "coming").iterdir())
 
 
 steps = st.lists(
@@ -811,7 +753,6 @@ def test_whatever_is_done_the_bytes_stay_within_the_room(
     folder.close()
     assert not exceeded
     assert bytes_in(local) <= room[0]
-    assert not list((local / "coming").iterdir())
     shutil.rmtree(local)
 
 
@@ -894,34 +835,7 @@ def test_a_download_that_was_killed_leaves_nothing_that_is_believed(
         assert child.wait().died
         assert waiting.result(20).read_bytes() == CONTENT[PATHS[0]]
     assert bytes_in(local) == 700
-    assert not list((local / "coming").iterdir())
     assert other.fetch(PATHS[5]).read_bytes() == CONTENT[PATHS[5]]
-
-
-def test_who_waits_for_a_process_that_is_killed_brings_the_shard_itself(
-    origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local, signal = tmp_path / "local", tmp_path / "half"
-    local.mkdir()
-
-    def work() -> None:
-        def stuck(self: RemoteReader, path: str, start: int, end: int) -> bytes:
-            signal.touch()
-            time.sleep(60)
-            return b""
-
-        RemoteReader._request = stuck  # type: ignore[method-assign]
-        opened(origin, local).fetch(PATHS[5])
-
-    child = start(work)
-    wait_until(signal.exists)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(opened(origin, local).fetch, PATHS[5])
-        time.sleep(0.1)
-        assert not waiting.done()
-        child.signal(9)
-        child.wait()
-        assert waiting.result(20).read_bytes() == CONTENT[PATHS[5]]
 
 
 def test_processes_that_share_a_narrow_folder_read_right_bytes(origin: str, tmp_path: Path) -> None:
@@ -960,19 +874,6 @@ def test_processes_that_want_the_same_shards_bring_them_once(origin: str, tmp_pa
     assert sum(outcome.value for outcome in outcomes) == len(PATHS)
 
 
-def test_processes_that_open_a_store_at_once_bring_its_tables_once(caption_store: LatentStore, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/origin"
-    upload(caption_store.path, url)
-
-    def work() -> str:
-        return open_remote(url, folder=tmp_path / "local").manifest.root_hash
-
-    outcomes = [child.wait() for child in [start(work) for _ in range(3)]]
-    assert [outcome.value for outcome in outcomes] == [caption_store.root_hash] * 3
-    renamed = [op for outcome in outcomes for op in outcome.operations if op == "rename records.parquet"]
-    assert len(renamed) == 1
-
-
 @pytest.mark.parametrize("url", ["s3", "file"])
 def test_a_fork_reads_on(url: str, s3: str, caption_store: LatentStore, tmp_path: Path) -> None:
     where = f"{s3}/fork" if url == "s3" else f"file://{tmp_path}/origin"
@@ -991,7 +892,7 @@ def test_a_fork_reads_on(url: str, s3: str, caption_store: LatentStore, tmp_path
         folder.close()
         return True
 
-    with folder._counting:  # as if another thread had it at this moment
+    with folder._lock:  # as if another thread had it at this moment
         child, closes = start(work), start(close)
     assert closes.wait().value is True
     outcome = child.wait()
@@ -1015,77 +916,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(origin: str, tmp_path: Path) ->
     outcome = start(work).wait()
     assert "ResourceError" in outcome.error
     assert "No space left" in outcome.message
-    assert {path.name for path in (local / "shards").iterdir()} == {mirror.name_of(made_up_manifest().files[0])}
-    assert not list((local / "coming").iterdir())
-
-
-# ------------------------------------------------------------ what it costs
-
-
-@pytest.mark.slow
-def test_what_a_fetch_costs_beside_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prints the table of docs/remote.md. The server is a process of its own, as it would be elsewhere."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "made-up")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "made-up")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL
-    )
-    try:
-        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, 60)
-        content = {f"a/c/{i}": np.random.default_rng(i).bytes(64 << 20) for i in range(8)}
-        manifest, options = made_up_manifest(content), {"endpoint_url": f"http://127.0.0.1:{port}"}
-        fsspec.filesystem("s3", **options).mkdir("latents")
-        origins = {"file": RemoteReader(f"file://{tmp_path}/origin"), "s3": RemoteReader("s3://latents/x", options)}
-        for reader, (path, data) in itertools.product(origins.values(), content.items()):
-            put(reader._fs, f"{reader._root}/{path}", data)
-
-        def copy() -> None:
-            for path in content:
-                target = tmp_path / "copy" / path.replace("/", "-")
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(tmp_path / "origin" / path, target)
-                with open(target, "rb") as file:
-                    os.fsync(file.fileno())
-
-        def fetch(kind: str, ahead: bool) -> None:
-            local = tmp_path / "local"
-            local.mkdir()
-            with RemoteFolder(origins[kind], local, manifest, capacity=1 << 30) as folder:
-                if ahead:
-                    folder.prefetch(content)
-                for path in content:
-                    folder.fetch(path)
-
-        def read_alone() -> None:
-            reader = origins["s3"]
-            for entry in manifest.files:
-                for start in range(0, entry.bytes, remote_reader.PIECE_BYTES):
-                    end = start + remote_reader.PIECE_BYTES
-                    reader._fs.cat_file(f"{reader._root}/{entry.path}", start=start, end=end)
-
-        works: dict[str, Callable[[], None]] = {"copy and sync": copy, "s3fs alone, one": read_alone}
-        works |= {
-            f"{k}, {'4 threads' if a else 'one'}": functools.partial(fetch, k, a) for k in origins for a in (0, 1)
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in works}
-        for _, (name, work) in itertools.product(range(3), works.items()):
-            shutil.rmtree(tmp_path / "local", ignore_errors=True)
-            shutil.rmtree(tmp_path / "copy", ignore_errors=True)
-            os.sync()
-            begin = time.perf_counter()
-            work()
-            seconds[name].append(time.perf_counter() - begin)
-        base = np.median(seconds["copy and sync"])
-        for name, taken in seconds.items():
-            print(f"{name:16} {512 / np.median(taken):6.0f} MiB/s  {np.median(taken) / base:5.2f}")
-        assert np.median(seconds["s3, one"]) < 4 * np.median(seconds["s3fs alone, one"])
-    finally:
-        server.terminate()
-        server.wait()
+    assert {path.name for path in (local / "shards").iterdir()} == {name_of(made_up_manifest().files[0])}
 
 
 # ------------------------------------------------------------ a store at a URL, read as any other
@@ -1100,7 +931,7 @@ def test_the_batches_of_a_store_at_a_url_are_those_of_the_local_one(
     url = f"{s3}/batches" if kind == "s3" else f"file://{tmp_path}/origin"
     upload(caption_store.path, url)
     assert caption_store.manifest is not None
-    sizes = [entry.bytes for entry in caption_store.manifest.files if mirror.is_shard(entry)]
+    sizes = [entry.bytes for entry in caption_store.manifest.files if is_shard(entry)]
     capacity = int(max(sizes) * 1.4) if is_tight else 10**9
     store = LatentStore(url, access=access, remote={"folder": tmp_path / "l", "capacity_gib": capacity / 2**30})
     assert store.remote is not None

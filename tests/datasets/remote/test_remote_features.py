@@ -17,7 +17,7 @@ from s3_server import s3_server
 
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.remote_verify import verify_remote
-from leandit.datasets.remote import mirror
+from leandit.datasets.remote.cache import is_shard
 from leandit.datasets.store import LatentStore
 
 
@@ -53,7 +53,7 @@ def test_batches_of_a_store_at_a_url_have_the_features_and_texts_of_the_local_on
         fs.pipe_file(f"{root}/{name}", content)
     local = LatentStore(everything.grown)
     assert local.manifest is not None
-    sizes = [entry.bytes for entry in local.manifest.files if mirror.is_shard(entry)]
+    sizes = [entry.bytes for entry in local.manifest.files if is_shard(entry)]
     capacity = 3 * max(sizes) if is_tight else 10**9
     away = LatentStore(url, remote={"folder": tmp_path / "l", "capacity_gib": capacity / 2**30})
     assert away.remote is not None
