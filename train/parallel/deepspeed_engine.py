@@ -1,8 +1,7 @@
 """DeepSpeed as an ``Engine``: ZeRO 1, 2 and 3, with the other settings of the user's ds_config.json.
 
-Averages follow the float32 partitions of each rank, so they are sharded like the optimizer. Checkpoints are ours, not
-DeepSpeed's: whole tensors by name, which every other strategy reads. The fragments of a parameter in the partitions are
-addressed directly, because DeepSpeed's functions know the weights and its optimizer's state alone, not the averages.
+Averages are further state of DeepSpeed's optimizer, so they are sharded as its moments are, and DeepSpeed's functions
+gather them. Checkpoints are ours, not DeepSpeed's: whole tensors by name, which every other strategy reads.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from ..models.build import Denoiser
 from ..optim.build import build_optimizer, parameter_groups
 from ..optim.ema import Ema, build_rules
 from ..optim.loss_scale import LossScale, autocast_dtype
-from ..optim.state import State, load_whole, model_state, whole
+from ..optim.state import State, load_whole, model_state
 from ..weights.checkpoint import EMA, MODEL, OPTIMIZER
 from .deepspeed_config import AUTO, config_for_deepspeed, drop_unknown, merge, read_config
 from .engine import Engine
@@ -33,6 +32,7 @@ from .ranks import Ranks
 from .strategy import choose_strategy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+WEIGHTS = ""  # the key of a parameter itself
 
 
 def apply_ds_config(
@@ -91,7 +91,7 @@ class DeepSpeedEngine(Engine):
             dist.init_process_group("gloo" if device.type == "cpu" else "nccl", store=HashStore(), rank=0, world_size=1)
         file = read_config(recipe.parallel.deepspeed_config)
         list(drop_unknown(file))
-        self._ranks, self._stage = ranks, file["zero_optimization"]["stage"]
+        self._stage = file["zero_optimization"]["stage"]
         config = config_for_deepspeed(file, recipe, autocast_dtype(recipe.run.precision, device))
         scale = _LossScale(file.get("fp16", {})) if recipe.run.precision == "fp16" else None
         self._deepspeed = _initialize(recipe, model, config)
@@ -99,6 +99,8 @@ class DeepSpeedEngine(Engine):
         self.allows_trial = False
 
     def _build_updates(self, recipe: TrainRecipe) -> None:
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
         zero = self._zero = self._deepspeed.optimizer
         partitions = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
         if not hasattr(zero, partitions):
@@ -106,35 +108,26 @@ class DeepSpeedEngine(Engine):
                 f"parallel.deepspeed_config '{recipe.parallel.deepspeed_config}': DeepSpeed uses a "
                 f"{type(zero).__name__}, whose float32 weights cannot be saved. Use ZeRO stage 2 or 3."
             )
-        self.optimizer, self._masters = zero.optimizer, list(getattr(zero, partitions))
-        self._places = self._find_places()
-        self.ema = Ema({str(number): flat for number, flat in enumerate(self._masters)}, build_rules(recipe))
+        self.optimizer, partitions = zero.optimizer, list(getattr(zero, partitions))
+        self.ema = Ema({str(number): flat for number, flat in enumerate(partitions)}, build_rules(recipe))
+        for number, flat in enumerate(partitions):
+            self._create_state(flat, [average[str(number)] for average in self.ema.averages])
+        for group, flat in zip(zero.bit16_groups, partitions, strict=True) if self._stage < 3 else ():
+            lazy_init_hp_params_optimizer_state(group, flat, self.optimizer.state)
         zero.check_grad_overflow = True  # in every precision: skip an update with NaN
         # Under autocast DeepSpeed would use torch's scaler, and clip gradients that are still scaled.
         zero.torch_autocast_gradscaler = None
         if isinstance(self.loss_scale, _LossScale):
             zero.loss_scaler, zero.dynamic_loss_scale = self.loss_scale.scaler, self.loss_scale.scaler.dynamic
 
-    def _find_places(self) -> dict[str, _Place]:
-        """Where this rank has its part of each parameter."""
-        group_of = (
-            {id(p): number for number, group in enumerate(self._zero.bit16_groups) for p in group}
-            if (self._stage < 3)
-            else {}
-        )
-        places = {}
-        for name, parameter in self._trained.items():
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            if self._stage == 3:
-                group, offset, size = self._zero.grad_position[self._zero.get_param_id(parameter)]
-                start = size * self._ranks.rank  # the last parts are padded
-                places[name] = _Place(group, offset, start, max(0, min(size, shape.numel() - start)), shape)
-            elif part := parameter._hp_mapping:  # pyright: ignore[reportAttributeAccessIssue]
-                held, start = part.hp_fragment_address, part.lp_fragment_address.start
-                places[name] = _Place(group_of[id(parameter)], held.start, start, held.numel, shape)
-            else:
-                places[name] = _Place(group_of[id(parameter)], 0, 0, 0, shape)
-        return places
+    def _create_state(self, flat: Tensor, averages: Sequence[Tensor]) -> None:
+        """Create the optimizer's state of a partition as its first step would, and add the averages."""
+        fused = any(group.get("fused") for group in self.optimizer.param_groups)  # reads the step on the device
+        is_torchs = type(self.optimizer).__module__.startswith("torch.")  # DeepSpeed's own count in Python
+        step = torch.zeros((), device=flat.device if fused else "cpu") if is_torchs else 0
+        moments = {field: torch.zeros_like(flat) for field in MOMENTS}
+        names = {f"average.{number}": average for number, average in enumerate(averages)}
+        self.optimizer.state[flat].update(step=step, **moments, **names)
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -179,24 +172,20 @@ class DeepSpeedEngine(Engine):
 
         The model's own weights come back from their float32 partitions.
         """
-        self._show(self._fragments(list(self.ema.weights.values())))
+        self._show("average.0")
         try:
             yield
         finally:
-            self._show(self._fragments(self._masters))
+            self._show(WEIGHTS)
 
     def state(self, group: str) -> State:
-        """The tensors in use of MODEL, EMA or OPTIMIZER by name, as fragments; the number of updates as a copy."""
+        """MODEL, EMA or OPTIMIZER by name, with the methods of a sharded tensor; the number of updates as a copy."""
         if group == MODEL:
-            return {**model_state(self.model), **self._fragments(self._masters)}
+            return {**model_state(self.model), **self._partitioned(WEIGHTS)}
         if group == EMA:
-            averages = zip(self.ema.rules, self.ema.averages, strict=True)
-            fragments = [(rule.prefix, self._fragments(list(flat.values()))) for rule, flat in averages]
-            return {prefix + name: tensor for prefix, average in fragments for name, tensor in average.items()}
-        self._make_moments()
-        moments = {
-            field: self._fragments([self.optimizer.state[flat][field] for flat in self._masters]) for field in MOMENTS
-        }
+            averages = [(rule.prefix, f"average.{number}") for number, rule in enumerate(self.ema.rules)]
+            return {prefix + name: one for prefix, key in averages for name, one in self._partitioned(key).items()}
+        moments = {field: self._partitioned(field) for field in MOMENTS}
         state: dict[str, Any] = {}
         for name in self._trained:
             state |= {f"{name}.{field}": moments[field][name] for field in MOMENTS}
@@ -208,39 +197,27 @@ class DeepSpeedEngine(Engine):
         state = self.state(group)
         load_whole(state, tensors, world_size=self._world_size, device=self._device)
         if group == MODEL:
-            self._show(self._fragments(self._masters))
+            self._show(WEIGHTS)
         elif group == OPTIMIZER:
             self._set_num_updates(next(tensor.item() for name, tensor in state.items() if name.endswith(".step")))
 
-    def _fragments(self, partitions: list[Tensor]) -> dict[str, Fragment]:
-        """The parameters, or what belongs to them, in partitions of the same layout."""
-        flat = [partition.detach() for partition in partitions]
-        return {name: Fragment(flat[at.group], at, self._device) for name, at in self._places.items()}
+    def _partitioned(self, key: str) -> dict[str, Partitioned]:
+        return {name: Partitioned(parameter, key) for name, parameter in self._trained.items()}
 
     @torch.no_grad()
-    def _show(self, weights: Mapping[str, Any]) -> None:
+    def _show(self, key: str) -> None:
         """Copy whole weights into the model that computes, not into its float32 partitions."""
         import deepspeed
 
-        for name, parameter in self._trained.items():
-            gathered, weight = [parameter] if self._stage == 3 else [], whole(weights[name])
+        for weight in self._partitioned(key).values():
+            gathered, values = [weight.parameter] if self._stage == 3 else [], weight.full_tensor()
             with deepspeed.zero.GatheredParameters(gathered, modifier_rank=0 if gathered else None):
-                parameter.data.copy_(weight)
-
-    def _make_moments(self) -> None:
-        """Create the optimizer state that its first step would create; all updates so far may have been skipped."""
-        for flat in self._masters:
-            if not self.optimizer.state[flat]:
-                zeros = {field: torch.zeros_like(flat) for field in MOMENTS}
-                fused = any(group.get("fused") for group in self.optimizer.param_groups)  # reads the step on the device
-                is_torchs = type(self.optimizer).__module__.startswith("torch.")  # DeepSpeed's own count in Python
-                step = torch.zeros((), device=flat.device if fused else "cpu") if is_torchs else 0
-                self.optimizer.state[flat].update(step=step, **zeros)
+                weight.parameter.data.copy_(values)
 
     def _num_updates(self) -> float:
         """Updates of the optimizer so far; one of DeepSpeed's own counts them for each group."""
-        steps = [state["step"] for state in self.optimizer.state.values() if "step" in state]
-        return float(steps[0] if steps else self.optimizer.param_groups[0].get("step", 0))
+        steps = [state["step"] for state in self.optimizer.state.values()]
+        return float(self.optimizer.param_groups[0].get("step", steps[0]))
 
     def _set_num_updates(self, value: float) -> None:
         for counted in [*self.optimizer.state.values(), *self.optimizer.param_groups]:
@@ -267,40 +244,36 @@ def _initialize(recipe: TrainRecipe, model: Denoiser, config: dict[str, Any]) ->
     return engine
 
 
-class _Place(NamedTuple):
-    """This rank's part of a parameter: ``size`` numbers from ``start`` on, at ``offset`` in a group's partition."""
-
-    group: int
-    offset: int
-    start: int
-    size: int
-    shape: torch.Size
-
-
-class Fragment:
-    """A parameter, or its moment or average, that flat partitions of the ranks hold together.
-
-    Args:
-      flat: float32 partition of this rank.
-      device: of collective calls.
-    """
+class Partitioned:
+    """A parameter, or a field of its optimizer state, that the ranks hold in parts: float32, of the whole shape."""
 
     dtype = torch.float32
 
-    def __init__(self, flat: Tensor, place: _Place, device: torch.device) -> None:
-        self.shape, self._start, self._device = place.shape, place.start, device
-        self._part = flat[place.offset : place.offset + place.size]
+    def __init__(self, parameter: Any, key: str) -> None:
+        self.parameter, self._key = parameter, key or None
+        self.shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor; a collective call."""
-        tensor = torch.zeros(self.shape.numel(), device=self._device)
-        tensor[self._start : self._start + len(self._part)] = self._part.to(self._device)
-        dist.all_reduce(tensor)
-        return tensor.view(self.shape)
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        tensor = (
+            safe_get_full_optimizer_state(self.parameter, self._key)
+            if self._key
+            else safe_get_full_fp32_param(self.parameter)
+        )
+        assert tensor is not None, "a trained parameter"
+        return tensor
 
     def copy_(self, tensor: Tensor) -> None:
         """Set this rank's part from the whole tensor."""
-        self._part.copy_(tensor.flatten()[self._start : self._start + len(self._part)])
+        if not hasattr(self.parameter, "ds_tensor"):
+            self.parameter.set_full_hp_param(tensor, self._key)
+            return
+        size = self.parameter.ds_tensor.ds_numel  # ZeRO-3 pads the last part, and has no function that sets it
+        part = tensor.flatten()[size * dist.get_rank() :][:size]
+        part = torch.nn.functional.pad(part, (0, size - len(part)))
+        self.parameter._z3_optimizer.set_local_hp_param(part, self.parameter, self._key)
 
 
 class _LossScale(LossScale):
