@@ -63,7 +63,7 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
-from leandit.precompute.planning.pictures import num_threads, place_picture
+from leandit.precompute.planning.images import num_threads, place_image
 from leandit.tools.cli.options import Device, Overrides, torch_device
 
 Figures = dict[str, list[float]]
@@ -256,7 +256,7 @@ def no_progress(stage: str, done: int, total: int) -> None:
 def bucket_of(path: Path, recipe: PrecomputeRecipe) -> tuple[int, int] | None:
     """The (height_px, width_px) bucket of an image; None if it fits none."""
     with Image.open(path) as image:
-        return place_picture(image.height, image.width, recipe.images).bucket
+        return place_image(image.height, image.width, recipe.images).bucket
 
 
 def decoded_batches(

@@ -19,7 +19,7 @@ from PIL import Image
 from transformers import T5Config, T5EncoderModel
 
 from leandit.precompute.encoders.model_files import local_folder
-from leandit.precompute.sources.files.record import caption_texts
+from leandit.precompute.sources.files.record import encoded_texts
 from leandit.precompute.sources.source import list_source
 from leandit.tools.demo.scenes import COLORS, SHAPES
 
@@ -73,7 +73,7 @@ def copy_images(source_path: str, folder: Path, count: int) -> list[dict]:
     for number, record in enumerate(list(source.records)[: step * count : step]):
         name = f"{number:07d}{Path(record.key).suffix.lower() or '.jpg'}"
         (folder / name).write_bytes(source.read(record.path, record.offset, record.num_bytes, stage="scan"))
-        rows.append({"file_name": name, "captions": caption_texts(record), "label": max(0, record.label)})
+        rows.append({"file_name": name, "captions": encoded_texts(record.captions), "label": max(0, record.label)})
     return rows
 
 

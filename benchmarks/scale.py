@@ -55,7 +55,7 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.config import load
 from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.images.decoders import Decoders
-from leandit.precompute.planning.pictures import num_threads
+from leandit.precompute.planning.images import num_threads
 from leandit.precompute.planning.planner import Planner
 from leandit.precompute.sources.source import list_source
 from leandit.tools.inspection.view.tables import Query, StoreTables

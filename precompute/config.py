@@ -18,7 +18,7 @@ from ..datasets.format.schema import Name
 from ..datasets.recipe import Section, load_recipe
 
 PACKAGE = "leandit.precompute"
-MAX_CROP_SHARE = 0.3  # of a picture's area, above which a computed table is warned of
+MAX_CROP_SHARE = 0.3  # of an image's area, above which a computed table is warned of
 PATHS = {"buckets", CAPTION_PART, FEATURES, PICTURES, "c"}  # folders of every store; "c" holds the shards of an array
 MIN_STEP_PX = 8  # that is advised; the downscale of most VAEs
 
@@ -30,15 +30,15 @@ class SourceSection(Section):
     """How to read the source, which the command line names."""
 
     kind: Kind = "auto"
-    """"auto" detects it: a table of paths, *.parquet, *.tar, texts next to the pictures, else class folders."""
+    """"auto" detects it: a table of paths, *.parquet, *.tar, texts next to the images, else class folders."""
     image: str = ""
-    """Column with the paths of pictures, in Parquet and Arrow with their bytes; empty: found by usual names."""
+    """Column with the paths of images, in Parquet and Arrow with their bytes; empty: found by usual names."""
     caption: str = ""
     """Column of the captions, text or a list of texts; empty: found by usual names."""
     label: str = ""
     """Column of the labels; empty: found by usual names."""
     root: str = ""
-    """Folder of the pictures that a table names, absolute or relative to the table; empty: searched near the table."""
+    """Folder of the images that a table names, absolute or relative to the table; empty: searched near the table."""
     split: str = ""
     """The split to store (train, validation, test), if there are several; "all": all of them."""
     labels: Literal["auto", "wnid", "none"] = "auto"
@@ -46,11 +46,11 @@ class SourceSection(Section):
     class_names: str = ""
     """Display names of the classes: "imagenet", or a text file; empty: the names of the source."""
     sizes: Literal["header", "manifest"] = "header"
-    """"manifest" trusts a table's height and width and opens no picture for planning; wrong ones are rejected."""
+    """"manifest" trusts a table's height and width and opens no image for planning; wrong ones are rejected."""
     check: Literal["stat", "content"] = "stat"
     """When a store grows: "stat" reads a file again only if its size, time or place differs; "content" reads all."""
     missing_caption: Literal["reject", "null"] = "reject"
-    """A picture without a caption, if text is encoded: "null" stores it with the null caption."""
+    """An image without a caption, if text is encoded: "null" stores it with the null caption."""
     max_reject_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Stop when more than this share of all records is rejected (and more than ten, or than half of all)."""
     max_rejects_in_a_row: Annotated[int, Field(ge=1)] = 100
@@ -58,7 +58,7 @@ class SourceSection(Section):
 
 
 class ImagesSection(Section):
-    """How a picture becomes pixels."""
+    """How an image becomes pixels."""
 
     resolution: Annotated[int, Field(ge=16, le=8192)] = 256
     """In pixels: side of the square, or of the square with the area of the buckets."""
@@ -69,11 +69,11 @@ class ImagesSection(Section):
     step_px: Annotated[int, Field(ge=0, le=1024)] = 0
     """For "area": every side is a multiple of it; 0: an eighth of the resolution that fits the VAE, at most 64."""
     max_ratio: Annotated[float, Field(ge=1, le=16)] = MAX_RATIO
-    """Longest side over shortest: with several buckets, longer pictures are rejected; also the limit of "area"."""
+    """Longest side over shortest: with several buckets, longer images are rejected; also the limit of "area"."""
     min_px: Annotated[int, Field(ge=1, le=8192)] = 1
-    """Pictures whose shorter side has fewer pixels are rejected (too_small)."""
+    """Images whose shorter side has fewer pixels are rejected (too_small)."""
     exif_orientation: bool = True
-    """Apply the EXIF orientation; false: leave pictures as stored, like ADM's loader and ImageFolder."""
+    """Apply the EXIF orientation; false: leave images as stored, like ADM's loader and ImageFolder."""
 
     @property
     def table(self) -> Table:
@@ -90,7 +90,7 @@ class ImagesSection(Section):
         return self.model_copy(update={"step_px": self.step_px or area_step(self.resolution, downscale)})
 
     def warnings(self) -> list[str]:
-        """What to say where "area" makes so few buckets that a picture between two of them loses much."""
+        """What to say where "area" makes so few buckets that an image between two of them loses much."""
         if self.buckets != "area":
             return []
         share, ratio = largest_crop(self.table, self.max_ratio)
@@ -104,7 +104,7 @@ class ImagesSection(Section):
         advice = f"Set a smaller step that is a multiple of the VAE's downscale, as --set images.step_px={step}."
         return [
             f"images.buckets 'area' at {self.resolution} px with images.step_px = {step_px} makes few buckets: a "
-            f"picture of height / width {ratio:.2f} loses {share:.0%} of its area to the crop. "
+            f"image of height / width {ratio:.2f} loses {share:.0%} of its area to the crop. "
             f"{advice if step else 'Take a larger images.resolution.'}"
         ]
 
@@ -133,13 +133,13 @@ class VaeSection(Section):
     keep: Literal["auto", "moments", "mean", "sample"] = "auto"
     """"auto": moments if the VAE has a posterior, else its latent."""
     flip: bool = False
-    """Also store the flipped picture's latent."""
+    """Also store the flipped image's latent."""
     batch_size: Annotated[int, Field(ge=0)] = 32
-    """Pictures per forward, part of the fingerprint because it changes the bits of a convolution; 0: as many as fit."""
+    """Images per forward, part of the fingerprint because it changes the bits of a convolution; 0: as many as fit."""
     tile_px: Annotated[int, Field(ge=0, le=8192)] = 0
-    """Encode larger pictures in overlapping tiles with this side, to save memory; 0: no tiles."""
+    """Encode larger images in overlapping tiles with this side, to save memory; 0: no tiles."""
     min_psnr: Annotated[float, Field(ge=0, le=100)] = 15.0
-    """Stop before anything is written if pictures of the source come back from the VAE with less dB; 0: no check."""
+    """Stop before anything is written if images of the source come back from the VAE with less dB; 0: no check."""
     compile: bool = False
     """torch.compile the encoder, once for each shape of a batch; part of the fingerprint, because bits differ."""
 
@@ -237,13 +237,13 @@ class FeatureSection(Section):
     """Of the stored tokens; "int8" has a scale for each token."""
 
 
-class PictureSection(Section):
-    """A second picture of every record, from another column of the table: a control image, an edit source, a mask."""
+class CompanionSection(Section):
+    """A second image of every record, from another column of the table: a control image, an edit source, a mask."""
 
     column: str = ""
     """Column of the table that names it, in Parquet and Arrow with its bytes; empty: the name of the section."""
-    kind: Literal["picture", "mask"] = "picture"
-    """"picture" is encoded as the record's own. "mask": its grey, 0 to 255, averaged over each place of a latent."""
+    kind: Literal["image", "mask"] = "image"
+    """"image" is encoded as the record's own. "mask": its grey, 0 to 255, averaged over each latent pixel."""
 
 
 EncoderSection = VaeSection | TextSection | FeatureSection
@@ -271,7 +271,7 @@ class PrecomputeRecipe(Section):
     text: TextSection = TextSection()
     texts: dict[Name, TextSection] = Field(default={}, title="text")  # written as [text.NAME]
     features: dict[Name, FeatureSection] = Field(default={})
-    pictures: dict[Name, PictureSection] = Field(default={})
+    companions: dict[Name, CompanionSection] = Field(default={})
     store: StoreSection = StoreSection()
 
     @property
@@ -280,9 +280,9 @@ class PrecomputeRecipe(Section):
         return {"": self.text, **self.texts} if self.text.kind != "none" else self.texts
 
     @property
-    def picture_columns(self) -> dict[str, str]:
-        """Column of each companion picture, by name."""
-        return {name: section.column or name for name, section in self.pictures.items()}
+    def companion_columns(self) -> dict[str, str]:
+        """Column of each companion image, by name."""
+        return {name: section.column or name for name, section in self.companions.items()}
 
     @property
     def needs_captions(self) -> bool:
@@ -310,15 +310,15 @@ class PrecomputeRecipe(Section):
             raise ValueError(f'[text.{none[0]}] needs a kind, as kind = "clip"')
         if arrays := sorted(self.texts.keys() & CAPTION_ARRAYS):
             raise ValueError(f"[text.{arrays[0]}] has the name of an array beside its folder; use another")
-        names = [*self.texts, *self.features, *self.pictures]
+        names = [*self.texts, *self.features, *self.companions]
         if taken := sorted(PATHS.intersection(names)):
             raise ValueError(
-                f"'{taken[0]}' is a folder of every store, so no text encoder, feature or picture can have this name; "
-                "use another"
+                f"'{taken[0]}' is a folder of every store, so no text encoder, feature or companion can have this "
+                "name; use another"
             )
         if twice := sorted(name for name in set(names) if names.count(name) > 1):
             raise ValueError(
-                f"two of the text encoders, features and pictures have the name '{twice[0]}'; use two names"
+                f"two of the text encoders, features and companions have the name '{twice[0]}'; use two names"
             )
         return self
 
@@ -329,7 +329,7 @@ class PrecomputeRecipe(Section):
         texts = values.pop("texts")
         if texts:
             values["text"] = (values["text"] if self.text.kind != "none" else {}) | texts
-        return {key: value for key, value in values.items() if value or key not in ("features", "pictures")}
+        return {key: value for key, value in values.items() if value or key not in ("features", "companions")}
 
 
 def load(name: str, overrides: list[str]) -> PrecomputeRecipe:

@@ -33,10 +33,17 @@ from .encoders.describe import describe_store
 from .encoders.loading import load_encoders
 from .encoders.text.encoder import TokenCount
 from .images.decoders import Decoders
-from .planning.additions import is_extension
 from .planning.compare import Comparison, Options
-from .planning.opening import check_apart, check_disk, check_fingerprint, is_sealed, label_warnings, newest_plan
-from .planning.pictures import MAX_THREADS, num_threads
+from .planning.images import MAX_THREADS, num_threads
+from .planning.opening import (
+    check_apart,
+    check_disk,
+    check_fingerprint,
+    is_extension,
+    is_sealed,
+    label_warnings,
+    newest_plan,
+)
 from .planning.planner import Planner
 from .planning.self_check import NUM_PICTURES, check_autoencoder
 from .run.bottleneck import CHECK, LOAD, PLAN, StageTime, Workers, stage_times
@@ -156,7 +163,7 @@ def precompute(
     Raises: LeanditError: its class says what to fix; then run the same command again.
     """
     start, clock, newest = time.perf_counter(), StageClock(), newest_revision(store_path)
-    source = listed or open_sources(source_path, recipe.source, recipe.picture_columns)
+    source = listed or open_sources(source_path, recipe.source, recipe.companion_columns)
     with clock.measure(LOAD):
         encoders = load_encoders(recipe, device)
     for warning in recipe.images.for_vae(encoders.image.downscale).warnings():
@@ -171,7 +178,7 @@ def precompute(
 
         def list_source() -> Source:
             source = listed or list_sources(
-                source_path, recipe.source, recipe.picture_columns, progress=lambda done: progress("list", done, 0)
+                source_path, recipe.source, recipe.companion_columns, progress=lambda done: progress("list", done, 0)
             )
             for note in [
                 *(f"source '{source.name}': {note}" for note in source.notes),

@@ -30,7 +30,7 @@ from ..datasets.revisions.writer import row_checksum
 from .config import PrecomputeRecipe
 from .encoders.loading import Encoders
 from .images.decoders import Decoders
-from .planning.additions import is_extension
+from .planning.opening import is_extension
 from .run.shards import Shard
 from .run.tasks import FallbacksOf, Runner
 from .sources.files.record import SourceRecord
@@ -207,9 +207,9 @@ def with_places(plan: FrozenPlan, source: Source) -> FrozenPlan:
     found = [now[key].place if key in now else place for key, place in zip(keys, places, strict=True)]
     columns = {name: plan.records[name] for name in plan.records.column_names}
     columns |= dict(zip(PLACES, zip(*found, strict=True), strict=True))
-    order = list(source.pictures)
+    order = list(source.companions)
     for picture, names in zip(plan.spec.pictures, place_columns(plan.spec), strict=True):
         planned, i = zip(*(plan.records[name].to_pylist() for name in names), strict=True), order.index(picture.name)
-        found = [now[key].pictures[i] if key in now else place for key, place in zip(keys, planned, strict=True)]
+        found = [now[key].companions[i] if key in now else place for key, place in zip(keys, planned, strict=True)]
         columns |= dict(zip(names, zip(*found, strict=True), strict=True))
     return replace(plan, records=pa.table(columns, schema=plan.records.schema), recorded_hash=plan.recorded_hash)

@@ -78,7 +78,7 @@ def unchanged(
     if not _has_same_settings(plan.spec, recipe, store) or not _has_same_encoders(plan.spec, recipe, device):
         LOG.info("store '%s': settings or encoders may be others than its own, so the encoders are loaded", store)
         return None
-    source = list_sources(source_path, recipe.source, recipe.picture_columns)
+    source = list_sources(source_path, recipe.source, recipe.companion_columns)
     LatentStore(store)  # checks that no file is missing
     listing = source.listing_hash(null_captions=recipe.null_captions)
     if source.renames(plan.spec.classes) or listing != plan.listing:

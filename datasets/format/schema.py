@@ -238,7 +238,7 @@ class StoreSpec(_Model):
     text_encoder: EncoderIdentity | None
     texts: list[TextEncoder] = []  # those of [text.NAME]; absent if there are none
     features: list[FeatureEncoder] = []  # likewise, of [features.NAME]
-    pictures: list[PictureSpec] = []  # likewise, of [pictures.NAME]
+    pictures: list[PictureSpec] = []  # likewise, of [companions.NAME]
     classes: list[str] | None
     class_names: list[str] | None = None  # display names, one for each class; absent if the store has none
     shard_mib: Annotated[int, Field(ge=1, le=4096)]

@@ -91,12 +91,12 @@ def spec_without(spec: StoreSpec, names: Collection[str]) -> StoreSpec:
             f"the store: {', '.join(known) or 'it has none'}."
         )
     recipe = dict(spec.recipe)
-    for key in ("text", "features", "pictures"):
+    for key in ("text", "features", "companions"):
         if key in recipe:
             recipe[key] = {name: value for name, value in recipe[key].items() if name not in names}
     kinds = ("texts", "features", "pictures")
     kept = {kind: [one for one in getattr(spec, kind) if one.name not in names] for kind in kinds}
-    recipe = {key: section for key, section in recipe.items() if section or key not in kinds}
+    recipe = {key: section for key, section in recipe.items() if section or key not in (*kinds, "companions")}
     return spec.model_copy(update={**kept, "recipe": recipe}).with_fingerprint() if names else spec
 
 

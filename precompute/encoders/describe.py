@@ -82,8 +82,8 @@ def describe_store(
             for encoder in [encoders.features[name]]
         ],
         pictures=[
-            PictureSpec(name=name, column=column, kind=recipe.pictures[name].kind)
-            for name, column in recipe.picture_columns.items()
+            PictureSpec(name=name, column=column, kind="mask" if recipe.companions[name].kind == "mask" else "picture")
+            for name, column in recipe.companion_columns.items()
         ],
         classes=source and source.classes,
         shard_mib=recipe.store.shard_mib,

@@ -49,4 +49,4 @@ def load_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders:
         from .vision.features import FeatureEncoder
 
         features[name] = FeatureEncoder(section, recipe.images.resolution, device, name=name)
-    return Encoders(image, captions, features, {name: one.kind for name, one in recipe.pictures.items()})
+    return Encoders(image, captions, features, {name: one.kind for name, one in recipe.companions.items()})

@@ -19,7 +19,7 @@ from typing import Any
 
 from ...datasets.errors import RecipeError, ResourceError
 from ...datasets.format.layout import LEASES
-from ..planning.pictures import MAX_THREADS
+from ..planning.images import MAX_THREADS
 from ..sharing.leases import Lease
 from .devices import Ended, LocalProcess, child_environment, supervise
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ...datasets.errors import DamageError, LeanditError, RecipeError, ResourceError, SourceError
 from ...datasets.format.layout import COMMITS, REVISIONS
-from ..planning.pictures import DECODERS, MAX_THREADS, num_cores
+from ..planning.images import DECODERS, MAX_THREADS, num_cores
 from .child import END_SECONDS
 
 CHILD_MODULE = f"{__package__}.child"

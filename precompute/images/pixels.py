@@ -64,7 +64,8 @@ def read_size(data: bytes, *, exif_orientation: bool = True) -> tuple[int, int]:
     """
     with _rejects("scan"), _open(data) as image:
         is_turned = exif_orientation and _orientation(image, data) in (5, 6, 7, 8)
-        return image.size if is_turned else image.size[::-1]
+        width_px, height_px = image.size
+        return (width_px, height_px) if is_turned else (height_px, width_px)
 
 
 def decode_image(

@@ -18,8 +18,8 @@ from ...datasets.format.schema import Manifest, StoreSpec
 from ...datasets.recipe import parse_recipe
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan
 from ...datasets.revisions.writer import StoreWriter, row_checksum
+from ..planning.images import num_threads
 from ..planning.opening import check_disk, newest_plan
-from ..planning.pictures import num_threads
 from ..run.clock import Progress
 from ..run.rejects import RejectLimits, limits_of
 from ..run.shards import Shard

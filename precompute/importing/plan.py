@@ -18,7 +18,7 @@ from ...datasets.format.buckets import bucket_name, bucket_size
 from ...datasets.format.schema import POSTERIORS, StoreSpec
 from ...datasets.format.table_schemas import PLAN_SCHEMA
 from ...datasets.revisions.plan import FrozenPlan, first_plan
-from ..planning.pictures import num_threads
+from ..planning.images import num_threads
 from .source import Entry, FormatDefaults, Reader, RecordHeader
 
 CHUNK = 4096  # records scanned at once

@@ -2,32 +2,40 @@
 
 With ``--drop-gone`` the next revision equals a fresh store of the source, record by record. A record is unchanged if
 its file has the planned size, time and place; otherwise the checksum from its encoding decides. So a copied or touched
-source is read again, but never encoded again.
+source is read again, but never encoded again. The comparison is a join in DuckDB, so its memory does not grow.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
+import duckdb
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import xxhash
 
+from ...datasets.disk.spill import BATCH_ROWS, TakenColumn, map_array, map_table, rebatched
 from ...datasets.errors import RecordRejected
-from ...datasets.format.table_schemas import RECORDS_SCHEMA, place_columns
+from ...datasets.format.table_schemas import PLACES, RECORDS_SCHEMA, place_columns
 from ...datasets.revisions.plan import FrozenPlan
 from ..config import PrecomputeRecipe
-from ..sources.files.record import Place, SourceRecord, listing_problem, planned_texts
-from ..sources.listing.listing import Listing, record_batches, spool
+from ..sources.files.record import NO_CAPTION
+from ..sources.listing.duck import database, literal, numbered
+from ..sources.listing.listing import SCHEMA, Listing, spool, take_rows
 from ..sources.source import Source
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 DUPLICATE = "duplicate_key"
 FILE_PROBLEMS = ("missing_file", "unreadable")  # the file may come back, so the record counts as gone
 OF_THE_LISTING = ("bad_metadata", "missing_file", DUPLICATE, "no_caption")  # rejects that no file content decides
+GONE, SAME, CHANGED, UNDECIDED = range(4)  # states of a record of the base; the bytes of its file decide the last
+CHECKED_AT_ONCE = 4096  # files that are read to compare their bytes
+WHAT = "the comparison with the store"
 
 
 @dataclass(frozen=True)
@@ -57,22 +65,14 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A record carried over: its position in the base, and its present listing."""
-
-    position: int
-    record: SourceRecord
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Differences between a source and a revision.
 
     Args:
-      kept: records carried over, in the order of the base.
+      kept: records carried over as they are listed now, in the order of the base.
       fresh: records to plan, in the order of the source.
-      attempts: of retried records: the number of this attempt, by position in ``fresh``.
-      table: the base's records that are carried over (RECORDS_SCHEMA).
+      table: the base's records that are carried over (RECORDS_SCHEMA and columns of groups).
+      attempts: (F,) int32, the number of this attempt of each fresh record; None if it is the first of all.
       gone_classes: classes that only gone records have; they follow the source's own.
       num_added, num_changed, num_retried: counts of the fresh records.
       num_described: carried over with another label or other captions.
@@ -81,10 +81,10 @@ class Comparison:
       is_renamed: class names have changed.
     """
 
-    kept: list[Kept]
+    kept: Listing
     fresh: Listing
     table: pa.Table
-    attempts: dict[int, int] = field(default_factory=dict)
+    attempts: np.ndarray | None = None
     gone_classes: list[str] = field(default_factory=list)
     num_added: int = 0
     num_changed: int = 0
@@ -95,54 +95,18 @@ class Comparison:
     is_renamed: bool = False
 
     @property
-    def texts(self) -> list[list[str]]:
-        """Captions of the records carried over; empty if rejected at scan."""
-        rows = self.table["row"].to_pylist()
-        return [planned_texts(one.record) if row >= 0 else [] for one, row in zip(self.kept, rows, strict=True)]
-
-    @property
     def changes_anything(self) -> bool:
         """A new revision would differ from the base."""
         return bool(self.fresh or self.num_described or self.num_dropped or self.is_renamed)
 
     def counts(self) -> Comparison:
-        """The counts alone, without a record: small, and picklable."""
-        return replace(self, kept=[], fresh=Listing([]), table=RECORDS_SCHEMA.empty_table(), attempts={})
-
-
-class KnownRecord(NamedTuple):
-    """A record of the base.
-
-    Args:
-      record: its listing when it was planned; the captions are those that were encoded.
-      is_planned: it has a row, so its captions were encoded.
-      checksum: of the picture's file; None if not stored.
-      size_px: height and width of the picture; None if never known.
-      picture_checksums: of the files of its companion pictures, by name, if stored.
-    """
-
-    record: SourceRecord
-    is_stored: bool
-    is_planned: bool
-    reason: str | None
-    detail: str | None
-    checksum: int | None
-    attempts: int
-    size_px: tuple[int | None, int | None]
-    picture_checksums: dict[str, int | None]
-
-
-class State(Enum):
-    """State of a base record in the source."""
-
-    SAME = "picture or reject is unchanged; label and captions may differ"
-    CHANGED = "must be planned again"
-    GONE = "not listed, or its file cannot be read"
+        """The counts alone, without a record."""
+        return replace(self, kept=Listing([]), fresh=Listing([]), table=RECORDS_SCHEMA.empty_table(), attempts=None)
 
 
 def all_fresh(records: Listing) -> Comparison:
     """A comparison in which every record is new."""
-    return Comparison([], records, RECORDS_SCHEMA.empty_table(), num_added=len(records))
+    return Comparison(Listing([]), records, RECORDS_SCHEMA.empty_table(), num_added=len(records))
 
 
 def compare(
@@ -158,158 +122,257 @@ def compare(
 
     Args:
       recipe: of the next revision; its ``source.check`` may request reading every file.
-      progress: called with the number of files checked so far.
+      progress: called with the number of records that are compared so far.
     """
-    known, listed = _known_records(base), list(source.records)
-    positions = _match(known, listed)
-    now = {position: record for position, record in zip(positions, listed, strict=True) if position is not None}
-    sizes_differ = base.sizes_differ(recipe)
-    states = _find_states(source, known, now, recipe, sizes_differ, num_threads=num_threads, progress=progress)
-    count: Counter[str] = Counter()
-    kept, gone_classes = _carry_over(source, base, known, now, states, options, count)
-    fresh, attempts = _to_plan(listed, known, positions, states, {one.position for one in kept}, count)
-    table = base.records.take(pa.array([one.position for one in kept], pa.int64()))
-    listing = spool(record_batches(fresh), lambda _: None, check_keys=False)  # repeated keys are already marked
-    return Comparison(kept, listing, table, attempts, gone_classes, **dict[str, Any](count))
+    num_known, num_listed = base.records.num_rows, len(source.records)
+    states = map_array(num_known, "uint8", WHAT)
+    is_described = map_array(num_known, "bool", WHAT)
+    listed_of, known_of = map_array(num_known, "int64", WHAT), map_array(num_listed, "int64", WHAT)
+    listed_of[:], known_of[:] = -1, -1
+    for batch in _joined(source, base, recipe):
+        known, listed = batch["known"].to_numpy(), batch["listed"].to_numpy()
+        listed_of[known], known_of[listed] = listed, known
+        states[known], is_described[known] = batch["state"].to_numpy(), batch["is_described"].to_numpy(False)
+    _decide(source, base, states, listed_of, num_threads=num_threads, progress=progress)
+    progress(num_listed)
+    is_gone, is_same = states == GONE, states == SAME
+    is_kept = is_same.copy()
+    if options.retry_rejected:
+        is_kept &= _column_mask(base.records["status"], "stored")
+    is_kept |= is_gone & (not options.drop_gone)
+    is_new = known_of < 0
+    is_fresh = is_new | ~is_kept[known_of]  # gone records that are still listed become rejects
+    is_retried = is_fresh & ~is_new & is_same[known_of]
+    attempts = None
+    if is_retried.any():
+        attempts, retried = np.ones(int(is_fresh.sum()), np.int32), np.flatnonzero(is_retried)
+        before = TakenColumn(base.records["attempts"], known_of[retried])
+        attempts[is_retried[is_fresh]] += np.array(before[:], np.int32)
+    gone_classes, labels = _classes_of_gone(base, is_gone & (not options.drop_gone), source)
+    return Comparison(
+        kept=_spooled(_kept(source.records, base, is_kept, is_gone, listed_of, labels)),
+        fresh=_spooled(_chosen(source.records.batches(), is_fresh)),
+        table=map_table(base.records.schema, rebatched(_chosen(base.records.to_batches(), is_kept), BATCH_ROWS), WHAT),
+        attempts=attempts,
+        gone_classes=gone_classes,
+        num_added=int(is_new.sum()),
+        num_changed=int((is_fresh & ~is_new & (states == CHANGED)[known_of]).sum()),
+        num_retried=int(is_retried.sum()),
+        num_described=int((is_described & is_kept & is_same).sum()),
+        num_gone=int(is_gone.sum()),
+        num_dropped=int(is_gone.sum()) if options.drop_gone else 0,
+    )
 
 
-def _match(known: Sequence[KnownRecord], listed: Sequence[SourceRecord]) -> list[int | None]:
-    """Position in the base of each listed record; None if new."""
-    identities = _identities((one.record.key, one.reason == DUPLICATE) for one in known)
-    places = {identity: i for i, identity in enumerate(identities)}
-    names = ((record.key, bool(record.problem) and record.problem[0] == DUPLICATE) for record in listed)
-    return [places.get(identity) for identity in _identities(names)]
+def _spooled(batches: Iterator[pa.RecordBatch]) -> Listing:
+    return spool(batches, lambda _: None, check_keys=False)  # repeated keys are already marked
 
 
-def _identities(names: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, int]]:
-    """Identify each record by its key, and repetitions of a key by their number.
+def _column_mask(column: pa.ChunkedArray, value: str) -> np.ndarray:
+    masks = [pc.fill_null(pc.equal(chunk, value), False).to_numpy(zero_copy_only=False) for chunk in column.chunks]
+    return np.concatenate([np.empty(0, bool), *masks])
 
-    Order alone would not do: a record that was planned again comes after repetitions that were carried over.
+
+def _chosen(batches: Iterator[pa.RecordBatch] | Sequence[pa.RecordBatch], mask: np.ndarray) -> Iterator[pa.RecordBatch]:
+    """The rows of a mask."""
+    start = 0
+    for batch in batches:
+        yield batch.filter(pa.array(mask[start : start + batch.num_rows]))
+        start += batch.num_rows
+
+
+# ------------------------------------------------------------------------------------------------------- the join
+
+
+def _joined(source: Source, base: Base, recipe: PrecomputeRecipe) -> Iterator[pa.RecordBatch]:
+    """Each record of the base that is still listed: both positions, state, and whether label or captions differ.
+
+    A record is found by its key, repetitions of a key by their number: order alone would not do, because a record that
+    was planned again comes after repetitions that were carried over.
     """
-    seen: Counter[str] = Counter()
-    for key, repeats in names:
-        seen[key] += repeats
-        yield key, seen[key] if repeats else 0
+    with database(WHAT) as connection:
+        _load_known(connection, base)
+        num_companions = len(base.plan.spec.pictures)  # a recipe may add more
+        needs_caption = "len(captions) = 0" if recipe.needs_captions else "false"
+        connection.register("stream", numbered(SCHEMA, source.records.batches()))
+        connection.execute(
+            f"""CREATE TEMP TABLE listed AS SELECT position, key, label, height_px, width_px,
+            coalesce(reason, CASE WHEN {needs_caption} THEN {literal(NO_CAPTION[0])} END) AS reason,
+            coalesce(detail, CASE WHEN {needs_caption} THEN {literal(NO_CAPTION[1])} END) AS detail,
+            hash(path, "offset", num_bytes, mtime_ns, companion_paths[:{num_companions}],
+            companion_places[:{3 * num_companions}]) AS place,
+            list_sum([hash(hash(text), i) for text, i in
+            CASE WHEN len(captions) = 0 THEN [''] ELSE captions END]) AS texts FROM stream"""
+        )
+        for table in ("known", "listed"):
+            repeats = f"reason IS NOT DISTINCT FROM '{DUPLICATE}'"
+            connection.execute(
+                f"""CREATE TEMP VIEW {table}_by_key AS SELECT *, 0 AS repetition FROM {table} WHERE NOT ({repeats})
+                UNION ALL SELECT *, row_number() OVER (PARTITION BY key ORDER BY position) FROM {table}
+                WHERE {repeats}"""
+            )
+        size_differs = "false"
+        if recipe.source.sizes == "manifest":
+            size_differs = """l.height_px > 0
+                AND (l.height_px IS DISTINCT FROM k.height_px OR l.width_px IS DISTINCT FROM k.width_px)"""
+        manifest_decides = "l.height_px > 0" if base.sizes_differ(recipe) else "false"
+        trusts_place = "k.place = l.place" if recipe.source.check == "stat" else "false"
+        result = connection.sql(
+            f"""SELECT k.position AS known, l.position AS listed, (CASE
+            WHEN l.reason IS NOT NULL THEN CASE
+                WHEN k.is_stored AND l.reason IN {FILE_PROBLEMS} THEN {GONE}
+                -- the detail of a repeated key names the first position, which other records may shift
+                WHEN NOT k.is_stored AND k.reason = l.reason AND (k.detail = l.detail OR l.reason = '{DUPLICATE}')
+                THEN {SAME} ELSE {CHANGED} END
+            WHEN k.reason IN {OF_THE_LISTING} THEN {CHANGED}
+            WHEN k.reason = 'wrong_size' AND {size_differs} THEN {CHANGED}
+            WHEN NOT k.is_stored AND {manifest_decides} THEN {CHANGED}  -- the other size may fit
+            WHEN NOT k.is_stored THEN CASE WHEN k.place = l.place THEN {SAME} ELSE {CHANGED} END
+            WHEN {size_differs} THEN {CHANGED}  -- a fresh store would reject the image as wrong_size
+            WHEN {trusts_place} THEN {SAME} ELSE {UNDECIDED} END)::UTINYINT AS state,
+            l.label <> k.label OR (k.texts IS NOT NULL AND k.texts <> l.texts) AS is_described
+            FROM known_by_key k JOIN listed_by_key l USING (key, repetition)"""
+        )
+        yield from result.to_arrow_reader(BATCH_ROWS)
 
 
-def _find_states(
+def _load_known(connection: duckdb.DuckDBPyConnection, base: Base) -> None:
+    """Load the records of the base as ``known``; ``texts`` is null where no captions were encoded."""
+    companions = place_columns(base.plan.spec)
+    planned = [name for names in ([*PLACES], *companions) for name in names]
+    columns = {name: base.plan.records[name] for name in ("key", "label", "caption_ids", *planned)}
+    columns |= {name: base.records[name] for name in ("status", "row", "reason", "detail", "height_px", "width_px")}
+    table = pa.table(columns)
+    connection.register("stream", numbered(table.schema, table.to_batches()))
+    paths = ", ".join(f'"{path}"' for path, *_ in companions)
+    numbers = ", ".join(f'"{name}"' for _, *names in companions for name in names)
+    has_text = "row >= 0" if base.plan.spec.text_encoders else "false"
+    connection.execute(
+        f"""CREATE TEMP TABLE known AS SELECT position, key, label, status = 'stored' AS is_stored, reason, detail,
+        height_px, width_px, hash({", ".join(PLACES)}, [{paths}]::VARCHAR[], [{numbers}]::BIGINT[]) AS place,
+        CASE WHEN {has_text} THEN caption_ids END AS caption_ids, NULL::HUGEINT AS texts FROM stream"""
+    )
+    if base.plan.spec.text_encoders:
+        texts = base.captions.select(["text"])
+        connection.register("texts", numbered(texts.schema, texts.to_batches()))
+        connection.execute("CREATE TEMP TABLE hashes AS SELECT position AS id, hash(text) AS text FROM texts")
+        connection.execute(
+            """CREATE OR REPLACE TEMP TABLE known AS SELECT known.* REPLACE (CASE WHEN caption_ids IS NOT NULL
+            THEN coalesce(sums.texts, hash(hash(''), 1::BIGINT)) END AS texts) FROM known LEFT JOIN (
+            SELECT position, sum(hash(hashes.text, i)) AS texts FROM (
+            SELECT position, unnest(caption_ids) AS id, generate_subscripts(caption_ids, 1) AS i FROM known)
+            JOIN hashes USING (id) GROUP BY position) sums USING (position)"""
+        )
+
+
+def _decide(
     source: Source,
-    known: Sequence[KnownRecord],
-    now: dict[int, SourceRecord],
-    recipe: PrecomputeRecipe,
-    sizes_differ: bool,
+    base: Base,
+    states: np.ndarray,
+    listed_of: np.ndarray,
     *,
     num_threads: int,
     progress: Callable[[int], None],
-) -> list[State]:
-    """State of each base record; reads its file if size, time and place do not decide.
+) -> None:
+    """Read the files of undecided records, in the order of the source, and compare their checksums."""
+    undecided = np.flatnonzero(states == UNDECIDED)
+    undecided = undecided[np.argsort(listed_of[undecided], kind="stable")]
+    spec = base.plan.spec
+    checksums = {
+        name: TakenColumn(base.records[f"source_checksum{suffix}"], undecided)
+        for name, suffix in [("", ""), *((one.name, f"_{one.name}") for one in spec.pictures)]
+    }
 
-    Args:
-      now: present listing of known records, by position in the base.
-      sizes_differ: as ``Base.sizes_differ``.
-    """
-    states = [State.GONE] * len(known)
-
-    def find(position: int) -> State:
-        return _state_of(known[position], now[position], source, recipe, sizes_differ)
+    def is_same(number: int) -> bool:
+        record = source.records[int(listed_of[undecided[number]])]
+        places = dict(zip(source.companions, record.companions, strict=False))
+        places[""] = record.path, record.offset, record.num_bytes, record.mtime_ns
+        wanted = {name: column[number] for name, column in checksums.items()}
+        return wanted[""] is not None and all(
+            _checksum(source, places[name], name) == checksum for name, checksum in wanted.items()
+        )
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="leandit-compare") as pool:
-        for done, (position, state) in enumerate(zip(now, pool.map(find, now), strict=True), 1):
-            states[position] = state
-            progress(done)
-    return states
+        for start in range(0, len(undecided), CHECKED_AT_ONCE):
+            some = range(start, min(start + CHECKED_AT_ONCE, len(undecided)))
+            for number, same in zip(some, pool.map(is_same, some), strict=True):
+                states[undecided[number]] = SAME if same else CHANGED
+                progress(number + 1)
 
 
-def _state_of(
-    known: KnownRecord, now: SourceRecord, source: Source, recipe: PrecomputeRecipe, sizes_differ: bool
-) -> State:
-    """State of a record that is still listed."""
-    companions = now.pictures[: len(known.record.pictures)]  # a recipe may add more
-    same_place = known.record.place == now.place and known.record.pictures == companions
-    if problem := listing_problem(now, needs_caption=recipe.needs_captions):
-        if known.is_stored and problem[0] in FILE_PROBLEMS:
-            return State.GONE
-        # The detail of a repeated key names the first position, which other records may shift.
-        is_same = known.reason == problem[0] and (known.detail == problem[1] or problem[0] == DUPLICATE)
-        return _same_if(is_same and not known.is_stored)
-    if known.reason in OF_THE_LISTING:
-        return State.CHANGED
-    says_other_size = (
-        recipe.source.sizes == "manifest" and bool(now.height_px) and (now.height_px, now.width_px) != known.size_px
-    )
-    if known.reason == "wrong_size" and says_other_size:
-        return State.CHANGED
-    if not known.is_stored:
-        if sizes_differ and now.height_px:
-            return State.CHANGED  # the other size may fit
-        return _same_if(same_place)  # a reject has no checksum to compare
-    if says_other_size:
-        return State.CHANGED  # a fresh store would reject the picture as wrong_size
-    if same_place and recipe.source.check == "stat":
-        return State.SAME
-    return _same_if(known.checksum is not None and _has_same_bytes(source, now, known))
+def _checksum(source: Source, place: tuple[str, int, int, int], companion: str) -> int | None:
+    try:
+        return xxhash.xxh3_64_intdigest(source.read(*place[:3], stage="scan", companion=companion))
+    except RecordRejected:
+        return None
 
 
-def _same_if(same: bool) -> State:
-    return State.SAME if same else State.CHANGED
+# ------------------------------------------------------------------------------------------------------- carried over
 
 
-def _carry_over(
-    source: Source,
+def _kept(
+    listed: Listing,
     base: Base,
-    known: Sequence[KnownRecord],
-    now: dict[int, SourceRecord],
-    states: Sequence[State],
-    options: Options,
-    count: Counter[str],
-) -> tuple[list[Kept], list[str]]:
-    """Records carried over from the base, and classes that only gone records have."""
-    gone = [one.record for one, state in zip(known, states, strict=True) if state is State.GONE]
-    gone_classes, label_of = _classes_of([] if options.drop_gone else gone, base.plan.spec.classes, source)
-    has_text, kept = bool(base.plan.spec.text_encoders), list[Kept]()
-    for position, (one, state) in enumerate(zip(known, states, strict=True)):
-        before = one.record
-        if state is State.GONE:
-            count["num_gone"] += 1
-            count["num_dropped"] += options.drop_gone
-            if not options.drop_gone:
-                kept.append(Kept(position, replace(before, label=label_of.get(before.label, before.label))))
-        elif state is State.SAME and (one.is_stored or not options.retry_rejected):
-            record = now[position]
-            other_texts = has_text and one.is_planned and planned_texts(before) != planned_texts(record)
-            count["num_described"] += before.label != record.label or other_texts
-            kept.append(Kept(position, record))
-    return kept, gone_classes
+    is_kept: np.ndarray,
+    is_gone: np.ndarray,
+    listed_of: np.ndarray,
+    labels: dict[int, int],
+) -> Iterator[pa.RecordBatch]:
+    """Records carried over, in batches of the listing: as they are listed now, gone ones as they were planned."""
+    start = 0
+    for batch in base.plan.records.to_batches():
+        rows = np.flatnonzero(is_kept[start : start + batch.num_rows])
+        gone = is_gone[start + rows]
+        present = listed.take(listed_of[start + rows[~gone]])
+        if gone.any():
+            planned = _as_planned(base, batch.take(pa.array(rows[gone])), labels)
+            both = pa.Table.from_batches([present, planned]).combine_chunks().to_batches()[0]
+            present = both.take(pa.array(np.argsort(np.argsort(gone, kind="stable"), kind="stable")))
+        yield present
+        start += batch.num_rows
 
 
-def _to_plan(
-    listed: Sequence[SourceRecord],
-    known: Sequence[KnownRecord],
-    positions: Sequence[int | None],
-    states: Sequence[State],
-    kept: set[int],
-    count: Counter[str],
-) -> tuple[list[SourceRecord], dict[int, int]]:
-    """Listed records that are not carried over, and the attempt of each retried one by its position among them."""
-    fresh: list[SourceRecord] = []
-    attempts: dict[int, int] = {}
-    for record, position in zip(listed, positions, strict=True):
-        if position in kept:
-            continue
-        if position is None:
-            count["num_added"] += 1
-        elif states[position] is State.SAME:
-            count["num_retried"] += 1
-            attempts[len(fresh)] = known[position].attempts + 1
-        elif states[position] is State.CHANGED:
-            count["num_changed"] += 1
-        fresh.append(record)  # gone records too: still listed, they become rejects
-    return fresh, attempts
+def _as_planned(base: Base, planned: pa.RecordBatch, labels: dict[int, int]) -> pa.RecordBatch:
+    """Gone records as the listing had them.
+
+    Args:
+      labels: new ones by the labels of the base.
+    """
+    lists = planned["caption_ids"]
+    ids = lists.flatten()
+    texts = take_rows(
+        base.captions.select(["text"]).to_batches(), ids.to_numpy(), pa.schema([base.captions.schema.field("text")])
+    )["text"]
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+    places = [planned.select(names).to_pylist() for names in place_columns(base.plan.spec)]
+    found = [
+        [tuple(place.values()) for place in of_record if next(iter(place.values())) is not None]
+        for of_record in zip(*places, strict=True)
+    ] or [[]] * planned.num_rows
+    count = planned.num_rows
+    columns = {
+        "key": planned["key"],
+        "path": planned["source_path"],
+        "offset": planned["source_offset"],
+        "num_bytes": planned["source_bytes"],
+        "mtime_ns": planned["source_mtime_ns"],
+        "label": pa.array([labels.get(label, label) for label in planned["label"].to_pylist()], pa.int32()),
+        "captions": pa.ListArray.from_arrays(pa.array(np.append(0, np.cumsum(lengths)), pa.int32()), texts),
+        "reason": pa.nulls(count, pa.string()),
+        "detail": pa.nulls(count, pa.string()),
+        "height_px": pa.array(np.zeros(count, np.int32)),
+        "width_px": pa.array(np.zeros(count, np.int32)),
+        "companion_paths": [[path for path, *_ in of_record] for of_record in found],
+        "companion_places": [[n for _, *numbers in of_record for n in numbers] for of_record in found],
+    }
+    return pa.RecordBatch.from_pydict(columns, SCHEMA)
 
 
-def _classes_of(gone: list[SourceRecord], before: list[str] | None, source: Source) -> tuple[list[str], dict[int, int]]:
+def _classes_of_gone(base: Base, is_gone: np.ndarray, source: Source) -> tuple[list[str], dict[int, int]]:
     """Classes missing from the source, and the new labels of gone records after the source's own classes."""
-    classes, labels = source.classes or [], sorted({record.label for record in gone if record.label >= 0})
+    before, classes = base.plan.spec.classes, source.classes or []
+    batches = _chosen(base.plan.records.select(["label"]).to_batches(), is_gone)
+    labels = sorted({label for batch in batches for label in pc.unique(batch["label"]).to_pylist() if label >= 0})
     if not labels or before is None:
         return [], {}
     if not source.has_class_names:  # labels are numbers
@@ -317,46 +380,3 @@ def _classes_of(gone: list[SourceRecord], before: list[str] | None, source: Sour
     missing = [before[label] for label in labels if before[label] not in classes]
     every = [*classes, *missing]
     return missing, {label: every.index(before[label]) for label in labels}
-
-
-def _known_records(base: Base) -> list[KnownRecord]:
-    texts = base.captions["text"].to_pylist()
-    places = ("key", "source_path", "source_offset", "source_bytes", "source_mtime_ns", "label", "caption_ids")
-    results = ("status", "row", "reason", "detail", "source_checksum", "attempts", "height_px", "width_px")
-    planned = zip(*(base.plan.records[name].to_pylist() for name in places), strict=True)
-    became = zip(*(base.records[name].to_pylist() for name in results), strict=True)
-    known = []
-    pictures, checksums = _known_pictures(base)
-    for i, ((*place, ids), (status, row, *result, height_px, width_px)) in enumerate(zip(planned, became, strict=True)):
-        of_record = tuple(places[i] for places in pictures if places[i][0] is not None)
-        record = SourceRecord(*place, captions=tuple(texts[j] for j in ids or ()), pictures=of_record)
-        size_px, found = (height_px, width_px), {name: column[i] for name, column in checksums.items()}
-        known.append(
-            KnownRecord(record, status == "stored", row >= 0, *result, size_px=size_px, picture_checksums=found)
-        )
-    return known
-
-
-def _known_pictures(base: Base) -> tuple[list[list[Place]], dict[str, list[int | None]]]:
-    """Places of the companion pictures of all records, and checksums of their files by name."""
-    spec, planned = base.plan.spec, base.plan.records
-    places = [
-        list(zip(*(planned[name].to_pylist() for name in columns), strict=True)) for columns in place_columns(spec)
-    ]
-    return places, {one.name: base.records[f"source_checksum_{one.name}"].to_pylist() for one in spec.pictures}
-
-
-def _has_same_bytes(source: Source, now: SourceRecord, known: KnownRecord) -> bool:
-    """Whether a record's own picture and its stored companions have the bytes that were encoded."""
-    places = dict(zip(source.pictures, now.pictures, strict=False))
-    return _checksum(source, now.place) == known.checksum and all(
-        _checksum(source, places[name], name) == checksum for name, checksum in known.picture_checksums.items()
-    )
-
-
-def _checksum(source: Source, place: Place, picture: str = "") -> int | None:
-    path, offset, num_bytes, _ = place
-    try:
-        return xxhash.xxh3_64_intdigest(source.read(path, offset, num_bytes, stage="scan", picture=picture))
-    except RecordRejected:
-        return None

@@ -18,7 +18,6 @@ from ...datasets.revisions.writer import StoreWriter
 from ...datasets.units import readable_size
 from ..config import PrecomputeRecipe
 from ..sources.source import Source
-from .additions import is_extension
 
 TABLES = {"texts": "text", "features": "features", "pictures": "pictures"}  # in an identity, in a recipe
 
@@ -142,7 +141,7 @@ def _differences(found: StoreSpec, wanted: StoreSpec) -> list[str]:
         both = [name for name in before if name in now]
         old[kind], new[kind] = ({name: tables[kind][name] for name in both} for tables in (old, new))
         if kind == "pictures" and both != now[: len(both)]:
-            lines.append(f"[pictures.NAME] come as {', '.join(now)}, needed {', '.join(both)} first")
+            lines.append(f"[companions.NAME] come as {', '.join(now)}, needed {', '.join(both)} first")
     old, new = flatten(old), flatten(new)
     differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     return lines + [f"{key} is {old.get(key)!r} in the store, {new.get(key)!r} now" for key in differing]
@@ -161,3 +160,23 @@ def check_disk(writer: StoreWriter, missing: list[Task]) -> None:
             f"{readable_size(needed)} more. Free some space, or give a --store on another disk; the same command then "
             "goes on."
         )
+
+
+def is_extension(before: StoreSpec, after: StoreSpec) -> bool:
+    """Whether a spec equals an earlier one, but for text encoders, features and companions that it adds at the end."""
+    old, new = before.identity(), after.identity()
+    if not before.text_encoders:  # then a first one, of [text], may come
+        for role in ("text", "text_encoder"):
+            old.pop(role)
+            new.pop(role)
+    names = [
+        ([encoder.name for encoder in spec.text_encoders], [feature.name for feature in spec.features])
+        for spec in (before, after)
+    ]
+    is_first = all(later[: len(earlier)] == earlier for earlier, later in zip(*names, strict=True))
+    earlier, later = old.pop("pictures", []), new.pop("pictures", [])
+    is_first &= later[: len(earlier)] == earlier
+    for kind in ("texts", "features"):
+        known, now = old.pop(kind, {}), new.pop(kind, {})
+        is_first &= all(now.get(name) == one for name, one in known.items())
+    return is_first and old == new

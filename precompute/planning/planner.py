@@ -26,7 +26,7 @@ from ..sources.listing.listing import Listing
 from ..sources.source import Source
 from .captions import CaptionCounts, plan_captions
 from .compare import Base, Comparison, Options, all_fresh, compare
-from .pictures import num_threads, plan_pictures
+from .images import num_threads, plan_images
 from .records import PlannedTexts, plan_records
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -52,10 +52,10 @@ class Planner:
 
     Args:
       root: the store.
-      spec: of the revision; None to plan pictures only.
+      spec: of the revision; None to plan images only.
       tokenizers: of the text encoders, by name.
       progress: called while scanning.
-      check: checks the autoencoder on pictures of a plan that starts a stack, before it is frozen.
+      check: checks the autoencoder on images of a plan that starts a stack, before it is frozen.
     """
 
     root: Path
@@ -90,13 +90,13 @@ class Planner:
         """Compare the source with the newest, complete revision; writes nothing.
 
         Returns: the changes, if the files were compared; and what the next revision builds on, None if nothing has to
-          be done. The spec is the store's, or one that adds text encoders, features or pictures.
+          be done. The spec is the store's, or one that adds text encoders, features or companions.
         Raises: SourceError: gone records cannot be encoded again or completed, and dropping them was not requested.
         """
         store, source = LatentStore(self.root), self.source
         base_plan, manifest = read_plan(self.root, store.revision), store.manifest
         assert manifest is not None
-        assert self.spec, "only a planner of pictures has none"
+        assert self.spec, "only a planner of images has none"
         extends = self.spec.fingerprint != base_plan.spec.fingerprint
         is_renamed = self._is_renamed(base_plan.spec)
         base = Base(base_plan, store.records, store.captions)
@@ -121,8 +121,8 @@ class Planner:
         comparison = replace(comparison, is_renamed=is_renamed)
         if not (extends or comparison.changes_anything):
             return comparison, None
-        needs_pictures = self.spec.groups != base_plan.spec.groups
-        if needs_pictures and comparison.num_gone > comparison.num_dropped:
+        needs_images = self.spec.groups != base_plan.spec.groups
+        if needs_images and comparison.num_gone > comparison.num_dropped:
             raise SourceError(
                 f"source '{source.name}': {comparison.num_gone} records of store '{self.root}' are gone from it, so "
                 "they cannot be encoded. Restore them, or add --drop-gone to leave them out of the new revision."
@@ -151,7 +151,7 @@ class Planner:
         return RejectLimits(self.recipe.source, total, carried=carried, is_planning=True)
 
     def measure(self, fresh: Listing, limits: RejectLimits, *, stops: bool = True) -> pa.Table:
-        """Size, bucket and crop of new pictures; as ``plan_pictures``."""
+        """Size, bucket and crop of new images; as ``plan_images``."""
         images = self.recipe.images.for_vae(self.spec.latent.downscale) if self.spec else self.recipe.images
 
         def scanned(done: int) -> None:
@@ -160,34 +160,34 @@ class Planner:
             self.progress("scan", done, len(fresh))
 
         recipe = self.recipe.model_copy(update={"images": images})
-        return plan_pictures(self.source, fresh, recipe, self.decoders, limits, progress=scanned, stops=stops)
+        return plan_images(self.source, fresh, recipe, self.decoders, limits, progress=scanned, stops=stops)
 
-    def refusal(self, comparison: Comparison, pictures: pa.Table) -> SourceError | None:
-        """The error if nothing is carried over and no new picture can be encoded, or None."""
-        if comparison.kept or not pc.all(pc.less(pictures["row"], 0)).as_py():
+    def refusal(self, comparison: Comparison, images: pa.Table) -> SourceError | None:
+        """The error if nothing is carried over and no new image can be encoded, or None."""
+        if comparison.kept or not pc.all(pc.less(images["row"], 0)).as_py():
             return None
-        fresh, first = comparison.fresh, pictures.slice(0, 1).to_pylist()[0]
+        fresh, first = comparison.fresh, images.slice(0, 1).to_pylist()[0]
         return SourceError(
             f"source '{self.source.name}': all {len(fresh)} records are rejected; the first is '{fresh[0].key}': "
             f"{RecordRejected(first['stage'], first['reason'], first['detail'])}. Nothing was written."
         )
 
-    def plan(self, comparison: Comparison, before: Before | None, pictures: pa.Table | None = None) -> FrozenPlan:
+    def plan(self, comparison: Comparison, before: Before | None, images: pa.Table | None = None) -> FrozenPlan:
         """Plan a revision from carried-over and new records; writes nothing.
 
         Args:
           before: the revision that it builds on; None for the first.
-          pictures: of the new records, if already planned.
+          images: of the new records, if already planned.
         Raises: SourceError: nothing is carried over and no new record can be encoded; or too many are rejected.
         """
         source, revision = self.source, before.manifest.revision + 1 if before else 1
-        assert self.spec, "only a planner of pictures has none"
-        if pictures is None:
-            pictures = self.measure(comparison.fresh, self.limits(comparison))
-            if refusal := self.refusal(comparison, pictures):
+        assert self.spec, "only a planner of images has none"
+        if images is None:
+            images = self.measure(comparison.fresh, self.limits(comparison))
+            if refusal := self.refusal(comparison, images):
                 raise refusal
         captions, caption_ids = plan_captions(
-            PlannedTexts(comparison, pictures),
+            PlannedTexts(comparison, images),
             [
                 CaptionCounts(suffix, self.tokenizers[name], self.spec.text_encoder_of(name).spec.max_tokens, name)
                 for name, suffix in suffixes(self.spec).items()
@@ -211,7 +211,7 @@ class Planner:
             listing=self.source.listing_hash(null_captions=self.recipe.null_captions),
             records=plan_records(
                 comparison,
-                pictures,
+                images,
                 caption_ids,
                 revision=revision,
                 first_rows=first_rows,

@@ -1,9 +1,9 @@
-"""The autoencoder proves itself before a plan is frozen: pictures of the source go to the model's input and back.
+"""The autoencoder proves itself before a plan is frozen: images of the source go to the model's input and back.
 
     pixels -> stored row -> latent of the model -> raw latent -> decoder -> pixels
 
 The round trip finds what does not cancel in it: pixels in another range, halves that do not belong together, a row that
-its dtype cannot hold. Shift and scale do cancel, so mean and deviation of the model's input are told beside it.
+its dtype cannot hold. Shift and scale do cancel, so mean and deviation of the model's input are printed beside it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..sources.source import OpenedSource
 NUM_PICTURES = 8
 CANDIDATES = 4096  # planned records, evenly spread, of which those with the smallest hash are tried
 ATTEMPTS = 8 * NUM_PICTURES  # some may not decode
-MAX_PSNR_DB = 100.0  # told of a picture that comes back exactly
+MAX_PSNR_DB = 100.0  # of an image that comes back exactly
 STD_LIMITS = (0.2, 5.0)  # of a channel as the model sees it
 MEAN_LIMIT = 3.0
 CLEARLY_BETTER_DB = 6.0
@@ -41,7 +41,7 @@ NAMED_CHANNELS = 16  # of more, the range is told
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """A picture and what came back of it.
+    """An image and what came back of it.
 
     Args:
       before, after: (height_px, width_px, 3) uint8.
@@ -64,14 +64,14 @@ def check_autoencoder(
     say: Callable[[str], None],
     progress: Callable[[int], None],
 ) -> SelfCheck | None:
-    """Send pictures of a plan through the autoencoder and back.
+    """Send images of a plan through the autoencoder and back.
 
     Args:
       plan: not frozen yet.
-      min_psnr_db: of the median picture.
+      min_psnr_db: of the median image.
       say: called with the figures, and with a warning about a channel far from mean 0 and deviation 1.
-      progress: called with the number of pictures done.
-    Returns: None if none of the pictures that were tried can be decoded.
+      progress: called with the number of images done.
+    Returns: None if none of the images that were tried can be decoded.
     Raises: EncoderError: below ``min_psnr_db``; its message says the likely mistake. ResourceError: out of memory.
     """
     trips: list[RoundTrip] = []
@@ -82,18 +82,18 @@ def check_autoencoder(
         if len(trips) == NUM_PICTURES:
             break
     if not trips:
-        say("self-check: none of the pictures that were tried can be decoded, so the VAE was not checked")
+        say("self-check: none of the images that were tried can be decoded, so the VAE was not checked")
         return None
     check = _measure(trips)
     for line in describe(check):
         say(f"self-check: {line}")
     unusual = unusual_channels(check)
-    decibels = [picture.psnr_db for picture in check.pictures]
+    decibels = [one.psnr_db for one in check.pictures]
     if np.median(decibels) < min_psnr_db:
         raise EncoderError(
-            f"vae.model '{plan.spec.vae.model}': pictures of the source come back from its decoder with a PSNR "
+            f"vae.model '{plan.spec.vae.model}': images of the source come back from its decoder with a PSNR "
             f"of {np.median(decibels):.1f} dB (median of {len(trips)}), needed vae.min_psnr = {min_psnr_db:g}. Nothing "
-            f"was written. {unusual or _likely_mistake(trips)} If the VAE is right and knows no such pictures, lower "
+            f"was written. {unusual or _likely_mistake(trips)} If the VAE is right and knows no such images, lower "
             "vae.min_psnr; 0 is no check."
         )
     if unusual:
@@ -119,11 +119,11 @@ def _round_trip(
     row, spec = plan.records.slice(position, 1).to_pylist()[0], plan.spec.latent
     reader = ImageReader(plan.spec.images, source, decoders, StageClock())
     place = row["source_path"], row["source_offset"], row["source_bytes"]
-    picture = reader.decode_planned(place, (row["height_px"], row["width_px"]), bucket_size(row["bucket"]))
-    if isinstance(picture, RecordRejected):
+    image = reader.decode_planned(place, (row["height_px"], row["width_px"]), bucket_size(row["bucket"]))
+    if isinstance(image, RecordRejected):
         return None
     try:
-        columns, views = [latent_column(encoder, spec)], {OWN: [picture.pixels[None]]}
+        columns, views = [latent_column(encoder, spec)], {OWN: [image.pixels[None]]}
         encoded = encode_batch(views, columns, max_rows=1)
         stored = stored_row(encoded, 0, views, position, columns, threading.Lock())
         if isinstance(stored, RecordRejected):
@@ -132,10 +132,10 @@ def _round_trip(
         after = encoder.decode(denormalise(latent, spec).numpy())[0]
     except torch.OutOfMemoryError as error:
         raise ResourceError(
-            f"vae.min_psnr: the self-check decodes one picture of {row['bucket']} px, which does not fit into the "
+            f"vae.min_psnr: the self-check decodes one image of {row['bucket']} px, which does not fit into the "
             f"memory of {encoder.device}. Set vae.min_psnr = 0 for no check, or vae.tile_px."
         ) from error
-    return RoundTrip(row["key"], np.asarray(picture.pixels), after, latent[0].numpy())
+    return RoundTrip(row["key"], np.asarray(image.pixels), after, latent[0].numpy())
 
 
 def model_latent(stored: np.ndarray, spec: LatentSpec) -> torch.Tensor:
@@ -161,9 +161,9 @@ def _psnr_db(trip: RoundTrip, gain: float = 1.0, offset: float = 0.0) -> float:
 
 def describe(check: SelfCheck) -> list[str]:
     """The figures of a self-check, in words."""
-    decibels = [picture.psnr_db for picture in check.pictures]
+    decibels = [one.psnr_db for one in check.pictures]
     each = ", ".join(f"{value:.1f}" for value in decibels)
-    lines = [f"PSNR of {len(decibels)} pictures that came back from the VAE: {each} dB"]
+    lines = [f"PSNR of {len(decibels)} images that came back from the VAE: {each} dB"]
     for name, values in (("mean", check.channel_mean), ("deviation", check.channel_std)):
         told = ", ".join(f"{value:.2f}" for value in values)
         if len(values) > NAMED_CHANNELS:
@@ -193,7 +193,7 @@ def unusual_channels(check: SelfCheck) -> str:
 
 
 def _likely_mistake(trips: list[RoundTrip]) -> str:
-    """What a low PSNR comes from: pixels in another range if a gain and an offset repair the pictures, else weights."""
+    """What a low PSNR comes from: pixels in another range if a gain and an offset repair the images, else weights."""
     before = np.concatenate([trip.before.ravel() for trip in trips]).astype(np.float64)
     after = np.concatenate([trip.after.ravel() for trip in trips]).astype(np.float64)
     gain = float(((after - after.mean()) * (before - before.mean())).mean() / max(after.var(), 1e-10))
@@ -201,7 +201,7 @@ def _likely_mistake(trips: list[RoundTrip]) -> str:
     better = np.median([_psnr_db(trip, gain, offset) - _psnr_db(trip) for trip in trips])
     if better > CLEARLY_BETTER_DB:
         return (
-            f"The decoded pictures times {gain:.2f} plus {offset:.0f} are right: the VAE takes or gives pixels in "
+            f"The decoded images times {gain:.2f} plus {offset:.0f} are right: the VAE takes or gives pixels in "
             "another range (0 to 1, not -1 to 1), or another class than its config.json says."
         )
     return (

@@ -95,7 +95,7 @@ class ImageReader:
         """
         start = time.perf_counter()
         try:
-            where = self.source.place(*place, stage="decode", picture=companion)
+            where = self.source.place(*place, stage="decode", companion=companion)
             fetch_seconds = time.perf_counter() - start
             images = self.images
             settings = {"crop": images.crop, "resize_filter": images.resize_filter}
@@ -113,7 +113,7 @@ class ImageReader:
         if isinstance(decoded, RecordRejected) or (decoded.height_px, decoded.width_px) == size:
             return decoded
         planned = "{}x{}".format(*size)
-        detail = f"the picture has {decoded.height_px}x{decoded.width_px} px, planned were {planned} px"
+        detail = f"the image has {decoded.height_px}x{decoded.width_px} px, planned were {planned} px"
         return RecordRejected("decode", "wrong_size", detail)
 
     def decode_row(
@@ -129,12 +129,12 @@ class ImageReader:
         if isinstance(decoded, RecordRejected):
             return decoded
         if planned.checksum is not None and decoded.source_checksum != planned.checksum:
-            return RecordRejected("decode", "source_changed", "its latents are of another picture")
+            return RecordRejected("decode", "source_changed", "its latents are of another image")
         companions = {}
         for name, place in planned.companions.items():
             mask_px = downscale if kinds[name] == MASK else 0
             image = self.decode(place, bucket, companion=name, beside=planned.size, mask_px=mask_px)
             if isinstance(image, RecordRejected):
-                return RecordRejected(image.stage, image.reason, f"picture '{name}', '{place[0]}': {image.detail}")
+                return RecordRejected(image.stage, image.reason, f"companion '{name}', '{place[0]}': {image.detail}")
             companions[name] = image
         return replace(decoded, companions=companions) if companions else decoded

@@ -6,10 +6,9 @@ from ...datasets.errors import SourceError
 from ..config import SourceSection
 from .files.files import SourceFiles
 from .files.folders import has_sidecars
-from .files.record import is_picture
+from .files.record import is_image
 from .files.splits import folder_of_split
-from .tables.arrow import is_saved_dataset, is_saved_dict, saved_split
-from .tables.parquet import holds_pictures, parquet_names
+from .tables.embedded import holds_images, is_saved_dataset, is_saved_dict, parquet_names, saved_split
 from .tables.tables import METADATA, find_caption_table, find_table
 from .tars.imagenet import is_imagenet
 from .tars.webdataset import tar_names
@@ -21,7 +20,7 @@ TABLE_EXTENSIONS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".token", ".parqu
 PACKED = (b"PK\x03\x04", b"Rar!", b"7z\xbc\xaf", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 LFS_POINTER = b"version https://git-lfs"
 KINDS = (
-    "a folder of pictures (class folders, texts beside, or a table that names them), a table (.jsonl, .json, .csv, "
+    "a folder of images (class folders, texts beside, or a table that names them), a table (.jsonl, .json, .csv, "
     ".tsv, .txt, .parquet), a .tar or a folder of them, a folder of .parquet"
 )
 
@@ -39,16 +38,16 @@ def _not_a_source(name: str, head: bytes) -> str | None:
         return f"a pointer of Git LFS, not the file itself. Fetch it with 'git lfs pull'. Sources are {KINDS}."
     if head.startswith(PACKED) and not name.lower().endswith(TABLE_EXTENSIONS):
         return (
-            "an archive, or compressed: its pictures cannot be read one by one. Unpack it once: 'gunzip --keep FILE' "
-            f"for WebDataset shards, 'tar -xf FILE' or 'unzip FILE' for folders of pictures. Sources are {KINDS}."
+            "an archive, or compressed: its images cannot be read one by one. Unpack it once: 'gunzip --keep FILE' "
+            f"for WebDataset shards, 'tar -xf FILE' or 'unzip FILE' for folders of images. Sources are {KINDS}."
         )
-    if is_picture(name):
-        return f"a picture. Give the folder that it lies in. Sources are {KINDS}."
+    if is_image(name):
+        return f"an image. Give the folder that it lies in. Sources are {KINDS}."
     if head[257:262] == TAR_MAGIC or name.lower().endswith((".tar", *TABLE_EXTENSIONS)):
         return None
     return (
         "of no known kind. Features that another program has encoded go through 'leandit import'; a pickle is never "
-        f"opened. Write other pictures to files, or to Parquet. Sources are {KINDS}."
+        f"opened. Write other images to files, or to Parquet. Sources are {KINDS}."
     )
 
 
@@ -79,14 +78,14 @@ def _guess_kind(files: SourceFiles, settings: SourceSection, table: str | None, 
     """
     if is_saved_dataset(files):
         return "arrow"
-    if table and table.endswith(".parquet") and holds_pictures(files, table):
+    if table and table.endswith(".parquet") and holds_images(files, table):
         return "parquet"
     if table:
         return "metadata" if table in METADATA and not files.only else "manifest"
     tars = tar_names(files, settings.split)
     parquet = [] if files.only else parquet_names(files, settings.split)
     # A folder of tars may hold Parquet files without images, as img2dataset writes them.
-    if parquet and (not tars or holds_pictures(files, parquet[0])):
+    if parquet and (not tars or holds_images(files, parquet[0])):
         return "parquet"
     if tars:
         return "imagenet" if is_imagenet(files, tars) else "webdataset"

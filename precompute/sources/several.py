@@ -23,7 +23,7 @@ from ..config import SourceSection
 from .files.ignored import Ignored
 from .listing.classes import names_of_classes, read_class_names
 from .listing.listing import spool
-from .source import MARK, NO_PICTURES, OpenedSource, Source, list_source, open_source
+from .source import MARK, NO_COMPANIONS, OpenedSource, Source, list_source, open_source
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -64,18 +64,20 @@ def _plain(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text).strip("-.")[:MAX_NAME_CHARS] or "source"
 
 
-def open_sources(sources: SourcePaths, asked: SourceSection, pictures: Mapping[str, str] = NO_PICTURES) -> OpenedSource:
+def open_sources(
+    sources: SourcePaths, asked: SourceSection, companions: Mapping[str, str] = NO_COMPANIONS
+) -> OpenedSource:
     """As ``open_source``, for one source or several."""
     paths = paths_of(sources)
     names = source_names(paths)
-    first, *others = [open_source(path, asked, pictures) for path in paths]
+    first, *others = [open_source(path, asked, companions) for path in paths]
     return replace(first, others=tuple(zip(names[1:], others, strict=True))) if others else first
 
 
 def list_sources(
     sources: SourcePaths,
     asked: SourceSection,
-    pictures: Mapping[str, str] = NO_PICTURES,
+    companions: Mapping[str, str] = NO_COMPANIONS,
     *,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Source:
@@ -85,7 +87,7 @@ def list_sources(
     """
     paths = paths_of(sources)
     if len(paths) == 1:
-        return list_source(paths[0], asked, pictures, progress=progress)
+        return list_source(paths[0], asked, companions, progress=progress)
     names = source_names(paths)
     rows = read_class_names(asked.class_names) if asked.class_names else None  # before the long listing
     listed: list[Source] = []
@@ -93,7 +95,7 @@ def list_sources(
         before = sum(len(source.records) for source in listed)
         settings = asked.model_copy(update={"class_names": ""})  # applied to all together
         listed.append(
-            list_source(path, settings, pictures, progress=lambda done, before=before: progress(before + done))
+            list_source(path, settings, companions, progress=lambda done, before=before: progress(before + done))
         )
     _check_labels(listed)
     classes = list(dict.fromkeys(name for source in listed for name in source.classes or ())) or None
@@ -114,11 +116,11 @@ def list_sources(
         notes,
         names_of_classes(asked.class_names, rows, classes) if rows else None,
         others=tuple(
-            (name, OpenedSource(source.settings, source.files, pictures=source.pictures))
+            (name, OpenedSource(source.settings, source.files, companions=source.companions))
             for name, source in zip(names[1:], listed[1:], strict=True)
         ),
         counts=tuple(len(source.records) for source in listed),
-        pictures=dict(pictures),
+        companions=dict(companions),
     )
 
 
@@ -141,7 +143,7 @@ def _joined(source: Source, name: str, classes: list[str]) -> Iterator[pa.Record
     label_of = np.array([*(places[name] for name in source_classes), -1], np.int32)  # the last is that of label -1
     for batch in source.records.batches():
         if not name:  # labels of the first source stay
-            paths = (batch["path"], batch["picture_paths"].flatten())
+            paths = (batch["path"], batch["companion_paths"].flatten())
             if any(pc.any(pc.starts_with(some, MARK)).as_py() for some in paths):
                 raise SourceError(f"source '{source.name}': a path begins with '{MARK}'. Give it alone, or last.")
             yield batch
@@ -155,10 +157,10 @@ def _joined(source: Source, name: str, classes: list[str]) -> Iterator[pa.Record
         columns["label"] = pa.array(label_of[labels])
         columns["key"] = pc.binary_join_element_wise(f"{name}/", batch["key"], "")
         columns["path"] = pc.binary_join_element_wise(f"{MARK}{name}{MARK}", batch["path"], "")
-        paths, counts = batch["picture_paths"], pc.list_value_length(batch["picture_paths"]).to_numpy()
+        paths, counts = batch["companion_paths"], pc.list_value_length(batch["companion_paths"]).to_numpy()
         starts = pa.array(np.append(0, np.cumsum(counts)), pa.int32())
         marked = pc.binary_join_element_wise(f"{MARK}{name}{MARK}", paths.flatten(), "")
-        columns["picture_paths"] = pa.ListArray.from_arrays(starts, marked)
+        columns["companion_paths"] = pa.ListArray.from_arrays(starts, marked)
         yield pa.RecordBatch.from_pydict(columns, batch.schema)
 
 

@@ -1,4 +1,4 @@
-"""Sources of pictures and captions: folders, tables, tars and Parquet files, local or at a URL.
+"""Sources of images and captions: folders, tables, tars and Parquet files, local or at a URL.
 
 A source is listed, never unpacked: each record holds the location of its bytes, so any record can be read at random
 from any thread. Keys are only names; no path is ever made from one. Claims of untrusted sources are bounded before they
@@ -20,40 +20,33 @@ import pyarrow.compute
 from ...datasets.disk.hashing import sha256_of
 from ...datasets.errors import RecordRejected, SourceError
 from ..config import Kind, SourceSection
+from ..images.decoder_child import HEADER_BYTES
 from ..images.decoders import ImagePlace
 from ..images.faults import fault_error, is_fault
-from .files.files import LocalFiles, SourceFiles, open_source_files
+from .files.files import LocalFiles, SourceFiles, open_files, open_source_files
 from .files.folders import Scan, image_folder, sidecar_folder
 from .files.ignored import Ignored
-from .files.patterns import open_files
-from .files.placement import default_root, elsewhere, normalized_root
 from .files.record import IMAGE_EXTENSIONS, SourceRecord
 from .files.splits import check_has_splits
 from .kinds import TABLES, check_file, detect_kind
 from .listing.classes import names_of_classes, read_class_names
-from .listing.listing import PICTURES, Listing, record_batches, spool
-from .tables.arrow import ArrowRowBytes, arrow_batches
-from .tables.parquet import RowBytes, parquet_batches
-from .tables.tables import (
-    METADATA,
-    PIXART_TABLE,
-    coco_names,
-    pixart_folder,
-    table_batches,
-)
+from .listing.listing import COMPANIONS, Listing, record_batches, spool
+from .tables.embedded import ARROW, PARQUET, EmbeddedImages, embedded_batches
+from .tables.placement import default_root, elsewhere, normalized_root
+from .tables.tables import METADATA, PIXART_TABLE, coco_names, pixart_folder, table_batches
 from .tars.imagenet import imagenet
 from .tars.webdataset import webdataset
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-MARK = "//"  # //NAME//PATH: a picture of another source than the first
-MAX_SENT_BYTES = 256 << 20  # of a picture that this process reads for a decoder
+MARK = "//"  # //NAME//PATH: an image of another source than the first
+MAX_SENT_BYTES = 256 << 20  # of an image that this process reads for a decoder
 # Columns of the listing's hash.
 LISTED = ["key", "path", "offset", "num_bytes", "mtime_ns", "label", "captions", "height_px", "width_px"]
-SHARDED = ("parquet", "webdataset", "imagenet")  # kinds of files that hold many pictures, whose names tell splits
-WITH_COLUMNS = (*TABLES, "parquet", "arrow")  # kinds that may have a column for another picture
-NO_PICTURES: Mapping[str, str] = {}
-ROWS = ("parquet", "arrow")  # kinds whose pictures are bytes in the rows of a file
+SHARDED = (PARQUET, "webdataset", "imagenet")  # kinds of files that hold many images, whose names tell splits
+EMBEDDED = (PARQUET, ARROW)  # kinds whose images are bytes in the rows of a file
+WITH_COLUMNS = (*TABLES, *EMBEDDED)  # kinds that may have a column for another image
+NO_COMPANIONS: Mapping[str, str] = {}
 NAMED = ("imagefolder", "imagenet")  # kinds whose classes always have names
 RECORDS: dict[str, Callable[[SourceFiles, Scan], Iterator[SourceRecord]]] = {
     "imagefolder": image_folder,
@@ -61,41 +54,36 @@ RECORDS: dict[str, Callable[[SourceFiles, Scan], Iterator[SourceRecord]]] = {
     "webdataset": webdataset,
     "imagenet": imagenet,
 }
-BATCHES: dict[str, Callable[[SourceFiles, Scan], Iterator[pa.RecordBatch]]] = {
-    "parquet": parquet_batches,
-    "arrow": arrow_batches,
-}
 
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A source whose pictures are read by the locations in a plan; it needs no listing.
+    """A source whose images are read by the locations in a plan; it needs no listing.
 
     Args:
       settings: how to read it; its kind is never "auto".
       files: resolve the records' paths.
       others: further sources, by name (``several.py``).
-      pictures: column of each companion picture, by name.
+      companions: column of each companion image, by name.
     """
 
     settings: SourceSection
     files: SourceFiles
     others: tuple[tuple[str, OpenedSource], ...] = field(default=(), kw_only=True)
-    pictures: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    _rows: Mapping[str, RowBytes] = field(init=False, repr=False, compare=False)
+    companions: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    _rows: Mapping[str, EmbeddedImages] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        kind = ArrowRowBytes if self.kind == "arrow" else RowBytes
-        columns = {"": self.settings.image, **self.pictures}
+        columns = {"": self.settings.image, **self.companions} if self.kind in EMBEDDED else {}
         rows = {
-            name: kind(self.files, self.settings.model_copy(update={"image": column}))
+            name: EmbeddedImages(self.files, self.settings.model_copy(update={"image": column}))
             for name, column in columns.items()
         }
         object.__setattr__(self, "_rows", rows)
 
     @property
     def kind(self) -> str:
-        """As of ``SourceSection``."""
+        """As in ``SourceSection``."""
         return self.settings.kind
 
     @property
@@ -106,56 +94,53 @@ class OpenedSource:
     @property
     def parts(self) -> list[OpenedSource]:
         """Each of the sources alone."""
-        first = OpenedSource(self.settings, self.files, pictures=self.pictures)
+        first = OpenedSource(self.settings, self.files, companions=self.companions)
         return [first, *(other for _, other in self.others)]
 
     @property
     def is_read_by_decoders(self) -> bool:
-        """Decoders read the pictures themselves; otherwise this process sends them the bytes."""
-        return all(part.kind not in ROWS and isinstance(part.files, LocalFiles) for part in self.parts)
+        """Decoders read the images themselves; otherwise this process sends them the bytes."""
+        return all(part.kind not in EMBEDDED and isinstance(part.files, LocalFiles) for part in self.parts)
 
-    def place(self, path: str, offset: int, num_bytes: int, *, stage: str, picture: str = "") -> ImagePlace:
-        """Where a decoder finds a picture: in a local file, or in bytes that this process has read.
+    def place(self, path: str, offset: int, num_bytes: int, *, stage: str, companion: str = "") -> ImagePlace:
+        """Where a decoder finds an image: in a local file, or in bytes that this process has read.
 
         Args:
-          picture: name of a companion; empty for a record's own picture.
+          companion: its name; empty for a record's own image.
         Raises: RecordRejected: gone, or changed since the listing; SourceError: the URL cannot be reached.
         """
-        other, path = self._holder(path)
-        if other:
-            return other.place(path, offset, num_bytes, stage=stage, picture=picture)
-        if self.kind not in ROWS and isinstance(self.files, LocalFiles):
-            return ImagePlace(self.files.root / path, offset, num_bytes)
-        data = self.read(path, offset, num_bytes, stage=stage, picture=picture)
-        return ImagePlace(Path(path), 0, len(data), data)
+        part, inner = self._holder(path)
+        if part.kind not in EMBEDDED and isinstance(part.files, LocalFiles):
+            return ImagePlace(part.files.root / inner, offset, num_bytes)
+        data = self.read(path, offset, num_bytes, stage=stage, companion=companion)
+        return ImagePlace(Path(inner), 0, len(data), data)
 
-    def read(self, path: str, offset: int, num_bytes: int, *, stage: str, picture: str = "") -> bytes:
-        """Read the bytes of a picture.
-
-        Args:
-          picture: as of ``place``.
-        Raises: as ``place``.
-        """
-        other, path = self._holder(path)
-        if other:
-            return other.read(path, offset, num_bytes, stage=stage, picture=picture)
+    def read(self, path: str, offset: int, num_bytes: int, *, stage: str, companion: str = "") -> bytes:
+        """Read the bytes of an image. Args, Raises: as for ``place``."""
+        part, path = self._holder(path)
         if num_bytes > MAX_SENT_BYTES:
             raise RecordRejected(stage, "too_large", f"{num_bytes} bytes, at most {MAX_SENT_BYTES >> 20} MiB are read")
-        if self.kind in ROWS:
-            data = self._rows[picture].read(path, offset, stage)
-            if len(data) > MAX_SENT_BYTES:
-                raise RecordRejected(stage, "too_large", f"{len(data)} bytes, at most {MAX_SENT_BYTES >> 20} MiB")
-            return data
-        return self.files.read(path, offset, num_bytes, stage)
+        if part.kind not in EMBEDDED:
+            return part.files.read(path, offset, num_bytes, stage)
+        data = part._rows[companion].read(path, offset, stage)
+        if len(data) > MAX_SENT_BYTES:
+            raise RecordRejected(stage, "too_large", f"{len(data)} bytes, at most {MAX_SENT_BYTES >> 20} MiB")
+        return data
 
-    def _holder(self, path: str) -> tuple[OpenedSource | None, str]:
-        """The other source that a planned path names, and the path in it; None for the first source."""
+    def read_head(self, path: str, offset: int, num_bytes: int) -> bytes | None:
+        """The first HEADER_BYTES of an image, or all if it has fewer; None if they cannot be read alone."""
+        part, path = self._holder(path)
+        if part.kind in EMBEDDED:
+            return None
+        return part.files.read(path, offset, num_bytes, "scan", at_most=HEADER_BYTES)
+
+    def _holder(self, path: str) -> tuple[OpenedSource, str]:
+        """The source that a planned path belongs to, and the path in it."""
         if not path.startswith(MARK) or not (self.others or isinstance(self.files, LocalFiles)):
-            return None, path
+            return self, path
         name, _, inner = path.removeprefix(MARK).partition(MARK)
-        for known, other in self.others:
-            if known == name:
-                return other, inner
+        if other := dict(self.others).get(name):
+            return other, inner
         raise SourceError(
             f"source '{self.name}': the store was planned with another source too, '{name}'. Give every --source, in "
             "the same order."
@@ -194,11 +179,7 @@ class Source(OpenedSource):
         return any(part.kind in NAMED for part in self.parts) or names != [str(i) for i in range(len(names))]
 
     def renames(self, classes: Sequence[str] | None) -> bool:
-        """Whether classes are named otherwise than in a store, which may have more of them.
-
-        Args:
-          classes: of the store.
-        """
+        """Whether classes are named otherwise than in a store, which may have more of them."""
         names = self.classes or []
         return names != list(classes or ())[: len(names)]
 
@@ -210,45 +191,43 @@ class Source(OpenedSource):
         """
         digest = hashlib.sha256()
         for batch in self.records.batches():
-            for name in [*LISTED, *(PICTURES if self.pictures else ())]:
-                for buffer in _hashed(batch[name]):
-                    digest.update(buffer)
+            for name in [*LISTED, *(COMPANIONS if self.companions else ())]:
+                _hash_column(digest, batch[name])
             problems = np.flatnonzero(batch["reason"].is_valid().to_numpy(zero_copy_only=False))
             if len(problems):
                 digest.update(problems.tobytes())
                 for name in ("reason", "detail"):
-                    for buffer in _hashed(batch[name].take(pa.array(problems))):
-                        digest.update(buffer)
+                    _hash_column(digest, batch[name].take(pa.array(problems)))
         listing = digest.hexdigest()
         return sha256_of([listing, "missing_caption=null"]) if null_captions else listing
 
 
-def _hashed(column: pa.Array) -> Iterator[memoryview]:
-    """Lengths and bytes of a column without nulls, independent of its slicing."""
+def _hash_column(digest: Any, column: pa.Array) -> None:
+    """Hash lengths and bytes of a column without nulls, independent of its slicing."""
     if pa.types.is_list(column.type):
-        yield memoryview(pc.list_value_length(column).to_numpy())
+        digest.update(pc.list_value_length(column).to_numpy())
         column = column.flatten()
     if pa.types.is_string(column.type):
-        yield memoryview(pc.binary_length(column).to_numpy())
+        digest.update(pc.binary_length(column).to_numpy())
         _, offsets, letters = column.buffers()
         first, last = np.frombuffer(offsets, np.int32)[[column.offset, column.offset + len(column)]]
-        yield memoryview(letters)[first:last] if letters else memoryview(b"")
+        digest.update(memoryview(letters)[first:last] if letters else b"")
     else:
-        yield memoryview(column.to_numpy())
+        digest.update(np.ascontiguousarray(column.to_numpy()))
 
 
 def open_source(
-    path: Path | str, asked: SourceSection | Kind = "auto", pictures: Mapping[str, str] = NO_PICTURES
+    path: Path | str, asked: SourceSection | Kind = "auto", companions: Mapping[str, str] = NO_COMPANIONS
 ) -> OpenedSource:
     """Open a source without listing it.
 
     Args:
       path: a folder, one tar, one Parquet file or one manifest; or the URL of one.
       asked: how to read it, or only its kind; "auto" detects it.
-      pictures: column of each companion picture, by name.
+      companions: column of each companion image, by name.
     Raises: SourceError: missing, or several splits; RecipeError: no file system for the URL.
     """
-    return replace(_opened(path, asked)[0], pictures=dict(pictures))
+    return replace(_opened(path, asked)[0], companions=dict(companions))
 
 
 def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource, SourceFiles, str | None, list[str]]:
@@ -276,25 +255,25 @@ def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource
 def list_source(
     path: Path | str,
     asked: SourceSection | Kind = "auto",
-    pictures: Mapping[str, str] = NO_PICTURES,
+    companions: Mapping[str, str] = NO_COMPANIONS,
     *,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Source:
     """List a source.
 
     Args:
-      path, asked, pictures: as for ``open_source``.
+      path, asked, companions: as for ``open_source``.
       progress: called with the number of records so far.
     Raises: SourceError: missing, empty, not of this kind, or several splits; RecipeError: no file system for the URL,
       or no file of class names.
     """
     opened, files, table, notes = _opened(path, asked)
     kind, settings = opened.kind, opened.settings
-    scan = Scan(settings, notes=notes, companions=dict(pictures))
-    if pictures and kind not in WITH_COLUMNS:
+    scan = Scan(settings, notes=notes, companions=dict(companions))
+    if companions and kind not in WITH_COLUMNS:
         raise SourceError(
-            f"source '{files.name}': [pictures.{next(iter(pictures))}] needs a table with a column for it, JSONL, CSV, "
-            f"Parquet or Arrow; this is {kind}."
+            f"source '{files.name}': [companions.{next(iter(companions))}] needs a table with a column for it, JSONL, "
+            f"CSV, Parquet or Arrow; this is {kind}."
         )
     if files.only and kind in ("imagefolder", "sidecars", "metadata", "arrow"):
         raise SourceError(f"source '{files.name}': a file; needed a folder for source.kind \"{kind}\".")
@@ -305,11 +284,10 @@ def list_source(
         )
     names = read_class_names(settings.class_names) if settings.class_names else None  # before the long listing
     batches = _batches(files, opened.files, table, scan)
-    batches = batches if settings.labels != "none" else map(_unlabelled, batches)
-    records = spool(_readable(files, batches), progress)
+    records = spool(map(_unlabelled, batches) if settings.labels == "none" else batches, progress)
     if not records:
         raise SourceError(
-            f"source '{files.name}': no pictures found as {kind}. Needed: class folders of pictures, *.tar shards, "
+            f"source '{files.name}': no images found as {kind}. Needed: class folders of images, *.tar shards, "
             f"*.parquet, or a {METADATA[0]} with 'file_name'; known extensions are "
             f"{', '.join(sorted(IMAGE_EXTENSIONS))}."
         )
@@ -318,14 +296,7 @@ def list_source(
         classes = [str(i) for i in range(records.largest_label() + 1)] or None
     class_names = names_of_classes(settings.class_names, names, classes) if names else None
     return Source(
-        settings,
-        opened.files,
-        records,
-        classes,
-        scan.ignored,
-        scan.notes,
-        class_names,
-        pictures=dict(pictures),
+        *(settings, opened.files, records, classes, scan.ignored, scan.notes, class_names), companions=dict(companions)
     )
 
 
@@ -334,26 +305,23 @@ def _unlabelled(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch.set_column(column, batch.schema.field(column), pa.array(np.full(len(batch), -1, np.int32)))
 
 
-def _readable(files: SourceFiles, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _batches(files: SourceFiles, images: SourceFiles, table: str | None, scan: Scan) -> Iterator[pa.RecordBatch]:
+    """The records of a source in batches; faults of a disk are errors of resources."""
+    kind = scan.settings.kind
     try:
-        yield from batches
+        if kind in EMBEDDED:
+            yield from embedded_batches(files, scan)
+        elif kind in RECORDS:
+            yield from record_batches(RECORDS[kind](files, scan))
+        elif table is None or (kind == "metadata" and table not in METADATA):
+            names = "manifest (*.jsonl, *.csv, *.parquet or data_info.json)"
+            names = " or ".join(METADATA) if kind == "metadata" else names
+            raise SourceError(f"source '{files.name}': there is no {names}, which source.kind \"{kind}\" needs.")
+        else:
+            yield from table_batches(files, images, table, scan)
     except (OSError, MemoryError) as error:
         if is_fault(error):
             raise fault_error(files.name, error) from error
         raise SourceError(
             f"source '{files.name}': it cannot be read ({error}). Look at the disk or the mount."
         ) from error
-
-
-def _batches(files: SourceFiles, images: SourceFiles, table: str | None, scan: Scan) -> Iterator[pa.RecordBatch]:
-    kind = scan.settings.kind
-    if kind in BATCHES:
-        return BATCHES[kind](files, scan)
-    if kind in RECORDS:
-        return record_batches(RECORDS[kind](files, scan))
-    if table is None or (kind == "metadata" and table not in METADATA):
-        names = (
-            " or ".join(METADATA) if kind == "metadata" else "manifest (*.jsonl, *.csv, *.parquet or data_info.json)"
-        )
-        raise SourceError(f"source '{files.name}': there is no {names}, which source.kind \"{kind}\" needs.")
-    return table_batches(files, images, table, scan)

@@ -92,7 +92,7 @@ def test_any_number_survives_being_written_as_toml(lr: float, steps: int) -> Non
         ("precompute", "text.max_token=5", "text.max_token", "text.max_tokens"),
         ("precompute", "text.qwen.max_token=5", "text.qwen.max_token", "text.qwen.max_tokens"),
         ("precompute", "features.dino.resolutoin=5", "features.dino.resolutoin", "features.dino.resolution"),
-        ("precompute", "pictures.mask.colum=5", "pictures.mask.colum", "pictures.mask.column"),
+        ("precompute", "companions.mask.colum=5", "companions.mask.colum", "companions.mask.column"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(stage: str, override: str, unknown: str, nearest: str) -> None:

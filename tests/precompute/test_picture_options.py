@@ -90,6 +90,6 @@ def test_heic_without_its_library_is_named(tmp_path: Path, monkeypatch: pytest.M
     source = list_source(tmp_path)
     assert [record.key for record in source.records] == ["0.png"]
     assert source.ignored.lines() == [
-        "1 file, no pictures by name: 1 .heic",
+        "1 file, not images by name: 1 .heic",
         "HEIC and HEIF are read with pillow-heif: pip install 'leandit[heif]'",
     ]

@@ -155,7 +155,7 @@ def test_a_store_has_the_latents_that_it_has_without_companions(stores: Stores) 
         np.testing.assert_array_equal(store.latents(bucket)[:], plain.latents(bucket)[:])
     assert plain.spec.fingerprint != store.spec.fingerprint
     assert "pictures" not in plain.spec.model_dump()
-    assert "pictures" not in plain.spec.recipe
+    assert "companions" not in plain.spec.recipe
 
 
 def test_a_companion_is_encoded_from_its_crop_at_the_place_of_the_picture(stores: Stores, source: Path) -> None:
@@ -272,16 +272,16 @@ def test_what_is_added_is_what_the_store_would_have_had(stores: Stores, source: 
 
 
 REJECTS = {
-    0: ("scan", "missing_file", "picture 'edit': there is no 'edits/gone.png'"),
-    1: ("scan", "bad_metadata", "picture 'mask': the row does not name its image as text in UTF-8"),
-    2: ("scan", "bad_metadata", "picture 'copy': the row does not name its image as text in UTF-8"),
-    3: ("decode", "not_an_image", "picture 'copy', 'copies/3.png': no known image format"),
+    0: ("scan", "missing_file", "companion 'edit': there is no 'edits/gone.png'"),
+    1: ("scan", "bad_metadata", "companion 'mask': the row does not name its image as text in UTF-8"),
+    2: ("scan", "bad_metadata", "companion 'copy': the row does not name its image as text in UTF-8"),
+    3: ("decode", "not_an_image", "companion 'copy', 'copies/3.png': no known image format"),
     4: (
         "decode",
         "wrong_size",
-        "picture 'mask', 'masks/4.png': 45x45 px, the record's image has 60x100 px; needed the same aspect",
+        "companion 'mask', 'masks/4.png': 45x45 px, the record's image has 60x100 px; needed the same aspect",
     ),
-    5: ("scan", "bad_metadata", "picture 'edit': file_name leaves the source folder"),
+    5: ("scan", "bad_metadata", "companion 'edit': file_name leaves the source folder"),
 }
 
 
@@ -342,7 +342,7 @@ def test_same_bytes_and_another_size_of_file_are_told_apart_while_encoding(folde
     precompute(recipe, source_path=folder, store_path=tmp_path / "store", device=CPU, progress=progress)
     record = LatentStore(tmp_path / "store").record("images/1.png")
     assert (record.stage, record.reason) == ("decode", "source_changed")
-    assert (record.detail or "").startswith("picture 'mask', 'masks/1.png': 1.png has")
+    assert (record.detail or "").startswith("companion 'mask', 'masks/1.png': 1.png has")
 
 
 def test_a_companion_that_is_gone_keeps_its_record_or_drops_it(folder: Path, whole: Path) -> None:
@@ -360,7 +360,7 @@ def test_a_record_that_an_addition_rejects_has_no_results_left(folder: Path, tmp
     dino = [f"features.dino.model={make_dinov2(tmp_path / 'dinov2')}", "features.dino.output=cls"]
     run(folder, root, caption_recipe(*dino, allowed))
     (folder / "masks/1.png").write_bytes(b"no picture")
-    run(folder, root, caption_recipe(*dino, "pictures.mask.kind=mask", allowed))
+    run(folder, root, caption_recipe(*dino, "companions.mask.kind=mask", allowed))
     table = LatentStore(root).records
     row = next(one for one in table.to_pylist() if one["key"] == "images/1.png")
     assert (row["revision"], row["status"], row["reason"]) == (1, "rejected", "not_an_image")
@@ -390,7 +390,7 @@ def test_a_companion_that_is_missing_cannot_be_added(stores: Stores, folder: Pat
 
 
 def test_stores_whose_pictures_differ_are_not_read_together(stores: Stores, source: Path, tmp_path: Path) -> None:
-    recipe = caption_recipe(*BASE, "pictures.copy.kind=picture", "pictures.mask.kind=picture")
+    recipe = caption_recipe(*BASE, "companions.copy.kind=image", "companions.mask.kind=image")
     run(source, tmp_path / "store", recipe)
     pair = [LatentStore(stores.whole), LatentStore(tmp_path / "store")]
     order = Mixture([(BatchPlan(store.buckets, 2, seed=0), 1) for store in pair], seed=0)
@@ -406,9 +406,9 @@ def test_a_note_says_where_companions_are_found(folder: Path) -> None:
     for i in range(COUNT):
         (folder / f"masks/{i}.png").rename(folder / f"masks/grey{i}.png")
     write_rows(folder, [row | {"mask": f"grey{i}"} for i, row in enumerate(rows)])
-    source = list_source(folder, pictures={"mask": "mask"})
-    assert [record.pictures[0][0] for record in source.records] == [f"masks/grey{i}.png" for i in range(COUNT)]
-    assert "picture 'mask': images: in 'masks', '.png' is added to their names" in source.notes
+    source = list_source(folder, companions={"mask": "mask"})
+    assert [record.companions[0][0] for record in source.records] == [f"masks/grey{i}.png" for i in range(COUNT)]
+    assert "companion 'mask': images: in 'masks', '.png' is added to their names" in source.notes
 
 
 def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
@@ -437,7 +437,7 @@ def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
                     store.picture(name, before.bucket)[before.row],
                     other.picture(name, before.bucket)[other.record(key).row],
                 )
-    for path, recipe in (("compact", with_pictures()), ("less", caption_recipe(*BASE, "pictures.mask.kind=mask"))):
+    for path, recipe in (("compact", with_pictures()), ("less", caption_recipe(*BASE, "companions.mask.kind=mask"))):
         assert verify_store(tmp_path / path).findings == []
         assert run(folder, tmp_path / path, recipe).num_encoded == 0
     with pytest.raises(RecipeError, match=r"--without 'depth': needed .*a picture of the store: copy, edit, mask"):
@@ -460,7 +460,7 @@ def test_every_flipped_bit_is_found_and_mended(which: str, stores: Stores, sourc
         (root / path).write_bytes(files[path])
     recipe = with_pictures()
     with Decoders(2) as decoders:
-        listed = list_sources(source, recipe.source, recipe.picture_columns)
+        listed = list_sources(source, recipe.source, recipe.companion_columns)
         fingerprint, encoders = LatentStore(root).spec.fingerprint, load_encoders(recipe, CPU)
         tools = Tools(listed, recipe, fingerprint, encoders, decoders)
         assert deep_check(root, tools, num_records=COUNT, seed=0).findings == []
@@ -479,7 +479,7 @@ def test_a_deep_check_tells_of_a_companion_that_is_another_now(folder: Path, who
     grey(99, 48, 48).save(folder / "masks/3.png")
     recipe = with_pictures()
     with Decoders(2) as decoders:
-        listed = list_sources(folder, recipe.source, recipe.picture_columns)
+        listed = list_sources(folder, recipe.source, recipe.companion_columns)
         tools = Tools(listed, recipe, LatentStore(whole).spec.fingerprint, load_encoders(recipe, CPU), decoders)
         report = deep_check(whole, tools, num_records=COUNT, seed=0)
     assert [(one.cause, one.records) for one in report.findings] == [("source_changed", ["images/3.png"])]
@@ -510,7 +510,7 @@ def test_pictures_in_the_rows_of_parquet_have_their_companions_there(
     assert len(store) == COUNT - 1
     reject = store.record("train/2")
     assert (reject.stage, reject.reason) == ("decode", "unreadable")
-    assert reject.detail == "picture 'mask', 'train.parquet': train.parquet, row 2 has no bytes of a picture"
+    assert reject.detail == "companion 'mask', 'train.parquet': train.parquet, row 2 has no bytes of an image"
     for i in (0, 1, 3, 4):
         ours, theirs = store.record(f"train/{i}"), other.record(f"images/{i}.png")
         assert ours.bucket is not None
@@ -525,8 +525,8 @@ def test_pictures_in_the_rows_of_parquet_have_their_companions_there(
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_other_tables_list_the_same_companions(kind: str, folder: Path) -> None:
-    columns = with_pictures().picture_columns
-    expected = [record.pictures for record in list_source(folder, pictures=columns).records]
+    columns = with_pictures().companion_columns
+    expected = [record.companions for record in list_source(folder, companions=columns).records]
     assert [path for path, *_ in expected[3]] == ["copies/3.png", "edits/3.png", "masks/3.png"]
     rows = [{name: value for name, value in row.items() if name != "captions"} for row in read_rows(folder)]
     rows[1]["mask"] = ""
@@ -537,15 +537,15 @@ def test_other_tables_list_the_same_companions(kind: str, folder: Path) -> None:
     else:
         rows[1]["mask"] = None
         pq.write_table(pa.Table.from_pylist(rows), folder / "metadata.parquet")
-    records = list(list_source(folder, pictures=columns).records)
-    assert records[1].problem == ("bad_metadata", "picture 'mask': the row does not name its image as text in UTF-8")
-    assert [one.pictures for i, one in enumerate(records) if i != 1] == [*expected[:1], *expected[2:]]
+    records = list(list_source(folder, companions=columns).records)
+    assert records[1].problem == ("bad_metadata", "companion 'mask': the row does not name its image as text in UTF-8")
+    assert [one.companions for i, one in enumerate(records) if i != 1] == [*expected[:1], *expected[2:]]
 
 
 def test_rows_of_one_picture_with_other_companions_are_not_merged(folder: Path) -> None:
     rows = read_rows(folder)[:2]
     write_rows(folder, [rows[0], rows[0] | {"captions": ["more"]}, rows[1], rows[1] | {"mask": "masks/5.png"}])
-    first, second, third = list_source(folder, pictures={"mask": "mask"}).records
+    first, second, third = list_source(folder, companions={"mask": "mask"}).records
     assert (first.problem, first.captions[-1], second.problem) == (None, "more", None)
     assert third.problem == ("duplicate_key", "record 2 of the source has the same key")
     assert len(list_source(folder).records) == 2
@@ -553,8 +553,8 @@ def test_rows_of_one_picture_with_other_companions_are_not_merged(folder: Path) 
 
 def test_the_listing_changes_with_a_companion_and_not_without_one(folder: Path) -> None:
     def hashes() -> list[str]:
-        columns = with_pictures().picture_columns
-        return [list_source(folder, pictures=one).listing_hash() for one in ({}, columns, {"mask": "mask"})]
+        columns = with_pictures().companion_columns
+        return [list_source(folder, companions=one).listing_hash() for one in ({}, columns, {"mask": "mask"})]
 
     before = hashes()
     os.utime(folder / "edits/1.png", ns=(1, 1))
@@ -577,23 +577,23 @@ def test_several_sources_each_have_companions(folder: Path, tmp_path: Path) -> N
 def test_a_source_without_such_a_column_is_refused(source: Path, tmp_path: Path) -> None:
     pictures = {"depth": "depth"}
     with pytest.raises(SourceError, match=r"no column 'depth'\. Its columns: .*'mask'"):
-        list_source(source, pictures=pictures)
-    with pytest.raises(SourceError, match=r"\[pictures\.depth\] needs a table .*; this is imagefolder"):
-        list_source(make_class_folder(tmp_path / "classes", classes=1, per_class=1), pictures=pictures)
+        list_source(source, companions=pictures)
+    with pytest.raises(SourceError, match=r"\[companions\.depth\] needs a table .*; this is imagefolder"):
+        list_source(make_class_folder(tmp_path / "classes", classes=1, per_class=1), companions=pictures)
     make_caption_folder(tmp_path / "coco", count=1)
     coco = {"images": [{"id": 1, "file_name": "images/0.png"}], "annotations": [{"image_id": 1, "caption": "one"}]}
     (tmp_path / "coco/captions.json").write_text(json.dumps(coco))
-    with pytest.raises(SourceError, match=r"\[pictures\.depth\] needs .*COCO's list of captions has none"):
-        list_source(tmp_path / "coco/captions.json", pictures=pictures)
+    with pytest.raises(SourceError, match=r"\[companions\.depth\] needs .*COCO's list of captions has none"):
+        list_source(tmp_path / "coco/captions.json", companions=pictures)
 
 
 def test_another_column_or_order_is_another_store(stores: Stores, source: Path) -> None:
     with pytest.raises(FingerprintMismatch, match="pictures"):
-        run(source, stores.whole, caption_recipe(*BASE, *PICTURES, "pictures.edit.column=copy"))
+        run(source, stores.whole, caption_recipe(*BASE, *PICTURES, "companions.edit.column=copy"))
     with pytest.raises(FingerprintMismatch, match="pictures"):
         run(source, stores.whole, caption_recipe(*BASE))
     with pytest.raises(ValidationError, match="have the name 'mask'; use two names"):
-        PrecomputeRecipe.model_validate({"pictures": {"mask": {}}, "features": {"mask": {"model": "x"}}})
+        PrecomputeRecipe.model_validate({"companions": {"mask": {}}, "features": {"mask": {"model": "x"}}})
 
 
 def test_inspect_and_dry_run_tell_of_each(stores: Stores, source: Path) -> None:

@@ -212,7 +212,7 @@ def test_what_changes_no_byte_is_not_refused(codec: str, encode: Encode, tmp_pat
 # What the source holds: exactly the records that it touches are encoded again.
 
 
-def replace_picture(name: str, seed: int, height_px: int, width_px: int, *, keep_time: bool = False) -> Any:
+def replace_image(name: str, seed: int, height_px: int, width_px: int, *, keep_time: bool = False) -> Any:
     def change(source: Path) -> None:
         path = source / name
         times = path.stat()
@@ -266,11 +266,11 @@ def rewrite_files(source: Path) -> None:
 
 # name -> (change, keys encoded again, texts encoded, a revision is made)
 SOURCES: dict[str, tuple[Callable[[Path], Any], set[str], set[str], bool]] = {
-    "other picture": (replace_picture("images/0.png", 40, 64, 64), {"images/0.png"}, set(), True),
-    "other shape": (replace_picture("images/0.png", 40, 100, 60), {"images/0.png"}, set(), True),
-    "other picture of the same size": (replace_picture("images/4.bmp", 40, 60, 100), {"images/4.bmp"}, set(), True),
+    "other picture": (replace_image("images/0.png", 40, 64, 64), {"images/0.png"}, set(), True),
+    "other shape": (replace_image("images/0.png", 40, 100, 60), {"images/0.png"}, set(), True),
+    "other picture of the same size": (replace_image("images/4.bmp", 40, 60, 100), {"images/4.bmp"}, set(), True),
     "and of the same time": (
-        replace_picture("images/4.bmp", 40, 60, 100, keep_time=True),
+        replace_image("images/4.bmp", 40, 60, 100, keep_time=True),
         {"images/4.bmp"},  # the recipe below checks the content
         set(),
         True,

@@ -12,7 +12,7 @@ from making import make_caption_folder, picture
 from PIL import Image
 
 SIZES = ((64, 64), (60, 100), (100, 60))  # of the pictures of make_caption_folder
-PICTURES = ("pictures.copy.kind=picture", "pictures.edit.column=source image", "pictures.mask.kind=mask")
+PICTURES = ("companions.copy.kind=image", "companions.edit.column=source image", "companions.mask.kind=mask")
 
 
 def grey(seed: int, height_px: int, width_px: int) -> Image.Image:

@@ -31,7 +31,7 @@ def check_sources(recipe: PrecomputeRecipe, sources: Sequence[str]) -> None:
     source_names(sources)
     for source in sources:
         if not is_url(source):
-            open_source(source, recipe.source, recipe.picture_columns)
+            open_source(source, recipe.source, recipe.companion_columns)
 
 
 def check_encoders(recipe: PrecomputeRecipe) -> None:

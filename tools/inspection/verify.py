@@ -125,14 +125,14 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
     from ...precompute.encoders.loading import load_encoders
     from ...precompute.encoders.model_files import nothing_fetched
     from ...precompute.images.decoders import Decoders
+    from ...precompute.planning.images import num_threads
     from ...precompute.planning.opening import check_fingerprint
-    from ...precompute.planning.pictures import num_threads
     from ...precompute.repair import Tools
     from ...precompute.sources.several import list_sources
 
     spec = _newest_spec(store)
     recipe = parse_with_overrides(str(store), PrecomputeRecipe, openable(spec, store).recipe, overrides)
-    listed = list_sources(source, recipe.source, recipe.picture_columns)
+    listed = list_sources(source, recipe.source, recipe.companion_columns)
     with nothing_fetched(), Decoders(num_threads()) as decoders:
         encoders = load_encoders(recipe, device)
         check_fingerprint(store, spec, describe_store(recipe, listed, encoders, known=spec))

@@ -26,10 +26,16 @@ from ...precompute.encoders.describe import describe_store
 from ...precompute.encoders.loading import load_encoders
 from ...precompute.encoders.model_files import is_single_file, local_folder, model_folder, model_name
 from ...precompute.images.decoders import Decoders
-from ...precompute.planning.additions import is_extension
 from ...precompute.planning.compare import Comparison, Options, all_fresh
-from ...precompute.planning.opening import check_apart, check_fingerprint, is_sealed, label_warnings, look_for_plan
-from ...precompute.planning.pictures import num_threads
+from ...precompute.planning.images import num_threads
+from ...precompute.planning.opening import (
+    check_apart,
+    check_fingerprint,
+    is_extension,
+    is_sealed,
+    label_warnings,
+    look_for_plan,
+)
 from ...precompute.planning.planner import Before, Planner
 from ...precompute.run.rejects import count_reasons
 from ...precompute.sources.several import SourcePaths, list_sources
@@ -109,7 +115,7 @@ def describe_precompute(
         return DryRun(shown, [*rows, ("source", "give --source to count its pictures")])
     with ProgressLine() as progress:
         listed = {"progress": lambda done: progress("list", done, 0)}
-        source = list_sources(source_path, recipe.source, recipe.picture_columns, **listed)
+        source = list_sources(source_path, recipe.source, recipe.companion_columns, **listed)
     if store:
         check_apart(store, source)
     encoders = load_encoders(recipe, device) if are_local else None

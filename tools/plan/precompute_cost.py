@@ -29,7 +29,7 @@ from ...precompute.encoders.loading import Encoders
 from ...precompute.images.decoders import Decoders
 from ...precompute.pipeline import Stage1, finish, next_plan
 from ...precompute.planning.compare import Comparison
-from ...precompute.planning.pictures import num_threads
+from ...precompute.planning.images import num_threads
 from ...precompute.run.bottleneck import DECODE, ENCODE, READ, TEXT
 from ...precompute.run.tasks import Runner
 from ...precompute.sources.files.record import SourceRecord
@@ -141,7 +141,7 @@ def _choose(comparison: Comparison, pictures: pa.Table) -> list[SourceRecord]:
     if not is_fresh:
         chosen = np.flatnonzero(comparison.table["status"].to_numpy() == "stored")
     spread = chosen[:: max(1, len(chosen) // PROBE_RECORDS)][:PROBE_RECORDS].tolist()
-    return [comparison.fresh[i] if is_fresh else comparison.kept[i].record for i in spread]
+    return [comparison.fresh[i] if is_fresh else comparison.kept[i] for i in spread]
 
 
 def run_probe(

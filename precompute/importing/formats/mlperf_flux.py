@@ -22,7 +22,7 @@ from ...config import TextSection
 from ...images.faults import open_regular
 from ...sources.files.files import LocalFiles
 from ...sources.files.record import MAX_CAPTION_CHARS, usable_key
-from ...sources.tables.arrow import arrow_names
+from ...sources.tables.embedded import arrow_names
 from ..recipe import ImportRecipe
 from ..source import Entry, Features, FormatDefaults, Reader, RecordHeader, TextHeader, rejecting, without_batch
 from ..untrusted import MAX_HEADER, Looked, look, parse_npy

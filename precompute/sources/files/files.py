@@ -1,47 +1,92 @@
 """The files of a source: a local folder, or one at a URL of any fsspec file system. Listed in order, read in ranges.
 
-Both implement ``SourceFiles``. Only the names of one folder at a time are in memory, and only regular files are read:
-others may never end.
+Only the names of one folder at a time are in memory, and only regular files are read: others may never end.
 """
 
 from __future__ import annotations
 
 import errno
+import glob
+import io
 import os
 import stat
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar, cast
 
-from ....datasets.errors import SourceError
+import xxhash
+from braceexpand import braceexpand
+
+from ....datasets.errors import RecordRejected, SourceError, StoreError
+from ....datasets.remote.reader import RemoteReader
 from ...images.decoder_child import read_bytes
-from ...images.faults import retried
-from .entries import FoundFile, LeftOut, depth_first, ordered, people_made, sorted_entries
-from .look_ups import LookUps
-from .remote import RemoteFiles
+from ...images.faults import open_regular, retried
+from .ignored import is_system_folder
+from .record import SourceRecord, usable_key
+
+T = TypeVar("T")
 
 STATS_AT_ONCE = 4096  # files of a folder
+MAX_FILES = 1_000_000  # of one pattern
+WILD = "*?["
+READ_AHEAD_BYTES = 4 << 20  # of a file at a URL that is read from its beginning to its end
+VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
+LOOK_UP_THREADS, LOOK_UPS_AT_ONCE = 32, 64
+PROBED = 16  # files of each batch whose look-ups are timed
+SLOW_SECONDS = 1e-4  # a longer look-up is a network message; the kernel's cache answers in microseconds
+
+LeftOut = Callable[[str], None]
+"""Called with the name of a skipped folder."""
 
 
-class SourceFiles(Protocol):
-    """Access to the files of a source.
+class FoundFile(NamedTuple):
+    """A file of a source: path within it, size, modification time, and why it cannot be used."""
+
+    path: str
+    num_bytes: int = 0
+    mtime_ns: int = 0
+    problem: tuple[str, str] | None = None
+
+    def record(
+        self, *, label: int = -1, captions: tuple[str, ...] = (), problem: tuple[str, str] | None = None
+    ) -> SourceRecord:
+        """The record of an image in this file; its key is the path, ``problem`` counts if the file has none."""
+        name, unusable = usable_key(self.path)
+        if unusable:
+            return SourceRecord(name, name, problem=unusable)
+        return SourceRecord(name, self.path, 0, self.num_bytes, self.mtime_ns, label, captions, self.problem or problem)
+
+
+class SourceFiles:
+    """The files of a source; a subclass lists, describes, opens and reads them.
 
     Attributes:
       name: path or URL, for messages.
       only: name of the file if the source is one file, or None for a folder.
+      chosen: names of the files that a pattern selects, or None.
     """
 
     name: str
-    only: str | None
+    only: str | None = None
+    chosen: frozenset[str] | None = None
 
     def names(self) -> Iterator[str]:
         """Names of the files directly in the source, unordered, without hidden ones."""
-        ...
+        if self.chosen is not None:
+            return iter(sorted(self.chosen))
+        listed = self._list("").items()
+        return (name for name, info in listed if not name.startswith(".") and not self._is_folder(info))
 
     def folders(self) -> Iterator[str]:
         """Names of the folders directly in the source, in order, without hidden and system folders."""
-        ...
+        if self.chosen is not None:
+            return iter(())
+        entries = self._entries("", self._above(), False, lambda _: None)
+        return (entry for entry in entries if isinstance(entry, str))
 
     def walk(self, *, files_first: bool = False, left_out: LeftOut = lambda _: None) -> Iterator[FoundFile]:
         """All files, depth first, sorted by name within each folder, without hidden ones.
@@ -51,50 +96,99 @@ class SourceFiles(Protocol):
           left_out: called with the name of each hidden or system folder, and of each link to a folder that is listed
             elsewhere; at a URL only with system folders.
         """
-        ...
+        if self.chosen is not None:
+            for name in sorted(self.chosen):
+                yield self.look(name) or FoundFile(name, problem=("unreadable", f"there is no file any more: {name}"))
+            return
+        seen = self._above()
+        entered = [self._entries("", seen, files_first, left_out)]
+        while entered:
+            entry = next(entered[-1], None)
+            if entry is None:
+                entered.pop()
+            elif isinstance(entry, str):
+                entered.append(self._entries(entry, seen, files_first, left_out))
+            else:
+                yield entry
+
+    def inside(self, folder: str) -> SourceFiles:
+        """The files of a folder of the source."""
+        return open_source_files(f"{self.name.rstrip('/')}/{folder}")
+
+    def shown(self, path: str) -> str:
+        """Name of a file, for messages."""
+        return self.name if self.only == path else f"{self.name}/{path}"
+
+    def _entries(self, folder: str, seen: set[Any], files_first: bool, left_out: LeftOut) -> Iterator[FoundFile | str]:
+        """The files of a folder, and as text its subfolders, in order."""
+        listed, prefix, folders, names = self._list(folder), f"{folder}/" if folder else "", set[str](), list[str]()
+        for name, info in listed.items():
+            if self._is_folder(info):
+                folders.add(name)
+            if name in folders and is_system_folder(name):
+                left_out(name)
+            elif not name.startswith("."):
+                names.append(name)
+        names.sort(key=os.fsencode)  # for UTF-8 the order of characters
+        # All are marked before one is entered: a folder with two links belongs to the higher one.
+        new = {name for name in names if name in folders and self._is_new(prefix + name, seen)}
+        if files_first:
+            names.sort(key=folders.__contains__)
+        for start in range(0, len(names), STATS_AT_ONCE):
+            some = names[start : start + STATS_AT_ONCE]
+            described = iter(self._describe(prefix, [name for name in some if name not in folders], listed))
+            for name in some:
+                if name not in folders:
+                    yield next(described)
+                elif name in new:
+                    yield prefix + name
+                else:
+                    left_out(name)
 
     def look(self, path: str) -> FoundFile | None:
         """One file; None if it does not exist."""
-        ...
+        return None if self.chosen is not None and path not in self.chosen else self._look(path)
 
     def open(self, path: str, *, ahead: bool = True) -> BinaryIO:
         """Open one file for random reads.
 
         Args:
           ahead: it is read sequentially, so read-ahead pays.
-        Raises: SourceError: it cannot be read. ResourceError: a fault, as of ``retried``.
+        Raises: SourceError: it cannot be read. ResourceError: a fault, as for ``retried``.
         """
-        ...
+        raise NotImplementedError
 
-    def read(self, path: str, offset: int, num_bytes: int, stage: str) -> bytes:
-        """Read the bytes of one picture.
+    def read(self, path: str, offset: int, num_bytes: int, stage: str, *, at_most: int | None = None) -> bytes:
+        """Read the bytes of one image, or at most so many from its beginning.
 
         Raises: RecordRejected: unreadable, or changed since the listing. ResourceError: as ``open``.
         """
-        ...
+        raise NotImplementedError
+
+    def _list(self, folder: str) -> Mapping[str, Any]:
+        """What is known of each entry of a folder, by name."""
+        raise NotImplementedError
+
+    def _is_folder(self, info: Any) -> bool:
+        raise NotImplementedError
+
+    def _describe(self, prefix: str, names: Sequence[str], listed: Mapping[str, Any]) -> Sequence[FoundFile]:
+        raise NotImplementedError
+
+    def _look(self, path: str) -> FoundFile | None:
+        raise NotImplementedError
+
+    def _above(self) -> set[Any]:
+        """Identities of the folders in which a walk is, from its beginning."""
+        return set()
+
+    def _is_new(self, folder: str, seen: set[Any]) -> bool:
+        """Mark a folder as seen; False if it was."""
+        return True
 
 
-def open_source_files(source: Path | str) -> SourceFiles:
-    """The files of a source: a folder, or a single file in its folder.
-
-    Raises: SourceError: it does not exist; RecipeError: no file system for the URL.
-    """
-    return RemoteFiles(str(source)) if "://" in str(source) else LocalFiles(Path(source))
-
-
-def shown(files: SourceFiles, path: str) -> str:
-    """Name of a file of a source, for messages."""
-    return files.name if files.only == path else f"{files.name}/{path}"
-
-
-def _unreadable(source: str, folder: str, error: OSError) -> SourceError:
-    return SourceError(
-        f"source '{source}': folder '{folder}' cannot be read ({error.strerror}). Allow it, or move it away."
-    )
-
-
-class LocalFiles:
-    """A local folder or file; see ``SourceFiles``. Links to folders are followed, each folder once.
+class LocalFiles(SourceFiles):
+    """A local folder or file. Links to folders are followed, each folder once.
 
     A link to a folder that holds the source would lead back to it, so it is left out.
     """
@@ -106,93 +200,240 @@ class LocalFiles:
         self.only = None if path.is_dir() else path.name
         self.root = path if path.is_dir() else path.parent
         self._root = str(self.root)
-        self._look_ups = LookUps(self._found)
-        above = filter(os.path.exists, self.root.resolve().parents)
-        self._around = {_identity(folder) for folder in (self.root, *above)}
+        self._look_ups = LookUps(self._stat_or_problem)
 
-    def names(self) -> Iterator[str]:
-        try:
-            with os.scandir(self.root) as found:
-                yield from (entry.name for entry in found if not entry.name.startswith(".") and _is(entry.is_file))
-        except OSError as error:
-            raise _unreadable(self.name, self.root.name, error) from error
+    def _above(self) -> set[Any]:
+        return {_identity(folder) for folder in (self.root, *filter(os.path.exists, self.root.resolve().parents))}
 
-    def folders(self) -> Iterator[str]:
-        entries = self._entries("", {*self._around}, False, lambda _: None)
-        return (entry for entry in entries if isinstance(entry, str))
-
-    def walk(self, *, files_first: bool = False, left_out: LeftOut = lambda _: None) -> Iterator[FoundFile]:
-        seen = {*self._around}
-        return depth_first(lambda folder: self._entries(folder, seen, files_first, left_out))
-
-    def _entries(
-        self, folder: str, seen: set[tuple[int, int]], files_first: bool, left_out: LeftOut
-    ) -> Iterator[FoundFile | str]:
-        try:
-            with os.scandir(self.root / folder) as found:
-                entries = sorted_entries(people_made(((e.name, _is(e.is_dir)) for e in found), left_out))
-        except OSError as error:
-            raise _unreadable(self.name, folder, error) from error
-        # All are marked before one is entered: a folder with two links belongs to the higher one.
-        new = {name for name, is_folder in entries if is_folder and self._is_new(f"{folder}/{name}", seen)}
-        prefix = f"{folder}/" if folder else ""
-        entries_in_order = ordered(entries, files_first)
-        while some := list(islice(entries_in_order, STATS_AT_ONCE)):
-            described = iter(self._look_ups([prefix + name for name, is_folder in some if not is_folder]))
-            for name, is_folder in some:
-                if not is_folder:
-                    yield next(described)
-                elif name in new:
-                    yield prefix + name
-                else:
-                    left_out(name)
-
-    def _is_new(self, folder: str, seen: set[tuple[int, int]]) -> bool:
-        identity = _identity(self.root / folder.lstrip("/"))
+    def _is_new(self, folder: str, seen: set[Any]) -> bool:
+        identity = _identity(self.root / folder)
         is_new = identity not in seen
         seen.add(identity)
         return is_new
 
-    def look(self, path: str) -> FoundFile | None:
+    def _list(self, folder: str) -> Mapping[str, bool]:
         try:
-            return self._described(path, self._stat(path))
-        except (OSError, ValueError):  # missing, or a name that is too long or holds a NUL
-            return None
+            with os.scandir(self.root / folder) as entries:
+                return {entry.name: _leads_to_folder(entry) for entry in entries}
+        except OSError as error:
+            raise SourceError(
+                f"source '{self.name}': folder '{folder or self.root.name}' cannot be read ({error.strerror}). Allow "
+                "it, or move it away."
+            ) from error
 
-    def _found(self, path: str) -> FoundFile:
+    def _is_folder(self, info: Any) -> bool:
+        return info
+
+    def _describe(self, prefix: str, names: Sequence[str], listed: Mapping[str, Any]) -> Sequence[FoundFile]:
+        return self._look_ups([prefix + name for name in names])
+
+    def _stat(self, path: str) -> FoundFile:
+        status = retried(lambda: os.stat(f"{self._root}/{path}"), path)  # Path is slower than the stat
+        if not stat.S_ISREG(status.st_mode):  # a FIFO or a device may never end
+            return FoundFile(path, problem=("unreadable", f"not a regular file: {path}"))
+        return FoundFile(path, status.st_size, status.st_mtime_ns)
+
+    def _stat_or_problem(self, path: str) -> FoundFile:
         try:
-            return self._described(path, self._stat(path))
+            return self._stat(path)
         except OSError as error:
             return FoundFile(path, problem=("unreadable", f"{error.strerror}: {path}"))
 
-    def _stat(self, path: str) -> os.stat_result:
-        return retried(lambda: os.stat(f"{self._root}/{path}"), path)  # Path is slower than the stat
-
-    def _described(self, path: str, found: os.stat_result) -> FoundFile:
-        if not stat.S_ISREG(found.st_mode):  # a FIFO or a device may never end
-            return FoundFile(path, problem=("unreadable", f"not a regular file: {path}"))
-        return FoundFile(path, found.st_size, found.st_mtime_ns)
+    def _look(self, path: str) -> FoundFile | None:
+        try:
+            return self._stat(path)
+        except (OSError, ValueError):  # missing, or a name that is too long or holds a NUL
+            return None
 
     def open(self, path: str, *, ahead: bool = True) -> BinaryIO:
         try:
-            # Without O_NONBLOCK, opening a FIFO waits for a writer.
-            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-            descriptor = retried(lambda: os.open(self.root / path, flags), path)
+            return retried(lambda: open_regular(self.root / path), path)
         except OSError as error:
-            raise SourceError(f"source '{self.root / path}': it cannot be read ({error.strerror}).") from error
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise SourceError(f"source '{self.root / path}': not a regular file. Remove it from the source.")
-        return open(descriptor, "rb")
+            reason = error.strerror or "not a regular file"
+            raise SourceError(
+                f"source '{self.root / path}': it cannot be read ({reason}). Allow it, or remove it from the source."
+            ) from error
 
-    def read(self, path: str, offset: int, num_bytes: int, stage: str) -> bytes:
-        return retried(lambda: read_bytes(str(self.root / path), offset, num_bytes, stage), path)
+    def read(self, path: str, offset: int, num_bytes: int, stage: str, *, at_most: int | None = None) -> bytes:
+        name = str(self.root / path)
+        return retried(lambda: read_bytes(name, offset, num_bytes, stage, at_most=at_most), path)
 
 
-def _is(kind: Callable[[], bool]) -> bool:
-    """Whether an entry is of a kind; a link that leads to itself is of none."""
+class RemoteFiles(SourceFiles):
+    """A folder or object at a URL. Failed requests are retried."""
+
+    def __init__(self, url: str) -> None:
+        self._reader = RemoteReader(url, what="source")
+        self.name = self._reader.url
+        if self._look("") is not None:
+            parent, _, self.only = url.rstrip("/").rpartition("/")
+            self._reader = RemoteReader(parent, what="source")
+
+    def _list(self, folder: str) -> Mapping[str, Any]:
+        try:
+            return self._reader.entries(folder)
+        except StoreError as error:
+            raise SourceError(str(error)) from error
+
+    def _is_folder(self, info: Any) -> bool:
+        return info["type"] == "directory"
+
+    def _describe(self, prefix: str, names: Sequence[str], listed: Mapping[str, Any]) -> Sequence[FoundFile]:
+        return [_remote_file(prefix + name, listed[name]) for name in names]
+
+    def _look(self, path: str) -> FoundFile | None:
+        try:
+            found = self._reader.info(path)
+        except StoreError as error:
+            raise SourceError(str(error)) from error
+        return _remote_file(path, found) if found and found["type"] == "file" else None
+
+    def open(self, path: str, *, ahead: bool = True) -> BinaryIO:
+        if (file := self._look(path)) is None:
+            raise SourceError(f"source '{self.name}': there is no '{path}'.")
+        raw = _RangedFile(self._reader, path, file.num_bytes)
+        return cast(BinaryIO, io.BufferedReader(raw, READ_AHEAD_BYTES if ahead else 1 << 16))
+
+    def read(self, path: str, offset: int, num_bytes: int, stage: str, *, at_most: int | None = None) -> bytes:
+        wanted = num_bytes if at_most is None else min(num_bytes, at_most)
+        # One byte more detects an object that grew; in a tar no image is at offset 0.
+        more = 1 if offset == 0 and wanted == num_bytes else 0
+        try:
+            data = self._reader.read(path, offset, offset + wanted + more)
+        except FileNotFoundError as error:
+            raise RecordRejected(stage, "unreadable", f"there is no such object any more: {path}") from error
+        except StoreError as error:  # of the network or credentials, not of the image
+            raise SourceError(str(error)) from error
+        if len(data) != wanted:
+            detail = f"{path} has other bytes than when it was listed: {len(data)} of {num_bytes}"
+            raise RecordRejected(stage, "source_changed", detail)
+        return data
+
+
+class _RangedFile(io.RawIOBase):
+    """An object at a URL as a file read in ranges."""
+
+    def __init__(self, reader: RemoteReader, path: str, size: int) -> None:
+        self._reader, self._path, self._size, self._position = reader, path, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._position + len(buffer), self._size)
+        if end <= self._position:
+            return 0
+        try:
+            data = self._reader.read(self._path, self._position, end)
+        except (FileNotFoundError, StoreError) as error:
+            raise SourceError(f"source '{self._reader.url}': '{self._path}' cannot be read ({error}).") from error
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+class LookUps(Generic[T]):
+    """Calls a function for many paths: one after the other if that takes microseconds, else in threads.
+
+    Args:
+      look: describes the file at a path.
+    """
+
+    def __init__(self, look: Callable[[str], T]) -> None:
+        self._look, self._is_slow = look, False
+        self._lock, self._threads = threading.Lock(), None
+
+    def __call__(self, paths: Sequence[str]) -> list[T]:
+        """The result for each path, in order."""
+        started = time.perf_counter()
+        results = [self._look(path) for path in paths[:PROBED]]
+        if len(results) == PROBED:
+            self._is_slow = time.perf_counter() - started > SLOW_SECONDS * PROBED
+        rest = paths[PROBED:]
+        if not self._is_slow:
+            return results + [self._look(path) for path in rest]
+        with self._lock:
+            self._threads = self._threads or ThreadPoolExecutor(LOOK_UP_THREADS, thread_name_prefix="leandit-list")
+        parts = [rest[start : start + LOOK_UPS_AT_ONCE] for start in range(0, len(rest), LOOK_UPS_AT_ONCE)]
+        looked = self._threads.map(lambda paths: [self._look(path) for path in paths], parts)
+        return results + [result for part in looked for result in part]
+
+
+def open_source_files(source: Path | str) -> SourceFiles:
+    """The files of a source: a folder, or a single file in its folder.
+
+    Raises: SourceError: it does not exist; RecipeError: no file system for the URL.
+    """
+    return RemoteFiles(str(source)) if "://" in str(source) else LocalFiles(Path(source))
+
+
+def open_files(source: Path | str) -> SourceFiles:
+    """As ``open_source_files``; the name may have braces (``shards/{000..003}.tar``), a local one also wildcards.
+
+    Raises: SourceError: no file matches, or files of several folders.
+    """
+    pattern = str(source)
+    is_remote = "://" in pattern
+    is_plain = "{" not in pattern and (is_remote or not any(letter in pattern for letter in WILD))
+    if is_plain or (not is_remote and os.path.exists(pattern)):
+        return open_source_files(source)
+    paths = _expanded(pattern, is_remote=is_remote)
+    if len(paths) == 1:
+        return open_source_files(paths[0])
+    folders = sorted({path.rpartition("/")[0] or "." for path in paths})
+    if len(folders) > 1:
+        raise SourceError(
+            f"source '{pattern}': it leads to files of {len(folders)} folders, '{folders[0]}' and '{folders[1]}'. "
+            "Needed files of one folder: link them into one."
+        )
+    files, names = open_source_files(folders[0]), [path.rpartition("/")[2] for path in paths]
+    for name in names:
+        found = files.look(name)
+        if found and not found.problem:
+            continue
+        if os.path.isdir(os.path.join(folders[0], name)):
+            raise SourceError(
+                f"source '{pattern}': it matches the folder '{name}'; needed files alone, as *.tar. Give each folder "
+                f"as a --source of its own, or as one source '{folders[0]}', which holds them."
+            )
+        raise SourceError(f"source '{pattern}': there is no file '{name}' in '{folders[0]}'. Check the pattern.")
+    files.chosen, files.name = frozenset(names), pattern
+    return files
+
+
+def _expanded(pattern: str, *, is_remote: bool) -> list[str]:
     try:
-        return kind()
+        plain = list(islice(braceexpand(pattern), MAX_FILES + 1))
+    except ValueError as error:
+        raise SourceError(
+            f"source '{pattern}': its braces cannot be read ({error}). Needed as {{000..003}}."
+        ) from error
+    paths: list[str] = []
+    for name in plain:
+        is_wild = not is_remote and any(letter in name for letter in WILD)
+        paths += sorted(islice(glob.iglob(name), MAX_FILES + 1)) if is_wild else [name]
+    if not paths or len(paths) > MAX_FILES:
+        raise SourceError(
+            f"source '{pattern}': it leads to {'no file' if not paths else f'more than {MAX_FILES} files'}. Check it."
+        )
+    return paths
+
+
+def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder or a link to one; a link that leads to itself is not."""
+    try:
+        return entry.is_dir()
     except OSError as error:
         if error.errno == errno.ELOOP:
             return False
@@ -205,3 +446,9 @@ def _identity(folder: Path) -> tuple[int, int]:
     except OSError as error:
         raise SourceError(f"source: folder '{folder}' cannot be read ({error.strerror}).") from error
     return status.st_dev, status.st_ino
+
+
+def _remote_file(path: str, info: Mapping[str, Any]) -> FoundFile:
+    """An object at a URL; a hash of its ETag or time stands for its modification time."""
+    version = next((str(info[key]) for key in VERSION_KEYS if info.get(key) is not None), "")
+    return FoundFile(path, int(info["size"] or 0), xxhash.xxh3_64_intdigest(version.encode()) >> 1)

@@ -1,4 +1,4 @@
-"""Folders of pictures: class folders, as torchvision's ImageFolder, and pictures with text files."""
+"""Folders of images: class folders, as torchvision's ImageFolder, and images with text files."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from dataclasses import dataclass, field
 
 from ....datasets.errors import RecordRejected
 from ...config import SourceSection
-from .entries import FoundFile
-from .files import SourceFiles, open_source_files
+from .files import FoundFile, SourceFiles
 from .ignored import Ignored
-from .record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of, text_lines, usable_key
+from .record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_image, json_row, label_of, text_lines, usable_key
 
 SIDECARS = (".caption", ".txt", ".json")  # captions come from the first of the first two that exists
-PICTURE_FOLDER, TEXT_FOLDERS = "images", ("captions", "labels", "texts", "prompts")  # beside each other, of equal names
-OUTSIDE = 'the picture lies outside the class folders; with source.labels = "none" all are taken, without labels'
+IMAGE_FOLDER, TEXT_FOLDERS = "images", ("captions", "labels", "texts", "prompts")  # beside each other, of equal names
+OUTSIDE = 'the image lies outside the class folders; with source.labels = "none" all are taken, without labels'
 WNID = re.compile(r"(n[0-9]{8})_[0-9]+\.[^.]+")  # ILSVRC's names of training images
 UNLABELLED = re.compile(r"ILSVRC[0-9]{4}_(val|test)_[0-9]{8}\.[^.]+")
 NO_WNID = 'the file name does not begin with a wnid, as n01440764_18.JPEG; source.labels = "none" stores no labels'
-LOOKED_AT = 1000  # files, to see whether texts lie beside pictures
+LOOKED_AT = 1000  # files, to see whether texts lie beside images
 
 
 @dataclass
@@ -47,8 +46,7 @@ class Scan:
         if self.settings.labels == "none":
             return -1
         name, _ = usable_key(name)
-        if self.classes is None:
-            self.classes = []
+        self.classes = self.classes or []
         label = self._labels.setdefault(name, len(self.classes))
         if label == len(self.classes):
             self.classes.append(name)
@@ -56,20 +54,22 @@ class Scan:
 
 
 def image_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
-    """Pictures in class folders (label = index of the sorted folder name), or in one folder.
+    """Images in class folders (label = index of the sorted folder name), or in one folder.
 
-    A class folder without pictures also counts, so that part of a dataset has the labels of the whole. In one folder,
-    labels are those of the wnids in the names of files, if most have one. Without labels all pictures count, wherever
+    A class folder without images also counts, so that part of a dataset has the labels of the whole. In one folder,
+    labels are those of the wnids in the names of files, if most have one. Without labels all images count, wherever
     they are.
     """
     labels = scan.settings.labels
-    has_classes = labels == "auto" and any("/" in file.path for file in files.walk() if is_picture(file.path))
+    has_classes = labels == "auto" and any("/" in file.path for file in _images(files))
     has_wnids = labels == "wnid" or (labels == "auto" and not has_classes and _guess_wnids(files, scan))
-    classes = list(files.folders()) if has_classes else sorted({*_wnids(files)} - {""}) if has_wnids else []
+    classes = list(files.folders()) if has_classes else []
+    if has_wnids:
+        classes = sorted({_wnid(file.path) for file in _images(files)} - {""})
     for name in classes:
         scan.label(name)
     for file in files.walk(left_out=scan.ignored.folder):
-        if not is_picture(file.path):
+        if not is_image(file.path):
             scan.ignored.file(file.path)
             continue
         name = _wnid(file.path) if has_wnids else file.path.rpartition("/")[0].partition("/")[0]
@@ -79,25 +79,23 @@ def image_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
         )
 
 
+def _images(files: SourceFiles) -> Iterator[FoundFile]:
+    return (file for file in files.walk() if is_image(file.path))
+
+
 def _wnid(path: str) -> str:
     """The wnid that the name of a file begins with, or an empty text."""
     found = WNID.fullmatch(path.rpartition("/")[2])
     return found[1] if found else ""
 
 
-def _wnids(files: SourceFiles) -> Iterator[str]:
-    """The wnid of each picture, or an empty text."""
-    return (_wnid(file.path) for file in files.walk() if is_picture(file.path))
-
-
 def _guess_wnids(files: SourceFiles, scan: Scan) -> bool:
     """Whether most names of files begin with a wnid; adds a note if they do, or are those of unlabelled images."""
     total = unlabelled = with_wnid = 0
-    for file in files.walk():
-        if is_picture(file.path):
-            total += 1
-            with_wnid += bool(_wnid(file.path))
-            unlabelled += bool(UNLABELLED.fullmatch(file.path))
+    for file in _images(files):
+        total += 1
+        with_wnid += bool(_wnid(file.path))
+        unlabelled += bool(UNLABELLED.fullmatch(file.path))
     if 2 * with_wnid > total:
         others = "" if with_wnid == total else ", and the others have none"
         scan.notes.append(
@@ -113,53 +111,47 @@ def _guess_wnids(files: SourceFiles, scan: Scan) -> bool:
 
 
 def has_sidecars(files: SourceFiles) -> bool:
-    """Whether among the first files a text has the name of a picture."""
-    some = list(itertools.islice(files.walk(files_first=True), LOOKED_AT))
-    texts = {file.path.rpartition(".")[0] for file in some if file.path.endswith(SIDECARS)}
-    return bool(text_folder(files)) or any(
-        is_picture(file.path) and file.path.rpartition(".")[0] in texts for file in some
-    )
+    """Whether among the first files a text has the name of an image."""
+    some = [file.path for file in itertools.islice(files.walk(files_first=True), LOOKED_AT)]
+    texts = {path.rpartition(".")[0] for path in some if path.endswith(SIDECARS)}
+    return bool(_text_folder(files)) or any(is_image(path) and path.rpartition(".")[0] in texts for path in some)
 
 
-def text_folder(files: SourceFiles) -> str | None:
+def _text_folder(files: SourceFiles) -> str | None:
     """The folder of texts next to a folder ``images``: same names, other extensions."""
     folders = set(itertools.islice(files.folders(), LOOKED_AT))
-    for folder in TEXT_FOLDERS if PICTURE_FOLDER in folders else ():
-        if folder in folders:
-            inside = open_source_files(f"{files.name.rstrip('/')}/{folder}")
-            some = itertools.islice(inside.walk(), LOOKED_AT)
-            if any(file.path.endswith(SIDECARS) for file in some):
-                return folder
+    for folder in TEXT_FOLDERS if IMAGE_FOLDER in folders else ():
+        some = itertools.islice(files.inside(folder).walk(), LOOKED_AT) if folder in folders else ()
+        if any(file.path.endswith(SIDECARS) for file in some):
+            return folder
     return None
 
 
 def sidecar_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
-    """Pictures with captions in ``NAME.caption`` or ``.txt``, one a line, and a label in ``NAME.json``.
+    """Images with captions in ``NAME.caption`` or ``.txt``, one a line, and a label in ``NAME.json``.
 
     The texts may also be in a folder next to ``images``.
     """
-    folder = text_folder(files)
+    folder = _text_folder(files)
     if folder:
-        scan.notes.append(f"captions: texts of folder '{folder}' for pictures of '{PICTURE_FOLDER}'")
-    # Names that are equal up to the first dot are consecutive, so a picture and its texts come together.
+        scan.notes.append(f"captions: texts of folder '{folder}' for images of '{IMAGE_FOLDER}'")
+    # Names that are equal up to the first dot are consecutive, so an image and its texts come together.
     listed = files.walk(files_first=True, left_out=scan.ignored.folder)
     for _, group in itertools.groupby(listed, key=_until_dot):
         together = list(group)
         texts = {file.path: file for file in together if file.path.endswith(SIDECARS)}
-        used = set()
+        used = {path for path in texts if folder and path.startswith(f"{folder}/")}
         for file in together:
-            if is_picture(file.path):
+            if is_image(file.path):
                 stem = file.path.rpartition(".")[0]
                 beside = {suffix: texts[stem + suffix] for suffix in SIDECARS if stem + suffix in texts}
-                if folder and stem.startswith(f"{PICTURE_FOLDER}/"):
-                    stem = folder + stem.removeprefix(PICTURE_FOLDER)
+                if folder and stem.startswith(f"{IMAGE_FOLDER}/"):
+                    stem = folder + stem.removeprefix(IMAGE_FOLDER)
                     beside |= {suffix: text for suffix in SIDECARS if (text := files.look(stem + suffix))}
                 used |= {text.path for text in beside.values()}
                 yield _with_texts(files, file, beside)
-            elif folder and file.path.startswith(f"{folder}/") and file.path.endswith(SIDECARS):
-                used.add(file.path)
         for file in together:
-            if not is_picture(file.path) and file.path not in used:
+            if not is_image(file.path) and file.path not in used:
                 scan.ignored.file(file.path)
 
 
@@ -168,19 +160,19 @@ def _until_dot(file: FoundFile) -> str:
     return f"{folder}/{name.partition('.')[0]}"
 
 
-def _with_texts(files: SourceFiles, picture: FoundFile, beside: dict[str, FoundFile]) -> SourceRecord:
+def _with_texts(files: SourceFiles, image: FoundFile, beside: dict[str, FoundFile]) -> SourceRecord:
     try:
         contents = {suffix: _text(files, file) for suffix, file in beside.items()}
         row = json_row(contents[".json"]) if ".json" in contents else {}
         captions = captions_of(row)
         if text := contents.get(".caption", contents.get(".txt")):
             captions = captions_of({"captions": text_lines(text)})
-        return picture.record(label=label_of(row), captions=captions)
+        return image.record(label=label_of(row), captions=captions)
     except (ValueError, TypeError, RecursionError) as error:
-        return picture.record(problem=("bad_metadata", str(error)))
+        return image.record(problem=("bad_metadata", str(error)))
     except RecordRejected as reject:
         # bad_metadata, not the reason of the text file: the record is planned again once the text is repaired.
-        return picture.record(problem=("bad_metadata", f"{reject.reason}: {reject.detail}"))
+        return image.record(problem=("bad_metadata", f"{reject.reason}: {reject.detail}"))
 
 
 def _text(files: SourceFiles, file: FoundFile) -> bytes:

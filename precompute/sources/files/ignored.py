@@ -29,7 +29,7 @@ class Ignored:
     """Counts of skipped files and folders.
 
     Args:
-      extensions: of files that are not pictures, with the dot and in lower case.
+      extensions: of files that are not images, with the dot and in lower case.
       folders: names of skipped folders.
     """
 
@@ -38,7 +38,7 @@ class Ignored:
 
     @property
     def num_files(self) -> int:
-        """Files without the extension of a picture."""
+        """Files without the extension of an image."""
         return self.extensions.total()
 
     def file(self, path: str) -> None:
@@ -57,7 +57,7 @@ class Ignored:
         """A line for files and a line for folders, if any."""
         lines = []
         if self.extensions:
-            lines.append(f"{_counted(self.num_files, 'file')}, no pictures by name: {_most(self.extensions)}")
+            lines.append(f"{_counted(self.num_files, 'file')}, not images by name: {_most(self.extensions)}")
         if HEIF_EXTENSIONS & self.extensions.keys():
             lines.append("HEIC and HEIF are read with pillow-heif: pip install 'leandit[heif]'")
         if self.folders:

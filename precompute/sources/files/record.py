@@ -1,4 +1,4 @@
-"""A record of a source: one picture, and limits on what an untrusted source may claim.
+"""A record of a source: one image, and limits on what an untrusted source may claim.
 
 Names, labels and captions are bounded before they are used (``docs/security.md``).
 """
@@ -25,12 +25,7 @@ MAX_CAPTION_CHARS = 1 << 16  # far beyond any encoder's cut
 MAX_TEXT_BYTES = 1 << 20  # of a .txt, .cls or .json of one record
 MAX_KEY_CHARS = 1024
 NO_CAPTION = ("no_caption", "no caption, or only white space")
-PATH_NAMES = ("file_name", "path")  # of each of these, the first that is there counts
-CAPTION_NAMES = ("captions", "caption", "text", "prompt")
-LABEL_NAMES = ("label", "cls")
-SIDES = ("height", "width")
-ANNOTATIONS = "annotations"  # folder of COCO's lists, beside the folders of the pictures
-
+CAPTION_NAMES = ("captions", "caption", "text", "prompt")  # the first that is there counts
 
 Place = tuple[str, int, int, int]
 """Path of a file within the source, offset and number of bytes in it, and its modification time."""
@@ -48,8 +43,8 @@ class SourceRecord:
       label: class index, or -1.
       captions: as in the source.
       problem: (reason, detail) if the record is known to be unusable.
-      height_px, width_px: of the upright picture, if the source has them; else 0.
-      pictures: places of its companion pictures, in the order of the recipe.
+      height_px, width_px: of the upright image, if the source has them; else 0.
+      companions: places of its companion images, in the order of the recipe.
     """
 
     key: str
@@ -62,36 +57,21 @@ class SourceRecord:
     problem: tuple[str, str] | None = None
     height_px: int = 0
     width_px: int = 0
-    pictures: tuple[Place, ...] = ()
+    companions: tuple[Place, ...] = ()
 
     @property
     def place(self) -> Place:
-        """Location and modification time; unchanged, the bytes count as unchanged."""
+        """Location and modification time."""
         return self.path, self.offset, self.num_bytes, self.mtime_ns
 
 
-def caption_texts(record: SourceRecord) -> list[str]:
-    """Captions of a record as encoded: stripped, without empty ones and duplicates."""
-    return encoded_texts(record.captions)
-
-
 def encoded_texts(captions: Sequence[str]) -> list[str]:
-    """As ``caption_texts``, of captions."""
+    """Captions as encoded: stripped, without empty ones and duplicates."""
     return list(dict.fromkeys(text for caption in captions if (text := caption.strip())))
 
 
-def planned_texts(record: SourceRecord) -> list[str]:
-    """Captions encoded for a planned record; without any, the empty caption, which is null."""
-    return caption_texts(record) or [""]
-
-
-def listing_problem(record: SourceRecord, *, needs_caption: bool) -> tuple[str, str] | None:
-    """Reason and detail if the listing alone rejects a record."""
-    return record.problem or (NO_CAPTION if needs_caption and not caption_texts(record) else None)
-
-
-def is_picture(path: str) -> bool:
-    """A name has the extension of a picture."""
+def is_image(path: str) -> bool:
+    """A name has the extension of an image."""
     return os.path.splitext(path)[1].lower() in IMAGE_EXTENSIONS
 
 
@@ -145,7 +125,7 @@ def text_lines(content: bytes) -> list[str]:
 
 
 def json_row(content: bytes) -> dict[str, Any]:
-    """Parse the object in a ``.json`` of a picture.
+    """Parse the object in a ``.json`` of an image.
 
     Raises: ValueError, RecursionError: not an object.
     """

@@ -2,7 +2,7 @@
 
 The names are those of Hugging Face's hub and common archives: shards ``train-00000-of-00005.parquet`` or
 ``imagenet-val-0003.tar``, in the source, its folder ``data`` or a configuration's folder; or folders ``train`` and
-``val`` of shards, class folders or pictures.
+``val`` of shards, class folders or images.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from itertools import islice
 
 from ....datasets.errors import SourceError
 from ...config import SourceSection
-from .files import SourceFiles, open_source_files
-from .record import is_picture
+from .files import SourceFiles
+from .record import is_image
 
 ALL = "all"  # of source.split: whatever the names say, all of it
 SPLITS = {
@@ -28,7 +28,7 @@ SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")  # as the hub's libraries number the 
 WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(USUAL)})(?![a-z])", re.IGNORECASE)
 FOLDER = re.compile(rf"({'|'.join(USUAL)})[-_ ]?\d*", re.IGNORECASE)  # "train", "val2017"
 SHARD_ENDS = (".parquet", ".tar")
-LOOKED_AT = 1000  # files, to see whether a folder holds pictures or shards
+LOOKED_AT = 1000  # files, to see whether a folder holds images or shards
 MAX_CONFIGS = 64  # folders beside each other that may be configurations; more are classes
 SHARD_KINDS = ("auto", "parquet", "webdataset", "imagenet")
 
@@ -52,7 +52,7 @@ def shards_of_split(where: str, names: Iterable[str], split: str) -> list[str]:
 
 
 def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[SourceFiles, list[str]]:
-    """The folder that holds the pictures of the split: the source itself, or one inside it.
+    """The folder that holds the images of the split: the source itself, or one inside it.
 
     Returns: its files, and notes.
     Raises: SourceError: several splits or configurations, and none named.
@@ -71,14 +71,14 @@ def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[Source
                 f"{', '.join(splits)}. Name one of them with --set source.split={_likely(splits)}."
             )
         if len(splits) == 1 and not settings.split:  # ImageNet's train/ alone is no class
-            return _entered(files, splits[0]), [
+            return files.inside(splits[0]), [
                 f"the only folder, '{splits[0]}', is a split: keys and classes are those inside it, as with --source "
                 f"{files.name.rstrip('/')}/{splits[0]}; source.split=all makes it a class"
             ]
         counts = Counter({folder: _num_entries(files, folder) for folder in splits})
         chosen = choose_split(files.name, counts, settings.split, lambda count: _counted(count, "entry"))
         if chosen is not None:
-            return _entered(files, chosen), [f"split '{chosen}' of {', '.join(splits)}"]
+            return files.inside(chosen), [f"split '{chosen}' of {', '.join(splits)}"]
         return files, []
     if len(holds_shards) > 1:
         raise SourceError(
@@ -86,7 +86,7 @@ def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[Source
             f"--source {files.name}/{holds_shards[0]}."
         )
     if holds_shards:
-        inner, notes = folder_of_split(_entered(files, holds_shards[0]), settings)
+        inner, notes = folder_of_split(files.inside(holds_shards[0]), settings)
         return inner, [f"shards in folder '{holds_shards[0]}'", *notes]
     return files, []
 
@@ -110,26 +110,26 @@ def _is_split(where: str, split: str) -> bool:
 
 
 def _are_splits(files: SourceFiles, folders: list[str], splits: list[str], asked: str) -> bool:
-    """Folders named like splits are splits, not classes, if no other folder holds pictures; a lone one, if no picture
+    """Folders named like splits are splits, not classes, if no other folder holds images; a lone one, if no image
     lies beside it."""
     others = [folder for folder in folders if folder not in splits]
-    is_lone = len(splits) == 1 and not any(map(is_picture, files.names()))
+    is_lone = len(splits) == 1 and not any(map(is_image, files.names()))
     enough = len(splits) > 1 or asked not in ("", ALL) or (is_lone and not asked)
-    return enough and len(folders) <= MAX_CONFIGS and not any(_holds_pictures(files, folder) for folder in others)
+    return enough and len(folders) <= MAX_CONFIGS and not any(_holds_images(files, folder) for folder in others)
 
 
 def _shard_folders(files: SourceFiles, folders: list[str]) -> list[str]:
     """Folders that hold shards, directly or in folders of splits."""
-    if len(folders) > MAX_CONFIGS or any(is_picture(name) for name in files.names()):
+    if len(folders) > MAX_CONFIGS or any(is_image(name) for name in files.names()):
         return []
     with_shards = []
     for folder in folders:
-        inside = _entered(files, folder)
+        inside = files.inside(folder)
         if _has_shards(inside):
             with_shards.append(folder)
         elif not FOLDER.fullmatch(folder):
             below = [name for name in islice(inside.folders(), MAX_CONFIGS) if FOLDER.fullmatch(name)]
-            if any(_has_shards(_entered(inside, name)) for name in below):
+            if any(_has_shards(inside.inside(name)) for name in below):
                 with_shards.append(folder)
     return with_shards
 
@@ -138,18 +138,14 @@ def _has_shards(files: SourceFiles) -> bool:
     return any(name.endswith(SHARD_ENDS) for name in islice(files.names(), LOOKED_AT))
 
 
-def _holds_pictures(files: SourceFiles, folder: str) -> bool:
-    some = islice(_entered(files, folder).walk(files_first=True), LOOKED_AT)
-    return any(is_picture(file.path) or file.path.endswith(SHARD_ENDS) for file in some)
+def _holds_images(files: SourceFiles, folder: str) -> bool:
+    some = islice(files.inside(folder).walk(files_first=True), LOOKED_AT)
+    return any(is_image(file.path) or file.path.endswith(SHARD_ENDS) for file in some)
 
 
 def _num_entries(files: SourceFiles, folder: str) -> int:
-    inside = _entered(files, folder)
+    inside = files.inside(folder)
     return sum(1 for _ in inside.names()) + sum(1 for _ in inside.folders())
-
-
-def _entered(files: SourceFiles, folder: str) -> SourceFiles:
-    return open_source_files(f"{files.name.rstrip('/')}/{folder}")
 
 
 def _split_of_shard(name: str) -> str:

@@ -1,4 +1,4 @@
-"""DuckDB as a reader of untrusted tables: bounded in memory and threads, without network, extensions or other files.
+"""DuckDB for untrusted tables: bounded in memory, threads and time, without network, extensions or other files.
 
 No SQL of a user is run: text of a user is a parameter, a name of a column a quoted identifier. What does not fit into
 the memory is written to a folder in ``tempfile``'s folder (TMPDIR), which is made only then.
@@ -10,13 +10,16 @@ import errno
 import os
 import shutil
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import duckdb
+import numpy as np
+import pyarrow as pa
 
 from ....datasets.disk.spill import named_errors
 from ....datasets.errors import ResourceError, SourceError
@@ -25,6 +28,7 @@ from ..files.files import SourceFiles
 
 MEMORY_MIB = 512
 MAX_THREADS = 4
+MAX_SECONDS = 6 * 3600.0  # after which it is interrupted
 SPILL_PREFIX = "leandit-sql-"
 OLD_SECONDS = 86400.0  # a folder of a process that was killed is removed when it is this old
 RESOURCE_ERRNOS = (*FAULTS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -38,7 +42,7 @@ def database(where: str, *paths: str, memory_mib: int = MEMORY_MIB) -> Iterator[
       where: what is read, for errors.
       paths: the only files that it may open.
       memory_mib: what it holds in memory at most.
-    Raises: SourceError: a file is damaged or of another kind; ResourceError: the memory or disk does not suffice.
+    Raises: SourceError: a file is damaged or of another kind; ResourceError: memory, disk or time do not suffice.
     """
     _remove_old_spills()
     spill = Path(tempfile.gettempdir()) / f"{SPILL_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -51,6 +55,9 @@ def database(where: str, *paths: str, memory_mib: int = MEMORY_MIB) -> Iterator[
             "temp_directory": str(spill),
         }
     )
+    limit = threading.Timer(MAX_SECONDS, connection.interrupt)
+    limit.daemon = True
+    limit.start()
     try:
         connection.execute("SET enable_progress_bar = false")  # it writes to stdout
         connection.execute(f"SET allowed_paths = [{', '.join(map(literal, paths))}]")
@@ -59,6 +66,10 @@ def database(where: str, *paths: str, memory_mib: int = MEMORY_MIB) -> Iterator[
         yield connection
     except duckdb.Error as error:
         text = str(error).partition("\nLINE ")[0].strip()
+        if isinstance(error, duckdb.InterruptException):
+            raise ResourceError(
+                f"{where}: reading it took longer than {MAX_SECONDS / 3600:g} hours. Split it, or use a faster disk."
+            ) from error
         if isinstance(error, duckdb.OutOfMemoryException) or any(os.strerror(n) in text for n in RESOURCE_ERRNOS):
             raise ResourceError(
                 f"{where}: listing it needs more memory or disk ({text[:300]}). Free some space in "
@@ -68,6 +79,7 @@ def database(where: str, *paths: str, memory_mib: int = MEMORY_MIB) -> Iterator[
             text = "mixed line ends (\\n, \\r\\n or a lone \\r in an unquoted cell): convert them as with 'dos2unix'"
         raise SourceError(f"{where}: it cannot be read as a table ({text[:300]}). Restore or convert it.") from error
     finally:
+        limit.cancel()
         connection.close()
         shutil.rmtree(spill, ignore_errors=True)
 
@@ -99,6 +111,19 @@ def readable_path(files: SourceFiles, path: str) -> Iterator[str]:
                 yield f"/proc/self/fd/{copy.fileno()}"
             return
         yield f"/proc/self/fd/{number}"
+
+
+def numbered(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatchReader:
+    """Batches as DuckDB reads them, with the ``position`` of each row."""
+    schema = schema.append(pa.field("position", pa.int64()))
+
+    def positioned() -> Iterator[pa.RecordBatch]:
+        start = 0
+        for batch in batches:
+            positions = pa.array(np.arange(start, start := start + batch.num_rows))
+            yield pa.RecordBatch.from_arrays([*batch.columns, positions], schema=schema)
+
+    return pa.RecordBatchReader.from_batches(schema, positioned())
 
 
 def literal(text: str) -> str:

@@ -17,7 +17,7 @@ import pyarrow.compute
 
 from ....datasets.disk.spill import BATCH_ROWS, map_table, rebatched
 from ..files.record import Place, SourceRecord, encoded_texts
-from .duck import database
+from .duck import database, numbered
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -35,13 +35,13 @@ SCHEMA = pa.schema(
         ("detail", pa.string()),
         ("height_px", pa.int32()),  # 0 where the source does not say it
         ("width_px", pa.int32()),
-        ("picture_paths", pa.list_(pa.string())),  # of each companion picture; empty without any
-        ("picture_places", pa.list_(pa.int64())),  # of each of them offset, num_bytes and mtime_ns
+        ("companion_paths", pa.list_(pa.string())),  # of each companion image; empty without any
+        ("companion_places", pa.list_(pa.int64())),  # of each of them offset, num_bytes and mtime_ns
     ]
 )
-PICTURES = ("picture_paths", "picture_places")
+COMPANIONS = ("companion_paths", "companion_places")
 # What a record has under the same name.
-OWN = [name for name in SCHEMA.names if name not in ("reason", "detail", *PICTURES)]
+OWN = [name for name in SCHEMA.names if name not in ("reason", "detail", *COMPANIONS)]
 
 
 class Listing(Sequence[SourceRecord]):
@@ -82,6 +82,10 @@ class Listing(Sequence[SourceRecord]):
         """The records as batches of SCHEMA: far cheaper than one by one."""
         return iter(self._batches)
 
+    def take(self, positions: np.ndarray) -> pa.RecordBatch:
+        """Some records as a batch of SCHEMA."""
+        return take_rows(self._batches, positions, SCHEMA)
+
     def largest_label(self) -> int:
         """Largest label; -1 if there are none."""
         return max((int(batch["label"].to_numpy().max()) for batch in self._batches), default=-1)
@@ -105,14 +109,9 @@ def spool(batches: Iterable[pa.RecordBatch], progress: Callable[[int], None], *,
 
 def _repeated_keys(batches: Sequence[pa.RecordBatch]) -> dict[int, int]:
     """Position of each record whose key an earlier one has, and the position of the first."""
-    schema = pa.schema([("key", pa.string()), ("position", pa.int64())])
-    starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-    keys = (
-        pa.RecordBatch.from_arrays([batch["key"], pa.array(np.arange(start, start + batch.num_rows))], schema=schema)
-        for start, batch in zip(starts.tolist(), batches, strict=False)
-    )
     with database(WHAT) as connection:
-        connection.register("keys_of_batches", pa.RecordBatchReader.from_batches(schema, keys))
+        keys = numbered(pa.schema([SCHEMA.field("key")]), (batch.select(["key"]) for batch in batches))
+        connection.register("keys_of_batches", keys)
         connection.execute("CREATE TEMP TABLE keys AS SELECT * FROM keys_of_batches")
         return dict(
             connection.execute(
@@ -161,35 +160,48 @@ def record_batch(records: Sequence[SourceRecord]) -> pa.RecordBatch:
     columns["captions"] = [encoded_texts(texts) if texts else texts for texts in columns["captions"]]
     problems = [record.problem or (None, None) for record in records]
     columns["reason"], columns["detail"] = zip(*problems, strict=True)
-    columns |= no_pictures(len(records))
-    if any(record.pictures for record in records):
-        columns["picture_paths"] = [[path for path, *_ in record.pictures] for record in records]
-        columns["picture_places"] = [[n for _, *numbers in record.pictures for n in numbers] for record in records]
+    columns |= no_companions(len(records))
+    if any(record.companions for record in records):
+        columns["companion_paths"] = [[path for path, *_ in record.companions] for record in records]
+        columns["companion_places"] = [[n for _, *numbers in record.companions for n in numbers] for record in records]
     return pa.RecordBatch.from_pydict(columns, SCHEMA)
 
 
-def no_pictures(count: int) -> dict[str, Any]:
-    """The columns of companion pictures, of records that have none."""
+def no_companions(count: int) -> dict[str, Any]:
+    """The columns of companion images, of records that have none."""
     starts = pa.array(np.zeros(count + 1, np.int32))
     return {
-        name: pa.ListArray.from_arrays(starts, pa.array([], SCHEMA.field(name).type.value_type)) for name in PICTURES
+        name: pa.ListArray.from_arrays(starts, pa.array([], SCHEMA.field(name).type.value_type)) for name in COMPANIONS
     }
 
 
 def _records(batch: pa.RecordBatch) -> list[SourceRecord]:
-    paths, places = batch["picture_paths"], batch["picture_places"]
-    columns = batch.drop_columns(list(PICTURES)).to_pydict()
+    paths, places = batch["companion_paths"], batch["companion_places"]
+    columns = batch.drop_columns(list(COMPANIONS)).to_pydict()
     reasons, details = columns.pop("reason"), columns.pop("detail")
     columns["captions"] = [tuple(texts) for texts in columns["captions"]]
     sizes = columns.pop("height_px"), columns.pop("width_px")
     problems = [reason and (reason, detail) for reason, detail in zip(reasons, details, strict=True)]
-    pictures: list[tuple[Place, ...]] = [()] * len(batch)
+    companions: list[tuple[Place, ...]] = [()] * len(batch)
     if len(paths.flatten()):
-        pictures = [
+        companions = [
             tuple((path, *numbers[3 * i : 3 * i + 3]) for i, path in enumerate(of_record))
             for of_record, numbers in zip(paths.to_pylist(), places.to_pylist(), strict=True)
         ]
-    return [SourceRecord(*row) for row in zip(*columns.values(), problems, *sizes, pictures, strict=True)]
+    return [SourceRecord(*row) for row in zip(*columns.values(), problems, *sizes, companions, strict=True)]
+
+
+def take_rows(batches: Sequence[pa.RecordBatch], positions: np.ndarray, schema: pa.Schema) -> pa.RecordBatch:
+    """Rows of a mapped table at some positions, without reading the others: pyarrow would join all chunks of text."""
+    ends = np.cumsum([batch.num_rows for batch in batches])
+    numbers = np.searchsorted(ends, positions, "right")
+    order = np.argsort(numbers, kind="stable")
+    parts = [schema.empty_table()]
+    for number in np.unique(numbers).tolist():
+        rows = positions[numbers == number] - (ends[number] - batches[number].num_rows)
+        parts.append(pa.Table.from_batches([batches[number].take(pa.array(rows))], schema))
+    (joined,) = pa.concat_tables(parts).combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], schema)]
+    return joined.take(pa.array(np.argsort(order, kind="stable")))
 
 
 def distinct_texts(texts: pa.ListArray, is_kept: np.ndarray) -> pa.ListArray:

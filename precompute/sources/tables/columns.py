@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from ....datasets.errors import SourceError
 from ...config import SourceSection
-from ..files.record import CAPTION_NAMES, LABEL_NAMES, PATH_NAMES, SIDES
+from ..files.record import CAPTION_NAMES
 
 MAX_SHOWN = 20  # columns in a message
 IMAGES, CAPTIONS, LABELS = "images", "captions", "labels"
-KNOWN = {IMAGES: PATH_NAMES, CAPTIONS: CAPTION_NAMES, LABELS: LABEL_NAMES}  # of these, the first with a value counts
+KNOWN = {IMAGES: ("file_name", "path"), CAPTIONS: CAPTION_NAMES, LABELS: ("label", "cls")}  # the first value counts
+SIDES = ("height", "width")
 USUAL = {
     IMAGES: (
         *("filename", "image", "img", "image_path", "img_path", "image_file", "image_name", "filepath", "file_path"),

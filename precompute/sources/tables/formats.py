@@ -13,14 +13,9 @@ import pyarrow.parquet as pq
 
 from ....datasets.errors import SourceError
 from ...config import SourceSection
-from ..files.files import SourceFiles, shown
+from ..files.files import SourceFiles
 from ..files.folders import Scan
-from ..files.record import (
-    MAX_KEY_CHARS,
-    SourceRecord,
-    is_picture,
-    usable_key,
-)
+from ..files.record import MAX_KEY_CHARS, SourceRecord, is_image, usable_key
 from ..listing.duck import MEMORY_MIB, identifier, literal
 from .columns import Roles, choose_columns
 from .values import CELLS, COCO, JSON, parquet_values, row_columns
@@ -50,7 +45,7 @@ def load_table(
     Returns: rejects of rows that are no rows of the table.
     Raises: SourceError: it is no such table.
     """
-    where = f"source '{shown(files, table)}'"
+    where = f"source '{files.shown(table)}'"
     companions = list(scan.companions.values())
     if is_text_table(table):
         return _load_cells(connection, files, table, path, scan)
@@ -64,8 +59,8 @@ def load_table(
     elif table.endswith(".json") and _first_letter(files, table) == "{":
         if companions:
             raise SourceError(
-                f"{where}: [pictures.{next(iter(scan.companions))}] needs a table with a column for it; COCO's list of "
-                "captions has none. Write a JSONL, CSV or Parquet table."
+                f"{where}: [companions.{next(iter(scan.companions))}] needs a table with a column for it; COCO's list "
+                "of captions has none. Write a JSONL, CSV or Parquet table."
             )
         scan.notes += _load_coco(connection, path, where)
         return []
@@ -103,7 +98,7 @@ def memory_mib(files: SourceFiles, table: str, path: str) -> int:
         return MEMORY_MIB
     if size > MAX_COCO_BYTES:
         raise SourceError(
-            f"source '{shown(files, table)}': {size >> 20} MiB; a JSON object of at most {MAX_COCO_BYTES >> 20} MiB is "
+            f"source '{files.shown(table)}': {size >> 20} MiB; a JSON object of at most {MAX_COCO_BYTES >> 20} MiB is "
             "read. Write it as JSONL, one image a line."
         )
     return MEMORY_MIB + COCO_MEMORY * (size >> 20)
@@ -140,7 +135,7 @@ def read_layout(files: SourceFiles, table: str) -> TextLayout:
 
     Raises: SourceError: it is not UTF-8 text, or empty.
     """
-    where = f"source '{shown(files, table)}'"
+    where = f"source '{files.shown(table)}'"
     with files.open(table) as file:
         data = file.read(SNIFFED_BYTES)
     if b"\0" in data:
@@ -172,7 +167,7 @@ class MissingHeader(SourceError):
 def _check_header(layout: TextLayout, where: str) -> None:
     """Raise MissingHeader if the first line is a row, not the names of the columns."""
     cells = re.split(rf"[{''.join(DELIMITERS)}]", layout.beginning.splitlines()[0])
-    if image := next((cell for cell in cells if is_picture(re.sub(r"#\d+$", "", cell.strip()))), None):
+    if image := next((cell for cell in cells if is_image(re.sub(r"#\d+$", "", cell.strip()))), None):
         message = f"{where}: its first line names no columns but the image {image[:80]!r}. Write a header, as: "
         message += "sed -e 's/#[0-9]*\\t/\\t/' -e '1i image\\tcaption' OLD > captions.tsv"
         raise MissingHeader(message, re.sub(r"#\d+$", "", image.strip()) if len(cells) > 1 else "")
@@ -190,7 +185,7 @@ def described_images(files: SourceFiles, table: str, settings: SourceSection, co
     Raises: SourceError: it is not a text table.
     """
     layout = read_layout(files, table)
-    _check_header(layout, f"source '{shown(files, table)}'")
+    _check_header(layout, f"source '{files.shown(table)}'")
     roles, _ = choose_columns(layout.columns, settings, table, ())
     if not (roles.captions or roles.labels):
         return []
@@ -203,7 +198,7 @@ def described_images(files: SourceFiles, table: str, settings: SourceSection, co
 def _load_cells(
     connection: duckdb.DuckDBPyConnection, files: SourceFiles, table: str, path: str, scan: Scan
 ) -> list[SourceRecord]:
-    where, layout = f"source '{shown(files, table)}'", read_layout(files, table)
+    where, layout = f"source '{files.shown(table)}'", read_layout(files, table)
     _check_header(layout, where)
     roles, note = choose_columns(layout.columns, scan.settings, where, list(scan.companions.values()))
     scan.notes.append(note)
@@ -243,34 +238,36 @@ def _broken_row(line: int, name: str, kind: str, why: str) -> SourceRecord:
 
 
 def _load_coco(connection: duckdb.DuckDBPyConnection, path: str, where: str) -> list[str]:
-    """Load COCO's captions, one object with the lists 'images' and 'annotations', joined by the id of the image."""
-    connection.execute(
-        f"""CREATE TEMP TABLE coco AS SELECT * FROM read_json(?, format = 'unstructured', records = true,
-        maximum_object_size = {os.path.getsize(path) + 1}, columns = {{
-        images: 'STRUCT(id BIGINT, file_name VARCHAR, height BIGINT, width BIGINT)[]',
-        annotations: 'STRUCT(image_id BIGINT, caption VARCHAR)[]'}})""",
-        [path],
-    )
-    connection.execute(
-        """CREATE TEMP TABLE images AS
-        SELECT generate_subscripts(images, 1) AS place, unnest(images, recursive := true) FROM coco;
-        CREATE TEMP TABLE captions AS
-        SELECT generate_subscripts(annotations, 1) AS place, unnest(annotations, recursive := true) FROM coco"""
-    )
-    whole, images, captions, wordless, unused = connection.execute(
-        """SELECT (SELECT count(*) FROM coco WHERE images IS NOT NULL AND annotations IS NOT NULL),
+    """Load COCO's captions, one object with the lists 'images' and 'annotations', joined by the id of the image.
+
+    The file is read once for each list, so that only one of them is in memory as it is parsed.
+    """
+    lists = {
+        "images": "id BIGINT, file_name VARCHAR, height BIGINT, width BIGINT",
+        "annotations": "image_id BIGINT, caption VARCHAR",
+    }
+    for name, fields in lists.items():
+        connection.execute(
+            f"""CREATE TEMP TABLE {name} AS SELECT generate_subscripts({name}, 1) AS place,
+            unnest(coalesce({name}, [NULL]), recursive := true), {name} IS NULL AS is_missing
+            FROM read_json(?, format = 'unstructured', records = true,
+            maximum_object_size = {os.path.getsize(path) + 1}, columns = {{{name}: 'STRUCT({fields})[]'}})""",
+            [path],
+        )
+    lacking, images, captions, wordless, unused = connection.execute(
+        """SELECT (SELECT coalesce(bool_or(is_missing), false) FROM images) OR coalesce(bool_or(is_missing), false),
         (SELECT count(*) FROM images), count(*), count(*) FILTER (caption IS NULL),
-        count(*) FILTER (image_id NOT IN (SELECT id FROM images WHERE id IS NOT NULL)) FROM captions"""
+        count(*) FILTER (image_id NOT IN (SELECT id FROM images WHERE id IS NOT NULL)) FROM annotations"""
     ).fetchall()[0]
-    if not whole or wordless:
-        lacking = "annotations with 'caption'" if whole else "the lists 'images' and 'annotations'"
-        raise SourceError(f"{where}: a JSON object without {lacking}; expected COCO's captions, or a list of rows.")
+    if lacking or wordless:
+        what = "the lists 'images' and 'annotations'" if lacking else "annotations with 'caption'"
+        raise SourceError(f"{where}: a JSON object without {what}; expected COCO's captions, or a list of rows.")
     columns = row_columns(Roles(("file_name",), ("caption",), (), ("height", "width"), ()), COCO, "position")
     connection.execute(
         f"""CREATE TEMP TABLE loaded AS SELECT {columns} FROM (
-        SELECT row_number() OVER (ORDER BY images.place, captions.place) - 1 AS position, images.*, caption
-        FROM images LEFT JOIN captions ON id = image_id);
-        DROP TABLE coco; DROP TABLE images; DROP TABLE captions"""
+        SELECT row_number() OVER (ORDER BY images.place, annotations.place) - 1 AS position,
+        images.* EXCLUDE (is_missing), caption FROM images LEFT JOIN annotations ON id = image_id);
+        DROP TABLE images; DROP TABLE annotations"""
     )
     notes = [f"COCO: {images} images, {captions} captions"]
     return notes + ([f"COCO: {unused} captions name no image of the list"] if unused else [])

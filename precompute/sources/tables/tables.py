@@ -7,8 +7,9 @@ record, in the order of the first rows. Memory is bounded for any number of rows
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,16 +18,22 @@ import pyarrow.compute
 from ....datasets.disk.spill import BATCH_ROWS
 from ....datasets.errors import SourceError
 from ...config import SourceSection
-from ..files.entries import FoundFile
-from ..files.files import SourceFiles, open_source_files, shown
+from ..files.files import FoundFile, LookUps, SourceFiles
 from ..files.folders import Scan
-from ..files.look_ups import LookUps
-from ..files.placement import LOOKED_NAMES, Placement, find_placement, folders_of, normalized_root
-from ..files.record import ANNOTATIONS, MAX_CAPTIONS, MAX_CLASSES, MAX_KEY_CHARS, MAX_SIDE_PX, usable_key
+from ..files.record import MAX_CAPTIONS, MAX_CLASSES, MAX_KEY_CHARS, MAX_SIDE_PX, usable_key
 from ..files.splits import ALL, shards_of_split
 from ..listing.duck import database, literal, readable_path
 from ..listing.listing import SCHEMA, distinct_texts, record_batch
 from .formats import MissingHeader, described_images, is_text_table, load_table, memory_mib
+from .placement import (
+    ANNOTATIONS,
+    LOOKED_NAMES,
+    Placement,
+    find_placement,
+    folders_of,
+    leaves_source,
+    normalized_root,
+)
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -37,7 +44,7 @@ FOUND = "images:"  # beginning of the note that says where they were found
 LISTS = (".csv", ".tsv", "captions.txt", ".token", ".token.txt")  # endings of tables next to images
 MAX_LISTS = 16  # of them that are opened in a folder
 MAX_CLASS_BYTES = 1 << 26  # of all class names
-WHOLE_NUMBER = r"^[+-]?[0-9]{1,18}(\.0*)?$"  # pandas writes integers as 3.0 if other cells are empty
+WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")  # pandas writes integers as 3.0 if other cells are empty
 ODD_PATH = r"(^|/)\.{0,2}(/|$)"  # some part is empty, "." or ".."
 NO_NAME = ("bad_metadata", "the row does not name its image as text in UTF-8")
 
@@ -52,7 +59,7 @@ def coco_names(files: SourceFiles) -> list[str]:
     """Paths of COCO's lists of captions in the folder ``annotations`` of a source."""
     if files.only is not None or ANNOTATIONS not in files.folders():
         return []
-    names = open_source_files(f"{files.name.rstrip('/')}/{ANNOTATIONS}").names()
+    names = files.inside(ANNOTATIONS).names()
     return sorted(f"{ANNOTATIONS}/{name}" for name in names if name.startswith("captions_") and name.endswith(".json"))
 
 
@@ -122,7 +129,7 @@ def table_batches(files: SourceFiles, images: SourceFiles, table: str, scan: Sca
       scan: its settings may name the columns and the folder; receives notes and names of classes.
     Raises: SourceError: not a table that names images; ResourceError: too little memory or disk.
     """
-    where = f"source '{shown(files, table)}'"
+    where = f"source '{files.shown(table)}'"
     with (
         readable_path(files, table) as path,
         database(where, path, memory_mib=memory_mib(files, table, path)) as connection,
@@ -155,8 +162,8 @@ def table_batches(files: SourceFiles, images: SourceFiles, table: str, scan: Sca
             FROM rows LEFT JOIN firsts USING (name) ORDER BY leader, position"""
         )
         look_ups = LookUps(images.look)
-        for group in _groups(grouped.to_arrow_reader(BATCH_ROWS)):
-            yield _records(group, images, placements, look_ups)
+        for rows, begins in _groups(grouped.to_arrow_reader(BATCH_ROWS)):
+            yield _records(rows, begins, images, placements, look_ups)
     if broken:
         yield record_batch(broken)
 
@@ -167,7 +174,7 @@ def _placement(images: SourceFiles, table: str, names: list[str], scan: Scan, co
     first = PIXART_IMAGES if table == PIXART_TABLE else normalized_root(root) or ""
     others = [] if root or first else list(folders_of(images))
     placement = find_placement(images, names, [first, *others])
-    about = f"picture '{companion}': {FOUND}" if companion else FOUND
+    about = f"companion '{companion}': {FOUND}" if companion else FOUND
     if placement is None and names:
         scan.notes.append(
             f"{about} none of the first {len(names)} that the table names exists, as {names[0]!r}; source.root names "
@@ -190,25 +197,16 @@ def _number_labels(connection: Any, scan: Scan, where: str) -> bool:
             f"{where}: the column of labels has {len(names)} different values or more, so they are no labels. Name "
             "another with --set source.label=NAME, or rename the column."
         )
-    texts = pa.array(names, pa.string())
-    numbers = pa.array(np.arange(len(names)))
-    if pc.all(pc.match_substring_regex(texts, WHOLE_NUMBER)).as_py() is not False:
-        numbers = pc.replace_substring_regex(texts, r"^\+|\..*$", "").cast(pa.int64())
+    if all(WHOLE_NUMBER.fullmatch(name) for name in names):
+        numbers = [int(name.removeprefix("+").partition(".")[0]) for name in names]
     else:
-        scan.classes = names
-    connection.register("classes", pa.table({"class": texts, "number": numbers}))
+        numbers, scan.classes = list(range(len(names))), names
+    connection.register("classes", pa.table({"class": pa.array(names, pa.string()), "number": pa.array(numbers)}))
     return True
 
 
-class _Group(NamedTuple):
-    """Rows of whole records: those of record i are ``rows[begins[i] : begins[i + 1]]``."""
-
-    rows: pa.RecordBatch
-    begins: np.ndarray
-
-
-def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[_Group]:
-    """Sorted rows, cut between two records. A record that has too many rows is cut short, and rejected."""
+def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
+    """Sorted rows of whole records, and where each record begins; of one that has too many rows only the first."""
     waiting: list[pa.RecordBatch] = []
     for batch in batches:
         (rows,) = pa.Table.from_batches([*waiting, batch]).combine_chunks().to_batches()
@@ -216,59 +214,47 @@ def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[_Group]:
         last = int(np.searchsorted(leaders, leaders[-1]))
         waiting = [rows.slice(last, MAX_CAPTIONS + 1)]
         if last:
-            yield _Group(rows.slice(0, last), np.flatnonzero(np.diff(leaders[:last], prepend=-1)))
+            yield rows.slice(0, last), np.flatnonzero(np.diff(leaders[:last], prepend=-1))
     for rows in waiting:
-        yield _Group(rows, np.zeros(1, np.int64))
+        yield rows, np.zeros(1, np.int64)
 
 
 def _records(
-    group: _Group, images: SourceFiles, placements: Mapping[str, Placement], look_ups: LookUps[FoundFile | None]
+    rows: pa.RecordBatch,
+    begins: np.ndarray,
+    images: SourceFiles,
+    placements: Mapping[str, Placement],
+    look_ups: LookUps[FoundFile | None],
 ) -> pa.RecordBatch:
     """One record for each group of rows, with all their captions; the first problem of a row rejects it.
 
     Args:
       placements: of the images, as "", and of each companion by its name.
     """
-    rows, begins = group
-    count = len(begins)
+    count, first = len(begins), rows.take(pa.array(begins))
     ends = np.append(begins, rows.num_rows)
-    record_of = np.repeat(np.arange(count), np.diff(ends))
-    faulty = np.flatnonzero(rows["problem"].is_valid().to_numpy(zero_copy_only=False))
-    problems: list[tuple[str, str] | None] = [None] * count
-    for row in faulty[::-1]:
-        problems[record_of[row]] = ("bad_metadata", rows["problem"][int(row)].as_py())
-    text_offsets = rows["captions"].offsets.take(pa.array(ends))
-    captions = pa.ListArray.from_arrays(text_offsets, rows["captions"].values)
+    captions = pa.ListArray.from_arrays(rows["captions"].offsets.take(pa.array(ends)), rows["captions"].values)
     captions = distinct_texts(captions, np.ones(count, bool))
-    numbers = pc.list_value_length(captions).to_numpy()
-    for record in np.flatnonzero(numbers > MAX_CAPTIONS):
+    problems: list[tuple[str, str] | None] = [None] * count
+    for row in np.flatnonzero(rows["problem"].is_valid().to_numpy(zero_copy_only=False))[::-1].tolist():
+        problems[np.searchsorted(begins, row, "right") - 1] = ("bad_metadata", rows["problem"][row].as_py())
+    for record in np.flatnonzero(pc.list_value_length(captions).to_numpy() > MAX_CAPTIONS):
         problems[record] = ("bad_metadata", f"more than {MAX_CAPTIONS} captions")
-    first = rows.take(pa.array(begins))
-    own_placement, *others = placements.values()
-    names = list(placements)[1:]
-    keys, files = _locate(first["name"], images, own_placement, look_ups)
-    companions = [
-        _locate(pc.list_element(first["companions"], i), images, placement, look_ups)[1]
-        for i, placement in enumerate(others)
-    ]
-    for record in range(count):
-        own = problems[record]
-        if own and files[record].problem != NO_NAME:
+    keys, files = _locate(first["name"], images, placements[""], look_ups)
+    companions = {
+        name: _locate(pc.list_element(first["companions"], i), images, placement, look_ups)[1]
+        for i, (name, placement) in enumerate(list(placements.items())[1:])
+    }
+    for record, file in enumerate(files):
+        if problems[record] and file.problem != NO_NAME:
             continue
-        problems[record] = files[record].problem or next(
-            (
-                (reason, f"picture '{name}': {detail}")
-                for name, places in zip(names, companions, strict=True)
-                for reason, detail in [places[record].problem or ("", "")]
-                if reason
-            ),
-            own,
-        )
+        beside = ((name, places[record].problem) for name, places in companions.items())
+        missing = next(((problem[0], f"companion '{name}': {problem[1]}") for name, problem in beside if problem), None)
+        problems[record] = file.problem or missing or problems[record]
     is_usable = np.array([problem is None for problem in problems], bool)
     sides = [pc.fill_null(first[name], 0).to_numpy() for name in ("height", "width")]
     has_size = np.logical_and.reduce([is_usable, *((side > 0) & (side <= MAX_SIDE_PX) for side in sides)])
-    flat = [place for places in zip(*companions, strict=True) for place in places]
-    starts = pa.array(np.arange(0, len(flat) + 1, max(len(companions), 1)) if flat else np.zeros(count + 1), pa.int32())
+    beside = [list(places) for places in zip(*companions.values(), strict=True)] or [[]] * count
     columns = {
         "key": [key or f"row {leader + 1}" for key, leader in zip(keys, first["leader"].to_pylist(), strict=True)],
         "path": [file.path for file in files],
@@ -281,11 +267,10 @@ def _records(
         "detail": [problem and problem[1] for problem in problems],
         "height_px": np.where(has_size, sides[0], 0).astype(np.int32),
         "width_px": np.where(has_size, sides[1], 0).astype(np.int32),
-        "picture_paths": pa.ListArray.from_arrays(starts, pa.array([place.path for place in flat], pa.string())),
-        "picture_places": pa.ListArray.from_arrays(
-            pc.multiply(starts, 3).cast(pa.int32()),
-            pa.array([n for place in flat for n in (0, place.num_bytes, place.mtime_ns)], pa.int64()),
-        ),
+        "companion_paths": [[place.path for place in places] for places in beside],
+        "companion_places": [
+            [n for place in places for n in (0, place.num_bytes, place.mtime_ns)] for places in beside
+        ],
     }
     return pa.RecordBatch.from_pydict(columns, SCHEMA)
 
@@ -294,7 +279,7 @@ def _locate(
     names: pa.Array, images: SourceFiles, placement: Placement, look_ups: LookUps[FoundFile | None]
 ) -> tuple[list[str], list[FoundFile]]:
     """Keys and files of images by their names in a table."""
-    keys = [placement.key(name) if name else "" for name in names.to_pylist()]
+    keys = [(name or "").removeprefix(placement.prefix) for name in names.to_pylist()]
     is_odd = pc.or_kleene(pc.match_substring_regex(names, ODD_PATH), pc.greater(pc.utf8_length(names), MAX_KEY_CHARS))
     inside, problems = list(keys), dict[int, tuple[str, str]]()
     for i in np.flatnonzero(pc.fill_null(is_odd, True).to_numpy(zero_copy_only=False)).tolist():
@@ -302,7 +287,7 @@ def _locate(
         inside[i] = keys[i] if problem or not keys[i] else os.path.normpath(keys[i])
         if not keys[i]:
             problem = NO_NAME
-        elif not problem and (os.path.isabs(inside[i]) or inside[i].split(os.sep)[0] == ".."):
+        elif not problem and leaves_source(inside[i]):
             why = "is an absolute path outside the source: see source.root"
             problem = ("bad_metadata", f"file_name {why if keys[i].startswith('/') else 'leaves the source folder'}")
         if problem:

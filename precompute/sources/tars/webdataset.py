@@ -12,14 +12,13 @@ from fnmatch import fnmatchcase
 from typing import BinaryIO
 
 from ....datasets.errors import SourceError
-from ..files.entries import FoundFile
-from ..files.files import SourceFiles, shown
+from ..files.files import FoundFile, SourceFiles
 from ..files.folders import Scan
 from ..files.record import (
     MAX_TEXT_BYTES,
     SourceRecord,
     captions_of,
-    is_picture,
+    is_image,
     json_row,
     label_of,
     text_lines,
@@ -50,7 +49,7 @@ def webdataset(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
     for name in tar_names(files, scan.settings.split):
         place = files.look(name) or FoundFile(name)
         with files.open(name) as file:
-            groups = _groups(file, shown(files, name), scan)
+            groups = _groups(file, files.shown(name), scan)
         stem = name.rpartition(".")[0] or name
         for prefix, group in groups.items():
             # A prefix is no path: it often starts again in every tar, so the tar's name stands before it.
@@ -73,14 +72,14 @@ def _groups(file: BinaryIO, tar: str, scan: Scan) -> dict[str, _TarRecord]:
         folder, slash, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
         prefix, extension = f"{folder}{slash}{stem}" if stem and len(member.name) <= MAX_NAME else "", extension.lower()
-        is_image = is_picture(f"picture.{extension}")
-        if not prefix or not (is_image or extension in TEXT_EXTENSIONS):
+        has_pixels = is_image(f"image.{extension}")
+        if not prefix or not (has_pixels or extension in TEXT_EXTENSIONS):
             scan.ignored.file(member.name)  # never opened, whatever it is
             continue
         group = groups.setdefault(prefix, _TarRecord())
-        if extension in (group.images if is_image else group.texts):
+        if extension in (group.images if has_pixels else group.texts):
             group.problem = f"the key has more than one .{extension[:40]}"
-        elif is_image:
+        elif has_pixels:
             if len(group.images) < 2:  # two are one too many already
                 group.images[extension] = member
         elif member.problem:
@@ -94,7 +93,7 @@ def _groups(file: BinaryIO, tar: str, scan: Scan) -> dict[str, _TarRecord]:
 
 
 def _tar_record(key: str, place: FoundFile, group: _TarRecord) -> SourceRecord | None:
-    """The record of one key; None without a picture."""
+    """The record of one key; None without an image."""
 
     if not group.images:
         return None
@@ -106,7 +105,7 @@ def _tar_record(key: str, place: FoundFile, group: _TarRecord) -> SourceRecord |
     except (ValueError, TypeError, RecursionError) as error:
         problem = problem or ("bad_metadata", str(error))
     if len(group.images) > 1:
-        problem = ("bad_metadata", f"several pictures for one key: {', '.join(e[:40] for e in group.images)}")
+        problem = ("bad_metadata", f"several images for one key: {', '.join(e[:40] for e in group.images)}")
     if group.problem:
         problem = ("bad_metadata", group.problem)
     if image.problem:

@@ -140,13 +140,13 @@ def test_growth_after_an_addition_decodes_a_new_picture_once(
 ) -> None:
     store, source = tmp_path / "store", shutil.copytree(grown.root.parent / "source", tmp_path / "source")
     shutil.copytree(grown.root, store)
-    decode, decoded = Decoders.picture, list[str]()
+    decode, decoded = Decoders.decode, list[str]()
 
     def counting(self: Decoders, path: Path, *args: Any, **how: Any) -> Any:
         decoded.append(path.name)
         return decode(self, path, *args, **how)
 
-    monkeypatch.setattr(Decoders, "picture", counting)
+    monkeypatch.setattr(Decoders, "decode", counting)
     picture(40, 64, 64).save(source / "images/40.png")
     with (source / "metadata.jsonl").open("a") as table:
         table.write(json.dumps({"file_name": "images/40.png", "captions": ["a red circle", "a new picture"]}) + "\n")

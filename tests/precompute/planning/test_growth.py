@@ -255,15 +255,6 @@ def test_a_changed_picture_alone_is_encoded_again(pair: tuple[Path, Path], seen:
     assert_covers_once(store)
 
 
-def test_a_picture_that_moves_to_another_bucket_leaves_its_old_one(pair: tuple[Path, Path], seen: Seen) -> None:
-    source, path = pair
-    picture(77, 60, 100).save(source / "images/3.png")
-    run(source, path)
-    store = LatentStore(path)
-    assert (seen.pictures, store.buckets) == (1, {"48x80": 6, "64x64": 4, "80x48": 4})
-    assert_covers_once(store)
-
-
 def test_a_touched_file_encodes_nothing_and_writes_nothing(pair: tuple[Path, Path], seen: Seen) -> None:
     source, path = pair
     before = tree_digest(path)
@@ -394,16 +385,6 @@ def test_a_class_that_is_gone_keeps_its_name(label_pair: tuple[Path, Path]) -> N
     assert (LatentStore(path).spec.classes, LatentStore(path).records.num_rows) == (["n001", "n002"], 10)
 
 
-def test_a_label_whose_records_are_gone_is_still_a_class(tmp_path: Path) -> None:
-    source, path = make_caption_folder(tmp_path / "source", count=4), tmp_path / "store"
-    rewrite(source, lambda rows: [row.update(label=i) for i, row in enumerate(rows)])
-    run(source, path)
-    rewrite(source, lambda rows: (rows.pop(), rows[0].update(label=1)))
-    run(source, path)
-    store = LatentStore(path)
-    assert (store.spec.classes, store.records["label"].to_pylist()) == (["0", "1", "2", "3"], [1, 1, 2, 3])
-
-
 def test_a_key_that_is_listed_twice_is_one_record_and_one_reject_for_ever(tmp_path: Path, seen: Seen) -> None:
     source, path = make_caption_folder(tmp_path / "source", count=4), tmp_path / "store"
     rewrite(source, lambda rows: rows.append(rows[1] | {"label": 7}))  # of the same label it would join the first
@@ -457,7 +438,7 @@ def test_what_was_rejected_for_the_machine_s_sake_is_stored_at_the_second_attemp
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, path = make_class_folder(tmp_path / "source", classes=1, per_class=3), tmp_path / "store"
-    decode = Decoders.picture
+    decode = Decoders.decode
 
     def slow(self: Decoders, file: Path, *args: Any, **kwargs: Any) -> Any:
         if file.name == "1.png":
@@ -465,7 +446,7 @@ def test_what_was_rejected_for_the_machine_s_sake_is_stored_at_the_second_attemp
         return decode(self, file, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoders, "picture", slow)
+        patch.setattr(Decoders, "decode", slow)
         run(source, path)
     assert LatentStore(path).record("n000/1.png").reason == "decoder_timeout"
     report = run(source, path, retry_rejected=True)
@@ -572,38 +553,6 @@ def test_a_source_that_changes_amid_growth_is_finished_first_and_grown_then(
     assert report.manifest.revision == 3
     assert LatentStore(path).records["revision"].to_pylist() == [1] * 14 + [2] * 2 + [3]
     assert_covers_once(LatentStore(path))
-
-
-def test_a_source_that_changes_before_revision_1_is_finished_makes_a_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: Seen
-) -> None:
-    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
-    source, path = make_class_folder(tmp_path / "source", classes=2, per_class=4), tmp_path / "store"
-    commit = StoreWriter.commit
-    with monkeypatch.context() as patch:
-
-        def dies(self: StoreWriter, part: str, shard: int, *args: Any, **kwargs: Any) -> int:
-            if shard >= 1:
-                raise Crash
-            return commit(self, part, shard, *args, **kwargs)
-
-        patch.setattr(StoreWriter, "commit", dies)
-        with pytest.raises(Crash):
-            run(source, path)
-    picture(90).save(source / "n000/new.png")
-    picture(91).save(source / "n000/0.png")  # committed already, as what it was
-    picture(92, 64, 64).save(source / "n001/3.png")  # planned, with another size
-    (source / "n001/2.png").unlink()  # planned
-    report = run(source, path)
-    assert (report.manifest.revision, report.manifest.num_planned, report.manifest.num_stored) == (2, 9, 8)
-    first, store = LatentStore(path, revision=1), LatentStore(path)
-    why = {row["key"]: row["reason"] for row in first.records.to_pylist() if row["status"] == "rejected"}
-    assert why == {"n001/3.png": "source_changed", "n001/2.png": "unreadable"}
-    assert {row["key"] for row in store.records.to_pylist() if row["revision"] == 2} == {
-        *("n000/new.png", "n000/0.png", "n001/3.png"),
-    }
-    assert not np.array_equal(row_of(store, "n000/0.png"), row_of(first, "n000/0.png"))
-    assert_covers_once(store)
 
 
 def test_a_picture_that_changes_behind_the_plan_is_encoded_by_the_next_command(

@@ -9,24 +9,20 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from making import caption_recipe, picture
 
 from leandit.datasets.errors import SourceError
-from leandit.datasets.format.caption_layout import place_captions
 from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 from leandit.precompute.config import PrecomputeRecipe, SourceSection
 from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning.captions import CaptionCounts, plan_captions
-from leandit.precompute.planning.compare import Comparison, Kept, all_fresh
-from leandit.precompute.planning.pictures import plan_pictures
+from leandit.precompute.planning.compare import Comparison, all_fresh
+from leandit.precompute.planning.images import plan_images
 from leandit.precompute.planning.records import plan_records
 from leandit.precompute.run.rejects import RejectLimits
-from leandit.precompute.run.shards import equal_length_batches
 from leandit.precompute.sources.files.files import LocalFiles
-from leandit.precompute.sources.files.record import SourceRecord, caption_texts
+from leandit.precompute.sources.files.record import SourceRecord, encoded_texts
 from leandit.precompute.sources.listing.listing import record_batches, spool
 from leandit.precompute.sources.source import Source
 
@@ -56,7 +52,7 @@ def planned(decoders: Decoders) -> Planned:
 
     def plan(source: Source, recipe: PrecomputeRecipe, *, stops: bool = False) -> pa.Table:
         limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
-        return plan_pictures(source, source.records, recipe, decoders, limits, stops=stops)
+        return plan_images(source, source.records, recipe, decoders, limits, stops=stops)
 
     return plan
 
@@ -68,7 +64,7 @@ def table_of(source: Source, pictures: pa.Table, caption_ids: Sequence[Sequence[
 
 def texts_of(source: Source, pictures: pa.Table) -> list[pa.ListArray]:
     rows = pictures["row"].to_pylist()
-    return lists([[] if row < 0 else caption_texts(r) for r, row in zip(source.records, rows, strict=True)])
+    return lists([[] if row < 0 else encoded_texts(r.captions) for r, row in zip(source.records, rows, strict=True)])
 
 
 def lists(texts: Sequence[Sequence[str]]) -> list[pa.ListArray]:
@@ -104,7 +100,7 @@ def test_the_plan_does_not_depend_on_threads(
 ) -> None:
     source = made_source(tmp_path, [(20 + 3 * i, 40) for i in range(12)], [("x",)] * 12)
     wanted = planned(source, caption_recipe())
-    monkeypatch.setattr("leandit.precompute.planning.pictures.num_threads", lambda: threads)
+    monkeypatch.setattr("leandit.precompute.planning.images.num_threads", lambda: threads)
     assert planned(source, caption_recipe()) == wanted
 
 
@@ -117,12 +113,6 @@ def test_a_ratio_beyond_four_and_a_half_is_rejected(
 ) -> None:
     found = planned(made_source(tmp_path, [size], [("x",)]), caption_recipe())
     assert found["reason"].to_pylist() == [reason]
-
-
-def test_a_square_takes_every_ratio(tmp_path: Path, planned: Planned) -> None:
-    source = made_source(tmp_path, [(10, 100)], [("x",)])
-    found = planned(source, caption_recipe('images.buckets="square"', "images.resolution=64"))
-    assert (found["bucket"].to_pylist(), found["reason"].to_pylist()) == (["64x64"], [None])
 
 
 @pytest.mark.parametrize("captions", [(), ("",), (" \t\n", "")])
@@ -159,17 +149,6 @@ def test_captions_are_listed_once_sorted_by_length_and_named_by_their_records(
     assert [[texts[i] for i in record] for record in ids.to_pylist()] == [*wanted, []]
 
 
-def test_more_captions_than_a_tokenizer_batch_are_counted_alike(
-    tmp_path: Path, planned: Planned, tokenizer: CaptionTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("red", "blue", "green square", "big circle", "tiny blue circle")
-    source = made_source(tmp_path, [(64, 64)] * 5, [(f"a {word}", f"a {word} above a square") for word in words])
-    pictures = planned(source, caption_recipe())
-    whole, ids = plan_captions(texts_of(source, pictures), counted(tokenizer))
-    monkeypatch.setattr("leandit.precompute.planning.captions.TOKENIZE_BATCH", 3)
-    assert plan_captions(texts_of(source, pictures), counted(tokenizer)) == (whole, ids)
-
-
 def test_without_a_tokenizer_there_are_no_captions(tmp_path: Path, planned: Planned) -> None:
     source = made_source(tmp_path, [(64, 64)], [("a circle",)])
     table, ids = plan_captions(texts_of(source, planned(source, caption_recipe("text.kind=none"))), [])
@@ -179,34 +158,6 @@ def test_without_a_tokenizer_there_are_no_captions(tmp_path: Path, planned: Plan
 
 def counted(tokenizer: CaptionTokenizer) -> list[CaptionCounts]:
     return [CaptionCounts("", tokenizer, MAX_TOKENS)]
-
-
-lengths_and_rows = st.integers(1, 40).flatmap(
-    lambda rows: st.tuples(st.lists(st.integers(1, rows), max_size=60), st.just(rows))
-)
-
-
-@given(lengths_and_rows)
-def test_no_caption_straddles_two_shards(case: tuple[list[int], int]) -> None:
-    lengths, shard_rows = case
-    shards: list[list[int]] = [[]]
-    for length in lengths:
-        if sum(shards[-1]) + length > shard_rows:
-            shards.append([])
-        shards[-1].append(length)
-    naive = [shard_rows * i + sum(shard[:j]) for i, shard in enumerate(shards) for j in range(len(shard))]
-    offsets = place_captions(lengths, shard_rows)
-    assert offsets.tolist() == naive
-    assert all(o // shard_rows == (o + n - 1) // shard_rows for o, n in zip(naive, lengths, strict=True))
-
-
-@given(st.lists(st.integers(1, 6), max_size=60).map(sorted), st.integers(1, 9))
-def test_batches_have_one_length_and_cover_everything_once(lengths: list[int], batch_size: int) -> None:
-    batches = equal_length_batches(np.array(lengths, np.int64), batch_size)
-    assert [i for batch in batches for i in batch.tolist()] == list(range(len(lengths)))
-    assert all(0 < len(batch) <= batch_size and len({lengths[i] for i in batch}) == 1 for batch in batches)
-    fewest = sum(-(-lengths.count(n) // batch_size) for n in set(lengths))
-    assert len(batches) == fewest
 
 
 def test_a_later_revision_counts_its_rows_and_captions_on_its_own(
@@ -219,9 +170,8 @@ def test_a_later_revision_counts_its_rows_and_captions_on_its_own(
     source = made_source(tmp_path, [(64, 64), (64, 64)], [("a blue square",), ("a circle",)])
     renamed = (replace(record, key=f"new-{i}") for i, record in enumerate(source.records))
     fresh = spool(record_batches(renamed), lambda done: None)
-    kept = [Kept(i, record) for i, record in enumerate(first.records)]
-    comparison = Comparison(kept, fresh, before.select(RECORDS_SCHEMA.names), {1: 2})
-    texts = [*comparison.texts, ["a blue square"], ["a circle"]]
+    comparison = Comparison(first.records, fresh, before.select(RECORDS_SCHEMA.names), np.array([1, 2], np.int32))
+    texts = [["a red circle"], ["a blue square"], ["a blue square"], ["a circle"]]
     captions, ids = plan_captions(lists(texts), counted(tokenizer), revision=2, known=known)
     table = plan_records(comparison, planned(source, caption_recipe()), ids, revision=2)
     assert table["key"].to_pylist() == ["key-0", "key-1", "new-0", "new-1"]

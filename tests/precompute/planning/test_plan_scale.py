@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from making import CPU, SUPPORT, caption_recipe, no_progress, picture
 
 from leandit.datasets.disk.hashing import sha256_of, xxh3_parts
-from leandit.datasets.disk.spill import map_array, map_table, one_chunk, rebatched
+from leandit.datasets.disk.spill import map_array, map_table, one_chunk
 from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
 from leandit.datasets.format import tables
 from leandit.datasets.format.caption_layout import CAPTION_PART
@@ -48,13 +48,13 @@ from leandit.precompute.images import decoder_child
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import precompute
 from leandit.precompute.planning import captions as caption_plan
-from leandit.precompute.planning import pictures as picture_plan
+from leandit.precompute.planning import images as image_plan
 from leandit.precompute.planning import records as plan
 from leandit.precompute.planning.compare import all_fresh
 from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.sources.files.files import LocalFiles
-from leandit.precompute.sources.files.record import SourceRecord, caption_texts
-from leandit.precompute.sources.listing import distinct, listing
+from leandit.precompute.sources.files.record import SourceRecord, encoded_texts
+from leandit.precompute.sources.listing import listing
 from leandit.precompute.sources.source import Source
 from leandit.tools.synthetic.store import noise_spec
 
@@ -76,13 +76,10 @@ def table_bytes(table: pa.Table) -> bytes:
 def batches_of(rows: int) -> Iterator[None]:
     """All that is done in batches is done in very small ones."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (listing, plan, picture_plan, caption_plan, tables):
+        for module in (listing, plan, image_plan, caption_plan, tables):
             patch.setattr(module, "BATCH_ROWS", rows)
-        patch.setattr(distinct, "SPREAD", rows + 1)
-        patch.setattr(caption_plan, "SORTED_BYTES", 10 * rows)
-        patch.setattr(caption_plan, "NUMBERED", 2 * rows)
         patch.setattr(caption_plan, "TOKENIZE_BATCH", rows)
-        patch.setattr(picture_plan, "ASKED", rows)
+        patch.setattr(image_plan, "ASKED", rows)
         yield
 
 
@@ -105,7 +102,7 @@ def planned(
     comparison = all_fresh(source.records)
     with Decoders(1) as decoders:  # none is started: nothing is opened
         limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
-        pictures = picture_plan.plan_pictures(source, source.records, recipe, decoders, limits)
+        pictures = image_plan.plan_images(source, source.records, recipe, decoders, limits)
     texts = plan.PlannedTexts(comparison, pictures)
     captions, ids = caption_plan.plan_captions(
         texts, [caption_plan.CaptionCounts("", tokenizer, MAX_TOKENS)], revision=2, known=known
@@ -126,7 +123,7 @@ def planned_in_one_piece(
         if first != i:
             record = SourceRecord(record.key, record.path)
             reject = ("duplicate_key", f"record {first + 1} of the source has the same key")
-        if not reject and not caption_texts(record):
+        if not reject and not encoded_texts(record.captions):
             reject = ("no_caption", "no caption, or only white space")
         if not reject and (record.height_px, record.width_px) == (10, 90):
             reject = ("aspect", "10x90 px is outside the bucket table")
@@ -136,12 +133,12 @@ def planned_in_one_piece(
         if reject:
             one |= {"stage": "scan", "reason": reject[0], "detail": reject[1]}
         else:
-            crop = picture_plan.place_picture(record.height_px, record.width_px, recipe.images)
+            crop = image_plan.place_image(record.height_px, record.width_px, recipe.images)
             name = crop["bucket"]
             one |= crop | {"row": (row := next_row.get(name, 0))}
             next_row[name] = row + 1
         rows.append(one)
-        texts.append([] if reject else caption_texts(record))
+        texts.append([] if reject else encoded_texts(record.captions))
     before = known if known is not None else CAPTIONS_SCHEMA.empty_table()
     ids = {text: i for i, text in enumerate(before["text"].to_pylist())}
     new = list(dict.fromkeys(text for some in texts for text in some if text not in ids))
@@ -262,26 +259,6 @@ def test_the_bytes_of_a_table_do_not_depend_on_its_chunks() -> None:
     assert bytes(parquet_file(empty)) == table_bytes(empty)
 
 
-@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 7))
-def test_rebatched_rows_stay_in_order(lengths: list[int], rows: int) -> None:
-    numbers = iter(range(sum(lengths)))
-    batches = [pa.RecordBatch.from_pydict({"n": pa.array([next(numbers) for _ in range(n)], "int64")}) for n in lengths]
-    found = list(rebatched(batches, rows))
-    assert [n for batch in found for n in batch["n"].to_pylist()] == list(range(sum(lengths)))
-    assert all(batch.num_rows == rows for batch in found[:-1])
-
-
-@given(st.lists(st.integers(0, 5), max_size=40), st.integers(1, 9))
-def test_first_positions_are_those_of_a_dictionary(things: list[int], spread: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distinct, "SPREAD", spread)
-        some = [
-            distinct.digests(pa.array([str(n) for n in things[start : start + 4]], "str"))
-            for start in range(0, len(things), 4)
-        ]
-        assert distinct.first_positions(some, "x").tolist() == [things.index(n) for n in things]
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -395,11 +372,11 @@ from test_plan_scale import frozen_plan
 from leandit.precompute.config import SourceSection
 from leandit.datasets.revisions.plan import read_plan, write_plan
 from leandit.precompute.images.decoders import Decoders
-from leandit.precompute.planning import captions as caption_plan, pictures as picture_plan, records as plan
+from leandit.precompute.planning import captions as caption_plan, images as image_plan, records as plan
 from leandit.precompute.planning.compare import all_fresh
 from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.sources.files.files import LocalFiles
-from leandit.precompute.sources.files.record import SourceRecord
+from leandit.precompute.sources.files.record import SourceRecord, encoded_texts
 from leandit.precompute.sources.listing.listing import record_batches, spool
 from leandit.precompute.sources.source import Source
 
@@ -422,7 +399,7 @@ def make(count, store):
     comparison, recipe = all_fresh(source.records), caption_recipe("source.sizes=manifest")
     with Decoders(1) as decoders:
         limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
-        pictures = picture_plan.plan_pictures(source, source.records, recipe, decoders, limits)
+        pictures = image_plan.plan_images(source, source.records, recipe, decoders, limits)
     counts = [caption_plan.CaptionCounts("", Words(), 6)]
     captions, ids = caption_plan.plan_captions(plan.PlannedTexts(comparison, pictures), counts)
     made = frozen_plan(plan.plan_records(comparison, pictures, ids, revision=2), captions)

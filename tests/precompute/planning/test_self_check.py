@@ -103,16 +103,6 @@ def test_a_wrong_shift_cancels_in_the_pictures_and_is_told_by_the_means(family: 
     assert "needed about 0 (3 of 3 channels are beyond 3): check shift_factor, latents_mean" in warning
 
 
-def test_a_batch_norm_of_an_untrained_model_is_told(run: Run, tmp_path: Path) -> None:
-    model = honest_autoencoder("flux2")
-    model.bn.running_mean.zero_()
-    model.bn.running_var.fill_(1e-4)
-    model.save_pretrained(tmp_path / "vae")
-    run.go(tmp_path / "vae")
-    (warning,) = [line for line in run.said if "warning" in line]
-    assert "12 of 12 channels are outside" in warning
-
-
 def with_pixels_of(zero_to_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder gives pixels in another range than its family says."""
     original = ImageEncoder.decode
@@ -145,15 +135,6 @@ def test_halves_of_two_models_stop_the_run(run: Run, tmp_path: Path) -> None:
         run.go(tmp_path / "vae")
 
 
-def test_the_message_names_the_scale_where_it_is_off_and_the_pictures_are_too(run: Run, tmp_path: Path) -> None:
-    model = honest_autoencoder("kl", scaling_factor=1e-3)
-    with torch.no_grad():
-        model.decoder.conv_out.weight.zero_()
-    model.save_pretrained(tmp_path / "vae")
-    with pytest.raises(EncoderError, match=r"Nothing was written. The latents as the model sees them have deviations"):
-        run.go(tmp_path / "vae")
-
-
 def test_zero_turns_it_off_and_the_key_is_no_part_of_the_fingerprint(run: Run, tmp_path: Path) -> None:
     vae = save_honest(tmp_path / "vae", "kl")
     manifest = run.go(vae, "vae.min_psnr=0")
@@ -162,11 +143,6 @@ def test_zero_turns_it_off_and_the_key_is_no_part_of_the_fingerprint(run: Run, t
     assert not run.said
     again = run.go(vae)
     assert (again.fingerprint, again.root_hash) == (manifest.fingerprint, manifest.root_hash)
-
-
-def test_an_encoder_without_a_decoder_is_not_checked(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ImageEncoder, "has_decoder", False)
-    assert run.go(save_honest(tmp_path / "vae", "kl")).self_check is None
 
 
 def test_fewer_pictures_are_checked_where_there_are_fewer_or_some_do_not_decode(run: Run, tmp_path: Path) -> None:

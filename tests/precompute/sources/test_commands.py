@@ -65,7 +65,7 @@ def test_a_link_to_itself_is_rejected_and_one_to_a_folder_around_it_is_counted(t
     done = precompute(source, tmp_path / "store")
     assert done.returncode == 0, done.stderr
     assert "31 planned = 30 stored + 1 rejected" in done.stdout
-    assert "1 file, no pictures by name: 1 without extension" in done.stdout
+    assert "1 file, not images by name: 1 without extension" in done.stdout
     assert re.search(r"2 folders, .*linked twice: 1 (up, 1 outside|outside, 1 up)", done.stdout)
     records = LatentStore(tmp_path / "store").records.to_pylist()
     assert [(row["key"], row["reason"]) for row in records if row["reason"]] == [("n000/loop.png", "unreadable")]
@@ -91,16 +91,6 @@ def test_a_table_in_latin_1_names_the_line_and_how_to_convert_it(tmp_path: Path)
     precompute(source / "rows.jsonl", tmp_path / "other", "source.max_reject_share=1")
     row = LatentStore(tmp_path / "other").records.to_pylist()[1]
     assert (row["reason"], "UTF-8" in row["detail"]) == ("bad_metadata", True)
-
-
-def test_columns_of_companions_are_used(tmp_path: Path) -> None:
-    source = make_class_folder(tmp_path / "source", classes=1, per_class=2) / "n000"
-    (source / "metadata.csv").write_text("image,edit,depth,shot\n0.png,1.png,0.png,x\n1.png,0.png,0.png,y\n")
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text('[pictures.edit]\n[pictures.second]\ncolumn = "depth"\nkind = "mask"\n')
-    done = precompute(source, tmp_path / "store", recipe=str(recipe))
-    assert done.returncode == 0, done.stderr
-    assert "companions 'edit', 'depth'; not used: 'shot'\n" in done.stderr
 
 
 def test_no_control_character_of_a_source_reaches_the_terminal(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from leandit.precompute.pipeline import Report
 from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.source import Source, list_source
-from leandit.precompute.sources.tables import formats, parquet
+from leandit.precompute.sources.tables import embedded, formats
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -421,14 +421,6 @@ def test_the_validation_tar_takes_its_labels_from_the_list_beside_it(tmp_path: P
 # ------------------------------------------------------------ Parquet
 
 
-def test_rows_without_bytes_are_rejected_when_they_are_read(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "a.parquet", {"image": struct_column([jpeg(0), None, jpeg(2)])})
-    source = list_source(tmp_path)
-    assert bytes_of(source, source.records[2]) == jpeg(2)
-    with pytest.raises(RecordRejected, match=r"unreadable: a\.parquet, row 1 has no bytes"):
-        bytes_of(source, source.records[1])
-
-
 def test_a_parquet_file_that_changed_rejects_what_is_not_there_any_more(tmp_path: Path) -> None:
     columns = {"image": struct_column([jpeg(i) for i in range(4)])}
     for change, reason in (("shorter", "source_changed"), ("gone", "unreadable"), ("torn", "unreadable")):
@@ -455,7 +447,7 @@ def test_a_damaged_parquet_file_is_an_error_that_names_it(tmp_path: Path, conten
 
 def test_a_parquet_file_without_pictures_says_its_columns(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", {"words": ["x"], "pixels": [[1, 2]]})
-    with pytest.raises(SourceError, match=r"no column of pictures.*'words', 'pixels'"):
+    with pytest.raises(SourceError, match=r"no column of images.*'words', 'pixels'"):
         list_source(tmp_path)
 
 
@@ -474,15 +466,17 @@ def test_the_row_groups_in_memory_are_few_and_each_is_read_once_in_order(
 ) -> None:
     contents = [os.urandom(1000) for _ in range(40)]
     write_parquet(tmp_path / "a.parquet", {"image": contents}, rows=4)
-    monkeypatch.setattr(parquet, "CACHE_BYTES", 9000)
+    monkeypatch.setattr(embedded, "CACHE_BYTES", 9000)
     read: list[int] = []
-    original = parquet._read_group
-    monkeypatch.setattr(parquet, "_read_group", lambda *args: read.append(args[2]) or original(*args))
+    original = embedded.ParquetRows.images
+    monkeypatch.setattr(
+        embedded.ParquetRows, "images", lambda self, group, name: read.append(group) or original(self, group, name)
+    )
     source = list_source(tmp_path)
     assert [bytes_of(source, record) for record in source.records] == contents
     assert read == list(range(10))
     assert sum(future.result().nbytes for future in source._rows[""]._groups.values()) <= 9000
-    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 3000)
+    monkeypatch.setattr(embedded, "MAX_GROUP_BYTES", 3000)
     with pytest.raises(SourceError, match=r"row group 0.*smaller row groups"):
         list_source(tmp_path)
 
@@ -508,19 +502,6 @@ def at_url(base: str, root: Path, source: Path) -> str:
     upload(root, base)
     relative = source.relative_to(root).as_posix()
     return base if relative == "." else f"{base}/{relative}"
-
-
-@pytest.mark.parametrize("case", LABEL_KINDS)
-def test_labelled_pictures_at_a_url_give_the_same_bytes(
-    case: str, label_reference: Path, encode: Encode, tmp_path: Path
-) -> None:
-    make, kind, keys, _ = LABEL_KINDS[case]
-    root = tmp_path / "source"
-    url = at_url(f"memory://{case.replace(' ', '-')}-{tmp_path.name}/x", root, make(root))
-    assert list_source(url).kind == kind
-    encode(label_recipe(), url, tmp_path / "store")
-    assert [key for (key,) in columns_of(tmp_path / "store", "key")] == keys
-    assert arrays_of(tmp_path / "store") == arrays_of(label_reference)
 
 
 @pytest.mark.parametrize(("where", "every"), [("s3", 4), pytest.param("s3", 1, marks=pytest.mark.slow), ("memory", 1)])
@@ -561,7 +542,7 @@ def test_an_object_that_changed_or_went_is_rejected_with_its_reason(where: str, 
 
 
 def test_a_url_with_nothing_or_no_file_system_is_an_error_that_names_it(s3: str) -> None:
-    with pytest.raises(SourceError, match=r"s3://pictures/nowhere'.*no pictures found"):
+    with pytest.raises(SourceError, match=r"s3://pictures/nowhere'.*no images found"):
         list_source(f"{s3}/nowhere")
     with pytest.raises(SourceError, match=r"source 's3://no-such-bucket/x'"):
         list_source("s3://no-such-bucket/x")
@@ -579,13 +560,6 @@ def test_tars_beside_a_table_of_what_was_fetched_are_tars(tmp_path: Path) -> Non
     source = list_source(tmp_path)
     assert source.kind == "webdataset"
     assert [record.captions for record in source.records] == [("a thing",)]
-
-
-def test_a_folder_that_is_only_called_as_pixarts_stays_itself(tmp_path: Path) -> None:
-    for folder in ("InternData", "other"):
-        (tmp_path / folder).mkdir()
-        picture(1).save(tmp_path / folder / "a.png")
-    assert [record.key for record in list_source(tmp_path / "InternData").records] == ["a.png"]
 
 
 class FailingFile(io.RawIOBase):

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked import fork_interpreters
-from making import CPU, LABEL_RECIPE, NO_CHECK, label_recipe, make_class_folder, no_progress, picture
+from making import CPU, NO_CHECK, label_recipe, make_class_folder, no_progress, picture
 from source_files import write_tar
 from typer.testing import CliRunner, Result
 
@@ -19,8 +18,6 @@ from leandit.datasets.maintenance.verify import Verification
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import SourceSection
-from leandit.precompute.engines import devices
-from leandit.precompute.engines.devices import run_on_devices
 from leandit.precompute.pipeline import Report
 from leandit.precompute.sources.several import list_sources, open_sources, source_names
 from leandit.precompute.sources.source import list_source
@@ -164,15 +161,6 @@ def test_a_key_that_both_have_is_a_reject(tmp_path: Path) -> None:
         ("two/a.jpg", None),
         ("two/a.jpg", "duplicate_key"),
     ]
-
-
-def test_processes_read_all_sources(folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_interpreters(devices, monkeypatch)
-    store, sources = tmp_path / "store", [word for folder in folders for word in ("--source", str(folder))]
-    settings = [word for setting in LABEL_RECIPE for word in ("--set", setting)]
-    words = ["leandit.tools.cli.main", "precompute", "imagenet-256", *sources, "--store", str(store), *settings]
-    run_on_devices(lambda one: [*words, "--device", one], ["cpu"] * 2, store=store, num_threads=1, say=print)
-    assert LatentStore(store).records["status"].to_pylist() == ["stored"] * 10
 
 
 def test_the_commands_take_several_sources(folders: list[Path], tmp_path: Path) -> None:

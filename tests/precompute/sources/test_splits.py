@@ -141,7 +141,7 @@ def test_what_a_system_made_is_no_class_and_is_counted(tmp_path: Path) -> None:
     assert [(record.key, record.label) for record in source.records] == [("a/0.png", 0), ("b/0.png", 1)]
     assert source.ignored.folders == dict.fromkeys(SYSTEM, 1) | {"@eaDir": 2}
     files, folders = source.ignored.lines()
-    assert files == "1 file, no pictures by name: 1 .txt"
+    assert files == "1 file, not images by name: 1 .txt"
     assert folders.startswith("8 folders, hidden, of a system or linked twice: 2 @eaDir, 1 ")
 
 

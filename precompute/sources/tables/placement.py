@@ -1,4 +1,4 @@
-"""Where the pictures of a table are: the folder, and which part of a name is not part of the path.
+"""Where the images of a table are: the folder, and which part of a name is not part of the path.
 
 Tables often come from another machine: names are relative to one folder, lack the extension, or start with a foreign
 folder. Existing files decide for the first names.
@@ -14,18 +14,18 @@ from itertools import islice
 from pathlib import PurePosixPath
 
 from ....datasets.errors import SourceError
-from .entries import FoundFile
-from .files import SourceFiles
-from .record import ANNOTATIONS, is_picture
+from ..files.files import FoundFile, SourceFiles
+from ..files.record import is_image
 
-LOOKED_NAMES = 16  # of a table, to find where the pictures lie
+LOOKED_NAMES = 16  # of a table, to find where the images lie
 MAX_FOLDERS = 20  # of a source, in which they are looked for
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".JPG", ".JPEG", ".PNG")  # of names without one
+ANNOTATIONS = "annotations"  # folder of COCO's lists, beside the folders of the images
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Maps a name in a row to the path of a picture within the source: ``folder/NAME + suffix``.
+    """Maps a name in a row to the path of an image within the source: ``folder/NAME + suffix``.
 
     Args:
       folder: that names are relative to; "" for the source itself.
@@ -44,40 +44,64 @@ class Placement:
         parts += [f"'{self.prefix}' before their names is left out"] if self.prefix else []
         return ", ".join(parts)
 
-    def key(self, name: str) -> str:
-        """The name without the prefix."""
-        return name.removeprefix(self.prefix)
-
     def path(self, inside: str) -> str:
-        """Path of the picture of a key."""
+        """Path of the image of a name without the prefix."""
         return f"{self.folder}/{inside}{self.suffix}" if self.folder else f"{inside}{self.suffix}"
 
     def look(self, files: SourceFiles, inside: str) -> FoundFile | None:
-        """The picture of a key; tries other suffixes if it is missing."""
+        """The image of a name without the prefix; tries other suffixes if it is missing."""
         file = files.look(self.path(inside))
         if file and not file.problem:
             return file
-        others = (replace(self, suffix=suffix) for suffix in suffixes_of(inside) if suffix != self.suffix)
+        others = (replace(self, suffix=suffix) for suffix in _suffixes(inside) if suffix != self.suffix)
         looked = (files.look(other.path(inside)) for other in others)
         return next((other for other in looked if other and not other.problem), file)
+
+
+def find_placement(files: SourceFiles, names: Sequence[str], folders: Iterable[str]) -> Placement | None:
+    """Find where the images of a table are, by the files that exist for its first names.
+
+    Args:
+      files: of the images.
+      names: the first ones of the table.
+      folders: candidates within the source; "" for the source itself.
+    Returns: the first placement with a file; None if there is none.
+    """
+    for folder in folders:
+        for name in names[:LOOKED_NAMES]:
+            for prefix in _prefixes(name):
+                inside = os.path.normpath(name.removeprefix(prefix))
+                if name == prefix or leaves_source(inside) or inside == ".":
+                    continue
+                for suffix in _suffixes(name):
+                    placement = Placement(folder, suffix, prefix)
+                    file = files.look(placement.path(inside))
+                    if file is not None and not file.problem:
+                        return placement
+    return None
+
+
+def leaves_source(inside: str) -> bool:
+    """Whether a normalized path is not below the source."""
+    return os.path.isabs(inside) or inside.split(os.sep)[0] == ".."
 
 
 def normalized_root(root: str) -> str | None:
     """``source.root`` as a path within the source, "" for the source itself; None if it is elsewhere."""
     inside = os.path.normpath(os.path.expanduser(root))
-    if "://" in root or os.path.isabs(inside) or inside.split(os.sep)[0] == "..":
+    if "://" in root or leaves_source(inside):
         return None
     return "" if inside == "." else inside
 
 
 def default_root(files: SourceFiles) -> str:
-    """Default of ``source.root``: COCO's lists are in a folder next to the pictures."""
+    """Default of ``source.root``: COCO's lists are in a folder next to the images."""
     is_coco = files.only and files.only.endswith(".json") and files.name.rsplit("/", 2)[-2:-1] == [ANNOTATIONS]
     return ".." if is_coco else ""
 
 
 def elsewhere(files: SourceFiles, root: str) -> str:
-    """Path or URL of a folder of pictures outside the source.
+    """Path or URL of a folder of images outside the source.
 
     Raises: SourceError: it is relative to a URL.
     """
@@ -90,35 +114,14 @@ def elsewhere(files: SourceFiles, root: str) -> str:
 
 
 def folders_of(files: SourceFiles) -> Iterator[str]:
-    """Folders of a source that may hold the pictures of a table; none if they cannot be listed."""
+    """Folders of a source that may hold the images of a table; none if they cannot be listed."""
     with contextlib.suppress(SourceError):
         yield from islice(files.folders(), MAX_FOLDERS)
 
 
-def suffixes_of(name: str) -> tuple[str, ...]:
+def _suffixes(name: str) -> tuple[str, ...]:
     """Suffixes that a name may lack."""
-    return ("",) if is_picture(name) else ("", *SUFFIXES)
-
-
-def find_placement(files: SourceFiles, names: Sequence[str], folders: Iterable[str]) -> Placement | None:
-    """Find where the pictures of a table are, by the files that exist for its first names.
-
-    Args:
-      files: of the pictures.
-      names: the first ones of the table.
-      folders: candidates within the source; "" for the source itself.
-    Returns: the first placement with a file; None if there is none.
-    """
-    for folder in folders:
-        for name in names[:LOOKED_NAMES]:
-            for prefix in _prefixes(name):
-                for suffix in suffixes_of(name):
-                    placement = Placement(folder, suffix, prefix)
-                    if _is_inside(placement.key(name)) and _is_file(
-                        files, placement.path(os.path.normpath(placement.key(name)))
-                    ):
-                        return placement
-    return None
+    return ("",) if is_image(name) else ("", *SUFFIXES)
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -131,13 +134,3 @@ def _prefixes(name: str) -> Iterator[str]:
         prefix = "/" + "".join(f"{part}/" for part in parts[1:count])
         if name.startswith(prefix):
             yield prefix
-
-
-def _is_inside(path: str) -> bool:
-    inside = os.path.normpath(path)
-    return bool(path) and not os.path.isabs(inside) and inside.split(os.sep)[0] not in ("..", ".")
-
-
-def _is_file(files: SourceFiles, path: str) -> bool:
-    file = files.look(path)
-    return file is not None and not file.problem

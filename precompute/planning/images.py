@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from ...datasets.format.buckets import assign_bucket, bucket_name
 from ...datasets.format.table_schemas import PLAN_SCHEMA
 from ..config import ImagesSection, PrecomputeRecipe
 from ..images.decoders import Decoders
-from ..images.pixels import MAX_PIXELS, crop_geometry
+from ..images.pixels import crop_geometry, resize_problem
 from ..run.rejects import RejectLimits
 from ..run.tasks import FETCHES
 from ..sources.files.record import NO_CAPTION
@@ -37,10 +39,10 @@ ASKS_AHEAD = 4  # messages in flight for each thread
 MAX_THREADS = 32
 DECODERS = "LEANDIT_DECODERS"  # environment variable of a process that shares its cores with others
 KNOWN_SIZES = 1 << 16  # whose placement is kept
-WHAT = "the plan of the pictures"
+WHAT = "the plan of the images"
 PLACEMENT = "height_px", "width_px", "resized_height_px", "resized_width_px", "crop_top_px", "crop_left_px"
 REJECT = "stage", "reason", "detail"
-PICTURES_SCHEMA = pa.schema([PLAN_SCHEMA.field(name) for name in ("bucket", "row", *PLACEMENT, "status", *REJECT)])
+IMAGES_SCHEMA = pa.schema([PLAN_SCHEMA.field(name) for name in ("bucket", "row", *PLACEMENT, "status", *REJECT)])
 
 Size = tuple[int, int]
 """Height and width in pixels; (0, 0) if unknown."""
@@ -54,7 +56,7 @@ class Sizes:
     rejects: dict[int, RecordRejected] = field(default_factory=dict)
 
 
-def plan_pictures(
+def plan_images(
     source: Source,
     fresh: Listing,
     recipe: PrecomputeRecipe,
@@ -70,14 +72,12 @@ def plan_pictures(
       limits: count the rejects of the revision.
       progress: called with the number of images planned so far.
       stops: raise if too many are rejected; otherwise ``limits.problem`` has the error.
-    Returns: all new records, in order (PICTURES_SCHEMA), mapped; rows are counted from 0 in each bucket.
+    Returns: all new records, in order (IMAGES_SCHEMA), mapped; rows are counted from 0 in each bucket.
     Raises: SourceError: too many are rejected.
     """
-    if not recipe.images.table:
-        raise AssertionError("a recipe has a bucket")
     check_listing(fresh, recipe, limits, stops=stops)  # before headers are read, so that the message has all counts
     batches = _planned(source, fresh, recipe, decoders, limits, progress, stops)
-    return map_table(PICTURES_SCHEMA, rebatched(batches, BATCH_ROWS), WHAT)
+    return map_table(IMAGES_SCHEMA, rebatched(batches, BATCH_ROWS), WHAT)
 
 
 def _planned(
@@ -92,11 +92,17 @@ def _planned(
     placements: dict[Size, dict[str, Any]] = {}
     next_rows, done = Counter[str](), 0
     threads = num_threads() if source.is_read_by_decoders else FETCHES
+    slices = (batch.slice(i, ASKED) for batch in fresh.batches() for i in range(0, batch.num_rows, ASKED))
     with ThreadPoolExecutor(threads, thread_name_prefix="leandit-scan") as pool:
+        waiting: deque[tuple[pa.RecordBatch, Future[Sizes]]] = deque()
         try:
-            slices = (batch.slice(i, ASKED) for batch in fresh.batches() for i in range(0, batch.num_rows, ASKED))
-            for listed, sizes in _ahead(pool, slices, ASKS_AHEAD * threads, source, recipe, decoders):
-                batch, rejects = _placed(sizes, recipe.images, placements, next_rows)
+            while True:
+                for listed in islice(slices, ASKS_AHEAD * threads + 1 - len(waiting)):
+                    waiting.append((listed, pool.submit(_find_sizes, source, listed, recipe, decoders)))
+                if not waiting:
+                    return
+                listed, sizes = waiting.popleft()
+                batch, rejects = _placed(sizes.result(), recipe.images, placements, next_rows)
                 keys = listed["key"]
                 limits.count(len(keys), [(i, keys[i].as_py(), reject) for i, reject in sorted(rejects.items())])
                 if stops:
@@ -106,25 +112,6 @@ def _planned(
                 yield batch
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _ahead(
-    pool: ThreadPoolExecutor,
-    slices: Iterable[pa.RecordBatch],
-    most: int,
-    source: Source,
-    recipe: PrecomputeRecipe,
-    decoders: Decoders,
-) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
-    """Slices of the listing with their sizes, in order; the headers of later ones are being read."""
-    waiting: deque[tuple[pa.RecordBatch, Future[Sizes]]] = deque()
-    for listed in slices:
-        waiting.append((listed, pool.submit(_find_sizes, source, listed, recipe, decoders)))
-        if len(waiting) > most:
-            before, sizes = waiting.popleft()
-            yield before, sizes.result()
-    for before, sizes in waiting:
-        yield before, sizes.result()
 
 
 def _placed(
@@ -137,37 +124,34 @@ def _placed(
       next_rows: of each bucket; advanced.
     """
     distinct, which = np.unique(found.sizes, axis=0, return_inverse=True)
+    which, rejects = which.ravel(), dict(found.rejects)
     if len(placements) > KNOWN_SIZES:
         placements.clear()
     columns = []
-    for height_px, width_px in distinct.tolist():
+    for number, (height_px, width_px) in enumerate(distinct.tolist()):
         if (size := (height_px, width_px)) not in placements:
-            placements[size] = place_picture(height_px, width_px, images) if height_px else {}
+            placements[size] = place_image(height_px, width_px, images) if height_px else {}
         columns.append(placements[size])
-    rejects: dict[int, RecordRejected] = dict(found.rejects)
-    which = which.ravel()
-    for number, placement in enumerate(columns):
-        if reject := placement.get("reject"):
-            for i in np.flatnonzero(which == number).tolist():
-                rejects[i] = reject
+        if reject := placements[size].get("reject"):
+            rejects.update((position, reject) for position in np.flatnonzero(which == number).tolist())
     for i, reject in found.rejects.items():
         which[i] = len(columns)
         columns.append({"reject": RecordRejected("scan", reject.reason, reject.detail)})
-    by_name = {name: [one.get(name) for one in columns] for name in PICTURES_SCHEMA.names}
-    reasons = [one.get("reject") for one in columns]
+    by_name = {name: [column.get(name) for column in columns] for name in IMAGES_SCHEMA.names}
+    reasons = [column.get("reject") for column in columns]
     by_name |= {name: [reject and getattr(reject, name) for reject in reasons] for name in REJECT}
     by_name["status"] = ["rejected" if reject else "planned" for reject in reasons]
-    batch = pa.RecordBatch.from_pydict(by_name, PICTURES_SCHEMA).take(pa.array(which))
+    batch = pa.RecordBatch.from_pydict(by_name, IMAGES_SCHEMA).take(pa.array(which))
     rows, buckets = np.full(len(which), -1, np.int64), np.array([name or "" for name in by_name["bucket"]])[which]
     for bucket in dict.fromkeys(filter(None, by_name["bucket"])):
         positions = np.flatnonzero(buckets == bucket)
         rows[positions] = next_rows[bucket] + np.arange(len(positions))
         next_rows[bucket] += len(positions)
-    number = PICTURES_SCHEMA.get_field_index("row")
-    return batch.set_column(number, PICTURES_SCHEMA.field(number), pa.array(rows)), rejects
+    number = IMAGES_SCHEMA.get_field_index("row")
+    return batch.set_column(number, IMAGES_SCHEMA.field(number), pa.array(rows)), rejects
 
 
-def place_picture(height_px: int, width_px: int, images: ImagesSection) -> dict[str, Any]:
+def place_image(height_px: int, width_px: int, images: ImagesSection) -> dict[str, Any]:
     """Bucket and crop for an image size, by the name of the column; or only "reject"."""
     size = f"{height_px}x{width_px} px"
     if min(height_px, width_px) < images.min_px:
@@ -176,13 +160,10 @@ def place_picture(height_px: int, width_px: int, images: ImagesSection) -> dict[
     if bucket is None:
         return {"reject": RecordRejected("scan", "aspect", f"{size} is outside the bucket table")}
     sizes, top, left = crop_geometry(height_px, width_px, bucket, images.crop)
-    height, width = sizes[-1]
-    if height * width > MAX_PIXELS:
-        detail = f"{size} would be resized to {height}x{width} px before the crop"
-        return {"reject": RecordRejected("scan", "aspect", detail)}
-    return dict(zip(PLACEMENT, (height_px, width_px, height, width, top, left), strict=True)) | {
-        "bucket": bucket_name(*bucket)
-    }
+    if problem := resize_problem(height_px, width_px, sizes[-1]):
+        return {"reject": RecordRejected("scan", "aspect", problem)}
+    placement = dict(zip(PLACEMENT, (height_px, width_px, *sizes[-1], top, left), strict=True))
+    return placement | {"bucket": bucket_name(*bucket)}
 
 
 def check_listing(fresh: Listing, recipe: PrecomputeRecipe, limits: RejectLimits, *, stops: bool = True) -> None:
@@ -228,15 +209,20 @@ def _find_sizes(source: Source, batch: pa.RecordBatch, recipe: PrecomputeRecipe,
 def _sent_size(
     source: Source, place: tuple[str, int, int], decoders: Decoders, images: ImagesSection
 ) -> Size | RecordRejected:
-    """Size of an image whose bytes this process reads."""
+    """Size of an image whose bytes this process reads: at a URL only the first, if they tell."""
+    path, offset, num_bytes = place
+    exif: dict[str, bool] = {"exif_orientation": images.exif_orientation}
     try:
-        return decoders.size(*source.place(*place, stage="scan"), exif_orientation=images.exif_orientation)
+        head = source.read_head(*place)
+        if head and (size := decoders.size_of_head(Path(path), offset, num_bytes, head, **exif)):
+            return size
+        return decoders.size(*source.place(*place, stage="scan"), **exif)
     except RecordRejected as reject:
         return reject
 
 
 def listing_rejects(batch: pa.RecordBatch, recipe: PrecomputeRecipe) -> dict[int, RecordRejected]:
-    """Rejects of a batch of the listing, by position; as ``listing_problem``."""
+    """Rejects of a batch of the listing, by position."""
     rejects = {}
     if recipe.needs_captions:
         for i in np.flatnonzero(pc.list_value_length(batch["captions"]).to_numpy() == 0).tolist():
