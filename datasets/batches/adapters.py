@@ -1,10 +1,10 @@
-"""Batches named as other trainers read them: one function per trainer, for ``make_loader(..., collate_fn=...)``.
+"""Batches named as diffusers' training scripts read them, for ``make_loader(..., collate_fn=...)``.
 
     loader = make_loader(store, global_batch=16, collate_fn=adapters.diffusers_sd3(store))
 
-Each looks up the text encoders of the store once, and raises RecipeError where the store lacks what the trainer reads.
 Latents (B, C, H, W) are drawn, shifted and scaled once; tokens (B, L, D) and pooled vectors (B, P) have the values that
-the text encoder gave. All are of ``dtype``, that of the trained model.
+the text encoder gave. All are of ``dtype``, that of the trained model. ``docs/other-trainers.md`` has the functions for
+NeMo AutoModel and torchtitan, made of ``check_text``, ``tokens_of`` and ``pooled_of``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from .batch import Batch
 
 Named = dict[str, Any]
 PROJECTED, PLAIN = "CLIPTextModelWithProjection", "CLIPTextModel"
-TOKEN_MULTIPLE = 8  # NeMo AutoModel's collate function pads captions to a multiple of it
 
 
 def diffusers_sd3(
@@ -34,24 +33,23 @@ def diffusers_sd3(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Callable[[Batch], Named]:
-    """Batches for diffusers' scripts that train Stable Diffusion 3 and 3.5.
-
-    Its text encoders are given by their names.
+    """Batches for diffusers' scripts that train Stable Diffusion 3 and 3.5; text encoders are given by their names.
 
     Returns: a function from a batch to model_input, the latents, which the scripts compute from ``pixel_values``;
       prompt_embeds: CLIP-L and CLIP-G side by side, filled with zeros to the width of T5, then T5;
       pooled_prompt_embeds: of CLIP-L, then CLIP-G.
+    Raises: RecipeError: the store lacks what the scripts read.
     Source: Esser et al. 2024 (SD3), appendix B.1.
     """
     for name in (clip_l, clip_g):
-        _check(store, name, pooled_class=PROJECTED)
-    _check(store, t5, attends=True)
+        check_text(store, name, pooled_class=PROJECTED)
+    check_text(store, t5, attends=True)
 
     def named(batch: Batch) -> Named:
-        clips = torch.cat([_tokens(batch, name, dtype) for name in (clip_l, clip_g)], dim=2)
-        tokens = _tokens(batch, t5, dtype)
+        clips = torch.cat([tokens_of(batch, name, dtype) for name in (clip_l, clip_g)], dim=2)
+        tokens = tokens_of(batch, t5, dtype)
         wide = F.pad(clips, (0, tokens.shape[2] - clips.shape[2]))
-        pooled = torch.cat([_pooled(batch, name, dtype) for name in (clip_l, clip_g)], dim=1)
+        pooled = torch.cat([pooled_of(batch, name, dtype) for name in (clip_l, clip_g)], dim=1)
         embeds = torch.cat([wide, tokens], dim=1)
         return {"model_input": batch.latents.to(dtype), "prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
@@ -67,10 +65,11 @@ def diffusers_sdxl(
       pooled_prompt_embeds: of CLIP-G;
       time_ids: (B, 6), height and width of the source image, top and left of the crop in the resized image, height and
       width of the bucket, in pixels.
+    Raises: RecipeError: the store lacks what the scripts read.
     Source: Podell et al. 2023 (SDXL), section 2.2.
     """
-    _check(store, clip_l)
-    _check(store, clip_g, pooled_class=PROJECTED)
+    check_text(store, clip_l)
+    check_text(store, clip_g, pooled_class=PROJECTED)
     known = torch.from_numpy(store.sizes)[:, [0, 1, 4, 5]]
 
     def named(batch: Batch) -> Named:
@@ -78,61 +77,15 @@ def diffusers_sdxl(
         time_ids = torch.cat([known[batch.records.cpu()], target], dim=1)
         return {
             "model_input": batch.latents.to(dtype),
-            "prompt_embeds": torch.cat([_tokens(batch, name, dtype) for name in (clip_l, clip_g)], dim=2),
-            "pooled_prompt_embeds": _pooled(batch, clip_g, dtype),
+            "prompt_embeds": torch.cat([tokens_of(batch, name, dtype) for name in (clip_l, clip_g)], dim=2),
+            "pooled_prompt_embeds": pooled_of(batch, clip_g, dtype),
             "time_ids": time_ids.to(batch.latents.device, dtype),
         }
 
     return named
 
 
-def nemo_automodel(
-    store: LatentStore, tokens: str, pooled: str = "", *, reads_mask: bool = False, dtype: torch.dtype = torch.float32
-) -> Callable[[Batch], Named]:
-    """Batches for NeMo AutoModel's diffusion recipe: its ``FlowMatchingPipeline.step``.
-
-    Args:
-      tokens: name of the text encoder whose tokens are read.
-      pooled: name of the one whose pooled vectors are read; empty for a model without.
-      reads_mask: the model's adapter reads ``text_attention_mask``; otherwise captions must be stored at full length.
-    Returns: a function from a batch to image_latents; data_type, "image"; text_embeddings, of a multiple of 8 tokens;
-      text_attention_mask: (B, L) bool, True for a caption's tokens; pooled_prompt_embeds.
-    """
-    _check(store, tokens, full_length=not reads_mask)
-    if pooled:
-        _check(store, pooled, full_length=False, pooled_class=PLAIN)
-
-    def named(batch: Batch) -> Named:
-        embeddings = _tokens(batch, tokens, dtype)
-        missing = -embeddings.shape[1] % TOKEN_MULTIPLE
-        embeddings, mask = F.pad(embeddings, (0, 0, 0, missing)), F.pad(batch.texts[tokens].mask, (0, missing))
-        values = {"image_latents": batch.latents.to(dtype), "data_type": "image"}
-        values |= {"text_embeddings": embeddings, "text_attention_mask": mask}
-        return values | ({"pooled_prompt_embeds": _pooled(batch, pooled, dtype)} if pooled else {})
-
-    return named
-
-
-def torchtitan_flux(
-    store: LatentStore, t5: str = "t5", clip: str = "clip_l", *, dtype: torch.dtype = torch.float32
-) -> Callable[[Batch], tuple[Named, Tensor]]:
-    """Batches for torchtitan's FLUX trainer, as they are after its ``preprocess_data``.
-
-    Returns: a function from a batch to img_encodings, t5_encodings and clip_encodings; and the labels of its step, the
-      latents again.
-    """
-    _check(store, t5, attends=True)
-    _check(store, clip, full_length=False, pooled_class=PLAIN)
-
-    def named(batch: Batch) -> tuple[Named, Tensor]:
-        latents = batch.latents.to(dtype)
-        captions = {"t5_encodings": _tokens(batch, t5, dtype), "clip_encodings": _pooled(batch, clip, dtype)}
-        return {"img_encodings": latents, **captions}, latents
-
-    return named
-
-
-def _check(
+def check_text(
     store: LatentStore, name: str, *, full_length: bool = True, attends: bool = False, pooled_class: str = ""
 ) -> None:
     """Raise RecipeError unless a text encoder of the store gives what a trainer reads.
@@ -159,15 +112,15 @@ def _check(
         raise RecipeError(f"{has}; '{name or 'text'}' {problem}. Precompute the store with it.")
 
 
-def _tokens(batch: Batch, name: str, dtype: torch.dtype) -> Tensor:
-    """(B, L, D)."""
+def tokens_of(batch: Batch, name: str, dtype: torch.dtype) -> Tensor:
+    """(B, L, D) tokens of a text encoder."""
     if name not in batch.texts:
         raise RecipeError(f"batch {batch.number}: it has no captions. Make the loader with text='padded'.")
     return batch.texts[name].padded.to(dtype)
 
 
-def _pooled(batch: Batch, name: str, dtype: torch.dtype) -> Tensor:
-    """(B, P)."""
+def pooled_of(batch: Batch, name: str, dtype: torch.dtype) -> Tensor:
+    """(B, P) pooled vectors of a text encoder."""
     vectors = batch.texts[name].pooled
-    assert vectors is not None, "checked with the store"
+    assert vectors is not None, "check_text has checked the store"
     return vectors.to(dtype)

@@ -12,8 +12,36 @@ from ..disk.cached import cached_property
 from ..errors import RecipeError
 from ..format.schema import LatentSpec
 from .captions import Captions
-from .features import FeatureBatch
 from .latents import final_latents, mean_latents
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FeatureBatch:
+    """A feature of the images of a batch, in the dtype of the store; what is not stored is None.
+
+    Args:
+      stored_patches, stored_cls: (B, T, D) tokens of the patches, row by row; (B, D) class tokens.
+      patch_scales, cls_scales: (B, T) and (B,) float32 of int8 tokens.
+    """
+
+    stored_patches: torch.Tensor | None = None
+    patch_scales: torch.Tensor | None = None
+    stored_cls: torch.Tensor | None = None
+    cls_scales: torch.Tensor | None = None
+
+    @cached_property
+    def patches(self) -> torch.Tensor | None:
+        """(B, T, D) on the device of the batch: as stored, or float32 of int8, one exact product each."""
+        return _final(self.stored_patches, self.patch_scales)
+
+    @cached_property
+    def cls(self) -> torch.Tensor | None:
+        """(B, D), likewise."""
+        return _final(self.stored_cls, self.cls_scales)
+
+
+def _final(stored: torch.Tensor | None, scales: torch.Tensor | None) -> torch.Tensor | None:
+    return stored if stored is None or scales is None else stored * scales[..., None]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -39,37 +38,41 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...], dtype: str | np.dtype) -> np.ndarray:
-        """An uninitialised array; make it a tensor with ``torch.from_numpy``, which is page-locked where asked for."""
+        """An uninitialized array; make it a tensor with ``torch.from_numpy``, which is page-locked where asked for."""
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         if self._pin:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().view(dtype).reshape(shape)
         most = 4 * max(num_bytes, 1 << 16)  # far larger ones stay for larger batches
         with self._lock:
-            sizes, counts = [buffer.nbytes for buffer in self._buffers], _reference_counts(self._buffers)
-            fitting = [i for i, size in enumerate(sizes) if num_bytes <= size <= most and counts[i] == UNUSED]
+            sizes = [buffer.nbytes for buffer in self._buffers]
+            fitting = [
+                i
+                for i, size in enumerate(sizes)
+                if num_bytes <= size <= most and _references(self._buffers[i]) == UNUSED
+            ]
             # The most recently used of the smallest: it is still in the cache.
             best = min(reversed(fitting), key=sizes.__getitem__, default=None)
-            buffer = self._allocate(num_bytes) if best is None else self._buffers.pop(best)
+            buffer = _allocate(num_bytes) if best is None else self._buffers.pop(best)
             del self._buffers[: 1 - MAX_BUFFERS]  # the system gets their memory back when nothing refers to it
             self._buffers.append(buffer)
             return buffer[:num_bytes].view(dtype).reshape(shape)
-
-    def _allocate(self, num_bytes: int) -> np.ndarray:
-        """Aligned memory, an eighth larger than needed, so that it also fits slightly larger batches."""
-        room = num_bytes + num_bytes // 8 + ALIGNMENT
-        memory = np.empty(room, np.uint8)  # numpy asks the system for huge pages, torch does not
-        return memory[-memory.ctypes.data % ALIGNMENT :]
 
     def __reduce__(self) -> tuple:
         return _new_pool, (self._pin,)  # buffers are not shared between processes
 
 
-def _reference_counts(buffers: Sequence[np.ndarray]) -> list[int]:
-    """How many references there are to the memory of each buffer: every view and tensor of it counts."""
-    return [sys.getrefcount(buffer.base) for buffer in buffers]
+def _allocate(num_bytes: int) -> np.ndarray:
+    """Aligned memory, an eighth larger than needed, so that it also fits slightly larger batches."""
+    memory = np.empty(num_bytes + num_bytes // 8 + ALIGNMENT, np.uint8)  # numpy asks for huge pages, torch does not
+    return memory[-memory.ctypes.data % ALIGNMENT :]
 
 
-UNUSED = _reference_counts([np.empty(1)[:]])[0]  # of a buffer that is not lent
+def _references(buffer: np.ndarray) -> int:
+    """References to the memory of a buffer: every view and tensor of it counts."""
+    return sys.getrefcount(buffer.base)
+
+
+UNUSED = _references(_allocate(0))  # of a buffer that is not lent
 
 
 def _new_pool(pin: bool) -> BufferPool:

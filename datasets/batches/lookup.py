@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ class Records(NamedTuple):
       rows: (B,) int64 in ``store.latents(bucket)``.
       records: (B,) int64 positions in the records table.
       labels: (B,) class index, -1 for none.
-      flipped: (B,) bool, whether to read the flipped picture, or None if the store has none.
+      flipped: (B,) bool, whether to read the flipped image, or None if the store has none.
       caption_ids: (B,) int64 the caption chosen for each, or None.
       draw_keys: (B,) int64 keys of the posterior draw, or None without a posterior.
     """
@@ -40,18 +39,9 @@ class Records(NamedTuple):
     caption_ids: np.ndarray | None
     draw_keys: np.ndarray | None
 
-    def part(self, start: int, stop: int) -> Records:
-        """Those from start to stop; views."""
-        return Records(*[None if column is None else column[start:stop] for column in self])  # pyright: ignore
-
 
 class WantedBatch(NamedTuple):
-    """A rank's slice of one global batch, before it is read.
-
-    Args:
-      planned: the global batch.
-      wanted: the rank's records of it.
-    """
+    """A global batch, and a rank's records of it, before they are read."""
 
     planned: PlannedBatch
     wanted: Records
@@ -77,23 +67,24 @@ class Lookup:
     caption_bounds: Sequence[Mapping[str, np.ndarray] | None]
 
     def batches(self, planned: Sequence[PlannedBatch]) -> list[WantedBatch]:
-        """Look up planned batches, in their order."""
+        """Look up planned batches, in their order: those of a store and bucket together."""
+        slices = [rank_slice(len(batch.positions), self.rank, self.world_size) for batch in planned]
         groups: dict[tuple[int, str], list[int]] = {}
         for number, batch in enumerate(planned):
             groups.setdefault((batch.plan, batch.bucket), []).append(number)
         found: dict[int, WantedBatch] = {}
         for (plan, bucket), numbers in groups.items():
-            batches = [planned[number] for number in numbers]
-            slices = [rank_slice(len(batch.positions), self.rank, self.world_size) for batch in batches]
-            positions = [batch.positions[part] for batch, part in zip(batches, slices, strict=True)]
-            epochs = [batch.epochs[part] for batch, part in zip(batches, slices, strict=True)]
-            records = self._records(plan, bucket, np.concatenate(positions), np.concatenate(epochs))
-            edges = pairwise(accumulate(map(len, positions), initial=0))
-            for number, batch, (start, stop) in zip(numbers, batches, edges, strict=True):
-                found[number] = WantedBatch(batch, records.part(start, stop))
+            positions = [planned[number].positions[slices[number]] for number in numbers]
+            epochs = [planned[number].epochs[slices[number]] for number in numbers]
+            columns = self._columns(plan, bucket, np.concatenate(positions), np.concatenate(epochs))
+            stop = 0
+            for number, of_batch in zip(numbers, positions, strict=True):
+                start, stop = stop, stop + len(of_batch)
+                parts = [None if column is None else column[start:stop] for column in columns]
+                found[number] = WantedBatch(planned[number], Records(*parts))  # pyright: ignore[reportArgumentType]
         return [found[number] for number in range(len(planned))]
 
-    def _records(self, plan: int, bucket: str, positions: np.ndarray, epochs: np.ndarray) -> Records:
+    def _columns(self, plan: int, bucket: str, positions: np.ndarray, epochs: np.ndarray) -> Records:
         store = self.stores[plan]
         index, latent = store.index(bucket), store.spec.latent
         records = index.records.take(positions)
@@ -101,14 +92,14 @@ class Lookup:
         flipped, captions, keys = None, None, None
         if latent.flip:
             flipped = keyed_choice(np.full(len(records), 2), **keyed, purpose=PURPOSE_FLIP) == 1
-        bounds = self.caption_bounds[plan]
-        if store.texts and self.captions and bounds:
-            uniform = keyed_uniform(**keyed, purpose=PURPOSE_CAPTION)
-            captions = choose_captions(bounds[bucket], index, positions, uniform)
-        elif store.texts and self.captions:
-            starts = index.caption_starts[positions]
-            choices = index.caption_starts[positions + 1] - starts
-            captions = index.caption_ids[starts + keyed_choice(choices, **keyed, purpose=PURPOSE_CAPTION)]
+        if store.texts and self.captions:
+            if bounds := self.caption_bounds[plan]:
+                uniform = keyed_uniform(**keyed, purpose=PURPOSE_CAPTION)
+                captions = choose_captions(bounds[bucket], index, positions, uniform)
+            else:
+                starts = index.caption_starts[positions]
+                choices = index.caption_starts[positions + 1] - starts
+                captions = index.caption_ids[starts + keyed_choice(choices, **keyed, purpose=PURPOSE_CAPTION)]
         if latent.has_posterior:
             keys = draw_keys(self.seeds[plan], epochs, records).numpy()
         return Records(index.rows.take(positions), records, index.labels.take(positions), flipped, captions, keys)

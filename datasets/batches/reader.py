@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from ..arrays.sharded_array import ShardedArray
 from ..disk.fork_safe import reset_in_forks
 from ..errors import RecipeError
+from ..format.row_layout import LATENTS
 from ..format.schema import LatentStatistics
 from ..order.alike import check_alike
 from ..order.batch_plan import BatchPlan, PlannedBatch
@@ -24,13 +25,12 @@ from ..order.order import BatchOrder
 from ..order.slices import rank_slice
 from ..revisions.latent_statistics import merge_statistics
 from ..store import LatentStore
-from .batch import Batch
+from .batch import Batch, FeatureBatch
 from .buffer_pool import BufferPool
 from .captions import TextForm, read_captions
-from .features import read_feature
 from .latents import Normalise, normalised_as
 from .lookup import Lookup, Records, WantedBatch
-from .row_checks import RowCheck, RowChecks
+from .row_checks import RowCheck, RowChecks, group_arrays
 
 PLANNED_AHEAD = 32  # batches planned together: one alone takes a tenth of the time of all
 KEPT_GROUPS = 2  # of planned batches: threads read on both sides of a boundary
@@ -96,12 +96,13 @@ class BatchReader(Dataset):
         for store in self.stores:
             _check_has(store, "feature", self._features, store.features)
             _check_has(store, "picture", self._pictures, store.pictures)
-            kinds = [{one.name: one.kind for one in other.spec.pictures} for other in (self.stores[0], store)]
-            if differing := [name for name in self._pictures if kinds[0][name] != kinds[1][name]]:
-                raise RecipeError(
-                    f"store '{store.path}': '{differing[0]}' is of kind '{kinds[1][differing[0]]}', of "
-                    f"'{kinds[0][differing[0]]}' in '{self.stores[0].path}'. Leave it out, or mix other stores."
-                )
+            first, kinds = ({one.name: one.kind for one in each.spec.pictures} for each in (self.stores[0], store))
+            for name in self._pictures:
+                if kinds[name] != first[name]:
+                    raise RecipeError(
+                        f"store '{store.path}': '{name}' is of kind '{kinds[name]}', of '{first[name]}' in "
+                        f"'{self.stores[0].path}'. Leave it out, or mix other stores."
+                    )
         odds = caption_odds if caption_odds and text != "none" else [None] * len(self.stores)
         bounds = [of_store and of_store.bounds(store) for of_store, store in zip(odds, self.stores, strict=True)]
         self.caption_odds = [of_store and of_store.identity() for of_store in odds] if any(odds) else None
@@ -113,6 +114,7 @@ class BatchReader(Dataset):
 
     def reset(self) -> None:
         """Drop all planned batches."""
+        self._groups: dict[tuple[int, str, str], dict[str, tuple[ShardedArray, ShardedArray | None]]] = {}
         self._planned: dict[int, list[WantedBatch]] = {}  # by number // PLANNED_AHEAD
         self._lock = threading.Lock()
 
@@ -129,64 +131,62 @@ class BatchReader(Dataset):
           number: of the global batch.
         Raises: DamageError: a shard or a row is not what was written.
         """
-        store, texts, bucket = self.stores[planned.plan], {}, planned.bucket
+        store, bucket, texts = self.stores[planned.plan], planned.bucket, {}
         if wanted.caption_ids is not None:
             texts = {name: read_captions(store.text(name), wanted.caption_ids, self._buffers) for name in store.texts}
+        groups = {
+            group: {
+                name: torch.from_numpy(self._take(array, twin, wanted))
+                for name, (array, twin) in self._arrays(planned.plan, bucket, group).items()
+            }
+            for group in (LATENTS, *self._pictures, *self._features)
+        }
         batch = Batch(
-            stored=torch.from_numpy(self._read_rows(*self._latents(store, bucket), wanted)),
+            stored=_only(groups[LATENTS]),
             labels=_tensor(wanted.labels),
             records=_tensor(wanted.records),
             draw_keys=None if wanted.draw_keys is None else _tensor(wanted.draw_keys),
             spec=self.latent_specs[planned.plan],
-            bucket=planned.bucket,
+            bucket=bucket,
             number=number,
             global_size=len(planned.positions),
             epoch=planned.epoch,
             store=planned.plan,
             texts=texts,
             pads=self._text == "padded",
-            features={
-                name: read_feature(store, name, bucket, wanted.rows, wanted.flipped, self._buffers)
-                for name in self._features
-            },
-            stored_pictures={
-                name: torch.from_numpy(self._read_rows(*self._picture(store, name, bucket), wanted))
-                for name in self._pictures
-            },
+            features={name: FeatureBatch(**groups[name]) for name in self._features},
+            stored_pictures={name: _only(groups[name]) for name in self._pictures},
         )
         self._checks.check(planned.plan, bucket, wanted)
         return batch
 
-    def shards_of(self, number: int) -> tuple[LatentStore, list[str]]:
-        """The store and the paths of the shards that this rank's slice of a batch may read."""
-        planned, wanted = self._look_up(number)
-        store, bucket = self.stores[planned.plan], planned.bucket
-        flips = (False,) if wanted.flipped is None else (False, True)
-        arrays = list(dict.fromkeys(self._latents(store, bucket)))
-        arrays += [array for name in self._pictures for array in dict.fromkeys(self._picture(store, name, bucket))]
-        features = [store.feature(name, bucket) for name in self._features]
-        for feature in features:
-            arrays += [a for output in feature.outputs for flip in flips for a in feature.arrays(output, flipped=flip)]
-        paths = [path for array in arrays for path in array.shard_paths(wanted.rows)]
-        for tokens in map(store.text, store.texts) if wanted.caption_ids is not None else ():
-            starts, rows = tokens.starts[wanted.caption_ids], tokens.pooled_rows[wanted.caption_ids]
-            paths += (
-                [path for array in tokens.arrays for path in array.shard_paths(starts)]
-                if tokens.spec.has_tokens
-                else []
-            )
-            paths += tokens.pooled.shard_paths(rows) if tokens.spec.pooled_width else []
-        return store, paths
-
     def fetch_ahead(self, first: int, count: int) -> None:
         """Prefetch the shards of these batches, in order, from stores at a URL."""
-        wanted: dict[int, list[str]] = {}
+        wanted: dict[int, list[str]] = {number: [] for number in range(len(self.stores))}
         for number in range(first, first + count):
-            store, paths = self.shards_of(number)
-            wanted.setdefault(id(store), []).extend(paths)
-        for store in self.stores:
+            planned, records = self._look_up(number)
+            wanted[planned.plan] += self._shards_of(planned, records)
+        for store in dict.fromkeys(self.stores):
             if store.remote is not None:
-                store.remote.prefetch(wanted.get(id(store), []))
+                store.remote.prefetch(
+                    path for number, paths in wanted.items() if self.stores[number] is store for path in paths
+                )
+
+    def _shards_of(self, planned: PlannedBatch, wanted: Records) -> list[str]:
+        """Paths of the shards that a slice of a batch may read."""
+        store = self.stores[planned.plan]
+        groups = [
+            self._arrays(planned.plan, planned.bucket, name) for name in (LATENTS, *self._pictures, *self._features)
+        ]
+        arrays = [array for group in groups for pair in group.values() for array in pair if array is not None]
+        paths = [path for array in arrays for path in array.shard_paths(wanted.rows)]
+        for tokens in map(store.text, store.texts) if wanted.caption_ids is not None else ():
+            starts = tokens.starts[wanted.caption_ids]
+            for array in tokens.arrays if tokens.spec.has_tokens else ():
+                paths += array.shard_paths(starts)
+            if tokens.spec.pooled_width:
+                paths += tokens.pooled.shard_paths(tokens.pooled_rows[wanted.caption_ids])
+        return paths
 
     def _look_up(self, number: int) -> WantedBatch:
         group, place = divmod(number, PLANNED_AHEAD)
@@ -197,26 +197,30 @@ class BatchReader(Dataset):
                 self._planned = dict([*kept, (group, self._lookup.batches(planned))])
             return self._planned[group][place]
 
-    def _latents(self, store: LatentStore, bucket: str) -> tuple[ShardedArray, ShardedArray]:
-        """The latents of a bucket, and those of flipped pictures; twice the same if there are none."""
-        array = store.latents(bucket)
-        return array, store.flipped_latents(bucket) if store.spec.latent.flip else array
+    def _arrays(self, number: int, bucket: str, group: str) -> dict[str, tuple[ShardedArray, ShardedArray | None]]:
+        """The arrays of a group of a store, each with that of the flipped images, by the field of the batch."""
+        found = self._groups.get((number, bucket, group))
+        if found is None:
+            arrays = group_arrays(self.stores[number], bucket, group)
+            half = len(arrays) // 2 if self.stores[number].spec.latent.flip else len(arrays)
+            twins = arrays[half:] or [None] * half
+            names = [array.path.rpartition("/")[2] for array in arrays[:half]]
+            fields = [f"stored_{name}" if name in ("patches", "cls") else name for name in names]
+            found = self._groups[number, bucket, group] = dict(
+                zip(fields, zip(arrays[:half], twins, strict=True), strict=True)
+            )
+        return found
 
-    def _picture(self, store: LatentStore, name: str, bucket: str) -> tuple[ShardedArray, ShardedArray]:
-        """As ``_latents``, of a companion picture."""
-        array = store.picture(name, bucket)
-        return array, store.picture(name, bucket, flipped=True) if store.spec.latent.flip else array
-
-    def _read_rows(self, array: ShardedArray, flipped: ShardedArray, wanted: Records) -> np.ndarray:
-        """(B, ...) stored rows, of the flipped picture where the draw says so."""
+    def _take(self, array: ShardedArray, twin: ShardedArray | None, wanted: Records) -> np.ndarray:
+        """(B, ...) stored rows, of the flipped image where the draw says so."""
         stored = self._buffers.take((len(wanted.rows), *array.row_shape), array.dtype)
         array.take(wanted.rows, out=stored)
-        if wanted.flipped is not None:
-            stored[wanted.flipped] = flipped.take(wanted.rows[wanted.flipped])
+        if twin is not None and wanted.flipped is not None:
+            stored[wanted.flipped] = twin.take(wanted.rows[wanted.flipped])
         return stored
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_planned", "_lock")}
+        return {name: value for name, value in vars(self).items() if name not in ("_planned", "_groups", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -244,14 +248,14 @@ def check_fit(store: LatentStore, plan: BatchPlan) -> None:
             "Create it again with RecordFilter.select."
         )
     for bucket in {**plan.buckets, **store.buckets}:
-        planned, there = plan.buckets.get(bucket, 0), store.buckets.get(bucket, 0)
+        stored, planned = store.buckets.get(bucket, 0), plan.buckets.get(bucket, 0)
         chosen = plan.selection.positions.get(bucket) if plan.selection else None
-        beyond = chosen is not None and len(chosen) and chosen[-1] >= there
-        if beyond or (chosen is None and planned != there):
+        if chosen is not None:  # a part of the records, in order
+            planned = max(stored, int(chosen[-1]) + 1) if len(chosen) else stored
+        if planned != stored:
             raise RecipeError(
-                f"store '{store.path}': it has {there} records in bucket '{bucket}', the plan is of a store with "
-                f"{int(chosen[-1]) + 1 if chosen is not None and beyond else planned} there. Make the plan from "
-                "store.buckets, or from a selection of this store."
+                f"store '{store.path}': it has {stored} records in bucket '{bucket}', the plan is of a store with "
+                f"{planned} there. Make the plan from store.buckets, or from a selection of this store."
             )
 
 
@@ -260,6 +264,12 @@ def _check_has(store: LatentStore, what: str, names: Sequence[str], known: Seque
     if missing := set(names) - set(known):
         found = ", ".join(known) or "none"
         raise RecipeError(f"store '{store.path}': it has no {what} '{min(missing)}'. There are: {found}.")
+
+
+def _only(values: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The only value of a group of one array."""
+    (value,) = values.values()
+    return value
 
 
 def _tensor(column: np.ndarray) -> torch.Tensor:

@@ -7,7 +7,7 @@ nothing afterwards. A store at a URL needs no such checks: every shard is hashed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -30,12 +30,12 @@ class RowChecks:
     Args:
       stores: that are read.
       when: rows are checked.
-      groups: names of the features and companion pictures that are read beside the latents.
+      groups: names of the features and companion images that are read beside the latents.
     """
 
     def __init__(self, stores: Sequence[LatentStore], when: RowCheck, groups: Sequence[str]) -> None:
         self._stores, self._when, self._groups = stores, when, groups
-        self._checked: dict[tuple[int, str], _Positions] = {}  # records and captions of each store
+        self._checked: dict[tuple[int, str], np.ndarray] = {}  # a bit for each record or caption of each store
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RowChecks, (self._stores, self._when, self._groups)
@@ -50,78 +50,64 @@ class RowChecks:
         store = self._stores[number]
         if self._when == "never" or store.remote is not None:
             return
-        records = self._positions(number, "records", len(store.checksums))
-        new = records.missing(read.records)
+        bits = self._bits(number, "records", store.checksums)
+        new = _missing(bits, read.records)
         for group in (LATENTS, *self._groups) if len(new) else ():
             _check_records(store, bucket, group, read.rows[new], read.records[new])
-        if self._when == "first":
-            records.add(read.records[new])
+        self._add(bits, read.records[new])
         if read.caption_ids is not None:
-            num_captions = len(store.caption_checksums(store.texts[0]))
-            captions = self._positions(number, "captions", num_captions)
-            ids = read.caption_ids[captions.missing(read.caption_ids)]
+            bits = self._bits(number, "captions", store.caption_checksums(store.texts[0]))
+            ids = read.caption_ids[_missing(bits, read.caption_ids)]
             for name in store.texts if len(ids) else ():
                 _check_captions(store, name, ids)
-            if self._when == "first":
-                captions.add(ids)
+            self._add(bits, ids)
 
-    def _positions(self, number: int, kind: str, count: int) -> _Positions:
+    def _bits(self, number: int, kind: str, checksums: np.ndarray) -> np.ndarray:
         if (number, kind) not in self._checked:
-            self._checked[number, kind] = _Positions(count)
+            self._checked[number, kind] = np.zeros(-(-len(checksums) // 8), np.uint8)
         return self._checked[number, kind]
 
+    def _add(self, bits: np.ndarray, positions: np.ndarray) -> None:
+        if self._when == "first":
+            np.bitwise_or.at(bits, positions >> 3, np.left_shift(1, positions & 7).astype(np.uint8))
 
-class _Positions:
-    """A set of positions below ``count``, in a bit each."""
 
-    def __init__(self, count: int) -> None:
-        self._bits = np.zeros(-(-count // 8), np.uint8)
+def group_arrays(store: LatentStore, bucket: str, group: str) -> list[ShardedArray]:
+    """The arrays of the latents, a feature or a companion of a bucket; then, in the same order, the flipped ones."""
+    return [store.array(f"{bucket_part(bucket)}/{path}") for path in row_arrays(store.spec, bucket, group)]
 
-    def add(self, positions: np.ndarray) -> None:
-        """Add positions, (B,)."""
-        np.bitwise_or.at(self._bits, positions >> 3, np.left_shift(1, positions & 7).astype(np.uint8))
 
-    def missing(self, positions: np.ndarray) -> np.ndarray:
-        """Indexes of the positions, (B,), that are not in the set, each position once."""
-        new = np.flatnonzero(self._bits[positions >> 3] >> (positions & 7).astype(np.uint8) & 1 == 0)
-        return new[np.unique(positions[new], return_index=True)[1]]
+def _missing(bits: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Indexes of the positions, (B,), whose bit is not set, each position once."""
+    new = np.flatnonzero(bits[positions >> 3] >> (positions & 7).astype(np.uint8) & 1 == 0)
+    return new[np.unique(positions[new], return_index=True)[1]]
 
 
 def _check_records(store: LatentStore, bucket: str, group: str, rows: np.ndarray, records: np.ndarray) -> None:
     """Compare the rows of a group of arrays; those of a record share a checksum."""
-    arrays = [store.array(f"{bucket_part(bucket)}/{path}") for path in row_arrays(store.spec, bucket, group)]
+    arrays = group_arrays(store, bucket, group)
     stored = [_as_bytes(array.take(rows)) for array in arrays]
-    for i, wrong in enumerate(_differ(zip(*stored, strict=True), store.checksums_of(group)[records])):
-        if wrong:
+    for i, (checksum, *parts) in enumerate(zip(store.checksums_of(group)[records], *stored, strict=True)):
+        if xxh3_64(*parts) != checksum:
             key = store.record_columns(("key",))["key"][int(records[i])].as_py()
-            shards = [path for array in arrays for path in array.shard_paths(rows[i : i + 1])]
-            raise _damage(store, f"record '{key}' (bucket '{bucket}', row {rows[i]})", shards)
+            raise _damage(store, f"record '{key}' (bucket '{bucket}', row {rows[i]})", [(a, rows) for a in arrays], i)
 
 
 def _check_captions(store: LatentStore, name: str, ids: np.ndarray) -> None:
     """Compare the rows of captions of a text encoder: those of its tokens, then its pooled vector."""
-    captions, places = store.text(name), list[tuple[ShardedArray, np.ndarray]]()
-    stored: list[Iterable[np.ndarray]] = []
+    captions, stored, places = store.text(name), list[Any](), list[tuple[ShardedArray, np.ndarray]]()
     if captions.spec.has_tokens:
         starts, lengths = captions.starts[ids], captions.lengths[ids]
-        ends = np.cumsum(lengths)[:-1]
         for array in captions.arrays:
-            stored.append(np.split(_as_bytes(array.take_ranges(starts, lengths)), ends))
+            stored.append(np.split(_as_bytes(array.take_ranges(starts, lengths)), np.cumsum(lengths)[:-1]))
             places.append((array, starts))
     if captions.spec.pooled_width:
-        rows = captions.pooled_rows[ids]
-        stored.append(_as_bytes(captions.pooled.take(rows)))
-        places.append((captions.pooled, rows))
-    for i, wrong in enumerate(_differ(zip(*stored, strict=True), store.caption_checksums(name)[ids])):
-        if wrong:
+        places.append((captions.pooled, captions.pooled_rows[ids]))
+        stored.append(_as_bytes(captions.pooled.take(places[-1][1])))
+    for i, (checksum, *parts) in enumerate(zip(store.caption_checksums(name)[ids], *stored, strict=True)):
+        if xxh3_64(*parts) != checksum:
             text = store.captions["text"][int(ids[i])].as_py()
-            shards = [path for array, rows in places for path in array.shard_paths(rows[i : i + 1])]
-            raise _damage(store, f"caption {ids[i]} ({text[:60]!r}) of text encoder '{name}'", shards)
-
-
-def _differ(stored: Iterable[Sequence[np.ndarray]], checksums: np.ndarray) -> Iterable[bool]:
-    """Whether the bytes of each item differ from its checksum."""
-    return (xxh3_64(*parts) != checksum for parts, checksum in zip(stored, checksums, strict=True))
+            raise _damage(store, f"caption {ids[i]} ({text[:60]!r}) of text encoder '{name}'", places, i)
 
 
 def _as_bytes(rows: np.ndarray) -> np.ndarray:
@@ -129,7 +115,8 @@ def _as_bytes(rows: np.ndarray) -> np.ndarray:
     return rows.reshape(len(rows), -1).view(np.uint8)
 
 
-def _damage(store: LatentStore, what: str, shards: Sequence[str]) -> DamageError:
+def _damage(store: LatentStore, what: str, places: Sequence[tuple[ShardedArray, np.ndarray]], i: int) -> DamageError:
+    shards = [path for array, rows in places for path in array.shard_paths(rows[i : i + 1])]
     names = " or ".join(f"'{path}'" for path in shards)
     return DamageError(
         f"store '{store.path}': {what} in shard {names} does not match its checksum: its bytes are not those that were "

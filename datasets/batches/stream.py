@@ -45,13 +45,14 @@ class BatchStream(IterableDataset):
             raise RecipeError(f"a prefetch of {prefetch!r} batches: needed a whole number, 0 or more.")
         if is_gpu(device) and not torch.cuda.is_available():
             raise RecipeError(f"device '{device}': torch {torch.__version__} sees no GPU here.")
-        self.reset()
         self.reader, self._prefetch, self._device = reader, prefetch, device
         self.number = 0
         self._num_loads = 0  # of states
         self.wait_seconds = 0.0
         self._fetched = range(0)  # batches whose shards were requested, of a store at a URL
-        self._side = torch.cuda.Stream(device) if is_gpu(device) else None
+        self._remotes = [store.remote for store in dict.fromkeys(reader.stores) if store.remote is not None]
+        self.reset()
+        self._side = torch.cuda.Stream(self._device) if is_gpu(self._device) else None
         reset_in_forks(self)
 
     def reset(self) -> None:
@@ -60,14 +61,14 @@ class BatchStream(IterableDataset):
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
 
     @property
-    def epoch(self) -> int:
-        """Epoch of the next batch; 0 for an order without epochs."""
-        return self._plan.place_of(self.number)[0] if self._plan else 0
-
-    @property
     def _plan(self) -> BatchPlan | None:
         """The plan; None for an order without epochs."""
         return self.reader.order if isinstance(self.reader.order, BatchPlan) else None
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch; 0 for an order without epochs."""
+        return self._plan.place_of(self.number)[0] if self._plan else 0
 
     @property
     def num_batches(self) -> int:
@@ -85,24 +86,22 @@ class BatchStream(IterableDataset):
                 "loader: a stream of batches reads ahead in threads and cannot be split over worker processes. Use "
                 "num_workers=0, or DataLoader(stream.reader, batch_size=None, sampler=range(step, steps), ...)."
             )
-        moves, end = self._num_loads, self._end_of_epoch()
-        while end is None or self.number < end:
+        loads, end = -1, None
+        while True:
+            if loads != self._num_loads:  # at the start, and where a state was loaded during the yield
+                loads, end = self._num_loads, self._plan.batches_before(self.epoch + 1) if self._plan else None
+            if end is not None and self.number >= end:
+                return
             batch = self._next()
             self.number += 1  # before the yield, so that the state counts this batch
             yield batch
-            if moves != self._num_loads:  # a state was loaded during the yield
-                moves, end = self._num_loads, self._end_of_epoch()
-
-    def _end_of_epoch(self) -> int | None:
-        return self._plan.batches_before(self.epoch + 1) if self._plan else None
 
     def _next(self) -> Batch:
         """Take the next batch; reading ahead crosses the end of the epoch."""
         start = time.perf_counter()
-        if self.number not in self._fetched:
+        if self._remotes and self.number not in self._fetched:
             self._fetched = range(self.number, self.number + FETCH_EVERY)
-            if any(store.remote is not None for store in self.reader.stores):
-                self.reader.fetch_ahead(self.number, FETCH_AHEAD)
+            self.reader.fetch_ahead(self.number, FETCH_AHEAD)
         batch = self._take_ahead() if self._prefetch else self._read(self.number)
         self.wait_seconds += time.perf_counter() - start
         if self._side is not None:
@@ -115,8 +114,7 @@ class BatchStream(IterableDataset):
             self._pool = ThreadPoolExecutor(self._prefetch, thread_name_prefix="leandit-read")
         if self._ahead and self._ahead[0][0] != self.number:  # a state was loaded
             self._cancel()
-        first = self.number + len(self._ahead)
-        for number in range(first, self.number + self._prefetch + 1):
+        for number in range(self.number + len(self._ahead), self.number + self._prefetch + 1):
             self._ahead.append((number, self._pool.submit(self._read, number)))
         try:
             return self._ahead.popleft()[1].result()
@@ -158,26 +156,23 @@ class BatchStream(IterableDataset):
             self._pool = None
         if self._fetched:
             self._fetched = range(0)
-            for store in self.reader.stores:
-                if store.remote is not None:
-                    store.remote.prefetch([])
+            for remote in self._remotes:
+                remote.prefetch([])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_pool", "_ahead", "_side")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.reset()
-        self._side = torch.cuda.Stream(self._device) if is_gpu(self._device) else None
-        reset_in_forks(self)
+    def __reduce__(self) -> tuple[Any, ...]:
+        position = {"number": self.number, "wait_seconds": self.wait_seconds}
+        return _reopen, (self.reader, self._prefetch, self._device), position
 
     def state_dict(self) -> dict[str, Any]:
         """Position of the stream, and everything that must be the same on resume."""
-        plan, seeds = self._plan, self.reader.seeds
+        seeds, passes = self.reader.seeds, None
+        if self._plan:
+            epoch, inside = self._plan.place_of(self.number)
+            passes = epoch + bool(inside)
         return {
             "version": STATE_VERSION,
             "number": self.number,
-            "passes": plan.place_of(self.number)[0] + bool(plan.place_of(self.number)[1]) if plan else None,
+            "passes": passes,
             "root_hashes": [content_hash(store.root_hash, store.plan_hash) for store in self.reader.stores],
             "order": self.reader.order.identity(),
             "draw_seed": seeds[0] if len(set(seeds)) == 1 else seeds,
@@ -194,29 +189,22 @@ class BatchStream(IterableDataset):
         """
         if not isinstance(state, dict) or "number" not in state:
             raise RunError(f"loader state: not a state of a loader; needed what 'state_dict' returned. {RESUME}")
-        current = self.state_dict()
+        current, hashes = self.state_dict(), state.get("root_hashes")
         _check_unchanged(state, current, ("version", "draw_seed"))
-        if plan := self._plan_of_grown_store(state, current, earlier):
-            kept = ("seed", "leftovers")
-            _check_unchanged(_section(state, "order"), _section(current, "order"), kept, prefix="order.")
-            number = plan.batches_before(_count(state, "passes"))
+        has_grown = hashes != current["root_hashes"] and hashes in [[content] for content in earlier]
+        if has_grown and self._plan:
+            before = state.get("order")
+            kept = before if isinstance(before, dict) else {}
+            _check_unchanged(kept, current["order"], ("seed", "leftovers"), prefix="order.")
+            number = self._plan.batches_before(_count(state, "passes"))
         else:
             _check_unchanged(state, current, ("root_hashes", "order", "caption_odds"))
             number = _count(state, "number")
         self.number, self._num_loads = number, self._num_loads + 1
 
-    def _plan_of_grown_store(
-        self, state: dict[str, Any], current: dict[str, Any], earlier: Collection[str]
-    ) -> BatchPlan | None:
-        """The plan, if the state is of an earlier revision of the store; None if it is of this one."""
-        hashes = state.get("root_hashes")
-        is_earlier = hashes != current["root_hashes"] and hashes in [[content] for content in earlier]
-        return self._plan if is_earlier else None
 
-
-def _section(state: dict[str, Any], name: str) -> dict[str, Any]:
-    value = state.get(name)
-    return value if isinstance(value, dict) else {}
+def _reopen(reader: BatchReader, prefetch: int, device: torch.device | None) -> BatchStream:
+    return BatchStream(reader, prefetch=prefetch, device=device)
 
 
 def _check_unchanged(state: dict[str, Any], current: dict[str, Any], names: Sequence[str], prefix: str = "") -> None:

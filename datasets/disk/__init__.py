@@ -1,1 +1,1 @@
-"""Files, their hashes and owners: the one way to write, and what a process leaves behind."""
+"""Files, their hashes and locks: the one way to write, and what a process leaves behind."""

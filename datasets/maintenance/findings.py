@@ -122,7 +122,7 @@ class Locator:
         if cause == "content" and names:
             spec, arrays = self._manifests[named].spec, self._layouts[newest]
             names = self._differing([arrays[path] for path in sharing_checksums(spec, array)], shard, table)
-            detail = detail if names else f"{detail}: the index or the space between the records"
+            detail = detail if names else f"{detail or CAUSES[cause]}: the index or the space between the records"
         return Finding(entry.path, cause, detail, revision, bucket, shard, len(names), names[:MAX_KEYS])
 
     def _read_table(self, revision: int, name: str) -> pa.Table:

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from making import CPU, caption_recipe, label_recipe, no_progress, picture
 from torch.utils.data import DataLoader
 
+from leandit.datasets.batches import buffer_pool
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.buffer_pool import MAX_BUFFERS, BufferPool
 from leandit.datasets.batches.captions import read_captions
@@ -513,8 +514,8 @@ def test_a_batch_that_is_kept_is_never_overwritten(caption_store: LatentStore) -
 
 def test_memory_is_used_again(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
     allocated: list[int] = []
-    allocate = BufferPool._allocate
-    monkeypatch.setattr(BufferPool, "_allocate", lambda *a: allocated.append(a[1]) or allocate(*a))
+    allocate = buffer_pool._allocate
+    monkeypatch.setattr(buffer_pool, "_allocate", lambda size: allocated.append(size) or allocate(size))
     loader = make_loader(label_store, global_batch=2, prefetch=3)
     for _ in range(10):
         for _batch in loader:

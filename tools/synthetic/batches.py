@@ -6,9 +6,8 @@ import math
 
 import torch
 
-from ...datasets.batches.batch import Batch
+from ...datasets.batches.batch import Batch, FeatureBatch
 from ...datasets.batches.captions import Captions
-from ...datasets.batches.features import FeatureBatch
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import FeatureSpec, StoreSpec
 from ...train.config import TrainRecipe

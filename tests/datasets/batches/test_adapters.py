@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from leandit.datasets.errors import RecipeError
 
 PAGE = (Path(__file__).parents[3] / "docs/other-trainers.md").read_text()
 SECTIONS = dict(re.findall(r"^(?:#+) (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+FUNCTIONS = "Functions for NeMo AutoModel and torchtitan"
 POOLED = TEXTS["clip_l"].model_copy(update={"output": "pooled"})
 
 
@@ -169,27 +171,35 @@ def of_class(store: LatentStore, name: str, class_name: str, **changes: Any) -> 
     return found
 
 
-def nemo(store: LatentStore, **options: Any) -> Any:
-    return adapters.nemo_automodel(store, "t5", "clip_l", **options)
+@pytest.fixture
+def titan(page: Any) -> Any:
+    return page(FUNCTIONS)["torchtitan_flux"]
 
 
-def test_captions_of_another_models_text_encoders_are_refused(sd3_store: LatentStore, flux_store: LatentStore) -> None:
+@pytest.fixture
+def nemo(page: Any) -> Any:
+    return partial(page(FUNCTIONS)["nemo_automodel"], tokens="t5", pooled="clip_l")
+
+
+def test_captions_of_another_models_text_encoders_are_refused(
+    sd3_store: LatentStore, flux_store: LatentStore, nemo: Any, titan: Any
+) -> None:
     plain, projected = "CLIPTextModel", "CLIPTextModelWithProjection"
     adapters.diffusers_sd3(of_class(sd3_store, "clip_l", projected))
-    adapters.torchtitan_flux(of_class(flux_store, "clip_l", plain))
+    titan(of_class(flux_store, "clip_l", plain))
     with pytest.raises(RecipeError, match=f"'clip_l' is a {plain}, expected a {projected}"):
         adapters.diffusers_sd3(of_class(sd3_store, "clip_l", plain))
-    for adapter in (adapters.torchtitan_flux, nemo):
+    for adapter in (titan, nemo):
         with pytest.raises(RecipeError, match=f"'clip_l' is a {projected}, expected a {plain}"):
             adapter(of_class(flux_store, "clip_l", projected))
-    for adapter, store in ((adapters.diffusers_sd3, sd3_store), (adapters.torchtitan_flux, flux_store)):
+    for adapter, store in ((adapters.diffusers_sd3, sd3_store), (titan, flux_store)):
         with pytest.raises(RecipeError, match=r"'t5' has not attended to its padding.*text.t5.attend_padding = true"):
             adapter(of_class(store, "t5", "T5EncoderModel", attend_padding=False))
     with pytest.raises(RecipeError, match=r"'t5' has no pooled vectors: text.t5.output = 'both'"):
         adapters.diffusers_sdxl(sd3_store, "clip_g", "t5")
 
 
-def test_a_batch_of_nemo_has_its_padding_and_mask(short_store: LatentStore, flux_store: LatentStore) -> None:
+def test_a_batch_of_nemo_has_its_padding_and_mask(short_store: LatentStore, flux_store: LatentStore, nemo: Any) -> None:
     for store, reads_mask in ((short_store, True), (flux_store, False)):
         named = nemo(store, reads_mask=reads_mask, dtype=torch.bfloat16)
         for batch in make_loader(store, global_batch=4, seed=1):
@@ -205,8 +215,8 @@ def test_a_batch_of_nemo_has_its_padding_and_mask(short_store: LatentStore, flux
             assert values["data_type"] == "image"
 
 
-def test_a_batch_of_torchtitan_is_what_its_encoders_would_have_given(flux_store: LatentStore) -> None:
-    named = adapters.torchtitan_flux(flux_store)
+def test_a_batch_of_torchtitan_is_what_its_encoders_would_have_given(flux_store: LatentStore, titan: Any) -> None:
+    named = titan(flux_store)
     for batch in make_loader(flux_store, global_batch=4, seed=1):
         encodings, labels = named(batch)
         np.testing.assert_array_equal(encodings["t5_encodings"], captions_of(flux_store, batch.records, "t5"))
@@ -221,16 +231,18 @@ def test_a_store_without_what_the_trainer_reads_is_an_error_at_the_start(
     short_store: LatentStore,
     label_store: LatentStore,
     caption_store: LatentStore,
+    nemo: Any,
+    titan: Any,
 ) -> None:
     with pytest.raises(RecipeError, match=r"\['clip_l', 'clip_g', 't5'\], expected 'umt5'"):
         adapters.diffusers_sd3(sd3_store, t5="umt5")
-    for adapter in (adapters.torchtitan_flux, nemo):
+    for adapter in (titan, nemo):
         with pytest.raises(RecipeError, match=r"'t5' has captions without their padding.*text.t5.full_length = true"):
             adapter(short_store)
     with pytest.raises(RecipeError, match=r"are \[\], expected 't5'"):
-        adapters.torchtitan_flux(label_store)
+        titan(label_store)
     with pytest.raises(RecipeError, match=r"'text' has captions without.*reads no mask: text\.full_length = true"):
-        adapters.nemo_automodel(caption_store, "")
+        nemo(caption_store, tokens="")
     without = make_loader(sd3_store, global_batch=4, text="none", collate_fn=adapters.diffusers_sd3(sd3_store))
     with pytest.raises(RecipeError, match="text='padded'"):
         next(iter(without))
@@ -280,7 +292,7 @@ def test_lightning_trains_and_resumes_with_the_next_batch(page: Any) -> None:
 
 def test_nemo_automodel_trains_on_a_store(page: Any) -> None:
     pytest.importorskip("nemo_automodel", reason="needs nemo-automodel: pip install --no-deps nemo-automodel")
-    names = page("NeMo AutoModel", flux=small_flux())
+    names = page(FUNCTIONS, "NeMo AutoModel", flux=small_flux())
     assert_losses(names["losses"], 3)
     built = names["StoreDataloaderConfig"]("flux-store").build(dp_rank=1, dp_world_size=2, batch_size=2)
     assert len(next(iter(built.dataloader))["image_latents"]) == 2
@@ -288,7 +300,7 @@ def test_nemo_automodel_trains_on_a_store(page: Any) -> None:
 
 @pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan: pip install torchtitan")
 def test_torchtitan_trains_on_a_store(page: Any) -> None:
-    assert_losses(page("torchtitan", titan=small_titan())["losses"], 5)
+    assert_losses(page(FUNCTIONS, "torchtitan", titan=small_titan())["losses"], 5)
 
 
 def small_titan() -> Any:

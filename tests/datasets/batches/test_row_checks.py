@@ -165,6 +165,13 @@ def test_none_of_a_thousand_damages_of_six_stores_trains_in_silence(store: Damag
     assert silent == []
 
 
+class Equal:
+    """Equal to everything."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
 @pytest.mark.parametrize("mutant", ["never", "no comparison"])
 def test_without_the_checks_damage_is_silent(
     mutant: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +180,7 @@ def test_without_the_checks_damage_is_silent(
     with small_shards():
         store = damaged(STORES["float16"](work / "made"), work)
     if mutant == "no comparison":
-        monkeypatch.setattr(row_checks, "_differ", lambda *_: ())
+        monkeypatch.setattr(row_checks, "xxh3_64", lambda *_: Equal())
     assert silent_damages(store, seed=1, count=40, check="never" if mutant == "never" else "first")[0]
 
 
