@@ -69,7 +69,7 @@ def test_torch_is_imported_in_datasets_by_the_torch_side_only() -> None:
         "loader.py",
         *(
             f"batches/{name}.py"
-            for name in ("adapters", "batch", "buffer_pool", "captions", "features", "latents", "reader", "stream")
+            for name in ("adapters", "batch", "buffer_pool", "captions", "latents", "reader", "stream")
         ),
     }
 
