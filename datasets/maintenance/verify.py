@@ -48,7 +48,7 @@ from ..format.row_layout import BUCKETS
 from ..format.schema import FileEntry, LocalFile, Manifest
 from ..revisions.catalog import check_store, file_entry, planned_revisions, read_manifest, sealed_revisions
 from ..revisions.commits import read_commit
-from ..revisions.local import intact_locals, read_local_file
+from ..revisions.local import intact_locals
 from ..revisions.plan import read_plan
 from .findings import HARMLESS, Finding, Locator, shard_place
 
@@ -203,25 +203,13 @@ def _expect_sealed(root: Path, revision: int, expected: Expected) -> Manifest | 
         if is_finishing and path == f"{prefix}{TWIN}/{MANIFEST}" and not (root / path).exists():
             continue
         entry = own.get(path.rpartition("/")[2])
-        expected[path] = entry.model_copy(update={"path": path}) if entry else _without_a_hash(root, path, revision)
-    return manifest
-
-
-def _without_a_hash(root: Path, path: str, revision: int) -> Finding:
-    """The finding of a file of which no intact copy tells the hash."""
-    if not os.path.lexists(root / path):
-        return Finding(path, "missing")
-    detail = "neither copy of it is intact"
-    try:
-        if path.endswith(LOCAL):
-            read_local_file(root / path, revision)
-        elif path.endswith(MANIFEST):
-            read_manifest(root, revision, twin=f"/{TWIN}/" in path)
+        if entry:
+            expected[path] = entry.model_copy(update={"path": path})
+        elif os.path.lexists(root / path):
+            expected[path] = Finding(path, "content", "damaged, or its hash is lost: neither copy is intact")
         else:
-            detail = "the file that names its hash is damaged, in both copies"
-    except (LeanditError, OSError) as error:
-        detail = str(error)
-    return Finding(path, "content", detail)
+            expected[path] = Finding(path, "missing")
+    return manifest
 
 
 def _expect_unfinished(root: Path, revision: int, expected: Expected) -> None:

@@ -446,10 +446,3 @@ def test_the_result_is_json_with_all_that_was_found(plain: Whole) -> None:
         **{"path": shard, "cause": "content", "detail": "", "revision": 1, "bucket": place.bucket},
         **{"shard": place.shard, "num_records": 1, "records": [place.records[0]]},
     }
-
-
-def test_a_finding_of_many_records_names_the_first_and_counts_all(plain: Whole) -> None:
-    finding = Finding("buckets/1x1/latents/c/0/0/0/0", "missing", "gone", 1, "1x1", 0, 5, ["a", "b", "c", "d"])
-    assert finding.line() == (
-        "bucket '1x1', shard 0: file 'buckets/1x1/latents/c/0/0/0/0': gone (5 records: a, b, c, ...)"
-    )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import os
 import random
 import re
-import shutil
 import threading
 import time
 from collections import Counter
@@ -24,13 +22,10 @@ import xxhash
 from aiohttp import ClientPayloadError
 from fsspec.implementations.memory import MemoryFileSystem
 from harness import Child, start
-from hypothesis import given
-from hypothesis import strategies as st
 from making import CPU, train_recipe, tree_digest
 from s3_server import s3_server
 from typer.testing import CliRunner
 
-from leandit.datasets.disk.files import TEMPORARY_PREFIX
 from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.errors import (
     DamageError,
@@ -359,46 +354,6 @@ def test_the_folder_of_a_url_is_not_taken_for_a_whole_store(caption_store: Laten
         LatentStore(folder.store)
 
 
-def test_what_a_process_left_that_was_killed_while_it_claimed_a_folder_is_removed(
-    caption_store: LatentStore, tmp_path: Path
-) -> None:
-    url, local = f"file://{tmp_path}/origin", tmp_path / "local"
-    upload(caption_store.path, url)
-
-    def work() -> None:
-        def dies(*_: object) -> None:
-            os.kill(os.getpid(), 9)
-
-        os.replace = os.rename = dies  # type: ignore[assignment]  # of this child alone: before the first rename
-        open_remote(url, folder=local)
-
-    assert start(work).wait().died
-    assert [path.name for path in local.iterdir() if path.name.startswith(TEMPORARY_PREFIX)]
-    assert open_remote(url, folder=local).manifest.root_hash == caption_store.root_hash
-    assert not [path.name for path in local.iterdir() if path.name.startswith(TEMPORARY_PREFIX)]
-
-
-def test_ranks_that_open_a_url_at_once_share_its_new_folder(caption_store: LatentStore, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/origin"
-    upload(caption_store.path, url)
-    for trial in range(3):
-
-        def work(trial: int = trial) -> str:
-            return open_remote(url, folder=tmp_path / f"local-{trial}").manifest.root_hash
-
-        outcomes = [child.wait() for child in [start(work) for _ in range(6)]]
-        assert [(outcome.value, outcome.message) for outcome in outcomes] == [(caption_store.root_hash, "")] * 6
-
-
-def test_a_store_stays_at_the_revision_that_was_brought(
-    caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Another rank may bring a newer one into the folder before this one has looked at it.
-    upload(caption_store.path, "faulty://one")
-    monkeypatch.setattr("leandit.datasets.revisions.opened.sealed_revisions", lambda path: [1, 2])
-    assert LatentStore("faulty://one", remote={"folder": tmp_path / "local"}).revision == 1
-
-
 def test_a_shard_that_is_truncated_in_the_local_folder_is_named(caption_store: LatentStore, tmp_path: Path) -> None:
     upload(caption_store.path, "faulty://one")
     store = LatentStore("faulty://one", access="pread", remote={"folder": tmp_path / "local"})
@@ -714,48 +669,6 @@ def test_threads_in_a_narrow_folder_read_right_bytes_and_never_exceed_it(tmp_pat
     assert bytes_in(local) <= capacity
 
 
-steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("fetch"), st.integers(0, 7)),
-        st.tuples(st.just("prefetch"), st.lists(st.integers(0, 7), max_size=8)),
-        st.tuples(st.just("reopen"), st.sampled_from([1500, 2500, 4000, 10_000])),
-    ),
-    min_size=1,
-    max_size=14,
-)
-counter = itertools.count()
-
-
-@given(capacity=st.sampled_from([1500, 2500, 4000]), steps=steps)
-def test_whatever_is_done_the_bytes_stay_within_the_room(
-    capacity: int, steps: list[tuple[str, Any]], tmp_path: Path
-) -> None:
-    local = tmp_path / str(next(counter))
-    folder = made_up(local, capacity)
-    room = [capacity]
-    exceeded: list[int] = []
-    FaultyFileSystem.watch = lambda: exceeded.append(bytes_in(local)) if bytes_in(local) > room[0] else None
-    for what, value in steps:
-        if what == "fetch":
-            assert folder.open(PATHS[value], Path.read_bytes) == CONTENT[PATHS[value]]
-        elif what == "prefetch":
-            folder.prefetch([PATHS[i] for i in value])
-        elif what == "reopen":
-            folder.close()
-            room[0] = value
-            folder = made_up(local, value)
-            missing = [path for path in PATHS if path not in here(folder)]
-            room[0] = bytes_in(local) if not missing else max(value, bytes_in(local))
-            for path in missing[:1]:  # the first download evicts what the earlier room had more
-                folder.fetch(path)
-                room[0] = value
-        assert bytes_in(local) <= room[0]
-    folder.close()
-    assert not exceeded
-    assert bytes_in(local) <= room[0]
-    shutil.rmtree(local)
-
-
 # ------------------------------------------------------------ earlier runs, other processes
 
 
@@ -780,18 +693,6 @@ def test_a_shard_that_was_damaged_on_this_disk_comes_again(change: Callable[[byt
     folder = made_up(tmp_path / "local")
     assert folder.fetch(PATHS[0]).read_bytes() == CONTENT[PATHS[0]]
     assert folder.num_fetched == 1
-
-
-def test_a_shard_of_an_earlier_run_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made_up(tmp_path / "local").fetch(PATHS[0])
-    hashed: list[Path] = []
-    whole = cache.xxh3_file
-    monkeypatch.setattr(cache, "xxh3_file", lambda path: (hashed.append(path), whole(path))[1])
-    folder = made_up(tmp_path / "local")
-    for _ in range(3):
-        folder.fetch(PATHS[0])
-    folder.fetch(PATHS[1])
-    assert len(hashed) == 1  # what this process has brought was hashed as it came
 
 
 @pytest.fixture
