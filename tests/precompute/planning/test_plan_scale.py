@@ -373,10 +373,12 @@ from leandit.precompute.config import SourceSection
 from leandit.datasets.revisions.plan import read_plan, write_plan
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning import captions as caption_plan, images as image_plan, records as plan
-from leandit.precompute.planning.compare import all_fresh
+from leandit.datasets.disk.spill import map_table
+from leandit.datasets.format.table_schemas import RECORDS_SCHEMA
+from leandit.precompute.planning.compare import Base, Options, all_fresh, compare
 from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.sources.files.files import LocalFiles
-from leandit.precompute.sources.files.record import SourceRecord, encoded_texts
+from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.listing.listing import record_batches, spool
 from leandit.precompute.sources.source import Source
 
@@ -388,14 +390,23 @@ def anonymous_mb():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
-def make(count, store):
+def listed(count, revision):  # one record in 100 has another time in each revision, one another caption
     records = (
-        SourceRecord(f"folder/{i:09d}.jpg", f"folder/{i:09d}.jpg", 0, i, i, height_px=64, width_px=64,
-                     captions=("a caption of some words " + "x " * (i % 5) + str(i),))
+        SourceRecord(f"folder/{i:09d}.jpg", f"folder/{i:09d}.jpg", 0, i, i if i % 100 else revision, height_px=64,
+                     width_px=64, captions=("a caption of some words " + "x " * (i % 5) + str(i) +
+                     (f" in {revision}" if i % 100 == 7 else ""),))
         for i in range(count)
     )
-    listed = spool(record_batches(records), lambda done: None)
-    source = Source(SourceSection(kind="manifest"), LocalFiles(Path()), listed, None, 0)
+    records = spool(record_batches(records), lambda done: None)
+    return Source(SourceSection(kind="manifest"), LocalFiles(Path()), records, None)
+
+def stored(records):
+    for batch in records.select(RECORDS_SCHEMA.names).to_batches():
+        status = pa.array(["stored"] * batch.num_rows)
+        yield batch.set_column(batch.schema.names.index("status"), "status", status)
+
+def make(count, store):
+    source = listed(count, 1)
     comparison, recipe = all_fresh(source.records), caption_recipe("source.sizes=manifest")
     with Decoders(1) as decoders:
         limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
@@ -406,7 +417,10 @@ def make(count, store):
     write_plan(store, made, replace=False)
     found = read_plan(store, 2)
     assert len(found.positions_of(found.layout.parts["buckets/64x64"])) == count
-    return source, made, found  # all of it is held
+    base = Base(made, map_table(RECORDS_SCHEMA, stored(made.records), "records"), made.captions)
+    grown = compare(listed(count, 2), base, Options(), recipe, num_threads=1, progress=lambda done: None)
+    assert (len(grown.fresh), grown.num_changed, grown.num_described) == (count // 100, count // 100, count // 100)
+    return source, made, found, grown  # all of it is held
 
 store = Path(sys.argv[1])
 small = make(10_000, store / "small")
@@ -416,7 +430,7 @@ print(pa.total_allocated_bytes() - allocated, anonymous_mb() - before)
 """
 
 
-def test_the_memory_of_a_plan_does_not_grow_with_its_records(tmp_path: Path) -> None:
+def test_the_memory_of_a_plan_and_of_a_comparison_does_not_grow_with_the_records(tmp_path: Path) -> None:
     paths = [str(SUPPORT), str(Path(__file__).parent)]
     ran = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}\n" + MEMORY, str(tmp_path)],

@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,9 +22,14 @@ from making import caption_recipe, label_recipe, picture, tree_digest
 from s3_server import s3_server
 
 from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
+from leandit.datasets.remote.reader import RemoteReader
 from leandit.datasets.store import LatentStore
 from leandit.precompute.images import faults
+from leandit.precompute.images.decoder_child import HEADER_BYTES
+from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report
+from leandit.precompute.planning.images import plan_images
+from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.source import Source, list_source
@@ -539,6 +545,30 @@ def test_an_object_that_changed_or_went_is_rejected_with_its_reason(where: str, 
             bytes_of(source, record)
         assert caught.value.reason == reason
     assert list_source(base).listing_hash() != before
+
+
+def test_planning_from_a_url_reads_the_first_bytes_of_a_jpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large, small = jpeg(1, 700, 900), jpeg(2)
+    content = large[:2] + (b"\xff\xfe\x80\x00" + bytes(0x7FFE)) * 3 + large[2:]  # comments before the size
+    for name, data in (("small", small), ("large", large + bytes(200_000)), ("late", content)):
+        put(tmp_path / f"source/{name}.jpg", data)
+    source = list_source(at_url(f"memory://heads/{tmp_path.name}", tmp_path / "source", tmp_path / "source"))
+    read, original = Counter[str](), RemoteReader.read
+
+    def counting(self: RemoteReader, path: str, start: int, end: int) -> bytes:
+        data = original(self, path, start, end)
+        read[path] += len(data)
+        return data
+
+    monkeypatch.setattr(RemoteReader, "read", counting)
+    recipe = label_recipe("source.labels=none")
+    with Decoders(1) as decoders:
+        limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
+        planned = plan_images(source, source.records, recipe, decoders, limits)
+    assert planned["height_px"].to_pylist() == [700, 700, 40]
+    assert read["small.jpg"] == len(small)
+    assert read["large.jpg"] == HEADER_BYTES
+    assert read["late.jpg"] == HEADER_BYTES + len(content)
 
 
 def test_a_url_with_nothing_or_no_file_system_is_an_error_that_names_it(s3: str) -> None:

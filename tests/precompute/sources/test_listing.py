@@ -17,6 +17,7 @@ from leandit.datasets.errors import ResourceError, SourceError
 from leandit.precompute.sources.files import files as files_of_source
 from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.files.record import SourceRecord
+from leandit.precompute.sources.listing import duck
 from leandit.precompute.sources.listing import listing as source_listing
 from leandit.precompute.sources.listing.listing import record_batches, spool
 from leandit.precompute.sources.source import list_source
@@ -119,6 +120,12 @@ def test_a_folder_that_cannot_be_read_is_an_error_and_not_passed_over(
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(SourceError, match=r"folder 'b' cannot be read \(Permission denied\)"):
         list_source(tmp_path)
+
+
+def test_sql_that_takes_too_long_is_an_error_of_resources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duck, "MAX_SECONDS", 0.1)
+    with pytest.raises(ResourceError, match=r"the table: reading it took longer"), duck.database("the table") as sql:
+        sql.execute("SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE a.range * b.range = 7")
 
 
 SCRIPT = """
