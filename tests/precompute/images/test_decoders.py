@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -110,15 +109,6 @@ def test_a_child_gives_the_pixels_the_size_and_the_checksum(shared: Decoders, ph
     assert shared.size(photo, 0, len(data)) == (60, 40)
 
 
-def test_a_picture_inside_of_a_larger_file_is_read_from_its_place(shared: Decoders, photo: Path) -> None:
-    data = photo.read_bytes()
-    tar = photo.with_name("tar")
-    tar.write_bytes(b"x" * 1000 + data + b"y" * 77)
-    assert shared.size(tar, 1000, len(data)) == (60, 40)
-    found = shared.decode(tar, 1000, len(data), bucket=(32, 32), crop="adm")
-    assert np.array_equal(found.pixels, decode_image(data, bucket=(32, 32), crop="adm")[0])
-
-
 def test_a_name_that_is_no_utf8_is_read(shared: Decoders, photo: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(photo.parent) + b"/\xff\xfe \n.png"))
     path.write_bytes(photo.read_bytes())
@@ -206,21 +196,6 @@ def test_a_child_that_does_not_end_costs_one_picture_and_its_time(tmp_path: Path
         assert decode(decoders, photo).height_px == 60
 
 
-def test_crashes_among_many_pictures_hit_only_their_own(tmp_path: Path, photo: Path) -> None:
-    bad = named(tmp_path, "kill")
-    expected = decode_image(photo.read_bytes(), bucket=BUCKET, crop="bucket")[0]
-
-    def work(i: int) -> str:
-        try:
-            return "right" if np.array_equal(decode(decoders, bad if i % 10 == 7 else photo).pixels, expected) else ""
-        except RecordRejected as reject:
-            return reject.reason
-
-    with Decoders(2, _child_module=STUB) as decoders, ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(work, range(60)))
-    assert found == ["decoder_crash" if i % 10 == 7 else "right" for i in range(60)]
-
-
 def test_a_mistake_in_the_code_is_no_reject(shared: Decoders, tmp_path: Path, photo: Path) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)mistake.*Traceback.*NameError.*undefined_name"):
         decode(shared, named(tmp_path, "name error"))
@@ -258,13 +233,6 @@ def test_a_file_that_has_become_shorter_is_rejected(shared: Decoders, photo: Pat
         assert (found.stage, found.reason) == ("decode", "source_changed")
 
 
-def test_a_file_that_is_larger_than_the_memory_is_rejected(shared: Decoders, tmp_path: Path) -> None:
-    path = tmp_path / "sparse.png"
-    with open(path, "wb") as file:
-        file.truncate(8 << 30)
-    assert rejected(lambda: shared.size(path, 0, 8 << 30)).reason == "too_large"
-
-
 # -- the children themselves --
 
 
@@ -282,18 +250,6 @@ def test_a_child_has_one_thread_a_library_and_one_socket(tmp_path: Path, photo: 
             decode(decoders, named(tmp_path, "environment"))
         # stdin, stdout, stderr, its socket, and the listing of the folder
         assert str(caught.value).rsplit("fds=", 1)[1].count(",") == 4, caught.value
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_request_is_left_to_the_parent(photo: Path, number: int) -> None:
-    processes = children()
-    with Decoders(1) as decoders:
-        decode(decoders, photo)
-        (child,) = children() - processes
-        os.kill(child, number)
-        time.sleep(0.1)
-        assert decode(decoders, photo).height_px == 60
-        assert children() - processes == {child}
 
 
 PARENT = """

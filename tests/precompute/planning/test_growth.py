@@ -236,36 +236,6 @@ def test_adding_four_to_fourteen_encodes_exactly_four(pair: tuple[Path, Path], s
     assert (seen.pictures, seen.texts) == (0, [])
 
 
-def test_a_changed_picture_alone_is_encoded_again(pair: tuple[Path, Path], seen: Seen) -> None:
-    source, path = pair
-    old = LatentStore(path)
-    picture(77, 64, 64).save(source / "images/3.png")
-    run(source, path)
-    store, record = LatentStore(path), LatentStore(path).record("images/3.png")
-    assert (seen.pictures, seen.texts) == (1, [])
-    shard_rows = store.layouts["buckets/64x64/moments"].shard_rows  # a revision begins at the next shard
-    assert (record.revision, record.row, record.attempts) == (2, shard_rows, 1)
-    assert not np.array_equal(row_of(store, "images/3.png"), row_of(old, "images/3.png"))
-    others = [key for key in store.records["key"].to_pylist() if key != "images/3.png"]
-    assert len(others) == 13
-    for key in others:
-        assert np.array_equal(row_of(store, key), row_of(old, key))
-        assert store.record(key).revision == 1
-    assert store.buckets == old.buckets
-    assert_covers_once(store)
-
-
-def test_a_touched_file_encodes_nothing_and_writes_nothing(pair: tuple[Path, Path], seen: Seen) -> None:
-    source, path = pair
-    before = tree_digest(path)
-    for file in (source / "images").iterdir():
-        os.utime(file, ns=(1, 1))
-    report = run(source, path)
-    assert (seen.pictures, report.num_encoded, tree_digest(path)) == (0, 0, before)
-    assert report.changes is not None
-    assert not report.changes.changes_anything
-
-
 def test_other_content_of_the_same_size_and_time_is_found_when_content_is_checked(tmp_path: Path, seen: Seen) -> None:
     source, path = make_class_folder(tmp_path / "source", classes=1, per_class=2), tmp_path / "store"
     changing = source / "n000/x.bmp"  # as many bytes whatever the picture
@@ -309,23 +279,6 @@ def test_of_changed_captions_only_the_new_texts_are_encoded(pair: tuple[Path, Pa
     assert store.captions["revision"].to_pylist()[-2:] == [2, 2]
     assert store.layouts["buckets/64x64/moments"] == old.layouts["buckets/64x64/moments"]
     assert_covers_once(store)
-
-
-def test_captions_that_are_gone_and_come_back_take_the_record_with_them(pair: tuple[Path, Path], seen: Seen) -> None:
-    source, path = pair[0], pair[1].with_name("one-by-one")
-    alone = caption_recipe("vae.batch_size=1")  # the size of a batch changes the last bits
-    run(source, path, alone)
-    seen.forget()
-    rewrite(source, lambda rows: rows[4].update(captions=[" "]))
-    run(source, path, alone)
-    record = LatentStore(path).record("images/4.png")
-    assert (record.status, record.reason, seen.pictures) == ("rejected", "no_caption", 0)
-    assert_covers_once(LatentStore(path))
-    rewrite(source, lambda rows: rows[4].update(captions=["it is back"]))
-    run(source, path, alone)
-    store = LatentStore(path)
-    assert (store.record("images/4.png").status, seen.pictures, seen.texts) == ("stored", 1, ["it is back"])
-    assert np.array_equal(row_of(store, "images/4.png"), row_of(LatentStore(path, revision=1), "images/4.png"))
 
 
 def test_a_new_class_folder_moves_labels_and_encodes_only_its_own(label_pair: tuple[Path, Path], seen: Seen) -> None:
@@ -572,36 +525,6 @@ def test_a_picture_that_changes_behind_the_plan_is_encoded_by_the_next_command(
     run(source, path)
     record = LatentStore(path).record("n000/1.png")
     assert (record.status, record.revision, record.height_px) == ("stored", 2, 90)
-
-
-def test_a_store_grows_step_by_step_and_every_step_still_opens(tmp_path: Path, seen: Seen) -> None:
-    source, path = make_caption_folder(tmp_path / "source", count=12), tmp_path / "store"
-    before: list[list[Batch]] = []
-    digest: dict[str, bytes] = {}
-    for revision, stop in enumerate((12, 18, 24), start=1):
-        if revision > 1:
-            add_pictures(source, stop - 6, stop)
-        seen.forget()
-        manifest = run(source, path).manifest
-        assert seen.pictures == (12 if revision == 1 else 6)
-        assert manifest.revision == revision
-        assert (manifest.num_planned, manifest.num_stored) == (stop, stop)
-        now = lasting_digest(path)
-        assert {name: now[name] for name in digest} == digest
-        digest = now
-        store = LatentStore(path)
-        assert store.buckets == dict.fromkeys(("48x80", "64x64", "80x48"), stop // 3)
-        assert_covers_once(store)
-        before.append(batches(store, epochs=2))
-        for earlier, wanted in enumerate(before, start=1):
-            assert_same_batches(batches(LatentStore(path, revision=earlier), epochs=2), wanted)
-    store = LatentStore(path)
-    shard_rows = {bucket: store.layouts[f"buckets/{bucket}/moments"].shard_rows for bucket in BUCKETS}
-    for i in range(24):
-        record = store.record(f"images/{i}.png")
-        revision, row = (0, i // 3) if i < 12 else ((i - 6) // 6, i % 6 // 3)
-        bucket = BUCKETS[i % 3]
-        assert (record.bucket, record.row) == (bucket, revision * shard_rows[bucket] + row)
 
 
 def test_changed_encoders_are_refused_with_the_ways_on(pair: tuple[Path, Path], seen: Seen) -> None:

@@ -7,10 +7,9 @@ import json
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,25 +20,22 @@ from hypothesis import strategies as st
 from making import CPU, SUPPORT, caption_recipe, no_progress, picture
 
 from leandit.datasets.disk.hashing import sha256_of, xxh3_parts
-from leandit.datasets.disk.spill import map_array, map_table, one_chunk
-from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
+from leandit.datasets.disk.spill import one_chunk
+from leandit.datasets.errors import RecordRejected, SourceError
 from leandit.datasets.format import tables
-from leandit.datasets.format.caption_layout import CAPTION_PART
-from leandit.datasets.format.layout import Part, RevisionLayout, Task
-from leandit.datasets.format.schema import ArrayEntry, CommitRecord, Fallback, Manifest, Reject
+from leandit.datasets.format.layout import Part
+from leandit.datasets.format.schema import CommitRecord
 from leandit.datasets.format.table_schemas import (
     CAPTION_RESULTS,
     CAPTION_START,
     CAPTIONS_SCHEMA,
-    EMPTY,
     PLAN_SCHEMA,
     RECORDS_SCHEMA,
-    REJECTED,
     STORED,
 )
 from leandit.datasets.format.tables import parquet_file
 from leandit.datasets.revisions import merge
-from leandit.datasets.revisions.commits import commit_record, new_results
+from leandit.datasets.revisions.commits import new_results
 from leandit.datasets.revisions.plan import FrozenPlan, first_plan, read_plan, write_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe, SourceSection
@@ -259,26 +255,6 @@ def test_the_bytes_of_a_table_do_not_depend_on_its_chunks() -> None:
     assert bytes(parquet_file(empty)) == table_bytes(empty)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: map_array(10, "int64", "the plan"),
-        lambda: map_table(pa.schema([("n", pa.int64())]), [pa.RecordBatch.from_pydict({"n": [1]})], "the plan"),
-    ],
-    ids=["array", "table"],
-)
-def test_a_full_disk_is_said_before_a_page_is_missed(
-    make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("leandit.datasets.disk.spill.os.posix_fallocate", full)
-    monkeypatch.setattr("leandit.datasets.disk.spill.pa.ipc.new_file", full)
-    with pytest.raises(ResourceError, match=r"the plan.*No space left.*TMPDIR"):
-        make()
-
-
 def write(path: Path, content: bytes) -> tuple[Path, int, int]:
     path.write_bytes(content)
     return path, 0, len(content)
@@ -459,137 +435,6 @@ def drawn(rng: np.random.Generator, part: Part, num_rows: int, *, narrowed: bool
     if narrowed:
         results["min_cosine"], results["max_error"] = rng.random(results.shape), rng.random(results.shape)
     return results
-
-
-def committed(plan: FrozenPlan, seed: int) -> dict[Task, tuple[CommitRecord, np.ndarray]]:
-    """Commit records and results of some tasks of a plan, with rejects, fallbacks and qualities."""
-    rng, found = np.random.default_rng(seed), {}
-    for name, shard in plan.layout.tasks():
-        part = plan.layout.parts[name]
-        if rng.random() < 0.2 or part.is_null:
-            continue
-        results = drawn(rng, part, plan.layout.num_items(name, shard), narrowed=bool(rng.random() < 0.5))
-        rejects, fallbacks = list[Reject](), list[Fallback]()
-        if part.bucket:
-            rows, positions = plan.layout.rows_of(name, shard), plan.positions_of(part)
-            for i, row in enumerate(rows):
-                if positions[row] < 0:
-                    results[i]["state"] = EMPTY
-                    continue
-                if rng.random() < 0.4:
-                    results[i]["state"] = REJECTED
-                    rejects.append(Reject(row=row, key="k", stage="encode", reason="nonfinite", detail=f"row {row}"))
-                if rng.random() < 0.3:
-                    fallbacks.append(Fallback(row=row, how="float32"))
-        how: dict[str, Any] = {"files": [], "rejects": rejects, "fallbacks": fallbacks}
-        found[name, shard] = commit_record(plan, name, shard, results, **how), results
-    return found
-
-
-def merged_in_one_piece(
-    plan: FrozenPlan, commits: dict[Task, tuple[CommitRecord, np.ndarray]]
-) -> tuple[pa.Table, pa.Table]:
-    """Both tables by their definition, with everything in Python's memory."""
-    records = plan.records.select(RECORDS_SCHEMA.names).to_pylist()
-    captions = plan.captions.to_pylist()
-    layout = plan.layout.parts[CAPTION_PART].captions
-    assert layout is not None
-    for start, row in zip(layout.starts.tolist(), captions[plan.first_caption :], strict=True):
-        row["start"] = start
-    for (name, shard), (commit, results) in commits.items():
-        part = plan.layout.parts[name]
-        if part.captions:
-            for i, number in enumerate(plan.layout.captions_of(name, shard)):
-                row, result = captions[plan.first_caption + number], results[i, 0]
-                row["checksum"] = int(result["checksum"])
-                for column in ("min_cosine", "max_error"):
-                    row[column] = None if np.isnan(result[column]) else float(result[column])
-            continue
-        positions = plan.positions_of(part)
-        for i, row in enumerate(plan.layout.rows_of(name, shard)):
-            if results[i, 0]["state"] == STORED:
-                checksums = {column: int(results[i, 0][column]) for column in ("checksum", "source_checksum")}
-                records[positions[row]] |= {"status": "stored", **checksums}
-        for fallback in commit.fallbacks:
-            records[positions[fallback.row]]["fallback"] = fallback.how
-        for reject in commit.rejects:
-            records[positions[reject.row]] |= {"status": "rejected"}
-            records[positions[reject.row]] |= dict.fromkeys(("checksum", "source_checksum", "fallback"))
-            records[positions[reject.row]] |= {name: getattr(reject, name) for name in ("stage", "reason", "detail")}
-    return pa.Table.from_pylist(records, RECORDS_SCHEMA), pa.Table.from_pylist(captions, CAPTIONS_SCHEMA)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_merge_in_batches_is_the_one_of_all_rows_in_memory_to_the_byte(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
-    rng = np.random.default_rng(seed)
-    plan = noise_plan(rng, records=40, captions=12)
-    commits = committed(plan, seed)
-    wanted = merged_in_one_piece(plan, commits)
-    done = merge.Merge(plan)
-    for name, shard in rng.permutation(np.array(list(commits), object)).tolist():  # in whatever order they come
-        done.add((name, int(shard)), *commits[name, int(shard)])
-    for groups, expected in zip((done.records(), done.captions()), wanted, strict=True):
-        assert pa.concat_tables(groups).to_pylist() == expected.to_pylist()
-    for module in (tables, merge):
-        monkeypatch.setattr(module, "ROW_GROUP", 15)
-    files = [
-        tables.parquet_of_groups(RECORDS_SCHEMA, done.records()),
-        tables.parquet_of_groups(CAPTIONS_SCHEMA, done.captions()),
-    ]
-    for content, expected in zip(files, wanted, strict=True):
-        sink = pa.BufferOutputStream()
-        pq.write_table(expected.combine_chunks(), sink, compression="zstd", write_statistics=True, row_group_size=15)
-        assert bytes(content) == sink.getvalue().to_pybytes()
-
-
-def noise_plan(rng: np.random.Generator, *, records: int, captions: int) -> FrozenPlan:
-    """A second revision: a third of the records and two captions are carried over, some were rejected at scan."""
-    names = ["32x64", "64x32"]
-    kinds = rng.integers(0, 6, records).tolist()
-    num_carried = sum(kind < 2 for kind in kinds)
-    rows, next_row, next_carried = [], {names[0]: -(-num_carried // 2) * 2, names[1]: 0}, 0
-    for i in range(records):
-        one: dict[str, Any] = dict.fromkeys(PLAN_SCHEMA.names)
-        one |= {"key": f"{i}", "revision": 2, "label": -1, "attempts": 1, "row": -1, "caption_ids": [i % captions]}
-        kind = kinds[i]
-        if kind < 2:
-            one |= {
-                "revision": 1,
-                "bucket": names[0],
-                "row": next_carried,
-                "status": "stored",
-                "checksum": i,
-                "fallback": "float32",
-            }
-            next_carried += 1
-        elif kind == 2:
-            one |= {"status": "rejected", "stage": "scan", "reason": "aspect", "detail": "too long"}
-        else:
-            bucket = names[kind % 2]
-            one |= {"status": "planned", "bucket": bucket, "row": next_row[bucket]}
-            next_row[bucket] += 1
-        rows.append(one)
-    texts: list[dict[str, Any]] = [
-        {"text": f"text {i}", "revision": 1 + (i > 1), "num_tokens": 1 + i // 4, "truncated": False}
-        for i in range(captions)
-    ]
-    for i, text in enumerate(texts[:2]):
-        text |= {"start": i, "checksum": 7, "min_cosine": 0.5, "max_error": 0.25}
-    spec = noise_spec(dict.fromkeys(names, 1), 4, 0, MAX_TOKENS, 8, 1, "none")
-    first = RevisionLayout(spec, 1, {names[0]: num_carried}, {"": np.array([1, 1])})
-    return FrozenPlan(
-        spec=spec,
-        revision=2,
-        base="",
-        copies=False,
-        listing="",
-        records=pa.Table.from_pylist(rows, PLAN_SCHEMA),
-        captions=pa.Table.from_pylist(texts, CAPTIONS_SCHEMA),
-        before=Manifest.model_construct(arrays=[ArrayEntry.of(layout) for layout in first.arrays.values()]),
-    )
 
 
 def test_a_large_merge_takes_no_memory_for_each_record_and_keeps_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -397,14 +397,6 @@ def test_a_damaged_class_tar_costs_what_comes_after_the_damage(tmp_path: Path) -
                 assert bytes_of(source, record) == contents[record.key]
 
 
-def test_a_picture_that_a_class_tar_names_twice_counts_once(tmp_path: Path) -> None:
-    inner = tar_of([("n01440764_1.JPEG", jpeg(1)), ("n01440764_1.JPEG", jpeg(2)), ("notes.html", b"x")])
-    source = list_source(put(tmp_path / "t.tar", tar_of([("n01440764.tar", inner), ("readme", b"x")])), "imagenet")
-    assert [r.problem and r.problem[0] for r in source.records] == [None, "duplicate_key"]
-    assert bytes_of(source, source.records[0]) == jpeg(1)
-    assert source.ignored.num_files == 1
-
-
 def test_the_validation_tar_takes_its_labels_from_the_list_beside_it(tmp_path: Path) -> None:
     members = [(f"ILSVRC2012_val_{i:08d}.JPEG", jpeg(i)) for i in (2, 1, 3, 4)]
     tar = put(tmp_path / "ILSVRC2012_img_val.tar", tar_of(members))
@@ -578,18 +570,6 @@ def test_a_url_with_nothing_or_no_file_system_is_an_error_that_names_it(s3: str)
         list_source("s3://no-such-bucket/x")
     with pytest.raises(ValueError, match=r"source 'nothing://x/y'.*Check the URL"):
         list_source("nothing://x/y")
-
-
-def test_tars_beside_a_table_of_what_was_fetched_are_tars(tmp_path: Path) -> None:
-    # As img2dataset leaves a folder.
-    picture(1).save(tmp_path / "one.png")
-    put(tmp_path / "00000.tar", tar_of([("0.png", (tmp_path / "one.png").read_bytes()), ("0.txt", b"a thing")]))
-    (tmp_path / "one.png").unlink()
-    pq.write_table(pa.table({"url": ["http://x"], "caption": ["a thing"], "key": ["0"]}), tmp_path / "00000.parquet")
-    put(tmp_path / "00000_stats.json", b"{}")
-    source = list_source(tmp_path)
-    assert source.kind == "webdataset"
-    assert [record.captions for record in source.records] == [("a thing",)]
 
 
 class FailingFile(io.RawIOBase):

@@ -86,13 +86,6 @@ def test_shards_whose_names_tell_no_split_are_all_taken(tmp_path: Path) -> None:
         listed(tmp_path, split="train")
 
 
-def test_splits_of_tars(tmp_path: Path) -> None:
-    root = fill(tmp_path, "im-train-000.tar", "im-train-001.tar", "im-val-000.tar", "im-test-000.tar")
-    with pytest.raises(SourceError, match=r"test \(1 file\), train \(2 files\), val \(1 file\).*source\.split=train;"):
-        listed(root)
-    assert keys(root, split="train") == ["im-train-000/0", "im-train-001/0"]
-
-
 FOLDERS = ("train/cat/0.png", "train/dog/1.png", "val/cat/2.png", "val/dog/3.png", "annotations/a.json")
 
 
@@ -106,14 +99,6 @@ def test_folders_of_splits_are_no_classes_unless_the_user_says_so(tmp_path: Path
     assert listed(root, split="all").classes == ["annotations", "train", "val"]
     opened = open_source(root, source.settings)  # as a worker does
     assert opened.read(source.records[0].path, 0, source.records[0].num_bytes, stage="decode") == png(0)
-
-
-def test_loose_pictures_in_folders_of_splits(tmp_path: Path) -> None:
-    root = fill(tmp_path, "train2017/0.png", "val2017/1.png")
-    with pytest.raises(SourceError, match=r"train2017.*val2017"):
-        listed(root)
-    assert listed(root, split="validation").classes is None
-    assert keys(root, split="train") == ["0.png"]
 
 
 def test_a_class_that_is_called_like_a_split_stays_a_class(tmp_path: Path) -> None:

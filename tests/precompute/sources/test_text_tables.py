@@ -66,14 +66,6 @@ def test_columns_are_named_by_the_recipe_and_an_error_lists_those_that_are_there
         list_source(tmp_path / name)
 
 
-def test_pictures_that_a_parquet_file_holds_are_named_by_the_recipe_too(tmp_path: Path) -> None:
-    rows = [{"thumb": b"small", "full": b"large", "title": "a cat", "alt_text": "no"}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "list.parquet")
-    source = list_source(tmp_path / "list.parquet", SourceSection(kind="parquet", image="full", caption="title"))
-    record = source.records[0]
-    assert (record.captions, source.read(record.path, 0, 0, stage="scan")) == (("a cat",), b"large")
-
-
 @pytest.mark.parametrize(
     ("row", "root"),
     [
@@ -118,20 +110,6 @@ def test_labels_of_text_are_numbers_or_names_of_classes(tmp_path: Path) -> None:
     source = list_source(tmp_path)
     assert (source.classes, source.has_class_names) == (["0", "1", "2"], False)
     assert [label for _, _, label, _ in said(source)] == [2, 0, -1]
-
-
-@pytest.mark.parametrize(
-    ("cells", "classes"), [(("cat\xa0", "dog", "cat"), ["cat", "dog"]), (("\u30000", "1", "0"), ["0", "1"])]
-)
-def test_white_space_of_any_kind_around_a_label_counts_for_nothing(
-    cells: tuple[str, ...], classes: list[str], tmp_path: Path
-) -> None:
-    pictures(tmp_path)
-    rows = "".join(f"{name},{cell}\n" for name, cell in zip(NAMES, cells, strict=True))
-    put(tmp_path / "list.csv", f"image,label\n{rows}")
-    source = list_source(tmp_path)
-    assert source.classes == classes
-    assert [label for _, _, label, _ in said(source)] == [0, 1, 0]
 
 
 def test_cells_may_hold_lists_of_texts_as_json_and_others_are_rejects(tmp_path: Path) -> None:
