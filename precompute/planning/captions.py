@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ import pyarrow.compute
 
 from ...datasets.disk.spill import BATCH_ROWS, GrowingArray, map_table, rebatched
 from ...datasets.format.table_schemas import CAPTION_COUNTS, PLAN_SCHEMA, captions_schema_of
-from ..encoders.text.tokenizer import of_table
+from ..encoders.text.tokenizer import CaptionTokenizer, of_table
 from ..sources.listing.duck import database, numbered
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -24,14 +24,6 @@ TOKENIZE_BATCH = 4096
 WHAT = "the plan's captions"
 TEXT_SCHEMA = pa.schema([("text", pa.string())])
 IDS_SCHEMA = pa.schema([PLAN_SCHEMA.field("caption_ids")])
-
-
-class Counter(Protocol):
-    """Counts tokens: a ``CaptionTokenizer``."""
-
-    def count(self, captions: Sequence[str]) -> list[int]:
-        """Number of tokens of each caption, before truncation."""
-        ...
 
 
 class CaptionCounts(NamedTuple):
@@ -44,7 +36,7 @@ class CaptionCounts(NamedTuple):
     """
 
     suffix: str
-    tokenizer: Counter
+    tokenizer: CaptionTokenizer
     max_tokens: int
     name: str = ""
 

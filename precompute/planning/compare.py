@@ -20,6 +20,7 @@ import xxhash
 
 from ...datasets.disk.spill import BATCH_ROWS, TakenColumn, map_array, map_table, rebatched
 from ...datasets.errors import RecordRejected
+from ...datasets.format.schema import Manifest
 from ...datasets.format.table_schemas import PLACES, RECORDS_SCHEMA, place_columns
 from ...datasets.revisions.plan import FrozenPlan
 from ..config import PrecomputeRecipe
@@ -40,11 +41,12 @@ WHAT = "the comparison with the store"
 
 @dataclass(frozen=True)
 class Base:
-    """The complete revision that a new one builds on: its plan and its tables."""
+    """The complete revision that a new one builds on: its plan, tables and manifest."""
 
     plan: FrozenPlan
     records: pa.Table
     captions: pa.Table
+    manifest: Manifest
 
     def sizes_differ(self, recipe: PrecomputeRecipe) -> bool:
         """Base and recipe disagree whether sizes come from headers or from the manifest."""

@@ -12,7 +12,7 @@ import pyarrow.compute
 
 from ...datasets.errors import RecordRejected, SourceError
 from ...datasets.format.layout import next_row
-from ...datasets.format.schema import Manifest, SelfCheck, StoreSpec
+from ...datasets.format.schema import SelfCheck, StoreSpec
 from ...datasets.format.table_schemas import plan_schema, suffixes
 from ...datasets.revisions.local import with_stored_encoder_paths
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
@@ -30,20 +30,6 @@ from .images import num_threads, plan_images
 from .records import PlannedTexts, plan_records
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
-
-
-@dataclass(frozen=True)
-class Before:
-    """The revision that a new one builds on.
-
-    Args:
-      captions: table of it; its captions keep their ids.
-      spec: of it; its classes keep their names.
-    """
-
-    manifest: Manifest
-    captions: pa.Table
-    spec: StoreSpec
 
 
 @dataclass(frozen=True)
@@ -81,53 +67,47 @@ class Planner:
         Returns: the plan, or None if nothing has to be done; and the changes, if the files were compared.
         Raises: as ``compare`` and ``plan``.
         """
-        comparison, before = self.compare(options)
-        if comparison is None or before is None:
+        comparison, base = self.compare(options)
+        if comparison is None or base is None:
             return None, comparison
-        return freeze_plan(self.root, self.plan(comparison, before)), comparison
+        return freeze_plan(self.root, self.plan(comparison, base)), comparison
 
-    def compare(self, options: Options) -> tuple[Comparison | None, Before | None]:
+    def compare(self, options: Options) -> tuple[Comparison | None, Base | None]:
         """Compare the source with the newest, complete revision; writes nothing.
 
         Returns: the changes, if the files were compared; and what the next revision builds on, None if nothing has to
           be done. The spec is the store's, or one that adds text encoders, features or companions.
         Raises: SourceError: gone records cannot be encoded again or completed, and dropping them was not requested.
         """
-        store, source = LatentStore(self.root), self.source
-        base_plan, manifest = read_plan(self.root, store.revision), store.manifest
-        assert manifest is not None
-        assert self.spec, "only a planner of images has none"
-        extends = self.spec.fingerprint != base_plan.spec.fingerprint
-        is_renamed = self._is_renamed(base_plan.spec)
-        base = Base(base_plan, store.records, store.captions)
-        must_look = (
-            extends
-            or is_renamed
-            or base.sizes_differ(self.recipe)
-            or self.recipe.source.check == "content"
-            or options != Options()
-        )
-        if not must_look and source.listing_hash(null_captions=self.recipe.null_captions) == base_plan.listing:
+        store, source, spec = LatentStore(self.root), self.source, self._spec
+        plan = read_plan(self.root, store.revision)
+        assert store.manifest is not None
+        base = Base(plan, store.records, store.captions, store.manifest)
+        extends, is_renamed = spec.fingerprint != plan.spec.fingerprint, self._is_renamed(plan.spec)
+        must_look = extends or is_renamed or base.sizes_differ(self.recipe) or options != Options()
+        must_look |= self.recipe.source.check == "content"
+        if not must_look and source.listing_hash(null_captions=self.recipe.null_captions) == plan.listing:
             return None, None
         total = len(source.records)
         comparison = compare(
-            source,
-            base,
-            options,
-            self.recipe,
+            *(source, base, options, self.recipe),
             num_threads=num_threads(),
             progress=lambda done: self.progress("compare", done, total),
         )
         comparison = replace(comparison, is_renamed=is_renamed)
         if not (extends or comparison.changes_anything):
             return comparison, None
-        needs_images = self.spec.groups != base_plan.spec.groups
-        if needs_images and comparison.num_gone > comparison.num_dropped:
+        if spec.groups != plan.spec.groups and comparison.num_gone > comparison.num_dropped:
             raise SourceError(
                 f"source '{source.name}': {comparison.num_gone} records of store '{self.root}' are gone from it, so "
                 "they cannot be encoded. Restore them, or add --drop-gone to leave them out of the new revision."
             )
-        return comparison, Before(manifest, store.captions, base_plan.spec)
+        return comparison, base
+
+    @property
+    def _spec(self) -> StoreSpec:
+        assert self.spec, "only a planner of images has none"
+        return self.spec
 
     def _names_of(self, classes: list[str], before: StoreSpec | None) -> list[str] | None:
         """Display names of classes: the source's, else the base's; None if neither has any."""
@@ -172,51 +152,43 @@ class Planner:
             f"{RecordRejected(first['stage'], first['reason'], first['detail'])}. Nothing was written."
         )
 
-    def plan(self, comparison: Comparison, before: Before | None, images: pa.Table | None = None) -> FrozenPlan:
+    def plan(self, comparison: Comparison, base: Base | None, images: pa.Table | None = None) -> FrozenPlan:
         """Plan a revision from carried-over and new records; writes nothing.
 
         Args:
-          before: the revision that it builds on; None for the first.
+          base: the revision that it builds on; None for the first.
           images: of the new records, if already planned.
         Raises: SourceError: nothing is carried over and no new record can be encoded; or too many are rejected.
         """
-        source, revision = self.source, before.manifest.revision + 1 if before else 1
-        assert self.spec, "only a planner of images has none"
+        spec, manifest = self._spec, base and base.manifest
+        revision = manifest.revision + 1 if manifest else 1
         if images is None:
             images = self.measure(comparison.fresh, self.limits(comparison))
             if refusal := self.refusal(comparison, images):
                 raise refusal
+        counts = [
+            CaptionCounts(suffix, self.tokenizers[name], spec.text_encoder_of(name).spec.max_tokens, name)
+            for name, suffix in suffixes(spec).items()
+        ]
         captions, caption_ids = plan_captions(
-            PlannedTexts(comparison, images),
-            [
-                CaptionCounts(suffix, self.tokenizers[name], self.spec.text_encoder_of(name).spec.max_tokens, name)
-                for name, suffix in suffixes(self.spec).items()
-            ],
-            revision=revision,
-            known=before and before.captions,
+            PlannedTexts(comparison, images), counts, revision=revision, known=base and base.captions
         )
-        classes = [*(source.classes or ()), *comparison.gone_classes]
-        names = self._names_of(classes, before and before.spec)
-        arrays = before.manifest.layouts() if before else {}
-        first_rows = (
-            {bucket: next_row(self.spec, bucket, arrays) for bucket in before.manifest.buckets} if before else {}
-        )
+        classes = [*(self.source.classes or ()), *comparison.gone_classes]
+        names = {"classes": classes or None, "class_names": self._names_of(classes, base and base.plan.spec)}
+        arrays = manifest.layouts() if manifest else {}
+        first_rows = {bucket: next_row(spec, bucket, arrays) for bucket in manifest.buckets} if manifest else {}
         return FrozenPlan(
-            spec=with_stored_encoder_paths(
-                self.spec.model_copy(update={"classes": classes or None, "class_names": names}), self.root
-            ),
+            spec=with_stored_encoder_paths(spec.model_copy(update=names), self.root),
             revision=revision,
-            base=before.manifest.root_hash if before else "",
+            base=manifest.root_hash if manifest else "",
             copies=False,
             listing=self.source.listing_hash(null_captions=self.recipe.null_captions),
             records=plan_records(
-                comparison,
-                images,
-                caption_ids,
+                *(comparison, images, caption_ids),
                 revision=revision,
                 first_rows=first_rows,
-                schema=plan_schema(self.spec),
+                schema=plan_schema(spec),
             ),
             captions=captions,
-            before=before and before.manifest,
+            before=manifest,
         )

@@ -26,7 +26,7 @@ from ...precompute.encoders.describe import describe_store
 from ...precompute.encoders.loading import load_encoders
 from ...precompute.encoders.model_files import is_single_file, local_folder, model_folder, model_name
 from ...precompute.images.decoders import Decoders
-from ...precompute.planning.compare import Comparison, Options, all_fresh
+from ...precompute.planning.compare import Base, Comparison, Options, all_fresh
 from ...precompute.planning.images import num_threads
 from ...precompute.planning.opening import (
     check_apart,
@@ -36,7 +36,7 @@ from ...precompute.planning.opening import (
     label_warnings,
     look_for_plan,
 )
-from ...precompute.planning.planner import Before, Planner
+from ...precompute.planning.planner import Planner
 from ...precompute.run.rejects import count_reasons
 from ...precompute.sources.several import SourcePaths, list_sources
 from ...train.config import TrainRecipe
@@ -158,7 +158,7 @@ def describe_precompute(
 
 def _compare_with_store(
     planner: Planner, store: Path, frozen: FrozenPlan, spec: StoreSpec, options: Options | None
-) -> tuple[Rows, Comparison | None, Before | None]:
+) -> tuple[Rows, Comparison | None, Base | None]:
     """State of the store, the records to encode and what they build on; no comparison if nothing would be encoded."""
     is_complete, adds = is_sealed(store, frozen), is_extension(frozen.spec, spec)
     if not (is_complete and adds):

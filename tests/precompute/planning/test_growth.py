@@ -69,9 +69,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         spy.pictures += len(pixels) if hasattr(self, "identity") else 0  # it looks at one picture while it is loaded
         return encode_pictures(self, pixels)
 
-    def texts(self: CaptionEncoder, captions: list[str]) -> EncodedCaptions:
+    def texts(self: CaptionEncoder, captions: list[str], **how: bool) -> EncodedCaptions:
         spy.texts += captions
-        return encode_texts(self, captions)
+        return encode_texts(self, captions, **how)
 
     monkeypatch.setattr(ImageEncoder, "encode", pictures)
     monkeypatch.setattr(CaptionEncoder, "encode", texts)

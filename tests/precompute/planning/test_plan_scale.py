@@ -350,6 +350,7 @@ from leandit.datasets.revisions.plan import read_plan, write_plan
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning import captions as caption_plan, images as image_plan, records as plan
 from leandit.datasets.disk.spill import map_table
+from leandit.datasets.format.schema import Manifest
 from leandit.datasets.format.table_schemas import RECORDS_SCHEMA
 from leandit.precompute.planning.compare import Base, Options, all_fresh, compare
 from leandit.precompute.run.rejects import RejectLimits
@@ -393,7 +394,8 @@ def make(count, store):
     write_plan(store, made, replace=False)
     found = read_plan(store, 2)
     assert len(found.positions_of(found.layout.parts["buckets/64x64"])) == count
-    base = Base(made, map_table(RECORDS_SCHEMA, stored(made.records), "records"), made.captions)
+    records = map_table(RECORDS_SCHEMA, stored(made.records), "records")
+    base = Base(made, records, made.captions, Manifest.model_construct())
     grown = compare(listed(count, 2), base, Options(), recipe, num_threads=1, progress=lambda done: None)
     assert (len(grown.fresh), grown.num_changed, grown.num_described) == (count // 100, count // 100, count // 100)
     return source, made, found, grown  # all of it is held
