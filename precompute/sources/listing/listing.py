@@ -7,7 +7,7 @@ at any time. The file is unlinked once it is mapped, so nothing is left however 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from operator import attrgetter
 from typing import Any, overload
 
@@ -196,9 +196,11 @@ def take_rows(batches: Sequence[pa.RecordBatch], positions: np.ndarray, schema: 
     ends = np.cumsum([batch.num_rows for batch in batches])
     numbers = np.searchsorted(ends, positions, "right")
     order = np.argsort(numbers, kind="stable")
+    begins = np.flatnonzero(np.diff(numbers[order], prepend=-1))
     parts = [schema.empty_table()]
-    for number in np.unique(numbers).tolist():
-        rows = positions[numbers == number] - (ends[number] - batches[number].num_rows)
+    for begin, end in pairwise([*begins.tolist(), len(order)]):
+        number = int(numbers[order[begin]])
+        rows = positions[order[begin:end]] - (ends[number] - batches[number].num_rows)
         parts.append(pa.Table.from_batches([batches[number].take(pa.array(rows))], schema))
     (joined,) = pa.concat_tables(parts).combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], schema)]
     return joined.take(pa.array(np.argsort(order, kind="stable")))

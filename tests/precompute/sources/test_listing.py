@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +78,8 @@ def test_a_listing_holds_what_came_and_rejects_what_comes_again(keys: list[str],
         assert listing.largest_label() == max((record.label for record in expected), default=-1)
         assert told == sorted(told)
         assert (told or [0])[-1] == len(records)
+        order = np.random.default_rng(len(keys)).permutation(len(keys))
+        assert listing.take(order)["path"].to_pylist() == [expected[i].path for i in order]
         for outside in (len(records), -len(records) - 1):
             with pytest.raises(IndexError):
                 listing[outside]
