@@ -1,4 +1,4 @@
-"""Decoding in children: a picture costs a child at worst, never the run, and nothing is left behind."""
+"""Decoding in children: an image costs a child at worst, never the run, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shared() -> Iterator[Decoders]:
 
 @pytest.fixture
 def photo(tmp_path: Path) -> Path:
-    """A good picture."""
+    """A good image."""
     path = tmp_path / "photo.png"
     path.write_bytes(encoded(noise(40, 60), "PNG", exif=exif(6)))
     return path
@@ -127,7 +127,7 @@ def test_a_reject_is_the_one_of_the_function_in_this_process(shared: Decoders, t
         assert (there.stage, there.reason, there.detail) == (here.stage, here.reason, here.detail)
 
 
-# -- a picture that takes its child with it --
+# -- an image that takes its child with it --
 
 
 DEATHS = [
@@ -147,7 +147,7 @@ DEATHS = [
         *(pytest.param("scan", *death, marks=pytest.mark.slow) for death in DEATHS[1:]),
     ],
 )
-def test_a_child_that_dies_costs_one_picture(
+def test_a_child_that_dies_costs_one_image(
     shared: Decoders, tmp_path: Path, photo: Path, name: str, reason: str, detail: str, stage: str
 ) -> None:
     path = named(tmp_path, name)
@@ -158,7 +158,7 @@ def test_a_child_that_dies_costs_one_picture(
     assert (decode(shared, photo).height_px, decode(shared, photo).width_px) == (60, 40)
 
 
-def test_a_picture_whose_child_was_killed_from_outside_is_not_rejected(tmp_path: Path, photo: Path) -> None:
+def test_an_image_whose_child_was_killed_from_outside_is_not_rejected(tmp_path: Path, photo: Path) -> None:
     path = tmp_path / "kill once"
     path.write_bytes(photo.read_bytes())
     with Decoders(1, _child_module=STUB) as decoders:
@@ -182,7 +182,7 @@ def test_of_many_sizes_only_that_of_the_culprit_is_lost(tmp_path: Path, photo: P
 
 
 @pytest.mark.parametrize("name", ["sleep", "stop"])
-def test_a_child_that_does_not_end_costs_one_picture_and_its_time(tmp_path: Path, photo: Path, name: str) -> None:
+def test_a_child_that_does_not_end_costs_one_image_and_its_time(tmp_path: Path, photo: Path, name: str) -> None:
     path = named(tmp_path, name)
     processes = children()
     with Decoders(1, timeout_seconds=0.5, _child_module=STUB) as decoders:

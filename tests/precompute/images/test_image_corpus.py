@@ -1,4 +1,4 @@
-"""A corpus of odd, hostile and broken pictures, decoded in children: exactly right, or rejected with its reason."""
+"""A corpus of odd, hostile and broken images, decoded in children: exactly right, or rejected with its reason."""
 
 from __future__ import annotations
 
@@ -392,7 +392,7 @@ CASES = {
     "ppm of 17 bit": refused(lambda: b"P6 1 1 70000\n\1\2\3", "decode_error"),
     "ppm bomb": refused(lambda: b"P6 100000 100000 255\n", "too_large"),
     "ppm cut": refused(lambda: b"P6 9 9 255\n\1\2\3", "truncated"),
-    # No pictures, or of formats that are not read
+    # No images, or of formats that are not read
     "nothing": refused(lambda: b"", "not_an_image"),
     "a zero": refused(lambda: b"\0", "not_an_image"),
     "zeros": refused(lambda: bytes(100_000), "not_an_image"),
@@ -445,7 +445,7 @@ def attempt(work: Callable[[], T]) -> T | RecordRejected:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_odd_picture_is_exactly_right_or_rejected(name: str, decoders: Decoders, tmp_path: Path) -> None:
+def test_an_odd_image_is_exactly_right_or_rejected(name: str, decoders: Decoders, tmp_path: Path) -> None:
     case = CASES[name]
     data = case.make()
     path = tmp_path / "picture.jpg"  # whatever it is: names decide nothing
@@ -472,7 +472,7 @@ def test_an_odd_picture_is_exactly_right_or_rejected(name: str, decoders: Decode
     assert worst <= case.within, found.pixels.tolist()
 
 
-def test_a_long_picture_is_rejected_before_it_grows(decoders: Decoders, tmp_path: Path) -> None:
+def test_a_long_image_is_rejected_before_it_grows(decoders: Decoders, tmp_path: Path) -> None:
     path = tmp_path / "line.png"
     path.write_bytes(png(100_000, 1, 8, 0, bytes(100_000)))
     for crop in ("adm", "bucket"):
@@ -523,10 +523,10 @@ def check_mutants(count: int, seed: int, folder: Path, decoders: Decoders) -> No
     assert slowest < SLOWEST_SECONDS
 
 
-def test_damaged_pictures_are_decoded_or_rejected(decoders: Decoders, tmp_path: Path) -> None:
+def test_damaged_images_are_decoded_or_rejected(decoders: Decoders, tmp_path: Path) -> None:
     check_mutants(100, 1, tmp_path, decoders)
 
 
 @pytest.mark.slow
-def test_thousands_of_damaged_pictures_are_decoded_or_rejected(decoders: Decoders, tmp_path: Path) -> None:
+def test_thousands_of_damaged_images_are_decoded_or_rejected(decoders: Decoders, tmp_path: Path) -> None:
     check_mutants(1200, 2, tmp_path, decoders)

@@ -76,7 +76,7 @@ def test_a_bucket_crop_with_lanczos_equals_pixarts_for_its_large_tables(bucket: 
         assert np.array_equal(found, bucket_by_hand(noise(*size), bucket, Image.Resampling.LANCZOS)), size
 
 
-def test_a_picture_of_the_buckets_size_is_kept_as_it_is() -> None:
+def test_an_image_of_the_buckets_size_is_kept_as_it_is() -> None:
     image = noise(48, 80)
     assert np.array_equal(decoded(encoded(image, "PNG"), 48, 80), np.asarray(image))
     assert np.array_equal(crop_image(noise(48, 48), (48, 48), "adm"), np.asarray(noise(48, 48)))
@@ -89,14 +89,14 @@ def test_an_orientation_that_does_not_exist_is_ignored(orientation: int) -> None
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-def test_broken_exif_does_not_cost_the_picture() -> None:
+def test_broken_exif_does_not_cost_the_image() -> None:
     data = encoded(noise(24, 40), "PNG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
     assert read_size(data) == (24, 40)
     assert np.array_equal(decoded(data, 24, 40), np.asarray(noise(24, 40)))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
-def test_the_header_of_a_picture_is_read_without_its_pixels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_header_of_an_image_is_read_without_its_pixels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(noise(24, 40), kind)
     with Image.open(io.BytesIO(data)) as image:
         format_class = type(image)

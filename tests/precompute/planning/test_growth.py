@@ -106,13 +106,13 @@ def copies(of: tuple[Path, Path], folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def pair(captioned: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
-    """14 captioned pictures and their store."""
+    """14 captioned images and their store."""
     return copies(captioned, tmp_path)
 
 
 @pytest.fixture
 def label_pair(labelled: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
-    """3 classes of 5 pictures and their store."""
+    """3 classes of 5 images and their store."""
     return copies(labelled, tmp_path)
 
 
@@ -508,7 +508,7 @@ def test_a_source_that_changes_amid_growth_is_finished_first_and_grown_then(
     assert_covers_once(LatentStore(path))
 
 
-def test_a_picture_that_changes_behind_the_plan_is_encoded_by_the_next_command(
+def test_an_image_that_changes_behind_the_plan_is_encoded_by_the_next_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, path = make_class_folder(tmp_path / "source", classes=1, per_class=3), tmp_path / "store"

@@ -1,4 +1,4 @@
-"""Growth gives what a fresh store gives: random edits of pictures, captions, labels, sidecars and tables in between."""
+"""Growth gives what a fresh store gives: random edits of images, captions, labels, sidecars and tables in between."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from leandit.precompute.pipeline import precompute
 from leandit.precompute.planning.compare import Options
 
 pytestmark = pytest.mark.usefixtures("quick")
-# One picture, one caption a forward: how many there are changes the bits.
+# One image, one caption a forward: how many there are changes the bits.
 RECIPE = ("source.max_reject_share=1", "source.max_rejects_in_a_row=999", "vae.batch_size=1", "text.batch_size=1")
 LONG = "long " * 14_000  # 70,000 characters
 BROKEN_TEXT = b"caf\xe9"  # not UTF-8
@@ -31,7 +31,7 @@ NUM_EDITED = 8  # pictures that every round of edits changes; one more stays as 
 
 
 def edit_picture(path: Path, how: str, seed: int) -> None:
-    """Change the file of a picture, or do nothing."""
+    """Change the file of an image, or do nothing."""
     if how == "touched" and path.exists():
         path.write_bytes(path.read_bytes())
     elif how == "other":
@@ -48,13 +48,13 @@ def edit_picture(path: Path, how: str, seed: int) -> None:
 
 
 def each_picture(**choices: list[Any]) -> st.SearchStrategy[list[dict[str, Any]]]:
-    """A round of edits: one of each picture."""
+    """A round of edits: one of each image."""
     values = {name: st.sampled_from(some) for name, some in choices.items()} | {"seed": st.integers(0, 50)}
     return st.lists(st.fixed_dictionaries(values), min_size=NUM_EDITED, max_size=NUM_EDITED)
 
 
 class TableSource:
-    """Pictures that a ``metadata.jsonl`` names."""
+    """Images that a ``metadata.jsonl`` names."""
 
     edits = each_picture(picture=PICTURES, captions=CAPTIONS, label=LABELS, listed=[1, 1, 1, 1, 0, 2])
 
@@ -74,7 +74,7 @@ class TableSource:
 
 
 class SidecarSource:
-    """Pictures with a text, or a JSON, beside each."""
+    """Images with a text, or a JSON, beside each."""
 
     edits = each_picture(
         picture=PICTURES,
@@ -100,7 +100,7 @@ class SidecarSource:
 
 
 class ClassSource:
-    """Pictures in class folders."""
+    """Images in class folders."""
 
     edits = each_picture(folder=list("abcde"), picture=PICTURES)
 

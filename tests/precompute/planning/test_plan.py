@@ -48,7 +48,7 @@ def made_source(root: Path, shapes: Sequence[tuple[int, int]], captions: Sequenc
 
 @pytest.fixture(scope="module")
 def planned(decoders: Decoders) -> Planned:
-    """Pictures of a source as its first revision plans them."""
+    """Images of a source as its first revision plans them."""
 
     def plan(source: Source, recipe: PrecomputeRecipe, *, stops: bool = False) -> pa.Table:
         limits = RejectLimits(recipe.source, len(source.records), is_planning=True)

@@ -331,7 +331,7 @@ def test_a_manifest_that_lies_of_many_sizes_ends_the_run(tmp_path: Path) -> None
         precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
 
 
-def test_with_the_sizes_of_a_manifest_no_picture_is_opened_to_plan_it(
+def test_with_the_sizes_of_a_manifest_no_image_is_opened_to_plan_it(
     recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer
 ) -> None:
     records = [SourceRecord("a", "no/such/file.jpg", captions=("a circle",), height_px=60, width_px=100)]

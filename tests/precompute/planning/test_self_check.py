@@ -82,7 +82,7 @@ def test_an_honest_autoencoder_of_each_family_passes(family: str, run: Run, tmp_
 
 
 @pytest.mark.parametrize(("family", "config"), [("kl", {"scaling_factor": 8.0}), ("qwen", {"latents_std": [0.1] * 3})])
-def test_a_wrong_scale_cancels_in_the_pictures_and_is_told_by_the_deviations(
+def test_a_wrong_scale_cancels_in_the_images_and_is_told_by_the_deviations(
     family: str, config: dict[str, Any], run: Run, tmp_path: Path
 ) -> None:
     manifest = run.go(save_honest(tmp_path / "vae", family, **config))
@@ -94,7 +94,7 @@ def test_a_wrong_scale_cancels_in_the_pictures_and_is_told_by_the_deviations(
 
 
 @pytest.mark.parametrize("family", ["kl", "wan"])
-def test_a_wrong_shift_cancels_in_the_pictures_and_is_told_by_the_means(family: str, run: Run, tmp_path: Path) -> None:
+def test_a_wrong_shift_cancels_in_the_images_and_is_told_by_the_means(family: str, run: Run, tmp_path: Path) -> None:
     manifest = run.go(save_honest(tmp_path / "vae", family, latents_mean=[0.0] * 3))
     assert min(decibels(manifest)) > 35
     assert manifest.self_check
@@ -145,7 +145,7 @@ def test_zero_turns_it_off_and_the_key_is_no_part_of_the_fingerprint(run: Run, t
     assert (again.fingerprint, again.root_hash) == (manifest.fingerprint, manifest.root_hash)
 
 
-def test_fewer_pictures_are_checked_where_there_are_fewer_or_some_do_not_decode(run: Run, tmp_path: Path) -> None:
+def test_fewer_images_are_checked_where_there_are_fewer_or_some_do_not_decode(run: Run, tmp_path: Path) -> None:
     source = make_class_folder(tmp_path / "few", classes=1, per_class=4)
     whole = (source / "n000/1.png").read_bytes()
     (source / "n000/1.png").write_bytes(whole[: len(whole) // 2])

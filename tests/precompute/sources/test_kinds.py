@@ -85,7 +85,7 @@ def struct_column(contents: list[bytes | None]) -> pa.Array:
     return pa.array([{"bytes": content, "path": f"{i}.jpg"} for i, content in enumerate(contents)], kind)
 
 
-# ------------------------------------------------------------ labelled pictures, in every way to hand them over
+# ------------------------------------------------------------ labelled images, in every way to hand them over
 
 
 def class_tars() -> list[tuple[str, bytes]]:
@@ -159,7 +159,7 @@ LABEL_KINDS: dict[str, tuple[Callable[[Path], Path], str, list[str], bool]] = { 
 }
 
 
-# ------------------------------------------------------------ captioned pictures, in every way to hand them over
+# ------------------------------------------------------------ captioned images, in every way to hand them over
 
 
 def as_metadata(root: Path) -> Path:
@@ -261,7 +261,7 @@ def caption_reference(reference: Path, encode: Encode) -> Path:
 
 
 @pytest.mark.parametrize("case", LABEL_KINDS)
-def test_labelled_pictures_give_the_same_bytes_however_they_come(
+def test_labelled_images_give_the_same_bytes_however_they_come(
     case: str, label_reference: Path, encode: Encode, tmp_path: Path
 ) -> None:
     make, kind, keys, has_names = LABEL_KINDS[case]
@@ -276,7 +276,7 @@ def test_labelled_pictures_give_the_same_bytes_however_they_come(
 
 
 @pytest.mark.parametrize("case", CAPTION_KINDS)
-def test_captioned_pictures_give_the_same_bytes_however_they_come(
+def test_captioned_images_give_the_same_bytes_however_they_come(
     case: str, caption_reference: Path, encode: Encode, tmp_path: Path
 ) -> None:
     make, kind, keys = CAPTION_KINDS[case]
@@ -363,7 +363,7 @@ def test_sidecars_are_those_of_the_same_name(tmp_path: Path) -> None:
         ("a.txt", None, "bad_metadata"),
     ],
 )
-def test_a_bad_sidecar_rejects_its_picture(tmp_path: Path, name: str, content: bytes | None, reason: str) -> None:
+def test_a_bad_sidecar_rejects_its_image(tmp_path: Path, name: str, content: bytes | None, reason: str) -> None:
     for stem in ("a", "b"):
         put(tmp_path / f"{stem}.png", jpeg(0))
     put(tmp_path / "b.txt", b"fine")
@@ -443,7 +443,7 @@ def test_a_damaged_parquet_file_is_an_error_that_names_it(tmp_path: Path, conten
         list_source(tmp_path)
 
 
-def test_a_parquet_file_without_pictures_says_its_columns(tmp_path: Path) -> None:
+def test_a_parquet_file_without_images_says_its_columns(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", {"words": ["x"], "pixels": [[1, 2]]})
     with pytest.raises(SourceError, match=r"no column of images.*'words', 'pixels'"):
         list_source(tmp_path)
@@ -484,7 +484,7 @@ def test_the_row_groups_in_memory_are_few_and_each_is_read_once_in_order(
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """A server of the S3 protocol, with the bucket "pictures"."""
+    """A server of the S3 protocol, with the bucket "images"."""
     with s3_server("pictures") as url:
         yield url
 

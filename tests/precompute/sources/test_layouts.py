@@ -53,7 +53,7 @@ def test_another_json_object_is_an_error_that_says_what_is_needed(
 
 
 @pytest.mark.parametrize("folder", ["labels", "captions"])
-def test_texts_in_a_folder_beside_the_pictures_are_their_captions(folder: str, tmp_path: Path) -> None:
+def test_texts_in_a_folder_beside_the_images_are_their_captions(folder: str, tmp_path: Path) -> None:
     pictures(tmp_path / "images/train")
     put(tmp_path / folder / "train/a.txt", "a cat\nthe cat")
     put(tmp_path / folder / "train/b.txt", b"\xff")

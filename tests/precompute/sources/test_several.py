@@ -1,4 +1,4 @@
-"""Several sources in one store: keys, classes and pictures of each; a store of one grows by another."""
+"""Several sources in one store: keys, classes and images of each; a store of one grows by another."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_damage_of_either_source_is_repaired(folders: list[Path], tmp_path: Path
     assert shard.read_bytes() == whole
 
 
-def test_kinds_may_differ_and_each_picture_is_read_from_its_own_source(tmp_path: Path) -> None:
+def test_kinds_may_differ_and_each_image_is_read_from_its_own_source(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
     picture(0).save(texts / "a.jpg")

@@ -48,7 +48,7 @@ def write_metadata(root: Path, *rows: Any) -> Path:
     return root
 
 
-def test_a_class_folder_without_pictures_keeps_its_label(tmp_path: Path) -> None:
+def test_a_class_folder_without_images_keeps_its_label(tmp_path: Path) -> None:
     for name in ("a", "c"):
         put(tmp_path / name / "0.png", png())
     (tmp_path / "b").mkdir()
@@ -68,15 +68,6 @@ def test_nested_folders_belong_to_their_first_folder_and_names_may_repeat(tmp_pa
     for i, name in enumerate(files):
         record = by_key(source)[name]
         assert bytes_of(source, record) == png(i)
-
-
-def test_a_picture_beside_the_class_folders_is_rejected(tmp_path: Path) -> None:
-    for name in ("a/0.png", "stray.png"):
-        put(tmp_path / name, png())
-    records = by_key(list_source(tmp_path))
-    assert records["a/0.png"].problem is None
-    assert records["stray.png"].problem
-    assert records["stray.png"].problem[0] == "bad_metadata"
 
 
 def test_a_missing_folder_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def png(seed: int = 0) -> bytes:
 
 
 def fill(root: Path, *names: str) -> Path:
-    """A file for each name: a picture, a Parquet file or a tar of one, or text."""
+    """A file for each name: an image, a Parquet file or a tar of one, or text."""
     for seed, name in enumerate(names):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def test_what_a_system_made_is_no_class_and_is_counted(tmp_path: Path) -> None:
     assert folders.startswith("8 folders, hidden, of a system or linked twice: 2 @eaDir, 1 ")
 
 
-def test_loose_pictures_beside_folders_are_taken_without_labels(tmp_path: Path) -> None:
+def test_loose_images_beside_folders_are_taken_without_labels(tmp_path: Path) -> None:
     root = fill(tmp_path, "a/0.png", "loose.png")
     problem = next(record.problem for record in listed(root).records if record.key == "loose.png")
     assert problem

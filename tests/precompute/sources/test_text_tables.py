@@ -79,9 +79,7 @@ def test_columns_are_named_by_the_recipe_and_an_error_lists_those_that_are_there
         ("photos/x/a", ""),
     ],
 )
-def test_pictures_lie_where_the_root_says_or_where_the_first_names_are_found(
-    row: str, root: str, tmp_path: Path
-) -> None:
+def test_images_lie_where_the_root_says_or_where_the_first_names_are_found(row: str, root: str, tmp_path: Path) -> None:
     here = tmp_path / "source"
     pictures(here / "photos/x")
     rows = [row, row.replace("a.jpg", "b.jpg") if "." in row else f"{row[:-1]}b", "../../source/photos/x/c.jpg"]
