@@ -11,7 +11,6 @@ Flux, Flux2, Sana, QwenImage, Wan), and ``AutoencoderRAE.encode``.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
@@ -258,15 +257,8 @@ def load_single_file(model_class: Any, files: VaeFiles) -> tuple[Any, dict[str, 
             return found
 
     Recorded.__name__ = name
-    logger = logging.getLogger("diffusers.loaders.single_file_model")
-    level = logger.level
-    try:
-        logger.setLevel(logging.ERROR)  # unexpected keys are an error of ours
-        loaded = Recorded.from_single_file(
-            str(file), config=str(files.folder), low_cpu_mem_usage=False, local_files_only=True
-        )
-    finally:
-        logger.setLevel(level)
+    options = {"config": str(files.folder), "low_cpu_mem_usage": False, "local_files_only": True}
+    loaded = Recorded.from_single_file(str(file), **options)
     loaded.__class__ = model_class
     return loaded.float(), loading
 

@@ -305,18 +305,6 @@ def shortened(error: BaseException) -> str:
     return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."
 
 
-def check_loaded(loading: dict[str, Any], where: str) -> None:
-    """Raise if weights are missing, which the libraries would fill with random numbers.
-
-    Raises: EncoderError.
-    """
-    if missing := sorted(loading.get("missing_keys") or ()):
-        raise EncoderError(
-            f"{where}: {len(missing)} weights are missing from its safetensors, the first is '{missing[0]}'. "
-            "Fetch or save the model again."
-        )
-
-
 def model_name(section: VaeSection | TextSection | FeatureSection, folder: Path) -> str:
     """The model in the recipe, with its subfolder if the model is in it."""
     in_subfolder = section.subfolder and not is_single_file(section.model) and folder != local_folder(section.model)

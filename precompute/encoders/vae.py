@@ -6,16 +6,14 @@ Each encoder has an identity, which the store's fingerprint hashes. Scale and sh
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...datasets.errors import EncoderError, RecipeError
-from ...datasets.format.schema import EncoderIdentity, LatentSpec
+from ...datasets.format.schema import LatentSpec
 from ..config import VaeSection
 from .autoencoders import (
     DECODER,
@@ -31,38 +29,14 @@ from .autoencoders import (
     unpatchify,
 )
 from .compiled import compile_encoder, compiling, eager, filled_up
-from .model_files import (
-    LOADING_ERRORS,
-    arithmetic,
-    check_loaded,
-    is_single_file,
-    lasting_config,
-    library_majors,
-    model_name,
-    read_config,
-    shortened,
-)
+from .model_files import arithmetic, is_single_file, read_config
+from .pretrained import Pretrained, identity, load_model
 
 LOG = logging.getLogger(__name__)
 PROBE_PX = 256  # a multiple of every published downscale up to 128
 
 
-@contextlib.contextmanager
-def unused_config_keys_unsaid() -> Iterator[None]:
-    """Silence diffusers' warning about unused keys in a config.json, which published models have."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("The config attributes ")
-
-    logger = logging.getLogger("diffusers.configuration_utils")
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
-
-
-class ImageEncoder:
+class ImageEncoder(Pretrained):
     """A diffusers autoencoder.
 
     Args:
@@ -85,44 +59,33 @@ class ImageEncoder:
         model_class: Any = getattr(diffusers, name)
         files = find_files(section, found)
         dtype = arithmetic(section.dtype, device)
-        self._dtype, self._device = torch.float32, device
 
         def load_weights() -> tuple[Any, dict[str, Any]]:
-            try:
-                with unused_config_keys_unsaid():
-                    return (load_single_file if files.is_single_file else _load)(model_class, files)
-            except LOADING_ERRORS as error:
-                raise EncoderError(f"{place}: cannot be loaded as {name}: {shortened(error)}") from error
+            load = load_single_file if files.is_single_file else _load
+            return load_model(load, model_class, files, where=place, class_name=name)
 
+        # In float32 first, so that the recipe's dtype does not round a batch norm.
+        super().__init__(torch.float32, device, lambda _: self._tiled(load_weights()[0]))
         loaded, loading = load_weights()
-        check_loaded(loading, place)
         if left_out := sorted(key for key in loading["unexpected_keys"] if not key.startswith(DECODER)):
             raise EncoderError(
                 f"{place}: its weights hold '{left_out[0]}', which its config.json has no place for, so "
                 "its latents would be others. Fetch or save the model again."
             )
-        self._load_weights, self._tile_px = load_weights, section.tile_px
-        self._exact: Any = None  # as loaded, in float32 on the CPU; only after a fallback
-        self._model = self._on_device(loaded.eval().requires_grad_(False))
+        self._tile_px = section.tile_px
+        self._model = self._on_device(loaded)
         self._probe_px = self.fixed_side_px or PROBE_PX
         self._probe_shape = self._forward(np.zeros((1, self._probe_px, self._probe_px, 3), np.uint8)).shape
         self._shift_and_scale = shift_and_scale(loaded, self._family, self.num_channels, place)
         self._dtype = getattr(torch, dtype)
         torch.nn.Module.to(self._model, self._dtype)  # diffusers' own method would warn
-        self._tile(self._model)
+        self._tiled(self._model)
         self._is_compiled, self._batch_size = section.compile, section.batch_size
         if section.compile:  # after the probe, whose shape may not occur otherwise
             compile_encoder(self._model)
         LOG.info("%s (%s) computes in %s on %s, vae.compile %s", place, name, dtype, device, section.compile)
-        self.identity = EncoderIdentity(
-            model=model_name(section, files.folder),
-            revision=files.revision,
-            class_name=name,
-            config=lasting_config(config),
-            weights_sha256=files.weights_sha256,
-            tokenizer_sha256=None,
-            dtype=dtype,
-            libraries=library_majors("torch", "diffusers"),
+        self.identity = identity(
+            section, files.folder, files.revision, name, config, files.weights_sha256, dtype, "diffusers"
         )
 
     @property
@@ -144,11 +107,6 @@ class ImageEncoder:
     def downscale(self) -> int:
         """Pixels of height or width for one latent position."""
         return self._probe_px // self._probe_shape[2]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return self._device
 
     def latent_spec(self, section: VaeSection, dtype: str, *, batch_size: int = 0) -> LatentSpec:
         """The spec of the stored latents, with the model's shift and scale.
@@ -204,34 +162,21 @@ class ImageEncoder:
     def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
         """Encode in float32 whatever the recipe's dtype, one picture at a time; as ``encode``.
 
-        The weights are those of the file, not rounded to the recipe's dtype. The first call loads them again; then they
-        stay in the CPU's memory, and lie on the device beside the others only during a call.
-
-        Raises: EncoderError: they can no longer be loaded.
+        Raises: EncoderError: the weights can no longer be loaded.
         """
-        model, dtype = self._model, self._dtype
-        if dtype != torch.float32 and self._exact is None:
-            self._exact = self._load_weights()[0].eval().requires_grad_(False)
-            self._tile(self._exact)
-        try:
-            if dtype != torch.float32:
-                self._model, self._dtype = self._on_device(self._exact), torch.float32
-            with eager():
-                return np.concatenate([self._forward(pixels[i : i + 1]) for i in range(len(pixels))])
-        finally:
-            self._model, self._dtype = model, dtype
-            if self._exact is not None:
-                self._exact.to("cpu")
+        with self._in_float32(), eager():
+            return np.concatenate([self._forward(pixels[i : i + 1]) for i in range(len(pixels))])
 
     def _on_device(self, model: Any) -> Any:
-        model = model.to(self._device)
+        model = super()._on_device(model)
         if self._device.type == "cuda" and self._family.rank == 4:  # pixels have channels last: no transpose
             model.to(memory_format=torch.channels_last)
         return model
 
-    def _tile(self, model: Any) -> None:
+    def _tiled(self, model: Any) -> Any:
         if self._tile_px:
             set_tiling(model, self._tile_px, self.downscale // self._family.patchify)
+        return model
 
     @torch.inference_mode()
     def _forward(self, pixels: np.ndarray) -> np.ndarray:

@@ -10,10 +10,9 @@ Podell et al. 2023, "SDXL" (CLIP's last hidden state but one, and its pooled vec
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,27 +20,22 @@ import numpy as np
 import torch
 
 from ....datasets.errors import EncoderError
-from ....datasets.format.schema import EncoderIdentity, TextSpec
+from ....datasets.format.schema import TextSpec
 from ....datasets.revisions.commits import nonfinite_caption
 from ...config import TextSection
 from ..model_files import (
     CONFIG,
-    LOADING_ERRORS,
     TEXT_WEIGHTS,
     arithmetic,
     check_depth,
-    check_loaded,
     hash_files,
-    lasting_config,
-    library_majors,
-    model_name,
     read_config,
     resolve_model,
-    shortened,
     weight_files,
     weight_names,
     weights_in,
 )
+from ..pretrained import Pretrained, identity, load_transformer
 from .families import FAMILIES, PROJECTED, check_request, class_name, language_config, text_config, whole_number
 from .tokenizer import CaptionTokenizer
 
@@ -110,22 +104,7 @@ class EncodedCaptions(NamedTuple):
         return np.logical_and.reduce(finite)
 
 
-@contextlib.contextmanager
-def other_weights_unsaid() -> Iterator[None]:
-    """Silence transformers' table of unused weights, as of a head or a vision tower; missing ones are an error."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
-
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
-
-
-class CaptionEncoder:
+class CaptionEncoder(Pretrained):
     """A text encoder. Its weights are loaded at the first encode, and dropped by ``release``.
 
     Args:
@@ -152,9 +131,8 @@ class CaptionEncoder:
         self._weights = weight_files(self._folder, TEXT_WEIGHTS, what="text.model")
         check_depth(read_config(tokenizer.model_folder, what="text.model"), self._weights, what="text.model")
         family, dtype = FAMILIES[section.kind], arithmetic(section.dtype, device)
-        self._section, self._dtype, self._device = section, getattr(torch, dtype), device
-        self._model: Any = None
-        self._exact: Any = None  # in float32 on the CPU; only after a caption that was not finite
+        super().__init__(getattr(torch, dtype), device, self._loaded)
+        self._section = section
         self._layers = [] if section.output == "pooled" else section.layers or list(family.layers)
         self._is_masked = family.masked and not section.attend_padding
         self._is_capped = bool(config.get("attn_logit_softcapping"))
@@ -162,15 +140,11 @@ class CaptionEncoder:
         self.width = whole_number(config, family.width_key, self._folder) * max(1, len(self._layers))
         pooled_key = "projection_dim" if self._class_name == PROJECTED else family.width_key
         self.pooled_width = whole_number(config, pooled_key, self._folder) if section.output != "tokens" else 0
-        self.identity = EncoderIdentity(
-            model=model_name(section, self._folder),
-            revision=tokenizer.revision,
-            class_name=self._class_name,
-            config=lasting_config(read_config(tokenizer.model_folder, what="text.model")),
-            weights_sha256=hash_files(self._weights),
+        self.identity = identity(
+            *(section, self._folder, tokenizer.revision, self._class_name),
+            read_config(tokenizer.model_folder, what="text.model"),
+            *(hash_files(self._weights), dtype, "transformers"),
             tokenizer_sha256=tokenizer.sha256,
-            dtype=dtype,
-            libraries=library_majors("torch", "transformers"),
             tokenizer_files_sha256=tokenizer.files_sha256,
         )
 
@@ -229,7 +203,8 @@ class CaptionEncoder:
 
         Raises: EncoderError: they are damaged, or of another model.
         """
-        self._model = self._model or self._loaded()
+        if self._model is None:
+            self._model = self._on_device(self._loaded(self._dtype))
 
     def release(self) -> None:
         """Drop the weights, so that another model fits; the next encode loads them again."""
@@ -266,7 +241,8 @@ class CaptionEncoder:
                 captions[i][:80],
                 self.identity.dtype,
             )
-            again = self._in_float32(ids[i : i + 1], mask[i : i + 1], stored)
+            with self._in_float32(makes_room=True):
+                again = self._forward(ids[i : i + 1], mask[i : i + 1], stored)
             for rows, row in zip(encoded, again.row(0), strict=True):
                 if rows is not None:
                     rows[i] = row
@@ -275,24 +251,6 @@ class CaptionEncoder:
     def _check_finite(self, encoded: EncodedCaptions, captions: Sequence[str]) -> None:
         for i in np.flatnonzero(~encoded.is_finite).tolist():
             raise EncoderError(f"text.model: {nonfinite_caption(captions[i], self._class_name)}. Check its weights.")
-
-    def _in_float32(self, ids: torch.Tensor, mask: torch.Tensor, stored: list[int]) -> EncodedCaptions:
-        """As ``_forward``, in float32 with the weights of the file.
-
-        The first call loads them again; they stay in the CPU's memory until ``release``. During a call the model of the
-        recipe's dtype makes room for them on the device.
-        """
-        model, dtype = self._model, self._dtype
-        model.to("cpu")
-        try:
-            self._dtype = torch.float32
-            self._model = self._exact = self._exact or self._loaded()
-            self._model.to(self._device)
-            return self._forward(ids, mask, stored)
-        finally:
-            if self._exact is not None:
-                self._exact.to("cpu")
-            self._model, self._dtype = model.to(self._device), dtype
 
     @torch.inference_mode()
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, stored: list[int]) -> EncodedCaptions:
@@ -313,30 +271,17 @@ class CaptionEncoder:
             pooled = vector.float().cpu().numpy()
         return EncodedCaptions(tokens, pooled)
 
-    def _loaded(self) -> Any:
-        import transformers  # its models take two seconds to import
-
-        transformers.utils.logging.disable_progress_bar()  # the command shows its own
+    def _loaded(self, dtype: torch.dtype) -> Any:
         options: dict[str, Any] = EAGER if self._is_capped else {}
         if self._section.kind == "causal_lm":
             options = options | self._language_model_alone()
-        try:
-            # Loaded in its dtype, not cast after: T5 keeps "wo" in float32 when the rest is float16.
-            with other_weights_unsaid():
-                loaded: Any = getattr(transformers, self._class_name).from_pretrained(
-                    self._folder, dtype=self._dtype, use_safetensors=True, output_loading_info=True, **options
-                )
-        except LOADING_ERRORS as error:
-            raise EncoderError(
-                f"text.model '{self._folder}': cannot be loaded as a {self._class_name}: {shortened(error)}"
-            ) from error
-        model, loading = loaded
-        check_loaded(loading, f"text.model '{self._folder}'")
-        attention = getattr(model.config, "_attn_implementation", "its own")
-        what = f"text.model '{self._folder}' ({self._class_name})"
-        dtype = str(self._dtype).removeprefix("torch.")
-        LOG.info("%s computes in %s on %s, attention %s", what, dtype, self._device, attention)
-        return model.to(self._device).eval().requires_grad_(False)
+        where = f"text.model '{self._folder}'"
+        # Loaded in its dtype, not cast after: T5 keeps "wo" in float32 when the rest is float16.
+        model = load_transformer(self._class_name, self._folder, dtype, where, **options)
+        attention, name = getattr(model.config, "_attn_implementation", "its own"), str(dtype).removeprefix("torch.")
+        message = "%s (%s) computes in %s on %s, attention %s"
+        LOG.info(message, where, self._class_name, name, self._device, attention)
+        return model
 
     def _language_model_alone(self) -> dict[str, Any]:
         """Loading options that leave out the vision tower of a model that also reads pictures."""

@@ -1,18 +1,20 @@
-"""The supported vision transformers, and loading one; of a checkpoint of two towers its vision part alone."""
+"""The supported vision transformers, of a checkpoint of two towers its vision part alone, and their positions.
+
+Trained positions are resampled for grids of other sizes: bicubic with antialiasing, as timm's
+``resample_abs_pos_embed``, which REPA uses; transformers' own resampling differs from one model to another.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import interpolate
 
 from ....datasets.errors import EncoderError
-from ..model_files import LOADING_ERRORS, check_loaded, shortened
 
 
 @dataclass(frozen=True)
@@ -59,40 +61,47 @@ def family_of(config: dict[str, Any], where: str) -> Family:
     return FAMILIES[kind]
 
 
-@contextlib.contextmanager
-def other_tower_unsaid() -> Iterator[None]:
-    """Silence transformers' table of the weights that were left out: those of the text tower."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return " LOAD REPORT" not in record.getMessage()
-
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
-
-
-def load_vision_model(family: Family, folder: Path, dtype: torch.dtype, where: str) -> Any:
-    """Load a model of a family, from safetensors alone.
-
-    Raises: EncoderError: cannot be loaded, or weights are missing.
-    """
-    import transformers  # its models take two seconds to import
-
-    transformers.utils.logging.disable_progress_bar()  # the command shows its own
-    try:
-        with other_tower_unsaid():
-            loaded, loading = getattr(transformers, family.class_name).from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, output_loading_info=True
-            )
-    except LOADING_ERRORS as error:
-        raise EncoderError(f"{where}: cannot be loaded as a {family.class_name}: {shortened(error)}") from error
-    check_loaded(loading, where)
-    return loaded
-
-
 def blocks_of(model: Any) -> Any:
     """The blocks of a vision transformer, in order: its outermost list of modules."""
     return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+
+
+def resample_positions(model: Any, family: Family, where: str) -> None:
+    """Make a model resample its positions as ``resampled`` does, whatever its own class does.
+
+    Raises: EncoderError: the trained positions are not a square.
+    """
+    embeddings = next(module for module in model.modules() if hasattr(module, "interpolate_pos_encoding"))
+    trained = embeddings.get_parameter(family.positions)
+    # On a CPU, so that positions do not depend on the device.
+    trained = trained.detach().float().cpu().reshape(-1, trained.shape[-1])  # (prefix + T, D)
+    num_prefix, patch_px = int(family.has_class_token), model.config.patch_size
+    if math.isqrt(len(trained) - num_prefix) ** 2 != len(trained) - num_prefix:
+        raise EncoderError(f"{where}: its {len(trained)} positions are not those of a square, which is needed.")
+    embeddings.interpolate_pos_encoding = _resampler(trained, num_prefix, patch_px)
+
+
+def _resampler(trained: torch.Tensor, num_prefix: int, patch_px: int) -> Callable[..., torch.Tensor]:
+    by_grid: dict[tuple[int, int], torch.Tensor] = {}
+
+    def positions(embeddings: torch.Tensor, height_px: int, width_px: int) -> torch.Tensor:
+        grid = (height_px // patch_px, width_px // patch_px)
+        if grid not in by_grid:
+            by_grid[grid] = resampled(trained, num_prefix, grid)[None].to(embeddings.device)
+        return by_grid[grid].to(embeddings.dtype)
+
+    return positions
+
+
+def resampled(trained: torch.Tensor, num_prefix: int, grid: tuple[int, int]) -> torch.Tensor:
+    """Positions of another grid: bicubic with antialiasing; those before the patches stay.
+
+    Args:
+      trained: (num_prefix + S * S, D) float32.
+      grid: rows and columns.
+    Returns: (num_prefix + rows * columns, D) float32.
+    """
+    side = math.isqrt(len(trained) - num_prefix)
+    square = trained[num_prefix:].T.reshape(1, -1, side, side)
+    other = interpolate(square, grid, mode="bicubic", antialias=True)
+    return torch.cat([trained[:num_prefix], other[0].flatten(1).T])

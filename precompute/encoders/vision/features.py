@@ -10,7 +10,6 @@ Wu et al. 2025, "Representation Entanglement for Generation" (REG): the class to
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from ....datasets.errors import EncoderError, RecipeError
-from ....datasets.format.schema import EncoderIdentity, FeatureSpec
+from ....datasets.format.schema import FeatureSpec
 from ...config import FeatureSection
 from ..model_files import (
     CONFIG,
@@ -26,23 +25,20 @@ from ..model_files import (
     arithmetic,
     check_depth,
     hash_files,
-    lasting_config,
-    library_majors,
-    model_name,
     read_config,
     resolve_model,
     weight_files,
     weight_names,
 )
-from .families import Family, blocks_of, family_of, load_vision_model
+from ..pretrained import Pretrained, identity, load_transformer
+from .families import Family, blocks_of, family_of, resample_positions
 from .normalisation import GREY_LEVELS, PREPROCESSOR, normalisation
-from .positions import resample_positions
 
 LOG = logging.getLogger(__name__)
 PX_A_PATCH = 16  # of a picture, where the recipe leaves the resolution open
 
 
-class FeatureEncoder:
+class FeatureEncoder(Pretrained):
     """A vision transformer.
 
     Args:
@@ -50,8 +46,6 @@ class FeatureEncoder:
       images_px: ``images.resolution`` of the recipe.
       device: of the model.
       name: of the section, for messages.
-    Attributes:
-      turn: lock for threads that share it.
     Raises:
       EncoderError: missing, without weights or preprocessor, or of another kind.
       RecipeError: the model has no such layer or no class token.
@@ -71,23 +65,21 @@ class FeatureEncoder:
         weights = weight_files(folder, TEXT_WEIGHTS, what=what)
         check_depth(config, weights, what=what)
         dtype = arithmetic(section.encoder_dtype, device)
-        self._dtype, self._device, self._options = getattr(torch, dtype), device, dict(family.options)
-        self.turn = threading.Lock()
-        self._layer = section.layer
+        self._options, self._layer = dict(family.options), section.layer
         if section.layer >= 0:
             self._options["output_hidden_states"] = True
 
         def load_weights(dtype: torch.dtype) -> Any:
-            loaded = load_vision_model(family, folder, dtype, where)
+            loaded = load_transformer(family.class_name, folder, dtype, where)
             check_choices(section, family, len(blocks_of(loaded)), f"features.{name}")
             if section.layer >= 0:
                 del blocks_of(loaded)[max(1, section.layer) :]  # the others would be computed for nothing
             if family.positions:
                 resample_positions(loaded, family, where)
-            return loaded.eval().requires_grad_(False)
+            return loaded
 
-        self._load_weights, self._exact = load_weights, None
-        self._model: Any = load_weights(self._dtype).to(device)
+        super().__init__(getattr(torch, dtype), device, load_weights)
+        self._model = self._on_device(load_weights(self._dtype))
         self._spec = feature_spec(self._model.config, section, images_px, what)
         registers = getattr(self._model.config, "num_register_tokens", 0)
         self._num_prefix = registers + 1 if family.has_class_token else 0
@@ -95,21 +87,10 @@ class FeatureEncoder:
             torch.tensor(numbers, dtype=torch.float32, device=device)[:, None, None] for numbers in (mean, std)
         )
         LOG.info("%s (%s) computes in %s on %s", where, family.class_name, dtype, device)
-        self.identity = EncoderIdentity(
-            model=model_name(section, folder),
-            revision=revision,
-            class_name=family.class_name,
-            config=lasting_config(config.get("vision_config", config)) | {"image_mean": mean, "image_std": std},
-            weights_sha256=hash_files(weights),
-            tokenizer_sha256=None,
-            dtype=dtype,
-            libraries=library_majors("torch", "transformers"),
+        known = config.get("vision_config", config) | {"image_mean": mean, "image_std": std}
+        self.identity = identity(
+            section, folder, revision, family.class_name, known, hash_files(weights), dtype, "transformers"
         )
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return self._device
 
     def spec(self) -> FeatureSpec:
         """The spec of the stored tokens."""
@@ -127,22 +108,11 @@ class FeatureEncoder:
     def encode_in_float32(self, pixels: np.ndarray) -> list[np.ndarray]:
         """Encode in float32 whatever the recipe's dtype, one picture at a time; as ``encode``.
 
-        The weights are loaded and kept as those of ``ImageEncoder.encode_in_float32``.
-
-        Raises: EncoderError: they can no longer be loaded.
+        Raises: EncoderError: the weights can no longer be loaded.
         """
-        model, dtype = self._model, self._dtype
-        if dtype != torch.float32 and self._exact is None:
-            self._exact = self._load_weights(torch.float32)
-        try:
-            if self._exact is not None:
-                self._model, self._dtype = self._exact.to(self._device), torch.float32
+        with self._in_float32():
             alone = [self._forward(pixels[i : i + 1]) for i in range(len(pixels))]
-            return [np.concatenate(arrays) for arrays in zip(*alone, strict=True)]
-        finally:
-            self._model, self._dtype = model, dtype
-            if self._exact is not None:
-                self._exact.to("cpu")
+        return [np.concatenate(arrays) for arrays in zip(*alone, strict=True)]
 
     @torch.inference_mode()
     def _forward(self, pixels: np.ndarray) -> list[np.ndarray]:

@@ -37,8 +37,9 @@ from ....precompute.encoders.model_files import (
     weight_files,
     weight_names,
 )
+from ....precompute.encoders.pretrained import load_transformer
 from ....precompute.encoders.text.tokenizer import load_tokenizer
-from ....precompute.encoders.vision.families import CLIP, Family, family_of, load_vision_model
+from ....precompute.encoders.vision.families import CLIP, Family, family_of
 from ....precompute.encoders.vision.normalisation import GREY_LEVELS, PREPROCESSOR, normalisation
 from ....precompute.importing.untrusted import read_tensors
 from ..request import INCEPTION
@@ -175,8 +176,8 @@ class VisionModel:
             raise EncoderError(f"{where}: its {CONFIG} is not that of a CLIP of two towers.")
         found = family or family_of(config, where)
         self.family = CLIP_EMBEDDING if found is CLIP else found
-        self.model = load_vision_model(self.family, self.folder, torch.float32, where)
-        self.model.to(device).eval().requires_grad_(False)
+        self.model = load_transformer(self.family.class_name, self.folder, torch.float32, where)
+        self.model.to(device)
         trained_px = getattr(self.model.config, "vision_config", self.model.config).image_size
         self.side_px, self._device = input_side_px(preprocessor, trained_px, where), device
         numbers = normalisation(preprocessor, where)

@@ -1,0 +1,152 @@
+"""What all encoders share: loading a published model, its identity, and its weights in float32 on demand."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...datasets.errors import EncoderError
+from ...datasets.format.schema import EncoderIdentity
+from ..config import FeatureSection, TextSection, VaeSection
+from .model_files import LOADING_ERRORS, lasting_config, library_majors, model_name, shortened
+
+# Of each logger, what begins a note about unused weights or keys, which published models have; "" for all warnings.
+NOISE = {
+    "transformers.modeling_utils": "LOAD REPORT",
+    "diffusers.configuration_utils": "The config attributes ",
+    "diffusers.loaders.single_file_model": "",
+}
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Silence the libraries' notes about unused weights and keys; missing weights are an error of ours."""
+    with contextlib.ExitStack() as stack:
+        for name, noise in NOISE.items():
+
+            def is_other(record: logging.LogRecord, noise: str = noise) -> bool:
+                return record.levelno >= logging.ERROR or noise not in record.getMessage()
+
+            logger = logging.getLogger(name)
+            logger.addFilter(is_other)
+            stack.callback(logger.removeFilter, is_other)
+        yield
+
+
+def load_model(
+    load: Callable[..., tuple[Any, dict[str, Any]]], *arguments: Any, where: str, class_name: str, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Load a model, ready for inference.
+
+    Args:
+      load: called with the other arguments; returns the model, and its missing and unexpected keys.
+      where: key of the recipe and folder, for messages.
+    Returns: as ``load``.
+    Raises: EncoderError: it cannot be loaded, or weights are missing, which the libraries fill with random numbers.
+    """
+    try:
+        with silenced():
+            model, loading = load(*arguments, **options)
+    except LOADING_ERRORS as error:
+        raise EncoderError(f"{where}: cannot be loaded as {class_name}: {shortened(error)}") from error
+    if missing := sorted(loading.get("missing_keys") or ()):
+        raise EncoderError(
+            f"{where}: {len(missing)} weights are missing from its safetensors, the first is '{missing[0]}'. "
+            "Fetch or save the model again."
+        )
+    return model.eval().requires_grad_(False), loading
+
+
+def load_transformer(class_name: str, folder: Path, dtype: torch.dtype, where: str, **options: Any) -> Any:
+    """Load a model of transformers, from safetensors alone; raises as ``load_model``."""
+    import transformers  # its models take two seconds to import
+
+    transformers.utils.logging.disable_progress_bar()  # the command shows its own
+    load = getattr(transformers, class_name).from_pretrained
+    options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+    return load_model(load, folder, where=where, class_name=class_name, **options)[0]
+
+
+def identity(
+    section: VaeSection | TextSection | FeatureSection,
+    folder: Path,
+    revision: str | None,
+    class_name: str,
+    config: Mapping[str, Any],
+    weights_sha256: str,
+    dtype: str,
+    library: str,
+    *,
+    tokenizer_sha256: str | None = None,
+    tokenizer_files_sha256: str | None = None,
+) -> EncoderIdentity:
+    """The identity of an encoder: all that changes its numbers.
+
+    Args:
+      config: of its config.json.
+      dtype: that it computes in.
+      library: of the class: "diffusers" or "transformers".
+    """
+    return EncoderIdentity(
+        model=model_name(section, folder),
+        revision=revision,
+        class_name=class_name,
+        config=lasting_config(dict(config)),
+        weights_sha256=weights_sha256,
+        tokenizer_sha256=tokenizer_sha256,
+        dtype=dtype,
+        libraries=library_majors("torch", library),
+        tokenizer_files_sha256=tokenizer_files_sha256,
+    )
+
+
+class Pretrained:
+    """A model on a device, and its weights in float32 where the recipe's dtype gives NaN or infinity.
+
+    Args:
+      dtype: that it computes in.
+      load: the model in a dtype, on the CPU.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, load: Callable[[torch.dtype], Any]) -> None:
+        self._dtype, self._device, self._load = dtype, device, load
+        self._model: Any = None
+        self._exact: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return self._device
+
+    def _on_device(self, model: Any) -> Any:
+        return model.to(self._device)
+
+    @contextlib.contextmanager
+    def _in_float32(self, *, makes_room: bool = False) -> Iterator[None]:
+        """Compute in float32 with the weights of the file, not rounded to the recipe's dtype.
+
+        The first time loads them again; then they stay in the CPU's memory, and lie on the device only within.
+
+        Args:
+          makes_room: the other weights leave the device meanwhile.
+        Raises: EncoderError: they can no longer be loaded.
+        """
+        model, dtype = self._model, self._dtype
+        if dtype == torch.float32:
+            yield
+            return
+        if makes_room:
+            model.to("cpu")
+        try:
+            self._exact = self._load(torch.float32) if self._exact is None else self._exact
+            self._model, self._dtype = self._on_device(self._exact), torch.float32
+            yield
+        finally:
+            if self._exact is not None:
+                self._exact.to("cpu")
+            self._model, self._dtype = self._on_device(model) if makes_room else model, dtype
