@@ -27,7 +27,7 @@ from .encoders.model_files import (
     TEXT_WEIGHTS,
     TOKENIZER_FILES,
     hash_files,
-    lasting_config,
+    identity,
     library_majors,
     read_config,
     resolve_model,
@@ -110,31 +110,36 @@ def _has_same_encoders(spec: StoreSpec, recipe: PrecomputeRecipe, device: str) -
     if spec.features or not _is_same(spec.vae, recipe.vae, vae.folder, vae.weights_sha256, device):
         return False  # a vision model is only known once it is loaded
     for one in spec.text_encoders:
-        text = recipe.text_sections[one.name]
-        folder, _ = resolve_model(
-            text.model, text.tokenizer_subfolder, text.revision, files=TOKENIZER_FILES, what="text.model"
-        )
-        if one.encoder.tokenizer_files_sha256 != hash_files(tokenizer_files(folder)):
-            return False
+        text, what = recipe.text_sections[one.name], "text.model"
+        folder, _ = resolve_model(text.model, text.tokenizer_subfolder, text.revision, files=TOKENIZER_FILES, what=what)
+        tokenizer = hash_files(tokenizer_files(folder))
         names = (CONFIG, *weight_names(TEXT_WEIGHTS))
-        folder, _ = resolve_model(text.model, text.subfolder, text.revision, files=names, what="text.model")
-        weights = weight_files(folder, TEXT_WEIGHTS, what="text.model")
-        if not _is_same(one.encoder, text, folder, hash_files(weights), device):
+        folder, _ = resolve_model(text.model, text.subfolder, text.revision, files=names, what=what)
+        weights = hash_files(weight_files(folder, TEXT_WEIGHTS, what=what))
+        if not _is_same(one.encoder, text, folder, weights, device, tokenizer):
             return False
     return True
 
 
 def _is_same(
-    known: EncoderIdentity, section: VaeSection | TextSection, folder: Path, weights_sha256: str, device: str
+    known: EncoderIdentity,
+    section: VaeSection | TextSection,
+    folder: Path,
+    weights_sha256: str,
+    device: str,
+    tokenizer_files_sha256: str | None = None,
 ) -> bool:
     may_be_gpu = device != "cpu" and any(map(os.path.exists, GPU_FILES))
     if may_be_gpu and section.dtype != "float32":
         return False
-    config = read_config(folder, what="model")
-    return (
-        known.dtype == "float32"
-        and config.get("_class_name", known.class_name) == known.class_name
-        and known.config == lasting_config(config)
-        and known.libraries == library_majors(*known.libraries)
-        and known.weights_sha256 == weights_sha256
+    config, library = (
+        read_config(folder, what="model"),
+        "diffusers" if isinstance(section, VaeSection) else "transformers",
     )
+    found = identity(
+        *(section, folder, known.revision, config.get("_class_name", known.class_name), config, weights_sha256),
+        *("float32", library),
+        tokenizer_sha256=known.tokenizer_sha256,
+        tokenizer_files_sha256=tokenizer_files_sha256,
+    )
+    return found.model_copy(update={"model": known.model}) == known

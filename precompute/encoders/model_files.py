@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...datasets.disk.hashing import read_json, sha256_file, sha256_of
 from ...datasets.errors import DamageError, EncoderError
+from ...datasets.format.schema import EncoderIdentity
 from ..config import FeatureSection, TextSection, VaeSection
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -334,6 +335,39 @@ def library_majors(*packages: str) -> dict[str, str]:
         major, minor = metadata.version(name).split(".")[:2]
         majors[name] = f"0.{minor}" if major == "0" else major
     return majors
+
+
+def identity(
+    section: VaeSection | TextSection | FeatureSection,
+    folder: Path,
+    revision: str | None,
+    class_name: str,
+    config: Mapping[str, Any],
+    weights_sha256: str,
+    dtype: str,
+    library: str,
+    *,
+    tokenizer_sha256: str | None = None,
+    tokenizer_files_sha256: str | None = None,
+) -> EncoderIdentity:
+    """The identity of an encoder: all that changes its numbers.
+
+    Args:
+      config: of its config.json.
+      dtype: that it computes in.
+      library: of the class: "diffusers" or "transformers".
+    """
+    return EncoderIdentity(
+        model=model_name(section, folder),
+        revision=revision,
+        class_name=class_name,
+        config=lasting_config(dict(config)),
+        weights_sha256=weights_sha256,
+        tokenizer_sha256=tokenizer_sha256,
+        dtype=dtype,
+        libraries=library_majors("torch", library),
+        tokenizer_files_sha256=tokenizer_files_sha256,
+    )
 
 
 def arithmetic(dtype: str, device: torch.device) -> str:

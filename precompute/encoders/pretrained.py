@@ -1,19 +1,17 @@
-"""What all encoders share: loading a published model, its identity, and its weights in float32 on demand."""
+"""What all encoders share: loading a published model, and its weights in float32 on demand."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...datasets.errors import EncoderError
-from ...datasets.format.schema import EncoderIdentity
-from ..config import FeatureSection, TextSection, VaeSection
-from .model_files import LOADING_ERRORS, lasting_config, library_majors, model_name, shortened
+from .model_files import LOADING_ERRORS, shortened
 
 # Of each logger, what begins a note about unused weights or keys, which published models have; "" for all warnings.
 NOISE = {
@@ -70,39 +68,6 @@ def load_transformer(class_name: str, folder: Path, dtype: torch.dtype, where: s
     load = getattr(transformers, class_name).from_pretrained
     options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
     return load_model(load, folder, where=where, class_name=class_name, **options)[0]
-
-
-def identity(
-    section: VaeSection | TextSection | FeatureSection,
-    folder: Path,
-    revision: str | None,
-    class_name: str,
-    config: Mapping[str, Any],
-    weights_sha256: str,
-    dtype: str,
-    library: str,
-    *,
-    tokenizer_sha256: str | None = None,
-    tokenizer_files_sha256: str | None = None,
-) -> EncoderIdentity:
-    """The identity of an encoder: all that changes its numbers.
-
-    Args:
-      config: of its config.json.
-      dtype: that it computes in.
-      library: of the class: "diffusers" or "transformers".
-    """
-    return EncoderIdentity(
-        model=model_name(section, folder),
-        revision=revision,
-        class_name=class_name,
-        config=lasting_config(dict(config)),
-        weights_sha256=weights_sha256,
-        tokenizer_sha256=tokenizer_sha256,
-        dtype=dtype,
-        libraries=library_majors("torch", library),
-        tokenizer_files_sha256=tokenizer_files_sha256,
-    )
 
 
 class Pretrained:

@@ -29,8 +29,8 @@ from .autoencoders import (
     unpatchify,
 )
 from .compiled import compile_encoder, compiling, eager, filled_up
-from .model_files import arithmetic, is_single_file, read_config
-from .pretrained import Pretrained, identity, load_model
+from .model_files import arithmetic, identity, is_single_file, read_config
+from .pretrained import Pretrained, load_model
 
 LOG = logging.getLogger(__name__)
 PROBE_PX = 256  # a multiple of every published downscale up to 128

@@ -31,7 +31,7 @@ from leandit.datasets.errors import FingerprintMismatch
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.encoders import describe
+from leandit.precompute.encoders import describe, model_files
 from leandit.precompute.encoders import vae as encoders_module
 from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.encoders.model_files import local_folder
@@ -166,7 +166,7 @@ CHANGED: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] 
     "shard size": (recipe_with("store.shard_mib=2"), "shard_mib is 1 in the store, 2 now"),
     "codec": (recipe_with("store.codec=zstd"), "codec is 'none' in the store, 'zstd' now"),
     "Pillow": (code_with(describe, "library_majors", major_99), "images.libraries.pillow is "),
-    "torch": (code_with(encoders_module, "library_majors", major_99), "vae.libraries.torch is "),
+    "torch": (code_with(model_files, "library_majors", major_99), "vae.libraries.torch is "),
 }
 CHANGED_OF_LABELS: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] = {
     "crop": (recipe_with("images.crop=bucket"), "images.crop is 'adm' in the store, 'bucket' now"),

@@ -29,13 +29,14 @@ from ..model_files import (
     arithmetic,
     check_depth,
     hash_files,
+    identity,
     read_config,
     resolve_model,
     weight_files,
     weight_names,
     weights_in,
 )
-from ..pretrained import Pretrained, identity, load_transformer
+from ..pretrained import Pretrained, load_transformer
 from .families import FAMILIES, PROJECTED, check_request, class_name, language_config, text_config, whole_number
 from .tokenizer import CaptionTokenizer
 

@@ -25,14 +25,22 @@ from ..model_files import (
     arithmetic,
     check_depth,
     hash_files,
+    identity,
     read_config,
     resolve_model,
     weight_files,
     weight_names,
 )
-from ..pretrained import Pretrained, identity, load_transformer
-from .families import Family, blocks_of, family_of, resample_positions
-from .normalisation import GREY_LEVELS, PREPROCESSOR, normalisation
+from ..pretrained import Pretrained, load_transformer
+from .families import (
+    GREY_LEVELS,
+    PREPROCESSOR,
+    Family,
+    blocks_of,
+    family_of,
+    normalisation,
+    resample_positions,
+)
 
 LOG = logging.getLogger(__name__)
 PX_A_PATCH = 16  # of a picture, where the recipe leaves the resolution open

@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 from leandit.datasets.errors import RecipeError, ResourceError
 from leandit.precompute.config import VaeSection
 from leandit.precompute.encoders import compiled
-from leandit.precompute.encoders.compiled import compile_encoder, filled_up
+from leandit.precompute.encoders.compiled import filled_up
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.pipeline import precompute
 
@@ -83,11 +83,6 @@ def test_without_a_compiler_the_error_says_what_to_install(section: VaeSection) 
     changes = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
     with inductor_config.patch(changes), pytest.raises(ResourceError, match=message):
         ImageEncoder(section, CPU).encode(pictures(1, 16, 16))
-
-
-def test_a_model_without_an_encoder_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"vae\.compile: Linear has no encoder"):
-        compile_encoder(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(

@@ -210,29 +210,6 @@ def test_tiles_give_nearly_what_the_whole_picture_gives(family: str, tile_px: in
     np.testing.assert_array_equal(found, tiled.encode(batch))
 
 
-@pytest.mark.parametrize(
-    ("family", "tile_px", "words"),
-    [("tiny", 64, "AutoencoderTiny cannot encode in tiles"), ("kl", 36, "multiple of 8"), ("dc", 48, "multiple of 32")],
-)
-def test_tiles_that_cannot_be_are_refused(family: str, tile_px: int, words: str, save: Save) -> None:
-    with pytest.raises(RecipeError, match=rf"vae\.tile_px {tile_px}: .*{words}"):
-        image_encoder(save(family), tile_px=tile_px)
-
-
-def test_a_batch_of_another_size_gives_latents_of_another_size(save: Save) -> None:
-    encoder, _ = image_encoder(save("tiny"))
-    wide = np.zeros((2, 32, 96, 3), np.uint8)
-    assert encoder.encode(wide).shape == (2, 5, 8, 24)
-
-
-def test_a_subfolder_is_found(vae: Path, tmp_path: Path) -> None:
-    shutil.move(vae, tmp_path / "pipeline/vae")
-    encoder, _ = image_encoder(tmp_path / "pipeline", subfolder="vae")
-    assert encoder.identity.model.endswith("pipeline/vae")
-    with pytest.raises(EncoderError, match=r"no such folder.*pipeline/va2"):
-        image_encoder(tmp_path / "pipeline", subfolder="va2")
-
-
 def without_weights(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
 
@@ -351,14 +328,6 @@ def test_weights_with_the_old_names_of_attention_are_loaded(save: Save) -> None:
     save_file(weights, folder / WEIGHTS)
     after, _ = image_encoder(folder)
     assert np.array_equal(before.encode(pixels(1)), after.encode(pixels(1)))
-
-
-@pytest.mark.parametrize(
-    "model", ["/no/such/folder", "./nowhere", "nowhere", "~/no/such/vae", "shipped:vea", "shipped:"]
-)
-def test_a_missing_folder_is_an_encoder_error(model: str) -> None:
-    with pytest.raises(EncoderError, match="no such"):
-        image_encoder(model)
 
 
 @pytest.mark.parametrize(
@@ -491,17 +460,6 @@ def test_of_a_pipeline_only_what_is_loaded_is_fetched(
     assert np.array_equal(encoder.encode(["a circle"]).tokens, caption_encoder().encode(["a circle"]).tokens)
 
 
-def test_of_a_model_alone_only_what_is_loaded_is_fetched(
-    vae: Path, t5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetched = hub_with(tmp_path, {"": vae}, ALONE, monkeypatch)
-    image_encoder("stabilityai/sd-vae-ft-ema")
-    assert fetched == {"config.json", WEIGHTS}
-    fetched = hub_with(tmp_path, {"": t5}, ALONE, monkeypatch)
-    caption_encoder("google/t5")
-    assert fetched == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-
-
 def test_a_model_that_is_refused_by_its_config_is_not_fetched(
     vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,15 +532,6 @@ def test_the_null_caption_has_full_length_and_equals_transformers(max_tokens: in
     null = caption_encoder(max_tokens=max_tokens).encode_null().token_rows()[0]
     assert null.shape == (max_tokens, 64)
     assert np.array_equal(null, wanted)
-
-
-def test_the_text_spec_says_what_the_store_will_hold() -> None:
-    encoder = caption_encoder()
-    section = TextSection(kind="t5", model="shipped:t5", max_tokens=16, batch_size=3)
-    spec = encoder.text_spec(section, "float16")
-    assert (spec.kind, spec.width, spec.max_tokens, spec.dtype, spec.batch_size) == ("t5", 64, 16, "float16", 3)
-    assert encoder.identity.tokenizer_sha256
-    assert encoder.identity.class_name == "T5EncoderModel"
 
 
 def test_a_tokenizer_that_does_not_fit_the_encoder_is_refused(t5: Path) -> None:
@@ -674,15 +623,6 @@ def test_the_identity_of_a_t5_follows_weights_and_tokenizer(t5: Path) -> None:
 def test_a_cpu_computes_in_float32_and_the_identity_says_so(save: Save) -> None:
     encoder, _ = image_encoder(save("kl"), dtype="bfloat16")
     assert encoder.identity.dtype == "float32"
-
-
-def test_a_folder_that_is_the_model_itself_needs_no_subfolder(save: Save) -> None:
-    folder = save("kl")
-    inside, _ = image_encoder(folder.parent, subfolder=folder.name)
-    itself, _ = image_encoder(folder, subfolder="vae")
-    assert inside.identity.weights_sha256 == itself.identity.weights_sha256
-    assert itself.identity.model == str(folder)  # the store does not name a subfolder that was not used
-    assert inside.identity.model == str(folder)
 
 
 def test_the_identity_has_the_arithmetic_of_the_recipe_on_a_gpu(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:

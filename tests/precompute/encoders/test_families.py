@@ -198,18 +198,6 @@ def test_a_config_that_leaves_the_normalisation_open_is_refused(
         ImageEncoder(VaeSection(model=str(folder)), CPU)
 
 
-@pytest.mark.parametrize("family", ["qwen", "wan", "flux2"])
-def test_tiles_change_only_larger_pictures(family: str, tmp_path: Path) -> None:
-    folder = save_autoencoder(tmp_path / "vae", family)
-    whole = ImageEncoder(VaeSection(model=str(folder)), CPU)
-    tiled = ImageEncoder(VaeSection(model=str(folder), tile_px=32), CPU)
-    small, large = np.ascontiguousarray(pixels()[:, :32, :32]), pixels()
-    assert np.array_equal(tiled.encode(small), whole.encode(small))
-    found, wanted = tiled.encode(large), whole.encode(large)
-    assert found.shape == wanted.shape
-    assert not np.array_equal(found, wanted)
-
-
 def test_a_wan_of_patches_and_a_rae_have_no_tiles(tmp_path: Path) -> None:
     for family in ("wan_patched", "rae"):
         folder = save_autoencoder(tmp_path / family, family)

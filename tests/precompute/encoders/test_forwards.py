@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from making import CPU, label_recipe, loaded_encoders, make_class_folder, picture, store_digest, tree_digest
 from PIL import Image
 
 from leandit.datasets.errors import ResourceError, SourceError
-from leandit.datasets.format.schema import Fallback
-from leandit.datasets.format.tables import table_problem
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.forwards import largest_batch
 from leandit.precompute.encoders.vae import ImageEncoder
-from leandit.precompute.run.columns import OWN, encode_batch, forward_rows_of, latent_column, stored_row
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
 from leandit.tools.inspection.verify import check
@@ -117,27 +111,6 @@ def test_a_batch_that_was_begun_too_large_is_what_waiting_would_have_made_it(
     assert fallbacks(tmp_path / "store") == ["batch:3"] * 15
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 7, 8])
-@pytest.mark.parametrize("rows", [1, 2, 5, 8])
-def test_halving_ends_at_the_first_half_that_fits(rows: int, most: int, sizes: Callable[..., list[int]]) -> None:
-    recipe = label_recipe()
-    encoder = loaded_encoders(recipe.vae, recipe.text).image
-    spec = encoder.latent_spec(recipe.vae, "float32")
-    pixels = np.stack([np.asarray(picture(i, 32, 32)) for i in range(rows)])
-    wanted, size = [FORWARD(encoder, pixels[i : i + 1])[0] for i in range(rows)], rows
-    while size > most:
-        size = math.ceil(size / 2)
-    tried = sizes(most)
-    columns, views = [latent_column(encoder, spec)], {OWN: [pixels]}
-    batch = encode_batch(views, columns, max_rows=8)
-    found = [stored_row(batch, i, views, i, columns, threading.Lock()) for i in range(rows)]
-    assert batch.forward_rows == size
-    assert sum(n for n in tried if n <= most) == rows  # what fits is encoded once
-    assert {row.fallback for row in found} == {f"batch:{size}" if size < rows else ""}
-    assert {forward_rows_of(row.fallback, rows) for row in found} == {size}
-    np.testing.assert_allclose(np.stack([row.rows[0][0] for row in found]), wanted, atol=1e-4)
-
-
 def test_a_picture_that_does_not_fit_alone_is_rejected_and_its_neighbours_are_stored(
     encode: Encode, class_folder: Path, tmp_path: Path, sizes: Callable[..., list[int]]
 ) -> None:
@@ -183,23 +156,6 @@ def test_a_latent_that_is_not_finite_is_made_again_and_told(
     assert np.flatnonzero([how == "float32" for how in fallbacks(tmp_path / "store")]).tolist() == [2, 7, 12]
     assert StoreFacts(store).records["fallbacks"] == {"float32": 3}
     assert store.record("n000/2.png").fallback == "float32"
-
-
-def test_both_at_once_are_both_told(class_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
-        if len(pixels) > 2:
-            raise torch.OutOfMemoryError
-        return np.full((len(pixels), 8, 4, 4), np.nan if len(pixels) > 1 else 0.5, np.float32)
-
-    recipe = label_recipe()
-    encoder = loaded_encoders(recipe.vae, recipe.text).image
-    spec = encoder.latent_spec(recipe.vae, "float16")
-    monkeypatch.setattr(ImageEncoder, "_forward", forward)
-    columns, views = [latent_column(encoder, spec)], {OWN: [np.zeros((3, 32, 32, 3), np.uint8)]}
-    batch = encode_batch(views, columns, max_rows=8)
-    found = [stored_row(batch, i, views, i, columns, threading.Lock()) for i in range(3)]
-    assert [row.fallback for row in found] == ["batch:2,float32"] * 2 + ["batch:2"]
-    assert all(Fallback(row=0, how=row.fallback) for row in found)
 
 
 def test_what_is_encoded_again_is_halved_as_it_was(
@@ -260,15 +216,6 @@ def test_the_largest_batch_is_the_last_doubling_that_fits(
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_largest_batch_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = loaded_encoders(label_recipe().vae, label_recipe().text).image
-    monkeypatch.setattr(ImageEncoder, "_forward", lambda self, pixels: np.zeros(1))
-    found = {side_px: largest_batch(encoder, side_px, side_px) for side_px in (32, 512, 1024, 4096)}
-    assert found == {32: 256, 512: 128, 1024: 32, 4096: 2}
-    assert all(size * side_px**2 * 3 <= 96 << 20 for side_px, size in found.items())
-
-
-@pytest.mark.usefixtures("gpu")
 def test_where_not_one_picture_fits_nothing_is_planned(
     encode: Encode, class_folder: Path, tmp_path: Path, sizes: Callable[..., list[int]]
 ) -> None:
@@ -302,16 +249,3 @@ def test_a_found_batch_is_kept_by_the_store_whatever_fits_later(
     assert (tried, LatentStore(root).revision, LatentStore(root).spec.latent.batch_size) == ([1], 2, 4)
     assert verified(root, source, deep=True)[1]["deep"]["num_exact"] == 16
     encode(label_recipe("vae.batch_size=4"), source, root)  # the same as with the number said
-
-
-def test_on_a_cpu_the_batch_is_a_fixed_one(encode: Encode, class_folder: Path, tmp_path: Path) -> None:
-    encode(label_recipe("vae.batch_size=0"), class_folder, tmp_path / "store")
-    assert LatentStore(tmp_path / "store").spec.latent.batch_size == 32
-
-
-def test_a_table_of_others_cannot_say_what_makes_no_sense(label_store: LatentStore) -> None:
-    for how in ("batch:0", "batch:99999999", "float16", "float32,batch:2", "batch:2\n", "\x1b[2J"):
-        table = label_store.records.set_column(
-            label_store.records.column_names.index("fallback"), "fallback", pa.array([how] * 15)
-        )
-        assert "a record encoded as" in table_problem(label_store.spec, 1, table, 0), how

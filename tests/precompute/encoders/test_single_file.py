@@ -97,24 +97,9 @@ def test_the_identity_is_of_the_content_not_of_the_name(file: Path, folder: Path
     assert load(moved, folder).identity.weights_sha256 != before.weights_sha256
 
 
-def test_the_config_may_lie_in_a_subfolder_of_a_pipeline(file: Path, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "pipeline").mkdir()
-    inside = folder.rename(tmp_path / "pipeline/vae")
-    found = load(file, tmp_path / "pipeline", subfolder="vae")
-    assert found.identity.model == str(file)
-    assert np.array_equal(found.encode(pixels()), load(inside).encode(pixels()))
-
-
 def test_without_a_config_the_error_asks_for_one(file: Path) -> None:
     with pytest.raises(EncoderError, match=r"a single file, needed vae\.config as well: a folder or hub id with the"):
         load(file)
-
-
-def test_a_missing_file_and_a_missing_config_are_told(file: Path, folder: Path) -> None:
-    with pytest.raises(EncoderError, match=r"vae\.model '.*gone\.safetensors': there is no such file"):
-        load(file.with_name("gone.safetensors"), folder)
-    with pytest.raises(EncoderError, match=r"vae\.config '.*nowhere': there is no such folder"):
-        load(file, folder.with_name("nowhere"))
 
 
 def test_a_weight_that_the_file_lacks_is_an_error_and_not_random(file: Path, folder: Path) -> None:

@@ -294,21 +294,6 @@ def test_weights_are_loaded_at_the_first_encode_and_dropped_on_release(saved: Ca
     assert encoder.computed == TokenCount(2 * length, 0, 2)
 
 
-def test_the_spec_has_what_the_recipe_says_and_leaves_out_what_is_usual(saved: Callable[[str], Path]) -> None:
-    encoder = encoder_of(saved("qwen3"), "causal_lm", template=KLEIN, layers=[1, 3], full_length=True)
-    spec = encoder.text_spec(
-        section_of(saved("qwen3"), "causal_lm", template=KLEIN, layers=[1, 3], full_length=True), "float16"
-    )
-    said = spec.model_dump()
-    assert (said["kind"], said["width"], said["template"], said["layers"]) == ("causal_lm", 64, KLEIN, [1, 3])
-    assert said["full_length"]
-    assert not {"output", "attend_padding", "drop_prefix_tokens", "pooled_width"} & said.keys()
-    section = section_of(saved("clip"), "clip", output="both", full_length=True, max_tokens=77)
-    spec = CaptionEncoder(section, CaptionTokenizer(section), CPU).text_spec(section, "float16")
-    assert (spec.output, spec.pooled_width, spec.width) == ("both", 24, 32)
-    assert type(spec).model_validate(spec.model_dump()) == spec
-
-
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [

@@ -39,8 +39,14 @@ from ....precompute.encoders.model_files import (
 )
 from ....precompute.encoders.pretrained import load_transformer
 from ....precompute.encoders.text.tokenizer import load_tokenizer
-from ....precompute.encoders.vision.families import CLIP, Family, family_of
-from ....precompute.encoders.vision.normalisation import GREY_LEVELS, PREPROCESSOR, normalisation
+from ....precompute.encoders.vision.families import (
+    CLIP,
+    GREY_LEVELS,
+    PREPROCESSOR,
+    Family,
+    family_of,
+    normalisation,
+)
 from ....precompute.importing.untrusted import read_tensors
 from ..request import INCEPTION
 from .inception import SIDE_PX, Inception
