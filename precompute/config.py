@@ -225,8 +225,8 @@ class FeatureSection(Section):
     """Folder inside the model; empty if the model is the folder itself."""
     revision: str = ""
     """Commit of the hub's repository; empty: the newest, which the store records."""
-    output: Literal["patches", "cls", "both"] = "patches"
-    """"patches": a token for each patch, as REPA needs them. "cls": the class token. "both": as REG needs them."""
+    output: Literal["patches", "cls", "both", "embedding"] = "patches"
+    """"patches": a token each, for REPA. "cls": the class token. "both": for REG. "embedding": CLIP's, as "cls"."""
     layer: Annotated[int, Field(ge=-1, le=1000)] = -1
     """Hidden state to store, 0 before the first block; -1: the model's output, after the final norm."""
     resolution: Annotated[int, Field(ge=0, le=8192)] = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class Family:
 
 RESAMPLED = {"interpolate_pos_encoding": True}
 CLIP = Family("CLIPVisionModel", True, "position_embedding.weight", RESAMPLED)
+# Its embeddings lie in the space that CLIP's images and captions share; CMMD is defined on them.
+CLIP_EMBEDDING = replace(CLIP, class_name="CLIPVisionModelWithProjection")
 SIGLIP = Family("SiglipVisionModel", False, "position_embedding.weight", RESAMPLED)
 FAMILIES = {  # by the model_type of config.json
     "dinov2": Family("Dinov2Model", True, "position_embeddings"),

@@ -33,6 +33,8 @@ from ..model_files import (
 )
 from ..pretrained import Pretrained, load_transformer
 from .families import (
+    CLIP,
+    CLIP_EMBEDDING,
     GREY_LEVELS,
     PREPROCESSOR,
     Family,
@@ -43,6 +45,7 @@ from .families import (
 )
 
 LOG = logging.getLogger(__name__)
+EMBEDDING = "embedding"
 PX_A_PATCH = 16  # of a picture, where the recipe leaves the resolution open
 
 
@@ -67,6 +70,8 @@ class FeatureEncoder(Pretrained):
         where = f"{what} '{folder}'"
         config = read_config(folder, what=what)
         family = family_of(config, where)
+        if section.output == EMBEDDING:
+            family = embedding_family(section, family, f"features.{name}")
         mean, std = normalisation(read_config(folder, what=what, name=PREPROCESSOR), where)
         names = (*names, *weight_names(TEXT_WEIGHTS))
         folder, _ = resolve_model(model, subfolder, revision or section.revision, files=names, what=what)
@@ -74,6 +79,7 @@ class FeatureEncoder(Pretrained):
         check_depth(config, weights, what=what)
         dtype = arithmetic(section.encoder_dtype, device)
         self._options, self._layer = dict(family.options), section.layer
+        self._is_embedding = section.output == EMBEDDING
         if section.layer >= 0:
             self._options["output_hidden_states"] = True
 
@@ -131,6 +137,8 @@ class FeatureEncoder(Pretrained):
         rows, columns = self._spec.grid(*pixels.shape[1:3])
         size = (rows * self._spec.patch_px, columns * self._spec.patch_px)
         output = self._model(interpolate(batch, size, mode="bicubic").to(self._dtype), **self._options)
+        if self._is_embedding:
+            return [output.image_embeds.float().cpu().numpy()]
         tokens = output.last_hidden_state if self._layer < 0 else output.hidden_states[self._layer]
         parts = {"patches": [tokens[:, self._num_prefix :]], "cls": [tokens[:, 0]]}
         parts["both"] = parts["patches"] + parts["cls"]
@@ -161,14 +169,27 @@ def feature_spec(config: Any, section: FeatureSection, images_px: int, what: str
             f"have pixels. Needed {patch_px * images_px} or less; 0 chooses one."
         )
     return FeatureSpec(
-        output=section.output,
+        output="cls" if section.output == EMBEDDING else section.output,
         layer=section.layer,
-        width=config.hidden_size,
+        width=config.projection_dim if section.output == EMBEDDING else config.hidden_size,
         patch_px=patch_px,
         resolution_px=resolution_px,
         images_px=images_px,
         dtype=section.dtype,
     )
+
+
+def embedding_family(section: FeatureSection, family: Family, what: str) -> Family:
+    """A CLIP with its projection, whose (D,) output for an image lies in the space of captions.
+
+    Raises: RecipeError: another model, or a layer, which is not projected.
+    """
+    if family is not CLIP or section.layer >= 0:
+        raise RecipeError(
+            f"{what}.output '{EMBEDDING}': only a CLIP has it, after its last layer; '{section.model}' is a "
+            f'{family.class_name}. Use output = "cls" for its class token, or leave out layer.'
+        )
+    return CLIP_EMBEDDING
 
 
 def check_choices(section: FeatureSection, family: Family, num_blocks: int, what: str) -> None:

@@ -41,6 +41,7 @@ from ....precompute.encoders.pretrained import load_transformer
 from ....precompute.encoders.text.tokenizer import load_tokenizer
 from ....precompute.encoders.vision.families import (
     CLIP,
+    CLIP_EMBEDDING,
     GREY_LEVELS,
     PREPROCESSOR,
     Family,
@@ -54,8 +55,6 @@ from .inception import SIDE_PX, Inception
 INCEPTION_FILES = ("weights-inception-2015-12-05-6726825d.pth", "pt_inception-2015-12-05-6726825d.pth")
 WEIGHT_SUFFIXES = (".pth", ".pt", ".safetensors")
 FEATURES, SCORE = "--features", "--clip"
-# Embeddings in the space that CLIP's images and captions share; CMMD is defined on them.
-CLIP_EMBEDDING = dataclasses.replace(CLIP, class_name="CLIPVisionModelWithProjection")
 TWO_TOWERS = dataclasses.replace(CLIP, class_name="CLIPModel")
 MAX_SIDE_PX = 1 << 12
 Resize = Literal["antialiased", "tensorflow"]

@@ -188,6 +188,21 @@ def test_a_layer_and_the_class_token_are_those_of_the_whole_model(
             assert_close(array, wanted[part])
 
 
+def test_the_embedding_of_a_clip_is_that_of_transformers_and_stored_as_a_class_token(saved: dict[str, Path]) -> None:
+    encoder = encoder_of(saved["clip"], output="embedding", resolution=70)
+    model = transformers.CLIPVisionModelWithProjection.from_pretrained(saved["clip"]).eval()
+    mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (MEAN, STD))
+    batch = pixels(64, 64)
+    inputs = (torch.from_numpy(batch).permute(0, 3, 1, 2) / 255 - mean) / std
+    wanted = model(torch.nn.functional.interpolate(inputs, (70, 70), mode="bicubic")).image_embeds.detach().numpy()
+    (found,) = encoder.encode(batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert (encoder.spec().output, encoder.spec().width) == ("cls", found.shape[1])
+    assert encoder.identity.class_name == "CLIPVisionModelWithProjection"
+    with pytest.raises(RecipeError, match="only a CLIP has it"):
+        encoder_of(saved["dinov2"], output="embedding")
+
+
 def test_positions_are_not_those_that_transformers_resamples(saved: dict[str, Path]) -> None:
     """Its DINOv2 has no antialiasing, so a model that is called as it is comes out otherwise."""
     model, batch = transformers.Dinov2Model.from_pretrained(saved["dinov2"]).eval(), pixels(64, 64)
