@@ -289,8 +289,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "other pixels": (with_json(PREPROCESSOR, rescale_factor=0.0078), "'rescale_factor'.*needed 1/255"),
     "raw pixels": (with_json(PREPROCESSOR, do_normalize=False), "'do_normalize'.*is not true"),
     "patch of two": (with_json("config.json", patch_size=[14, 14]), "patches of .14, 14. px"),
-    "patch of a word": (with_json("config.json", patch_size="x"), "cannot be loaded as a Dinov2Model"),
-    "another width": (with_json("config.json", hidden_size=64), "cannot be loaded as a Dinov2Model"),
+    "patch of a word": (with_json("config.json", patch_size="x"), "cannot be loaded as Dinov2Model"),
+    "another width": (with_json("config.json", hidden_size=64), "cannot be loaded as Dinov2Model"),
     "a grid that is not square": (not_square, "21 positions are not those of a square"),
 }
 
