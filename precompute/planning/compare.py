@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import duckdb
@@ -100,10 +100,6 @@ class Comparison:
     def changes_anything(self) -> bool:
         """A new revision would differ from the base."""
         return bool(self.fresh or self.num_described or self.num_dropped or self.is_renamed)
-
-    def counts(self) -> Comparison:
-        """The counts alone, without a record."""
-        return replace(self, kept=Listing([]), fresh=Listing([]), table=RECORDS_SCHEMA.empty_table(), attempts=None)
 
 
 def all_fresh(records: Listing) -> Comparison:
