@@ -55,7 +55,7 @@ from PIL import Image
 
 from leandit.datasets.disk.files import files_below
 from leandit.datasets.format.buckets import resize_filter
-from leandit.datasets.format.caption_layout import CAPTION_PART, NULL_EMBEDDING, NULL_SCALES
+from leandit.datasets.format.row_layout import CAPTION_PART, NULL_EMBEDDING, NULL_SCALES
 from leandit.datasets.format.token_dtypes import token_bytes
 from leandit.datasets.store import LatentStore
 from leandit.precompute import config as precompute_config

@@ -10,7 +10,8 @@ store.record("n01440764/n01440764_18.JPEG").index              # a record by its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -18,18 +19,31 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from .arrays.caption_tokens import CaptionTokens
-from .arrays.feature_arrays import FeatureArrays
-from .arrays.probe import check_of
+from .arrays.shard_check import check_shard
 from .arrays.shard_folder import Access, ShardFolder
 from .arrays.sharded_array import ShardedArray
+from .arrays.tokens import CaptionTokens, FeatureArrays
 from .disk.cached import cached_property
+from .disk.spill import map_numbers
 from .errors import DamageError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from .format.buckets import bucket_size
-from .format.caption_layout import EMBEDDINGS, POOLED, caption_folder, num_stored_tokens
 from .format.class_names import ClassNames
 from .format.layout import CAPTIONS, RECORDS
-from .format.row_layout import FLIP, LATENTS, PICTURES, bucket_part, picture_rows
+from .format.row_layout import (
+    EMBEDDINGS,
+    FLIP,
+    LATENTS,
+    PICTURES,
+    POOLED,
+    ArrayGroup,
+    array_groups,
+    bucket_part,
+    buckets_of,
+    caption_folder,
+    num_stored_tokens,
+    picture_rows,
+)
+from .format.schema import FileEntry
 from .format.table_schemas import CAPTION_START, suffixes
 from .format.token_dtypes import widen
 from .format.zarr_shard import ArrayLayout
@@ -91,15 +105,14 @@ class LatentStore:
         self.revision, self.spec, self.manifest = self._opened.number, self._opened.spec, self._opened.manifest
         self.newest_revision, self.unfinished_revision = self._opened.newest, self._opened.unfinished
         self.complete = self.manifest is not None
-        root = self._opened.root
-        self._arguments = path if self.remote else root, remote
-        if self.manifest:
-            sizes = {entry.path: entry.bytes for entry in self.manifest.files}
-            self.folder = ShardFolder(root, sizes, access=access, remote=self.remote)
-            if self.remote is None:  # ``open_remote`` has checked them already
-                self._opened.check_files()
-        else:
-            self.folder = ShardFolder(root, access=access)
+        self._arguments = path if self.remote else self._opened.root, remote
+        sizes = {path: entry.bytes for path, entry in self.files.items()} if self.manifest else None
+        self.folder = ShardFolder(self._opened.root, sizes, access=access, remote=self.remote)
+        if self.remote is None:  # ``open_remote`` has checked them already
+            self._opened.check_files()
+        self._arrays: dict[str, ShardedArray] = {}
+        self._texts: dict[str, CaptionTokens] = {}
+        self._numbers: dict[tuple[str, str], np.ndarray] = {}
 
     def __repr__(self) -> str:
         where = self.remote.url if self.remote else self.path
@@ -115,7 +128,9 @@ class LatentStore:
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled store is opened again where it is unpickled."""
         path, remote = self._arguments
-        return _reopen, (path, self.revision, self.manifest is None, self.folder.access, remote)
+        arguments = {"revision": self.revision, "allow_incomplete": self.manifest is None}
+        arguments |= {"access": self.folder.access, "remote": remote}
+        return functools.partial(LatentStore, path, **arguments), ()
 
     @property
     def buckets(self) -> dict[str, int]:
@@ -123,6 +138,11 @@ class LatentStore:
         if self.manifest:  # sorted as text in its JSON
             return {name: self.manifest.buckets[name] for name in sorted(self.manifest.buckets, key=bucket_size)}
         return {bucket: len(self.index(bucket).rows) for bucket in self._opened.frozen_plan.new_rows}
+
+    @property
+    def files(self) -> Mapping[str, FileEntry]:
+        """Size and hash of every file of the manifest, by path; empty while the revision is incomplete."""
+        return self._opened.files
 
     @property
     def root_hash(self) -> str | None:
@@ -144,28 +164,54 @@ class LatentStore:
         """Names of the classes: ``store.class_names.find("tench")`` returns a label, ``.describe(0)`` a name."""
         return ClassNames(self.spec.classes, self.spec.class_names)
 
+    # Tables.
+
+    @property
+    def num_records(self) -> int:
+        """Rows of the records table, rejected records included."""
+        return self._opened.num_records
+
     @cached_property
     def records(self) -> pa.Table:
         """The records table (RECORDS_SCHEMA), in the order of the source."""
         return self.record_columns(None)
 
+    def record_columns(self, columns: Sequence[str] | None) -> pa.Table:
+        """Read some columns of the records table, or all, from disk; texts may be dictionaries."""
+        return self._opened.table(RECORDS, columns)
+
+    def record_batches(self, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
+        """As ``record_columns``, a batch of rows at a time."""
+        return self._opened.batches(RECORDS, columns)
+
+    @cached_property
+    def captions(self) -> pa.Table:
+        """The captions table (CAPTIONS_SCHEMA); the position is the caption's id."""
+        return self._opened.table(CAPTIONS, None)
+
     @property
     def checksums(self) -> np.ndarray:
         """(records,) uint64 checksum of each record's latents, from the records table; 0 if not stored."""
-        return self._indexed[1]
+        return self.checksums_of(LATENTS)
 
     def checksums_of(self, group: str) -> np.ndarray:
-        """As ``checksums``, of a group of arrays: the latents by "", a feature or picture by its name."""
-        if group == LATENTS:
-            return self.checksums
-        if group not in self._group_checksums:
-            column = self.record_columns((f"checksum_{group}",))[0]
-            self._group_checksums[group] = pc.fill_null(column, 0).to_numpy()
-        return self._group_checksums[group]
+        """As ``checksums``, of a group of arrays: the latents by "", a feature or companion by its name."""
+        return self._column(RECORDS, f"checksum_{group}" if group else "checksum")
 
-    @cached_property
-    def _group_checksums(self) -> dict[str, np.ndarray]:
-        return {}
+    def caption_checksums(self, name: str = "") -> np.ndarray:
+        """(captions,) uint64 checksum of each caption's rows of a text encoder, from the captions table."""
+        return self._column(CAPTIONS, f"checksum{suffixes(self.spec)[name]}")
+
+    def _column(self, table: str, column: str) -> np.ndarray:
+        """The uint64 of a column, 0 for null."""
+        if (table, column) not in self._numbers:
+            count = self.num_records if table == RECORDS else self._opened.num_captions
+            numbers, first = map_numbers(count, np.uint64, "checksums"), 0
+            for batch in self._opened.batches(table, (column,)):
+                numbers[first : first + batch.num_rows] = pc.fill_null(batch[column], 0).to_numpy()
+                first += batch.num_rows
+            self._numbers[table, column] = numbers
+        return self._numbers[table, column]
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -176,59 +222,23 @@ class LatentStore:
         table = self.record_columns(SIZE_COLUMNS)
         return np.stack([pc.fill_null(table[name], 0).to_numpy() for name in SIZE_COLUMNS], axis=1)
 
-    @cached_property
-    def captions(self) -> pa.Table:
-        """The captions table (CAPTIONS_SCHEMA); the position is the caption's id."""
-        return self._opened.caption_columns(None)
-
-    def caption_checksums(self, name: str = "") -> np.ndarray:
-        """(captions,) uint64 checksum of each caption's rows of a text encoder, from the captions table."""
-        if name not in self._caption_checksums:
-            column = self._opened.caption_columns((f"checksum{suffixes(self.spec)[name]}",))[0]
-            self._caption_checksums[name] = pc.fill_null(column, 0).to_numpy()
-        return self._caption_checksums[name]
-
-    @cached_property
-    def _caption_checksums(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def record_columns(self, columns: Sequence[str] | None) -> pa.Table:
-        """Read some columns of the records table, or all, from disk; texts may be dictionaries."""
-        return self._opened.record_columns(columns)
-
-    def latents(self, bucket: str) -> ShardedArray:
-        """Rows of a bucket as stored, (N, 2C, H, W) moments or (N, C, H, W) latents, raw: neither shifted nor scaled.
-
-        Raises: UnknownKey: the bucket does not exist; the message lists the buckets.
-        """
-        return self.array(f"{bucket_part(bucket)}/{self.spec.latent.array}")
-
-    def flipped_latents(self, bucket: str) -> ShardedArray:
-        """Rows of the horizontally flipped pictures.
-
-        Raises: StoreError: the store was encoded without them.
-        """
-        if not self.spec.latent.flip:
-            raise StoreError(f"store '{self.path}': it holds no flipped latents. Precompute with vae.flip = true.")
-        return self.array(f"{bucket_part(bucket)}/{self.spec.latent.array}_flip")
+    # Records.
 
     def index(self, bucket: str) -> BucketIndex:
         """Labels and captions of the stored records of a bucket, in order of their rows.
 
         Raises: UnknownKey: the bucket does not exist; the message lists the buckets.
         """
-        if bucket not in self._indexed[0]:
+        if bucket not in self._indexes:
             raise UnknownKey(f"store '{self.path}': no bucket '{bucket}'. Buckets: {', '.join(self.buckets)}.")
-        return self._indexed[0][bucket]
+        return self._indexes[bucket]
 
     @cached_property
-    def _indexed(self) -> tuple[dict[str, BucketIndex], np.ndarray]:
-        """Indexes of the buckets, and the checksums: the part of the records table that stays in memory."""
+    def _indexes(self) -> dict[str, BucketIndex]:
         buckets = self.manifest.buckets if self.manifest else self._opened.frozen_plan.new_rows
-        table = self.record_columns((*INDEX_COLUMNS, "checksum"))
         latents = {bucket: self.layout(f"{bucket_part(bucket)}/{self.spec.latent.array}") for bucket in buckets}
         try:
-            indexes = build_indexes(table, latents)
+            indexes = build_indexes(lambda: self.record_batches(INDEX_COLUMNS), latents)
         except DamageError as error:
             raise DamageError(f"store '{self.path}': {error}. {REPAIR}") from error
         for bucket, index in indexes.items():
@@ -239,23 +249,22 @@ class LatentStore:
                 )
             if self.spec.text_encoders and np.any(np.diff(index.caption_starts) == 0):
                 raise DamageError(f"store '{self.path}': bucket '{bucket}' has a record without captions. {REPAIR}")
-        checksums = pc.fill_null(table["checksum"], 0).to_numpy().copy()  # a view would keep the table
-        del table
-        pa.default_memory_pool().release_unused()  # the table takes ten times the memory of the index
-        return indexes, checksums
+        return indexes
 
     def record(self, key: str) -> Record:
         """Find a record by its key.
 
         Raises: UnknownKey: no record has it; the message names the nearest keys.
         """
-        keys = self.record_columns(("key",))["key"]
-        positions = np.flatnonzero(pc.equal(keys, key).to_numpy(zero_copy_only=False))
-        if not len(positions):
-            raise UnknownKey(
-                f"store '{self.path}': no record has the key '{key}'.{near_keys(keys.cast(pa.string()), key)}"
-            )
-        records = [self.record_at(int(position)) for position in positions]  # all but one are "duplicate_key" rejects
+        positions, first = list[int](), 0
+        for batch in self.record_batches(("key",)):
+            is_it = pc.equal(batch["key"].cast(pa.string()), key).to_numpy(zero_copy_only=False)
+            positions += (np.flatnonzero(is_it) + first).tolist()
+            first += batch.num_rows
+        if not positions:
+            keys = self.record_columns(("key",))["key"].cast(pa.string())
+            raise UnknownKey(f"store '{self.path}': no record has the key '{key}'.{near_keys(keys, key)}")
+        records = [self.record_at(position) for position in positions]  # all but one are "duplicate_key" rejects
         return next((record for record in records if record.status == "stored"), records[0])
 
     def record_at(self, index: int) -> Record:
@@ -263,43 +272,29 @@ class LatentStore:
 
         Raises: RowOutOfRange.
         """
-        count = self.manifest.num_planned if self.manifest else self._opened.frozen_plan.records.num_rows
-        if not 0 <= index < count:
-            raise RowOutOfRange(f"store '{self.path}': record {index}, there are {count}")
+        if not 0 <= index < self.num_records:
+            raise RowOutOfRange(f"store '{self.path}': record {index}, there are {self.num_records}")
         values = self._opened.row(RECORDS, index)
         values["caption_ids"] = tuple(values["caption_ids"] or ())
         return Record(index=index, **{name: values[name] for name in Record.__dataclass_fields__ if name != "index"})
 
-    @cached_property
-    def texts(self) -> list[str]:
-        """Names of the text encoders; that of ``[text]`` is empty."""
-        return [one.name for one in self.spec.text_encoders]
+    # Arrays of images.
 
-    def text(self, name: str = "") -> CaptionTokens:
-        """Captions of a text encoder.
+    def latents(self, bucket: str) -> ShardedArray:
+        """Rows of a bucket as stored, (N, 2C, H, W) moments or (N, C, H, W) latents, raw: neither shifted nor scaled.
 
-        Args:
-          name: as in ``texts``; empty for the first one.
-        Raises: StoreError: the store was encoded without captions; UnknownKey: it has no such text encoder.
+        Raises: UnknownKey: the bucket does not exist; the message lists the buckets.
         """
-        if not self.texts:
-            raise StoreError(f"store '{self.path}': it holds no captions. Precompute with text.kind.")
-        name = name or self.texts[0]
-        if name not in self.texts:
-            raise UnknownKey(f"store '{self.path}': no text encoder '{name}'. There are: {', '.join(self.texts)}.")
-        if name not in self._texts:
-            spec = self.spec.text_encoder_of(name).spec
-            self._texts[name] = CaptionTokens(name, spec, self.array, lambda: self._read_spans(name))
-        return self._texts[name]
+        return self.array(f"{bucket_part(bucket)}/{self.spec.latent.array}")
 
-    @cached_property
-    def _texts(self) -> dict[str, CaptionTokens]:
-        return {}
+    def flipped_latents(self, bucket: str) -> ShardedArray:
+        """Rows of the horizontally flipped images.
 
-    @property
-    def tokens(self) -> CaptionTokens:
-        """Captions of the first text encoder, as ``text``."""
-        return self.text()
+        Raises: StoreError: the store was encoded without them.
+        """
+        if not self.spec.latent.flip:
+            raise StoreError(f"store '{self.path}': it holds no flipped latents. Precompute with vae.flip = true.")
+        return self.array(f"{bucket_part(bucket)}/{self.spec.latent.array}{FLIP}")
 
     @property
     def features(self) -> list[str]:
@@ -311,34 +306,65 @@ class LatentStore:
 
         Raises: UnknownKey: the bucket or the feature does not exist; the message lists those that do.
         """
-        if name not in self.features:
-            found = ", ".join(self.features) or "none"
-            raise UnknownKey(f"store '{self.path}': no feature '{name}'. There are: {found}.")
-        spec = next(one.spec for one in self.spec.features if one.name == name)
+        spec = self._named("feature", name, self.spec.features).spec
         self.latents(bucket)  # raises if the bucket does not exist
-        return FeatureArrays(spec, bucket_part(bucket), name, self.array)
+        return FeatureArrays(spec, bucket, name, self.array)
 
     @property
     def pictures(self) -> list[str]:
-        """Names of the companion pictures."""
+        """Names of the companions."""
         return [one.name for one in self.spec.pictures]
 
     def picture(self, name: str, bucket: str, *, flipped: bool = False) -> ShardedArray:
-        """Rows of a companion picture of a bucket, in the order of ``latents``.
+        """Rows of a companion of a bucket, in the order of ``latents``.
 
         Args:
-          flipped: of the flipped pictures.
-        Returns: as stored: like ``latents``, or of a mask (N, H, W) uint8, the grey of each place of a latent.
-        Raises: UnknownKey: the bucket or the picture does not exist; the message lists those that do. StoreError: the
-          store holds no flipped pictures.
+          flipped: of the flipped images.
+        Returns: as stored: like ``latents``, or of a mask (N, H, W) uint8, the gray of each position of a latent.
+        Raises: UnknownKey: the bucket or the companion does not exist; the message lists those that do. StoreError: the
+          store holds no flipped images.
         """
-        if name not in self.pictures:
-            found = ", ".join(self.pictures) or "none"
-            raise UnknownKey(f"store '{self.path}': no picture '{name}'. There are: {found}.")
+        spec = self._named("picture", name, self.spec.pictures)
         _ = self.flipped_latents(bucket) if flipped else self.latents(bucket)  # raises if there are none
-        spec = next(one for one in self.spec.pictures if one.name == name)
         (array,) = picture_rows(self.spec, spec, bucket)
         return self.array(f"{bucket_part(bucket)}/{PICTURES}/{name}/{array}{FLIP if flipped else ''}")
+
+    def _named(self, what: str, name: str, known: Sequence[Any]) -> Any:
+        if name not in (names := [one.name for one in known]):
+            raise UnknownKey(f"store '{self.path}': no {what} '{name}'. There are: {', '.join(names) or 'none'}.")
+        return known[names.index(name)]
+
+    # Captions.
+
+    @property
+    def texts(self) -> list[str]:
+        """Names of the text encoders; that of ``[text]`` is empty."""
+        return [one.name for one in self.spec.text_encoders]
+
+    def text(self, name: str = "") -> CaptionTokens:
+        """Captions of a text encoder.
+
+        Args:
+          name: as in ``texts``; empty for the first one.
+        Raises: StoreError: the store was encoded without captions; UnknownKey: it has no such text encoder.
+        """
+        if name not in self._texts:
+            if not self.texts:
+                raise StoreError(f"store '{self.path}': it holds no captions. Precompute with text.kind.")
+            one = self._named("text encoder", name or self.texts[0], self.spec.text_encoders)
+            self._texts[name] = CaptionTokens(one.name, one.spec, self.array, lambda: self._read_spans(one.name))
+        return self._texts[name]
+
+    @property
+    def tokens(self) -> CaptionTokens:
+        """Captions of the first text encoder, as ``text``."""
+        return self.text()
+
+    @property
+    def null_caption(self) -> np.ndarray:
+        """Embedding of the empty caption at full length, (max_tokens, D), for classifier-free guidance; dtype as of
+        ``caption_embedding``."""
+        return self.tokens.null
 
     def caption(self, record: Record | int, which: int = 0, text: str = "") -> np.ndarray:
         """Embedding of one of a record's captions, as ``caption_embedding``.
@@ -363,7 +389,7 @@ class LatentStore:
           text: the text encoder; empty for the first.
         Raises: RowOutOfRange: no such caption.
         """
-        tokens, count = self.text(text), self._num_captions
+        tokens, count = self.text(text), self._opened.num_captions
         if not 0 <= caption_id < count:
             raise RowOutOfRange(f"store '{self.path}': caption {caption_id}, there are {count}")
         spec, suffix = tokens.spec, suffixes(self.spec)[tokens.name]
@@ -373,52 +399,35 @@ class LatentStore:
         self._check_spans(tokens.name, np.array([start]), np.array([length]))
         return widen(tokens.stored_at(start, length), spec.dtype)
 
-    @property
-    def _num_captions(self) -> int:
-        return self.manifest.num_captions if self.manifest else self._opened.frozen_plan.captions.num_rows
-
-    @property
-    def null_caption(self) -> np.ndarray:
-        """Embedding of the empty caption at full length, (max_tokens, D), for classifier-free guidance; dtype as of
-        ``caption_embedding``."""
-        return self.tokens.null
-
-    @cached_property
-    def zarr(self) -> zarr.Group:
-        """The store as a group of zarr-python, read-only: ``store.zarr["buckets/256x256/moments"][:4]``.
-
-        Its arrays have the rows of the newest revision, rows that no record names too (FORMAT.md). Nothing is checked.
-
-        Raises: StoreError: the store is at a URL, and its shards are not local.
-        """
-        import zarr
-
-        if self.remote:
-            raise StoreError(f"store '{self.remote.url}': zarr-python reads local stores. Download it first.")
-        return zarr.open_group(self.folder.root, mode="r")
-
-    @property
-    def layouts(self) -> Mapping[str, ArrayLayout]:
-        """Shape, dtype and shards of every array, by path."""
-        return self._opened.layouts
-
-    def layout(self, path: str) -> ArrayLayout:
-        """Shape, dtype and shards of an array. Raises: UnknownKey."""
-        if path not in self.layouts:
-            raise UnknownKey(f"store '{self.path}': no array '{path}'. Buckets: {', '.join(self.buckets)}.")
-        return self.layouts[path]
+    def find_captions(self, texts: Sequence[str]) -> list[int | None]:
+        """Ids of captions by their exact text; None for a text that the store does not hold in finite numbers."""
+        ids, wanted, first = dict[str, int](), pa.array(list(texts), pa.string()), 0
+        for batch in self._opened.batches(CAPTIONS, ("text",)):
+            column = batch["text"].cast(pa.string())
+            for position in np.flatnonzero(pc.is_in(column, wanted).to_numpy(zero_copy_only=False)).tolist():
+                ids.setdefault(column[position].as_py(), position + first)
+            first += batch.num_rows
+        known = {text: i for text, i in ids.items() if all(self.caption_checksums(name)[i] for name in self.texts)}
+        return [known.get(text) for text in texts]
 
     def _read_spans(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """First row and rows of every caption of a text encoder, (num_captions,) each.
 
         Raises: DamageError: a caption does not lie within a shard.
         """
-        spec, suffix = self.spec.text_encoder_of(name).spec, suffixes(self.spec)[name]
-        names = [f"{CAPTION_START}{suffix}", f"num_tokens{suffix}"]
-        table = self._opened.caption_columns(names)
-        starts = pc.fill_null(table[names[0]], -1).to_numpy().copy()  # a view would keep the table
-        lengths = num_stored_tokens(spec, table[names[1]]).astype(np.int64)
-        self._check_spans(name, starts, lengths)
+        spec, suffix, count = self.spec.text_encoder_of(name).spec, suffixes(self.spec)[name], self._opened.num_captions
+        layout = self.layouts.get(f"{caption_folder(name)}/{EMBEDDINGS if spec.has_tokens else POOLED}")
+        is_small = layout is not None and layout.shape[0] < 1 << 31
+        starts = map_numbers(count, np.int32 if is_small else np.int64, "an index of captions")
+        lengths = map_numbers(count, np.int32, "an index of captions")
+        columns, first, last = (f"{CAPTION_START}{suffix}", f"num_tokens{suffix}"), 0, np.empty(0, np.int64)
+        for batch in self._opened.batches(CAPTIONS, columns):
+            firsts = pc.fill_null(batch[columns[0]], -1).to_numpy()
+            counts = num_stored_tokens(spec, batch[columns[1]])
+            self._check_spans(name, firsts, counts)
+            self._check_spans(name, np.concatenate([last, firsts[:1]]), np.ones(len(last) + len(firsts[:1]), int))
+            starts[first : first + len(firsts)], lengths[first : first + len(firsts)] = firsts, counts
+            first, last = first + len(firsts), firsts[-1:]
         return starts, lengths
 
     def _check_spans(self, name: str, starts: np.ndarray, lengths: np.ndarray) -> None:
@@ -426,6 +435,7 @@ class LatentStore:
         if not len(starts):
             return
         spec = self.spec.text_encoder_of(name).spec
+        lengths = lengths.astype(np.int64)
         rows = lengths if spec.has_tokens else np.ones_like(lengths)
         layout = self.layouts.get(f"{caption_folder(name)}/{EMBEDDINGS if spec.has_tokens else POOLED}")
         # In this order, because the sum of two hostile numbers can wrap around.
@@ -440,26 +450,44 @@ class LatentStore:
         if not fits:
             raise DamageError(f"store '{self.path}': its captions name tokens that do not exist. {REPAIR}")
 
-    def find_captions(self, texts: Sequence[str]) -> list[int | None]:
-        """Ids of captions by their exact text; None for a text that the store does not hold in finite numbers."""
-        ids = [pc.index(self.captions["text"], text).as_py() for text in texts]
-        return [i if i >= 0 and all(self.caption_checksums(name)[i] for name in self.texts) else None for i in ids]
+    # All arrays.
 
-    @cached_property
-    def _arrays(self) -> dict[str, ShardedArray]:
-        return {}
+    @property
+    def layouts(self) -> Mapping[str, ArrayLayout]:
+        """Shape, dtype and shards of every array, by path."""
+        return self._opened.layouts
+
+    def layout(self, path: str) -> ArrayLayout:
+        """Shape, dtype and shards of an array. Raises: UnknownKey."""
+        if path not in self.layouts:
+            raise UnknownKey(f"store '{self.path}': no array '{path}'. Buckets: {', '.join(self.buckets)}.")
+        return self.layouts[path]
 
     def array(self, path: str) -> ShardedArray:
         """An array by its path, such as "buckets/256x256/moments". Raises: UnknownKey."""
         if path in self._arrays:
             return self._arrays[path]
+        layout = self.layout(path)
+        check = functools.partial(check_shard, self, self._groups[path], path)
         with self.folder.lock:  # two arrays of one path would map its shards twice
-            if path not in self._arrays:
-                self._arrays[path] = ShardedArray(self.folder, self.layout(path), check_of(self, path))
-            return self._arrays[path]
+            return self._arrays.setdefault(path, ShardedArray(self.folder, layout, check))
 
+    @cached_property
+    def _groups(self) -> dict[str, ArrayGroup]:
+        """The group of each array, by path."""
+        groups = array_groups(self.spec, buckets_of(self.layouts))
+        return {path: group for group in groups for path in group.rows}
 
-def _reopen(
-    path: str | Path, revision: int, allow_incomplete: bool, access: Access, remote: Mapping[str, Any] | None
-) -> LatentStore:
-    return LatentStore(path, revision=revision, allow_incomplete=allow_incomplete, access=access, remote=remote)
+    @cached_property
+    def zarr(self) -> zarr.Group:
+        """The store as a group of zarr-python, read-only: ``store.zarr["buckets/256x256/moments"][:4]``.
+
+        Its arrays have the rows of the newest revision, rows that no record names too (FORMAT.md). Nothing is checked.
+
+        Raises: StoreError: the store is at a URL, and its shards are not local.
+        """
+        import zarr
+
+        if self.remote:
+            raise StoreError(f"store '{self.remote.url}': zarr-python reads local stores. Download it first.")
+        return zarr.open_group(self.folder.root, mode="r")

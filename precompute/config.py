@@ -12,8 +12,7 @@ from pydantic import (
 )
 
 from ..datasets.format.buckets import DOWNSCALE, MAX_RATIO, Table, area_step, bucket_table, largest_crop
-from ..datasets.format.caption_layout import CAPTION_ARRAYS, CAPTION_PART
-from ..datasets.format.row_layout import FEATURES, PICTURES
+from ..datasets.format.row_layout import CAPTION_ARRAYS, CAPTION_PART, FEATURES, PICTURES
 from ..datasets.format.schema import Name
 from ..datasets.recipe import Section, load_recipe
 

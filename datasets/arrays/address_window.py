@@ -7,17 +7,15 @@ array, with gaps between the shards that must not be read: ``sharded_array.py`` 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import mmap
 import os
 import sys
-import threading
 import weakref
 from typing import Any
 
 import numpy as np
-
-from ..disk.fork_safe import reset_in_forks
 
 PROT_NONE = 0
 MAP_FIXED = 0x10  # the same on Linux and macOS
@@ -25,6 +23,9 @@ MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0x40
 MAP_FAILED = ctypes.c_void_p(-1).value
 MAX_WINDOW_BYTES = 1 << 45  # of the 2^47 that a process has
 DEFAULT_MAX_MAPS = 65530  # Linux: vm.max_map_count
+
+# Slots of each window by its address. Single operations of a dict need no lock, which a fork could inherit locked.
+_slots: dict[int, int] = {}
 
 
 class AddressWindow:
@@ -41,19 +42,17 @@ class AddressWindow:
         grid = math.lcm(row_bytes, mmap.PAGESIZE)
         self.slot_bytes = -(-shard_bytes // grid) * grid
         self.slot_rows = self.slot_bytes // row_bytes
-        total = num_slots * self.slot_bytes
+        total, left = num_slots * self.slot_bytes, max_maps() - sum(list(_slots.values()))
         if total > MAX_WINDOW_BYTES:
             raise OSError(f"{num_slots} files of {self.slot_bytes} bytes do not fit into one address range")
-        _maps.take(num_slots)
+        if num_slots > left:
+            raise OSError(f"cannot map {num_slots} more files, {left} are left")
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        try:
-            self._address = _map(None, total, PROT_NONE, flags, -1)
-        except OSError:
-            _maps.give_back(num_slots)
-            raise
+        self._address = _map(None, total, PROT_NONE, flags, -1)
+        _slots[self._address] = num_slots
         # The range lives as long as any view of it, even during interpreter shutdown.
         memory = (ctypes.c_ubyte * total).from_address(self._address)
-        weakref.finalize(memory, _unmap, self._address, total, num_slots).atexit = False
+        weakref.finalize(memory, _unmap, self._address, total).atexit = False
         self.bytes = np.frombuffer(memoryview(memory).toreadonly(), np.uint8)
 
     def map_file(self, slot: int, file: int, size: int) -> None:
@@ -69,35 +68,8 @@ class AddressWindow:
         _map(address, size, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, file)
 
 
-class _Maps:
-    """How many more files this process may map."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-        self.reset()
-        reset_in_forks(self)
-
-    def reset(self) -> None:
-        """Create a new lock."""
-        self._lock = threading.RLock()  # a finalizer may run while it is held
-
-    def take(self, count: int) -> None:
-        """Reserve maps.
-
-        Raises: OSError: not that many are left.
-        """
-        with self._lock:
-            if count > self.left:
-                raise OSError(f"cannot map {count} more files, {self.left} are left")
-            self.left -= count
-
-    def give_back(self, count: int) -> None:
-        """Release maps."""
-        with self._lock:
-            self.left += count
-
-
-def _max_maps() -> int:
+@functools.cache
+def max_maps() -> int:
     """The most files that a process should map: half of the system's limit."""
     try:
         with open("/proc/sys/vm/max_map_count") as file:
@@ -114,34 +86,22 @@ def _map(address: int | None, length: int, protection: int, flags: int, file: in
     return mapped
 
 
-def _unmap(address: int, length: int, num_slots: int) -> None:
+def _unmap(address: int, length: int) -> None:
+    del _slots[address]  # first: the next window may get the same address
     _libc().munmap(address, length)
-    _maps.give_back(num_slots)
 
 
+@functools.cache
 def _libc() -> Any:
     """The C library of this process; the module ``mmap`` cannot choose the address of a map.
 
     Raises: OSError: there is none, as on Windows.
     """
-    global _library
-    if _library is None:
-        if sys.platform == "win32":
-            raise OSError("this system has no mmap")
-        library = ctypes.CDLL(None, use_errno=True)
-        library.mmap.restype = ctypes.c_void_p
-        library.mmap.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_int64,
-        ]
-        library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        _library = library
-    return _library
-
-
-_library: Any = None
-_maps = _Maps(_max_maps())
+    if sys.platform == "win32":
+        raise OSError("this system has no mmap")
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    int_types = [ctypes.c_int] * 3
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *int_types, ctypes.c_int64]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return library

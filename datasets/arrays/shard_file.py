@@ -40,17 +40,17 @@ class ShardFile:
     ) -> None:
         self.path, self._layout, self._num_rows, self._remedy = path, layout, num_rows, remedy
         self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        self.close = weakref.finalize(self, os.close, self.file)
+        close = weakref.finalize(self, os.close, self.file)
         self.size = os.fstat(self.file).st_size
         if not self.size:
-            raise self.damage("the file is empty")
+            raise self._damage("the file is empty")
         self._map = None
         if mapped:
             self._map = np.memmap(path, np.uint8, mode="r")
             self.size = len(self._map)
         self._offsets, self._lengths = self._read_index()
         if mapped:
-            self.close()  # a map needs no descriptor, and descriptors are limited
+            close()  # a map needs no descriptor, and descriptors are limited
 
     @cached_property
     def is_dense(self) -> bool:
@@ -58,8 +58,8 @@ class ShardFile:
 
         Checked, because a writer that drops chunks equal to the fill value shifts all later ones.
         """
-        wanted = np.arange(len(self._offsets), dtype=np.uint64) * np.uint64(self._layout.chunk_bytes)
-        return self._layout.codec == "none" and np.array_equal(self._offsets, wanted)
+        dense = np.arange(len(self._offsets), dtype=np.uint64) * np.uint64(self._layout.chunk_bytes)
+        return self._layout.codec == "none" and np.array_equal(self._offsets, dense)
 
     @cached_property
     def rows(self) -> np.ndarray | None:
@@ -89,13 +89,18 @@ class ShardFile:
             out[where] = self.rows[rows]
         elif self.is_dense:
             self._read_runs(rows, out, where)
-        else:
-            self._read_chunks(rows, out, where)
+        else:  # consecutive rows of one chunk read it once
+            chunks, within = np.divmod(rows, self._layout.chunk_rows)
+            last, values = -1, np.empty(0)
+            for place, chunk, row in zip(where.tolist(), chunks.tolist(), within.tolist(), strict=True):
+                if chunk != last:
+                    last, values = chunk, self._chunk(chunk)
+                out[place] = values[row]
 
     def place(self, row: int) -> tuple[int, int]:
         """Where a row of this shard lies in the file: its first byte and its bytes; if compressed, those of its chunk.
 
-        Both are 0 of a chunk that is absent.
+        Both are 0 if the chunk is absent.
         """
         chunk, within = divmod(row, self._layout.chunk_rows)
         offset, length = int(self._offsets[chunk]), int(self._lengths[chunk])
@@ -105,8 +110,7 @@ class ShardFile:
             return offset, length
         return offset + within * self._layout.row_bytes, self._layout.row_bytes
 
-    def damage(self, what: str) -> DamageError:
-        """An error about this shard."""
+    def _damage(self, what: str) -> DamageError:
         return DamageError(f"shard '{self.path}': {what}. {self._remedy}")
 
     def _read_index(self) -> tuple[np.ndarray, np.ndarray]:
@@ -117,7 +121,7 @@ class ShardFile:
         tail = self._bytes(start, index_bytes + CRC_BYTES) if start >= 0 else b""
         index, checksum = tail[:index_bytes], int.from_bytes(tail[index_bytes:], "little")
         if start < 0 or google_crc32c.value(index) != checksum:
-            raise self.damage("the index does not match its checksum")
+            raise self._damage("the index does not match its checksum")
         num_chunks = math.ceil(self._num_rows / layout.chunk_rows)
         entries = np.frombuffer(index, "<u8").reshape(-1, 2)[:num_chunks]
         offsets, lengths = entries[:, 0].copy(), entries[:, 1].copy()
@@ -126,7 +130,7 @@ class ShardFile:
         outside = ~absent & ((offsets > start) | (lengths > start - offsets))
         wrong_size = ~absent & (lengths != layout.chunk_bytes) if layout.codec == "none" else np.False_
         if len(entries) != num_chunks or np.any(outside | wrong_size):
-            raise self.damage("the index names chunks that are not there")
+            raise self._damage("the index names chunks that are not there")
         return offsets, lengths
 
     def _bytes(self, offset: int, length: int) -> bytes:
@@ -134,7 +138,7 @@ class ShardFile:
             return self._map[offset : offset + length].tobytes()
         content = os.pread(self.file, length, offset)
         if len(content) != length:
-            raise self.damage(f"it ends at byte {offset + len(content)}, {offset + length} were expected")
+            raise self._damage(f"it ends at byte {offset + len(content)}, {offset + length} were expected")
         return content
 
     def _read_runs(self, rows: np.ndarray, out: np.ndarray, where: np.ndarray) -> None:
@@ -148,17 +152,8 @@ class ShardFile:
             while done < len(target):  # short reads are allowed
                 count = os.preadv(self.file, [target[done:]], offset + done)
                 if not count:
-                    raise self.damage(f"it ends at byte {offset + done}, {offset + len(target)} were expected")
+                    raise self._damage(f"it ends at byte {offset + done}, {offset + len(target)} were expected")
                 done += count
-
-    def _read_chunks(self, rows: np.ndarray, out: np.ndarray, where: np.ndarray) -> None:
-        """Rows of a compressed or sparse shard; consecutive rows of one chunk read it once."""
-        chunks, within = np.divmod(rows, self._layout.chunk_rows)
-        last, values = -1, np.empty(0)
-        for place, chunk, row in zip(where.tolist(), chunks.tolist(), within.tolist(), strict=True):
-            if chunk != last:
-                last, values = chunk, self._chunk(chunk)
-            out[place] = values[row]
 
     def _chunk(self, chunk: int) -> np.ndarray:
         """(chunk_rows, ...) of one chunk, decoded and checked; the fill value if it is absent."""
@@ -172,10 +167,10 @@ class ShardFile:
             return np.frombuffer(stored, layout.disk_dtype).reshape(shape)
         payload, checksum = stored[:-CRC_BYTES], int.from_bytes(stored[-CRC_BYTES:], "little")
         if google_crc32c.value(payload) != checksum:
-            raise self.damage(f"chunk {chunk} does not match its checksum")
+            raise self._damage(f"chunk {chunk} does not match its checksum")
         decoded = np.zeros(shape, layout.dtype)
         try:
             compression[1].decode(payload, out=decoded)  # a fixed buffer: larger claims fail
         except (RuntimeError, ValueError, OSError, EOFError, zlib.error) as error:
-            raise self.damage(f"chunk {chunk} cannot be decoded ({error})") from error
+            raise self._damage(f"chunk {chunk} cannot be decoded ({error})") from error
         return decoded

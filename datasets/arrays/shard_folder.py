@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..disk.fork_safe import reset_in_forks
 from ..errors import DamageError
 from ..format.zarr_shard import ArrayLayout
 from .shard_file import REPAIR, ShardFile
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from ..remote.cache import RemoteFolder
 
 Access = Literal["map", "pread"]
-ShardCheck = Callable[[ArrayLayout, int, ShardFile], None]
-"""Called with the array, the number of a shard, and the open shard."""
-
 MAX_OPEN_SHARDS = 256  # outside of a window: descriptors or maps
 READ_THREADS = min(8, 2 * (os.cpu_count() or 1))  # for a batch that is read shard by shard
 
@@ -44,25 +40,31 @@ class ShardFolder:
         remote: RemoteFolder | None = None,
     ) -> None:
         self.root, self.access, self._sizes, self.remote = root, access, sizes, remote
-        self.reset()
-        reset_in_forks(self)
+        self._pid = 0
+        self._check_process()
         if remote is not None:
             remote.on_evict = lambda name: self._open.pop(name, None)  # its map is then closed
 
-    def reset(self) -> None:
-        """Close everything."""
-        self.lock = threading.RLock()
-        self._open: OrderedDict[str, ShardFile] = OrderedDict()
-        self._pool: ThreadPoolExecutor | None = None
+    def _check_process(self) -> None:
+        """Start afresh in a fork: threads are not inherited, and locks may be held by a thread that is not there."""
+        if self._pid != os.getpid():
+            self._lock, self._pool = threading.RLock(), None
+            self._open: OrderedDict[str, ShardFile] = OrderedDict()
+            self._pid = os.getpid()
+
+    @property
+    def lock(self) -> threading.RLock:  # pyright: ignore[reportGeneralTypeIssues, reportInvalidTypeForm]
+        """Held while shards are opened."""
+        self._check_process()
+        return self._lock
 
     def open(self, layout: ArrayLayout, shard: int, *, mapped: bool) -> ShardFile:
         """Open a shard with the size in the manifest.
 
         Raises: DamageError.
         """
-        name = layout.shard_path(shard)
+        name, num_rows = layout.shard_path(shard), len(layout.rows_of(shard))
         if self.remote is not None:  # complete, and checked by hash
-            num_rows = len(layout.rows_of(shard))
             remedy = "Remove this file: it is fetched again from the store's URL."
             return self.remote.open(name, lambda path: ShardFile(path, layout, num_rows, mapped=mapped, remedy=remedy))
         path = self.root / name
@@ -70,7 +72,7 @@ class ShardFolder:
         if size is None or (self._sizes is not None and size != self._sizes.get(name)):
             state = "is missing" if size is None else f"has {size} bytes, not those of the manifest"
             raise DamageError(f"shard '{path}': {state}. {REPAIR}")
-        return ShardFile(path, layout, len(layout.rows_of(shard)), mapped=mapped)
+        return ShardFile(path, layout, num_rows, mapped=mapped)
 
     def keep_open(self, layout: ArrayLayout, shard: int, check: Callable[[ShardFile], None]) -> ShardFile:
         """Open a shard and keep it open while it is among the most recently used.

@@ -1,24 +1,25 @@
-"""Reading the rows of a stored array over all its shards: views in place, and whole batches by one gather.
+"""Rows of an array over all its shards, in any order: mapped, gathered, or decoded.
 
-Uncompressed shards are mapped on first use into one range of addresses (``address_window.py``), where all rows form
-one numpy array. Other shards are read one by one: compressed or sparse ones, those beyond the limit on maps, and all of
-them with ``access="pread"``.
+Uncompressed shards are mapped side by side into one range of addresses, so a batch is one gather over all of them.
+What cannot be mapped so (compressed or sparse shards, ``pread``, remote stores, too many files) is read shard by shard
+in threads, with the same results.
+
+Reading a lost file of a mapped store ends the process with SIGBUS. Damage that is found on opening is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..disk.fork_safe import reset_in_forks
 from ..errors import RowOutOfRange
 from ..format.zarr_shard import ArrayLayout
 from .address_window import AddressWindow
 from .shard_file import ShardFile
-from .shard_folder import ShardCheck, ShardFolder
+from .shard_folder import ShardFolder
 
 JOB_BYTES = 1 << 18  # of rows that one thread reads or decodes at a time
 
@@ -33,10 +34,12 @@ class ShardedArray:
     Args:
       folder: of the shards.
       layout: of the array.
-      check: called with each shard when it is opened, to refuse wrong ones (``probe.py``).
+      check: called with the number of a shard and the open shard when it is first read, to refuse a wrong one.
     """
 
-    def __init__(self, folder: ShardFolder, layout: ArrayLayout, check: ShardCheck | None = None) -> None:
+    def __init__(
+        self, folder: ShardFolder, layout: ArrayLayout, check: Callable[[int, ShardFile], None] = lambda *_: None
+    ) -> None:
         self._folder, self._check, self._layout = folder, check, layout
         self._starts = layout.shards * layout.shard_rows  # first row of each shard that exists
         self._ends = np.minimum(self._starts + layout.shard_rows, layout.shape[0])
@@ -47,11 +50,6 @@ class ShardedArray:
         self.row_shape, self.row_bytes, self.shard_rows = layout.shape[1:], layout.row_bytes, layout.shard_rows
         # Not if shards are evicted: a slot of the window cannot be freed while views of it exist.
         self._may_map = folder.access == "map" and folder.remote is None and layout.codec == "none"
-        self.reset()
-        reset_in_forks(self)
-
-    def reset(self) -> None:
-        """Close everything."""
         self._window: AddressWindow | None = None
         self._grid = np.empty(0)  # all rows of the window, including gaps
         self._is_grid = False  # no gaps, all shards mapped: rows need no shift
@@ -63,18 +61,8 @@ class ShardedArray:
         return self._layout.shape[0]
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        # Without this, Python would take the IndexError of a gap for the end of the array, and so would numpy.
+        # Without this, Python and numpy would take the IndexError of a gap for the end of the array.
         return (self[row] for row in range(len(self)))
-
-    def place(self, row: int) -> tuple[str, int, int]:
-        """Path within the store of the shard of a row, and first byte and bytes there, as ``ShardFile.place``."""
-        shard = row // self.shard_rows
-        opened = self._folder.open(self._layout, shard, mapped=False)
-        return self._layout.shard_path(shard), *opened.place(row - shard * self.shard_rows)
-
-    def shard_paths(self, rows: np.ndarray) -> list[str]:
-        """Paths within the store of the shards that hold these rows."""
-        return [self._layout.shard_path(shard) for shard in np.unique(rows // self.shard_rows).tolist()]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,6 +73,16 @@ class ShardedArray:
     def ndim(self) -> int:
         """Number of dimensions."""
         return 1 + len(self.row_shape)
+
+    def place(self, row: int) -> tuple[str, int, int]:
+        """Path within the store of the shard of a row, and first byte and bytes there, as ``ShardFile.place``."""
+        shard = row // self.shard_rows
+        opened = self._folder.open(self._layout, shard, mapped=False)
+        return self._layout.shard_path(shard), *opened.place(row - shard * self.shard_rows)
+
+    def shard_paths(self, rows: np.ndarray) -> list[str]:
+        """Paths within the store of the shards that hold these rows."""
+        return [self._layout.shard_path(shard) for shard in np.unique(rows // self.shard_rows).tolist()]
 
     def __getitem__(self, which: int | slice | Sequence[int] | np.ndarray | tuple[Any, ...]) -> np.ndarray:
         """Rows as numpy gives them, negative numbers from the end.
@@ -99,17 +97,14 @@ class ShardedArray:
             rows, *inner = which or (slice(None),)
             if not all(isinstance(part, (int, np.integer, slice)) for part in inner):
                 raise TypeError(f"array '{self.path}': needed integers and slices behind the rows, got {which}")
-            found = self[rows]
-            return found[tuple(inner) if isinstance(rows, (int, np.integer)) else (slice(None), *inner)]
+            taken = self[rows]
+            return taken[tuple(inner) if isinstance(rows, (int, np.integer)) else (slice(None), *inner)]
         if isinstance(which, slice):
             rows = range(*which.indices(len(self)))
-            return (
-                self.read(rows.start, max(rows.start, rows.stop)) if rows.step == 1 else self.take(np.array(rows, int))
-            )
+            is_run = rows.step == 1
+            return self.read(rows.start, max(rows.start, rows.stop)) if is_run else self.take(np.array(rows, int))
         if isinstance(which, (int, np.integer)) and not isinstance(which, bool):
-            if not -len(self) <= which < len(self):
-                raise RowOutOfRange(f"array '{self.path}': row {which}, there are {len(self)}")
-            row = int(which) % len(self)
+            row = int(self._from_end(np.array([which]))[0])
             return self.read(row, row + 1)[0]
         rows = np.asarray(which)
         if rows.dtype == bool:
@@ -124,19 +119,21 @@ class ShardedArray:
         """Rows counted from 0, of which negative ones were counted from the end."""
         rows = rows.astype(np.int64)
         if len(rows) and not -len(self) <= rows.min() <= rows.max() < len(self):
-            raise RowOutOfRange(f"array '{self.path}': rows {rows.min()} to {rows.max()}, there are {len(self)}")
+            raise self._out_of_range(int(rows.min()), int(rows.max()))
         return np.where(rows < 0, rows + len(self), rows)
+
+    def _out_of_range(self, first: int, last: int) -> RowOutOfRange:
+        rows = f"row {first}" if first == last else f"rows {first} to {last}"
+        return RowOutOfRange(f"array '{self.path}': {rows}, there are {len(self)}")
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Rows start to stop, (stop - start, ...): a mapped view where they lie in one uncompressed shard."""
         if not 0 <= start <= stop <= len(self):
-            raise RowOutOfRange(f"array '{self.path}': rows {start} to {stop}, there are {len(self)}")
+            raise self._out_of_range(start, stop)
         parts = []
         while start < stop:
-            shard = int(self._shards_of(np.array([start]))[0])
+            shard = int(self._prepare(np.array([start]))[0])
             base, end = int(self._starts[shard]), min(stop, int(self._ends[shard]))
-            if not self._opened[shard]:
-                self._prepare(np.array([shard]))
             if self._in_window[shard]:
                 parts.append(self._grid[start + self._shift[shard] : end + self._shift[shard]])
             else:
@@ -160,23 +157,17 @@ class ShardedArray:
             raise TypeError(f"rows are {rows.dtype}, needed integers")
         rows = rows.astype(np.int64, copy=False)
         # Before any arithmetic of addresses: a row in a gap between shards would be read without an error.
-        if len(rows) and rows.view(np.uint64).max() >= len(self):  # what is negative is very large, too
-            raise RowOutOfRange(f"array '{self.path}': rows {rows.min()} to {rows.max()}, there are {len(self)}")
-        shape = (len(rows), *self.row_shape)
-        if out is None:
-            out = np.empty(shape, self.dtype)
-        elif out.shape != shape or out.dtype != self.dtype or not out.flags.c_contiguous:
-            raise ValueError(f"out is {out.dtype} {out.shape}, needed contiguous {self.dtype} {shape}")
+        if len(rows) and rows.view(np.uint64).max() >= len(self):  # negatives wrap past len(self)
+            raise self._out_of_range(int(rows.min()), int(rows.max()))
+        out = self._buffer(len(rows), out)
         if not len(rows):
             return out
-        shards = None
-        if not self._is_grid:
-            shards = self._shards_of(rows)
-            self._prepare(shards)
         # Bounds were checked; the other modes of numpy would buffer the output, or check again.
-        if shards is None:
+        if self._is_grid:
             self._grid.take(rows, axis=0, out=out, mode="clip")
-        elif self._in_window[shards].all():
+            return out
+        shards = self._prepare(rows)
+        if self._in_window[shards].all():
             self._grid.take(rows + self._shift[shards], axis=0, out=out, mode="clip")
         else:
             self._take_apart(shards, rows, out)
@@ -190,62 +181,59 @@ class ShardedArray:
           out: (lengths.sum(), ...), as of ``take``.
         Returns: (lengths.sum(), ...).
         """
+        starts, lengths = (np.asarray(one, np.int64) for one in (starts, lengths))
         ends = np.cumsum(lengths)
-        total = int(ends[-1]) if len(ends) else 0
-        fits = out is not None and self._may_copy(starts, lengths, total, out)
-        mapped = self._mapped_at(starts, lengths) if fits else None
-        if out is None or mapped is None:
-            rows = np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
-            return self.take(rows, out=out)
+        out = self._buffer(int(ends[-1]) if len(ends) else 0, out)
+        mapped = self._mapped_at(starts, lengths)
+        if mapped is None:
+            return self.take(np.repeat(starts - (ends - lengths), lengths) + np.arange(len(out)), out=out)
         # A copy of a long range is faster than a gather of its rows.
         for start, length, end in zip(mapped.tolist(), lengths.tolist(), ends.tolist(), strict=True):
             out[end - length : end] = self._grid[start : start + length]
         return out
 
     def _mapped_at(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
-        """(B,) where ranges begin in the window; None if one is not mapped in one piece."""
+        """(B,) where ranges begin in the window; None if one is not mapped in one piece, or does not exist."""
+        if not len(starts) or lengths.min() < 1 or starts.min() < 0 or (starts + lengths).max() > len(self):
+            return None
         if self._is_grid:
             return starts
-        if lengths.min() < 1:  # an empty range may begin behind the last shard
-            return None
-        shards = self._shards_of(starts)
-        self._prepare(shards)
+        shards = self._prepare(starts)
         within = starts + lengths <= self._ends[shards]
         return starts + self._shift[shards] if np.all(within & self._in_window[shards]) else None
 
-    def _may_copy(self, starts: np.ndarray, lengths: np.ndarray, total: int, out: np.ndarray) -> bool:
-        """Whether ranges lie within the array, and ``out`` fits; else ``take`` raises."""
-        is_within = len(starts) and starts.min() >= 0 and lengths.min() >= 0 and (starts + lengths).max() <= len(self)
-        is_fit = out.shape == (total, *self.row_shape) and out.dtype == self.dtype and out.flags.c_contiguous
-        return bool(is_within and is_fit)
+    def _buffer(self, num_rows: int, out: np.ndarray | None) -> np.ndarray:
+        """Memory for rows: ``out`` if it is given. Raises: ValueError: it does not fit."""
+        shape = (num_rows, *self.row_shape)
+        if out is None:
+            return np.empty(shape, self.dtype)
+        if out.shape != shape or out.dtype != self.dtype or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.dtype} {out.shape}, needed contiguous {self.dtype} {shape}")
+        return out
 
-    def _shards_of(self, rows: np.ndarray) -> np.ndarray:
-        """(B,) positions of the shards that hold rows, among those that exist.
+    def _prepare(self, rows: np.ndarray) -> np.ndarray:
+        """Open the shards that hold rows, and return their positions among those that exist, (B,).
 
         Raises: RowOutOfRange: a row lies in a gap.
         """
-        if not self._has_gaps:
-            return rows // self.shard_rows
-        shards = np.searchsorted(self._starts, rows, side="right") - 1
-        missing = (shards < 0) | (rows >= self._ends[shards])
-        if missing.any():
-            raise RowOutOfRange(f"array '{self.path}': row {rows[missing][0]} lies in a gap, no record has it")
-        return shards
-
-    def _prepare(self, shards: np.ndarray) -> None:
-        """Open shards, (B,) positions, that were not yet."""
+        if self._has_gaps:
+            shards = np.searchsorted(self._starts, rows, side="right") - 1
+            missing = (shards < 0) | (rows >= self._ends[shards])
+            if missing.any():
+                raise RowOutOfRange(f"array '{self.path}': row {rows[missing][0]} lies in a gap, no record has it")
+        else:
+            shards = rows // self.shard_rows
         if self._opened[shards].all():
-            return
+            return shards
         with self._folder.lock:
             if self._may_map and self._window is None:
                 self._open_window()
-            wanted = np.zeros(len(self._opened), bool)
-            wanted[shards] = True
-            for shard in np.flatnonzero(wanted & ~self._opened).tolist():
+            for shard in np.unique(shards[~self._opened[shards]]).tolist():
                 if self._window is not None:
-                    self._map(shard)
+                    self._map(shard, self._window)
                 self._opened[shard] = True
             self._is_grid = bool(not self._has_gaps and self._in_window.all() and not self._shift.any())
+        return shards
 
     def _open_window(self) -> None:
         try:
@@ -257,37 +245,29 @@ class ShardedArray:
         self._grid = window.bytes.view(self._layout.disk_dtype).reshape(-1, *self.row_shape)
         self._window = window
 
-    def _map(self, shard: int) -> None:
+    def _map(self, shard: int, window: AddressWindow) -> None:
         """Map a shard into the window, if it is dense."""
-        assert self._window is not None
         opened = self._folder.open(self._layout, self._number(shard), mapped=False)
         if opened.is_dense:
-            self._check_shard(shard, opened)
+            self._check(self._number(shard), opened)
             with contextlib.suppress(OSError):  # too many maps: then it is read by itself
-                self._window.map_file(shard, opened.file, min(opened.size, self._window.slot_bytes))
+                window.map_file(shard, opened.file, min(opened.size, window.slot_bytes))
                 self._in_window[shard] = True
 
     def _kept(self, shard: int) -> ShardFile:
         """A shard that is not in the window."""
         number = self._number(shard)
-        return self._folder.keep_open(self._layout, number, lambda opened: self._check_shard(shard, opened))
+        return self._folder.keep_open(self._layout, number, lambda opened: self._check(number, opened))
 
     def _number(self, shard: int) -> int:
         return int(self._starts[shard]) // self.shard_rows
 
-    def _check_shard(self, shard: int, opened: ShardFile) -> None:
-        if self._check:
-            self._check(self._layout, self._number(shard), opened)
-
     def _take_apart(self, shards: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
         """Gather shard by shard, in threads; rows in their order on disk, so that none is read or decoded twice."""
         order = np.argsort(rows, kind="stable")
-        jobs = []
-        edges = np.flatnonzero(np.diff(shards[order])) + 1
-        groups = np.split(order, edges)
-        self._folder.mark_used(self.shard_paths(rows[order]))
-        rows_per_job = max(1, JOB_BYTES // self.row_bytes)
-        for group in groups:
+        self._folder.mark_used(self.shard_paths(rows))
+        rows_per_job, jobs = max(1, JOB_BYTES // self.row_bytes), []
+        for group in np.split(order, np.flatnonzero(np.diff(shards[order])) + 1):
             shard = int(shards[group[0]])
             for first in range(0, len(group), rows_per_job):
                 where = group[first : first + rows_per_job]

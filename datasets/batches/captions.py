@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arrays.caption_tokens import CaptionTokens
+from ..arrays.tokens import CaptionTokens
 from ..disk.cached import cached_property
 from .buffer_pool import BufferPool
 

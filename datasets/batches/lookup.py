@@ -87,7 +87,7 @@ class Lookup:
     def _columns(self, plan: int, bucket: str, positions: np.ndarray, epochs: np.ndarray) -> Records:
         store = self.stores[plan]
         index, latent = store.index(bucket), store.spec.latent
-        records = index.records.take(positions)
+        rows, records, labels = index.take(positions)
         keyed: dict[str, Any] = {"seed": self.seeds[plan], "epoch": epochs, "records": records}
         flipped, captions, keys = None, None, None
         if latent.flip:
@@ -100,6 +100,7 @@ class Lookup:
                 starts = index.caption_starts[positions]
                 choices = index.caption_starts[positions + 1] - starts
                 captions = index.caption_ids[starts + keyed_choice(choices, **keyed, purpose=PURPOSE_CAPTION)]
+        captions = None if captions is None else captions.astype(np.int64)
         if latent.has_posterior:
             keys = draw_keys(self.seeds[plan], epochs, records).numpy()
-        return Records(index.rows.take(positions), records, index.labels.take(positions), flipped, captions, keys)
+        return Records(rows, records, labels, flipped, captions, keys)

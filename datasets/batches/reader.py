@@ -19,9 +19,8 @@ from ..errors import RecipeError
 from ..format.row_layout import LATENTS
 from ..format.schema import LatentStatistics
 from ..order.alike import check_alike
-from ..order.batch_plan import BatchPlan, PlannedBatch
+from ..order.batch_plan import BatchOrder, BatchPlan, PlannedBatch
 from ..order.caption_odds import CaptionOdds
-from ..order.order import BatchOrder
 from ..order.slices import rank_slice
 from ..revisions.latent_statistics import merge_statistics
 from ..store import LatentStore

@@ -17,8 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..disk.fork_safe import reset_in_forks
 from ..errors import RecipeError, RunError
-from ..order.batch_plan import MAX_NUMBER, BatchPlan
-from ..order.order import changed_fields
+from ..order.batch_plan import MAX_NUMBER, BatchPlan, changed_fields
 from .batch import Batch
 from .reader import BatchReader
 

@@ -6,6 +6,7 @@ in ``tempfile``'s folder (TMPDIR); on a tmpfs they would take memory after all.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -20,6 +21,7 @@ import pyarrow as pa
 from ..errors import ResourceError
 
 BATCH_ROWS = 1 << 14  # of a mapped table
+LARGE_BYTES = 1 << 24  # of numbers that the kernel should be able to evict
 MAX_BATCH_BYTES = 1 << 30  # of such a batch: texts of a column must fit into 2 GiB
 
 
@@ -93,6 +95,17 @@ def map_array(length: int, dtype: str | np.dtype, what: str) -> np.ndarray:
                 file.write(bytes(min(1 << 20, num_bytes - start)))
             file.flush()
         return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype)
+
+
+def map_numbers(length: int, dtype: Any, what: str) -> np.ndarray:
+    """Zeros in memory, or in a temporary file where they are large and the folder for these has room.
+
+    Returns: (length,).
+    """
+    if length * np.dtype(dtype).itemsize >= LARGE_BYTES and hasattr(os, "posix_fallocate"):
+        with contextlib.suppress(ResourceError):
+            return map_array(length, dtype, what)
+    return np.zeros(length, dtype)
 
 
 class GrowingArray:

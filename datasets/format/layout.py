@@ -1,7 +1,8 @@
-"""The layout of a store: paths, arrays with their shard and chunk sizes, and the list of shard tasks. Pure functions.
+"""Files of a store, and what one revision adds to it: arrays with shards and chunks, and shard tasks. Pure functions.
 
 All revisions share the arrays at the root: a later one adds rows in shards of its own, or arrays. The manifest and the
-tables of each lie in a folder of its own.
+tables of each lie in a folder of its own. Tokens of all captions stand one after the other, so nothing is padded; no
+caption straddles two shards, so each shard can be encoded alone, and each caption is one contiguous view.
 """
 
 from __future__ import annotations
@@ -16,18 +17,26 @@ import numpy as np
 
 from ..disk.cached import cached_property
 from ..disk.hashing import canonical_json
+from ..disk.spill import map_array
 from .buckets import bucket_size
-from .caption_layout import (
+from .row_layout import (
+    BUCKETS,
     CAPTION_PART,
-    NULL_EMBEDDING,
-    NULL_PART,
-    NULL_POOLED,
-    CaptionLayout,
-    caption_arrays,
+    EMBEDDINGS,
+    LATENTS,
+    POOLED,
+    Row,
+    bucket_part,
+    buckets_of,
     caption_folder,
+    caption_rows,
+    null_array,
+    pooled_rows,
+    row_arrays,
+    row_bytes,
+    shard_rows,
 )
-from .row_layout import BUCKETS, LATENTS, bucket_part, row_arrays, row_layouts, shard_rows_of
-from .schema import StoreSpec
+from .schema import StoreSpec, TextSpec
 from .zarr_shard import ArrayLayout, RowRange
 
 MANIFEST = "manifest.json"
@@ -47,6 +56,12 @@ REMOTE_ABOUT = "about.json"  # next to the local part of a store at a URL
 HUB_FILES = frozenset(["README.md", "contact-sheet.png", ".gitattributes"])
 HUB_CACHE = ".cache/huggingface/"
 
+NULL_PART = "null_caption"
+TOKEN_CHUNK_BYTES = 1 << 16  # of small tokens in a Zarr chunk
+
+Task = tuple[str, int]
+"""A part of a revision, and the number of a shard in it."""
+
 
 def revision_prefix(revision: int) -> str:
     """Folder of a revision's tables within the store, with a slash at its end."""
@@ -65,12 +80,6 @@ def revisions_with(root: Path, *names: str) -> list[int]:
     return sorted({n for path in paths if (n := revision_of(path.relative_to(root).as_posix()))})
 
 
-def group_json(spec: StoreSpec) -> bytes:
-    """Metadata of the store's root group."""
-    attributes = {"leandit": spec.model_dump()}
-    return canonical_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
-
-
 def commit_path(revision: int, part: str, shard: int) -> str:
     """Path of a shard task's commit record within the store."""
     return f"{revision_prefix(revision)}{COMMITS}/{part}/{shard:06d}.json"
@@ -81,8 +90,150 @@ def rows_path(revision: int, part: str, shard: int) -> str:
     return f"{revision_prefix(revision)}{COMMITS}/{part}/{shard:06d}.rows"
 
 
-Task = tuple[str, int]
-"""A part of a revision, and the number of a shard in it."""
+def zarr_files(spec: StoreSpec, arrays: Iterable[ArrayLayout]) -> dict[str, bytes]:
+    """Content of every ``zarr.json`` by path: it follows from the spec and the arrays of a store.
+
+    leandit reads none of them: they are for zarr-python, tensorstore and other readers.
+    """
+
+    def group(**attributes: object) -> bytes:
+        return canonical_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
+
+    files = {GROUP: group(leandit=spec.model_dump()), f"{REVISIONS}/{GROUP}": group()}
+    for layout in arrays:  # every folder between the root and an array is a group
+        folders = layout.path.split("/")
+        files |= {"/".join([*folders[:end], GROUP]): group() for end in range(1, len(folders))}
+        files[f"{layout.path}/{GROUP}"] = canonical_json(layout.metadata())
+    return files
+
+
+def is_picture_part(part: str) -> bool:
+    """Whether a part holds rows of images, not captions."""
+    return part.startswith(f"{BUCKETS}/")
+
+
+def is_picture_task(task: Task) -> bool:
+    """Whether a task encodes images, not captions."""
+    return is_picture_part(task[0])
+
+
+def next_row(spec: StoreSpec, bucket: str, arrays: Mapping[str, ArrayLayout]) -> int:
+    """First row that the next revision adds to a bucket: the next shard of the latents; 0 for a new bucket."""
+    latents = arrays.get(f"{bucket_part(bucket)}/{spec.latent.array}")
+    return latents.next_shard_row() if latents else 0
+
+
+def place_captions(num_tokens: np.ndarray, rows: int, first_row: int = 0) -> np.ndarray:
+    """First row of each caption's tokens: consecutive, but no caption straddles two shards.
+
+    A caption that does not fit into the rest of a shard starts the next one; the rows left over hold NaN.
+
+    Args:
+      num_tokens: (num_captions,) of each, at least one and at most ``rows``.
+      rows: of a shard.
+      first_row: of the first caption, which begins a shard.
+    Returns: (num_captions,) int64, mapped.
+    """
+    starts = map_array(len(num_tokens), "int64", "places of captions")
+    first, row = 0, first_row
+    while first < len(starts):  # once a shard
+        following = num_tokens[first : first + rows]
+        ends = np.cumsum(following, dtype=np.int64)
+        count = int(np.searchsorted(ends, rows, side="right"))
+        assert count, f"a caption of {following[0]} tokens does not fit into a shard of {rows}"
+        starts[first : first + count] = row + ends[:count] - following[:count]
+        first, row = first + count, row + rows
+    return starts
+
+
+@dataclass(frozen=True)
+class CaptionLayout:
+    """The captions that a revision adds to the arrays of one text encoder.
+
+    Args:
+      name: of the text encoder; empty for that of ``[text]``.
+      num_tokens: (num_captions,) stored tokens of each caption.
+      shard_mib: size at which a shard is full.
+      revision: that adds them.
+      first_caption: id of the first one.
+      before: arrays of earlier revisions, by path; empty if the text encoder is new.
+    """
+
+    name: str
+    spec: TextSpec
+    num_tokens: np.ndarray
+    shard_mib: int
+    codec: str
+    revision: int = 1
+    first_caption: int = 0
+    before: Mapping[str, ArrayLayout] = field(default_factory=dict)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """(num_captions,) first row of each caption's tokens; of pooled vectors alone, its row."""
+        if not self.spec.has_tokens:
+            return self._first_row(POOLED) + np.arange(len(self.num_tokens))
+        return place_captions(self.num_tokens, self._shard_rows()[0], self._first_row(EMBEDDINGS))
+
+    @cached_property
+    def arrays(self) -> list[ArrayLayout]:
+        """Arrays of which a task writes a shard: tokens (rows, D), for int8 scales (rows,), pooled (captions, P)."""
+        last, layouts = self.starts[-1:], []
+        for name, row in caption_rows(self.spec).items():
+            end = int(last[0] + self.num_tokens[-1]) if name != POOLED else int(pooled_rows(self.spec, last)[0]) + 1
+            path, added = f"{self._folder}/{name}", RowRange(self.revision, self._first_row(name), end)
+            if before := self.before.get(path):
+                layouts.append(before.grown(added))
+            else:
+                layouts.append(_layout(path, row, [added], *self._sizes(name), self.codec))
+        return layouts
+
+    @cached_property
+    def null(self) -> list[ArrayLayout]:
+        """The same as ``arrays`` for the null caption at full length: one shard of one chunk each."""
+        counts = {name: 1 if name == POOLED else self.spec.max_tokens for name in caption_rows(self.spec)}
+        return [
+            _layout(f"{self._folder}/{null_array(name)}", row, [RowRange(self.revision, 0, n)], n, n, "none")
+            for (name, row), n in zip(caption_rows(self.spec).items(), counts.values(), strict=True)
+        ]
+
+    def captions_of(self, shard: int) -> range:
+        """Captions of a shard, counted from the first one that the revision adds."""
+        rows = self.arrays[0].shard_rows
+        first, last = np.searchsorted(self.starts, [shard * rows, (shard + 1) * rows])
+        return range(int(first), int(last))
+
+    def starts_of(self, caption: int) -> list[int]:
+        """First row of a caption in each of ``arrays``; counted as in ``captions_of``."""
+        start = self.starts[caption : caption + 1]
+        pooled = int(pooled_rows(self.spec, start)[0])
+        return [pooled if name == POOLED else int(start[0]) for name in caption_rows(self.spec)]
+
+    @property
+    def _folder(self) -> str:
+        return caption_folder(self.name)
+
+    def _first_row(self, name: str) -> int:
+        """First row that the revision adds to an array: its next shard."""
+        before = self.before.get(f"{self._folder}/{name}")
+        return before.next_shard_row() if before else 0
+
+    def _sizes(self, name: str) -> tuple[int, int]:
+        """Rows of a shard and of an inner chunk of an array. Tokens and scales have the same."""
+        if name != POOLED:
+            return self._shard_rows()
+        if self.spec.has_tokens:  # of full length: a shard has the captions of a shard of tokens
+            return self._shard_rows()[0] // self.spec.max_tokens, 1
+        return shard_rows(row_bytes(caption_rows(self.spec)[POOLED]), self.shard_mib), 1
+
+    def _shard_rows(self) -> tuple[int, int]:
+        """Rows of a shard and of an inner chunk of the tokens."""
+        num_bytes, longest = row_bytes(caption_rows(self.spec)[EMBEDDINGS]), self.spec.max_tokens
+        if self.spec.full_length:  # whole captions
+            return shard_rows(num_bytes * longest, self.shard_mib) * longest, longest
+        chunk_rows = max(1, TOKEN_CHUNK_BYTES // num_bytes)
+        # At least one caption of full length fits, since no caption straddles two shards.
+        return -(-max((self.shard_mib << 20) // num_bytes, longest) // chunk_rows) * chunk_rows, chunk_rows
 
 
 class Part(NamedTuple):
@@ -91,11 +242,11 @@ class Part(NamedTuple):
     Args:
       name: of the part, a path.
       shards: numbers of the shards that the revision writes, in order.
-      captions: layout of a text encoder; None for pictures.
+      captions: layout of a text encoder; None for images.
       is_null: it holds the null caption.
-      bucket: of pictures; empty for captions.
-      groups: arrays of records: the latents by "", each feature and companion picture by its name. Each
-        group has checksums of its own.
+      bucket: of images; empty for captions.
+      groups: arrays of records: the latents by "", each feature and companion by its name. Each group has checksums
+        of its own.
     """
 
     name: str
@@ -112,18 +263,13 @@ class Part(NamedTuple):
             return self.captions.null if self.is_null else self.captions.arrays
         return [layout for layouts in self.groups.values() for layout in layouts]
 
-    @property
-    def tasks(self) -> list[Task]:
-        """One for each shard."""
-        return [(self.name, shard) for shard in self.shards]
-
 
 @dataclass(frozen=True)
 class RevisionLayout:
     """What one revision adds to a store: rows and captions to the arrays of the revision before, and new arrays.
 
     Rows that a revision adds begin at the next shard, so shards never change. A new text encoder, feature or companion
-    picture has rows for all captions or records, earlier ones too.
+    has rows for all captions or records, earlier ones too.
 
     Args:
       spec: of the revision.
@@ -143,61 +289,69 @@ class RevisionLayout:
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """All parts by name, in the order in which they are done: one text encoder after the other, then pictures."""
+        """All parts by name, in the order in which they are done: one text encoder after the other, then images."""
         parts = [part for one in self.spec.text_encoders for part in self._caption_parts(one.name)]
-        parts += [part for bucket in self._buckets for part in self._bucket_parts(bucket)]
+        for bucket in sorted({*buckets_of(self.before), *self.new_rows}, key=bucket_size):
+            parts += self._bucket_parts(bucket)
         return {part.name: part for part in parts}
 
     def _caption_parts(self, name: str) -> Iterator[Part]:
-        """Of one text encoder: those of all captions and the null one if it is new, else of the captions added."""
+        """The parts of a text encoder: all captions and the null one if it is new, else the captions added."""
         spec, suffix = self.spec.text_encoder_of(name).spec, f"/{name}" if name else ""
-        is_known = any(f"{caption_folder(name)}/{null}" in self.before for null in (NULL_EMBEDDING, NULL_POOLED))
+        null = null_array(next(iter(caption_rows(spec))))
+        is_known = f"{caption_folder(name)}/{null}" in self.before
         first = self.first_caption if is_known else 0
         counts = self.num_tokens[name][first:]
-        layout = CaptionLayout(
-            name, spec, counts, self.spec.shard_mib, self.spec.codec, self.revision, first, self.before
-        )
+        sizes = self.spec.shard_mib, self.spec.codec, self.revision
+        layout = CaptionLayout(name, spec, counts, *sizes, first, self.before)
         if not is_known:
             yield Part(NULL_PART + suffix, [0], layout, is_null=True)
         if len(counts):
-            yield Part(CAPTION_PART + suffix, _new_shards(layout.arrays[0], self.revision), layout)
-
-    @property
-    def _buckets(self) -> list[str]:
-        """Of the revision before, and new ones, in order of their size."""
-        return sorted({*buckets_of(self.before), *self.new_rows}, key=bucket_size)
+            yield Part(CAPTION_PART + suffix, layout.arrays[0].shards_of(self.revision), layout)
 
     def _bucket_parts(self, bucket: str) -> Iterator[Part]:
         """Parts of a bucket: groups of which the revision adds the same shards are encoded together."""
-        began: dict[int, list[str]] = {}
+        began: dict[int, list[str]] = {}  # groups by the revision that began them
         for group in (LATENTS, *self.spec.groups):
-            known = self.before.get(f"{bucket_part(bucket)}/{next(iter(row_arrays(self.spec, bucket, group)))}")
+            known = self._known(bucket, group)
             began.setdefault(known.row_ranges[0].revision if known else self.revision, []).append(group)
-        ranges, together = self.ranges_of(bucket), dict[tuple[int, ...], dict[str, list[ArrayLayout]]]()
+        ranges, together = self._ranges_of(bucket), dict[tuple[int, ...], dict[str, list[ArrayLayout]]]()
         for revision, groups in sorted(began.items()):
-            shard_rows = self._shard_rows(bucket, groups)
-            of_groups = [RowRange(max(one.revision, revision), one.first, one.end) for one in ranges]
-            layouts = row_layouts(self.spec, bucket, groups, of_groups, shard_rows)
-            if shards := _new_shards(layouts[groups[0]][0], self.revision):
-                together.setdefault((shard_rows, *shards), {}).update(layouts)
+            rows = self._shard_rows(bucket, groups)
+            since = [RowRange(max(one.revision, revision), one.first, one.end) for one in ranges]
+            layouts = {
+                group: [
+                    _layout(f"{bucket_part(bucket)}/{path}", row, since, rows, 1, self.spec.codec)
+                    for path, row in row_arrays(self.spec, bucket, group).items()
+                ]
+                for group in groups
+            }
+            if shards := layouts[groups[0]][0].shards_of(self.revision):
+                together.setdefault((rows, *shards), {}).update(layouts)
         for (_, *shards), layouts in together.items():
             first = next(iter(layouts))
             yield Part(bucket_part(bucket) + (f"/{first}" if first else ""), shards, bucket=bucket, groups=layouts)
 
-    def _shard_rows(self, bucket: str, groups: Sequence[str]) -> int:
-        """Rows of a shard of some groups: as they have them, else as many as fit, at most those of the latents."""
-        first, latents = (
-            self.before.get(f"{bucket_part(bucket)}/{next(iter(row_arrays(self.spec, bucket, group)))}")
-            for group in (groups[0], LATENTS)
-        )
-        if first:
-            return first.shard_rows
-        fitting = shard_rows_of(self.spec, bucket, groups)
-        return min(fitting, latents.shard_rows) if latents else fitting
+    def _known(self, bucket: str, group: str) -> ArrayLayout | None:
+        """The first array of a group, as the revision before has it."""
+        return self.before.get(f"{bucket_part(bucket)}/{next(iter(row_arrays(self.spec, bucket, group)))}")
 
-    def ranges_of(self, bucket: str) -> list[RowRange]:
+    def _shard_rows(self, bucket: str, groups: Sequence[str]) -> int:
+        """Rows of a shard of groups that are written together.
+
+        As they have them; else as many as fit ``shard_mib`` in the largest array, at most those of the latents. A power
+        of two, at most MAX_SHARD_ROWS: what a later revision adds begins at a shard in every array of the bucket.
+        """
+        if first := self._known(bucket, groups[0]):
+            return first.shard_rows
+        largest = max(row_bytes(row) for group in groups for row in row_arrays(self.spec, bucket, group).values())
+        fitting, latents = shard_rows(largest, self.spec.shard_mib), self._known(bucket, LATENTS)
+        power = 1 << (fitting.bit_length() - 1)
+        return min(power, latents.shard_rows) if latents else power
+
+    def _ranges_of(self, bucket: str) -> list[RowRange]:
         """Rows of the latents of a bucket that each revision added."""
-        latents = self.before.get(f"{bucket_part(bucket)}/{self.spec.latent.array}")
+        latents = self._known(bucket, LATENTS)
         ranges = list(latents.row_ranges) if latents else []
         if count := self.new_rows.get(bucket):
             first = self.first_row(bucket)
@@ -216,11 +370,9 @@ class RevisionLayout:
     def task_of(self, path: str) -> Task | None:
         """The task that writes a file; None if it is no shard that this revision writes."""
         array, _, key = path.partition("/c/")
-        number = key.partition("/")[0]
-        if array not in self._part_names or not number.isdecimal():
-            return None
-        part = self.parts[self._part_names[array]]
-        return (part.name, int(number)) if int(number) in part.shards else None
+        part, number = self._part_names.get(array), key.partition("/")[0]
+        is_task = part is not None and number.isdecimal() and int(number) in self.parts[part].shards
+        return (part, int(number)) if part is not None and is_task else None
 
     @cached_property
     def _part_names(self) -> dict[str, str]:
@@ -233,20 +385,19 @@ class RevisionLayout:
 
     def num_bytes(self, tasks: Iterable[Task]) -> int:
         """Bytes of the shards of some tasks, uncompressed."""
-        return sum(
-            len(array.rows_of(shard)) * array.row_bytes for part, shard in tasks for array in self.part_arrays(part)
-        )
+        arrays = ((array, shard) for part, shard in tasks for array in self.part_arrays(part))
+        return sum(len(array.rows_of(shard)) * array.row_bytes for array, shard in arrays)
 
     def tasks(self) -> list[Task]:
         """All tasks of the revision, in the order in which they are done."""
-        return [task for part in self.parts.values() for task in part.tasks]
+        return [(part.name, shard) for part in self.parts.values() for shard in part.shards]
 
     def rows_of(self, part: str, shard: int) -> range:
         """Rows of the part's arrays that a task writes."""
         return self.part_arrays(part)[0].rows_of(shard)
 
     def counted_rows(self, part: str, shard: int) -> range:
-        """Rows of a task of pictures as far as none before it in the revision has their records: to count each once."""
+        """Rows of a task whose records no other task of the revision has before it: to count each record once."""
         rows, one = self.rows_of(part, shard), self.parts[part]
         if LATENTS in one.groups:
             return rows
@@ -259,66 +410,13 @@ class RevisionLayout:
         return captions.captions_of(shard)
 
     def num_items(self, part: str, shard: int) -> int:
-        """Records of a task of pictures, captions of a task of captions, 1 for a null caption."""
+        """Records of a task of images, captions of a task of captions, 1 for a null caption."""
         one = self.parts[part]
         if one.is_null:
             return 1
         return len(self.captions_of(part, shard) if one.captions else self.rows_of(part, shard))
 
 
-def buckets_of(arrays: Iterable[str]) -> set[str]:
-    """Buckets that have one of some arrays, which are named by their paths."""
-    return {path.split("/")[1] for path in arrays if path.startswith(f"{BUCKETS}/")}
-
-
-def next_row(spec: StoreSpec, bucket: str, arrays: Mapping[str, ArrayLayout]) -> int:
-    """First row that the next revision adds to a bucket: the next shard of the latents; 0 for a new bucket."""
-    latents = arrays.get(f"{bucket_part(bucket)}/{spec.latent.array}")
-    return -(-latents.shape[0] // latents.shard_rows) * latents.shard_rows if latents else 0
-
-
-def _new_shards(array: ArrayLayout, revision: int) -> list[int]:
-    """Numbers of the shards that a revision adds to an array."""
-    added = [one for one in array.row_ranges if one.revision == revision]
-    return [n for _, first, end in added for n in range(first // array.shard_rows, -(-end // array.shard_rows))]
-
-
-def zarr_files(spec: StoreSpec, arrays: Iterable[ArrayLayout]) -> dict[str, bytes]:
-    """Content of every ``zarr.json`` by path: it follows from the spec and the arrays of a store.
-
-    leandit reads none of them: they are for zarr-python, tensorstore and other readers.
-    """
-    files = {GROUP: group_json(spec), f"{REVISIONS}/{GROUP}": EMPTY_GROUP}
-    for layout in arrays:  # every folder between the root and an array is a group
-        folders = layout.path.split("/")
-        for end in range(1, len(folders)):
-            files["/".join([*folders[:end], GROUP])] = EMPTY_GROUP
-        files[f"{layout.path}/{GROUP}"] = canonical_json(layout.metadata())
-    return files
-
-
-EMPTY_GROUP = canonical_json({"zarr_format": 3, "node_type": "group", "attributes": {}})
-
-
-def sharing_checksums(spec: StoreSpec, path: str) -> list[str]:
-    """Arrays whose rows of a record or caption have one checksum, in its order; ``path`` is one of them.
-
-    Args:
-      path: within a revision.
-    """
-    folder, *inside, _ = path.split("/")
-    if folder == CAPTION_PART:
-        name = inside[0] if inside else ""
-        return [f"{caption_folder(name)}/{array}" for array in caption_arrays(spec.text_encoder_of(name).spec)]
-    group = inside[2] if len(inside) == 3 else LATENTS
-    return [f"{bucket_part(inside[0])}/{array}" for array in row_arrays(spec, inside[0], group)]
-
-
-def is_picture_part(part: str) -> bool:
-    """Whether a part holds rows of pictures, not captions."""
-    return "buckets" in part.split("/")
-
-
-def is_picture_task(task: Task) -> bool:
-    """Whether a task encodes pictures, not captions."""
-    return is_picture_part(task[0])
+def _layout(path: str, row: Row, ranges: Sequence[RowRange], rows: int, chunk_rows: int, codec: str) -> ArrayLayout:
+    shape, dtype = row
+    return ArrayLayout(path, (ranges[-1].end, *shape), dtype, rows, chunk_rows, codec, tuple(ranges))

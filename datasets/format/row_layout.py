@@ -1,26 +1,101 @@
-"""The arrays of one bucket: latents, features and companion pictures of its records. Pure functions."""
+"""The arrays of a store: paths, and shape and dtype of a row. Pure functions of the spec.
+
+Arrays come in groups. A record has a row in each array of a group of its bucket (latents, a feature, a companion), a
+caption has rows in each array of its text encoder; these rows share one checksum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
 from .buckets import bucket_size
-from .caption_layout import MAX_SHARD_ROWS
-from .schema import FeatureSpec, PictureSpec, StoreSpec
-from .zarr_shard import ArrayLayout, RowRange
+from .schema import FeatureSpec, PictureSpec, StoreSpec, TextSpec
+from .token_dtypes import ON_DISK
 
 BUCKETS = "buckets"  # folder of all buckets
 LATENTS = ""  # the group of the latents, which every record has
 FEATURES, PICTURES = "features", "pictures"  # folders of the other groups
 MASK = "mask"  # array of a companion that is a mask
-FLIP = "_flip"  # suffix of the arrays of flipped pictures
+FLIP = "_flip"  # suffix of the arrays of flipped images
+CAPTION_PART = "captions"  # folder of all text encoders
+EMBEDDINGS, SCALES, POOLED = "embeddings", "scales", "pooled"  # arrays of a text encoder
+NULL_EMBEDDING, NULL_SCALES, NULL_POOLED = "null", "null_scales", "null_pooled"  # the same for the empty caption
+CAPTION_ARRAYS = {EMBEDDINGS, SCALES, POOLED, NULL_EMBEDDING, NULL_SCALES, NULL_POOLED}
+
+MAX_SHARD_ROWS = 8192  # more make reads no faster; a shard's index (16 bytes a row) and results (25) stay small
+
+Row = tuple[tuple[int, ...], str]
+"""Shape and dtype of a row."""
+
+
+@dataclass(frozen=True)
+class ArrayGroup:
+    """Arrays whose rows of a record or caption share a checksum.
+
+    Args:
+      rows: row of each array, by path within the store, in the order of the checksum.
+      bucket: of records; "" for captions.
+      name: of the text encoder, the feature or the companion; LATENTS.
+      is_null: it holds the empty caption.
+    """
+
+    rows: Mapping[str, Row]
+    bucket: str
+    name: str
+    is_null: bool = False
+
+
+def array_groups(spec: StoreSpec, buckets: Iterable[str]) -> Iterator[ArrayGroup]:
+    """All groups that a store of these buckets may have."""
+    for bucket in buckets:
+        for name in (LATENTS, *spec.groups):
+            rows = {f"{bucket_part(bucket)}/{path}": row for path, row in row_arrays(spec, bucket, name).items()}
+            yield ArrayGroup(rows, bucket, name)
+    for one in spec.text_encoders:
+        folder, rows = caption_folder(one.name), caption_rows(one.spec)
+        yield ArrayGroup({f"{folder}/{name}": row for name, row in rows.items()}, "", one.name)
+        null = {f"{folder}/{null_array(name)}": row for name, row in rows.items()}
+        yield ArrayGroup(null, "", one.name, is_null=True)
+
+
+def group_of(path: str, spec: StoreSpec, buckets: Iterable[str]) -> ArrayGroup:
+    """The group of an array. Raises: KeyError: the spec has no such array."""
+    for group in array_groups(spec, buckets):
+        if path in group.rows:
+            return group
+    raise KeyError(path)
 
 
 def bucket_part(bucket: str) -> str:
     """Name of the part, and folder, of a bucket."""
     return f"{BUCKETS}/{bucket}"
+
+
+def buckets_of(arrays: Iterable[str]) -> set[str]:
+    """Buckets that have one of some arrays, which are named by their paths."""
+    return {path.split("/")[1] for path in arrays if path.startswith(f"{BUCKETS}/")}
+
+
+def row_arrays(spec: StoreSpec, bucket: str, group: str) -> dict[str, Row]:
+    """The row of each array of a group, by path within the bucket's folder, in order.
+
+    Args:
+      group: LATENTS, or the name of a feature or of a companion.
+    """
+    latents = {spec.latent.array: (latent_shape(spec, bucket), spec.latent.dtype)}
+    arrays = latents if group == LATENTS else {}
+    for one in spec.features:
+        if one.name == group:
+            arrays = {f"{FEATURES}/{group}/{name}": row for name, row in feature_rows(one.spec, bucket).items()}
+    for one in spec.pictures:
+        if one.name == group:
+            arrays = {f"{PICTURES}/{group}/{name}": row for name, row in picture_rows(spec, one, bucket).items()}
+    flipped = {f"{path}{FLIP}": row for path, row in arrays.items()} if spec.latent.flip else {}
+    return {**arrays, **flipped}
 
 
 def latent_shape(spec: StoreSpec, bucket: str) -> tuple[int, int, int]:
@@ -30,13 +105,13 @@ def latent_shape(spec: StoreSpec, bucket: str) -> tuple[int, int, int]:
     return latent.stored_channels, height_px // latent.downscale, width_px // latent.downscale
 
 
-def feature_rows(spec: FeatureSpec, bucket: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of a row of each array of a feature, by name, in order.
+def feature_rows(spec: FeatureSpec, bucket: str) -> dict[str, Row]:
+    """The row of each array of a feature, by name, in order.
 
     ``patches`` (T, D) and, for int8, ``patch_scales`` (T,); ``cls`` (D,) and, for int8, ``cls_scales`` ().
     """
     rows, columns = spec.grid(*bucket_size(bucket))
-    arrays: dict[str, tuple[tuple[int, ...], str]] = {}
+    arrays: dict[str, Row] = {}
     for name, scales, shape in (("patches", "patch_scales", (rows * columns,)), ("cls", "cls_scales", ())):
         if spec.output in (name, "both"):
             arrays[name] = (*shape, spec.width), spec.dtype
@@ -45,60 +120,56 @@ def feature_rows(spec: FeatureSpec, bucket: str) -> dict[str, tuple[tuple[int, .
     return arrays
 
 
-def picture_rows(spec: StoreSpec, picture: PictureSpec, bucket: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of a row of the array of a companion picture, by name: as the latents, or ``mask`` (H, W)."""
+def picture_rows(spec: StoreSpec, picture: PictureSpec, bucket: str) -> dict[str, Row]:
+    """The row of the array of a companion, by name: as the latents, or ``mask`` (H, W)."""
     shape = latent_shape(spec, bucket)
     if picture.kind == MASK:
         return {MASK: (shape[1:], "uint8")}
     return {spec.latent.array: (shape, spec.latent.dtype)}
 
 
-def row_arrays(spec: StoreSpec, bucket: str, group: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of a row of each array of a group, by path within the bucket's folder, in order.
-
-    Args:
-      group: LATENTS, or the name of a feature or of a companion picture.
-    """
-    picture = next((one for one in spec.pictures if one.name == group), None)
-    if group == LATENTS:
-        arrays = {spec.latent.array: (latent_shape(spec, bucket), spec.latent.dtype)}
-    elif picture:
-        arrays = {f"{PICTURES}/{group}/{name}": row for name, row in picture_rows(spec, picture, bucket).items()}
-    else:
-        feature = next(one.spec for one in spec.features if one.name == group)
-        arrays = {f"{FEATURES}/{group}/{name}": row for name, row in feature_rows(feature, bucket).items()}
-    flipped = {f"{path}{FLIP}": row for path, row in arrays.items()} if spec.latent.flip else {}
-    return {**arrays, **flipped}
+def caption_folder(name: str) -> str:
+    """Folder of a text encoder's arrays; ``name`` is empty for that of ``[text]``."""
+    return f"{CAPTION_PART}/{name}" if name else CAPTION_PART
 
 
-def shard_rows_of(spec: StoreSpec, bucket: str, groups: Sequence[str]) -> int:
-    """Rows of a shard of groups that are written together: as many as fit ``shard_mib`` in the largest array.
-
-    A power of two, at most MAX_SHARD_ROWS: what a later revision adds begins at a shard in every array of the bucket.
-    """
-    largest = max(_row_bytes(*row) for group in groups for row in row_arrays(spec, bucket, group).values())
-    fitting = max(1, min(MAX_SHARD_ROWS, (spec.shard_mib << 20) // largest))
-    return 1 << (fitting.bit_length() - 1)
-
-
-def row_layouts(
-    spec: StoreSpec, bucket: str, groups: Sequence[str], ranges: Sequence[RowRange], shard_rows: int
-) -> dict[str, list[ArrayLayout]]:
-    """Arrays of one bucket by group, with the same rows and shards.
-
-    Args:
-      groups: LATENTS and names of features and pictures.
-      ranges: as of ``ArrayLayout``.
-    """
-    folder, end = bucket_part(bucket), ranges[-1].end
-    return {
-        group: [
-            ArrayLayout(f"{folder}/{path}", (end, *shape), dtype, shard_rows, codec=spec.codec, ranges=tuple(ranges))
-            for path, (shape, dtype) in row_arrays(spec, bucket, group).items()
-        ]
-        for group in groups
-    }
+def caption_rows(spec: TextSpec) -> dict[str, Row]:
+    """The row of each array of a text encoder, by name, in the order of a caption's checksum."""
+    rows: dict[str, Row] = {}
+    if spec.has_tokens:
+        rows[EMBEDDINGS] = (spec.width,), ON_DISK[spec.dtype]
+        if spec.dtype == "int8":
+            rows[SCALES] = (), "float32"
+    if spec.pooled_width:
+        rows[POOLED] = (spec.pooled_width,), ON_DISK[spec.pooled_dtype]
+    return rows
 
 
-def _row_bytes(shape: tuple[int, ...], dtype: str) -> int:
+def row_bytes(row: Row) -> int:
+    """Bytes of a row before compression."""
+    shape, dtype = row
     return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+
+
+def shard_rows(row_bytes: int, shard_mib: int) -> int:
+    """Most rows of a shard."""
+    return max(1, min(MAX_SHARD_ROWS, (shard_mib << 20) // row_bytes))
+
+
+def null_array(name: str) -> str:
+    """The array of the empty caption beside one of EMBEDDINGS, SCALES and POOLED."""
+    return {EMBEDDINGS: NULL_EMBEDDING, SCALES: NULL_SCALES, POOLED: NULL_POOLED}[name]
+
+
+def num_stored_tokens(spec: TextSpec, num_tokens: pa.ChunkedArray) -> np.ndarray:
+    """(num_captions,) rows of each caption: its tokens, or max_tokens where the padding is stored too.
+
+    Args:
+      num_tokens: (num_captions,) from the captions table.
+    """
+    return np.full(len(num_tokens), spec.max_tokens, np.int32) if spec.full_length else num_tokens.to_numpy()
+
+
+def pooled_rows(spec: TextSpec, starts: np.ndarray) -> np.ndarray:
+    """Row of each caption's pooled vector, from its start: captions that have both are stored at full length."""
+    return starts // spec.max_tokens if spec.has_tokens else starts

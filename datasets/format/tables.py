@@ -1,13 +1,13 @@
-"""The Parquet tables of a store: written deterministically, validated when read."""
+"""The Parquet tables of a store: written deterministically, validated when read, a row group at a time."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
@@ -27,7 +27,8 @@ SCHEMAS = {
     CAPTIONS: CAPTIONS_SCHEMA,
     SOURCES: pa.schema([PLAN_SCHEMA.field(name) for name in PLACES]),
 }
-MAX_LABEL = 1 << 31
+NEVER_NULL = ("key", "revision", "row", "label", "status", "text", "num_tokens", "truncated")
+MAX_LABEL = (1 << 31) - 1
 # Limits per byte of a file, far beyond any of ours: a stored record has 16 bytes of incompressible checksums.
 MAX_ROWS_PER_BYTE, MAX_VALUES_PER_BYTE, MAX_TEXT_PER_BYTE = 4, 16, 256
 ROW_GROUP = 1 << 16  # rows: what reading one record or caption takes into memory
@@ -61,13 +62,71 @@ def row_groups(num_rows: int) -> range:
     return range(0, max(1, num_rows), ROW_GROUP)
 
 
-def check_table(path: Path) -> None:
-    """Check columns, and that no value needs more memory than a table of this size can. Raises: DamageError."""
-    try:
-        with pa.OSFile(str(path)) as file:
-            _check_parquet(file, SCHEMAS[path.name], expand=True)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+def check_table(path: Path, *, texts: bool) -> None:
+    """Refuse a table that would fill the memory: repeated values compress to nothing.
+
+    Args:
+      texts: they will be read as they are, not as dictionaries.
+    Raises: DamageError: not Parquet, wrong columns, or more values than the file can hold.
+    """
+    with _opened(path) as file:
+        file_bytes, wanted = file.size(), SCHEMAS[path.name]
+        room = file_bytes + SMALL_TABLE
+        parquet = pq.ParquetFile(file)
+        columns = [(field.name, field.type) for field in parquet.schema_arrow]
+        if columns[: len(wanted)] != [(field.name, field.type) for field in wanted]:
+            raise ValueError("its columns are not those of its name")
+        metadata = parquet.metadata
+        if metadata.num_rows > MAX_ROWS_PER_BYTE * room:
+            raise ValueError(f"it claims {metadata.num_rows} rows in {file_bytes} bytes")
+        # Reads every value, a few at a time, and keeps none. Without it, asking a damaged footer what a column claims
+        # ends the process: that pyarrow does not turn into an exception (26.0).
+        if parquet.scan_contents() != metadata.num_rows:
+            raise ValueError(f"row count differs from the footer ({metadata.num_rows})")
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        for column in range(metadata.num_columns):
+            parts = [group.column(column) for group in groups]
+            values, size = sum(p.num_values for p in parts), sum(p.total_uncompressed_size for p in parts)
+            if values > MAX_VALUES_PER_BYTE * room or size > MAX_TEXT_PER_BYTE * room:
+                raise ValueError(f"column {column} claims {values} values of {size} bytes in {file_bytes} bytes")
+        names = _texts(parquet) if texts else []  # a long text that stands there once can be named in every row
+        parquet = pq.ParquetFile(file, read_dictionary=names)
+        for name in names:
+            size = 0
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=[name], use_threads=False):
+                column = batch.column(0)
+                lengths = pc.binary_length(column.dictionary).take(column.indices)
+                size += pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0
+            if size > MAX_TEXT_PER_BYTE * room:
+                raise ValueError(f"column '{name}' would be {size} bytes, from a file of {file_bytes}")
+
+
+def read_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """Read a Parquet table of ours, which ``check_table`` has passed, in batches of BATCH_ROWS.
+
+    Args:
+      columns: only these, with texts as dictionaries; None for all.
+    Raises: DamageError: not Parquet, a column is missing, or a null where there is none.
+    """
+    with _opened(path) as file:
+        parquet = pq.ParquetFile(file)
+        if missing := set(columns or ()) - set(parquet.schema_arrow.names):
+            raise ValueError(f"it has no column '{min(missing)}'")
+        if columns is not None:
+            parquet = pq.ParquetFile(file, read_dictionary=_texts(parquet))
+        # In one thread, as fast for these few columns: what threads allocate stays with their heaps when it is freed.
+        for batch in parquet.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+            yield _valid(path, batch)
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a Parquet table of ours, whose hash was checked before, as ``check_table`` and ``read_batches`` do."""
+    check_table(path, texts=columns is None)
+    with _opened(path) as file:
+        schema = pq.ParquetFile(file, read_dictionary=None if columns is None else _texts(pq.ParquetFile(file)))
+        empty = schema.schema_arrow.empty_table()
+    batches = list(read_batches(path, columns))
+    return pa.Table.from_batches(batches, batches[0].schema if batches else empty.select(columns or empty.column_names))
 
 
 def read_row_group(path: Path, position: int) -> tuple[int, pa.Table]:
@@ -76,47 +135,14 @@ def read_row_group(path: Path, position: int) -> tuple[int, pa.Table]:
     Returns: position of the group's first row, and its rows.
     Raises: DamageError: not readable, or the table has no such row.
     """
-    try:
-        file, first = pq.ParquetFile(path), 0
-        for number in range(file.num_row_groups):
-            count = file.metadata.row_group(number).num_rows
+    with _opened(path) as file:
+        parquet, first = pq.ParquetFile(file), 0
+        for number in range(parquet.num_row_groups):
+            count = parquet.metadata.row_group(number).num_rows
             if position < first + count:
-                break
+                return first, _valid(path, parquet.read_row_group(number, use_threads=False))
             first += count
-        else:
-            raise ValueError(f"it has no row {position}")
-        table = file.read_row_group(number, use_threads=False)
-        table.validate(full=True)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    _check_nulls(path, table)
-    return first, table
-
-
-def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a Parquet table of ours, whose hash was checked before.
-
-    Args:
-      columns: only these, with texts as dictionaries; None for all.
-    Raises: DamageError: not Parquet, wrong columns, or more values than the file can hold.
-    """
-    wanted = SCHEMAS[path.name]
-    try:
-        # Arrow's memory, not Python's: an Arrow thread may free it at process exit, where taking Python's lock would
-        # abort a command that has succeeded.
-        with pa.OSFile(str(path)) as file:
-            content = file.read_buffer()
-        _check_parquet(pa.BufferReader(content), wanted, expand=columns is None)
-        texts = None if columns is None else _texts(wanted)
-        # In one thread, as fast for these few columns: what threads allocate stays with their heaps when it is freed.
-        table = pq.ParquetFile(pa.BufferReader(content), read_dictionary=texts).read(columns=columns, use_threads=False)
-        table.validate(full=True)  # offsets, and that text is UTF-8
-        if missing := set(columns or ()) - set(table.column_names):
-            raise ValueError(f"it has no column '{min(missing)}'")
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    _check_nulls(path, table)
-    return table
+        raise ValueError(f"it has no row {position}")
 
 
 def map_plan_table(path: Path) -> pa.Table:
@@ -124,92 +150,53 @@ def map_plan_table(path: Path) -> pa.Table:
 
     Raises: as ``read_table``; ResourceError: the folder for temporary files is full.
     """
-    wanted = SCHEMAS[path.name]
+    check_table(path, texts=True)
+    with _opened(path) as file:
+        schema = pq.ParquetFile(file).schema_arrow
+    return map_table(schema, read_batches(path), f"table '{path}'")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[pa.NativeFile]:
+    """A table's file, read by Arrow into its own memory: a thread of Arrow that frees Python's at process exit aborts.
+
+    Raises: DamageError for all that it raises about the content.
+    """
     try:
         with pa.OSFile(str(path)) as file:
-            _check_parquet(file, wanted, expand=True)
-            parquet = pq.ParquetFile(file)
-            table = map_table(parquet.schema_arrow, _valid_batches(parquet), f"table '{path}'")
+            yield file
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    _check_nulls(path, table)
-    return table
+        raise DamageError(f"table '{path}': not a readable Parquet file of ours ({error}).") from error
 
 
-def _valid_batches(parquet: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
-    for batch in parquet.iter_batches(BATCH_ROWS, use_threads=False):
-        batch.validate(full=True)  # offsets, and that text is UTF-8
-        yield batch
-
-
-def _unreadable(path: Path, error: Exception) -> DamageError:
-    return DamageError(f"table '{path}': not a readable Parquet file of ours ({error}).")
-
-
-def _check_nulls(path: Path, table: pa.Table) -> None:
-    never_null = ("key", "revision", "row", "label", "status", "text", "num_tokens", "truncated")
-    if nulls := [name for name in never_null if name in table.column_names and table[name].null_count]:
+def _valid(path: Path, rows: Any) -> Any:
+    """Rows with valid offsets, UTF-8 and no null where there is none."""
+    rows.validate(full=True)
+    if nulls := [name for name in NEVER_NULL if name in rows.schema.names and rows.column(name).null_count]:
         raise DamageError(f"table '{path}': nulls in column '{nulls[0]}', where there are none.")
+    return rows
 
 
-def _texts(schema: pa.Schema) -> list[str]:
-    return [field.name for field in schema if field.type == pa.string()]
-
-
-def _check_parquet(content: pa.NativeFile, wanted: pa.Schema, *, expand: bool) -> None:
-    """Refuse a table that would fill the memory: repeated values compress to nothing.
-
-    Args:
-      expand: texts will be read as they are, not as dictionaries.
-
-    Raises: ValueError, pa.ArrowException.
-    """
-    file_bytes = content.size()
-    room = file_bytes + SMALL_TABLE
-    file = pq.ParquetFile(content)
-    if [(field.name, field.type) for field in file.schema_arrow][: len(wanted)] != [(f.name, f.type) for f in wanted]:
-        raise ValueError("its columns are not those of its name")
-    metadata = file.metadata
-    if metadata.num_rows > MAX_ROWS_PER_BYTE * room:
-        raise ValueError(f"it claims {metadata.num_rows} rows in {file_bytes} bytes")
-    # Reads every value, a few at a time, and keeps none. Without it, asking a damaged footer what a column claims ends
-    # the process: that pyarrow does not turn into an exception (26.0).
-    if file.scan_contents() != metadata.num_rows:
-        raise ValueError(f"it has not the {metadata.num_rows} rows that it claims")
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    for column in range(metadata.num_columns):
-        parts = [group.column(column) for group in groups]
-        values, size = sum(p.num_values for p in parts), sum(p.total_uncompressed_size for p in parts)
-        if values > MAX_VALUES_PER_BYTE * room or size > MAX_TEXT_PER_BYTE * room:
-            raise ValueError(f"column {column} claims {values} values of {size} bytes in {file_bytes} bytes")
-    texts = _texts(wanted)
-    file = pq.ParquetFile(content, read_dictionary=texts)
-    for name in texts if expand else ():  # a long text that stands there once can be named in every row
-        size = 0
-        for batch in file.iter_batches(BATCH_ROWS, columns=[name], use_threads=False):
-            column = batch.column(0)
-            lengths = pc.binary_length(column.dictionary).take(column.indices)
-            size += pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0
-        if size > MAX_TEXT_PER_BYTE * room:
-            raise ValueError(f"column '{name}' would be {size} bytes, from a file of {file_bytes}")
+def _texts(parquet: pq.ParquetFile) -> list[str]:
+    return [field.name for field in parquet.schema_arrow if field.type == pa.string()]
 
 
 def table_problem(
-    spec: StoreSpec, revision: int, records: pa.Table, num_captions: int, captions: pa.Table | None = None
+    spec: StoreSpec, revision: int, records: pa.Table | pa.RecordBatch, num_captions: int, captions: Any = None
 ) -> str:
     """Describe invalid values in the tables of a revision, such as rows outside of its arrays; "" if there are none.
 
     Args:
       records: all columns of the table, or some.
     """
-    columns = records.column_names
+    columns = records.schema.names
     for name in pc.unique(records["bucket"]).drop_null().to_pylist() if "bucket" in columns else ():
         try:
             sides = bucket_size(name)
         except RecipeError:
             return f"a bucket named {name[:40]!r}"
         if min(sides) < spec.latent.downscale:
-            return f"bucket {name!r}, smaller than one place of a latent"
+            return f"bucket {name!r}, smaller than one position of a latent"
     for how in pc.unique(records["fallback"]).drop_null().to_pylist() if "fallback" in columns else ():
         if not re.fullmatch(FALLBACK, how):
             return f"a record encoded as {how[:40]!r}"
@@ -227,9 +214,9 @@ def table_problem(
         if _falls(captions["revision"]):
             return "captions that are not in order of their revision"
     for what, values, low, high in bounds:
-        found = pc.min_max(values).as_py()
-        if values.null_count or (len(values) and not low <= found["min"] <= found["max"] <= high):
-            return f"a {what} of {found['min']} to {found['max']}, it must be {low} to {high}"
+        ends = pc.min_max(values).as_py()
+        if values.null_count or (len(values) and not low <= ends["min"] <= ends["max"] <= high):
+            return f"a {what} of {ends['min']} to {ends['max']}, it must be {low} to {high}"
     return ""
 
 
@@ -237,8 +224,7 @@ def _falls(numbers: pa.ChunkedArray) -> bool:
     """Whether a number is smaller than its predecessor."""
     last = -1
     for chunk in numbers.chunks:
-        values = chunk.to_numpy()
-        if len(values) and (values[0] < last or np.any(np.diff(values) < 0)):
+        if len(chunk) and (chunk[0].as_py() < last or pc.any(pc.less(chunk[1:], chunk[:-1])).as_py()):
             return True
-        last = values[-1] if len(values) else last
+        last = chunk[-1].as_py() if len(chunk) else last
     return False

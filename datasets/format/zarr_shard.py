@@ -70,13 +70,23 @@ class ArrayLayout:
     @cached_property
     def shards(self) -> np.ndarray:
         """(S,) int64 numbers of the shard files, in order."""
-        numbers = [np.arange(first // self.shard_rows, -(-end // self.shard_rows)) for _, first, end in self.row_ranges]
-        return np.concatenate(numbers).astype(np.int64)
+        return np.concatenate([np.arange(*self._shards_in(one), dtype=np.int64) for one in self.row_ranges])
 
     @property
     def num_shards(self) -> int:
         """Number of shard files."""
-        return sum(-(-end // self.shard_rows) - first // self.shard_rows for _, first, end in self.row_ranges)
+        return sum(last - first for first, last in map(self._shards_in, self.row_ranges))
+
+    def shards_of(self, revision: int) -> list[int]:
+        """Numbers of the shards that a revision added."""
+        return [n for one in self.row_ranges if one.revision == revision for n in range(*self._shards_in(one))]
+
+    def _shards_in(self, rows: RowRange) -> tuple[int, int]:
+        return rows.first // self.shard_rows, -(-rows.end // self.shard_rows)
+
+    def next_shard_row(self) -> int:
+        """First row behind all shards, where the next revision begins."""
+        return -(-self.shape[0] // self.shard_rows) * self.shard_rows
 
     def grown(self, added: RowRange) -> ArrayLayout:
         """The array with a further range of rows."""
@@ -84,10 +94,7 @@ class ArrayLayout:
 
     def has_rows(self, rows: np.ndarray) -> np.ndarray:
         """Whether rows lie in one of the ranges, elementwise."""
-        inside = np.zeros(rows.shape, bool)
-        for _, first, end in self.row_ranges:
-            inside |= (rows >= first) & (rows < end)
-        return inside
+        return np.any([(rows >= first) & (rows < end) for _, first, end in self.row_ranges], axis=0)
 
     @property
     def chunk_bytes(self) -> int:
@@ -122,36 +129,25 @@ class ArrayLayout:
         return "/".join([self.path, "c", str(shard), *["0"] * (len(self.shape) - 1)])
 
     def metadata(self) -> dict[str, Any]:
-        """The array's ``zarr.json``."""
-        numbers: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        """The array's ``zarr.json``; a test compares it with zarr-python's own."""
+        little = {"name": "bytes", "configuration": {"endian": "little"}}
         compression = CODECS[self.codec]
-        if compression:
-            numbers += [compression[0], {"name": "crc32c"}]
+        sharding = {
+            "chunk_shape": [self.chunk_rows, *self.shape[1:]],
+            "codecs": [little, *([compression[0], {"name": "crc32c"}] if compression else ())],
+            "index_codecs": [little, {"name": "crc32c"}],
+            "index_location": "end",
+        }
+        grid = {"chunk_shape": [self.shard_rows, *self.shape[1:]]}
         return {
             "zarr_format": 3,
             "node_type": "array",
             "shape": list(self.shape),
             "data_type": self.dtype,
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": [self.shard_rows, *self.shape[1:]]},
-            },
+            "chunk_grid": {"name": "regular", "configuration": grid},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": "NaN" if math.isnan(self.fill_value) else self.fill_value,
-            "codecs": [
-                {
-                    "name": "sharding_indexed",
-                    "configuration": {
-                        "chunk_shape": [self.chunk_rows, *self.shape[1:]],
-                        "codecs": numbers,
-                        "index_codecs": [
-                            {"name": "bytes", "configuration": {"endian": "little"}},
-                            {"name": "crc32c"},
-                        ],
-                        "index_location": "end",
-                    },
-                }
-            ],
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
             "attributes": {"bits_of": "bfloat16"} if self.dtype == "uint16" else {},
             "storage_transformers": [],
         }

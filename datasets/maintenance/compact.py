@@ -19,8 +19,7 @@ import pyarrow.compute
 from ..disk.files import move, temporary_folder
 from ..disk.strays import sweep_strays
 from ..errors import DamageError, LeanditError, RecipeError, ResourceError, StoreError
-from ..format.caption_layout import CaptionLayout
-from ..format.layout import Part
+from ..format.layout import CaptionLayout, Part
 from ..format.schema import Fallback, Manifest, Reject, StoreSpec
 from ..format.table_schemas import (
     CAPTION_RESULTS,

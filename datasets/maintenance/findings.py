@@ -17,8 +17,8 @@ from ..arrays.shard_file import ShardFile
 from ..disk.cached import cached_property
 from ..disk.hashing import xxh3_64, xxh3_file
 from ..errors import DamageError, LeanditError
-from ..format.caption_layout import EMBEDDINGS, POOLED, SCALES, num_stored_tokens, pooled_rows
-from ..format.layout import CAPTIONS, RECORDS, TWIN, revision_of, revision_prefix, sharing_checksums
+from ..format.layout import CAPTIONS, RECORDS, TWIN, revision_of, revision_prefix
+from ..format.row_layout import EMBEDDINGS, POOLED, SCALES, buckets_of, group_of, num_stored_tokens, pooled_rows
 from ..format.schema import FileEntry, Manifest
 from ..format.table_schemas import CAPTION_START, suffixes
 from ..format.tables import read_table
@@ -121,7 +121,9 @@ class Locator:
         names = table[0].to_pylist() if table.num_columns else []
         if cause == "content" and names:
             spec, arrays = self._manifests[named].spec, self._layouts[newest]
-            names = self._differing([arrays[path] for path in sharing_checksums(spec, array)], shard, table)
+            names = self._differing(
+                [arrays[path] for path in group_of(array, spec, buckets_of(arrays)).rows], shard, table
+            )
             detail = detail if names else f"{detail or CAUSES[cause]}: the index or the space between the records"
         return Finding(entry.path, cause, detail, revision, bucket, shard, len(names), names[:MAX_KEYS])
 

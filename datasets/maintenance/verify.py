@@ -24,7 +24,6 @@ import pyarrow.parquet as pq
 from ..disk.files import TEMPORARY_PREFIX
 from ..disk.hashing import canonical_json, xxh3_file
 from ..errors import LeanditError
-from ..format.caption_layout import CAPTION_PART
 from ..format.layout import (
     CAPTIONS,
     COMMITS,
@@ -44,7 +43,7 @@ from ..format.layout import (
     revision_prefix,
     zarr_files,
 )
-from ..format.row_layout import BUCKETS
+from ..format.row_layout import BUCKETS, CAPTION_PART
 from ..format.schema import FileEntry, LocalFile, Manifest
 from ..revisions.catalog import check_store, file_entry, planned_revisions, read_manifest, sealed_revisions
 from ..revisions.commits import read_commit

@@ -12,7 +12,6 @@ import numpy as np
 from ..errors import RecipeError
 from ..format.schema import UNKNOWN, EncoderIdentity, LatentSpec, StoreSpec
 
-Named = tuple[Path | str, StoreSpec]
 ADVICE = {
     "captions": "Or read no captions (text='none').",
     "features": "Or leave them out (features=[]).",
@@ -21,45 +20,39 @@ ADVICE = {
 
 
 def check_alike(
-    stores: Sequence[Named], *, captions: bool, classes: bool = False, features: Sequence[str] = ()
+    stores: Sequence[tuple[Path | str, StoreSpec]],
+    *,
+    captions: bool,
+    classes: bool = False,
+    features: Sequence[str] = (),
 ) -> None:
     """Check that one model can train on all stores.
 
     Args:
-      stores: place and description of each.
+      stores: place and spec of each.
       captions, classes: compare these too.
       features: compare these too, where both stores have them.
     Raises: RecipeError: names two stores and the difference.
     """
-    for (first, here), (other, there) in combinations(stores, 2):  # all: an unknown encoder is like any other
-        compared = {"latents": (_latents(here), _latents(there))}
+    for (first, spec), (second, other) in combinations(stores, 2):  # all: an unknown encoder is like any other
+        facts: dict[str, Sequence[dict[str, Any]]] = {"latents": (_latents(spec), _latents(other))}
         if features:
-            compared["features"] = _features(here, features), _features(there, features)
+            facts["features"] = _features(spec, features), _features(other, features)
         if captions:
-            compared["captions"] = _captions(here), _captions(there)
+            facts["captions"] = _captions(spec), _captions(other)
         if classes:
-            compared["classes"] = _classes(here, there)
-        for what, (ours, theirs) in compared.items():
-            differing = [name for name in ours if name in theirs and _differ(ours[name], theirs[name])]
-            if differing:
-                values = "; ".join(f"{name} {_short(ours[name])} and {_short(theirs[name])}" for name in differing)
+            facts["classes"] = _classes(spec, other)
+        for what, (ours, theirs) in facts.items():
+            values = [
+                f"{name} {_short(ours[name])} and {_short(theirs[name])}"
+                for name in ours
+                if name in theirs and ours[name] != theirs[name] and UNKNOWN not in (ours[name], theirs[name])
+            ]
+            if values:
                 raise RecipeError(
-                    f"stores '{first}' and '{other}' cannot be mixed: {values}. Needed stores of the same encoders"
-                    f"{' and classes' if classes else ''}. {ADVICE.get(what, '')}".rstrip()
+                    f"stores '{first}' and '{second}' cannot be mixed: {'; '.join(values)}. Needed stores of the same "
+                    f"encoders{' and classes' if classes else ''}. {ADVICE.get(what, '')}".rstrip()
                 )
-
-
-def _latents(spec: StoreSpec) -> dict[str, Any]:
-    """What mixed stores share: the shape of latents, raw latent = input / scale + shift, and the VAE."""
-    latent = spec.latent
-    scale, shift = raw_scale_and_shift(latent)
-    return {
-        "latent channels": latent.channels,
-        "pixels a latent place": latent.downscale,
-        "scale": [float(f"{value:.5g}") for value in scale],
-        "shift": [float(f"{value:.5g}") for value in shift],
-        "VAE weights": _weights(spec.vae),
-    }
 
 
 def raw_scale_and_shift(latent: LatentSpec) -> tuple[np.ndarray, np.ndarray]:
@@ -71,29 +64,42 @@ def raw_scale_and_shift(latent: LatentSpec) -> tuple[np.ndarray, np.ndarray]:
     return scale, shift
 
 
+def _latents(spec: StoreSpec) -> dict[str, Any]:
+    """What mixed stores share: the shape of latents, raw latent = input / scale + shift, and the VAE."""
+    scale, shift = raw_scale_and_shift(spec.latent)
+    return {
+        "latent channels": spec.latent.channels,
+        "downscale factor": spec.latent.downscale,
+        "scale": [float(f"{value:.5g}") for value in scale],
+        "shift": [float(f"{value:.5g}") for value in shift],
+        "VAE weights": _weights(spec.vae),
+    }
+
+
 def _captions(spec: StoreSpec) -> dict[str, Any]:
     if not spec.text_encoders:
         return {"caption width": "no captions"}
     facts: dict[str, Any] = {"text encoders": [one.name for one in spec.text_encoders]}
     for one in spec.text_encoders:
-        of_encoder = f" of '{one.name}'" if one.name else ""
-        facts |= {
-            f"caption width{of_encoder}": one.spec.width,
-            f"tokens of the longest caption{of_encoder}": one.spec.max_tokens,
-            f"instruction{of_encoder}": repr(one.spec.instruction),
-            f"text encoder weights{of_encoder}": _weights(one.encoder),
-            f"template{of_encoder}": UNKNOWN if one.spec.template == UNKNOWN else repr(one.spec.template),
-            f"layers{of_encoder}": UNKNOWN if one.spec.kind == "imported" else str(one.spec.layers),
-            f"output{of_encoder}": one.spec.output,
-            f"full length{of_encoder}": one.spec.full_length,
-            f"padding attended to{of_encoder}": one.spec.attend_padding,
-            f"dropped prefix tokens{of_encoder}": one.spec.drop_prefix_tokens,
+        text, suffix = one.spec, f" of '{one.name}'" if one.name else ""
+        values = {
+            "caption width": text.width,
+            "tokens of the longest caption": text.max_tokens,
+            "instruction": repr(text.instruction),
+            "text encoder weights": _weights(one.encoder),
+            "template": UNKNOWN if text.template == UNKNOWN else repr(text.template),
+            "layers": UNKNOWN if text.kind == "imported" else str(text.layers),
+            "output": text.output,
+            "full length": text.full_length,
+            "padding attended to": text.attend_padding,
+            "dropped prefix tokens": text.drop_prefix_tokens,
         }
+        facts |= {f"{name}{suffix}": value for name, value in values.items()}
     return facts
 
 
 def _features(spec: StoreSpec, names: Sequence[str]) -> dict[str, Any]:
-    """Of the features that are read, as far as the store has them; their dtypes may differ."""
+    """Facts of the features to read, as far as the store has them; their dtypes may differ."""
     facts: dict[str, Any] = {}
     for one in spec.features:
         if one.name in names:
@@ -102,25 +108,16 @@ def _features(spec: StoreSpec, names: Sequence[str]) -> dict[str, Any]:
     return facts
 
 
-def _classes(first: StoreSpec, second: StoreSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+def _classes(*specs: StoreSpec) -> list[dict[str, Any]]:
     """Number of classes, and the first class that differs."""
-    ours, theirs = first.classes or [], second.classes or []
-    number = next((number for number, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-
-    def shown(names: list[str]) -> dict[str, Any]:
-        return {"number of classes": len(names)} | ({} if number is None else {f"class {number}": names[number]})
-
-    return shown(ours), shown(theirs)
+    names = [spec.classes or [] for spec in specs]
+    first = next((number for number, pair in enumerate(zip(*names, strict=False)) if len(set(pair)) > 1), None)
+    return [{"number of classes": len(n)} | ({} if first is None else {f"class {first}": n[first]}) for n in names]
 
 
 def _weights(encoder: EncoderIdentity | None) -> str:
     """Hash of its weights, or UNKNOWN."""
     return encoder.weights_sha256[:12] if encoder else UNKNOWN
-
-
-def _differ(one: Any, other: Any) -> bool:
-    """Whether two values are known to differ; of imported features the encoders may be unknown."""
-    return one != other and UNKNOWN not in (one, other)
 
 
 def _short(value: Any) -> str:

@@ -15,9 +15,9 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -65,6 +65,30 @@ class PlannedBatch:
         return int(self.epochs[-1])
 
 
+class BatchOrder(Protocol):
+    """An endless sequence of global batches, each a function of its number: a plan, a mixture or stages. They nest."""
+
+    @property
+    def plans(self) -> tuple[BatchPlan, ...]:
+        """The nested plans, depth first; ``PlannedBatch.plan`` is an index into them. Each reads one store."""
+        ...
+
+    def batches(self, first: int, count: int) -> list[PlannedBatch]:
+        """Global batches ``first`` to ``first + count - 1``; sixteen at once take little longer than one.
+
+        Raises: IndexError: the number is negative.
+        """
+        ...
+
+    def batch_at(self, number: int) -> PlannedBatch:
+        """Global batch ``number``, counted from 0. Raises: IndexError: the number is negative."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Plain values of everything that decides the order, except the stores' root hashes."""
+        ...
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """The batches of every epoch.
@@ -97,7 +121,7 @@ class BatchPlan:
             raise RecipeError(f"leftovers {self.leftovers!r}: needed one of {', '.join(get_args(Leftovers))}.")
         numbers = [(f"bucket '{bucket}': a batch size", size) for bucket, size in self.batch_sizes.items()]
         if self.window:
-            numbers += [(f"bucket '{bucket}': rows of a block", rows) for bucket, rows in self.shard_rows.items()]
+            numbers += [(f"bucket '{bucket}': rows of a block", rows) for bucket, rows in self._block_rows.items()]
             numbers.append(("shards of a window", self.window.shards))
         for what, number in numbers:
             if number < 1:
@@ -116,31 +140,27 @@ class BatchPlan:
         return by_bucket("batch size", self.global_batch, self.buckets)
 
     @cached_property
-    def shard_rows(self) -> dict[str, int]:
-        """Records in a block of each bucket.
-
-        Raises: RecipeError: the plan has no window.
-        """
-        if self.window is None:
-            raise RecipeError("the plan shuffles over all shards; for blocks it needs a window.")
-        return by_bucket("rows of a block", self.window.rows, self.buckets)
+    def _block_rows(self) -> dict[str, int]:
+        """Records in a block of each bucket; empty without a window."""
+        return by_bucket("rows of a block", self.window.rows, self.buckets) if self.window else {}
 
     @cached_property
-    def _table(self) -> list[tuple[str, int, int]]:
-        """Name, records and batch size of each bucket."""
-        return [(bucket, count, self.batch_sizes[bucket]) for bucket, count in self.buckets.items()]
+    def _names(self) -> list[str]:
+        return list(self.buckets)
 
     @cached_property
     def _counts(self) -> np.ndarray:
-        return np.array([count for _, count, _ in self._table], np.int64)
+        """(K,) records of each bucket."""
+        return np.array(list(self.buckets.values()), np.int64)
 
     @cached_property
     def _sizes(self) -> np.ndarray:
-        return np.array([size for _, _, size in self._table], np.int64)
+        """(K,) records in a full batch of each bucket."""
+        return np.array(list(self.batch_sizes.values()), np.int64)
 
     @property
     def plans(self) -> tuple[BatchPlan, ...]:
-        """The plan itself, as of ``BatchOrder``."""
+        """The plan itself, for ``BatchOrder``."""
         return (self,)
 
     @property
@@ -149,30 +169,14 @@ class BatchPlan:
         return sum(self.buckets.values())
 
     @property
-    def batches_per_epoch(self) -> int:
-        """Number of global batches in an epoch, including smaller ones.
-
-        Raises: RecipeError: with "carry" it varies by epoch (see ``num_batches``).
-        """
-        if self.leftovers == "carry":
-            raise RecipeError("leftovers 'carry': the number of batches varies by epoch.")
-        return self.num_batches(0)
-
-    def num_batches(self, epoch: int) -> int:
-        """Number of global batches in an epoch; with "carry" it varies, and can be 0."""
-        return self.batches_before(epoch + 1) - self.batches_before(epoch)
-
-    def num_left_over(self, epoch: int) -> int:
-        """Records that do not fill a batch at the end of an epoch: skipped ("drop"), or carried over ("carry")."""
-        if self.leftovers == "short":
-            return 0
-        epochs = epoch + 1 if self.leftovers == "carry" else 1
-        return sum(epochs * count % size for _, count, size in self._table)
-
-    @property
     def never_read(self) -> dict[str, int]:
         """Records of buckets that "drop" skips in every epoch, because they never fill a batch."""
-        return {b: count for b, count, size in self._table if self.leftovers == "drop" and 0 < count < size}
+        sizes = self.batch_sizes
+        return {b: n for b, n in self.buckets.items() if self.leftovers == "drop" and 0 < n < sizes[b]}
+
+    def num_batches(self, epoch: int) -> int:
+        """Number of global batches in an epoch, smaller ones included; with "carry" it varies, and can be 0."""
+        return self.batches_before(epoch + 1) - self.batches_before(epoch)
 
     def batches_before(self, epoch: int) -> int:
         """Number of global batches in all epochs before this one."""
@@ -180,18 +184,19 @@ class BatchPlan:
 
     def _ordinals(self, epoch: int) -> list[int]:
         """Batches of each bucket in all epochs before this one."""
+        pairs = [(count, self.batch_sizes[bucket]) for bucket, count in self.buckets.items()]
         if self.leftovers == "carry":
-            return [epoch * count // size for _, count, size in self._table]
+            return [epoch * count // size for count, size in pairs]
         if self.leftovers == "drop":
-            return [epoch * (count // size) for _, count, size in self._table]
-        return [epoch * -(-count // size) for _, count, size in self._table]
+            return [epoch * (count // size) for count, size in pairs]
+        return [epoch * -(-count // size) for count, size in pairs]
 
     @cached_property
     def _rate(self) -> Fraction:
         """Batches in an epoch, on average over all epochs."""
-        if self.leftovers == "carry":
-            return sum((Fraction(count, size) for _, count, size in self._table), Fraction(0))
-        return Fraction(self.num_batches(0))
+        if self.leftovers != "carry":
+            return Fraction(self.num_batches(0))
+        return sum((Fraction(n, self.batch_sizes[bucket]) for bucket, n in self.buckets.items()), Fraction(0))
 
     def place_of(self, number: int) -> tuple[int, int]:
         """Epoch of a global batch, and its index within.
@@ -199,41 +204,29 @@ class BatchPlan:
         Raises: IndexError: the number is negative or from MAX_NUMBER on, or the plan has no records.
         """
         epoch, first, end = self._last_place[0]
-        if first <= number < end:
-            return epoch, number - first
-        if not 0 <= number < MAX_NUMBER or not self._rate:
-            raise IndexError(f"batch {number} of a plan of {self.num_records} records")
-        # Rounding down removes less than one batch per bucket, so the epoch lies between these two.
-        low, high = int(number / self._rate), -int(-(number + len(self._table)) // self._rate)
-        epoch = low + bisect.bisect_right(range(low + 1, high + 1), number, key=self.batches_before)
-        self._last_place[0] = epoch, self.batches_before(epoch), self.batches_before(epoch + 1)
-        return epoch, number - self.batches_before(epoch)
+        if not first <= number < end:
+            if not 0 <= number < MAX_NUMBER or not self._rate:
+                raise IndexError(f"batch {number} of a plan of {self.num_records} records")
+            # Rounding down removes less than one batch per bucket, so the epoch lies between these two.
+            low, high = int(number / self._rate), -int(-(number + len(self.buckets)) // self._rate)
+            epoch = low + bisect.bisect_right(range(low + 1, high + 1), number, key=self.batches_before)
+            first, end = self.batches_before(epoch), self.batches_before(epoch + 1)
+            self._last_place[0] = epoch, first, end
+        return epoch, number - first
 
     @cached_property
     def _last_place(self) -> list[tuple[int, int, int]]:
-        """Epoch that was asked for last, its first batch, and the one behind its last: fractions are slow."""
+        """The last epoch that ``place_of`` found, its first batch, and the end of its batches: fractions are slow."""
         return [(0, 0, 0)]
 
     def batch_at(self, number: int) -> PlannedBatch:
-        """Global batch ``number``, counted from 0 over all epochs.
-
-        Raises: IndexError: the number is negative, or the plan has no records.
-        """
+        """Global batch ``number``, counted from 0 over all epochs. Raises: IndexError: as ``place_of``."""
         return self.batches(number, 1)[0]
-
-    def batch(self, epoch: int, index: int) -> PlannedBatch:
-        """Global batch number ``index`` of an epoch.
-
-        Raises: IndexError: the epoch has fewer batches.
-        """
-        if not 0 <= index < self.num_batches(epoch):
-            raise IndexError(f"batch {index} of an epoch of {self.num_batches(epoch)}")
-        return self._fill(self._spans(epoch, index, 1))[0]
 
     def batches(self, first: int, count: int) -> list[PlannedBatch]:
         """Global batches ``first`` to ``first + count - 1``; sixteen at once take little longer than one.
 
-        Raises: IndexError: as ``batch_at``.
+        Raises: IndexError: as ``place_of``.
         """
         (epoch, index), spans = self.place_of(first), list[np.ndarray]()
         while count:
@@ -243,64 +236,53 @@ class BatchPlan:
         return self._fill(np.concatenate(spans)) if spans else []
 
     def _spans(self, epoch: int, index: int, count: int) -> np.ndarray:
-        """Batches ``index`` to ``index + count - 1`` of an epoch, as (count, 3) spans of their buckets' streams."""
-        before, after = self._ordinals(epoch), self._ordinals(epoch + 1)
-        totals, spans = [high - low for low, high in zip(before, after, strict=True)], list[np.ndarray]()
+        """Batches ``index`` to ``index + count - 1`` of an epoch, as (count, 3) spans of their buckets' streams.
+
+        A bucket's stream concatenates its epochs; a span is (bucket, start, stop) in it.
+        """
+        before, spans = np.array(self._ordinals(epoch)), list[np.ndarray]()
+        totals = np.array(self._ordinals(epoch + 1)) - before
+        # Batches are permuted within a round: windows of the longest bucket, or all of the epoch.
+        rounds = 1
+        if self.window:
+            blocks = zip(self.buckets.values(), self._block_rows.values(), strict=True)
+            rounds = max(-(-n // (self.window.shards * rows)) for n, rows in blocks)
         while count:
-            # Batches are permuted within a round, which shuffles the buckets.
-            later = range(1, self._num_rounds)
-            number = bisect.bisect_right(later, index, key=lambda r: sum(self._until_round(totals, r)))
-            lows, highs = self._until_round(totals, number), self._until_round(totals, number + 1)
-            starts = np.array([0, *accumulate(high - low for low, high in zip(lows, highs, strict=True))])
-            first = index - sum(lows)
-            taken = min(count, int(starts[-1]) - first)
+            number = bisect.bisect_right(range(1, rounds), index, key=lambda r: int((totals * r // rounds).sum()))
+            lows = totals * number // rounds
+            starts = np.concatenate([[0], np.cumsum(totals * (number + 1) // rounds - lows)])
+            first, length = index - int(lows.sum()), int(starts[-1])
+            taken = min(count, length - first)
             key = keyed_hash(self.seed, epoch, PURPOSE_BATCHES, *([number] if self.window else []))
-            places = permute(np.arange(first, first + taken), int(starts[-1]), key)
+            places = permute(np.arange(first, first + taken), length, key)
             which = np.searchsorted(starts, places, side="right") - 1
-            ordinals = np.array(lows)[which] + places - starts[which]
-            spans.append(self._cut_streams(epoch, which, np.array(before)[which], ordinals))
+            ordinals = lows[which] + places - starts[which]  # of each batch among those of its bucket and epoch
+            counts, sizes = self._counts[which], self._sizes[which]
+            if self.leftovers == "carry":
+                begins = (before[which] + ordinals) * sizes
+                ends = begins + sizes
+            else:
+                begins = epoch * counts + ordinals * sizes
+                ends = np.minimum(begins + sizes, (epoch + 1) * counts)
+            spans.append(np.stack([which, begins, ends], axis=1))
             index, count = index + taken, count - taken
         return np.concatenate(spans)
 
-    def _cut_streams(self, epoch: int, which: np.ndarray, before: np.ndarray, ordinals: np.ndarray) -> np.ndarray:
-        """(n, 3) bucket, start, stop of the batches with these ordinals in an epoch; ``before``: in earlier epochs."""
-        counts, sizes = self._counts[which], self._sizes[which]
-        if self.leftovers == "carry":
-            starts = (before + ordinals) * sizes
-            return np.stack([which, starts, starts + sizes], axis=1)
-        starts = epoch * counts + ordinals * sizes
-        return np.stack([which, starts, np.minimum(starts + sizes, (epoch + 1) * counts)], axis=1)
-
-    @cached_property
-    def _num_rounds(self) -> int:
-        """Number of rounds of an epoch, within which batches are shuffled: windows of the longest bucket, or 1."""
-        if self.window is None:
-            return 1
-        return max(-(-n // (self.window.shards * self.shard_rows[bucket])) for bucket, n in self.buckets.items())
-
-    def _until_round(self, counts: Sequence[int], number: int) -> list[int]:
-        """Batches of each bucket before a round, from those in the epoch."""
-        return [count * number // self._num_rounds for count in counts]
-
     def _fill(self, spans: np.ndarray) -> list[PlannedBatch]:
-        """The batches at some spans, computed together.
-
-        Args:
-          spans: (n, 3) int64 bucket, start, stop of each batch in its bucket's stream, which concatenates the epochs.
-        """
+        """The batches at (n, 3) spans, computed together."""
         which, epochs, places, lengths = self._pieces(spans)
-        keys, groups = np.unique(epochs * len(self._table) + which, return_inverse=True)
-        orders = [divmod(key, len(self._table)) for key in keys.tolist()]
+        keys, groups = np.unique(epochs * len(self._names) + which, return_inverse=True)
+        orders = [divmod(key, len(self._names)) for key in keys.tolist()]
         edges = np.cumsum(lengths) - lengths
         inside = np.arange(lengths.sum()) + np.repeat(places - edges, lengths)
-        found = self._shuffled(inside, np.repeat(groups, lengths), orders)
-        of_each, batches = np.repeat(epochs, lengths), []
+        shuffled = self._shuffled(inside, np.repeat(groups, lengths), orders)
+        record_epochs, batches = np.repeat(epochs, lengths), []
         stops = np.cumsum(spans[:, 2] - spans[:, 1]).tolist()
         for number, (start, stop) in zip(spans[:, 0].tolist(), pairwise([0, *stops]), strict=True):
-            bucket, positions = self._table[number][0], found[start:stop]
+            bucket, positions = self._names[number], shuffled[start:stop]
             chosen = self.selection.positions[bucket] if self.selection else None
             positions = positions if chosen is None else chosen[positions].astype(np.int64)
-            batches.append(PlannedBatch(bucket, positions, of_each[start:stop]))
+            batches.append(PlannedBatch(bucket, positions, record_epochs[start:stop]))
         return batches
 
     def _pieces(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -308,40 +290,41 @@ class BatchPlan:
         which, starts, stops = spans.T
         epochs, places = np.divmod(starts, self._counts[which])
         lengths = stops - starts
-        if (places + lengths <= self._counts[which]).all():
-            return which, epochs, places, lengths
-        pieces = []
-        for number, start, stop in spans.tolist():
-            while start < stop:
-                epoch, place = divmod(start, self._table[number][1])
-                length = min(stop - start, self._table[number][1] - place)
-                pieces.append((number, epoch, place, length))
-                start += length
-        which, epochs, places, lengths = np.array(pieces).T
+        if (places + lengths > self._counts[which]).any():
+            pieces = []
+            for number, start, stop in spans.tolist():
+                while start < stop:
+                    epoch, place = divmod(start, int(self._counts[number]))
+                    length = min(stop - start, int(self._counts[number]) - place)
+                    pieces.append((number, epoch, place, length))
+                    start += length
+            which, epochs, places, lengths = np.array(pieces).T
         return which, epochs, places, lengths
 
     def _shuffled(self, places: np.ndarray, groups: np.ndarray, orders: Sequence[tuple[int, int]]) -> np.ndarray:
         """Permute (B,) places, each by the permutation of (epoch, bucket) ``orders[group]``."""
-        sizes = [self._table[which][1] for _, which in orders]
+        sizes = [int(self._counts[which]) for _, which in orders]
         keys = [keyed_hash(self.seed, epoch, PURPOSE_RECORDS, which) for epoch, which in orders]
         if self.window is None:
             return permute_groups(places, groups, sizes, keys)
-        found = np.empty(len(places), np.int64)
+        shuffled = np.empty(len(places), np.int64)
         for group, (epoch, which) in enumerate(orders):
             of_group = groups == group
-            found[of_group] = permute_in_windows(
+            shuffled[of_group] = permute_in_windows(
                 places[of_group],
                 sizes[group],
-                rows=self.shard_rows[self._table[which][0]],
+                rows=self._block_rows[self._names[which]],
                 shards=self.window.shards,
                 block_key=keyed_hash(self.seed, epoch, PURPOSE_BLOCKS, which),
                 row_key=keys[group],
             )
-        return found
+        return shuffled
 
     def identity(self) -> dict[str, Any]:
         """Plain values of everything that decides the order."""
-        rows = self.shard_rows if self.window else {}
+        buckets = {name: {"records": n, "batch_size": self.batch_sizes[name]} for name, n in self.buckets.items()}
+        for name, rows in self._block_rows.items():
+            buckets[name]["shard_rows"] = rows
         return {
             "kind": "plan",
             "order_version": ORDER_VERSION,
@@ -350,8 +333,17 @@ class BatchPlan:
             "window_shards": self.window.shards if self.window else 0,
             "filter": dict(self.selection.identity) if self.selection else None,
             "bucket_order": list(self.buckets),
-            "buckets": {
-                name: {"records": count, "batch_size": size} | ({"shard_rows": rows[name]} if self.window else {})
-                for name, count, size in self._table
-            },
+            "buckets": buckets,
         }
+
+
+def changed_fields(before: Any, now: Any, name: str = "") -> list[str]:
+    """Differences of two identities, field by field: ["seed: was 1, is now 2"]."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        dotted = f"{name}." if name else ""
+        keys = [*before, *(key for key in now if key not in before)]
+        return [line for key in keys for line in changed_fields(before.get(key), now.get(key), f"{dotted}{key}")]
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        pairs = enumerate(zip(before, now, strict=True))
+        return [line for i, pair in pairs for line in changed_fields(*pair, f"{name}[{i}]")]
+    return [] if before == now else [f"{name}: was {before!r}, is now {now!r}"]

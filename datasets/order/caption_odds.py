@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -57,29 +57,56 @@ class CaptionOdds:
         }
 
     def bounds(self, store: LatentStore) -> dict[str, np.ndarray]:
-        """Of each bucket, (M,) float64 beside ``BucketIndex.caption_ids``: the share of draws up to each caption's end.
+        """Cumulative draw probability within each record's captions, by bucket: (M,) beside ``caption_ids``, float64.
 
         Raises: RecipeError: the table cannot be used, or has another number of scores than a record has captions.
         """
-        read = _read_scores(self.scores, self.key, store) if self.scores else None
-        found = {}
+        table = None
+        if self.scores:
+            where, kind = f"caption scores '{self.scores}'", pa.list_(pa.float64())
+            table = lines_by_key(where, self.scores, self.key, SCORES, kind, store)
+        bounds = {}
         for bucket in store.buckets:
             index = store.index(bucket)
             if not len(index):
                 continue
             firsts, counts = index.caption_starts[:-1], np.diff(index.caption_starts)
             weights = np.ones(len(index.caption_ids))
-            if read is not None:
-                weights = self._weights(_scores_of(read, index, self.scores, store), firsts, counts)
+            if table is not None:
+                weights = self._weights(self._scores(*table, index, store), firsts, counts)
             shares = weights / np.repeat(np.add.reduceat(weights, firsts), counts)
             if self.original_share:
                 shares = self._with_original(weights, firsts, counts)
             sums = np.cumsum(shares)
-            found[bucket] = sums - np.repeat(sums[firsts] - shares[firsts], counts)
-        return found
+            bounds[bucket] = sums - np.repeat(sums[firsts] - shares[firsts], counts)
+        return bounds
+
+    def _scores(self, lines: np.ndarray, column: pa.Array, index: BucketIndex, store: LatentStore) -> np.ndarray:
+        """(M,) score of each caption of a bucket, NaN for none.
+
+        Args:
+          lines: (N,) position of each record in ``column``, -1 for none.
+        """
+        line, num_captions = lines[index.records], np.diff(index.caption_starts)
+        lists = pc.fill_null(column, [])
+        lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)
+        lengths = np.append(lengths, 0)  # of line -1
+        num_scores = lengths[line]
+        if np.any(wrong := (num_scores > 0) & (num_scores != num_captions)):
+            at = int(np.argmax(wrong))
+            raise RecipeError(
+                f"caption scores '{self.scores}': record '{store.record_at(int(index.records[at])).key}' has "
+                f"{num_scores[at]} scores and {num_captions[at]} captions in store '{store.path}'. Needed one for "
+                "each, in the same order."
+            )
+        values = pc.fill_null(lists.flatten(), math.nan).to_numpy(zero_copy_only=False)
+        scores, is_scored = np.full(len(index.caption_ids), np.nan), np.repeat(num_scores > 0, num_captions)
+        offsets = (np.cumsum(lengths) - lengths)[line] - index.caption_starts[:-1]
+        scores[is_scored] = values[(np.repeat(offsets, num_captions) + np.arange(len(scores)))[is_scored]]
+        return scores
 
     def _weights(self, scores: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """(M,) of scores, NaN for none; in each record one at least is above 0."""
+        """(M,) of scores, NaN for none; at least one of each record is above 0."""
         known = np.nan_to_num(scores, nan=-np.inf)
         best = np.repeat(np.maximum.reduceat(known, firsts), counts)
         usable = (known >= self.minimum) & (known > 0)
@@ -88,9 +115,7 @@ class CaptionOdds:
         none = np.repeat(np.add.reduceat(weights, firsts), counts) == 0
         is_first = np.zeros(len(scores), bool)
         is_first[firsts] = True
-        only = np.where(
-            np.isneginf(best), is_first, known == best
-        )  # the first caption if there are no scores, as in Sana
+        only = np.where(np.isneginf(best), is_first, known == best)  # without scores the first caption, as in Sana
         return np.where(none, only, weights)
 
     def _with_original(self, weights: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -111,46 +136,9 @@ def choose_captions(bounds: np.ndarray, index: BucketIndex, positions: np.ndarra
       positions: (B,) of the records in the bucket.
       uniform: (B,) from 0 to below 1.
     """
-    starts = index.caption_starts[positions]
-    last = index.caption_starts[positions + 1] - 1
-    places = starts.copy()
+    places, last = index.caption_starts[positions], index.caption_starts[positions + 1] - 1
     while True:
         further = (places < last) & (uniform >= bounds[places])
         if not further.any():
             return index.caption_ids[places]
         places += further
-
-
-class _Scores(NamedTuple):
-    """Lists of scores: of record r those from ``first[r]`` on, ``count[r]`` of them; -1 where it has none."""
-
-    first: np.ndarray
-    count: np.ndarray
-    values: np.ndarray
-
-
-def _read_scores(path: str | Path, key: str, store: LatentStore) -> _Scores:
-    where, stored = f"caption scores '{path}'", np.ones(len(store.checksums), bool)
-    lines, column = lines_by_key(where, path, key, SCORES, pa.list_(pa.float64()), store, stored)
-    lists = pc.fill_null(column, [])
-    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)
-    offsets = np.cumsum(lengths) - lengths
-    first, count = np.full(len(lines), -1), np.full(len(lines), -1)
-    first[lines >= 0], count[lines >= 0] = offsets[lines[lines >= 0]], lengths[lines[lines >= 0]]
-    return _Scores(first, count, pc.fill_null(lists.flatten(), math.nan).to_numpy(zero_copy_only=False))
-
-
-def _scores_of(read: _Scores, index: BucketIndex, path: str | Path, store: LatentStore) -> np.ndarray:
-    """(M,) score of each caption of a bucket, NaN for none."""
-    counts, there = np.diff(index.caption_starts), read.count[index.records]
-    if np.any(wrong := (there > 0) & (there != counts)):
-        at = int(np.argmax(wrong))
-        key = store.record_columns(("key",))["key"][int(index.records[at])].as_py()
-        raise RecipeError(
-            f"caption scores '{path}': record '{key}' has {there[at]} scores and {counts[at]} captions in store "
-            f"'{store.path}'. Needed one for each, in the same order."
-        )
-    scores, has = np.full(len(index.caption_ids), np.nan), np.repeat(there > 0, counts)
-    place = np.repeat(read.first[index.records] - index.caption_starts[:-1], counts) + np.arange(len(scores))
-    scores[has] = read.values[place[has]]
-    return scores

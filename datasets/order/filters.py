@@ -1,9 +1,13 @@
-"""Select the records to train on: by label, by aspect ratio, by a score from a user's table.
+"""Select the records to train on: by label, by aspect ratio, by a score from a user's table, and a holdout.
 
     selection = RecordFilter(labels=["n01440764"], scores=ScoreTable(path, "aesthetic", minimum=5.5)).select(store)
     plan = BatchPlan(selection.counts, global_batch=256, seed=0, selection=selection)
 
 A filter does not change the store. It is evaluated once into sorted positions per bucket, which the plan shuffles.
+
+The holdout is a share of the records that never train, chosen by a hash of the key alone. No seed and no position is
+part of it: a record that is held out stays so while the store grows, in every run, and in every store that has its key.
+A larger share holds out the same records and more.
 """
 
 from __future__ import annotations
@@ -18,15 +22,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
+import xxhash
 
 from ..disk.hashing import xxh3_parts
 from ..errors import RecipeError
-from .holdout import is_held_out, key_hashes
 
 if TYPE_CHECKING:
     from ..store import LatentStore
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+HOLDOUT_SEED = 0x686F6C64  # part of the choice: another one would let held-out records train
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,9 @@ class RecordFilter:
 
     Args:
       labels: class names or class indices, any of which will do; None for all.
-      min_aspect, max_aspect: height over width of the source picture, both ends included; None for no limit.
+      min_aspect, max_aspect: height over width of the source image, both ends included; None for no limit.
       scores: numbers from a table, with a minimum.
-      holdout: share of the records that do not train, by a hash of their keys (``holdout.py``); 0: none.
+      holdout: share of the records that do not train; 0: none.
     Raises: RecipeError: no label, limits that no number keeps, or a holdout that is no share below 1.
     """
 
@@ -119,30 +124,23 @@ class RecordFilter:
 
         Raises: RecipeError: unknown class, unusable score table, or no record left.
         """
-        by_bucket = {bucket: store.index(bucket).records for bucket in store.buckets}
-        stored = np.zeros(len(store.checksums), bool)
-        for records in by_bucket.values():
-            stored[records] = True
-
-        # A filtered record counts for the first condition that it fails.
+        records = {bucket: store.index(bucket).records for bucket in store.buckets}
         identity: dict[str, Any] = {}
-        passing, num_filtered, held_out = stored.copy(), dict[str, int](), np.zeros(len(stored), bool)
-        for reason, passes in self._conditions(store, stored, identity):
-            held_out = passing & ~passes  # of the last condition, which is the holdout if there is one
+        passing = _is_stored(store)
+        num_filtered, held_out = dict[str, int](), np.zeros(len(passing), bool)
+        for reason, passes in self._conditions(store, identity):  # a record counts for the first that it fails
+            held_out = passing & ~passes  # after the last condition: those of the holdout, if there is one
             num_filtered[reason] = int(np.count_nonzero(held_out))
             passing &= passes
-
-        positions = {bucket: _positions(passing[records]) for bucket, records in by_bucket.items()}
-        counts = {b: len(by_bucket[b]) if chosen is None else len(chosen) for b, chosen in positions.items()}
-        kept = {b: np.flatnonzero(held_out[records]) for b, records in by_bucket.items()} if self.holdout else {}
-        selection = Selection(counts, positions, num_filtered, identity, store.plan_hash, kept)
+        positions = {bucket: _positions(passing[of_bucket]) for bucket, of_bucket in records.items()}
+        counts = {b: len(records[b]) if chosen is None else len(chosen) for b, chosen in positions.items()}
+        kept_out = {b: np.flatnonzero(held_out[one]) for b, one in records.items()} if self.holdout else {}
+        selection = Selection(counts, positions, num_filtered, identity, store.plan_hash, kept_out)
         if not selection.num_records:
             raise RecipeError(f"store '{store.path}': {selection.describe()}. Loosen the filter.")
         return selection
 
-    def _conditions(
-        self, store: LatentStore, stored: np.ndarray, identity: dict[str, Any]
-    ) -> Iterator[tuple[str, np.ndarray]]:
+    def _conditions(self, store: LatentStore, identity: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
         """Reason and (N,) bool a record of each condition; fills in the filter's identity."""
         identity |= {"labels": None, "min_aspect": self.min_aspect, "max_aspect": self.max_aspect, "scores": None}
         if self.labels is not None:
@@ -150,26 +148,50 @@ class RecordFilter:
             labels = store.record_columns(("label",))["label"].to_numpy()
             yield "label", np.isin(labels, identity["labels"])
         if self.min_aspect is not None or self.max_aspect is not None:
-            sides = ("height_px", "width_px")
-            table = store.record_columns(sides)
-            height_px, width_px = (pc.fill_null(table[side], 0).to_numpy().astype(np.float64) for side in sides)
+            table = store.record_columns(("height_px", "width_px"))
+            height_px, width_px = (pc.fill_null(column, 0).to_numpy().astype(np.float64) for column in table.columns)
             low, high = self._aspects
             known = (height_px > 0) & (width_px > 0)
             aspect = np.divide(height_px, width_px, out=np.zeros(len(known)), where=known)
             yield "aspect", known & (aspect >= low) & (aspect <= high)
         if self.scores is not None:
-            scores = read_scores(self.scores, store, stored)
+            scores = read_scores(self.scores, store)
             identity["scores"] = {
                 "column": self.scores.column,
                 "minimum": float(self.scores.minimum),
                 # Only of stored records, so that the order and other rows of the file do not matter.
-                "xxh3_128": xxh3_parts([np.ascontiguousarray(scores[stored])])[1],
+                "xxh3_128": xxh3_parts([np.ascontiguousarray(scores[_is_stored(store)])])[1],
             }
             yield "no_score", ~np.isnan(scores)
             yield "score", scores >= self.scores.minimum
         if self.holdout:
             identity["holdout"] = self.holdout
             yield "holdout", ~is_held_out(key_hashes(store), self.holdout)
+
+
+def key_hashes(store: LatentStore, records: np.ndarray | None = None) -> np.ndarray:
+    """Hash of each record's key, (N,) uint64, evenly spread.
+
+    Args:
+      records: (N,) positions in the records table; None: all.
+    """
+    hashes = np.empty(store.num_records if records is None else len(records), np.uint64)
+    order, first = None if records is None else np.argsort(records), 0
+    for batch in store.record_batches(("key",)):
+        keys, places, end = batch["key"], np.arange(first, first + batch.num_rows), first + batch.num_rows
+        if records is not None:
+            low, high = np.searchsorted(records, [first, end], sorter=order)
+            places = order[low:high]  # pyright: ignore[reportOptionalSubscript]
+            keys = keys.take(pa.array(records[places] - first))
+        texts = keys.cast(pa.string()).to_pylist()
+        hashes[places] = [xxhash.xxh3_64_intdigest(text.encode(), seed=HOLDOUT_SEED) for text in texts]
+        first = end
+    return hashes
+
+
+def is_held_out(hashes: np.ndarray, share: float) -> np.ndarray:
+    """(N,) bool of (N,) hashes; ``share``: from 0 to below 1."""
+    return hashes < np.uint64(int(share * 2.0**64))
 
 
 def label_indices(labels: Sequence[str | int], store: LatentStore) -> list[int]:
@@ -183,15 +205,13 @@ def label_indices(labels: Sequence[str | int], store: LatentStore) -> list[int]:
         raise RecipeError(f"store '{store.path}': {error}") from error
 
 
-def read_scores(table: ScoreTable, store: LatentStore, stored: np.ndarray) -> np.ndarray:
+def read_scores(table: ScoreTable, store: LatentStore) -> np.ndarray:
     """Score of each record, (N,) float64 in the order of the records table, NaN for none.
 
-    Args:
-      stored: (N,) bool, the records that count.
-    Raises: RecipeError: as ``lines_by_key``.
+    Raises: RecipeError: as ``lines_by_key``, or no stored record has a line.
     """
     where = f"score table '{table.path}'"
-    lines, column = lines_by_key(where, table.path, table.key, table.column, pa.float64(), store, stored)
+    lines, column = lines_by_key(where, table.path, table.key, table.column, pa.float64(), store)
     scores = np.full(len(lines), np.nan)
     values = pc.fill_null(column, math.nan).to_numpy(zero_copy_only=False)
     scores[lines >= 0] = values[lines[lines >= 0]] + 0.0  # no negative zero: equal scores have equal bytes
@@ -200,7 +220,12 @@ def read_scores(table: ScoreTable, store: LatentStore, stored: np.ndarray) -> np
 
 
 def lines_by_key(
-    where: str, path: str | Path, key: str, column: str, kind: pa.DataType, store: LatentStore, stored: np.ndarray
+    where: str,
+    path: str | Path,
+    key: str,
+    column: str,
+    kind: pa.DataType,
+    store: LatentStore,
 ) -> tuple[np.ndarray, pa.Array]:
     """Find the line of each record in a user's Parquet file.
 
@@ -208,10 +233,9 @@ def lines_by_key(
       where: names the table in errors.
       key, column: names of the columns of keys and of values.
       kind: type of the values.
-      stored: (N,) bool, the records that count: at least one of them must have a line.
     Returns: (N,) int64 line of each record of the records table, -1 for none; and the values of all lines.
     Raises: RecipeError: the file is not Parquet, a column is missing or of another type, a key is repeated, or no
-      record has a line.
+      stored record has a line.
     """
     try:
         names = pq.read_schema(path).names
@@ -231,15 +255,23 @@ def lines_by_key(
         counts = pc.value_counts(keys)
         twice = counts.field("values")[int(np.argmax(counts.field("counts").to_numpy()))]
         raise RecipeError(f"{where}: duplicate key '{twice}'. Expected one line for each record.")
-    of_store = store.record_columns(("key",))["key"].cast(pa.string())
-    lines = pc.fill_null(pc.index_in(of_store, value_set=keys), -1).to_numpy()
-    if not np.any(lines[stored] >= 0):
-        first = of_store[int(np.argmax(stored))]
+    batches = (batch["key"].cast(pa.string()) for batch in store.record_batches(("key",)))
+    lines = np.concatenate([pc.fill_null(pc.index_in(one, value_set=keys), -1).to_numpy() for one in batches])
+    if not np.any(lines[stored := _is_stored(store)] >= 0):
+        first = store.record_at(int(np.argmax(stored))).key
         raise RecipeError(
             f"{where}: no key in common with store '{store.path}', whose first is '{first}'. "
             f"Its own are {', '.join(repr(one) for one in keys.slice(0, 3).to_pylist()) or 'none'}."
         )
     return lines, values
+
+
+def _is_stored(store: LatentStore) -> np.ndarray:
+    """(N,) bool, whether each record of the records table is stored."""
+    stored = np.zeros(store.num_records, bool)
+    for bucket in store.buckets:
+        stored[store.index(bucket).records] = True
+    return stored
 
 
 def _positions(passes: np.ndarray) -> np.ndarray | None:

@@ -23,15 +23,52 @@ import numpy as np
 
 from ..disk.cached import cached_property
 from ..errors import RecipeError
-from .batch_plan import BatchPlan, PlannedBatch
-from .order import BatchOrder
+from .batch_plan import BatchOrder, BatchPlan, PlannedBatch
 from .shuffle import PURPOSE_MIXTURE, keyed_hash, permute
 
 MAX_PERIOD = 10_000  # batches; a table of a period is kept, and a run should contain several periods
 
 
+class _Nested:
+    """An order that takes each batch from one of several orders."""
+
+    @property
+    def _orders(self) -> list[BatchOrder]:
+        raise NotImplementedError
+
+    def part_of(self, number: int) -> tuple[int, int]:
+        """Part of a global batch, and its number within that part. Raises: IndexError: the number is negative."""
+        raise NotImplementedError
+
+    def _check_orders(self) -> None:
+        if not self._orders:
+            raise RecipeError("an order without parts: needed at least one.")
+        if any(not plan.num_records for plan in self.plans):
+            raise RecipeError("a plan without records: there is nothing to read. Leave it out.")
+
+    @property
+    def plans(self) -> tuple[BatchPlan, ...]:
+        """The plans of all parts, in order."""
+        return tuple(plan for order in self._orders for plan in order.plans)
+
+    def batch_at(self, number: int) -> PlannedBatch:
+        """Global batch ``number``, counted from 0. Raises: IndexError: the number is negative."""
+        return self.batches(number, 1)[0]
+
+    def batches(self, first: int, count: int) -> list[PlannedBatch]:
+        """Global batches ``first`` to ``first + count - 1``. Raises: IndexError: the number is negative."""
+        places = [self.part_of(number) for number in range(first, first + count)]
+        offsets = [0, *accumulate(len(order.plans) for order in self._orders)]  # index of each order's first plan
+        parts = {}
+        for part in {part for part, _ in places}:
+            ordinals = [ordinal for which, ordinal in places if which == part]  # consecutive
+            batches = self._orders[part].batches(ordinals[0], len(ordinals))
+            parts[part] = iter([replace(batch, plan=batch.plan + offsets[part]) for batch in batches])
+        return [next(parts[part]) for part, _ in places]
+
+
 @dataclass(frozen=True)
-class Mixture:
+class Mixture(_Nested):
     """Batches of several orders, each with its share.
 
     The shares are exact in every period: the fewest batches in which all shares are whole numbers. Within a period the
@@ -47,7 +84,7 @@ class Mixture:
     seed: int
 
     def __post_init__(self) -> None:
-        check_orders([order for order, _ in self.parts])
+        self._check_orders()
         if self.period > MAX_PERIOD:
             total = sum(self.weights)
             near = ", ".join(str(max(1, round(1000 * weight / total))) for weight in self.weights)
@@ -56,6 +93,10 @@ class Mixture:
                 f"that are whole in at most {MAX_PERIOD}. Weights near to them: {near}."
             )
 
+    @property
+    def _orders(self) -> list[BatchOrder]:
+        return [order for order, _ in self.parts]
+
     @cached_property
     def weights(self) -> tuple[int, ...]:
         """Batches of each part in a period."""
@@ -63,8 +104,7 @@ class Mixture:
         for _, weight in self.parts:
             if not (math.isfinite(weight) and weight > 0):
                 raise RecipeError(f"a mixture with a weight of {weight}: needed a number above 0.")
-            # The decimal, not the nearest binary number: 0.7 is 7/10.
-            shares.append(Fraction(str(weight)))
+            shares.append(Fraction(str(weight)))  # the decimal, not the nearest binary number: 0.7 is 7/10
         whole = math.lcm(*(share.denominator for share in shares))
         counts = [int(share * whole) for share in shares]
         return tuple(count // math.gcd(*counts) for count in counts)
@@ -74,42 +114,14 @@ class Mixture:
         """Batches in which all shares are whole numbers."""
         return sum(self.weights)
 
-    @property
-    def plans(self) -> tuple[BatchPlan, ...]:
-        """The plans of all parts, in order."""
-        return tuple(plan for order, _ in self.parts for plan in order.plans)
-
     def part_of(self, number: int) -> tuple[int, int]:
-        """Part of a global batch, and its number within that part.
-
-        Raises: IndexError: the number is negative.
-        """
+        """Part of a global batch, and its number within that part. Raises: IndexError: the number is negative."""
         if number < 0:
             raise IndexError(f"batch {number} of a mixture")
-        which, ordinals = _period_table(self.weights, self.seed, number // self.period)
-        place = number % self.period
+        periods, place = divmod(number, self.period)
+        which, ordinals = _period_table(self.weights, self.seed, periods)
         part = int(which[place])
-        return part, number // self.period * self.weights[part] + int(ordinals[place])
-
-    def batch_at(self, number: int) -> PlannedBatch:
-        """Global batch ``number``, counted from 0.
-
-        Raises: IndexError: the number is negative.
-        """
-        return self.batches(number, 1)[0]
-
-    def batches(self, first: int, count: int) -> list[PlannedBatch]:
-        """Global batches ``first`` to ``first + count - 1``.
-
-        Raises: IndexError: the number is negative.
-        """
-        places = [self.part_of(number) for number in range(first, first + count)]
-        parts = []
-        for part, (order, _) in enumerate(self.parts):
-            ordinals = [ordinal for which, ordinal in places if which == part]  # they follow each other
-            parts.append(iter(order.batches(ordinals[0], len(ordinals)) if ordinals else []))
-        offsets = plan_offsets([order for order, _ in self.parts])
-        return [_of_part(next(parts[part]), offsets[part]) for part, _ in places]
+        return part, periods * self.weights[part] + int(ordinals[place])
 
     def identity(self) -> dict[str, Any]:
         """Plain values of everything that decides the order."""
@@ -118,8 +130,8 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Stages:
-    """Consecutive orders, as in progressive training: small pictures first, then large ones.
+class Stages(_Nested):
+    """Consecutive orders, as in progressive training: small images first, then large ones.
 
     Args:
       stages: order of each stage and its number of global batches; None for the last, which does not end. Two stages of
@@ -130,74 +142,33 @@ class Stages:
     stages: Sequence[tuple[BatchOrder, int | None]]
 
     def __post_init__(self) -> None:
-        check_orders([order for order, _ in self.stages])
+        self._check_orders()
         for _, count in self.stages[:-1]:
             if count is None or count < 1:
                 raise RecipeError(f"a stage of {count} batches before the last: needed at least 1.")
         if self.stages[-1][1] is not None:
             raise RecipeError(f"the last stage has {self.stages[-1][1]} batches: needed None, it does not end.")
 
+    @property
+    def _orders(self) -> list[BatchOrder]:
+        return [order for order, _ in self.stages]
+
     @cached_property
     def _starts(self) -> list[int]:
         """First batch number of each stage."""
         return [0, *accumulate(count or 0 for _, count in self.stages[:-1])]
 
-    @property
-    def plans(self) -> tuple[BatchPlan, ...]:
-        """The plans of all stages, in order."""
-        return tuple(plan for order, _ in self.stages for plan in order.plans)
-
-    def stage_of(self, number: int) -> tuple[int, int]:
-        """Stage of a global batch, and its number within that stage.
-
-        Raises: IndexError: the number is negative.
-        """
+    def part_of(self, number: int) -> tuple[int, int]:
+        """Stage of a global batch, and its number within that stage. Raises: IndexError: the number is negative."""
         if number < 0:
             raise IndexError(f"batch {number} of stages")
         stage = bisect.bisect_right(self._starts, number) - 1
         return stage, number - self._starts[stage]
 
-    def batch_at(self, number: int) -> PlannedBatch:
-        """Global batch ``number``, counted from 0.
-
-        Raises: IndexError: the number is negative.
-        """
-        return self.batches(number, 1)[0]
-
-    def batches(self, first: int, count: int) -> list[PlannedBatch]:
-        """Global batches ``first`` to ``first + count - 1``.
-
-        Raises: IndexError: the number is negative.
-        """
-        found, offsets = list[PlannedBatch](), plan_offsets([order for order, _ in self.stages])
-        while len(found) < count:
-            stage, number = self.stage_of(first + len(found))
-            order, length = self.stages[stage]
-            in_stage = min(count - len(found), count if length is None else length - number)
-            found += [_of_part(batch, offsets[stage]) for batch in order.batches(number, in_stage)]
-        return found
-
     def identity(self) -> dict[str, Any]:
         """Plain values of everything that decides the order."""
         stages = [{"num_batches": count, "order": order.identity()} for order, count in self.stages]
         return {"kind": "stages", "stages": stages}
-
-
-def check_orders(orders: Sequence[BatchOrder]) -> None:
-    """Raises: RecipeError: there are no orders, or one has no batches."""
-    if not orders:
-        raise RecipeError("an order without parts: needed at least one.")
-    if any(not plan.num_records for order in orders for plan in order.plans):
-        raise RecipeError("a plan without records: there is nothing to read. Leave it out.")
-
-
-def plan_offsets(orders: Sequence[BatchOrder]) -> list[int]:
-    """Index of each order's first plan among all plans."""
-    return [0, *accumulate(len(order.plans) for order in orders)][:-1]
-
-
-def _of_part(batch: PlannedBatch, offset: int) -> PlannedBatch:
-    return replace(batch, plan=batch.plan + offset)
 
 
 @lru_cache(maxsize=8)

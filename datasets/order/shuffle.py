@@ -1,7 +1,7 @@
-"""Keyed permutations and keyed choices, each computed for the indices that are asked for; no array of N is held.
+"""Keyed permutations and keyed draws, computed only for the indices in question: no array of N is held.
 
-Everything here is a pure function of integers. Seed, epoch, bucket and purpose go into a key, so that any part of any
-epoch's order is known at once, on any rank, after any resume.
+All are pure functions of integers. Seed, epoch, bucket and purpose go into a key, so every part of every epoch's order
+is known at once, on any rank, after any resume.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 FEISTEL_ROUNDS = 6
-# What a keyed hash is asked for; the numbers are part of the batch order and must not change.
+# Purposes of a keyed hash; the numbers are part of the batch order and must not change.
 (
     PURPOSE_BATCHES,
     PURPOSE_RECORDS,
@@ -27,10 +27,9 @@ FEISTEL_ROUNDS = 6
 ) = range(7)
 WORD = 2**64 - 1
 GOLDEN, FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64
-# As arrays of no dimension, which numpy converts faster than its scalars.
-_GOLDEN = np.array(GOLDEN, np.uint64)
+# Arrays without a dimension: numpy converts them faster than its scalars.
+_GOLDEN, _HALF = np.array(GOLDEN, np.uint64), np.array(32, np.uint64)
 _FACTORS = tuple(np.array(factor, np.uint64) for factor in FACTORS)
-_HALF = np.array(32, np.uint64)
 _SHIFTS = tuple(np.array(shift, np.uint64) for shift in (30, 27, 31))
 TABLE_ROWS = 1 << 13  # of a grid whose moves are kept in a table, 384 KiB: of 67 million records
 KEPT_TABLES = 512  # of the buckets of all stores, and epochs
@@ -49,29 +48,9 @@ class ShardWindow:
     rows: int | Mapping[str, int]
 
 
-def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Apply a keyed permutation of range(size) to some indices.
-
-    A Feistel network over a grid of about the square root of the size on each side, walked until the value falls back
-    into the range: of a thousand values, some thirty walk twice, and fewer of more.
-
-    Args:
-      indices: (B,) integers in 0..size - 1.
-    Returns: (B,) int64.
-    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section 3 (cycle walking) and section 4
-      (generalized Feistel).
-    """
-    return permute_groups(indices, np.zeros(len(indices), np.int64), [size], [key])
-
-
-def unpermute(values: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Undo ``permute``: the indices that it sends to these values.
-
-    Args:
-      values: (B,) integers in 0..size - 1.
-    Returns: (B,) int64.
-    """
-    return permute_groups(values, np.zeros(len(values), np.int64), [size], [key], inverse=True)
+def permute(indices: np.ndarray, size: int, key: int, *, inverse: bool = False) -> np.ndarray:
+    """Apply a keyed permutation of range(size) to (B,) indices, as ``permute_groups``; returns (B,) int64."""
+    return permute_groups(indices, np.zeros(len(indices), np.int64), [size], [key], inverse=inverse)
 
 
 def permute_groups(
@@ -79,27 +58,31 @@ def permute_groups(
 ) -> np.ndarray:
     """Apply several keyed permutations at once, each to its own indices; one call costs little more than one of them.
 
+    Each is a Feistel network over a grid of about the square root of its size on each side, walked until the value
+    falls back into the range: of a thousand values, some thirty walk twice.
+
     Args:
       indices: (B,) integers, those of group g in 0..sizes[g] - 1.
-      groups: (B,) which permutation each index goes through.
+      groups: (B,) the permutation of each index.
       sizes, keys: of each of the G permutations.
       inverse: undo them.
-    Returns: (B,) int64, each as ``permute`` (or ``unpermute``) gives it.
+    Returns: (B,) int64.
+    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section 3 (cycle walking) and section 4
+      (generalized Feistel).
     """
     grids = [_grid(size) for size in sizes]
     heights, widths = np.array(grids, np.int64).T
     limits = np.array(sizes, np.int64)
-    move = _moves_by_table(grids, keys) if heights.max() <= TABLE_ROWS else _moves_by_hash(keys)
-    found = np.asarray(indices, np.int64)
+    moves = _moves_by_table(grids, keys) if heights.max() <= TABLE_ROWS else _moves_by_hash(keys)
 
     def walk(values: np.ndarray, which: Any) -> np.ndarray:
-        return _network(values, heights[which], widths[which], functools.partial(move, which), inverse)
+        return _network(values, heights[which], widths[which], functools.partial(moves, which), inverse)
 
     which = groups if len(sizes) > 1 else 0  # numpy divides by a scalar much faster than by an array
-    found = walk(found, which)
-    while len(outside := np.flatnonzero(found >= limits[which])):
-        found[outside] = walk(found[outside], groups[outside] if len(sizes) > 1 else 0)
-    return found
+    values = walk(np.asarray(indices, np.int64), which)
+    while len(outside := np.flatnonzero(values >= limits[which])):
+        values[outside] = walk(values[outside], groups[outside] if len(sizes) > 1 else 0)
+    return values
 
 
 def permute_in_windows(
@@ -107,9 +90,9 @@ def permute_in_windows(
 ) -> np.ndarray:
     """Apply a keyed permutation of range(size) that stays within a few blocks for a long time.
 
-    The blocks, of ``rows`` consecutive values each, are permuted; every ``shards`` of them make a window; the values of
-    a window are permuted. The last block may be shorter: the inverse permutation tells its window, where it is put
-    last, so that all places have a closed form.
+    Blocks of ``rows`` consecutive values are permuted; every ``shards`` of them make a window; the values of a window
+    are permuted. The last block may be shorter: it is put last in its window, which the inverse permutation gives, so
+    that all places have a closed form.
 
     Args:
       places: (B,) integers in 0..size - 1.
@@ -120,7 +103,7 @@ def permute_in_windows(
     """
     num_blocks = -(-size // rows)
     missing = num_blocks * rows - size  # of the last block
-    short_slot = int(unpermute(np.array([num_blocks - 1]), num_blocks, block_key)[0])
+    short_slot = int(permute(np.array([num_blocks - 1]), num_blocks, block_key, inverse=True)[0])
     short_window = short_slot // shards
     short_end = min((short_window + 1) * shards, num_blocks) * rows - missing
     padded = places + missing * (places >= short_end)  # as if all blocks were full
@@ -139,7 +122,7 @@ def permute_in_windows(
 def keyed_choice(
     num_choices: np.ndarray, *, seed: int, epoch: int | np.ndarray, records: np.ndarray, purpose: int
 ) -> np.ndarray:
-    """One number in range(num_choices) a record: a function of (seed, epoch, record, purpose) alone.
+    """One number in range(num_choices) for each record: a function of (seed, epoch, record, purpose) alone.
 
     Args:
       num_choices: (B,) integers from 1 to 2^32.
@@ -147,12 +130,12 @@ def keyed_choice(
       records: (B,) positions in the records table.
     Returns: (B,) int64.
     """
-    drawn = _keyed_bits(seed, epoch, records, purpose)
-    return (drawn * num_choices.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+    bits = _keyed_bits(seed, epoch, records, purpose)
+    return (bits * num_choices.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
 
 
 def keyed_uniform(*, seed: int, epoch: int | np.ndarray, records: np.ndarray, purpose: int) -> np.ndarray:
-    """One number from 0 to below 1 a record, (B,) float64; of n equal parts it is in the one of ``keyed_choice``."""
+    """One number from 0 to below 1 for each record, (B,) float64; ``keyed_choice`` is its part of n equal ones."""
     return _keyed_bits(seed, epoch, records, purpose) / 2.0**32
 
 
@@ -172,35 +155,35 @@ def keyed_hash(*values: int) -> int:
 
 
 def _grid(size: int) -> tuple[int, int]:
-    """Height and width of the smallest grid, nearly square, that has a place for each of so many values."""
+    """Height and width of the smallest nearly square grid with so many places."""
     height = math.isqrt(max(size - 1, 0)) + 1
     return height, max(1, -(-size // height))
 
 
 def _network(
-    values: np.ndarray, height: Any, width: Any, move: Callable[[int, np.ndarray, Any], np.ndarray], inverse: bool
+    values: np.ndarray, height: Any, width: Any, moves: Callable[[int, np.ndarray, Any], np.ndarray], inverse: bool
 ) -> np.ndarray:
-    """A permutation of the places of a grid: row and column are moved in turn, each by a hash of the other.
+    """A permutation of the places of a grid: row and column move in turn, each by a hash of the other.
 
     Args:
       values: (B,) int64 row * width + column.
       height, width: int64, of one grid or (B,) of each.
-      move: (round, (B,) coordinate that stays, side of the one that moves) to (B,) moves below that side.
+      moves: (round, (B,) coordinate that stays, side of the one that moves) to (B,) moves below that side.
     """
     rows = values // width
     columns = values - rows * width
     for number in reversed(range(FEISTEL_ROUNDS)) if inverse else range(FEISTEL_ROUNDS):
         moving, staying, side = (columns, rows, width) if number % 2 else (rows, columns, height)
-        step = move(number, staying, side)
+        step = moves(number, staying, side)
         moving += side - step if inverse else step
-        # Modulo the side: of what is smaller, the difference wraps around.
+        # Modulo the side: for smaller values the difference wraps around.
         unsigned = moving.view(np.uint64)
         np.minimum(unsigned, (moving - side).view(np.uint64), out=unsigned)
     return rows * width + columns
 
 
 def _moves_by_table(grids: Sequence[tuple[int, int]], keys: Sequence[int]) -> Callable[..., np.ndarray]:
-    """Moves of ``_network``, looked up: the coordinates of a grid are few, so each is hashed once."""
+    """Moves of ``_network`` from tables: a grid has few coordinates, so each is hashed once."""
     tables = [_move_table(*grid, key) for grid, key in zip(grids, keys, strict=True)]
     if len(tables) == 1:
         return lambda group, number, staying, side: tables[0][number].take(staying)
@@ -211,19 +194,19 @@ def _moves_by_table(grids: Sequence[tuple[int, int]], keys: Sequence[int]) -> Ca
 @functools.lru_cache(maxsize=KEPT_TABLES)
 def _move_table(height: int, width: int, key: int) -> np.ndarray:
     """(FEISTEL_ROUNDS, height) int64 moves of each round, for each coordinate that stays."""
-    move, coordinates = _moves_by_hash([key]), np.arange(height)
-    return np.array([move(0, r, coordinates, width if r % 2 else height) for r in range(FEISTEL_ROUNDS)])
+    moves, coordinates = _moves_by_hash([key]), np.arange(height)
+    return np.array([moves(0, r, coordinates, width if r % 2 else height) for r in range(FEISTEL_ROUNDS)])
 
 
 def _moves_by_hash(keys: Sequence[int]) -> Callable[..., np.ndarray]:
     """Moves of ``_network``, hashed for each value: for grids too large for a table."""
     rounds = np.array([[keyed_hash(key, r) for key in keys] for r in range(FEISTEL_ROUNDS)], np.uint64)
 
-    def move(groups: Any, number: int, staying: np.ndarray, side: Any) -> np.ndarray:
+    def moves(groups: Any, number: int, staying: np.ndarray, side: Any) -> np.ndarray:
         bits = mix(staying.astype(np.uint64) + rounds[number][groups]) >> _HALF
         return (bits * np.asarray(side, np.uint64) >> _HALF).astype(np.int64)
 
-    return move
+    return moves
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -238,7 +221,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def _mix_int(value: int) -> int:
-    """``mix`` of one integer, which may be larger than 64 bits; without the overhead of an array."""
+    """``mix`` of one integer of any size, without the overhead of an array."""
     z = (value + GOLDEN) & WORD
     z = ((z ^ (z >> 30)) * FACTORS[0]) & WORD
     z = ((z ^ (z >> 27)) * FACTORS[1]) & WORD

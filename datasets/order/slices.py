@@ -1,8 +1,8 @@
 """How large a global batch is, and how ranks and microbatches cut it. Pure functions.
 
-A plan knows neither ranks nor microbatches: it is the same at every world size. Every rank takes its slice of every
-global batch, so all ranks make equally many steps. A "short" last batch may be smaller than the number of ranks, and
-then leaves some of them an empty slice; "carry" and "drop" with batch sizes that the number of ranks divides never do.
+A plan is the same at every world size. Every rank takes its slice of every global batch, so all ranks make equally many
+steps. A "short" last batch may be smaller than the number of ranks, and then leaves some of them an empty slice;
+"carry" and "drop" with batch sizes that the number of ranks divides never do.
 """
 
 from __future__ import annotations
@@ -15,28 +15,15 @@ from ..format.buckets import bucket_size
 
 
 def rank_slice(size: int, rank: int, world_size: int) -> slice:
-    """The part of a global batch that a rank reads.
+    """The part of ``size`` records of a global batch that a rank reads, or of a rank's records that a microbatch has.
 
     The slices follow each other, cover the batch exactly, and differ by at most one record.
 
-    Args:
-      size: records in the global batch.
-      rank: from 0 to world_size - 1.
     Raises: IndexError: there is no such rank.
     """
     if not 0 <= rank < world_size:
         raise IndexError(f"rank {rank} of {world_size} ranks: needed 0 to {world_size - 1}")
     return slice(size * rank // world_size, size * (rank + 1) // world_size)
-
-
-def microbatches(size: int, count: int) -> list[slice]:
-    """Cut a rank's slice for gradient accumulation: ``count`` parts that differ by at most one record.
-
-    Args:
-      size: records in the rank's slice; with fewer than ``count``, some parts are empty.
-      count: forward passes of a step.
-    """
-    return [rank_slice(size, part, count) for part in range(count)]
 
 
 def batch_sizes_by_tokens(

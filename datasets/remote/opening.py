@@ -23,7 +23,6 @@ from ..disk.hashing import MAX_JSON_BYTES, canonical_json, read_json, sha256_of,
 from ..disk.locks import locked
 from ..disk.strays import sweep_strays
 from ..errors import DamageError, LeanditError, RecipeError, ResourceError, StoreError, StoreIncomplete, StoreNotFound
-from ..format.caption_layout import CAPTION_PART
 from ..format.layout import (
     CAPTIONS,
     GROUP,
@@ -37,7 +36,7 @@ from ..format.layout import (
     revision_of,
     revision_prefix,
 )
-from ..format.row_layout import BUCKETS
+from ..format.row_layout import BUCKETS, CAPTION_PART
 from ..format.schema import FileEntry, Manifest
 from ..revisions.catalog import read_manifest
 from ..units import readable_size

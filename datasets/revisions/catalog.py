@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
 from ..disk.hashing import read_json, sha256_of, xxh3_parts
 from ..errors import DamageError, FormatVersionError, StoreError, StoreIncomplete, StoreNotFound
-from ..format.caption_layout import (
-    EMBEDDINGS,
-    NULL_EMBEDDING,
-    NULL_POOLED,
-    NULL_SCALES,
-    POOLED,
-    SCALES,
-    caption_arrays,
-    caption_folder,
-)
 from ..format.layout import (
     CAPTIONS,
     GROUP,
@@ -31,9 +21,8 @@ from ..format.layout import (
     revision_prefix,
     revisions_with,
 )
-from ..format.row_layout import BUCKETS, LATENTS, bucket_part, row_arrays
+from ..format.row_layout import NULL_POOLED, array_groups, bucket_part, buckets_of
 from ..format.schema import FORMAT_VERSION, FileEntry, Manifest
-from ..format.token_dtypes import ON_DISK
 
 BUCKET = re.compile("[1-9][0-9]{0,5}x[1-9][0-9]{0,5}")
 REPAIR = "Run 'leandit verify --repair --source PATH': it restores damaged files."
@@ -125,7 +114,9 @@ def arrays_problem(manifest: Manifest) -> str:
     Stores are not trusted: what an array claims is checked before a shard of it is mapped.
     """
     spec, arrays, files = manifest.spec, manifest.layouts(), {entry.path for entry in manifest.files}
-    num_shards, by_spec = sum("/c/" in path for path in files), _arrays_by_spec(manifest)
+    num_shards = sum("/c/" in path for path in files)
+    named = {*manifest.buckets, *filter(BUCKET.fullmatch, buckets_of(arrays))}  # also those without stored records
+    groups = {path: group for group in array_groups(spec, named) for path in group.rows}
     if len(arrays) < len(manifest.arrays):
         return "two arrays have one path"
     for path, layout in arrays.items():
@@ -133,52 +124,27 @@ def arrays_problem(manifest: Manifest) -> str:
             return f"array '{path}' has {problem}"
         if layout.row_ranges[-1].revision > manifest.revision:
             return f"array '{path}' has rows of revision {layout.row_ranges[-1].revision}, which is a later one"
-        if path not in by_spec or (layout.shape[1:], layout.dtype) != by_spec[path][:2]:
+        group = groups.get(path)
+        if group is None or (layout.shape[1:], layout.dtype) != group.rows[path]:
             return f"array '{path}' has rows of {layout.dtype} {layout.shape[1:]}, unlike the encoders of the store"
         if layout.num_shards > num_shards:
             return f"array '{path}' claims {layout.num_shards} shards, the files are fewer"
-        num_rows = by_spec[path].num_rows
+        num_rows = 0
+        if group.is_null:
+            num_rows = 1 if path.endswith(f"/{NULL_POOLED}") else spec.text_encoder_of(group.name).spec.max_tokens
         if num_rows and layout.shape[0] != num_rows:
             return f"array '{path}' has {layout.shape[0]} rows, expected {num_rows}"
-        if path.startswith(f"{BUCKETS}/"):
-            latents = arrays.get(f"{bucket_part(path.split('/')[1])}/{spec.latent.array}")
-            if latents is None or [one[1:] for one in latents.row_ranges] != [one[1:] for one in layout.row_ranges]:
-                return f"array '{path}' has other rows than the latents of its bucket"
-    if missing := [path for path, array in by_spec.items() if array.is_required and path not in arrays]:
-        return f"it has no array '{missing[0]}'"
+        latents = arrays.get(f"{bucket_part(group.bucket)}/{spec.latent.array}") if group.bucket else layout
+        if latents is None or [one[1:] for one in latents.row_ranges] != [one[1:] for one in layout.row_ranges]:
+            return f"array '{path}' has other rows than the latents of its bucket"
+    for path, group in groups.items():
+        may_miss = (
+            group.bucket not in manifest.buckets if group.bucket else not (group.is_null or manifest.num_captions)
+        )
+        if path not in arrays and not may_miss:
+            return f"it has no array '{path}'"
     expected = {layout.shard_path(shard) for layout in arrays.values() for shard in layout.shards.tolist()}
     expected |= {revision_prefix(manifest.revision) + name for name in (RECORDS, CAPTIONS)}
     if expected != files:
         return f"its files are not the shards of its arrays and its tables: '{min(expected ^ files)}'"
     return "a file that it names twice" if len(files) != len(manifest.files) else ""
-
-
-class _SpecArray(NamedTuple):
-    """What a spec says of an array: shape and dtype of a row; number of rows, 0 for any."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    num_rows: int = 0
-    is_required: bool = True
-
-
-def _arrays_by_spec(manifest: Manifest) -> dict[str, _SpecArray]:
-    """The arrays that a store may have by its spec and buckets, by path."""
-    spec, arrays = manifest.spec, dict[str, _SpecArray]()
-    named = {entry.path.split("/")[1] for entry in manifest.arrays if entry.path.startswith(f"{BUCKETS}/")}
-    for bucket in {*manifest.buckets, *filter(BUCKET.fullmatch, named)}:  # also those without stored records
-        for group in (LATENTS, *spec.groups):
-            for name, row in row_arrays(spec, bucket, group).items():
-                arrays[f"{bucket_part(bucket)}/{name}"] = _SpecArray(*row, is_required=bucket in manifest.buckets)
-    for one in spec.text_encoders:
-        text, folder = one.spec, caption_folder(one.name)
-        rows = {
-            EMBEDDINGS: (NULL_EMBEDDING, (text.width,), ON_DISK[text.dtype], text.max_tokens),
-            SCALES: (NULL_SCALES, (), "float32", text.max_tokens),
-            POOLED: (NULL_POOLED, (text.pooled_width,), ON_DISK[text.pooled_dtype], 1),
-        }
-        for name in caption_arrays(text):
-            null, shape, dtype, num_rows = rows[name]
-            arrays[f"{folder}/{name}"] = _SpecArray(shape, dtype, is_required=bool(manifest.num_captions))
-            arrays[f"{folder}/{null}"] = _SpecArray(shape, dtype, num_rows)
-    return arrays

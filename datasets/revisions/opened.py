@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import pyarrow as pa
 from ..disk.cached import cached_property
 from ..disk.hashing import xxh3_file
 from ..errors import DamageError, StoreError, StoreIncomplete, StoreWarning
-from ..format.layout import CAPTIONS, RECORDS, REMOTE_ABOUT, revision_prefix
+from ..format.layout import RECORDS, REMOTE_ABOUT, revision_prefix
 from ..format.schema import FileEntry, Manifest, StoreSpec
-from ..format.tables import check_table, read_row_group, read_table, table_problem
+from ..format.table_schemas import captions_schema, records_schema
+from ..format.tables import check_table, read_batches, read_row_group, table_problem
 from ..format.zarr_shard import ArrayLayout
 from .catalog import REPAIR, check_store, planned_revisions, read_manifest, sealed_revisions, unsealed
 from .commits import missing_work, read_commit, read_results
@@ -49,22 +50,46 @@ class OpenedRevision:
     plan: FrozenPlan | None
     plan_hash: str
 
-    def record_columns(self, columns: Sequence[str] | None) -> pa.Table:
-        """Some columns of the records table, or all; texts may be dictionaries."""
-        table = self._read_table(RECORDS, columns)
-        if self.manifest and (problem := table_problem(self.spec, self.number, table, self.manifest.num_captions)):
-            raise DamageError(f"store '{self.path}': its records table is not valid: {problem}. {REPAIR}")
-        return table
+    @property
+    def num_records(self) -> int:
+        """Rows of the records table."""
+        return self.manifest.num_planned if self.manifest else self.frozen_plan.records.num_rows
 
-    def caption_columns(self, columns: Sequence[str] | None) -> pa.Table:
-        """Some columns of the captions table, or all; texts may be dictionaries."""
-        table = self._read_table(CAPTIONS, columns)
-        if self.manifest and table.num_rows != self.manifest.num_captions:
-            raise DamageError(
-                f"store '{self.path}': {table.num_rows} captions, the manifest says {self.manifest.num_captions}. "
-                f"{REPAIR}"
-            )
-        return table
+    @property
+    def num_captions(self) -> int:
+        """Rows of the captions table."""
+        return self.manifest.num_captions if self.manifest else self.frozen_plan.captions.num_rows
+
+    def batches(self, name: str, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
+        """A table (RECORDS or CAPTIONS) in batches of rows: some columns, with texts as dictionaries, or all.
+
+        Raises: DamageError: it is not the table of the manifest, or not valid.
+        """
+        if self.manifest:
+            path, count = self._checked(name, texts=columns is None), 0
+            for batch in read_batches(path, columns):
+                is_records, count = name == RECORDS, count + batch.num_rows
+                problem = table_problem(self.spec, self.number, batch, self.num_captions) if is_records else ""
+                if problem:
+                    raise DamageError(f"store '{self.path}': its records table is not valid: {problem}. {REPAIR}")
+                yield batch
+            expected = self.num_records if name == RECORDS else self.num_captions
+            if count != expected:
+                raise DamageError(
+                    f"store '{self.path}': {count} rows of '{name}', the manifest says {expected}. {REPAIR}"
+                )
+        else:
+            for group in self._merge.records() if name == RECORDS else self._merge.captions():
+                yield from (group.select(columns) if columns else group).to_batches()
+
+    def table(self, name: str, columns: Sequence[str] | None) -> pa.Table:
+        """As ``batches``, all rows at once."""
+        batches = list(self.batches(name, columns))
+        return pa.Table.from_batches(batches, batches[0].schema if batches else self._schema(name, columns))
+
+    def _schema(self, name: str, columns: Sequence[str] | None) -> pa.Schema:
+        schema = records_schema(self.spec) if name == RECORDS else captions_schema(self.spec)
+        return schema if columns is None else pa.schema([schema.field(column) for column in columns])
 
     @cached_property
     def _merge(self) -> Merge:
@@ -92,52 +117,45 @@ class OpenedRevision:
 
         Raises: DamageError; IndexError: the table has no such row.
         """
-        if not self.manifest:
-            return self._read_table(name, None).slice(position, 1).to_pylist()[0]
-        count = self.manifest.num_planned if name == RECORDS else self.manifest.num_captions
+        count = self.num_records if name == RECORDS else self.num_captions
         if not 0 <= position < count:
             raise IndexError(f"row {position} of {count}")
-        path, kept = self._checked(name), self._row_groups.get(name)
-        if kept is None:
-            check_table(path)
-        if kept is None or not 0 <= position - kept[0] < kept[1].num_rows:
-            kept = self._row_groups[name] = read_row_group(path, position)
-        row = kept[1].slice(position - kept[0], 1)
-        problem = table_problem(self.spec, self.number, row, self.manifest.num_captions) if name == RECORDS else ""
+        if not self.manifest:
+            return self.table(name, None).slice(position, 1).to_pylist()[0]
+        path, (first, group) = self._checked(name, texts=True), self._row_groups.get(name, (0, pa.table({})))
+        if not 0 <= position - first < group.num_rows:
+            first, group = self._row_groups[name] = read_row_group(path, position)
+        row = group.slice(position - first, 1)
+        problem = table_problem(self.spec, self.number, row, self.num_captions) if name == RECORDS else ""
         if problem:
             raise DamageError(f"store '{self.path}': row {position} of '{name}' is not valid: {problem}. {REPAIR}")
         return row.to_pylist()[0]
 
     @cached_property
     def _row_groups(self) -> dict[str, tuple[int, pa.Table]]:
-        """First row and rows of the group of each table that was read last."""
+        """First row and rows of the last group read from each table."""
         return {}
 
     @cached_property
-    def _hashed(self) -> dict[str, tuple[int, int, int]]:
-        """Of each table whose hash was right: inode, size and time of change of the file then."""
+    def _intact(self) -> dict[tuple[str, bool], tuple[int, int, int]]:
+        """Tables whose hash and content were right, with texts or without: inode, size and time of change then."""
         return {}
 
-    def _checked(self, name: str) -> Path:
-        """Path of a table, whose hash is that of the manifest. Raises: DamageError."""
+    def _checked(self, name: str, *, texts: bool) -> Path:
+        """Path of a table with the hash of the manifest, which ``check_table`` has passed. Raises: DamageError."""
         path = revision_prefix(self.number) + name
         entry, file = self.files.get(path), self.root / path
         try:
-            found = file.stat()
-            state = found.st_ino, found.st_size, found.st_mtime_ns
-            if self._hashed.get(name) != state:
+            status = file.stat()
+            state = status.st_ino, status.st_size, status.st_mtime_ns
+            if state not in (self._intact.get((name, texts)), self._intact.get((name, True))):
                 if entry is None or xxh3_file(file) != entry.xxh3_128:
                     raise DamageError(f"store '{self.path}': '{path}' differs from the manifest. {REPAIR}")
-                self._hashed[name] = state
+                check_table(file, texts=texts)
+                self._intact[name, texts] = state
         except FileNotFoundError as error:  # it was there when the store was opened
             raise DamageError(f"store '{self.path}': file '{path}' is missing. {REPAIR}") from error
         return file
-
-    def _read_table(self, name: str, columns: Sequence[str] | None) -> pa.Table:
-        if self.manifest:
-            return read_table(self._checked(name), columns)
-        table = pa.concat_tables(self._merge.records() if name == RECORDS else self._merge.captions())
-        return table.select(columns) if columns else table
 
     def check_files(self) -> None:
         """Check that every file of the manifest is there with its size: a shorter shard would end the process.

@@ -22,7 +22,6 @@ from ..disk.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3
 from ..disk.spill import map_array
 from ..errors import DamageError, StoreIncomplete
 from ..format.buckets import bucket_size
-from ..format.caption_layout import num_stored_tokens
 from ..format.layout import (
     CAPTIONS,
     LOCAL,
@@ -35,7 +34,7 @@ from ..format.layout import (
     revision_prefix,
     zarr_files,
 )
-from ..format.row_layout import bucket_part
+from ..format.row_layout import bucket_part, num_stored_tokens
 from ..format.schema import FORMAT_VERSION, FileEntry, Manifest, PlanFile, SelfCheck, StoreSpec
 from ..format.table_schemas import CAPTION_RESULTS, CAPTION_START, captions_schema, plan_schema, suffixes
 from ..format.tables import map_plan_table, parquet_file, table_problem

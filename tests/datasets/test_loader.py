@@ -39,7 +39,7 @@ from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.filters import RecordFilter
 from leandit.datasets.order.mixture import Mixture, Stages
 from leandit.datasets.order.shuffle import ShardWindow
-from leandit.datasets.order.slices import microbatches
+from leandit.datasets.order.slices import rank_slice
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.pipeline import precompute
@@ -449,7 +449,8 @@ def test_the_slices_of_all_ranks_are_the_global_batch(
     assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
     assert {(rank.bucket, rank.number, rank.epoch) for rank in ranks} == {(whole.bucket, whole.number, whole.epoch)}
     for name in ("stored", "labels", "records", "latents", "caption_lengths"):
-        parts = [getattr(rank, name)[part] for rank in ranks for part in microbatches(len(rank), accumulation)]
+        slices = [[rank_slice(len(rank), i, accumulation) for i in range(accumulation)] for rank in ranks]
+        parts = [getattr(rank, name)[part] for rank, cuts in zip(ranks, slices, strict=True) for part in cuts]
         np.testing.assert_array_equal(torch.cat(parts), getattr(whole, name))
     assert whole.captions is not None
     start = 0
@@ -566,7 +567,7 @@ def test_a_mixture_of_stores_has_the_batches_of_each(label_store: LatentStore, f
     ("changes", "said"),
     [
         ({"channels": 16, "stored_channels": 32, "shift": [0.0] * 16, "scale": [1.0] * 16}, "latent channels 4 and 16"),
-        ({"downscale": 32}, "pixels a latent place 8 and 32"),
+        ({"downscale": 32}, "downscale factor 8 and 32"),
         ({"scale": [0.13025] * 4}, r": scale [0-9., ]+ and 0\.13025\."),
         ({"shift": [0.0, 0.1, 0.0, 0.0]}, r": shift [-0-9., ]+ and 0\.0, 0\.1, \.\.\."),
     ],

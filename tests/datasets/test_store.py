@@ -31,7 +31,7 @@ from leandit.datasets.errors import (
     UnknownKey,
 )
 from leandit.datasets.format.buckets import bucket_size
-from leandit.datasets.format.caption_layout import CaptionLayout
+from leandit.datasets.format.layout import CaptionLayout
 from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.verify import verify_store

@@ -33,8 +33,8 @@ from making import caption_recipe, no_progress, picture, store_digest, tree_dige
 
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
 from leandit.datasets.errors import FingerprintMismatch, RecipeError, StoreError
-from leandit.datasets.format.caption_layout import CAPTION_PART
 from leandit.datasets.format.layout import commit_path
+from leandit.datasets.format.row_layout import CAPTION_PART
 from leandit.datasets.format.table_schemas import STORED
 from leandit.datasets.maintenance.verify import Verification, verify_store
 from leandit.datasets.revisions.catalog import sealed_revisions

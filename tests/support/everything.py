@@ -14,7 +14,7 @@ from making import caption_recipe
 from tiny_text_models import save_clip, save_qwen3
 from vision import make_dinov2
 
-from leandit.datasets.format.caption_layout import CaptionLayout
+from leandit.datasets.format.layout import CaptionLayout
 from leandit.precompute.config import PrecomputeRecipe
 
 BASE = ("vae.flip=true", "vae.batch_size=4", "store.text_dtype=int8")
@@ -49,7 +49,7 @@ def several_shards() -> Iterator[None]:
         return shard_rows(self) if self.spec.full_length else (32, 8)
 
     with small_shards(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("leandit.datasets.format.caption_layout.MAX_SHARD_ROWS", SHARD_ROWS)
+        patch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", SHARD_ROWS)
         patch.setattr(CaptionLayout, "_shard_rows", small)
         yield
 

@@ -37,7 +37,7 @@ from leandit.datasets.disk.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
 from leandit.datasets.disk.hashing import canonical_json, sha256_of, xxh3_file
 from leandit.datasets.errors import RecordRejected
 from leandit.datasets.format import row_layout
-from leandit.datasets.format.caption_layout import CaptionLayout
+from leandit.datasets.format.layout import CaptionLayout
 from leandit.datasets.maintenance import compact
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection

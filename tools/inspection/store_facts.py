@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.disk.cached import cached_property
-from ...datasets.format.caption_layout import caption_arrays, caption_folder
-from ...datasets.format.row_layout import FEATURES, PICTURES
+from ...datasets.format.row_layout import FEATURES, PICTURES, caption_folder, caption_rows
 from ...datasets.format.schema import LatentStatistics, TextEncoder
 from ...datasets.format.table_schemas import suffixes
 from ...datasets.revisions.latent_statistics import merge_statistics, statistics_of
@@ -207,7 +206,7 @@ class StoreFacts:
         The cosine of a caption is the smallest cosine between one of its tokens as encoded and as stored.
         """
         captions, folder, suffix = self.store.captions, caption_folder(encoder.name), suffixes(self.spec)[encoder.name]
-        shards = sum(self.files.array_bytes(f"{folder}/{array}/c/") for array in caption_arrays(encoder.spec))
+        shards = sum(self.files.array_bytes(f"{folder}/{array}/c/") for array in caption_rows(encoder.spec))
         each, cosines = shards / captions.num_rows, captions[f"min_cosine{suffix}"]
         return {
             "num_measured": len(cosines) - cosines.null_count,

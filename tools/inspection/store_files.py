@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ...datasets.disk.cached import cached_property
-from ...datasets.format.caption_layout import CAPTION_PART
 from ...datasets.format.layout import MANIFEST, revision_prefix
-from ...datasets.format.row_layout import BUCKETS, FEATURES, PICTURES
+from ...datasets.format.row_layout import BUCKETS, CAPTION_PART, FEATURES, PICTURES
 from ...datasets.format.schema import Manifest, TextEncoder
 from ...datasets.format.token_dtypes import token_bytes
 from ...datasets.revisions.catalog import read_manifest, sealed_revisions

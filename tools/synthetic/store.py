@@ -13,9 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from ... import __version__
-from ...datasets.format.caption_layout import POOLED
 from ...datasets.format.layout import Part
-from ...datasets.format.row_layout import LATENTS
+from ...datasets.format.row_layout import LATENTS, POOLED
 from ...datasets.format.schema import (
     FORMAT_VERSION,
     EncoderIdentity,

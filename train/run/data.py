@@ -16,11 +16,10 @@ from ...datasets.batches.reader import BatchReader
 from ...datasets.batches.stream import BatchStream, is_gpu
 from ...datasets.format.schema import LatentStatistics, StoreSpec
 from ...datasets.loader import BatchLoader, check_not_empty, loader_of, shard_window
-from ...datasets.order.batch_plan import BatchPlan
+from ...datasets.order.batch_plan import BatchOrder, BatchPlan
 from ...datasets.order.caption_odds import CaptionOdds
 from ...datasets.order.filters import RecordFilter, ScoreTable
 from ...datasets.order.mixture import Mixture, Stages
-from ...datasets.order.order import BatchOrder
 from ...datasets.order.slices import batch_sizes_by_tokens
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe

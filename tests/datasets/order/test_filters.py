@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.class_names import ClassNames
-from leandit.datasets.order.batch_plan import BatchPlan
+from leandit.datasets.order.batch_plan import BatchPlan, changed_fields
 from leandit.datasets.order.filters import RecordFilter, ScoreTable, Selection
-from leandit.datasets.order.order import changed_fields
 from leandit.datasets.store import LatentStore
 
 
@@ -41,7 +40,9 @@ def made_up_store(records: list[dict[str, Any]], classes: list[str] | None = Non
     store = SimpleNamespace(
         path=Path("made-up"),
         record_columns=table.select,
-        checksums=np.zeros(len(records), np.uint64),
+        record_batches=lambda columns: table.select(list(columns)).to_batches(),
+        record_at=lambda i: SimpleNamespace(key=table["key"][i].as_py()),
+        num_records=len(records),
         buckets={name: len(rows) for name, rows in buckets.items()},
         index=lambda bucket: indexes[bucket],
         class_names=ClassNames(classes),

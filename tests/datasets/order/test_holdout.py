@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.loader import make_loader
-from leandit.datasets.order.filters import RecordFilter
-from leandit.datasets.order.holdout import is_held_out, key_hashes
+from leandit.datasets.order.filters import RecordFilter, is_held_out, key_hashes
 from leandit.datasets.store import LatentStore
 
 
 def store_of(keys: Sequence[str]) -> LatentStore:
     """What the choice reads of a store."""
-    table = pa.table({"key": list(keys)})
-    columns: Any = lambda names: table.select(list(names))  # noqa: E731
-    return cast(LatentStore, SimpleNamespace(record_columns=columns))
+    table = pa.table({"key": pa.array(list(keys), pa.string())})
+    read: Any = lambda names: table.select(list(names)).to_batches(100)  # noqa: E731
+    return cast(LatentStore, SimpleNamespace(record_batches=read, num_records=len(keys)))
 
 
 def held_out(keys: Sequence[str], share: float) -> set[str]:

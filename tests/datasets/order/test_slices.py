@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.buckets import bucket_name, bucket_size, bucket_table
-from leandit.datasets.order.slices import batch_sizes_by_tokens, microbatches, rank_slice
+from leandit.datasets.order.slices import batch_sizes_by_tokens, rank_slice
 
 
 @given(st.integers(0, 100), st.integers(1, 8), st.integers(1, 4))
@@ -22,7 +22,7 @@ def test_ranks_and_microbatches_cover_a_batch_in_order_and_evenly(
     assert list(chain(*of_ranks)) == batch
     assert max(map(len, of_ranks)) - min(map(len, of_ranks)) <= 1
     for part in of_ranks:
-        pieces = [part[piece] for piece in microbatches(len(part), accumulation)]
+        pieces = [part[rank_slice(len(part), i, accumulation)] for i in range(accumulation)]
         assert len(pieces) == accumulation  # so all ranks make equally many forward passes
         assert list(chain(*pieces)) == part
         assert max(map(len, pieces)) - min(map(len, pieces)) <= 1

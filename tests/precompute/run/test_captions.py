@@ -15,7 +15,7 @@ from faults import content, copy_of, dies_at, encode, flip, make_grown, small_sh
 from making import CPU, caption_recipe, loaded_encoders, no_progress, store_digest, train_recipe, tree_digest
 
 from leandit.datasets.errors import DamageError, EncoderError
-from leandit.datasets.format.caption_layout import CaptionLayout
+from leandit.datasets.format.layout import CaptionLayout
 from leandit.datasets.format.token_dtypes import ON_DISK, narrow, widen
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact

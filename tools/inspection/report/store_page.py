@@ -126,7 +126,7 @@ def bucket_sheets(
     total = each * len(buckets) * num_stores
     side_px, most_bytes = LARGE_PX if total <= MANY else SMALL_PX, PAGE_BYTES // total
     decode, note = _decoder(store, vae)
-    values = _read_scores(store, scores) if scores else None
+    values = read_scores(scores, store) if scores else None
     records = shown_records(store, {name: choose_rows(store, name, each, values, seed) for name in buckets})
     sheets = list[Sheet]()
     for bucket, group in itertools.groupby(records, key=lambda record: record.bucket):
@@ -168,13 +168,6 @@ def reject_thumbnails(facts: StoreFacts, source: list[str]) -> list[Thumbnail]:
     originals = read_originals(facts.store, source, [one["key"] for one in rejects])
     cells = reject_cells(rejects, originals)
     return [thumbnail(cell.pixels, key=cell.key, text=cell.caption, side_px=SMALL_PX) for cell in cells]
-
-
-def _read_scores(store: LatentStore, scores: ScoreTable) -> np.ndarray:
-    stored = np.zeros(len(store.checksums), bool)
-    for bucket in store.buckets:
-        stored[store.index(bucket).records] = True
-    return read_scores(scores, store, stored)
 
 
 def _decoder(store: LatentStore, vae: str | None) -> tuple[Callable[[np.ndarray], np.ndarray], str]:

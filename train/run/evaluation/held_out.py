@@ -24,7 +24,7 @@ from ....datasets.batches.latents import keyed_noise
 from ....datasets.batches.lookup import Records
 from ....datasets.errors import RecipeError
 from ....datasets.order.batch_plan import PlannedBatch
-from ....datasets.order.holdout import key_hashes
+from ....datasets.order.filters import key_hashes
 from ....datasets.order.shuffle import mix
 from ...data_recipe import Objective
 from ...metrics.flops import latent_size_of, tokens_per_image
@@ -136,10 +136,11 @@ class Evaluation:
         """The records of a group with their first captions, not flipped, in the CPU's memory."""
         store, positions = self._reader.stores[group.store], group.positions
         index = store.index(group.bucket)
+        rows, records, labels = index.take(positions)
         wanted = Records(
-            rows=index.rows.take(positions),
-            records=index.records.take(positions),
-            labels=index.labels.take(positions),
+            rows=rows,
+            records=records,
+            labels=labels,
             flipped=None,
             caption_ids=index.caption_ids[index.caption_starts[positions]] if self._run.spec.takes_text else None,
             draw_keys=posterior_keys(group.hashes) if store.spec.latent.has_posterior else None,

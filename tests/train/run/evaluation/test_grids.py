@@ -19,7 +19,7 @@ from shown_runs import HOLDOUT, assert_same_training, run_to
 
 from leandit.datasets.batches.latents import denormalise
 from leandit.datasets.errors import DamageError, RecipeError
-from leandit.datasets.order.holdout import is_held_out, key_hashes
+from leandit.datasets.order.filters import is_held_out, key_hashes
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.train.run.evaluation import decoding

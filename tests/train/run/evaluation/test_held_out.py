@@ -14,7 +14,7 @@ from shown_runs import EVERY, HOLDOUT, assert_same_training, lines, losses_held_
 from leandit.datasets.batches.captions import captions_of
 from leandit.datasets.batches.latents import final_latents, keyed_noise
 from leandit.datasets.errors import RecipeError, RunError
-from leandit.datasets.order.holdout import is_held_out, key_hashes
+from leandit.datasets.order.filters import is_held_out, key_hashes
 from leandit.datasets.recipe import shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
