@@ -33,9 +33,8 @@ from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.tools.synthetic.store import make_store
 from leandit.train import loop
 from leandit.train.config import TrainRecipe, load
-from leandit.train.models.build import diffusers_config
+from leandit.train.models.build import diffusers_config, family_of, transformer_class
 from leandit.train.models.conditioning import Conditioner, Conditioning, select
-from leandit.train.models.diffusers.families import family_of, transformer_class
 from leandit.train.models.dit import size_of
 from leandit.train.models.spec import ModelSpec
 from leandit.train.objectives.losses import PLAIN, draw_times, noised, objective_losses

@@ -7,9 +7,8 @@ from typing import Any
 
 from ...datasets.format.schema import IMPORTED
 from ...precompute.encoders.text.instructions import instruction_text
-from ...train.models.diffusers.families import family_of
-from ...train.models.layers import DiTOptions
-from ...train.models.spec import ModelSpec
+from ...train.models.build import family_of
+from ...train.models.spec import DiTOptions, ModelSpec
 from ...train.sampling.snapshot import Snapshot, text_encoders
 from ...train.techniques.registry import ObjectiveSection
 from ...train.weights.folders import SNAPSHOT
@@ -46,7 +45,7 @@ def text_parts(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
 
 def loads_adapters(snapshot: Snapshot) -> bool:
     """Whether diffusers' pipeline loads adapters. PixArt's and its transformer do not; peft does."""
-    return hasattr(type(snapshot.model.net), "load_lora_adapter")
+    return hasattr(type(getattr(snapshot.model, "net", None)), "load_lora_adapter")
 
 
 def obstacle(layout: str, spec: ModelSpec, objective: ObjectiveSection, state: dict[str, Any]) -> str:

@@ -22,10 +22,9 @@ from ...datasets.disk.hashing import canonical_json, read_json
 from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import EncoderError, RunError
 from ...datasets.format.schema import UNKNOWN
-from ...train.models.build import DiTDenoiser
+from ...train.models.build import family_of
 from ...train.models.diffusers.adapters import ADAPTER
-from ...train.models.diffusers.families import family_of
-from ...train.models.dit import size_of
+from ...train.models.dit import DiT, size_of
 from ...train.models.spec import ModelSpec
 from ...train.sampling.schedulers import pipeline_scheduler
 from ...train.sampling.snapshot import Snapshot, Weights, load_snapshot
@@ -205,7 +204,7 @@ def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.
 
     model, spec = snapshot.model, snapshot.spec
     weights = {name.removeprefix("net."): t.detach().cpu() for name, t in model.state_dict().items()}
-    if not isinstance(model, DiTDenoiser):
+    if not isinstance(model, DiT):
         config = {key: value for key, value in model.net.config.items() if not key.startswith("_")}
     else:
         depth, width, heads, patch = size_of(spec.name)
@@ -230,7 +229,7 @@ def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.
 
 def _transformer_class(snapshot: Snapshot) -> str:
     model = snapshot.model
-    return "DiTTransformer2DModel" if isinstance(model, DiTDenoiser) else type(model.net).__name__
+    return "DiTTransformer2DModel" if isinstance(model, DiT) else type(model.net).__name__
 
 
 def index_of(snapshot: Snapshot, scheduler: str, copies: Mapping[str, Path]) -> dict[str, Any]:

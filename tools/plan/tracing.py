@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 from ...datasets.disk.files import write_atomic
 from ...datasets.errors import LeanditError
 from ...train.metrics.flops import latent_size_of
-from ...train.models.activation_checkpointing import checkpoint_blocks
+from ...train.models.blocks import checkpoint_blocks
 from ...train.models.diffusers.adapters import trained_parameters
 from ...train.parallel import build
 from ...train.parallel.ranks import ALONE, Ranks

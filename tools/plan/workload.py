@@ -13,7 +13,7 @@ from ...datasets.format.schema import FeatureSpec, StoreSpec, TextSpec
 from ...datasets.store import LatentStore
 from ...train.config import TrainRecipe
 from ...train.metrics.flops import latent_size_of, tokens_per_image, train_flops
-from ...train.models.diffusers.families import TEXT_ROLES, family_of
+from ...train.models.build import FAMILIES, family_of
 from ...train.models.spec import ModelSpec
 from ...train.run.data import longest_caption
 from ...train.run.fit import model_for_stores, model_spec
@@ -150,7 +150,7 @@ def published_texts(model: str) -> dict[str, TextSpec]:
     """The text encoders of a model that reads several, with their published sizes."""
     family = family_of(model)
     return {
-        role.encoder.lower().replace("-", "_"): TextSpec(
+        role.name.lower().replace("-", "_"): TextSpec(
             kind="clip" if role.pooled_width else "t5",
             width=role.width,
             max_tokens=role.tokens,
@@ -161,5 +161,5 @@ def published_texts(model: str) -> dict[str, TextSpec]:
             full_length=True,
             pooled_width=role.pooled_width,
         )
-        for role in (TEXT_ROLES.get(family, ()) if family else ())
+        for role in (FAMILIES[family].texts if family else ())
     }

@@ -1,63 +1,27 @@
-"""Models behind one call, ``denoiser(x, t, conditioning)``: which there are, what they take, how they are built.
+"""Models by name, behind one call ``model(x, t, conditioning)``: which there are, and how they are built.
 
 Our DiT takes class labels, or captions of any encoder; the models of diffusers take captions.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
 
 from ...datasets.errors import RecipeError
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.shuffle import keyed_hash
-from .activation_checkpointing import Mode, checkpoint_blocks
-from .conditioning import Conditioning, Extras, ModelOutput
 from .diffusers.adapters import add_adapters
-from .diffusers.families import FAMILIES, diffusers_config, diffusers_names, family_of
-from .diffusers.model import DiffusersModel
+from .diffusers.model import DiffusersModel, without_warnings
+from .diffusers.pixart import PixArt
+from .diffusers.sana import Sana
+from .diffusers.sd3 import SD3
 from .dit import PATCHES, SIZES, DiT, size_of
 from .spec import ModelSpec
 
-
-class DiTDenoiser(nn.Module):
-    """Our DiT behind the common call."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        depth, width, heads, patch = size_of(spec.name)
-        self.net = DiT(
-            depth=depth,
-            width=width,
-            heads=heads,
-            patch=patch,
-            channels=spec.channels,
-            out_channels=spec.out_channels,
-            num_classes=spec.num_classes,
-            base_size=spec.base_size,
-            caption_width=spec.caption_width,
-            options=spec.options,
-            projectors=spec.projectors,
-            fused=spec.fused,
-        )
-
-    def forward(
-        self, x: Tensor, t: Tensor, conditioning: Conditioning, extras: Extras | None = None
-    ) -> Tensor | ModelOutput:
-        """(B, C, H, W), (B,) time in 0..1000, labels or captions to (B, out_channels, H, W), and more with extras."""
-        return self.net(x, t, conditioning.labels, conditioning.captions, extras)
-
-    def checkpoint_activations(self, mode: Mode = "blocks") -> None:
-        """See ``checkpoint_blocks``."""
-        checkpoint_blocks(self.blocks, mode)
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The blocks that are compiled, sharded and checkpointed one by one."""
-        return self.net.blocks
-
-
-Denoiser = DiTDenoiser | DiffusersModel
+Denoiser = DiT | DiffusersModel
+FAMILIES: dict[str, type[DiffusersModel]] = {one.family: one for one in (PixArt, Sana, SD3)}
 
 
 def build_model(spec: ModelSpec, *, seed: int) -> Denoiser:
@@ -65,13 +29,31 @@ def build_model(spec: ModelSpec, *, seed: int) -> Denoiser:
     family = family_of(spec.name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(keyed_hash(seed) % 2**63)
-        model = FAMILIES[family](diffusers_config(spec)) if family else DiTDenoiser(spec)
+        model = FAMILIES[family](diffusers_config(spec)) if family else DiT(spec)
     if spec.adapter:
         add_adapters(model, spec.adapter, seed=seed)
     return model
 
 
-# ------------------------------------------------------------------------------------------------------------ by name
+def family_of(name: str) -> str | None:
+    """Family of a model of diffusers, or None for a DiT."""
+    return next((family for family, one in FAMILIES.items() if name in one.sizes), None)
+
+
+def diffusers_names() -> list[str]:
+    """Names of all models of diffusers."""
+    return [name for family in FAMILIES.values() for name in family.sizes]
+
+
+def transformer_class(family: str) -> Any:
+    """The class of diffusers."""
+    with without_warnings():
+        return FAMILIES[family].transformer()
+
+
+def diffusers_config(spec: ModelSpec) -> dict[str, Any]:
+    """Arguments of diffusers' class: of the weights to fine-tune, else for training from scratch."""
+    return spec.config or FAMILIES[family_of(spec.name) or ""].config(spec)
 
 
 def check_model_name(name: str) -> None:
@@ -83,10 +65,8 @@ def check_model_name(name: str) -> None:
 
 def patch_of(spec: ModelSpec) -> int:
     """Side of a patch, in latent pixels."""
-    if spec.config:
-        return spec.config["patch_size"]
     family = family_of(spec.name)
-    return FAMILIES[family].patch if family else size_of(spec.name)[-1]
+    return FAMILIES[family].patch_side(spec) if family else size_of(spec.name)[-1]
 
 
 def pixels_per_token(spec: ModelSpec, latent: LatentSpec) -> int:

@@ -1,4 +1,5 @@
-"""Conditioning of a batch, and its null for classifier-free guidance."""
+"""What a forward takes beside latents and times, and what it gives: conditioning with its null for classifier-free
+guidance, and the extras of techniques."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Conditioning(NamedTuple):
     Args:
       labels: (B,) int64; null is the number of classes.
       captions: the valid tokens of each caption; or (B, L, D) for models that read padding too.
-      source_sizes: (B, 2) float32 height and width of the source pictures in pixels, for models that use them.
+      source_sizes: (B, 2) float32 height and width of the source images in pixels, for models that use them.
       pooled: (B, P) float32, for models that read pooled vectors.
     """
 
@@ -38,6 +39,12 @@ class Conditioning(NamedTuple):
         inputs = self.captions if self.labels is None else self.labels
         assert inputs is not None, "a model has one of them"
         return inputs
+
+    @property
+    def valid_captions(self) -> Captions:
+        """The captions of a model that reads valid tokens alone."""
+        assert isinstance(self.captions, Captions)
+        return self.captions
 
     def followed_by(self, other: Conditioning) -> Conditioning:
         """These images, then others with the same kinds of conditioning."""
@@ -58,7 +65,7 @@ def select(images: ImagesT, rows: slice | list[int]) -> ImagesT:
 
 
 class Extras(NamedTuple):
-    """What a forward takes beside latents, times and conditioning, and what it gives beside its output.
+    """What techniques ask of a forward.
 
     Args:
       class_token: (B, D) noisy class token, for a model that denoises one.
@@ -100,8 +107,7 @@ class Conditioner:
       spec: of the model.
       null_caption: (max_tokens, D) embedding of the empty caption, for a model with text; joined, where it reads
         several text encoders.
-      source_sizes: (records, 2) float32 pixels of each store, on the device of the batches, for models that use
-        them; at eight bytes a record, batches need not carry them.
+      source_sizes: (records, 2) float32 pixels of each store, on the device of the batches, for models that use them.
       null_pooled: (P,) joined pooled vectors of the empty caption, for a model that reads them.
     """
 
@@ -124,8 +130,7 @@ class Conditioner:
         Args:
           labels: (B,) int64, -1 for none.
           texts: captions of each text encoder, by name.
-          records: (B,) int64 positions in the records table.
-          store: index of the store of these records.
+          records: (B,) int64 positions in the records table of the store.
           widen: convert 16-bit captions to float32, which the model needs without autocast.
         """
         if not self.spec.takes_text:
@@ -140,23 +145,21 @@ class Conditioner:
         return Conditioning(captions=captions, source_sizes=sizes)
 
     def drop(self, conditioning: Conditioning, where: Tensor) -> Conditioning:
-        """Replace the conditioning of some images by null.
+        """Replace the conditioning of some images, ``where`` (B,) is true, by null.
 
         A dropped caption keeps its length, as in PixArt and Sana: the first rows of null replace its tokens. Those of
         several text encoders, and their pooled vectors, are dropped together.
-
-        Args:
-          where: (B,) bool.
         """
-        if conditioning.labels is not None:
-            return Conditioning(labels=torch.where(where, self.spec.num_classes, conditioning.labels))
-        captions, null, pooled = conditioning.captions, self.null_caption, conditioning.pooled
+        labels, captions, _, pooled = conditioning
+        if labels is not None:
+            return Conditioning(labels=torch.where(where, self.spec.num_classes, labels))
+        null = self.null_caption
         assert null is not None
+        assert captions is not None
         if isinstance(captions, Captions):
             images, places = captions.owners
             tokens = torch.where(where[images, None], null.to(captions.tokens)[places], captions.tokens)
             return conditioning._replace(captions=captions.with_tokens(tokens))
-        assert captions is not None
         captions = torch.where(where[:, None, None], null.to(captions), captions)
         if pooled is not None:
             assert self.null_pooled is not None

@@ -1,14 +1,14 @@
-"""Cross-attention of image tokens to the tokens of their captions.
+"""Cross-attention of image tokens to the tokens of their captions, in two forms of one function.
 
-Two forms of one function. ``Packed``: the tokens of all captions one after the other, as batches bring them, for
-variable-length flash attention. ``Padded``, where that is missing: a boolean mask that all heads share.
+``Packed``: the tokens of all captions one after the other, as batches bring them, for variable-length flash attention.
+``Padded``, where that is missing: a boolean mask that all heads share.
 
 Shapes: B batch, T image tokens, n caption tokens of the batch, L of its longest caption, h heads, d width of a head.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,7 @@ USUAL_TOKENS = 512  # text encoders give at most so many for a caption
 
 
 class Padded(NamedTuple):
-    """Captions followed by padding.
-
-    Args:
-      mask: (B, 1, 1, L) bool, true for real tokens.
-    """
+    """Captions followed by padding; ``mask`` (B, 1, 1, L) bool is true for real tokens."""
 
     mask: Tensor
 
@@ -53,17 +49,16 @@ class Packed(NamedTuple):
         batch, tokens = q.shape[:2]
         q_offsets = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * tokens
         attended: Any = varlen.varlen_attn(q.flatten(0, 1), k, v, q_offsets, self.offsets, tokens, self.longest)
-        return cast(Tensor, attended).view(q.shape)
+        return attended.view(q.shape)
 
 
 CaptionLayout = Padded | Packed
 
 
 def arrange_captions(captions: Captions, head_width: int) -> tuple[Tensor, CaptionLayout]:
-    """Captions in the fastest form of their device.
+    """Captions of at least one token each, in the fastest form of their device.
 
     Args:
-      captions: of at least one token each.
       head_width: d of the cross-attention.
     Returns: tokens (n, D), or (B, L, D) padded; their layout.
     """

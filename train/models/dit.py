@@ -1,30 +1,32 @@
 """DiT: the diffusion transformer of Peebles and Xie 2023, with the parameter names of the published checkpoints.
 
-Shapes: B batch, C latent channels, H W latent size, p patch, T = (H/p)(W/p) image tokens, E width, L caption tokens, D
-caption width. H and W are multiples of p; checkpoints hold the position table of the base size only.
-
 Without options it is the published model. With captions instead of labels, each block has cross-attention between
-attention and feed-forward, as in PixArt (arXiv 2310.00426, section 2.3).
+attention and feed-forward, as in PixArt (arXiv 2310.00426, section 2.3). Some recipes add tokens that skip blocks
+(TREAD, arXiv 2501.04765; SPRINT, arXiv 2510.21986), projectors of tokens (REPA, arXiv 2410.06940) and a class token
+that is denoised too, before the image tokens (REG, arXiv 2507.01467).
+
+Shapes: B batch, C latent channels, H W latent size, p patch, T = (H/p)(W/p) image tokens, K of them kept, E width,
+L caption tokens, D width of an image feature. H and W are multiples of p.
 
 Source: "Scalable Diffusion Models with Transformers", arXiv 2212.09748, section 3 and table 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ...datasets.batches.captions import Captions
-from .conditioning import Extras, ModelOutput
+from .conditioning import NO_EXTRAS, Conditioning, Extras, ModelOutput
 from .cross_attention import CaptionLayout, arrange_captions
 from .layers import (
+    NORM_EPS,
     Attention,
     CaptionEmbedder,
     CrossAttention,
-    DiTOptions,
     LabelEmbedder,
     Mlp,
     PatchEmbed,
@@ -33,27 +35,20 @@ from .layers import (
     TimestepEmbedder,
     TokenNorm,
     add_gated,
+    at_least_float32,
     modulate,
     position_table,
+    residual_stream,
     rotation_table,
+    without_autocast,
 )
-from .numerics import at_least_float32, without_autocast
-from .spec import ProjectorSpec
-from .token_paths import (
-    ClassToken,
-    Fusion,
-    projector,
-    put_tokens,
-    rows_kept,
-    take_rotation,
-    take_tokens,
-    with_class_rotation,
-)
+from .spec import DiTOptions, ModelSpec, ProjectorSpec
 
-# name -> depth, width, heads (table 1); the first is not published: for small pictures, and to compare recipes on a CPU
+TableT = TypeVar("TableT")
+# name -> depth, width, heads (table 1); the first is not published: for small images, and to compare recipes on a CPU
 SIZES = {"Ti": (8, 128, 4), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
 PATCHES = (1, 2, 4, 8)
-PUBLISHED = DiTOptions()
+INIT_STD = 0.02  # of the embedders of time, labels and captions
 
 
 def size_of(name: str) -> tuple[int, int, int, int]:
@@ -94,7 +89,7 @@ class DiTBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Tokens (B, T, E) to patches (B, T, p * p * out_channels)."""
+    """Tokens (B, T, E) to patches (B, T, p * p * out_channels), and the modulated tokens."""
 
     def __init__(self, width: int, patch: int, out_channels: int, options: DiTOptions) -> None:
         super().__init__()
@@ -103,7 +98,6 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
 
     def forward(self, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Patches, and the tokens they are computed from."""
         shift, scale = at_least_float32(self.adaLN_modulation(c)).chunk(2, dim=1)
         modulated = modulate(self.norm_final(x), shift, scale)
         return self.linear(modulated), modulated
@@ -112,139 +106,103 @@ class FinalLayer(nn.Module):
 class DiT(nn.Module):
     """The diffusion transformer, conditioned on classes or on captions.
 
-    Args:
-      depth, width, heads, patch: the size.
-      channels: C of the latents.
-      out_channels: 2C with learned variance, else C.
-      num_classes: without the null class.
-      base_size: latent height and width of the position table in the checkpoint.
-      caption_width: D; 0: conditioned on classes.
-      options: changes to the published model.
-      projectors: of blocks' tokens to image features, by name.
-      fused: blocks, from 1, around which the tokens before and after are fused (SPRINT).
-
     Attributes:
+      blocks: that are compiled, sharded and checkpointed one by one.
       residual: dtype of the residual stream under autocast to bfloat16; in any other precision it is float32.
       routed: the first and the last block that routed tokens skip.
     """
 
+    pos_embed: Tensor | None
     residual: Literal["float32", "bf16"] = "float32"
     routed: tuple[int, int] = (0, 0)
 
-    def __init__(
-        self,
-        *,
-        depth: int,
-        width: int,
-        heads: int,
-        patch: int,
-        channels: int,
-        out_channels: int,
-        num_classes: int,
-        base_size: int,
-        caption_width: int = 0,
-        options: DiTOptions = PUBLISHED,
-        projectors: Mapping[str, ProjectorSpec] = {},
-        fused: tuple[int, int] | None = None,
-    ) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.patch, self.out_channels, self.num_classes = patch, out_channels, num_classes
-        self.options = options
-        self.head_width, self.base_grid = width // heads, base_size // patch
-        self.x_embedder = PatchEmbed(patch, channels, width)
+        depth, width, heads, patch = size_of(spec.name)
+        self.patch, self.out_channels, self.options = patch, spec.out_channels, spec.options
+        self.head_width, self.base_grid = width // heads, spec.base_size // patch
+        self.takes_text = spec.takes_text
+        self.x_embedder = PatchEmbed(patch, spec.channels, width)
         self.t_embedder = TimestepEmbedder(width)
-        self.takes_text = caption_width > 0
-        self.y_embedder = CaptionEmbedder(caption_width, width) if caption_width else LabelEmbedder(num_classes, width)
-        self.pos_embed: Tensor | None
-        table = None
-        if options.positions != "rope":
-            table = position_table(self.base_grid, self.base_grid, width, self.base_grid)[None]
-        self.register_buffer("pos_embed", table)
-        self.blocks = nn.ModuleList(DiTBlock(width, heads, options, takes_text=self.takes_text) for _ in range(depth))
-        self.final_layer = FinalLayer(width, patch, out_channels, options)
-        self._projected = dict(projectors)
-        class_width = max((one.feature_width for one in projectors.values() if one.has_class), default=0)
-        self.class_token = ClassToken(class_width, width) if class_width else None
-        self.fusion = Fusion(width) if fused else None
-        self.routed = fused or self.routed
-        self.projectors = nn.ModuleDict({name: projector(one, width) for name, one in projectors.items()})
-        self._tables: dict[tuple[int, int, torch.device], Tensor] = {}
-        self._rotations: dict[tuple[int, int, torch.device], Rotation] = {}
+        if spec.takes_text:
+            self.y_embedder = CaptionEmbedder(spec.caption_width, width)
+        else:
+            self.y_embedder = LabelEmbedder(spec.num_classes, width)
+        grid = self.base_grid
+        table = None if spec.options.positions == "rope" else position_table(grid, grid, width, grid)[None]
+        self.register_buffer("pos_embed", table)  # of the base size alone, as in published checkpoints
+        blocks = (DiTBlock(width, heads, spec.options, takes_text=spec.takes_text) for _ in range(depth))
+        self.blocks = nn.ModuleList(blocks)
+        self.final_layer = FinalLayer(width, patch, spec.out_channels, spec.options)
+        self.class_token = ClassToken(spec.class_width, width) if spec.class_width else None
+        self.fusion = Fusion(width) if spec.fused else None
+        self.routed = spec.fused or self.routed
+        self.projected = spec.projectors
+        self.projectors = nn.ModuleDict({name: projector(one, width) for name, one in spec.projectors.items()})
+        self._tables: dict[tuple[Any, ...], Any] = {}
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """Initialise as the paper does: xavier, small embeddings, zeros that make each block the identity."""
+        """Initialize as the paper does: xavier, small embeddings, zeros that make each block the identity."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        patch_weight = self.x_embedder.proj.weight
-        nn.init.xavier_uniform_(patch_weight.view(patch_weight.shape[0], -1))
-        assert self.x_embedder.proj.bias is not None
-        nn.init.zeros_(self.x_embedder.proj.bias)
+        patches = self.x_embedder.proj
+        nn.init.xavier_uniform_(patches.weight.view(len(patches.weight), -1))
+        assert patches.bias is not None
+        nn.init.zeros_(patches.bias)
         for name, parameter in (*self.y_embedder.named_parameters(), *self.t_embedder.named_parameters()):
             if name.endswith("weight") and parameter.ndim > 1:  # not the gain of a norm
-                nn.init.normal_(parameter, std=0.02)
-        modulated = [module for module in self.modules() if isinstance(module, (DiTBlock, FinalLayer))]
-        crossing = [module.proj for module in self.modules() if isinstance(module, CrossAttention)]
-        for added in (self.class_token, self.fusion):
-            if added is not None:
-                added.reset()
-        for zeroed in (*(module.adaLN_modulation for module in modulated), *crossing, self.final_layer.linear):
-            for parameter in zeroed.parameters():
-                nn.init.zeros_(parameter)
+                nn.init.normal_(parameter, std=INIT_STD)
+        zeroed = [one.adaLN_modulation for one in self.modules() if isinstance(one, DiTBlock | FinalLayer)]
+        zeroed += [one.proj for one in self.modules() if isinstance(one, CrossAttention)]
+        zeroed += [self.final_layer.linear, *([self.class_token.velocity] if self.class_token else [])]
+        for parameter in (parameter for module in zeroed for parameter in module.parameters()):
+            nn.init.zeros_(parameter)
+        if self.fusion is not None:
+            self.fusion.initialize_weights()
 
     def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        y: Tensor | None = None,
-        captions: Captions | None = None,
-        extras: Extras | None = None,
+        self, x: Tensor, t: Tensor, conditioning: Conditioning, extras: Extras | None = None
     ) -> Tensor | ModelOutput:
         """Predict noise (and variance), or velocity.
 
         Args:
           x: (B, C, H, W) noisy latents.
           t: (B,) time in 0..1000.
-          y: (B,) int64 class index, ``num_classes`` for null.
-          captions: of B images, instead of labels.
         Returns: (B, out_channels, H, W); with extras, it and what they ask for.
         Raises: ValueError: the model denoises a class token, and none is given.
         """
         rows, columns = x.shape[2] // self.patch, x.shape[3] // self.patch
-        x, rotation = self.embed_patches(x, rows, columns)  # (B, T, E)
-        text, layout = None, None
+        more, text, layout = extras or NO_EXTRAS, None, None
+        tokens = self.x_embedder(x)
+        if self.pos_embed is not None:
+            tokens = tokens + self.position_table(rows, columns)
+        tokens = residual_stream(tokens, self.residual)  # (B, T, E)
+        rotation = None if self.options.positions == "sincos" else self.rotation(rows, columns)
         with without_autocast(x.device):
             c = self.t_embedder(self.embedded_time(t))  # (B, E)
             if not self.takes_text:
-                c = c + self.y_embedder(y)
+                c = c + self.y_embedder(conditioning.labels)
         if self.takes_text:
-            assert captions is not None
-            text, layout = arrange_captions(captions, self.head_width)
+            text, layout = arrange_captions(conditioning.valid_captions, self.head_width)
             text = self.y_embedder(text)  # (n, E) or (B, L, E)
-        more = extras or Extras()
-        x, rotation = self.join_class_token(x, rotation, more.class_token)
-        x, projected, watched = self.run_blocks(x, c, rotation, text, layout, more)
-        patches, tokens = self.final_layer(x, c)
+        if self.class_token is not None:
+            if more.class_token is None:
+                raise ValueError("the model denoises a class token, and none is given")
+            tokens = torch.cat([self.class_token(more.class_token).to(tokens.dtype), tokens], dim=1)
+            rotation = rotation and with_class_rotation(rotation)
+        tokens, projected, watched = self.run_blocks(tokens, c, rotation, text, layout, more)
+        patches, modulated = self.final_layer(tokens, c)
         velocity = None
         if self.class_token is not None:
-            velocity, patches = self.class_token.velocity(tokens[:, 0]), patches[:, 1:]
-        output = self.unpatchify(patches, rows, columns)
+            velocity, patches = self.class_token.velocity(modulated[:, 0]), patches[:, 1:]
+        patches = patches.unflatten(2, (self.patch, self.patch, -1)).unflatten(1, (rows, columns))
+        output = patches.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
         if self.options.time == "to_data":
             output, velocity = -output, None if velocity is None else -velocity
         return output if extras is None else ModelOutput(output, velocity, projected, watched)
-
-    def join_class_token(
-        self, x: Tensor, rotation: Rotation | None, token: Tensor | None
-    ) -> tuple[Tensor, Rotation | None]:
-        """Put the noisy class token before the image tokens."""
-        if self.class_token is None:
-            return x, rotation
-        if token is None:
-            raise ValueError("the model denoises a class token, and none is given")
-        x = torch.cat([self.class_token(token).to(x.dtype), x], dim=1)
-        return x, rotation if rotation is None else with_class_rotation(rotation)
 
     def run_blocks(
         self,
@@ -258,14 +216,14 @@ class DiT(nn.Module):
         """The blocks, with only some tokens in the routed ones; projections of tokens, and the watched block's."""
         has_class = self.class_token is not None
         rows = None if extras.kept is None else rows_kept(extras.kept, has_class=has_class)
-        before, turned, projected, watched = x, rotation, dict[str, Tensor](), None
+        before, kept_rotation, projected, watched = x, rotation, dict[str, Tensor](), None
         for number, block in enumerate(self.blocks, 1):
             if number == self.routed[0]:
                 before = x
                 if rows is not None:
-                    x, turned = take_tokens(x, rows), rotation and take_rotation(rotation, rows)
-            x = block(x, c, turned, captions, layout) if self.takes_text else block(x, c, turned)
-            for name, spec in self._projected.items():
+                    x, kept_rotation = take_tokens(x, rows), rotation and take_rotation(rotation, rows)
+            x = block(x, c, kept_rotation, captions, layout) if self.takes_text else block(x, c, kept_rotation)
+            for name, spec in self.projected.items():
                 if extras.projected != 0 and spec.block == number:
                     projected[name] = self.projectors[name](x[:, : extras.projected])
             watched = x[:, has_class:] if number == extras.watched else watched
@@ -274,7 +232,7 @@ class DiT(nn.Module):
                     x = self.fusion(before, x, rows)
                 elif rows is not None:
                     x = put_tokens(before, rows, x)
-                turned = rotation
+                kept_rotation = rotation
         return x, projected, watched
 
     def embedded_time(self, t: Tensor) -> Tensor:
@@ -284,45 +242,110 @@ class DiT(nn.Module):
         share = at_least_float32(t) / 1000
         return 1 - share if self.options.time == "to_data" else share
 
-    def embed_patches(self, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Rotation | None]:
-        """Tokens with their positions, in the dtype of the residual stream, and the rotation of queries and keys.
-
-        The published code adds the position table in float32, so its stream is float32 under autocast too. A bfloat16
-        stream halves the bytes that are read and written for it; float16 has too small a range for it.
-        """
-        embedded = self.x_embedder(x)
-        narrow = self.residual == "bf16" and embedded.dtype == torch.bfloat16
-        stream = torch.bfloat16 if narrow else at_least_float32(embedded).dtype
-        rotation = self.rotation(rows, columns) if self.options.positions != "sincos" else None
-        if self.pos_embed is not None:
-            embedded = embedded + self.position_table(rows, columns)
-        return embedded.to(stream), rotation
-
-    def unpatchify(self, x: Tensor, rows: int, columns: int) -> Tensor:
-        """(B, T, p * p * out_channels) to (B, out_channels, H, W)."""
-        p = self.patch
-        x = x.view(-1, rows, columns, p, p, self.out_channels)
-        return x.permute(0, 5, 1, 3, 2, 4).reshape(-1, self.out_channels, rows * p, columns * p)
-
     def position_table(self, rows: int, columns: int) -> Tensor:
-        """Sine-cosine positions (1, T, E) of a grid of tokens; computed once for each size and device."""
-        assert self.pos_embed is not None
+        """Sine-cosine positions (1, T, E) of a grid of tokens."""
+        base = self.pos_embed
+        assert base is not None
         if rows == columns == self.base_grid:
-            return self.pos_embed
-        key = (rows, columns, self.pos_embed.device)
-        if key not in self._tables:
-            with torch.inference_mode(False):  # a table made while sampling may be used in training later
-                table = position_table(rows, columns, self.pos_embed.shape[2], self.base_grid)
-                self._tables[key] = table[None].to(self.pos_embed)
-        return self._tables[key]
+            return base
+        make = lambda: position_table(rows, columns, base.shape[2], self.base_grid)[None].to(base)  # noqa: E731
+        return self._cached(("positions", rows, columns, base.device), make)
 
     def rotation(self, rows: int, columns: int) -> Rotation:
-        """Rotary positions of a grid of tokens, likewise."""
+        """Rotary positions of a grid of tokens."""
         weight = self.x_embedder.proj.weight
-        key = (rows, columns, weight.device)
-        if key not in self._rotations:
-            with torch.inference_mode(False):
-                dtype = torch.promote_types(weight.dtype, torch.float32)
-                cos, sin = rotation_table(rows, columns, self.head_width, self.base_grid)
-                self._rotations[key] = cos.to(weight.device, dtype), sin.to(weight.device, dtype)
-        return self._rotations[key]
+
+        def make() -> Rotation:
+            cos, sin = rotation_table(rows, columns, self.head_width, self.base_grid)
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            return cos.to(weight.device, dtype), sin.to(weight.device, dtype)
+
+        return self._cached(("rotation", rows, columns, weight.device), make)
+
+    def _cached(self, key: tuple[Any, ...], make: Callable[[], TableT]) -> TableT:
+        """A table that is computed once for each size and device."""
+        if key not in self._tables:
+            with torch.inference_mode(False):  # a table made while sampling may be used in training later
+                self._tables[key] = make()
+        return self._tables[key]
+
+
+# ------------------------------------------------------------------------------------------------- tokens that skip
+
+
+def rows_kept(kept: Tensor, *, has_class: bool) -> Tensor:
+    """(B, K) image tokens to their places in the sequence; the class token is always kept."""
+    return torch.cat([kept.new_zeros(len(kept), 1), kept + 1], dim=1) if has_class else kept
+
+
+def take_tokens(x: Tensor, rows: Tensor) -> Tensor:
+    """(B, T, E) to (B, K, E)."""
+    return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[2]))
+
+
+def put_tokens(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    """(B, T, E) with the tokens (B, K, E) in their rows, as a new tensor."""
+    return x.scatter(1, rows[:, :, None].expand(-1, -1, x.shape[2]), tokens)
+
+
+def take_rotation(rotation: Rotation, rows: Tensor) -> Rotation:
+    """Rotation of the tokens of each image, (B, 1, K, 2, d/4): the same for all heads."""
+    cos, sin = (part[rows][:, None] for part in rotation)
+    return cos, sin
+
+
+def with_class_rotation(rotation: Rotation) -> Rotation:
+    """Rotation of a sequence whose first token, the class token, stays as it is."""
+    cos, sin = rotation
+    return torch.cat([torch.ones_like(cos[:1]), cos]), torch.cat([torch.zeros_like(sin[:1]), sin])
+
+
+class Fusion(nn.Module):
+    """Fuses all tokens before the routed blocks with those after them; a mask token stands for skipped ones.
+
+    It begins as the mean of both.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.zeros(width))
+        self.proj = nn.Linear(2 * width, width)
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Zeros, and half of each side."""
+        self.mask.zero_()
+        eye = torch.eye(self.proj.out_features)
+        self.proj.weight.copy_(torch.cat([eye, eye], dim=1) / 2)
+        self.proj.bias.zero_()
+
+    def forward(self, before: Tensor, after: Tensor, rows: Tensor | None) -> Tensor:
+        """(B, T, E) and (B, T or K, E) to (B, T, E)."""
+        mask = self.mask.to(after.dtype).expand(before.shape)
+        # Without skipped tokens the mask has a gradient too, zero: ranks reduce the same ones at every step.
+        after = after + 0 * mask if rows is None else put_tokens(mask, rows, after)
+        return self.proj(torch.cat([before.to(after.dtype), after], dim=2)).to(before.dtype)
+
+
+# ------------------------------------------------------------------------------------------------- image features
+
+
+class ClassToken(nn.Module):
+    """The noisy class token of an image feature as a token of the sequence, and its velocity from there."""
+
+    def __init__(self, feature_width: int, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(feature_width, width)
+        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.velocity = nn.Linear(width, feature_width)
+
+    def forward(self, token: Tensor) -> Tensor:
+        """(B, D) to (B, 1, E)."""
+        return self.norm(self.embed(token)).unsqueeze(1)
+
+
+def projector(spec: ProjectorSpec, width: int) -> nn.Sequential:
+    """Three linear maps with SiLU between, (..., E) to (..., D)."""
+    widths = (width, spec.width, spec.width, spec.feature_width)
+    layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.SiLU())]
+    return nn.Sequential(*layers[:-1])

@@ -7,16 +7,16 @@ Source: "Scalable Diffusion Models with Transformers", arXiv 2212.09748; other s
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .cross_attention import CaptionLayout
-from .numerics import at_least_float32, without_autocast
+from .spec import DiTOptions
 
 MLP_RATIO = 4
 FREQUENCIES = 256  # of the time embedding, cosines then sines
@@ -27,17 +27,33 @@ SWIGLU_STEP = 64  # the hidden width is a multiple of it, so that its matrices h
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the angles of each token, (T, 2, d/4) each: two axes, d the width of a head."""
 
+# ---------------------------------------------------------------------------------------------------------- precision
 
-class DiTOptions(BaseModel):
-    """Options of DiT; the defaults are the published model."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """Compute in the dtype of the inputs; a no-op on meta, which has no autocast."""
+    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
-    qk_norm: bool = False
-    norm: Literal["layer", "rms"] = "layer"
-    mlp: Literal["gelu", "swiglu"] = "gelu"
-    positions: Literal["sincos", "rope", "both"] = "sincos"
-    time: Literal["steps", "share", "to_data"] = "steps"
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Widen 16 bits, leave float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def residual_stream(tokens: Tensor, residual: Literal["float32", "bf16"]) -> Tensor:
+    """Embedded tokens in the dtype of the residual stream: at least float32, or bfloat16 under autocast to it.
+
+    The published codes add positions in float32, so their streams are float32 under autocast too. A bfloat16 stream
+    halves the bytes that are read and written for it; float16 has too small a range for it.
+    """
+    device = tokens.device.type
+    narrow = residual == "bf16" and device != "meta" and torch.is_autocast_enabled(device)
+    narrow = narrow and torch.get_autocast_dtype(device) == torch.bfloat16
+    tokens = at_least_float32(tokens).contiguous()  # else each norm would transpose
+    return tokens.bfloat16() if narrow else tokens
+
+
+# --------------------------------------------------------------------------------------------------------- modulation
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -66,8 +82,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The residual stream keeps this memory order: without a copy here, each norm would make one.
-        return self.proj(x).flatten(2).transpose(1, 2).contiguous()
+        return self.proj(x).flatten(2).transpose(1, 2)
 
 
 class TimestepEmbedder(nn.Module):
@@ -174,7 +189,7 @@ def rotation_table(rows: int, columns: int, head_width: int, base: int) -> Rotat
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn queries or keys (B, heads, T, d): pair i of an axis is its entries i and i + d/4."""
+    """Rotate queries or keys (B, heads, T, d): pair i of an axis is its entries i and i + d/4."""
     cos, sin = rotation
     first, second = at_least_float32(x).unflatten(-1, (2, 2, -1)).unbind(-2)  # (B, heads, T, 2, d/4)
     return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-2).flatten(-3)
@@ -214,15 +229,12 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        b, t, e = x.shape
-        q, k, v = (
-            self.qkv(x).view(b, t, 3, self.heads, e // self.heads).permute(2, 0, 3, 1, 4)
-        )  # (B, heads, T, E/heads)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, heads, T, E/heads) each
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         attended = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v)
-        return self.proj(attended.transpose(1, 2).reshape(b, t, e))
+        return self.proj(attended.transpose(1, 2).flatten(2))
 
 
 class CrossAttention(nn.Module):

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from .layers import DiTOptions
+
+class Frozen(BaseModel):
+    """A part of the specification."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ProjectorSpec(BaseModel):
+class DiTOptions(Frozen):
+    """Options of our DiT; the defaults are the published model."""
+
+    qk_norm: bool = False
+    norm: Literal["layer", "rms"] = "layer"
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    positions: Literal["sincos", "rope", "both"] = "sincos"
+    time: Literal["steps", "share", "to_data"] = "steps"
+
+
+class ProjectorSpec(Frozen):
     """A projector of tokens to an image feature.
 
     Args:
@@ -19,15 +33,13 @@ class ProjectorSpec(BaseModel):
       has_class: the model denoises the feature's class token.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     block: int
     width: int
     feature_width: int
     has_class: bool = False
 
 
-class AdapterSpec(BaseModel):
+class AdapterSpec(Frozen):
     """Low-rank adapters of a model whose other weights are frozen.
 
     Args:
@@ -35,8 +47,6 @@ class AdapterSpec(BaseModel):
       alpha: the product is multiplied by alpha / rank.
       targets: ends of the names of the linear layers that have one.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: int
     alpha: float
@@ -48,18 +58,16 @@ class AdapterSpec(BaseModel):
         return self.alpha / self.rank
 
 
-class TextInput(BaseModel):
-    """What a model reads of one text encoder of the store.
+class TextInput(Frozen):
+    """What a model reads of one text encoder.
 
     Args:
-      name: of the text encoder; empty: that of ``[text]``.
+      name: of the text encoder in the store, empty for that of ``[text]``; in a family's list, its display name.
       tokens: of each caption, padding included; 0: the pooled vector alone is read.
       width: of a token.
       pooled_width: 0: the pooled vector is not read.
       beside: its tokens are joined to those of the input before by their features, not after them.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     tokens: int
@@ -68,7 +76,7 @@ class TextInput(BaseModel):
     beside: bool = False
 
 
-class ModelSpec(BaseModel):
+class ModelSpec(Frozen):
     """Everything needed to build a model.
 
     Args:
@@ -82,8 +90,6 @@ class ModelSpec(BaseModel):
       config: arguments of diffusers' class, if the model came from a folder or the hub.
       adapter: low-rank adapters, which train alone.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     channels: int
@@ -128,5 +134,5 @@ class ModelSpec(BaseModel):
 
     @property
     def takes_sizes(self) -> bool:
-        """Conditioned on the sizes of the source pictures too (PixArt-alpha at 1024 px)."""
+        """Conditioned on the sizes of the source images too (PixArt-alpha at 1024 px)."""
         return bool(self.config.get("use_additional_conditions"))

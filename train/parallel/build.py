@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import ParallelSection, TrainRecipe
-from ..models.activation_checkpointing import checkpoint_blocks
+from ..models.blocks import checkpoint_blocks, compile_blocks
 from ..models.build import Denoiser
-from ..models.compiled import compile_blocks
 from ..optim.loss_scale import LossScale, autocast_dtype
 from ..optim.state import load_whole
 from .deepspeed_config import offloads_checkpoints
@@ -42,7 +41,7 @@ def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: tor
     if offloads := offloads_checkpoints(section):
         checkpoint_blocks(model.blocks, recipe.run.activation_checkpointing, to_cpu=True)
     if compiled:
-        compile_blocks(model, whole=not offloads)
+        compile_blocks(model.blocks, whole=not offloads)
     forward: nn.Module = model
     if strategy == "deepspeed":
         from .deepspeed_engine import DeepSpeedEngine

@@ -16,12 +16,16 @@ from ...datasets.order.alike import check_alike
 from ...datasets.recipe import shipped_recipes
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
-from ..models.build import check_model_name, most_tokens_a_side, pixels_per_token
-from ..models.diffusers.families import FAMILIES, TEXT_ROLES, diffusers_names, family_of
-from ..models.diffusers.model import TextRole
+from ..models.build import (
+    FAMILIES,
+    check_model_name,
+    diffusers_names,
+    family_of,
+    most_tokens_a_side,
+    pixels_per_token,
+)
 from ..models.dit import size_of
-from ..models.layers import DiTOptions
-from ..models.spec import AdapterSpec, ModelSpec, ProjectorSpec, TextInput
+from ..models.spec import AdapterSpec, DiTOptions, ModelSpec, ProjectorSpec, TextInput
 from ..objectives.losses import num_outputs
 from ..techniques.registry import features_of, routed_blocks, techniques_of
 from ..weights.sources import position_grid, read_config
@@ -161,7 +165,7 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
         routed_blocks(techniques, depth)
         for technique in techniques:
             technique.check_model(name, depth, techniques)
-    if recipe.conditioning.texts and family not in TEXT_ROLES:
+    if recipe.conditioning.texts and not _roles(recipe):
         yield f"conditioning.texts: model '{name}' reads one text encoder at most, that of [text]."
     if recipe.model.time == "to_data" and recipe.objective.kind != "flow":
         yield f"model '{name}': model.time 'to_data' is for objective.kind 'flow', which has a velocity."
@@ -224,9 +228,10 @@ def _config_lacks(recipe: TrainRecipe, spec: ModelSpec) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------------------------- captions
 
 
-def _roles(recipe: TrainRecipe) -> tuple[TextRole, ...]:
+def _roles(recipe: TrainRecipe) -> tuple[TextInput, ...]:
     """Of a model that reads several text encoders; otherwise none."""
-    return TEXT_ROLES.get(family_of(recipe.model.name) or "", ())
+    family = family_of(recipe.model.name)
+    return FAMILIES[family].texts if family else ()
 
 
 def _encoders(recipe: TrainRecipe, store: StoreSpec) -> list[TextEncoder]:
@@ -244,7 +249,7 @@ def _caption_lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
     stored = [encoder.name for encoder in store.text_encoders]
     tables = ", ".join(map(_table, stored)) or "none"
     if roles:
-        needed = ", ".join(role.encoder for role in roles)
+        needed = ", ".join(role.name for role in roles)
         for contradiction in _contradicting_texts(recipe.conditioning.texts, needed, len(roles), place):
             raise RecipeError(f"conditioning.texts {json.dumps(recipe.conditioning.texts)}: {contradiction}")
         if not recipe.conditioning.texts and len(stored) != len(roles):
@@ -276,9 +281,9 @@ def _contradicting_texts(names: list[str], needed: str, count: int, place: Place
         yield f"{len(names)} names. Expected {count}: {needed}, in this order."
 
 
-def _role_lacks(role: TextRole, encoder: TextEncoder) -> Iterator[str]:
+def _role_lacks(role: TextInput, encoder: TextEncoder) -> Iterator[str]:
     """What an encoder does not give of what a role reads."""
-    spec, reads = encoder.spec, f"it reads {role.encoder} from {_table(encoder.name)}, which has"
+    spec, reads = encoder.spec, f"it reads {role.name} from {_table(encoder.name)}, which has"
     if role.tokens and not spec.has_tokens:
         yield f'{reads} pooled vectors alone: precompute with output = "both"'
     if role.pooled_width and not spec.pooled_width:
@@ -287,7 +292,7 @@ def _role_lacks(role: TextRole, encoder: TextEncoder) -> Iterator[str]:
         yield f"{reads} the valid tokens alone, and the model reads padding too: precompute with full_length = true"
 
 
-def _input(role: TextRole, encoder: TextEncoder) -> TextInput:
+def _input(role: TextInput, encoder: TextEncoder) -> TextInput:
     spec = encoder.spec
     return TextInput(
         name=encoder.name,

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..metrics.flops import meta_model, shortened
-from ..models.build import patch_of
+from ..models.build import family_of, patch_of
 from ..models.diffusers.adapters import trained_parameters
-from ..models.diffusers.families import family_of
 from ..optim.ema import build_rules, first_share
 from ..parallel.strategy import choose_strategy
 from ..weights.checkpoint import YOUNG

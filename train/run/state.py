@@ -17,10 +17,11 @@ from ...datasets.loader import BatchLoader
 from ...datasets.revisions.local import encoder_section, vae_of
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
-from ..models.build import DiTDenoiser, build_model, patch_of
+from ..models.blocks import checkpoint_blocks
+from ..models.build import build_model, patch_of
 from ..models.conditioning import NO_EXTRAS, Conditioner, Extras, ModelOutput
 from ..models.diffusers.adapters import add_adapters
-from ..models.diffusers.model import DiffusersModel
+from ..models.dit import DiT
 from ..models.spec import ModelSpec
 from ..objectives.losses import noised
 from ..optim.fp8 import check_fp8, use_fp8
@@ -203,12 +204,10 @@ def build_run(
         frozen, origin = from_first(ranks, load) if strategy in SHARDED else load()
     if spec.adapter:
         add_adapters(model, spec.adapter, seed=recipe.run.seed)
-    model.checkpoint_activations(recipe.run.activation_checkpointing)
-    if isinstance(model, DiffusersModel):
-        model.residual = recipe.run.residual
-    if isinstance(model, DiTDenoiser):
-        model.net.residual = recipe.run.residual
-        model.net.routed = routed_blocks(techniques, len(model.blocks))
+    checkpoint_blocks(model.blocks, recipe.run.activation_checkpointing)
+    model.residual = recipe.run.residual
+    if isinstance(model, DiT):
+        model.routed = routed_blocks(techniques, len(model.blocks))
     if device.type == "cuda":
         if device.index is not None:
             torch.cuda.set_device(device)  # events and streams that name no device are of the current one

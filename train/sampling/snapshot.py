@@ -14,8 +14,8 @@ from torch import Tensor
 from ...datasets.errors import RunError
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import LatentSpec, TextSpec
+from ..models.blocks import compile_blocks
 from ..models.build import Denoiser, build_model
-from ..models.compiled import compile_blocks
 from ..models.conditioning import Conditioner
 from ..models.spec import ModelSpec
 from ..techniques.registry import ObjectiveSection
@@ -157,5 +157,5 @@ def prepare_model(model: Denoiser, device: torch.device, *, compiled: bool) -> D
     """Move the model to its device, in evaluation mode, compiled or not."""
     model.to(device).eval().requires_grad_(False)
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model.blocks)
     return model

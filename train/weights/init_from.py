@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ...datasets.disk.hashing import xxh3_parts
 from ...datasets.errors import RunError
-from ..models.build import Denoiser
+from ..models.build import Denoiser, family_of
 from ..models.diffusers.adapters import DOWN, UP, adapter_shapes
-from ..models.diffusers.families import family_of
 from ..models.dit import size_of
 from ..models.spec import ModelSpec
 from . import checkpoint, published
@@ -68,7 +67,8 @@ def initial_weights(source: str, model: Denoiser, spec: ModelSpec) -> tuple[dict
         weights, changes = published.fitted(weights, wanted, spec)
         origin += changes
     check_fit(weights, wanted, source)
-    return {f"net.{name}": tensor.float() for name, tensor in weights.items()}, ", ".join(origin)
+    prefix = "" if is_dit else "net."
+    return {prefix + name: tensor.float() for name, tensor in weights.items()}, ", ".join(origin)
 
 
 def _check_model(saved: ModelSpec, spec: ModelSpec, source: str) -> None:

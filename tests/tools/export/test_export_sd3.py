@@ -18,7 +18,7 @@ from leandit.precompute.pipeline import precompute
 from leandit.tools.export.export import export
 from leandit.tools.sample.subjects import Captions
 from leandit.train.loop import StopRequest, train
-from leandit.train.models.diffusers.families import diffusers_config, transformer_class
+from leandit.train.models.build import diffusers_config, transformer_class
 from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.run.state import Run
 from leandit.train.sampling.guided import Solver, draw_latents

@@ -43,7 +43,7 @@ from leandit.tools.plan.training import measured_mfu, plan, render
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.train.config import load
-from leandit.train.models.activation_checkpointing import checkpoint_blocks
+from leandit.train.models.blocks import checkpoint_blocks
 from leandit.train.models.build import build_model
 from leandit.train.step import train_step
 
@@ -176,7 +176,7 @@ def test_what_waits_on_the_host_is_what_a_real_step_sends_there(monkeypatch: pyt
             take = self.pack_hook
             self.pack_hook = lambda tensor: (sent.append(tensor.nbytes), take(tensor))[1]
 
-    monkeypatch.setattr("leandit.train.models.activation_checkpointing.save_on_cpu", Counting)
+    monkeypatch.setattr("leandit.train.models.blocks.save_on_cpu", Counting)
     learner = synthetic_run(it.recipe, it.spec, it.tokens, CPU)
     checkpoint_blocks(learner.engine.model.blocks, "blocks", to_cpu=True)
     train_step(learner, synthetic_batch(it.store, "64x64", 7, it.tokens, CPU))

@@ -9,12 +9,11 @@ import torch
 from making import TINY_SD3
 
 from leandit.datasets.batches.captions import Captions
-from leandit.train.models.build import build_model
-from leandit.train.models.compiled import compile_blocks
+from leandit.train.models.blocks import compile_blocks
+from leandit.train.models.build import FAMILIES, build_model
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.diffusers import pixart, sana, sd3
 from leandit.train.models.diffusers.adapters import DOWN, UP, adapter_shapes, trained_parameters
-from leandit.train.models.diffusers.families import FAMILIES
 from leandit.train.models.spec import AdapterSpec, ModelSpec, TextInput
 
 SPECS = {
@@ -79,7 +78,7 @@ def test_blocks_with_adapters_compile_whole_and_to_two_graphs(family: str, monke
     torch._dynamo.reset()
     plain, model = build_model(SPECS[family], seed=0), build_model(SPECS[family], seed=0)
     with torch._dynamo.config.patch({"recompile_limit": 8, "accumulated_recompile_limit": 256, "optimize_ddp": True}):
-        compile_blocks(model)
+        compile_blocks(model.blocks)
         found = model(*inputs(family))
     assert len(graphs) == 2  # of the first block, whose input has no gradient, and of all others
     wanted = plain(*inputs(family))

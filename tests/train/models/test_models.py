@@ -1,29 +1,36 @@
-"""The models behind one call: conditioning, what fits which store, and seeds."""
+"""The models behind one call: conditioning and its null, seeds, and which model fits which store."""
 
 from __future__ import annotations
 
-import numpy as np
+from pathlib import Path
+
 import pytest
 import torch
 from making import shaken, train_recipe
+from three_texts import TEXTS, noise_store, text_spec
+from torch import Tensor
+from torch.nn.functional import pad
 
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
-from leandit.datasets.format.schema import TextEncoder
+from leandit.datasets.format.schema import TextEncoder, TextSpec
 from leandit.datasets.store import LatentStore
-from leandit.train.models.build import build_model
+from leandit.train.models.build import build_model, diffusers_config, transformer_class
 from leandit.train.models.conditioning import Conditioner, Conditioning, select
-from leandit.train.models.layers import DiTOptions
-from leandit.train.models.spec import ModelSpec
+from leandit.train.models.spec import DiTOptions, ModelSpec, TextInput
 from leandit.train.run.fit import model_spec
 
 LABELS = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
 TEXT = ModelSpec(name="pixart-tiny", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
 SANA = TEXT.model_copy(update={"name": "sana-tiny"})
 TEXT_DIT = TEXT.model_copy(update={"name": "DiT-S/2", "options": DiTOptions(qk_norm=True, positions="rope")})
-SPECS = (LABELS, TEXT, SANA, TEXT_DIT)
-IDS = ("labels", "pixart", "sana", "text-dit")
-
+THREE = (
+    TextInput(name="a", tokens=7, width=8, pooled_width=6),
+    TextInput(name="b", tokens=7, width=12, pooled_width=10, beside=True),
+    TextInput(name="c", tokens=9, width=32),
+)
+SD3 = TEXT.model_copy(update={"name": "sd3-tiny", "caption_width": 32, "texts": THREE})
+SPECS, IDS = (LABELS, TEXT, SANA, TEXT_DIT), ("labels", "pixart", "sana", "text-dit")
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
@@ -31,6 +38,13 @@ pytestmark = pytest.mark.usefixtures("tiny_models")
 def captions(seed: int, *lengths: int, width: int = 6) -> Captions:
     generator = torch.Generator().manual_seed(seed)
     return Captions.of([torch.randn(length, width, generator=generator) for length in lengths])
+
+
+def given_of(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Conditioning:
+    if not spec.takes_text:
+        return Conditioning(labels=torch.tensor([0, 1]))
+    text = captions(3, 4, 7)
+    return Conditioning(captions=text.with_tokens(text.tokens.to(dtype)))
 
 
 def test_missing_and_dropped_labels_become_the_null_class() -> None:
@@ -47,67 +61,66 @@ def test_a_dropped_caption_becomes_the_first_rows_of_null_and_keeps_its_length()
     null, text = torch.randn(16, 6), captions(0, 2, 5, 3)
     conditioner = Conditioner(TEXT, null)
     given = conditioner(None, {"": text})
-    dropped = conditioner.drop(given, torch.tensor([True, False, True])).captions
-    assert isinstance(given.captions, Captions)
-    assert isinstance(dropped, Captions)
-    assert given.captions.lengths == dropped.lengths == (2, 5, 3)
-    assert given.captions.mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    dropped = conditioner.drop(given, torch.tensor([True, False, True])).valid_captions
+    assert given.valid_captions.lengths == dropped.lengths == (2, 5, 3)
     assert torch.equal(dropped.tokens, torch.cat([null[:2], text.tokens[2:7], null[:3]]))
 
 
-def test_captions_are_taken_joined_and_padded_like_a_list() -> None:
-    text = captions(1, 2, 5, 3, 1)
-    rows = list(text.tokens.split(text.lengths))
-    for images in (slice(1, 3), slice(2, 9), slice(4, 6), [3, 0, 0]):
-        wanted = rows[images] if isinstance(images, slice) else [rows[image] for image in images]
-        found = text[images]
-        assert found.lengths == tuple(map(len, wanted))
-        assert found.offsets.tolist() == np.cumsum([0, *found.lengths]).tolist()
-        assert found.offsets.dtype == torch.int32
-        assert torch.equal(found.tokens, torch.cat([*wanted, torch.zeros(0, 6)]))
-    both = text[:2].followed_by(text[2:])
-    assert torch.equal(both.tokens, text.tokens)
-    assert torch.equal(both.offsets, text.offsets)
-    assert torch.equal(text.padded, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
-
-
-def text_inputs() -> Conditioning:
-    return Conditioner(TEXT, torch.zeros(32, 6))(None, {"": captions(3, 4, 7)})
+def test_clips_stand_beside_each_other_before_t5_and_all_are_dropped_together() -> None:
+    texts = {
+        one.name: Captions.packed(
+            torch.randn(3 * one.tokens, one.width).half(),
+            [one.tokens] * 3,
+            pooled=torch.randn(3, one.pooled_width).half() if one.pooled_width else None,
+        )
+        for one in THREE
+    }
+    a, b, c = ((texts[name].padded, texts[name].pooled) for name in "abc")
+    wanted = torch.cat([pad(torch.cat([a[0], b[0]], dim=-1), (0, 12)), c[0]], dim=-2)
+    conditioner = Conditioner(SD3, torch.ones(16, 32), null_pooled=torch.full((16,), 2.0))
+    narrow, given = conditioner(None, texts, widen=False), conditioner(None, texts)
+    dropped = conditioner.drop(given, torch.tensor([False, True, False]))
+    assert isinstance(narrow.captions, Tensor)
+    assert isinstance(given.captions, Tensor)
+    assert isinstance(dropped.captions, Tensor)
+    assert given.pooled is not None
+    assert dropped.pooled is not None
+    assert torch.equal(narrow.captions, wanted)
+    assert torch.equal(given.captions, wanted.float())
+    assert torch.equal(given.pooled, torch.cat([a[1], b[1]], dim=-1).float())  # pyright: ignore
+    assert torch.equal(dropped.captions[[0, 2]], given.captions[[0, 2]])
+    assert torch.equal(dropped.pooled[[0, 2]], given.pooled[[0, 2]])
+    assert (dropped.captions[1] == 1).all()
+    assert (dropped.pooled[1] == 2).all()
 
 
 @pytest.mark.parametrize("spec", SPECS[1:], ids=IDS[1:])
 def test_the_output_of_an_image_depends_on_its_own_caption_alone(spec: ModelSpec) -> None:
-    model, given = shaken(spec).double(), text_inputs()
-    assert isinstance(given.captions, Captions)
-    given = given._replace(captions=given.captions.with_tokens(given.captions.tokens.double()))
+    model, given = shaken(spec).double(), given_of(spec, torch.float64)
     x, t = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.tensor([10.0, 700.0], dtype=torch.float64)
     both, alone = model(x, t, given), model(x[:1], t[:1], select(given, slice(0, 1)))  # padded, and without padding
+    other = model(x, t, given._replace(captions=given.valid_captions.with_tokens(-given.valid_captions.tokens)))
     assert both.abs().max() > 1e-2
+    assert (both - other).abs().max() > 1e-4
     torch.testing.assert_close(both[:1], alone, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("spec", SPECS[1:], ids=IDS[1:])
-def test_captions_and_labels_change_the_output(spec: ModelSpec) -> None:
-    x, t = torch.randn(2, 4, 8, 8), torch.tensor([10.0, 700.0])
-    text, given = shaken(spec), text_inputs()
-    assert isinstance(given.captions, Captions)
-    other = given._replace(captions=given.captions.with_tokens(-given.captions.tokens))
-    assert (text(x, t, given) - text(x, t, other)).abs().max() > 1e-4
-    labels = shaken(LABELS)
-    one, other = (labels(x, t, Conditioning(labels=torch.tensor([c, 1]))) for c in (0, 2))
-    assert (one[0] - other[0]).abs().max() > 1e-4
-    assert torch.equal(one[1], other[1])
-
-
 @pytest.mark.parametrize("spec", SPECS, ids=IDS)
-@pytest.mark.parametrize("size", [(8, 8), (4, 10)])
-def test_each_model_makes_outputs_of_any_size_and_all_but_sana_start_at_zero(
-    spec: ModelSpec, size: tuple[int, int]
-) -> None:
-    given = Conditioning(labels=torch.tensor([0, 1])) if spec is LABELS else text_inputs()
-    output = build_model(spec, seed=0)(torch.randn(2, 4, *size), torch.tensor([1.0, 2.0]), given)
-    assert output.shape == (2, spec.out_channels, *size)
-    assert (output.abs().max() == 0) == (spec.name != "sana-tiny")
+def test_models_take_any_size_start_at_zero_but_for_sana_and_depend_on_the_seed_alone(spec: ModelSpec) -> None:
+    before = torch.get_rng_state()
+    first = build_model(spec, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    for size in ((8, 8), (4, 10)):
+        output = first(torch.randn(2, 4, *size), torch.tensor([1.0, 2.0]), given_of(spec))
+        assert isinstance(output, Tensor)
+        assert output.shape == (2, spec.out_channels, *size)
+        assert (output.abs().max() == 0) == (spec.name != "sana-tiny")
+    again, other = build_model(spec, seed=1).state_dict(), build_model(spec, seed=2).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.state_dict().items())
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in first.state_dict().items())
+
+
+# ------------------------------------------------------------------------------------------------------ model and store
 
 
 @pytest.mark.parametrize(
@@ -174,13 +187,85 @@ def test_the_model_is_derived_from_the_store(label_store: LatentStore, caption_s
     assert larger.num_classes == 10
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=IDS)
-def test_weights_depend_on_the_seed_alone_and_leave_the_global_generator_alone(spec: ModelSpec) -> None:
-    torch.manual_seed(11)
-    before = torch.get_rng_state()
-    first = build_model(spec, seed=1).state_dict()
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(12)
-    again, other = build_model(spec, seed=1).state_dict(), build_model(spec, seed=2).state_dict()
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert any(not torch.equal(first[name], other[name]) for name in first)
+def test_the_store_of_three_texts_fits_in_its_own_order_or_in_the_one_that_is_said(
+    three_text_store: LatentStore, tmp_path: Path
+) -> None:
+    spec = model_spec(train_recipe("sd3-tiny"), three_text_store.spec, "store")
+    assert [one.name for one in spec.texts] == ["clip_l", "clip_g", "t5"]
+    assert (spec.caption_width, spec.joined_tokens, spec.pooled_width) == (32, 16, 16)
+    other = noise_store(tmp_path / "store", texts={name: TEXTS[name] for name in ("t5", "clip_g", "clip_l")})
+    said = 'conditioning.texts=["clip_l", "clip_g", "t5"]'
+    assert model_spec(train_recipe("sd3-tiny", said), other.spec, "store") == spec
+    with pytest.raises(RunError, match=r"CLIP-L from \[text.t5\].*no pooled vectors"):
+        model_spec(train_recipe("sd3-tiny"), other.spec, "store")
+
+
+CLIP, T5 = text_spec("clip", 7, 8, 6), text_spec("t5", 9, 32)
+L_G_T5 = {"l": CLIP, "g": CLIP, "t5": T5}
+
+
+@pytest.mark.parametrize(
+    ("texts", "overrides", "words"),
+    [
+        (
+            {"clip_l": CLIP, "t5": T5},
+            [],
+            r"reads 3 text encoders, CLIP-L, CLIP-G, T5, and there are \[text.clip_l\], \[text.t5\]\. 'leandit",
+        ),
+        ({"l": CLIP, "g": CLIP, "t5": text_spec("t5", 9, 32, full_length=False)}, [], r"\[text.t5\].*full_length"),
+        (
+            {"l": CLIP, "g": CLIP.model_copy(update={"output": "tokens", "pooled_width": 0}), "t5": T5},
+            [],
+            "CLIP-G.*both",
+        ),
+        (L_G_T5, ['conditioning.texts=["l", "g", "t6"]'], r'store .* has no \[text.t6\].*: "l", "g", "t5"'),
+        (L_G_T5, ['conditioning.texts=["l", "l", "t5"]'], r'"l" is named twice.*CLIP-L, CLIP-G, T5, in this order'),
+        (L_G_T5, ['conditioning.texts=["l", "g"]'], r"2 names. Expected 3: CLIP-L, CLIP-G, T5"),
+        (L_G_T5 | {"more": T5}, [], r"\[text.more\]: name those to read, in this order, in conditioning.texts"),
+    ],
+)
+def test_a_store_without_what_is_read_is_refused_with_what_to_do(
+    texts: dict[str, TextSpec], overrides: list[str], words: str, tmp_path: Path
+) -> None:
+    store = noise_store(tmp_path / "store", texts=texts)
+    with pytest.raises(LeanditError, match=words):
+        model_spec(train_recipe("sd3-tiny", *overrides), store.spec, "store")
+
+
+def test_other_models_refuse_stores_and_keys_of_several_texts(
+    three_text_store: LatentStore, caption_store: LatentStore
+) -> None:
+    with pytest.raises(RunError, match=r"\[text\], and there are \[text.clip_l\]"):
+        model_spec(train_recipe("pixart-tiny"), three_text_store.spec, "store")
+    for model in ("pixart-tiny", "dit-s-4"):
+        with pytest.raises(RecipeError, match="reads one text encoder at most"):
+            model_spec(train_recipe(model, 'conditioning.texts=["a"]'), caption_store.spec, "store")
+    with pytest.raises(RecipeError, match=r'has no \[text.a\]. Its text encoders: "" \(\[text\]\)\.'):
+        model_spec(train_recipe("sd3-tiny", 'conditioning.texts=["a"]'), caption_store.spec, "store")
+
+
+def test_all_that_a_store_lacks_is_said_at_once_with_the_recipe_of_one_that_fits(
+    three_text_store: LatentStore, caption_store: LatentStore
+) -> None:
+    needed = train_recipe("sd3-tiny", "model.channels=16")
+    words = r"and there are \[text\]; .*16 latent channels.*'leandit precompute sd3-512 --set images.resolution=64'"
+    with pytest.raises(RunError, match=words):
+        model_spec(needed, caption_store.spec, "store")
+    t5_first = list(reversed(three_text_store.spec.texts))
+    store = three_text_store.spec.model_copy(update={"texts": t5_first})
+    with pytest.raises(RunError, match=r"CLIP-L from \[text.t5\].*no pooled.*order in conditioning.texts; .*16 latent"):
+        model_spec(needed, store, "store")
+
+
+def test_images_beyond_the_table_of_positions_are_refused(three_text_store: LatentStore) -> None:
+    recipe = train_recipe("sd3-tiny")
+    model_spec(recipe, three_text_store.spec, "store", ["256x256"])
+    with pytest.raises(RunError, match=r"bucket '272x64'.*256 px"):
+        model_spec(recipe, three_text_store.spec, "store", ["272x64"])
+
+
+def test_a_folder_of_other_widths_is_refused(three_text_store: LatentStore, tmp_path: Path) -> None:
+    config = diffusers_config(SD3) | {"pooled_projection_dim": 24}
+    transformer_class("sd3")(**config).save_pretrained(tmp_path / "model")
+    with pytest.raises(RunError, match=r"pooled_projection_dim is 24, not 16"):
+        model_spec(train_recipe("sd3-tiny", f"model.init_from={tmp_path / 'model'}"), three_text_store.spec, "store")

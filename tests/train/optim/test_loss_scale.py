@@ -111,7 +111,7 @@ def test_precision_and_residual_stream_may_change_while_a_run_goes_on(
     take, seen = loop.train_step, set()
 
     def made(state: Run, batch: Batch) -> StepResult:
-        seen.add(state.engine.model.net.residual)
+        seen.add(state.engine.model.residual)
         return take(state, batch)
 
     monkeypatch.setattr(loop, "train_step", made)

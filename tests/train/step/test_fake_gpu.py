@@ -217,7 +217,7 @@ def test_nor_in_the_backward_pass_whose_products_are_of_16_bits_too(model: str) 
 
 
 # In float32 on purpose, by module: the embedding of times in 0..1000, whose products have only (B, E) rows.
-FLOAT32 = {"labels": {"net.t_embedder.mlp.*"}, "captions": {"net.t_embedder.mlp.*"}}
+FLOAT32 = {"labels": {"t_embedder.mlp.*"}, "captions": {"t_embedder.mlp.*"}}
 
 
 @pytest.mark.parametrize("model", RECIPES)

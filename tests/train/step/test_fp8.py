@@ -21,8 +21,8 @@ from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
 from leandit.train.config import TrainRecipe
 from leandit.train.loop import train
+from leandit.train.models.blocks import compile_blocks
 from leandit.train.models.build import build_model
-from leandit.train.models.compiled import compile_blocks
 from leandit.train.optim.fp8 import check_fp8, use_fp8
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.run import state
@@ -100,7 +100,7 @@ def test_layers_with_other_sides_than_multiples_of_16_stay() -> None:
     model.blocks[0].mlp.fc1 = nn.Linear(32, 72)
     use_fp8(model, "rowwise", emulate=True)
     assert type(model.blocks[0].mlp.fc1) is nn.Linear
-    assert "net.blocks.1.mlp.fc1" in fp8_layers(model)
+    assert "blocks.1.mlp.fc1" in fp8_layers(model)
 
 
 class Products(TorchDispatchMode):
@@ -157,7 +157,7 @@ def test_compiled_blocks_have_one_graph_without_a_break(model: str, kind: str, m
     monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, **how | {"backend": counter}))
     run, plain = (TinySteps(model, CPU, f"run.fp8={kind}") for _ in range(2))
     torch._dynamo.reset()
-    compile_blocks(run.learner.engine.model)
+    compile_blocks(run.learner.engine.model.blocks)
     losses = losses_of(run)
     torch._dynamo.reset()
     assert counter.frame_count <= 2  # one for any shape, after that of the first one

@@ -15,9 +15,9 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental import _config as shapes
 
 from leandit.datasets.batches.captions import Captions
-from leandit.train.models import compiled, cross_attention
+from leandit.train.models import blocks, cross_attention
+from leandit.train.models.blocks import compile_blocks
 from leandit.train.models.build import build_model
-from leandit.train.models.compiled import compile_blocks
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.spec import ModelSpec
 
@@ -58,7 +58,7 @@ def test_shapes_beyond_the_limit_run_eagerly_and_are_named_once(
     graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("LEANDIT_STATIC_SHAPES", "1")
-    monkeypatch.setattr(compiled, "MOST_STATIC_GRAPHS", 2)
+    monkeypatch.setattr(blocks, "MOST_STATIC_GRAPHS", 2)
     ours, plain = (steps_of("labels", compiled=compiled) for compiled in (True, False))
     with caplog.at_level(logging.WARNING):
         for bucket in (*BUCKETS[:3], BUCKETS[2]):
@@ -77,7 +77,7 @@ def test_packed_captions_are_in_one_graph(
     monkeypatch.setattr(cross_attention, "has_varlen", lambda x, head_width: True)
     spec = ModelSpec(name=name, channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
     denoiser: Any = build_model(spec, seed=0).to("meta")
-    compile_blocks(denoiser)
+    compile_blocks(denoiser.blocks)
     for lengths, size in (((4, 1, 7), (8, 8)), ((2, 9), (4, 12)), ((30, 5, 6, 11), (8, 4))):
         captions = Captions.packed(torch.empty(sum(lengths), 6, device="meta"), lengths)
         x, t = (torch.empty(shape, device="meta") for shape in ((len(lengths), 4, *size), (len(lengths),)))

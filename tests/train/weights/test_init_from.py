@@ -20,9 +20,8 @@ from torch import Tensor
 from leandit.datasets.errors import DamageError, LeanditError, RunError
 from leandit.datasets.format.class_names import imagenet_names
 from leandit.datasets.store import LatentStore
-from leandit.train.models.build import build_model
+from leandit.train.models.build import build_model, diffusers_config, transformer_class
 from leandit.train.models.conditioning import Conditioning
-from leandit.train.models.diffusers.families import diffusers_config, transformer_class
 from leandit.train.models.layers import DiTOptions, position_table
 from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.run.fit import model_spec

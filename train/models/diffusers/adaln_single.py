@@ -5,19 +5,19 @@ Source: Chen et al. 2023 (PixArt-alpha), arXiv 2310.00426, section 2.3 (adaLN-si
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ....datasets.batches.captions import Captions
-from ..activation_checkpointing import replace_forward
 from ..conditioning import Conditioning
 from ..cross_attention import CaptionLayout, arrange_captions
-from ..layers import add_gated, modulate
-from ..numerics import at_least_float32, without_autocast
-from .attention import CaptionProcessor
-from .model import DiffusersModel, initialize_embedders, initialize_fused, initialize_linear, initialize_patches
+from ..layers import add_gated, at_least_float32, modulate, residual_stream, without_autocast
+from .model import DiffusersModel, add_positions, initialize
+
+LINEAR_EPS = 1e-15  # of the sums of linear attention, as in diffusers
 
 
 class AdaLNSingle(DiffusersModel):
@@ -25,36 +25,33 @@ class AdaLNSingle(DiffusersModel):
 
     Attributes:
       embed_name, time_name: of the embeddings of patches and of time.
-      self_attention: processor of the first attention of a block.
+      zeros: ends of the names of layers whose weights begin at zero.
       has_grid: blocks take the number of rows and columns, for a feed-forward of convolutions.
     """
 
     has_narrow_residual = True
     embed_name: str
     time_name: str
-    self_attention: type
+    zeros: tuple[str, ...] = ()
     has_grid = False
 
     def optimize(self) -> None:
         embed = getattr(self.net, self.embed_name)
         if embed.pos_embed is not None:
-            setattr(self.net, self.embed_name, CachedPatchEmbed(embed))
+            add_positions(embed)
         for block in self.blocks:
-            replace_forward(block, block_forward)
+            block.forward = MethodType(block_forward, block)
             block.attn2.set_processor(CaptionProcessor())  # pyright: ignore
-            block.attn1.set_processor(self.self_attention())  # pyright: ignore
 
-    def initialize(self) -> None:
-        """Xavier for linear layers and patches, with queries, keys and values as one matrix; small embedders.
-
-        Convolutions and tables of modulation keep the defaults of torch and diffusers, which are the published ones.
-        """
-        initialize_linear(self.net)
-        for block in self.net.transformer_blocks:
-            initialize_fused(block.attn1, "to_q", "to_k", "to_v")
-            initialize_fused(block.attn2, "to_k", "to_v")
-        initialize_patches(getattr(self.net, self.embed_name).proj)
-        initialize_embedders(getattr(self.net, self.time_name), self.net.caption_projection)
+    def initialize_weights(self) -> None:
+        """Convolutions and tables of modulation keep the defaults of torch and diffusers, which are as published."""
+        blocks = cast(Any, self.blocks)
+        fused = [
+            pair for one in blocks for pair in ((one.attn1, ("to_q", "to_k", "to_v")), (one.attn2, ("to_k", "to_v")))
+        ]
+        embedders = (getattr(self.net, self.time_name), self.net.caption_projection)
+        zeros = [module for name, module in self.net.named_modules() if self.zeros and name.endswith(self.zeros)]
+        initialize(self.net, fused, getattr(self.net, self.embed_name).proj, embedders, zeros)
 
     def embed_time(self, x: Tensor, t: Tensor, conditioning: Conditioning, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Modulation of all blocks (B, 6E), and the embedding of the time (B, E)."""
@@ -66,17 +63,15 @@ class AdaLNSingle(DiffusersModel):
 
     def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
         """The forward of diffusers, which reads (B, L, D) captions alone."""
-        assert isinstance(conditioning.captions, Captions)
         net, patch = cast(Any, self.net), self.net.config.patch_size
         rows, columns = x.shape[2] // patch, x.shape[3] // patch
-        tokens = self.start_stream(getattr(net, self.embed_name)(x))
+        tokens = residual_stream(getattr(net, self.embed_name)(x), self.residual)
         modulation, time = self.embed_time(x, t, conditioning, tokens.dtype)
         attention: Any = self.blocks[0].attn2
-        captions, layout = arrange_captions(conditioning.captions, attention.inner_dim // attention.heads)
+        captions, layout = arrange_captions(conditioning.valid_captions, attention.inner_dim // attention.heads)
         captions = self.embed_captions(captions)
-        grid = (rows, columns) if self.has_grid else None
         for block in self.blocks:
-            tokens = block(tokens, modulation, captions, layout, grid)
+            tokens = block(tokens, modulation, captions, layout, (rows, columns) if self.has_grid else None)
         shift, scale = (net.scale_shift_table + time[:, None]).chunk(2, dim=1)
         norm = getattr(net.norm_out, "norm", net.norm_out)
         patches = net.proj_out(norm(tokens) * (1 + scale) + shift)
@@ -122,37 +117,51 @@ def _norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
         return norm(x)
 
 
-class CachedPatchEmbed(nn.Module):
-    """diffusers' patch embedding, with a table of float32 positions that is computed once for each size.
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    """Queries or keys, over all heads, where the model norms them (Sana 1.5)."""
+    return x if norm is None else norm(x)
 
-    Args:
-      plain: the original, whose weights it shares under the same names.
+
+class CaptionProcessor:
+    """Cross-attention to packed or padded captions.
+
+    diffusers turns the mask into a bias of -10000 for each head, which rules out flash attention.
     """
 
-    def __init__(self, plain: Any) -> None:
-        super().__init__()
-        self.proj, self.base_size, self.scale = plain.proj, plain.base_size, plain.interpolation_scale
-        self._tables: dict[tuple[int, int, torch.device], Tensor] = {}
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, attention_mask: CaptionLayout
+    ) -> Tensor:
+        """(B, T, E), and captions (n, E) or (B, L, E), to (B, T, E)."""
+        q, k = _normed(attn.norm_q, attn.to_q(hidden_states)), _normed(attn.norm_k, attn.to_k(encoder_hidden_states))
+        v = attn.to_v(encoder_hidden_states)
+        q, k, v = (x.to(v.dtype).unflatten(-1, (attn.heads, -1)) for x in (q, k, v))
+        attended = attention_mask.attend(q, k, v).flatten(2)
+        return attn.to_out[1](attn.to_out[0](attended)) / attn.rescale_output_factor
 
-    def forward(self, latent: Tensor) -> Tensor:
-        """(B, C, H, W) to (B, T, E)."""
-        tokens = self.proj(latent)
-        rows, columns = tokens.shape[2:]
-        return tokens.flatten(2).transpose(1, 2) + self.table(rows, columns, tokens.device)
 
-    def table(self, rows: int, columns: int, device: torch.device) -> Tensor:
-        """Positions of a grid, (1, T, E) float32."""
-        key = (rows, columns, device)
-        if key not in self._tables:
-            from diffusers.models.embeddings import get_2d_sincos_pos_embed
+class LinearProcessor:
+    """Sana's linear self-attention (Xie et al. 2024, equation 2), with matrix products in 16 bits under autocast.
 
-            with torch.inference_mode(False):  # a table made while sampling may be used in training later
-                table: Any = get_2d_sincos_pos_embed(
-                    embed_dim=self.proj.out_channels,
-                    grid_size=(rows, columns),
-                    base_size=self.base_size,
-                    interpolation_scale=self.scale,
-                    output_type="pt",
-                )
-                self._tables[key] = table.float().unsqueeze(0).to(device)
-        return self._tables[key]
+    Keys are divided by their sum over the tokens, and queries, multiplied by it, by theirs over the features: the same
+    function. The sums are in float32, and both products are weighted means of values: a sum over all tokens, as
+    diffusers computes it, overflows float16 and rounds in bfloat16.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """(B, T, E) to (B, T, E)."""
+        x = hidden_states
+        q, k, v = _normed(attn.norm_q, attn.to_q(x)), _normed(attn.norm_k, attn.to_k(x)), attn.to_v(x)
+        q, k, v = (one.transpose(1, 2).unflatten(1, (attn.heads, -1)) for one in (q, k, v))  # (B, h, d, T)
+        q, k = at_least_float32(F.relu(q)), at_least_float32(F.relu(k))
+        sums = k.sum(3, keepdim=True)
+        q = q * sums
+        k, q = k / (sums + LINEAR_EPS), q / (q.sum(2, keepdim=True) + LINEAR_EPS)
+        attended = v @ k.to(v.dtype).transpose(2, 3) @ q.to(v.dtype)  # (B, h, d, d), then (B, h, d, T)
+        attended = attn.to_out[1](attn.to_out[0](attended.flatten(1, 2).transpose(1, 2)))
+        return attended.clip(-65504, 65504) if attended.dtype == torch.float16 else attended

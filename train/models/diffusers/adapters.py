@@ -21,7 +21,7 @@ from .model import without_warnings
 
 ADAPTER = "default"  # peft's name of the adapters of a model
 DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"  # A and B behind the name of their layer
-IN_A_BLOCK = re.compile(r"[a-z_.]*blocks\.\d+\.(.+)")
+IN_A_BLOCK = re.compile(r"[a-z_.]*(?:blocks|layers)\.\d+\.(.+)")
 DRAW = 0x10AA  # key of the random numbers of A, apart from those of the model
 
 
@@ -59,24 +59,21 @@ def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Lin
 
     Raises: RecipeError: a target names none, or another kind of layer.
     """
-    found: dict[str, nn.Linear] = {}
+    layers: dict[str, nn.Linear] = {}
     for target in targets:
         named = {name: module for name, module in model.named_modules() if name.endswith(f".{target}")}
-        others = [name for name, module in named.items() if not isinstance(module, nn.Linear)]
-        if others or not named:
-            kind = f"'{others[0]}' is a {type(named[others[0]]).__name__}" if others else "the model has no such layer"
+        linear = {name: module for name, module in named.items() if isinstance(module, nn.Linear)}
+        if not linear or len(linear) < len(named):
+            other = next((name for name in named if name not in linear), None)
+            kind = f"'{other}' is a {type(named[other]).__name__}" if other else "the model has no such layer"
+            names = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+            known = dict.fromkeys(match[1] for name in names if (match := IN_A_BLOCK.fullmatch(name)))
             raise RecipeError(
                 f"lora.targets '{target}': {kind}. Needed ends of names of linear layers; those of the blocks are "
-                f"{', '.join(_linear_layers(model))}."
+                f"{', '.join(known)}."
             )
-        found |= {name: module for name, module in named.items() if isinstance(module, nn.Linear)}
-    return found
-
-
-def _linear_layers(model: nn.Module) -> list[str]:
-    """Names of the linear layers within a block, in the order of the model."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return list(dict.fromkeys(found[1] for name in names if (found := IN_A_BLOCK.fullmatch(name))))
+        layers |= linear
+    return layers
 
 
 def adapter_shapes(model: nn.Module, spec: AdapterSpec) -> dict[str, Tensor]:

@@ -1,45 +1,26 @@
 """A transformer of diffusers behind the common call: what the file of one model defines.
 
-A new model is a file with a subclass, entered in ``families.FAMILIES``. diffusers takes seconds to import, and brings
-its own optional libraries: only ``transformer`` imports it, when a model is built.
+A new model is a file with a subclass, entered in ``build.FAMILIES``. diffusers takes seconds to import, and brings its
+own optional libraries: only ``transformer`` imports it, when a model is built.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from types import MethodType
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..activation_checkpointing import Mode, checkpoint_blocks
 from ..conditioning import Conditioning
-from ..numerics import at_least_float32, product_dtype
-from ..spec import ModelSpec
+from ..spec import ModelSpec, TextInput
 
 Config = dict[str, Any]
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-EMBEDDING_STD = 0.02  # as DiT's embeddings
-
-
-class TextRole(NamedTuple):
-    """What a model reads of one text encoder, and its published sizes.
-
-    Args:
-      encoder: display name.
-      tokens: of each caption, padding included; 0: only the pooled vector is read.
-      width: of a token.
-      pooled_width: 0: the pooled vector is not read.
-      beside: its tokens are joined to those of the role before by their features, not after them.
-    """
-
-    encoder: str
-    tokens: int
-    width: int
-    pooled_width: int = 0
-    beside: bool = False
+INIT_STD = 0.02  # of embedders of time, size and text, as DiT's
 
 
 class DiffusersModel(nn.Module):
@@ -63,16 +44,17 @@ class DiffusersModel(nn.Module):
     sizes: ClassVar[dict[str, Config]]
     patch: ClassVar[int]
     recipe: ClassVar[str]
-    texts: ClassVar[tuple[TextRole, ...]] = ()
+    texts: ClassVar[tuple[TextInput, ...]] = ()
     adapted: ClassVar[tuple[str, ...]] = ATTENTION
     has_narrow_residual: ClassVar[bool] = False
     residual: Literal["float32", "bf16"] = "float32"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.net = self.transformer()(**config)
+        with without_warnings():
+            self.net = self.transformer()(**config)
         self.optimize()
-        self.initialize()
+        self.initialize_weights()
 
     @staticmethod
     def transformer() -> Any:
@@ -82,12 +64,18 @@ class DiffusersModel(nn.Module):
     @classmethod
     def needs(cls, spec: ModelSpec) -> Config:
         """The arguments that store and objective fix; a published config must have the same."""
-        raise NotImplementedError
+        widths = {"in_channels": spec.channels, "out_channels": spec.out_channels}
+        return widths | {"caption_channels": spec.caption_width}
 
     @classmethod
     def config(cls, spec: ModelSpec) -> Config:
         """All arguments for training from scratch."""
         return {**cls.sizes[spec.name], "patch_size": cls.patch, **cls.needs(spec)}
+
+    @classmethod
+    def patch_side(cls, spec: ModelSpec) -> int:
+        """Side of a patch, in latent pixels."""
+        return spec.config.get("patch_size", cls.patch)
 
     @classmethod
     def most_tokens(cls, spec: ModelSpec) -> int | None:
@@ -97,15 +85,15 @@ class DiffusersModel(nn.Module):
     def optimize(self) -> None:
         """Replace what diffusers computes slower or less precisely; names of parameters stay."""
 
-    def initialize(self) -> None:
-        """Initialize weights for training from scratch as the published code does, unlike diffusers."""
+    def initialize_weights(self) -> None:
+        """Initialize for training from scratch as the published code does, unlike diffusers."""
         raise NotImplementedError
 
-    def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> dict[str, Any]:
+    def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:
         """Arguments of ``net``: latents packed as it takes them, its scale of time, its text."""
         raise NotImplementedError
 
-    def velocity(self, output: Tensor, x: Tensor) -> Tensor:
+    def velocity(self, output: Any, x: Tensor) -> Tensor:
         """What ``net`` returns, unpacked to (B, out_channels, H, W) and towards the noise."""
         return output
 
@@ -118,47 +106,66 @@ class DiffusersModel(nn.Module):
         """The blocks that are compiled, sharded and checkpointed one by one."""
         return self.net.transformer_blocks
 
-    def checkpoint_activations(self, mode: Mode = "blocks") -> None:
-        """See ``checkpoint_blocks``."""
-        checkpoint_blocks(self.blocks, mode)
 
-    def start_stream(self, tokens: Tensor) -> Tensor:
-        """Embedded tokens (B, T, E), contiguous and at least float32, as blocks return them.
+def add_positions(embed: Any) -> None:
+    """Let diffusers' patch embedding add its positions in float32, from a table that is made once for each size."""
+    tables: dict[tuple[int, int, torch.device], Tensor] = {}
 
-        Otherwise the first block would be compiled separately, and each norm would transpose.
-        """
-        narrow = self.residual == "bf16" and product_dtype(tokens.device) == torch.bfloat16
-        tokens = at_least_float32(tokens).contiguous()
-        return tokens.bfloat16() if narrow else tokens
+    def table(rows: int, columns: int, device: torch.device) -> Tensor:
+        if embed.pos_embed_max_size:  # the center of a table that all sizes share
+            return embed.cropped_pos_embed(rows * embed.patch_size, columns * embed.patch_size)
+        from diffusers.models.embeddings import get_2d_sincos_pos_embed
+
+        if (key := (rows, columns, device)) not in tables:
+            with torch.inference_mode(False):  # a table made while sampling may be used in training later
+                positions: Any = get_2d_sincos_pos_embed(
+                    embed.proj.out_channels,
+                    (rows, columns),
+                    base_size=embed.base_size,
+                    interpolation_scale=embed.interpolation_scale,
+                    output_type="pt",
+                )
+                tables[key] = positions.float().unsqueeze(0).to(device)
+        return tables[key]
+
+    def forward(self: Any, latent: Tensor) -> Tensor:
+        tokens = self.proj(latent)
+        rows, columns = tokens.shape[2:]
+        return tokens.flatten(2).transpose(1, 2) + table(rows, columns, tokens.device)
+
+    embed.forward = MethodType(forward, embed)
 
 
-def initialize_linear(net: nn.Module) -> None:
-    """Xavier for linear layers, zeros for their biases."""
+def initialize(
+    net: nn.Module,
+    fused: Iterable[tuple[nn.Module, tuple[str, ...]]],
+    patches: nn.Conv2d,
+    embedders: Iterable[nn.Module],
+    zeros: Iterable[nn.Module],
+) -> None:
+    """First weights as DiT's: Xavier for linear layers, zeros for their biases.
+
+    Args:
+      fused: modules with the names of linear layers of a width each that are drawn as one matrix.
+      patches: patch embedding, drawn as the linear map that it is.
+      embedders: whose linear layers get a small standard deviation.
+      zeros: layers whose weights begin at zero.
+    """
     for module in net.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-
-def initialize_fused(attention: nn.Module, *names: str) -> None:
-    """Xavier for linear layers of a width each as if they were one matrix."""
-    gain = (2 / (1 + len(names))) ** 0.5
-    for name in names:
-        nn.init.xavier_uniform_(attention.get_submodule(name).weight, gain=gain)  # pyright: ignore[reportArgumentType]
-
-
-def initialize_patches(convolution: Any) -> None:
-    """Xavier for a patch embedding, as the linear map that it is."""
-    weight = convolution.weight
-    nn.init.xavier_uniform_(weight.view(weight.shape[0], -1))
-
-
-def initialize_embedders(*embedders: nn.Module) -> None:
-    """A small standard deviation for the linear layers of embedders of time, size and text."""
+    for module, names in fused:
+        for name in names:
+            weight: Any = module.get_submodule(name).weight
+            nn.init.xavier_uniform_(weight, gain=(2 / (1 + len(names))) ** 0.5)
+    nn.init.xavier_uniform_(patches.weight.view(len(patches.weight), -1))
     for module in (module for embedder in embedders for module in embedder.modules()):
         if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=EMBEDDING_STD)
+            nn.init.normal_(module.weight, std=INIT_STD)
+    for layer in zeros:
+        nn.init.zeros_(layer.weight)  # pyright: ignore[reportArgumentType]
 
 
 @contextlib.contextmanager

@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....datasets.format.buckets import published_ratio
 from ..conditioning import Conditioning
 from ..spec import ModelSpec
 from .adaln_single import AdaLNSingle
-from .attention import JointProcessor
 from .model import Config
 
 DOWNSCALE = 8  # pixels a latent pixel, of the VAEs that PixArt is trained with
@@ -37,7 +36,7 @@ class PixArt(AdaLNSingle):
 
     family, recipe, patch = "pixart", "pixart-512", 2
     sizes = {"pixart-sigma": size(28, 16, 72), "pixart-tiny": size(6, 4, 32)}  # noqa: RUF012
-    embed_name, time_name, self_attention = "pos_embed", "adaln_single", JointProcessor
+    embed_name, time_name, zeros = "pos_embed", "adaln_single", ("proj_out", "attn2.to_out.0")
 
     @staticmethod
     def transformer() -> Any:
@@ -46,21 +45,10 @@ class PixArt(AdaLNSingle):
         return PixArtTransformer2DModel
 
     @classmethod
-    def needs(cls, spec: ModelSpec) -> Config:
-        captions = {"caption_channels": spec.caption_width}
-        return {"in_channels": spec.channels, "out_channels": spec.out_channels} | captions
-
-    @classmethod
     def config(cls, spec: ModelSpec) -> Config:
         # Positions of all resolutions share one span, so that 256 px are trained on to 512 (pe_interpolation).
         scale = spec.base_size / SIGMA_BASE if spec.name == "pixart-sigma" else None
         return super().config(spec) | {"sample_size": spec.base_size, "interpolation_scale": scale}
-
-    def initialize(self) -> None:
-        """With zeros for the output of the model and of cross-attention."""
-        super().initialize()
-        for linear in (self.net.proj_out, *(block.attn2.to_out[0] for block in self.net.transformer_blocks)):
-            nn.init.zeros_(linear.weight)
 
     def embed_time(self, x: Tensor, t: Tensor, conditioning: Conditioning, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         sizes = self.size_conditions(x, conditioning)

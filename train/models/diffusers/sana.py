@@ -6,13 +6,12 @@ Its trainer rounds the time down to whole numbers; here it stays as drawn. First
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from ..spec import ModelSpec
-from .adaln_single import AdaLNSingle
-from .attention import LinearProcessor
+from .adaln_single import AdaLNSingle, LinearProcessor
 from .model import Config
 
 # Side of the base grid in tokens -> scale of positions, as in Sana's configurations; smaller ones have none.
@@ -42,7 +41,7 @@ class Sana(AdaLNSingle):
         "sana-1600m": size(20, 70, 32, 20, 112),
         "sana-tiny": size(4, 8, 32, 4, 64),
     }
-    embed_name, time_name, self_attention, has_grid = "patch_embed", "time_embed", LinearProcessor, True
+    embed_name, time_name, has_grid = "patch_embed", "time_embed", True
 
     @staticmethod
     def transformer() -> Any:
@@ -51,19 +50,19 @@ class Sana(AdaLNSingle):
         return SanaTransformer2DModel
 
     @classmethod
-    def needs(cls, spec: ModelSpec) -> Config:
-        captions = {"caption_channels": spec.caption_width}
-        return {"in_channels": spec.channels, "out_channels": spec.out_channels} | captions
-
-    @classmethod
     def config(cls, spec: ModelSpec) -> Config:
         scale = POSITIONS.get(spec.base_size)
         return super().config(spec) | {"sample_size": spec.base_size, "interpolation_scale": scale}
 
+    def optimize(self) -> None:
+        super().optimize()
+        for block in cast(Any, self.blocks):
+            block.attn1.set_processor(LinearProcessor())
+
     def embed_captions(self, captions: Tensor) -> Tensor:
         return self.net.caption_norm(super().embed_captions(captions))
 
-    def initialize(self) -> None:
+    def initialize_weights(self) -> None:
         """With a small gain for the norm of captions; the output is Xavier too."""
-        super().initialize()
+        super().initialize_weights()
         nn.init.constant_(self.net.caption_norm.weight, CAPTION_NORM_GAIN)

@@ -5,24 +5,15 @@ Its trainer is not published: first weights are as DiT's (``initialize_weights``
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....datasets.errors import RecipeError
 from ..conditioning import Conditioning
-from ..spec import ModelSpec
-from .attention import JointProcessor
-from .model import (
-    ATTENTION,
-    Config,
-    DiffusersModel,
-    TextRole,
-    initialize_embedders,
-    initialize_fused,
-    initialize_linear,
-    initialize_patches,
-)
+from ..layers import residual_stream
+from ..spec import ModelSpec, TextInput
+from .model import ATTENTION, Config, DiffusersModel, add_positions, initialize
 
 TEXT_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj")
 
@@ -60,9 +51,9 @@ class SD3(DiffusersModel):
         "sd3-tiny": size(6, 6, 32, positions=96, dual=2),
     }
     texts = (
-        TextRole("CLIP-L", 77, 768, pooled_width=768),
-        TextRole("CLIP-G", 77, 1280, pooled_width=1280, beside=True),
-        TextRole("T5", 256, 4096),
+        TextInput(name="CLIP-L", tokens=77, width=768, pooled_width=768),
+        TextInput(name="CLIP-G", tokens=77, width=1280, pooled_width=1280, beside=True),
+        TextInput(name="T5", tokens=256, width=4096),
     )
     adapted = tuple(f"attn.{name}" for name in (*ATTENTION, *TEXT_ATTENTION, "to_add_out"))
 
@@ -82,59 +73,27 @@ class SD3(DiffusersModel):
         return (spec.config or cls.sizes[spec.name])["pos_embed_max_size"]
 
     def optimize(self) -> None:
-        self.net.pos_embed = CroppedPatchEmbed(self.net.pos_embed)
+        add_positions(self.net.pos_embed)
         for embed in (self.net.pos_embed, self.net.context_embedder):
-            embed.register_forward_hook(lambda _, inputs, tokens: self.start_stream(tokens))
-        for block in self.net.transformer_blocks:
-            for attention in (block.attn, block.attn2):
-                if attention is not None:
-                    attention.set_processor(JointProcessor())
+            embed.register_forward_hook(lambda _, inputs, tokens: residual_stream(tokens, "float32"))
+        for name, module in self.net.named_modules():  # norms of queries and keys, which would make attention float32
+            if "attn" in name and type(module).__name__ == "RMSNorm":
+                module.register_forward_hook(lambda _, inputs, normed: normed.to(inputs[0].dtype))
 
-    def initialize(self) -> None:
+    def initialize_weights(self) -> None:
         """Queries, keys and values of a stream as one matrix; zeros for modulations and the output."""
-        initialize_linear(self.net)
-        for block in self.net.transformer_blocks:
-            initialize_fused(block.attn, *ATTENTION[:3])
-            initialize_fused(block.attn, *TEXT_ATTENTION)
-            if block.attn2 is not None:
-                initialize_fused(block.attn2, *ATTENTION[:3])
-            nn.init.zeros_(block.norm1.linear.weight)
-            nn.init.zeros_(block.norm1_context.linear.weight)
-        initialize_patches(self.net.pos_embed.proj)
-        initialize_embedders(self.net.time_text_embed)
-        nn.init.zeros_(self.net.norm_out.linear.weight)
-        nn.init.zeros_(self.net.proj_out.weight)
+        net = cast(Any, self.net)
+        fused, zeros = [], [net.norm_out.linear, net.proj_out]
+        for block in net.transformer_blocks:
+            fused += [(block.attn, ATTENTION[:3]), (block.attn, TEXT_ATTENTION)]
+            fused += [(block.attn2, ATTENTION[:3])] if block.attn2 is not None else []
+            zeros += [block.norm1.linear, block.norm1_context.linear]
+        initialize(net, fused, net.pos_embed.proj, [net.time_text_embed], zeros)
 
-    def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> dict[str, Any]:
+    def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:
+        """Raises RecipeError if an image is larger than the table of positions."""
+        rows, columns = (side // self.net.config.patch_size for side in x.shape[2:])
+        if max(rows, columns) > (most := self.net.config.pos_embed_max_size):
+            raise RecipeError(f"{rows} x {columns} tokens: the model's table has positions for {most} a side.")
         text = {"encoder_hidden_states": conditioning.captions, "pooled_projections": conditioning.pooled}
         return {"hidden_states": x, "timestep": t} | text
-
-
-class CroppedPatchEmbed(nn.Module):
-    """diffusers' patch embedding with the center of a table of positions, of which all sizes take their part.
-
-    diffusers rounds the sum to the dtype of the convolution.
-
-    Args:
-      plain: the original, whose weights and table it shares under the same names.
-    """
-
-    pos_embed: Tensor
-
-    def __init__(self, plain: Any) -> None:
-        super().__init__()
-        self.proj, self.side = plain.proj, plain.pos_embed_max_size
-        self.register_buffer("pos_embed", plain.pos_embed)
-
-    def forward(self, latent: Tensor) -> Tensor:
-        """(B, C, H, W) to (B, T, E).
-
-        Raises: RecipeError: the grid is larger than the table.
-        """
-        tokens = self.proj(latent)
-        rows, columns = tokens.shape[2:]
-        if max(rows, columns) > self.side:
-            raise RecipeError(f"{rows} x {columns} tokens: the model's table has positions for {self.side} a side.")
-        top, left = (self.side - rows) // 2, (self.side - columns) // 2
-        table = self.pos_embed.view(1, self.side, self.side, -1)[:, top : top + rows, left : left + columns]
-        return tokens.flatten(2).transpose(1, 2) + table.flatten(1, 2)

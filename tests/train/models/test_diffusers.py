@@ -1,0 +1,383 @@
+"""PixArt, Sana and Stable Diffusion 3: the function of diffusers, what is read of captions, first weights, sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from making import shake, shaken, train_recipe
+from torch import Tensor
+
+from leandit.datasets.batches.captions import Captions
+from leandit.datasets.errors import RecipeError
+from leandit.train.config import OptimizerSection
+from leandit.train.metrics.flops import forward_flops
+from leandit.train.models import cross_attention
+from leandit.train.models.blocks import checkpoint_blocks
+from leandit.train.models.build import FAMILIES, build_model, diffusers_config, family_of, transformer_class
+from leandit.train.models.conditioning import Conditioner, Conditioning
+from leandit.train.models.diffusers.adaln_single import LinearProcessor
+from leandit.train.models.diffusers.pixart import PixArt
+from leandit.train.models.spec import ModelSpec, TextInput
+from leandit.train.optim.build import build_optimizer
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+PIXART = ModelSpec(name="pixart-tiny", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
+SANA, DIT = (PIXART.model_copy(update={"name": name}) for name in ("sana-tiny", "DiT-S/2"))
+TEXT = (TextInput(name="", tokens=7, width=6, pooled_width=5),)
+SD3 = PIXART.model_copy(update={"name": "sd3-tiny", "texts": TEXT})
+RAGGED = pytest.mark.parametrize("spec", [PIXART, SANA, DIT], ids=["pixart", "sana", "text-dit"])
+MASK = torch.arange(7)[None] < torch.tensor([4, 1, 7])[:, None]
+TIMES = torch.tensor([3.0, 500.0, 999.0])
+CAPTIONS = torch.randn((3, 7, 6), generator=torch.Generator().manual_seed(1))
+ALPHA = {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}
+SIZES = torch.tensor([[300.0, 500.0], [64.0, 80.0], [1000.0, 1000.0]])
+
+
+def packed(dtype: torch.dtype = torch.float32) -> Captions:
+    return Captions.of([rows[real].to(dtype) for rows, real in zip(CAPTIONS, MASK, strict=True)])
+
+
+def inputs(spec: ModelSpec = PIXART, height: int = 8, width: int = 12) -> tuple[Tensor, Tensor, Conditioning]:
+    x = torch.randn((3, 4, height, width), generator=torch.Generator().manual_seed(0))
+    if spec.texts:
+        return x, TIMES, Conditioning(captions=CAPTIONS, pooled=CAPTIONS[:, 0, :5])
+    return x, TIMES, Conditioning(captions=packed())
+
+
+def alpha_config() -> dict[str, Any]:
+    return diffusers_config(PIXART.model_copy(update={"out_channels": 8})) | ALPHA
+
+
+CONFIGS: list[tuple[ModelSpec, dict[str, Any]]] = [
+    (PIXART, {}),
+    (PIXART, ALPHA),
+    (SANA, {}),
+    (SANA, {"qk_norm": "rms_norm_across_heads", "interpolation_scale": 2}),
+    (SD3, {}),
+    (SD3, {"qk_norm": None, "dual_attention_layers": [], "pos_embed_max_size": 17}),
+]
+
+
+@pytest.mark.parametrize(("spec", "more"), CONFIGS)
+@pytest.mark.parametrize("size", [(8, 8), (8, 12), (32, 6)])
+def test_the_function_is_that_of_diffusers(spec: ModelSpec, more: dict[str, Any], size: tuple[int, int]) -> None:
+    family, config = family_of(spec.name) or "", diffusers_config(spec) | more
+    model = shake(FAMILIES[family](config)).eval()
+    plain = transformer_class(family)(**config).eval()
+    plain.load_state_dict(model.net.state_dict())
+    x, t, given = inputs(spec, *size)
+    options: dict[str, Any] = {"encoder_hidden_states": CAPTIONS, "pooled_projections": given.pooled}
+    if family != "sd3":
+        options = {"encoder_hidden_states": packed().padded, "encoder_attention_mask": MASK.float()}
+    if family == "pixart":
+        ratio = torch.full((3, 1), size[0] / size[1])
+        options["added_cond_kwargs"] = {"resolution": SIZES, "aspect_ratio": ratio if more else None}
+        given = given._replace(source_sizes=SIZES)
+    with torch.no_grad():
+        wanted = plain(hidden_states=x, timestep=t, return_dict=False, **options)[0]
+        found = model(x, t, given)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = model(x, t, given)
+    assert wanted.abs().max() > 0.1
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert (rounded - wanted).norm() < 0.05 * wanted.norm()
+
+
+@pytest.mark.parametrize("spec", [PIXART, SANA, DIT, SD3], ids=["pixart", "sana", "text-dit", "sd3"])
+def test_gradients_are_equal_in_all_modes_of_recomputation(spec: ModelSpec) -> None:
+    gradients = []
+    for mode in ("none", "blocks", "selective"):
+        model = shaken(spec).train()
+        names = set(model.state_dict())
+        checkpoint_blocks(model.blocks, mode)
+        assert set(model.state_dict()) == names
+        model(*inputs(spec)).square().sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        for other in gradients[1:]:
+            assert (gradient is None) == (other[name] is None)
+            assert gradient is None or torch.equal(gradient, other[name]), name
+
+
+@pytest.mark.parametrize("spec", [PIXART, SANA, DIT, SD3], ids=["pixart", "sana", "text-dit", "sd3"])
+@pytest.mark.parametrize(
+    ("dtype", "residual"),
+    [(torch.bfloat16, "float32"), (torch.bfloat16, "bf16"), (torch.float16, "bf16"), (None, "bf16")],
+)
+def test_the_residual_stream_is_bf16_only_where_asked_for_under_bf16(
+    spec: ModelSpec, dtype: torch.dtype | None, residual: Any
+) -> None:
+    seen, model = set[torch.dtype](), shaken(spec)
+    model.residual = residual
+
+    def look(_: Any, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        streams = [given[0]] if given else [named["hidden_states"], named["encoder_hidden_states"]]
+        seen.update(one.dtype for one in streams)
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(look, with_kwargs=True)
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+        model(*inputs(spec))
+    narrow = dtype == torch.bfloat16 and residual == "bf16" and spec is not SD3
+    assert seen == {torch.bfloat16 if narrow else torch.float32}
+
+
+# ------------------------------------------------------------------------------------------------- captions and sizes
+
+
+def test_the_sizes_of_source_images_matter_and_default_to_those_of_the_image() -> None:
+    model = shake(PixArt(alpha_config())).eval()
+    x, t, given = inputs()
+    own = torch.tensor([[64.0, 96.0]]).expand(3, 2)
+    with torch.no_grad():
+        outputs = [model(x, t, given._replace(source_sizes=sizes)) for sizes in (SIZES, own, None)]
+    assert (outputs[0] - outputs[1]).abs().max() > 1e-3
+    assert torch.equal(outputs[1], outputs[2])
+
+
+@pytest.mark.parametrize(
+    ("size", "ratio"), [((112, 136), 0.82), ((136, 112), 1.21), ((88, 184), 0.48), ((8, 12), 2 / 3)]
+)
+def test_the_aspect_ratio_is_the_key_of_pixarts_table(size: tuple[int, int], ratio: float) -> None:
+    found = PixArt(alpha_config()).size_conditions(torch.zeros(2, 4, *size), inputs()[2])
+    assert found["aspect_ratio"] is not None
+    assert found["resolution"] is not None
+    assert found["aspect_ratio"].flatten().tolist() == pytest.approx([ratio, ratio])
+    assert found["resolution"].tolist() == [[8 * side for side in size]] * 2
+
+
+def test_the_conditioner_looks_up_the_sizes_of_the_records() -> None:
+    spec = PIXART.model_copy(update={"config": {"use_additional_conditions": True}})
+    conditioner = Conditioner(spec, torch.zeros(9, 6), [torch.arange(20.0).view(10, 2)])
+    given = conditioner(None, {"": packed()}, torch.tensor([7, 0, 3]))
+    assert given.source_sizes is not None
+    assert given.source_sizes.tolist() == [[14, 15], [0, 1], [6, 7]]
+    assert conditioner.drop(given, torch.tensor([True, False, True])).source_sizes is given.source_sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_captions_of_16_bits_stay_so_for_a_forward_under_autocast(dtype: torch.dtype) -> None:
+    conditioner, texts, drop = (
+        Conditioner(PIXART, torch.randn(9, 6)),
+        {"": packed(dtype)},
+        torch.tensor([True, False, True]),
+    )
+    wide, narrow = (conditioner.drop(conditioner(None, texts, widen=widen), drop) for widen in (True, False))
+    assert [given.valid_captions.tokens.dtype for given in (wide, narrow)] == [torch.float32, dtype]
+    model, (x, t, _) = shaken(PIXART), inputs()
+    wide = narrow._replace(captions=narrow.valid_captions.with_tokens(narrow.valid_captions.tokens.float()))
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        assert torch.equal(model(x, t, narrow), model(x, t, wide))
+
+
+def plain_varlen(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, max_q: int, max_k: int) -> Any:
+    """Variable-length attention by its definition."""
+    assert (q_offsets.dtype, k_offsets.dtype, len(k)) == (torch.int32, torch.int32, int(k_offsets[-1]))
+    assert max_q >= int(q_offsets.diff().max())
+    assert max_k >= int(k_offsets.diff().max())
+    out = []
+    for i in range(len(q_offsets) - 1):
+        rows, columns = (slice(int(ends[i]), int(ends[i + 1])) for ends in (q_offsets, k_offsets))
+        scores = torch.einsum("thd,lhd->htl", q[rows], k[columns]) / q.shape[-1] ** 0.5
+        out.append(torch.einsum("htl,lhd->thd", scores.softmax(-1), v[columns]))
+    return torch.cat(out)
+
+
+@RAGGED
+def test_the_packed_form_is_the_padded_form_which_has_one_mask_for_all_heads(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, results, masks = shaken(spec).double(), [], list[tuple[torch.dtype, torch.Size]]()
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def watch(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+        masks.extend([] if attn_mask is None else [(attn_mask.dtype, attn_mask.shape)])
+        return attention(q, k, v, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watch)
+    for is_packed in (False, True):
+        if is_packed:
+            monkeypatch.setattr(cross_attention, "has_varlen", lambda captions, head_width: True)
+            monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
+        output = model(inputs()[0].double(), TIMES, Conditioning(captions=packed(torch.float64)))
+        gradients = torch.autograd.grad(output.square().sum(), list(model.parameters()), allow_unused=True)
+        results.append([output, *gradients])
+    assert results[0][0].abs().max() > 0.1
+    for one, other in zip(*results, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert masks == [(torch.bool, torch.Size([3, 1, 1, 7]))] * 2
+
+
+def test_linear_attention_has_sums_in_float32_and_products_in_16_bits_under_autocast() -> None:
+    small = dict.fromkeys(("num_layers", "num_attention_heads", "num_cross_attention_heads"), 1)
+    small |= dict.fromkeys(("attention_head_dim", "cross_attention_head_dim", "cross_attention_dim"), 4)
+    attention = shaken(SANA).blocks[0].attn1
+    x = 4 * torch.randn(2, 4096, 32, generator=torch.Generator().manual_seed(0))
+    wanted = attention(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = attention(x)
+        attention.set_processor(type(transformer_class("sana")(**small).transformer_blocks[0].attn1.processor)())
+        theirs = attention(x)
+    attention.set_processor(LinearProcessor())
+    errors = [((found.float() - wanted).norm() / wanted.norm()).item() for found in (ours, theirs)]
+    assert errors[0] < min(0.02, errors[1])
+
+
+# ----------------------------------------------------------------------------------------------------------- positions
+
+
+@pytest.mark.parametrize("scale", [0.5, 1, 2])
+def test_positions_are_those_of_diffusers_to_the_bit_and_added_without_rounding(scale: float) -> None:
+    from diffusers.models.embeddings import PatchEmbed
+
+    from leandit.train.models.diffusers.model import add_positions
+
+    sizes: dict[str, Any] = {"height": 16, "width": 16, "patch_size": 2, "in_channels": 4, "embed_dim": 48}
+    plain, cached = (PatchEmbed(**sizes, interpolation_scale=scale) for _ in range(2))
+    cached.load_state_dict(plain.state_dict())
+    add_positions(cached)
+    for height, width in ((16, 16), (8, 24), (24, 8), (64, 64), (8, 24)):
+        x = torch.randn(2, 4, height, width)
+        assert torch.equal(cached(x), plain(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            positions = cached(0 * x) - cached.proj(0 * x).flatten(2).transpose(1, 2)
+            tokens = cached.proj(x).flatten(2).transpose(1, 2)
+            torch.testing.assert_close(cached(x), tokens + positions, rtol=1e-6, atol=1e-6)
+    with torch.inference_mode():
+        cached(torch.randn(1, 4, 4, 4))
+    cached(torch.randn(1, 4, 4, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "scales"),
+    [("sana-1600m", {16: None, 32: None, 64: 1.0, 128: 2.0}), ("pixart-sigma", {32: 0.5, 64: 1, 128: 2, 256: 4})],
+)
+def test_positions_have_the_published_scale(name: str, scales: dict[int, float | None]) -> None:
+    for base, scale in scales.items():
+        spec = PIXART.model_copy(update={"name": name, "base_size": base})
+        assert diffusers_config(spec)["interpolation_scale"] == scale
+
+
+def test_images_beyond_the_table_of_positions_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"34 x 4 tokens.*16 a side"):
+        build_model(SD3, seed=0)(*inputs(SD3, 68, 8))
+
+
+# ------------------------------------------------------------------------------------------------------- first weights
+
+
+def xavier(rows: int, columns: int) -> float:
+    return (2 / (rows + columns)) ** 0.5
+
+
+EMBEDDERS = {"pixart-tiny": ("adaln_single", "caption_projection"), "sana-tiny": ("time_embed", "caption_projection")}
+EMBEDDERS["sd3-tiny"] = ("time_text_embed",)
+WIDE = {"attention_head_dim": 96, "num_attention_heads": 2}
+STARTS: list[tuple[ModelSpec, dict[str, Any], dict[str, float]]] = [
+    (
+        PIXART,
+        WIDE | {"cross_attention_dim": 192, "use_additional_conditions": True, "caption_channels": 40},
+        {
+            "transformer_blocks.1.attn1.to_q": xavier(192, 3 * 192),
+            "transformer_blocks.1.attn1.to_out.0": xavier(192, 192),
+            "transformer_blocks.1.attn2.to_q": xavier(192, 192),
+            "transformer_blocks.1.attn2.to_v": xavier(192, 2 * 192),
+            "transformer_blocks.1.attn2.to_out.0": 0,
+            "transformer_blocks.0.ff.net.0.proj": xavier(192, 4 * 192),
+            "pos_embed.proj": xavier(4 * 2 * 2, 192),
+            "proj_out": 0,
+        },
+    ),
+    (
+        SANA,
+        WIDE | {"cross_attention_head_dim": 96, "cross_attention_dim": 192, "caption_channels": 40, "in_channels": 32},
+        {
+            "transformer_blocks.1.attn1.to_k": xavier(192, 3 * 192),
+            "transformer_blocks.1.attn2.to_k": xavier(192, 2 * 192),
+            "transformer_blocks.1.attn2.to_out.0": xavier(192, 192),
+            "patch_embed.proj": xavier(32, 192),
+            "proj_out": xavier(4, 192),
+        },
+    ),
+    (
+        SD3,
+        WIDE | {"caption_projection_dim": 192},
+        {
+            "transformer_blocks.0.attn.to_q": xavier(192, 3 * 192),
+            "transformer_blocks.0.attn.add_k_proj": xavier(192, 3 * 192),
+            "transformer_blocks.0.norm1.linear": 0,
+            "transformer_blocks.0.norm1_context.linear": 0,
+            "norm_out.linear": 0,
+            "proj_out": 0,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "more", "deviations"), STARTS, ids=["pixart", "sana", "sd3"])
+def test_models_begin_as_published(spec: ModelSpec, more: dict[str, Any], deviations: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    net: Any = FAMILIES[family_of(spec.name) or ""](diffusers_config(spec) | more).net
+    embedders = [f"{start}." for start in EMBEDDERS[spec.name]]
+    for name, module in net.named_modules():
+        if isinstance(module, torch.nn.Linear) and module.bias is not None:
+            assert not module.bias.any(), name
+        if isinstance(module, torch.nn.Linear) and name.startswith(tuple(embedders)):
+            deviations = deviations | {name: 0.02}
+    for name, wanted in deviations.items():
+        assert net.get_submodule(name).weight.std().item() == pytest.approx(wanted, rel=0.1), name
+    if spec is SANA:
+        assert net.caption_norm.weight.unique().tolist() == [pytest.approx(0.01)]
+    if spec is PIXART:
+        assert net.scale_shift_table.std().item() == pytest.approx(192**-0.5, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("name", "caption_width", "millions"),
+    [
+        ("sana-600m", 2304, 591.6),
+        ("sana-1600m", 2304, 1604.5),  # 1648.48 M with what only its trainer has
+        ("pixart-sigma", 4096, 610.9),
+        ("sd3-medium", 4096, 2028.3),
+        ("sd3.5-medium", 4096, 2243.2),
+        ("sd3.5-large", 4096, 8056.6),
+    ],
+)
+def test_published_sizes_have_their_number_of_parameters(name: str, caption_width: int, millions: float) -> None:
+    channels, out = (4, 8) if name == "pixart-sigma" else (16, 16) if name.startswith("sd3") else (32, 32)
+    texts = (TextInput(name="t", tokens=256, width=4096, pooled_width=2048),) if name.startswith("sd3") else ()
+    sizes = {"channels": channels, "out_channels": out, "caption_width": caption_width, "base_size": 32}
+    with torch.device("meta"):
+        model = build_model(PIXART.model_copy(update={"name": name, "texts": texts, **sizes}), seed=0)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.002)
+
+
+# -------------------------------------------------------------------------------------------------------------- others
+
+
+def test_muon_leaves_the_modulations_to_adamw() -> None:
+    model = build_model(SD3, seed=0)
+    optimizer = build_optimizer(OptimizerSection(name="muon"), model)
+    by_muon = {id(p) for group in optimizer.param_groups if group["muon"] for p in group["params"]}
+    names = {name.removeprefix("net.") for name, p in model.named_parameters() if id(p) in by_muon}
+    assert not [name for name in names if "norm" in name]
+    streams = {"attn.to_q", "attn.add_q_proj", "attn2.to_q", "ff.net.2", "ff_context.net.0.proj"}
+    assert {f"transformer_blocks.0.{layer}.weight" for layer in streams} <= names
+
+
+def test_joint_attention_is_counted() -> None:
+    tokens, captions, width = 24, 7, 32
+    linear = 2 * tokens * width * width * 12 + 2 * captions * width * width * 12  # of a block with both streams
+    found = forward_flops(SD3, (8, 12), captions)
+    assert found > 2 * (linear + 4 * (tokens + captions) ** 2 * width)
+    assert forward_flops(SD3, (8, 12), 32) > found
+
+
+def test_a_recipe_knows_how_many_text_encoders_its_model_reads() -> None:
+    for family in FAMILIES.values():
+        for name in family.sizes:
+            assert train_recipe("pixart-tiny", f"model.name={name}").num_texts == max(1, len(family.texts))
