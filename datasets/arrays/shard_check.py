@@ -6,7 +6,7 @@ row does; ``leandit verify`` reads all rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -15,14 +15,12 @@ from ..errors import DamageError
 from ..format.row_layout import POOLED, ArrayGroup
 from .shard_file import ShardFile
 
-if TYPE_CHECKING:
-    from ..store import LatentStore
 
-
-def check_shard(store: LatentStore, group: ArrayGroup, path: str, shard: int, opened: ShardFile) -> None:
+def check_shard(store: Any, group: ArrayGroup, path: str, shard: int, opened: ShardFile) -> None:
     """Check a shard by its first record or caption, or a null caption by the hash of its file.
 
     Args:
+      store: a ``LatentStore``, which imports this module.
       group: of the array.
       path: of the array.
     Raises: DamageError: it holds other rows than were written.
@@ -41,7 +39,7 @@ def check_shard(store: LatentStore, group: ArrayGroup, path: str, shard: int, op
         )
 
 
-def _first_item_is_right(store: LatentStore, group: ArrayGroup, path: str, shard: int, opened: ShardFile) -> bool:
+def _first_item_is_right(store: Any, group: ArrayGroup, path: str, shard: int, opened: ShardFile) -> bool:
     """Whether the first stored record or caption of a shard has its checksum, over all arrays of the group."""
     tokens, index = (None, store.index(group.bucket)) if group.bucket else (store.text(group.name), None)
 

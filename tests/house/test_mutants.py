@@ -10,7 +10,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,10 @@ from leandit.datasets.revisions.writer import StoreWriter
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
 from leandit.precompute.encoders import forwards
-from leandit.precompute.planning import compare, opening
+from leandit.precompute.planning import compare, opening, planner
 from leandit.precompute.sharing import leases
+from leandit.precompute.sources.files.record import SourceRecord
+from leandit.precompute.sources.listing.listing import record_batches, spool
 
 Change = Callable[[], None] | None
 REVISION = "revisions/000001"
@@ -317,14 +319,13 @@ def reject_is_not_counted() -> None:
 
 def rejected_record_is_left_out() -> None:
     """As most tools do: what cannot be encoded is simply not there."""
-    rewrite(
-        compare,
-        "all_fresh",
-        (
-            "[], records,",
-            "[], spool(record_batches(r for r in records if not r.key.endswith('2.png')), lambda _: None),",
-        ),
-    )
+    patch_fresh(lambda records: [one for one in records if not one.key.endswith("2.png")])
+
+
+def patch_fresh(change: Callable[[Sequence[SourceRecord]], Sequence[SourceRecord]]) -> None:
+    """Plan other records than those that are listed."""
+    fresh = compare.all_fresh
+    planner.all_fresh = lambda records: fresh(spool(record_batches(change(records)), lambda _: None))
 
 
 def noise_is_keyed_by_process() -> None:
@@ -333,15 +334,7 @@ def noise_is_keyed_by_process() -> None:
 
 
 def rows_are_in_an_order_of_the_process() -> None:
-    rewrite(
-        compare,
-        "all_fresh",
-        (
-            "[], records,",
-            "[], spool(record_batches(__import__('random').Random(__import__('os').getpid())"
-            ".sample(list(records), len(records))), lambda _: None),",
-        ),
-    )
+    patch_fresh(lambda records: random.Random(os.getpid()).sample(records, len(records)))
 
 
 def lease_stands_for_a_commit() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 import tracemalloc
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from leandit.datasets.errors import RecipeError
 from leandit.datasets.order import shuffle
 from leandit.datasets.order.batch_plan import MAX_NUMBER, BatchPlan, PlannedBatch, changed_fields
 from leandit.datasets.order.shuffle import ShardWindow
+from leandit.datasets.order.slices import rank_slice
 
 NAMES = ["48x80", "64x64", "80x48", "96x32"]
 seeds = st.integers(0, 2**64 - 1)
@@ -38,6 +40,12 @@ def plans(draw: st.DrawFn, leftovers: tuple[str, ...] = ("short", "carry", "drop
 
 def epoch_of(plan: BatchPlan, epoch: int) -> list[PlannedBatch]:
     return plan.batches(plan.batches_before(epoch), plan.num_batches(epoch))
+
+
+def num_left_over(plan: BatchPlan, epoch: int) -> int:
+    """Records that have not been read when an epoch ends."""
+    epochs = {"short": 0, "drop": 1, "carry": epoch + 1}[plan.leftovers]
+    return sum(count * epochs % plan.batch_sizes[bucket] for bucket, count in plan.buckets.items())
 
 
 def values(batches: list[PlannedBatch]) -> list[tuple[str, list[int], list[int]]]:
@@ -70,6 +78,7 @@ def test_short_gives_every_record_exactly_once_per_epoch(plan: BatchPlan, epoch:
         sizes = sorted(len(batch.positions) for batch in batches if batch.bucket == bucket)
         full, rest = divmod(count, plan.batch_sizes[bucket])
         assert sizes == ([rest] if rest else []) + [plan.batch_sizes[bucket]] * full
+    assert num_left_over(plan, epoch) == 0
 
 
 @given(plans(("drop",)), st.integers(0, 10**6))
@@ -79,8 +88,28 @@ def test_drop_gives_every_record_at_most_once_per_epoch_and_counts_the_others(pl
     assert set(seen.values()) == {1}
     assert all(len(batch.positions) == plan.batch_sizes[batch.bucket] for batch in batches)
     missing = Counter(bucket for bucket, _, _ in records_of(plan, epoch) - set(seen))
+    assert missing.total() == num_left_over(plan, epoch)
     assert all(count < plan.batch_sizes[bucket] for bucket, count in missing.items())
     assert plan.never_read == {b: n for b, n in plan.buckets.items() if n and b not in {x.bucket for x in batches}}
+
+
+@given(plans(("carry",)), st.integers(1, 5))
+def test_carry_gives_every_record_once_per_epoch_up_to_the_open_tail(plan: BatchPlan, epochs: int) -> None:
+    batches = plan.batches(0, plan.batches_before(epochs))
+    seen = seen_in(batches)
+    wanted = set().union(*(records_of(plan, epoch) for epoch in range(epochs)))
+    assert set(seen.values()) <= {1}
+    assert all(len(batch.positions) == plan.batch_sizes[batch.bucket] for batch in batches)
+    # What is missing of a bucket is less than a batch, and comes together, in one of its next batches.
+    missing = wanted - set(seen)
+    assert set(seen) <= wanted
+    assert len(missing) == num_left_over(plan, epochs - 1)
+    for bucket, size in plan.batch_sizes.items():
+        tail = {record for record in missing if record[0] == bucket}
+        assert len(tail) < size
+        count = plan.buckets[bucket]
+        ahead = plan.batches_before(epochs + -(-size // count)) - len(batches) if tail else 0
+        assert not tail or any(tail <= set(seen_in([batch])) for batch in plan.batches(len(batches), ahead))
 
 
 @given(plans(), st.integers(0, 300))
@@ -108,6 +137,20 @@ def test_numbers_count_through_the_epochs(plan: BatchPlan, epochs: int) -> None:
         assert values([plan.batch_at(number)]) == values([epoch_of(plan, places[number][0])[places[number][1]]])
 
 
+def test_batches_of_many_buckets_that_are_complete_in_the_same_late_epoch_are_found() -> None:
+    plan = BatchPlan({"a": 1, "b": 1, "c": 1}, 12, 0, leftovers="carry")
+    assert [plan.place_of(number) for number in range(7)] == [
+        (11, 0),
+        (11, 1),
+        (11, 2),
+        (23, 0),
+        (23, 1),
+        (23, 2),
+        (35, 0),
+    ]
+    assert [plan.num_batches(epoch) for epoch in (0, 10, 11, 12)] == [0, 0, 3, 0]
+
+
 @given(plans(), st.integers(0, MAX_NUMBER - 1))
 def test_a_number_far_away_has_its_place(plan: BatchPlan, number: int) -> None:
     epoch, index = plan.place_of(number)
@@ -124,7 +167,59 @@ def test_batches_in_one_go_are_those_one_by_one_in_any_order(plan: BatchPlan, fi
     assert values(together) == values(alone[::-1]) == values(again.batches(first, count))
 
 
+# Ranks and resuming.
+
+
+def run(plan: BatchPlan, state: str, steps: int, world_size: int) -> tuple[list[list[Any]], str]:
+    """What all ranks read of some steps, put together again, from a state and to the next, as a loader does it."""
+    said = json.loads(state)
+    assert changed_fields(said["order"], plan.identity()) == []
+    read = []
+    for batch in plan.batches(said["number"], steps):
+        cuts = [rank_slice(len(batch.positions), rank, world_size) for rank in range(world_size)]
+        read.append(
+            (batch.bucket, *(np.concatenate([x[c] for c in cuts]).tolist() for x in (batch.positions, batch.epochs)))
+        )
+    return read, json.dumps(said | {"number": said["number"] + steps})
+
+
+worlds = st.integers(1, 8)
+
+
+@given(plans(), st.tuples(worlds, worlds, worlds), st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)))
+def test_a_run_resumed_twice_at_other_world_sizes_reads_what_one_rank_reads_in_one_go(
+    plan: BatchPlan, world_sizes: tuple[int, int, int], steps: tuple[int, int, int]
+) -> None:
+    begin = json.dumps({"number": 0, "order": plan.identity()})
+    whole, end = run(plan, begin, sum(steps), 1)
+    read, state = list[list[Any]](), begin
+    for world_size, count in zip(world_sizes, steps, strict=True):
+        fresh = BatchPlan(dict(plan.buckets), plan.global_batch, plan.seed, plan.leftovers, plan.window)
+        part, state = run(fresh, state, count, world_size)
+        read += part
+    assert (read, state) == (whole, end)
+
+
 # Windows.
+
+
+@st.composite
+def windowed(draw: st.DrawFn, leftovers: tuple[str, ...]) -> BatchPlan:
+    """Plans with a window of K >= 2 blocks, and batches of at most K - 1."""
+    shards, rows = draw(st.integers(2, 4)), draw(st.integers(2, 8))
+    buckets = {name: draw(st.integers(1, 150)) for name in NAMES[: draw(st.integers(1, 3))]}
+    size, mode = draw(st.integers(1, (shards - 1) * rows)), draw(st.sampled_from(leftovers))
+    assume(mode != "drop" or max(buckets.values()) >= size)
+    return BatchPlan(buckets, size, draw(seeds), leftovers=mode, window=ShardWindow(shards, rows))  # type: ignore[arg-type]
+
+
+@given(windowed(("short", "carry", "drop")))
+def test_a_batch_reads_the_blocks_of_one_window_or_of_two_at_a_seam(plan: BatchPlan) -> None:
+    assert plan.window is not None
+    most = (3 if plan.leftovers == "carry" else 2) * plan.window.shards  # "carry" has the seam of epochs, too
+    batches = plan.batches(0, plan.batches_before(2))
+    blocks = [set((b.positions // plan.window.rows).tolist()) for b in batches]
+    assert max(map(len, blocks), default=0) <= most
 
 
 @pytest.mark.parametrize("leftovers", ["short", "carry", "drop"])
@@ -144,7 +239,33 @@ def test_a_window_is_read_to_its_end_before_others_begin(leftovers: Any) -> None
     assert max(kept) <= 3 * 3 * 4  # of 253 blocks, at most three windows of each bucket at any time
 
 
+def test_a_window_of_all_shards_is_a_whole_shuffle() -> None:
+    positions = BatchPlan({"a": 1000}, 1000, seed=0, window=ShardWindow(10, 100)).batch_at(0).positions
+    assert len(set((positions[:100] // 100).tolist())) == 10
+
+
+def test_rows_of_a_block_can_differ_from_bucket_to_bucket() -> None:
+    plan = BatchPlan({"a": 64, "b": 64}, 8, seed=0, window=ShardWindow(1, {"a": 8, "b": 16}))
+    found = [
+        (batch.bucket, set((batch.positions // {"a": 8, "b": 16}[batch.bucket]).tolist()))
+        for batch in plan.batches(0, 16)
+    ]
+    assert all(len(blocks) == 1 for _, blocks in found)
+    assert {(bucket, block) for bucket, blocks in found for block in blocks} == {
+        *(("a", block) for block in range(8)),
+        *(("b", block) for block in range(4)),
+    }
+
+
 # Mixing.
+
+
+@pytest.mark.parametrize("window", [None, ShardWindow(4, 20)])
+def test_buckets_are_mixed(window: ShardWindow | None) -> None:
+    names = [bucket for bucket, _ in order_of(BatchPlan({"a": 400, "b": 400}, 4, seed=0, window=window))]
+    changes = sum(first != second for first, second in pairwise(names))
+    assert 70 < changes < 130  # of 199; in turn it would be 199, one after the other 1
+    assert 30 < names[:100].count("a") < 70
 
 
 @pytest.mark.parametrize("window", [None, ShardWindow(4, 8)])
@@ -157,10 +278,15 @@ def test_each_epoch_and_each_seed_has_its_own_order(window: ShardWindow | None) 
     assert len(set(batches)) == len(batches)
 
 
+def test_two_buckets_of_a_size_are_shuffled_differently() -> None:
+    order = order_of(BatchPlan({"a": 64, "b": 64}, 64, seed=0))
+    assert order[0][1] != order[1][1]
+
+
 def test_what_is_left_over_is_another_in_each_epoch() -> None:
     plan = BatchPlan({"a": 103}, 10, seed=0, leftovers="drop")
     left = [frozenset(range(103)) - {p for _, ps in order_of(plan, epoch) for p in ps} for epoch in range(50)]
-    assert all(len(records) == 3 for records in left)
+    assert all(len(records) == num_left_over(plan, 0) == 3 for records in left)
     assert len(set(left)) == 50
     assert len(frozenset().union(*left)) > 60  # of 103, were 150 drawn: 79
 
@@ -177,6 +303,15 @@ def test_batch_mates_meet_again_as_rarely_as_by_chance(leftovers: Any) -> None:
     again = mates & (batch_of[1][:, None] == batch_of[1][None, :])
     share = (again.sum() - count) / (mates.sum() - count)
     assert 0.9 * size / count < share < 1.1 * size / count  # 258048 pairs, of which 1.56 %: a standard deviation is 2 %
+
+
+def test_every_record_comes_evenly_at_every_place_of_an_epoch() -> None:
+    plan, epochs = BatchPlan({"a": 12}, 3, seed=9), 1200
+    counts = np.zeros((12, 12), np.int64)
+    for epoch in range(epochs):
+        counts[np.arange(12), np.concatenate([batch.positions for batch in plan.batches(4 * epoch, 4)])] += 1
+    assert abs(counts - epochs / 12).max() < 50  # 5 standard deviations
+    assert ((counts - epochs / 12) ** 2).sum() / (epochs / 12) < 190  # chi squared of 121 degrees, 4.4 deviations
 
 
 # The order must not change.
@@ -247,6 +382,16 @@ def test_the_order_of_every_mode_is_the_one_of_its_first_release(settings: dict[
 # Any size.
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("leftovers", ["short", "carry"])
+@pytest.mark.parametrize("window", [None, ShardWindow(1, 1), ShardWindow(2, 2)])
+def test_the_smallest_buckets(count: int, leftovers: Any, window: ShardWindow | None) -> None:
+    for size in (1, 2, 3, 7):
+        plan = BatchPlan({"a": count}, size, seed=0, leftovers=leftovers, window=window)
+        seen = seen_in(plan.batches(0, plan.batches_before(size)))  # after so many epochs nothing is left over
+        assert seen == Counter(record for epoch in range(size) for record in records_of(plan, epoch))
+
+
 def _cost(plan: BatchPlan, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Passes through the network, and peak bytes, of a few batches here and there."""
     passes, network = [0], shuffle._network
@@ -282,33 +427,27 @@ def test_a_plan_of_a_billion_records_costs_what_one_of_ten_thousand_costs(
     assert large_peak < max(2 * small_peak, 300_000)  # a batch is 2 KB; the permutation of N would be 8 GB
 
 
+def test_a_plan_of_a_trillion_records_answers_at_once() -> None:
+    plan = BatchPlan({"a": 10**12, "b": 17}, 256, seed=0)
+    start = time.perf_counter()
+    batches = [
+        plan.batch_at(plan.batches_before(epoch) + index)
+        for epoch in (0, 1000)
+        for index in (0, plan.num_batches(0) - 1)
+    ]
+    assert time.perf_counter() - start < 1  # it takes a millisecond; anything of size N takes hours
+    assert plan.num_batches(0) == -(-(10**12) // 256) + 1
+    assert all(len(np.unique(batch.positions)) == len(batch.positions) for batch in batches)
+    assert all(batch.positions.max() < 10**12 for batch in batches)
+
+
 # What is refused, and what is said.
 
 
-@pytest.mark.parametrize(
-    ("plan", "number"),
-    [(BatchPlan({"a": 7}, 2, 0), -1), (BatchPlan({"a": 7}, 2, 0), MAX_NUMBER), (BatchPlan({"a": 0}, 2, 0), 0)],
-)
-def test_a_batch_that_cannot_be_is_refused(plan: BatchPlan, number: int) -> None:
-    with pytest.raises(IndexError, match=str(number)):
-        plan.batch_at(number)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"global_batch": 0}, "'a': a batch size: 0.*at least 1"),
-        ({"global_batch": {"b": 2}}, "'a': no batch size.*There are: b"),
-        ({"leftovers": "keep"}, "'keep'.*short, carry, drop"),
-        ({"leftovers": "drop"}, "drop.*no bucket"),
-        ({"window": ShardWindow(0, 3)}, "shards of a window: 0"),
-        ({"window": ShardWindow(2, 0)}, "'a': rows of a block: 0"),
-        ({"window": ShardWindow(2, {})}, "'a': no rows"),
-    ],
-)
-def test_a_plan_that_cannot_be_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
-        BatchPlan({"a": 7}, **({"global_batch": 8, "seed": 0} | settings))
+def test_with_carry_the_number_of_batches_has_no_one_answer() -> None:
+    plan = BatchPlan({"a": 5}, 2, 0, leftovers="carry")
+    assert [plan.num_batches(epoch) for epoch in range(4)] == [2, 3, 2, 3]
+    assert [num_left_over(plan, epoch) for epoch in range(4)] == [1, 0, 1, 0]
 
 
 def test_an_identity_survives_json_and_names_each_field_that_changed() -> None:

@@ -47,7 +47,29 @@ orders = st.recursive(
     max_leaves=5,
 )
 
-GOLDEN = "00 01 20 10 02 03 21 11 04 12 22 05 13 14 06 23 07 15 08 09"  # part and number of each batch
+GOLDEN = [
+    (0, 0),
+    (0, 1),
+    (2, 0),
+    (1, 0),
+    (0, 2),
+    (0, 3),
+    (2, 1),
+    (1, 1),
+    (0, 4),
+    (1, 2),
+    (2, 2),
+    (0, 5),
+    (1, 3),
+    (1, 4),
+    (0, 6),
+    (2, 3),
+    (0, 7),
+    (1, 5),
+    (0, 8),
+    (0, 9),
+]
+
 
 # Mixtures.
 
@@ -64,6 +86,15 @@ def test_shares_are_exact_in_every_period(weights: list[int], seed: int, period:
     for part, weight in enumerate(mixture.weights):  # and go on where the period before stopped
         ordinals = [ordinal for which, ordinal in parts if which == part]
         assert ordinals == list(range(period * weight, (period + 1) * weight))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), seeds, st.integers(1, 200))
+def test_every_part_gives_its_own_batches_in_order_without_gaps(weights: list[int], seed: int, count: int) -> None:
+    mixture = Mixture([(A, weight) for weight in weights], seed)
+    parts = [mixture.part_of(number) for number in range(count)]
+    for part in range(len(weights)):
+        ordinals = [ordinal for which, ordinal in parts if which == part]
+        assert ordinals == list(range(len(ordinals)))
 
 
 def test_a_batch_of_a_mixture_is_that_of_its_part() -> None:
@@ -92,10 +123,18 @@ def test_weights_become_whole_numbers_exactly(weights: tuple[Any, ...], whole: t
     assert mixture.period == sum(whole)
 
 
+def test_parts_are_shuffled_within_a_period_and_differently_in_each() -> None:
+    mixture = Mixture([(A, 5), (B, 4)], seed=0)
+    periods = [tuple(mixture.part_of(9 * period + i)[0] for i in range(9)) for period in range(400)]
+    assert len(set(periods[:60])) > 35  # of 126 ways; by chance 48
+    firsts = sum(period[0] for period in periods)
+    assert 130 < firsts < 226  # by chance 178, with a standard deviation of 10
+
+
 def test_a_mixture_for_a_fixed_seed_is_the_one_of_its_first_release() -> None:
     # If this changes, a run resumed after an update reads some batches twice and others never: an ORDER break.
     mixture = Mixture([(A, 0.5), (B, 0.3), (C, 0.2)], seed=20)
-    assert " ".join(f"{part}{number}" for part, number in map(mixture.part_of, range(20))) == GOLDEN
+    assert [mixture.part_of(number) for number in range(20)] == GOLDEN
 
 
 @pytest.mark.parametrize(
@@ -164,6 +203,12 @@ def test_any_order_is_pure_and_its_batches_in_one_go_are_those_one_by_one(
         assert batch.positions.max() < order.plans[batch.plan].buckets[batch.bucket]
 
 
+@given(orders)
+def test_an_identity_survives_json(order: BatchOrder) -> None:
+    said = json.loads(json.dumps(order.identity()))
+    assert changed_fields(said, order.identity()) == []
+
+
 def test_each_plan_beneath_an_order_is_read_from_its_start_without_gaps() -> None:
     order = Stages([(A, 10), (Mixture([(B, 2), (Stages([(C, 5), (A, None)]), 1)], seed=1), None)])
     assert order.plans == (A, B, C, A)
@@ -187,6 +232,11 @@ def test_a_change_anywhere_beneath_is_named() -> None:
         (order(0.5, records=21), ["stages[1].order.parts[0].order.buckets.64x64.records: was 20, is now 21"]),
     ]:
         assert changed_fields(was, changed.identity()) == said
+
+
+def test_another_kind_of_order_is_named() -> None:
+    found = changed_fields(A.identity(), Mixture([(A, 1)], 0).identity())
+    assert "kind: was 'plan', is now 'mixture'" in found
 
 
 @pytest.mark.parametrize("order", [Mixture([(A, 1)], 0), Stages([(A, None)])])

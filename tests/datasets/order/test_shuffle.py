@@ -44,6 +44,28 @@ def test_permute_is_a_permutation(size: int, key: int) -> None:
     assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
 
 
+@pytest.mark.parametrize("size", [2**16 - 1, 2**16, 2**16 + 1, 3 * 10**5])
+def test_permute_is_a_permutation_around_powers_of_two(size: int) -> None:
+    assert np.array_equal(np.sort(permute(np.arange(size), size, 5)), np.arange(size))
+
+
+@given(st.integers(1, 10**12), seeds, st.data())
+def test_permute_of_some_indices_is_part_of_the_whole(size: int, key: int, data: st.DataObject) -> None:
+    indices = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True)))
+    found = permute(indices, size, key)
+    assert len(set(found.tolist())) == len(indices)
+    assert 0 <= found.min() <= found.max() < size
+    assert [int(permute(np.array([i]), size, key)[0]) for i in indices] == found.tolist()
+
+
+@given(st.integers(1, 10**12), seeds, st.data())
+def test_unpermute_undoes_permute_for_few_indices_and_for_many(size: int, key: int, data: st.DataObject) -> None:
+    for count in (5, 60):
+        indices = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=count, max_size=count)))
+        assert permute(permute(indices, size, key), size, key, inverse=True).tolist() == indices.tolist()
+        assert permute(permute(indices, size, key, inverse=True), size, key).tolist() == indices.tolist()
+
+
 @given(st.lists(st.tuples(st.integers(1, 10**9), seeds), min_size=1, max_size=5), st.integers(0, 200), seeds)
 def test_several_permutations_at_once_are_each_as_alone(permutations: list, count: int, seed: int) -> None:
     sizes, keys = [size for size, _ in permutations], [key for _, key in permutations]
@@ -95,6 +117,25 @@ def test_a_shuffle_in_windows_is_a_permutation_that_stays_in_a_windows_blocks(
     assert not begun
 
 
+@given(st.integers(1, 10**12), st.integers(1, 10**5), st.integers(1, 1000), seeds, st.data())
+def test_a_shuffle_in_windows_of_some_places_is_part_of_the_whole(
+    size: int, rows: int, shards: int, seed: int, data: st.DataObject
+) -> None:
+    places = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True)))
+    found = in_windows(places, size, rows, shards, seed)
+    assert len(set(found.tolist())) == len(places)
+    assert 0 <= found.min() <= found.max() < size
+    assert [
+        int(in_windows(places[i : i + 1], size, rows, shards, seed)[0]) for i in range(len(places))
+    ] == found.tolist()
+
+
+def test_a_short_last_block_comes_anywhere() -> None:
+    firsts = [int(np.argmax(in_windows(np.arange(19), 19, 2, 2, seed) == 18)) for seed in range(300)]
+    counts = np.bincount([first // 4 for first in firsts], minlength=5)
+    assert counts.min() > 20  # of 60 a window
+
+
 def test_permute_spreads_every_index_evenly() -> None:
     places = np.array([permute(np.arange(10), 10, keyed_hash(key)) for key in range(2000)])
     counts = np.array([np.bincount(places[:, i], minlength=10) for i in range(10)])
@@ -105,6 +146,16 @@ def _choose(choices: int, *, seed: int, epoch: int, count: int, purpose: int = 2
     return keyed_choice(np.full(count, choices), seed=seed, epoch=epoch, records=np.arange(count), purpose=purpose)
 
 
+@given(st.lists(st.integers(1, 2**31), min_size=1, max_size=50), seeds, st.integers(0, 10**6))
+def test_a_keyed_choice_is_in_range_and_depends_on_its_record_alone(choices: list[int], seed: int, epoch: int) -> None:
+    counts, records = np.array(choices), np.arange(len(choices)) * 10**9
+    found = keyed_choice(counts, seed=seed, epoch=epoch, records=records, purpose=2)
+    assert found.min() >= 0
+    assert (found < counts).all()
+    last = keyed_choice(counts[-1:], seed=seed, epoch=epoch, records=records[-1:], purpose=2)
+    assert last[0] == found[-1]
+
+
 @pytest.mark.parametrize("choices", [1, 2, 5, 7])
 def test_a_keyed_choice_is_even_over_records_and_over_epochs(choices: int) -> None:
     over_records = _choose(choices, seed=3, epoch=0, count=20_000)
@@ -112,6 +163,20 @@ def test_a_keyed_choice_is_even_over_records_and_over_epochs(choices: int) -> No
     for found in (over_records, over_epochs):
         expected = len(found) / choices
         assert abs(np.bincount(found, minlength=choices) - expected).max() < 5 * expected**0.5
+
+
+def test_choices_of_another_seed_epoch_or_purpose_are_independent() -> None:
+    base = _choose(2, seed=0, epoch=0, count=4000)
+    others = [
+        _choose(2, seed=1, epoch=0, count=4000),
+        _choose(2, seed=0, epoch=1, count=4000),
+        _choose(2, seed=0, epoch=0, count=4000, purpose=3),
+    ]
+    assert all(0.45 < (base == other).mean() < 0.55 for other in others)
+
+
+def test_a_keyed_hash_depends_on_the_order_of_its_arguments() -> None:
+    assert len({keyed_hash(*values) for values in [(1, 2, 3), (3, 2, 1), (1, 2), (2, 1), (1,), (1, 2, 0)]}) == 6
 
 
 def test_a_keyed_choice_for_records_of_several_epochs_is_that_of_each_epoch() -> None:

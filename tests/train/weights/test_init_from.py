@@ -64,7 +64,7 @@ def test_each_official_file_gives_its_weights_to_the_bit(
     model = build_model(SPEC, seed=9)
     weights, _ = initial_weights(str(tmp_path / name), model, SPEC)
     assert weights.keys() == model.state_dict().keys()
-    assert all(torch.equal(weights[f"net.{key}"], tensor) for key, tensor in official.items())
+    assert all(torch.equal(weights[key], tensor) for key, tensor in official.items())
     model.load_state_dict(weights)
     x, t, given = torch.randn(2, 4, 8, 8), torch.tensor([3.0, 900.0]), Conditioning(labels=torch.tensor([0, 3]))
     assert torch.equal(model.eval()(x, t, given), shaken(SPEC)(x, t, given))
@@ -87,8 +87,8 @@ def test_the_position_table_of_another_base_size_is_computed(official: dict[str,
     with torch.device("meta"):
         model = build_model(larger, seed=0)
     weights, _ = initial_weights(str(tmp_path / "a.pt"), model, larger)
-    assert torch.equal(weights["net.pos_embed"][0], position_table(8, 8, 32, 8))
-    assert torch.equal(weights["net.blocks.0.attn.qkv.weight"], official["blocks.0.attn.qkv.weight"])
+    assert torch.equal(weights["pos_embed"][0], position_table(8, 8, 32, 8))
+    assert torch.equal(weights["blocks.0.attn.qkv.weight"], official["blocks.0.attn.qkv.weight"])
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_a_run_begins_with_the_averages_of_another_run_at_any_resolution(
         weights, _ = initial_weights(str(source), model, larger)
         assert weights.keys() == model.state_dict().keys()
         for key, tensor in averages.items():
-            assert torch.equal(weights[key], tensor) == (key != "net.pos_embed"), key
+            assert torch.equal(weights[key], tensor) == (key != "pos_embed"), key
     second = go("second", f"model.init_from={first}", "optimizer.lr=1e-7", "optimizer.lr_base_batch=2")
     learned = load_file(second / "checkpoint-1/model.safetensors")
     assert 0 < max(float((learned[key] - tensor).abs().max()) for key, tensor in averages.items()) < 1e-5
