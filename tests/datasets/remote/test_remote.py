@@ -750,7 +750,7 @@ def test_processes_that_share_a_narrow_folder_read_right_bytes(origin: str, tmp_
             path = rng.choice(PATHS)
             mapped = folder.open(path, lambda file: np.memmap(file, np.uint8, mode="r"))
             assert mapped.tobytes() == CONTENT[path]
-            most = max(most, bytes_in(local))
+            most = max(most, min(bytes_in(local), bytes_in(local)))  # a look may count a file before and after a rename
         return [most, folder.num_fetched]
 
     children: list[Child] = [start(lambda seed=seed: work(seed)) for seed in range(3)]

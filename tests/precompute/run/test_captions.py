@@ -89,7 +89,7 @@ def test_zarr_opens_every_caption_array(grown: tuple[Any, Path, str]) -> None:
         parts.append(np.asarray(scales[:]))
     for i, row in enumerate(store.captions.to_pylist()):
         start, stop = row["start"], row["start"] + row["num_tokens"]
-        for ours, part in zip(store.tokens.stored(i).parts, parts, strict=True):
+        for ours, part in zip(store.tokens.stored_rows(i), parts, strict=True):
             np.testing.assert_array_equal(ours, part[start:stop])
     gaps = np.ones(len(parts[0]), bool)
     for start, length in zip(store.tokens.starts, store.tokens.lengths, strict=True):

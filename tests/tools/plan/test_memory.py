@@ -98,7 +98,7 @@ def traced(*overrides: str, name: str = "demo", device_type: str = "cuda", strat
     [
         pytest.param(Case("dit-s-2-256", 128, 4, 1, ("run.seed=0",)), marks=pytest.mark.slow),
         Case("dit-s-2-256", 128, 8, 1, ("run.activation_checkpointing=true",)),
-        Case("demo", 128, 4, 2, (ADAMW, "run.activation_checkpointing=true")),
+        pytest.param(Case("demo", 128, 4, 2, (ADAMW, "run.activation_checkpointing=true")), marks=pytest.mark.slow),
         pytest.param(Case("demo", 128, 2, 1, (ADAMW, "objective.kind=ddpm")), marks=pytest.mark.slow),
         pytest.param(Case("dit-s-2-256", 128, 2, 1, ("optimizer.name=adamw8bit",)), marks=pytest.mark.slow),
         Case("demo", 128, 4, 1, (ADAMW, "lora.rank=4")),
@@ -112,7 +112,13 @@ def test_the_peak_is_the_one_of_real_steps(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "microbatches"),
-    [("fsdp", 1), ("ddp", 2), *(pytest.param(f"zero-{n}", 1, marks=pytest.mark.slow) for n in (1, 2, 3))],
+    [
+        ("fsdp", 1),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("ddp", 2), ("zero-1", 1), ("zero-2", 1), ("zero-3", 1))
+        ),
+    ],
 )
 def test_the_peak_of_one_of_several_ranks_is_the_one_of_real_steps(
     strategy: str, microbatches: int, tmp_path: Path
@@ -184,6 +190,7 @@ def test_what_waits_on_the_host_is_what_a_real_step_sends_there(monkeypatch: pyt
     assert sum(sent) > 0
 
 
+@pytest.mark.slow
 def test_fp8_is_planned_as_the_bf16_that_it_keeps() -> None:
     plain, eight = (traced("run.precision=bf16", f"run.fp8={fp8}").whole for fp8 in ("none", "rowwise"))
     assert (eight.base == plain.base).all()
@@ -229,6 +236,7 @@ def test_a_trace_that_fails_says_so() -> None:
         check_line("64x64", memory, round(1.02 * memory.total(5)))
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_is_asked_for_and_reads_the_buckets_of_a_ds_config(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
 
@@ -298,6 +306,7 @@ def test_the_gpu_of_a_size_is_the_fastest_that_is_sold_with_it(gib: float, name:
     assert (found.name if found else None) == name
 
 
+@pytest.mark.slow
 def test_a_gpu_without_the_precision_has_dashes_and_cannot_be_planned_for() -> None:
     it = work("run.precision=bf16")
     result = plan(it, gpu="H200", num_gpus=2, images=0, run=None)

@@ -265,7 +265,7 @@ def test_the_matrices_of_the_models_are_those_of_attention_and_mlp() -> None:
     spec = ModelSpec(name="DiT-S/4", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
     model = build_model(spec, seed=0)
     matrices = hidden_matrices(model)
-    names = {name.split(".", 3)[3] for name, p in model.named_parameters() if id(p) in matrices}
+    names = {name.split(".", 2)[2] for name, p in model.named_parameters() if id(p) in matrices}
     assert names == {"attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight"}
     assert len(matrices) == 4 * 12
 
