@@ -51,7 +51,9 @@ def _first_item_is_right(store: Any, group: ArrayGroup, path: str, shard: int, o
         return tokens.pooled_rows if array.endswith(f"/{POOLED}") else tokens.starts
 
     rows = store.layout(path).rows_of(shard)
-    items = range(*np.searchsorted(first_rows(path), [rows.start, rows.stop]).tolist())
+    firsts = first_rows(path)
+    bounds = np.minimum([rows.start, rows.stop], np.iinfo(firsts.dtype).max).astype(firsts.dtype)  # not a copy of all
+    items = range(*np.searchsorted(firsts, bounds).tolist())
     if index is not None:
         checksums = store.checksums_of(group.name)[index.records[items.start : items.stop]]
     else:
