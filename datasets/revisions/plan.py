@@ -223,8 +223,18 @@ def read_plan(root: Path, revision: int) -> FrozenPlan:
 
     Raises: StoreIncomplete: it has none; DamageError: a file of it is damaged.
     """
+    is_sealed = revision in sealed_revisions(root)
+    try:
+        return _read_plan(root, revision, is_sealed)
+    except (DamageError, StoreIncomplete):
+        if is_sealed or revision not in sealed_revisions(root):
+            raise
+        return _read_plan(root, revision, True)  # another process has just sealed it, and removed what was read
+
+
+def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
     prefix = revision_prefix(revision)
-    if revision in sealed_revisions(root):
+    if is_sealed:
         remedy = "Run 'leandit verify --repair'."
         content, local = read_manifest(root, revision), read_local(root, revision)
         if local is None:

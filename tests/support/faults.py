@@ -8,7 +8,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,10 +212,10 @@ def content(store: LatentStore) -> dict[str, Any]:
 def read_all(root: Path) -> dict[str, Any]:
     """Read a store as training does, and as tools do: all records, the null caption, a loader over an epoch."""
     store = LatentStore(root)
-    batches = [
-        tuple(part.numpy().tobytes() for part in (batch.latents, batch.labels, batch.captions, batch.caption_lengths))
-        for batch in make_loader(store, global_batch=4, seed=1)
-    ]
+    loader = make_loader(store, global_batch=4, seed=1)
+    with closing(loader.dataset):  # no thread reads on in what is cut next
+        read = [(batch.latents, batch.labels, batch.captions, batch.caption_lengths) for batch in loader]
+    batches = [tuple(part.numpy().tobytes() for part in parts) for parts in read]
     null = store.null_caption.tobytes() if store.spec.text else b""
     return {"content": content(store), "null": null, "batches": batches, "buckets": store.buckets}
 

@@ -17,6 +17,7 @@ from leandit.datasets.disk.hashing import canonical_json, read_json
 from leandit.datasets.errors import DamageError
 from leandit.datasets.format.schema import CommitRecord, Manifest, Reject
 from leandit.datasets.format.table_schemas import REJECTED, ROW_RESULTS, STORED
+from leandit.datasets.revisions import plan as plan_module
 from leandit.datasets.revisions.catalog import file_entry
 from leandit.datasets.revisions.commits import read_commit
 from leandit.datasets.revisions.plan import read_plan
@@ -112,6 +113,27 @@ def test_a_shard_whose_commit_record_does_not_fit_is_encoded_again(
     assert read_commit(store, plan, "buckets/32x32", 1, check_bytes=True) is None
     assert run(source, store) == sealed
     assert without_local(store) == whole
+
+
+@pytest.mark.parametrize("seen", ["plan.json", "records.parquet"])
+def test_a_plan_that_another_process_seals_while_it_is_read(
+    seen: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    without_seal(lambda: run(source, store))
+    shutil.copytree(store, tmp_path / "sealed")
+    run(source, tmp_path / "sealed")
+    name = "_read_plan_file" if seen == "plan.json" else "map_plan_table"
+    read = getattr(plan_module, name)
+
+    def read_late(*args: Any) -> Any:
+        monkeypatch.setattr(plan_module, name, read)
+        shutil.rmtree(store)
+        shutil.copytree(tmp_path / "sealed", store)
+        return read(*args)
+
+    monkeypatch.setattr(plan_module, name, read_late)
+    assert read_plan(store, 1).records.num_rows == 4
 
 
 def test_nothing_of_the_work_is_left_behind_the_seal(source: Path, tmp_path: Path) -> None:
