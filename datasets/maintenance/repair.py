@@ -1,7 +1,7 @@
 """Repair without encoding: of each small file that is written twice, the intact copy replaces the damaged one.
 
 ``zarr.json`` files follow from the manifest. What a revision that was given up left behind is removed. Shards are
-encoded again by ``precompute/repair.py``.
+encoded again by ``precompute/remake.py``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from ...datasets.errors import FingerprintMismatch, RecipeError, RecordRejected, SourceError
 from ...datasets.format.layout import COMMITS, Task, revision_prefix
@@ -23,7 +23,7 @@ from ..planning.opening import check_disk, newest_plan
 from ..run.clock import Progress
 from ..run.rejects import RejectLimits, limits_of
 from ..run.shards import Shard
-from ..run.tasks import FallbacksOf, OnBatch, ShardRunner, filled, no_batch
+from ..run.tasks import ShardRunner, Wanted
 from ..sharing.leases import seal_alone
 from .describe import describe_import, differing_settings
 from .formats.class_files import FastDit, Mar
@@ -67,44 +67,37 @@ class Importer(ShardRunner):
 
     Args:
       null: file of the null caption, or "zeros".
-      fingerprint, listing: of the store that is repaired.
+      listing: of the source, to repair a store.
     """
 
     reader: Reader
     null: str | None = None
-    fingerprint: str = ""
     listing: str = ""
 
-    def shards(
-        self,
-        plan: FrozenPlan,
-        tasks: Iterable[Task],
-        *,
-        limits: RejectLimits | None = None,
-        on_batch: OnBatch = no_batch,
-        **_: Any,
-    ) -> Iterator[Shard]:
-        """Read shards of a plan, in the given order."""
+    @property
+    def num_at_once(self) -> int:
+        """Records that are read concurrently."""
+        return num_threads()
+
+    def empty_shards(self, plan: FrozenPlan, tasks: Iterable[Task], remade: Wanted | None = None) -> Iterator[Shard]:
+        """Shards of features to be read."""
         origins = caption_origins(plan)
+        for name, number in tasks:
+            part = plan.layout.parts[name]
+            if part.captions:
+                yield CaptionShard(plan, part, number, self.reader, origins, self.null)
+            else:
+                yield LatentShard(plan, part, number, self.reader)
 
-        def empty_shards() -> Iterator[Shard]:
-            for name, number in tasks:
-                part = plan.layout.parts[name]
-                if part.captions:
-                    yield CaptionShard(plan, part, number, self.reader, origins, self.null)
-                else:
-                    yield LatentShard(plan, part, number, self.reader)
+    def remake(self, plan: FrozenPlan, tasks: Iterable[Task], wanted: Wanted | None = None) -> Iterator[Shard]:
+        """Read shards of a sealed revision again, except the null caption, which is not among the features.
 
-        yield from filled(empty_shards(), self.clock, num_at_once=num_threads(), limits=limits, on_batch=on_batch)
-
-    def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[Shard]:
-        """Read shards of a plan again, to repair them, except the null caption, which is not among the features.
-
-        Raises: SourceError: the plan is of other features.
+        Raises: SourceError: the revision is of other features.
         """
         if plan.listing != self.listing and not plan.copies:
             raise SourceError(f"source '{self.reader.root}': not what the store was imported from. Check --source.")
-        yield from self.shards(plan, [task for task in tasks if not plan.layout.parts[task[0]].is_null])
+        readable = [task for task in tasks if not plan.layout.parts[task[0]].is_null]
+        yield from self.filled(self.empty_shards(plan, readable))
 
 
 def load_importer(spec: StoreSpec, source: Path) -> Importer:
@@ -112,7 +105,7 @@ def load_importer(spec: StoreSpec, source: Path) -> Importer:
     settings = dict(spec.recipe["import"])
     kind = str(settings.pop("kind"))
     reader = open_reader(kind, source, parse_recipe("import", ImportRecipe, settings))
-    return Importer(reader=reader, fingerprint=spec.fingerprint, listing=listing_hash(list(reader.entries())))
+    return Importer(reader=reader, listing=listing_hash(list(reader.entries())))
 
 
 def open_reader(kind: str, root: Path, recipe: ImportRecipe) -> Reader:

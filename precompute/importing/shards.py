@@ -25,6 +25,7 @@ BATCH = 64  # records read ahead together
 class ImportShard(Shard):
     """A shard whose items are read one by one."""
 
+    stage = "encode"
     num_items: int
 
     def batches(self) -> list[range]:

@@ -8,7 +8,6 @@ its dtype cannot hold. Shift and scale do cancel, so mean and deviation of the m
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -125,7 +124,7 @@ def _round_trip(
     try:
         columns, views = [latent_column(encoder, spec)], {OWN: [image.pixels[None]]}
         encoded = encode_batch(views, columns, max_rows=1)
-        stored = stored_row(encoded, 0, views, position, columns, threading.Lock())
+        stored = stored_row(encoded, 0, views, position, columns)
         if isinstance(stored, RecordRejected):
             return None
         latent = model_latent(stored.rows[0][0], spec)

@@ -25,6 +25,8 @@ FLOAT32 = "float32"
 SIZE = "batch:"
 OWN = LATENTS  # the record's own image
 
+_turn = threading.Lock()  # held while a model runs, in the thread that encodes or in the one that stores
+
 Outputs = list[np.ndarray]
 """(B, ...) float32 outputs of a model, or (B, H, W) uint8 of a mask."""
 
@@ -138,8 +140,9 @@ def encode_batch(views: Views, columns: Sequence[Column], *, max_rows: int) -> E
     """Run the models of columns on a batch, with forwards of at most ``max_rows``, halved while out of memory."""
     num_rows = len(next(iter(views.values()))[0])
     size = min(max_rows, num_rows)
-    while (outputs := _in_forwards(size, views, columns)) is None:
-        size = -(-size // 2)
+    with _turn:
+        while (outputs := _in_forwards(size, views, columns)) is None:
+            size = -(-size // 2)
     return EncodedBatch(outputs, size)
 
 
@@ -169,13 +172,12 @@ class StoredRow:
 
 
 def stored_row(
-    encoded: EncodedBatch, i: int, views: Views, record: int, columns: Sequence[Column], turn: threading.Lock
+    encoded: EncodedBatch, i: int, views: Views, record: int, columns: Sequence[Column]
 ) -> StoredRow | RecordRejected:
     """Narrow one row of a batch; if it is not finite, encode it again in float32 first.
 
     Args:
       record: position in the records table.
-      turn: held while a model runs.
     """
     keys, all_rows, qualities, is_exact = np.array([record]), [], [], False
     for column, of_views in zip(columns, encoded.outputs, strict=True):
@@ -186,7 +188,7 @@ def stored_row(
             narrowed = column.narrow(outputs, keys)
             if not _is_finite(narrowed):
                 is_exact = True
-                with turn:
+                with _turn:
                     outputs = encode_if_it_fits(column.encode_exactly, pixels[i : i + 1])
                 if outputs is None:
                     return _too_large(pixels)

@@ -3,73 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
 
 from ...datasets.disk.spill import TakenColumn
 from ...datasets.errors import RecordRejected
+from ...datasets.format.buckets import bucket_size
 from ...datasets.format.layout import Part
 from ...datasets.format.row_layout import LATENTS, MASK
 from ...datasets.format.schema import ImageSpec
-from ...datasets.format.table_schemas import PLACES
+from ...datasets.format.table_schemas import PLACES, place_columns
 from ...datasets.revisions.plan import FrozenPlan
 from ..images.decoders import Decoded, Decoders
-from ..sources.source import OpenedSource
+from ..sources.files.record import SourceRecord
+from ..sources.source import OpenedSource, Source
 from .clock import StageClock
 
 Place = tuple[str, int, int]
 """Path, offset and number of bytes of an image."""
-
-
-@dataclass(frozen=True)
-class PlannedRow:
-    """The images of a record in the plan.
-
-    Args:
-      place, size: of its own image; size is height and width in pixels.
-      companions: places of the companions that are encoded with it, by name.
-      checksum: of the file of its own image if its latents are already stored, else None.
-    """
-
-    place: Place
-    size: tuple[int, int]
-    companions: Mapping[str, Place]
-    checksum: int | None = None
-
-
-class PlannedRows:
-    """Keys, places and sizes of the images of a part, by row.
-
-    ``positions`` is (N,) in the records table, -1 for a row that no record has; ``companions`` names those of the part.
-    """
-
-    def __init__(self, plan: FrozenPlan, part: Part) -> None:
-        self.positions = plan.positions_of(part)
-        self.companions = [one.name for one in plan.spec.pictures if one.name in part.groups]
-        known = np.maximum(self.positions, 0)
-
-        def columns(*names: str, suffix: str = "") -> list[TakenColumn]:
-            return [TakenColumn(plan.records[f"{name}{suffix}"], known) for name in names]
-
-        (self.keys,), self._place = columns("key"), columns(*PLACES[:3])
-        self._size, checksums = columns("height_px", "width_px"), columns("source_checksum")
-        self._companion_places = {name: columns(*PLACES[:3], suffix=f"_{name}") for name in self.companions}
-        self._checksums = checksums if LATENTS not in part.groups else []
-
-    def __getitem__(self, row: int) -> PlannedRow:
-        return PlannedRow(
-            _at(self._place, row),
-            _at(self._size, row),
-            {name: _at(columns, row) for name, columns in self._companion_places.items()},
-            *_at(self._checksums, row),
-        )
-
-
-def _at(columns: Sequence[TakenColumn], row: int) -> Any:
-    return tuple(column[row] for column in columns)
 
 
 @dataclass(frozen=True)
@@ -91,7 +45,7 @@ class ImageReader:
         """Decode one image; rejects are returned.
 
         Args:
-          how: ``beside`` and ``mask_px`` of a companion, as for ``Decoders.picture``.
+          how: ``beside`` and ``mask_px`` of a companion, as for ``pixels.decode_image``.
         """
         start = time.perf_counter()
         try:
@@ -116,25 +70,74 @@ class ImageReader:
         detail = f"the image has {decoded.height_px}x{decoded.width_px} px, planned were {planned} px"
         return RecordRejected("decode", "wrong_size", detail)
 
-    def decode_row(
-        self, planned: PlannedRow, bucket: tuple[int, int], kinds: Mapping[str, str], downscale: int
-    ) -> Decoded | RecordRejected:
-        """Decode a record's own image and its companions.
 
-        Args:
-          kinds: of companions, by name.
-          downscale: pixels of a latent's side, for masks.
-        """
-        decoded = self.decode_planned(planned.place, planned.size, bucket)
+class PartImages:
+    """The images of a part, by row: of each record its own, and the companions that are encoded with it.
+
+    Attributes:
+      positions: (N,) in the records table, -1 for a row that no record has.
+      keys: of the records.
+      fallbacks: how a row was encoded, if not as planned; only a sealed revision knows.
+      companions: names of the companions of the part.
+    """
+
+    def __init__(self, plan: FrozenPlan, part: Part, reader: ImageReader) -> None:
+        self.spec, self.part, self.reader = plan.spec, part, reader
+        self.positions = plan.positions_of(part)
+        self.companions = {one.name: one.kind for one in plan.spec.pictures if one.name in part.groups}
+        known = self.positions.clip(0)
+
+        def columns(*names: str, suffix: str = "") -> list[TakenColumn]:
+            return [TakenColumn(plan.records[f"{name}{suffix}"], known) for name in names]
+
+        self.keys, self.fallbacks = columns("key", "fallback")
+        self._place, self._size = columns(*PLACES[:3]), columns("height_px", "width_px")
+        self._companion_places = {name: columns(*PLACES[:3], suffix=f"_{name}") for name in self.companions}
+        # Of an image whose latents are already stored.
+        self._checksum = [] if LATENTS in part.groups else columns("source_checksum")
+
+    def decode(self, row: int) -> Decoded | RecordRejected | None:
+        """Decode a record's own image and its companions; None for a row that no record has."""
+        if self.positions[row] < 0:
+            return None
+        bucket, size = bucket_size(self.part.bucket), _at(self._size, row)
+        decoded = self.reader.decode_planned(_at(self._place, row), size, bucket)
         if isinstance(decoded, RecordRejected):
             return decoded
-        if planned.checksum is not None and decoded.source_checksum != planned.checksum:
+        if any(checksum != decoded.source_checksum for checksum in _at(self._checksum, row)):
             return RecordRejected("decode", "source_changed", "its latents are of another image")
         companions = {}
-        for name, place in planned.companions.items():
-            mask_px = downscale if kinds[name] == MASK else 0
-            image = self.decode(place, bucket, companion=name, beside=planned.size, mask_px=mask_px)
+        for name, columns in self._companion_places.items():
+            place, mask_px = _at(columns, row), self.spec.latent.downscale if self.companions[name] == MASK else 0
+            image = self.reader.decode(place, bucket, companion=name, beside=size, mask_px=mask_px)
             if isinstance(image, RecordRejected):
                 return RecordRejected(image.stage, image.reason, f"companion '{name}', '{place[0]}': {image.detail}")
             companions[name] = image
         return replace(decoded, companions=companions) if companions else decoded
+
+
+def _at(columns: Sequence[TakenColumn], row: int) -> Any:
+    return tuple(column[row] for column in columns)
+
+
+def with_places(plan: FrozenPlan, source: Source) -> FrozenPlan:
+    """The plan with the present places of its images in the source."""
+    now: dict[str, SourceRecord] = {}
+    for record in source.records:
+        if not record.problem:
+            now.setdefault(record.key, record)
+    columns = {name: plan.records[name] for name in plan.records.column_names}
+    keys, order = columns["key"].to_pylist(), list(source.companions)
+
+    def update(names: Sequence[str], companion: int | None) -> None:
+        planned = zip(*(columns[name].to_pylist() for name in names), strict=True)
+        places = [
+            place if key not in now else now[key].place if companion is None else now[key].companions[companion]
+            for key, place in zip(keys, planned, strict=True)
+        ]
+        columns.update(zip(names, zip(*places, strict=True), strict=True))
+
+    update(PLACES, None)
+    for image, names in zip(plan.spec.pictures, place_columns(plan.spec), strict=True):
+        update(names, order.index(image.name))
+    return replace(plan, records=pa.table(columns, schema=plan.records.schema), recorded_hash=plan.recorded_hash)

@@ -13,7 +13,7 @@ from ...datasets.format.layout import Task, is_picture_task
 from ...datasets.revisions.writer import StoreWriter
 from .clock import REJECTED, Progress
 from .rejects import RejectLimits, planned_rejects
-from .shards import Shard
+from .shards import Outcomes, Shard
 
 CAPTIONS, PICTURES = "captions", "pictures"  # stages, by what they count
 LOOK_SHARE = 0.05  # of the time at most, for reading what others have committed
@@ -34,11 +34,17 @@ class RunProgress:
         self._pending: dict[Task, Counter[str]] = {}  # rejects of the shards of this process, by reason
         self._planned, self._next_look, self._shown = planned_rejects(writer.plan), 0.0, Counter[str]()
 
-    def add(self, shard: Shard, count: int) -> None:
+    def add(self, shard: Shard, count: int, outcomes: Outcomes) -> None:
         """This process has encoded some more items of a shard, which is not committed yet.
 
-        Raises: SourceError: all processes together have rejected too many records.
+        Args:
+          outcomes: of records or captions.
+        Raises: SourceError: it has rejected too many in a row, or all processes together too many records.
         """
+        if outcomes:
+            in_order = [(i, key, reject) for i, (key, reject) in enumerate(outcomes) if reject]
+            self._limits.count(len(outcomes), in_order, share=False)
+            self._limits.check()
         self._encoded[shard.task] += count
         if rejects := list(shard.rejects):
             layout = self._writer.plan.layout

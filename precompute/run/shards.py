@@ -6,17 +6,14 @@ decoded leaves its row empty, so the other rows keep their bits.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...datasets.errors import EncoderError, RecordRejected
-from ...datasets.format.buckets import bucket_size
 from ...datasets.format.layout import Part, Task
 from ...datasets.format.schema import Fallback, Reject, TextSpec
 from ...datasets.format.table_schemas import REJECTED, STORED
@@ -29,7 +26,7 @@ from ..encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from ..encoders.text.tokenizer import of_table
 from ..images.decoders import Decoded
 from .columns import Column, EncodedBatch, Quality, Views, encode_batch, forward_rows_of, stored_row, worst
-from .inputs import ImageReader, PlannedRows
+from .inputs import PartImages
 
 Outcomes = list[tuple[str, RecordRejected | None]]
 
@@ -41,9 +38,11 @@ class Shard:
       arrays: by path, (n, ...) rows of this shard.
       results: (items, groups) of ROW_RESULTS.
       model: the caption encoder that must be in memory; None for images.
+      stage: of the clock, to which ``encode`` counts.
     """
 
     model: CaptionEncoder | None = None
+    stage: str
 
     def __init__(self, part: Part, number: int, num_items: int) -> None:
         self.part, self.number = part, number
@@ -135,48 +134,33 @@ class ImageBatch(NamedTuple):
     views: Views | None
 
 
-@dataclass(frozen=True)
-class ImageSettings:
-    """What all shards of images of a plan share.
-
-    Args:
-      columns: of each group.
-      black: returns zeroed pixels.
-      turn: held while a model runs.
-    """
-
-    plan: FrozenPlan
-    columns: dict[str, Column]
-    reader: ImageReader
-    black: Callable[[tuple[int, ...]], np.ndarray]
-    turn: threading.Lock
-
-
 class ImageShard(Shard):
     """One shard of the groups of a bucket that are encoded together.
 
     Args:
-      rows: of the part.
-      fallbacks: if it is made again, the rows that were not encoded as planned.
+      columns: of each group.
+      black: returns zeroed pixels of a shape.
+      again: it was made before, and each row is encoded as it was then.
       wanted: rows whose batches alone are encoded; None for all.
     """
 
+    stage = "encode"
+
     def __init__(
         self,
-        settings: ImageSettings,
-        part: Part,
+        images: PartImages,
         number: int,
-        rows: PlannedRows,
+        columns: Mapping[str, Column],
+        black: Callable[[tuple[int, ...]], np.ndarray],
         *,
-        fallbacks: Sequence[Fallback] = (),
+        again: bool = False,
         wanted: Set[int] | None = None,
     ) -> None:
-        self._rows = part.arrays[0].rows_of(number)
-        super().__init__(part, number, len(self._rows))
-        self._settings, self._planned, self._wanted = settings, rows, wanted
-        self._columns = [settings.columns[group] for group in part.groups]
-        self._max_rows = self._batch_size = settings.plan.spec.latent.batch_size
-        self._known = {fallback.row: fallback.how for fallback in fallbacks}
+        self._rows = images.part.arrays[0].rows_of(number)
+        super().__init__(images.part, number, len(self._rows))
+        self._images, self._black, self._again, self._wanted = images, black, again, wanted
+        self._columns = [columns[group] for group in images.part.groups]
+        self._max_rows = self._batch_size = images.spec.latent.batch_size
 
     def batches(self) -> list[range]:
         """Rows of each batch."""
@@ -186,14 +170,8 @@ class ImageShard(Shard):
 
     def load(self, batch: range, pools: Pools) -> Future[ImageBatch]:
         """Decode the images of some rows."""
-        spec, bucket = self._settings.plan.spec, bucket_size(self.part.bucket)
-        kinds = {one.name: one.kind for one in spec.pictures}
-
-        def decode(row: int) -> Decoded | RecordRejected:
-            return self._settings.reader.decode_row(self._planned[row], bucket, kinds, spec.latent.downscale)
-
-        futures = [pools.decode.submit(decode, row) if self._planned.positions[row] >= 0 else None for row in batch]
-        return pools.stack.submit(lambda: self._stacked([future and future.result() for future in futures]))
+        futures = [pools.decode.submit(self._images.decode, row) for row in batch]
+        return pools.stack.submit(lambda: self._stacked([future.result() for future in futures]))
 
     def _stacked(self, images: list[Decoded | RecordRejected | None]) -> ImageBatch:
         decoded = {i: image for i, image in enumerate(images) if isinstance(image, Decoded)}
@@ -202,19 +180,21 @@ class ImageShard(Shard):
         views = {}
         for name in sorted({column.image for column in self._columns}):
             of_rows = {i: image.companions[name] if name else image for i, image in decoded.items()}
-            pixels = self._settings.black((len(images), *next(iter(of_rows.values())).pixels.shape))
+            pixels = self._black((len(images), *next(iter(of_rows.values())).pixels.shape))
             for i, image in of_rows.items():
                 pixels[i] = image.pixels
-            views[name] = [pixels, pixels[:, :, ::-1]][: 2 if self._settings.plan.spec.latent.flip else 1]
+            views[name] = [pixels, pixels[:, :, ::-1]][: 2 if self._images.spec.latent.flip else 1]
         return ImageBatch(images, views)
 
     def encode(self, batch: range, inputs: ImageBatch) -> EncodedBatch | None:
         """Run the models; a size of forwards that did not fit is not tried again in this shard."""
         if inputs.views is None:
             return None
-        allowed = min(forward_rows_of(self._known.get(row), self._max_rows) for row in batch)
-        with self._settings.turn, self._settings.reader.clock.measure("encode"):
-            encoded = encode_batch(inputs.views, self._columns, max_rows=allowed)
+        allowed = self._max_rows
+        if self._again:
+            known = [i for i in batch if self._images.positions[i] >= 0]
+            allowed = min(forward_rows_of(self._images.fallbacks[i], allowed) for i in known)
+        encoded = encode_batch(inputs.views, self._columns, max_rows=allowed)
         if encoded.forward_rows < min(allowed, len(batch)):
             self._max_rows = encoded.forward_rows
         return encoded
@@ -225,20 +205,20 @@ class ImageShard(Shard):
         for i, (row, image) in enumerate(zip(batch, inputs.images, strict=True)):
             if image is None:
                 continue
-            item, position = row - self._rows.start, int(self._planned.positions[row])
+            item, position = row - self._rows.start, int(self._images.positions[row])
             if isinstance(image, Decoded):
                 assert outputs is not None
                 assert inputs.views is not None
-                result = stored_row(outputs, i, inputs.views, position, self._columns, self._settings.turn)
+                result = stored_row(outputs, i, inputs.views, position, self._columns)
             else:
                 result = image
             if isinstance(result, RecordRejected):
-                self.reject(item, row, self._planned.keys[row], result)
-                outcomes.append((self._planned.keys[row], result))
+                self.reject(item, row, self._images.keys[row], result)
+                outcomes.append((self._images.keys[row], result))
                 continue
             assert isinstance(image, Decoded)
             for number, (group, layouts) in enumerate(self.part.groups.items()):
-                file = image.companions[group] if group in self._planned.companions else image
+                file = image.companions[group] if group in self._images.companions else image
                 self.store(
                     *(item, layouts, [row] * len(layouts), [values[None] for values in result.rows[number]]),
                     group=number,
@@ -247,7 +227,7 @@ class ImageShard(Shard):
                 )
             if result.fallback:
                 self.fallbacks.append(Fallback(row=row, how=result.fallback))
-            outcomes.append((self._planned.keys[row], None))
+            outcomes.append((self._images.keys[row], None))
         return outcomes
 
 
@@ -257,6 +237,8 @@ class CaptionShard(Shard):
     Args:
       wanted: captions whose batches alone are encoded, counted from the first of the part; None for all.
     """
+
+    stage = "text"
 
     def __init__(
         self, plan: FrozenPlan, part: Part, number: int, encoder: CaptionEncoder, wanted: Set[int] | None = None

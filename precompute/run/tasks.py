@@ -1,4 +1,4 @@
-"""The runner: encodes the missing shards of a revision that no other process is encoding, until none is missing.
+"""The runner: fills the missing shards of a revision that no other process is filling, until none is missing.
 
 While a batch is in the encoder, the inputs of later ones are loaded and the rows of the one before are stored; finished
 shards are committed in a thread behind. Processes share only the leases and commit records in the store's folder, so
@@ -7,16 +7,15 @@ any of them may die at any time.
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...datasets.format.layout import Task, is_picture_task
-from ...datasets.format.schema import Fallback
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import StoreWriter
 from ..config import SourceSection
@@ -24,34 +23,26 @@ from ..encoders.loading import Encoders
 from ..encoders.text.encoder import CaptionEncoder, TokenCount
 from ..images.decoders import Decoders
 from ..sharing.leases import Leases
-from ..sources.source import OpenedSource
+from ..sources.source import OpenedSource, Source
 from .clock import Progress, StageClock
 from .columns import image_columns
-from .inputs import ImageReader, PlannedRows
+from .inputs import ImageReader, PartImages, with_places
 from .progress import RunProgress
-from .rejects import RejectLimits, limits_of
-from .shards import CaptionShard, ImageSettings, ImageShard, Outcomes, Pools, Shard
+from .rejects import limits_of
+from .shards import CaptionShard, ImageShard, Outcomes, Pools, Shard
 
 BATCHES_AHEAD = 3  # loaded batches that wait for the encoder
 BATCHES_BEHIND = 1  # encoded batches that wait to be stored
 FETCHES = 64  # in flight, of images that this process reads for the decoders, as from a URL
 WRITES_BEHIND = 2  # shards that wait for the disk
 
-FallbacksOf = Callable[[str, int], Sequence[Fallback]]
-WantedOf = Callable[[Task], Set[int] | None]
-
-
-OnBatch = Callable[[Shard, int], None]
-"""Called with each finished batch: its shard, and its number of items."""
-
-
-def no_batch(shard: Shard, count: int) -> None:
-    """An ``OnBatch`` that ignores them."""
+Wanted = Mapping[Task, Set[int]]
+"""By task, the rows or captions whose batches alone are encoded; of other tasks all are."""
 
 
 @dataclass(kw_only=True)
 class ShardRunner(ABC):
-    """Fills the missing shards of a revision until all are committed.
+    """Fills shards.
 
     Attributes:
       clock: seconds of each stage.
@@ -61,47 +52,147 @@ class ShardRunner(ABC):
     clock: StageClock = field(default_factory=StageClock)
     num_encoded: int = 0
 
+    @property
+    @abstractmethod
+    def num_at_once(self) -> int:
+        """Inputs that are loaded concurrently."""
+
+    @abstractmethod
+    def empty_shards(self, plan: FrozenPlan, tasks: Iterable[Task], remade: Wanted | None = None) -> Iterator[Shard]:
+        """Shards to be filled, in the given order.
+
+        Args:
+          remade: they were made before, and each row is encoded as it was then; these rows' batches alone.
+        """
+
+    @abstractmethod
+    def remake(self, plan: FrozenPlan, tasks: Iterable[Task], wanted: Wanted | None = None) -> Iterator[Shard]:
+        """Fill shards of a sealed revision again.
+
+        Raises: SourceError: the revision is of another source.
+        """
+
     def run(self, writer: StoreWriter, missing: Sequence[Task], *, section: SourceSection, progress: Progress) -> None:
-        """Encode the missing shards of a revision until all are committed, here or by others.
+        """Fill the missing shards of a revision until all are committed, here or by others.
 
         Args:
           section: limits of rejects.
           progress: called with what is done of ``missing``, here and by others.
         Raises: SourceError: too many records are rejected.
         """
-        limits = limits_of(section, writer)
-        done = RunProgress(writer, missing, limits, progress)
+        done = RunProgress(writer, missing, limits_of(section, writer), progress)
         with Leases(writer) as leases:
             while missing:
-                with Commits(writer, leases, self.clock) as commits:
-                    for shard in self.shards(writer.plan, leases.take(list(missing)), limits=limits, on_batch=done.add):
-                        commits.add(shard)
-                self.num_encoded += commits.num_images
+                with closing(Lane("leandit-write")) as commits:
+                    shards = self.empty_shards(writer.plan, leases.take(list(missing)))
+                    for shard in self.filled(shards, on_batch=done.add):
+                        commits.submit(self._commit, writer, leases, shard)
+                        commits.wait(WRITES_BEHIND)
+                    commits.wait()
                 if missing := writer.missing_tasks(missing):
                     leases.wait()  # for other processes
                 done.look()
 
-    @abstractmethod
-    def shards(
-        self,
-        plan: FrozenPlan,
-        tasks: Iterable[Task],
-        *,
-        limits: RejectLimits | None = None,
-        on_batch: OnBatch = no_batch,
+    def _commit(self, writer: StoreWriter, leases: Leases, shard: Shard) -> None:
+        with self.clock.measure("write"):
+            self.num_encoded += commit_shard(writer, leases, shard)
+
+    def filled(
+        self, shards: Iterable[Shard], *, on_batch: Callable[[Shard, int, Outcomes], None] = lambda *_: None
     ) -> Iterator[Shard]:
-        """Fill shards in the given order.
+        """Load, encode and store the batches of shards, in order; yields each shard when it is full.
+
+        A text encoder is in memory only while its shards last.
 
         Args:
-          tasks: those of captions first.
-          limits: of rejects in a row.
-        Raises: SourceError: too many records in a row are rejected.
+          shards: those of captions first.
+          on_batch: called with each stored batch: its shard, its number of items, and what became of them.
         """
+        ahead: deque[tuple[Shard, Any, bool, Future[Any]]] = deque()
+        model: CaptionEncoder | None = None
+        pools = Pools(
+            ThreadPoolExecutor(self.num_at_once, thread_name_prefix="leandit-load"),
+            ThreadPoolExecutor(1, thread_name_prefix="leandit-stack"),
+        )
+        storing = Lane("leandit-store")
+
+        def encode_next() -> None:
+            nonlocal model
+            shard, batch, is_last, inputs = ahead.popleft()
+            if model is not None and model is not shard.model:
+                model.release()  # two large encoders would not fit
+            model, loaded = shard.model, inputs.result()
+            with self.clock.measure(shard.stage):
+                outputs = shard.encode(batch, loaded)
+            storing.submit(lambda: (shard, len(batch), is_last, shard.put(batch, loaded, outputs)))
+
+        def stored(most_pending: int) -> Iterator[Shard]:
+            for shard, count, is_last, outcomes in storing.results(most_pending):
+                on_batch(shard, count, outcomes)
+                if is_last:
+                    yield shard
+
+        try:
+            for shard in shards:
+                batches = shard.batches()
+                for number, batch in enumerate(batches, 1):
+                    ahead.append((shard, batch, number == len(batches), shard.load(batch, pools)))
+                    if len(ahead) > BATCHES_AHEAD:
+                        encode_next()
+                        yield from stored(BATCHES_BEHIND)
+            while ahead:
+                encode_next()
+                yield from stored(BATCHES_BEHIND)
+            yield from stored(0)
+        finally:
+            for pool in pools:
+                pool.shutdown(wait=True, cancel_futures=True)
+            storing.close()
+            if model is not None:
+                model.release()
+
+
+def commit_shard(writer: StoreWriter, leases: Leases, shard: Shard) -> int:
+    """Commit a shard, unless another process has, and release its lease; the number of its images that are committed.
+
+    After a pause others may have taken the lease and committed; their bytes, perhaps of another device, stay.
+    """
+    is_new = not writer.is_committed(shard.task)
+    if is_new:
+        reasons = {"rejects": shard.rejects, "fallbacks": shard.fallbacks}
+        writer.commit(*shard.task, shard.arrays, shard.results, **reasons)
+    leases.release(shard.task)
+    return len(writer.plan.layout.counted_rows(*shard.task)) if is_new and is_picture_task(shard.task) else 0
+
+
+class Lane:
+    """A thread that works in order; results, and errors, come back in the same order."""
+
+    def __init__(self, name: str) -> None:
+        self._pool, self._pending = ThreadPoolExecutor(1, thread_name_prefix=name), deque[Future[Any]]()
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> None:
+        """Queue a call."""
+        self._pending.append(self._pool.submit(work, *arguments))
+
+    def results(self, most_pending: int = 0) -> Iterator[Any]:
+        """Results of the oldest calls, until at most some calls are pending."""
+        while len(self._pending) > most_pending:
+            yield self._pending.popleft().result()
+
+    def wait(self, most_pending: int = 0) -> None:
+        """As ``results``, which are dropped."""
+        for _ in self.results(most_pending):
+            pass
+
+    def close(self) -> None:
+        """Cancel what has not begun, and wait for the rest."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass
 class Runner(ShardRunner):
-    """What encodes: encoders, decoders and the source."""
+    """Encodes: encoders, decoders and the source."""
 
     encoders: Encoders
     decoders: Decoders
@@ -115,153 +206,31 @@ class Runner(ShardRunner):
         """Tokens that went through the text encoders since this was made."""
         return self._tokens() - self._before
 
-    def shards(
-        self,
-        plan: FrozenPlan,
-        tasks: Iterable[Task],
-        *,
-        limits: RejectLimits | None = None,
-        on_batch: OnBatch = no_batch,
-        fallbacks_of: FallbacksOf = lambda part, shard: (),
-        wanted_of: WantedOf = lambda task: None,
-    ) -> Iterator[Shard]:
-        """Encode shards in the given order; a text encoder is in memory only while its tasks last.
-
-        Args:
-          tasks: those of captions first.
-          limits: of rejects in a row.
-          fallbacks_of: of a part and shard that is made again, the rows that were not encoded as planned.
-          wanted_of: of a task, the rows or captions whose batches alone are encoded; None for all.
-        Raises: SourceError: too many records in a row are rejected.
-        """
-        reader = ImageReader(plan.spec.images, self.source, self.decoders, self.clock)
-        columns = image_columns(self.encoders, plan.spec.latent)
-        settings = ImageSettings(plan, columns, reader, self.encoders.image.black, threading.Lock())
-        rows_of: dict[str, PlannedRows] = {}
-
-        def empty_shards() -> Iterator[Shard]:
-            for task in tasks:
-                name, number = task
-                part = plan.layout.parts[name]
-                if part.captions:
-                    yield CaptionShard(plan, part, number, self.encoders.captions[part.captions.name], wanted_of(task))
-                    continue
-                if name not in rows_of:
-                    rows_of[name] = PlannedRows(plan, part)
-                fallbacks, wanted = fallbacks_of(*task), wanted_of(task)
-                yield ImageShard(settings, part, number, rows_of[name], fallbacks=fallbacks, wanted=wanted)
-
-        num_at_once = self.decoders.num_at_once if self.source.is_read_by_decoders else FETCHES
-        yield from filled(empty_shards(), self.clock, num_at_once=num_at_once, limits=limits, on_batch=on_batch)
-
     def _tokens(self) -> TokenCount:
         return sum((encoder.computed for encoder in self.encoders.captions.values()), TokenCount())
 
+    @property
+    def num_at_once(self) -> int:
+        """Images that are read and decoded concurrently."""
+        return self.decoders.num_at_once if self.source.is_read_by_decoders else FETCHES
 
-def filled(
-    shards: Iterable[Shard],
-    clock: StageClock,
-    *,
-    num_at_once: int,
-    limits: RejectLimits | None = None,
-    on_batch: OnBatch = no_batch,
-) -> Iterator[Shard]:
-    """Load, encode and store the batches of shards, in order; yields each shard when it is full.
+    def empty_shards(self, plan: FrozenPlan, tasks: Iterable[Task], remade: Wanted | None = None) -> Iterator[Shard]:
+        """Shards of images or captions to be encoded."""
+        reader = ImageReader(plan.spec.images, self.source, self.decoders, self.clock)
+        columns, images_of = image_columns(self.encoders, plan.spec.latent), dict[str, PartImages]()
+        for task in tasks:
+            (name, number), wanted = task, (remade or {}).get(task)
+            part = plan.layout.parts[name]
+            if part.captions:
+                yield CaptionShard(plan, part, number, self.encoders.captions[part.captions.name], wanted)
+                continue
+            if name not in images_of:
+                images_of[name] = PartImages(plan, part, reader)
+            how = {"again": remade is not None, "wanted": wanted}
+            yield ImageShard(images_of[name], number, columns, self.encoders.image.black, **how)
 
-    Args:
-      num_at_once: inputs that are loaded concurrently.
-      limits, on_batch: as for ``Runner.shards``.
-    """
-    ahead: deque[tuple[Shard, Any, bool, Future[Any]]] = deque()
-    behind: deque[tuple[Shard, Any, bool, Future[Outcomes]]] = deque()
-    model: CaptionEncoder | None = None
-    pools = Pools(
-        ThreadPoolExecutor(num_at_once, thread_name_prefix="leandit-load"),
-        ThreadPoolExecutor(1, thread_name_prefix="leandit-stack"),
-    )
-    storing = ThreadPoolExecutor(1, thread_name_prefix="leandit-store")
-
-    def encode_next() -> None:
-        nonlocal model
-        shard, batch, is_last, inputs = ahead.popleft()
-        if model is not None and model is not shard.model:
-            model.release()  # two large encoders would not fit
-        model, loaded = shard.model, inputs.result()
-        if shard.part.captions:
-            with clock.measure("text"):
-                outputs = shard.encode(batch, loaded)
-        else:
-            outputs = shard.encode(batch, loaded)
-        behind.append((shard, batch, is_last, storing.submit(shard.put, batch, loaded, outputs)))
-
-    def stored(most: int) -> Iterator[Shard]:
-        while len(behind) > most:
-            shard, batch, is_last, future = behind.popleft()
-            outcomes = future.result()
-            if limits and outcomes:
-                rejects = [(i, key, reject) for i, (key, reject) in enumerate(outcomes) if reject]
-                limits.count(len(outcomes), rejects, share=False)
-                limits.check()
-            on_batch(shard, len(batch))
-            if is_last:
-                yield shard
-
-    try:
-        for shard in shards:
-            batches = shard.batches()
-            for number, batch in enumerate(batches, 1):
-                ahead.append((shard, batch, number == len(batches), shard.load(batch, pools)))
-                if len(ahead) > BATCHES_AHEAD:
-                    encode_next()
-                    yield from stored(BATCHES_BEHIND)
-        while ahead:
-            encode_next()
-            yield from stored(BATCHES_BEHIND)
-        yield from stored(0)
-    finally:
-        for pool in (*pools, storing):
-            pool.shutdown(wait=True, cancel_futures=True)
-        if model is not None:
-            model.release()
-
-
-class Commits:
-    """Commits finished shards in a thread; an error there is raised at the next shard or at the end.
-
-    ``num_images`` counts the images of the shards that this process has committed.
-    """
-
-    def __init__(self, writer: StoreWriter, leases: Leases, clock: StageClock) -> None:
-        self._writer, self._leases, self._clock, self.num_images = writer, leases, clock, 0
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="leandit-write")
-        self._pending: deque[Future[None]] = deque()
-
-    def __enter__(self) -> Commits:
-        return self
-
-    def add(self, shard: Shard) -> None:
-        """Queue a shard; waits if too many are queued."""
-        self._pending.append(self._pool.submit(self._write, shard))
-        self._wait(WRITES_BEHIND)
-
-    def _wait(self, most: int) -> None:
-        while len(self._pending) > most:
-            self._pending.popleft().result()
-
-    def _write(self, shard: Shard) -> None:
-        with self._clock.measure("write"):
-            # After a pause others may have taken the lease and committed; their bytes, perhaps of another device, stay.
-            if not self._writer.is_committed(shard.task):
-                self._writer.commit(
-                    *shard.task, shard.arrays, shard.results, rejects=shard.rejects, fallbacks=shard.fallbacks
-                )
-                if is_picture_task(shard.task):
-                    self.num_images += len(self._writer.plan.layout.counted_rows(*shard.task))
-            self._leases.release(shard.task)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                self._wait(0)
-        finally:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+    def remake(self, plan: FrozenPlan, tasks: Iterable[Task], wanted: Wanted | None = None) -> Iterator[Shard]:
+        """Encode shards of a sealed revision again, from where their images are in the source now."""
+        assert isinstance(self.source, Source), "the source is listed"
+        plan = with_places(plan, self.source)
+        yield from self.filled(self.empty_shards(plan, sorted(tasks, key=is_picture_task), wanted or {}))

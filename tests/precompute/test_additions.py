@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import random
 import shutil
@@ -20,16 +19,15 @@ from faults import SHARD_ROWS, copy_of, encode, files_of, flip
 from harness import InProcessDecoders, Scenario, assert_true_so_far, assert_whole
 from making import CPU, lasting_digest, no_progress, store_digest, tree_digest
 
-from leandit.datasets.format.layout import revision_of
 from leandit.datasets.format.table_schemas import STORED
 from leandit.datasets.maintenance.findings import shard_place
 from leandit.datasets.maintenance.verify import Verification, verify_store
 from leandit.datasets.revisions.writer import StoreWriter, row_checksum
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
-from leandit.precompute.deep_check import DeepReport, deep_check
+from leandit.precompute.remake import DeepReport, deep_check
 from leandit.precompute.sharing import leases
-from leandit.tools.inspection.verify import check, loaded_tools
+from leandit.tools.inspection.verify import check, loaded_runner
 
 LONG = pytest.mark.slow
 START = int(os.environ.get("LEANDIT_SAMPLE", "0"))  # another number samples other operations
@@ -58,64 +56,6 @@ def some_of_each_kind(root: Path, count: int, rng: random.Random) -> list[str]:
     rng.shuffle(paths)
     firsts = list({kind_of(path): path for path in paths}.values())
     return firsts + rng.choices(paths, k=max(0, count - len(firsts)))
-
-
-def test_every_kind_of_file_is_there_to_be_damaged(everything: Everything) -> None:
-    kinds = {kind_of(path) for path in files_of(everything.grown)}
-    assert {
-        *("manifest", "local", "records.parquet", "captions.parquet", "sources.parquet", "twin/manifest", "zarr"),
-        *("captions/pair/pooled/c", "captions/llm/scales/c"),
-        *("captions/vector/null_pooled/c", "buckets/bucket/features/dino/patch_scales_flip/c"),
-        *("buckets/bucket/features/grid/patches/c", "buckets/bucket/features/token/cls_scales/zarr"),
-    } <= kinds
-    shards = [place for path in files_of(everything.grown) if (place := shard_place(path))]
-    assert max(shard for array, _, shard in shards if array == "captions/llm/embeddings") >= 1
-    assert max(shard for array, _, shard in shards if array == "captions/pair/pooled") >= 1
-
-
-def place_of(newest: LatentStore, path: str) -> tuple[int, str | None]:
-    """Revision that wrote a file, as far as it is known, and the bucket of a shard of pictures."""
-    place = shard_place(path)
-    if place is None:
-        return revision_of(path) or 1, None
-    layout = newest.layout(place[0])
-    row = place[2] * layout.shard_rows
-    return next(one.revision for one in layout.row_ranges if one.first <= row < one.end), place[1]
-
-
-def records_at(stores: dict[int, LatentStore], path: str, bit: int) -> list[str]:
-    """The stored record of a bit in a shard of pictures; all that were stored where the bit is in the index."""
-    array, bucket, shard = shard_place(path) or ("", None, 0)
-    layout = stores[max(stores)].layout(array)
-    rows = layout.rows_of(shard)
-    revision, _ = place_of(stores[max(stores)], path)
-    there = [
-        one for one in stores[revision].records.to_pylist() if (one["bucket"], one["status"]) == (bucket, "stored")
-    ]
-    if bit // 8 < len(rows) * layout.row_bytes:
-        rows = range(row := rows.start + bit // 8 // layout.row_bytes, row + 1)
-    return [record["key"] for record in there if record["row"] in rows]
-
-
-@pytest.mark.parametrize("flips", [pytest.param(60, id="60"), pytest.param(2000, id="2000", marks=LONG)])
-def test_every_flipped_bit_is_found_and_its_record_is_named(flips: int, everything: Everything, tmp_path: Path) -> None:
-    root, rng, named = copy_of(everything.grown, tmp_path / "store"), random.Random(START), collections.Counter()
-    stores = {n: LatentStore(everything.grown, revision=n) for n in (1, 2, 3, 4)}
-    for path in some_of_each_kind(root, flips, rng):
-        bit = rng.randrange(8 * os.path.getsize(root / path))
-        flip(root / path, bit)
-        found = verify_store(root).findings
-        flip(root / path, bit)
-        assert [(finding.path, finding.cause) for finding in found] == [(path, "content")], (path, bit)
-        array, bucket, _ = shard_place(path) or ("", None, 0)
-        assert (found[0].revision, found[0].bucket) == place_of(stores[4], path)
-        if bucket:
-            assert sorted(found[0].records) == sorted(records_at(stores, path, bit)), (path, bit)
-            named["pictures"] += bool(found[0].records)
-        elif array.startswith("captions/"):
-            named["captions"] += bool(found[0].records)
-    assert verify_store(root).findings == []
-    assert min(named["pictures"], named["captions"]) >= 5
 
 
 def mended(root: Path, source: Path, **how: bool) -> tuple[Verification, dict[str, Any]]:
@@ -172,8 +112,8 @@ def test_a_repair_of_many_files_at_once_brings_every_byte_back(everything: Every
 
 
 def deep(root: Path, source: Path, **options: int) -> DeepReport:
-    with loaded_tools(root, source, CPU, []) as tools:
-        return deep_check(root, tools, **{"num_records": 64, "seed": 0} | options)
+    with loaded_runner(root, source, CPU, []) as runner:
+        return deep_check(root, runner, **{"num_records": 64, "seed": 0} | options)
 
 
 @pytest.mark.parametrize("name", ["added", "grown"])
@@ -334,22 +274,3 @@ def test_an_addition_killed_at_any_time_ends_in_the_same_root_hash(
             assert LatentStore(store).root_hash == root_hash
         stores += 1
     print(f"{killed} kills over {stores} stores")
-
-
-@pytest.mark.parametrize("trials", [pytest.param(1, id="1 trial"), pytest.param(20, id="20 trials", marks=LONG)])
-def test_two_processes_add_what_one_adds(trials: int, addition: Scenario, everything: Everything) -> None:
-    made = twice = 0
-    for trial in range(trials):
-        with addition.store() as store:
-            begin = time.monotonic() + 0.3
-            outcomes = [child.wait() for child in [addition.start(store, begin=begin) for _ in range(2)]]
-            assert [outcome.code for outcome in outcomes] == [0, 0], [outcome.message for outcome in outcomes]
-            shares = [{tuple(task) for task in outcome.value["committed"]} for outcome in outcomes]
-            made += len(shares[0] | shares[1])
-            twice += len(shares[0] & shares[1])
-            assert all(shares), "one process made everything"
-            assert len({outcome.value["root_hash"] for outcome in outcomes}) == 1
-            assert_old_files_are_as_they_were(store, everything)
-            assert_whole(store, addition, f"trial {trial}")
-    print(f"{made} shards made by two, {twice} of them twice")
-    assert twice <= made // 4, f"{twice} of {made}"

@@ -45,13 +45,13 @@ from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.mixture import Mixture
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.deep_check import deep_check
 from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.images.pixels import decode_image
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.planning.compare import Options
-from leandit.precompute.repair import Tools, repair
+from leandit.precompute.remake import deep_check, repair
+from leandit.precompute.run.tasks import Runner
 from leandit.precompute.sharing.part import Part
 from leandit.precompute.sources.several import SourcePaths, list_sources
 from leandit.precompute.sources.source import list_source
@@ -461,16 +461,15 @@ def test_every_flipped_bit_is_found_and_mended(which: str, stores: Stores, sourc
     recipe = with_pictures()
     with Decoders(2) as decoders:
         listed = list_sources(source, recipe.source, recipe.companion_columns)
-        fingerprint, encoders = LatentStore(root).spec.fingerprint, load_encoders(recipe, CPU)
-        tools = Tools(listed, recipe, fingerprint, encoders, decoders)
-        assert deep_check(root, tools, num_records=COUNT, seed=0).findings == []
+        runner = Runner(load_encoders(recipe, CPU), decoders, listed)
+        assert deep_check(root, runner, num_records=COUNT, seed=0).findings == []
         for path in rng.sample(shards, 6):
             data = bytearray(files[path])
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
             (root / path).write_bytes(data)
         tables = sorted(path for path in files if path.endswith("records.parquet"))
         (root / rng.choice(tables)).unlink()
-        left = repair(root, tools, repair_without_encoding(root, verify_store(root)), lambda *_: None)
+        left = repair(root, runner, repair_without_encoding(root, verify_store(root)), lambda *_: None)
     assert left.findings == []
     assert tree_digest(root) == files
 
@@ -480,8 +479,8 @@ def test_a_deep_check_tells_of_a_companion_that_is_another_now(folder: Path, who
     recipe = with_pictures()
     with Decoders(2) as decoders:
         listed = list_sources(folder, recipe.source, recipe.companion_columns)
-        tools = Tools(listed, recipe, LatentStore(whole).spec.fingerprint, load_encoders(recipe, CPU), decoders)
-        report = deep_check(whole, tools, num_records=COUNT, seed=0)
+        runner = Runner(load_encoders(recipe, CPU), decoders, listed)
+        report = deep_check(whole, runner, num_records=COUNT, seed=0)
     assert [(one.cause, one.records) for one in report.findings] == [("source_changed", ["images/3.png"])]
 
 

@@ -41,10 +41,10 @@ from leandit.datasets.revisions.catalog import sealed_revisions
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter, row_checksum
 from leandit.datasets.store import LatentStore
-from leandit.precompute import repair as repair_module
-from leandit.precompute.deep_check import deep_check
+from leandit.precompute.remake import deep_check
+from leandit.precompute.run.tasks import Runner
 from leandit.tools.cli.main import main
-from leandit.tools.inspection.verify import check, loaded_tools
+from leandit.tools.inspection.verify import check, loaded_runner
 
 FIRST = "revisions/000001/"
 
@@ -100,13 +100,13 @@ def mended(root: Path, source: Path | None, *overrides: str, deep: bool = False)
 def tasks_encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Spies on the shards that a repair encodes."""
     seen: list[tuple[str, int]] = []
-    real = repair_module.Tools.make
+    real = Runner.remake
 
-    def spy(self: repair_module.Tools, plan: Any, tasks: Any, *more: Any) -> Any:
+    def spy(self: Runner, plan: Any, tasks: Any, *more: Any) -> Any:
         seen.extend(tasks)
         return real(self, plan, tasks, *more)
 
-    monkeypatch.setattr(repair_module.Tools, "make", spy)
+    monkeypatch.setattr(Runner, "remake", spy)
     return seen
 
 
@@ -342,8 +342,8 @@ def test_a_seal_that_is_pending_is_made_by_a_repair(plain: tuple[Pictures, Path]
 
 
 def deep(root: Path, source: Path, **options: Any) -> Any:
-    with loaded_tools(root, source, torch.device("cpu"), []) as tools:
-        return deep_check(root, tools, **{"num_records": 64, "seed": 0} | options)
+    with loaded_runner(root, source, torch.device("cpu"), []) as runner:
+        return deep_check(root, runner, **{"num_records": 64, "seed": 0} | options)
 
 
 @pytest.mark.parametrize("name", ["plain", "grown", "flipped"])

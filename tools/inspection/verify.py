@@ -20,7 +20,7 @@ from ...precompute.run.clock import Progress
 from ..terminal.text import printable
 
 if TYPE_CHECKING:
-    from ...precompute.repair import Tools
+    from ...precompute.run.tasks import Runner, ShardRunner
     from ...precompute.sources.several import SourcePaths
 
 DEEP_RECORDS = 64
@@ -61,32 +61,32 @@ def check(
         done["before"] = len(verification.findings)
         verification = repair_without_encoding(store, verification)
         if verification.damaged and source:
-            from ...precompute.repair import repair as encode_damaged
+            from ...precompute.remake import repair as encode_damaged
 
-            with _repair_tools(store, source, device, overrides) as tools:
-                verification = encode_damaged(store, tools, verification, progress)
+            with _repairer(store, source, device, overrides) as runner:
+                verification = encode_damaged(store, runner, verification, progress)
     if deep and source:
         done["deep"] = None  # a damaged or incomplete store is not encoded again
         if not verification.damaged and verification.revisions:
-            from ...precompute.deep_check import deep_check
+            from ...precompute.remake import deep_check
 
-            with loaded_tools(store, source, device(), overrides) as tools:
-                sample = deep_check(store, tools, num_records=DEEP_RECORDS, seed=0)
+            with loaded_runner(store, source, device(), overrides) as runner:
+                sample = deep_check(store, runner, num_records=DEEP_RECORDS, seed=0)
             verification.findings += sample.findings
             done["deep"] = asdict(sample) | {"findings": len(sample.findings)}
     return verification, done
 
 
 @contextmanager
-def _repair_tools(store: Path, source: SourcePaths, device: Any, overrides: list[str]) -> Iterator[Any]:
+def _repairer(store: Path, source: SourcePaths, device: Any, overrides: list[str]) -> Iterator[ShardRunner]:
     """What makes damaged shards again: encoders, or the importer of an imported store.
 
     Raises: RecipeError: an imported store has one source.
     """
     spec = _newest_spec(store)
     if not spec.is_imported:
-        with loaded_tools(store, source, device(), overrides) as tools:
-            yield tools
+        with loaded_runner(store, source, device(), overrides) as runner:
+            yield runner
         return
     from ...precompute.importing.pipeline import load_importer
     from ...precompute.sources.several import paths_of
@@ -113,7 +113,7 @@ def check_url(url: str, *, quick: bool, deep: bool, repair: bool) -> tuple[Verif
 
 
 @contextmanager
-def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[str]) -> Iterator[Tools]:
+def loaded_runner(store: Path, source: SourcePaths, device: Any, overrides: list[str]) -> Iterator[Runner]:
     """Source and encoders of a store, from its recipe.
 
     Raises: FingerprintMismatch: other encoders made the newest revision.
@@ -127,7 +127,7 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
     from ...precompute.images.decoders import Decoders
     from ...precompute.planning.images import num_threads
     from ...precompute.planning.opening import check_fingerprint
-    from ...precompute.repair import Tools
+    from ...precompute.run.tasks import Runner
     from ...precompute.sources.several import list_sources
 
     spec = _newest_spec(store)
@@ -136,7 +136,7 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
     with nothing_fetched(), Decoders(num_threads()) as decoders:
         encoders = load_encoders(recipe, device)
         check_fingerprint(store, spec, describe_store(recipe, listed, encoders, known=spec))
-        yield Tools(listed, recipe, spec.fingerprint, encoders, decoders)
+        yield Runner(encoders, decoders, listed)
 
 
 def _newest_spec(store: Path) -> StoreSpec:

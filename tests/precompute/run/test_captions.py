@@ -21,10 +21,10 @@ from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
-from leandit.precompute.deep_check import deep_check
 from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from leandit.precompute.encoders.vae import ImageEncoder
-from leandit.tools.inspection.verify import check, loaded_tools
+from leandit.precompute.remake import deep_check
+from leandit.tools.inspection.verify import check, loaded_runner
 from leandit.train.loop import StopRequest, train
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -204,8 +204,8 @@ def test_a_flipped_bit_is_seen_when_the_shard_is_opened_and_names_the_caption(
 
 def test_a_deep_check_finds_all_captions_equal(grown: tuple[Any, Path, str]) -> None:
     pictures, root, _ = grown
-    with loaded_tools(root, pictures.root, CPU, []) as tools:
-        deep = deep_check(root, tools, num_records=50, seed=0)
+    with loaded_runner(root, pictures.root, CPU, []) as runner:
+        deep = deep_check(root, runner, num_records=50, seed=0)
     assert deep.findings == []
     assert deep.num_captions == LatentStore(root).captions.num_rows
     assert deep.num_exact == deep.num_records + deep.num_captions

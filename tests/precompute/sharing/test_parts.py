@@ -36,9 +36,9 @@ from leandit.datasets.revisions.writer import StoreWriter
 from leandit.precompute import pipeline
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.planning import opening, planner
-from leandit.precompute.run.clock import StageClock
+from leandit.precompute.run import tasks as run_tasks
 from leandit.precompute.run.shards import Shard
-from leandit.precompute.run.tasks import Commits
+from leandit.precompute.run.tasks import commit_shard
 from leandit.precompute.sharing import leases
 from leandit.precompute.sharing.leases import Lease, Leases, alone, seal_alone
 from leandit.precompute.sharing.part import Part, part_of
@@ -255,18 +255,18 @@ def test_parts_at_the_same_time_make_the_store_of_one_process(source: Path, tmp_
 def test_two_processes_at_the_same_time_encode_no_shard_twice(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, add = tmp_path / "log", Commits.add
+    log = tmp_path / "log"
 
-    def note(self: Commits, shard: Shard) -> None:
+    def note(writer: StoreWriter, held: Leases, shard: Shard) -> int:
         """Write down who encoded what; the first of each process waits for that of the other."""
         with open(log, "a") as file:
             file.write(f"{shard.part.name} {shard.number} {os.getpid()}\n")
         end = time.monotonic() + 60
         while len({line.split()[2] for line in log.read_text().splitlines()}) < 2 and time.monotonic() < end:
             time.sleep(0.01)
-        add(self, shard)
+        return commit_shard(writer, held, shard)
 
-    monkeypatch.setattr(Commits, "add", note)
+    monkeypatch.setattr(run_tasks, "commit_shard", note)
     codes: list[int] = []
     other = threading.Thread(target=lambda: codes.append(in_child(lambda: run(source, tmp_path / "store") and 0)))
     other.start()
@@ -449,8 +449,8 @@ def test_who_stood_still_does_not_touch_what_others_have_committed(source: Path,
     writer = StoreWriter(tmp_path / "store", read_plan(tmp_path / "store", 1))
     part, number = next(task for task in writer.plan.layout.tasks() if task[0].startswith("buckets/"))
     empty = Shard(writer.plan.layout.parts[part], number, len(writer.plan.layout.rows_of(part, number)))
-    with Leases(writer) as held, Commits(writer, held, StageClock()) as commits:
-        commits.add(empty)
+    with Leases(writer) as held:
+        commit_shard(writer, held, empty)
     assert tree_digest(tmp_path / "store") == before
 
 
