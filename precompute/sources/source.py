@@ -32,8 +32,12 @@ from .kinds import TABLES, check_file, detect_kind
 from .listing.classes import names_of_classes, read_class_names
 from .listing.listing import COMPANIONS, Listing, record_batches, spool
 from .tables.embedded import ARROW, PARQUET, EmbeddedImages, embedded_batches
-from .tables.placement import default_root, elsewhere, normalized_root
-from .tables.tables import METADATA, PIXART_TABLE, coco_names, pixart_folder, table_batches
+from .tables.tables import (
+    METADATA,
+    coco_names,
+    root_elsewhere,
+    table_batches,
+)
 from .tars.imagenet import imagenet
 from .tars.webdataset import webdataset
 
@@ -234,9 +238,6 @@ def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource
     """As ``open_source``; also the files to list, whose images may be elsewhere, the table or None, and notes."""
     settings = SourceSection(kind=asked) if isinstance(asked, str) else asked
     files = open_files(path)
-    if settings.kind != "imagefolder" and (folder := pixart_folder(str(path))) != str(path):
-        above = open_source_files(folder)
-        files = above if above.look(PIXART_TABLE) else files
     if files.only and settings.kind in ("auto", "webdataset", "imagenet"):
         check_file(files)
     whole = files
@@ -246,9 +247,8 @@ def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource
         check_has_splits(files.name, settings.split)
     if settings.root and kind not in TABLES:
         raise SourceError(f"source '{files.name}': source.root is for a table that names images; this is {kind}.")
-    root = settings.root or (default_root(files) if kind in TABLES else "")
-    is_elsewhere = root and normalized_root(root) is None
-    images = open_source_files(elsewhere(files, root)) if is_elsewhere else files
+    elsewhere = root_elsewhere(files, settings.root) if settings.root else None
+    images = open_source_files(elsewhere) if elsewhere else files
     return OpenedSource(settings, images), files, table, notes
 
 

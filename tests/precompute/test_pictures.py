@@ -405,10 +405,10 @@ def test_a_note_says_where_companions_are_found(folder: Path) -> None:
     rows = read_rows(folder)
     for i in range(COUNT):
         (folder / f"masks/{i}.png").rename(folder / f"masks/grey{i}.png")
-    write_rows(folder, [row | {"mask": f"grey{i}"} for i, row in enumerate(rows)])
+    write_rows(folder, [row | {"mask": f"grey{i}.png"} for i, row in enumerate(rows)])
     source = list_source(folder, companions={"mask": "mask"})
     assert [record.companions[0][0] for record in source.records] == [f"masks/grey{i}.png" for i in range(COUNT)]
-    assert "companion 'mask': images: in 'masks', '.png' is added to their names" in source.notes
+    assert "companion 'mask': images: in 'masks'" in source.notes
 
 
 def test_a_store_grows_and_is_compacted_with_and_without_a_companion(

@@ -20,17 +20,18 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
+from ....datasets.disk.spill import BATCH_ROWS
 from ....datasets.errors import RecordRejected, SourceError, StoreError
 from ...config import SourceSection
 from ...images.faults import is_fault, retried
 from ..files.files import FoundFile, LocalFiles, SourceFiles
 from ..files.folders import Scan
-from ..files.record import CAPTION_NAMES, MAX_CLASSES, usable_key
+from ..files.record import CAPTION_NAMES, usable_key
 from ..files.splits import ALL, choose_split, shards_of_split
 from ..listing.duck import database, identifier, literal
 from ..listing.listing import SCHEMA, distinct_texts
 from .columns import CAPTIONS, Roles, shown_columns, usual_columns
-from .values import parquet_values, row_columns
+from .rows import POSITION, row_columns, typed_cell
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -347,6 +348,7 @@ def embedded_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]
     """
     kind, settings = scan.settings.kind, scan.settings
     names = parquet_names(files, settings.split) if kind == PARQUET else arrow_names(files)
+    captions = SCHEMA.get_field_index("captions")
     with database(f"source '{files.name}'") as connection:
         for name in names:
             with _opened(files, name, kind) as file:
@@ -362,52 +364,47 @@ def embedded_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]
                         f"source '{where}': it names other classes than the first file. Write all files with the same "
                         "classes, or leave labels out with --set source.labels=none."
                     )
-                place = files.look(name) or FoundFile(name)
-                for start, rows in _numbered(file, list(filter(None, [chosen.label, chosen.captions]))):
-                    connection.register("rows", pa.Table.from_batches([rows]))
-                    described = connection.execute("DESCRIBE rows").fetchall()
-                    query = _records_query(place, start, chosen, {name: kind for name, kind, *_ in described}, scan)
-                    (batch,) = connection.sql(query).to_arrow_table().combine_chunks().to_batches()
-                    number = SCHEMA.get_field_index("captions")
+                query = _records_query(files.look(name) or FoundFile(name), file.schema, chosen, len(scan.companions))
+                for rows in _numbered(file, list(filter(None, [chosen.label, chosen.captions]))):
+                    connection.register("rows", rows)
+                    (batch,) = connection.sql(query).to_arrow_table().cast(SCHEMA).combine_chunks().to_batches()
                     is_usable = batch["reason"].is_null().to_numpy(zero_copy_only=False)
-                    yield batch.cast(SCHEMA).set_column(
-                        number, SCHEMA.field(number), distinct_texts(batch["captions"], is_usable)
-                    )
+                    texts = distinct_texts(batch["captions"], is_usable)
+                    yield batch.set_column(captions, SCHEMA.field(captions), texts)
 
 
-def _numbered(file: ParquetRows | ArrowRows, names: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Batches of some columns, each with the number of its first row."""
-    start, total = 0, int(file.starts[-1])
-    if not names:  # nothing of the file has to be read
-        for start in range(0, total, 1 << 14):
-            yield start, pa.RecordBatch.from_pydict({"nothing": pa.nulls(min(1 << 14, total - start))})
-    else:
-        for rows in file.rows(names):
-            yield start, rows
-            start += rows.num_rows
+def _numbered(file: ParquetRows | ArrowRows, names: list[str]) -> Iterator[pa.Table]:
+    """Some columns of a file in parts, and POSITION; without any, nothing of the file has to be read."""
+    total, start = int(file.starts[-1]), 0
+    empty = (pa.table({"nothing": pa.nulls(min(BATCH_ROWS, total - i))}) for i in range(0, total, BATCH_ROWS))
+    for rows in file.rows(names) if names else empty:
+        positions = pa.array(np.arange(start, start := start + rows.num_rows))
+        yield pa.table([positions, *rows.columns], [POSITION.strip('"'), *rows.schema.names])
 
 
-def _records_query(place: FoundFile, start: int, chosen: Columns, types: dict[str, str], scan: Scan) -> str:
-    """SQL that makes records of the listing of ``rows``, whose columns have ``types`` of DuckDB."""
+def _records_query(place: FoundFile, schema: pa.Schema, chosen: Columns, num_companions: int) -> str:
+    """SQL that makes records of the listing of ``rows``: some columns of a file, and POSITION."""
     key, unusable = usable_key(place.path.rpartition(".")[0])
     captions, labels = ((name,) if name else () for name in (chosen.captions, chosen.label))
-    values = parquet_values({identifier(name): kind for name, kind in types.items()}, has_class_names=False)
-    columns = row_columns(Roles((), captions, labels, (), ()), values, f"{start} + row_number() OVER () - 1")
-    count = len(scan.companions)
-    paths = ", ".join([literal(place.path)] * count)
-    places = ", ".join([f"position, 0, {place.mtime_ns}"] * count)
-    return f"""SELECT {literal(key)} || '/' || position AS key, {literal(place.path)} AS path, position AS offset,
-        0::BIGINT AS num_bytes, {place.mtime_ns}::BIGINT AS mtime_ns,
-        CASE WHEN detail IS NULL THEN coalesce(label, -1) ELSE -1 END::INTEGER AS label, captions,
-        CASE WHEN detail IS NOT NULL THEN 'bad_metadata' END AS reason, detail, 0::INTEGER AS height_px,
-        0::INTEGER AS width_px, [{paths}]::VARCHAR[] AS companion_paths, [{places}]::BIGINT[] AS companion_places
-        FROM (SELECT *, {
-        literal(unusable[1])
-        if unusable
-        else f'''coalesce(problem, CASE WHEN label NOT BETWEEN -1
-        AND {MAX_CLASSES - 1} THEN 'label ' || label || ' is not a class index below {MAX_CLASSES}' END)'''
-    } AS detail
-        FROM (SELECT {columns} FROM rows)) ORDER BY position"""
+    cells = [
+        f"{typed_cell(identifier(name), _duck_type(schema.field(name).type))} AS {identifier(name)}"
+        for name in (*labels, *captions)
+    ]
+    columns = row_columns(Roles((), captions, labels, (), ()), has_class_names=False)
+    paths = ", ".join([literal(place.path)] * num_companions)
+    places = ", ".join([f"position, 0, {place.mtime_ns}"] * num_companions)
+    return f"""SELECT {literal(key)} || '/' || position AS key, {literal(place.path)} AS path, position AS "offset",
+        0 AS num_bytes, {place.mtime_ns}::BIGINT AS mtime_ns,
+        CASE WHEN detail IS NULL THEN coalesce(label::INTEGER, -1) ELSE -1 END AS label, captions,
+        CASE WHEN detail IS NOT NULL THEN 'bad_metadata' END AS reason, detail, 0 AS height_px, 0 AS width_px,
+        [{paths}]::VARCHAR[] AS companion_paths, [{places}]::BIGINT[] AS companion_places
+        FROM (SELECT *, {literal(unusable[1]) if unusable else "problem"} AS detail
+        FROM (SELECT {columns} FROM (SELECT {", ".join([POSITION, *cells])} FROM rows))) ORDER BY position"""
+
+
+def _duck_type(kind: pa.DataType) -> str:
+    """What ``typed_cell`` has to know of a type."""
+    return "BLOB" if _is_bytes(kind) else "DOUBLE" if pa.types.is_floating(kind) else ""
 
 
 # ------------------------------------------------------------------------------------------------------- images

@@ -1,4 +1,4 @@
-"""Loads a table into DuckDB: CSV, JSON lines, a JSON list, COCO's captions, Parquet; all as rows of ``values.py``."""
+"""Loads a table into DuckDB: CSV, JSON lines, a JSON list, COCO's captions, Parquet; all as rows of ``rows.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..files.folders import Scan
 from ..files.record import MAX_KEY_CHARS, SourceRecord, is_image, usable_key
 from ..listing.duck import MEMORY_MIB, identifier, literal
 from .columns import Roles, choose_columns
-from .values import CELLS, COCO, JSON, parquet_values, row_columns
+from .rows import POSITION, row_columns, text_cell, typed_cell
 
 SNIFFED_BYTES = 1 << 18  # of a text table, to find the delimiter
 MAX_COLUMNS = 4096
@@ -45,47 +45,18 @@ def load_table(
     Returns: rejects of rows that are no rows of the table.
     Raises: SourceError: it is no such table.
     """
-    where = f"source '{files.shown(table)}'"
-    companions = list(scan.companions.values())
     if is_text_table(table):
-        return _load_cells(connection, files, table, path, scan)
-    if table.endswith(".parquet"):
-        names = pq.read_schema(path).names
-        roles, note = choose_columns(names, scan.settings, where, companions)
-        described = connection.execute("DESCRIBE SELECT * FROM read_parquet(?)", [path]).fetchall()
-        values = parquet_values({identifier(name): kind for name, kind, *_ in described})
-        source = "read_parquet(?, file_row_number = true)"
-        columns = row_columns(roles, values, "file_row_number")
-    elif table.endswith(".json") and _first_letter(files, table) == "{":
-        if companions:
-            raise SourceError(
-                f"{where}: [companions.{next(iter(scan.companions))}] needs a table with a column for it; COCO's list "
-                "of captions has none. Write a JSONL, CSV or Parquet table."
-            )
-        scan.notes += _load_coco(connection, path, where)
-        return []
+        cells, roles = _text_cells(files, table, path, scan)
+    elif table.endswith(".parquet"):
+        cells, roles = _parquet_cells(connection, files, table, path, scan)
+    elif _is_coco(files, table):
+        cells, roles = _coco_cells(connection, files, table, path, scan)
     else:
-        form = "newline_delimited" if table.endswith(".jsonl") else "array"
-        limits = f"format = '{form}', maximum_object_size = {MAX_ROW_BYTES}, ignore_errors = {form != 'array'}"
-        if form == "array" and _last_letter(files, table) != "]":
-            raise SourceError(f"{where}: a JSON list without its end, or not a list of objects. Restore it.")
-        first = connection.execute(
-            f"SELECT json_keys(json) FROM read_json_objects(?, {limits}) WHERE json_type(json) = 'OBJECT' LIMIT 1",
-            [path],
-        ).fetchone()
-        if first is None:
-            raise SourceError(f"{where}: it has no JSON object. Expected some with 'file_name' (or 'path') as text.")
-        roles, note = choose_columns(first[0], scan.settings, where, companions, may_vary=True)
-        wanted = ", ".join(f"{literal(name)}: 'JSON'" for name in roles.names)
-        cells = ", ".join(
-            f"nullif({column}::VARCHAR, 'null')::JSON AS {column}" for column in map(identifier, roles.names)
-        )
-        source = f"""(SELECT row_number() OVER () - 1 AS "leandit position", {cells}
-        FROM read_json(?, {limits}, columns = {{{wanted}}}))"""
-        columns = row_columns(roles, JSON, '"leandit position"')
-    scan.notes.append(note)
-    connection.execute(f"CREATE TEMP TABLE loaded AS SELECT {columns} FROM {source}", [path])
-    return []
+        cells, roles = _json_cells(connection, files, table, path, scan)
+    has_class_names = not table.endswith((".json", ".jsonl"))
+    columns = row_columns(roles, has_class_names=has_class_names)
+    connection.execute(f"CREATE TEMP TABLE loaded AS SELECT {columns} FROM ({cells})")
+    return _broken_rows(connection, files, table, scan) if is_text_table(table) else []
 
 
 def memory_mib(files: SourceFiles, table: str, path: str) -> int:
@@ -93,10 +64,9 @@ def memory_mib(files: SourceFiles, table: str, path: str) -> int:
 
     Raises: SourceError: COCO's captions of more than a GiB.
     """
-    size = os.path.getsize(path)
-    if not table.endswith(".json") or _first_letter(files, table) != "{":
+    if not _is_coco(files, table):
         return MEMORY_MIB
-    if size > MAX_COCO_BYTES:
+    if (size := os.path.getsize(path)) > MAX_COCO_BYTES:
         raise SourceError(
             f"source '{files.shown(table)}': {size >> 20} MiB; a JSON object of at most {MAX_COCO_BYTES >> 20} MiB is "
             "read. Write it as JSONL, one image a line."
@@ -109,25 +79,123 @@ def is_text_table(name: str) -> bool:
     return name.lower().endswith((".csv", ".tsv", ".txt", ".token"))
 
 
-def _first_letter(files: SourceFiles, table: str) -> str:
-    with files.open(table) as file:
-        return file.read(1 << 16).decode("utf-8-sig", "replace").lstrip()[:1]
+def _choose(columns: list[str], files: SourceFiles, table: str, scan: Scan, *, may_vary: bool = False) -> Roles:
+    where = f"source '{files.shown(table)}'"
+    roles, note = choose_columns(columns, scan.settings, where, list(scan.companions.values()), may_vary=may_vary)
+    scan.notes.append(note)
+    return roles
 
 
-def _last_letter(files: SourceFiles, table: str) -> str:
+# ------------------------------------------------------------------------------------------------------- Parquet, JSON
+
+
+def _parquet_cells(
+    connection: duckdb.DuckDBPyConnection, files: SourceFiles, table: str, path: str, scan: Scan
+) -> tuple[str, Roles]:
+    roles = _choose(pq.read_schema(path).names, files, table, scan)
+    described = connection.execute("DESCRIBE SELECT * FROM read_parquet(?)", [path]).fetchall()
+    kinds = {name: kind for name, kind, *_ in described}
+    cells = [f"{typed_cell(identifier(name), kinds[name])} AS {identifier(name)}" for name in roles.names]
+    source = f"read_parquet({literal(path)}, file_row_number = true)"
+    return f"SELECT file_row_number AS {POSITION}, {', '.join(cells)} FROM {source}", roles
+
+
+def _json_cells(
+    connection: duckdb.DuckDBPyConnection, files: SourceFiles, table: str, path: str, scan: Scan
+) -> tuple[str, Roles]:
+    where = f"source '{files.shown(table)}'"
+    form = "newline_delimited" if table.endswith(".jsonl") else "array"
+    limits = f"format = '{form}', maximum_object_size = {MAX_ROW_BYTES}, ignore_errors = {form != 'array'}"
+    if form == "array" and _letters(files, table, from_end=True).rstrip()[-1:] != "]":
+        raise SourceError(f"{where}: a JSON list without its end, or not a list of objects. Restore it.")
+    first = connection.execute(
+        f"SELECT json_keys(json) FROM read_json_objects(?, {limits}) WHERE json_type(json) = 'OBJECT' LIMIT 1", [path]
+    ).fetchone()
+    if first is None:
+        raise SourceError(f"{where}: it has no JSON object. Expected some with 'file_name' (or 'path') as text.")
+    roles = _choose(first[0], files, table, scan, may_vary=True)
+    kinds = ", ".join(f"{literal(name)}: 'JSON'" for name in roles.names)
+    cells = [f"nullif({name}::VARCHAR, 'null')::JSON AS {name}" for name in map(identifier, roles.names)]
+    source = f"read_json({literal(path)}, {limits}, columns = {{{kinds}}})"
+    return f"SELECT row_number() OVER () - 1 AS {POSITION}, {', '.join(cells)} FROM {source}", roles
+
+
+def _letters(files: SourceFiles, table: str, *, from_end: bool = False) -> str:
+    """The first or last text of a file."""
     with files.open(table, ahead=False) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
-        return file.read().decode("utf-8", "replace").rstrip()[-1:]
+        if from_end:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+        return file.read(1 << 16).decode("utf-8-sig", "replace")
+
+
+# ------------------------------------------------------------------------------------------------------- COCO
+
+
+def _is_coco(files: SourceFiles, table: str) -> bool:
+    """Whether a table is one JSON object, as COCO's captions are."""
+    return table.endswith(".json") and _letters(files, table).lstrip()[:1] == "{"
+
+
+def _coco_cells(
+    connection: duckdb.DuckDBPyConnection, files: SourceFiles, table: str, path: str, scan: Scan
+) -> tuple[str, Roles]:
+    """COCO's captions: one object with the lists 'images' and 'annotations', joined by the id of the image.
+
+    The file is read once for each list, so that only one of them is in memory as it is parsed.
+    """
+    where = f"source '{files.shown(table)}'"
+    if scan.companions:
+        raise SourceError(
+            f"{where}: [companions.{next(iter(scan.companions))}] needs a table with a column for it; COCO's list "
+            "of captions has none. Write a JSONL, CSV or Parquet table."
+        )
+    lists = {
+        "images": "id BIGINT, file_name VARCHAR, height BIGINT, width BIGINT",
+        "annotations": "image_id BIGINT, caption VARCHAR",
+    }
+    for name, fields in lists.items():
+        connection.execute(
+            f"""CREATE TEMP TABLE {name} AS SELECT generate_subscripts({name}, 1) AS place,
+            unnest(coalesce({name}, [NULL]), recursive := true), {name} IS NULL AS is_missing
+            FROM read_json(?, format = 'unstructured', records = true,
+            maximum_object_size = {os.path.getsize(path) + 1}, columns = {{{name}: 'STRUCT({fields})[]'}})""",
+            [path],
+        )
+    lacking, images, captions, wordless, unused = connection.execute(
+        """SELECT (SELECT coalesce(bool_or(is_missing), false) FROM images) OR coalesce(bool_or(is_missing), false),
+        (SELECT count(*) FROM images), count(*), count(*) FILTER (caption IS NULL),
+        count(*) FILTER (image_id NOT IN (SELECT id FROM images WHERE id IS NOT NULL)) FROM annotations"""
+    ).fetchall()[0]
+    if lacking or wordless:
+        what = "the lists 'images' and 'annotations'" if lacking else "annotations with 'caption'"
+        raise SourceError(f"{where}: a JSON object without {what}; expected COCO's captions, or a list of rows.")
+    scan.notes.append(f"COCO: {images} images, {captions} captions")
+    scan.notes += [f"COCO: {unused} captions name no image of the list"] if unused else []
+    cells = [f"to_json({name}) AS {name}" for name in ("file_name", "caption", "height", "width")]
+    position = "row_number() OVER (ORDER BY images.place, annotations.place) - 1"
+    joined = "images LEFT JOIN annotations ON id = image_id"
+    return (
+        f"SELECT {position} AS {POSITION}, {', '.join(cells)} FROM {joined}",
+        Roles(("file_name",), ("caption",), (), ("height", "width"), ()),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- text tables
 
 
 @dataclass(frozen=True)
 class TextLayout:
-    """The layout of a text table: delimiter, whether cells may be in double quotes, and the columns in the header."""
+    """The layout of a text table: delimiter, whether cells may be in double quotes, columns, and its first letters."""
 
     delimiter: str
     has_quotes: bool
     columns: list[str]
     beginning: str
+
+    def rows(self) -> list[list[str]]:
+        """The first rows, with that of the names of the columns."""
+        quoting = csv.QUOTE_MINIMAL if self.has_quotes else csv.QUOTE_NONE
+        return list(csv.reader(io.StringIO(self.beginning), delimiter=self.delimiter, quoting=quoting))
 
 
 def read_layout(files: SourceFiles, table: str) -> TextLayout:
@@ -152,122 +220,72 @@ def read_layout(files: SourceFiles, table: str) -> TextLayout:
     return TextLayout(delimiter, has_quotes, headers[delimiter], text)
 
 
-class MissingHeader(SourceError):
-    """A text table begins with a row.
-
-    Attributes:
-      image: that its first row names.
-    """
-
-    def __init__(self, message: str, image: str) -> None:
-        super().__init__(message)
-        self.image = image
-
-
-def _check_header(layout: TextLayout, where: str) -> None:
-    """Raise MissingHeader if the first line is a row, not the names of the columns."""
-    cells = re.split(rf"[{''.join(DELIMITERS)}]", layout.beginning.splitlines()[0])
-    if image := next((cell for cell in cells if is_image(re.sub(r"#\d+$", "", cell.strip()))), None):
-        message = f"{where}: its first line names no columns but the image {image[:80]!r}. Write a header, as: "
-        message += "sed -e 's/#[0-9]*\\t/\\t/' -e '1i image\\tcaption' OLD > captions.tsv"
-        raise MissingHeader(message, re.sub(r"#\d+$", "", image.strip()) if len(cells) > 1 else "")
-
-
 def _is_quoted(text: str, delimiter: str) -> bool:
     """Whether all cells that start with a quote are quoted; otherwise quotes are ordinary characters."""
     cells = [cell for line in text.splitlines()[:-1] or [text] for cell in line.split(delimiter) if cell[:1] == '"']
     return bool(cells) and all(re.fullmatch(r'"(?:[^"]|"")*"\s*', cell) for cell in cells)
 
 
-def described_images(files: SourceFiles, table: str, settings: SourceSection, count: int) -> list[str]:
+def image_in_header(layout: TextLayout) -> str:
+    """The image that the first line names, if it is a row and not the names of the columns; else an empty text."""
+    cells = (re.sub(r"#\d+$", "", cell) for cell in layout.columns)
+    return next(filter(is_image, cells), "")
+
+
+def missing_header(files: SourceFiles, table: str, image: str) -> SourceError:
+    """The error of a text table whose first line names an image."""
+    return SourceError(
+        f"source '{files.shown(table)}': its first line names no columns but the image {image[:80]!r}. Write a header, "
+        "as: sed -e 's/#[0-9]*\\t/\\t/' -e '1i image\\tcaption' OLD > captions.tsv"
+    )
+
+
+def described_images(layout: TextLayout, table: str, settings: SourceSection) -> list[str]:
     """The first images that a text table names; empty if it has neither captions nor labels.
 
-    Raises: SourceError: it is not a text table.
+    Raises: SourceError: no column names images.
     """
-    layout = read_layout(files, table)
-    _check_header(layout, f"source '{files.shown(table)}'")
     roles, _ = choose_columns(layout.columns, settings, table, ())
-    if not (roles.captions or roles.labels):
-        return []
-    quoting = csv.QUOTE_MINIMAL if layout.has_quotes else csv.QUOTE_NONE
-    rows = csv.reader(io.StringIO(layout.beginning), delimiter=layout.delimiter, quoting=quoting)
-    place = layout.columns.index(roles.images[0])
-    return [row[place].strip() for row, _ in zip(rows, range(count + 1), strict=False) if len(row) > place][1:]
+    place = layout.columns.index(roles.images[0]) if roles.captions or roles.labels else MAX_COLUMNS
+    return [row[place].strip() for row in layout.rows()[1:] if len(row) > place]
 
 
-def _load_cells(
-    connection: duckdb.DuckDBPyConnection, files: SourceFiles, table: str, path: str, scan: Scan
-) -> list[SourceRecord]:
-    where, layout = f"source '{files.shown(table)}'", read_layout(files, table)
-    _check_header(layout, where)
-    roles, note = choose_columns(layout.columns, scan.settings, where, list(scan.companions.values()))
-    scan.notes.append(note)
-    number_of = {name: f"c{number}" for number, name in enumerate(layout.columns)}  # names may be empty, or repeat
-    numbered = Roles(*(tuple(number_of[name] for name in names) for names in vars(roles).values()))
-    columns = ", ".join(f"'c{number}': 'VARCHAR'" for number in range(len(layout.columns)))
+def _text_cells(files: SourceFiles, table: str, path: str, scan: Scan) -> tuple[str, Roles]:
+    layout = read_layout(files, table)
+    if image := image_in_header(layout):
+        raise missing_header(files, table, image)
+    roles = _choose(layout.columns, files, table, scan)
     quote = '"' if layout.has_quotes else ""
-    connection.execute(
-        f"""CREATE TEMP TABLE loaded AS SELECT {row_columns(numbered, CELLS, "position")} FROM (
-        SELECT row_number() OVER () - 1 AS position, * FROM read_csv(?, auto_detect = false, header = true, delim = ?,
-        quote = ?, escape = ?, nullstr = '\x01', store_rejects = true, rejects_limit = {2 * MAX_BROKEN_ROWS},
-        max_line_size = {MAX_ROW_BYTES}, buffer_size = {2 * MAX_ROW_BYTES}, columns = {{{columns}}}))""",
-        [path, layout.delimiter, quote, quote],
-    )
+    kinds = ", ".join(f"c{number}: 'VARCHAR'" for number in range(len(layout.columns)))  # names may be empty, or repeat
+    cells = [f"{text_cell(f'c{layout.columns.index(name)}')} AS {identifier(name)}" for name in roles.names]
+    source = f"""read_csv({literal(path)}, auto_detect = false, header = true, delim = {literal(layout.delimiter)},
+        quote = '{quote}', escape = '{quote}', nullstr = '\x01', store_rejects = true,
+        rejects_limit = {2 * MAX_BROKEN_ROWS}, max_line_size = {MAX_ROW_BYTES}, buffer_size = {2 * MAX_ROW_BYTES},
+        columns = {{{kinds}}})"""
+    return f"SELECT row_number() OVER () - 1 AS {POSITION}, {', '.join(cells)} FROM {source}", roles
+
+
+def _broken_rows(
+    connection: duckdb.DuckDBPyConnection, files: SourceFiles, table: str, scan: Scan
+) -> list[SourceRecord]:
+    """Rejects of lines of a text table that are no rows."""
+    layout = read_layout(files, table)
     broken = connection.execute(
         f"""SELECT line, arg_min(error_type, column_idx), left(any_value(csv_line), {MAX_KEY_CHARS}),
         arg_min(left(error_message, 200), column_idx) FROM reject_errors GROUP BY line ORDER BY line"""
     ).fetchall()
     if len(broken) >= MAX_BROKEN_ROWS:
         raise SourceError(
-            f"{where}: {len(broken)} rows or more do not fit, the first at line {broken[0][0]} ({broken[0][3]}). "
-            f"Expected {len(layout.columns)} cells a row, with {layout.delimiter!r} between them."
+            f"source '{files.shown(table)}': {len(broken)} rows or more do not fit, the first at line {broken[0][0]} "
+            f"({broken[0][3]}). Expected {len(layout.columns)} cells a row, with {layout.delimiter!r} between them."
         )
     if encoding := next((line for line, kind, *_ in broken if kind == "INVALID ENCODING"), None):
         scan.notes.append(
             f"'{table}', line {encoding}: expected UTF-8. Convert the table with its own encoding, as: "
             "iconv -f LATIN1 -t UTF-8 OLD > NEW"
         )
-    return [
-        _broken_row(line, text.strip().partition(layout.delimiter)[0], kind, why) for line, kind, text, why in broken
-    ]
-
-
-def _broken_row(line: int, name: str, kind: str, why: str) -> SourceRecord:
-    key, _ = usable_key(f"{name.strip()} (row {line})")
-    return SourceRecord(key, key, problem=("bad_metadata", f"line {line}: {BROKEN.get(kind) or why}"))
-
-
-def _load_coco(connection: duckdb.DuckDBPyConnection, path: str, where: str) -> list[str]:
-    """Load COCO's captions, one object with the lists 'images' and 'annotations', joined by the id of the image.
-
-    The file is read once for each list, so that only one of them is in memory as it is parsed.
-    """
-    lists = {
-        "images": "id BIGINT, file_name VARCHAR, height BIGINT, width BIGINT",
-        "annotations": "image_id BIGINT, caption VARCHAR",
-    }
-    for name, fields in lists.items():
-        connection.execute(
-            f"""CREATE TEMP TABLE {name} AS SELECT generate_subscripts({name}, 1) AS place,
-            unnest(coalesce({name}, [NULL]), recursive := true), {name} IS NULL AS is_missing
-            FROM read_json(?, format = 'unstructured', records = true,
-            maximum_object_size = {os.path.getsize(path) + 1}, columns = {{{name}: 'STRUCT({fields})[]'}})""",
-            [path],
-        )
-    lacking, images, captions, wordless, unused = connection.execute(
-        """SELECT (SELECT coalesce(bool_or(is_missing), false) FROM images) OR coalesce(bool_or(is_missing), false),
-        (SELECT count(*) FROM images), count(*), count(*) FILTER (caption IS NULL),
-        count(*) FILTER (image_id NOT IN (SELECT id FROM images WHERE id IS NOT NULL)) FROM annotations"""
-    ).fetchall()[0]
-    if lacking or wordless:
-        what = "the lists 'images' and 'annotations'" if lacking else "annotations with 'caption'"
-        raise SourceError(f"{where}: a JSON object without {what}; expected COCO's captions, or a list of rows.")
-    columns = row_columns(Roles(("file_name",), ("caption",), (), ("height", "width"), ()), COCO, "position")
-    connection.execute(
-        f"""CREATE TEMP TABLE loaded AS SELECT {columns} FROM (
-        SELECT row_number() OVER (ORDER BY images.place, annotations.place) - 1 AS position,
-        images.* EXCLUDE (is_missing), caption FROM images LEFT JOIN annotations ON id = image_id);
-        DROP TABLE images; DROP TABLE annotations"""
-    )
-    notes = [f"COCO: {images} images, {captions} captions"]
-    return notes + ([f"COCO: {unused} captions name no image of the list"] if unused else [])
+    rejects = []
+    for line, kind, text, why in broken:
+        key, _ = usable_key(f"{text.strip().partition(layout.delimiter)[0].strip()} (row {line})")
+        rejects.append(SourceRecord(key, key, problem=("bad_metadata", f"line {line}: {BROKEN.get(kind) or why}")))
+    return rejects

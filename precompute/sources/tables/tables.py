@@ -1,4 +1,4 @@
-"""Tables that name images: CSV, JSON lines, Parquet, PixArt's ``data_info.json``, COCO's captions.
+"""Tables that name images: CSV, JSON, Parquet, COCO's captions.
 
 DuckDB loads a table (``formats.py``), brings the rows of one image together and sorts them; each group becomes one
 record, in the order of the first rows. Memory is bounded for any number of rows.
@@ -6,9 +6,11 @@ record, in the order of the first rows. Memory is bounded for any number of rows
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,21 +20,20 @@ import pyarrow.compute
 from ....datasets.disk.spill import BATCH_ROWS
 from ....datasets.errors import SourceError
 from ...config import SourceSection
-from ..files.files import FoundFile, LookUps, SourceFiles
+from ..files.files import FoundFile, LocalFiles, LookUps, SourceFiles
 from ..files.folders import Scan
 from ..files.record import MAX_CAPTIONS, MAX_CLASSES, MAX_KEY_CHARS, MAX_SIDE_PX, usable_key
 from ..files.splits import ALL, shards_of_split
 from ..listing.duck import database, literal, readable_path
 from ..listing.listing import SCHEMA, distinct_texts, record_batch
-from .formats import MissingHeader, described_images, is_text_table, load_table, memory_mib
-from .placement import (
-    ANNOTATIONS,
-    LOOKED_NAMES,
-    Placement,
-    find_placement,
-    folders_of,
-    leaves_source,
-    normalized_root,
+from .formats import (
+    described_images,
+    image_in_header,
+    is_text_table,
+    load_table,
+    memory_mib,
+    missing_header,
+    read_layout,
 )
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -40,19 +41,15 @@ pc: Any = pyarrow.compute  # its functions are made at run time, no type checker
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.tsv", "metadata.parquet")  # of a folder of images
 PIXART = "data_info.json"
 PIXART_TABLE, PIXART_IMAGES = f"InternData/{PIXART}", "InternImgs"  # as PixArt's trainer expects them
-FOUND = "images:"  # beginning of the note that says where they were found
+ANNOTATIONS = "annotations"  # folder of COCO's lists, beside the folders of the images
+LOOKED_NAMES = 16  # of a table, to find where the images are
+MAX_FOLDERS = 20  # of a source, in which they are looked for
 LISTS = (".csv", ".tsv", "captions.txt", ".token", ".token.txt")  # endings of tables next to images
 MAX_LISTS = 16  # of them that are opened in a folder
 MAX_CLASS_BYTES = 1 << 26  # of all class names
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")  # pandas writes integers as 3.0 if other cells are empty
 ODD_PATH = r"(^|/)\.{0,2}(/|$)"  # some part is empty, "." or ".."
 NO_NAME = ("bad_metadata", "the row does not name its image as text in UTF-8")
-
-
-def pixart_folder(source: str) -> str:
-    """The parent of ``InternData`` and ``InternImgs`` for a source of PixArt, else the source."""
-    inside = source.rstrip("/").removesuffix(f"/{PIXART}")
-    return inside.removesuffix("InternData") or "." if f"/{inside}".endswith("/InternData") else source
 
 
 def coco_names(files: SourceFiles) -> list[str]:
@@ -89,13 +86,12 @@ def find_table(files: SourceFiles, settings: SourceSection) -> str | None:
 def find_caption_table(files: SourceFiles, settings: SourceSection) -> str | None:
     """Path of a text table in a folder of images whose first images exist.
 
-    Raises: SourceError: there are several.
+    Raises: SourceError: there are several, or one without a header: its captions must not be left out in silence.
     """
     if files.only is not None:
         return None
     names = sorted(name for name in files.names() if name.lower().endswith(LISTS))
-    folders = ["", *folders_of(files)] if names else []
-    tables = [name for name in names[:MAX_LISTS] if _names_images(files, name, folders, settings)]
+    tables = [name for name in names[:MAX_LISTS] if _names_images(files, name, settings)]
     if len(tables) > 1:
         raise SourceError(
             f"source '{files.name}': several tables name its images: {', '.join(tables)}. Give the one to use, as "
@@ -104,20 +100,83 @@ def find_caption_table(files: SourceFiles, settings: SourceSection) -> str | Non
     return next(iter(tables), None)
 
 
-def _names_images(files: SourceFiles, table: str, folders: list[str], settings: SourceSection) -> bool:
-    """A text table has captions or labels of existing images.
-
-    Raises: MissingHeader: it seems to, but has no header.
-    """
+def _names_images(files: SourceFiles, table: str, settings: SourceSection) -> bool:
+    """A text table has captions or labels of existing images. Raises: SourceError: but no header."""
     try:
-        names = described_images(files, table, settings, LOOKED_NAMES)
-    except MissingHeader as error:
-        if error.image and find_placement(files, [error.image], folders) is not None:
-            raise  # its captions must not be left out in silence
-        return False
+        layout = read_layout(files, table)
+        image = image_in_header(layout) if len(layout.columns) > 1 else ""
+        names = [image] if image else described_images(layout, table, settings)
     except SourceError:
         return False  # a table of something else
-    return bool(names) and (bool(settings.root) or find_placement(files, names, folders) is not None)
+    is_table = bool(names) and (bool(settings.root) or find_folder(files, names) is not None)
+    if is_table and image:
+        raise missing_header(files, table, image)
+    return is_table
+
+
+# ------------------------------------------------------------------------------------------------------- images
+
+
+def root_elsewhere(files: SourceFiles, root: str) -> str | None:
+    """Path or URL of ``source.root``; None if it is inside the source. Raises: SourceError: it is relative to a URL."""
+    if "://" in root:
+        return root
+    root = os.path.expanduser(root)
+    if not leaves_source(os.path.normpath(root)):
+        return None
+    if "://" in files.name and not os.path.isabs(root):
+        raise SourceError(f"source '{files.name}': source.root '{root}' leaves it. Give the URL of that folder.")
+    return os.path.join(os.path.dirname(files.name) if files.only else files.name, root)
+
+
+def leaves_source(inside: str) -> bool:
+    """Whether a normalized path is not below the source."""
+    return os.path.isabs(inside) or inside.split(os.sep)[0] == ".."
+
+
+def find_folder(files: SourceFiles, names: Sequence[str], first: str = "", *, searched: bool = True) -> str | None:
+    """The folder of a source that has one of the first images of a table.
+
+    Args:
+      first: folder that is tried first; "" for the source itself.
+      searched: the folders directly in the source are tried too.
+    """
+    inside = (os.path.normpath(name.removeprefix(_prefix(files))) for name in names[:LOOKED_NAMES])
+    paths, folders = [path for path in inside if not leaves_source(path)], [first]
+    with contextlib.suppress(SourceError):  # it cannot be listed
+        folders += islice(files.folders(), MAX_FOLDERS) if searched else ()
+    for folder in folders:
+        looked = (files.look(f"{folder}/{path}" if folder else path) for path in paths)
+        if any(file and not file.problem for file in looked):
+            return folder
+    return None
+
+
+def _prefix(files: SourceFiles) -> str:
+    """Beginning of absolute names of images that are in the source; keys lack it."""
+    is_local = isinstance(files, LocalFiles)
+    return f"{os.path.abspath(files.root) if is_local else files.name.removesuffix(files.only or '').rstrip('/')}/"
+
+
+def _folder(images: SourceFiles, table: str, names: list[str], scan: Scan, companion: str) -> str:
+    """Folder of the images of a column; adds a note if it was searched, or if there are none."""
+    root, first = scan.settings.root, ""
+    if root and root_elsewhere(images, root) is None:
+        first = os.path.normpath(os.path.expanduser(root)).removeprefix("./")
+    first = PIXART_IMAGES if table == PIXART_TABLE else "" if first == "." else first
+    folder = find_folder(images, names, first, searched=not (root or first))
+    about = f"companion '{companion}': images" if companion else "images"
+    if folder is None and names:
+        scan.notes.append(
+            f"{about}: none of the first {len(names)} that the table names exists, as {names[0]!r}; source.root names "
+            "their folder"
+        )
+    elif folder and folder != first:
+        scan.notes.append(f"{about}: in '{folder}'")
+    return folder or first
+
+
+# ------------------------------------------------------------------------------------------------------- records
 
 
 def table_batches(files: SourceFiles, images: SourceFiles, table: str, scan: Scan) -> Iterator[pa.RecordBatch]:
@@ -136,23 +195,22 @@ def table_batches(files: SourceFiles, images: SourceFiles, table: str, scan: Sca
     ):
         broken = load_table(connection, files, table, path, scan)
         columns = {"": "name"} | {name: f"companions[{i}]" for i, name in enumerate(scan.companions, 1)}
-        placements: dict[str, Placement] = {}
+        folders: dict[str, str] = {}
         for companion, column in columns.items():
             query = f"SELECT {column} FROM loaded WHERE {column} <> '' ORDER BY position LIMIT {LOOKED_NAMES}"
             first = [name for (name,) in connection.execute(query).fetchall()]
-            placements[companion] = _placement(images, table, first, scan, companion)
-        has_classes = _number_labels(connection, scan, where)
-        label = "number" if has_classes else "label"
+            folders[companion] = _folder(images, table, first, scan, companion)
+        connection.register("classes", _classes(connection, scan, where))
+        prefix = literal(_prefix(images))
         connection.execute(
             f"""CREATE TEMP VIEW rows AS SELECT position,
-            CASE WHEN starts_with(name, {(prefix := literal(placements[""].prefix))})
-            THEN substr(name, length({prefix}) + 1) ELSE name END AS name,
-            CASE WHEN problem IS NULL AND {label} BETWEEN -1 AND {MAX_CLASSES - 1} THEN {label} ELSE -1 END AS label,
+            CASE WHEN starts_with(name, {prefix}) THEN substr(name, length({prefix}) + 1) ELSE name END AS name,
+            CASE WHEN problem IS NULL THEN coalesce(number, -1) ELSE -1 END AS label,
             CASE WHEN problem IS NULL THEN captions ELSE [] END AS captions,
-            coalesce(problem, CASE WHEN NOT {label} BETWEEN -1 AND {MAX_CLASSES - 1} THEN
-            'label ' || {label} || ' is not a class index below {MAX_CLASSES}' END) AS problem,
+            coalesce(problem, CASE WHEN label IS NOT NULL AND number IS NULL THEN
+            'label ' || label || ' is not a class index below {MAX_CLASSES}' END) AS problem,
             height, width, companions, hash(companions) AS beside
-            FROM loaded {"LEFT JOIN classes ON label = class" if has_classes else ""}"""
+            FROM loaded LEFT JOIN classes ON label = class"""
         )
         grouped = connection.sql(
             """WITH firsts AS (SELECT name, min(position) AS first, arg_min(label, position) AS first_label,
@@ -163,33 +221,13 @@ def table_batches(files: SourceFiles, images: SourceFiles, table: str, scan: Sca
         )
         look_ups = LookUps(images.look)
         for rows, begins in _groups(grouped.to_arrow_reader(BATCH_ROWS)):
-            yield _records(rows, begins, images, placements, look_ups)
+            yield _records(rows, begins, images, folders, look_ups)
     if broken:
         yield record_batch(broken)
 
 
-def _placement(images: SourceFiles, table: str, names: list[str], scan: Scan, companion: str) -> Placement:
-    """Placement of the images of a column; adds a note if it was guessed."""
-    root = scan.settings.root
-    first = PIXART_IMAGES if table == PIXART_TABLE else normalized_root(root) or ""
-    others = [] if root or first else list(folders_of(images))
-    placement = find_placement(images, names, [first, *others])
-    about = f"companion '{companion}': {FOUND}" if companion else FOUND
-    if placement is None and names:
-        scan.notes.append(
-            f"{about} none of the first {len(names)} that the table names exists, as {names[0]!r}; source.root names "
-            "their folder"
-        )
-    elif placement and not root and placement != Placement(first):
-        scan.notes.append(f"{about} {placement.described()}")
-    return placement or Placement(first)
-
-
-def _number_labels(connection: Any, scan: Scan, where: str) -> bool:
-    """Number the labels of a column of text, as ``classes``, unless all are numbers; True if the labels are text."""
-    kind = connection.execute("SELECT typeof(label) FROM loaded LIMIT 1").fetchone()
-    if kind is None or kind[0] != "VARCHAR":
-        return False
+def _classes(connection: Any, scan: Scan, where: str) -> pa.Table:
+    """The number of each label: its own, or its place among the sorted names of classes."""
     query = f"SELECT DISTINCT label FROM loaded WHERE label IS NOT NULL LIMIT {MAX_CLASSES + 1}"
     names = sorted(name for (name,) in connection.execute(query).fetchall())
     if len(names) > MAX_CLASSES or sum(map(len, names)) > MAX_CLASS_BYTES:
@@ -197,12 +235,13 @@ def _number_labels(connection: Any, scan: Scan, where: str) -> bool:
             f"{where}: the column of labels has {len(names)} different values or more, so they are no labels. Name "
             "another with --set source.label=NAME, or rename the column."
         )
+    numbers = list(range(len(names)))
     if all(WHOLE_NUMBER.fullmatch(name) for name in names):
-        numbers = [int(name.removeprefix("+").partition(".")[0]) for name in names]
+        whole = (int(name.removeprefix("+").partition(".")[0]) for name in names)
+        numbers = [number if -1 <= number < MAX_CLASSES else None for number in whole]
     else:
-        numbers, scan.classes = list(range(len(names))), names
-    connection.register("classes", pa.table({"class": pa.array(names, pa.string()), "number": pa.array(numbers)}))
-    return True
+        scan.classes = names
+    return pa.table({"class": pa.array(names, pa.string()), "number": pa.array(numbers, pa.int64())})
 
 
 def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
@@ -223,13 +262,13 @@ def _records(
     rows: pa.RecordBatch,
     begins: np.ndarray,
     images: SourceFiles,
-    placements: Mapping[str, Placement],
+    folders: Mapping[str, str],
     look_ups: LookUps[FoundFile | None],
 ) -> pa.RecordBatch:
     """One record for each group of rows, with all their captions; the first problem of a row rejects it.
 
     Args:
-      placements: of the images, as "", and of each companion by its name.
+      folders: of the images, as "", and of each companion by its name.
     """
     count, first = len(begins), rows.take(pa.array(begins))
     ends = np.append(begins, rows.num_rows)
@@ -240,10 +279,10 @@ def _records(
         problems[np.searchsorted(begins, row, "right") - 1] = ("bad_metadata", rows["problem"][row].as_py())
     for record in np.flatnonzero(pc.list_value_length(captions).to_numpy() > MAX_CAPTIONS):
         problems[record] = ("bad_metadata", f"more than {MAX_CAPTIONS} captions")
-    keys, files = _locate(first["name"], images, placements[""], look_ups)
+    keys, files = _locate(first["name"], images, folders[""], look_ups)
     companions = {
-        name: _locate(pc.list_element(first["companions"], i), images, placement, look_ups)[1]
-        for i, (name, placement) in enumerate(list(placements.items())[1:])
+        name: _locate(pc.list_element(first["companions"], i), images, folder, look_ups)[1]
+        for i, (name, folder) in enumerate(list(folders.items())[1:])
     }
     for record, file in enumerate(files):
         if problems[record] and file.problem != NO_NAME:
@@ -276,10 +315,11 @@ def _records(
 
 
 def _locate(
-    names: pa.Array, images: SourceFiles, placement: Placement, look_ups: LookUps[FoundFile | None]
+    names: pa.Array, images: SourceFiles, folder: str, look_ups: LookUps[FoundFile | None]
 ) -> tuple[list[str], list[FoundFile]]:
     """Keys and files of images by their names in a table."""
-    keys = [(name or "").removeprefix(placement.prefix) for name in names.to_pylist()]
+    prefix, before = _prefix(images), f"{folder}/" if folder else ""
+    keys = [(name or "").removeprefix(prefix) for name in names.to_pylist()]
     is_odd = pc.or_kleene(pc.match_substring_regex(names, ODD_PATH), pc.greater(pc.utf8_length(names), MAX_KEY_CHARS))
     inside, problems = list(keys), dict[int, tuple[str, str]]()
     for i in np.flatnonzero(pc.fill_null(is_odd, True).to_numpy(zero_copy_only=False)).tolist():
@@ -292,11 +332,9 @@ def _locate(
             problem = ("bad_metadata", f"file_name {why if keys[i].startswith('/') else 'leaves the source folder'}")
         if problem:
             problems[i] = problem
-    looked = iter(look_ups([placement.path(path) for i, path in enumerate(inside) if i not in problems]))
+    looked = iter(look_ups([before + path for i, path in enumerate(inside) if i not in problems]))
     files = []
     for i, path in enumerate(inside):
         file = FoundFile(path, problem=problems[i]) if i in problems else next(looked)
-        if i not in problems and (file is None or file.problem):
-            file = placement.look(images, path)
-        files.append(file or FoundFile(path, problem=("missing_file", f"there is no '{placement.path(path)}'")))
+        files.append(file or FoundFile(path, problem=("missing_file", f"there is no '{before}{path}'")))
     return keys, files

@@ -182,10 +182,10 @@ def test_a_source_without_labels_is_warned_of_and_a_table_of_wnids_gives_them(tm
     (captions / "metadata.csv").unlink()
 
     rows = zip(names, [*WNIDS, WNIDS[1]], strict=True)
-    (captions / "labels.csv").write_text("image,wnid\n" + "".join(f"{name},{wnid}\n" for name, wnid in rows))
+    (captions / "labels.csv").write_text("image,wnid\n" + "".join(f"{name}.JPEG,{wnid}\n" for name, wnid in rows))
     done = precompute(captions, tmp_path / "labelled")
     assert done.returncode == 0, done.stderr
-    assert facts(tmp_path / "labelled") == (names, [1, 0, 0], sorted(WNIDS))
+    assert facts(tmp_path / "labelled") == ([f"{name}.JPEG" for name in names], [1, 0, 0], sorted(WNIDS))
     assert "labels 'wnid'" in done.stderr
     assert NEEDS not in done.stderr
 

@@ -41,19 +41,6 @@ def test_flickr8k_lists_each_image_once_with_all_its_captions(tmp_path: Path) ->
     ]
 
 
-def test_kaggles_ids_without_extensions_and_labels_as_names(tmp_path: Path) -> None:
-    pictures(tmp_path / "train", "1.jpg", "2.png", "3.jpg")
-    put(tmp_path / "labels.csv", "id,breed\n1,zebra\n2,ant\n3,\n4,ant\n")
-    source = list_source(tmp_path / "labels.csv", SourceSection(label="breed"))
-    assert source.classes == ["ant", "zebra"]
-    assert said(source) == [
-        ("1", "train/1.jpg", 1, ()),
-        ("2", "train/2.png", 0, ()),
-        ("3", "train/3.jpg", -1, ()),
-        ("4", "missing_file", -1, ()),
-    ]
-
-
 def test_coco_joins_captions_to_images_in_the_order_of_the_images(tmp_path: Path) -> None:
     pictures(tmp_path / "train2017")
     images = [{"id": 7, "file_name": "b.jpg", "height": 8, "width": 9}, {"id": 3, "file_name": "a.jpg"}]

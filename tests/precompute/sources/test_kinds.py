@@ -24,6 +24,7 @@ from s3_server import s3_server
 from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
 from leandit.datasets.remote.reader import RemoteReader
 from leandit.datasets.store import LatentStore
+from leandit.precompute.config import SourceSection
 from leandit.precompute.images import faults
 from leandit.precompute.images.decoder_child import HEADER_BYTES
 from leandit.precompute.images.decoders import Decoders
@@ -301,10 +302,10 @@ def reasons(path: Path | str, kind: str = "auto") -> dict[str, str]:
     return {r.key: r.problem[0] if r.problem else "" for r in list_source(path, kind).records}
 
 
-def test_all_of_pixarts_ways_to_name_a_list_are_one_source(tmp_path: Path) -> None:
+def test_pixarts_list_is_read_beside_its_images_and_with_a_root(tmp_path: Path) -> None:
     as_pixart(tmp_path)
-    hashes = {list_source(tmp_path / name).listing_hash() for name in ("", "InternData", "InternData/data_info.json")}
-    assert len(hashes) == 1
+    inner = list_source(tmp_path / "InternData", SourceSection(root="../InternImgs"))
+    assert [(r.key, r.problem) for r in inner.records] == [(r.key, None) for r in list_source(tmp_path).records]
     shutil.copytree(tmp_path / "InternImgs", tmp_path / "flat")
     shutil.copy(tmp_path / "InternData/data_info.json", tmp_path / "flat")
     found = list_source(tmp_path / "flat")
