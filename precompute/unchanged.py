@@ -11,6 +11,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .. import __version__
 from ..datasets.format.class_names import ClassNames
@@ -20,21 +21,9 @@ from ..datasets.revisions.local import with_stored_encoder_paths
 from ..datasets.revisions.plan import read_plan
 from ..datasets.revisions.writer import StoreWriter
 from ..datasets.store import LatentStore
-from .config import PrecomputeRecipe, TextSection, VaeSection
-from .encoders.autoencoders import find_files
-from .encoders.model_files import (
-    CONFIG,
-    TEXT_WEIGHTS,
-    TOKENIZER_FILES,
-    hash_files,
-    identity,
-    library_majors,
-    read_config,
-    resolve_model,
-    tokenizer_files,
-    weight_files,
-    weight_names,
-)
+from .config import PrecomputeRecipe
+from .encoders.autoencoders import VaeFiles
+from .encoders.model_files import ModelFiles, hash_files, library_majors, tokenizer_files
 from .sources.files.ignored import Ignored
 from .sources.several import SourcePaths, list_sources
 from .sources.source import Source
@@ -106,40 +95,29 @@ def _has_same_settings(spec: StoreSpec, recipe: PrecomputeRecipe, store: Path) -
 
 def _has_same_encoders(spec: StoreSpec, recipe: PrecomputeRecipe, device: str) -> bool:
     """The recipe's encoder files made the store, and would compute in the same dtype here."""
-    vae = find_files(recipe.vae)
-    if spec.features or not _is_same(spec.vae, recipe.vae, vae.folder, vae.weights_sha256, device):
-        return False  # a vision model is only known once it is loaded
+    # A vision model is only known once it is loaded.
+    if spec.features or not _is_same(spec.vae, VaeFiles(recipe.vae), recipe.vae.dtype, device):
+        return False
     for one in spec.text_encoders:
-        text, what = recipe.text_sections[one.name], "text.model"
-        folder, _ = resolve_model(text.model, text.tokenizer_subfolder, text.revision, files=TOKENIZER_FILES, what=what)
-        tokenizer = hash_files(tokenizer_files(folder))
-        names = (CONFIG, *weight_names(TEXT_WEIGHTS))
-        folder, _ = resolve_model(text.model, text.subfolder, text.revision, files=names, what=what)
-        weights = hash_files(weight_files(folder, TEXT_WEIGHTS, what=what))
-        if not _is_same(one.encoder, text, folder, weights, device, tokenizer):
+        section = recipe.text_sections[one.name]
+        files = ModelFiles(section, "text.model")
+        tokenizer = hash_files(tokenizer_files(files.tokenizer_folder(section.tokenizer_subfolder)))
+        if not _is_same(one.encoder, files, section.dtype, device, tokenizer):
             return False
     return True
 
 
 def _is_same(
-    known: EncoderIdentity,
-    section: VaeSection | TextSection,
-    folder: Path,
-    weights_sha256: str,
-    device: str,
-    tokenizer_files_sha256: str | None = None,
+    known: EncoderIdentity, files: ModelFiles, dtype: str, device: str, tokenizer_files_sha256: str | None = None
 ) -> bool:
     may_be_gpu = device != "cpu" and any(map(os.path.exists, GPU_FILES))
-    if may_be_gpu and section.dtype != "float32":
+    if may_be_gpu and dtype != "float32":
         return False
-    config, library = (
-        read_config(folder, what="model"),
-        "diffusers" if isinstance(section, VaeSection) else "transformers",
-    )
-    found = identity(
-        *(section, folder, known.revision, config.get("_class_name", known.class_name), config, weights_sha256),
-        *("float32", library),
-        tokenizer_sha256=known.tokenizer_sha256,
-        tokenizer_files_sha256=tokenizer_files_sha256,
-    )
-    return found.model_copy(update={"model": known.model}) == known
+    name = files.read().get("_class_name", known.class_name)
+    library = "diffusers" if isinstance(files, VaeFiles) else "transformers"
+    hashes: dict[str, Any] = {
+        "tokenizer_sha256": known.tokenizer_sha256,
+        "tokenizer_files_sha256": tokenizer_files_sha256,
+    }
+    found = files.identity(name, "float32", library, **hashes)
+    return found.model_copy(update={"model": known.model, "revision": known.revision}) == known

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
 from pathlib import Path
 from typing import Any, Literal
@@ -22,18 +23,7 @@ import numpy as np
 from ...datasets.disk.hashing import sha256_file
 from ...datasets.errors import EncoderError, RecipeError
 from ..config import VaeSection
-from .model_files import (
-    CONFIG,
-    TAESD_FILE,
-    VAE_WEIGHTS,
-    check_header,
-    hash_files,
-    is_single_file,
-    resolve_model,
-    taesd_conversion,
-    weight_files,
-    weight_names,
-)
+from .model_files import VAE_WEIGHTS, ModelFiles, check_header, check_whole, is_single_file
 
 
 @dataclass(frozen=True)
@@ -168,66 +158,41 @@ def _numbers(model: Any, family: Family, channels: int) -> tuple[list[float], li
     return shifts, [factor / std for std in stds] if stds else [factor] * channels
 
 
-@dataclass(frozen=True)
-class VaeFiles:
-    """Where an autoencoder is read from.
+class VaeFiles(ModelFiles):
+    """The files of an autoencoder: a model, or one file of weights in their original layout and a config beside it.
 
-    Args:
-      folder: with its config.json.
-      weights: safetensors; of a single file in its original layout, that file.
-      revision: commit, if the model came from the hub.
+    Raises: EncoderError: they are missing, or a single file has no ``vae.config``.
     """
 
-    folder: Path
-    weights: list[Path]
-    revision: str | None
-    is_single_file: bool
+    def __init__(self, section: VaeSection) -> None:
+        self.single_file = Path(section.model).expanduser() if is_single_file(section.model) else None
+        if self.single_file is None:
+            super().__init__(section, "vae.model", stem=VAE_WEIGHTS)
+            return
+        check_whole(section.model, what="vae.model")
+        if not section.config:
+            raise EncoderError(
+                f"vae.model '{section.model}': a single file, needed vae.config as well: a folder or hub id with the "
+                "config.json of its model in diffusers, which says its class and scale."
+            )
+        super().__init__(section.model_copy(update={"model": section.config}), "vae.config")
+        # A file has no commit.
+        self.revision, self.name, self.where = None, section.model, f"vae.model '{section.model}'"
+
+    @cached_property
+    def weights(self) -> list[Path]:
+        """As ``ModelFiles.weights``, or the single file."""
+        if self.single_file is None:
+            return super().weights
+        if not self.single_file.is_file():
+            raise EncoderError(f"{self.where}: there is no such file. Check the recipe.")
+        check_header(self.single_file, what="vae.model")
+        return [self.single_file]
 
     @property
     def weights_sha256(self) -> str:
         """Of the content; the name of a single file is not a part of it."""
-        return sha256_file(self.weights[0]) if self.is_single_file else hash_files(self.weights)
-
-
-def config_folder(section: VaeSection) -> tuple[Path, str | None]:
-    """Folder of an autoencoder's config.json, and the commit of its model if that came from the hub.
-
-    Raises: EncoderError: there is none.
-    """
-    if not is_single_file(section.model):
-        return resolve_model(section.model, section.subfolder, section.revision, files=(CONFIG,), what="vae.model")
-    file = Path(section.model).expanduser()
-    if TAESD_FILE.fullmatch(file.name):
-        raise EncoderError(f"vae.model '{section.model}': {taesd_conversion(file)}")
-    if not section.config:
-        raise EncoderError(
-            f"vae.model '{section.model}': a single file, needed vae.config as well: a folder or hub id with the "
-            "config.json of its model in diffusers, which says its class and scale."
-        )
-    return resolve_model(section.config, section.subfolder, section.revision, files=(CONFIG,), what="vae.config")[
-        0
-    ], None
-
-
-def find_files(section: VaeSection, found: tuple[Path, str | None] | None = None) -> VaeFiles:
-    """Config and weights of an autoencoder; files of a hub id are downloaded.
-
-    Args:
-      found: ``config_folder`` of the section, if known.
-    Raises: EncoderError: they are missing, or are not safetensors.
-    """
-    folder, revision = found or config_folder(section)
-    if is_single_file(section.model):
-        file = Path(section.model).expanduser()
-        if not file.is_file():
-            raise EncoderError(f"vae.model '{section.model}': there is no such file. Check the recipe.")
-        check_header(file, what="vae.model")
-        return VaeFiles(folder, [file], None, is_single_file=True)
-    names = (CONFIG, *weight_names(VAE_WEIGHTS))
-    folder, _ = resolve_model(
-        section.model, section.subfolder, revision or section.revision, files=names, what="vae.model"
-    )
-    return VaeFiles(folder, weight_files(folder, VAE_WEIGHTS, what="vae.model"), revision, is_single_file=False)
+        return sha256_file(self.single_file) if self.single_file else super().weights_sha256
 
 
 def load_single_file(model_class: Any, files: VaeFiles) -> tuple[Any, dict[str, Any]]:
@@ -240,7 +205,7 @@ def load_single_file(model_class: Any, files: VaeFiles) -> tuple[Any, dict[str, 
     """
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
-    name, file = model_class.__name__, files.weights[0]
+    name, file = model_class.__name__, files.single_file
     if name not in SINGLE_FILE_LOADABLE_CLASSES:
         known = ", ".join(family for family in FAMILIES if family in SINGLE_FILE_LOADABLE_CLASSES)
         raise EncoderError(

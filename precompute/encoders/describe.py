@@ -12,7 +12,6 @@ from ...datasets.format.schema import FORMAT_VERSION, FeatureEncoder, ImageSpec,
 from ..config import PrecomputeRecipe
 from ..images.pixels import ADM_FILTER, describe_colour
 from ..sources.source import Source
-from .forwards import largest_batch
 from .loading import Encoders
 from .model_files import library_majors
 
@@ -51,7 +50,7 @@ def describe_store(
         batch_size = known.latent.batch_size
     elif not batch_size:  # one number for all buckets: what fits the largest
         _, height_px, width_px = max(table, key=lambda row: (row[1] * row[2], row))
-        batch_size = largest_batch(encoders.image, height_px, width_px)
+        batch_size = encoders.image.largest_batch(height_px, width_px)
         LOG.info("vae.batch_size 0: %d pictures of %dx%d px fit a forward", batch_size, height_px, width_px)
     unnamed = encoders.captions.get("")
     latent = encoders.image.latent_spec(recipe.vae, recipe.store.dtype, batch_size=batch_size)

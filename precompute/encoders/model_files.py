@@ -8,18 +8,19 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from ...datasets.disk.hashing import read_json, sha256_file, sha256_of
 from ...datasets.errors import DamageError, EncoderError
 from ...datasets.format.schema import EncoderIdentity
-from ..config import FeatureSection, TextSection, VaeSection
+from ..config import EncoderSection
 
 if TYPE_CHECKING:  # torch takes seconds to import
     import torch
@@ -27,21 +28,6 @@ if TYPE_CHECKING:  # torch takes seconds to import
 LOG = logging.getLogger(__name__)
 SHIPPED = "shipped:"
 CONFIG = "config.json"
-# Errors that the libraries raise for a malformed config or file.
-LOADING_ERRORS = (
-    OSError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    NotImplementedError,
-    RuntimeError,
-    LookupError,
-    ImportError,
-    SafetensorError,
-    StrictDataclassError,
-)
 VAE_WEIGHTS, TEXT_WEIGHTS = "diffusion_pytorch_model", "model"
 # Exact names: on the hub "*" matches across folders and would download the other models of a pipeline.
 TOKENIZER_FILES = (
@@ -57,27 +43,12 @@ TOKENIZER_FILES = (
 )
 SINGLE_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 _FETCHES: ContextVar[bool] = ContextVar("fetches", default=True)
-TAESD_FILE = re.compile(r"(tae.*_)(?:en|de)(coder\.(?:safetensors|pth))")
+TAESD_FILE = re.compile(r"tae.*_(?:en|de)coder\.(?:safetensors|pth)")
 MAX_ERROR_CHARS = 200  # of a library's message; some list every weight
 MAX_JSON_BYTES = 1 << 26  # of a tokenizer.json; the largest published ones have 35 MB
-TOKENIZER_CLASSES = (
-    None,
-    "T5Tokenizer",
-    "T5TokenizerFast",
-    "PreTrainedTokenizerFast",
-    "PreTrainedTokenizer",
-    "TokenizersBackend",
-    "GemmaTokenizer",
-    "GemmaTokenizerFast",
-    "CLIPTokenizer",
-    "CLIPTokenizerFast",
-    "GPT2Tokenizer",
-    "GPT2TokenizerFast",
-    "LlamaTokenizer",
-    "LlamaTokenizerFast",
-    "Qwen2Tokenizer",
-    "Qwen2TokenizerFast",
-)
+TOKENIZER_CLASSES = {None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend"} | {
+    f"{family}Tokenizer{fast}" for family in ("T5", "Gemma", "CLIP", "GPT2", "Llama", "Qwen2") for fast in ("", "Fast")
+}
 
 
 @contextlib.contextmanager
@@ -107,8 +78,7 @@ def resolve_model(
     """
     folder = local_folder(model)
     if folder is not None:
-        if TAESD_FILE.fullmatch(folder.name) and not folder.is_dir():
-            raise EncoderError(f"{what} '{model}': {taesd_conversion(folder)}")
+        check_whole(model, what=what)
         if folder.is_file() or (folder.suffix in SINGLE_FILES and not folder.is_dir()):
             raise EncoderError(
                 f"{what} '{model}': a single file, needed a folder with config.json. Load it with the library that "
@@ -141,33 +111,20 @@ def resolve_model(
     return fetched / subfolder, fetched.name
 
 
+def check_whole(model: str, *, what: str) -> None:
+    """Raise EncoderError if a model is a file with the encoder or the decoder of a TAESD alone, as published."""
+    path = local_folder(model)
+    if path is not None and TAESD_FILE.fullmatch(path.name) and not path.is_dir():
+        raise EncoderError(
+            f"{what} '{model}': half of a TAESD, with the names of its publisher. Give the hub id, or a folder, of "
+            "both halves as diffusers saves them: madebyollin/taesd, taesdxl, taesd3 or taef1."
+        )
+
+
 def is_single_file(model: str) -> bool:
     """Whether a model is one file of safetensors, and no folder or hub id."""
     path = local_folder(model)
     return path is not None and path.suffix == ".safetensors" and not path.is_dir()
-
-
-def taesd_conversion(file: Path) -> str:
-    """For an error: how the encoder and the decoder of a TAESD, as published and in ComfyUI, become a folder.
-
-    The published decoder counts its clamp as layer 0, which diffusers does not.
-    """
-    encoder, decoder = (str(file.with_name(TAESD_FILE.sub(rf"\1{part}\2", file.name))) for part in ("en", "de"))
-    load = (
-        "safetensors.torch.load_file(path)" if file.suffix == ".safetensors" else "torch.load(path, weights_only=True)"
-    )
-    folder = str(file.with_name(file.name.split("_")[0]))
-    lines = [
-        "import re, torch, safetensors.torch; from diffusers import AutoencoderTiny",
-        f"load = lambda path: {load}",
-        f'w = {{"encoder.layers." + k: v for k, v in load({encoder!r}).items()}}',
-        f'w |= {{"decoder.layers." + re.sub(r"^\\d+", lambda m: str(int(m[0]) - 1), k): v '
-        f"for k, v in load({decoder!r}).items()}}",
-        'model = AutoencoderTiny(latent_channels=w["decoder.layers.0.weight"].shape[1]); model.load_state_dict(w)',
-        f"model.save_pretrained({folder!r})",
-        f"# Then give the folder {folder!r} instead of the file.",
-    ]
-    return "half of a TAESD, with the names of its publisher. Convert both halves with Python:\n  " + "\n  ".join(lines)
 
 
 def model_folder(folder: Path, subfolder: str) -> Path:
@@ -306,7 +263,87 @@ def shortened(error: BaseException) -> str:
     return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."
 
 
-def model_name(section: VaeSection | TextSection | FeatureSection, folder: Path) -> str:
+class ModelFiles:
+    """The files of a model that a recipe names; those of a hub id are downloaded when they are asked for.
+
+    Args:
+      section: of the recipe.
+      what: its key of the model, for messages.
+      stem: of the names of its weights.
+      others: files beside the config that tell how the model is used.
+    Attributes:
+      folder: of the model.
+      revision: commit, if the model came from the hub.
+      name: the model in the recipe, with its subfolder if the model is in it.
+      where: key and folder, for messages.
+    Raises: EncoderError: as ``resolve_model``.
+    """
+
+    def __init__(self, section: EncoderSection, what: str, *others: str, stem: str = TEXT_WEIGHTS) -> None:
+        self._section, self._what, self._names, self._stem = section, what, (CONFIG, *others), stem
+        self.revision: str | None = None
+        self.folder, self.revision = self._fetch(section.subfolder, self._names)
+        self.name, self.where = model_name(section, self.folder), f"{what} '{self.folder}'"
+
+    def _fetch(self, subfolder: str, names: Iterable[str]) -> tuple[Path, str | None]:
+        revision = self.revision or self._section.revision
+        return resolve_model(self._section.model, subfolder, revision, files=names, what=self._what)
+
+    def read(self, name: str = CONFIG) -> dict[str, Any]:
+        """Its config.json, or another of its JSON files; raises EncoderError."""
+        return read_config(self.folder, what=self._what, name=name)
+
+    @cached_property
+    def weights(self) -> list[Path]:
+        """Its safetensors, sorted.
+
+        Raises: EncoderError: there are none, they are damaged, or have fewer tensors than the config.json layers.
+        """
+        folder, _ = self._fetch(self._section.subfolder, (*self._names, *weight_names(self._stem)))
+        files = weight_files(folder, self._stem, what=self._what)
+        check_depth(self.read(), files, what=self._what)
+        return files
+
+    def tokenizer_folder(self, subfolder: str) -> Path:
+        """The folder of its tokenizer."""
+        return self._fetch(subfolder, TOKENIZER_FILES)[0]
+
+    @property
+    def weights_sha256(self) -> str:
+        """Over names and contents."""
+        return hash_files(self.weights)
+
+    def identity(
+        self,
+        class_name: str,
+        dtype: str,
+        library: str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        tokenizer_sha256: str | None = None,
+        tokenizer_files_sha256: str | None = None,
+    ) -> EncoderIdentity:
+        """The identity of an encoder: all that changes its numbers.
+
+        Args:
+          dtype: that it computes in.
+          library: of the class: "diffusers" or "transformers".
+          config: None: that of its config.json.
+        """
+        return EncoderIdentity(
+            model=self.name,
+            revision=self.revision,
+            class_name=class_name,
+            config=lasting_config(dict(self.read() if config is None else config)),
+            weights_sha256=self.weights_sha256,
+            tokenizer_sha256=tokenizer_sha256,
+            dtype=dtype,
+            libraries=library_majors("torch", library),
+            tokenizer_files_sha256=tokenizer_files_sha256,
+        )
+
+
+def model_name(section: EncoderSection, folder: Path) -> str:
     """The model in the recipe, with its subfolder if the model is in it."""
     in_subfolder = section.subfolder and not is_single_file(section.model) and folder != local_folder(section.model)
     return f"{section.model}/{section.subfolder}" if in_subfolder else section.model
@@ -335,39 +372,6 @@ def library_majors(*packages: str) -> dict[str, str]:
         major, minor = metadata.version(name).split(".")[:2]
         majors[name] = f"0.{minor}" if major == "0" else major
     return majors
-
-
-def identity(
-    section: VaeSection | TextSection | FeatureSection,
-    folder: Path,
-    revision: str | None,
-    class_name: str,
-    config: Mapping[str, Any],
-    weights_sha256: str,
-    dtype: str,
-    library: str,
-    *,
-    tokenizer_sha256: str | None = None,
-    tokenizer_files_sha256: str | None = None,
-) -> EncoderIdentity:
-    """The identity of an encoder: all that changes its numbers.
-
-    Args:
-      config: of its config.json.
-      dtype: that it computes in.
-      library: of the class: "diffusers" or "transformers".
-    """
-    return EncoderIdentity(
-        model=model_name(section, folder),
-        revision=revision,
-        class_name=class_name,
-        config=lasting_config(dict(config)),
-        weights_sha256=weights_sha256,
-        tokenizer_sha256=tokenizer_sha256,
-        dtype=dtype,
-        libraries=library_majors("torch", library),
-        tokenizer_files_sha256=tokenizer_files_sha256,
-    )
 
 
 def arithmetic(dtype: str, device: torch.device) -> str:

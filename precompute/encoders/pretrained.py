@@ -6,12 +6,15 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from ...datasets.errors import EncoderError
-from .model_files import LOADING_ERRORS, shortened
+from .model_files import shortened
+
+_Output = TypeVar("_Output")
 
 # Of each logger, what begins a note about unused weights or keys, which published models have; "" for all warnings.
 NOISE = {
@@ -50,7 +53,9 @@ def load_model(
     try:
         with silenced():
             model, loading = load(*arguments, **options)
-    except LOADING_ERRORS as error:
+    except EncoderError:
+        raise
+    except Exception as error:  # of a config or weights, whatever a library makes of them
         raise EncoderError(f"{where}: cannot be loaded as {class_name}: {shortened(error)}") from error
     if missing := sorted(loading.get("missing_keys") or ()):
         raise EncoderError(
@@ -115,3 +120,13 @@ class Pretrained:
             if self._exact is not None:
                 self._exact.to("cpu")
             self._model, self._dtype = self._on_device(model) if makes_room else model, dtype
+
+
+def encode_if_it_fits(encode: Callable[[np.ndarray], _Output], pixels: np.ndarray) -> _Output | None:
+    """The encoder's output, or None if out of memory."""
+    try:
+        return encode(pixels)
+    except torch.OutOfMemoryError:
+        pass  # empty_cache below: the exception still holds the forward's tensors here
+    torch.cuda.empty_cache()
+    return None

@@ -1,8 +1,4 @@
-"""Pictures to moments by the autoencoders of ``autoencoders.py``.
-
-Each encoder has an identity, which the store's fingerprint hashes. Scale and shift come from the model's config
-(``model_files.py``); captions are encoded in ``text.py``.
-"""
+"""Images to moments by the autoencoders of ``autoencoders.py``."""
 
 from __future__ import annotations
 
@@ -12,15 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...datasets.errors import EncoderError, RecipeError
+from ...datasets.errors import EncoderError, RecipeError, ResourceError
 from ...datasets.format.schema import LatentSpec
 from ..config import VaeSection
 from .autoencoders import (
     DECODER,
     VaeFiles,
-    config_folder,
     family_of,
-    find_files,
     fixed_side_px,
     load_single_file,
     patchify,
@@ -29,10 +23,13 @@ from .autoencoders import (
     unpatchify,
 )
 from .compiled import compile_encoder, compiling, eager, filled_up
-from .model_files import arithmetic, identity, is_single_file, read_config
-from .pretrained import Pretrained, load_model
+from .model_files import arithmetic
+from .pretrained import Pretrained, encode_if_it_fits, load_model
 
 LOG = logging.getLogger(__name__)
+CPU_BATCH = 32  # on a CPU more rows in a forward are no faster
+MAX_BATCH = 256
+MAX_BATCH_BYTES = 96 << 20  # of decoded pixels: up to eight batches are in host memory
 PROBE_PX = 256  # a multiple of every published downscale up to 128
 
 
@@ -50,23 +47,21 @@ class ImageEncoder(Pretrained):
     def __init__(self, section: VaeSection, device: torch.device) -> None:
         import diffusers  # takes three seconds
 
-        found = folder, _ = config_folder(section)
-        place = f"vae.model '{section.model if is_single_file(section.model) else folder}'"
-        config = read_config(folder, what="vae.model")
+        files = VaeFiles(section)
+        place, config = files.where, files.read()
         self._family = family_of(config, place)
         self.fixed_side_px = fixed_side_px(config)
         name = config["_class_name"]
         model_class: Any = getattr(diffusers, name)
-        files = find_files(section, found)
+        _ = files.weights  # checked before a library opens them
         dtype = arithmetic(section.dtype, device)
 
-        def load_weights() -> tuple[Any, dict[str, Any]]:
-            load = load_single_file if files.is_single_file else _load
-            return load_model(load, model_class, files, where=place, class_name=name)
+        def load() -> tuple[Any, dict[str, Any]]:
+            return load_model(load_weights, model_class, files, where=place, class_name=name)
 
         # In float32 first, so that the recipe's dtype does not round a batch norm.
-        super().__init__(torch.float32, device, lambda _: self._tiled(load_weights()[0]))
-        loaded, loading = load_weights()
+        super().__init__(torch.float32, device, lambda _: self._tiled(load()[0]))
+        loaded, loading = load()
         if left_out := sorted(key for key in loading["unexpected_keys"] if not key.startswith(DECODER)):
             raise EncoderError(
                 f"{place}: its weights hold '{left_out[0]}', which its config.json has no place for, so "
@@ -84,9 +79,7 @@ class ImageEncoder(Pretrained):
         if section.compile:  # after the probe, whose shape may not occur otherwise
             compile_encoder(self._model)
         LOG.info("%s (%s) computes in %s on %s, vae.compile %s", place, name, dtype, device, section.compile)
-        self.identity = identity(
-            section, files.folder, files.revision, name, config, files.weights_sha256, dtype, "diffusers"
-        )
+        self.identity = files.identity(name, dtype, "diffusers")
 
     @property
     def has_posterior(self) -> bool:
@@ -167,6 +160,29 @@ class ImageEncoder(Pretrained):
         with self._in_float32(), eager():
             return np.concatenate([self._forward(pixels[i : i + 1]) for i in range(len(pixels))])
 
+    def largest_batch(self, height_px: int, width_px: int) -> int:
+        """The largest power of two of images of one size that fit into one forward, found by doubling.
+
+        CPU_BATCH on a CPU; at most MAX_BATCH and MAX_BATCH_BYTES on any device.
+
+        Raises: ResourceError: not even one fits.
+        """
+        max_rows = min(MAX_BATCH, max(1, MAX_BATCH_BYTES // (3 * height_px * width_px)))
+        if self.device.type == "cpu":
+            return min(CPU_BATCH, max_rows)
+        fits, size = 0, 1
+        while (
+            size <= max_rows
+            and encode_if_it_fits(self.encode, np.zeros((size, height_px, width_px, 3), np.uint8)) is not None
+        ):
+            fits, size = size, 2 * size
+        if not fits:
+            raise ResourceError(
+                f"vae.batch_size 0: one image of {height_px}x{width_px} px does not fit into the memory of "
+                f"{self.device}. Use vae.tile_px, a smaller vae.dtype, or another device."
+            )
+        return fits
+
     def _on_device(self, model: Any) -> Any:
         model = super()._on_device(model)
         if self._device.type == "cuda" and self._family.rank == 4:  # pixels have channels last: no transpose
@@ -214,11 +230,16 @@ class ImageEncoder(Pretrained):
         return pixels.permute(0, 2, 3, 1).cpu().numpy()
 
 
-def _load(model_class: Any, files: VaeFiles) -> tuple[Any, dict[str, Any]]:
-    """Load a model saved by save_pretrained; with its missing and unexpected keys."""
+def load_weights(model_class: Any, files: VaeFiles) -> tuple[Any, dict[str, Any]]:
+    """Load a model in float32, whatever the recipe's dtype, which must not round a batch norm.
+
+    Returns: the model, and its missing and unexpected keys.
+    """
+    if files.single_file:
+        return load_single_file(model_class, files)
     return model_class.from_pretrained(
         files.folder,
-        torch_dtype=torch.float32,  # whatever the recipe's dtype, which must not round a batch norm
+        torch_dtype=torch.float32,
         use_safetensors=True,
         low_cpu_mem_usage=False,  # otherwise diffusers requires accelerate
         output_loading_info=True,

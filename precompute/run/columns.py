@@ -15,10 +15,10 @@ import numpy as np
 
 from ...datasets.errors import RecordRejected
 from ...datasets.format.row_layout import LATENTS, MASK
-from ...datasets.format.schema import LatentSpec
+from ...datasets.format.schema import LOGVAR_RANGE, LatentSpec
 from ...datasets.format.token_dtypes import StoredTokens, narrow, quality
-from ..encoders.forwards import encode_if_it_fits, to_stored
 from ..encoders.loading import Encoders
+from ..encoders.pretrained import encode_if_it_fits
 from ..encoders.vae import ImageEncoder
 
 FLOAT32 = "float32"
@@ -113,6 +113,40 @@ def image_columns(encoders: Encoders, latent: LatentSpec) -> dict[str, Column]:
         mask = Column(name, name, "mask", lambda grey: [grey], lambda grey: [grey], lambda outputs, _: outputs)
         columns.append(mask if kind == MASK else latent_column(encoders.image, mean, name))
     return {column.group: column for column in columns}
+
+
+def to_stored(moments: np.ndarray, spec: LatentSpec, records: np.ndarray) -> np.ndarray:
+    """The stored part of an encoder's output, in the store's dtype.
+
+    Args:
+      moments: (B, 2C, H, W) mean and log-variance, or (B, C, H, W) latents; float32.
+      records: (B,) positions in the records table: the key of a stored sample.
+    Returns: (B, stored_channels, H, W).
+    """
+    if spec.kind == "mean":
+        moments = moments[:, : spec.channels]
+    elif spec.kind == "sample":
+        moments = sample_once(moments, records)
+    with np.errstate(over="ignore"):  # overflow becomes infinity, which is rejected
+        return moments.astype(spec.dtype)
+
+
+def sample_once(moments: np.ndarray, records: np.ndarray) -> np.ndarray:
+    """Draw mean + std * noise once, (B, C, H, W) float32; the noise depends on the record alone.
+
+    Args:
+      moments: (B, 2C, H, W) float32, mean then log-variance.
+      records: (B,) positions in the records table.
+    Source: Kingma and Welling 2014, section 2.4 (reparameterization).
+    """
+    drawn = []
+    for row, record in zip(moments, records, strict=True):  # alone, so its bits depend on no other row
+        mean, logvar = np.split(row, 2)
+        # Philox is counter-based, so any record can be drawn alone.
+        generator = np.random.Generator(np.random.Philox(key=[0, 0], counter=[0, 0, 0, int(record)]))
+        noise = generator.standard_normal(mean.shape, dtype=np.float32)
+        drawn.append(mean + np.exp(0.5 * np.clip(logvar, *LOGVAR_RANGE)) * noise)
+    return np.stack(drawn)
 
 
 def _narrowed_tokens(outputs: Outputs, dtype: str) -> list[np.ndarray]:

@@ -199,15 +199,13 @@ class Runner(ShardRunner):
     source: OpenedSource
 
     def __post_init__(self) -> None:
-        self._before = self._tokens()
+        for encoder in self.encoders.captions.values():
+            encoder.computed = TokenCount()
 
     @property
     def tokens(self) -> TokenCount:
         """Tokens that went through the text encoders since this was made."""
-        return self._tokens() - self._before
-
-    def _tokens(self) -> TokenCount:
-        return sum((encoder.computed for encoder in self.encoders.captions.values()), TokenCount())
+        return TokenCount.total(encoder.computed for encoder in self.encoders.captions.values())
 
     @property
     def num_at_once(self) -> int:

@@ -43,8 +43,8 @@ from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
-from leandit.precompute.encoders import forwards
 from leandit.precompute.planning import compare, opening, planner
+from leandit.precompute.run import columns
 from leandit.precompute.sharing import leases
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.listing.listing import record_batches, spool
@@ -329,8 +329,8 @@ def patch_fresh(change: Callable[[Sequence[SourceRecord]], Sequence[SourceRecord
 
 
 def noise_is_keyed_by_process() -> None:
-    draw = forwards.sample_once
-    forwards.sample_once = lambda moments, records: draw(moments, records + os.getpid())
+    draw = columns.sample_once
+    columns.sample_once = lambda moments, records: draw(moments, records + os.getpid())
 
 
 def rows_are_in_an_order_of_the_process() -> None:

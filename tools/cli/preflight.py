@@ -39,15 +39,14 @@ def check_encoders(recipe: PrecomputeRecipe) -> None:
     from ...precompute.encoders import autoencoders, model_files
 
     if model_files.local_folder(recipe.vae.model):
-        folder, _ = autoencoders.config_folder(recipe.vae)
-        autoencoders.family_of(model_files.read_config(folder, what="vae.model"), f"vae.model '{folder}'")
+        files = autoencoders.VaeFiles(recipe.vae)
+        autoencoders.family_of(files.read(), files.where)
     encoders = {"text": recipe.text} if recipe.text.kind != "none" else {}
     encoders |= {f"text.{name}": section for name, section in recipe.texts.items()}
     encoders |= {f"features.{name}": section for name, section in recipe.features.items()}
     for name, section in encoders.items():
         if model_files.local_folder(section.model):
-            named = {"files": (model_files.CONFIG,), "what": f"{name}.model"}
-            model_files.resolve_model(section.model, section.subfolder, section.revision, **named)
+            model_files.ModelFiles(section, f"{name}.model")
 
 
 def check_trainable(recipe: TrainRecipe, store: str | None) -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,19 +22,7 @@ from ....datasets.errors import EncoderError
 from ....datasets.format.schema import TextSpec
 from ....datasets.revisions.commits import nonfinite_caption
 from ...config import TextSection
-from ..model_files import (
-    CONFIG,
-    TEXT_WEIGHTS,
-    arithmetic,
-    check_depth,
-    hash_files,
-    identity,
-    read_config,
-    resolve_model,
-    weight_files,
-    weight_names,
-    weights_in,
-)
+from ..model_files import arithmetic, read_config, weights_in
 from ..pretrained import Pretrained, load_transformer
 from .families import FAMILIES, PROJECTED, check_request, class_name, language_config, text_config, whole_number
 from .tokenizer import CaptionTokenizer
@@ -48,27 +35,17 @@ EMBEDDING = "embed_tokens.weight"  # ends the name of a language model's first w
 EAGER = {"attn_implementation": "eager"}
 
 
-@dataclass(frozen=True)
-class TokenCount:
+class TokenCount(NamedTuple):
     """Tokens that went through an encoder, of which padding, and captions."""
 
     num_tokens: int = 0
     num_padding: int = 0
     num_captions: int = 0
 
-    def __add__(self, other: TokenCount) -> TokenCount:
-        return TokenCount(
-            self.num_tokens + other.num_tokens,
-            self.num_padding + other.num_padding,
-            self.num_captions + other.num_captions,
-        )
-
-    def __sub__(self, other: TokenCount) -> TokenCount:
-        return TokenCount(
-            self.num_tokens - other.num_tokens,
-            self.num_padding - other.num_padding,
-            self.num_captions - other.num_captions,
-        )
+    @classmethod
+    def total(cls, counts: Iterable[TokenCount]) -> TokenCount:
+        """The sum of some."""
+        return cls(*map(sum, zip(*counts, strict=True)))
 
 
 class EncodedCaption(NamedTuple):
@@ -119,18 +96,11 @@ class CaptionEncoder(Pretrained):
     """
 
     def __init__(self, section: TextSection, tokenizer: CaptionTokenizer, device: torch.device) -> None:
-        config = text_config(section, tokenizer.model_folder)
-        self._class_name = class_name(section, config, tokenizer.model_folder)
-        check_request(section, config, tokenizer.model_folder)
-        self._folder, _ = resolve_model(
-            section.model,
-            section.subfolder,
-            tokenizer.revision or section.revision,
-            files=(CONFIG, *weight_names(TEXT_WEIGHTS)),
-            what="text.model",
-        )
-        self._weights = weight_files(self._folder, TEXT_WEIGHTS, what="text.model")
-        check_depth(read_config(tokenizer.model_folder, what="text.model"), self._weights, what="text.model")
+        files = tokenizer.files
+        config = text_config(section, files.folder)
+        self._class_name = class_name(section, config, files.folder)
+        check_request(section, config, files.folder)
+        self._folder, self._weights = files.folder, files.weights
         family, dtype = FAMILIES[section.kind], arithmetic(section.dtype, device)
         super().__init__(getattr(torch, dtype), device, self._loaded)
         self._section = section
@@ -141,13 +111,11 @@ class CaptionEncoder(Pretrained):
         self.width = whole_number(config, family.width_key, self._folder) * max(1, len(self._layers))
         pooled_key = "projection_dim" if self._class_name == PROJECTED else family.width_key
         self.pooled_width = whole_number(config, pooled_key, self._folder) if section.output != "tokens" else 0
-        self.identity = identity(
-            *(section, self._folder, tokenizer.revision, self._class_name),
-            read_config(tokenizer.model_folder, what="text.model"),
-            *(hash_files(self._weights), dtype, "transformers"),
-            tokenizer_sha256=tokenizer.sha256,
-            tokenizer_files_sha256=tokenizer.files_sha256,
-        )
+        hashes: dict[str, Any] = {
+            "tokenizer_sha256": tokenizer.sha256,
+            "tokenizer_files_sha256": tokenizer.files_sha256,
+        }
+        self.identity = files.identity(self._class_name, dtype, "transformers", **hashes)
 
     def text_spec(self, section: TextSection, dtype: str) -> TextSpec:
         """The spec of the stored embeddings."""
@@ -234,7 +202,8 @@ class CaptionEncoder(Pretrained):
     ) -> EncodedCaptions:
         """Embeddings of token ids (B, L); those that are not finite are computed again in float32."""
         encoded = self._forward(ids, mask, stored)
-        self.computed += TokenCount(ids.numel(), int((mask == 0).sum()), len(ids))
+        count = TokenCount(ids.numel(), int((mask == 0).sum()), len(ids))
+        self.computed = TokenCount.total([self.computed, count])
         for i in np.flatnonzero(~encoded.is_finite).tolist() if self._dtype != torch.float32 else ():
             LOG.warning(
                 "caption %r: NaN or infinity in %s, encoded again in float32, which takes long; "

@@ -8,7 +8,7 @@ from typing import Any
 
 from ....datasets.errors import EncoderError
 from ...config import TextSection
-from ..model_files import LOADING_ERRORS, read_config, shortened
+from ..model_files import read_config, shortened
 
 PROJECTED = "CLIPTextModelWithProjection"
 
@@ -59,7 +59,7 @@ def language_config(folder: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-    except LOADING_ERRORS as error:
+    except Exception as error:  # whatever the library makes of it
         raise EncoderError(f"text.model '{folder}': no usable config.json: {shortened(error)}") from error
 
 

@@ -13,16 +13,7 @@ import torch
 from ....datasets.disk.hashing import sha256_of
 from ....datasets.errors import EncoderError
 from ...config import TextSection
-from ..model_files import (
-    CONFIG,
-    LOADING_ERRORS,
-    TOKENIZER_FILES,
-    check_tokenizer_files,
-    hash_files,
-    resolve_model,
-    shortened,
-    tokenizer_files,
-)
+from ..model_files import ModelFiles, check_tokenizer_files, hash_files, shortened, tokenizer_files
 from .families import text_config, whole_number
 from .instructions import instruction_text
 
@@ -61,18 +52,10 @@ class CaptionTokenizer:
     """
 
     def __init__(self, section: TextSection) -> None:
-        self.model_folder, self.revision = resolve_model(
-            section.model, section.subfolder, section.revision, files=(CONFIG,), what="text.model"
-        )
-        config = text_config(section, self.model_folder)
-        self.vocabulary_size = whole_number(config, "vocab_size", self.model_folder)
-        folder, _ = resolve_model(
-            section.model,
-            section.tokenizer_subfolder,
-            self.revision or section.revision,
-            files=TOKENIZER_FILES,
-            what="text.model",
-        )
+        self.files = ModelFiles(section, "text.model")
+        config = text_config(section, self.files.folder)
+        self.vocabulary_size = whole_number(config, "vocab_size", self.files.folder)
+        folder = self.files.tokenizer_folder(section.tokenizer_subfolder)
         self._tokenizer = load_tokenizer(folder, self.vocabulary_size)
         self._max_tokens, self._full_length = section.max_tokens, section.full_length
         own_side = self._tokenizer.padding_side if section.padding_side == "auto" else section.padding_side
@@ -185,9 +168,7 @@ def load_tokenizer(folder: Path, vocabulary_size: int, *, what: str = "text.mode
     try:
         # Explicit: otherwise the library asks on the terminal whether the folder's code may run.
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises plain Exception for a damaged tokenizer.json
-        if type(error) is not Exception and not isinstance(error, LOADING_ERRORS):
-            raise
+    except Exception as error:  # whatever the library makes of its files
         raise EncoderError(f"{what} '{folder}': no usable tokenizer: {shortened(error)}") from error
     # A folder with only spiece.model may load as a few hundred tokens that map every word to <unk>.
     if not 0.9 * vocabulary_size <= len(tokenizer) <= vocabulary_size:

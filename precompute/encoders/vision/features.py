@@ -19,18 +19,7 @@ from torch.nn.functional import interpolate
 from ....datasets.errors import EncoderError, RecipeError
 from ....datasets.format.schema import FeatureSpec
 from ...config import FeatureSection
-from ..model_files import (
-    CONFIG,
-    TEXT_WEIGHTS,
-    arithmetic,
-    check_depth,
-    hash_files,
-    identity,
-    read_config,
-    resolve_model,
-    weight_files,
-    weight_names,
-)
+from ..model_files import ModelFiles, arithmetic
 from ..pretrained import Pretrained, load_transformer
 from .families import (
     CLIP,
@@ -64,19 +53,13 @@ class FeatureEncoder(Pretrained):
 
     def __init__(self, section: FeatureSection, images_px: int, device: torch.device, *, name: str = "NAME") -> None:
         what = f"features.{name}.model"
-        model, subfolder = section.model, section.subfolder
-        names = (CONFIG, PREPROCESSOR)
-        folder, revision = resolve_model(model, subfolder, section.revision, files=names, what=what)
-        where = f"{what} '{folder}'"
-        config = read_config(folder, what=what)
-        family = family_of(config, where)
+        files = ModelFiles(section, what, PREPROCESSOR)
+        config = files.read()
+        family = family_of(config, files.where)
         if section.output == EMBEDDING:
             family = embedding_family(section, family, f"features.{name}")
-        mean, std = normalisation(read_config(folder, what=what, name=PREPROCESSOR), where)
-        names = (*names, *weight_names(TEXT_WEIGHTS))
-        folder, _ = resolve_model(model, subfolder, revision or section.revision, files=names, what=what)
-        weights = weight_files(folder, TEXT_WEIGHTS, what=what)
-        check_depth(config, weights, what=what)
+        mean, std = normalisation(files.read(PREPROCESSOR), files.where)
+        _ = files.weights  # checked before a library opens them
         dtype = arithmetic(section.encoder_dtype, device)
         self._options, self._layer = dict(family.options), section.layer
         self._is_embedding = section.output == EMBEDDING
@@ -84,12 +67,12 @@ class FeatureEncoder(Pretrained):
             self._options["output_hidden_states"] = True
 
         def load_weights(dtype: torch.dtype) -> Any:
-            loaded = load_transformer(family.class_name, folder, dtype, where)
+            loaded = load_transformer(family.class_name, files.folder, dtype, files.where)
             check_choices(section, family, len(blocks_of(loaded)), f"features.{name}")
             if section.layer >= 0:
                 del blocks_of(loaded)[max(1, section.layer) :]  # the others would be computed for nothing
             if family.positions:
-                resample_positions(loaded, family, where)
+                resample_positions(loaded, family, files.where)
             return loaded
 
         super().__init__(getattr(torch, dtype), device, load_weights)
@@ -100,11 +83,9 @@ class FeatureEncoder(Pretrained):
         self._mean, self._std = (
             torch.tensor(numbers, dtype=torch.float32, device=device)[:, None, None] for numbers in (mean, std)
         )
-        LOG.info("%s (%s) computes in %s on %s", where, family.class_name, dtype, device)
+        LOG.info("%s (%s) computes in %s on %s", files.where, family.class_name, dtype, device)
         known = config.get("vision_config", config) | {"image_mean": mean, "image_std": std}
-        self.identity = identity(
-            section, folder, revision, family.class_name, known, hash_files(weights), dtype, "transformers"
-        )
+        self.identity = files.identity(family.class_name, dtype, "transformers", config=known)
 
     def spec(self) -> FeatureSpec:
         """The spec of the stored tokens."""

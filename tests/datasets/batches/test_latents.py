@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from leandit.datasets.batches.latents import _mix, denormalise, draw_keys, final_latents, keyed_noise, normalise
 from leandit.datasets.format.schema import POSTERIORS, Decoding, LatentSpec
 from leandit.datasets.order.shuffle import mix
-from leandit.precompute.encoders.forwards import sample_once
+from leandit.precompute.run.columns import sample_once
 
 SHIFT, SCALE = [0.5, -1.0, 0.0, 2.0], [0.18215, 2.0, -1.0, 0.25]
 SHAPE = (4, 3, 5)

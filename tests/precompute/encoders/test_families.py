@@ -30,9 +30,9 @@ from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.precompute.config import PrecomputeRecipe, VaeSection
 from leandit.precompute.encoders.autoencoders import patchify, unpatchify
 from leandit.precompute.encoders.describe import describe_store
-from leandit.precompute.encoders.forwards import to_stored
 from leandit.precompute.encoders.loading import Encoders
 from leandit.precompute.encoders.vae import ImageEncoder
+from leandit.precompute.run.columns import to_stored
 
 SIDE_PX = 64
 Encode = Callable[[Any, torch.Tensor], torch.Tensor]

@@ -15,7 +15,6 @@ from PIL import Image
 from leandit.datasets.errors import ResourceError, SourceError
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
-from leandit.precompute.encoders.forwards import largest_batch
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
@@ -210,7 +209,7 @@ def test_the_largest_batch_is_the_last_doubling_that_fits(
     monkeypatch.setattr(
         ImageEncoder, "_forward", lambda self, pixels: limited(self, small.repeat(len(pixels), 0))
     )  # of large pictures only the number counts here
-    assert largest_batch(encoder, side_px, side_px) == found
+    assert encoder.largest_batch(side_px, side_px) == found
     assert tried == [2**i for i in range(len(tried))]
     assert tried[-1] in (found, 2 * found)
 
@@ -222,7 +221,7 @@ def test_where_not_one_picture_fits_nothing_is_planned(
     recipe = label_recipe("vae.batch_size=0")
     loaded_encoders(recipe.vae, recipe.text)
     sizes(0)
-    with pytest.raises(ResourceError, match=r"vae\.batch_size 0: one picture of 32x32 px.*vae\.tile_px"):
+    with pytest.raises(ResourceError, match=r"vae\.batch_size 0: one image of 32x32 px.*vae\.tile_px"):
         encode(recipe, class_folder, tmp_path / "store")
     assert not (tmp_path / "store").exists()
 

@@ -22,13 +22,6 @@ from leandit.precompute.unchanged import Unchanged, unchanged
 from leandit.tools.inspection.pictures import LatentDecoder
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-TAESD = {
-    "encoder_block_out_channels": (64,) * 4,
-    "decoder_block_out_channels": (64,) * 4,
-    "num_encoder_blocks": (1, 3, 3, 3),
-    "num_decoder_blocks": (3, 3, 3, 1),
-    "latent_channels": 16,
-}
 BLOCKS = 2  # of the tiny AutoencoderKL
 ORIGINAL = {
     r"mid_block\.resnets\.(\d)": lambda m: f"mid.block_{int(m[1]) + 1}",
@@ -126,26 +119,6 @@ def test_a_class_that_diffusers_does_not_convert_is_refused_with_advice(
         EncoderError, match=r"reads a single file of AutoencoderKL, AutoencoderDC, AutoencoderKLWan, not"
     ):
         load(file, config)
-
-
-@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
-def test_the_error_for_half_of_a_taesd_has_the_code_that_converts_it(suffix: str, tmp_path: Path) -> None:
-    whole = save_autoencoder(tmp_path / "whole", "tiny", **TAESD)
-    weights = load_file(whole / WEIGHTS)
-    for part, first in (("encoder", 0), ("decoder", 1)):  # the publisher's decoder begins with its clamp
-        halves = {name.removeprefix(f"{part}.layers."): w for name, w in weights.items() if name.startswith(part)}
-        renamed = {re.sub(r"^\d+", lambda m, first=first: str(int(m[0]) + first), k): w for k, w in halves.items()}
-        path = tmp_path / f"taesd3_{part}.{suffix}"
-        save_file(renamed, path) if suffix == "safetensors" else torch.save(renamed, path)
-    for part in ("encoder", "decoder"):
-        with pytest.raises(EncoderError, match="half of a TAESD") as caught:
-            load(tmp_path / f"taesd3_{part}.{suffix}")
-        _, *code = str(caught.value).split("\n  ")
-        exec("\n".join(code), {})
-        converted = load(tmp_path / "taesd3")
-        assert np.array_equal(converted.encode(pixels()), load(whole).encode(pixels()))
-        latents = converted.encode(pixels())
-        assert np.array_equal(converted.decode(latents), load(whole).decode(latents))
 
 
 def test_a_store_of_a_single_file_is_found_unchanged_and_its_decoder_loads(
