@@ -147,8 +147,7 @@ def plan_import(
             lengths.setdefault(header.text, [one.num_tokens for one in header.texts])
     lengths = dict(sorted(lengths.items(), key=lambda caption: caption[1][0]))
     ids = {text: i for i, text in enumerate(lengths)}
-    columns: dict[str, list[Any]] = {name: [] for name in PLAN_SCHEMA.names}
-    next_row: Counter[str] = Counter()
+    next_row, rows = Counter[str](), list[dict[str, Any]]()
     for entry, header in zip(entries, headers, strict=True):
         row: dict[str, Any] = {"key": entry.key, "revision": 1, "row": -1, "label": -1, "caption_ids": []}
         row |= {"attempts": 1, "source_path": entry.path, "source_offset": entry.offset}
@@ -164,14 +163,13 @@ def plan_import(
             row |= {"resized_height_px": height_px, "resized_width_px": width_px}
             row |= {"caption_ids": [ids[header.text]] if header.texts else []}
             next_row[bucket] += 1
-        for name, values in columns.items():
-            values.append(row.get(name))
+        rows.append(row)
     by_encoder = {one.name: [of[i] for of in lengths.values()] for i, one in enumerate(spec.text_encoders)}
     first, *others = by_encoder or [""]
     return first_plan(
         spec,
         listing,
-        pa.table(columns, schema=PLAN_SCHEMA),
+        pa.Table.from_pylist(rows, schema=PLAN_SCHEMA),
         texts=list(lengths),
         num_tokens=by_encoder.get(first, []),
         further={name: by_encoder[name] for name in others},

@@ -1,13 +1,12 @@
-"""EDM2's dataset of latents: a ZIP of stored .npy members, or its folder, with labels in ``dataset.json``.
+"""EDM2's dataset of latents: a ZIP of .npy members, or its folder, with labels in ``dataset.json``.
 
-Threads read members by their offset. Nothing is unpacked to disk: a member's name is a key, never a path.
+Nothing is unpacked to disk: a member's name is a key, never a path.
 """
 
 from __future__ import annotations
 
 import os
 import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +31,6 @@ RAW_MEAN = (5.81, 3.25, 0.12, -2.15)  # of latents of images from 0 to 1, as EDM
 RAW_STD = (4.17, 4.62, 3.71, 3.28)
 FINAL_STD = 0.5
 LABELS = "dataset.json"
-LOCAL_HEADER_BYTES = 30  # APPNOTE 6.3.10, section 4.3.7
 
 
 class Edm2(Reader):
@@ -55,8 +53,6 @@ class Edm2(Reader):
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
         self._zip = None if root.is_dir() else self._open_zip()
-        self._unusable: dict[str, str] = {}
-        self._crc_of: dict[str, int] = {}
         listed = self.parse_json(LABELS, dict, self._description).get("labels") or ()
         try:
             self._labels = {str(name): label for name, label in listed}
@@ -76,10 +72,13 @@ class Edm2(Reader):
         if self._zip is None:
             path = self.root / LABELS
             return read_file(path, MAX_JSON_BYTES) if os.path.lexists(path) else b"{}"
-        if LABELS not in self._zip.namelist():
-            return b"{}"
-        with self._zip.open(LABELS) as member:
-            return member.read(MAX_JSON_BYTES)
+        return self._member(LABELS, MAX_JSON_BYTES) if LABELS in self._zip.namelist() else b"{}"
+
+    def _member(self, name: str, most: int) -> bytes:
+        """The first bytes of a member; a whole one's CRC is checked. Raises KeyError, OSError, ZIP_ERRORS."""
+        assert self._zip, "a folder has no members"
+        with self._zip.open(name) as member:
+            return member.read(most)
 
     def entries(self) -> Iterator[Entry]:
         """Members in the order of their names, then labels without members, which are rejects."""
@@ -89,8 +88,7 @@ class Edm2(Reader):
             yield entry
         for label_name in sorted(self._labels.keys() - listed):
             name, problem = usable_key(label_name)
-            self._unusable[name] = problem[1] if problem else f"it has a label in '{LABELS}', but is not there"
-            yield Entry(name.removesuffix(".npy"), name)
+            yield Entry(name.removesuffix(".npy"), name if problem else label_name)
 
     def _members(self) -> Iterator[Entry]:
         if self._zip is None:
@@ -98,19 +96,12 @@ class Edm2(Reader):
                 yield self.file_entry(path.relative_to(self.root).as_posix())
             return
         for info in sorted(self._zip.infolist(), key=lambda info: info.filename):
-            name = info.filename
-            if not name.endswith(".npy"):
-                continue
-            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
-                self._unusable[name] = "it is compressed or encrypted; EDM2 stores its members as they are"
-            self._crc_of[name] = info.CRC
-            yield Entry(name.removesuffix(".npy"), name, info.header_offset, info.file_size)
+            if info.filename.endswith(".npy"):
+                yield Entry(info.filename.removesuffix(".npy"), info.filename, info.header_offset, info.file_size)
 
     def look(self, entry: Entry) -> RecordHeader:
         """From its header."""
         inner_path(entry.path)
-        if why := self._unusable.get(entry.path):
-            raise RecordRejected("scan", "unreadable", f"{entry.path}: {why}")
         shape, dtype = self.look_latent(entry)
         if self.has_labels and entry.path not in self._labels:
             raise RecordRejected("scan", "no_label", f"'{LABELS}' has no label of {entry.path}")
@@ -120,23 +111,12 @@ class Edm2(Reader):
         """Shape and dtype of a member, or a file; raises RecordRejected."""
         if self._zip is None:
             return super().look_latent(entry)
+        if entry.path not in self._zip.NameToInfo:
+            detail = f"{entry.path}: it has a label in '{LABELS}', but is not there"
+            raise RecordRejected("scan", "missing_file", detail)
         with rejecting(entry.path):
-            return look(self._member(entry, MAX_HEADER), entry.num_bytes)
+            return look(self._member(entry.path, MAX_HEADER), entry.num_bytes)
 
     def content(self, entry: Entry) -> bytes:
         """A member, or a file."""
-        return self._member(entry, MAX_ARRAY_BYTES) if self._zip else super().content(entry)
-
-    def _member(self, entry: Entry, most: int) -> bytes:
-        """The first bytes of a member; a whole one's CRC is checked. Raises OSError, ValueError."""
-        assert self._zip, "a folder has no members"
-        assert self._zip.fp, "it is open"
-        head = os.pread(self._zip.fp.fileno(), LOCAL_HEADER_BYTES, entry.offset)
-        if len(head) < LOCAL_HEADER_BYTES or not head.startswith(b"PK\x03\x04"):
-            raise ValueError("there is no member where the directory says")
-        name_bytes, extra_bytes = (int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
-        start = entry.offset + LOCAL_HEADER_BYTES + name_bytes + extra_bytes
-        content = os.pread(self._zip.fp.fileno(), min(most, entry.num_bytes), start)
-        if most >= entry.num_bytes and zlib.crc32(content) != self._crc_of[entry.path]:
-            raise ValueError("its CRC is not that of its bytes")
-        return content
+        return self._member(entry.path, MAX_ARRAY_BYTES + MAX_HEADER) if self._zip else super().content(entry)

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from ....datasets.errors import RecordRejected, ResourceError, SourceError
+from ....datasets.disk.spill import named_errors
+from ....datasets.errors import RecordRejected, SourceError
 from ....datasets.revisions.writer import row_checksum
 from ...config import TextSection
 from ...images.faults import open_regular
@@ -215,20 +216,15 @@ def _unpack(path: Path, most: int) -> memoryview:
     Raises: OSError, ValueError: it cannot be decompressed. ResourceError: the temporary folder is full.
     """
     with (
+        named_errors(f"source '{path}'"),
         open_regular(path) as packed,
         pa.input_stream(packed, compression="zstd") as stream,
         tempfile.NamedTemporaryFile(prefix="leandit-mds-") as file,
     ):
         while most and (some := stream.read(min(most, COPIED_BYTES))):
-            try:
-                file.write(some)
-                file.flush()
-            except OSError as error:
-                raise ResourceError(
-                    f"source '{path}': '{tempfile.gettempdir()}' cannot hold it unpacked ({error.strerror}). Free some "
-                    "space there, name another folder in the environment as TMPDIR, or unpack the shards yourself."
-                ) from error
+            file.write(some)
             most -= len(some)
+        file.flush()
         return _mapped(file.name)
 
 

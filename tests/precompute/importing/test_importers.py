@@ -495,7 +495,7 @@ def test_members_that_are_compressed_hostile_or_without_label_are_rejected(tmp_p
         "../../outside": metadata,
         "/absolute": metadata,
         "unlabelled": ("scan", "no_label"),
-        "bomb": unreadable,
+        "bomb": unreadable,  # its 4 MB are no array
         "00000/object": unreadable,
         keys[2]: unreadable,
     }
@@ -710,9 +710,11 @@ def test_what_the_machine_lacks_is_no_reject(error: Exception, raised: type[Exce
 
 def test_where_a_packed_shard_finds_no_room_it_is_no_reject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_mds(tmp_path / "source")
-    # Room for nothing: a file that may only be read.
-    read_only = (made.source / "index.json").open("rb")
-    monkeypatch.setattr(mds.tempfile, "NamedTemporaryFile", lambda prefix: read_only)
+
+    def full(prefix: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(mds.tempfile, "NamedTemporaryFile", full)
     with pytest.raises(ResourceError, match="TMPDIR"):
         run_import(made, tmp_path / "store")
 
