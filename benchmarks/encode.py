@@ -256,7 +256,9 @@ def no_progress(stage: str, done: int, total: int) -> None:
 def bucket_of(path: Path, recipe: PrecomputeRecipe) -> tuple[int, int] | None:
     """The (height_px, width_px) bucket of an image; None if it fits none."""
     with Image.open(path) as image:
-        return place_image(image.height, image.width, recipe.images).bucket
+        placed = place_image(image.height, image.width, recipe.images)
+        assert isinstance(placed, dict), "a recipe of a benchmark has a bucket for each of its images"
+        return placed["bucket"]
 
 
 def decoded_batches(

@@ -89,7 +89,7 @@ def plan_captions(
         connection.register("counted", map_table(counted_schema, counts, WHAT))
         in_order = connection.sql("SELECT * FROM counted ORDER BY num_tokens, first").to_arrow_reader(BATCH_ROWS)
         completed = (_completed(batch, encoders, schema) for batch in before.to_batches())
-        added = (_added(batch, revision, schema) for batch in in_order)
+        added = (_completed(batch, encoders, schema, revision) for batch in in_order)
         captions = map_table(schema, rebatched(chain(completed, added), BATCH_ROWS), WHAT)
         ids = GrowingArray("int32", WHAT)
         query = f"""WITH new AS (
@@ -118,25 +118,21 @@ def _counted(
         yield pa.RecordBatch.from_pydict(columns, schema)
 
 
-def _added(batch: pa.RecordBatch, revision: int, schema: pa.Schema) -> pa.RecordBatch:
-    """Captions of a new revision, with empty results."""
+def _completed(
+    batch: pa.RecordBatch, encoders: Sequence[CaptionCounts], schema: pa.Schema, revision: int | None = None
+) -> pa.RecordBatch:
+    """Captions of a plan, counted by the encoders that have not, with nulls for results that they do not have.
+
+    Args:
+      revision: of new captions; None for those of an earlier one.
+    """
     columns = {name: batch[name] for name in batch.schema.names if name != "first"}
-    columns["revision"] = pa.array(np.full(batch.num_rows, revision, np.int32))
-    return _with_nulls(columns, batch.num_rows, schema)
-
-
-def _completed(batch: pa.RecordBatch, encoders: Sequence[CaptionCounts], schema: pa.Schema) -> pa.RecordBatch:
-    """Captions of an earlier revision, counted by the encoders that it does not have."""
-    columns = {name: batch[name] for name in batch.schema.names}
+    if revision is not None:
+        columns["revision"] = pa.array(np.full(batch.num_rows, revision, np.int32))
     for encoder in encoders:
         if f"{CAPTION_COUNTS[0]}{encoder.suffix}" not in columns:
             columns |= encoder.columns(batch["text"])
-    return _with_nulls(columns, batch.num_rows, schema)
-
-
-def _with_nulls(columns: dict[str, pa.Array], num_rows: int, schema: pa.Schema) -> pa.RecordBatch:
-    """Columns of a schema, those that are missing with nulls."""
-    nulls = {field.name: pa.nulls(num_rows, field.type) for field in schema if field.name not in columns}
+    nulls = {field.name: pa.nulls(batch.num_rows, field.type) for field in schema if field.name not in columns}
     return pa.RecordBatch.from_pydict(columns | nulls, schema)
 
 

@@ -10,7 +10,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,18 +42,11 @@ KNOWN_SIZES = 1 << 16  # whose placement is kept
 WHAT = "the plan of the images"
 PLACEMENT = "height_px", "width_px", "resized_height_px", "resized_width_px", "crop_top_px", "crop_left_px"
 REJECT = "stage", "reason", "detail"
+REJECTED_ROW = {"row": -1, "status": "rejected", "stage": "scan"}
 IMAGES_SCHEMA = pa.schema([PLAN_SCHEMA.field(name) for name in ("bucket", "row", *PLACEMENT, "status", *REJECT)])
 
 Size = tuple[int, int]
 """Height and width in pixels; (0, 0) if unknown."""
-
-
-@dataclass
-class Sizes:
-    """Sizes of consecutive images: (N, 2) int64, 0 if unknown; and rejects by position."""
-
-    sizes: np.ndarray
-    rejects: dict[int, RecordRejected] = field(default_factory=dict)
 
 
 def plan_images(
@@ -89,12 +82,12 @@ def _planned(
     progress: Callable[[int], None],
     stops: bool,
 ) -> Iterator[pa.RecordBatch]:
-    placements: dict[Size, dict[str, Any]] = {}
+    place = lru_cache(KNOWN_SIZES)(partial(place_image, images=recipe.images))
     next_rows, done = Counter[str](), 0
     threads = num_threads() if source.is_read_by_decoders else FETCHES
     slices = (batch.slice(i, ASKED) for batch in fresh.batches() for i in range(0, batch.num_rows, ASKED))
     with ThreadPoolExecutor(threads, thread_name_prefix="leandit-scan") as pool:
-        waiting: deque[tuple[pa.RecordBatch, Future[Sizes]]] = deque()
+        waiting: deque[tuple[pa.RecordBatch, Future[list[Size | RecordRejected]]]] = deque()
         try:
             while True:
                 for listed in islice(slices, ASKS_AHEAD * threads + 1 - len(waiting)):
@@ -102,68 +95,38 @@ def _planned(
                 if not waiting:
                     return
                 listed, sizes = waiting.popleft()
-                batch, rejects = _placed(sizes.result(), recipe.images, placements, next_rows)
-                keys = listed["key"]
-                limits.count(len(keys), [(i, keys[i].as_py(), reject) for i, reject in sorted(rejects.items())])
+                rows, rejects = list[dict[str, Any]](), list[tuple[int, str, RecordRejected]]()
+                for position, size in enumerate(sizes.result()):
+                    placed = size if isinstance(size, RecordRejected) else place(*size)
+                    if isinstance(placed, RecordRejected):
+                        rejects.append((position, listed["key"][position].as_py(), placed))
+                        rows.append(REJECTED_ROW | {"reason": placed.reason, "detail": placed.detail})
+                    else:
+                        rows.append(placed | {"row": next_rows[placed["bucket"]]})
+                        next_rows[placed["bucket"]] += 1
+                limits.count(len(rows), rejects)
                 if stops:
                     limits.check()
-                done += len(keys)
+                done += len(rows)
                 progress(done)
-                yield batch
+                yield pa.RecordBatch.from_pylist(rows, IMAGES_SCHEMA)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _placed(
-    found: Sizes, images: ImagesSection, placements: dict[Size, dict[str, Any]], next_rows: Counter[str]
-) -> tuple[pa.RecordBatch, dict[int, RecordRejected]]:
-    """Images with their placements, each size placed once; and their rejects by position.
-
-    Args:
-      placements: of the sizes before; added to.
-      next_rows: of each bucket; advanced.
-    """
-    distinct, which = np.unique(found.sizes, axis=0, return_inverse=True)
-    which, rejects = which.ravel(), dict(found.rejects)
-    if len(placements) > KNOWN_SIZES:
-        placements.clear()
-    columns = []
-    for number, (height_px, width_px) in enumerate(distinct.tolist()):
-        if (size := (height_px, width_px)) not in placements:
-            placements[size] = place_image(height_px, width_px, images) if height_px else {}
-        columns.append(placements[size])
-        if reject := placements[size].get("reject"):
-            rejects.update((position, reject) for position in np.flatnonzero(which == number).tolist())
-    for i, reject in found.rejects.items():
-        which[i] = len(columns)
-        columns.append({"reject": RecordRejected("scan", reject.reason, reject.detail)})
-    by_name = {name: [column.get(name) for column in columns] for name in IMAGES_SCHEMA.names}
-    reasons = [column.get("reject") for column in columns]
-    by_name |= {name: [reject and getattr(reject, name) for reject in reasons] for name in REJECT}
-    by_name["status"] = ["rejected" if reject else "planned" for reject in reasons]
-    batch = pa.RecordBatch.from_pydict(by_name, IMAGES_SCHEMA).take(pa.array(which))
-    rows, buckets = np.full(len(which), -1, np.int64), np.array([name or "" for name in by_name["bucket"]])[which]
-    for bucket in dict.fromkeys(filter(None, by_name["bucket"])):
-        positions = np.flatnonzero(buckets == bucket)
-        rows[positions] = next_rows[bucket] + np.arange(len(positions))
-        next_rows[bucket] += len(positions)
-    number = IMAGES_SCHEMA.get_field_index("row")
-    return batch.set_column(number, IMAGES_SCHEMA.field(number), pa.array(rows)), rejects
-
-
-def place_image(height_px: int, width_px: int, images: ImagesSection) -> dict[str, Any]:
-    """Bucket and crop for an image size, by the name of the column; or only "reject"."""
+def place_image(height_px: int, width_px: int, images: ImagesSection) -> dict[str, Any] | RecordRejected:
+    """Bucket and crop for an image size, by the name of the column; or why it has none."""
     size = f"{height_px}x{width_px} px"
     if min(height_px, width_px) < images.min_px:
-        return {"reject": RecordRejected("scan", "too_small", f"{size}, images.min_px = {images.min_px}")}
+        return RecordRejected("scan", "too_small", f"{size}, images.min_px = {images.min_px}")
     bucket = assign_bucket(height_px, width_px, images.table, max_ratio=images.max_ratio)
     if bucket is None:
-        return {"reject": RecordRejected("scan", "aspect", f"{size} is outside the bucket table")}
+        return RecordRejected("scan", "aspect", f"{size} is outside the bucket table")
     sizes, top, left = crop_geometry(height_px, width_px, bucket, images.crop)
     if problem := resize_problem(height_px, width_px, sizes[-1]):
-        return {"reject": RecordRejected("scan", "aspect", problem)}
+        return RecordRejected("scan", "aspect", problem)
     placement = dict(zip(PLACEMENT, (height_px, width_px, *sizes[-1], top, left), strict=True))
-    return placement | {"bucket": bucket_name(*bucket)}
+    return {"bucket": bucket_name(*bucket), "status": "planned", **placement}
 
 
 def check_listing(fresh: Listing, recipe: PrecomputeRecipe, limits: RejectLimits, *, stops: bool = True) -> None:
@@ -184,26 +147,26 @@ def check_listing(fresh: Listing, recipe: PrecomputeRecipe, limits: RejectLimits
         limits.check()
 
 
-def _find_sizes(source: Source, batch: pa.RecordBatch, recipe: PrecomputeRecipe, decoders: Decoders) -> Sizes:
+def _find_sizes(
+    source: Source, batch: pa.RecordBatch, recipe: PrecomputeRecipe, decoders: Decoders
+) -> list[Size | RecordRejected]:
     """Sizes of a slice of the listing: trusted ones, else from the headers."""
-    found = Sizes(np.zeros((batch.num_rows, 2), np.int64), listing_rejects(batch, recipe))
+    sizes: list[Size | RecordRejected] = [(0, 0)] * batch.num_rows
     if recipe.source.sizes == "manifest":
-        found.sizes[:] = np.stack([batch["height_px"].to_numpy(), batch["width_px"].to_numpy()], axis=1)
-    asked = [i for i in np.flatnonzero(found.sizes[:, 0] == 0).tolist() if i not in found.rejects]
-    columns = [batch[name].take(pa.array(asked, pa.int64())).to_pylist() for name in ("path", "offset", "num_bytes")]
+        sizes = list(zip(batch["height_px"].to_pylist(), batch["width_px"].to_pylist(), strict=True))
+    for position, reject in listing_rejects(batch, recipe).items():
+        sizes[position] = reject
+    unknown = [position for position, size in enumerate(sizes) if size == (0, 0)]
+    columns = [batch[name].take(pa.array(unknown, pa.int64())).to_pylist() for name in ("path", "offset", "num_bytes")]
     places = list(zip(*columns, strict=True))
     if source.is_read_by_decoders:
         listed = [source.place(*place, stage="scan") for place in places]
         answers = decoders.sizes(listed, exif_orientation=recipe.images.exif_orientation) if places else []
     else:  # one at a time, to bound memory
         answers = (_sent_size(source, place, decoders, recipe.images) for place in places)
-    for i, answer in zip(asked, answers, strict=True):
-        if isinstance(answer, RecordRejected):
-            found.rejects[i] = answer
-        else:
-            found.sizes[i] = answer
-    found.sizes[list(found.rejects)] = 0
-    return found
+    for position, answer in zip(unknown, answers, strict=True):
+        sizes[position] = answer
+    return sizes
 
 
 def _sent_size(

@@ -27,7 +27,7 @@ from ..sources.source import Source
 from .captions import CaptionCounts, plan_captions
 from .compare import Base, Comparison, Options, all_fresh, compare
 from .images import num_threads, plan_images
-from .records import PlannedTexts, plan_records
+from .records import plan_records, planned_texts
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -171,7 +171,7 @@ class Planner:
             for name, suffix in suffixes(spec).items()
         ]
         captions, caption_ids = plan_captions(
-            PlannedTexts(comparison, images), counts, revision=revision, known=base and base.captions
+            planned_texts(comparison, images), counts, revision=revision, known=base and base.captions
         )
         classes = [*(self.source.classes or ()), *comparison.gone_classes]
         names = {"classes": classes or None, "class_names": self._names_of(classes, base and base.plan.spec)}

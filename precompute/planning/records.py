@@ -7,8 +7,6 @@ revision (``compare.py``). Everything is processed in batches and mapped, so mem
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,8 +24,7 @@ WHAT = "the plan"
 TEXTS = pa.list_(pa.string())
 
 
-@dataclass(frozen=True)
-class PlannedTexts:
+def planned_texts(comparison: Comparison, images: pa.Table) -> Iterator[pa.ListArray]:
     """Captions of all records of a revision, carried-over ones first; rejects have none.
 
     A planned record without a caption has the empty one, which is null.
@@ -35,16 +32,11 @@ class PlannedTexts:
     Args:
       images: of the new records (IMAGES_SCHEMA).
     """
-
-    comparison: Comparison
-    images: pa.Table
-
-    def __iter__(self) -> Iterator[pa.ListArray]:
-        nothing, null = pa.scalar([], TEXTS), pa.scalar([""], TEXTS)
-        for listing, table in ((self.comparison.kept, self.comparison.table), (self.comparison.fresh, self.images)):
-            for batch, rows in _beside(listing, table.select(["row"])):
-                texts = pc.if_else(pc.equal(pc.list_value_length(batch["captions"]), 0), null, batch["captions"])
-                yield pc.if_else(pc.greater_equal(rows["row"], 0), texts, nothing)
+    nothing, null = pa.scalar([], TEXTS), pa.scalar([""], TEXTS)
+    for listing, table in ((comparison.kept, comparison.table), (comparison.fresh, images)):
+        for batch, rows in _beside(listing, table.select(["row"])):
+            texts = pc.if_else(pc.equal(pc.list_value_length(batch["captions"]), 0), null, batch["captions"])
+            yield pc.if_else(pc.greater_equal(rows["row"], 0), texts, nothing)
 
 
 def _beside(listing: Listing, table: pa.Table) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
@@ -74,52 +66,33 @@ def plan_records(
       schema: of the plan; columns that no new record has yet are null.
     Returns: carried-over records in the order of the base, then new ones in source order; mapped.
     """
-    num_kept = len(comparison.kept)
-    kept = _carried_records(comparison, caption_ids.slice(0, num_kept), schema)
-    fresh = _fresh_records(comparison, images, caption_ids.slice(num_kept), revision, first_rows, schema)
-    return map_table(schema, rebatched(chain(kept, fresh), BATCH_ROWS), WHAT)
+    num_kept, attempts = len(comparison.kept), comparison.attempts
+    carried = comparison.table
+    carried = carried.drop_columns(["caption_ids"]) if "caption_ids" in carried.column_names else carried
+    carried = carried.append_column("caption_ids", caption_ids.slice(0, num_kept))
+    fresh = images.append_column("caption_ids", caption_ids.slice(num_kept))
+    fresh = fresh.append_column("attempts", pa.array(np.ones(len(fresh), np.int32) if attempts is None else attempts))
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for listed, rows in _beside(comparison.kept, carried):
+            yield _record_batch(rows, listed, schema)
+        revisions = pa.scalar(revision, pa.int32())
+        for listed, rows in _beside(comparison.fresh, fresh):
+            moved = {"row": _moved_rows(rows, first_rows), "revision": pa.repeat(revisions, rows.num_rows)}
+            yield _record_batch(rows, listed, schema, moved)
+
+    return map_table(schema, rebatched(batches(), BATCH_ROWS), WHAT)
 
 
-def _fresh_records(
-    comparison: Comparison,
-    images: pa.Table,
-    caption_ids: pa.ChunkedArray,
-    revision: int,
-    first_rows: Mapping[str, int],
-    schema: pa.Schema,
-) -> Iterator[pa.RecordBatch]:
-    table = images.append_column("caption_ids", caption_ids)
-    attempts = comparison.attempts
-    attempts = np.ones(len(comparison.fresh), np.int32) if attempts is None else attempts
-    first = 0
-    for batch, planned in _beside(comparison.fresh, table):
-        count = batch.num_rows
-        columns = {name: planned[name] for name in planned.schema.names}
-        columns |= {"row": _moved_rows(planned, first_rows), "attempts": pa.array(attempts[first : first + count])}
-        columns["revision"] = pa.array(np.full(count, revision, np.int32))
-        yield _completed(columns, batch, schema)
-        first += count
-
-
-def _carried_records(
-    comparison: Comparison, caption_ids: pa.ChunkedArray, schema: pa.Schema
-) -> Iterator[pa.RecordBatch]:
-    """Carried-over records with their present label, captions and place."""
-    table = comparison.table
-    for name in ("caption_ids",) if "caption_ids" in table.column_names else ():
-        table = table.drop_columns([name])
-    for batch, carried in _beside(comparison.kept, table.append_column("caption_ids", caption_ids)):
-        yield _completed({name: carried[name] for name in carried.schema.names}, batch, schema)
-
-
-def _completed(columns: dict[str, pa.Array], batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Columns of a plan with what the listing has; columns that no record has yet are null."""
-    columns |= {"key": batch["key"], "label": batch["label"]}
-    columns |= dict(zip(PLACES, (batch[name] for name in ("path", "offset", "num_bytes", "mtime_ns")), strict=True))
-    columns |= _companion_places(batch, schema)
-    nulls = {field.name: pa.nulls(batch.num_rows, field.type) for field in schema if field.name not in columns}
-    arrays = [(columns | nulls)[field.name] for field in schema]
-    arrays = [array.cast(field.type) for array, field in zip(arrays, schema, strict=True)]
+def _record_batch(
+    rows: pa.RecordBatch, listed: pa.RecordBatch, schema: pa.Schema, changed: Mapping[str, pa.Array] = {}
+) -> pa.RecordBatch:
+    """Records of a plan: their present label and place, and what is planned; columns that no record has are null."""
+    columns = {name: rows[name] for name in rows.schema.names} | {name: listed[name] for name in ("key", "label")}
+    columns |= dict(zip(PLACES, (listed[name] for name in ("path", "offset", "num_bytes", "mtime_ns")), strict=True))
+    columns |= {**_companion_places(listed, schema), **changed}
+    nulls = {field.name: pa.nulls(listed.num_rows, field.type) for field in schema if field.name not in columns}
+    arrays = [(columns | nulls)[field.name].cast(field.type) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 

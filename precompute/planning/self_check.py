@@ -36,6 +36,7 @@ STD_LIMITS = (0.2, 5.0)  # of a channel as the model sees it
 MEAN_LIMIT = 3.0
 CLEARLY_BETTER_DB = 6.0
 NAMED_CHANNELS = 16  # of more, the range is told
+STD_KEYS, MEAN_KEYS = "scaling_factor, latents_std", "shift_factor, latents_mean"  # of a VAE's config
 
 
 @dataclass(frozen=True)
@@ -173,21 +174,18 @@ def describe(check: SelfCheck) -> list[str]:
 
 def unusual_channels(check: SelfCheck) -> str:
     """What to say about channels that are far from mean 0 and deviation 1; "" if none is."""
+    low, high = STD_LIMITS
     stds, means = np.array(check.channel_std), np.array(check.channel_mean)
-    count = int(((stds < STD_LIMITS[0]) | (stds > STD_LIMITS[1])).sum())
-    if count:
-        return (
-            f"The latents as the model sees them have deviations of {stds.min():.2g} to {stds.max():.2g}, needed about "
-            f"1 ({count} of {len(stds)} channels are outside {STD_LIMITS[0]:g} to {STD_LIMITS[1]:g}): check "
-            "scaling_factor, latents_std or the batch norm of the VAE."
-        )
-    count = int((np.abs(means) > MEAN_LIMIT).sum())
-    if count:
-        return (
-            f"The latents as the model sees them have means of {means.min():.2g} to {means.max():.2g}, needed about 0 "
-            f"({count} of {len(means)} channels are beyond {MEAN_LIMIT:g}): check shift_factor, latents_mean or the "
-            "batch norm of the VAE."
-        )
+    for name, values, is_unusual, expected, limits, keys in (
+        ("deviations", stds, (stds < low) | (stds > high), 1, f"outside {low:g} to {high:g}", STD_KEYS),
+        ("means", means, np.abs(means) > MEAN_LIMIT, 0, f"beyond {MEAN_LIMIT:g}", MEAN_KEYS),
+    ):
+        if count := int(is_unusual.sum()):
+            return (
+                f"The latents as the model sees them have {name} of {values.min():.2g} to {values.max():.2g}, needed "
+                f"about {expected} ({count} of {len(values)} channels are {limits}): check {keys} or the batch norm of "
+                "the VAE."
+            )
     return ""
 
 

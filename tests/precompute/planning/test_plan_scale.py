@@ -99,7 +99,7 @@ def planned(
     with Decoders(1) as decoders:  # none is started: nothing is opened
         limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
         pictures = image_plan.plan_images(source, source.records, recipe, decoders, limits)
-    texts = plan.PlannedTexts(comparison, pictures)
+    texts = plan.planned_texts(comparison, pictures)
     captions, ids = caption_plan.plan_captions(
         texts, [caption_plan.CaptionCounts("", tokenizer, MAX_TOKENS)], revision=2, known=known
     )
@@ -389,7 +389,7 @@ def make(count, store):
         limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
         pictures = image_plan.plan_images(source, source.records, recipe, decoders, limits)
     counts = [caption_plan.CaptionCounts("", Words(), 6)]
-    captions, ids = caption_plan.plan_captions(plan.PlannedTexts(comparison, pictures), counts)
+    captions, ids = caption_plan.plan_captions(plan.planned_texts(comparison, pictures), counts)
     made = frozen_plan(plan.plan_records(comparison, pictures, ids, revision=2), captions)
     write_plan(store, made, replace=False)
     found = read_plan(store, 2)
