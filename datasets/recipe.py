@@ -175,8 +175,8 @@ def _apply_override(values: dict[str, Any], override: str, model: type[Section])
 
 def _typed(text: str, annotation: Any, where: str) -> Any:
     """Parse an override as TOML; keep plain text if the key holds text or the TOML is invalid."""
-    if annotation is str:
-        return text.strip("\"'") if text[:1] in "\"'" else text
+    if annotation is str and text[:1] not in ("'", '"'):
+        return text
     try:
         return _parsed(f"value = {text}", where)["value"]
     except tomllib.TOMLDecodeError:

@@ -32,7 +32,7 @@ from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
-from leandit.train.models.diffusers import pixart, sana, sd3
+from leandit.train.models.diffusers import flux1, flux2, pixart, qwen_image, sana, sd3, z_image
 from leandit.train.models.dit import SIZES
 
 if TYPE_CHECKING:
@@ -126,6 +126,10 @@ def tiny_models() -> Iterator[None]:
         patch.setitem(pixart.PixArt.sizes, "pixart-tiny", pixart.size(2, 2, 16))
         patch.setitem(sana.Sana.sizes, "sana-tiny", sana.size(2, 2, 16, 2, 16))
         patch.setitem(sd3.SD3.sizes, "sd3-tiny", TINY_SD3)
+        patch.setitem(flux1.Flux1.sizes, "flux1-tiny", flux1.size(2, 2, 2, (4, 6, 6)))
+        patch.setitem(flux2.Flux2.sizes, "flux2-tiny", flux2.size(2, 2, 2, axis=4))
+        patch.setitem(qwen_image.QwenImage.sizes, "qwen-image-tiny", qwen_image.size(2, 2, (4, 6, 6)))
+        patch.setitem(z_image.ZImage.sizes, "z-image-tiny", z_image.size(2, 2, (4, 6, 6), refiners=1))
         yield
 
 

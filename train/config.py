@@ -27,11 +27,15 @@ class ModelSection(Section):
 
     name: str = "DiT-XL/2"
     """"DiT-{Ti,S,B,L,XL}/{1,2,4,8}", "pixart-sigma", "pixart-tiny", "sana-600m", "sana-1600m", "sana-tiny",
-    "sd3-medium", "sd3.5-medium", "sd3.5-large", "sd3-tiny"."""
+    "sd3-medium", "sd3.5-medium", "sd3.5-large", "sd3-tiny", "flux1-dev", "flux1-schnell", "flux1-tiny",
+    "flux2-klein-4b", "flux2-klein-9b", "flux2-dev", "flux2-tiny", "qwen-image", "qwen-image-tiny", "z-image",
+    "z-image-tiny"."""
     init_from: str = ""
     """Weights to begin from: a run, a hub id or folder in diffusers' layout, of DiT also an official file."""
     channels: Count = 0
     """Latent channels the model is made for; 0: as the store."""
+    guidance: Annotated[float, Field(ge=0)] = 1.0
+    """FLUX.1-dev, FLUX.2-dev: the scale of the guidance that these distilled models take as an input."""
     num_classes: Count = 0
     """Classes the label table is made for; 0: as the store."""
     qk_norm: bool = False
@@ -66,8 +70,8 @@ class ConditioningSection(Section):
     kind: Literal["auto", "label", "caption"] = "auto"
     """What a DiT is conditioned on; "auto": labels. Other models always take captions."""
     texts: list[str] = Field(default=[])
-    """SD3: the store's text encoders that are CLIP-L, CLIP-G and T5, by name; "" is [text]. Empty: all, in the order of
-    the store's recipe."""
+    """The store's text encoders that SD3 (CLIP-L, CLIP-G, T5), Flux.1 (CLIP-L, T5) and FLUX.2 (one) read, by name; ""
+    is [text]. Empty: all, in the order of the store's recipe."""
     drop: Share = 0.1
     """Share of labels or captions replaced by null; a caption of several text encoders is replaced in all of them."""
 
@@ -248,7 +252,9 @@ class TrainRecipe(TechniqueSections, _ModelRecipe):
     @property
     def num_texts(self) -> int:
         """How many text encoders the model reads, as its file says, known here without torch."""
-        return (3 if self.model.name.startswith("sd3") else 1) if self.takes_captions else 0
+        several = {"sd3": 3, "flux1": 2}
+        count = next((count for start, count in several.items() if self.model.name.startswith(start)), 1)
+        return count if self.takes_captions else 0
 
     def turns(self, store: Path | str | None) -> list[Turn]:
         """The stores to train on: those that the recipe names, else the one of ``--store``.

@@ -100,6 +100,9 @@ def _loaded(recipe: str) -> Encoders:
     return load_encoders(PrecomputeRecipe.model_validate_json(recipe), CPU)
 
 
+FLOW_MODELS = ("flux1-tiny", "flux2-tiny", "qwen-image-tiny", "z-image-tiny")
+
+
 def train_recipe(name: str = "dit-s-4", *overrides: str) -> TrainRecipe:
     """A recipe that trains in a second: a DiT with few tokens, or a small model of captions."""
     base = {
@@ -107,6 +110,7 @@ def train_recipe(name: str = "dit-s-4", *overrides: str) -> TrainRecipe:
         "pixart-tiny": ("demo", [ADAMW]),
         "sana-tiny": ("demo", [ADAMW, "model.name=sana-tiny"]),
         "sd3-tiny": ("demo", [ADAMW, "model.name=sd3-tiny"]),
+        **{name: ("demo", [ADAMW, f"model.name={name}"]) for name in FLOW_MODELS},
         "dit-s-2-text": ("demo", [ADAMW, "model.name=DiT-S/2", "conditioning.kind=caption"]),
     }[name]
     return load_train(base[0], [*base[1], *TRAIN_RECIPE, *overrides])

@@ -7,31 +7,26 @@ from typing import Any
 
 from ...datasets.format.schema import IMPORTED
 from ...precompute.encoders.text.instructions import instruction_text
-from ...train.models.build import family_of
+from ...train.models.build import FAMILIES, family_of
 from ...train.models.spec import DiTOptions, ModelSpec
 from ...train.sampling.snapshot import Snapshot, text_encoders
 from ...train.techniques.registry import ObjectiveSection
 from ...train.weights.folders import SNAPSHOT
 
-SANA_VAE = "AutoencoderDC"
-FLOW_PIPELINES = ("sana", "sd3")  # families whose pipelines take schedulers of flows
 SD3_TOKENS = (77, 77, 256)  # of each caption, in StableDiffusion3Pipeline
 NULL_LABEL = 1000  # DiTPipeline gives its models this label for null, however many classes they have
-PIPELINES = {None: "DiTPipeline", "sana": "SanaPipeline", "sd3": "StableDiffusion3Pipeline"}  # by family
-TEXT_CLASSES = {"t5": ("T5EncoderModel", "T5Tokenizer"), "gemma2": ("Gemma2Model", "GemmaTokenizer")}
-SD3_CLASSES = TEXT_CLASSES | {"clip": ("CLIPTextModelWithProjection", "CLIPTokenizer")}
-SD3_KINDS = ["clip", "clip", "t5"]
 
 
 def pipeline_class(snapshot: Snapshot) -> str:
     """The pipeline of diffusers that samples from the model."""
-    pixart = "PixArtAlphaPipeline" if snapshot.spec.takes_sizes else "PixArtSigmaPipeline"
-    return PIPELINES.get(family_of(snapshot.spec.name), pixart)
+    family = family_of(snapshot.spec.name)
+    return FAMILIES[family].pipeline(snapshot.spec) if family else "DiTPipeline"
 
 
 def vae_class(snapshot: Snapshot) -> str:
     """Class of the store's VAE; for imported stores, which do not know it, the pipeline's default."""
-    default = SANA_VAE if family_of(snapshot.spec.name) == "sana" else "AutoencoderKL"
+    family = family_of(snapshot.spec.name)
+    default = FAMILIES[family].vae if family else "AutoencoderKL"
     known = snapshot.state["vae"].get("class_name", default)
     return default if known.startswith(IMPORTED) else known
 
@@ -54,19 +49,20 @@ def obstacle(layout: str, spec: ModelSpec, objective: ObjectiveSection, state: d
     changed = [name for name, value in spec.options if value != getattr(DiTOptions(), name)]
     if layout == "official":
         problem, instead = "the official layout is DiT's" if family else "", "Use --format diffusers."
-    elif family == "sd3":
-        encoders = text_encoders(state)
-        kinds = [encoders[text.name]["model"].get("kind") for text in spec.texts]
-        pipeline = "StableDiffusion3Pipeline"
-        if kinds != SD3_KINDS or spec.texts[-1].width != spec.caption_width:
-            has = ", ".join(map(str, kinds))
-            problem = f"it reads captions of {has}, {pipeline} of two clips and a t5 at least as wide as both"
-        elif objective.kind != "flow":
-            problem = f"it was trained with objective.kind = '{objective.kind}', {pipeline} draws flows alone"
     elif family:
-        if (kind := state["text_encoder"]["model"]["kind"]) not in TEXT_CLASSES:
-            known = " or ".join(TEXT_CLASSES)
-            problem = f"it reads captions of a '{kind}', and diffusers' pipelines for it only those of {known}"
+        model, encoders = FAMILIES[family], text_encoders(state)
+        pipeline = model.pipeline(spec)
+        read = [encoders[text.name] for text in spec.texts] or list(encoders.values())[:1]
+        kinds = [encoder["model"].get("kind") for encoder in read]
+        fits = len(kinds) == len(model.text_classes) and all(
+            kind in part for kind, part in zip(kinds, model.text_classes, strict=True)
+        )
+        if not fits or (spec.texts and spec.texts[-1].width != spec.caption_width):
+            known = " and ".join(" or ".join(part) for part in model.text_classes)
+            problem = f"it reads captions of {', '.join(map(str, kinds))}, {pipeline} those of {known}"
+            problem += ", the last at least as wide as the others" if len(kinds) > 1 else ""
+        elif objective.kind != "flow" and spec.texts:
+            problem = f"it was trained with objective.kind = '{objective.kind}', {pipeline} draws flows alone"
     else:
         instead = "Use --format official, which holds every DiT exactly."
         if spec.takes_text:
@@ -112,19 +108,28 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
                 f"The label table has {NULL_LABEL} rows before null's, as DiTPipeline needs; those from "
                 f"{spec.num_classes} on are copies of null's."
             )
-    if snapshot.objective.kind == "flow" and family not in FLOW_PIPELINES:
+    if snapshot.objective.kind == "flow" and not (family and FAMILIES[family].samples_flows):
         notes.append(
             "It samples with DPM-Solver++ over the flow's noise levels, rounded to whole times, where leandit takes "
             "Euler's steps: the same noise gives another picture."
         )
     if family == "sana":
-        if vae_class(snapshot) != SANA_VAE:
-            notes.append(f"SanaPipeline takes an {SANA_VAE}, the store was made with an {vae_class(snapshot)}.")
+        if vae_class(snapshot) != FAMILIES[family].vae:
+            notes.append(f"SanaPipeline takes an AutoencoderDC, the store was made with an {vae_class(snapshot)}.")
         # The pipeline's default is another text than Sana was trained with.
         text = instruction_text(snapshot.state["text_encoder"]["model"].get("instruction", ""))
         lines = json.dumps(text.split("\n")) if text else None
         which = "this" if text else "no"
         notes.append(f"Captions were encoded behind {which} instruction: give complex_human_instruction={lines}.")
+    if family and FAMILIES[family].is_flow:
+        if (vae := vae_class(snapshot)) != FAMILIES[family].vae:
+            notes.append(f"{pipeline_class(snapshot)} takes an {FAMILIES[family].vae}, the store was made with {vae}.")
+        most = spec.texts[-1].tokens if spec.texts else snapshot.text.max_tokens if snapshot.text else 0
+        notes.append(
+            f"Trained with {most} caption tokens at most: give max_sequence_length={most}. For leandit's steps give "
+            "sigmas=numpy.linspace(1, pipeline.scheduler.sigma_min, STEPS)."
+        )
+        return notes
     scalings = [latent] if latent.decoding is None else [latent, latent.decoding]
     decode = 'Take its latents (output_type="latent"), and decode scale and shift yourself.'
     if spec.texts:

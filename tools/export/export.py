@@ -22,7 +22,7 @@ from ...datasets.disk.hashing import canonical_json, read_json
 from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import EncoderError, RunError
 from ...datasets.format.schema import UNKNOWN
-from ...train.models.build import family_of
+from ...train.models.build import FAMILIES, family_of
 from ...train.models.diffusers.adapters import ADAPTER
 from ...train.models.dit import DiT, size_of
 from ...train.models.spec import ModelSpec
@@ -34,10 +34,7 @@ from ...train.weights.folders import RECIPE, SNAPSHOT, STATE, find
 from ...train.weights.published import official_bytes, to_diffusers
 from .cards import CARD, model_card
 from .compatibility import (
-    FLOW_PIPELINES,
     NULL_LABEL,
-    SD3_CLASSES,
-    TEXT_CLASSES,
     adapter_notes,
     compatibility_notes,
     loads_adapters,
@@ -50,9 +47,10 @@ from .compatibility import (
 Layout = Literal["diffusers", "official"]
 Files = Iterator[tuple[str, Any]]  # relative path, and bytes or an iterable of bytes
 
+CHAT_TEMPLATE = "chat_template.jinja"  # pipelines apply it; captions were encoded with the text of the recipe
 PART_BYTES = 1 << 24
 NO_TOKENIZER = ("*.safetensors", "config.json", "*.index.json")
-MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def export(
@@ -177,7 +175,9 @@ def diffusers_files(snapshot: Snapshot, copies: Mapping[str, Path]) -> Files:
     Args:
       copies: folders of encoders by their names in the pipeline.
     """
-    scheduler = pipeline_scheduler(snapshot.objective, takes_flow_match=family_of(snapshot.spec.name) in FLOW_PIPELINES)
+    family = family_of(snapshot.spec.name)
+    takes_flow = family is not None and FAMILIES[family].samples_flows
+    scheduler = pipeline_scheduler(snapshot.objective, takes_flow_match=takes_flow)
     config, weights = transformer_of(snapshot)
     weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     yield "transformer/config.json", canonical_json(config)
@@ -243,9 +243,10 @@ def index_of(snapshot: Snapshot, scheduler: str, copies: Mapping[str, Path]) -> 
     spec = snapshot.spec
     classes = {"transformer": _transformer_class(snapshot), "scheduler": scheduler, "vae": vae_class(snapshot)}
     parts: dict[str, Any] = {name: ["diffusers", class_name] for name, class_name in classes.items()}
-    if spec.takes_text:
-        for suffix, made in text_parts(snapshot).items():
-            encoder, tokenizer = (SD3_CLASSES if spec.texts else TEXT_CLASSES)[made["model"]["kind"]]
+    if family := family_of(spec.name):
+        by_kind = FAMILIES[family].text_classes
+        for (suffix, made), classes in zip(text_parts(snapshot).items(), by_kind, strict=True):
+            encoder, tokenizer = classes[made["model"]["kind"]]
             parts[f"text_encoder{suffix}"] = ["transformers", encoder]
             name = f"tokenizer{suffix}"
             parts[name] = ["transformers", _tokenizer_class(copies.get(name)) or tokenizer]
@@ -289,7 +290,7 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
     folders: dict[str, Path] = {}
     for name, section, subfolder, stem, made_with in wanted:
         what, role = f"--encoders: {name}", "vae" if name == "vae" else "text"
-        names = (files.CONFIG, *files.weight_names(stem)) if stem else files.TOKENIZER_FILES
+        names = (files.CONFIG, *files.weight_names(stem)) if stem else (*files.TOKENIZER_FILES, CHAT_TEMPLATE)
         try:
             with contextlib.nullcontext() if moved[role] else files.nothing_fetched():
                 folder, _ = files.resolve_model(section.model, subfolder, section.revision, files=names, what=what)

@@ -22,7 +22,7 @@ from ...train.techniques.registry import features_of
 from ..synthetic.store import noise_spec
 
 TOKENS, TEXT_WIDTH = 300, 4096  # of a caption, without a store: PixArt-Sigma's
-SANA_TEXT_WIDTH = 2304  # of Gemma-2
+CLIP_TOKENS = 77
 CHANNELS, CLASSES = 4, 1000  # of latents and labels, if neither recipe nor store gives them: SD-VAE, ImageNet
 VA_VAE_CHANNELS = 32  # of latents at 1/16 of the pixels, with which LightningDiT is trained
 FEATURE_WIDTH, FEATURE_PX = 768, 16  # of DINOv2-B, with a patch for 16 px of the picture, as in REPA
@@ -120,8 +120,8 @@ def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingW
     )
     features = dict.fromkeys(features_of(recipe), feature)
     texts = published_texts(recipe.model.name)
-    is_sana = family_of(recipe.model.name) == "sana"
-    width = 0 if texts else SANA_TEXT_WIDTH if is_sana else TEXT_WIDTH
+    family = FAMILIES.get(family_of(recipe.model.name) or "")
+    width = 0 if texts else family.text_width if family else TEXT_WIDTH
     store = noise_spec(
         {bucket: 1},
         channels,
@@ -140,9 +140,9 @@ def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingW
 
 
 def published_downscale(model: str, channels: int) -> int:
-    """Pixels a latent place, of the autoencoder that a model is trained with: DC-AE for Sana, else by its channels."""
-    if family_of(model) == "sana":
-        return 32
+    """Pixels a latent place, of the autoencoder that a model is trained with; of a DiT by its channels."""
+    if family := family_of(model):
+        return FAMILIES[family].downscale
     return 16 if channels >= VA_VAE_CHANNELS else 8
 
 
@@ -153,11 +153,11 @@ def published_texts(model: str) -> dict[str, TextSpec]:
         role.name.lower().replace("-", "_"): TextSpec(
             kind="clip" if role.pooled_width else "t5",
             width=role.width,
-            max_tokens=role.tokens,
+            max_tokens=role.tokens or CLIP_TOKENS,
             dtype="float16",
             template="",
             batch_size=1,
-            output="both" if role.pooled_width else "tokens",
+            output="pooled" if not role.tokens else "both" if role.pooled_width else "tokens",
             full_length=True,
             pooled_width=role.pooled_width,
         )

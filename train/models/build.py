@@ -13,15 +13,21 @@ from ...datasets.errors import RecipeError
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.shuffle import keyed_hash
 from .diffusers.adapters import add_adapters
+from .diffusers.flux1 import Flux1
+from .diffusers.flux2 import Flux2
 from .diffusers.model import DiffusersModel, without_warnings
 from .diffusers.pixart import PixArt
+from .diffusers.qwen_image import QwenImage
 from .diffusers.sana import Sana
 from .diffusers.sd3 import SD3
+from .diffusers.z_image import ZImage
 from .dit import PATCHES, SIZES, DiT, size_of
 from .spec import ModelSpec
 
 Denoiser = DiT | DiffusersModel
-FAMILIES: dict[str, type[DiffusersModel]] = {one.family: one for one in (PixArt, Sana, SD3)}
+FAMILIES: dict[str, type[DiffusersModel]] = {
+    model.family: model for model in (PixArt, Sana, SD3, Flux1, Flux2, QwenImage, ZImage)
+}
 
 
 def build_model(spec: ModelSpec, *, seed: int) -> Denoiser:
@@ -30,6 +36,8 @@ def build_model(spec: ModelSpec, *, seed: int) -> Denoiser:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(keyed_hash(seed) % 2**63)
         model = FAMILIES[family](diffusers_config(spec)) if family else DiT(spec)
+    if isinstance(model, DiffusersModel):
+        model.guidance = spec.guidance
     if spec.adapter:
         add_adapters(model, spec.adapter, seed=seed)
     return model

@@ -89,6 +89,7 @@ class ModelSpec(Frozen):
       fused: blocks around which the outputs of routed and other tokens are fused (SPRINT), from 1.
       config: arguments of diffusers' class, if the model came from a folder or the hub.
       adapter: low-rank adapters, which train alone.
+      guidance: that a distilled model takes as an input.
     """
 
     name: str
@@ -103,6 +104,7 @@ class ModelSpec(Frozen):
     config: dict[str, Any] = {}
     adapter: AdapterSpec | None = None
     texts: tuple[TextInput, ...] = ()
+    guidance: float = 1.0
 
     def __hash__(self) -> int:
         return hash((self.name, self.channels, self.base_size, self.caption_width, self.num_classes, self.adapter))

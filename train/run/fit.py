@@ -129,6 +129,7 @@ def _spec(recipe: TrainRecipe, store: StoreSpec) -> ModelSpec:
         fused=routed_blocks(techniques, size_of(name)[0]) if any(one.fuses for one in techniques) else None,
         adapter=adapter,
         texts=texts,
+        guidance=recipe.model.guidance,
         config=read_config(source, family) if source and family else {},
     )
 
@@ -153,6 +154,8 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
             yield f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT."
         if recipe.run.residual != "float32" and not FAMILIES[family].has_narrow_residual:
             yield f"run.residual '{recipe.run.residual}': model '{name}' has float32 streams. Remove the key."
+        if FAMILIES[family].is_flow and recipe.objective.kind != "flow":
+            yield f"objective.kind '{recipe.objective.kind}': model '{name}' gives a velocity. Use 'flow'."
         if recipe.conditioning.kind == "label":
             yield f"conditioning.kind 'label': model '{name}' takes captions. Use a DiT, or 'auto'."
     else:
@@ -217,7 +220,8 @@ def _config_lacks(recipe: TrainRecipe, spec: ModelSpec) -> Iterator[str]:
     """Where the config of the weights to fine-tune differs from what store and objective need."""
     needed = FAMILIES[family_of(spec.name) or ""].needs(spec)
     actual = {key: spec.config.get(key) for key in needed}
-    actual["out_channels"] = actual["out_channels"] or actual["in_channels"]
+    if "out_channels" in actual:
+        actual["out_channels"] = actual["out_channels"] or actual["in_channels"]
     if differing := [f"{key} is {actual[key]}, not {value}" for key, value in needed.items() if actual[key] != value]:
         yield (
             f"of model.init_from '{recipe.model.init_from}' the {', the '.join(differing)}: use the kind of store and "

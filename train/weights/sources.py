@@ -21,7 +21,7 @@ from ...datasets.errors import DamageError, RunError
 from ...datasets.format.class_names import imagenet_names
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.alike import raw_scale_and_shift
-from ..models.build import family_of, transformer_class
+from ..models.build import FAMILIES, family_of, transformer_class
 from ..models.dit import size_of
 from ..models.spec import ModelSpec
 from . import checkpoint
@@ -135,7 +135,7 @@ def read_config(source: str, family: str) -> dict[str, Any]:
     for key, value in config.items():
         if isinstance(value, int | float) and abs(value) > (MAX_DEPTH if key == "num_layers" else MAX_NUMBER):
             raise RunError(f"model.init_from '{source}': its config has {key} = {value}, which is out of range.")
-    if config.get("guidance_embeds"):
+    if config.get("guidance_embeds") and not FAMILIES[family].takes_guidance:
         raise RunError(f"model.init_from '{source}': it is distilled and takes the guidance as an input. Use its base.")
     if family == "pixart" and config["use_additional_conditions"] is None:
         config["use_additional_conditions"] = config["sample_size"] == 128  # as the class decides it

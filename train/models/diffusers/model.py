@@ -14,12 +14,19 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..conditioning import Conditioning
+from ..layers import residual_stream
 from ..spec import ModelSpec, TextInput
 
 Config = dict[str, Any]
+# Kind of a text encoder in a precompute recipe -> its class in a pipeline's folder, and that of its tokenizer.
+T5 = {"t5": ("T5EncoderModel", "T5Tokenizer")}
+GEMMA = {"gemma2": ("Gemma2Model", "GemmaTokenizer")}
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+TEXT_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj")  # of a stream of captions
+QUERY_KEY_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 INIT_STD = 0.02  # of embedders of time, size and text, as DiT's
 
 
@@ -35,9 +42,17 @@ class DiffusersModel(nn.Module):
       patch: side of a token in latent pixels.
       recipe: precompute recipe whose stores fit the published sizes; other resolutions have a recipe beside it.
       texts: the text encoders that the model reads, padding included; empty: the valid tokens of one.
+      text_width: of the valid tokens that the published sizes read.
+      text_classes: of each text encoder of its pipeline the classes by kind: see ``T5``.
+      downscale: pixels of a side of a latent position, of the VAE that it is published with.
+      vae: class of that VAE.
       adapted: ends of the names of the linear layers that get adapters by default.
       residual: dtype of the residual stream under autocast to bfloat16; in any other precision it is float32.
       has_narrow_residual: whether ``residual`` may be "bf16".
+      is_flow: it gives a velocity alone, so it trains with flow matching alone.
+      samples_flows: its pipeline takes schedulers of flows.
+      takes_guidance: distilled weights of it take the scale of the guidance as an input.
+      guidance: that scale, where the weights take one.
     """
 
     family: ClassVar[str]
@@ -45,9 +60,17 @@ class DiffusersModel(nn.Module):
     patch: ClassVar[int]
     recipe: ClassVar[str]
     texts: ClassVar[tuple[TextInput, ...]] = ()
+    text_width: ClassVar[int] = 0
+    text_classes: ClassVar[tuple[Mapping[str, tuple[str, str]], ...]] = (T5 | GEMMA,)
+    downscale: ClassVar[int] = 8
+    vae: ClassVar[str] = "AutoencoderKL"
     adapted: ClassVar[tuple[str, ...]] = ATTENTION
     has_narrow_residual: ClassVar[bool] = False
+    is_flow: ClassVar[bool] = False
+    samples_flows: ClassVar[bool] = True
+    takes_guidance: ClassVar[bool] = False
     residual: Literal["float32", "bf16"] = "float32"
+    guidance: float = 1.0
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -59,6 +82,11 @@ class DiffusersModel(nn.Module):
     @staticmethod
     def transformer() -> Any:
         """diffusers' class."""
+        raise NotImplementedError
+
+    @classmethod
+    def pipeline(cls, spec: ModelSpec) -> str:
+        """Name of diffusers' pipeline."""
         raise NotImplementedError
 
     @classmethod
@@ -107,6 +135,30 @@ class DiffusersModel(nn.Module):
         return self.net.transformer_blocks
 
 
+def widen_streams(net: nn.Module, *embedders: nn.Module) -> None:
+    """Keep the residual streams float32 under autocast, and queries and keys in the dtype of matrix products.
+
+    Args:
+      embedders: modules whose outputs are the streams.
+    """
+    for embedder in embedders:
+        embedder.register_forward_hook(lambda _, inputs, tokens: residual_stream(tokens, "float32"))  # pyright: ignore
+    for name, module in net.named_modules():  # norms with float32 weights would make attention float32
+        if name.rpartition(".")[2] in QUERY_KEY_NORMS and type(module).__name__ == "RMSNorm":
+            module.register_forward_hook(lambda _, inputs, normed: normed.to(inputs[0].dtype))
+
+
+def pack(x: Tensor) -> Tensor:
+    """(B, C, H, W) to (B, H/2 * W/2, 4C): squares of 2 x 2 positions as tokens, row by row."""
+    return F.pixel_unshuffle(x, 2).flatten(2).transpose(1, 2)
+
+
+def unpack(tokens: Tensor, x: Tensor) -> Tensor:
+    """The inverse of ``pack`` for latents of the height and width of ``x``."""
+    rows, columns = x.shape[2] // 2, x.shape[3] // 2
+    return F.pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (rows, columns)), 2)
+
+
 def add_positions(embed: Any) -> None:
     """Let diffusers' patch embedding add its positions in float32, from a table that is made once for each size."""
     tables: dict[tuple[int, int, torch.device], Tensor] = {}
@@ -139,7 +191,7 @@ def add_positions(embed: Any) -> None:
 def initialize(
     net: nn.Module,
     fused: Iterable[tuple[nn.Module, tuple[str, ...]]],
-    patches: nn.Conv2d,
+    patches: nn.Module,
     embedders: Iterable[nn.Module],
     zeros: Iterable[nn.Module],
 ) -> None:
@@ -160,7 +212,8 @@ def initialize(
         for name in names:
             weight: Any = module.get_submodule(name).weight
             nn.init.xavier_uniform_(weight, gain=(2 / (1 + len(names))) ** 0.5)
-    nn.init.xavier_uniform_(patches.weight.view(len(patches.weight), -1))
+    kernel: Any = patches.weight
+    nn.init.xavier_uniform_(kernel.view(len(kernel), -1))
     for module in (module for embedder in embedders for module in embedder.modules()):
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=INIT_STD)

@@ -36,6 +36,7 @@ class PixArt(AdaLNSingle):
 
     family, recipe, patch = "pixart", "pixart-512", 2
     sizes = {"pixart-sigma": size(28, 16, 72), "pixart-tiny": size(6, 4, 32)}  # noqa: RUF012
+    text_width, samples_flows = 4096, False
     embed_name, time_name, zeros = "pos_embed", "adaln_single", ("proj_out", "attn2.to_out.0")
 
     @staticmethod
@@ -43,6 +44,10 @@ class PixArt(AdaLNSingle):
         from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
         return PixArtTransformer2DModel
+
+    @classmethod
+    def pipeline(cls, spec: ModelSpec) -> str:
+        return "PixArtAlphaPipeline" if spec.takes_sizes else "PixArtSigmaPipeline"
 
     @classmethod
     def config(cls, spec: ModelSpec) -> Config:

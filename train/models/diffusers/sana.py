@@ -41,6 +41,7 @@ class Sana(AdaLNSingle):
         "sana-1600m": size(20, 70, 32, 20, 112),
         "sana-tiny": size(4, 8, 32, 4, 64),
     }
+    text_width, downscale, vae = 2304, 32, "AutoencoderDC"
     embed_name, time_name, has_grid = "patch_embed", "time_embed", True
 
     @staticmethod
@@ -48,6 +49,10 @@ class Sana(AdaLNSingle):
         from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
 
         return SanaTransformer2DModel
+
+    @classmethod
+    def pipeline(cls, spec: ModelSpec) -> str:
+        return "SanaPipeline"
 
     @classmethod
     def config(cls, spec: ModelSpec) -> Config:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ....datasets.errors import RecipeError
 from ..conditioning import Conditioning
-from ..layers import residual_stream
 from ..spec import ModelSpec, TextInput
-from .model import ATTENTION, Config, DiffusersModel, add_positions, initialize
+from .model import ATTENTION, T5, TEXT_ATTENTION, Config, DiffusersModel, add_positions, initialize, widen_streams
 
-TEXT_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj")
+CLIP = {"clip": ("CLIPTextModelWithProjection", "CLIPTokenizer")}
 
 
 def size(depth: int, heads: int, head_width: int, *, positions: int, dual: int = 0, qk_norm: bool = True) -> Config:
@@ -50,6 +49,7 @@ class SD3(DiffusersModel):
         "sd3.5-large": size(38, 38, 64, positions=192),
         "sd3-tiny": size(6, 6, 32, positions=96, dual=2),
     }
+    text_classes = (CLIP, CLIP, T5)
     texts = (
         TextInput(name="CLIP-L", tokens=77, width=768, pooled_width=768),
         TextInput(name="CLIP-G", tokens=77, width=1280, pooled_width=1280, beside=True),
@@ -64,6 +64,10 @@ class SD3(DiffusersModel):
         return SD3Transformer2DModel
 
     @classmethod
+    def pipeline(cls, spec: ModelSpec) -> str:
+        return "StableDiffusion3Pipeline"
+
+    @classmethod
     def needs(cls, spec: ModelSpec) -> Config:
         widths = {"joint_attention_dim": spec.caption_width, "pooled_projection_dim": spec.pooled_width}
         return {"in_channels": spec.channels, "out_channels": spec.out_channels} | widths
@@ -74,11 +78,7 @@ class SD3(DiffusersModel):
 
     def optimize(self) -> None:
         add_positions(self.net.pos_embed)
-        for embed in (self.net.pos_embed, self.net.context_embedder):
-            embed.register_forward_hook(lambda _, inputs, tokens: residual_stream(tokens, "float32"))
-        for name, module in self.net.named_modules():  # norms of queries and keys, which would make attention float32
-            if "attn" in name and type(module).__name__ == "RMSNorm":
-                module.register_forward_hook(lambda _, inputs, normed: normed.to(inputs[0].dtype))
+        widen_streams(self.net, self.net.pos_embed, self.net.context_embedder)
 
     def initialize_weights(self) -> None:
         """Queries, keys and values of a stream as one matrix; zeros for modulations and the output."""

@@ -1,0 +1,172 @@
+"""Flux.1, FLUX.2, Qwen-Image and Z-Image from images to diffusers: its pipelines draw from prompts what ours draws."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loaded import load_pipeline
+from making import CPU, FLOW_MODELS, caption_recipe, no_progress, train_recipe
+from shown_runs import run_to
+from tiny_autoencoders import save_autoencoder
+from tiny_text_models import save_clip, save_qwen3, save_qwen_vl, save_t5
+
+from leandit.datasets.order.shuffle import keyed_hash
+from leandit.datasets.store import LatentStore
+from leandit.precompute.config import load as load_precompute
+from leandit.precompute.pipeline import precompute
+from leandit.tools.export.export import export
+from leandit.tools.sample.subjects import Captions
+from leandit.train.models.build import FAMILIES, diffusers_config, transformer_class
+from leandit.train.run.fit import model_spec
+from leandit.train.sampling.guided import Solver, draw_latents
+from leandit.train.sampling.snapshot import load_snapshot
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+PROMPTS = ["a red circle", "a red triangle"]
+PLACES = ("subfolder=text_encoder", "tokenizer_subfolder=tokenizer", "dtype=float32")
+FOUR = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
+FOUR |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+KL = FOUR | {"latent_channels": 4, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+QWEN_VAE = {"dim_mult": [1, 1, 1, 1], "temperal_downsample": [False, True, True]}
+STEPS = 3
+SETTINGS = (
+    "run.ema_decay=0.0",
+    "lora.ema_decay=0.0",
+    "objective.shift=3.0",
+    "schedule.kind=constant",
+    "schedule.warmup_steps=0",
+)
+
+
+def text(name: str, folder: Path, *settings: str, template: str = "") -> list[str]:
+    section = f"text.{name}" if name else "text"
+    more = (f"model={folder}", *([f"template={json.dumps(template)}"] if template else ()))
+    return [f"{section}.{setting}" for setting in (*settings, *PLACES, *more)]
+
+
+def flux1(root: Path) -> list[str]:
+    save_clip(root / "clip", projected=False)
+    save_t5(root / "t5")
+    save_autoencoder(root / "vae", "kl", **KL)
+    padded = ("full_length=true", "attend_padding=true", "max_tokens=24")
+    clip = text("clip", root / "clip", "kind=clip", "output=pooled", "max_tokens=77")
+    return ["text.kind=none", *clip, *text("t5", root / "t5", "kind=t5", *padded)]
+
+
+def flux2(root: Path) -> list[str]:
+    save_qwen3(root / "qwen")
+    save_autoencoder(root / "vae", "flux2", **FOUR | {"latent_channels": 2})
+    template = load_precompute("flux2-klein-1024", []).texts["qwen"].template
+    settings = (
+        "kind=causal_lm",
+        "layers=[1,2,3]",
+        "full_length=true",
+        "max_tokens=48",
+    )
+    return ["text.kind=none", *text("qwen", root / "qwen", *settings, template=template)]
+
+
+def qwen_image(root: Path) -> list[str]:
+    save_qwen_vl(root / "qwen")
+    save_autoencoder(root / "vae", "qwen", **QWEN_VAE)
+    template = load_precompute("qwen-image-1024", []).text.template
+    return text(
+        "",
+        root / "qwen",
+        "kind=causal_lm",
+        "drop_prefix_tokens=34",
+        "max_tokens=160",
+        template=template,
+    )
+
+
+def z_image(root: Path) -> list[str]:
+    save_qwen3(root / "qwen")
+    save_autoencoder(root / "vae", "kl", **KL)
+    template = load_precompute("z-image-1024", []).text.template
+    return text("", root / "qwen", "kind=causal_lm", "layers=[-2]", "max_tokens=48", template=template)
+
+
+ENCODERS: dict[str, Callable[[Path], list[str]]] = dict(
+    zip(FLOW_MODELS, (flux1, flux2, qwen_image, z_image), strict=True)
+)
+
+
+@pytest.mark.parametrize("name", FLOW_MODELS)
+def test_from_images_to_what_the_pipeline_draws(name: str, caption_folder: Path, tmp_path: Path) -> None:
+    encoders = ENCODERS[name](tmp_path)
+    recipe = caption_recipe(*encoders, f"vae.model={tmp_path / 'vae'}", "vae.dtype=float32", "store.text_dtype=float32")
+    precompute(recipe, source_path=caption_folder, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    store = LatentStore(tmp_path / "store")
+
+    spec = model_spec(train_recipe(name), store.spec, "the store")
+    family = name.removesuffix("-tiny")
+    torch.manual_seed(0)
+    net: Any = transformer_class(family)(**diffusers_config(spec))
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.2) if parameter.ndim > 1 else None
+    net.save_pretrained(tmp_path / "base/transformer")
+    run_to(
+        train_recipe(name, "run.steps=1", *SETTINGS, f"model.init_from={tmp_path / 'base'}"), store, tmp_path / "run"
+    )
+    run_to(
+        train_recipe(name, "run.steps=2", *SETTINGS, f"model.init_from={tmp_path / 'base'}"), store, tmp_path / "run"
+    )
+
+    made = export(tmp_path / "run", tmp_path / "out", encoders=True)
+    snapshot = load_snapshot(tmp_path / "run", CPU)
+    assert made["pipeline"] == FAMILIES[family].pipeline(spec)
+    captions = Captions(snapshot, tmp_path / "run", None, None, CPU)
+    given = captions.conditioning(captions.embed(PROMPTS))
+    side = 64 // store.spec.latent.downscale
+    how = {"size": (side, side), "seed": 3, "solver": Solver(steps=STEPS, guidance=1.0)}
+    wanted = draw_latents(snapshot, given, **how)
+    other = captions.conditioning(captions.embed(PROMPTS[::-1]))
+    assert (draw_latents(snapshot, other, **how) - wanted).abs().max() > 1e-3, "captions matter"
+    found = drawn(family, load_pipeline(made["pipeline"], tmp_path / "out"), spec.channels, side)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+    lora = ("lora.rank=2", f"model.init_from={tmp_path / 'out'}", "optimizer.lr=1e-1", "run.steps=2", *SETTINGS)
+    run_to(train_recipe(name, *lora), store, tmp_path / "lora")
+    export(tmp_path / "lora", tmp_path / "adapters")
+    pipeline = load_pipeline(made["pipeline"], tmp_path / "out")
+    pipeline.load_lora_weights(tmp_path / "adapters")
+    adapted = draw_latents(load_snapshot(tmp_path / "lora", CPU), given, **how)
+    assert (adapted - wanted).abs().max() > 1e-3, "adapters matter"
+    torch.testing.assert_close(drawn(family, pipeline, spec.channels, side), adapted, rtol=1e-3, atol=1e-3)
+
+
+def drawn(family: str, pipeline: Any, channels: int, side: int) -> torch.Tensor:
+    """Latents (2, C, side, side) that a pipeline draws from ``PROMPTS``, from our noise and at our steps."""
+    generators = [torch.Generator().manual_seed(keyed_hash(3, number) % 2**63) for number in range(2)]
+    noise = torch.stack([torch.randn((channels, side, side), generator=generator) for generator in generators])
+    px = side * FAMILIES[family].downscale
+    how: dict[str, Any] = {"height": px, "width": px, "num_inference_steps": STEPS, "output_type": "latent"}
+    how["sigmas"] = np.linspace(1, pipeline.scheduler.sigma_min, STEPS)
+    sizes = (2, channels, side, side)
+    if family == "flux1":
+        how |= {"latents": pipeline._pack_latents(noise, *sizes), "guidance_scale": 1.0, "max_sequence_length": 24}
+        return pipeline._unpack_latents(pipeline(prompt=[*PROMPTS], **how).images, px, px, 8)
+    if family == "qwen-image":
+        how |= {"latents": pipeline._pack_latents(noise, *sizes), "true_cfg_scale": 1.0, "max_sequence_length": 160}
+        return pipeline._unpack_latents(pipeline(prompt=[*PROMPTS], **how).images, px, px, 8).squeeze(2)
+    if family == "z-image":  # it writes into the list of prompts
+        return pipeline(prompt=[*PROMPTS], **how, latents=noise, guidance_scale=0.0, max_sequence_length=48).images
+    kept = []
+    step = pipeline.scheduler.step
+    pipeline.scheduler.step = lambda *args, **more: kept.append(step(*args, **more)) or kept[-1]
+    pipeline(
+        prompt=[*PROMPTS],
+        **how,
+        latents=noise,
+        guidance_scale=1.0,
+        max_sequence_length=48,
+        text_encoder_out_layers=(1, 2, 3),
+    )
+    return kept[-1][0].transpose(1, 2).unflatten(2, (side, side))

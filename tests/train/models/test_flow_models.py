@@ -1,0 +1,187 @@
+"""Flux.1, FLUX.2, Qwen-Image, Z-Image: loss and gradients of diffusers' trainers, published sizes, few graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Flux2KleinPipeline, FluxPipeline, QwenImagePipeline
+from making import shake, train_recipe
+from torch import Tensor
+
+from leandit.datasets.batches.captions import Captions
+from leandit.datasets.errors import RecipeError, RunError
+from leandit.datasets.format.schema import TextSpec
+from leandit.tools.synthetic.store import noise_spec
+from leandit.train.models.blocks import compile_blocks
+from leandit.train.models.build import FAMILIES, build_model, diffusers_config, family_of, transformer_class
+from leandit.train.models.conditioning import Conditioning
+from leandit.train.models.diffusers.adapters import adapted_layers
+from leandit.train.models.spec import ModelSpec, TextInput
+from leandit.train.objectives.losses import PLAIN, objective_losses
+from leandit.train.run.fit import model_spec
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+BASE = ModelSpec(name="", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
+TEXT = TextInput(name="", tokens=7, width=6)
+SPECS = {
+    "flux1": BASE.model_copy(update={"name": "flux1-tiny", "texts": (TEXT.model_copy(update={"pooled_width": 5}),)}),
+    "flux2": BASE.model_copy(update={"name": "flux2-tiny", "texts": (TEXT,)}),
+    "qwen-image": BASE.model_copy(update={"name": "qwen-image-tiny"}),
+    "z-image": BASE.model_copy(update={"name": "z-image-tiny"}),
+}
+DISTILLED = {"guidance_embeds": True}
+CASES = [*((family, {}) for family in SPECS), ("flux1", DISTILLED), ("flux2", DISTILLED)]
+RAGGED, EQUAL = (4, 1, 40), (9, 9, 9)  # tokens of captions; Z-Image pads 40 to 64, the others to 32
+TIMES = torch.tensor([3.0, 500.0, 999.0])
+
+
+def conditioning(spec: ModelSpec, lengths: tuple[int, ...] = RAGGED) -> Conditioning:
+    generator = torch.Generator().manual_seed(1)
+    if spec.texts:
+        pooled = torch.randn((3, 5), generator=generator) if spec.pooled_width else None
+        return Conditioning(captions=torch.randn((3, 7, 6), generator=generator), pooled=pooled)
+    return Conditioning(captions=Captions.of([torch.randn((length, 6), generator=generator) for length in lengths]))
+
+
+def by_diffusers(family: str, net: Any, x: Tensor, t: Tensor, given: Conditioning) -> Tensor:
+    """The velocity as pipelines and training scripts of diffusers compute it; packing and ids are the pipelines'."""
+    batch, channels, height, width = x.shape
+    sizes, captions = (batch, channels, height, width), given.captions
+    guidance = torch.full((batch,), 3.5) if getattr(net.config, "guidance_embeds", False) else None
+    how: dict[str, Any] = {"timestep": t / 1000, "return_dict": False}
+    if family == "z-image":
+        assert isinstance(captions, Captions)
+        rows = list(captions.embeddings.split(captions.lengths))
+        return -torch.stack(net(list(x.unsqueeze(2).unbind()), (1000 - t) / 1000, rows, return_dict=False)[0]).squeeze(
+            2
+        )
+    if family == "qwen-image":
+        assert isinstance(captions, Captions)
+        text = {"encoder_hidden_states": captions.padded, "encoder_hidden_states_mask": captions.mask}
+        packed = QwenImagePipeline._pack_latents(x, *sizes)
+        out = net(packed, **text, **how, img_shapes=[[(1, height // 2, width // 2)]] * batch)[0]
+        return QwenImagePipeline._unpack_latents(out, 8 * height, 8 * width, 8).squeeze(2)
+    if family == "flux2":
+        ids, text_ids = Flux2KleinPipeline._prepare_latent_ids(x), Flux2KleinPipeline._prepare_text_ids(captions)  # pyright: ignore
+        packed = Flux2KleinPipeline._pack_latents(x)
+        out = net(packed, captions, img_ids=ids, txt_ids=text_ids, guidance=guidance, **how)[0]
+        return Flux2KleinPipeline._unpack_latents_with_ids(out, ids)  # pyright: ignore
+    ids = FluxPipeline._prepare_latent_image_ids(batch, height // 2, width // 2, x.device, x.dtype)
+    packed, text_ids = FluxPipeline._pack_latents(x, *sizes), torch.zeros(7, 3)
+    out = net(packed, captions, given.pooled, img_ids=ids, txt_ids=text_ids, guidance=guidance, **how)[0]
+    return FluxPipeline._unpack_latents(out, 8 * height, 8 * width, 8)
+
+
+@pytest.mark.parametrize("lengths", [RAGGED, EQUAL], ids=["ragged", "equal"])
+@pytest.mark.parametrize(("family", "more"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+def test_loss_and_gradients_are_those_of_diffusers_trainers(
+    family: str, more: dict[str, Any], lengths: tuple[int, ...]
+) -> None:
+    """Their loss is the mean square of the model's output less noise plus image, at the same draws."""
+    spec = SPECS[family]
+    config = diffusers_config(spec) | more
+    ours = shake(FAMILIES[family](config))
+    ours.guidance = 3.5
+    theirs = transformer_class(family)(**config)
+    theirs.load_state_dict(ours.net.state_dict())
+    latents, noise = (torch.randn((3, 4, 8, 12), generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
+    shares, given = (TIMES / 1000)[:, None, None, None], conditioning(spec, lengths)
+    noisy = (1 - shares) * latents + shares * noise
+    wanted = (by_diffusers(family, theirs, noisy, TIMES, given) - (noise - latents)).square().mean()
+    objective = train_recipe("sd3-tiny").objective
+    output = ours(noisy, TIMES, given)
+    found = objective_losses(objective, output, latents, noise, TIMES)[PLAIN].mean()
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    wanted.backward()
+    found.backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.net.named_parameters():
+        assert parameter.grad is not None, f"{name}: DDP would wait for it"
+        wanted_gradient = gradients[name]  # None: of captions behind the last block of Qwen-Image
+        wanted_gradient = torch.zeros_like(parameter) if wanted_gradient is None else wanted_gradient
+        torch.testing.assert_close(parameter.grad, wanted_gradient, rtol=1e-4, atol=1e-6)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rounded = ours(noisy, TIMES, given)
+    assert (rounded - output).norm() < 0.05 * output.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "caption_width", "pooled_width", "millions"),
+    [
+        ("flux1-dev", 16, 4096, 768, 11901.4),
+        ("flux1-schnell", 16, 4096, 768, 11891.2),
+        ("flux2-klein-4b", 128, 7680, 0, 3875.5),
+        ("flux2-klein-9b", 128, 12288, 0, 9078.6),
+        ("flux2-dev", 128, 15360, 0, 32223.3),
+        ("qwen-image", 16, 3584, 0, 20430.4),
+        ("z-image", 16, 2560, 0, 6154.9),
+    ],
+)
+def test_published_sizes_have_their_number_of_parameters(
+    name: str, channels: int, caption_width: int, pooled_width: int, millions: float
+) -> None:
+    texts = (TextInput(name="t", tokens=8, width=caption_width, pooled_width=pooled_width),)
+    sizes = {"channels": channels, "out_channels": channels, "caption_width": caption_width}
+    reads = {"texts": texts} if name.startswith("flux") else {}
+    with torch.device("meta"):
+        model = build_model(BASE.model_copy(update={"name": name, **sizes, **reads}), seed=0)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_a_new_model_gives_zero(family: str) -> None:
+    model = build_model(SPECS[family], seed=0)
+    x = torch.randn(3, 4, 8, 12)
+    assert not model(x, TIMES, conditioning(SPECS[family])).any()
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_few_graphs_serve_all_sizes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, graphs = torch.compile, list[Any]()
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, **{**how, "backend": counted}))
+    torch._dynamo.reset()
+    plain, model = (shake(build_model(SPECS[family], seed=0)) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    compile_blocks(model.blocks)
+    for size in ((8, 8), (8, 12), (4, 16), (12, 12), (16, 4)):
+        for lengths in (RAGGED, (5, 70, 33)):
+            x, given = torch.randn(3, 4, *size), conditioning(SPECS[family], lengths)
+            with torch.no_grad():
+                torch.testing.assert_close(model(x, TIMES, given), plain(x, TIMES, given), rtol=1e-4, atol=1e-4)
+    kinds = 1 if family == "qwen-image" else 2
+    assert len(graphs) <= 2 * kinds
+    torch._dynamo.reset()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    full = TextSpec(
+        kind="causal_lm", width=6, max_tokens=9, dtype="float16", template="", batch_size=1, full_length=True
+    )
+
+    def fit(*settings: str, text: TextSpec = full) -> ModelSpec:
+        store = noise_spec({"64x64": 1}, 4, 0, 9, 0, 64, "none", texts={"qwen": text})
+        return model_spec(train_recipe("sd3-tiny", *settings), store, "s")
+
+    assert fit("model.name=flux2-tiny").caption_width == 6
+    with pytest.raises(RunError, match="the model reads padding too: precompute with full_length = true"):
+        fit("model.name=flux2-tiny", text=full.model_copy(update={"full_length": False}))
+    with pytest.raises(RunError, match=r"it takes the captions of \[text\]"):
+        fit("model.name=z-image-tiny")
+    with pytest.raises(RecipeError, match="'ddpm': model 'z-image-tiny' gives a velocity"):
+        fit("model.name=z-image-tiny", "objective.kind=ddpm")
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_default_adapters_are_of_linear_layers_in_every_block(family: str) -> None:
+    model = build_model(SPECS[family], seed=0)
+    names = adapted_layers(model, FAMILIES[family_of(SPECS[family].name) or ""].adapted)
+    for block in model.blocks:
+        layers = {f"net.{name}" for name, module in model.net.named_modules() if module in set(block.modules())}
+        assert layers & set(names)

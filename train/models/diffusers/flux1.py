@@ -1,0 +1,104 @@
+"""Flux.1 (Black Forest Labs 2024): blocks of two streams, then of one over captions and image.
+
+First weights: as DiT's, as in torchtitan's Flux trainer, with which MLPerf trains schnell's architecture from scratch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..conditioning import Conditioning
+from ..spec import ModelSpec, TextInput
+from .model import ATTENTION, T5, TEXT_ATTENTION, Config, DiffusersModel, initialize, pack, unpack, widen_streams
+
+
+def size(depth: int, single_depth: int, heads: int, axes: tuple[int, int, int], *, distilled: bool = False) -> Config:
+    """The arguments of a size.
+
+    Args:
+      single_depth: blocks of one stream.
+      axes: numbers of a head that turn with frame, row and column; their sum is the width of a head.
+      distilled: it takes the guidance as an input.
+    """
+    return {
+        "num_layers": depth,
+        "num_single_layers": single_depth,
+        "num_attention_heads": heads,
+        "attention_head_dim": sum(axes),
+        "axes_dims_rope": list(axes),
+        "guidance_embeds": distilled,
+    }
+
+
+class Flux1(DiffusersModel):
+    """Flux.1, which reads T5's padding."""
+
+    family, recipe, patch, is_flow, takes_guidance = "flux1", "flux1-1024", 1, True, True
+    sizes = {  # noqa: RUF012
+        "flux1-dev": size(19, 38, 24, (16, 56, 56), distilled=True),
+        "flux1-schnell": size(19, 38, 24, (16, 56, 56)),
+        "flux1-tiny": size(2, 4, 4, (8, 12, 12)),
+    }
+    text_classes = ({"clip": ("CLIPTextModel", "CLIPTokenizer")}, T5)
+    texts = (
+        TextInput(name="CLIP-L", tokens=0, width=768, pooled_width=768),
+        TextInput(name="T5", tokens=512, width=4096),
+    )
+    adapted = tuple(f"attn.{name}" for name in (*ATTENTION, *TEXT_ATTENTION, "to_add_out"))
+
+    @staticmethod
+    def transformer() -> Any:
+        from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+
+        return FluxTransformer2DModel
+
+    @classmethod
+    def pipeline(cls, spec: ModelSpec) -> str:
+        return "FluxPipeline"
+
+    @classmethod
+    def needs(cls, spec: ModelSpec) -> Config:
+        channels = {"in_channels": 4 * spec.channels, "out_channels": 4 * spec.out_channels}
+        return channels | {"joint_attention_dim": spec.caption_width, "pooled_projection_dim": spec.pooled_width}
+
+    @classmethod
+    def patch_side(cls, spec: ModelSpec) -> int:
+        return 2  # squares of latent pixels are packed before the class sees them
+
+    def optimize(self) -> None:
+        widen_streams(self.net, self.net.x_embedder, self.net.context_embedder)
+
+    def initialize_weights(self) -> None:
+        """Zeros for modulations and the output."""
+        net = cast(Any, self.net)
+        fused, zeros = [], [net.norm_out.linear, net.proj_out]
+        for block in net.transformer_blocks:
+            fused += [(block.attn, ATTENTION[:3]), (block.attn, TEXT_ATTENTION)]
+            zeros += [block.norm1.linear, block.norm1_context.linear]
+        for block in net.single_transformer_blocks:
+            fused += [(block.attn, ATTENTION[:3])]
+            zeros += [block.norm.linear]
+        initialize(net, fused, net.x_embedder, [net.time_text_embed], zeros)
+
+    def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:
+        captions: Any = conditioning.captions
+        rows, columns = (torch.arange(side // 2, device=x.device) for side in x.shape[2:])
+        return {
+            "hidden_states": pack(x),
+            "timestep": t / 1000,
+            "guidance": torch.full_like(t, self.guidance) if self.net.config.guidance_embeds else None,
+            "encoder_hidden_states": captions,
+            "pooled_projections": conditioning.pooled,
+            "img_ids": torch.cartesian_prod(rows.new_zeros(1), rows, columns),
+            "txt_ids": rows.new_zeros(captions.shape[1], 3),
+        }
+
+    def velocity(self, output: Any, x: Tensor) -> Tensor:
+        return unpack(output, x)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return nn.ModuleList([*self.net.transformer_blocks, *self.net.single_transformer_blocks])

@@ -1,0 +1,97 @@
+"""FLUX.2 (Black Forest Labs 2025): as Flux.1, with modulations that all blocks share, and a language model's captions.
+
+Its trainer is not published: first weights are as DiT's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..conditioning import Conditioning
+from ..spec import ModelSpec, TextInput
+from .model import ATTENTION, TEXT_ATTENTION, Config, DiffusersModel, initialize, widen_streams
+
+
+def size(depth: int, single_depth: int, heads: int, *, axis: int = 32, distilled: bool = False) -> Config:
+    """The arguments of a size.
+
+    Args:
+      single_depth: blocks of one stream.
+      axis: numbers of a head that turn with each of time, row, column and place in the caption.
+      distilled: it takes the guidance as an input.
+    """
+    return {
+        "num_layers": depth,
+        "num_single_layers": single_depth,
+        "num_attention_heads": heads,
+        "attention_head_dim": 4 * axis,
+        "axes_dims_rope": [axis] * 4,
+        "guidance_embeds": distilled,
+    }
+
+
+class Flux2(DiffusersModel):
+    """FLUX.2, which reads its encoder's padding, and whose VAE packs 2 x 2 positions itself."""
+
+    family, recipe, patch, is_flow, takes_guidance = "flux2", "flux2-klein-1024", 1, True, True
+    sizes = {  # noqa: RUF012
+        "flux2-klein-4b": size(5, 20, 24),
+        "flux2-klein-9b": size(8, 24, 32),
+        "flux2-dev": size(8, 48, 48, distilled=True),
+        "flux2-tiny": size(2, 4, 4, axis=8),
+    }
+    text_classes = ({"causal_lm": ("Qwen3ForCausalLM", "Qwen2TokenizerFast")},)
+    downscale, vae = 16, "AutoencoderKLFlux2"
+    texts = (TextInput(name="Qwen3", tokens=512, width=7680),)
+    adapted = (*(f"attn.{name}" for name in (*ATTENTION, *TEXT_ATTENTION, "to_add_out")), "attn.to_qkv_mlp_proj")
+
+    @staticmethod
+    def transformer() -> Any:
+        from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
+
+        return Flux2Transformer2DModel
+
+    @classmethod
+    def pipeline(cls, spec: ModelSpec) -> str:
+        return "Flux2Pipeline" if spec.name == "flux2-dev" else "Flux2KleinPipeline"
+
+    @classmethod
+    def needs(cls, spec: ModelSpec) -> Config:
+        widths = {"in_channels": spec.channels, "out_channels": spec.out_channels}
+        return widths | {"joint_attention_dim": spec.caption_width}
+
+    def optimize(self) -> None:
+        widen_streams(self.net, self.net.x_embedder, self.net.context_embedder)
+
+    def initialize_weights(self) -> None:
+        """Zeros for modulations and the output."""
+        net = cast(Any, self.net)
+        names = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation", "norm_out")
+        fused = []
+        for block in net.transformer_blocks:
+            fused += [(block.attn, ATTENTION[:3]), (block.attn, TEXT_ATTENTION)]
+        zeros = [net.proj_out, *(getattr(net, name).linear for name in names)]
+        initialize(net, fused, net.x_embedder, [net.time_guidance_embed], zeros)
+
+    def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:
+        captions: Any = conditioning.captions
+        rows, columns = (torch.arange(side, device=x.device) for side in x.shape[2:])
+        zero, places = rows.new_zeros(1), torch.arange(captions.shape[1], device=x.device)
+        return {
+            "hidden_states": x.flatten(2).transpose(1, 2),
+            "timestep": t / 1000,
+            "guidance": torch.full_like(t, self.guidance) if self.net.config.guidance_embeds else None,
+            "encoder_hidden_states": captions,
+            "img_ids": torch.cartesian_prod(zero, rows, columns, zero),
+            "txt_ids": torch.cartesian_prod(zero, zero, zero, places),
+        }
+
+    def velocity(self, output: Any, x: Tensor) -> Tensor:
+        return output.transpose(1, 2).unflatten(2, x.shape[2:])
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return nn.ModuleList([*self.net.transformer_blocks, *self.net.single_transformer_blocks])

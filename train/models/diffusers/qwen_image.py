@@ -1,0 +1,105 @@
+"""Qwen-Image (arXiv 2508.02324): blocks of two streams over the valid tokens of a vision-language model's captions.
+
+Its trainer is not published: first weights are as DiT's.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..conditioning import Conditioning
+from ..spec import ModelSpec
+from .model import ATTENTION, TEXT_ATTENTION, Config, DiffusersModel, initialize, pack, unpack, widen_streams
+
+
+def size(depth: int, heads: int, axes: tuple[int, int, int]) -> Config:
+    """The arguments of a size; ``axes``: numbers of a head that turn with frame, row and column."""
+    return {
+        "num_layers": depth,
+        "num_attention_heads": heads,
+        "attention_head_dim": sum(axes),
+        "axes_dims_rope": list(axes),
+    }
+
+
+class QwenImage(DiffusersModel):
+    """Qwen-Image."""
+
+    family, recipe, patch, is_flow = "qwen-image", "qwen-image-1024", 2, True
+    sizes = {"qwen-image": size(60, 24, (16, 56, 56)), "qwen-image-tiny": size(4, 4, (8, 12, 12))}  # noqa: RUF012
+    text_classes = ({"causal_lm": ("Qwen2_5_VLForConditionalGeneration", "Qwen2Tokenizer")},)
+    text_width, vae = 3584, "AutoencoderKLQwenImage"
+    adapted = tuple(f"attn.{name}" for name in (*ATTENTION, *TEXT_ATTENTION, "to_add_out"))
+
+    @staticmethod
+    def transformer() -> Any:
+        from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+
+        return QwenImageTransformer2DModel
+
+    @classmethod
+    def pipeline(cls, spec: ModelSpec) -> str:
+        return "QwenImagePipeline"
+
+    @classmethod
+    def needs(cls, spec: ModelSpec) -> Config:
+        channels = {"in_channels": 4 * spec.channels, "out_channels": spec.out_channels}
+        return channels | {"joint_attention_dim": spec.caption_width}
+
+    def optimize(self) -> None:
+        net = cast(Any, self.net)
+        widen_streams(net, net.img_in, net.txt_in)
+        net.pos_embed.forward = MethodType(rotations, net.pos_embed)
+        # The last block's captions are not read. With a gradient of zero for its weights, DDP needs no search for them.
+        last = net.transformer_blocks[-1]
+        last.register_forward_hook(lambda _, inputs, out: (out[0], out[1] + 0 * out[0].mean(1, keepdim=True)))
+
+    def initialize_weights(self) -> None:
+        """Zeros for modulations and the output."""
+        net = cast(Any, self.net)
+        fused, zeros = [], [net.norm_out.linear, net.proj_out]
+        for block in net.transformer_blocks:
+            fused += [(block.attn, ATTENTION[:3]), (block.attn, TEXT_ATTENTION)]
+            zeros += [block.img_mod[1], block.txt_mod[1]]
+        initialize(net, fused, net.img_in, [net.time_text_embed], zeros)
+
+    def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:
+        captions = conditioning.valid_captions
+        return {
+            "hidden_states": pack(x),
+            "timestep": t / 1000,
+            "encoder_hidden_states": captions.padded,
+            "encoder_hidden_states_mask": captions.mask,
+            "img_shapes": [[(1, x.shape[2] // 2, x.shape[3] // 2)]] * len(x),
+        }
+
+    def velocity(self, output: Any, x: Tensor) -> Tensor:
+        return unpack(output, x)
+
+
+def rotations(
+    self: Any, shapes: list[list[tuple[int, int, int]]], device: torch.device, max_txt_seq_len: int
+) -> tuple[Tensor, Tensor]:
+    """diffusers' rotations of image tokens (T, d / 2) and caption tokens (L, d / 2), complex64, for any device.
+
+    diffusers makes its table on the CPU when the model is built, so a model on the meta device would have none.
+    Rows and columns are counted from the center of the image; captions go on behind its larger half.
+    """
+    _, rows, columns = shapes[0][0]
+    halves = [torch.arange(side, device=device) - (side - side // 2) for side in (rows, columns)]
+    places = torch.cartesian_prod(halves[0].new_zeros(1), *halves)
+    text = torch.arange(max_txt_seq_len, device=device) + max(rows // 2, columns // 2)
+
+    def turned(places: Tensor) -> Tensor:
+        angles = []
+        for axis, width in zip(places.unbind(1), self.axes_dim, strict=True):
+            steps = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
+            angles.append(torch.outer(axis.float(), 1.0 / self.theta**steps))
+        angle = torch.cat(angles, dim=1)
+        return torch.polar(torch.ones_like(angle), angle)
+
+    return turned(places), turned(text[:, None].expand(-1, 3))
