@@ -104,7 +104,7 @@ class PartImages:
         decoded = self.reader.decode_planned(_at(self._place, row), size, bucket)
         if isinstance(decoded, RecordRejected):
             return decoded
-        if any(checksum != decoded.source_checksum for checksum in _at(self._checksum, row)):
+        if any(checksum not in (None, decoded.source_checksum) for checksum in _at(self._checksum, row)):
             return RecordRejected("decode", "source_changed", "its latents are of another image")
         companions = {}
         for name, columns in self._companion_places.items():

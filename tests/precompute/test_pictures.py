@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -27,7 +26,6 @@ from making import (
     make_class_folder,
     no_progress,
     picture,
-    store_digest,
     tree_digest,
 )
 from pydantic import ValidationError
@@ -35,7 +33,7 @@ from vision import make_dinov2
 
 from leandit.datasets.batches.latents import normalise
 from leandit.datasets.batches.reader import BatchReader
-from leandit.datasets.errors import DamageError, FingerprintMismatch, RecipeError, SourceError, StoreError, UnknownKey
+from leandit.datasets.errors import FingerprintMismatch, RecipeError, SourceError, StoreError, UnknownKey
 from leandit.datasets.format.buckets import bucket_size
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
@@ -149,15 +147,6 @@ def test_a_companion_with_the_bytes_of_the_picture_has_its_bits(stores: Stores) 
     assert store.records["checksum_mask"].null_count == 0
 
 
-def test_a_store_has_the_latents_that_it_has_without_companions(stores: Stores) -> None:
-    plain, store = LatentStore(stores.plain), LatentStore(stores.whole)
-    for bucket in plain.buckets:
-        np.testing.assert_array_equal(store.latents(bucket)[:], plain.latents(bucket)[:])
-    assert plain.spec.fingerprint != store.spec.fingerprint
-    assert "pictures" not in plain.spec.model_dump()
-    assert "companions" not in plain.spec.recipe
-
-
 def test_a_companion_is_encoded_from_its_crop_at_the_place_of_the_picture(stores: Stores, source: Path) -> None:
     store, encoder = LatentStore(stores.whole), load_encoders(caption_recipe(*BASE), CPU).image
     for i in (1, 2, 3):
@@ -246,17 +235,6 @@ def test_a_sample_is_stored_beside_the_mean_of_its_companion(source: Path, store
         assert not np.array_equal(store.latents(bucket)[:], mean)
         with pytest.raises(StoreError, match="no flipped latents"):
             store.picture("copy", bucket, flipped=True)
-
-
-def test_two_parts_write_what_one_process_writes(source: Path, stores: Stores, tmp_path: Path) -> None:
-    for number in (1, 2, 1):
-        report = run(source, tmp_path / "store", with_pictures(), part=Part(number, 2))
-    assert report.manifest is not None
-    assert store_digest(tmp_path / "store") == store_digest(stores.whole)
-    added = Path(shutil.copytree(stores.plain, tmp_path / "added"))
-    for number in (1, 2, 1):
-        run(source, added, with_pictures(), part=Part(number, 2))
-    assert store_digest(added) == store_digest(stores.added)
 
 
 def test_what_is_added_is_what_the_store_would_have_had(stores: Stores, source: Path) -> None:
@@ -444,9 +422,8 @@ def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
         compact(root, tmp_path / "other", progress=lambda *_: None, without=["depth"])
 
 
-@pytest.mark.parametrize("which", ["whole", "added"])
-def test_every_flipped_bit_is_found_and_mended(which: str, stores: Stores, source: Path, tmp_path: Path) -> None:
-    root, rng = Path(shutil.copytree(getattr(stores, which), tmp_path / "store")), random.Random(3)
+def test_every_flipped_bit_is_found_and_mended(stores: Stores, source: Path, tmp_path: Path) -> None:
+    root, rng = Path(shutil.copytree(stores.added, tmp_path / "store")), random.Random(3)
     files = tree_digest(root)
     shards = sorted(path for path in files if "/pictures/" in path and "/c/" in path)
     assert len(shards) > 12
@@ -482,15 +459,6 @@ def test_a_deep_check_tells_of_a_companion_that_is_another_now(folder: Path, who
         runner = Runner(load_encoders(recipe, CPU), decoders, listed)
         report = deep_check(whole, runner, num_records=COUNT, seed=0)
     assert [(one.cause, one.records) for one in report.findings] == [("source_changed", ["images/3.png"])]
-
-
-def test_a_wrong_shard_is_refused_when_it_is_read(whole: Path) -> None:
-    folder = whole / "buckets/64x64/pictures/mask/mask/c"
-    first, second = (folder / f"{number}/0/0" for number in (0, 1))
-    content = first.read_bytes()
-    first.write_bytes(second.read_bytes().ljust(len(content), b"\0")[: len(content)])
-    with pytest.raises(DamageError):
-        LatentStore(whole).picture("mask", "64x64")[:]
 
 
 def test_pictures_in_the_rows_of_parquet_have_their_companions_there(
@@ -612,23 +580,3 @@ def test_inspect_and_dry_run_tell_of_each(stores: Stores, source: Path) -> None:
         folders = [path for path in stores.whole.rglob("*") if f"/pictures/{name.split()[1]}/" in path.as_posix()]
         arrays = {path for path in folders if path.is_file() and path.parent.parent.name != "pictures"}
         assert sum(path.stat().st_size for path in arrays) == size
-
-
-def test_a_store_at_a_url_has_them_too(stores: Stores, tmp_path: Path) -> None:
-    store = LatentStore(f"file://{stores.added}", remote={"folder": str(tmp_path / "fetched")})
-    local = {batch.number: batch.pictures for batch in make_loader(LatentStore(stores.added), global_batch=2)}
-    for batch in make_loader(store, global_batch=2):
-        assert batch.pictures.keys() == local[batch.number].keys()
-        for name, values in batch.pictures.items():
-            torch.testing.assert_close(values, local[batch.number][name], rtol=0, atol=0)
-
-
-def test_a_loop_of_the_demo_reads_masks_as_bytes(stores: Stores) -> None:
-    """What a training loop does with a batch: masks to floats, companions beside the latents."""
-    batch = next(iter(make_loader(LatentStore(stores.whole), global_batch=2)))
-    mask = batch.pictures["mask"][:, None].float() / 255
-    joined = torch.cat([batch.latents, batch.pictures["edit"], mask], dim=1)
-    assert joined.shape[1] == 2 * batch.latents.shape[1] + 1
-    buffer = io.BytesIO()
-    torch.save(batch.to("cpu").pictures, buffer)
-    assert buffer.tell() > 0

@@ -119,32 +119,33 @@ def damage(file: Path, how: str) -> None:
         os.truncate(file, file.stat().st_size // 2)
 
 
-def check_each_file(
-    pictures: Pictures, store: Path, work: Path, seen: list[tuple[str, int]], hows: list[str], step: int = 1
+ROTATED = [["flip", "gone", "half"], ["gone", "half", "flip"], ["half", "flip", "gone"]]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("name", "step", "turn"),
+    [
+        *(("plain", 3, 0), ("added", 20, 0), ("flipped", 12, 0)),
+        *(pytest.param(name, 1, i, marks=pytest.mark.slow) for name in ("plain", "added", "flipped") for i in range(3)),
+    ],
+)
+def test_every_file_is_repaired_to_the_byte(
+    name: str, step: int, turn: int, request: pytest.FixtureRequest, tmp_path: Path, tasks_encoded: list
 ) -> None:
-    """Damage one file after the other and repair each, with the source."""
-    whole = tree_digest(store)
-    root = copy_of(store, work / "store")
+    """From any damage, with the source; each file is damaged alone."""
+    pictures, store = request.getfixturevalue(name)
+    root, whole = copy_of(store, tmp_path / "store"), tree_digest(store)
     for number, path in enumerate(files_of(store)[::step]):
-        how = hows[number % len(hows)]
+        how = ROTATED[turn][number % 3]
         damage(root / path, how)
-        seen.clear()
+        tasks_encoded.clear()
         found, done = mended(root, pictures.root)
         assert (found.findings, found.damaged) == ([], False), (how, path)
         assert done["before"] >= 1
         task = task_of(store, path)
-        assert seen == ([task] if task else []), path
+        assert tasks_encoded == ([task] if task else []), path
         assert tree_digest(root) == whole, path
-
-
-ROTATED = [["flip", "gone", "half"], ["gone", "half", "flip"], ["half", "flip", "gone"]]
-
-
-@pytest.mark.parametrize(("name", "step"), [("plain", 3), ("added", 20), ("flipped", 12)])
-def test_every_file_is_repaired_to_the_byte(
-    name: str, step: int, request: pytest.FixtureRequest, tmp_path: Path, tasks_encoded: list[tuple[str, int]]
-) -> None:
-    check_each_file(*request.getfixturevalue(name), tmp_path, tasks_encoded, ROTATED[0], step)
 
 
 def test_a_row_is_repaired_though_other_pictures_of_its_shard_are_gone(
@@ -167,16 +168,6 @@ def test_a_row_is_repaired_though_other_pictures_of_its_shard_are_gone(
     assert verify_store(root).findings[0].records == ["images/3.png"]
     assert mended(root, grown[0].root)[0].findings == []
     assert tree_digest(root) == whole
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("hows", ROTATED)
-@pytest.mark.parametrize("name", ["plain", "added", "flipped"])
-def test_every_file_is_repaired_to_the_byte_from_any_damage(
-    name: str, hows: list[str], request: pytest.FixtureRequest, tmp_path: Path, tasks_encoded: list[tuple[str, int]]
-) -> None:
-    check_each_file(*request.getfixturevalue(name), tmp_path, tasks_encoded, hows)
 
 
 @every(3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from making import (
     make_caption_folder,
     no_progress,
     picture,
-    store_digest,
     tree_digest,
 )
 from safetensors.torch import load_file, save_file
@@ -30,7 +28,6 @@ from vision import make_dinov2
 
 from leandit.datasets.disk import files
 from leandit.datasets.errors import (
-    DamageError,
     EncoderError,
     FingerprintMismatch,
     RecipeError,
@@ -245,33 +242,6 @@ def test_tables_that_only_a_store_or_a_recipe_has_are_named_with_what_to_do(
     assert run(source, root, more).manifest
 
 
-@pytest.mark.parametrize("at", [0, 3, 6, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 2, 4, 5))])
-def test_a_failure_anywhere_in_an_addition_resumes_to_the_same_bytes(
-    at: int, stores: Stores, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, counted = shutil.copytree(stores.plain, tmp_path / "store"), Failpoint()
-    with small_shards():
-        whole = shutil.copytree(stores.plain, tmp_path / "counted")
-        monkeypatch.setattr(files, "failpoint", counted)
-        run(source, whole, stores.recipe)
-        step = random.Random(at).randrange(len(counted.seen))
-        monkeypatch.setattr(files, "failpoint", Failpoint("eio", step))
-        with pytest.raises(OSError, match="Input/output error"):
-            run(source, root, stores.recipe)
-        monkeypatch.setattr(files, "failpoint", None)
-        run(source, root, stores.recipe)
-    assert store_digest(root) == store_digest(stores.added)
-
-
-def test_two_parts_add_what_one_process_adds(stores: Stores, source: Path, tmp_path: Path) -> None:
-    root = shutil.copytree(stores.plain, tmp_path / "store")
-    with small_shards():
-        for number in (1, 2, 1):
-            report = run(source, root, stores.recipe, part=Part(number, 2))
-    assert report.manifest is not None
-    assert store_digest(root) == store_digest(stores.added)
-
-
 def test_a_store_grows_after_an_addition(stores: Stores, source: Path, tmp_path: Path) -> None:
     folder, root = shutil.copytree(source, tmp_path / "pictures"), shutil.copytree(stores.added, tmp_path / "store")
     picture(77, 64, 64).save(folder / "images/new.png")
@@ -423,17 +393,6 @@ def test_a_picture_that_is_gone_or_changed_cannot_be_completed(
     assert store.record("images/6.png").revision == 3
     assert verify_store(root).findings == []
     assert len(store) == 13
-
-
-def test_a_wrong_shard_of_a_feature_is_refused_when_it_is_read(stores: Stores, tmp_path: Path) -> None:
-    root = shutil.copytree(stores.added, tmp_path / "store")
-    folder = root / "buckets/64x64/features/dino/patches/c"
-    first, second = (folder / f"{number}/0/0" for number in (0, 1))
-    content = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(content)
-    with pytest.raises(DamageError, match="holds other rows than were written"):
-        LatentStore(root).feature("dino", "64x64").arrays("patches")[0][:]
 
 
 def test_inspect_tells_of_each(stores: Stores) -> None:

@@ -14,7 +14,7 @@ import torch
 from diffusers import SanaPipeline
 from hypothesis import given
 from hypothesis import strategies as st
-from making import CPU, SHIPPED, caption_recipe, make_caption_folder, store_digest, train_recipe
+from making import CPU, SHIPPED, caption_recipe, make_caption_folder, store_digest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, Gemma2Model, PreTrainedTokenizerFast
 
@@ -27,9 +27,6 @@ from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.pipeline import Report
 from leandit.precompute.run.shards import equal_length_batches
 from leandit.tools.terminal.outcome import precompute_rows
-from leandit.train.loop import StopRequest, train
-from leandit.train.metrics.history import StepReport
-from leandit.train.sampling.snapshot import load_snapshot
 
 Encode = Callable[..., Report]
 MAX_TOKENS = 10
@@ -178,24 +175,6 @@ def test_a_store_of_gemma_says_its_instruction_and_refuses_another(gemma: Path, 
     smaller = caption_recipe(*recipe, "text.instruction=sana", "text.batch_tokens=128")
     with pytest.raises(FingerprintMismatch, match=r"text\.batch_tokens is 256 in the store, 128 now"):
         encode(smaller, source, tmp_path / "store")
-
-
-@pytest.mark.usefixtures("tiny_models")
-def test_a_sana_trains_on_a_store_of_gemma(gemma: Path, tmp_path: Path, encode: Encode) -> None:
-    source, run = make_caption_folder(tmp_path / "source", count=6), tmp_path / "run"
-    recipe = ["text.kind=gemma2", f"text.model={gemma}", "text.max_tokens=12", "text.instruction=sana", *SHIPPED]
-    encode(caption_recipe(*recipe), source, tmp_path / "store")
-    store = LatentStore(tmp_path / "store")
-    seen: list[StepReport] = []
-    recipe = train_recipe("sana-tiny", "run.steps=3", "conditioning.drop=0.5")
-    train(recipe, store_path=store.path, run=run, device=CPU, report=seen.append, stop=StopRequest())
-    assert all(np.isfinite(figures.loss) for figures in seen)
-    snapshot = load_snapshot(run, CPU)
-    assert snapshot.spec.caption_width == 32
-    null = snapshot.conditioner.null_caption
-    assert null is not None
-    assert null.shape == (12, 32)  # of no instruction, at full length
-    np.testing.assert_array_equal(null.numpy(), np.asarray(store.null_caption, np.float32))
 
 
 def test_a_t5_in_float16_keeps_its_output_projections_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

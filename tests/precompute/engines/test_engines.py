@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -117,17 +116,6 @@ def test_two_processes_of_which_one_is_killed_make_the_bytes_of_one(
     assert any("is gone: it was ended by signal 9 (Killed). Another is started" in line for line in said)
     assert sum("columns:" in line for line in said) <= 2  # whoever lists
     assert any("36 planned" in output for output in outputs.values())
-
-
-def test_several_processes_let_a_store_grow_as_one_does(tmp_path: Path, forked: None) -> None:
-    source = make_caption_folder(tmp_path / "pictures", count=12)
-    for store in ("one", "two"):
-        precompute(caption_recipe(), source_path=source, store_path=tmp_path / store, device=CPU, progress=no_progress)
-    shutil.rmtree(source)
-    make_caption_folder(source, count=24)
-    precompute(caption_recipe(), source_path=source, store_path=tmp_path / "one", device=CPU, progress=no_progress)
-    with_processes(source, tmp_path / "two")
-    assert store_digest(tmp_path / "two") == store_digest(tmp_path / "one")
 
 
 def test_of_two_processes_one_may_end_by_an_error_of_its_device(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -164,6 +165,41 @@ def test_an_image_whose_child_was_killed_from_outside_is_not_rejected(tmp_path: 
     with Decoders(1, _child_module=STUB) as decoders:
         assert decode(decoders, path).pixels.shape == (*BUCKET, 3)
     assert (tmp_path / "killed").exists()
+
+
+def test_crashes_among_many_images_cost_only_their_own(tmp_path: Path, photo: Path) -> None:
+    bad = named(tmp_path, "kill")
+    expected = decode_image(photo.read_bytes(), bucket=BUCKET, crop="bucket")[0]
+
+    def work(i: int) -> str:
+        try:
+            return "right" if np.array_equal(decode(decoders, bad if i % 10 == 7 else photo).pixels, expected) else ""
+        except RecordRejected as reject:
+            return reject.reason
+
+    with Decoders(2, _child_module=STUB) as decoders, ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(30))) == ["decoder_crash" if i % 10 == 7 else "right" for i in range(30)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_idle_child_leaves_stop_requests_to_its_parent_and_is_replaced_if_it_is_killed(
+    photo: Path, number: int
+) -> None:
+    processes = children()
+    with Decoders(1) as decoders:
+        decode(decoders, photo)
+        (child,) = children() - processes
+        os.kill(child, number)
+        assert gone_within(child, 5 if number == signal.SIGKILL else 0.1) == (number == signal.SIGKILL)
+        assert decode(decoders, photo).height_px == 60
+        assert (children() - processes == {child}) == (number != signal.SIGKILL)
+
+
+def test_a_file_that_is_larger_than_the_memory_of_a_child_is_rejected(shared: Decoders, tmp_path: Path) -> None:
+    path = tmp_path / "sparse.png"
+    with open(path, "wb") as file:
+        file.truncate(8 << 30)
+    assert rejected(lambda: shared.size(path, 0, 8 << 30)).reason == "too_large"
 
 
 @pytest.mark.parametrize(

@@ -503,35 +503,6 @@ def test_members_that_are_compressed_hostile_or_without_label_are_rejected(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "store"]
 
 
-class Pipe(io.RawIOBase):
-    """A stream that cannot be sought, as a ZIP is written to one."""
-
-    def __init__(self) -> None:
-        self.content = bytearray()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.content += data
-        return len(data)
-
-
-def test_a_streamed_zip_is_checked_by_the_sums_of_its_directory(tmp_path: Path) -> None:
-    made, pipe = make_edm2(tmp_path / "source"), Pipe()
-    with zipfile.ZipFile(made.source) as packed, zipfile.ZipFile(pipe, "w", zipfile.ZIP_STORED) as streamed:
-        for name in packed.namelist():
-            streamed.writestr(name, packed.read(name))
-    key = list(made.records)[2]
-    for damaged in (False, True):
-        if damaged:
-            pipe.content[pipe.content.index(made.records[key].arrays[0].tobytes()) + 100] ^= 1
-        made.source.write_bytes(pipe.content)
-        run_import(made, tmp_path / f"store-{damaged}", "source.max_reject_share=1.0")
-    assert_holds(LatentStore(tmp_path / "store-False"), made.records)
-    assert rejects(LatentStore(tmp_path / "store-True")) == {key: ("scan", "unreadable")}
-
-
 @pytest.mark.parametrize("description", ["[", '{"labels": [1]}', '{"labels": [["a.npy", "cat"]]}'])
 def test_labels_that_are_no_class_numbers_are_refused(description: str, tmp_path: Path) -> None:
     made = make_edm2(tmp_path / "source", folder=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from faults import content, copy_of, dies_at, encode, flip, make_grown, small_shards
-from making import CPU, caption_recipe, loaded_encoders, no_progress, store_digest, train_recipe, tree_digest
+from faults import content, encode, make_grown, small_shards
+from making import CPU, caption_recipe, loaded_encoders, no_progress
 
-from leandit.datasets.errors import DamageError, EncoderError
+from leandit.datasets.errors import EncoderError
 from leandit.datasets.format.layout import CaptionLayout
 from leandit.datasets.format.token_dtypes import ON_DISK, narrow, widen
 from leandit.datasets.loader import make_loader
@@ -24,8 +23,7 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.remake import deep_check
-from leandit.tools.inspection.verify import check, loaded_runner
-from leandit.train.loop import StopRequest, train
+from leandit.tools.inspection.verify import loaded_runner
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
@@ -99,12 +97,6 @@ def test_zarr_opens_every_caption_array(grown: tuple[Any, Path, str]) -> None:
     assert np.isnan(values[gaps]).all()
 
 
-def test_zarr_cannot_open_the_data_type_that_is_avoided(tmp_path: Path) -> None:
-    """Where this fails, zarr-python knows bfloat16, and FORMAT.md may be told so."""
-    with pytest.raises((ValueError, TypeError, KeyError)):
-        zarr.create_array(tmp_path / "array", shape=(2,), dtype="bfloat16")  # pyright: ignore[reportArgumentType]
-
-
 @pytest.mark.parametrize("text", ["padded", "packed"])
 def test_a_batch_travels_as_stored_and_is_widened_where_it_arrives(grown: tuple[Any, Path, str], text: Any) -> None:
     _, root, dtype = grown
@@ -130,16 +122,6 @@ def test_a_batch_travels_as_stored_and_is_widened_where_it_arrives(grown: tuple[
                 assert not np.any(row[length:])
 
 
-def test_a_store_trains(grown: tuple[Any, Path, str], tmp_path: Path) -> None:
-    _, root, _ = grown
-    recipe, said = train_recipe("pixart-tiny", "run.steps=2", "run.global_batch=4"), []
-    outcome = train(
-        recipe, store_path=root, run=tmp_path / "run", device=CPU, report=said.append, stop=StopRequest(), warn=print
-    )
-    assert outcome.step == 2
-    assert all(np.isfinite(figures.loss) for figures in said)
-
-
 def test_a_compacted_store_keeps_captions_and_quality(grown: tuple[Any, Path, str], tmp_path: Path) -> None:
     _, root, _ = grown
     before, opened = content(LatentStore(root)), LatentStore(root)
@@ -155,53 +137,6 @@ def test_a_compacted_store_keeps_captions_and_quality(grown: tuple[Any, Path, st
     assert verify_store(tmp_path / "new").findings == []
 
 
-@pytest.mark.parametrize("kind", ["shards", "tables"])
-def test_damage_to_captions_is_found_and_mended_to_the_byte(
-    kind: str, grown: tuple[Any, Path, str], tmp_path: Path
-) -> None:
-    pictures, store, dtype = grown
-    root, whole = copy_of(store, tmp_path / "store"), tree_digest(store)
-    damaged = {
-        "shards": [p for p in whole if re.search(r"captions/(embeddings|scales|null|null_scales)/c/", p)],
-        "tables": [p for p in whole if re.fullmatch(r"revisions/\d+/captions.parquet", p)],
-    }[kind]
-    assert len(damaged) >= (8 if kind == "shards" and dtype == "int8" else 3)
-    for number, path in enumerate(damaged):
-        if number % 2:
-            (root / path).unlink()
-        else:
-            flip(root / path, 8 * (root / path).stat().st_size // 3)
-    assert {finding.path for finding in verify_store(root).findings} >= set(damaged)
-    found, _ = check(
-        root,
-        quick=False,
-        deep=False,
-        repair=True,
-        source=pictures.root,
-        device=lambda: CPU,
-        overrides=[],
-        progress=no_progress,
-    )
-    assert found.findings == []
-    assert tree_digest(root) == whole
-
-
-def test_a_flipped_bit_is_seen_when_the_shard_is_opened_and_names_the_caption(
-    grown: tuple[Any, Path, str], tmp_path: Path
-) -> None:
-    _, store, dtype = grown
-    for name in ("embeddings", "scales") if dtype == "int8" else ("embeddings",):
-        root = copy_of(store, tmp_path / name)
-        path = f"captions/{name}/c/0" + ("/0" if name == "embeddings" else "")
-        flip(root / path, 5)
-        (finding,) = verify_store(root).findings
-        assert (finding.path, finding.cause, finding.num_records) == (path, "content", 1)
-        opened = LatentStore(root)
-        assert finding.records == [opened.captions["text"][0].as_py()]
-        with pytest.raises(DamageError, match="other rows than were written"):
-            opened.caption_embedding(0)
-
-
 def test_a_deep_check_finds_all_captions_equal(grown: tuple[Any, Path, str]) -> None:
     pictures, root, _ = grown
     with loaded_runner(root, pictures.root, CPU, []) as runner:
@@ -209,15 +144,6 @@ def test_a_deep_check_finds_all_captions_equal(grown: tuple[Any, Path, str]) -> 
     assert deep.findings == []
     assert deep.num_captions == LatentStore(root).captions.num_rows
     assert deep.num_exact == deep.num_records + deep.num_captions
-
-
-@pytest.mark.parametrize("dtype", ["int8"])
-def test_a_run_that_was_killed_gives_the_same_bytes(dtype: str, caption_folder: Path, tmp_path: Path) -> None:
-    recipe = caption_recipe(f"store.text_dtype={dtype}")
-    encode(recipe, caption_folder, tmp_path / "whole")
-    assert dies_at(25, lambda: encode(recipe, caption_folder, tmp_path / "killed"))
-    encode(recipe, caption_folder, tmp_path / "killed")
-    assert store_digest(tmp_path / "killed") == store_digest(tmp_path / "whole")
 
 
 def test_the_text_encoder_is_dropped_before_pictures_are_encoded(
