@@ -36,9 +36,9 @@ class SampleRequest:
     batch: Annotated[int, Option(min=1, help="Images drawn at once.")] = 64
     bucket: Annotated[str | None, Option(help="HxW in pixels, else the most common bucket.")] = None
     guidance: Annotated[float, Option(help="Classifier-free guidance; 1 is none.")] = 4.0
-    guidance_interval: Annotated[str, Option(metavar="LOW,HIGH", help="Times of guidance: 0 is data, 1 noise.")] = "0,1"
+    guidance_times: Annotated[str, Option(metavar="LOW,HIGH", help="Times of guidance: 0 is data, 1 noise.")] = "0,1"
     guided_channels: Annotated[
-        int, Option("--guidance-channels", min=0, help="Guide only the first channels; 0: all.")
+        int, Option("--guided-channels", min=0, help="Guide only the first channels; 0: all.")
     ] = 0
     sampler: Annotated[
         Literal["auto", "euler", "heun", "sde", "ddim", "dpm", "ddpm"],
@@ -84,13 +84,12 @@ class SampleRequest:
         Raises: RecipeError: not two times in order.
         """
         try:
-            low, high = map(float, self.guidance_interval.split(","))
+            low, high = map(float, self.guidance_times.split(","))
         except ValueError:
             low, high = 1.0, 0.0
         if not 0 <= low <= high <= 1:
             raise RecipeError(
-                f"--guidance-interval '{self.guidance_interval}': expected two times from 0 (data) to 1 (noise), as "
-                "0.1,0.8."
+                f"--guidance-times '{self.guidance_times}': expected two times from 0 (data) to 1 (noise), as 0.1,0.8."
             )
         return low, high
 

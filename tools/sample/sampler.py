@@ -141,7 +141,7 @@ def check_solver(snapshot: Snapshot, request: SampleRequest, sampler: str) -> No
     if not 0 <= guidance <= LARGEST_GUIDANCE:
         raise RecipeError(f"--guidance {guidance:g}: expected a number from 0 to {LARGEST_GUIDANCE:g}; 1 is none.")
     if request.guided_channels > channels:
-        raise RecipeError(f"--guidance-channels {request.guided_channels}: the latents have {channels} channels.")
+        raise RecipeError(f"--guided-channels {request.guided_channels}: the latents have {channels} channels.")
     if guidance != 1 and snapshot.state.get("drop") == 0:
         raise RecipeError(
             f"--guidance {guidance:g}: the model was trained with conditioning.drop = 0, so it has not learned the "

@@ -58,12 +58,12 @@ FLAGS = {
     "view": "--device --open --port --revision --vae",
     "sample": (
         "--base --batch --bucket --caption --compile --device --diffusion --encoders --guidance "
-        "--guidance-channels --guidance-interval --json --label --last-step --npz --num --out --precision --recipe "
+        "--guided-channels --guidance-times --json --label --last-step --npz --num --out --precision --recipe "
         "--sampler --seed --shift --steps --store --text --vae --weights"
     ),
     "evaluate": (
         "--against --against-num --base --bucket --captions --clip --crop --device --diffusion --features "
-        "--guidance --guidance-channels --guidance-interval --json --keep-statistics --last-step --num --out "
+        "--guidance --guided-channels --guidance-times --json --keep-statistics --last-step --num --out "
         "--precision --resize --sampler --seed --shift --source --steps --text --vae --weights"
     ),
     "average": "--length --out --step",
@@ -207,7 +207,7 @@ MISTAKES = {  # the command, its exit code, and what its line begins with and ho
     "sample run --out o --label lion": (2, "--label: no class 'lion'. There are 3 classes, 0 to 2: cat, dog,"),
     "sample run --out o --label 4": (2, "--label: no class '4'."),
     "sample run --out o --caption cat": (2, "--caption: model 'DiT-S/4' takes class labels. Use --label."),
-    "sample nope --out o --guidance-interval 3,4": (2, "--guidance-interval '3,4'"),
+    "sample nope --out o --guidance-times 3,4": (2, "--guidance-times '3,4'"),
     "sample shelf --out o": (3, "'shelf' is a store, not a run.", "leandit train RECIPE --store shelf --run RUN"),
     "export shelf --out o": (3, "'shelf' is a store, not a run."),
     "average nope --length 0.1 --out o": (3, "run 'nope': "),
@@ -474,7 +474,7 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
     assert (out / "grid.png").read_bytes().startswith(b"\x89PNG")
     assert leandit(*command, "--label", 7).code == 2
     command = ["sample", run, "--out", tmp_path / "set", "--num", 3, "--npz", "--steps", 2, "--sampler", "dpm"]
-    ended = leandit(*command, "--guidance-interval", "0.2,0.7", "--precision", "bf16")
+    ended = leandit(*command, "--guidance-times", "0.2,0.7", "--precision", "bf16")
     assert ended.code == 0, ended.err
     assert "3 of 3, 3 drawn" in ended.out
     assert "samples_3x32x32x3.npz" in ended.out

@@ -11,12 +11,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import typer
+from click.testing import CliRunner
 from forked import ForkedPython, run_forked
 from making import ROOT
 
 from leandit.datasets.store import LatentStore
+from leandit.tools.cli.commands import app
 
 SCRIPT = Path(sys.executable).with_name("leandit")  # as pip installs it
 README = (ROOT / "README.md").read_text()
@@ -55,6 +60,22 @@ def test_the_commands_of_the_readme_run(label_store: LatentStore, class_folder: 
     # There is no run to sample from yet.
     assert codes == {"precompute": 0, "view": 0, "train": 0, "sample": 3, "verify": 0}, errors
     assert "run 'runs/xl'" in errors["sample"]
+
+
+def help_pages(command: Any, *names: str) -> Iterator[tuple[str, str]]:
+    """Help of a command and of those below it, at 80 columns."""
+    page = CliRunner().invoke(command, ["--help"], prog_name="leandit", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    assert page.exit_code == 0, page.output
+    yield " ".join(names), page.output
+    for name, child in getattr(command, "commands", {}).items():
+        yield from help_pages(child, *names, name)
+
+
+def test_help_at_80_columns_cuts_nothing() -> None:
+    pages = dict(help_pages(typer.main.get_command(app)))
+    assert {"", "train", "plan train", "bench loader"} <= pages.keys()
+    assert [name for name, page in pages.items() if "…" in page] == []
+    assert max(len(line) for page in pages.values() for line in page.splitlines()) <= 80
 
 
 def test_the_imports_of_the_readme_work() -> None:

@@ -135,7 +135,7 @@ def test_captions_come_from_any_store_of_the_run_that_still_exists(tmp_path: Pat
         ("labels", {"labels": ["m001"]}, "--label: no class 'm001'. Did you mean 'n001'"),
         ("labels", {"guidance": -1.0}, "--guidance -1: expected a number from 0 to 100"),
         ("labels", {"guidance": float("nan")}, "--guidance nan"),
-        ("labels", {"guided_channels": 5}, "--guidance-channels 5: the latents have 4"),
+        ("labels", {"guided_channels": 5}, "--guided-channels 5: the latents have 4"),
         ("labels", {"captions": ["a red circle"]}, "--caption: model 'DiT-S/4' takes class labels"),
         ("captions", {"labels": ["1"]}, "--label: model 'pixart-tiny' takes captions"),
         ("labels", {"bucket": "30x32"}, "30x32.*multiples"),
@@ -163,9 +163,9 @@ def test_a_check_of_the_folder_alone_leaves_what_can_be_drawn_and_what_is_damage
 
 @pytest.mark.parametrize("text", ["1", "a,b", "0.5,0.2", "0,2", "-1,1", "nan,1", "0,,1"])
 def test_an_interval_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(RecipeError, match="--guidance-interval"):
-        SampleRequest(guidance_interval=text)
-    assert SampleRequest(guidance_interval="0.1,0.8").interval == (0.1, 0.8)
+    with pytest.raises(RecipeError, match="--guidance-times"):
+        SampleRequest(guidance_times=text)
+    assert SampleRequest(guidance_times="0.1,0.8").interval == (0.1, 0.8)
 
 
 def test_guidance_of_a_model_that_never_saw_null_is_refused(runs: Any) -> None:
@@ -239,7 +239,7 @@ def test_images_of_one_size_compile_each_kind_of_block_once_and_are_those_of_eag
 ) -> None:
     counter, real = CompileCounterWithBackend("eager"), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, **how | {"backend": counter}))
-    request = SampleRequest(count=7, batch=3, steps=4, guidance=2.0, guidance_interval=interval)
+    request = SampleRequest(count=7, batch=3, steps=4, guidance=2.0, guidance_times=interval)
     drawn = []
     torch._dynamo.reset()
     for compiled in (False, True):

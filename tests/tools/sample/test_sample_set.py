@@ -113,7 +113,7 @@ def test_what_is_there_is_not_drawn_again_and_a_set_grows(run: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("seed", 1), ("steps", 3), ("guidance", 1.0), ("guidance_interval", "0,0.5"), ("labels", ["1"])]
+    ("key", "value"), [("seed", 1), ("steps", 3), ("guidance", 1.0), ("guidance_times", "0,0.5"), ("labels", ["1"])]
 )
 def test_another_set_in_the_folder_is_refused(run: Path, key: str, value: Any, tmp_path: Path) -> None:
     go(run, tmp_path, count=2)
