@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import subprocess
-import time
 from collections.abc import Callable
 from itertools import count, groupby
 from pathlib import Path
@@ -16,13 +13,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from forked import ForkedPython
 from making import (
     CPU,
-    SUPPORT,
     caption_recipe,
     label_recipe,
-    lasting_digest,
     make_caption_folder,
     make_class_folder,
     no_progress,
@@ -31,14 +25,10 @@ from making import (
     tree_digest,
 )
 from PIL import Image
-from safetensors.torch import load_file, save_file
 
-from leandit.datasets.disk import files
-from leandit.datasets.disk.files import TEMPORARY_PREFIX, Failpoint, temporary_beside, write_atomic
-from leandit.datasets.errors import DamageError, FingerprintMismatch, SourceError, StoreError
+from leandit.datasets.disk.files import TEMPORARY_PREFIX
+from leandit.datasets.errors import DamageError, SourceError, StoreError
 from leandit.datasets.format.zarr_shard import CODECS
-from leandit.datasets.revisions import seal as seal_module
-from leandit.datasets.revisions import writer as writer_module
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
@@ -94,10 +84,6 @@ def assert_same_tree(found: Path, wanted: Path) -> None:
     here, there = store_digest(found), store_digest(wanted)
     assert sorted(here) == sorted(there)
     assert [name for name in there if here[name] != there[name]] == []
-
-
-def strays(root: Path) -> list[Path]:
-    return list(root.rglob(f"{TEMPORARY_PREFIX}*"))
 
 
 def crop_by_hand(path: Path, side: int) -> np.ndarray:
@@ -202,19 +188,6 @@ def test_a_kept_mean_is_the_first_half_of_the_moments(
     assert np.array_equal(store.latents("32x32").read(0, 15), label_store.latents("32x32").read(0, 15)[:, :4])
 
 
-@pytest.mark.usefixtures("small_shards")
-@pytest.mark.parametrize("kind", ["labels", "captions"])
-def test_two_runs_give_the_same_bytes(
-    kind: str, encode: Encode, class_folder: Path, caption_folder: Path, tmp_path: Path
-) -> None:
-    recipe, source = (label_recipe(), class_folder) if kind == "labels" else (caption_recipe(), caption_folder)
-    for name in "ab":
-        report = encode(recipe, source, tmp_path / name)
-        assert report.num_encoded == report.manifest.num_planned == report.manifest.num_stored
-    assert_same_tree(tmp_path / "a", tmp_path / "b")
-    assert not strays(tmp_path)
-
-
 def test_a_moved_store_and_a_moved_source_are_still_the_same(encode: Encode, few: Path, tmp_path: Path) -> None:
     encode(caption_recipe(), few, tmp_path / "a")
     shutil.copytree(few, tmp_path / "moved")  # keeps the times
@@ -232,90 +205,6 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, failing)
-
-
-@pytest.mark.usefixtures("small_shards")
-@pytest.mark.parametrize(
-    ("kind", "shards", "step"),
-    [
-        pytest.param("labels", 4, 1, id="labels"),
-        pytest.param("captions", 7, 3, id="captions"),
-        pytest.param("captions", 7, 1, id="all of captions", marks=pytest.mark.slow),
-    ],
-)
-def test_resume_after_a_crash_at_any_shard_gives_the_same_bytes(
-    kind: str,
-    shards: int,
-    step: int,
-    encode: Encode,
-    class_folder: Path,
-    caption_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    recipe, source = (label_recipe(), class_folder) if kind == "labels" else (caption_recipe(), caption_folder)
-    encode(recipe, source, tmp_path / "whole")
-    for after in range(0, shards, step):
-        store = tmp_path / f"crashed-{after}"
-        with monkeypatch.context() as patch:
-            crash_at(patch, StoreWriter, "commit", after)
-            with pytest.raises(Crash):
-                encode(recipe, source, store)
-        assert len(list((store / FIRST / "commits").rglob("*.json"))) == after
-        assert not (store / FIRST / "manifest.json").exists()
-        report = encode(recipe, source, store)
-        assert report.num_encoded < report.manifest.num_planned or after <= 2
-        assert_same_tree(store, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        crash_at(patch, StoreWriter, "commit", shards)  # never reached
-        encode(recipe, source, tmp_path / "unharmed")
-
-
-@pytest.mark.slow  # house/test_crash.py dies at a sample of all operations by default
-def test_resume_after_a_crash_at_any_write_gives_the_same_bytes(
-    encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the static files, between an array and its commit record, in the seal; the plan is there from the start."""
-    encode(caption_recipe(), few, tmp_path / "whole")
-    reached = set()
-    for after in count():
-        store = tmp_path / f"crashed-{after}"
-        with monkeypatch.context() as patch:
-            crash_at(patch, writer_module, "write_atomic", after)
-            patch.setattr(seal_module, "write_atomic", writer_module.write_atomic)
-            try:
-                encode(caption_recipe(), few, store)
-                break
-            except Crash:
-                pass
-        reached |= {path.relative_to(store).as_posix() for path in store.rglob("*") if path.is_file()}
-        assert {path.name for path in (store / FIRST / "plan").iterdir()} == PLAN_FILES
-        encode(caption_recipe(), few, store)
-        assert_same_tree(store, tmp_path / "whole")
-        shutil.rmtree(store)
-    assert after == len(reached) + 1 - len(PLAN_FILES)  # every file was once the last one; the second manifest never
-    assert f"{FIRST}/twin/manifest.json" not in reached
-    names = {"records.parquet", "captions.parquet", "sources.parquet", "local.json", "manifest.json"}
-    assert {"zarr.json", "captions/embeddings/c/0/0", *(f"{FIRST}/{name}" for name in names)} <= reached
-
-
-@pytest.mark.parametrize(
-    "operation", ["create plan.json", "write captions.parquet", "sync records.parquet", "rename plan"]
-)
-def test_a_plan_that_fails_half_way_leaves_nothing_and_the_same_command_plans_it(
-    operation: str, encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = tmp_path / "store"
-    with monkeypatch.context() as patch:
-        counting = Failpoint()
-        patch.setattr(files, "failpoint", counting)
-        encode(caption_recipe(), few, tmp_path / "whole")
-        patch.setattr(files, "failpoint", Failpoint("eio", counting.seen.index(operation)))
-        with pytest.raises(OSError, match="Input/output"):
-            encode(caption_recipe(), few, store)
-    assert tree_digest(store) == {}
-    encode(caption_recipe(), few, store)
-    assert_same_tree(store, tmp_path / "whole")
 
 
 def test_the_first_plan_stays_when_two_are_written_at_once(
@@ -339,67 +228,6 @@ def test_the_first_plan_stays_when_two_are_written_at_once(
         encode(caption_recipe(), few, tmp_path / "whole")
     monkeypatch.setattr(planner, "freeze_plan", comes_second)
     assert encode(caption_recipe(), few, store).num_encoded == 6
-    assert_same_tree(store, tmp_path / "whole")
-
-
-def test_a_crash_in_the_middle_of_a_file_leaves_no_stray(
-    encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def dies(path: Path, parts: Any) -> None:
-        if path.match("buckets/64x64/moments/c/0/0/0/0"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary_beside(path).write_bytes(b"half")
-            raise Crash
-        write_atomic(path, parts)
-
-    encode(caption_recipe(), few, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "write_atomic", dies)
-        with pytest.raises(Crash):
-            encode(caption_recipe(), few, tmp_path / "store")
-    assert strays(tmp_path / "store")
-    encode(caption_recipe(), few, tmp_path / "store")
-    assert not strays(tmp_path / "store")
-    assert_same_tree(tmp_path / "store", tmp_path / "whole")
-
-
-KILLED = """
-import os, sys, time, torch
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-from making import CPU, label_recipe, no_progress
-from leandit.datasets.format import row_layout
-from leandit.precompute.pipeline import precompute
-row_layout.MAX_SHARD_ROWS = 4
-torch.set_num_threads(1)
-rename = os.rename
-def slow(source, target):
-    if str(target).endswith("moments/c/2/0/0/0"):
-        time.sleep(600)  # the temporary file is there, its final name is not
-    rename(source, target)
-os.rename = slow
-precompute(label_recipe(), source_path=Path({source!r}), store_path=Path({store!r}), device=CPU, progress=no_progress)
-"""
-
-
-@pytest.mark.usefixtures("small_shards")
-def test_resume_after_kill_9_gives_the_same_bytes(encode: Encode, class_folder: Path, tmp_path: Path) -> None:
-    encode(label_recipe(), class_folder, tmp_path / "whole")
-    store = tmp_path / "store"
-    code = KILLED.format(tests=str(SUPPORT), source=str(class_folder), store=str(store))
-    process = ForkedPython(["-c", code], stderr=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + 120
-        while not (list((store / FIRST / "commits").rglob("000001.json")) and strays(store)):
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert strays(store)
-    assert not (store / FIRST / "manifest.json").exists()
-    encode(label_recipe(), class_folder, store)
     assert_same_tree(store, tmp_path / "whole")
 
 
@@ -454,77 +282,6 @@ def test_a_source_in_which_all_is_broken_is_an_error_and_seals_nothing(
     with pytest.raises(SourceError, match=r"all 4 records are rejected|none of 4 pictures could be encoded"):
         encode(label_recipe("source.max_reject_share=1"), source, tmp_path / "store")
     assert not (tmp_path / "store" / FIRST / "manifest.json").exists()
-
-
-@pytest.fixture(scope="module")
-def changed_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped VAE with one weight changed."""
-    shipped = local_folder("shipped:vae")
-    assert shipped
-    folder = Path(shutil.copytree(shipped, tmp_path_factory.mktemp("encoders") / "vae"))
-    weights = load_file(folder / "diffusion_pytorch_model.safetensors")
-    weights["encoder.conv_in.bias"][0] += 1e-3
-    save_file(weights, folder / "diffusion_pytorch_model.safetensors")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ("images.resolution=96", r"images\.resolution_px is 64 in the store, 96 now"),
-        ('images.buckets=["64x64"]', r"images\.buckets is \['48x80', '64x64', '80x48'\] in the store, \['64x64'\] now"),
-        ("vae.model=CHANGED", r"vae\.weights_sha256 is '[0-9a-f]{64}' in the store, '[0-9a-f]{64}' now"),
-        ("vae.keep=mean", r"latent\.kind is 'mean_logvar' in the store, 'mean' now"),
-        ("vae.flip=true", r"latent\.flip is False in the store, True now"),
-        ("vae.batch_size=4", r"latent\.batch_size is 8 in the store, 4 now"),
-        ("text.max_tokens=12", r"text\.max_tokens is 16 in the store, 12 now"),
-        ("text.batch_size=4", r"text\.batch_size is 8 in the store, 4 now"),
-        ("text.kind=none", r"text\.kind is 't5' in the store, None now"),
-        ("store.dtype=float32", r"latent\.dtype is 'float16' in the store, 'float32' now"),
-        ("store.codec=zstd", r"codec is 'none' in the store, 'zstd' now"),
-        ("store.shard_mib=2", r"shard_mib is 1 in the store, 2 now"),
-    ],
-)
-def test_another_recipe_on_the_same_store_is_refused_and_the_field_is_named(
-    change: str, named: str, encode: Encode, few: Path, changed_vae: Path, tmp_path: Path
-) -> None:
-    encode(caption_recipe(), few, tmp_path / "store")
-    before = tree_digest(tmp_path / "store")
-    recipe = caption_recipe(change.replace("CHANGED", str(changed_vae)))
-    with pytest.raises(FingerprintMismatch, match=named):
-        encode(recipe, few, tmp_path / "store")
-    assert tree_digest(tmp_path / "store") == before
-
-
-@pytest.mark.parametrize(
-    ("change", "added", "gone", "encoded"),
-    [
-        (lambda root: picture(99).save(root / "n000/new.png"), 1, 0, 1),
-        (lambda root: (root / "n000/1.png").unlink(), 0, 1, 0),
-        (lambda root: picture(99).save(root / "n000/1.png"), 0, 0, 1),
-        (lambda root: (root / "n000").rename(root / "n009"), 2, 2, 2),
-    ],
-    ids=["added", "gone", "written anew", "renamed"],
-)
-def test_a_changed_source_makes_a_revision_and_touches_nothing_that_is_there(
-    change: Callable[[Path], Any], added: int, gone: int, encoded: int, encode: Encode, tmp_path: Path
-) -> None:
-    source = make_class_folder(tmp_path / "train", classes=2, per_class=2)
-    encode(label_recipe(), source, tmp_path / "store")
-    before = lasting_digest(tmp_path / "store")
-    change(source)
-    report = encode(label_recipe(), source, tmp_path / "store")
-    after = lasting_digest(tmp_path / "store")
-    assert {name: after[name] for name in before} == before
-    added_files = {"/".join(name.split("/")[:3]) for name in after.keys() - before}
-    files = ["twin", "manifest.json", "records.parquet", "captions.parquet", "sources.parquet", "local.json"]
-    wanted = {"buckets/32x32/moments", *(f"revisions/000002/{name}" for name in files)}
-    assert added_files == (wanted if encoded else set())
-    assert report.changes is not None
-    assert (report.changes.num_added, report.changes.num_gone, report.num_encoded) == (added, gone, encoded)
-    whole = tree_digest(tmp_path / "store")
-    assert encode(label_recipe(), source, tmp_path / "store").num_encoded == 0
-    assert tree_digest(tmp_path / "store") == whole
 
 
 @pytest.mark.parametrize(
@@ -680,25 +437,6 @@ def test_nonfinite_output_is_tried_again_in_float32_and_then_rejected(
         assert np.isnan(found[7]).all()
     others = [i for i in range(15) if i != 7]
     assert np.array_equal(found[others], wanted[others])
-
-
-def test_a_picture_that_changes_behind_the_plan_is_rejected(
-    encode: Encode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = make_class_folder(tmp_path / "train", classes=2, per_class=2)
-    freeze = planner.freeze_plan
-
-    def freeze_then_change(*args: Any, **kwargs: Any) -> Any:
-        plan = freeze(*args, **kwargs)
-        (source / "n000/0.png").write_bytes(b"short")
-        (source / "n001/1.png").unlink()
-        return plan
-
-    monkeypatch.setattr(planner, "freeze_plan", freeze_then_change)
-    encode(label_recipe(), source, tmp_path / "store")
-    rows = LatentStore(tmp_path / "store").records.to_pylist()
-    assert [row["reason"] for row in rows] == ["source_changed", None, None, "unreadable"]
-    assert [row["status"] for row in rows] == ["rejected", "stored", "stored", "rejected"]
 
 
 def test_a_run_and_a_dry_run_warn_once_of_buckets_that_crop_much(tmp_path: Path) -> None:

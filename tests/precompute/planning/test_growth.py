@@ -23,7 +23,6 @@ from making import (
     make_class_folder,
     no_progress,
     picture,
-    store_digest,
     tree_digest,
 )
 
@@ -442,49 +441,6 @@ def test_a_repacked_tar_encodes_nothing(tmp_path: Path, seen: Seen) -> None:
     assert_covers_once(LatentStore(path))
 
 
-def change_much(source: Path) -> None:
-    """New, changed, gone, captions: something of everything."""
-    add_pictures(source, 14, 20)
-    picture(77, 64, 64).save(source / "images/3.png")
-    rewrite(source, lambda rows: (rows[5]["captions"].append("another caption"), rows.pop(7)))
-
-
-@pytest.mark.parametrize("step", [pytest.param(3, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
-def test_growth_that_is_killed_at_any_commit_gives_the_bytes_of_an_undisturbed_one(
-    step: int, captioned: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: Seen
-) -> None:
-    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
-    source, whole = shutil.copytree(captioned[0], tmp_path / "source"), tmp_path / "whole"
-    run(source, whole)
-    base = shutil.copytree(whole, tmp_path / "base")
-    change_much(source)
-    commit, done = StoreWriter.commit, list[str]()
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreWriter, "commit", lambda *args, **how: done.append(args[1]) or commit(*args, **how))
-        run(source, whole)
-    wanted = store_digest(whole)
-    assert len(done) == 5
-    for after in range(0, len(done), step):
-        path = shutil.copytree(base, tmp_path / f"killed-{after}")
-        left = iter(range(after))
-
-        def dies(*args: Any, left: Iterator[int] = left, **kwargs: Any) -> int:
-            if next(left, None) is None:
-                raise Crash
-            return commit(*args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(StoreWriter, "commit", dies)
-            with pytest.raises(Crash):
-                run(source, path)
-        assert LatentStore(path).revision == 1  # the grown one is not there before it is complete
-        assert LatentStore(path).unfinished_revision == 2
-        with pytest.raises(StoreError, match="no complete revision 2"):
-            LatentStore(path, revision=2)
-        run(source, path)
-        assert store_digest(path) == wanted
-
-
 def test_a_source_that_changes_amid_growth_is_finished_first_and_grown_then(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, seen: Seen
 ) -> None:
@@ -525,17 +481,6 @@ def test_an_image_that_changes_behind_the_plan_is_encoded_by_the_next_command(
     run(source, path)
     record = LatentStore(path).record("n000/1.png")
     assert (record.status, record.revision, record.height_px) == ("stored", 2, 90)
-
-
-def test_changed_encoders_are_refused_with_the_ways_on(pair: tuple[Path, Path], seen: Seen) -> None:
-    source, path = pair
-    before = tree_digest(path)
-    add_pictures(source, 14, 15)
-    with pytest.raises(FingerprintMismatch) as caught:
-        run(source, path, caption_recipe("vae.keep=mean"))
-    for words in ("latent.kind is 'mean_logvar' in the store, 'mean' now", "give another --store", str(path)):
-        assert words in str(caught.value)
-    assert (tree_digest(path), seen.pictures) == (before, 0)
 
 
 def test_an_unfinished_store_of_other_settings_says_that_it_must_be_finished_first(

@@ -12,7 +12,7 @@ import pytest
 from making import caption_recipe, picture
 
 from leandit.datasets.errors import SourceError
-from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
+from leandit.datasets.format.table_schemas import RECORDS_SCHEMA
 from leandit.precompute.config import PrecomputeRecipe, SourceSection
 from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.images.decoders import Decoders
@@ -22,13 +22,12 @@ from leandit.precompute.planning.images import plan_images
 from leandit.precompute.planning.records import plan_records
 from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.sources.files.files import LocalFiles
-from leandit.precompute.sources.files.record import SourceRecord, encoded_texts
+from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.listing.listing import record_batches, spool
 from leandit.precompute.sources.source import Source
 
 Planned = Callable[..., pa.Table]
 MAX_TOKENS = 8
-LONG = "a big red circle above a tiny green square left of a blue triangle"
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +61,6 @@ def table_of(source: Source, pictures: pa.Table, caption_ids: Sequence[Sequence[
     return plan_records(all_fresh(source.records), pictures, ids, revision=1)
 
 
-def texts_of(source: Source, pictures: pa.Table) -> list[pa.ListArray]:
-    rows = pictures["row"].to_pylist()
-    return lists([[] if row < 0 else encoded_texts(r.captions) for r, row in zip(source.records, rows, strict=True)])
-
-
 def lists(texts: Sequence[Sequence[str]]) -> list[pa.ListArray]:
     return [pa.array(texts, pa.list_(pa.string()))]
 
@@ -85,13 +79,6 @@ def test_rows_of_a_bucket_follow_the_source_and_rejects_have_none(tmp_path: Path
     assert table["status"].to_pylist() == [*["planned"] * 4, "rejected", "planned", "planned"]
     assert (table["stage"][4].as_py(), table["reason"][4].as_py()) == ("scan", "aspect")
     assert table["source_path"].to_pylist() == [f"{i}.png" for i in range(7)]
-
-
-def test_the_plan_tells_the_sizes_and_the_crop(tmp_path: Path, planned: Planned) -> None:
-    source = made_source(tmp_path, [(60, 100), (100, 60)], [("x",), ("y",)])
-    rows = table_of(source, planned(source, caption_recipe()), [[], []]).to_pylist()
-    columns = ("height_px", "width_px", "resized_height_px", "resized_width_px", "crop_top_px", "crop_left_px")
-    assert [tuple(row[c] for c in columns) for row in rows] == [(60, 100, 48, 80, 0, 0), (100, 60, 80, 48, 0, 0)]
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -113,47 +100,6 @@ def test_a_ratio_beyond_four_and_a_half_is_rejected(
 ) -> None:
     found = planned(made_source(tmp_path, [size], [("x",)]), caption_recipe())
     assert found["reason"].to_pylist() == [reason]
-
-
-@pytest.mark.parametrize("captions", [(), ("",), (" \t\n", "")])
-def test_a_record_without_a_caption_is_rejected_only_where_text_is_wanted(
-    tmp_path: Path, planned: Planned, captions: tuple[str, ...]
-) -> None:
-    source = made_source(tmp_path, [(64, 64)], [captions])
-    with_text, without = planned(source, caption_recipe()), planned(source, caption_recipe("text.kind=none"))
-    assert [table["reason"].to_pylist() for table in (with_text, without)] == [["no_caption"], [None]]
-
-
-def test_captions_are_listed_once_sorted_by_length_and_named_by_their_records(
-    tmp_path: Path, planned: Planned, tokenizer: CaptionTokenizer
-) -> None:
-    captions = [
-        ("a tiny red square above a big circle", "a circle"),
-        ("  a circle\n", "a red square", "a circle"),
-        ("", "a blue square", LONG),
-        ("a square",),
-        ("never planned",),
-    ]
-    source = made_source(tmp_path, [*[(64, 64)] * 4, (1, 99)], captions)
-    table, ids = plan_captions(texts_of(source, planned(source, caption_recipe())), counted(tokenizer))
-    texts = table["text"].to_pylist()
-    assert sorted(texts) == sorted({c.strip() for texts in captions[:4] for c in texts} - {""})
-    counts = tokenizer.count(texts)
-    assert table["num_tokens"].to_pylist() == [min(n, MAX_TOKENS) for n in counts]
-    assert table["truncated"].to_pylist() == [n > MAX_TOKENS for n in counts]
-    assert any(table["truncated"].to_pylist())
-    # By length, then by first appearance.
-    seen = [c.strip() for texts in captions for c in texts]
-    assert texts == sorted(texts, key=lambda t: (min(tokenizer.count([t])[0], MAX_TOKENS), seen.index(t)))
-    wanted = [list(dict.fromkeys(c.strip() for c in texts if c.strip())) for texts in captions[:4]]
-    assert [[texts[i] for i in record] for record in ids.to_pylist()] == [*wanted, []]
-
-
-def test_without_a_tokenizer_there_are_no_captions(tmp_path: Path, planned: Planned) -> None:
-    source = made_source(tmp_path, [(64, 64)], [("a circle",)])
-    table, ids = plan_captions(texts_of(source, planned(source, caption_recipe("text.kind=none"))), [])
-    assert (table.num_rows, ids.to_pylist()) == (0, [[]])
-    assert table.schema.types == CAPTIONS_SCHEMA.types
 
 
 def counted(tokenizer: CaptionTokenizer) -> list[CaptionCounts]:

@@ -21,7 +21,7 @@ from making import CPU, SUPPORT, caption_recipe, no_progress, picture
 
 from leandit.datasets.disk.hashing import sha256_of, xxh3_parts
 from leandit.datasets.disk.spill import one_chunk
-from leandit.datasets.errors import RecordRejected, SourceError
+from leandit.datasets.errors import RecordRejected
 from leandit.datasets.format import tables
 from leandit.datasets.format.layout import Part
 from leandit.datasets.format.schema import CommitRecord
@@ -36,7 +36,7 @@ from leandit.datasets.format.table_schemas import (
 from leandit.datasets.format.tables import parquet_file
 from leandit.datasets.revisions import merge
 from leandit.datasets.revisions.commits import new_results
-from leandit.datasets.revisions.plan import FrozenPlan, first_plan, read_plan, write_plan
+from leandit.datasets.revisions.plan import FrozenPlan, first_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe, SourceSection
 from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
@@ -215,28 +215,6 @@ def test_the_hash_of_a_plan_is_that_of_its_tables_in_one_piece(
     assert made.hash == sha256_of([made.spec.fingerprint, 2, "", False, *tables])
 
 
-@pytest.mark.parametrize("rows", [3, 1 << 14])
-def test_a_plan_is_read_back_as_it_was_with_every_row_in_its_place(
-    rows: int, tmp_path: Path, recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer
-) -> None:
-    made = some_plan(recipe, tokenizer)
-    with batches_of(rows):
-        write_plan(tmp_path, made, replace=False)
-        found = read_plan(tmp_path, 2)
-        assert found.records.to_pylist() == made.records.to_pylist()
-        assert found.captions.to_pylist() == made.captions.to_pylist()
-        assert found.hash == made.hash
-        parts = [part for part in found.layout.parts.values() if part.bucket]
-        positions = {part.bucket: found.positions_of(part).tolist() for part in parts}
-    naive: dict[str, list[int]] = {}
-    for i, row in enumerate(made.records.to_pylist()):
-        if row["bucket"]:
-            naive.setdefault(row["bucket"], []).append(i)
-    assert positions == naive
-    assert list(positions) == sorted(positions, key=lambda name: [int(side) for side in name.split("x")])
-    assert found.first_caption == 0
-
-
 def test_the_bytes_of_a_table_do_not_depend_on_its_chunks() -> None:
     # More than a Parquet page of each kind of column, with nulls, and chunks that do not fit its write batches.
     count, rng = 60_000, np.random.default_rng(0)
@@ -317,18 +295,6 @@ def test_a_manifest_that_lies_of_a_size_costs_that_record_alone(tmp_path: Path) 
     (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
     assert LatentStore(tmp_path / "store").records["status"].to_pylist() == ["stored"] * 6
-
-
-def test_a_manifest_that_lies_of_many_sizes_ends_the_run(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for i in range(12):
-        picture(i, 64, 64).save(source / f"{i}.png")
-    lines = [{"file_name": f"{i}.png", "height": 60, "width": 64} for i in range(12)]
-    (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe = caption_recipe("text.kind=none", "source.sizes=manifest")
-    with pytest.raises(SourceError, match=r"\d+ x wrong_size"):
-        precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
 
 
 def test_with_the_sizes_of_a_manifest_no_image_is_opened_to_plan_it(

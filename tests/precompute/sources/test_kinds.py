@@ -337,6 +337,8 @@ def test_sidecars_are_those_of_the_same_name(tmp_path: Path) -> None:
         put(tmp_path / name, jpeg(0))
     put(tmp_path / "a.txt", b"one\n\n  two \r\nthree")
     put(tmp_path / "a.json", b'{"label": 2, "caption": "not this one"}')
+    put(tmp_path / "a-b.caption", b"of kohya, sitting")
+    put(tmp_path / "a-b.txt", b"not this one")
     put(tmp_path / "a.b.txt", b"\xef\xbb\xbfwith a mark")
     put(tmp_path / "b.json", b'{"caption": "from json"}')
     put(tmp_path / "notes.txt", b"of nothing")
@@ -345,7 +347,7 @@ def test_sidecars_are_those_of_the_same_name(tmp_path: Path) -> None:
     assert found == {
         "a.png": (2, ("one", "two", "three")),
         "a.b.png": (-1, ("with a mark",)),
-        "a-b.png": (-1, ()),
+        "a-b.png": (-1, ("of kohya, sitting",)),
         "b.png": (-1, ("from json",)),
         "a.d/a.png": (-1, ()),
     }

@@ -10,12 +10,53 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from source_files import pictures, put, said, write_tar
 
 from leandit.datasets.errors import RecordRejected, SourceError
 from leandit.precompute.config import SourceSection
 from leandit.precompute.sources.source import list_source, open_source
+
+
+def test_coco_joins_captions_to_images_in_the_order_of_the_images(tmp_path: Path) -> None:
+    pictures(tmp_path / "train2017")
+    images = [{"id": 7, "file_name": "b.jpg", "height": 8, "width": 9}, {"id": 3, "file_name": "a.jpg"}]
+    images += [{"id": 5, "file_name": "gone.jpg"}]
+    texts = [(3, "one"), (7, "two"), (3, " three "), (9, "nobody's"), (7, "two")]
+    captions = [{"image_id": image, "id": i, "caption": text} for i, (image, text) in enumerate(texts)]
+    content = {"info": {"year": 2017}, "images": images, "licenses": [], "annotations": captions}
+    put(tmp_path / "annotations/captions_train2017.json", json.dumps(content))
+    source = list_source(tmp_path)
+    assert said(source) == [
+        ("b.jpg", "train2017/b.jpg", -1, ("two",)),
+        ("a.jpg", "train2017/a.jpg", -1, ("one", "three")),
+        ("gone.jpg", "missing_file", -1, ()),
+    ]
+    assert (source.records[0].height_px, source.records[0].width_px) == (8, 9)
+    assert any("3 images, 5 captions" in note for note in source.notes)
+    assert any("1 captions name no image" in note for note in source.notes)
+
+
+def test_parquet_of_the_hub_is_read_by_split_with_classes_and_caption_lists(tmp_path: Path) -> None:
+    features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    for split, count in (("train", 3), ("test", 1)):
+        images = pa.array([{"bytes": b"%d" % i, "path": None} for i in range(count)], kind)
+        texts = [["one", " one ", "two"], [], ["three", None]][:count]
+        table = pa.table({"image": images, "label": [1, 0, 9][:count], "captions": texts})
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+        (tmp_path / "data").mkdir(exist_ok=True)
+        pq.write_table(table, tmp_path / f"data/{split}-00000-of-00001.parquet", row_group_size=2)
+    source = list_source(tmp_path, SourceSection(split="train"))
+    assert (source.kind, source.classes) == ("parquet", ["cat", "dog"])
+    name = "train-00000-of-00001"
+    assert said(source) == [
+        (f"{name}/0", f"{name}.parquet", 1, ("one", "two")),
+        (f"{name}/1", f"{name}.parquet", 0, ()),
+        (f"{name}/2", "bad_metadata", -1, ()),
+    ]
+    assert source.read(f"{name}.parquet", 1, 0, stage="scan") == b"1"
 
 
 @pytest.mark.parametrize(("split", "name"), [("train", "a.jpg"), ("validation", "c.jpg")])

@@ -163,3 +163,15 @@ def test_a_long_list_takes_no_memory_of_its_own(tmp_path: Path) -> None:
     length, _, grown_mib = done.stdout.split()
     assert int(length) == count
     assert float(grown_mib) < 200
+
+
+def test_linked_class_folders_are_followed_each_once_and_two_links_belong_to_the_higher(tmp_path: Path) -> None:
+    source, elsewhere = tmp_path / "source", tmp_path / "disk2/cats"
+    for path in (source / "dog/0.png", source / "dog/inner", elsewhere / "0.png"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch() if path.suffix else path.symlink_to(elsewhere, target_is_directory=True)
+    (source / "zebra").symlink_to(elsewhere, target_is_directory=True)  # the higher of two links to one folder
+    listed = list_source(source)
+    assert listed.classes == ["dog", "zebra"]
+    assert [(r.key, r.label, r.problem) for r in listed.records] == [("dog/0.png", 0, None), ("zebra/0.png", 1, None)]
+    assert listed.ignored.folders == {"inner": 1}

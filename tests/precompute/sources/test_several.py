@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from making import CPU, NO_CHECK, label_recipe, make_class_folder, no_progress, picture
 from source_files import write_tar
 from typer.testing import CliRunner, Result
 
+from leandit.datasets.disk import spill
 from leandit.datasets.errors import RecipeError, SourceError
 from leandit.datasets.maintenance.verify import Verification
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import SourceSection
 from leandit.precompute.pipeline import Report
+from leandit.precompute.sources.listing import listing
 from leandit.precompute.sources.several import list_sources, open_sources, source_names
 from leandit.precompute.sources.source import list_source
+from leandit.precompute.sources.tables import tables
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection.pictures import read_originals
 from leandit.tools.inspection.verify import check
@@ -122,6 +129,19 @@ def test_kinds_may_differ_and_each_image_is_read_from_its_own_source(tmp_path: P
         list_source(texts).read(source.records[1].path, 0, 1, stage="decode")
     assert list_sources([texts], AUTO).listing_hash() == list_source(texts).listing_hash()
     assert source.listing_hash() != list_sources([tar, texts], AUTO).listing_hash()
+
+
+@given(counts=st.lists(st.integers(1, 7), min_size=2, max_size=4), rows=st.integers(1, 5))
+def test_sources_merged_in_batches_are_those_merged_whole(counts: list[int], rows: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        paths = [Path(folder) / f"{i}.jsonl" for i in range(len(counts))]
+        for i, (path, count) in enumerate(zip(paths, counts, strict=True)):
+            lines = [{"file_name": f"{n % 5}.jpg", "label": n % 3, "text": f"text {i} {n}"} for n in range(count)]
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        whole = list_sources(paths, AUTO)
+        for module in (spill, listing, tables):
+            patch.setattr(module, "BATCH_ROWS", rows)
+        assert list(list_sources(paths, AUTO).records) == list(whole.records)
 
 
 def test_labels_without_names_are_the_same_numbers_and_are_not_joined_with_names(

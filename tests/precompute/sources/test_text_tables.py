@@ -209,3 +209,36 @@ def test_a_record_of_too_many_rows_is_one_reject_and_takes_no_memory(tmp_path: P
     assert [(r.key, r.problem) for r in rejected] == [
         ("many.jpg", ("bad_metadata", f"more than {MAX_CAPTIONS} captions"))
     ]
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "list.json", "list.parquet"])
+def test_lists_of_captions_stay_lists_and_rows_of_one_image_become_one_record(name: str, tmp_path: Path) -> None:
+    pictures(tmp_path)
+    rows: list[dict[str, Any]] = [
+        {"file_name": "b.jpg", "captions": ["one", " two "], "label": 1, "height": 8, "width": 8},
+        {"file_name": "a.jpg", "captions": []},
+        {"file_name": "b.jpg", "captions": ["two", "three"], "label": 1},
+        {"file_name": "b.jpg", "captions": ["four"], "label": 2},  # another label: it repeats the key
+        {"file_name": "../c.jpg", "captions": ["outside"]},
+        {"file_name": "./c.jpg", "captions": None, "label": 5_000_000},
+    ]
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    else:
+        put(tmp_path / name, json.dumps(rows) if name.endswith("json") else "\n".join(map(json.dumps, rows)))
+    source = list_source(tmp_path / name if name.startswith("list") else tmp_path)
+    assert said(source) == [
+        ("b.jpg", "b.jpg", 1, ("one", "two", "three")),
+        ("a.jpg", "a.jpg", -1, ()),
+        ("b.jpg", "duplicate_key", -1, ()),
+        ("../c.jpg", "bad_metadata", -1, ()),
+        ("./c.jpg", "bad_metadata", -1, ()),
+    ]
+    assert (source.records[0].height_px, source.records[0].width_px) == (8, 8)
+
+
+def test_a_table_of_captions_without_a_header_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    pictures(tmp_path / "Images")
+    put(tmp_path / "Flickr8k.token.txt", "a.jpg#0\tA cat .\na.jpg#1\tA small cat .\nb.jpg#0\tA boat .\n")
+    with pytest.raises(SourceError, match=r"Flickr8k\.token\.txt.*names no columns.*Write a header"):
+        list_source(tmp_path)
