@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from ..datasets.disk.strays import sweep_strays
-from ..datasets.errors import SourceError
 from ..datasets.format.class_names import ClassNames
-from ..datasets.format.layout import COMMITS, LEASES, Task, revision_prefix
+from ..datasets.format.layout import LEASES, revision_prefix
 from ..datasets.format.layout import PLAN as PLAN_FOLDER
 from ..datasets.format.schema import Manifest, SelfCheck, StoreSpec
 from ..datasets.revisions.catalog import planned_revisions, read_manifest, sealed_revisions
@@ -37,7 +35,6 @@ from .planning.compare import Comparison, Options
 from .planning.images import MAX_THREADS, num_threads
 from .planning.opening import (
     check_apart,
-    check_disk,
     check_fingerprint,
     is_extension,
     is_sealed,
@@ -48,7 +45,6 @@ from .planning.planner import Planner
 from .planning.self_check import NUM_PICTURES, check_autoencoder
 from .run.bottleneck import CHECK, LOAD, PLAN, StageTime, Workers, stage_times
 from .run.clock import Progress, StageClock
-from .run.rejects import limits_of
 from .run.tasks import Runner
 from .sharing.leases import Leases, alone, seal_alone
 from .sharing.part import Part
@@ -57,7 +53,6 @@ from .sources.several import SourcePaths, list_sources, open_sources
 from .sources.source import Source
 
 LOG = logging.getLogger(__name__)
-MOST_SHOWN = 20  # shards in a line of the log
 
 
 @dataclass
@@ -104,7 +99,6 @@ class Stage1:
       runner: encodes, and has the source.
       options: how a grown store treats changes.
       say: called with notes.
-      num_left: shards left to other parts.
       changes: of the source since the previous revision, if a revision was added.
     """
 
@@ -115,7 +109,6 @@ class Stage1:
     part: Part = field(default_factory=Part)
     options: Options = field(default_factory=Options)
     say: Callable[[str], None] = lambda note: None
-    num_left: int = 0
     changes: Comparison | None = None
 
     def describe(self, source: Source | None, known: StoreSpec | None = None) -> StoreSpec:
@@ -196,12 +189,12 @@ def precompute(
         may_grow = not plan or (newest >= plan.revision and not part)
         if may_grow and (plan := next_plan(stage, list_source, newest)):
             manifest = finish(stage, plan)
-        if not manifest and not stage.num_left:
+        if not manifest and not runner.num_left:
             manifest = read_manifest(store_path, sealed_revisions(store_path)[-1])
     known = runner.source if isinstance(runner.source, Source) else None
     return Report(
         manifest=manifest,
-        num_left=stage.num_left,
+        num_left=runner.num_left,
         num_encoded=runner.num_encoded,
         total_seconds=time.perf_counter() - start,
         codec=recipe.store.codec,
@@ -284,56 +277,7 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
 
     Returns: its manifest; None if other parts still have shards to encode.
     """
-    own, section = stage.part.of(plan.layout.tasks()), stage.recipe.source
+    own = stage.part.of(plan.layout.tasks())
     # Processes without a part share all shards: only the one that seals checks their bytes.
     writer = StoreWriter(stage.root, plan, own=() if stage.part == Part() else own)
-    missing = writer.missing_tasks(own)
-    _log_shards(plan, own, missing)
-    if missing:
-        limits_of(section, writer).check()
-    check_disk(writer, missing)
-    Leases(writer).sweep()  # left by processes that died
-
-    def encode(missing: list[Task]) -> None:
-        while missing:
-            stage.runner.run(writer, missing, section=section, progress=stage.progress)
-            sweep_strays(stage.root)  # left by lost workers
-            missing = writer.missing_tasks(missing)
-
-    encode(missing)
-    return seal(stage, writer, encode)
-
-
-def _log_shards(plan: FrozenPlan, own: Sequence[Task], missing: Sequence[Task]) -> None:
-    buckets = ", ".join(f"{name}: {count}" for name, count in plan.new_rows.items())
-    LOG.info("revision %d, pictures of each bucket: %s", plan.revision, buckets)
-    done = [task for task in own if task not in set(missing)]
-    LOG.info("revision %d, shards committed and skipped (%d): %s", plan.revision, len(done), _shards(done))
-    LOG.info("revision %d, shards missing (%d): %s", plan.revision, len(missing), _shards(missing))
-
-
-def _shards(tasks: Sequence[Task]) -> str:
-    shown = ", ".join(f"{part} {shard}" for part, shard in tasks[:MOST_SHOWN])
-    return (shown or "none") + (f" and {len(tasks) - MOST_SHOWN} more" if len(tasks) > MOST_SHOWN else "")
-
-
-def seal(stage: Stage1, writer: StoreWriter, encode: Callable[[list[Task]], None]) -> Manifest | None:
-    """Seal a revision if no shard is missing.
-
-    Args:
-      encode: as for ``seal_alone``.
-    Returns: its manifest; None if other parts still have shards to encode.
-    Raises: SourceError: no picture of the first revision could be encoded, or all processes together rejected too many.
-    """
-    plan, stage.num_left = writer.plan, len(writer.missing_tasks())
-    if not writer.is_sealed:
-        limits_of(stage.recipe.source, writer).check()
-    if stage.num_left:
-        return None
-    if not writer.num_stored and not plan.before:
-        raise SourceError(
-            f"source '{stage.runner.source.name}': none of {plan.records.num_rows} pictures could be encoded, so the "
-            f"store is not sealed. Look at one of them; the reasons are in "
-            f"'{stage.root / revision_prefix(plan.revision) / COMMITS}'."
-        )
-    return seal_alone(writer, encode, lambda: stage.progress("others seal", 0, 1))
+    return stage.runner.complete(writer, own, section=stage.recipe.source, progress=stage.progress)

@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import get_args
 
 from ...datasets.errors import FingerprintMismatch, RecipeError, RecordRejected, SourceError
-from ...datasets.format.layout import COMMITS, Task, revision_prefix
+from ...datasets.format.layout import Task
 from ...datasets.format.schema import Manifest, StoreSpec
 from ...datasets.recipe import parse_recipe
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan
 from ...datasets.revisions.writer import StoreWriter, row_checksum
 from ..planning.images import num_threads
-from ..planning.opening import check_disk, newest_plan
+from ..planning.opening import newest_plan
 from ..run.clock import Progress
-from ..run.rejects import RejectLimits, limits_of
+from ..run.rejects import RejectLimits
 from ..run.shards import Shard
 from ..run.tasks import ShardRunner, Wanted
-from ..sharing.leases import seal_alone
 from .describe import describe_import, differing_settings
 from .formats.class_files import FastDit, Mar
 from .formats.edm2 import Edm2
@@ -146,7 +145,9 @@ def import_features(
         plan = freeze_plan(store_path, _plan(reader, entries, listing, null, progress))
     check_resumes(store_path, plan, reader, listing)
     importer = Importer(reader=reader, null=null)
-    manifest = _finish(store_path, plan, importer, progress)
+    writer, limits = StoreWriter(store_path, plan, own=()), recipe.source.limits()
+    manifest = importer.complete(writer, plan.layout.tasks(), section=limits, progress=progress)
+    assert manifest, "an import has no parts"
     return ImportReport(manifest, plan.spec, importer.num_encoded, time.perf_counter() - start)
 
 
@@ -183,25 +184,3 @@ def check_resumes(root: Path, plan: FrozenPlan, reader: Reader, listing: str) ->
             f"store '{root}': its source lists other files, or sizes, than when the store was planned. Nothing was "
             "changed. Restore the source, or import it into another --store."
         )
-
-
-def _finish(root: Path, plan: FrozenPlan, importer: Importer, progress: Progress) -> Manifest:
-    """Copy the missing shards of a plan and seal it."""
-    writer, limits = StoreWriter(root, plan), importer.reader.recipe.source.limits()
-    missing = writer.missing_tasks()
-    check_disk(writer, missing)
-    if missing:
-        limits_of(limits, writer).check()
-
-    def copy(missing: list[Task]) -> None:
-        importer.run(writer, missing, section=limits, progress=progress)
-
-    copy(missing)
-    if not writer.num_stored:
-        raise SourceError(
-            f"source: not one of {plan.records.num_rows} records could be read, so the store is not sealed. The "
-            f"reasons are in '{root / revision_prefix(plan.revision) / COMMITS}'."
-        )
-    if not writer.is_sealed:
-        limits_of(limits, writer).check()
-    return seal_alone(writer, copy, lambda: progress("others seal", 0, 1))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 from ...datasets.disk.files import TEMPORARY_PREFIX
 from ...datasets.disk.strays import sweep_strays
-from ...datasets.errors import FingerprintMismatch, ResourceError, SourceError, StoreError
-from ...datasets.format.layout import LEASES, REVISIONS, Task
+from ...datasets.errors import FingerprintMismatch, SourceError, StoreError
+from ...datasets.format.layout import LEASES, REVISIONS
 from ...datasets.format.schema import StoreSpec
 from ...datasets.recipe import flatten
 from ...datasets.revisions.catalog import check_store, planned_revisions, sealed_revisions
 from ...datasets.revisions.plan import FrozenPlan, read_plan
-from ...datasets.revisions.writer import StoreWriter
-from ...datasets.units import readable_size
 from ..config import PrecomputeRecipe
 from ..sources.source import Source
 
@@ -145,21 +142,6 @@ def _differences(found: StoreSpec, wanted: StoreSpec) -> list[str]:
     old, new = flatten(old), flatten(new)
     differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     return lines + [f"{key} is {old.get(key)!r} in the store, {new.get(key)!r} now" for key in differing]
-
-
-def check_disk(writer: StoreWriter, missing: list[Task]) -> None:
-    """Raise if the disk cannot hold the missing shards, uncompressed.
-
-    Raises: ResourceError.
-    """
-    needed = writer.plan.layout.num_bytes(missing)
-    free = shutil.disk_usage(writer.root).free
-    if needed > free:
-        raise ResourceError(
-            f"store '{writer.root}': the disk has {readable_size(free)} free, the store needs "
-            f"{readable_size(needed)} more. Free some space, or give a --store on another disk; the same command then "
-            "goes on."
-        )
 
 
 def is_extension(before: StoreSpec, after: StoreSpec) -> bool:

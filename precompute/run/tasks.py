@@ -7,6 +7,8 @@ any of them may die at any time.
 
 from __future__ import annotations
 
+import logging
+import shutil
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -15,14 +17,18 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...datasets.format.layout import Task, is_picture_task
+from ...datasets.disk.strays import sweep_strays
+from ...datasets.errors import ResourceError, SourceError
+from ...datasets.format.layout import COMMITS, Task, is_picture_task, revision_prefix
+from ...datasets.format.schema import Manifest
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import StoreWriter
+from ...datasets.units import readable_size
 from ..config import SourceSection
 from ..encoders.loading import Encoders
 from ..encoders.text.encoder import CaptionEncoder, TokenCount
 from ..images.decoders import Decoders
-from ..sharing.leases import Leases
+from ..sharing.leases import Leases, seal_alone
 from ..sources.source import OpenedSource, Source
 from .clock import Progress, StageClock
 from .columns import image_columns
@@ -31,6 +37,8 @@ from .progress import RunProgress
 from .rejects import limits_of
 from .shards import CaptionShard, ImageShard, Outcomes, Pools, Shard
 
+LOG = logging.getLogger(__name__)
+MOST_SHOWN = 20  # shards in a line of the log
 BATCHES_AHEAD = 3  # loaded batches that wait for the encoder
 BATCHES_BEHIND = 1  # encoded batches that wait to be stored
 FETCHES = 64  # in flight, of images that this process reads for the decoders, as from a URL
@@ -47,10 +55,12 @@ class ShardRunner(ABC):
     Attributes:
       clock: seconds of each stage.
       num_encoded: images in the shards that this process has committed.
+      num_left: shards that were left to other parts.
     """
 
     clock: StageClock = field(default_factory=StageClock)
     num_encoded: int = 0
+    num_left: int = 0
 
     @property
     @abstractmethod
@@ -71,6 +81,46 @@ class ShardRunner(ABC):
 
         Raises: SourceError: the revision is of another source.
         """
+
+    def complete(
+        self, writer: StoreWriter, own: Sequence[Task], *, section: SourceSection, progress: Progress
+    ) -> Manifest | None:
+        """Fill the missing shards of a revision and seal it.
+
+        Args:
+          own: the shards of this process's part.
+          section: limits of rejects.
+          progress: as for ``run``.
+        Returns: its manifest; None if other parts still have shards to fill.
+        Raises: SourceError: too many records are rejected, by all processes together, or all of the first revision;
+          ResourceError: the disk is too small.
+        """
+        plan, missing = writer.plan, writer.missing_tasks(own)
+        _log_shards(plan, own, missing)
+        if missing:
+            limits_of(section, writer).check()
+        check_disk(writer, missing)
+        Leases(writer).sweep()  # left by processes that died
+
+        def fill(missing: list[Task]) -> None:
+            while missing:
+                self.run(writer, missing, section=section, progress=progress)
+                sweep_strays(writer.root)  # left by lost workers
+                missing = writer.missing_tasks(missing)
+
+        fill(missing)
+        self.num_left = len(writer.missing_tasks())
+        if not writer.is_sealed:
+            limits_of(section, writer).check()
+        if self.num_left:
+            return None
+        if not writer.num_stored and not plan.before:
+            raise SourceError(
+                f"store '{writer.root}': none of {plan.records.num_rows} records could be stored, so it is not sealed. "
+                "Look at one of them in the source; the reasons are in "
+                f"'{writer.root / revision_prefix(plan.revision) / COMMITS}'."
+            )
+        return seal_alone(writer, fill, lambda: progress("others seal", 0, 1))
 
     def run(self, writer: StoreWriter, missing: Sequence[Task], *, section: SourceSection, progress: Progress) -> None:
         """Fill the missing shards of a revision until all are committed, here or by others.
@@ -150,6 +200,31 @@ class ShardRunner(ABC):
             storing.close()
             if model is not None:
                 model.release()
+
+
+def check_disk(writer: StoreWriter, missing: list[Task]) -> None:
+    """Raise if the disk cannot hold the missing shards, uncompressed.
+
+    Raises: ResourceError.
+    """
+    needed = writer.plan.layout.num_bytes(missing)
+    free = shutil.disk_usage(writer.root).free
+    if needed > free:
+        raise ResourceError(
+            f"store '{writer.root}': the disk has {readable_size(free)} free, the store needs "
+            f"{readable_size(needed)} more. Free some space, or give a --store on another disk; the same command then "
+            "goes on."
+        )
+
+
+def _log_shards(plan: FrozenPlan, own: Sequence[Task], missing: Sequence[Task]) -> None:
+    buckets = ", ".join(f"{name}: {count}" for name, count in plan.new_rows.items())
+    LOG.info("revision %d, images of each bucket: %s", plan.revision, buckets)
+    done = [task for task in own if task not in set(missing)]
+    for what, tasks in {"committed and skipped": done, "missing": missing}.items():
+        shown = ", ".join(f"{part} {shard}" for part, shard in tasks[:MOST_SHOWN]) or "none"
+        more = f" and {len(tasks) - MOST_SHOWN} more" if len(tasks) > MOST_SHOWN else ""
+        LOG.info("revision %d, shards %s (%d): %s%s", plan.revision, what, len(tasks), shown, more)
 
 
 def commit_shard(writer: StoreWriter, leases: Leases, shard: Shard) -> int:

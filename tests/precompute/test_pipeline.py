@@ -279,7 +279,7 @@ def test_a_source_in_which_all_is_broken_is_an_error_and_seals_nothing(
         path.write_bytes(b"text" if how == "text" else path.read_bytes()[:-200])
     with pytest.raises(SourceError, match=r"[34] of 4 records are rejected.*max_reject_share"):
         encode(label_recipe(), source, tmp_path / "store")
-    with pytest.raises(SourceError, match=r"all 4 records are rejected|none of 4 pictures could be encoded"):
+    with pytest.raises(SourceError, match=r"all 4 records are rejected|none of 4 records could be stored"):
         encode(label_recipe("source.max_reject_share=1"), source, tmp_path / "store")
     assert not (tmp_path / "store" / FIRST / "manifest.json").exists()
 

@@ -271,7 +271,7 @@ def make_nemo(root: Path, model: str = "flux") -> Made:
     return Made("nemo", root, records, [], "zeros", nulls)
 
 
-_NEMO_TEXTS = {"flux": "t5", "flux2": "mistral", "qwen_image": "qwen"}
+_NEMO_TEXTS = {"flux": "t5", "flux2": "mistral", "qwen_image": ""}
 
 
 MAKERS: dict[str, Callable[[Path], Made]] = {

@@ -159,7 +159,7 @@ def test_one_name_for_several_text_encoders_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model", "recipe"), [("flux", "flux1-1024"), ("qwen_image", "qwen-image-1024")])
 def test_a_cache_of_nemo_becomes_a_store_like_that_of_the_recipe(model: str, recipe: str, tmp_path: Path) -> None:
-    made, texts = make_nemo(tmp_path / "source", model), load_precompute(recipe, []).texts
+    made, texts = make_nemo(tmp_path / "source", model), load_precompute(recipe, []).text_sections
     run_import(made, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     assert_holds(store, made.records)

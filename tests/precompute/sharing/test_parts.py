@@ -35,7 +35,7 @@ from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.precompute import pipeline
 from leandit.precompute.pipeline import Report, precompute
-from leandit.precompute.planning import opening, planner
+from leandit.precompute.planning import planner
 from leandit.precompute.run import tasks as run_tasks
 from leandit.precompute.run.shards import Shard
 from leandit.precompute.run.tasks import commit_shard
@@ -128,7 +128,7 @@ def test_a_disk_that_cannot_hold_what_is_missing_is_refused(
     arrays = {array for part, _ in layout.tasks() for array in layout.part_arrays(part)}
     needed = sum(array.shape[0] * array.row_bytes for array in arrays)
     for free, is_enough in ((needed - 1, False), (needed, True)):
-        monkeypatch.setattr(opening.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr(run_tasks.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         with contextlib.nullcontext() if is_enough else pytest.raises(ResourceError, match=r"/store'.*iB free"):
             run(source, store)
 
