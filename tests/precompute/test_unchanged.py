@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_turn import IN_TURN
@@ -45,44 +46,35 @@ def has_nothing_to_do(*overrides: str) -> bool:
     return isinstance(unchanged(recipe, str(Path("train").resolve()), Path("store"), device="auto"), Unchanged)
 
 
-def add_a_picture(home: Path) -> None:
-    picture(99).save(home / "train/n000/new.png")
+def flip_weights(path: Path) -> None:
+    weights = load_file(path)
+    weights[next(iter(weights))].view(-1)[0] += 1e-3
+    save_file(weights, path)
 
 
-def remove_a_picture(home: Path) -> None:
-    (home / "train/n000/1.png").unlink()
+def set_key(path: Path, key: str, value: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
 
 
-def change_the_weights(home: Path) -> None:
-    weights = load_file(home / WEIGHTS)
-    weights["encoder.conv_in.bias"][0] += 1e-3
-    save_file(weights, home / WEIGHTS)
-
-
-def change_the_config(home: Path) -> None:
-    path = home / "models/vae/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"norm_num_groups": 2}))
-
-
-CHANGES = [
-    add_a_picture,
-    remove_a_picture,
-    change_the_weights,
-    change_the_config,
-]
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "an image more": lambda home: picture(99).save(home / "train/n000/new.png"),
+    "an image less": lambda home: (home / "train/n000/1.png").unlink(),
+    "the weights": lambda home: flip_weights(home / WEIGHTS),
+    "the config": lambda home: set_key(home / "models/vae/config.json", "norm_num_groups", 2),
+}
 
 
 @pytest.mark.usefixtures("quick")
 def test_whatever_has_changed_goes_the_ordinary_way(home: Path) -> None:
     assert has_nothing_to_do()
     before = {path: shutil.copytree(home / path, home / f"kept/{path}") for path in ("store", "train", "models")}
-    for change in CHANGES:
+    for name, change in CHANGES.items():
         change(home)
-        assert not has_nothing_to_do(), change.__name__
+        assert not has_nothing_to_do(), name
         for path, kept in before.items():
             shutil.rmtree(home / path)
             shutil.copytree(kept, home / path)  # with its times
-        assert has_nothing_to_do(), change.__name__
+        assert has_nothing_to_do(), name
     for override in ("images.resolution=48", "source.check=content", "store.shard_mib=8", "vae.keep=mean"):
         assert not has_nothing_to_do(override), override
     shutil.rmtree(home / "models")
@@ -100,24 +92,12 @@ def test_a_store_that_has_lost_a_file_is_not_called_complete(name: str, home: Pa
         has_nothing_to_do()
 
 
-def change_the_text_weights(text: Path) -> None:
-    weights = load_file(text / "model.safetensors")
-    next(iter(weights.values())).view(-1)[0] += 1e-3
-    save_file(weights, text / "model.safetensors")
-
-
-def change_the_text_config(text: Path) -> None:
-    path = text / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"layer_norm_epsilon": 1e-5}))
-
-
-def change_the_tokenizer(text: Path) -> None:
-    path = text / "tokenizer.json"
-    path.write_text(path.read_text() + " ")
-
-
-def add_a_tokenizer_file(text: Path) -> None:
-    (text / "added_tokens.json").write_text("{}")
+TEXT_CHANGES: dict[str, Callable[[Path], Any]] = {
+    "weights": lambda text: flip_weights(text / "model.safetensors"),
+    "config": lambda text: set_key(text / "config.json", "layer_norm_epsilon", 1e-5),
+    "tokenizer": lambda text: (text / "tokenizer.json").write_text((text / "tokenizer.json").read_text() + " "),
+    "a file of the tokenizer more": lambda text: (text / "added_tokens.json").write_text("{}"),
+}
 
 
 def test_the_text_encoder_and_its_tokenizer_are_compared_too(tmp_path: Path, caption_folder: Path) -> None:
@@ -131,12 +111,12 @@ def test_the_text_encoder_and_its_tokenizer_are_compared_too(tmp_path: Path, cap
         return isinstance(unchanged(recipe, str(caption_folder), store, device="auto"), Unchanged)
 
     assert ask()
-    for change in (change_the_text_weights, change_the_text_config, change_the_tokenizer, add_a_tokenizer_file):
+    for name, change in TEXT_CHANGES.items():
         change(text)
-        assert not ask(), change.__name__
+        assert not ask(), name
         shutil.rmtree(text)
         shutil.copytree(shipped, text)
-        assert ask(), change.__name__
+        assert ask(), name
 
 
 @pytest.mark.usefixtures("quick")
@@ -212,7 +192,7 @@ def test_a_source_that_has_changed_is_listed_once(home: Path, monkeypatch: pytes
     words = ["leandit", "precompute", "imagenet-256", "--source", str(home / "train"), "--store", "store"]
     words += [word for override in (*LABEL_RECIPE, "vae.model=models/vae") for word in ("--set", override)]
     monkeypatch.setattr(sys, "argv", [*words, "--device", "cpu"])
-    for change, revision in ((lambda _: None, 1), (add_a_picture, 2)):
+    for change, revision in ((lambda _: None, 1), (CHANGES["an image more"], 2)):
         listed.clear()
         change(home)
         with pytest.raises(SystemExit) as ended:

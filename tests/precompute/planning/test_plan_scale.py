@@ -130,6 +130,7 @@ def planned_in_one_piece(
             one |= {"stage": "scan", "reason": reject[0], "detail": reject[1]}
         else:
             crop = image_plan.place_image(record.height_px, record.width_px, recipe.images)
+            assert isinstance(crop, dict)
             name = crop["bucket"]
             one |= crop | {"row": (row := next_row.get(name, 0))}
             next_row[name] = row + 1
@@ -190,6 +191,17 @@ def test_a_plan_in_batches_is_the_plan_in_one_piece_to_the_byte(
     for found, wanted in zip(batched, whole, strict=True):
         assert found.to_pylist() == wanted.to_pylist()
         assert bytes(parquet_file(found)) == table_bytes(wanted.combine_chunks())
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [((10, 45), None), ((10, 46), "aspect"), ((45, 10), None), ((46, 10), "aspect"), ((1, 200), "aspect")],
+)
+def test_a_ratio_beyond_four_and_a_half_is_rejected(
+    size: tuple[int, int], reason: str | None, recipe: PrecomputeRecipe
+) -> None:
+    placed = image_plan.place_image(*size, recipe.images)
+    assert (placed.reason if isinstance(placed, RecordRejected) else None) == reason
 
 
 def frozen_plan(records: pa.Table, captions: pa.Table) -> FrozenPlan:

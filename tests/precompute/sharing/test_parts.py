@@ -156,26 +156,6 @@ def test_a_resumed_part_reads_its_own_shards_and_only_the_last_reads_all(
     assert store_digest(store) == store_digest(tmp_path / "whole")
 
 
-def test_a_process_without_a_part_reads_the_shards_once_before_the_seal(
-    source: Path, tmp_path: Path, hashed: list[str]
-) -> None:
-    store = tmp_path / "store"
-    run(source, tmp_path / "whole")
-    without_seal(lambda: run(source, store))
-    before = store_digest(tmp_path / "whole")
-    layout = read_plan(store, 1).layout
-    tasks = layout.tasks()
-    (store / commits.commit_path(1, *tasks[-1])).unlink()  # it was interrupted there
-    damaged = store / layout.part_arrays(tasks[0][0])[0].shard_path(tasks[0][1])
-    damaged.write_bytes(bytes(damaged.stat().st_size))  # as after a loss of power
-    hashed.clear()
-    assert run(source, store).manifest
-    assert sorted(path for path in hashed if path != str(damaged)) == [
-        path for path in shards_of(store, tasks) if path != str(damaged)
-    ]
-    assert store_digest(store) == before
-
-
 def test_of_many_that_end_together_one_reads_the_shards_again(source: Path, tmp_path: Path, hashed: list[str]) -> None:
     store = tmp_path / "store"
     run(source, tmp_path / "whole")
@@ -229,27 +209,6 @@ def test_parts_in_any_order_make_the_store_of_one_process(order: tuple[int, ...]
         assert 0 < report.num_encoded < whole.num_encoded
     assert store_digest(tmp_path / "parts") == store_digest(tmp_path / "whole")
     assert run(source, tmp_path / "parts", "2/3").num_encoded == 0  # again: nothing is to be done
-
-
-def test_parts_at_the_same_time_make_the_store_of_one_process(source: Path, tmp_path: Path) -> None:
-    run(source, tmp_path / "whole")
-    children = []
-    for number in (2, 3):
-        thread = threading.Thread(
-            target=lambda number=number: codes.append(
-                in_child(lambda: run(source, tmp_path / "parts", f"{number}/3") and 0)
-            )
-        )
-        children.append(thread)
-    codes: list[int] = []
-    for thread in children:
-        thread.start()
-    run(source, tmp_path / "parts", "1/3")
-    for thread in children:
-        thread.join()
-    assert codes == [0, 0]
-    assert run(source, tmp_path / "parts").manifest is not None
-    assert store_digest(tmp_path / "parts") == store_digest(tmp_path / "whole")
 
 
 def test_two_processes_at_the_same_time_encode_no_shard_twice(
@@ -393,14 +352,6 @@ def test_who_comes_second_waits_and_is_told(tmp_path: Path) -> None:
     other.join()
     assert order == ["first", "second"]
     assert not root.exists()  # nothing is left where nothing was made
-
-
-def test_where_no_lease_can_be_had_the_work_is_done_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "store").write_text("a file")
-    done = []
-    with alone(tmp_path / "store", "plan", lambda: None):
-        done.append(os.getpid())
-    assert done
 
 
 @pytest.mark.timeout(60)

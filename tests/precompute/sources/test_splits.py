@@ -149,20 +149,11 @@ def test_loose_images_beside_folders_are_taken_without_labels(tmp_path: Path) ->
     )
 
 
-NAMES = {
-    "names.txt": "Cat\n\nDog\n",
-    "names.tsv": "n2\tDog\nn1\tCat\n",
-    "labels.tsv": "1\tDog\n0\tCat\n",
-}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_names_of_classes_are_read_from_a_file(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("names", ["Cat\n\nDog\n", "n2\tDog\nn1\tCat\n", "1\tDog\n0\tCat\n"])
+def test_names_of_classes_are_read_from_a_file(tmp_path: Path, names: str) -> None:
     root = fill(tmp_path / "source", "n1/0.png", "n2/0.png")
-    (tmp_path / name).write_text(NAMES[name])
-    found = listed(root, class_names=str(tmp_path / name)).class_names
-    assert found
-    assert found == ["Cat", "Dog"]
+    (tmp_path / "names.txt").write_text(names)
+    assert listed(root, class_names=str(tmp_path / "names.txt")).class_names == ["Cat", "Dog"]
 
 
 def test_imagenets_names_fit_wnids_and_numbers_and_nothing_else(tmp_path: Path) -> None:
@@ -175,19 +166,23 @@ def test_imagenets_names_fit_wnids_and_numbers_and_nothing_else(tmp_path: Path) 
         listed(fill(tmp_path / "others", "cat/0.png", "dog/0.png"), class_names="imagenet")
 
 
-def test_names_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (None, RecipeError, "No such file"),
+        ("Cat\n", SourceError, "no name for 1 of 2 classes: n2"),
+        ("Cat\n" + "x" * 1001, RecipeError, r"names\.txt': line 2 is .*at most 1000 characters"),
+        ("\n", RecipeError, "names nothing"),
+    ],
+)
+def test_names_that_cannot_be_used_are_refused(
+    content: str | None, error: type[Exception], message: str, tmp_path: Path
+) -> None:
     root = fill(tmp_path / "source", "n1/0.png", "n2/0.png")
-    with pytest.raises(RecipeError, match=r"nowhere.*No such file"):
-        listed(root, class_names=str(tmp_path / "nowhere"))
-    (tmp_path / "one.txt").write_text("Cat\n")
-    with pytest.raises(SourceError, match="no name for 1 of 2 classes: n2"):
-        listed(root, class_names=str(tmp_path / "one.txt"))
-    (tmp_path / "long.txt").write_text("Cat\n" + "x" * 1001)
-    with pytest.raises(RecipeError, match=r"long\.txt': line 2 is .*at most 1000 characters"):
-        listed(root, class_names=str(tmp_path / "long.txt"))
-    (tmp_path / "empty.txt").write_text("\n")
-    with pytest.raises(RecipeError, match="names nothing"):
-        listed(root, class_names=str(tmp_path / "empty.txt"))
+    if content is not None:
+        (tmp_path / "names.txt").write_text(content)
+    with pytest.raises(error, match=message):
+        listed(root, class_names=str(tmp_path / "names.txt"))
     with pytest.raises(SourceError, match="no classes to name"):
         listed(fill(tmp_path / "flat", "0.png"), class_names="imagenet")
 
