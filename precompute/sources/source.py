@@ -122,14 +122,11 @@ class OpenedSource:
     def read(self, path: str, offset: int, num_bytes: int, *, stage: str, companion: str = "") -> bytes:
         """Read the bytes of an image. Args, Raises: as for ``place``."""
         part, path = self._holder(path)
-        if num_bytes > MAX_SENT_BYTES:
-            raise RecordRejected(stage, "too_large", f"{num_bytes} bytes, at most {MAX_SENT_BYTES >> 20} MiB are read")
-        if part.kind not in EMBEDDED:
-            return part.files.read(path, offset, num_bytes, stage)
-        data = part._rows[companion].read(path, offset, stage)
-        if len(data) > MAX_SENT_BYTES:
-            raise RecordRejected(stage, "too_large", f"{len(data)} bytes, at most {MAX_SENT_BYTES >> 20} MiB")
-        return data
+        data = part._rows[companion].read(path, offset, stage) if part.kind in EMBEDDED else None
+        size = num_bytes if data is None else len(data)
+        if size > MAX_SENT_BYTES:
+            raise RecordRejected(stage, "too_large", f"{size} bytes, at most {MAX_SENT_BYTES >> 20} MiB are read")
+        return part.files.read(path, offset, num_bytes, stage) if data is None else data
 
     def read_head(self, path: str, offset: int, num_bytes: int) -> bytes | None:
         """The first HEADER_BYTES of an image, or all if it has fewer; None if they cannot be read alone."""

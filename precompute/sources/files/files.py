@@ -10,13 +10,11 @@ import glob
 import io
 import os
 import stat
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import xxhash
 from braceexpand import braceexpand
@@ -36,8 +34,6 @@ WILD = "*?["
 READ_AHEAD_BYTES = 4 << 20  # of a file at a URL that is read from its beginning to its end
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
 LOOK_UP_THREADS, LOOK_UPS_AT_ONCE = 32, 64
-PROBED = 16  # files of each batch whose look-ups are timed
-SLOW_SECONDS = 1e-4  # a longer look-up is a network message; the kernel's cache answers in microseconds
 
 LeftOut = Callable[[str], None]
 """Called with the name of a skipped folder."""
@@ -200,7 +196,6 @@ class LocalFiles(SourceFiles):
         self.only = None if path.is_dir() else path.name
         self.root = path if path.is_dir() else path.parent
         self._root = str(self.root)
-        self._look_ups = LookUps(self._stat_or_problem)
 
     def _above(self) -> set[Any]:
         return {_identity(folder) for folder in (self.root, *filter(os.path.exists, self.root.resolve().parents))}
@@ -225,7 +220,7 @@ class LocalFiles(SourceFiles):
         return info
 
     def _describe(self, prefix: str, names: Sequence[str], listed: Mapping[str, Any]) -> Sequence[FoundFile]:
-        return self._look_ups([prefix + name for name in names])
+        return look_up(self._stat_or_problem, [prefix + name for name in names])
 
     def _stat(self, path: str) -> FoundFile:
         status = retried(lambda: os.stat(f"{self._root}/{path}"), path)  # Path is slower than the stat
@@ -322,9 +317,6 @@ class _RangedFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         self._position = max(0, start + offset)
@@ -343,31 +335,14 @@ class _RangedFile(io.RawIOBase):
         return len(data)
 
 
-class LookUps(Generic[T]):
-    """Calls a function for many paths: one after the other if that takes microseconds, else in threads.
-
-    Args:
-      look: describes the file at a path.
-    """
-
-    def __init__(self, look: Callable[[str], T]) -> None:
-        self._look, self._is_slow = look, False
-        self._lock, self._threads = threading.Lock(), None
-
-    def __call__(self, paths: Sequence[str]) -> list[T]:
-        """The result for each path, in order."""
-        started = time.perf_counter()
-        results = [self._look(path) for path in paths[:PROBED]]
-        if len(results) == PROBED:
-            self._is_slow = time.perf_counter() - started > SLOW_SECONDS * PROBED
-        rest = paths[PROBED:]
-        if not self._is_slow:
-            return results + [self._look(path) for path in rest]
-        with self._lock:
-            self._threads = self._threads or ThreadPoolExecutor(LOOK_UP_THREADS, thread_name_prefix="leandit-list")
-        parts = [rest[start : start + LOOK_UPS_AT_ONCE] for start in range(0, len(rest), LOOK_UPS_AT_ONCE)]
-        looked = self._threads.map(lambda paths: [self._look(path) for path in paths], parts)
-        return results + [result for part in looked for result in part]
+def look_up(look: Callable[[str], T], paths: Sequence[str]) -> list[T]:
+    """Call a function that describes a file for many paths, in threads: a network disk answers many at a time."""
+    parts = [paths[start : start + LOOK_UPS_AT_ONCE] for start in range(0, len(paths), LOOK_UPS_AT_ONCE)]
+    if len(parts) < 2:
+        return [look(path) for path in paths]
+    with ThreadPoolExecutor(LOOK_UP_THREADS, thread_name_prefix="leandit-list") as threads:
+        looked = threads.map(lambda part: [look(path) for path in part], parts)
+        return [result for part in looked for result in part]
 
 
 def open_source_files(source: Path | str) -> SourceFiles:

@@ -11,7 +11,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from typing import Any, BinaryIO, NamedTuple
 
@@ -271,16 +271,15 @@ def _names(files: SourceFiles, name: str, listed: Any, expected: str) -> list[st
 
 
 def _json(files: SourceFiles, name: str) -> dict[str, Any]:
-    file_found = files.look(name)
-    if file_found is None or file_found.problem or file_found.num_bytes > MAX_STATE_BYTES:
-        raise SourceError(f"source '{files.shown(name)}': missing, too large, or not a file. Save the dataset again.")
-    try:
-        with files.open(name) as file:
-            state = json.loads(file.read(MAX_STATE_BYTES))
-        if not isinstance(state, dict):
-            raise ValueError("no object")
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"source '{files.shown(name)}': not JSON ({error}). Save the dataset again.") from error
+    file, state = files.look(name), None
+    if file and not file.problem and file.num_bytes <= MAX_STATE_BYTES:
+        with files.open(name) as opened, suppress(ValueError, RecursionError):
+            state = json.loads(opened.read(MAX_STATE_BYTES))
+    if not isinstance(state, dict):
+        raise SourceError(
+            f"source '{files.shown(name)}': needed a JSON object of at most {MAX_STATE_BYTES >> 20} MiB. Save the "
+            "dataset again."
+        )
     return state
 
 

@@ -20,7 +20,7 @@ import pyarrow.compute
 from ....datasets.disk.spill import BATCH_ROWS
 from ....datasets.errors import SourceError
 from ...config import SourceSection
-from ..files.files import FoundFile, LocalFiles, LookUps, SourceFiles
+from ..files.files import FoundFile, LocalFiles, SourceFiles, look_up
 from ..files.folders import Scan
 from ..files.record import MAX_CAPTIONS, MAX_CLASSES, MAX_KEY_CHARS, MAX_SIDE_PX, usable_key
 from ..files.splits import ALL, shards_of_split
@@ -219,9 +219,8 @@ def table_batches(files: SourceFiles, images: SourceFiles, table: str, scan: Sca
             AND beside = first_beside THEN first ELSE position END AS leader, rows.* EXCLUDE (position, beside)
             FROM rows LEFT JOIN firsts USING (name) ORDER BY leader, position"""
         )
-        look_ups = LookUps(images.look)
         for rows, begins in _groups(grouped.to_arrow_reader(BATCH_ROWS)):
-            yield _records(rows, begins, images, folders, look_ups)
+            yield _records(rows, begins, images, folders)
     if broken:
         yield record_batch(broken)
 
@@ -263,7 +262,6 @@ def _records(
     begins: np.ndarray,
     images: SourceFiles,
     folders: Mapping[str, str],
-    look_ups: LookUps[FoundFile | None],
 ) -> pa.RecordBatch:
     """One record for each group of rows, with all their captions; the first problem of a row rejects it.
 
@@ -279,9 +277,9 @@ def _records(
         problems[np.searchsorted(begins, row, "right") - 1] = ("bad_metadata", rows["problem"][row].as_py())
     for record in np.flatnonzero(pc.list_value_length(captions).to_numpy() > MAX_CAPTIONS):
         problems[record] = ("bad_metadata", f"more than {MAX_CAPTIONS} captions")
-    keys, files = _locate(first["name"], images, folders[""], look_ups)
+    keys, files = _locate(first["name"], images, folders[""])
     companions = {
-        name: _locate(pc.list_element(first["companions"], i), images, folder, look_ups)[1]
+        name: _locate(pc.list_element(first["companions"], i), images, folder)[1]
         for i, (name, folder) in enumerate(list(folders.items())[1:])
     }
     for record, file in enumerate(files):
@@ -314,9 +312,7 @@ def _records(
     return pa.RecordBatch.from_pydict(columns, SCHEMA)
 
 
-def _locate(
-    names: pa.Array, images: SourceFiles, folder: str, look_ups: LookUps[FoundFile | None]
-) -> tuple[list[str], list[FoundFile]]:
+def _locate(names: pa.Array, images: SourceFiles, folder: str) -> tuple[list[str], list[FoundFile]]:
     """Keys and files of images by their names in a table."""
     prefix, before = _prefix(images), f"{folder}/" if folder else ""
     keys = [(name or "").removeprefix(prefix) for name in names.to_pylist()]
@@ -332,7 +328,7 @@ def _locate(
             problem = ("bad_metadata", f"file_name {why if keys[i].startswith('/') else 'leaves the source folder'}")
         if problem:
             problems[i] = problem
-    looked = iter(look_ups([before + path for i, path in enumerate(inside) if i not in problems]))
+    looked = iter(look_up(images.look, [before + path for i, path in enumerate(inside) if i not in problems]))
     files = []
     for i, path in enumerate(inside):
         file = FoundFile(path, problem=problems[i]) if i in problems else next(looked)
