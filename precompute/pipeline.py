@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from ..datasets.format.class_names import ClassNames
 from ..datasets.format.layout import LEASES, revision_prefix
 from ..datasets.format.layout import PLAN as PLAN_FOLDER
-from ..datasets.format.schema import Manifest, SelfCheck, StoreSpec
+from ..datasets.format.schema import Manifest, SelfCheck
 from ..datasets.revisions.catalog import planned_revisions, read_manifest, sealed_revisions
 from ..datasets.revisions.plan import FrozenPlan
 from ..datasets.revisions.writer import StoreWriter
@@ -62,7 +63,7 @@ class Report:
     Args:
       manifest: of the newest revision; None if other parts still have shards to encode.
       num_left: shards left to other parts.
-      num_encoded: pictures encoded by this call; 0 if the store was already complete.
+      num_encoded: images encoded by this call; 0 if the store was already complete.
       total_seconds: wall time of the call.
       codec: of the store.
       seconds: of each stage, summed over threads, so they can exceed the wall time.
@@ -91,47 +92,6 @@ class Report:
         return stage_times(self.seconds, self.num_encoded, self.workers)
 
 
-@dataclass
-class Stage1:
-    """The state that all steps share.
-
-    Args:
-      runner: encodes, and has the source.
-      options: how a grown store treats changes.
-      say: called with notes.
-      changes: of the source since the previous revision, if a revision was added.
-    """
-
-    root: Path
-    recipe: PrecomputeRecipe
-    runner: Runner
-    progress: Progress
-    part: Part = field(default_factory=Part)
-    options: Options = field(default_factory=Options)
-    say: Callable[[str], None] = lambda note: None
-    changes: Comparison | None = None
-
-    def describe(self, source: Source | None, known: StoreSpec | None = None) -> StoreSpec:
-        """The spec of a store that the encoders make; as ``describe_store``."""
-        return describe_store(self.recipe, source, self.runner.encoders, known=known)
-
-    def check(self, plan: FrozenPlan) -> SelfCheck | None:
-        """Check the autoencoder before a plan is frozen; None if the recipe wants no check. Raises: EncoderError."""
-        encoder, min_psnr_db = self.runner.encoders.image, self.recipe.vae.min_psnr
-        if not min_psnr_db or not encoder.has_decoder:
-            return None
-        with self.runner.clock.measure(CHECK):
-            return check_autoencoder(
-                plan,
-                encoder,
-                self.runner.decoders,
-                self.runner.source,
-                min_psnr_db=min_psnr_db,
-                say=self.say,
-                progress=lambda done: self.progress("self-check", done, NUM_PICTURES),
-            )
-
-
 def precompute(
     recipe: PrecomputeRecipe,
     *,
@@ -144,7 +104,7 @@ def precompute(
     listed: Source | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Encode every picture and caption of a source exactly once into a store.
+    """Encode every image and caption of a source exactly once into a store.
 
     Args:
       source_path: a folder, a file or a URL; or several.
@@ -167,31 +127,9 @@ def precompute(
             *(encoders.image.device, decoders.num_at_once, MAX_THREADS),
         )
         runner = Runner(encoders, decoders, source, clock=clock)
-        stage = Stage1(store_path, recipe, runner, progress, part or Part(), options or Options(), say)
-
-        def list_source() -> Source:
-            source = listed or list_sources(
-                source_path, recipe.source, recipe.companion_columns, progress=lambda done: progress("list", done, 0)
-            )
-            for note in [
-                *(f"source '{source.name}': {note}" for note in source.notes),
-                *label_warnings(recipe, source),
-            ]:
-                say(note)
-            check_apart(store_path, source)
-            runner.source = source
-            return source
-
-        # Finish the revision that an earlier call, or another process, has planned.
-        plan = unfinished_plan(stage)
-        manifest = finish(stage, plan) if plan else None
-        # Plan the next one, unless another process has since this call began, or a part has more to do.
-        may_grow = not plan or (newest >= plan.revision and not part)
-        if may_grow and (plan := next_plan(stage, list_source, newest)):
-            manifest = finish(stage, plan)
-        if not manifest and not runner.num_left:
-            manifest = read_manifest(store_path, sealed_revisions(store_path)[-1])
-    known = runner.source if isinstance(runner.source, Source) else None
+        stage = Stage1(store_path, recipe, source_path, runner, progress, say, listed=listed)
+        stage.part, stage.options = part or stage.part, options or stage.options
+        manifest = stage.run(newest)
     return Report(
         manifest=manifest,
         num_left=runner.num_left,
@@ -199,8 +137,8 @@ def precompute(
         total_seconds=time.perf_counter() - start,
         codec=recipe.store.codec,
         seconds=clock.seconds,
-        ignored=known.ignored if known else Ignored(),
-        classes=ClassNames(known.classes, known.class_names) if known else ClassNames(None, None),
+        ignored=stage.listed.ignored if stage.listed else Ignored(),
+        classes=ClassNames(*((stage.listed.classes, stage.listed.class_names) if stage.listed else (None, None))),
         changes=stage.changes,
         tokens=runner.tokens,
         workers=Workers(encoders.image.device.type, 1, decoders.num_at_once),
@@ -212,72 +150,138 @@ def newest_revision(root: Path) -> int:
     return max([*sealed_revisions(root), *planned_revisions(root)], default=0) if root.is_dir() else 0
 
 
-def unfinished_plan(stage: Stage1) -> FrozenPlan | None:
-    """The plan of a revision that is not complete, for which the source does not have to be listed.
-
-    Raises: FingerprintMismatch: encoders or settings differ from the store's.
-    """
-    root = stage.root
-    with stage.runner.clock.measure(PLAN), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
-        plan = newest_plan(root) if newest_revision(root) else None
-    if not plan:
-        return None
-    if is_sealed(root, plan):
-        if (root / LEASES).is_dir() or (root / revision_prefix(plan.revision) / PLAN_FOLDER).is_dir():
-            writer = StoreWriter(root, plan, own=())  # a process ended after it had written the manifest
-            Leases(writer).sweep()
-            seal_alone(writer, lambda missing: None, lambda: stage.progress("others seal", 0, 1))
-        return None
-    check_fingerprint(root, plan.spec, stage.describe(None, plan.spec))
-    _log_state(root, plan, "is resumed")
-    return plan
-
-
-def next_plan(stage: Stage1, list_source: Callable[[], Source], newest: int) -> FrozenPlan | None:
-    """Plan the first revision, or what has changed since the newest one; None if nothing has to be done.
-
-    One process lists and plans while others wait, and then use its plan.
+@dataclass
+class Stage1:
+    """One call of ``precompute`` with loaded encoders: finishes what is planned, then plans and encodes what is new.
 
     Args:
-      newest: revision when this call began; a later one is another process's.
-    Raises: FingerprintMismatch: encoders or settings differ from the store's.
+      runner: encodes; its source is the listed one as soon as there is one.
+      say: called with notes.
+      options: how a grown store treats changes.
+      listed: the source, once it is listed.
+      changes: of the source since the previous revision, if a revision was added.
     """
-    root, runner = stage.root, stage.runner
-    with runner.clock.measure(PLAN), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
-        source = None if newest_revision(root) else list_source()
-        known = newest_plan(root)
-        if known and known.revision > newest:
-            check_fingerprint(root, known.spec, stage.describe(None, known.spec))
-            return None if is_sealed(root, known) else known
-        source = source or list_source()
-        spec = stage.describe(source, known and known.spec)
-        if known and not is_extension(known.spec, spec):
-            check_fingerprint(root, known.spec, spec)
-        planner = Planner(
-            *(root, spec, source, stage.recipe, runner.encoders.tokenizers, runner.decoders, stage.progress),
-            check=stage.check,
+
+    root: Path
+    recipe: PrecomputeRecipe
+    source_path: SourcePaths
+    runner: Runner
+    progress: Progress
+    say: Callable[[str], None] = lambda note: None
+    part: Part = field(default_factory=Part)
+    options: Options = field(default_factory=Options)
+    listed: Source | None = None
+    changes: Comparison | None = None
+
+    def run(self, newest: int) -> Manifest | None:
+        """The manifest of the newest revision; None if other parts still have shards to encode.
+
+        Args:
+          newest: revision when the call began; a later one is another process's.
+        """
+        # Finish the revision that an earlier call, or another process, has planned.
+        plan = self.unfinished_plan()
+        manifest = self.finish(plan) if plan else None
+        # Plan the next one, unless another process has since this call began, or a part has more to do.
+        may_grow = not plan or (newest >= plan.revision and self.part == Part())
+        if may_grow and (plan := self.next_plan(newest)):
+            manifest = self.finish(plan)
+        if not manifest and not self.runner.num_left:
+            manifest = read_manifest(self.root, sealed_revisions(self.root)[-1])
+        return manifest
+
+    def unfinished_plan(self) -> FrozenPlan | None:
+        """The plan of a revision that is not complete, for which the source does not have to be listed.
+
+        Raises: FingerprintMismatch: encoders or settings differ from the store's.
+        """
+        with self.runner.clock.measure(PLAN), alone(self.root, "plan", partial(self.progress, "others plan", 0, 1)):
+            plan = newest_plan(self.root) if newest_revision(self.root) else None
+        if not plan:
+            return None
+        if is_sealed(self.root, plan):
+            revision = self.root / revision_prefix(plan.revision)
+            if (self.root / LEASES).is_dir() or (revision / PLAN_FOLDER).is_dir():
+                writer = StoreWriter(self.root, plan, own=())  # a process ended after it had written the manifest
+                Leases(writer).sweep()
+                seal_alone(writer, lambda missing: None, partial(self.progress, "others seal", 0, 1))
+            return None
+        self.check_fingerprint(plan, None)
+        self.log_state(plan, "is resumed")
+        return plan
+
+    def next_plan(self, newest: int) -> FrozenPlan | None:
+        """Plan the first revision, or what has changed since the newest one; None if nothing has to be done.
+
+        One process lists and plans while others wait, and then use its plan.
+
+        Args:
+          newest: as for ``run``.
+        Raises: FingerprintMismatch: encoders or settings differ from the store's.
+        """
+        with self.runner.clock.measure(PLAN), alone(self.root, "plan", partial(self.progress, "others plan", 0, 1)):
+            source = None if newest_revision(self.root) else self.list_source()
+            known = newest_plan(self.root)
+            if known and known.revision > newest:
+                self.check_fingerprint(known, None)
+                return None if is_sealed(self.root, known) else known
+            source = source or self.list_source()
+            spec = describe_store(self.recipe, source, self.runner.encoders, known=known and known.spec)
+            if known and not is_extension(known.spec, spec):
+                check_fingerprint(self.root, known.spec, spec)
+            planner = Planner(
+                *(self.root, spec, source, self.recipe, self.runner.encoders.tokenizers, self.runner.decoders),
+                *(self.progress, self.check),
+            )
+            if known is None:
+                plan = planner.plan_first()
+            else:
+                self.log_state(known, "was complete")
+                plan, self.changes = planner.plan_next(self.options)
+        if plan:
+            self.check_fingerprint(plan, source)
+            self.log_state(plan, "is new")
+        return plan
+
+    def list_source(self) -> Source:
+        """List the source, unless the caller has, and print notes on it."""
+        source = self.listed = self.runner.source = self.listed or list_sources(
+            *(self.source_path, self.recipe.source, self.recipe.companion_columns),
+            progress=lambda done: self.progress("list", done, 0),
         )
-        if known is None:
-            plan = planner.plan_first()
-        else:
-            _log_state(root, known, "was complete")
-            plan, stage.changes = planner.plan_next(stage.options)
-    if plan:
-        check_fingerprint(root, plan.spec, stage.describe(source, plan.spec))
-        _log_state(root, plan, "is new")
-    return plan
+        for note in source.notes:
+            self.say(f"source '{source.name}': {note}")
+        for warning in label_warnings(self.recipe, source):
+            self.say(warning)
+        check_apart(self.root, source)
+        return source
 
+    def check(self, plan: FrozenPlan) -> SelfCheck | None:
+        """Check the autoencoder before a plan is frozen; None if the recipe wants no check. Raises: EncoderError."""
+        encoder, min_psnr_db = self.runner.encoders.image, self.recipe.vae.min_psnr
+        if not min_psnr_db or not encoder.has_decoder:
+            return None
+        with self.runner.clock.measure(CHECK):
+            return check_autoencoder(
+                *(plan, encoder, self.runner.decoders, self.runner.source),
+                min_psnr_db=min_psnr_db,
+                say=self.say,
+                progress=lambda done: self.progress("self-check", done, NUM_PICTURES),
+            )
 
-def _log_state(root: Path, plan: FrozenPlan, state: str) -> None:
-    LOG.info("store '%s': revision %d %s, fingerprint %s", root, plan.revision, state, plan.spec.fingerprint[:16])
+    def check_fingerprint(self, plan: FrozenPlan, source: Source | None) -> None:
+        """Raise FingerprintMismatch if other encoders or settings made a plan."""
+        spec = describe_store(self.recipe, source, self.runner.encoders, known=plan.spec)
+        check_fingerprint(self.root, plan.spec, spec)
 
+    def finish(self, plan: FrozenPlan) -> Manifest | None:
+        """Encode the missing shards of a revision and seal it; returns, raises: as ``Runner.complete``."""
+        own = self.part.of(plan.layout.tasks())
+        # Processes without a part share all shards: only the one that seals checks their bytes.
+        writer = StoreWriter(self.root, plan, own=() if self.part == Part() else own)
+        return self.runner.complete(writer, own, section=self.recipe.source, progress=self.progress)
 
-def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
-    """Encode the missing shards of a revision and seal it.
-
-    Returns: its manifest; None if other parts still have shards to encode.
-    """
-    own = stage.part.of(plan.layout.tasks())
-    # Processes without a part share all shards: only the one that seals checks their bytes.
-    writer = StoreWriter(stage.root, plan, own=() if stage.part == Part() else own)
-    return stage.runner.complete(writer, own, section=stage.recipe.source, progress=stage.progress)
+    def log_state(self, plan: FrozenPlan, state: str) -> None:
+        """Log whether a plan is new, resumed or complete."""
+        fingerprint = plan.spec.fingerprint[:16]
+        LOG.info("store '%s': revision %d %s, fingerprint %s", self.root, plan.revision, state, fingerprint)

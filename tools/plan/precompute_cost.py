@@ -27,7 +27,7 @@ from ...datasets.units import readable_size, readable_time
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.loading import Encoders
 from ...precompute.images.decoders import Decoders
-from ...precompute.pipeline import Stage1, finish, next_plan
+from ...precompute.pipeline import Stage1
 from ...precompute.planning.compare import Comparison
 from ...precompute.planning.images import num_threads
 from ...precompute.run.bottleneck import DECODE, ENCODE, READ, TEXT
@@ -166,11 +166,11 @@ def run_probe(
     with tempfile.TemporaryDirectory(prefix="leandit-probe-") as folder, Decoders(num_threads()) as decoders:
         for name in ("first", "second"):
             runner, root = Runner(encoders, decoders, listed), Path(folder) / name
-            stage = Stage1(root, settings, runner, lambda *_: None)
-            of_probe = next_plan(stage, lambda: listed, 0)
+            stage = Stage1(root, settings, "", runner, lambda *_: None, listed=listed)
+            of_probe = stage.next_plan(0)
             assert of_probe, "a new store has a plan"
             start = time.perf_counter()
-            finish(stage, of_probe)
+            stage.finish(of_probe)
             seconds = time.perf_counter() - start
         num_written = {
             label: sum(path.stat().st_size for array in arrays for path in files_below(root / array.path))

@@ -512,14 +512,14 @@ def test_a_process_that_another_one_overtakes_reports_the_newest_revision(
 ) -> None:
     source, store = copies(labelled, tmp_path)
     picture(77).save(source / "n000/new.png")
-    next_plan = pipeline.next_plan
+    next_plan = pipeline.Stage1.next_plan
 
     def overtaken(*args: Any) -> Any:
-        monkeypatch.setattr(pipeline, "next_plan", next_plan)
+        monkeypatch.setattr(pipeline.Stage1, "next_plan", next_plan)
         assert run(source, store).num_encoded == 1
         return next_plan(*args)
 
-    monkeypatch.setattr(pipeline, "next_plan", overtaken)
+    monkeypatch.setattr(pipeline.Stage1, "next_plan", overtaken)
     report = run(source, store)
     assert report.num_encoded == 0
     assert report.manifest is not None
