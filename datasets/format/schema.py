@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic_core import PydanticUndefined
 
 from ..disk.hashing import sha256_of
 from .buckets import NO_EXIF
@@ -39,15 +40,28 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
-def _left_out_where_absent(*names: str) -> Any:
-    """A serializer that omits fields that have their default."""
+class _Sparse(_Model):
+    """A field with a default is absent from the JSON where it has that value, unless it is in ALWAYS."""
 
-    def serialised(self: _Model, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values = serialise(self)
-        defaults = {name: type(self).model_fields[name].default for name in names}
-        return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+    ALWAYS: ClassVar[tuple[str, ...]] = ()
 
-    return model_serializer(mode="wrap")(serialised)
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        defaults = {name: field.default for name, field in type(self).model_fields.items() if name not in self.ALWAYS}
+        # A field that is required has the default PydanticUndefined, which equals nothing else.
+        return {
+            name: value for name, value in serialise(self).items() if value != defaults.get(name, PydanticUndefined)
+        }
+
+
+class HashedFile(_Sparse):
+    """A whole JSON file. The field that HASH names has the SHA-256 of all the others, which detects flipped bits."""
+
+    HASH: ClassVar[str] = "sha256"
+
+    def with_hash(self) -> Self:
+        """The file with its hash filled in."""
+        return self.model_copy(update={self.HASH: sha256_of(self.model_dump(exclude={self.HASH}))})
 
 
 class EncoderIdentity(_Model):
@@ -93,7 +107,7 @@ class Decoding(_Model):
     zero_to_one: bool
 
 
-class LatentSpec(_Model):
+class LatentSpec(_Sparse):
     """The rows of the latent arrays, and their conversion to the model's input: (z - shift) * scale."""
 
     array: Literal["moments", "latents"]
@@ -107,9 +121,9 @@ class LatentSpec(_Model):
     flip: bool
     batch_size: Side
     tile_px: Annotated[int, Field(ge=0, le=1 << 20)]
-    decoding: Decoding | None = None  # absent if rows are raw latents, as our encoders give them
-    compiled: bool = False  # absent if false
-    patchify: Annotated[int, Field(ge=1, le=16)] = 1  # side of the squares of positions made channels; absent if 1
+    decoding: Decoding | None = None  # None if rows are raw latents, as our encoders give them
+    compiled: bool = False
+    patchify: Annotated[int, Field(ge=1, le=16)] = 1  # side of the squares of positions made channels
 
     @property
     def has_posterior(self) -> bool:
@@ -124,8 +138,6 @@ class LatentSpec(_Model):
         if any(len(numbers) != self.channels for numbers in per_channel):
             raise ValueError("shift and scale need one number for each channel")
         return self
-
-    _without_absent = _left_out_where_absent("decoding", "compiled", "patchify")
 
 
 class FeatureSpec(_Model):
@@ -163,8 +175,10 @@ class FeatureSpec(_Model):
         return self
 
 
-class TextSpec(_Model):
+class TextSpec(_Sparse):
     """The caption embeddings."""
+
+    ALWAYS = ("batch_tokens", "instruction")
 
     kind: Literal["t5", "umt5", "clip", "gemma2", "causal_lm", "imported"]
     width: Side
@@ -190,10 +204,6 @@ class TextSpec(_Model):
     def pooled_dtype(self) -> str:
         """Of the pooled vectors: that of the tokens, but never int8."""
         return "float16" if self.dtype == "int8" else self.dtype
-
-    _without_absent = _left_out_where_absent(
-        "output", "full_length", "attend_padding", "layers", "drop_prefix_tokens", "pooled_width"
-    )
 
 
 class TextEncoder(_Model):
@@ -225,7 +235,7 @@ class PictureSpec(_Model):
     kind: Literal["picture", "mask"]
 
 
-class StoreSpec(_Model):
+class StoreSpec(_Sparse):
     """The ``leandit`` attribute of the store's root group."""
 
     format_version: int
@@ -236,11 +246,11 @@ class StoreSpec(_Model):
     text: TextSpec | None
     vae: EncoderIdentity
     text_encoder: EncoderIdentity | None
-    texts: list[TextEncoder] = []  # those of [text.NAME]; absent if there are none
-    features: list[FeatureEncoder] = []  # likewise, of [features.NAME]
-    pictures: list[PictureSpec] = []  # likewise, of [companions.NAME]
+    texts: list[TextEncoder] = []  # those of [text.NAME]
+    features: list[FeatureEncoder] = []  # those of [features.NAME]
+    pictures: list[PictureSpec] = []  # those of [companions.NAME]
     classes: list[str] | None
-    class_names: list[str] | None = None  # display names, one for each class; absent if the store has none
+    class_names: list[str] | None = None  # display names, one for each class
     shard_mib: Annotated[int, Field(ge=1, le=4096)]
     codec: str
     recipe: dict[str, Any]
@@ -294,8 +304,6 @@ class StoreSpec(_Model):
         if len(set(names)) != len(names) or (self.text is None) != (self.text_encoder is None):
             raise ValueError("two text encoders, features or pictures have one name, or [text] has half an encoder")
         return self
-
-    _without_absent = _left_out_where_absent("class_names", "texts", "features", "pictures")
 
     def with_fingerprint(self) -> StoreSpec:
         """The same spec with its fingerprint filled in."""
@@ -362,11 +370,13 @@ class LatentStatistics(_Model):
     channel_std: list[Annotated[float, Field(ge=0, le=3.4e38)]]
 
 
-class CommitRecord(_Model):
+class CommitRecord(HashedFile):
     """One written shard: its files, and the rows that were not stored as planned.
 
     Written after all files of its task; it exists until the revision is sealed.
     """
+
+    HASH = "record_hash"
 
     format_version: int
     plan: str  # hash of the frozen plan, which names the revision
@@ -377,12 +387,6 @@ class CommitRecord(_Model):
     fallbacks: list[Fallback]
     statistics: LatentStatistics | None = None  # of its latents; absent without latents
     record_hash: str
-
-    _without_absent = _left_out_where_absent("statistics")
-
-    def with_hash(self) -> CommitRecord:
-        """The record with the hash of all other fields, which detects flipped bits."""
-        return self.model_copy(update={"record_hash": sha256_of(self.model_dump(exclude={"record_hash"}))})
 
 
 class ArrayEntry(_Model):
@@ -415,8 +419,10 @@ class ArrayEntry(_Model):
         return ArrayLayout(**values)
 
 
-class Manifest(_Model):
+class Manifest(HashedFile):
     """The sorted merge of all commit records, through which readers open a revision."""
+
+    HASH = "root_hash"
 
     format_version: int
     revision: Revision
@@ -433,10 +439,8 @@ class Manifest(_Model):
     arrays: list[ArrayEntry]
     files: list[FileEntry]
     root_hash: str
-    self_check: SelfCheck | None = None  # absent without one
-    statistics: LatentStatistics | None = None  # of all latents; absent if some shards have none
-
-    _without_absent = _left_out_where_absent("self_check", "statistics")
+    self_check: SelfCheck | None = None
+    statistics: LatentStatistics | None = None  # of all latents
 
     def layouts(self) -> dict[str, ArrayLayout]:
         """All arrays by path."""
@@ -450,7 +454,7 @@ class Origin(_Model):
     revision: str | None
 
 
-class LocalFile(_Model):
+class LocalFile(HashedFile):
     """``local.json``: what differs between machines that make the same store, in no hash.
 
     Args:
@@ -469,14 +473,10 @@ class LocalFile(_Model):
     plan: str
     planned_at: float
     sources: FileEntry
-    sha256: str  # of all the rest
-
-    def with_hash(self) -> LocalFile:
-        """The file with the hash of all other fields."""
-        return self.model_copy(update={"sha256": sha256_of(self.model_dump(exclude={"sha256"}))})
+    sha256: str
 
 
-class PlanFile(_Model):
+class PlanFile(HashedFile):
     """``plan/plan.json``: the frozen plan of a revision, without its tables."""
 
     format_version: int
@@ -487,6 +487,5 @@ class PlanFile(_Model):
     plan: str
     spec: StoreSpec
     files: Annotated[list[FileEntry], Field(min_length=2, max_length=2)]
-    self_check: SelfCheck | None = None  # absent without one
-
-    _without_absent = _left_out_where_absent("self_check")
+    self_check: SelfCheck | None = None
+    sha256: str

@@ -7,7 +7,6 @@ revision that is not finished, what is committed is checked, by its commit recor
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
@@ -45,9 +44,16 @@ from ..format.layout import (
 )
 from ..format.row_layout import BUCKETS, CAPTION_PART
 from ..format.schema import FileEntry, LocalFile, Manifest
-from ..revisions.catalog import check_store, file_entry, planned_revisions, read_manifest, sealed_revisions
+from ..revisions.catalog import (
+    check_store,
+    file_entry,
+    intact_copies,
+    planned_revisions,
+    read_manifest,
+    sealed_revisions,
+)
 from ..revisions.commits import read_commit
-from ..revisions.local import intact_locals
+from ..revisions.local import read_local_file
 from ..revisions.plan import read_plan
 from .findings import HARMLESS, Finding, Locator, shard_place
 
@@ -164,12 +170,8 @@ def intact_manifest(root: Path, revision: int) -> Manifest | None:
 
     Where both are intact and differ, one is of another store: then the one whose records table is there.
     """
-    intact = []
-    for twin in (False, True):
-        with contextlib.suppress(LeanditError, OSError):
-            intact.append(read_manifest(root, revision, twin=twin))
-    table = revision_prefix(revision) + RECORDS
-    return _fitting(root, intact, lambda one: next(entry for entry in one.files if entry.path == table))
+    table, copies = revision_prefix(revision) + RECORDS, intact_copies(read_manifest, root, revision)
+    return _fitting(root, copies, lambda one: next(entry for entry in one.files if entry.path == table))
 
 
 def _fitting(root: Path, copies: Sequence[_Copy], table_of: Callable[[_Copy], FileEntry]) -> _Copy | None:
@@ -185,7 +187,7 @@ def _fitting(root: Path, copies: Sequence[_Copy], table_of: Callable[[_Copy], Fi
 def _expect_sealed(root: Path, revision: int, expected: Expected) -> Manifest | None:
     """Add the files of a sealed revision: its shards, and each of its own files twice."""
     prefix, manifest = revision_prefix(revision), intact_manifest(root, revision)
-    local = _fitting(root, intact_locals(root, revision), lambda one: one.sources)
+    local = _fitting(root, intact_copies(read_local_file, root, revision), lambda one: one.sources)
     own: dict[str, FileEntry] = {}
     if manifest:
         files = {entry.path: entry for entry in manifest.files}

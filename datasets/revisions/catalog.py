@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from ..disk.hashing import read_json, sha256_of, xxh3_parts
-from ..errors import DamageError, FormatVersionError, StoreError, StoreIncomplete, StoreNotFound
+from ..disk.hashing import read_json, xxh3_parts
+from ..errors import DamageError, FormatVersionError, LeanditError, StoreError, StoreIncomplete, StoreNotFound
 from ..format.layout import (
     CAPTIONS,
     GROUP,
@@ -22,8 +24,9 @@ from ..format.layout import (
     revisions_with,
 )
 from ..format.row_layout import NULL_POOLED, array_groups, bucket_part, buckets_of
-from ..format.schema import FORMAT_VERSION, FileEntry, Manifest
+from ..format.schema import FORMAT_VERSION, FileEntry, HashedFile, Manifest
 
+File = TypeVar("File", bound=HashedFile)
 BUCKET = re.compile("[1-9][0-9]{0,5}x[1-9][0-9]{0,5}")
 REPAIR = "Run 'leandit verify --repair --source PATH': it restores damaged files."
 
@@ -58,15 +61,61 @@ def check_store(path: Path) -> None:
         )
 
 
-def root_hash(manifest: Manifest) -> str:
-    """Hash of all fields of a manifest except ``root_hash``."""
-    return sha256_of(manifest.model_dump(exclude={"root_hash"}))
-
-
 def file_entry(path: str, content: bytes | memoryview) -> FileEntry:
     """Size and hash of a file's content."""
     size, digest = xxh3_parts([content])
     return FileEntry(path=path, bytes=size, xxh3_128=digest)
+
+
+def read_hashed(root: Path, name: str, kind: type[File], remedy: str) -> File:
+    """Read a JSON file of a store, and compare it with the hash in it.
+
+    Args:
+      name: path within the store.
+      remedy: what to do about damage, a sentence.
+    Raises: DamageError: it is missing, not valid, or does not match its hash; FormatVersionError: another release
+      wrote it.
+    """
+    where = f"store '{root}': '{name}'"
+    if not (root / name).is_file():
+        raise DamageError(f"{where} is missing. {remedy}")
+    try:
+        content = read_json(root / name)
+    except DamageError as error:
+        raise DamageError(f"{where} is not JSON. {remedy}") from error
+    if "format_version" in kind.model_fields and isinstance(content, dict):
+        check_version(root, content)
+    try:
+        file = kind.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])[:80]
+        raise DamageError(f"{where} is not valid: {field}: {first['msg']}. {remedy}") from error
+    if getattr(file, kind.HASH) != getattr(file.with_hash(), kind.HASH):
+        raise DamageError(f"{where} does not match its own {kind.HASH.replace('_', ' ')}. {remedy}")
+    return file
+
+
+def check_version(root: Path, content: dict[str, Any]) -> None:
+    """Raise FormatVersionError if a file is of another format version."""
+    if (version := content.get("format_version")) != FORMAT_VERSION:
+        raise FormatVersionError(
+            f"store '{root}': format version {version}, this release reads {FORMAT_VERSION}. "
+            "Use the release that wrote it, or precompute again."
+        )
+
+
+def intact_copies(read: Callable[..., File], root: Path, revision: int) -> list[File]:
+    """Both copies of a file of a revision, without damaged ones.
+
+    Args:
+      read: the function that reads one, as ``read_manifest``.
+    """
+    copies = list[File]()
+    for twin in (False, True):
+        with contextlib.suppress(LeanditError, OSError):
+            copies.append(read(root, revision, twin=twin))
+    return copies
 
 
 def read_manifest(root: Path, revision: int, *, twin: bool = False) -> Manifest:
@@ -74,38 +123,15 @@ def read_manifest(root: Path, revision: int, *, twin: bool = False) -> Manifest:
 
     Args:
       twin: read the second copy.
-    Raises: DamageError; FormatVersionError: another release wrote it.
+    Raises: as ``read_hashed``.
     """
     name = f"{revision_prefix(revision)}{TWIN}/{MANIFEST}" if twin else revision_prefix(revision) + MANIFEST
     remedy = "Run 'leandit verify --repair': it restores the manifest from its second copy."
-    if not (root / name).is_file():
-        raise DamageError(f"store '{root}': '{name}' is missing. {remedy}")
-    try:
-        content = read_json(root / name)
-    except DamageError as error:
-        raise DamageError(f"store '{root}': '{name}' is not JSON. {remedy}") from error
-    check_version(root, content)
-    try:
-        manifest = Manifest.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])[:80]
-        raise DamageError(f"store '{root}': '{name}' is not valid: {where}: {first['msg']}. {remedy}") from error
-    if root_hash(manifest) != manifest.root_hash or manifest.revision != revision:
-        raise DamageError(f"store '{root}': '{name}' does not match its own root hash. {remedy}")
-    if problem := arrays_problem(manifest):
+    manifest = read_hashed(root, name, Manifest, remedy)
+    is_other = manifest.revision != revision
+    if problem := f"it is of revision {manifest.revision}" if is_other else arrays_problem(manifest):
         raise DamageError(f"store '{root}': '{name}' is not valid: {problem}. {remedy}")
     return manifest
-
-
-def check_version(root: Path, content: Any) -> None:
-    """Raise FormatVersionError if a manifest or plan is of another format version."""
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if isinstance(content, dict) and version != FORMAT_VERSION:
-        raise FormatVersionError(
-            f"store '{root}': format version {version}, this release reads {FORMAT_VERSION}. "
-            "Use the release that wrote it, or precompute again."
-        )
 
 
 def arrays_problem(manifest: Manifest) -> str:

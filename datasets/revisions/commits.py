@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
-from ..disk.hashing import read_json, xxh3_file
-from ..errors import DamageError
+from ..disk.hashing import xxh3_file
+from ..errors import DamageError, LeanditError
 from ..format.layout import Part, Task, commit_path, is_picture_part, rows_path
 from ..format.row_layout import LATENTS
 from ..format.schema import FORMAT_VERSION, CommitRecord
 from ..format.table_schemas import EMPTY, REJECT_REASONS, REJECTED, ROW_RESULTS, STORED
-from .catalog import file_entry
+from .catalog import file_entry, read_hashed
 from .plan import FrozenPlan
 
 
@@ -80,12 +79,10 @@ def read_commit(
       check_files: look at the files at all.
     """
     try:
-        record = CommitRecord.model_validate(read_json(root / commit_path(plan.revision, part, shard)))
-    except (OSError, DamageError, ValidationError):
+        record = read_hashed(root, commit_path(plan.revision, part, shard), CommitRecord, "")
+    except (OSError, LeanditError):
         return None
-    if (record.plan, record.part, record.shard) != (plan.hash, part, shard) or record != record.with_hash():
-        return None
-    if not _matches_plan(plan, record):
+    if (record.plan, record.part, record.shard) != (plan.hash, part, shard) or not _matches_plan(plan, record):
         return None
     files = [(root / entry.path, entry) for entry in record.files] if check_files else []
     if not all(path.is_file() and path.stat().st_size == entry.bytes for path, entry in files):

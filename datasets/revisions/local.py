@@ -7,19 +7,16 @@ working directory. Hub ids and shipped encoders stay as typed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from ..disk.hashing import read_json
-from ..errors import DamageError, LeanditError
+from ..errors import DamageError
 from ..format.layout import LOCAL, SOURCES, TWIN, revision_prefix
 from ..format.schema import EncoderIdentity, LocalFile, Origin, StoreSpec
+from .catalog import intact_copies, read_hashed
 
 PATHS = ("model", "config")  # keys of a section; the config is that of a single file of weights
 _ABSOLUTE = re.compile(r"(/|~|[A-Za-z]:[\\/]|file:/)[^\n]*")
@@ -59,28 +56,17 @@ def whole_spec(shared: StoreSpec, local: LocalFile | None) -> StoreSpec:
 
 def read_local(root: Path, revision: int) -> LocalFile | None:
     """Read ``local.json`` of a revision, or its second copy; None if neither is intact: training needs none of it."""
-    return next(iter(intact_locals(root, revision)), None)
+    return next(iter(intact_copies(read_local_file, root, revision)), None)
 
 
-def intact_locals(root: Path, revision: int) -> list[LocalFile]:
-    """Both copies of ``local.json`` of a revision, without damaged ones."""
-    intact = []
-    for name in (LOCAL, f"{TWIN}/{LOCAL}"):
-        with contextlib.suppress(LeanditError, OSError):
-            intact.append(read_local_file(root / (revision_prefix(revision) + name), revision))
-    return intact
-
-
-def read_local_file(path: Path, revision: int) -> LocalFile:
-    """Read a ``local.json`` of a revision. Raises: DamageError; OSError."""
-    try:
-        local = LocalFile.model_validate(read_json(path))
-    except ValidationError as error:
-        raise DamageError(f"'{path}' is not valid: {error.errors()[0]['msg']}.") from error
-    if local != local.with_hash():
-        raise DamageError(f"'{path}' does not match its own hash.")
-    if local.sources.path != revision_prefix(revision) + SOURCES:
-        raise DamageError(f"'{path}' is not of revision {revision}: it names '{local.sources.path}'.")
+def read_local_file(root: Path, revision: int, *, twin: bool = False) -> LocalFile:
+    """Read a copy of ``local.json`` of a revision. Raises: DamageError; OSError."""
+    prefix = revision_prefix(revision)
+    local = read_hashed(root, f"{prefix}{TWIN}/{LOCAL}" if twin else prefix + LOCAL, LocalFile, "")
+    if local.sources.path != prefix + SOURCES:
+        raise DamageError(
+            f"store '{root}': '{prefix}{LOCAL}' is not of this revision: it names '{local.sources.path}'."
+        )
     return local
 
 

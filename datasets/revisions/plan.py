@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-from pydantic import ValidationError
 
 from ..disk.cached import cached_property
 from ..disk.files import write_folder
-from ..disk.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
+from ..disk.hashing import canonical_json, sha256_of, xxh3_file, xxh3_parts
 from ..disk.spill import map_array
 from ..errors import DamageError, StoreIncomplete
 from ..format.buckets import bucket_size
@@ -35,10 +34,10 @@ from ..format.layout import (
     zarr_files,
 )
 from ..format.row_layout import bucket_part, num_stored_tokens
-from ..format.schema import FORMAT_VERSION, FileEntry, Manifest, PlanFile, SelfCheck, StoreSpec
+from ..format.schema import FORMAT_VERSION, Manifest, PlanFile, SelfCheck, StoreSpec
 from ..format.table_schemas import CAPTION_RESULTS, CAPTION_START, captions_schema, plan_schema, suffixes
 from ..format.tables import map_plan_table, parquet_file, table_problem
-from .catalog import check_version, read_manifest, sealed_revisions
+from .catalog import file_entry, read_hashed, read_manifest, sealed_revisions
 from .local import read_local, shared_spec, whole_spec
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -194,26 +193,22 @@ def freeze_plan(root: Path, plan: FrozenPlan) -> FrozenPlan:
 
 def write_plan(root: Path, plan: FrozenPlan, *, replace: bool) -> bool:
     """Write the folder of a plan; returns False where there is one that stays."""
-    tables = {RECORDS: [parquet_file(plan.records)], CAPTIONS: [parquet_file(plan.captions)]}
-    entries = []
-    for name, content in tables.items():
-        size, digest = xxh3_parts(content)
-        entries.append(FileEntry(path=name, bytes=size, xxh3_128=digest).model_dump())
-    content = {
-        "format_version": FORMAT_VERSION,
-        "revision": plan.revision,
-        "base": plan.base,
-        "copies": plan.copies,
-        "listing": plan.listing,
-        "plan": plan.hash,
-        "spec": plan.spec.model_dump(),
-        "files": entries,
-    }
-    if plan.self_check:
-        content["self_check"] = plan.self_check.model_dump()
-    content |= {"sha256": sha256_of(content)}
+    tables = {RECORDS: parquet_file(plan.records), CAPTIONS: parquet_file(plan.captions)}
+    content = PlanFile(
+        format_version=FORMAT_VERSION,
+        revision=plan.revision,
+        base=plan.base,
+        copies=plan.copies,
+        listing=plan.listing,
+        plan=plan.hash,
+        spec=plan.spec,
+        files=[file_entry(name, content) for name, content in tables.items()],
+        self_check=plan.self_check,
+        sha256="",
+    ).with_hash()
     folder = root / revision_prefix(plan.revision) / PLAN
-    return write_folder(folder, [*tables.items(), (PLAN_FILE, canonical_json(content))], replace=replace)
+    parts = [(name, [content]) for name, content in tables.items()]
+    return write_folder(folder, [*parts, (PLAN_FILE, canonical_json(content.model_dump()))], replace=replace)
 
 
 def read_plan(root: Path, revision: int) -> FrozenPlan:
@@ -302,17 +297,9 @@ def _read_plan_file(root: Path, revision: int, remedy: str) -> PlanFile:
     name = f"{revision_prefix(revision)}{PLAN}/{PLAN_FILE}"
     if not (root / name).is_file():
         raise StoreIncomplete(f"store '{root}': its plan is not finished. Run the same precompute command again.")
-    damaged = DamageError(f"store '{root}': '{name}' is damaged. {remedy}")
-    content = read_json(root / name)
-    if not isinstance(content, dict) or content.pop("sha256", None) != sha256_of(content):
-        raise damaged
-    check_version(root, content)
-    try:
-        file = PlanFile.model_validate(content)
-    except ValidationError as error:
-        raise damaged from error
+    file = read_hashed(root, name, PlanFile, remedy)
     if file.revision != revision:
-        raise damaged
+        raise DamageError(f"store '{root}': '{name}' is of revision {file.revision}. {remedy}")
     return file
 
 

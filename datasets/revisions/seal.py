@@ -34,7 +34,7 @@ from ..format.row_layout import LATENTS
 from ..format.schema import FORMAT_VERSION, ArrayEntry, Manifest
 from ..format.table_schemas import captions_schema, records_schema, sources_schema
 from ..format.tables import parquet_file, parquet_of_groups
-from .catalog import file_entry, root_hash
+from .catalog import file_entry
 from .commits import read_commit, read_results
 from .latent_statistics import merge_statistics
 from .local import local_file, shared_spec
@@ -101,7 +101,7 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
         self_check=plan.self_check or (before and before.self_check),
         statistics=merge_statistics(statistics) if statistics else None,
     )
-    manifest = manifest.model_copy(update={"root_hash": root_hash(manifest)})
+    manifest = manifest.with_hash()
     local = local_file(
         plan.spec,
         listing=plan.listing,

@@ -43,7 +43,7 @@ from leandit.datasets.errors import DamageError, EncoderError, LeanditError, Run
 from leandit.datasets.format.schema import CommitRecord, LocalFile, Manifest
 from leandit.datasets.format.tables import read_table
 from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout
-from leandit.datasets.revisions.catalog import file_entry, root_hash
+from leandit.datasets.revisions.catalog import file_entry
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import FeatureSection, TextSection, VaeSection
 from leandit.precompute.encoders.model_files import local_folder
@@ -125,7 +125,7 @@ def forge(root: Path, manifest: str = MANIFEST) -> None:
 def write_manifest(root: Path, value: Any, manifest: str = MANIFEST) -> None:
     """Write a manifest with the hash that a reader computes, where it can be computed."""
     try:
-        value["root_hash"] = root_hash(Manifest.model_validate(value))
+        value["root_hash"] = Manifest.model_validate(value).with_hash().root_hash
     except (ValueError, TypeError):
         if isinstance(value, dict):
             value["root_hash"] = "0" * 64

@@ -309,7 +309,7 @@ def dies_before(name: str, work: Callable[[], Any]) -> None:
 def rewrite_recipe(store: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the recipe that a store of one revision names, in ``local.json`` and its second copy."""
     folder = store / "revisions/000001"
-    local = read_local_file(folder / "local.json", 1)
+    local = read_local_file(store, 1)
     change(local.recipe)
     for path in (folder / "local.json", folder / "twin/local.json"):
         path.write_bytes(canonical_json(local.with_hash().model_dump()))

@@ -46,7 +46,6 @@ from leandit.datasets.remote import reader as remote_reader
 from leandit.datasets.remote.cache import RemoteFolder, is_shard, name_of
 from leandit.datasets.remote.opening import default_folder, open_remote
 from leandit.datasets.remote.reader import RemoteReader
-from leandit.datasets.revisions.catalog import root_hash
 from leandit.datasets.revisions.opened import OpenedRevision
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli.commands import app
@@ -405,7 +404,7 @@ def test_manifests_that_are_gone_are_forgotten_and_those_that_came_are_seen(
         for entry in caption_store.manifest.files
     ]
     second = caption_store.manifest.model_copy(update={"revision": 2, "files": files})
-    second = second.model_copy(update={"root_hash": root_hash(second)})
+    second = second.with_hash()
     fs.pipe_file("/grows/revisions/000002/plan/plan.json", b"{}")
     assert open_remote("faulty://grows", folder=tmp_path / "local").manifest.revision == 1
     assert (tmp_path / "local/store/revisions/000002/plan/plan.json").exists()  # so it is known as unfinished
