@@ -60,6 +60,9 @@ class LoraSection(Section):
     """The product is multiplied by alpha / rank; 0: as rank, by one."""
     targets: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Ends of the names of the linear layers that get adapters; empty: queries, keys, values, outputs of attention."""
+    frozen: Literal["float32", "bf16", "int8"] = "float32"
+    """How the frozen linear layers of the blocks are held. "bf16": half the memory and the same numbers, where products
+    are in bf16. "int8": a quarter of the memory, rounded with a scale for each row, by torchao; not sharded."""
     ema_decay: Share = 0.99
     """Largest decay of the averaged adapters, which train for fewer steps than a model: run.ema_decay, up to this."""
 

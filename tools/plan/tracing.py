@@ -32,7 +32,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 from ...datasets.disk.files import write_atomic
@@ -140,7 +144,7 @@ def trace(request: step_memory.TraceRequest) -> Traced:
         gc.disable()  # as in a training: what is freed must not depend on it
         step(SMALL, 1)  # the first step allocates the optimizer's states
         states = _assign_states(tracker, run)
-        in_blocks = sum(p.nbytes for block in run.engine.model.blocks for p in block.parameters())
+        in_blocks = sum(_held_bytes(p) for block in run.engine.model.blocks for p in block.parameters())
         latent = workload.store.latent
         known: dict[str, Any] = {
             "states": states,
@@ -185,6 +189,14 @@ def check_line(bucket: str, memory: StepMemory, traced: int) -> None:
             f"bucket '{bucket}': a step of {CHECKED} images takes {traced:,} bytes, {SMALL} and {LARGE} images "
             f"predict {predicted:,.0f}. The memory of other microbatches is unknown."
         )
+
+
+def _held_bytes(tensor: Tensor) -> int:
+    """Bytes that a tensor holds, 8-bit weights by their codes and scales."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+    return sum(_held_bytes(getattr(tensor, name)) for name in names)
 
 
 def _assign_states(tracker: MemoryTracker, run: Run) -> dict[str, int]:

@@ -15,7 +15,7 @@ from typing import Any
 from ...datasets.errors import RecipeError
 from ...datasets.units import readable_size, readable_time
 from ...train.config import TrainRecipe
-from ...train.metrics.flops import shortened
+from ...train.metrics.flops import meta_model, shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
 from ...train.metrics.history import read_history
 from ...train.weights.folders import METRICS
@@ -120,7 +120,7 @@ def plan(
         "model": workload.spec.name,
         "bucket": workload.largest_bucket,
         "caption_tokens": workload.tokens,
-        "parameters": whole[PARAMETERS] // 4,
+        "parameters": sum(parameter.numel() for parameter in meta_model(workload.spec).parameters()),
         "lora_rank": recipe.lora.rank,
         "trained_parameters": whole[GRADIENTS] // 4,
         "checkpoint_bytes": checkpoint_bytes,

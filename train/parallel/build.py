@@ -61,6 +61,7 @@ def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: tor
                 device_ids=[device] if device.type == "cuda" else None,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
+                init_sync=False,  # all ranks have built the same model; 8-bit weights could not be sent
             )
     scales_on = torch.device("cpu") if section.cpu_offload else device
     scale = LossScale(scales_on) if dtype == torch.float16 else None

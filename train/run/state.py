@@ -20,7 +20,7 @@ from ..config import TrainRecipe
 from ..models.blocks import checkpoint_blocks
 from ..models.build import build_model, patch_of
 from ..models.conditioning import NO_EXTRAS, Conditioner, Extras, ModelOutput
-from ..models.diffusers.adapters import add_adapters
+from ..models.diffusers.adapters import add_adapters, narrow_frozen
 from ..models.dit import DiT
 from ..models.spec import ModelSpec
 from ..objectives.losses import noised
@@ -204,6 +204,8 @@ def build_run(
         frozen, origin = from_first(ranks, load) if strategy in SHARDED else load()
     if spec.adapter:
         add_adapters(model, spec.adapter, seed=recipe.run.seed)
+        products = autocast_dtype(recipe.run.precision, device)
+        narrow_frozen(model, recipe.lora.frozen, products, sharded=strategy in (*SHARDED, "deepspeed"))
     checkpoint_blocks(model.blocks, recipe.run.activation_checkpointing)
     model.residual = recipe.run.residual
     if isinstance(model, DiT):

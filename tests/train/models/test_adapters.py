@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from making import TINY_SD3
+from making import TINY_SD3, shake
 
 from leandit.datasets.batches.captions import Captions
+from leandit.datasets.errors import RecipeError
 from leandit.train.models.blocks import compile_blocks
 from leandit.train.models.build import FAMILIES, build_model
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.diffusers import pixart, sana, sd3
-from leandit.train.models.diffusers.adapters import DOWN, UP, adapter_shapes, trained_parameters
+from leandit.train.models.diffusers.adapters import DOWN, UP, adapter_shapes, narrow_frozen, trained_parameters
 from leandit.train.models.spec import AdapterSpec, ModelSpec, TextInput
 
 SPECS = {
@@ -88,3 +89,35 @@ def test_blocks_with_adapters_compile_whole_and_to_two_graphs(family: str, monke
     for (name, one), other in zip(trained_parameters(model).items(), trained_parameters(plain).values(), strict=True):
         assert one.grad is not None, name
         torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_frozen_layers_of_16_bits_give_the_same_numbers_and_those_of_8_bits_nearly(family: str) -> None:
+    outputs, gradients, frozen_bytes = {}, {}, {}
+    for kind in ("float32", "bf16", "int8"):
+        model = shake(build_model(SPECS[family], seed=0))
+        narrow_frozen(model, kind, torch.bfloat16, sharded=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs[kind] = model(*inputs(family))
+        outputs[kind].float().square().mean().backward()
+        gradients[kind] = torch.cat(
+            [p.grad.flatten() for p in trained_parameters(model).values() if p.grad is not None]
+        )
+        layers = [module for block in model.blocks for module in block.modules() if isinstance(module, torch.nn.Linear)]
+        weights: list[Any] = [layer.weight for layer in layers if not layer.weight.requires_grad]
+        frozen_bytes[kind] = sum(weight.qdata.nbytes if kind == "int8" else weight.nbytes for weight in weights)
+    assert torch.equal(outputs["bf16"], outputs["float32"])
+    assert torch.equal(gradients["bf16"], gradients["float32"])
+    for one in (outputs, gradients):
+        assert 0 < (one["int8"] - one["float32"]).norm() < 0.05 * one["float32"].norm()
+    assert frozen_bytes["float32"] == 2 * frozen_bytes["bf16"] == 4 * frozen_bytes["int8"]
+
+
+def test_narrow_weights_that_do_not_fit_are_refused_and_float32_products_keep_float32_weights() -> None:
+    model = build_model(SPECS["sana"], seed=0)
+    with pytest.raises(RecipeError, match=r"it is for run\.precision 'bf16', not 'fp16'"):
+        narrow_frozen(model, "bf16", torch.float16, sharded=False)
+    with pytest.raises(RecipeError, match="FSDP and DeepSpeed shard no 8-bit"):
+        narrow_frozen(model, "int8", torch.bfloat16, sharded=True)
+    narrow_frozen(model, "bf16", None, sharded=False)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from ....datasets.errors import RecipeError
 from ....datasets.order.shuffle import keyed_hash
 from ..spec import AdapterSpec
 from .model import without_warnings
+
+if TYPE_CHECKING:
+    from ..build import Denoiser
 
 ADAPTER = "default"  # peft's name of the adapters of a model
 DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"  # A and B behind the name of their layer
@@ -52,6 +56,49 @@ def add_adapters(model: nn.Module, spec: AdapterSpec, *, seed: int) -> None:
             if name.endswith(DOWN):
                 nn.init.kaiming_uniform_(matrix, a=5**0.5)  # as a linear layer of torch
             model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(matrix)
+
+
+def narrow_frozen(
+    model: Denoiser, kind: Literal["float32", "bf16", "int8"], autocast: torch.dtype | None, *, sharded: bool
+) -> None:
+    """Hold the frozen linear layers of the blocks in 16 or 8 bits; call it once they have their weights.
+
+    Autocast rounds float32 weights to bfloat16 before each product, so bfloat16 ones give the same numbers.
+
+    Args:
+      autocast: dtype of products; None, float32, where the device has no bfloat16: then "bf16" changes nothing.
+      sharded: the model will be sharded, by FSDP or DeepSpeed.
+    Raises: RecipeError: the precision or the strategy does not fit, or torchao is not installed.
+    """
+    if kind == "float32":
+        return
+    if autocast == torch.float16:
+        raise RecipeError(f"lora.frozen '{kind}': it is for run.precision 'bf16', not 'fp16'. Set that, or 'float32'.")
+    linear = [
+        module
+        for block in model.blocks
+        for module in block.modules()
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad
+    ]
+    if kind == "bf16":
+        for layer in linear if autocast else ():
+            for name, parameter in list(layer.named_parameters(recurse=False)):
+                setattr(layer, name, nn.Parameter(parameter.to(torch.bfloat16), requires_grad=False))
+        return
+    if sharded:
+        raise RecipeError(
+            "lora.frozen 'int8': FSDP and DeepSpeed shard no 8-bit weights. Use 'bf16', or parallel.strategy 'ddp'."
+        )
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            "lora.frozen 'int8': it needs the package 'torchao', which is not installed. Install leandit with its "
+            "extra 'optimizers', or use 'bf16'."
+        ) from error
+    chosen = set(linear)
+    for block in model.blocks:
+        quantize_(block, Int8WeightOnlyConfig(), filter_fn=lambda module, name: module in chosen)
 
 
 def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
