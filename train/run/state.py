@@ -205,7 +205,7 @@ def build_run(
     if spec.adapter:
         add_adapters(model, spec.adapter, seed=recipe.run.seed)
         products = autocast_dtype(recipe.run.precision, device)
-        narrow_frozen(model, recipe.lora.frozen, products, sharded=strategy in (*SHARDED, "deepspeed"))
+        narrow_frozen(model.blocks, recipe.lora.frozen, products, sharded=strategy in (*SHARDED, "deepspeed"))
     checkpoint_blocks(model.blocks, recipe.run.activation_checkpointing)
     model.residual = recipe.run.residual
     if isinstance(model, DiT):

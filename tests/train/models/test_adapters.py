@@ -96,7 +96,7 @@ def test_frozen_layers_of_16_bits_give_the_same_numbers_and_those_of_8_bits_near
     outputs, gradients, frozen_bytes = {}, {}, {}
     for kind in ("float32", "bf16", "int8"):
         model = shake(build_model(SPECS[family], seed=0))
-        narrow_frozen(model, kind, torch.bfloat16, sharded=False)
+        narrow_frozen(model.blocks, kind, torch.bfloat16, sharded=False)
         with torch.autocast("cpu", torch.bfloat16):
             outputs[kind] = model(*inputs(family))
         outputs[kind].float().square().mean().backward()
@@ -116,8 +116,8 @@ def test_frozen_layers_of_16_bits_give_the_same_numbers_and_those_of_8_bits_near
 def test_narrow_weights_that_do_not_fit_are_refused_and_float32_products_keep_float32_weights() -> None:
     model = build_model(SPECS["sana"], seed=0)
     with pytest.raises(RecipeError, match=r"it is for run\.precision 'bf16', not 'fp16'"):
-        narrow_frozen(model, "bf16", torch.float16, sharded=False)
+        narrow_frozen(model.blocks, "bf16", torch.float16, sharded=False)
     with pytest.raises(RecipeError, match="FSDP and DeepSpeed shard no 8-bit"):
-        narrow_frozen(model, "int8", torch.bfloat16, sharded=True)
-    narrow_frozen(model, "bf16", None, sharded=False)
+        narrow_frozen(model.blocks, "int8", torch.bfloat16, sharded=True)
+    narrow_frozen(model.blocks, "bf16", None, sharded=False)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

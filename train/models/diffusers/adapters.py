@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from ....datasets.errors import RecipeError
 from ....datasets.order.shuffle import keyed_hash
 from ..spec import AdapterSpec
 from .model import without_warnings
-
-if TYPE_CHECKING:
-    from ..build import Denoiser
 
 ADAPTER = "default"  # peft's name of the adapters of a model
 DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"  # A and B behind the name of their layer
@@ -59,9 +56,9 @@ def add_adapters(model: nn.Module, spec: AdapterSpec, *, seed: int) -> None:
 
 
 def narrow_frozen(
-    model: Denoiser, kind: Literal["float32", "bf16", "int8"], autocast: torch.dtype | None, *, sharded: bool
+    blocks: nn.ModuleList, kind: Literal["float32", "bf16", "int8"], autocast: torch.dtype | None, *, sharded: bool
 ) -> None:
-    """Hold the frozen linear layers of the blocks in 16 or 8 bits; call it once they have their weights.
+    """Hold the frozen linear layers of blocks in 16 or 8 bits; call it once they have their weights.
 
     Autocast rounds float32 weights to bfloat16 before each product, so bfloat16 ones give the same numbers.
 
@@ -76,7 +73,7 @@ def narrow_frozen(
         raise RecipeError(f"lora.frozen '{kind}': it is for run.precision 'bf16', not 'fp16'. Set that, or 'float32'.")
     linear = [
         module
-        for block in model.blocks
+        for block in blocks
         for module in block.modules()
         if isinstance(module, nn.Linear) and not module.weight.requires_grad
     ]
@@ -97,7 +94,7 @@ def narrow_frozen(
             "extra 'optimizers', or use 'bf16'."
         ) from error
     chosen = set(linear)
-    for block in model.blocks:
+    for block in blocks:
         quantize_(block, Int8WeightOnlyConfig(), filter_fn=lambda module, name: module in chosen)
 
 
