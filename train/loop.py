@@ -22,13 +22,11 @@ from .metrics.writer import write_start
 from .optim.process import collected_by_hand, set_allocator
 from .parallel.ranks import Ranks, SharedStop, connected, read_ranks
 from .parallel.stop import StopRequest
+from .run.checkpoints import Saver, due
 from .run.data import endless
 from .run.evaluation.log import Log
 from .run.microbatch import fit_microbatch
-from .run.notes import origin_lines
-from .run.opening import open_run
-from .run.resume import averages_are_due, capture
-from .run.saver import Saver
+from .run.opening import open_run, origin_lines
 from .run.state import Run
 from .step import train_step
 
@@ -119,7 +117,7 @@ def _train(
         first_step, images_before = run.step + 1, run.num_images
         stop.check()
         try:
-            _make_steps(run, meter, log, Saver(folder, recipe.run), stop)
+            _make_steps(run, meter, log, Saver(run, folder), stop)
         except torch.OutOfMemoryError as error:
             raise ResourceError(
                 f"device '{device}': out of memory in step {run.step + 1}. Use a smaller run.microbatch, "
@@ -149,18 +147,12 @@ def _make_steps(run: Run, meter: Meter, log: Log, saver: Saver, stop: StopReques
                 stop.hold()  # the first step compiles and may be lost; from now on a stop keeps the step
                 # A report is read while the device makes the next step. Before a checkpoint it is read at once,
                 # because a loss that is not finite must not be saved.
-                saves = run.step % section.checkpoint_every == 0 or run.step == section.steps
-                averages, shows = averages_are_due(run), log.shows(run.step)
-                at_once = saves or averages or shows
+                at_once = bool(due(run.recipe, run.step)) or log.shows(run.step)
                 log.write(meter.flush(due=at_once or run.step % section.log_every == 0, at_once=at_once))
                 # The only place that looks at the stop request, so that no run stops without saving.
                 if stopping := shared_stop.is_due(bool(stop)):
                     log.write(meter.flush(due=True, at_once=True))
-                if stopping or saves or averages:
-                    saver.finish()  # first, so that two states are never in memory
-                    how = {"averages": averages, "resumable": stopping or saves, "interrupted": stopping and not saves}
-                    saver.begin(capture(run, **how))
-                saver.check()
+                saver.save_due(stopping=stopping)
                 after_step()
         shared_stop.finish()
         saver.finish()

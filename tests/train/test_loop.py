@@ -20,7 +20,7 @@ from making import CPU, label_recipe, make_class_folder, no_progress, picture, t
 from ranks import start_ranks
 from safetensors.torch import load_file
 
-from leandit.datasets.errors import DamageError, RecipeError, RunError, StoreError, StoreIncomplete
+from leandit.datasets.errors import DamageError, RunError, StoreError, StoreIncomplete
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
@@ -31,8 +31,8 @@ from leandit.train.loop import Outcome, StopRequest, train
 from leandit.train.metrics.history import StepReport
 from leandit.train.metrics.meter import Meter
 from leandit.train.optim.build import learning_rate
+from leandit.train.run import checkpoints
 from leandit.train.run.manifest import run_lock
-from leandit.train.run.saver import Saver
 from leandit.train.weights import checkpoint
 
 MODELS = ("dit-s-4", "pixart-tiny", "sd3-tiny")
@@ -102,28 +102,16 @@ def whole(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("step", [1, 2, 5])  # within an epoch, at its end, at the step before the last
-def test_resuming_at_any_step_gives_the_bits_of_one_go(
-    name: str, step: int, whole: dict[str, Path], stores: dict[str, Path], tmp_path: Path
-) -> None:
-    first, _ = run_to(constant(name, f"run.steps={step}"), stores[name], tmp_path / "run")
-    assert (first.step, first.finished) == (step, True)
-    second, seen = run_to(constant(name), stores[name], tmp_path / "run")
-    assert (second.first_step, second.step, second.finished) == (step + 1, 6, True)
-    assert [figures.step for figures in seen] == list(range(step + 1, 7))
-    assert_equal_bits(whole[name], tmp_path / "run", 6)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_run_that_was_stopped_twice_gives_the_bits_of_one_go(
+def test_a_run_that_was_stopped_several_times_gives_the_bits_of_one_go(
     name: str, whole: dict[str, Path], stores: dict[str, Path], tmp_path: Path
 ) -> None:
     recipe = constant(name, "run.checkpoint_every=100")
-    for stop_at in (2, 4):  # ends of epochs
-        outcome, _ = run_to(recipe, stores[name], tmp_path / "run", stop_at=stop_at)
-        assert (outcome.first_step, outcome.step, outcome.finished) == (stop_at - 1, stop_at, False)
+    for first, stop_at in ((1, 1), (2, 2), (3, 5)):  # within an epoch, at its end, at the step before the last
+        outcome, seen = run_to(recipe, stores[name], tmp_path / "run", stop_at=stop_at)
+        assert (outcome.first_step, outcome.step, outcome.finished) == (first, stop_at, False)
+        assert [figures.step for figures in seen] == list(range(first, stop_at + 1))
     outcome, _ = run_to(recipe, stores[name], tmp_path / "run")
-    assert (outcome.first_step, outcome.finished) == (5, True)
+    assert (outcome.first_step, outcome.finished) == (6, True)
     assert_equal_bits(whole[name], tmp_path / "run", 6)
 
 
@@ -148,10 +136,10 @@ def test_a_crash_loses_only_the_steps_after_its_checkpoint_and_repeats_no_line(
     assert_equal_bits(whole["dit-s-4"], run, 6)
 
 
-@pytest.mark.parametrize("name", MODELS)
 def test_a_run_that_is_killed_gives_the_bits_of_one_go_when_it_goes_on(
-    name: str, whole: dict[str, Path], stores: dict[str, Path], tmp_path: Path
+    whole: dict[str, Path], stores: dict[str, Path], tmp_path: Path
 ) -> None:
+    name = "pixart-tiny"
     run, recipe = tmp_path / "run", constant(name, EVERY, "run.keep_checkpoints=10")
     settings = ["schedule.kind=constant", "schedule.warmup_steps=2", EVERY, "run.keep_checkpoints=10"]
     job = {"recipe": name, "set": settings, "store": str(stores[name]), "run": str(run), "kill_at": 4}
@@ -173,13 +161,10 @@ def test_a_finished_run_does_nothing(stores: dict[str, Path], tmp_path: Path) ->
     assert tree_digest(run) == before
 
 
-@pytest.mark.parametrize("microbatch", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_accumulating_gradients_changes_only_rounding(
-    name: str, microbatch: int, stores: dict[str, Path], tmp_path: Path
-) -> None:
+def test_accumulating_gradients_changes_only_rounding(name: str, stores: dict[str, Path], tmp_path: Path) -> None:
     runs = []
-    for size in (0, microbatch):
+    for size in (0, 3):
         # Two steps of plain descent directions: AdamW would blow the rounding of a tiny gradient up to its sign.
         recipe = train_recipe(name, f"run.microbatch={size}", "run.steps=3", "optimizer.lr=1e-5")
         runs.append(tmp_path / str(size))
@@ -227,14 +212,6 @@ def test_going_on_with_another_store_is_refused(whole: dict[str, Path], tmp_path
     precompute(label_recipe(), source_path=other, store_path=tmp_path / "s", device=CPU, progress=no_progress)
     with pytest.raises(RunError, match="root_hash"):
         run_to(constant("dit-s-4", EVERY, "run.keep_checkpoints=10"), tmp_path / "s", whole["dit-s-4"])
-
-
-def test_going_on_with_a_moved_store_is_allowed(stores: dict[str, Path], tmp_path: Path) -> None:
-    run_to(train_recipe("dit-s-4", "run.steps=1"), stores["dit-s-4"], tmp_path / "run")
-    shutil.copytree(stores["dit-s-4"], tmp_path / "moved")
-    outcome, _ = run_to(constant_steps(2), tmp_path / "moved", tmp_path / "run")
-    assert (outcome.first_step, outcome.step) == (2, 2)
-    assert json.loads((tmp_path / "run/run.json").read_text())["stores"][0]["path"] == "../moved"
 
 
 def constant_steps(steps: int, *overrides: str) -> TrainRecipe:
@@ -359,11 +336,9 @@ def test_metrics_have_their_keys_with_units_and_one_line_a_report(stores: dict[s
     assert all(0 <= line["data_wait_share"] <= 1 and line["images_per_second"] > 0 for line in lines)
 
 
-@pytest.mark.parametrize("log_every", [1, 100])
 def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_of_it_is_saved(
-    log_every: int, stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
     calls = []
 
     def spoil(*args: Any) -> dict[str, torch.Tensor]:
@@ -373,7 +348,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_of_it_is_saved(
 
     image_losses = step_module.image_losses
     monkeypatch.setattr(step_module, "image_losses", spoil)
-    recipe = constant_steps(6, EVERY, "run.keep_checkpoints=10", f"run.log_every={log_every}")
+    recipe = constant_steps(6, EVERY, "run.keep_checkpoints=10", "run.log_every=100")
     with pytest.raises(RunError, match="is not finite"):
         run_to(recipe, stores["dit-s-4"], tmp_path / "run")
     saved = [path.name for kind in ("checkpoint", "snapshot") for path in checkpoint.find(kind, tmp_path / "run")]
@@ -399,12 +374,12 @@ def test_figures_of_a_gpu_are_read_once_the_next_step_is_launched_or_something_i
     done: list[str], stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, store = constant("dit-s-4", "run.log_every=2", "run.checkpoint_every=5"), stores["dit-s-4"]
-    stop, run, begin = StopRequest(), tmp_path / "late", Saver.begin
+    stop, run, capture = StopRequest(), tmp_path / "late", checkpoints.capture
 
     def train_to(figures: StepReport) -> None:
         done.append(f"report {figures.step}")
 
-    monkeypatch.setattr(Saver, "begin", lambda self, captured: (done.append("save"), begin(self, captured))[1])
+    monkeypatch.setattr(checkpoints, "capture", lambda *args, **more: (done.append("save"), capture(*args, **more))[1])
     outcome = train(recipe, store_path=store, run=run, device=CPU, report=train_to, stop=stop)
     assert " ".join(done).replace("report", "r").replace("step", "s") == (
         "s 1 s 2 s 3 r 2 s 4 s 5 r 4 r 5 save s 6 r 6 save"
@@ -472,22 +447,6 @@ def test_a_crash_loses_no_figures_that_are_on_their_way(
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("parallel.strategy=deepspeed", "path of a ds_config.json"),
-        ("parallel.strategy=fsdp", "there is one rank"),
-        ("parallel.deepspeed_config=ds.json", "ds.json"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_written(
-    override: str, words: str, stores: dict[str, Path], tmp_path: Path
-) -> None:
-    with pytest.raises(RecipeError, match=words):
-        run_to(constant_steps(1, override), stores["dit-s-4"], tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
     ("kind", "warmup", "step", "share"),
     [
         ("constant", 0, 1, 1.0),
@@ -506,12 +465,6 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 def test_the_learning_rate_is_warm_up_then_constant_or_cosine(kind: str, warmup: int, step: int, share: float) -> None:
     schedule = ScheduleSection.model_validate({"kind": kind, "warmup_steps": warmup})
     assert learning_rate(3e-4, schedule, step, steps=110) == pytest.approx(3e-4 * share, abs=1e-12)
-
-
-def test_only_the_newest_checkpoints_are_kept_and_every_snapshot(stores: dict[str, Path], tmp_path: Path) -> None:
-    run_to(constant_steps(4, EVERY, "run.keep_checkpoints=2"), stores["dit-s-4"], tmp_path / "run")
-    names = {path.name for path in (tmp_path / "run").glob("*-*")}
-    assert names == {"checkpoint-3", "checkpoint-4", *(f"snapshot-{step}" for step in (1, 2, 3, 4))}
 
 
 def test_conditioning_is_dropped_at_the_rate_of_the_recipe(
@@ -599,21 +552,6 @@ def test_a_run_reads_the_revision_that_it_began_with_and_says_that_there_is_a_ne
     assert len(said) == 1  # who names the revision knows of it
 
 
-def test_a_run_begins_with_the_newest_revision_or_the_one_that_is_asked_for(
-    grown: dict[int, Path], tmp_path: Path
-) -> None:
-    said: list[str] = []
-    run_to(growing(4), grown[3], tmp_path / "newest", said=said)
-    run_to(growing(4, 2), grown[3], tmp_path / "second", said=said)
-    run_to(growing(4), grown[2], tmp_path / "then", said=said)
-    assert revisions_of(tmp_path / "newest") == [(3, 0)]
-    assert revisions_of(tmp_path / "second") == revisions_of(tmp_path / "then") == [(2, 0)]
-    assert said == []
-    assert_equal_bits(tmp_path / "second", tmp_path / "then", 4)
-    head = head_of(tmp_path / "second")
-    assert head["revisions"][0]["root_hash"] == root_hashes(grown[3])[1]
-
-
 def test_a_run_that_is_moved_keeps_its_weights_and_begins_a_new_pass(grown: dict[int, Path], tmp_path: Path) -> None:
     said: list[str] = []
     run_to(growing(3), grown[1], tmp_path / "run")  # in the middle of epoch 1
@@ -664,7 +602,7 @@ def test_a_process_that_dies_between_the_move_and_the_first_checkpoint_loses_nei
     run_to(growing(6, 2), grown[2], tmp_path / "whole")
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr("leandit.train.run.saver.write", crash)
+            patch.setattr("leandit.train.run.checkpoints.write", crash)
             with pytest.raises(Crash):
                 run_to(growing(6, 2), grown[2], tmp_path / "run")
         assert revisions_of(tmp_path / "run") == [(1, 0), (2, 3)]
@@ -675,8 +613,10 @@ def test_a_process_that_dies_between_the_move_and_the_first_checkpoint_loses_nei
 
 def test_a_run_may_be_moved_again_and_back(grown: dict[int, Path], tmp_path: Path) -> None:
     said: list[str] = []
-    for steps, revision in ((2, 1), (4, 3), (6, 2), (8, 0)):
+    for steps, revision in ((2, 1), (4, 3), (6, 2)):
         run_to(growing(steps, revision), grown[3], tmp_path / "run", said=said)
+    assert said == []  # a newer revision is not told to who names one
+    run_to(growing(8), grown[3], tmp_path / "run", said=said)
     assert revisions_of(tmp_path / "run") == [(1, 0), (3, 2), (2, 4)]
     assert said == ["store has revision 3, this run reads 2; move it with --set run.revision=3"]
     assert epochs_of(tmp_path / "run") == sorted(epochs_of(tmp_path / "run"))
@@ -704,21 +644,15 @@ def test_a_checkpoint_from_before_a_move_is_gone_on_with_where_the_later_ones_ar
     assert_equal_bits(tmp_path / "whole", tmp_path / "run", 5)
 
 
-def change_root_hash(run: Path) -> None:
-    head = json.loads((run / "run.json").read_text())
-    head["stores"][0]["revisions"][0]["root_hash"] = "0" * 64
-    (run / "run.json").write_text(json.dumps(head))
-
-
-@pytest.mark.parametrize("revision", [0, 1, 2])
-def test_a_store_whose_known_revision_has_another_root_hash_is_refused(
-    revision: int, grown: dict[int, Path], tmp_path: Path
-) -> None:
+def test_a_store_whose_known_revision_has_another_root_hash_is_refused(grown: dict[int, Path], tmp_path: Path) -> None:
     run_to(growing(2), grown[1], tmp_path / "run")
-    change_root_hash(tmp_path / "run")
+    head = json.loads((tmp_path / "run/run.json").read_text())
+    head["stores"][0]["revisions"][0]["root_hash"] = "0" * 64
+    (tmp_path / "run/run.json").write_text(json.dumps(head))
     before = tree_digest(tmp_path / "run")
-    with pytest.raises(RunError, match="root_hash of revision 1 was '0000"):
-        run_to(growing(4, revision), grown[3], tmp_path / "run")
+    for revision in (0, 1, 2):
+        with pytest.raises(RunError, match="root_hash of revision 1 was '0000"):
+            run_to(growing(4, revision), grown[3], tmp_path / "run")
     assert tree_digest(tmp_path / "run") == before
 
 
@@ -747,9 +681,9 @@ def test_a_revision_with_other_classes_cannot_be_moved_to(tmp_path: Path) -> Non
         assert revisions_of(tmp_path / run) == [(1, 0)]
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "", '{"stores": []}', '{"stores": [{"path": "s", "revisions": []}]}'])
-def test_a_head_that_is_none_is_damage(content: str, grown: dict[int, Path], tmp_path: Path) -> None:
+def test_a_manifest_that_is_not_valid_is_damage(grown: dict[int, Path], tmp_path: Path) -> None:
     run_to(growing(1), grown[1], tmp_path / "run")
-    (tmp_path / "run/run.json").write_text(content)
-    with pytest.raises(DamageError, match=r"run\.json"):
-        run_to(growing(2), grown[1], tmp_path / "run")
+    for content in ("{}", "[]", "", '{"stores": []}', '{"stores": [{"path": "s", "revisions": []}]}'):
+        (tmp_path / "run/run.json").write_text(content)
+        with pytest.raises(DamageError, match=r"run\.json"):
+            run_to(growing(2), grown[1], tmp_path / "run")

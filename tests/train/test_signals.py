@@ -252,23 +252,6 @@ def test_sigterm_while_a_checkpoint_is_written_lets_it_finish_and_makes_one_of_t
     checkpoint.read(tmp_path / "run/checkpoint-4").check()
 
 
-def test_sigterm_in_a_step_finishes_and_saves_it(
-    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop, train_step = StopRequest(), loop.train_step
-    stop.catch(signal.SIGTERM)
-
-    def step_while_killed(trained: Run, batch: Any) -> Any:
-        if trained.step == 4:
-            kill_self()
-        return train_step(trained, batch)
-
-    monkeypatch.setattr(loop, "train_step", step_while_killed)
-    outcome = train_here(label_store, tmp_path / "run", stop)
-    assert outcome.step == 5
-    assert (tmp_path / "run/checkpoint-5").is_dir()
-
-
 def test_of_the_snapshots_of_stops_the_newest_stays(
     label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,7 @@ class Saved:
                 raise CheckpointDamage(self.path, f"'{name}': '{key}' is {actual}, the model has {expected}")
 
 
-def save(kind: str, run: Path, step: int, groups: Groups, state: dict[str, Any]) -> Path:
+def save(kind: str, run: Path, step: int, groups: Groups, state: Mapping[str, Any]) -> Path:
     """Write ``<kind>-<step>/`` into a run; each file is read back before the folder gets its name.
 
     Args:
@@ -185,7 +185,7 @@ def save(kind: str, run: Path, step: int, groups: Groups, state: dict[str, Any])
 
             yield name, write
             hashes[name] = _hash_of_written(final, written[0], whole)
-        document = {"format_version": FORMAT_VERSION, "kind": kind, "step": step, "files": hashes} | state
+        document = {"format_version": FORMAT_VERSION, "kind": kind, "step": step, "files": hashes, **state}
         yield STATE, canonical_json(document | {STATE_HASH: sha256_of(document)})
 
     write_folder(final, files(), replace=True)

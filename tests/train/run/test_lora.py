@@ -22,9 +22,9 @@ from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.diffusers.adapters import DOWN, UP, trained_parameters
 from leandit.train.models.spec import ModelSpec
 from leandit.train.optim.posthoc_ema import combine
+from leandit.train.run.checkpoints import start_or_resume
 from leandit.train.run.evaluation.decoding import Decoding
 from leandit.train.run.manifest import read_run_manifest
-from leandit.train.run.resume import start_or_resume
 from leandit.train.run.state import Run
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot
 from leandit.train.weights.init_from import initial_weights

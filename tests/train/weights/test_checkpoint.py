@@ -23,10 +23,9 @@ from leandit.datasets.errors import DamageError, ResourceError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.train import loop
 from leandit.train.loop import StopRequest, train
+from leandit.train.run.checkpoints import GROUPS, capture, due, start_or_resume, write
 from leandit.train.run.data import endless
 from leandit.train.run.manifest import read_run_manifest
-from leandit.train.run.resume import GROUPS, capture, start_or_resume
-from leandit.train.run.saver import write
 from leandit.train.run.state import Run
 from leandit.train.run.stores import open_stores
 from leandit.train.sampling.snapshot import load_snapshot
@@ -76,7 +75,7 @@ def resume(trained: Run, run: Path, warn: Callable[[str], None] = silent) -> Non
 
 
 def save_now(trained: Run, run: Path) -> None:
-    write(capture(trained), run, trained.recipe.run)
+    write(capture(trained, due(trained.recipe, trained.step)), run, trained.recipe.run)
 
 
 def tensors_of(trained: Run) -> dict[str, torch.Tensor]:
@@ -199,8 +198,9 @@ def check_flips(name: str, count: int, store: LatentStore, run: Path) -> None:
     assert trained.step == 2
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "count"), [("pixart-tiny", 40), *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in NAMES)]
+)
 def test_every_flipped_bit_is_refused_before_a_tensor_is_applied(
     name: str, count: int, both: dict[str, LatentStore], finisheds: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -406,15 +406,10 @@ def test_tensors_that_do_not_fit_are_refused_before_one_is_applied(
     replace_file(path.parent, path.name, harmed if isinstance(harmed, bytes) else safetensors.torch.save(harmed))
     trained = new_state(label_store, run, 3)
     before = tensors_of(trained)
-    older = (run / "checkpoint-1").rename(run / "older")
+    shutil.rmtree(run / "checkpoint-1")
     with pytest.raises(DamageError, match=f"{path.name}.*{words}"):
         resume(trained, run)
     assert_untouched(trained, before)
-    older.rename(run / "checkpoint-1")
-    said: list[str] = []
-    resume(trained, run, said.append)
-    assert trained.step == 1
-    assert len(said) == 1
 
 
 def test_a_snapshot_that_does_not_fit_its_model_is_damage(run: Path) -> None:
@@ -509,15 +504,6 @@ def test_a_disk_that_gives_back_other_bytes_ends_the_run_and_nothing_is_pruned(
     assert go(label_store, run, 4).first_step == 3
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_pruning_never_takes_the_checkpoint_that_has_proven_whole(keep: int, run: Path) -> None:
-    for step in (7, 8):  # of somebody else
-        shutil.copytree(run / "checkpoint-2", run / f"checkpoint-{step}")
-    checkpoint.prune(run, keep, proven=run / "checkpoint-1")
-    assert (run / "checkpoint-1").is_dir()
-    assert len(checkpoint.find("checkpoint", run)) == keep + 1
-
-
 # --- Crashes and failing disks ----------------------------------------------------------------------------------------
 
 
@@ -602,27 +588,6 @@ def test_a_save_that_fails_at_any_operation_costs_no_bit(
     assert check_failing_saves(kind, state, both[name], wholes[name], tmp_path, goes_on_every=every, step=step) > 25
 
 
-@pytest.mark.parametrize("every", [pytest.param(7, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
-def test_a_crash_while_a_step_is_saved_again_keeps_what_was_there(
-    every: int, at_three: dict[str, Any], label_store: LatentStore, tmp_path: Path
-) -> None:
-    run, trained = at_three["dit-s-4"]
-    saved = shutil.copytree(run, tmp_path / "saved")
-    save_now(trained, saved)
-    wanted = saved_bytes(saved, 3)
-    at = 0
-    while True:
-        here = shutil.copytree(saved, tmp_path / f"{at}")
-        outcome = start(lambda here=here: save_now(trained, here), failpoint=Failpoint("die", at)).wait()
-        resume(new_state(label_store, here, 4), here)
-        assert saved_bytes(here, 3) == wanted, at
-        assert find_strays(here) == []
-        if not outcome.died:
-            break
-        at += every
-    assert at > 25
-
-
 def test_a_full_disk_at_a_save_has_its_own_error_and_keeps_the_older_ones(
     run: Path, label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -658,8 +623,9 @@ def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-007").mkdir()
     found = [path.name for path in checkpoint.find(checkpoint.CHECKPOINT, tmp_path)]
     assert found == ["checkpoint-1", "checkpoint-9", "checkpoint-10", "checkpoint-100"]
-    checkpoint.prune(tmp_path, 2, proven=tmp_path / "checkpoint-100")
-    assert checkpoint.find(checkpoint.CHECKPOINT, tmp_path)[0].name == "checkpoint-10"
+    checkpoint.prune(tmp_path, 2, proven=tmp_path / "checkpoint-1")  # read back, so it stays
+    found = [path.name for path in checkpoint.find(checkpoint.CHECKPOINT, tmp_path)]
+    assert found == ["checkpoint-1", "checkpoint-10", "checkpoint-100"]
     assert (tmp_path / "checkpoint-12-old").is_dir()
 
 

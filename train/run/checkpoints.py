@@ -1,0 +1,300 @@
+"""The checkpoints of a run: resume from the newest valid one, and write new ones during the next steps.
+
+A run resumes from all of a checkpoint or not at all; ``manifest.py`` lists the settings that may change. Checkpoints
+hold whole tensors under the names of the model, so any strategy resumes any other. All ranks gather a state; the first
+one writes a copy, so the next steps may change it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, Field, ValidationError
+from torch import Tensor
+
+from ...datasets.disk.files import write_atomic
+from ...datasets.disk.hashing import canonical_json
+from ...datasets.disk.strays import sweep_strays
+from ...datasets.errors import DamageError, RunError
+from ...datasets.recipe import to_toml
+from ..config import RunSection, TrainRecipe
+from ..models.spec import ModelSpec
+from ..optim.ema import build_rules, first_share
+from ..optim.state import State, model_state
+from ..parallel.ranks import from_first
+from ..weights import checkpoint
+from ..weights.checkpoint import (
+    AVERAGE,
+    CHECKPOINT,
+    EMA,
+    FIRST_SHARE,
+    INTERRUPTED,
+    MODEL,
+    NULL_CAPTION,
+    OPTIMIZER,
+    SNAPSHOT,
+    CheckpointDamage,
+    Groups,
+)
+from ..weights.folders import RECIPE, RUN
+from ..weights.init_from import FrozenWeights
+from .data import buckets_at
+from .manifest import RunManifest, check_settings, continue_manifest
+from .state import Run
+from .stores import contents_read
+
+LOG = logging.getLogger(__name__)
+GROUPS = (MODEL, EMA, OPTIMIZER)
+
+
+class Progress(BaseModel, strict=True):
+    """The part of a checkpoint's ``state.json`` that resumes a run."""
+
+    step: int
+    spec: ModelSpec
+    num_images: Annotated[int, Field(ge=0)]
+    loader: dict[str, Any]
+    loss_scale: dict[str, Any] | None = None
+    frozen: FrozenWeights | None = None
+
+
+# ------------------------------------------------------------------------------------------------------------- resume
+
+
+def start_or_resume(run: Run, folder: Path, manifest: RunManifest | None, warn: Callable[[str], None]) -> None:
+    """Load the newest valid checkpoint of the run, or write the manifest of a new run; a collective call.
+
+    Only the first rank reads and writes; it sends the other ranks what it has read, or its error.
+
+    Args:
+      manifest: of the run, None for a new one.
+      warn: called for each damaged checkpoint; it is renamed, never deleted.
+    Raises: RunError: the run has another model or recipe; DamageError: no checkpoint is valid.
+    """
+    if manifest:
+        check_settings(folder, manifest, run.recipe, run.spec)
+    has_any = from_first(run.ranks, lambda: bool(checkpoint.find(CHECKPOINT, folder)))
+    targets = {group: run.engine.state(group) for group in GROUPS} if has_any else {}
+    groups: dict[str, Mapping[str, Tensor]] = {}  # of the first rank
+
+    def open_folder() -> Progress | None:
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep_strays(folder)
+        progress, tensors = newest_valid(run, targets, folder, warn) or (None, {})
+        groups.update(tensors)
+        statistics, step = run.loader.dataset.reader.statistics, progress.step if progress else 0
+        current = continue_manifest(folder, run.recipe, run.spec, run.stores, statistics, manifest, step)
+        write_atomic(folder / RUN, canonical_json(current.model_dump()))
+        write_atomic(folder / RECIPE, to_toml(run.recipe).encode())
+        return progress
+
+    progress = from_first(run.ranks, open_folder)
+    if progress is None:
+        LOG.info("run '%s': no checkpoint, so it begins at step 0", folder)
+        return
+    LOG.info("run '%s': the checkpoint of step %d is valid, and the newest", folder, progress.step)
+    earlier = contents_read(manifest, run.stores) if manifest else ()
+    run.loader.dataset.load_state_dict(progress.loader, earlier)  # first, because it may be refused
+    for group in GROUPS:
+        run.engine.load(group, groups.get(group, {}))
+    if progress.loss_scale and run.engine.loss_scale:
+        run.engine.loss_scale.load_state_dict(progress.loss_scale)
+    run.step, run.num_images = progress.step, progress.num_images
+
+
+def newest_valid(
+    run: Run, targets: Mapping[str, State], folder: Path, warn: Callable[[str], None]
+) -> tuple[Progress, Groups] | None:
+    """Load the newest valid checkpoint, and rename newer ones that are damaged; None if the run has had none.
+
+    Args:
+      targets: tensors of the run by group, for names, shapes and dtypes.
+    Raises: DamageError: the run has lost its checkpoints, so that it never silently starts from scratch; RunError: a
+      checkpoint is of another model.
+    """
+    problems: list[CheckpointDamage] = []
+    for path in reversed(checkpoint.find(CHECKPOINT, folder)):
+        try:
+            loaded = _load(run, targets, path)
+        except CheckpointDamage as error:
+            problems.append(error)
+            continue
+        for problem in problems:
+            name, renamed = problem.path.name, checkpoint.set_aside(problem.path).name
+            warn(
+                f"DAMAGED CHECKPOINT '{name}' of run '{folder}': {problem.what}. It was renamed to '{renamed}'; "
+                f"the run resumes from '{path.name}' instead"
+            )
+        return loaded
+    aside = checkpoint.damaged(folder)
+    if problems or aside:
+        what = str(problems[0]) if problems else f"only '{aside[-1].name}' is left, and it is damaged."
+        raise DamageError(
+            f"run '{folder}': no valid checkpoint. {what} Training would start from scratch: restore a checkpoint "
+            "from a copy, or use a different --run."
+        )
+    if snapshots := checkpoint.find(SNAPSHOT, folder):
+        warn(f"run '{folder}' starts from scratch: it has '{snapshots[-1].name}' but no checkpoint")
+    return None
+
+
+def _load(run: Run, targets: Mapping[str, State], path: Path) -> tuple[Progress, Groups]:
+    """Read a checkpoint and check every byte, name, shape and dtype; the run does not change.
+
+    Raises: DamageError; RunError: it is of another model, or its adapters are of other frozen weights.
+    """
+    saved = checkpoint.read(path)
+    try:
+        progress = Progress.model_validate(saved.state)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        what = f"'{checkpoint.STATE}': '{problem['loc'][0]}' is not valid: {problem['msg']}"
+        raise CheckpointDamage(path, what) from error
+    if progress.spec != run.spec:
+        raise RunError(
+            f"checkpoint '{path}': of model {progress.spec.model_dump()}, this run has {run.spec.model_dump()}. Use "
+            "a different --run."
+        )
+    then, now = progress.frozen, run.frozen
+    if then and now and then.xxh3_128 != now.xxh3_128:
+        raise RunError(
+            f"checkpoint '{path}': its adapters were trained on the weights of '{then.source}' with hash "
+            f"{then.xxh3_128}, model.init_from is '{now.source}' with {now.xxh3_128}. Name the former with "
+            "model.init_from, or use a different --run."
+        )
+    groups = {group: saved.read(group) for group in GROUPS}
+    if run.recipe.optimizer.name == "adamw8bit":
+        from ..optim.adamw8bit import fit_moments
+
+        fit_moments(groups[OPTIMIZER], targets[OPTIMIZER])
+    for group, tensors in groups.items():
+        saved.check_tensors(group, tensors, targets[group])
+    return progress, groups
+
+
+# --------------------------------------------------------------------------------------------------------------- save
+
+
+class Folder(NamedTuple):
+    """A folder to write.
+
+    Args:
+      kind: CHECKPOINT, SNAPSHOT or AVERAGE.
+      step: that its content is of.
+      groups: its tensors, on the CPU.
+      state: everything else, as JSON values.
+    """
+
+    kind: str
+    step: int
+    groups: Groups
+    state: Mapping[str, Any]
+
+
+def due(recipe: TrainRecipe, step: int, *, stopping: bool = False) -> list[str]:
+    """The kinds of folder to write after a step: all averages, and a snapshot with each checkpoint.
+
+    Args:
+      stopping: the run ends here for now.
+    """
+    section, ema, is_last = recipe.run, recipe.ema, step == recipe.run.steps
+    resumable = stopping or is_last or step % section.checkpoint_every == 0
+    with_averages = resumable if not ema.keep_every else is_last or step % ema.keep_every == 0
+    averages = [AVERAGE] if ema.kind == "power" and with_averages else []
+    return [*averages, SNAPSHOT, CHECKPOINT] if resumable else averages
+
+
+def capture(run: Run, kinds: Sequence[str], *, interrupted: bool = False) -> list[Folder]:
+    """Copy the state into memory, as the folders to write; a collective call. Only the first rank gets any.
+
+    Args:
+      kinds: as ``due`` gives them.
+      interrupted: the run stops at this step, although the recipe saves nothing then.
+    """
+    recipe, step, engine = run.recipe, run.step, run.engine
+    groups: dict[str, dict[str, Tensor]] = {}
+    for group in GROUPS if CHECKPOINT in kinds else (EMA,):
+        whole = engine.tensors(group)  # only one at a time is whole on the device
+        groups[group] = {name: t.detach().to("cpu", copy=True) for name, t in whole if run.ranks.is_first}
+    if not run.ranks.is_first:
+        return []
+    extra = run.extra | {"buckets": buckets_at(recipe.data, run.stores, step)}
+    null = {"embedding": run.conditioner.null_caption, "pooled": run.conditioner.null_pooled}
+    kept = {name: tensor.cpu() for name, tensor in null.items() if tensor is not None}
+    state = model_state(engine.model)
+    buffers = {name: state[name].cpu().clone() for name, _ in engine.model.named_buffers() if name in state}
+    rest = {MODEL: buffers} | ({NULL_CAPTION: kept} if kept else {})
+    stopped = {INTERRUPTED: True} if interrupted else {}
+    folders = []
+    if AVERAGE in kinds:
+        named = extra | ({} if recipe.ema.keep_every else stopped) | {"lengths": recipe.ema.lengths}
+        folders.append(Folder(AVERAGE, step, rest | {EMA: groups[EMA]}, named))
+    if CHECKPOINT in kinds:
+        rule = build_rules(recipe)[0]
+        first = {name.removeprefix(rule.prefix): t for name, t in groups[EMA].items() if name.startswith(rule.prefix)}
+        young = {FIRST_SHARE: first_share(rule, step)}
+        progress = Progress(
+            step=step,
+            spec=run.spec,
+            num_images=run.num_images,
+            loader=run.loader.dataset.state_dict(),
+            loss_scale=None if engine.loss_scale is None else engine.loss_scale.state_dict(),
+            frozen=run.frozen,
+        )
+        folders.append(Folder(SNAPSHOT, step, rest | {MODEL: buffers | first}, extra | young | stopped))
+        folders.append(Folder(CHECKPOINT, step, groups, progress.model_dump()))
+    return folders
+
+
+def write(folders: Sequence[Folder], run: Path, section: RunSection) -> None:
+    """Write the folders, a checkpoint last; then remove older checkpoints, and older snapshots of interruptions.
+
+    Raises: ResourceError: the disk is full; DamageError: it returned other bytes. Older checkpoints then stay.
+    """
+    for kind, step, groups, state in folders:
+        path = checkpoint.save(kind, run, step, groups, state)
+        if kind == CHECKPOINT:
+            checkpoint.prune(run, section.keep_checkpoints, proven=path, keep_every=section.keep_every)
+        elif state.get(INTERRUPTED):
+            checkpoint.prune_interrupted(kind, run)
+
+
+class Saver:
+    """Writes the state of a run in a thread, one after the other; an error in one is raised before the next.
+
+    Args:
+      folder: of the run.
+    """
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self._run, self._folder, self._section = run, folder, run.recipe.run
+        self._thread = ThreadPoolExecutor(1, "leandit-save")
+        self._pending: Future[None] | None = None
+
+    def save_due(self, *, stopping: bool) -> None:
+        """Start to write what is due after the step, unless ``run.async_checkpoint`` is off; a collective call.
+
+        Raises: ResourceError, DamageError: of this write or the one before.
+        """
+        recipe, step = self._run.recipe, self._run.step
+        if kinds := due(recipe, step, stopping=stopping):
+            self.finish()  # first, so that two states are never in memory
+            folders = capture(self._run, kinds, interrupted=stopping and CHECKPOINT not in due(recipe, step))
+            if folders:
+                self._pending = self._thread.submit(write, folders, self._folder, self._section)
+        if self._pending is not None and (self._pending.done() or not self._section.async_checkpoint):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until everything is written; raises ResourceError, DamageError."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait for the thread, and ignore its errors."""
+        self._thread.shutdown(wait=True)
