@@ -38,7 +38,7 @@ from leandit.datasets.format.layout import (
     PLAN,
     RECORDS,
     commit_path,
-    is_picture_part,
+    is_image_part,
     revision_prefix,
     rows_path,
 )
@@ -205,7 +205,7 @@ def write_commits(store: str) -> None:
         paths = [array.shard_path(shard) for array in plan.layout.part_arrays(part)]
         for path in paths:
             write_atomic(root / path, b"x")
-        rows, is_rows = plan.layout.rows_of(part, shard), is_picture_part(part)
+        rows, is_rows = plan.layout.rows_of(part, shard), is_image_part(part)
         results = new_results(plan.layout.parts[part], plan.layout.num_items(part, shard))
         results["state"] = STORED
         results["checksum"] = results["source_checksum"] = rng.integers(1, 1 << 63, results.shape)

@@ -68,7 +68,7 @@ def make_loader(
     world_size: int = 1,
     text: TextForm = "padded",
     features: Sequence[str] | None = None,
-    pictures: Sequence[str] | None = None,
+    companions: Sequence[str] | None = None,
     prefetch: int = 2,
     device: torch.device | str | None = None,
     caption_odds: CaptionOdds | None = None,
@@ -89,7 +89,7 @@ def make_loader(
       world_size: number of slices.
       text: captions "padded" to the longest of the batch, "packed" one after the other, or "none".
       features: names of the image features to read; None for all of the store.
-      pictures: names of the companion pictures, likewise.
+      companions: names of the companion images, likewise.
       prefetch: batches read ahead.
       device: as of ``BatchStream``.
       caption_odds: how often each caption of a record is drawn; None for uniform draws.
@@ -109,7 +109,7 @@ def make_loader(
         world_size=world_size,
         text=text,
         features=features,
-        pictures=pictures,
+        companions=companions,
         pin=is_gpu(device),
         caption_odds=[caption_odds],
         normalise=normalise,

@@ -30,18 +30,18 @@ from .format.buckets import bucket_size
 from .format.class_names import ClassNames
 from .format.layout import CAPTIONS, RECORDS
 from .format.row_layout import (
+    COMPANIONS,
     EMBEDDINGS,
     FLIP,
     LATENTS,
-    PICTURES,
     POOLED,
     ArrayGroup,
     array_groups,
     bucket_part,
     buckets_of,
     caption_folder,
+    companion_rows,
     num_stored_tokens,
-    picture_rows,
 )
 from .format.schema import FileEntry
 from .format.table_schemas import CAPTION_START, suffixes
@@ -311,11 +311,11 @@ class LatentStore:
         return FeatureArrays(spec, bucket, name, self.array)
 
     @property
-    def pictures(self) -> list[str]:
+    def companions(self) -> list[str]:
         """Names of the companions."""
-        return [one.name for one in self.spec.pictures]
+        return [one.name for one in self.spec.companions]
 
-    def picture(self, name: str, bucket: str, *, flipped: bool = False) -> ShardedArray:
+    def companion(self, name: str, bucket: str, *, flipped: bool = False) -> ShardedArray:
         """Rows of a companion of a bucket, in the order of ``latents``.
 
         Args:
@@ -324,10 +324,10 @@ class LatentStore:
         Raises: UnknownKey: the bucket or the companion does not exist; the message lists those that do. StoreError: the
           store holds no flipped images.
         """
-        spec = self._named("picture", name, self.spec.pictures)
+        spec = self._named("companion", name, self.spec.companions)
         _ = self.flipped_latents(bucket) if flipped else self.latents(bucket)  # raises if there are none
-        (array,) = picture_rows(self.spec, spec, bucket)
-        return self.array(f"{bucket_part(bucket)}/{PICTURES}/{name}/{array}{FLIP if flipped else ''}")
+        (array,) = companion_rows(self.spec, spec, bucket)
+        return self.array(f"{bucket_part(bucket)}/{COMPANIONS}/{name}/{array}{FLIP if flipped else ''}")
 
     def _named(self, what: str, name: str, known: Sequence[Any]) -> Any:
         if name not in (names := [one.name for one in known]):

@@ -12,13 +12,13 @@ from pydantic import (
 )
 
 from ..datasets.format.buckets import DOWNSCALE, MAX_RATIO, Table, area_step, bucket_table, largest_crop
-from ..datasets.format.row_layout import CAPTION_ARRAYS, CAPTION_PART, FEATURES, PICTURES
+from ..datasets.format.row_layout import CAPTION_ARRAYS, CAPTION_PART, COMPANIONS, FEATURES
 from ..datasets.format.schema import Name
 from ..datasets.recipe import Section, load_recipe
 
 PACKAGE = "leandit.precompute"
 MAX_CROP_SHARE = 0.3  # of an image's area, above which a computed table is warned of
-PATHS = {"buckets", CAPTION_PART, FEATURES, PICTURES, "c"}  # folders of every store; "c" holds the shards of an array
+PATHS = {"buckets", CAPTION_PART, FEATURES, COMPANIONS, "c"}  # folders of every store; "c" holds the shards of an array
 MIN_STEP_PX = 8  # that is advised; the downscale of most VAEs
 
 Dtype = Literal["float32", "bfloat16", "float16"]

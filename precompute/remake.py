@@ -19,7 +19,7 @@ from ..datasets.arrays.shard_file import ShardFile
 from ..datasets.disk.files import write_atomic
 from ..datasets.disk.hashing import xxh3_parts
 from ..datasets.errors import DamageError, LeanditError, RecordRejected
-from ..datasets.format.layout import Part, is_picture_task
+from ..datasets.format.layout import Part, is_image_task
 from ..datasets.format.token_dtypes import StoredTokens, widen
 from ..datasets.format.zarr_shard import pack_shard
 from ..datasets.maintenance.findings import Finding
@@ -77,7 +77,7 @@ def _replace_shard(root: Path, plan: FrozenPlan, shard: Shard, found: Verificati
 
     Returns: path of each file that differs, and why.
     """
-    arrays = _keep_intact_rows(root, plan, shard) if is_picture_task(shard.task) else shard.arrays
+    arrays = _keep_intact_rows(root, plan, shard) if is_image_task(shard.task) else shard.arrays
     files = {}
     for path, rows in arrays.items():
         layout = plan.layout.arrays[path]
@@ -228,7 +228,7 @@ def _compared_record(
         yield replace(first, cause="source_changed", detail=detail)
         return
     checksums = shard.results["source_checksum"][item].tolist()
-    companions = {one.name for one in plan.spec.pictures}
+    companions = {one.name for one in plan.spec.companions}
     names = [f"source_checksum_{group}" if group in companions else "source_checksum" for group in part.groups]
     if [record[name] for name in names] != checksums:
         detail = "the source holds another picture now; precompute with --set source.check=content encodes it"

@@ -63,7 +63,7 @@ class Batch:
       texts: captions of each text encoder, by name; that of ``[text]`` is empty.
       pads: ``captions`` are padded, not packed.
       features: image features, by name.
-      stored_pictures: companion pictures as stored, by name: (B, 2C, H, W) moments or (B, C, H, W) latents; of a mask
+      stored_companions: companion pictures as stored, by name: (B, 2C, H, W) moments or (B, C, H, W) latents; of a mask
         (B, H, W) uint8.
     """
 
@@ -80,7 +80,7 @@ class Batch:
     texts: Mapping[str, Captions] = field(default_factory=dict)
     pads: bool = True
     features: Mapping[str, FeatureBatch] = field(default_factory=dict)
-    stored_pictures: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    stored_companions: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -94,7 +94,7 @@ class Batch:
         return final_latents(self.stored, self.spec, self.draw_keys)
 
     @cached_property
-    def pictures(self) -> dict[str, torch.Tensor]:
+    def companions(self) -> dict[str, torch.Tensor]:
         """Companion pictures as the model sees them, by name, on the device of the batch.
 
         (B, C, H, W) float32, the mean of the posterior (nothing is drawn), shifted and scaled; or a mask, (B, H, W)
@@ -102,7 +102,7 @@ class Batch:
         """
         return {
             name: stored if stored.dtype == torch.uint8 else mean_latents(stored, self.spec)
-            for name, stored in self.stored_pictures.items()
+            for name, stored in self.stored_companions.items()
         }
 
     @property
@@ -132,7 +132,7 @@ class Batch:
 
     def finish(self) -> Batch:
         """Compute latents, captions, features and pictures now."""
-        _ = self.latents, self.pictures, self.captions, *(text.embeddings for text in self.texts.values())
+        _ = self.latents, self.companions, self.captions, *(text.embeddings for text in self.texts.values())
         _ = [(feature.patches, feature.cls) for feature in self.features.values()]
         return self
 
@@ -160,5 +160,5 @@ class Batch:
             **moved(self),
             texts={name: replace(text, **moved(text)) for name, text in self.texts.items()},
             features={name: replace(feature, **moved(feature)) for name, feature in self.features.items()},
-            stored_pictures=moved(self.stored_pictures),
+            stored_companions=moved(self.stored_companions),
         )

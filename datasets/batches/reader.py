@@ -45,7 +45,7 @@ class BatchReader(Dataset):
       world_size: number of slices.
       text: form of the captions, or "none".
       features: names of the image features to read; None for all of the store.
-      pictures: names of the companion pictures, likewise.
+      companions: names of the companion images, likewise.
       pin: use page-locked memory.
       seed: of the posterior draw and the choice of caption and flip; None: that of each plan.
       caption_odds: how often each caption of a record is drawn, of each store; None for uniform draws.
@@ -65,7 +65,7 @@ class BatchReader(Dataset):
         world_size: int = 1,
         text: TextForm = "padded",
         features: Sequence[str] | None = None,
-        pictures: Sequence[str] | None = None,
+        companions: Sequence[str] | None = None,
         pin: bool = False,
         seed: int | None = None,
         caption_odds: Sequence[CaptionOdds | None] = (),
@@ -86,7 +86,7 @@ class BatchReader(Dataset):
         for store, plan in zip(self.stores, order.plans, strict=True):
             check_fit(store, plan)
         self._features = list(self.stores[0].features if features is None else features)
-        self._pictures = list(self.stores[0].pictures if pictures is None else pictures)
+        self._companions = list(self.stores[0].companions if companions is None else companions)
         places = [(store.path, store.spec) for store in self.stores]
         check_alike(places, captions=text != "none", features=self._features)
         self.statistics = (statistics or pooled_statistics(self.stores)) if normalise == "store" else None
@@ -94,9 +94,9 @@ class BatchReader(Dataset):
         self._text: TextForm = text
         for store in self.stores:
             _check_has(store, "feature", self._features, store.features)
-            _check_has(store, "picture", self._pictures, store.pictures)
-            first, kinds = ({one.name: one.kind for one in each.spec.pictures} for each in (self.stores[0], store))
-            for name in self._pictures:
+            _check_has(store, "companion", self._companions, store.companions)
+            first, kinds = ({one.name: one.kind for one in each.spec.companions} for each in (self.stores[0], store))
+            for name in self._companions:
                 if kinds[name] != first[name]:
                     raise RecipeError(
                         f"store '{store.path}': '{name}' is of kind '{kinds[name]}', of '{first[name]}' in "
@@ -107,7 +107,7 @@ class BatchReader(Dataset):
         self.caption_odds = [of_store and of_store.identity() for of_store in odds] if any(odds) else None
         self._lookup = Lookup(self.stores, self.seeds, rank, world_size, text != "none", bounds)
         self._buffers = BufferPool(pin=pin)
-        self._checks = RowChecks(self.stores, check, (*self._features, *self._pictures))
+        self._checks = RowChecks(self.stores, check, (*self._features, *self._companions))
         self.reset()
         reset_in_forks(self)
 
@@ -138,7 +138,7 @@ class BatchReader(Dataset):
                 name: torch.from_numpy(self._take(array, twin, wanted))
                 for name, (array, twin) in self._arrays(planned.plan, bucket, group).items()
             }
-            for group in (LATENTS, *self._pictures, *self._features)
+            for group in (LATENTS, *self._companions, *self._features)
         }
         batch = Batch(
             stored=_only(groups[LATENTS]),
@@ -154,7 +154,7 @@ class BatchReader(Dataset):
             texts=texts,
             pads=self._text == "padded",
             features={name: FeatureBatch(**groups[name]) for name in self._features},
-            stored_pictures={name: _only(groups[name]) for name in self._pictures},
+            stored_companions={name: _only(groups[name]) for name in self._companions},
         )
         self._checks.check(planned.plan, bucket, wanted)
         return batch
@@ -175,7 +175,7 @@ class BatchReader(Dataset):
         """Paths of the shards that a slice of a batch may read."""
         store = self.stores[planned.plan]
         groups = [
-            self._arrays(planned.plan, planned.bucket, name) for name in (LATENTS, *self._pictures, *self._features)
+            self._arrays(planned.plan, planned.bucket, name) for name in (LATENTS, *self._companions, *self._features)
         ]
         arrays = [array for group in groups for pair in group.values() for array in pair if array is not None]
         paths = [path for array in arrays for path in array.shard_paths(wanted.rows)]

@@ -107,14 +107,14 @@ def zarr_files(spec: StoreSpec, arrays: Iterable[ArrayLayout]) -> dict[str, byte
     return files
 
 
-def is_picture_part(part: str) -> bool:
+def is_image_part(part: str) -> bool:
     """Whether a part holds rows of images, not captions."""
     return part.startswith(f"{BUCKETS}/")
 
 
-def is_picture_task(task: Task) -> bool:
+def is_image_task(task: Task) -> bool:
     """Whether a task encodes images, not captions."""
-    return is_picture_part(task[0])
+    return is_image_part(task[0])
 
 
 def next_row(spec: StoreSpec, bucket: str, arrays: Mapping[str, ArrayLayout]) -> int:

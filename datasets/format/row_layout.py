@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 
 from .buckets import bucket_size
-from .schema import FeatureSpec, PictureSpec, StoreSpec, TextSpec
+from .schema import CompanionSpec, FeatureSpec, StoreSpec, TextSpec
 from .token_dtypes import ON_DISK
 
 BUCKETS = "buckets"  # folder of all buckets
 LATENTS = ""  # the group of the latents, which every record has
-FEATURES, PICTURES = "features", "pictures"  # folders of the other groups
+FEATURES, COMPANIONS = "features", "companions"  # folders of the other groups
 MASK = "mask"  # array of a companion that is a mask
 FLIP = "_flip"  # suffix of the arrays of flipped images
 CAPTION_PART = "captions"  # folder of all text encoders
@@ -91,9 +91,9 @@ def row_arrays(spec: StoreSpec, bucket: str, group: str) -> dict[str, Row]:
     for one in spec.features:
         if one.name == group:
             arrays = {f"{FEATURES}/{group}/{name}": row for name, row in feature_rows(one.spec, bucket).items()}
-    for one in spec.pictures:
+    for one in spec.companions:
         if one.name == group:
-            arrays = {f"{PICTURES}/{group}/{name}": row for name, row in picture_rows(spec, one, bucket).items()}
+            arrays = {f"{COMPANIONS}/{group}/{name}": row for name, row in companion_rows(spec, one, bucket).items()}
     flipped = {f"{path}{FLIP}": row for path, row in arrays.items()} if spec.latent.flip else {}
     return {**arrays, **flipped}
 
@@ -120,7 +120,7 @@ def feature_rows(spec: FeatureSpec, bucket: str) -> dict[str, Row]:
     return arrays
 
 
-def picture_rows(spec: StoreSpec, picture: PictureSpec, bucket: str) -> dict[str, Row]:
+def companion_rows(spec: StoreSpec, picture: CompanionSpec, bucket: str) -> dict[str, Row]:
     """The row of the array of a companion, by name: as the latents, or ``mask`` (H, W)."""
     shape = latent_shape(spec, bucket)
     if picture.kind == MASK:

@@ -222,17 +222,17 @@ class FeatureEncoder(_Model):
     encoder: EncoderIdentity
 
 
-class PictureSpec(_Model):
+class CompanionSpec(_Model):
     """A companion picture of every record: a control image, an edit source or a mask.
 
     Args:
       column: of the source, that names or holds it.
-      kind: "picture" is encoded as the record's own picture; of a "mask" the grey of each place of a latent is stored.
+      kind: "image" is encoded as the record's own image; of a "mask" the grey of each place of a latent is stored.
     """
 
     name: Name
     column: Annotated[str, Field(min_length=1, max_length=1000)]
-    kind: Literal["picture", "mask"]
+    kind: Literal["image", "mask"]
 
 
 class StoreSpec(_Sparse):
@@ -248,7 +248,7 @@ class StoreSpec(_Sparse):
     text_encoder: EncoderIdentity | None
     texts: list[TextEncoder] = []  # those of [text.NAME]
     features: list[FeatureEncoder] = []  # those of [features.NAME]
-    pictures: list[PictureSpec] = []  # those of [companions.NAME]
+    companions: list[CompanionSpec] = []  # those of [companions.NAME]
     classes: list[str] | None
     class_names: list[str] | None = None  # display names, one for each class
     shard_mib: Annotated[int, Field(ge=1, le=4096)]
@@ -263,7 +263,7 @@ class StoreSpec(_Sparse):
     @property
     def groups(self) -> list[str]:
         """Names of all that is stored of a record beside its latents: features, then companion pictures."""
-        return [one.name for one in (*self.features, *self.pictures)]
+        return [one.name for one in (*self.features, *self.companions)]
 
     @property
     def text_encoders(self) -> list[TextEncoder]:
@@ -300,7 +300,7 @@ class StoreSpec(_Sparse):
 
     @model_validator(mode="after")
     def _has_unique_names(self) -> StoreSpec:
-        names = [one.name for one in (*self.texts, *self.features, *self.pictures)]
+        names = [one.name for one in (*self.texts, *self.features, *self.companions)]
         if len(set(names)) != len(names) or (self.text is None) != (self.text_encoder is None):
             raise ValueError("two text encoders, features or pictures have one name, or [text] has half an encoder")
         return self
@@ -344,7 +344,7 @@ class Fallback(_Model):
     how: Annotated[str, Field(pattern=FALLBACK)]
 
 
-class CheckedPicture(_Model):
+class CheckedImage(_Model):
     """A picture that went through the autoencoder and came back."""
 
     key: str
@@ -354,7 +354,7 @@ class CheckedPicture(_Model):
 class SelfCheck(_Model):
     """What came back of a few pictures of the source before the plan was frozen (section 8 of ``FORMAT.md``)."""
 
-    pictures: Annotated[list[CheckedPicture], Field(min_length=1, max_length=64)]
+    images: Annotated[list[CheckedImage], Field(min_length=1, max_length=64)]
     channel_mean: list[Float32]  # as the model sees them, of the posterior's mean
     channel_std: list[Float32]
 

@@ -84,7 +84,7 @@ CAPTION_RESULTS = ("checksum", "min_cosine", "max_error")  # columns that encodi
 CAPTION_COUNTS = ("num_tokens", "truncated")  # columns of a text encoder that planning fills in
 CAPTION_START = "start"  # column that the layout fills in
 
-PICTURE_RESULTS = ("checksum", "source_checksum")  # columns of a companion picture, as those of the record itself
+COMPANION_RESULTS = ("checksum", "source_checksum")  # columns of a companion picture, as those of the record itself
 PLACES = ("source_path", "source_offset", "source_bytes", "source_mtime_ns")  # columns of a plan: of a picture's file
 
 # Results of one row of one group of arrays, in the binary files beside commit records.
@@ -111,12 +111,12 @@ def records_schema(spec: StoreSpec) -> pa.Schema:
     Of a feature ``checksum_NAME``, ``min_cosine_NAME``, ``max_error_NAME``; of a companion picture ``checksum_NAME``,
     ``source_checksum_NAME``.
     """
-    return _with_groups(RECORDS_SCHEMA, spec, PICTURE_RESULTS)
+    return _with_groups(RECORDS_SCHEMA, spec, COMPANION_RESULTS)
 
 
 def plan_schema(spec: StoreSpec) -> pa.Schema:
     """As ``records_schema``, with PLAN_SCHEMA; also ``source_path_NAME`` and the other PLACES of each picture."""
-    return _with_groups(PLAN_SCHEMA, spec, (*PICTURE_RESULTS, *PLACES))
+    return _with_groups(PLAN_SCHEMA, spec, (*COMPANION_RESULTS, *PLACES))
 
 
 def sources_schema(spec: StoreSpec) -> pa.Schema:
@@ -127,7 +127,7 @@ def sources_schema(spec: StoreSpec) -> pa.Schema:
 
 def place_columns(spec: StoreSpec) -> list[list[str]]:
     """The PLACES of each companion picture, by their names in a plan."""
-    return [[f"{name}_{one.name}" for name in PLACES] for one in spec.pictures]
+    return [[f"{name}_{one.name}" for name in PLACES] for one in spec.companions]
 
 
 def captions_schema(spec: StoreSpec) -> pa.Schema:
@@ -140,9 +140,9 @@ def captions_schema_of(further: Iterable[str]) -> pa.Schema:
     return _with_columns(CAPTIONS_SCHEMA, (*CAPTION_COUNTS, CAPTION_START, *CAPTION_RESULTS), further)
 
 
-def _with_groups(schema: pa.Schema, spec: StoreSpec, of_pictures: Iterable[str]) -> pa.Schema:
+def _with_groups(schema: pa.Schema, spec: StoreSpec, of_companions: Iterable[str]) -> pa.Schema:
     features = _with_columns(schema, CAPTION_RESULTS, (f"_{one.name}" for one in spec.features))
-    return _with_columns(features, of_pictures, (f"_{one.name}" for one in spec.pictures), PLAN_SCHEMA)
+    return _with_columns(features, of_companions, (f"_{one.name}" for one in spec.companions), PLAN_SCHEMA)
 
 
 def _with_columns(

@@ -86,14 +86,14 @@ def spec_without(spec: StoreSpec, names: Collection[str]) -> StoreSpec:
     known = [*(one.name for one in spec.text_encoders[1:]), *spec.groups]
     if unknown := [name for name in names if name not in known]:
         raise RecipeError(
-            f"compact --without '{unknown[0]}': needed a text encoder, but not the first, a feature or a picture of "
+            f"compact --without '{unknown[0]}': needed a text encoder, but not the first, a feature or a companion of "
             f"the store: {', '.join(known) or 'it has none'}."
         )
     recipe = dict(spec.recipe)
     for key in ("text", "features", "companions"):
         if key in recipe:
             recipe[key] = {name: value for name, value in recipe[key].items() if name not in names}
-    kinds = ("texts", "features", "pictures")
+    kinds = ("texts", "features", "companions")
     kept = {kind: [one for one in getattr(spec, kind) if one.name not in names] for kind in kinds}
     recipe = {key: section for key, section in recipe.items() if section or key not in (*kinds, "companions")}
     return spec.model_copy(update={**kept, "recipe": recipe}).with_fingerprint() if names else spec

@@ -43,7 +43,7 @@ CAUSES = {
 HARMLESS = frozenset(["single", "temporary", "unsealed", "source_changed"])
 MAX_KEYS = 20  # listed in a finding
 SHARD = re.compile(
-    r"(?P<array>(?:buckets/(?P<bucket>\d+x\d+)(?:/(?:features|pictures)/\w+)?|captions(?:/\w+)?)/\w+)/c/(?P<shard>\d+)(?:/0)*$"
+    r"(?P<array>(?:buckets/(?P<bucket>\d+x\d+)(?:/(?:features|companions)/\w+)?|captions(?:/\w+)?)/\w+)/c/(?P<shard>\d+)(?:/0)*$"
 )
 
 

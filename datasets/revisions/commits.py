@@ -15,7 +15,7 @@ import numpy as np
 
 from ..disk.hashing import xxh3_file
 from ..errors import DamageError, LeanditError
-from ..format.layout import Part, Task, commit_path, is_picture_part, rows_path
+from ..format.layout import Part, Task, commit_path, is_image_part, rows_path
 from ..format.row_layout import LATENTS
 from ..format.schema import FORMAT_VERSION, CommitRecord
 from ..format.table_schemas import EMPTY, REJECT_REASONS, REJECTED, ROW_RESULTS, STORED
@@ -30,11 +30,9 @@ def missing_work(plan: FrozenPlan, missing: Sequence[Task]) -> str:
     for which, tasks in (("missing", missing), ("all", layout.tasks())):
         for part, shard in tasks:
             if not layout.parts[part].is_null:
-                counts[f"{which} {'pictures' if is_picture_part(part) else 'captions'}"] += layout.num_items(
-                    part, shard
-                )
-    described = f"{len(missing)} of {len(layout.tasks())} shards, with {counts['missing pictures']} of "
-    described += f"{counts['all pictures']} pictures"
+                counts[f"{which} {'images' if is_image_part(part) else 'captions'}"] += layout.num_items(part, shard)
+    described = f"{len(missing)} of {len(layout.tasks())} shards, with {counts['missing images']} of "
+    described += f"{counts['all images']} images"
     if not plan.spec.text_encoders:
         return described
     return f"{described} and {counts['missing captions']} of {counts['all captions']} captions"

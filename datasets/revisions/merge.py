@@ -20,7 +20,7 @@ from ..format.schema import CommitRecord
 from ..format.table_schemas import (
     CAPTION_RESULTS,
     CAPTION_START,
-    PICTURE_RESULTS,
+    COMPANION_RESULTS,
     REJECTED,
     ROW_RESULTS,
     STORED,
@@ -46,8 +46,8 @@ class Merge:
         self._rejects = _SparseTexts(["stage", "reason", "detail"])
         self._fallbacks = _SparseTexts(["fallback"])
         features = {one.name: CAPTION_RESULTS for one in plan.spec.features}
-        pictures = {one.name: PICTURE_RESULTS for one in plan.spec.pictures}
-        names = {LATENTS: PICTURE_RESULTS, **features, **pictures}
+        companions = {one.name: COMPANION_RESULTS for one in plan.spec.companions}
+        names = {LATENTS: COMPANION_RESULTS, **features, **companions}
         self._groups = {
             group: _Results(plan.records.num_rows, names[group], f"_{group}" if group else "") for group in names
         }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ... import __version__
 from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_name, resize_filter
-from ...datasets.format.schema import FORMAT_VERSION, FeatureEncoder, ImageSpec, PictureSpec, StoreSpec, TextEncoder
+from ...datasets.format.schema import FORMAT_VERSION, CompanionSpec, FeatureEncoder, ImageSpec, StoreSpec, TextEncoder
 from ..config import PrecomputeRecipe
 from ..images.pixels import ADM_FILTER, describe_colour
 from ..sources.source import Source
@@ -80,8 +80,8 @@ def describe_store(
             for name in _in_order(encoders.features, known.features if known else ())
             for encoder in [encoders.features[name]]
         ],
-        pictures=[
-            PictureSpec(name=name, column=column, kind="mask" if recipe.companions[name].kind == "mask" else "picture")
+        companions=[
+            CompanionSpec(name=name, column=column, kind=recipe.companions[name].kind)
             for name, column in recipe.companion_columns.items()
         ],
         classes=source and source.classes,

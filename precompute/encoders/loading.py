@@ -19,12 +19,12 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 @dataclass(frozen=True)
 class Encoders:
-    """The encoders of a recipe; caption encoders, features and the kinds of companion pictures by name."""
+    """The encoders of a recipe; caption encoders, features and the kinds of companions by name."""
 
     image: ImageEncoder
     captions: Mapping[str, CaptionEncoder] = field(default_factory=dict)
     features: Mapping[str, FeatureEncoder] = field(default_factory=dict)
-    pictures: Mapping[str, str] = field(default_factory=dict)
+    companions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tokenizers(self) -> dict[str, CaptionTokenizer]:

@@ -190,7 +190,7 @@ def _joined(source: Source, base: Base, recipe: PrecomputeRecipe) -> Iterator[pa
     """
     with database(WHAT) as connection:
         _load_known(connection, base)
-        num_companions = len(base.plan.spec.pictures)  # a recipe may add more
+        num_companions = len(base.plan.spec.companions)  # a recipe may add more
         needs_caption = "len(captions) = 0" if recipe.needs_captions else "false"
         connection.register("stream", numbered(SCHEMA, source.records.batches()))
         connection.execute(
@@ -278,7 +278,7 @@ def _decide(
     spec = base.plan.spec
     checksums = {
         name: TakenColumn(base.records[f"source_checksum{suffix}"], undecided)
-        for name, suffix in [("", ""), *((one.name, f"_{one.name}") for one in spec.pictures)]
+        for name, suffix in [("", ""), *((one.name, f"_{one.name}") for one in spec.companions)]
     }
 
     def is_same(number: int) -> bool:

@@ -16,7 +16,7 @@ from ...datasets.revisions.plan import FrozenPlan, read_plan
 from ..config import PrecomputeRecipe
 from ..sources.source import Source
 
-TABLES = {"texts": "text", "features": "features", "pictures": "pictures"}  # in an identity, in a recipe
+TABLES = {"texts": "text", "features": "features", "companions": "companions"}  # in an identity, in a recipe
 
 
 def newest_plan(root: Path) -> FrozenPlan | None:
@@ -116,15 +116,15 @@ def check_fingerprint(root: Path, found: StoreSpec, wanted: StoreSpec) -> None:
 
 def _left_out(found: StoreSpec, wanted: StoreSpec) -> list[str]:
     """Names of what a store has and a recipe leaves out, as far as a copy can be without it."""
-    names = [one.name for one in (*found.text_encoders[1:], *found.features, *found.pictures)]
-    kept = {one.name for one in (*wanted.text_encoders, *wanted.features, *wanted.pictures)}
+    names = [one.name for one in (*found.text_encoders[1:], *found.features, *found.companions)]
+    kept = {one.name for one in (*wanted.text_encoders, *wanted.features, *wanted.companions)}
     return [name for name in names if name not in kept]
 
 
 def _named(spec: StoreSpec) -> dict[str, Any]:
     """The identity of a spec, in which all TABLES are by name."""
     identity = {kind: {} for kind in TABLES} | spec.identity()
-    return identity | {"pictures": {one["name"]: one for one in identity["pictures"]}}
+    return identity | {"companions": {one["name"]: one for one in identity["companions"]}}
 
 
 def _differences(found: StoreSpec, wanted: StoreSpec) -> list[str]:
@@ -137,7 +137,7 @@ def _differences(found: StoreSpec, wanted: StoreSpec) -> list[str]:
             lines.append(f"[{table}.{name}] is in {where}")
         both = [name for name in before if name in now]
         old[kind], new[kind] = ({name: tables[kind][name] for name in both} for tables in (old, new))
-        if kind == "pictures" and both != now[: len(both)]:
+        if kind == "companions" and both != now[: len(both)]:
             lines.append(f"[companions.NAME] come as {', '.join(now)}, needed {', '.join(both)} first")
     old, new = flatten(old), flatten(new)
     differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
@@ -156,7 +156,7 @@ def is_extension(before: StoreSpec, after: StoreSpec) -> bool:
         for spec in (before, after)
     ]
     is_first = all(later[: len(earlier)] == earlier for earlier, later in zip(*names, strict=True))
-    earlier, later = old.pop("pictures", []), new.pop("pictures", [])
+    earlier, later = old.pop("companions", []), new.pop("companions", [])
     is_first &= later[: len(earlier)] == earlier
     for kind in ("texts", "features"):
         known, now = old.pop(kind, {}), new.pop(kind, {})

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 from ...datasets.batches.latents import denormalise, final_latents
 from ...datasets.errors import EncoderError, RecordRejected, ResourceError
 from ...datasets.format.buckets import bucket_size
-from ...datasets.format.schema import CheckedPicture, LatentSpec, SelfCheck
+from ...datasets.format.schema import CheckedImage, LatentSpec, SelfCheck
 from ...datasets.revisions.plan import FrozenPlan
 from ..encoders.vae import ImageEncoder
 from ..images.decoders import Decoders
@@ -88,7 +88,7 @@ def check_autoencoder(
     for line in describe(check):
         say(f"self-check: {line}")
     unusual = unusual_channels(check)
-    decibels = [one.psnr_db for one in check.pictures]
+    decibels = [one.psnr_db for one in check.images]
     if np.median(decibels) < min_psnr_db:
         raise EncoderError(
             f"vae.model '{plan.spec.vae.model}': images of the source come back from its decoder with a PSNR "
@@ -147,7 +147,7 @@ def model_latent(stored: np.ndarray, spec: LatentSpec) -> torch.Tensor:
 def _measure(trips: list[RoundTrip]) -> SelfCheck:
     values = np.concatenate([trip.latent.reshape(len(trip.latent), -1) for trip in trips], 1).astype(np.float64)
     return SelfCheck(
-        pictures=[CheckedPicture(key=trip.key, psnr_db=round(_psnr_db(trip), 2)) for trip in trips],
+        images=[CheckedImage(key=trip.key, psnr_db=round(_psnr_db(trip), 2)) for trip in trips],
         channel_mean=[round(float(value), 4) for value in values.mean(1)],
         channel_std=[round(float(value), 4) for value in values.std(1)],
     )
@@ -161,7 +161,7 @@ def _psnr_db(trip: RoundTrip, gain: float = 1.0, offset: float = 0.0) -> float:
 
 def describe(check: SelfCheck) -> list[str]:
     """The figures of a self-check, in words."""
-    decibels = [one.psnr_db for one in check.pictures]
+    decibels = [one.psnr_db for one in check.images]
     each = ", ".join(f"{value:.1f}" for value in decibels)
     lines = [f"PSNR of {len(decibels)} images that came back from the VAE: {each} dB"]
     for name, values in (("mean", check.channel_mean), ("deviation", check.channel_std)):

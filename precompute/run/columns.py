@@ -109,7 +109,7 @@ def image_columns(encoders: Encoders, latent: LatentSpec) -> dict[str, Column]:
                 dtype,
             )
         )
-    for name, kind in encoders.pictures.items():
+    for name, kind in encoders.companions.items():
         mask = Column(name, name, "mask", lambda grey: [grey], lambda grey: [grey], lambda outputs, _: outputs)
         columns.append(mask if kind == MASK else latent_column(encoders.image, mean, name))
     return {column.group: column for column in columns}

@@ -84,7 +84,7 @@ class PartImages:
     def __init__(self, plan: FrozenPlan, part: Part, reader: ImageReader) -> None:
         self.spec, self.part, self.reader = plan.spec, part, reader
         self.positions = plan.positions_of(part)
-        self.companions = {one.name: one.kind for one in plan.spec.pictures if one.name in part.groups}
+        self.companions = {one.name: one.kind for one in plan.spec.companions if one.name in part.groups}
         known = self.positions.clip(0)
 
         def columns(*names: str, suffix: str = "") -> list[TakenColumn]:
@@ -138,6 +138,6 @@ def with_places(plan: FrozenPlan, source: Source) -> FrozenPlan:
         columns.update(zip(names, zip(*places, strict=True), strict=True))
 
     update(PLACES, None)
-    for image, names in zip(plan.spec.pictures, place_columns(plan.spec), strict=True):
+    for image, names in zip(plan.spec.companions, place_columns(plan.spec), strict=True):
         update(names, order.index(image.name))
     return replace(plan, records=pa.table(columns, schema=plan.records.schema), recorded_hash=plan.recorded_hash)

@@ -9,13 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from ...datasets.format.layout import Task, is_picture_task
+from ...datasets.format.layout import Task, is_image_task
 from ...datasets.revisions.writer import StoreWriter
 from .clock import REJECTED, Progress
 from .rejects import RejectLimits, planned_rejects
 from .shards import Outcomes, Shard
 
-CAPTIONS, PICTURES = "captions", "pictures"  # stages, by what they count
+CAPTIONS, IMAGES = "captions", "images"  # stages, by what they count
 LOOK_SHARE = 0.05  # of the time at most, for reading what others have committed
 
 
@@ -48,7 +48,7 @@ class RunProgress:
         self._encoded[shard.task] += count
         if rejects := list(shard.rejects):
             layout = self._writer.plan.layout
-            counted = layout.counted_rows(*shard.task) if is_picture_task(shard.task) else None
+            counted = layout.counted_rows(*shard.task) if is_image_task(shard.task) else None
             reasons = (one.reason for one in rejects if counted is None or one.row in counted)
             self._pending[shard.task] = Counter(reasons)  # of captions, of which each is in a record at least
         self.look(_stage(shard.task))
@@ -79,4 +79,4 @@ class RunProgress:
 
 
 def _stage(task: Task) -> str:
-    return PICTURES if is_picture_task(task) else CAPTIONS
+    return IMAGES if is_image_task(task) else CAPTIONS

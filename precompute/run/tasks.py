@@ -19,7 +19,7 @@ from typing import Any
 
 from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import ResourceError, SourceError
-from ...datasets.format.layout import COMMITS, Task, is_picture_task, revision_prefix
+from ...datasets.format.layout import COMMITS, Task, is_image_task, revision_prefix
 from ...datasets.format.schema import Manifest
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import StoreWriter
@@ -237,7 +237,7 @@ def commit_shard(writer: StoreWriter, leases: Leases, shard: Shard) -> int:
         reasons = {"rejects": shard.rejects, "fallbacks": shard.fallbacks}
         writer.commit(*shard.task, shard.arrays, shard.results, **reasons)
     leases.release(shard.task)
-    return len(writer.plan.layout.counted_rows(*shard.task)) if is_new and is_picture_task(shard.task) else 0
+    return len(writer.plan.layout.counted_rows(*shard.task)) if is_new and is_image_task(shard.task) else 0
 
 
 class Lane:
@@ -306,4 +306,4 @@ class Runner(ShardRunner):
         """Encode shards of a sealed revision again, from where their images are in the source now."""
         assert isinstance(self.source, Source), "the source is listed"
         plan = with_places(plan, self.source)
-        yield from self.filled(self.empty_shards(plan, sorted(tasks, key=is_picture_task), wanted or {}))
+        yield from self.filled(self.empty_shards(plan, sorted(tasks, key=is_image_task), wanted or {}))

@@ -295,7 +295,7 @@ def test_a_text_encoder_cannot_have_the_name_of_an_array_beside_it(name: str) ->
 
 
 @pytest.mark.parametrize("kind", ["text", "features", "companions"])
-@pytest.mark.parametrize("name", ["c", "buckets", "captions", "features", "pictures"])
+@pytest.mark.parametrize("name", ["c", "buckets", "captions", "features", "companions"])
 def test_nothing_can_have_the_name_of_a_folder_of_every_store(kind: str, name: str) -> None:
     settings = {"text": ("kind=t5", "model=shipped:t5"), "features": ("model=any",), "companions": ("kind=mask",)}[kind]
     with pytest.raises(RecipeError, match=f"'{name}' is a folder of every store"):

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.disk.cached import cached_property
-from ...datasets.format.row_layout import FEATURES, PICTURES, caption_folder, caption_rows
+from ...datasets.format.row_layout import COMPANIONS, FEATURES, caption_folder, caption_rows
 from ...datasets.format.schema import LatentStatistics, TextEncoder
 from ...datasets.format.table_schemas import suffixes
 from ...datasets.revisions.latent_statistics import merge_statistics, statistics_of
@@ -70,7 +70,7 @@ class StoreFacts:
             "text": spec.text and spec.text.model_dump(),
             "texts": {one.name: {"spec": one.spec.model_dump(), **texts[one.name]} for one in spec.texts},
             "features": self.features,
-            "pictures": self.companions,
+            "companions": self.companions,
             "encoders": self.encoders,
             "self_check": self.self_check,
             "latent_statistics": self.latents,
@@ -244,10 +244,10 @@ class StoreFacts:
             one.name: {
                 "column": one.column,
                 "kind": one.kind,
-                "row_shape": list(self.store.picture(one.name, bucket).row_shape) if bucket else None,
-                "bytes_per_record": self.files.bytes_per_record(f"/{PICTURES}/{one.name}/"),
+                "row_shape": list(self.store.companion(one.name, bucket).row_shape) if bucket else None,
+                "bytes_per_record": self.files.bytes_per_record(f"/{COMPANIONS}/{one.name}/"),
             }
-            for one in self.spec.pictures
+            for one in self.spec.companions
         }
 
     # Latents
@@ -258,7 +258,7 @@ class StoreFacts:
         check = self.store.manifest and self.store.manifest.self_check
         if not check:
             return None
-        median = float(np.median([image.psnr_db for image in check.pictures]))
+        median = float(np.median([image.psnr_db for image in check.images]))
         return check.model_dump() | {"median_psnr_db": round(median, 2)}
 
     @cached_property

@@ -6,7 +6,7 @@ import numpy as np
 
 from ...datasets.disk.cached import cached_property
 from ...datasets.format.layout import MANIFEST, revision_prefix
-from ...datasets.format.row_layout import BUCKETS, CAPTION_PART, FEATURES, PICTURES
+from ...datasets.format.row_layout import BUCKETS, CAPTION_PART, COMPANIONS, FEATURES
 from ...datasets.format.schema import Manifest, TextEncoder
 from ...datasets.format.token_dtypes import token_bytes
 from ...datasets.revisions.catalog import read_manifest, sealed_revisions
@@ -34,7 +34,7 @@ class StoreFiles:
     def parts(self) -> dict[str, int]:
         """Bytes on disk of each part of the store, and in total."""
         store = self._store
-        groups = [*(f"feature {name}" for name in store.features), *(f"picture {name}" for name in store.pictures)]
+        groups = [*(f"feature {name}" for name in store.features), *(f"companion {name}" for name in store.companions)]
         texts = [f"captions {name}".strip() for name in store.texts or [""]]
         parts = dict.fromkeys(["latents", *groups, *texts, "tables and metadata"], 0)
         for path, size in self.sizes.items():
@@ -56,7 +56,7 @@ class StoreFiles:
         Latents and features are as here; each caption of each record is padded to its encoder's limit, in float16.
         """
         store, caption_bytes = self._store, sum(map(padded_bytes, self._store.spec.text_encoders))
-        others = (self.array_bytes(f"/{FEATURES}/") + self.array_bytes(f"/{PICTURES}/")) / max(1, len(store))
+        others = (self.array_bytes(f"/{FEATURES}/") + self.array_bytes(f"/{COMPANIONS}/")) / max(1, len(store))
         total = 0
         for bucket in store.buckets:
             latents = int(store.latents(bucket).row_bytes) * (1 + store.spec.latent.flip)
@@ -114,7 +114,7 @@ def _part_of(path: str) -> str:
     names = folder.split("/")
     if not key:
         return "tables and metadata"
-    for parent, part in ((FEATURES, "feature"), (PICTURES, "picture")):
+    for parent, part in ((FEATURES, "feature"), (COMPANIONS, "companion")):
         if parent in names:
             return f"{part} {names[-2]}"
     if "buckets" in names:

@@ -199,9 +199,9 @@ def store_bytes(plan: FrozenPlan, probe: Probe) -> dict[str, int]:
 
 
 def _arrays(plan: FrozenPlan) -> dict[str, list[ArrayLayout]]:
-    """Arrays of a revision: "latents", "feature NAME", "picture NAME" and "captions NAME"."""
+    """Arrays of a revision: "latents", "feature NAME", "companion NAME" and "captions NAME"."""
     spec, features = plan.spec, {one.name for one in plan.spec.features}
-    labels = {name: f"{'feature' if name in features else 'picture'} {name}" for name in spec.groups}
+    labels = {name: f"{'feature' if name in features else 'companion'} {name}" for name in spec.groups}
     known = (LATENTS, *labels.values(), *(_captions(one.name) for one in spec.text_encoders))
     found: dict[str, list[ArrayLayout]] = {label: [] for label in known}
     for part in plan.layout.parts.values():

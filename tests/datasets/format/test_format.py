@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from leandit.datasets.format.schema import (
     FORMAT_VERSION,
     ArrayEntry,
-    CheckedPicture,
+    CheckedImage,
     CommitRecord,
     EncoderIdentity,
     Fallback,
@@ -228,7 +228,7 @@ def test_the_store_has_the_keys_that_are_named(caption_store: LatentStore) -> No
         "class_names",
         "texts",
         "features",
-        "pictures",
+        "companions",
     }  # of a store that was given some
     assert found["format_version"] == FORMAT_VERSION
     assert TEXT.startswith(f"# The store on disk, format version {FORMAT_VERSION}\n")
@@ -248,7 +248,7 @@ def test_every_kind_of_latent_is_explained() -> None:
 
 def test_the_fingerprint_is_made_of_what_is_said(caption_store: LatentStore) -> None:
     (said,) = [p for p in SECTION[2].split("\n\n") if p.startswith("The fingerprint hashes")]
-    assert quoted(said) - {"model", "revision", "texts", "features", "pictures"} == set(caption_store.spec.identity())
+    assert quoted(said) - {"model", "revision", "texts", "features", "companions"} == set(caption_store.spec.identity())
     assert caption_store.spec.with_fingerprint().fingerprint == caption_store.spec.fingerprint
 
 
@@ -284,7 +284,7 @@ def test_every_key_of_the_manifest_and_of_local_json_is_named(caption_store: Lat
     manifest, local = quoted(paragraph(5, "`manifest.json`")), quoted(paragraph(5, "`local.json`"))
     assert keys_of(Manifest) | keys_of(FileEntry) | keys_of(ArrayEntry) <= manifest
     assert keys_of(LatentStatistics) <= quoted(paragraph(5, "`statistics`"))
-    assert keys_of(SelfCheck) | keys_of(CheckedPicture) <= quoted(paragraph(5, "`self_check`"))
+    assert keys_of(SelfCheck) | keys_of(CheckedImage) <= quoted(paragraph(5, "`self_check`"))
     assert keys_of(LocalFile) | keys_of(Origin) <= local
     for folder in (OWN, f"{OWN}/twin"):
         root = caption_store.path / folder

@@ -60,7 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def decibels(manifest: Manifest) -> list[float]:
     assert manifest.self_check
-    return [one.psnr_db for one in manifest.self_check.pictures]
+    return [one.psnr_db for one in manifest.self_check.images]
 
 
 @pytest.mark.parametrize("family", HONEST)
@@ -150,7 +150,7 @@ def test_fewer_images_are_checked_where_there_are_fewer_or_some_do_not_decode(ru
     whole = (source / "n000/1.png").read_bytes()
     (source / "n000/1.png").write_bytes(whole[: len(whole) // 2])
     manifest = run.go(save_honest(tmp_path / "vae", "kl"), "source.max_reject_share=1", source=source)
-    assert sorted(one.key for one in manifest.self_check.pictures) == [f"n000/{i}.png" for i in (0, 2, 3)]  # type: ignore
+    assert sorted(one.key for one in manifest.self_check.images) == [f"n000/{i}.png" for i in (0, 2, 3)]  # type: ignore
 
 
 def test_the_choice_depends_on_the_keys_alone(run: Run, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_the_choice_depends_on_the_keys_alone(run: Run, tmp_path: Path) -> None:
     plan = read_plan(tmp_path / "store", 1)
     keys = [plan.records["key"][i].as_py() for i in list(checked_positions(plan))[:NUM_PICTURES]]
     assert first.self_check
-    assert [one.key for one in first.self_check.pictures] == keys
+    assert [one.key for one in first.self_check.images] == keys
     other = Run(tmp_path / "other")
     other.root.mkdir()
     (other.root / "train").symlink_to(tmp_path / "train")
@@ -178,7 +178,7 @@ def test_a_grown_and_a_compacted_store_keep_it_and_one_that_starts_over_makes_it
     store = LatentStore(tmp_path / "store")
     facts = StoreFacts(store)
     summary = facts.to_json()
-    assert [one["psnr_db"] for one in summary["self_check"]["pictures"]] == decibels(first)
+    assert [one["psnr_db"] for one in summary["self_check"]["images"]] == decibels(first)
     assert json.loads(json.dumps(summary))["self_check"]["channel_std"] == first.self_check.channel_std  # type: ignore
     median = summary["self_check"]["median_psnr_db"]
     assert f"8 images came back from the VAE with {median:.1f} dB PSNR (median)" in render(facts)

@@ -96,6 +96,6 @@ def test_a_run_tells_reading_from_decoding_and_what_to_change(
     assert [row[1].split()[0] for row in rows if not row[0]] == list(times)
     said = dict(rows)["before"]
     assert [words in said for words in ("s to load the encoders", "s to plan", "overlap")] == [True] * 3
-    assert {"captions", "pictures"} <= stages
+    assert {"captions", "images"} <= stages
     assert rows[-1][0] == "bound by"
     assert rows[-1][1].startswith(bound_by(report.times))

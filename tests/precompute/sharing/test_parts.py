@@ -83,7 +83,7 @@ def test_a_shard_that_two_made_at_once_is_made_again(source: Path, tmp_path: Pat
         plan = read_plan(whole, 1)
         part, shard = plan.layout.tasks()[-1]
         path = plan.layout.part_arrays(part)[0].shard_path(shard)
-        if stage == "pictures" and not meddled and not (store / path).exists():
+        if stage == "images" and not meddled and not (store / path).exists():
             content = bytearray((whole / path).read_bytes())
             content[10] ^= 1
             (store / path).parent.mkdir(parents=True, exist_ok=True)

@@ -104,9 +104,9 @@ class ImageDecoder:
         record = self._tables.record(position)
         if record.status != "stored" or record.bucket is None:
             raise StoreError(f"record '{record.key}': it is {record.status}, so there is nothing to show.")
-        array = self._store.picture(companion, record.bucket) if companion else self._store.latents(record.bucket)
+        array = self._store.companion(companion, record.bucket) if companion else self._store.latents(record.bucket)
         rows = array.take(np.array([record.row]))
-        if any(spec.kind == MASK for spec in self._store.spec.pictures if spec.name == companion):
+        if any(spec.kind == MASK for spec in self._store.spec.companions if spec.name == companion):
             return webp(np.repeat(rows[0][..., None], RGB, axis=2))
         if self.note:
             return webp(latent_pixels(rows[0][: self._store.spec.latent.channels]))

@@ -152,7 +152,7 @@ class StoreSite:
 
     async def _image(self, request: Request) -> Response:
         name = request.query_params.get("companion", "")
-        if name and name not in self._store.pictures:
+        if name and name not in self._store.companions:
             raise UnknownKey(f"store '{self._name}': no companion image '{name}'.")
         try:
             content = await self._images.webp_for(request, request.path_params["index"], name)
@@ -212,7 +212,7 @@ def groups_of(store: LatentStore, record: Record, values: Mapping[str, Any]) -> 
       first byte (``offset``) and ``num_bytes`` of the row or its compressed chunk; ``recorded``, XXH3-64 in the records
       table as 16 hex digits, and ``read``, that of the bytes as they are now; ``problem``, if they cannot be read.
     """
-    for name in (LATENTS, *store.features, *store.pictures):
+    for name in (LATENTS, *store.features, *store.companions):
         facts = {"name": name or "latent", "recorded": values[f"checksum_{name}" if name else "checksum"] or ""}
         try:
             places, rows = [], []

@@ -127,19 +127,19 @@ def whole(stores: Stores, tmp_path: Path) -> Path:
 def same_rows(one: LatentStore, other: LatentStore, name: str) -> None:
     for bucket in one.buckets:
         for flipped in (False, True):
-            ours, theirs = (store.picture(name, bucket, flipped=flipped)[:] for store in (one, other))
+            ours, theirs = (store.companion(name, bucket, flipped=flipped)[:] for store in (one, other))
             assert ours.dtype == theirs.dtype
             np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_companion_with_the_bytes_of_the_picture_has_its_bits(stores: Stores) -> None:
     store = LatentStore(stores.whole)
-    assert (len(store), store.pictures, len(store.buckets)) == (COUNT, ["copy", "edit", "mask"], 3)
+    assert (len(store), store.companions, len(store.buckets)) == (COUNT, ["copy", "edit", "mask"], 3)
     for bucket in store.buckets:
-        np.testing.assert_array_equal(store.picture("copy", bucket)[:], store.latents(bucket)[:])
-        flipped = store.picture("copy", bucket, flipped=True)[:]
+        np.testing.assert_array_equal(store.companion("copy", bucket)[:], store.latents(bucket)[:])
+        flipped = store.companion("copy", bucket, flipped=True)[:]
         np.testing.assert_array_equal(flipped, store.flipped_latents(bucket)[:])
-        edit = store.picture("edit", bucket)
+        edit = store.companion("edit", bucket)
         assert (edit.row_shape, edit.dtype) == (store.latents(bucket).row_shape, store.latents(bucket).dtype)
         assert not np.array_equal(edit[:], store.latents(bucket)[:])
     assert store.records["checksum_copy"].equals(store.records["checksum"])
@@ -161,7 +161,7 @@ def test_a_companion_is_encoded_from_its_crop_at_the_place_of_the_picture(stores
         assert size == (2 * SIZES[i % 3][0], 2 * SIZES[i % 3][1])
         for flipped, view in ((False, pixels), (True, pixels[:, ::-1])):
             expected = encoder.encode(view[None])[0]
-            found = store.picture("edit", record.bucket, flipped=flipped)[record.row]
+            found = store.companion("edit", record.bucket, flipped=flipped)[record.row]
             np.testing.assert_allclose(found, expected.astype(np.float16), rtol=2e-3, atol=2e-3)
 
 
@@ -179,44 +179,46 @@ def test_a_mask_is_stored_at_the_size_of_the_latents_and_flipped_with_them(store
             mask_px=downscale,
         )
         assert expected.shape == (bucket[0] // downscale, bucket[1] // downscale)
-        np.testing.assert_array_equal(store.picture("mask", record.bucket)[record.row], expected)
-        np.testing.assert_array_equal(store.picture("mask", record.bucket, flipped=True)[record.row], expected[:, ::-1])
+        np.testing.assert_array_equal(store.companion("mask", record.bucket)[record.row], expected)
+        np.testing.assert_array_equal(
+            store.companion("mask", record.bucket, flipped=True)[record.row], expected[:, ::-1]
+        )
 
 
 def test_a_batch_has_the_mean_of_each_companion_as_the_model_sees_it(stores: Stores) -> None:
     store = LatentStore(stores.added)
     spec, seen, num_flipped = store.spec.latent, 0, 0
     for batch in make_loader(store, global_batch=2, device="cpu"):
-        copy, edit, mask = (batch.pictures[name] for name in ("copy", "edit", "mask"))
+        copy, edit, mask = (batch.companions[name] for name in ("copy", "edit", "mask"))
         assert (copy.dtype, edit.shape, mask.dtype) == (torch.float32, batch.latents.shape, torch.uint8)
         assert mask.shape == (len(batch), *batch.latents.shape[2:])
         torch.testing.assert_close(copy, normalise(batch.stored[:, : spec.channels].float(), spec), rtol=0, atol=0)
         for i, position in enumerate(batch.records.tolist()):
             row = store.record_at(position).row
-            views = [store.picture("mask", batch.bucket, flipped=flipped)[row] for flipped in (False, True)]
+            views = [store.companion("mask", batch.bucket, flipped=flipped)[row] for flipped in (False, True)]
             is_flipped = bool(np.array_equal(batch.stored[i].numpy(), store.flipped_latents(batch.bucket)[row]))
             np.testing.assert_array_equal(mask[i].numpy(), views[is_flipped])
-            of_edit = torch.from_numpy(store.picture("edit", batch.bucket, flipped=is_flipped)[row][None].copy())
+            of_edit = torch.from_numpy(store.companion("edit", batch.bucket, flipped=is_flipped)[row][None].copy())
             torch.testing.assert_close(edit[i], normalise(of_edit[:, : spec.channels].float(), spec)[0])
             seen, num_flipped = seen + 1, num_flipped + is_flipped
     assert seen == len(store)
     assert 0 < num_flipped < seen
-    only = next(iter(make_loader(store, global_batch=2, pictures=["mask"])))
-    assert list(only.pictures) == ["mask"]
-    assert next(iter(make_loader(store, global_batch=2, pictures=()))).pictures == {}
-    with pytest.raises(RecipeError, match=r"no picture .depth.\. There are: copy, edit, mask"):
-        make_loader(store, global_batch=2, pictures=["depth"])
-    with pytest.raises(UnknownKey, match=r"no picture 'depth'\. There are: copy, edit, mask"):
-        store.picture("depth", "64x64")
+    only = next(iter(make_loader(store, global_batch=2, companions=["mask"])))
+    assert list(only.companions) == ["mask"]
+    assert next(iter(make_loader(store, global_batch=2, companions=()))).companions == {}
+    with pytest.raises(RecipeError, match=r"no companion .depth.\. There are: copy, edit, mask"):
+        make_loader(store, global_batch=2, companions=["depth"])
+    with pytest.raises(UnknownKey, match=r"no companion 'depth'\. There are: copy, edit, mask"):
+        store.companion("depth", "64x64")
     with pytest.raises(UnknownKey, match="32x32"):
-        store.picture("mask", "32x32")
+        store.companion("mask", "32x32")
 
 
 def test_zarr_and_parquet_read_all_of_it(stores: Stores) -> None:
     store, group = LatentStore(stores.whole), zarr.open_group(stores.whole, mode="r")
     for name, array in (("edit", "moments"), ("mask", "mask"), ("mask", "mask_flip")):
-        found = group[f"buckets/64x64/pictures/{name}/{array}"]
-        np.testing.assert_array_equal(found[:], store.picture(name, "64x64", flipped=array.endswith("flip"))[:])  # pyright: ignore
+        found = group[f"buckets/64x64/companions/{name}/{array}"]
+        np.testing.assert_array_equal(found[:], store.companion(name, "64x64", flipped=array.endswith("flip"))[:])  # pyright: ignore
     assert pq.read_schema(stores.whole / "revisions/000001/records.parquet").names[-2:] == [
         "checksum_mask",
         "source_checksum_mask",
@@ -230,19 +232,19 @@ def test_a_sample_is_stored_beside_the_mean_of_its_companion(source: Path, store
     store, moments = LatentStore(tmp_path / "store"), LatentStore(stores.whole)
     for bucket in store.buckets:
         mean = moments.latents(bucket)[:][:, : store.spec.latent.channels]
-        np.testing.assert_array_equal(store.picture("copy", bucket)[:], mean)
-        np.testing.assert_array_equal(store.picture("mask", bucket)[:], moments.picture("mask", bucket)[:])
+        np.testing.assert_array_equal(store.companion("copy", bucket)[:], mean)
+        np.testing.assert_array_equal(store.companion("mask", bucket)[:], moments.companion("mask", bucket)[:])
         assert not np.array_equal(store.latents(bucket)[:], mean)
         with pytest.raises(StoreError, match="no flipped latents"):
-            store.picture("copy", bucket, flipped=True)
+            store.companion("copy", bucket, flipped=True)
 
 
 def test_what_is_added_is_what_the_store_would_have_had(stores: Stores, source: Path) -> None:
     before, after = lasting_digest(stores.plain), lasting_digest(stores.added)
     assert {path: content for path, content in after.items() if path in before} == before
     whole, added = LatentStore(stores.whole), LatentStore(stores.added)
-    assert LatentStore(stores.added, revision=1).pictures == []
-    for name in whole.pictures:
+    assert LatentStore(stores.added, revision=1).companions == []
+    for name in whole.companions:
         same_rows(added, whole, name)
         for column in (f"checksum_{name}", f"source_checksum_{name}"):
             assert added.records[column].equals(whole.records[column])
@@ -303,8 +305,11 @@ def test_a_changed_companion_makes_its_record_stale(check: str, folder: Path, wh
     for i in range(COUNT):
         before, after = store.record(f"images/{i}.png"), fresh.record(f"images/{i}.png")
         assert before.bucket is not None
-        for name in store.pictures:
-            ours, theirs = store.picture(name, before.bucket)[before.row], fresh.picture(name, before.bucket)[after.row]
+        for name in store.companions:
+            ours, theirs = (
+                store.companion(name, before.bucket)[before.row],
+                fresh.companion(name, before.bucket)[after.row],
+            )
             np.testing.assert_allclose(ours.astype(np.float32), theirs.astype(np.float32), rtol=2e-3, atol=2e-3)
     assert verify_store(whole).findings == []
 
@@ -364,7 +369,7 @@ def test_a_companion_that_is_missing_cannot_be_added(stores: Stores, folder: Pat
     assert (len(store), verify_store(root).findings) == (COUNT - 2, [])
     for bucket in store.buckets:
         rows = store.index(bucket).rows
-        np.testing.assert_array_equal(store.picture("copy", bucket).take(rows), store.latents(bucket).take(rows))
+        np.testing.assert_array_equal(store.companion("copy", bucket).take(rows), store.latents(bucket).take(rows))
 
 
 def test_stores_whose_pictures_differ_are_not_read_together(stores: Stores, source: Path, tmp_path: Path) -> None:
@@ -372,11 +377,11 @@ def test_stores_whose_pictures_differ_are_not_read_together(stores: Stores, sour
     run(source, tmp_path / "store", recipe)
     pair = [LatentStore(stores.whole), LatentStore(tmp_path / "store")]
     order = Mixture([(BatchPlan(store.buckets, 2, seed=0), 1) for store in pair], seed=0)
-    with pytest.raises(RecipeError, match=r"'mask' is of kind 'picture', of 'mask' in"):
-        BatchReader(pair, order, pictures=["copy", "mask"])
-    with pytest.raises(RecipeError, match=r"no picture 'edit'\. There are: copy, mask"):
+    with pytest.raises(RecipeError, match=r"'mask' is of kind 'image', of 'mask' in"):
+        BatchReader(pair, order, companions=["copy", "mask"])
+    with pytest.raises(RecipeError, match=r"no companion 'edit'\. There are: copy, mask"):
         BatchReader(pair, order)
-    assert list(BatchReader(pair, order, pictures=["copy"])[0].pictures) == ["copy"]
+    assert list(BatchReader(pair, order, companions=["copy"])[0].companions) == ["copy"]
 
 
 def test_a_note_says_where_companions_are_found(folder: Path) -> None:
@@ -405,27 +410,27 @@ def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
     compact(root, tmp_path / "compact", progress=lambda *_: None)
     compact(root, tmp_path / "less", progress=lambda *_: None, without=["copy", "edit"])
     copied, less = LatentStore(tmp_path / "compact"), LatentStore(tmp_path / "less")
-    assert (copied.pictures, less.pictures) == (store.pictures, ["mask"])
-    for name in store.pictures:
+    assert (copied.companions, less.companions) == (store.companions, ["mask"])
+    for name in store.companions:
         for key in store.records["key"].to_pylist():
             before = store.record(key)
             assert before.bucket is not None
             for other in (copied, less) if name == "mask" else (copied,):
                 np.testing.assert_array_equal(
-                    store.picture(name, before.bucket)[before.row],
-                    other.picture(name, before.bucket)[other.record(key).row],
+                    store.companion(name, before.bucket)[before.row],
+                    other.companion(name, before.bucket)[other.record(key).row],
                 )
     for path, recipe in (("compact", with_pictures()), ("less", caption_recipe(*BASE, "companions.mask.kind=mask"))):
         assert verify_store(tmp_path / path).findings == []
         assert run(folder, tmp_path / path, recipe).num_encoded == 0
-    with pytest.raises(RecipeError, match=r"--without 'depth': needed .*a picture of the store: copy, edit, mask"):
+    with pytest.raises(RecipeError, match=r"--without 'depth': needed .*a companion of the store: copy, edit, mask"):
         compact(root, tmp_path / "other", progress=lambda *_: None, without=["depth"])
 
 
 def test_every_flipped_bit_is_found_and_mended(stores: Stores, source: Path, tmp_path: Path) -> None:
     root, rng = Path(shutil.copytree(stores.added, tmp_path / "store")), random.Random(3)
     files = tree_digest(root)
-    shards = sorted(path for path in files if "/pictures/" in path and "/c/" in path)
+    shards = sorted(path for path in files if "/companions/" in path and "/c/" in path)
     assert len(shards) > 12
     for path in shards:
         data = bytearray(files[path])
@@ -482,10 +487,10 @@ def test_pictures_in_the_rows_of_parquet_have_their_companions_there(
         ours, theirs = store.record(f"train/{i}"), other.record(f"images/{i}.png")
         assert ours.bucket is not None
         np.testing.assert_array_equal(
-            store.picture("mask", ours.bucket)[ours.row], other.picture("mask", ours.bucket)[theirs.row]
+            store.companion("mask", ours.bucket)[ours.row], other.companion("mask", ours.bucket)[theirs.row]
         )
         np.testing.assert_array_equal(
-            store.picture("copy", ours.bucket)[ours.row], store.latents(ours.bucket)[ours.row]
+            store.companion("copy", ours.bucket)[ours.row], store.latents(ours.bucket)[ours.row]
         )
     assert run(tmp_path / "rows", tmp_path / "store", with_pictures("vae.batch_size=1")).num_encoded == 0
 
@@ -535,9 +540,9 @@ def test_several_sources_each_have_companions(folder: Path, tmp_path: Path) -> N
     store = LatentStore(tmp_path / "store")
     assert len(store) == COUNT + 3
     ours, theirs = store.record("images/0.png"), store.record("other/images/0.png")
-    assert not np.array_equal(store.picture("mask", "64x64")[ours.row], store.picture("mask", "64x64")[theirs.row])
+    assert not np.array_equal(store.companion("mask", "64x64")[ours.row], store.companion("mask", "64x64")[theirs.row])
     for bucket in store.buckets:
-        np.testing.assert_array_equal(store.picture("copy", bucket)[:], store.latents(bucket)[:])
+        np.testing.assert_array_equal(store.companion("copy", bucket)[:], store.latents(bucket)[:])
     assert run([folder, other], tmp_path / "store", with_pictures()).num_encoded == 0
 
 
@@ -555,9 +560,9 @@ def test_a_source_without_such_a_column_is_refused(source: Path, tmp_path: Path)
 
 
 def test_another_column_or_order_is_another_store(stores: Stores, source: Path) -> None:
-    with pytest.raises(FingerprintMismatch, match="pictures"):
+    with pytest.raises(FingerprintMismatch, match="companions"):
         run(source, stores.whole, caption_recipe(*BASE, *PICTURES, "companions.edit.column=copy"))
-    with pytest.raises(FingerprintMismatch, match="pictures"):
+    with pytest.raises(FingerprintMismatch, match="companions"):
         run(source, stores.whole, caption_recipe(*BASE))
     with pytest.raises(ValidationError, match="have the name 'mask'; use two names"):
         PrecomputeRecipe.model_validate({"companions": {"mask": {}}, "features": {"mask": {"model": "x"}}})
@@ -566,17 +571,17 @@ def test_another_column_or_order_is_another_store(stores: Stores, source: Path) 
 def test_inspect_and_dry_run_tell_of_each(stores: Stores, source: Path) -> None:
     facts = StoreFacts(LatentStore(stores.whole))
     summary = facts.to_json()
-    assert summary["pictures"]["mask"]["row_shape"] == [6, 10]
-    assert {"picture copy", "picture edit", "picture mask"} <= summary["bytes"].keys()
+    assert summary["companions"]["mask"]["row_shape"] == [6, 10]
+    assert {"companion copy", "companion edit", "companion mask"} <= summary["bytes"].keys()
     shown = render(facts)
-    assert "picture edit        column 'source image', encoded as the latents" in shown
-    assert "picture mask        column 'mask', a mask, uint8, 6 x 10" in shown
+    assert "companion edit      column 'source image', encoded as the latents" in shown
+    assert "companion mask      column 'mask', a mask, uint8, 6 x 10" in shown
     dry = describe_precompute(with_pictures(), source, CPU)
     assert dry.new_bytes is not None
-    beside = {name: size for name, size in dry.new_bytes.items() if name.startswith("picture ")}
-    assert list(beside) == ["picture copy", "picture edit", "picture mask"]
-    assert beside["picture copy"] == dry.new_bytes["latents"]
+    beside = {name: size for name, size in dry.new_bytes.items() if name.startswith("companion ")}
+    assert list(beside) == ["companion copy", "companion edit", "companion mask"]
+    assert beside["companion copy"] == dry.new_bytes["latents"]
     for name, size in beside.items():
-        folders = [path for path in stores.whole.rglob("*") if f"/pictures/{name.split()[1]}/" in path.as_posix()]
-        arrays = {path for path in folders if path.is_file() and path.parent.parent.name != "pictures"}
+        folders = [path for path in stores.whole.rglob("*") if f"/companions/{name.split()[1]}/" in path.as_posix()]
+        arrays = {path for path in folders if path.is_file() and path.parent.parent.name != "companions"}
         assert sum(path.stat().st_size for path in arrays) == size
