@@ -25,8 +25,8 @@ from ...datasets.format.table_schemas import PLACES, RECORDS_SCHEMA, place_colum
 from ...datasets.revisions.plan import FrozenPlan
 from ..config import PrecomputeRecipe
 from ..sources.files.record import NO_CAPTION
-from ..sources.listing.duck import database, literal, numbered
-from ..sources.listing.listing import SCHEMA, Listing, spool, take_rows
+from ..sources.listing.duck import database, identifier, literal, numbered
+from ..sources.listing.listing import PLACE_NAMES, PLACES_SQL, SCHEMA, Listing, spool, take_rows
 from ..sources.source import Source
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -197,8 +197,7 @@ def _joined(source: Source, base: Base, recipe: PrecomputeRecipe) -> Iterator[pa
             f"""CREATE TEMP TABLE listed AS SELECT position, key, label, height_px, width_px,
             coalesce(reason, CASE WHEN {needs_caption} THEN {literal(NO_CAPTION[0])} END) AS reason,
             coalesce(detail, CASE WHEN {needs_caption} THEN {literal(NO_CAPTION[1])} END) AS detail,
-            hash(path, "offset", num_bytes, mtime_ns, companion_paths[:{num_companions}],
-            companion_places[:{3 * num_companions}]) AS place,
+            hash(path, "offset", num_bytes, mtime_ns, companions[:{num_companions}]) AS place,
             list_sum([hash(hash(text), i) for text, i in
             CASE WHEN len(captions) = 0 THEN [''] ELSE captions END]) AS texts FROM stream"""
         )
@@ -242,12 +241,12 @@ def _load_known(connection: duckdb.DuckDBPyConnection, base: Base) -> None:
     columns |= {name: base.records[name] for name in ("status", "row", "reason", "detail", "height_px", "width_px")}
     table = pa.table(columns)
     connection.register("stream", numbered(table.schema, table.to_batches()))
-    paths = ", ".join(f'"{path}"' for path, *_ in companions)
-    numbers = ", ".join(f'"{name}"' for _, *names in companions for name in names)
+    places = ", ".join(f"row({', '.join(map(identifier, names))})" for names in companions)
     has_text = "row >= 0" if base.plan.spec.text_encoders else "false"
     connection.execute(
         f"""CREATE TEMP TABLE known AS SELECT position, key, label, status = 'stored' AS is_stored, reason, detail,
-        height_px, width_px, hash({", ".join(PLACES)}, [{paths}]::VARCHAR[], [{numbers}]::BIGINT[]) AS place,
+        height_px, width_px, hash({", ".join(PLACES)},
+        [{places}]::{PLACES_SQL}) AS place,
         CASE WHEN {has_text} THEN caption_ids END AS caption_ids, NULL::HUGEINT AS texts FROM stream"""
     )
     if base.plan.spec.text_encoders:
@@ -342,11 +341,13 @@ def _as_planned(base: Base, planned: pa.RecordBatch, labels: dict[int, int]) -> 
         base.captions.select(["text"]).to_batches(), ids.to_numpy(), pa.schema([base.captions.schema.field("text")])
     )["text"]
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
-    places = [planned.select(names).to_pylist() for names in place_columns(base.plan.spec)]
-    found = [
-        [tuple(place.values()) for place in of_record if next(iter(place.values())) is not None]
+    places = (
+        zip(*(planned[name].to_pylist() for name in names), strict=True) for names in place_columns(base.plan.spec)
+    )
+    companions = [
+        [dict(zip(PLACE_NAMES, place, strict=True)) for place in of_record if place[0] is not None]
         for of_record in zip(*places, strict=True)
-    ] or [[]] * planned.num_rows
+    ]
     count = planned.num_rows
     columns = {
         "key": planned["key"],
@@ -360,8 +361,7 @@ def _as_planned(base: Base, planned: pa.RecordBatch, labels: dict[int, int]) -> 
         "detail": pa.nulls(count, pa.string()),
         "height_px": pa.array(np.zeros(count, np.int32)),
         "width_px": pa.array(np.zeros(count, np.int32)),
-        "companion_paths": [[path for path, *_ in of_record] for of_record in found],
-        "companion_places": [[n for _, *numbers in of_record for n in numbers] for of_record in found],
+        "companions": companions or [[]] * count,
     }
     return pa.RecordBatch.from_pydict(columns, SCHEMA)
 

@@ -110,12 +110,9 @@ def _companion_places(batch: pa.RecordBatch, schema: pa.Schema) -> dict[str, pa.
     """Places of the companion images, by column; null where the listing has none."""
     prefix = f"{PLACES[0]}_"
     companions = [name.removeprefix(prefix) for name in schema.names if name.startswith(prefix)]
-    lengths = pc.list_value_length(batch["companion_paths"]).to_numpy()
-    starts, found = np.cumsum(lengths) - lengths, {}
-    paths, numbers = batch["companion_paths"].flatten(), batch["companion_places"].flatten()
+    lengths = pc.list_value_length(batch["companions"]).to_numpy()
+    starts, places, columns = np.cumsum(lengths) - lengths, batch["companions"].flatten(), {}
     for i, companion in enumerate(companions):
-        path, *others = (f"{name}_{companion}" for name in PLACES)
-        found[path] = paths.take(pa.array(starts + i, mask=lengths <= i))
-        for j, name in enumerate(others):
-            found[name] = numbers.take(pa.array(3 * (starts + i) + j, mask=lengths <= i))
-    return found
+        of_records = places.take(pa.array(starts + i, mask=lengths <= i)).flatten()
+        columns |= {f"{name}_{companion}": values for name, values in zip(PLACES, of_records, strict=True)}
+    return columns

@@ -22,7 +22,7 @@ from ...datasets.errors import RecipeError, SourceError
 from ..config import SourceSection
 from .files.ignored import Ignored
 from .listing.classes import names_of_classes, read_class_names
-from .listing.listing import spool
+from .listing.listing import PLACE, spool
 from .source import MARK, NO_COMPANIONS, OpenedSource, Source, list_source, open_source
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -143,7 +143,7 @@ def _joined(source: Source, name: str, classes: list[str]) -> Iterator[pa.Record
     label_of = np.array([*(places[name] for name in source_classes), -1], np.int32)  # the last is that of label -1
     for batch in source.records.batches():
         if not name:  # labels of the first source stay
-            paths = (batch["path"], batch["companion_paths"].flatten())
+            paths = (batch["path"], batch["companions"].flatten().field("path"))
             if any(pc.any(pc.starts_with(some, MARK)).as_py() for some in paths):
                 raise SourceError(f"source '{source.name}': a path begins with '{MARK}'. Give it alone, or last.")
             yield batch
@@ -157,10 +157,12 @@ def _joined(source: Source, name: str, classes: list[str]) -> Iterator[pa.Record
         columns["label"] = pa.array(label_of[labels])
         columns["key"] = pc.binary_join_element_wise(f"{name}/", batch["key"], "")
         columns["path"] = pc.binary_join_element_wise(f"{MARK}{name}{MARK}", batch["path"], "")
-        paths, counts = batch["companion_paths"], pc.list_value_length(batch["companion_paths"]).to_numpy()
-        starts = pa.array(np.append(0, np.cumsum(counts)), pa.int32())
-        marked = pc.binary_join_element_wise(f"{MARK}{name}{MARK}", paths.flatten(), "")
-        columns["companion_paths"] = pa.ListArray.from_arrays(starts, marked)
+        paths, *others = batch["companions"].flatten().flatten()
+        places = [pc.binary_join_element_wise(f"{MARK}{name}{MARK}", paths, ""), *others]
+        ends = np.cumsum(pc.list_value_length(batch["companions"]).to_numpy())
+        columns["companions"] = pa.ListArray.from_arrays(
+            pa.array(np.append(0, ends), pa.int32()), pa.StructArray.from_arrays(places, fields=list(PLACE))
+        )
         yield pa.RecordBatch.from_pydict(columns, batch.schema)
 
 

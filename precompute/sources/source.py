@@ -30,7 +30,7 @@ from .files.record import IMAGE_EXTENSIONS, SourceRecord
 from .files.splits import check_has_splits
 from .kinds import TABLES, check_file, detect_kind
 from .listing.classes import names_of_classes, read_class_names
-from .listing.listing import COMPANIONS, Listing, record_batches, spool
+from .listing.listing import Listing, record_batches, spool
 from .tables.embedded import ARROW, PARQUET, EmbeddedImages, embedded_batches
 from .tables.tables import (
     METADATA,
@@ -192,7 +192,7 @@ class Source(OpenedSource):
         """
         digest = hashlib.sha256()
         for batch in self.records.batches():
-            for name in [*LISTED, *(COMPANIONS if self.companions else ())]:
+            for name in [*LISTED, *(["companions"] if self.companions else [])]:
                 _hash_column(digest, batch[name])
             problems = np.flatnonzero(batch["reason"].is_valid().to_numpy(zero_copy_only=False))
             if len(problems):
@@ -208,7 +208,10 @@ def _hash_column(digest: Any, column: pa.Array) -> None:
     if pa.types.is_list(column.type):
         digest.update(pc.list_value_length(column).to_numpy())
         column = column.flatten()
-    if pa.types.is_string(column.type):
+    if pa.types.is_struct(column.type):
+        for child in column.flatten():
+            _hash_column(digest, child)
+    elif pa.types.is_string(column.type):
         digest.update(pc.binary_length(column).to_numpy())
         _, offsets, letters = column.buffers()
         first, last = np.frombuffer(offsets, np.int32)[[column.offset, column.offset + len(column)]]

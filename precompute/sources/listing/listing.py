@@ -16,12 +16,15 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ....datasets.disk.spill import BATCH_ROWS, map_table, rebatched
-from ..files.record import Place, SourceRecord, encoded_texts
+from ..files.record import SourceRecord, encoded_texts
 from .duck import database, numbered
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 WHAT = "the list of the source"
+PLACE = pa.struct([("path", pa.string()), ("offset", pa.int64()), ("num_bytes", pa.int64()), ("mtime_ns", pa.int64())])
+PLACES_SQL = 'STRUCT("path" VARCHAR, "offset" BIGINT, num_bytes BIGINT, mtime_ns BIGINT)[]'  # a list of them
+PLACE_NAMES = [PLACE.field(i).name for i in range(PLACE.num_fields)]
 SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -35,13 +38,11 @@ SCHEMA = pa.schema(
         ("detail", pa.string()),
         ("height_px", pa.int32()),  # 0 where the source does not say it
         ("width_px", pa.int32()),
-        ("companion_paths", pa.list_(pa.string())),  # of each companion image; empty without any
-        ("companion_places", pa.list_(pa.int64())),  # of each of them offset, num_bytes and mtime_ns
+        ("companions", pa.list_(PLACE)),  # each companion image; empty without any
     ]
 )
-COMPANIONS = ("companion_paths", "companion_places")
 # What a record has under the same name.
-OWN = [name for name in SCHEMA.names if name not in ("reason", "detail", *COMPANIONS)]
+OWN = [name for name in SCHEMA.names if name not in ("reason", "detail")]
 
 
 class Listing(Sequence[SourceRecord]):
@@ -160,35 +161,19 @@ def record_batch(records: Sequence[SourceRecord]) -> pa.RecordBatch:
     columns["captions"] = [encoded_texts(texts) if texts else texts for texts in columns["captions"]]
     problems = [record.problem or (None, None) for record in records]
     columns["reason"], columns["detail"] = zip(*problems, strict=True)
-    columns |= no_companions(len(records))
-    if any(record.companions for record in records):
-        columns["companion_paths"] = [[path for path, *_ in record.companions] for record in records]
-        columns["companion_places"] = [[n for _, *numbers in record.companions for n in numbers] for record in records]
+    columns["companions"] = [
+        [dict(zip(PLACE_NAMES, place, strict=True)) for place in places] for places in columns["companions"]
+    ]
     return pa.RecordBatch.from_pydict(columns, SCHEMA)
 
 
-def no_companions(count: int) -> dict[str, Any]:
-    """The columns of companion images, of records that have none."""
-    starts = pa.array(np.zeros(count + 1, np.int32))
-    return {
-        name: pa.ListArray.from_arrays(starts, pa.array([], SCHEMA.field(name).type.value_type)) for name in COMPANIONS
-    }
-
-
 def _records(batch: pa.RecordBatch) -> list[SourceRecord]:
-    paths, places = batch["companion_paths"], batch["companion_places"]
-    columns = batch.drop_columns(list(COMPANIONS)).to_pydict()
+    columns = batch.to_pydict()
     reasons, details = columns.pop("reason"), columns.pop("detail")
-    columns["captions"] = [tuple(texts) for texts in columns["captions"]]
-    sizes = columns.pop("height_px"), columns.pop("width_px")
-    problems = [reason and (reason, detail) for reason, detail in zip(reasons, details, strict=True)]
-    companions: list[tuple[Place, ...]] = [()] * len(batch)
-    if len(paths.flatten()):
-        companions = [
-            tuple((path, *numbers[3 * i : 3 * i + 3]) for i, path in enumerate(of_record))
-            for of_record, numbers in zip(paths.to_pylist(), places.to_pylist(), strict=True)
-        ]
-    return [SourceRecord(*row) for row in zip(*columns.values(), problems, *sizes, companions, strict=True)]
+    columns["problem"] = [reason and (reason, detail) for reason, detail in zip(reasons, details, strict=True)]
+    columns["captions"] = map(tuple, columns["captions"])
+    columns["companions"] = [tuple(tuple(place.values()) for place in places) for places in columns["companions"]]
+    return [SourceRecord(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
 def take_rows(batches: Sequence[pa.RecordBatch], positions: np.ndarray, schema: pa.Schema) -> pa.RecordBatch:

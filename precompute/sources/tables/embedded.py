@@ -29,7 +29,7 @@ from ..files.folders import Scan
 from ..files.record import CAPTION_NAMES, usable_key
 from ..files.splits import ALL, choose_split, shards_of_split
 from ..listing.duck import database, identifier, literal
-from ..listing.listing import SCHEMA, distinct_texts
+from ..listing.listing import PLACES_SQL, SCHEMA, distinct_texts
 from .columns import CAPTIONS, Roles, shown_columns, usual_columns
 from .rows import POSITION, row_columns, typed_cell
 
@@ -390,13 +390,13 @@ def _records_query(place: FoundFile, schema: pa.Schema, chosen: Columns, num_com
         for name in (*labels, *captions)
     ]
     columns = row_columns(Roles((), captions, labels, (), ()), has_class_names=False)
-    paths = ", ".join([literal(place.path)] * num_companions)
-    places = ", ".join([f"position, 0, {place.mtime_ns}"] * num_companions)
+    companion = f"row({literal(place.path)}, position, 0, {place.mtime_ns})"
+    places = f"[{', '.join([companion] * num_companions)}]"
     return f"""SELECT {literal(key)} || '/' || position AS key, {literal(place.path)} AS path, position AS "offset",
         0 AS num_bytes, {place.mtime_ns}::BIGINT AS mtime_ns,
         CASE WHEN detail IS NULL THEN coalesce(label::INTEGER, -1) ELSE -1 END AS label, captions,
         CASE WHEN detail IS NOT NULL THEN 'bad_metadata' END AS reason, detail, 0 AS height_px, 0 AS width_px,
-        [{paths}]::VARCHAR[] AS companion_paths, [{places}]::BIGINT[] AS companion_places
+        {places}::{PLACES_SQL} AS companions
         FROM (SELECT *, {literal(unusable[1]) if unusable else "problem"} AS detail
         FROM (SELECT {columns} FROM (SELECT {", ".join([POSITION, *cells])} FROM rows))) ORDER BY position"""
 

@@ -25,7 +25,7 @@ from ..files.folders import Scan
 from ..files.record import MAX_CAPTIONS, MAX_CLASSES, MAX_KEY_CHARS, MAX_SIDE_PX, usable_key
 from ..files.splits import ALL, shards_of_split
 from ..listing.duck import database, literal, readable_path
-from ..listing.listing import SCHEMA, distinct_texts, record_batch
+from ..listing.listing import PLACE_NAMES, SCHEMA, distinct_texts, record_batch
 from .formats import (
     described_images,
     image_in_header,
@@ -304,9 +304,9 @@ def _records(
         "detail": [problem and problem[1] for problem in problems],
         "height_px": np.where(has_size, sides[0], 0).astype(np.int32),
         "width_px": np.where(has_size, sides[1], 0).astype(np.int32),
-        "companion_paths": [[place.path for place in places] for places in beside],
-        "companion_places": [
-            [n for place in places for n in (0, place.num_bytes, place.mtime_ns)] for places in beside
+        "companions": [
+            [dict(zip(PLACE_NAMES, (place.path, 0, place.num_bytes, place.mtime_ns), strict=True)) for place in places]
+            for places in beside
         ],
     }
     return pa.RecordBatch.from_pydict(columns, SCHEMA)
