@@ -91,7 +91,7 @@ def _replace_shard(root: Path, plan: FrozenPlan, shard: Shard, found: Verificati
     elif plan.copies:
         why = "its rows were encoded in other batches, before 'leandit compact'"
     else:
-        why = "another kind of device, number of CPU threads or version of a library, or another picture in the source"
+        why = "another kind of device, number of CPU threads or version of a library, or another image in the source"
     detail = (
         f"encoded again, it has other bytes than were written: {why}. It was left as it is. Repair where it was made, "
         "or precompute into another --store"
@@ -224,14 +224,14 @@ def _compared_record(
         if reject.stage == "encode":
             yield replace(first, detail=f"cannot be encoded again: {said}")
             return
-        detail = f"the picture can no longer be read ({reject.reason}: {reject.detail})"
+        detail = f"the image can no longer be read ({reject.reason}: {reject.detail})"
         yield replace(first, cause="source_changed", detail=detail)
         return
     checksums = shard.results["source_checksum"][item].tolist()
     companions = {one.name for one in plan.spec.companions}
     names = [f"source_checksum_{group}" if group in companions else "source_checksum" for group in part.groups]
     if [record[name] for name in names] != checksums:
-        detail = "the source holds another picture now; precompute with --set source.check=content encodes it"
+        detail = "the source holds another image now; precompute with --set source.check=content encodes it"
         yield replace(first, cause="source_changed", detail=detail)
         return
     for layouts in part.groups.values():

@@ -229,7 +229,7 @@ def load_single_file(model_class: Any, files: VaeFiles) -> tuple[Any, dict[str, 
 
 
 def fixed_side_px(config: Mapping[str, Any]) -> int | None:
-    """Side of the only pictures that a model takes, or None for any: a RAE resizes all others to its own square."""
+    """Side of the only images that a model takes, or None for any: a RAE resizes all others to its own square."""
     if config.get("_class_name") != "AutoencoderRAE":
         return None
     patches = config.get("encoder_input_size", 224) // config.get("encoder_patch_size", 14)
@@ -254,7 +254,7 @@ def unpatchify(latents: Any, side: int) -> Any:
 
 
 def set_tiling(model: Any, tile_px: int, downscale: int) -> None:
-    """Make a diffusers autoencoder encode large pictures in tiles that overlap by a quarter.
+    """Make a diffusers autoencoder encode large images in tiles that overlap by a quarter.
 
     Args:
       downscale: of the model, without patchify.

@@ -2,7 +2,7 @@
 
 By default dynamo compiles eight shapes of a function and then silently runs it eagerly: a store of forty buckets would
 mix two kinds of bits. Here the limit exceeds any bucket table, and a fallback is an error. Another batch size is
-another shape, so the last batch of a shard is padded to a power of two with black pictures.
+another shape, so the last batch of a shard is padded to a power of two with black images.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def compiling() -> Iterator[None]:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Run compiled modules eagerly: for single pictures in another dtype."""
+    """Run compiled modules eagerly: for single images in another dtype."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 def filled_up(pixels: np.ndarray, batch_size: int) -> np.ndarray:
-    """Pad a batch with black pictures to a power of two, at most ``batch_size``.
+    """Pad a batch with black images to a power of two, at most ``batch_size``.
 
     A pure function of the number of rows, so the bits of a row depend on nothing else. A batch that was halved for lack
     of memory never grows beyond its size.

@@ -1,4 +1,4 @@
-"""The spec of an encoded store: how its pictures were cropped and encoded, and by which encoders."""
+"""The spec of an encoded store: how its images were cropped and encoded, and by which encoders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def describe_store(
       source: supplies the class names; None to omit them.
       known: present spec, whose text encoders and features come first, in its order, wherever the recipe has them;
         with vae.batch_size = 0 its batch size is kept, otherwise the largest that fits is measured.
-    Raises: RecipeError: the VAE cannot encode pictures of a bucket's size. ResourceError: not even one picture fits.
+    Raises: RecipeError: the VAE cannot encode images of a bucket's size. ResourceError: not even one image fits.
     """
     downscale, batch_size = encoders.image.downscale, recipe.vae.batch_size
     images = recipe.images.for_vae(downscale)
@@ -51,7 +51,7 @@ def describe_store(
     elif not batch_size:  # one number for all buckets: what fits the largest
         _, height_px, width_px = max(table, key=lambda row: (row[1] * row[2], row))
         batch_size = encoders.image.largest_batch(height_px, width_px)
-        LOG.info("vae.batch_size 0: %d pictures of %dx%d px fit a forward", batch_size, height_px, width_px)
+        LOG.info("vae.batch_size 0: %d images of %dx%d px fit a forward", batch_size, height_px, width_px)
     unnamed = encoders.captions.get("")
     latent = encoders.image.latent_spec(recipe.vae, recipe.store.dtype, batch_size=batch_size)
     return StoreSpec(

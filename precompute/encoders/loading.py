@@ -1,4 +1,4 @@
-"""The encoders of a recipe: of pictures and their companions, of features, and of captions."""
+"""The encoders of a recipe: of images and their companions, of features, and of captions."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ImageEncoder(Pretrained):
       section: of the recipe.
       device: of the model.
     Attributes:
-      fixed_side_px: side of the only pictures that it takes, squares; None for any.
+      fixed_side_px: side of the only images that it takes, squares; None for any.
     Raises: EncoderError: missing, without weights, or not an autoencoder.
     """
 
@@ -88,7 +88,7 @@ class ImageEncoder(Pretrained):
 
     @property
     def has_decoder(self) -> bool:
-        """Its latents can be decoded to pictures."""
+        """Its latents can be decoded to images."""
         return getattr(self._model, "decoder", None) is not None
 
     @property
@@ -106,7 +106,7 @@ class ImageEncoder(Pretrained):
 
         Args:
           dtype: of the store.
-          batch_size: pictures in a forward, if the section leaves it open.
+          batch_size: images in a forward, if the section leaves it open.
         Raises: RecipeError: moments requested of an encoder without posterior.
         """
         keep = section.keep
@@ -140,7 +140,7 @@ class ImageEncoder(Pretrained):
         return torch.zeros(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda").numpy()
 
     def encode(self, pixels: np.ndarray) -> np.ndarray:
-        """Encode a batch of pictures of one size.
+        """Encode a batch of images of one size.
 
         Args:
           pixels: (B, height_px, width_px, 3) uint8.
@@ -153,7 +153,7 @@ class ImageEncoder(Pretrained):
             return self._forward(filled_up(pixels, self._batch_size))[: len(pixels)]
 
     def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
-        """Encode in float32 whatever the recipe's dtype, one picture at a time; as ``encode``.
+        """Encode in float32 whatever the recipe's dtype, one image at a time; as ``encode``.
 
         Raises: EncoderError: the weights can no longer be loaded.
         """
@@ -213,7 +213,7 @@ class ImageEncoder(Pretrained):
 
     @torch.inference_mode()
     def decode(self, latents: np.ndarray, *, zero_to_one: bool = False) -> np.ndarray:
-        """Decode raw latents (neither shifted nor scaled, but patchified) to pictures.
+        """Decode raw latents (neither shifted nor scaled, but patchified) to images.
 
         Args:
           latents: (B, C, H, W) float32.

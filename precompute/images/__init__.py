@@ -1,1 +1,1 @@
-"""Bytes of a picture to pixels, in child processes with a time limit."""
+"""Bytes of an image to pixels, in child processes with a time limit."""

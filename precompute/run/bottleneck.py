@@ -1,7 +1,7 @@
 """The stage that limits a precompute, the rate of each stage, and advice; pure functions of measured seconds.
 
 Decoding, encoding and writing overlap, so the run takes about as long as its slowest stage. Captions are encoded before
-the pictures, on the same device.
+the images, on the same device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Workers:
     Args:
       device: of the encoders, as "cpu" or "cuda".
       num_encoders: processes that encode, each with a writing thread.
-      num_decoders: pictures that are read and decoded concurrently.
+      num_decoders: images that are read and decoded concurrently.
     """
 
     device: str = "cpu"
@@ -54,12 +54,12 @@ class StageTime:
         return self.seconds / self.threads
 
 
-def stage_times(seconds: Mapping[str, float], num_pictures: int, workers: Workers) -> list[StageTime]:
+def stage_times(seconds: Mapping[str, float], num_images: int, workers: Workers) -> list[StageTime]:
     """Time and rate of each stage, in the order of the data.
 
     Args:
       seconds: of each stage, summed over its threads; other keys are ignored.
-      num_pictures: that went through all stages.
+      num_images: that went through all stages.
       workers: of the run.
     """
     found = []
@@ -70,7 +70,7 @@ def stage_times(seconds: Mapping[str, float], num_pictures: int, workers: Worker
             max(0.0, seconds[name]),
             workers.num_decoders if name in (READ, DECODE) else workers.num_encoders,
         )
-        rate = num_pictures * threads / taken if taken and name != TEXT else None
+        rate = num_images * threads / taken if taken and name != TEXT else None
         found.append(StageTime(name, taken, threads, rate))
     return found
 
@@ -91,9 +91,9 @@ def before_stages(seconds: Mapping[str, float], workers: Workers) -> str:
 def bound_by(times: list[StageTime]) -> str:
     """The slowest stage; reading and decoding, which share threads, count as one, named by the longer."""
     busy = {time.name: time.busy_seconds for time in times}
-    pictures = busy.get(READ, 0.0) + busy.get(DECODE, 0.0)
+    images = busy.get(READ, 0.0) + busy.get(DECODE, 0.0)
     both = READ if busy.get(READ, 0.0) > busy.get(DECODE, 0.0) else DECODE
-    totals = {both: pictures} | {name: busy[name] for name in (TEXT, ENCODE, WRITE) if name in busy}
+    totals = {both: images} | {name: busy[name] for name in (TEXT, ENCODE, WRITE) if name in busy}
     return max(totals, key=lambda name: totals[name])
 
 

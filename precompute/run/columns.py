@@ -250,5 +250,5 @@ def _is_finite(rows: Sequence[np.ndarray]) -> bool:
 
 def _too_large(pixels: np.ndarray) -> RecordRejected:
     height_px, width_px = pixels.shape[1:3]
-    detail = f"one picture of {height_px}x{width_px} px does not fit; vae.tile_px or a smaller vae.dtype needs less"
+    detail = f"one image of {height_px}x{width_px} px does not fit; vae.tile_px or a smaller vae.dtype needs less"
     return RecordRejected("encode", "out_of_memory", detail)

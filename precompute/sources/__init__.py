@@ -1,1 +1,1 @@
-"""Where pictures, captions and labels come from."""
+"""Where images, captions and labels come from."""

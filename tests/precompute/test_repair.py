@@ -199,7 +199,7 @@ def test_a_changed_source_is_never_written_in_the_place_of_what_was_encoded(
     before = tree_digest(root)
     found, _ = mended(root, source)
     assert [(finding.path, finding.cause) for finding in found.findings] == [(path, "not_reproduced")]
-    assert "another picture in the source" in found.findings[0].detail
+    assert "another image in the source" in found.findings[0].detail
     assert (found.damaged, found.findings[0].bucket, found.findings[0].shard) == (True, "64x64", 0)
     assert tree_digest(root) == before
     (source / record["key"]).unlink()

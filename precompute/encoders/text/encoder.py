@@ -254,7 +254,7 @@ class CaptionEncoder(Pretrained):
         return model
 
     def _language_model_alone(self) -> dict[str, Any]:
-        """Loading options that leave out the vision tower of a model that also reads pictures."""
+        """Loading options that leave out the vision tower of a model that also reads images."""
         names = weights_in(self._weights)
         prefixes = {name.removesuffix(EMBEDDING) for name in names if name.endswith(f".{EMBEDDING}")}
         config = language_config(self._folder)

@@ -42,7 +42,7 @@ FAMILIES = {
 
 
 def text_config(section: TextSection, folder: Path) -> dict[str, Any]:
-    """The config.json of a text encoder; of a model that also reads pictures, the part of its language model.
+    """The config.json of a text encoder; of a model that also reads images, the part of its language model.
 
     Raises: EncoderError: missing, or of an unknown architecture.
     """
@@ -51,7 +51,7 @@ def text_config(section: TextSection, folder: Path) -> dict[str, Any]:
 
 
 def language_config(folder: Path) -> Any:
-    """The config of a language model, or of the one in a model that also reads pictures, with all defaults.
+    """The config of a language model, or of the one in a model that also reads images, with all defaults.
 
     Raises: EncoderError: of an unknown architecture.
     """

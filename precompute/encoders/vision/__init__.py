@@ -1,1 +1,1 @@
-"""Vision transformers, whose tokens of a picture are stored for representation alignment."""
+"""Vision transformers, whose tokens of an image are stored for representation alignment."""

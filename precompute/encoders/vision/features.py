@@ -1,9 +1,9 @@
-"""Pictures to the tokens of a vision transformer, with which REPA and REG align a diffusion transformer.
+"""Images to the tokens of a vision transformer, with which REPA and REG align a diffusion transformer.
 
 The model gets the pixels that the autoencoder gets, normalised with its own mean and standard deviation, and then
 resized so that its patches fill the grid of ``FeatureSpec.grid``.
 
-Source: Yu et al. 2024, "Representation Alignment for Generation" (REPA): this order, a patch for 16 px of a picture.
+Source: Yu et al. 2024, "Representation Alignment for Generation" (REPA): this order, a patch for 16 px of an image.
 Wu et al. 2025, "Representation Entanglement for Generation" (REG): the class token beside the patches.
 """
 
@@ -35,7 +35,7 @@ from .families import (
 
 LOG = logging.getLogger(__name__)
 EMBEDDING = "embedding"
-PX_A_PATCH = 16  # of a picture, where the recipe leaves the resolution open
+PX_A_PATCH = 16  # of an image, where the recipe leaves the resolution open
 
 
 class FeatureEncoder(Pretrained):
@@ -92,7 +92,7 @@ class FeatureEncoder(Pretrained):
         return self._spec
 
     def encode(self, pixels: np.ndarray) -> list[np.ndarray]:
-        """Encode a batch of pictures of one size.
+        """Encode a batch of images of one size.
 
         Args:
           pixels: (B, height_px, width_px, 3) uint8, as the autoencoder gets them.
@@ -101,7 +101,7 @@ class FeatureEncoder(Pretrained):
         return self._forward(pixels)
 
     def encode_in_float32(self, pixels: np.ndarray) -> list[np.ndarray]:
-        """Encode in float32 whatever the recipe's dtype, one picture at a time; as ``encode``.
+        """Encode in float32 whatever the recipe's dtype, one image at a time; as ``encode``.
 
         Raises: EncoderError: the weights can no longer be loaded.
         """
@@ -135,7 +135,7 @@ def feature_spec(config: Any, section: FeatureSection, images_px: int, what: str
       what: key of the recipe, for messages.
     Raises:
       EncoderError: patches that are no squares, or other channels than red, green and blue.
-      RecipeError: a resolution with more patches than the pictures have pixels.
+      RecipeError: a resolution with more patches than the images have pixels.
     """
     patch_px, channels = config.patch_size, config.num_channels
     if not isinstance(patch_px, int) or patch_px < 1 or channels != 3:
@@ -146,7 +146,7 @@ def feature_spec(config: Any, section: FeatureSection, images_px: int, what: str
     resolution_px = section.resolution or max(1, round(images_px / PX_A_PATCH)) * patch_px
     if resolution_px > patch_px * images_px:
         raise RecipeError(
-            f"{what.removesuffix('model')}resolution {resolution_px}: more patches than pictures of {images_px} px "
+            f"{what.removesuffix('model')}resolution {resolution_px}: more patches than images of {images_px} px "
             f"have pixels. Needed {patch_px * images_px} or less; 0 chooses one."
         )
     return FeatureSpec(

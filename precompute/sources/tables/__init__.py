@@ -1,1 +1,1 @@
-"""Tables that name pictures or hold them: CSV, JSON, Parquet, Arrow, COCO."""
+"""Tables that name images or hold them: CSV, JSON, Parquet, Arrow, COCO."""
