@@ -21,6 +21,7 @@ from ...datasets.errors import DamageError
 from ..weights.folders import METRICS, STARTS
 
 NUM_BANDS, NUM_TIMES = 10, 8  # equal parts of the way from data to noise: of the training loss, of the held-out loss
+OFFSETS = {"all": 0.5, "mlperf": 0.0}  # of a held-out time in its eighth, by run.evaluate_times
 MOST_TERMS = 32  # of a history; a recipe adds a few to the loss
 LARGEST = 1e200  # a larger number is damage: no figure of a run comes near it
 SMOOTHED_SHARE = 0.02  # of a run, over which a smoothed line averages

@@ -22,7 +22,7 @@ from ..config import TrainRecipe
 from ..parallel.ranks import Ranks
 from ..parallel.strategy import choose_strategy
 from ..weights.folders import METRICS, STARTS
-from .history import Start, StepReport, parse_reports, read_history, whole_lines
+from .history import OFFSETS, Start, StepReport, parse_reports, read_history, whole_lines
 from .meter import computed_in
 
 LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "zarr")
@@ -55,6 +55,7 @@ class MetricsWriter:
         lines, _ = whole_lines(self._path)
         reports = zip(lines, parse_reports(self._path, lines), strict=True)
         write_atomic(self._path, b"".join(line + b"\n" for line, report in reports if report.step <= step))
+        self._offset = OFFSETS[recipe.run.evaluate_times]
         self._wandb = _start_wandb(run, recipe) if recipe.run.wandb else None
         self._tensorboard = SummaryWriter(run / "tensorboard", purge_step=step + 1)
 
@@ -63,7 +64,7 @@ class MetricsWriter:
         values = asdict(report)
         with open(self._path, "a") as file:
             file.write(json.dumps(values) + "\n")
-        figures = _scalars(values)
+        figures = _scalars(values, self._offset)
         for name, value in figures.items():
             self._tensorboard.add_scalar(name, value, report.step)
         if self._wandb is not None:
@@ -123,14 +124,18 @@ def _start_wandb(run: Path, recipe: TrainRecipe) -> Any:
     return started
 
 
-def _scalars(values: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a report that can be plotted over the steps, one for each band and each time."""
+def _scalars(values: dict[str, Any], offset: float) -> dict[str, float]:
+    """The numbers of a report that can be plotted over the steps, one for each band and each time.
+
+    Args:
+      offset: of a held-out time in its eighth.
+    """
     figures = {name: value for name, value in values.items() if name not in ("step", "held_out", "loss_terms")}
     for group in ("loss_terms", "held_out"):
         figures |= {f"{group}/{name}": value for name, value in (values[group] or {}).items()}
     for name in [name for name, value in figures.items() if isinstance(value, list)]:
-        by_time, middle = figures.pop(name), 0.5 if name.startswith("held_out/") else 0.0
-        figures |= {f"{name}/{(number + middle) / len(by_time):g}": value for number, value in enumerate(by_time)}
+        by_time, first = figures.pop(name), offset if name.startswith("held_out/") else 0.0
+        figures |= {f"{name}/{(number + first) / len(by_time):g}": value for number, value in enumerate(by_time)}
     return {name: value for name, value in figures.items() if value is not None}
 
 

@@ -1,9 +1,9 @@
 """The loss of held-out records while a run trains; the run computes what it would without it, bit for bit.
 
-It can be compared over the steps of a run: at eight fixed times, with noise that is fixed for each record. Records are
-evaluated in groups of one forward each, which depend on stores and recipe alone. A forward adds in an order that may
-depend on the images beside each other, so ranks share groups, never images of one: each loss is the same to the bit at
-any number of ranks.
+It can be compared over the steps of a run: at eight fixed times, with noise that is fixed for each record; or, as MLPerf
+Training does, each record at one of eight times in turn. Records are evaluated in groups of one forward each, which
+depend on stores and recipe alone. A forward adds in an order that may depend on the images beside each other, so ranks
+share groups, never images of one: each loss is the same to the bit at any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from ....datasets.order.filters import key_hashes
 from ....datasets.order.shuffle import mix
 from ...data_recipe import Objective
 from ...metrics.flops import latent_size_of, tokens_per_image
-from ...metrics.history import NUM_TIMES, HeldOutLoss
+from ...metrics.history import NUM_TIMES, OFFSETS, HeldOutLoss
 from ...models.conditioning import select
 from ...objectives.losses import PLAIN, TRAIN_STEPS, objective_losses
 from ...techniques.images import Microbatch
 from ..state import Run
 
-SHARES = tuple((number + 0.5) / NUM_TIMES for number in range(NUM_TIMES))  # of the way from data to noise
 GROUP_TOKENS = 8192  # image tokens of a forward: enough to keep a GPU busy, far fewer than a training step holds
 MOST_SHARE = 0.01  # of a run's time, above which a warning says what would be less
 
@@ -69,6 +68,7 @@ class Evaluation:
         self._stage, self._groups = dict[int, float](), list[Group]()  # those of the last evaluation
         self._batches: dict[int, tuple[Batch, Tensor]] = {}  # this rank's groups, with the keys of their noise
         self._last_end, self._num_evaluations = time.perf_counter(), 0
+        self._is_mlperf = run.recipe.run.evaluate_times == "mlperf"
         data = run.recipe.data
         for start in {turn.start for turn in data.turns} or {0}:
             if not self.groups(start + 1):
@@ -126,7 +126,7 @@ class Evaluation:
             chosen = np.argsort(hashes[bucket])
             chosen = chosen[hashes[bucket][chosen] <= limit] if len(limit) else chosen
             tokens = tokens_per_image(self._run.spec, latent_size_of(bucket, store.spec.latent))
-            size = max(1, GROUP_TOKENS // (NUM_TIMES * tokens))
+            size = max(1, GROUP_TOKENS // (tokens * (1 if self._is_mlperf else NUM_TIMES)))
             for start in range(0, len(chosen), size):
                 part = chosen[start : start + size]
                 groups.append(Group(number, bucket, positions[part], hashes[bucket][part]))
@@ -149,9 +149,11 @@ class Evaluation:
         return self._reader.read(planned, wanted)
 
     def _mean_losses(self, groups: list[Group]) -> list[float | None]:
-        """Mean over records and times, then over the records at each time; None: not finite."""
+        """Mean over records and times, then over the records at each time; None: not finite, or no record has it."""
         ranks, starts = self._run.ranks, np.cumsum([0, *(len(group.positions) for group in groups)])
-        table = torch.zeros(int(starts[-1]), NUM_TIMES, device=self._run.device)
+        numbers = torch.arange(int(starts[-1]), device=self._run.device)[:, None]
+        times = numbers % NUM_TIMES if self._is_mlperf else torch.arange(NUM_TIMES).to(numbers).expand(len(numbers), -1)
+        table = torch.zeros(times.shape, device=self._run.device)
         for first in range(0, len(groups), ranks.world_size):
             # A sharded model needs every rank in every forward: one without a group computes another's again.
             number = (first + ranks.rank) % len(groups)
@@ -159,13 +161,18 @@ class Evaluation:
                 keys = torch.from_numpy(noise_keys(groups[number].hashes))
                 self._batches[number] = self.read(groups[number]), keys
             batch, keys = self._batches[number]
-            losses = losses_at_fixed_times(self._run, batch.to(self._run.device), keys.to(self._run.device))
+            rows = slice(starts[number], starts[number + 1])
+            losses = losses_at_fixed_times(
+                self._run, batch.to(self._run.device), keys.to(self._run.device), times[rows]
+            )
             if first + ranks.rank < len(groups):
-                table[starts[number] : starts[number + 1]] = losses
+                table[rows] = losses
         if ranks.world_size > 1:
             dist.all_reduce(table)  # each loss and zeros
-        by_time = table.double().cpu().mean(0)  # in a fixed order, whatever the ranks
-        return [loss if math.isfinite(loss) else None for loss in (by_time.mean().item(), *by_time.tolist())]
+        losses, times = table.double().cpu(), times.cpu()  # whose means are in a fixed order, whatever the ranks
+        by_time = torch.stack([losses[times == number].mean() for number in range(NUM_TIMES)])
+        mean = by_time[times.unique()].mean()  # over the times that a record has
+        return [loss if math.isfinite(loss) else None for loss in (mean.item(), *by_time.tolist())]
 
     def _synchronized_time(self) -> float:
         if self._run.device.type == "cuda":
@@ -174,27 +181,29 @@ class Evaluation:
 
 
 @torch.no_grad()
-def losses_at_fixed_times(run: Run, batch: Batch, noise: Tensor) -> Tensor:
-    """Plain loss of each record of a batch at each of the eight times, in one forward with all tokens in all blocks.
+def losses_at_fixed_times(run: Run, batch: Batch, noise: Tensor, numbers: Tensor) -> Tensor:
+    """Plain loss of each record of a batch at some of the eight times, in one forward with all tokens in all blocks.
 
     The run does not change. Blocks are not compiled for it: they would be for each of its shapes.
 
     Args:
       batch: on the run's device.
       noise: (B, 8) int64 keys, there too.
-    Returns: (B, 8) float32.
+      numbers: (B, K) int64 of times, there too.
+    Returns: (B, K) float32.
     """
-    objective, count, keys, width = run.recipe.objective, len(batch), noise.flatten(), run.spec.class_width
+    objective, count, width = run.recipe.objective, len(batch), run.spec.class_width
+    keys, offset = noise.gather(1, numbers).flatten(), OFFSETS[run.recipe.run.evaluate_times]
     conditioning = run.conditioner(
         batch.labels, batch.texts, batch.records, store=batch.store, widen=run.autocast_dtype is None
     )
     targets = run.read_targets(batch, run.token_grid(batch.latents), trains=False)
-    repeated = [image for image in range(count) for _ in range(NUM_TIMES)]
+    repeated = [image for image in range(count) for _ in range(numbers.shape[1])]
     latents, conditioning, targets = select((batch.latents, conditioning, targets), repeated)
     images = Microbatch(
         latents,
         noise=keyed_noise(keys, tuple(latents.shape[1:])),
-        times=fixed_times(objective, run.device).repeat(count),
+        times=fixed_times(objective, run.device, offset)[numbers.flatten()],
         conditioning=conditioning,
         draws={"class_noise": keyed_noise(keys + 1, (width,))} if width else {},
         targets=targets,
@@ -203,12 +212,14 @@ def losses_at_fixed_times(run: Run, batch: Batch, noise: Tensor) -> Tensor:
     with torch.compiler.set_stance("force_eager"):
         output = run.predict(images, run.inputs(images)).output
     losses = objective_losses(objective, output, images.latents, images.noise, images.times)
-    return losses[PLAIN].view(count, NUM_TIMES)
+    return losses[PLAIN].view(numbers.shape)
 
 
-def fixed_times(section: Objective, device: torch.device) -> Tensor:
+def fixed_times(section: Objective, device: torch.device, offset: float = OFFSETS["all"]) -> Tensor:
     """The eight times, (8,) float32: of "ddpm" whole steps below 1000, of "flow" from 0 (data) to 1 (noise)."""
-    times = [float(int(share * TRAIN_STEPS)) for share in SHARES] if section.kind == "ddpm" else SHARES
+    times = [(number + offset) / NUM_TIMES for number in range(NUM_TIMES)]
+    if section.kind == "ddpm":
+        times = [float(int(share * TRAIN_STEPS)) for share in times]
     return torch.tensor(times, device=device)
 
 
