@@ -185,8 +185,8 @@ class RunSection(Section):
     evaluate_images: Positive = 64
     """Held-out records of which the loss is computed, at most: always the same ones."""
     evaluate_times: Literal["all", "mlperf"] = "all"
-    """"all": each record at eight times, the middles of eighths. "mlperf": each at one of 0, 1/8 ... 7/8 in turn, as MLPerf
-    Training measures Flux.1."""
+    """"all": each record at eight times, the middles of eighths. "mlperf": each at one of 0, 1/8 ... 7/8 in turn, as
+    MLPerf Training measures Flux.1."""
     sample_every: Count = 0
     """Steps between grids of pictures by the averaged weights, samples/step-N.png; 0: none. The last step has one."""
     sample_count: Positive = 16

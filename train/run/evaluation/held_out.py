@@ -1,9 +1,9 @@
 """The loss of held-out records while a run trains; the run computes what it would without it, bit for bit.
 
-It can be compared over the steps of a run: at eight fixed times, with noise that is fixed for each record; or, as MLPerf
-Training does, each record at one of eight times in turn. Records are evaluated in groups of one forward each, which
-depend on stores and recipe alone. A forward adds in an order that may depend on the images beside each other, so ranks
-share groups, never images of one: each loss is the same to the bit at any number of ranks.
+It can be compared over the steps of a run: at eight fixed times, with noise that is fixed for each record; or, as
+MLPerf Training does, each record at one of eight times in turn. Records are evaluated in groups of one forward each,
+which depend on stores and recipe alone. A forward adds in an order that may depend on the images beside each other, so
+ranks share groups, never images of one: each loss is the same to the bit at any number of ranks.
 """
 
 from __future__ import annotations
