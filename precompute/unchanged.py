@@ -88,7 +88,7 @@ def _has_same_settings(spec: StoreSpec, recipe: PrecomputeRecipe, store: Path) -
     return (
         spec.leandit_version == __version__
         and typed.recipe == spec.recipe
-        and {one.name for one in spec.text_encoders} == recipe.text_sections.keys()
+        and {encoder.name for encoder in spec.text_encoders} == recipe.text_sections.keys()
         and libraries == library_majors(*libraries)
     )
 
@@ -98,11 +98,11 @@ def _has_same_encoders(spec: StoreSpec, recipe: PrecomputeRecipe, device: str) -
     # A vision model is only known once it is loaded.
     if spec.features or not _is_same(spec.vae, VaeFiles(recipe.vae), recipe.vae.dtype, device):
         return False
-    for one in spec.text_encoders:
-        section = recipe.text_sections[one.name]
+    for encoder in spec.text_encoders:
+        section = recipe.text_sections[encoder.name]
         files = ModelFiles(section, "text.model")
         tokenizer = hash_files(tokenizer_files(files.tokenizer_folder(section.tokenizer_subfolder)))
-        if not _is_same(one.encoder, files, section.dtype, device, tokenizer):
+        if not _is_same(encoder.encoder, files, section.dtype, device, tokenizer):
             return False
     return True
 
@@ -119,5 +119,5 @@ def _is_same(
         "tokenizer_sha256": known.tokenizer_sha256,
         "tokenizer_files_sha256": tokenizer_files_sha256,
     }
-    found = files.identity(name, "float32", library, **hashes)
-    return found.model_copy(update={"model": known.model, "revision": known.revision}) == known
+    identity = files.identity(name, "float32", library, **hashes)
+    return identity.model_copy(update={"model": known.model, "revision": known.revision}) == known

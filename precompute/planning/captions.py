@@ -46,8 +46,8 @@ class CaptionCounts(NamedTuple):
         with of_table(self.name):
             counts = np.array([count for part in parts for count in self.tokenizer.count(part)], np.int64)
         num_tokens = np.minimum(counts, self.max_tokens).astype(np.int32)
-        found = pa.array(num_tokens), pa.array(counts > self.max_tokens)
-        return {f"{name}{self.suffix}": values for name, values in zip(CAPTION_COUNTS, found, strict=True)}
+        counted = pa.array(num_tokens), pa.array(counts > self.max_tokens)
+        return {f"{name}{self.suffix}": values for name, values in zip(CAPTION_COUNTS, counted, strict=True)}
 
 
 def plan_captions(
@@ -73,7 +73,7 @@ def plan_captions(
     if not encoders:
         none = pa.scalar([], IDS_SCHEMA.field(0).type)
         nothing = (
-            pa.RecordBatch.from_arrays([pa.repeat(none, len(some))], schema=IDS_SCHEMA) for some in texts_of_records
+            pa.RecordBatch.from_arrays([pa.repeat(none, len(lists))], schema=IDS_SCHEMA) for lists in texts_of_records
         )
         return before, map_table(IDS_SCHEMA, nothing, WHAT)["caption_ids"]
     num_known, numbers = before.num_rows, GrowingArray("uint16", WHAT)  # of captions of each record
@@ -83,7 +83,7 @@ def plan_captions(
         connection.execute("CREATE TEMP TABLE texts AS SELECT * FROM stream")
         connection.execute("CREATE TEMP TABLE firsts AS SELECT text, min(position) AS first FROM texts GROUP BY text")
         new = connection.sql(f"SELECT first, text FROM firsts WHERE first >= {num_known} ORDER BY first")
-        count_fields = [schema.field(f"{name}{one.suffix}") for one in encoders for name in CAPTION_COUNTS]
+        count_fields = [schema.field(f"{name}{encoder.suffix}") for encoder in encoders for name in CAPTION_COUNTS]
         counted_schema = pa.schema([("first", pa.int64()), *TEXT_SCHEMA, *count_fields])
         counts = _counted(new.to_arrow_reader(BATCH_ROWS), encoders, counted_schema)
         connection.register("counted", map_table(counted_schema, counts, WHAT))

@@ -277,7 +277,7 @@ def _decide(
     spec = base.plan.spec
     checksums = {
         name: TakenColumn(base.records[f"source_checksum{suffix}"], undecided)
-        for name, suffix in [("", ""), *((one.name, f"_{one.name}") for one in spec.companions)]
+        for name, suffix in [("", ""), *((companion.name, f"_{companion.name}") for companion in spec.companions)]
     }
 
     def is_same(number: int) -> bool:
@@ -291,8 +291,8 @@ def _decide(
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="leandit-compare") as pool:
         for start in range(0, len(undecided), CHECKED_AT_ONCE):
-            some = range(start, min(start + CHECKED_AT_ONCE, len(undecided)))
-            for number, same in zip(some, pool.map(is_same, some), strict=True):
+            batch = range(start, min(start + CHECKED_AT_ONCE, len(undecided)))
+            for number, same in zip(batch, pool.map(is_same, batch), strict=True):
                 states[undecided[number]] = SAME if same else CHANGED
                 progress(number + 1)
 

@@ -34,13 +34,13 @@ def check_apart(root: Path, source: Source) -> None:
 
     Raises: SourceError.
     """
-    for one in source.parts:
-        has_classes = one.kind == "imagefolder" and source.classes
-        folder, store = Path(one.name.removeprefix("file://")).resolve(), root.resolve()
+    for part in source.parts:
+        has_classes = part.kind == "imagefolder" and source.classes
+        folder, store = Path(part.name.removeprefix("file://")).resolve(), root.resolve()
         is_inside = store.is_relative_to(folder)
         if has_classes and is_inside and not any(part.startswith(".") for part in store.relative_to(folder).parts):
             raise SourceError(
-                f"store '{root}': it is inside source '{one.name}', whose folders are its classes: the store "
+                f"store '{root}': it is inside source '{part.name}', whose folders are its classes: the store "
                 "would become one of them. Nothing was changed. Give a --store elsewhere."
             )
 
@@ -90,46 +90,46 @@ def is_sealed(root: Path, plan: FrozenPlan) -> bool:
     return plan.revision in sealed_revisions(root)
 
 
-def check_fingerprint(root: Path, found: StoreSpec, wanted: StoreSpec) -> None:
+def check_fingerprint(root: Path, stored: StoreSpec, expected: StoreSpec) -> None:
     """Raise if other encoders or settings made the store, naming each field.
 
     Raises: FingerprintMismatch.
     """
-    if found.fingerprint == wanted.fingerprint:
+    if stored.fingerprint == expected.fingerprint:
         return
     advice = ""
     if has_unfinished(root):
         advice = "; or first finish this one with the settings that made it"
-        if is_extension(found, wanted):
+        if is_extension(stored, expected):
             advice += ", and then run this command again: it adds the rest"
         if has_unfinished(root, after=1):
             advice += ". To give the addition up, remove its folder, the last in revisions/"
-    elif left_out := _left_out(found, wanted):
+    elif left_out := _left_out(stored, expected):
         names = " ".join(f"--without {name}" for name in left_out)
         advice = f"; 'leandit compact {root} --out NEW {names}' makes a store without what the recipe leaves out"
-    fields = "".join(f"\n  {line}" for line in _differences(found, wanted))
+    fields = "".join(f"\n  {line}" for line in _differences(stored, expected))
     raise FingerprintMismatch(
         f"store '{root}': made with other encoders or settings. Nothing was changed. Use the settings that made it, or "
         f"give another --store{advice}. What differs:{fields}"
     )
 
 
-def _left_out(found: StoreSpec, wanted: StoreSpec) -> list[str]:
+def _left_out(stored: StoreSpec, expected: StoreSpec) -> list[str]:
     """Names of what a store has and a recipe leaves out, as far as a copy can be without it."""
-    names = [one.name for one in (*found.text_encoders[1:], *found.features, *found.companions)]
-    kept = {one.name for one in (*wanted.text_encoders, *wanted.features, *wanted.companions)}
+    names = [part.name for part in (*stored.text_encoders[1:], *stored.features, *stored.companions)]
+    kept = {part.name for part in (*expected.text_encoders, *expected.features, *expected.companions)}
     return [name for name in names if name not in kept]
 
 
 def _named(spec: StoreSpec) -> dict[str, Any]:
     """The identity of a spec, in which all TABLES are by name."""
     identity = {kind: {} for kind in TABLES} | spec.identity()
-    return identity | {"companions": {one["name"]: one for one in identity["companions"]}}
+    return identity | {"companions": {part["name"]: part for part in identity["companions"]}}
 
 
-def _differences(found: StoreSpec, wanted: StoreSpec) -> list[str]:
+def _differences(stored: StoreSpec, expected: StoreSpec) -> list[str]:
     """Lines on what a store and a recipe do not have in common: whole tables, else each field."""
-    old, new, lines = _named(found), _named(wanted), []
+    old, new, lines = _named(stored), _named(expected), []
     for kind, table in TABLES.items():
         before, now = list(old[kind]), list(new[kind])
         for name in sorted({*before} ^ {*now}):
@@ -160,5 +160,5 @@ def is_extension(before: StoreSpec, after: StoreSpec) -> bool:
     is_first &= later[: len(earlier)] == earlier
     for kind in ("texts", "features"):
         known, now = old.pop(kind, {}), new.pop(kind, {})
-        is_first &= all(now.get(name) == one for name, one in known.items())
+        is_first &= all(now.get(name) == part for name, part in known.items())
     return is_first and old == new

@@ -88,7 +88,7 @@ def check_autoencoder(
     for line in describe(check):
         say(f"self-check: {line}")
     unusual = unusual_channels(check)
-    decibels = [one.psnr_db for one in check.images]
+    decibels = [image.psnr_db for image in check.images]
     if np.median(decibels) < min_psnr_db:
         raise EncoderError(
             f"vae.model '{plan.spec.vae.model}': images of the source come back from its decoder with a PSNR "
@@ -161,7 +161,7 @@ def _psnr_db(trip: RoundTrip, gain: float = 1.0, offset: float = 0.0) -> float:
 
 def describe(check: SelfCheck) -> list[str]:
     """The figures of a self-check, in words."""
-    decibels = [one.psnr_db for one in check.images]
+    decibels = [image.psnr_db for image in check.images]
     each = ", ".join(f"{value:.1f}" for value in decibels)
     lines = [f"PSNR of {len(decibels)} images that came back from the VAE: {each} dB"]
     for name, values in (("mean", check.channel_mean), ("deviation", check.channel_std)):

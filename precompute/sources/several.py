@@ -144,7 +144,7 @@ def _joined(source: Source, name: str, classes: list[str]) -> Iterator[pa.Record
     for batch in source.records.batches():
         if not name:  # labels of the first source stay
             paths = (batch["path"], batch["companions"].flatten().field("path"))
-            if any(pc.any(pc.starts_with(some, MARK)).as_py() for some in paths):
+            if any(pc.any(pc.starts_with(texts, MARK)).as_py() for texts in paths):
                 raise SourceError(f"source '{source.name}': a path begins with '{MARK}'. Give it alone, or last.")
             yield batch
             continue

@@ -131,9 +131,9 @@ class SourceFiles:
         if files_first:
             names.sort(key=folders.__contains__)
         for start in range(0, len(names), STATS_AT_ONCE):
-            some = names[start : start + STATS_AT_ONCE]
-            described = iter(self._describe(prefix, [name for name in some if name not in folders], listed))
-            for name in some:
+            batch = names[start : start + STATS_AT_ONCE]
+            described = iter(self._describe(prefix, [name for name in batch if name not in folders], listed))
+            for name in batch:
                 if name not in folders:
                     yield next(described)
                 elif name in new:
@@ -278,10 +278,10 @@ class RemoteFiles(SourceFiles):
 
     def _look(self, path: str) -> FoundFile | None:
         try:
-            found = self._reader.info(path)
+            info = self._reader.info(path)
         except StoreError as error:
             raise SourceError(str(error)) from error
-        return _remote_file(path, found) if found and found["type"] == "file" else None
+        return _remote_file(path, info) if info and info["type"] == "file" else None
 
     def open(self, path: str, *, ahead: bool = True) -> BinaryIO:
         if (file := self._look(path)) is None:
@@ -374,8 +374,8 @@ def open_files(source: Path | str) -> SourceFiles:
         )
     files, names = open_source_files(folders[0]), [path.rpartition("/")[2] for path in paths]
     for name in names:
-        found = files.look(name)
-        if found and not found.problem:
+        info = files.look(name)
+        if info and not info.problem:
             continue
         if os.path.isdir(os.path.join(folders[0], name)):
             raise SourceError(

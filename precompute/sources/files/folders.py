@@ -85,8 +85,8 @@ def _images(files: SourceFiles) -> Iterator[FoundFile]:
 
 def _wnid(path: str) -> str:
     """The wnid that the name of a file begins with, or an empty text."""
-    found = WNID.fullmatch(path.rpartition("/")[2])
-    return found[1] if found else ""
+    match = WNID.fullmatch(path.rpartition("/")[2])
+    return match[1] if match else ""
 
 
 def _guess_wnids(files: SourceFiles, scan: Scan) -> bool:
@@ -112,17 +112,17 @@ def _guess_wnids(files: SourceFiles, scan: Scan) -> bool:
 
 def has_sidecars(files: SourceFiles) -> bool:
     """Whether among the first files a text has the name of an image."""
-    some = [file.path for file in itertools.islice(files.walk(files_first=True), LOOKED_AT)]
-    texts = {path.rpartition(".")[0] for path in some if path.endswith(SIDECARS)}
-    return bool(_text_folder(files)) or any(is_image(path) and path.rpartition(".")[0] in texts for path in some)
+    first = [file.path for file in itertools.islice(files.walk(files_first=True), LOOKED_AT)]
+    texts = {path.rpartition(".")[0] for path in first if path.endswith(SIDECARS)}
+    return bool(_text_folder(files)) or any(is_image(path) and path.rpartition(".")[0] in texts for path in first)
 
 
 def _text_folder(files: SourceFiles) -> str | None:
     """The folder of texts next to a folder ``images``: same names, other extensions."""
     folders = set(itertools.islice(files.folders(), LOOKED_AT))
     for folder in TEXT_FOLDERS if IMAGE_FOLDER in folders else ():
-        some = itertools.islice(files.inside(folder).walk(), LOOKED_AT) if folder in folders else ()
-        if any(file.path.endswith(SIDECARS) for file in some):
+        first = itertools.islice(files.inside(folder).walk(), LOOKED_AT) if folder in folders else ()
+        if any(file.path.endswith(SIDECARS) for file in first):
             return folder
     return None
 

@@ -139,8 +139,8 @@ def _has_shards(files: SourceFiles) -> bool:
 
 
 def _holds_images(files: SourceFiles, folder: str) -> bool:
-    some = islice(files.inside(folder).walk(files_first=True), LOOKED_AT)
-    return any(is_image(file.path) or file.path.endswith(SHARD_ENDS) for file in some)
+    files_inside = islice(files.inside(folder).walk(files_first=True), LOOKED_AT)
+    return any(is_image(file.path) or file.path.endswith(SHARD_ENDS) for file in files_inside)
 
 
 def _num_entries(files: SourceFiles, folder: str) -> int:
@@ -166,18 +166,18 @@ def choose_split(where: str, counts: Counter[str], asked: str, show: Callable[[i
     Raises: SourceError: several and none named; or none of this name.
     """
     splits = [name for name in counts if name]
-    there = ", ".join(f"{name} ({show(counts[name])})" for name in splits)
+    listed = ", ".join(f"{name} ({show(counts[name])})" for name in splits)
     if asked == ALL or (not asked and len(splits) < 2):
         return None
     if not asked:
         raise SourceError(
-            f"source '{where}': it holds several splits: {there}. Name the one to store, as --set "
+            f"source '{where}': it holds several splits: {listed}. Name the one to store, as --set "
             f"source.split={_likely(splits)}; 'all' takes all of them as one source."
         )
     same = [name for name in splits if name == asked]
     same = same or [name for name in splits if _usual(name) == _usual(asked)]
     if len(same) != 1:
-        raise SourceError(f"source '{where}': no split '{asked}'. It holds: {there or 'no recognizable splits'}.")
+        raise SourceError(f"source '{where}': no split '{asked}'. It holds: {listed or 'no recognizable splits'}.")
     return same[0]
 
 

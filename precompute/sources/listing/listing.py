@@ -151,8 +151,8 @@ def _counted(batches: Iterable[pa.RecordBatch], progress: Callable[[int], None])
 def record_batches(records: Iterable[SourceRecord]) -> Iterator[pa.RecordBatch]:
     """Records as batches of SCHEMA, lazily."""
     iterator = iter(records)
-    while some := list(islice(iterator, BATCH_ROWS)):
-        yield record_batch(some)
+    while batch := list(islice(iterator, BATCH_ROWS)):
+        yield record_batch(batch)
 
 
 def record_batch(records: Sequence[SourceRecord]) -> pa.RecordBatch:

@@ -457,12 +457,12 @@ class EmbeddedImages:
             if path in self._files:
                 return self._files[path]
         with _opened(self.files, path, self.settings.kind) as file:
-            found = file.starts, find_columns(file.schema, path, self.settings).image, file.index
+            described = file.starts, find_columns(file.schema, path, self.settings).image, file.index
         with self._lock:
-            self._files[path] = found
+            self._files[path] = described
             while len(self._files) > OPEN_FILES:
                 self._files.popitem(last=False)
-        return found
+        return described
 
     def _group(self, path: str, group: int, column: str, index: Any) -> pa.ChunkedArray:
         """Images of a group; waits if another thread is reading it."""

@@ -77,7 +77,7 @@ def _class_tar(
                     scan.ignored.file(inner.name)
     except SourceError as error:  # the rest of the classes is whole
         problem = ("unreadable", f"class tar '{wnid}.tar': {error}")
-    for inner in sorted(images, key=lambda one: one.name.rpartition("/")[2]):
+    for inner in sorted(images, key=lambda member: member.name.rpartition("/")[2]):
         yield _image(f"{wnid}/{inner.name.rpartition('/')[2]}", place, inner, label)
     if problem:
         yield SourceRecord(f"{wnid}.tar", name, start, member.size if member else 0, place.mtime_ns, problem=problem)
@@ -95,7 +95,7 @@ def _validation(files: SourceFiles, name: str, scan: Scan) -> Iterator[SourceRec
                 images.append((int(match[1]), member))
             else:
                 scan.ignored.file(member.name)
-    for number, member in sorted(images, key=lambda one: one[0]):
+    for number, member in sorted(images, key=lambda numbered: numbered[0]):
         key = member.name.rpartition("/")[2]
         if wnids and not 1 <= number <= len(wnids):
             yield _image(key, place, member, -1, ("bad_metadata", f"'{VAL_LABELS}' has no line {number}"))
