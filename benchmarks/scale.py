@@ -38,17 +38,16 @@ from leandit.datasets.format.layout import (
     PLAN,
     RECORDS,
     commit_path,
-    is_image_part,
     revision_prefix,
     rows_path,
 )
-from leandit.datasets.format.schema import LatentStatistics, Reject
+from leandit.datasets.format.schema import FORMAT_VERSION, CommitRecord, LatentStatistics, Reject
 from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA, REJECTED, STORED, plan_schema
 from leandit.datasets.format.tables import parquet_file
 from leandit.datasets.loader import make_loader
 from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.revisions.catalog import file_entry
-from leandit.datasets.revisions.commits import commit_record, new_results
+from leandit.datasets.revisions.commits import new_results
 from leandit.datasets.revisions.plan import first_plan, freeze_plan, read_plan
 from leandit.datasets.revisions.writer import StoreWriter, row_checksum
 from leandit.datasets.store import LatentStore
@@ -202,26 +201,28 @@ def write_commits(store: str) -> None:
     plan = read_plan(root, 1)
     nothing = LatentStatistics(count=0, channel_mean=[0.0] * 4, channel_std=[0.0] * 4)
     for part, shard in plan.layout.tasks():
-        paths = [array.shard_path(shard) for array in plan.layout.part_arrays(part)]
+        paths = [array.shard_path(shard) for array in plan.layout.parts[part].arrays]
         for path in paths:
             write_atomic(root / path, b"x")
-        rows, is_rows = plan.layout.rows_of(part, shard), is_image_part(part)
-        results = new_results(plan.layout.parts[part], plan.layout.num_items(part, shard))
+        rows, is_rows = plan.layout.parts[part].items(shard), bool(plan.layout.parts[part].bucket)
+        results = new_results(plan.layout.parts[part], len(rows))
         results["state"] = STORED
         results["checksum"] = results["source_checksum"] = rng.integers(1, 1 << 63, results.shape)
         rejected = rows[::RARE] if is_rows else ()
         if is_rows:
             results["state"][::RARE] = REJECTED
-        record = commit_record(
-            plan,
-            part,
-            shard,
-            results,
-            files=[file_entry(path, b"x") for path in paths],
+        results_file = file_entry(rows_path(1, part, shard), results.tobytes())
+        record = CommitRecord(
+            format_version=FORMAT_VERSION,
+            plan=plan.hash,
+            part=part,
+            shard=shard,
+            files=[*(file_entry(path, b"x") for path in paths), results_file],
             rejects=[Reject(row=r, key=f"{r}", stage="encode", reason="nonfinite", detail="made up") for r in rejected],
             fallbacks=[],
             statistics=nothing if is_rows else None,
-        )
+            record_hash="",
+        ).with_hash()
         write_atomic(root / rows_path(1, part, shard), [results.tobytes()])
         write_atomic(root / commit_path(1, part, shard), canonical_json(record.model_dump()))
 

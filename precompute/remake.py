@@ -104,7 +104,7 @@ def _keep_intact_rows(root: Path, plan: FrozenPlan, shard: Shard) -> dict[str, n
 
     Rows of records that were rejected are empty, whatever the source holds now, unless it was for a caption.
     """
-    rows = plan.layout.rows_of(*shard.task)
+    rows = shard.part.items(shard.number)
     positions = plan.positions_of(shard.part)[rows.start : rows.stop]
     records = plan.records.take(pa.array(positions, mask=positions < 0))  # nulls for a row that no record has
     arrays = {path: rows.copy() for path, rows in shard.arrays.items()}

@@ -107,14 +107,9 @@ def zarr_files(spec: StoreSpec, arrays: Iterable[ArrayLayout]) -> dict[str, byte
     return files
 
 
-def is_image_part(part: str) -> bool:
-    """Whether a part holds rows of images, not captions."""
-    return part.startswith(f"{BUCKETS}/")
-
-
 def is_image_task(task: Task) -> bool:
     """Whether a task encodes images, not captions."""
-    return is_image_part(task[0])
+    return task[0].startswith(f"{BUCKETS}/")
 
 
 def next_row(spec: StoreSpec, bucket: str, arrays: Mapping[str, ArrayLayout]) -> int:
@@ -263,6 +258,12 @@ class Part(NamedTuple):
             return self.captions.null if self.is_null else self.captions.arrays
         return [layout for layouts in self.groups.values() for layout in layouts]
 
+    def items(self, shard: int) -> range:
+        """What a task has: rows of the bucket; captions, counted from the first of the part; 0 for a null caption."""
+        if self.is_null:
+            return range(1)
+        return self.captions.captions_of(shard) if self.captions else self.arrays[0].rows_of(shard)
+
 
 @dataclass(frozen=True)
 class RevisionLayout:
@@ -379,42 +380,22 @@ class RevisionLayout:
         """Name of the part of each array."""
         return {array.path: part.name for part in self.parts.values() for array in part.arrays}
 
-    def part_arrays(self, part: str) -> list[ArrayLayout]:
-        """Arrays of which each task of a part writes a shard."""
-        return self.parts[part].arrays
-
     def num_bytes(self, tasks: Iterable[Task]) -> int:
         """Bytes of the shards of some tasks, uncompressed."""
-        arrays = ((array, shard) for part, shard in tasks for array in self.part_arrays(part))
+        arrays = ((array, shard) for part, shard in tasks for array in self.parts[part].arrays)
         return sum(len(array.rows_of(shard)) * array.row_bytes for array, shard in arrays)
 
     def tasks(self) -> list[Task]:
         """All tasks of the revision, in the order in which they are done."""
         return [(part.name, shard) for part in self.parts.values() for shard in part.shards]
 
-    def rows_of(self, part: str, shard: int) -> range:
-        """Rows of the part's arrays that a task writes."""
-        return self.part_arrays(part)[0].rows_of(shard)
-
     def counted_rows(self, part: str, shard: int) -> range:
         """Rows of a task whose records no other task of the revision has before it: to count each record once."""
-        rows, one = self.rows_of(part, shard), self.parts[part]
+        one = self.parts[part]
+        rows = one.items(shard)
         if LATENTS in one.groups:
             return rows
         return range(rows.start, max(rows.start, min(rows.stop, self.first_row(one.bucket))))
-
-    def captions_of(self, part: str, shard: int) -> range:
-        """Captions of a shard of a text encoder, counted from the first one that its part has."""
-        captions = self.parts[part].captions
-        assert captions is not None, "only parts of captions have captions"
-        return captions.captions_of(shard)
-
-    def num_items(self, part: str, shard: int) -> int:
-        """Records of a task of images, captions of a task of captions, 1 for a null caption."""
-        one = self.parts[part]
-        if one.is_null:
-            return 1
-        return len(self.captions_of(part, shard) if one.captions else self.rows_of(part, shard))
 
 
 def _layout(path: str, row: Row, ranges: Sequence[RowRange], rows: int, chunk_rows: int, codec: str) -> ArrayLayout:

@@ -35,7 +35,7 @@ from ..format.table_schemas import (
 from ..revisions.catalog import planned_revisions, read_manifest, sealed_revisions
 from ..revisions.commits import new_results, nonfinite_caption
 from ..revisions.local import openable, with_stored_encoder_paths
-from ..revisions.plan import FrozenPlan, read_plan, write_plan
+from ..revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ..revisions.writer import StoreWriter, row_checksum
 from ..store import LatentStore
 from ..units import readable_size
@@ -72,7 +72,7 @@ def compact(
     with temporary_folder(out) as temporary:
         base = read_plan(root, store.revision)
         plan = plan_compaction(store, base, spec, out)
-        write_plan(temporary, plan, replace=False)
+        freeze_plan(temporary, plan)
         manifest = _Copy(StoreWriter(temporary, plan), store, base).run(progress)
         move(temporary, out)
     return manifest

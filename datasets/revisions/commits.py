@@ -9,29 +9,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..disk.hashing import xxh3_file
 from ..errors import DamageError, LeanditError
-from ..format.layout import Part, Task, commit_path, is_image_part, rows_path
+from ..format.layout import Part, Task, commit_path, rows_path
 from ..format.row_layout import LATENTS
-from ..format.schema import FORMAT_VERSION, CommitRecord
+from ..format.schema import CommitRecord
 from ..format.table_schemas import EMPTY, REJECT_REASONS, REJECTED, ROW_RESULTS, STORED
 from .catalog import file_entry, read_hashed
 from .plan import FrozenPlan
 
 
 def missing_work(plan: FrozenPlan, missing: Sequence[Task]) -> str:
-    """Describe tasks of a plan for a message: shards, pictures, captions."""
-    layout = plan.layout
-    counts = Counter[str]()
-    for which, tasks in (("missing", missing), ("all", layout.tasks())):
-        for part, shard in tasks:
-            if not layout.parts[part].is_null:
-                counts[f"{which} {'images' if is_image_part(part) else 'captions'}"] += layout.num_items(part, shard)
-    described = f"{len(missing)} of {len(layout.tasks())} shards, with {counts['missing images']} of "
+    """Describe tasks of a plan for a message: shards, images, captions."""
+    counts, all_tasks = Counter[str](), plan.layout.tasks()
+    for which, tasks in (("missing", missing), ("all", all_tasks)):
+        for name, shard in tasks:
+            part = plan.layout.parts[name]
+            kind = "null" if part.is_null else "captions" if part.captions else "images"
+            counts[f"{which} {kind}"] += len(part.items(shard))
+    described = f"{len(missing)} of {len(all_tasks)} shards, with {counts['missing images']} of "
     described += f"{counts['all images']} images"
     if not plan.spec.text_encoders:
         return described
@@ -48,23 +47,6 @@ def new_results(part: Part, num_rows: int) -> np.ndarray:
 def nonfinite_caption(text: str, class_name: str) -> str:
     """The detail of a reject of a caption, and of the records that have it."""
     return f"{class_name} in float32 gave NaN or infinity for the caption {text[:80]!r}"
-
-
-def commit_record(plan: FrozenPlan, part: str, shard: int, results: np.ndarray, **content: Any) -> CommitRecord:
-    """The commit record of a shard, with its hash.
-
-    Args:
-      results: of its rows (ROW_RESULTS).
-      content: ``files`` of its arrays, and the other fields of ``CommitRecord`` that describe the shard.
-    """
-    content["files"] = [
-        *content["files"],
-        file_entry(rows_path(plan.revision, part, shard), results.tobytes()),
-    ]
-    record = CommitRecord(
-        format_version=FORMAT_VERSION, plan=plan.hash, part=part, shard=shard, **content, record_hash=""
-    )
-    return record.with_hash()
 
 
 def read_commit(
@@ -96,7 +78,7 @@ def read_results(root: Path, plan: FrozenPlan, record: CommitRecord) -> np.ndarr
     Raises: DamageError: they are not those that were written, or a row is not either stored or rejected, exactly once.
     """
     entry, part = record.files[-1], plan.layout.parts[record.part]
-    rows = _items(plan, record)
+    rows = part.items(record.shard)
     path = commit_path(plan.revision, record.part, record.shard)
     again = f"Remove '{path}' and run the same command again: it encodes this shard again."
     content = (root / entry.path).read_bytes() if (root / entry.path).is_file() else b""
@@ -124,25 +106,17 @@ def read_results(root: Path, plan: FrozenPlan, record: CommitRecord) -> np.ndarr
     return results
 
 
-def _items(plan: FrozenPlan, record: CommitRecord) -> range:
-    """Rows that a task writes of a bucket; captions, counted from the first of the part; 0 for a null caption."""
-    part = plan.layout.parts[record.part]
-    if part.is_null:
-        return range(1)
-    return part.captions.captions_of(record.shard) if part.captions else plan.layout.rows_of(record.part, record.shard)
-
-
 def _matches_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
     """Whether a record has the files and rows of the plan; a record from others may contain anything."""
     part = plan.layout.parts[record.part]
     paths = [array.shard_path(record.shard) for array in part.arrays]
-    num_rows = plan.layout.num_items(record.part, record.shard)
-    results_bytes = num_rows * (len(part.groups) or 1) * ROW_RESULTS.itemsize
+    rows = part.items(record.shard)
+    results_bytes = len(rows) * (len(part.groups) or 1) * ROW_RESULTS.itemsize
     if [entry.path for entry in record.files] != [*paths, rows_path(plan.revision, record.part, record.shard)]:
         return False
     if record.files[-1].bytes != results_bytes:
         return False
-    rows, channels, statistics = _items(plan, record), plan.spec.latent.channels, record.statistics
+    channels, statistics = plan.spec.latent.channels, record.statistics
     return (
         (statistics is not None) == (LATENTS in part.groups)
         and (not statistics or len(statistics.channel_mean) == len(statistics.channel_std) == channels)

@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from ..disk.cached import cached_property
 from ..disk.spill import map_array, one_chunk
-from ..format.layout import Task
+from ..format.layout import CaptionLayout, Task
 from ..format.row_layout import LATENTS
 from ..format.schema import CommitRecord
 from ..format.table_schemas import (
@@ -98,17 +99,19 @@ class Merge:
                     columns[name] = _where(~is_rejected, columns[name], pa.scalar(None, columns[name].type))
             yield pa.table(columns, schema=records_schema(self._plan.spec))
 
+    @cached_property
+    def _caption_layouts(self) -> dict[str, CaptionLayout]:
+        """The captions that the revision adds, by text encoder."""
+        parts = [part for part in self._plan.layout.parts.values() if not part.is_null]
+        return {part.captions.name: part.captions for part in parts if part.captions}
+
     def _lost_captions(self) -> dict[str, np.ndarray]:
         """Ids of the captions whose embeddings are not finite, of this revision and earlier ones, by text encoder."""
-        first = {
-            part.captions.name: part.captions.first_caption
-            for part in self._plan.layout.parts.values()
-            if part.captions and not part.is_null
-        }
         lost = {}
         for name, suffix in suffixes(self._plan.spec).items():
             is_lost = self._plan.captions[f"checksum{suffix}"].is_null().to_numpy()
-            new = slice(first.get(name, len(is_lost)), None)
+            layout = self._caption_layouts.get(name)
+            new = slice(layout.first_caption if layout else len(is_lost), None)
             is_lost[new] = self._texts[name].values["state"][new] == REJECTED
             lost[name] = np.flatnonzero(is_lost)
         return lost
@@ -139,14 +142,9 @@ class Merge:
 
     def captions(self) -> Iterator[pa.Table]:
         """The row groups of the captions table, in the order of ids."""
-        layouts = {
-            part.captions.name: part.captions
-            for part in self._plan.layout.parts.values()
-            if part.captions and not part.is_null
-        }
         for rows, columns in _row_groups(self._plan.captions.select(captions_schema(self._plan.spec).names)):
             for name, suffix in suffixes(self._plan.spec).items():
-                if layout := layouts.get(name):
+                if layout := self._caption_layouts.get(name):
                     is_new = np.arange(rows.start, rows.stop) >= layout.first_caption
                     starts = np.zeros(len(is_new), np.int64)
                     starts[is_new] = layout.starts[max(rows.start - layout.first_caption, 0) :][: is_new.sum()]
@@ -186,32 +184,31 @@ class _Results:
 
 
 class _SparseTexts:
-    """Texts of a few rows, for some columns."""
+    """Texts of a few rows, for some columns; all are added before the first is read."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._schema = pa.schema([(name, pa.string()) for name in names])
-        self._positions, self._table = np.empty(0, np.int64), self._schema.empty_table()
-        self._added: list[tuple[np.ndarray, pa.Table]] = []
+        self._schema = pa.schema([("position", pa.int64()), *((name, pa.string()) for name in names)])
+        self._added = [self._schema.empty_table()]
 
     def add(self, positions: np.ndarray, texts: list[list[str]]) -> None:
         """Add the texts of some rows, one for each column."""
         if len(positions):
-            columns = [pa.array(column, pa.string()) for column in zip(*texts, strict=True)]
-            self._added.append((np.array(positions), pa.table(columns, schema=self._schema)))
+            columns = [pa.array(positions), *(pa.array(column) for column in zip(*texts, strict=True))]
+            self._added.append(pa.table(columns, schema=self._schema))
+
+    @cached_property
+    def _sorted(self) -> pa.Table:
+        return pa.concat_tables(self._added).sort_by("position")
 
     def fill(self, columns: Columns, rows: slice) -> None:
         """Put the texts into the columns of some rows, where there are any."""
-        if self._added:
-            positions = np.concatenate([self._positions, *(positions for positions, _ in self._added)])
-            order = np.argsort(positions)
-            tables = pa.concat_tables([self._table, *(table for _, table in self._added)])
-            self._positions, self._table, self._added = positions[order], tables.take(pa.array(order)), []
-        first, last = np.searchsorted(self._positions, [rows.start, rows.stop])
+        positions = self._sorted["position"].to_numpy()
+        first, last = np.searchsorted(positions, [rows.start, rows.stop])
         if first < last:
             index = np.full(rows.stop - rows.start, -1)
-            index[self._positions[first:last] - rows.start] = np.arange(first, last)
-            texts = self._table.take(pa.array(index, mask=index < 0)).combine_chunks()
-            columns |= {name: _where(index >= 0, texts[name], columns[name]) for name in self._schema.names}
+            index[positions[first:last] - rows.start] = np.arange(first, last)
+            texts = self._sorted.take(pa.array(index, mask=index < 0)).combine_chunks()
+            columns |= {name: _where(index >= 0, texts[name], columns[name]) for name in self._schema.names[1:]}
 
 
 def _equal(columns: Columns, status: str) -> np.ndarray:

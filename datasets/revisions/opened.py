@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ class OpenedRevision:
     manifest: Manifest | None
     plan: FrozenPlan | None
     plan_hash: str
+    _row_groups: dict[str, tuple[int, pa.Table]] = field(
+        default_factory=dict, repr=False
+    )  # the last read of each table
+    _intact: dict[tuple[str, bool], tuple[int, int, int]] = field(default_factory=dict, repr=False)
+    """Tables whose hash and content were right, with texts or without: inode, size and time of change then."""
 
     @property
     def num_records(self) -> int:
@@ -130,16 +135,6 @@ class OpenedRevision:
         if problem:
             raise DamageError(f"store '{self.path}': row {position} of '{name}' is not valid: {problem}. {REPAIR}")
         return row.to_pylist()[0]
-
-    @cached_property
-    def _row_groups(self) -> dict[str, tuple[int, pa.Table]]:
-        """First row and rows of the last group read from each table."""
-        return {}
-
-    @cached_property
-    def _intact(self) -> dict[tuple[str, bool], tuple[int, int, int]]:
-        """Tables whose hash and content were right, with texts or without: inode, size and time of change then."""
-        return {}
 
     def _checked(self, name: str, *, texts: bool) -> Path:
         """Path of a table with the hash of the manifest, which ``check_table`` has passed. Raises: DamageError."""

@@ -188,11 +188,6 @@ def freeze_plan(root: Path, plan: FrozenPlan) -> FrozenPlan:
 
     Returns: the plan of the revision: this one, or one that was written before.
     """
-    return plan if write_plan(root, plan, replace=False) else read_plan(root, plan.revision)
-
-
-def write_plan(root: Path, plan: FrozenPlan, *, replace: bool) -> bool:
-    """Write the folder of a plan; returns False where there is one that stays."""
     tables = {RECORDS: parquet_file(plan.records), CAPTIONS: parquet_file(plan.captions)}
     content = PlanFile(
         format_version=FORMAT_VERSION,
@@ -208,7 +203,8 @@ def write_plan(root: Path, plan: FrozenPlan, *, replace: bool) -> bool:
     ).with_hash()
     folder = root / revision_prefix(plan.revision) / PLAN
     parts = [(name, [content]) for name, content in tables.items()]
-    return write_folder(folder, [*parts, (PLAN_FILE, canonical_json(content.model_dump()))], replace=replace)
+    files = [*parts, (PLAN_FILE, canonical_json(content.model_dump()))]
+    return plan if write_folder(folder, files, replace=False) else read_plan(root, plan.revision)
 
 
 def read_plan(root: Path, revision: int) -> FrozenPlan:

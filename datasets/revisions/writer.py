@@ -18,10 +18,10 @@ from ..disk.hashing import canonical_json, xxh3_64, xxh3_parts
 from ..errors import StoreError
 from ..format.layout import MANIFEST, Task, commit_path, revision_prefix, rows_path
 from ..format.row_layout import LATENTS
-from ..format.schema import CommitRecord, Fallback, FileEntry, Manifest, Reject
+from ..format.schema import FORMAT_VERSION, CommitRecord, Fallback, FileEntry, Manifest, Reject
 from ..format.zarr_shard import pack_shard
-from .catalog import read_manifest
-from .commits import commit_record, read_commit
+from .catalog import file_entry, read_manifest
+from .commits import read_commit
 from .latent_statistics import statistics_of
 from .plan import FrozenPlan
 from .seal import finish_seal, seal_files, write_seal, write_unless_same
@@ -69,9 +69,9 @@ class StoreWriter:
         """Records in the shards that are known to be committed; of a sealed revision, all that it stores."""
         if self.is_sealed:
             return read_manifest(self.root, self.plan.revision).num_stored
-        layout = self.plan.layout
-        of_latents = [task for task in self._committed if LATENTS in layout.parts[task[0]].groups]
-        return max(0, sum(layout.num_items(*task) for task in of_latents) - len(self._rejected))
+        committed = [(self.plan.layout.parts[name], shard) for name, shard in self._committed]
+        num_rows = sum(len(part.items(shard)) for part, shard in committed if LATENTS in part.groups)
+        return max(0, num_rows - len(self._rejected))
 
     @property
     def reject_reasons(self) -> Counter[str]:
@@ -165,23 +165,25 @@ class StoreWriter:
             write_atomic(self.root / layout.shard_path(shard), parts)
             size, digest = xxh3_parts(parts)
             files.append(FileEntry(path=layout.shard_path(shard), bytes=size, xxh3_128=digest))
-        results = np.ascontiguousarray(results)
+        results_path, data = rows_path(self.plan.revision, part, shard), results.tobytes()
+        files.append(file_entry(results_path, data))
         latents = [arrays[one.path] for one in self.plan.layout.parts[part].groups.get(LATENTS, ())]
-        record = commit_record(
-            self.plan,
-            part,
-            shard,
-            results,
+        record = CommitRecord(
+            format_version=FORMAT_VERSION,
+            plan=self.plan.hash,
+            part=part,
+            shard=shard,
             files=files,
             rejects=list(rejects),
             fallbacks=list(fallbacks),
             statistics=statistics_of(latents, self.spec.latent) if latents else None,
-        )
-        write_atomic(self.root / rows_path(self.plan.revision, part, shard), [results.tobytes()])
+            record_hash="",
+        ).with_hash()
+        write_atomic(self.root / results_path, [data])
         write_atomic(self.root / commit_path(self.plan.revision, part, shard), canonical_json(record.model_dump()))
         self._count(record)
         self._checked.add((part, shard))
-        return sum(entry.bytes for entry in files)
+        return sum(entry.bytes for entry in files[:-1])
 
     def seal(self) -> Manifest:
         """Merge the commit records into the tables and the manifest, then remove plan and commit records.

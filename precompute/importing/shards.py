@@ -107,7 +107,7 @@ class CaptionShard(ImportShard):
     ) -> None:
         assert part.captions is not None, "a part of captions"
         self._plan, self._layout, self._reader, self._null = plan, part.captions, reader, null
-        self._captions = range(1) if part.is_null else part.captions.captions_of(number)
+        self._captions = part.items(number)
         self.num_items = len(self._captions)
         super().__init__(part, number, self.num_items)
         if not part.is_null:

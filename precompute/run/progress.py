@@ -29,7 +29,7 @@ class RunProgress:
 
     def __init__(self, writer: StoreWriter, missing: Sequence[Task], limits: RejectLimits, show: Progress) -> None:
         self._writer, self._limits, self._show = writer, limits, show
-        self._sizes = {task: writer.plan.layout.num_items(*task) for task in missing}
+        self._sizes = {task: len(writer.plan.layout.parts[task[0]].items(task[1])) for task in missing}
         self._left, self._encoded = set(missing), Counter[Task]()
         self._pending: dict[Task, Counter[str]] = {}  # rejects of the shards of this process, by reason
         self._planned, self._next_look, self._shown = planned_rejects(writer.plan), 0.0, Counter[str]()

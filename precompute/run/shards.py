@@ -245,7 +245,7 @@ class CaptionShard(Shard):
     ) -> None:
         assert part.captions is not None, "a task of captions"
         self._layout, self.model, self._wanted = part.captions, encoder, wanted
-        self._captions = range(1) if part.is_null else part.captions.captions_of(number)
+        self._captions = part.items(number)
         super().__init__(part, number, len(self._captions))
         self._texts = [""]
         if not part.is_null:

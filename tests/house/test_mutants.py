@@ -234,7 +234,9 @@ def commit_record_before_its_data() -> None:
 
 def shard_counts_when_its_files_are_there() -> None:
     def is_committed(self: StoreWriter, task: tuple[str, int]) -> bool:
-        return all((self.root / array.shard_path(task[1])).is_file() for array in self.plan.layout.part_arrays(task[0]))
+        return all(
+            (self.root / array.shard_path(task[1])).is_file() for array in self.plan.layout.parts[task[0]].arrays
+        )
 
     replace_function(StoreWriter, "is_committed", is_committed)
 
@@ -307,7 +309,7 @@ def plan_is_removed_before_the_manifest() -> None:
 
 
 def results_follow_their_record() -> None:
-    write = "write_atomic(self.root / rows_path(self.plan.revision, part, shard), [results.tobytes()])"
+    write = "write_atomic(self.root / results_path, [data])"
     last = "self._count(record)"
     rewrite(StoreWriter, "commit", (write, "pass"), (last, f"{last}\n    {write}"))
 

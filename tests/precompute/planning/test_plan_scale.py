@@ -324,7 +324,7 @@ import pyarrow as pa
 from making import caption_recipe
 from test_plan_scale import frozen_plan
 from leandit.precompute.config import SourceSection
-from leandit.datasets.revisions.plan import read_plan, write_plan
+from leandit.datasets.revisions.plan import freeze_plan, read_plan
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning import captions as caption_plan, images as image_plan, records as plan
 from leandit.datasets.disk.spill import map_table
@@ -369,7 +369,7 @@ def make(count, store):
     counts = [caption_plan.CaptionCounts("", Words(), 6)]
     captions, ids = caption_plan.plan_captions(plan.planned_texts(comparison, pictures), counts)
     made = frozen_plan(plan.plan_records(comparison, pictures, ids, revision=2), captions)
-    write_plan(store, made, replace=False)
+    freeze_plan(store, made)
     found = read_plan(store, 2)
     assert len(found.positions_of(found.layout.parts["buckets/64x64"])) == count
     records = map_table(RECORDS_SCHEMA, stored(made.records), "records")
@@ -437,7 +437,7 @@ def test_a_large_merge_takes_no_memory_for_each_record_and_keeps_its_pages(monke
     tracemalloc.start()
     done = merge.Merge(plan)
     for part, shard in tasks:
-        found = drawn(rng, plan.layout.parts[part], len(plan.layout.rows_of(part, shard)), narrowed=False)
+        found = drawn(rng, plan.layout.parts[part], len(plan.layout.parts[part].items(shard)), narrowed=False)
         done.add((part, shard), CommitRecord.model_construct(rejects=[], fallbacks=[]), found)
     content = tables.parquet_of_groups(RECORDS_SCHEMA, done.records())
     peak = tracemalloc.get_traced_memory()[1]

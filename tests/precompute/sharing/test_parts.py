@@ -82,7 +82,7 @@ def test_a_shard_that_two_made_at_once_is_made_again(source: Path, tmp_path: Pat
         """Another process commits a shard, over whose file a third one writes that had begun it too."""
         plan = read_plan(whole, 1)
         part, shard = plan.layout.tasks()[-1]
-        path = plan.layout.part_arrays(part)[0].shard_path(shard)
+        path = plan.layout.parts[part].arrays[0].shard_path(shard)
         if stage == "images" and not meddled and not (store / path).exists():
             content = bytearray((whole / path).read_bytes())
             content[10] ^= 1
@@ -116,7 +116,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def shards_of(store: Path, tasks: list[Task]) -> list[str]:
     layout = read_plan(store, 1).layout
-    return sorted(str(store / array.shard_path(task[1])) for task in tasks for array in layout.part_arrays(task[0]))
+    return sorted(str(store / array.shard_path(task[1])) for task in tasks for array in layout.parts[task[0]].arrays)
 
 
 def test_a_disk_that_cannot_hold_what_is_missing_is_refused(
@@ -125,7 +125,7 @@ def test_a_disk_that_cannot_hold_what_is_missing_is_refused(
     store = tmp_path / "store"
     run(source, store, "99/99")  # planned, and nothing else
     layout = read_plan(store, 1).layout
-    arrays = {array for part, _ in layout.tasks() for array in layout.part_arrays(part)}
+    arrays = {array for part, _ in layout.tasks() for array in layout.parts[part].arrays}
     needed = sum(array.shape[0] * array.row_bytes for array in arrays)
     for free, is_enough in ((needed - 1, False), (needed, True)):
         monkeypatch.setattr(run_tasks.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
@@ -399,7 +399,7 @@ def test_who_stood_still_does_not_touch_what_others_have_committed(source: Path,
     before = tree_digest(tmp_path / "store")
     writer = StoreWriter(tmp_path / "store", read_plan(tmp_path / "store", 1))
     part, number = next(task for task in writer.plan.layout.tasks() if task[0].startswith("buckets/"))
-    empty = Shard(writer.plan.layout.parts[part], number, len(writer.plan.layout.rows_of(part, number)))
+    empty = Shard(writer.plan.layout.parts[part], number, len(writer.plan.layout.parts[part].items(number)))
     with Leases(writer) as held:
         commit_shard(writer, held, empty)
     assert tree_digest(tmp_path / "store") == before

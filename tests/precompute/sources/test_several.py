@@ -98,7 +98,7 @@ def test_a_store_of_one_source_grows_by_another_and_encodes_only_that(
 @pytest.mark.usefixtures("quick")
 def test_damage_of_either_source_is_repaired(folders: list[Path], tmp_path: Path, encode: Encode) -> None:
     encode(label_recipe(), folders, tmp_path / "store")
-    shard = tmp_path / "store" / read_plan(tmp_path / "store", 1).layout.part_arrays("buckets/32x32")[0].shard_path(0)
+    shard = tmp_path / "store" / read_plan(tmp_path / "store", 1).layout.parts["buckets/32x32"].arrays[0].shard_path(0)
     whole = shard.read_bytes()
     shard.write_bytes(whole[:40] + b"?" * 9 + whole[49:])
     how = {"quick": False, "deep": False, "repair": True, "device": lambda: CPU, "overrides": []}
