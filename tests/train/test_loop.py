@@ -194,6 +194,7 @@ def test_the_loss_falls(name: str, stores: dict[str, Path], tmp_path: Path) -> N
         (["objective.kind=flow"], "objective.kind"),
         (["conditioning.drop=0.2"], "conditioning.drop"),
         (["model.name=DiT-S/2"], "model.name"),
+        (["latent.normalise=store"], "latent.normalise"),
         (["optimizer.betas=[0.9, 0.95]"], "optimizer.betas"),
     ],
 )

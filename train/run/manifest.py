@@ -99,9 +99,7 @@ def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: 
 
     Raises: RunError: naming the recipe's keys that differ; where none does, what differs of the model.
     """
-    # A key that is newer than the run has its default, which computes what there was before it.
-    defaults = {name: keys | manifest.recipe.get(name, {}) for name, keys in TrainRecipe().model_dump().items()}
-    before, now = flatten(manifest.recipe | defaults), flatten(recipe.model_dump())
+    before, now = flatten(manifest.recipe), flatten(recipe.model_dump())
     fixed, free = FIXED_IN_RUN, {"ema.keep_every"}
     if "cosine" in (before.get("schedule.kind"), recipe.schedule.kind):
         fixed = fixed | {"run.steps"}  # the cosine ends at the last step

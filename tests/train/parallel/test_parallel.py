@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -63,17 +63,17 @@ def alone(store: LatentStore, run: Path, *overrides: str, recipe: str = "dit-s-4
     return losses(run)
 
 
-TWO = {
+STRATEGIES = {
     "ddp": ["parallel.strategy=ddp"],
     "fsdp": ["parallel.strategy=fsdp", "run.activation_checkpointing=selective"],
     "fsdp-gradient": ["parallel.strategy=fsdp", "parallel.shard=gradient"],
     "fsdp-offload": ["parallel.strategy=fsdp", "parallel.cpu_offload=true"],
-    "zero-1": ["parallel.deepspeed_config={folder}/zero-1.json"],
-    "zero-2": ["parallel.deepspeed_config={folder}/zero-2.json"],
-    "zero-3": ["parallel.deepspeed_config={folder}/zero-3.json"],
+    "hsdp": ["parallel.strategy=hsdp", "parallel.replicas=2"],  # of four ranks, the others of two
+    **{
+        name: [f"parallel.deepspeed_config={{folder}}/{name}.json"]
+        for name in ("zero-1", "zero-2", "zero-3", "offloaded")
+    },
 }
-QUICK = ("ddp", "fsdp", "zero-2")  # all others, and more of each promise, in the long form
-FOUR = {"hsdp": ["parallel.strategy=hsdp", "parallel.replicas=2"]}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 ZERO: dict[str, dict[str, Any]] = {
     "zero-1": {"zero_optimization": {"stage": 1}, "train_batch_size": "auto", "gradient_accumulation_steps": 2},
@@ -117,19 +117,50 @@ ALIGNED = [  # all that looks into the model; alignment stops, so that its proje
     "routing.stop_step=3",
     "run.steps=4",
 ]
-ADAPTED = ("ddp", "fsdp", "fsdp-gradient", "fsdp-offload", "zero-2", "zero-3")
-# Of SD3: two streams, blocks of three shapes, and a table of positions that is no parameter.
-JOINT = {"ddp": TWO["ddp"], "fsdp": TWO["fsdp"], "zero-2": ["parallel.deepspeed_config={folder}/offloaded.json"]}
-JOINT_SETTINGS = ["run.steps=6", "optimizer.weight_decay=0.1", "optimizer.decay_all=false"]  # two groups of parameters
+
+
+class Training(NamedTuple):
+    """What every strategy must repeat: fixture of its store, recipe, settings, and strategies, few of them quick."""
+
+    store: str
+    recipe: str
+    settings: list[str]
+    strategies: tuple[str, ...]
+    quick: tuple[str, ...] = ("fsdp",)
+
+
+TRAININGS = {
+    "plain": Training("label_store", "dit-s-4", [], tuple(STRATEGIES)[:-1], ("ddp", "fsdp", "zero-2")),
+    "aligned": Training("feature_store", "dit-s-4", ALIGNED, ("ddp", "fsdp", "zero-2")),
+    "adapters": Training(
+        "caption_store",
+        "pixart-tiny",
+        ["lora.rank=4", "model.init_from={folder}/frozen", "run.steps=4", "schedule.warmup_steps=0"],
+        ("ddp", "fsdp", "fsdp-gradient", "fsdp-offload", "hsdp", "zero-2", "zero-3"),
+    ),
+    # Of SD3: two streams, blocks of three shapes, a table of positions that is no parameter; two groups of parameters.
+    "two streams": Training(
+        "three_text_store",
+        "sd3-tiny",
+        ["run.steps=6", "optimizer.weight_decay=0.1", "optimizer.decay_all=false"],
+        ("ddp", "fsdp", "offloaded"),
+    ),
+}
 # checkpoint of -> resumed with
 CHAIN = [("one", "fsdp"), ("fsdp", "ddp")]
 MORE = sorted({*permutations(("ddp", "fsdp", "fsdp-offload", "zero-1", "zero-2", "zero-3"), 2)} - {*CHAIN})
 
 
-def strategies(names: Iterable[str], *quick: str) -> Any:
-    """A test of each strategy, of which only some are quick."""
-    marks = {False: [pytest.mark.slow], True: []}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name in quick]) for name in names])
+def cases(*names: str, strategies: Sequence[str] = ()) -> Any:
+    """A test of trainings with their strategies, or those given, of which only some are quick."""
+    return pytest.mark.parametrize(
+        ("training", "name"),
+        [
+            pytest.param(training, name, marks=[] if name in TRAININGS[training].quick else [pytest.mark.slow])
+            for training in names or TRAININGS
+            for name in strategies or TRAININGS[training].strategies
+        ],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -150,21 +181,13 @@ def feature_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a ds_config.json for each stage of ZeRO."""
+def folder(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a ds_config.json for each stage of ZeRO, and weights for adapters."""
     made = tmp_path_factory.mktemp("many")
     for name, config in ZERO.items():
         (made / f"{name}.json").write_text(json.dumps(config))
+    alone(caption_store, made / "frozen", "run.steps=1", "optimizer.lr=3e-2", "run.ema_decay=0", recipe="pixart-tiny")
     return made
-
-
-@pytest.fixture(scope="module")
-def adapters(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Settings of a run with adapters, and the weights that they are for."""
-    frozen = tmp_path_factory.mktemp("frozen") / "run"
-    alone(caption_store, frozen, "run.steps=1", "optimizer.lr=3e-2", "run.ema_decay=0", recipe="pixart-tiny")
-    steps = ["run.steps=4", "run.checkpoint_every=2", "schedule.warmup_steps=0"]
-    return ["lora.rank=4", f"model.init_from={frozen}", *steps]
 
 
 def mixture_of(store: LatentStore) -> str:
@@ -175,90 +198,76 @@ def mixture_of(store: LatentStore) -> str:
     return f"data.mixture=[{', '.join(parts)}]"
 
 
-class Trainings:
-    """Jobs of two ranks, with each of the strategies."""
+@pytest.fixture(scope="module")
+def job_of(request: pytest.FixtureRequest, folder: Path) -> Callable[..., Job]:
+    """The job of a training with a strategy, and more settings."""
 
-    def __init__(self, folder: Path, stores: dict[str, LatentStore], adapters: list[str]) -> None:
-        self.folder, self.stores, self.adapters = folder, stores, adapters
+    def make(training: str, name: str, *more: str, run: str = "", **other: Any) -> Job:
+        store, recipe, settings, *_ = TRAININGS[training]
+        overrides = [entry.format(folder=folder) for entry in (*STRATEGIES[name], *settings)]
+        path = folder / (run or f"{training} {name}")
+        return job(request.getfixturevalue(store), path, *overrides, *more, recipe=recipe, **other)
 
-    def settings(self, name: str) -> list[str]:
-        return [entry.format(folder=self.folder) for entry in TWO[name]]
-
-    def plain(self, name: str) -> Job:
-        return job(self.stores["labels"], self.folder / name, *self.settings(name))
-
-    def resumed(self, was: str, now: str, run: Path | None = None) -> Job:
-        earlier = {"begin_with": str(run or self.folder / was), "begin_at": HALF}
-        return job(self.stores["labels"], self.folder / f"{was} to {now}", *self.settings(now), **earlier)
-
-    def aligned(self, name: str) -> Job:
-        return job(self.stores["features"], self.folder / f"aligned {name}", *self.settings(name), *ALIGNED)
-
-    def adapted(self, name: str) -> Job:
-        settings = [*self.settings(name), *self.adapters]
-        return job(self.stores["captions"], self.folder / f"lora {name}", *settings, recipe="pixart-tiny")
-
-    def joint(self, name: str) -> Job:
-        settings = [*(entry.format(folder=self.folder) for entry in JOINT[name]), *JOINT_SETTINGS]
-        return job(self.stores["three texts"], self.folder / f"joint {name}", *settings, recipe="sd3-tiny")
+    return make
 
 
 @pytest.fixture(scope="module")
-def trainings(
-    folder: Path,
-    label_store: LatentStore,
-    caption_store: LatentStore,
-    feature_store: LatentStore,
-    three_text_store: LatentStore,
-    adapters: list[str],
-) -> Trainings:
-    kinds = {"labels": label_store, "captions": caption_store, "features": feature_store}
-    return Trainings(folder, kinds | {"three texts": three_text_store}, adapters)
+def whole(request: pytest.FixtureRequest, one: Path, folder: Path) -> Callable[[str], Path]:
+    """The run of a training in one process."""
+    runs = {"plain": one}
+
+    def run(training: str) -> Path:
+        if training not in runs:
+            store, recipe, settings, *_ = TRAININGS[training]
+            runs[training], overrides = folder / training, [entry.format(folder=folder) for entry in settings]
+            alone(request.getfixturevalue(store), runs[training], *overrides, recipe=recipe)
+        return runs[training]
+
+    return run
 
 
 @pytest.fixture(scope="module")
 def said(
-    one: Path, trainings: Trainings, folder: Path, label_store: LatentStore, caption_store: LatentStore
+    one: Path, job_of: Callable[..., Job], folder: Path, label_store: LatentStore, caption_store: LatentStore
 ) -> list[list[dict[str, Any]]]:
     """What two ranks do for the quick tests, in one pair of processes; what each said of each job."""
-    jobs = [trainings.plain(name) for name in QUICK]
-    jobs += [trainings.resumed(was, now, one if was == "one" else None) for was, now in CHAIN]
+    jobs = [job_of("plain", name) for name in TRAININGS["plain"].quick]
+    jobs += [resumed(job_of, was, now, one if was == "one" else folder / f"plain {was}") for was, now in CHAIN]
     jobs.append(job(label_store, folder / "stopped", stop_at=3))
     jobs.append(job(label_store, folder / "stopped"))
     jobs.append(job(label_store, folder / "other rate", set_1=["optimizer.lr=2e-3"]))
     jobs.append(job(label_store, folder / "other store", store_1=str(caption_store.path)))
-    jobs += [trainings.aligned("fsdp"), trainings.adapted("fsdp"), trainings.joint("fsdp")]
+    jobs += [job_of(training, "fsdp") for training in TRAININGS if training != "plain"]
     jobs.append(job(label_store, folder / "mixture", mixture_of(label_store)) | {"store": None})
     fp16 = [f"parallel.deepspeed_config={folder}/fp16.json", "run.checkpoint_every=2"]  # the first before any update
     for steps in (14, 16):
         jobs.append(job(label_store, folder / "fp16", *fp16, f"run.steps={steps}", has_fp16=True))
-    jobs.append(job(label_store, folder / "counted", *trainings.settings("fsdp"), "run.steps=1", counts=True))
-    zero = trainings.settings("zero-2")
-    jobs.append(
-        job(label_store, folder / "compiled", *zero, compiled=True)
-    )  # the last one: all that follows is compiled
+    jobs.append(job_of("plain", "fsdp", "run.steps=1", run="counted", counts=True))
+    jobs.append(job_of("plain", "zero-2", run="compiled", compiled=True))  # the last one: all that follows is compiled
     return run_ranks(jobs, 2)
 
 
+def resumed(job_of: Callable[..., Job], was: str, now: str, run: Path) -> Job:
+    return job_of("plain", now, run=f"{was} to {now}", begin_with=str(run), begin_at=HALF)
+
+
 @pytest.fixture(scope="module")
-def long_form(said: list[Any], trainings: Trainings, folder: Path, label_store: LatentStore) -> None:
+def long_form(said: list[Any], job_of: Callable[..., Job], folder: Path) -> None:
     """What two ranks do in the long form, and four."""
-    jobs = [trainings.plain(name) for name in TWO if name not in QUICK]
-    jobs += [trainings.resumed(was, now) for was, now in MORE]
-    jobs += [trainings.aligned(name) for name in ("ddp", "zero-2")]
-    jobs += [trainings.adapted(name) for name in ADAPTED if name != "fsdp"]
-    jobs += [trainings.joint(name) for name in JOINT if name != "fsdp"]
+    others = [
+        (training, name)
+        for training, its in TRAININGS.items()
+        for name in its.strategies
+        if name not in its.quick and name != "hsdp"
+    ]
+    jobs = [job_of(*other) for other in others]
+    jobs += [resumed(job_of, was, now, folder / f"plain {was}") for was, now in MORE]
     for name in ("ddp", "fsdp"):
-        settings = [*trainings.settings(name), "run.precision=fp16", "run.steps=6"]
-        jobs.append(job(label_store, folder / f"fp16 {name}", *settings))
+        jobs.append(job_of("plain", name, "run.precision=fp16", run=f"fp16 {name}"))
     for name in ("ddp", "fsdp", "zero-1", "zero-3"):  # the last ones: all that follows is bf16
-        settings = [*trainings.settings(name), "run.steps=6"]
-        jobs.append(job(label_store, folder / f"bf16 {name}", *settings, bf16=True))
+        jobs.append(job_of("plain", name, run=f"bf16 {name}", bf16=True))
     run_ranks(jobs, 2)
-    jobs = [job(label_store, folder / name, *overrides) for name, overrides in FOUR.items()]
-    adapted = [*FOUR["hsdp"], *trainings.adapters]
-    jobs.append(job(trainings.stores["captions"], folder / "lora hsdp", *adapted, recipe="pixart-tiny"))
-    for of_rank in run_ranks(jobs, 4):
+    for of_rank in run_ranks([job_of("plain", "hsdp"), job_of("adapters", "hsdp")], 4):
         assert [line["step"] for line in of_rank] == [STEPS, 4]
 
 
@@ -268,58 +277,28 @@ def trained(request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("long_form" if request.node.get_closest_marker("slow") else "said")
 
 
-@strategies([*TWO, *FOUR], *QUICK)
-def test_losses_and_checkpoints_are_those_of_one_process(name: str, one: Path, trained: None, folder: Path) -> None:
-    assert len(losses(folder / name)) == STEPS
-    assert losses(folder / name) == pytest.approx(losses(one), abs=EXACT)
-    assert_same_tensors(folder / name, one, STEPS)
-
-
-def assert_same_tensors(found: Path, expected: Path, step: int) -> None:
-    """Names, shapes, and values but for rounding, of a checkpoint and a snapshot."""
-    for kind in (f"checkpoint-{step}", f"snapshot-{step}"):
-        for path in sorted((expected / kind).glob("*.safetensors")):
-            ours, theirs = load_file(found / kind / path.name), load_file(path)
-            assert ours.keys() == theirs.keys()
-            for key, tensor in theirs.items():
-                torch.testing.assert_close(ours[key], tensor, atol=2e-4, rtol=0)
-
-
-@strategies(["ddp", "fsdp", "zero-2"], "fsdp")
-def test_alignment_and_routing_are_those_of_one_process(
-    name: str, trained: None, folder: Path, feature_store: LatentStore, tmp_path: Path
+@cases()
+def test_losses_and_checkpoints_are_those_of_one_process(
+    training: str, name: str, whole: Callable[[str], Path], trained: None, folder: Path
 ) -> None:
-    wanted = alone(feature_store, tmp_path / "run", *ALIGNED)
-    assert losses(folder / f"aligned {name}") == pytest.approx(wanted, abs=EXACT)
+    run, wanted = folder / f"{training} {name}", whole(training)
+    assert losses(run) == pytest.approx(losses(wanted), abs=EXACT)
     ours, theirs = (
-        [json.loads(line)["loss_terms"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for run in (folder / f"aligned {name}", tmp_path / "run")
+        [json.loads(line)["loss_terms"] for line in (each / "metrics.jsonl").read_text().splitlines()]
+        for each in (run, wanted)
     )
-    assert ours[0].keys() == {"align.dino", "class.dino", "align.self-alignment"}
-    assert [terms["align.dino"] > 0 for terms in ours] == [True, True, False, False]
     for found, terms in zip(ours, theirs, strict=True):
         assert found == pytest.approx(terms, abs=EXACT)
-
-
-@strategies([*ADAPTED, "hsdp"], "fsdp")
-def test_adapters_are_those_of_one_process(
-    name: str, trained: None, adapters: list[str], folder: Path, caption_store: LatentStore, tmp_path: Path
-) -> None:
-    wanted = alone(caption_store, tmp_path / "run", *adapters, recipe="pixart-tiny")
-    found = folder / f"lora {name}"
-    assert losses(found) == pytest.approx(wanted, abs=EXACT)
-    assert_same_tensors(found, tmp_path / "run", 4)
-    copy = at(2, found, tmp_path / "copy")
-    assert alone(caption_store, copy, *adapters, recipe="pixart-tiny") == pytest.approx(wanted[2:], abs=EXACT)
-
-
-@strategies(JOINT, "fsdp")
-def test_a_model_of_two_streams_is_that_of_one_process(
-    name: str, trained: None, folder: Path, three_text_store: LatentStore, tmp_path: Path
-) -> None:
-    wanted = alone(three_text_store, tmp_path / "run", *JOINT_SETTINGS, recipe="sd3-tiny")
-    assert losses(folder / f"joint {name}") == pytest.approx(wanted, abs=EXACT)
-    assert_same_tensors(folder / f"joint {name}", tmp_path / "run", 6)
+    if training == "aligned":
+        assert ours[0].keys() == {"align.dino", "class.dino", "align.self-alignment"}
+        assert [terms["align.dino"] > 0 for terms in ours] == [True, True, False, False]
+        return
+    for kind in (f"checkpoint-{len(ours)}", f"snapshot-{len(ours)}"):  # names, shapes, and values but for rounding
+        for path in sorted((wanted / kind).glob("*.safetensors")):
+            saved, expected = load_file(run / kind / path.name), load_file(path)
+            assert saved.keys() == expected.keys()
+            for key, tensor in expected.items():
+                torch.testing.assert_close(saved[key], tensor, atol=2e-4, rtol=0)
 
 
 def test_fp16_under_deepspeed_has_its_loss_scaler_which_a_checkpoint_holds(
@@ -361,7 +340,7 @@ def test_what_of_the_file_holds_or_is_passed_over_is_said_by_one_rank(said: list
 def test_deepspeed_starts_without_what_its_launcher_sets(
     world_size: int, one: Path, folder: Path, label_store: LatentStore, tmp_path: Path
 ) -> None:
-    settings = [*(entry.format(folder=folder) for entry in TWO["zero-1"]), "run.steps=4"]
+    settings = [*(entry.format(folder=folder) for entry in STRATEGIES["zero-1"]), "run.steps=4"]
     run_ranks([job(label_store, tmp_path / "run", *settings)], world_size, SRUN)
     assert losses(tmp_path / "run") == pytest.approx(losses(one)[:4], abs=EXACT)
 
@@ -386,13 +365,29 @@ def test_a_checkpoint_of_one_strategy_resumes_in_another(
     assert losses(folder / f"{was} to {now}") == pytest.approx(losses(one)[HALF:], abs=EXACT)
 
 
-@strategies(["fsdp", "hsdp", "zero-3"], "fsdp")
+@cases("plain", "adapters", strategies=("fsdp", "hsdp", "zero-3"))
 def test_a_sharded_checkpoint_resumes_in_one_process_bit_for_bit_as_often_as_one_likes(
-    name: str, one: Path, trained: None, folder: Path, label_store: LatentStore, tmp_path: Path
+    training: str,
+    name: str,
+    whole: Callable[[str], Path],
+    trained: None,
+    folder: Path,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
-    found = [alone(label_store, at(HALF, folder / name, tmp_path / str(i))) for i in range(2)]
+    store, recipe, settings, *_ = TRAININGS[training]
+    overrides = [entry.format(folder=folder) for entry in settings]
+    found = [
+        alone(
+            request.getfixturevalue(store),
+            at(HALF, folder / f"{training} {name}", tmp_path / str(i)),
+            *overrides,
+            recipe=recipe,
+        )
+        for i in range(2)
+    ]
     assert found[0] == found[1]
-    assert found[0] == pytest.approx(losses(one)[HALF:], abs=EXACT)
+    assert found[0] == pytest.approx(losses(whole(training))[HALF:], abs=EXACT)
 
 
 def test_ranks_with_other_settings_or_another_store_are_refused_at_start(said: list[Any], folder: Path) -> None:
@@ -421,18 +416,11 @@ def test_a_mixture_of_stores_is_the_same_with_two_ranks(
 def test_a_stop_on_one_rank_stops_all_after_the_same_step_and_the_run_goes_on(
     one: Path, said: list[Any], folder: Path
 ) -> None:
-    jobs = len(QUICK) + len(CHAIN)
+    jobs = len(TRAININGS["plain"].quick) + len(CHAIN)
     for of_rank in said:
         steps = [line["step"] for line in of_rank if "step" in line]
         assert steps[jobs : jobs + 2] == [4, STEPS]  # known to all a step later
     assert losses(folder / "stopped") == pytest.approx(losses(one), abs=EXACT)
-
-
-def test_auto_is_one_process_alone_and_ddp_together() -> None:
-    two = Ranks(0, 2, 0, 2)
-    assert choose_strategy(ParallelSection(), ALONE) == "single"
-    assert choose_strategy(ParallelSection(), two) == "ddp"
-    assert choose_strategy(ParallelSection(deepspeed_config="ds.json"), two) == "deepspeed"
 
 
 @pytest.mark.parametrize(
@@ -452,6 +440,13 @@ def test_a_strategy_that_does_not_fit_is_refused(settings: dict[str, Any], ranks
         choose_strategy(ParallelSection(**settings), ranks)
 
 
+def test_auto_is_one_process_alone_and_ddp_together() -> None:
+    two = Ranks(0, 2, 0, 2)
+    assert choose_strategy(ParallelSection(), ALONE) == "single"
+    assert choose_strategy(ParallelSection(), two) == "ddp"
+    assert choose_strategy(ParallelSection(deepspeed_config="ds.json"), two) == "deepspeed"
+
+
 PLACES = {
     "torchrun": {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
     "srun": {
@@ -464,18 +459,13 @@ PLACES = {
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize("launcher", PLACES)
-def test_the_place_is_read_from_the_launcher(launcher: str) -> None:
-    ranks = read_ranks(PLACES[launcher] | MEETING)
-    assert ranks == Ranks(rank=5, world_size=8, local_rank=1, local_world_size=4)
-    assert ranks.num_machines == 2
-
-
-@pytest.mark.parametrize(
-    "environment", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}]
-)
-def test_without_a_launcher_there_is_one_rank(environment: dict[str, str]) -> None:
-    assert read_ranks(environment) == ALONE
+def test_the_place_is_read_from_the_launcher() -> None:
+    for environment in PLACES.values():
+        ranks = read_ranks(environment | MEETING)
+        assert ranks == Ranks(rank=5, world_size=8, local_rank=1, local_world_size=4)
+        assert ranks.num_machines == 2
+    for environment in ({}, {"WORLD_SIZE": "1", "RANK": "0"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}):
+        assert read_ranks(environment) == ALONE
 
 
 @pytest.mark.parametrize(

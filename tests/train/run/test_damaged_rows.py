@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from faults import flip
-from making import CPU, label_recipe, make_class_folder, no_progress, picture, train_recipe
+from making import CPU, train_recipe
 from ranks import start_ranks
 
-from leandit.datasets.errors import DamageError, RunError
+from leandit.datasets.errors import DamageError
 from leandit.datasets.store import LatentStore
-from leandit.precompute.pipeline import precompute
 from leandit.train import loop
 from leandit.train.loop import StopRequest, train
 from leandit.train.weights import checkpoint
@@ -106,20 +105,3 @@ def test_a_rank_that_reads_it_ends_all_before_the_first_one_saves(damaged: Path,
     assert "lost the connection to another rank" in other
     assert saved_steps(tmp_path / "run") == [1, 2]
     assert checkpoint.read(tmp_path / "run/checkpoint-2").state["step"] == 2
-
-
-def test_a_run_whose_revision_is_gone_says_so(grown_label_store: Path, tmp_path: Path) -> None:
-    run_on(grown_label_store, tmp_path / "run", "run.steps=1")
-    shutil.rmtree(grown_label_store / "revisions/000002")
-    with pytest.raises(RunError, match=r"has only 1 now\. Move it with --set run\.revision=1"):
-        run_on(grown_label_store, tmp_path / "run")
-
-
-@pytest.fixture
-def grown_label_store(tmp_path: Path) -> Path:
-    """A store of two revisions."""
-    source = make_class_folder(tmp_path / "source")
-    for number in range(2):
-        precompute(label_recipe(), source_path=source, store_path=tmp_path / "grown", device=CPU, progress=no_progress)
-        picture(50 + number).save(source / f"n000/new{number}.png")
-    return tmp_path / "grown"

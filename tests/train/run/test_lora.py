@@ -10,7 +10,7 @@ import pytest
 import torch
 from making import CPU, train_recipe
 from safetensors.torch import load_file
-from shown_runs import HOLDOUT, assert_same_training, bits, lines, run_to
+from shown_runs import bits, lines, run_to
 from torch import Tensor
 
 from leandit.datasets.batches.captions import Captions
@@ -23,7 +23,6 @@ from leandit.train.models.diffusers.adapters import DOWN, UP, trained_parameters
 from leandit.train.models.spec import ModelSpec
 from leandit.train.optim.posthoc_ema import combine
 from leandit.train.run.checkpoints import start_or_resume
-from leandit.train.run.evaluation.decoding import Decoding
 from leandit.train.run.manifest import read_run_manifest
 from leandit.train.run.state import Run
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot
@@ -151,18 +150,6 @@ def test_a_killed_run_resumes_bit_for_bit(
     run_to(recipe, caption_store, killed)
     assert bits(killed, 6) == bits(tmp_path / "whole", 6)
     assert len(bits(killed, 6)) > 3
-
-
-def test_held_out_losses_and_pictures_change_nothing(
-    bases: dict[str, Path], caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Decoding, "start", lambda _: None)
-    shown = ["run.evaluate_every=2", "run.sample_every=3", "run.sample_count=2", "run.sample_steps=2"]
-    run_to(lora(bases["pixart-tiny"], HOLDOUT, *shown), caption_store, tmp_path / "shown")
-    run_to(lora(bases["pixart-tiny"], HOLDOUT, "run.evaluate_every=0"), caption_store, tmp_path / "plain")
-    assert_same_training(tmp_path / "shown", tmp_path / "plain", 6)
-    assert len([line for line in lines(tmp_path / "shown") if line["held_out"]]) == 3
-    assert (tmp_path / "shown/samples/step-6.safetensors").is_file()
 
 
 def test_averages_of_any_length_are_of_adapters_alone(

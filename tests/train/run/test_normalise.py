@@ -10,7 +10,6 @@ import torch
 from making import CPU, no_progress, train_recipe
 
 from leandit.datasets.batches.latents import denormalise, final_latents, normalised_as
-from leandit.datasets.errors import RunError
 from leandit.datasets.format.schema import LatentStatistics
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.revisions.catalog import read_manifest
@@ -81,15 +80,6 @@ def test_a_run_keeps_the_statistics_that_it_began_with(store: LatentStore, tmp_p
     resumed = read_run_manifest(tmp_path / "run")
     assert resumed
     assert resumed.statistics == manifest.statistics
-
-
-def test_a_run_is_not_resumed_with_another_normalisation(store: LatentStore, tmp_path: Path) -> None:
-    run_to(store.path, tmp_path / "run", "run.steps=3")
-    manifest = read_run_manifest(tmp_path / "run")
-    assert manifest
-    assert manifest.statistics is None
-    with pytest.raises(RunError, match=r"latent.normalise was 'encoder', is 'store'"):
-        run_to(store.path, tmp_path / "run", BY_STORE, "run.steps=4")
 
 
 def test_weights_that_learned_another_scale_are_warned_of(store: LatentStore, tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from making import CPU, TRAIN_RECIPE, label_recipe, no_progress
-from safetensors.torch import load_file
+from shown_runs import bits
 
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.format.schema import UNKNOWN, FeatureEncoder, FeatureSpec
@@ -96,11 +95,7 @@ def run_to(
 
 
 def assert_equal_bits(one: str, other: str, step: int) -> None:
-    for kind in ("checkpoint", "snapshot"):
-        for path in Path(f"{one}/{kind}-{step}").glob("*.safetensors"):
-            first, second = load_file(path), load_file(Path(f"{other}/{kind}-{step}") / path.name)
-            assert first.keys() == second.keys()
-            assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    assert bits(Path(one), step) == bits(Path(other), step)
     states = [checkpoint.read(Path(f"{run}/checkpoint-{step}")).state for run in (one, other)]
     assert states[0] == states[1]
 
@@ -190,7 +185,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("text", [MIXTURE, STAGES])
-@pytest.mark.parametrize("step", [3, 4, 5, 7, 8])
+@pytest.mark.parametrize("step", [3, 4, 7])
 def test_a_run_that_was_killed_goes_on_bit_for_bit(
     text: str, step: int, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
