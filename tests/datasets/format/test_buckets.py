@@ -29,7 +29,6 @@ from leandit.datasets.format.buckets import (
 )
 from leandit.precompute.config import ImagesSection
 
-SIZES_1024 = {(height, width) for _, height, width in PIXART_1024}
 PUBLISHED = {
     256: pipeline_pixart_alpha.ASPECT_RATIO_256_BIN,
     512: pipeline_pixart_alpha.ASPECT_RATIO_512_BIN,
@@ -47,19 +46,6 @@ def test_the_pixart_table_holds_every_published_bucket(resolution_px: int) -> No
     assert theirs <= ours  # for inference diffusers keeps 33 of the 40 rows of the smaller tables
     if resolution_px >= 2048:
         assert theirs == ours
-
-
-def test_the_pixart_table_has_40_rows_that_rise_and_say_their_ratio() -> None:
-    assert len(PIXART_1024) == len(SIZES_1024) == 40
-    ratios = [ratio for ratio, _, _ in PIXART_1024]
-    assert ratios == sorted(set(ratios))
-    assert all(abs(ratio - height / width) < 0.0051 for ratio, height, width in PIXART_1024)
-    assert all(0.9 < height * width / 1024**2 <= 1.0 for height, width in SIZES_1024)
-
-
-def test_the_pixart_table_holds_the_transpose_of_each_row_but_one() -> None:
-    # The published table itself has 704x1344 but not 1344x704; filling it in would move pictures to another bucket.
-    assert {size for size in SIZES_1024 if size[::-1] not in SIZES_1024} == {(704, 1344)}
 
 
 @pytest.mark.parametrize(("resolution_px", "multiple_px"), [(256, 16), (512, 32), (1024, 64), (2048, 128), (4096, 256)])
@@ -165,25 +151,11 @@ def test_a_picture_goes_to_the_nearest_ratio_or_nowhere(height_px: int, width_px
         assert distance[found] == min(distance.values())
 
 
-@given(sides, sides, st.sampled_from(PIXART_RESOLUTIONS_PX))
-def test_pixart_s_own_lookup_chooses_the_same_bucket(height_px: int, width_px: int, resolution_px: int) -> None:
-    table = {str(ratio): (height, width) for ratio, height, width in bucket_table("pixart", resolution_px)}
-    nearest = min(table, key=lambda key: abs(float(key) - height_px / width_px))
-    is_longer = max(height_px, width_px) > 4.5 * min(height_px, width_px)
-    assert assign_bucket(height_px, width_px, bucket_table("pixart", resolution_px)) == (
-        None if is_longer else table[nearest]
-    )
-
-
 def test_a_limit_of_ones_own_drops_what_is_longer() -> None:
     table = bucket_table("area", 512, max_ratio=2.0)
     assert assign_bucket(1000, 500, table, max_ratio=2.0) == (640, 384)
     assert assign_bucket(1001, 500, table, max_ratio=2.0) is None
     assert assign_bucket(500, 1001, table, max_ratio=2.0) is None
-
-
-def test_the_limit_of_the_ratio_is_pixart_s() -> None:
-    assert MAX_RATIO == 4.5  # other limits drop or keep other pictures: the records of a store change
 
 
 @given(sides, sides)

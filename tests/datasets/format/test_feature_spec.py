@@ -48,24 +48,3 @@ def test_the_grid_is_the_nearest_and_never_has_more_tokens_than_pixels(
     exact = Fraction(side_px * resolution_px, images_px * patch_px)
     assert 1 <= rows <= side_px
     assert abs(rows - exact) <= Fraction(1, 2) or (exact < Fraction(1, 2) and rows == 1)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"output": "registers"},
-        {"layer": -2},
-        {"layer": 1 << 40},
-        {"width": 0},
-        {"width": 1 << 40},
-        {"patch_px": 0},
-        {"resolution_px": 1 << 40},
-        {"images_px": 0},
-        {"dtype": "float32"},
-        {"other": 1},
-    ],
-    ids=str,
-)
-def test_a_spec_of_no_vision_model_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        spec(**wrong)

@@ -39,6 +39,21 @@ def equal(found: np.ndarray | None, wanted: np.ndarray) -> None:
 
 
 @STORES
+def test_a_reader_written_from_the_page_alone_reads_the_latents_of_every_record(root: Path) -> None:
+    store, reader = LatentStore(root), PageReader(root)
+    counts = dict.fromkeys(reader.manifest["buckets"], 0)
+    for record in reader.stored:
+        bucket, row = record["bucket"], record["row"]
+        counts[bucket] += 1
+        (latents, flipped), checksum = reader.latents(record)
+        assert checksum == record["checksum"]
+        assert store.record(record["key"]).row == row
+        equal(latents, store.latents(bucket)[row])
+        equal(flipped, store.flipped_latents(bucket)[row])
+    assert counts == reader.manifest["buckets"] == store.buckets
+
+
+@STORES
 def test_a_reader_written_from_the_page_alone_reads_the_captions_of_every_encoder(root: Path) -> None:
     store, reader = LatentStore(root), PageReader(root)
     assert list(reader.texts) == store.texts == ["", "pair", "vector", "llm"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leandit.datasets.batches.captions import Captions
-from leandit.datasets.format.token_dtypes import ON_DISK, is_storable, narrow, quality, token_bytes, widen
+from leandit.datasets.format.token_dtypes import ON_DISK, is_storable, narrow, quality, widen
 
 FINITE = st.floats(-(2.0**127), 2.0**127, width=32)  # subnormal numbers too
 TOKENS = hnp.arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 9)), elements=FINITE)
@@ -61,13 +61,6 @@ def test_plain_floats_come_back_as_they_are(tokens: np.ndarray, dtype: str) -> N
     np.testing.assert_array_equal(stored.rows, tokens.astype(dtype))
 
 
-@given(SMALL, st.sampled_from(list(ON_DISK)))
-def test_narrowing_what_was_narrowed_changes_nothing(tokens: np.ndarray, dtype: str) -> None:
-    once = widen(narrow(tokens, dtype), dtype).astype(np.float32)
-    again = widen(narrow(once, dtype), dtype).astype(np.float32)
-    np.testing.assert_allclose(again, once, rtol=1e-6 if dtype == "int8" else 0)
-
-
 @given(SMALL)
 def test_a_batch_is_widened_like_a_caption(tokens: np.ndarray) -> None:
     stored = narrow(tokens, "int8")
@@ -103,7 +96,3 @@ def test_the_quality_is_that_of_exact_arithmetic(tokens: np.ndarray, dtype: str)
     cosine, error = quality(tokens, stored, dtype)
     assert cosine == pytest.approx(float(wanted.min()), abs=2e-6)
     assert error == pytest.approx(float(np.abs(before - after).max()), rel=1e-5)
-
-
-def test_bytes_of_a_token() -> None:
-    assert [token_bytes(4096, dtype) for dtype in ("float32", "bfloat16", "int8")] == [16384, 8192, 4100]

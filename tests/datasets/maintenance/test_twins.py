@@ -92,14 +92,6 @@ def test_a_lost_manifest_does_not_let_a_reader_fall_back_to_an_earlier_revision(
     assert LatentStore(root).revision == 3
 
 
-def test_a_store_whose_newest_manifests_are_both_gone_is_damaged(root: Path) -> None:
-    for path in root.glob("revisions/000003/**/manifest.json"):
-        path.unlink()
-    found = verify_store(root)
-    assert found.damaged
-    assert "stray" in {finding.cause for finding in found.findings}
-
-
 def test_a_table_that_another_revision_wrote_is_not_taken_for_a_copy(whole: Path, root: Path) -> None:
     for name in REVISION_FILES:
         shutil.copyfile(whole / "revisions/000002" / name, root / "revisions/000003" / name)

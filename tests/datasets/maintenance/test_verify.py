@@ -121,20 +121,6 @@ def place_of(store: LatentStore, path: str) -> Place:
     return Place(bucket, shard, revision, {row - rows.start: name for row, name in named.items() if row in rows})
 
 
-def test_every_kind_of_file_is_there_to_be_damaged(plain: Whole, grown: Whole) -> None:
-    arrays = {place[0] for path in plain.files if (place := shard_place(path))}
-    buckets = {f"buckets/{bucket}/moments" for bucket in ("64x64", "48x80", "80x48")}
-    assert arrays == {*buckets, "captions/embeddings", "captions/null"}
-    assert any(path.endswith("/moments/c/1/0/0/0") for path in plain.files)
-    store = LatentStore(grown.path)
-    assert {place_of(store, path).revision for path in grown.files if shard_place(path)} == {1, 2, 3}
-    assert {revision_of(path) for path in grown.files} == {None, 1, 2, 3}
-    for one in (plain, grown):
-        rejects = LatentStore(one.path).manifest
-        assert rejects is not None
-        assert rejects.num_rejected == 2
-
-
 @STORES
 def test_an_intact_store_is_whole_and_nothing_is_written(whole: Whole) -> None:
     before = {path.as_posix(): path.stat().st_mtime_ns for path in whole.path.rglob("*")}

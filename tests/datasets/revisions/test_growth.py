@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pytest
-import zarr
 from faults import Pictures, content, encode, make_grown, read_all, small_shards
 from making import caption_recipe, picture, tree_digest
 from vision import make_dinov2
@@ -159,15 +158,6 @@ def test_growth_after_an_addition_decodes_a_new_picture_once(
     assert verify_store(store.path).findings == []
 
 
-def test_zarr_reads_every_array_of_a_grown_store(grown: Grown) -> None:
-    store, group = LatentStore(grown.root), zarr.open_group(grown.root, mode="r")
-    for path, layout in store.layouts.items():
-        theirs: Any = group[path]
-        assert (theirs.shape, theirs.dtype) == (layout.shape, layout.dtype)
-        rows = np.flatnonzero(layout.has_rows(np.arange(layout.shape[0])))
-        np.testing.assert_array_equal(theirs[:][rows], store.array(path).take(rows))
-
-
 def test_a_plan_is_read_from_a_sealed_revision(grown: Grown) -> None:
     for revision in (1, 2, 3):
         plan, manifest = read_plan(grown.root, revision), read_manifest(grown.root, revision)
@@ -225,23 +215,18 @@ def put_file(path: str, manifest: dict[str, Any]) -> None:
     manifest["files"].append({**manifest["files"][0], "path": path})
 
 
-ROWS, TOKENS = "buckets/64x64/moments", "captions/embeddings"
+ROWS = "buckets/64x64/moments"
 HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "ranges overlap": functools.partial(set_ranges, ROWS, [[1, 0, 4], [2, 2, 6]]),
     "a range not at a shard": functools.partial(set_ranges, ROWS, [[1, 0, 3], [2, 3, 6]]),
-    "an empty range": functools.partial(set_ranges, ROWS, [[1, 0, 4], [2, 4, 4]]),
-    "no first row": functools.partial(set_ranges, ROWS, [[1, 2, 4], [2, 4, 6]]),
     "revisions that fall": functools.partial(set_ranges, ROWS, [[2, 0, 4], [1, 4, 6]]),
     "a revision to come": lambda manifest: [array["ranges"][-1].__setitem__(0, 3) for array in manifest["arrays"]],
     "no ranges": change(ROWS, ranges=[]),
     "more rows than ranges": change(ROWS, shape=lambda shape: [shape[0] + 1, *shape[1:]]),
     "many shards": functools.partial(set_ranges, ROWS, [[1, 0, 1 << 40]]),
-    "one more shard": functools.partial(set_ranges, ROWS, [[1, 0, 4], [2, 4, 40]]),
     "no rows": change(ROWS, shape=lambda shape: [0, *shape[1:]]),
     "another width": change(ROWS, shape=lambda shape: [*shape[:3], shape[3] + 1]),
     "another dtype": change(ROWS, dtype="float32"),
-    "another dtype of tokens": change(TOKENS, dtype="float32"),
-    "other tokens": change(TOKENS, shape=lambda shape: [shape[0], shape[1] * 2]),
     "a scalar": change(ROWS, shape=[]),
     "chunks that do not fit": change(ROWS, chunk_rows=3),
     "shards of other rows": change(ROWS, shard_rows=lambda rows: rows * 2),
@@ -249,14 +234,11 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "an unknown codec": change(ROWS, codec="lzma"),
     "flipped latents of other rows": functools.partial(set_ranges, f"{ROWS}_flip", [[1, 0, 2]]),
     "a shard is not in the files": functools.partial(drop_file, f"{ROWS}/c/1/0/0/0"),
-    "no shard is in the files": functools.partial(drop_file, "/c/0/0/0/0"),
     "a shard of no array": functools.partial(put_file, f"{ROWS}/c/99/0/0/0"),
     "an array is missing": functools.partial(drop_array, ROWS),
     "an array that the spec does not have": functools.partial(rename_array, ROWS, "buckets/64x64/other"),
-    "an array outside of the store": functools.partial(rename_array, ROWS, "../64x64/moments"),
     "an array of no known place": functools.partial(rename_array, ROWS, "moments"),
     "a table is missing": functools.partial(drop_file, "captions.parquet"),
-    "a table of another revision": functools.partial(put_file, "revisions/000001/captions.parquet"),
     "a file that is no shard": functools.partial(put_file, "zarr.json"),
     "a file twice": lambda manifest: manifest["files"].append(manifest["files"][0]),
     "an array twice": lambda manifest: manifest["arrays"].append(manifest["arrays"][0]),
