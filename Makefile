@@ -23,7 +23,7 @@ test: $(READY)
 
 # The long forms: all crash points and bit flips, hundreds of kills, many examples. About an hour on two cores.
 test-long: $(READY)
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest $(IN_TWO) -m "slow or hypothesis" --timeout 3600
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest $(IN_TWO) -m "slow or integration or hypothesis" --timeout 3600
 
 # The tests that need a GPU, then every figure; where a test fails, make does too, after the figures. The same command goes
 # on where it was cut.

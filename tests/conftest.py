@@ -54,7 +54,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 # Seconds of the files that take longest: they begin first, so that no process ends alone with one of them.
 LONGEST = {
     "tools/plan/test_memory.py": 300,
-    "train/step/test_graph.py": 130,
     "tools/cli/test_cli.py": 120,
     "house/test_security.py": 100,
     "precompute/engines/test_ray.py": 85,
@@ -64,8 +63,6 @@ LONGEST = {
     "datasets/maintenance/test_verify.py": 70,
     "precompute/images/test_decoders.py": 70,
     "house/test_crash.py": 70,
-    "house/test_mutants.py": 65,
-    "train/step/test_fp8.py": 60,
     "tools/export/test_publish.py": 60,
     "train/parallel/test_parallel.py": 60,
     "precompute/test_repair.py": 60,

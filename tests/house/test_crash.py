@@ -148,17 +148,20 @@ def test_a_growth_that_dies_at_any_operation_comes_out_the_same(growth: Scenario
     check_dies(growth, points(growth, step))
 
 
+@pytest.mark.integration
 @every(100)
 @pytest.mark.parametrize("kind", ["eio", "enospc"])
 def test_a_growth_with_an_io_error_at_any_operation_comes_out_the_same(growth: Scenario, kind: str, step: int) -> None:
     assert check_fails(growth, kind, points(growth, step)) > 0
 
 
+@pytest.mark.integration
 @every(90)
 def test_a_compaction_that_dies_at_any_operation_comes_out_the_same(compaction: Scenario, step: int) -> None:
     check_dies(compaction, points(compaction, step))
 
 
+@pytest.mark.integration
 @every(100)
 @pytest.mark.parametrize("kind", ["eio", "enospc"])
 def test_a_compaction_with_an_io_error_at_any_operation_comes_out_the_same(

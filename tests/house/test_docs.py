@@ -108,6 +108,7 @@ def test_the_code_about_batches_runs(
     assert names["again"].dataset.number == 2
 
 
+@pytest.mark.integration
 def test_the_code_about_stable_diffusion_3_makes_a_store_that_its_small_model_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +119,7 @@ def test_the_code_about_stable_diffusion_3_makes_a_store_that_its_small_model_fi
     assert (spec.joined_tokens, spec.caption_width, spec.pooled_width) == (333, 4096, 2048)
 
 
+@pytest.mark.integration
 def test_the_recipes_about_batches_train(
     label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_models: None
 ) -> None:
@@ -150,6 +152,7 @@ def test_links_and_pictures_in_the_documentation_exist(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.integration
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """As ``make docs``: a broken link, or a docstring that is not understood, ends it."""
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

@@ -127,6 +127,7 @@ def encoders_in(modules: set[str]) -> list[str]:
     return sorted(name for name in modules if "autoencoder" in name or name.startswith("leandit.precompute"))
 
 
+@pytest.mark.integration
 def test_training_and_drawing_pictures_meanwhile_load_no_encoder(
     label_store: LatentStore, caption_store: LatentStore, tmp_path: Path
 ) -> None:
@@ -161,6 +162,7 @@ except SystemExit as end:
     assert [name for name in modules if name.split(".")[0] in ("torch", "diffusers", "transformers")] == []
 
 
+@pytest.mark.integration
 def test_a_report_of_a_run_is_made_without_torch(tmp_path: Path) -> None:
     code = """
 import sys

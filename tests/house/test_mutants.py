@@ -200,14 +200,16 @@ CHECKS = (
 )
 
 
-def is_long(check: Callable[..., Any], mutant: Callable[[], None] | None = None) -> bool:
-    """Deaths at many places, of which one mutant shows by default that they are seen."""
-    return check is crash_points and (not mutant or mutant.__name__ != "commit_record_before_its_data")
+def marks(check: Callable[..., Any], mutant: Callable[[], None] | None = None) -> list[pytest.MarkDecorator]:
+    """By default one mutant shows that deaths at many places are seen, another that the order is."""
+    if mutant and mutant.__name__ in ("commit_record_before_its_data", "folder_is_not_synced"):
+        return []
+    return [pytest.mark.slow if check is crash_points else pytest.mark.integration]
 
 
 @pytest.mark.parametrize(
     "check",
-    [pytest.param(it, marks=[pytest.mark.slow] if is_long(it) else [], id=it.__name__) for it in CHECKS],
+    [pytest.param(it, marks=marks(it), id=it.__name__) for it in CHECKS],
 )
 def test_the_code_as_it_is_passes(check: Callable[[Scenario, Change], None], first: Scenario) -> None:
     check(first, None)
@@ -398,7 +400,7 @@ MUTANTS = [
         pytest.param(
             mutant,
             check,
-            marks=[pytest.mark.slow] if is_long(check, mutant) else [],
+            marks=marks(check, mutant),
             id=f"{mutant.__name__}-{check.__name__}",
         )
         for mutant, check in MUTANTS

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 from click.testing import CliRunner
 from forked import ForkedPython, run_forked
@@ -27,6 +28,7 @@ SCRIPT = Path(sys.executable).with_name("leandit")  # as pip installs it
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.integration
 def test_the_demo_begins_without_an_option_and_a_signal_ends_it(tmp_path: Path) -> None:
     process = ForkedPython([SCRIPT, "demo"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:

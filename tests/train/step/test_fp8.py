@@ -150,6 +150,7 @@ def test_a_step_on_a_gpu_waits_for_nothing_and_multiplies_in_8_bits(
     assert len(seen.sides) == len(fp8_layers(steps.learner.engine.model))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("model", "kind"), [("labels", "tensorwise"), ("sana", "rowwise")])
 @pytest.mark.usefixtures("tiny_models", "emulated")
 def test_compiled_blocks_have_one_graph_without_a_break(model: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,9 @@ def steps_of(model: str, *settings: str, compiled: bool = True) -> TinySteps:
     return TinySteps(model, CPU, "run.precision=fp32", *settings, compiled=compiled)
 
 
-@pytest.mark.parametrize("model", RECIPES)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=[] if name == "captions" else [pytest.mark.integration]) for name in RECIPES]
+)
 def test_two_graphs_a_kind_of_block_serve_all_buckets_caption_lengths_and_leftovers(
     model: str, graphs: Callable[[], int]
 ) -> None:
@@ -69,6 +71,7 @@ def test_shapes_beyond_the_limit_run_eagerly_and_are_named_once(
     assert said == "DiTBlock: 2 graphs are compiled, so a batch of the shapes 7x8x32, 7x32 runs eagerly"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["DiT-S/2", "pixart-tiny", "sana-tiny"])
 def test_packed_captions_are_in_one_graph(
     name: str, graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch
@@ -85,6 +88,7 @@ def test_packed_captions_are_in_one_graph(
     assert graphs() == 1
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("model", "dtype"), [("sana", torch.bfloat16), ("pixart", torch.float16), ("sd3", torch.bfloat16)]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from browsing import Watched
 from made_runs import make_grid, make_run
 from making import no_progress
@@ -72,6 +73,7 @@ def test_the_report_of_a_store_opens_from_disk_and_its_texts_do_no_harm(watched:
     assert_policy_holds(watched, html)
 
 
+@pytest.mark.integration
 def test_the_report_of_a_run_opens_from_disk_and_its_texts_do_no_harm(watched: Watched, tmp_path: Path) -> None:
     hostile = {"machine": MARKUP, "device": RIGHT_TO_LEFT, "versions": {CONTROL: "1"}}
     run, html = make_run(tmp_path / "run", starts=[hostile]), tmp_path / "report.html"

@@ -48,6 +48,7 @@ def test_a_store_is_searched_paged_and_looked_at(watched: Watched, tmp_path: Pat
     watched.assert_harmless(urlsplit(address).netloc)
 
 
+@pytest.mark.integration
 def test_pages_of_a_store_lead_on_and_back(watched: Watched, tmp_path: Path) -> None:
     from leandit.tools.synthetic.store import make_store
 
@@ -69,6 +70,7 @@ def test_pages_of_a_store_lead_on_and_back(watched: Watched, tmp_path: Path) -> 
     watched.assert_harmless(urlsplit(address).netloc)
 
 
+@pytest.mark.integration
 def test_a_run_is_followed(watched: Watched, tmp_path: Path) -> None:
     run, page = make_run(tmp_path / "run", "run.steps=2000", starts=[{"machine": MARKUP}]), watched.page
     with viewed(run) as address:
