@@ -29,9 +29,6 @@ USER_ERRORS: dict[int, type[LeanditError]] = {
     error.exit_code: error for error in (RecipeError, SourceError, DamageError, ResourceError)
 }
 
-Words = Callable[[], list[str]]
-"""Returns a module and its arguments: the command of a process that starts now."""
-
 
 @dataclass(frozen=True)
 class Ended:

@@ -86,7 +86,7 @@ def latent_of(number: int, seed: int, bucket: str) -> bytes:
 def embedding_of(text: str) -> bytes:
     """What the encoder gives for a caption alone."""
     encoder = loaded(recipe().vae, recipe().text).captions[""]
-    return encoder.encode([text]).token_rows()[0].astype(np.float16).tobytes()
+    return encoder.encode([text]).tokens[0].astype(np.float16).tobytes()
 
 
 class StoreMachine(RuleBasedStateMachine):

@@ -66,15 +66,6 @@ class EncodedCaptions(NamedTuple):
         tokens, pooled = (None if rows is None else rows[i] for rows in self)
         return EncodedCaption(tokens, pooled)
 
-    def token_rows(self) -> np.ndarray:
-        """The token embeddings.
-
-        Raises: EncoderError: the recipe leaves them out.
-        """
-        if self.tokens is None:
-            raise EncoderError('text.output "pooled": needed embeddings of tokens. Use text.output = "tokens".')
-        return self.tokens
-
     @property
     def is_finite(self) -> np.ndarray:
         """(B,) bool: all numbers of a caption are finite."""

@@ -479,7 +479,7 @@ def test_the_null_caption_has_full_length_and_equals_transformers(max_tokens: in
     inputs = tokenizer("", padding="max_length", max_length=max_tokens, truncation=True, return_tensors="pt")
     with torch.no_grad():
         wanted = model.eval()(**inputs).last_hidden_state[0].numpy()
-    null = caption_encoder(max_tokens=max_tokens).encode_null().token_rows()[0]
+    null = caption_encoder(max_tokens=max_tokens).encode_null().tokens[0]
     assert null.shape == (max_tokens, 64)
     assert np.array_equal(null, wanted)
 
@@ -531,15 +531,15 @@ def test_a_caption_that_is_not_finite_is_encoded_again_in_float32(heals: bool, m
     monkeypatch.setattr("leandit.precompute.encoders.text.encoder.arithmetic", lambda dtype, device: dtype)  # as a GPU
     low, high, forward = caption_encoder(dtype="bfloat16"), caption_encoder(), CaptionEncoder._forward
     captions = ["a red circle", "a red square", "a tiny circle"]
-    exact = high.encode(["a red square"]).token_rows()[0]
-    plain = low.encode(captions).token_rows()
+    exact = high.encode(["a red square"]).tokens[0]
+    plain = low.encode(captions).tokens
 
     def failing(self: CaptionEncoder, ids: torch.Tensor, mask: torch.Tensor, stored: list[int]) -> EncodedCaptions:
         encoded = forward(self, ids, mask, stored)
         if len(ids) == 3:
-            encoded.token_rows()[1, 0, 0] = np.nan
+            encoded.tokens[1, 0, 0] = np.nan
         elif not heals:
-            encoded.token_rows()[0, 0, 0] = np.inf
+            encoded.tokens[0, 0, 0] = np.inf
         return encoded
 
     monkeypatch.setattr(CaptionEncoder, "_forward", failing)
@@ -548,12 +548,12 @@ def test_a_caption_that_is_not_finite_is_encoded_again_in_float32(heals: bool, m
             low.encode(captions)
         assert low.encode(captions, must_be_finite=False).is_finite.tolist() == [True, False, True]
         return
-    found = low.encode(captions).token_rows()
+    found = low.encode(captions).tokens
     assert np.array_equal(found[1], exact)  # with the weights of the file, not those rounded to bfloat16
     assert not np.array_equal(found[1], plain[1])
     assert np.array_equal(found[[0, 2]], plain[[0, 2]])
     monkeypatch.undo()
-    assert np.array_equal(low.encode(captions).token_rows(), plain)
+    assert np.array_equal(low.encode(captions).tokens, plain)
 
 
 def test_the_identity_of_a_t5_follows_weights_and_tokenizer(t5: Path) -> None:

@@ -97,7 +97,7 @@ def test_gemma_equals_the_padded_computation_at_every_valid_place(name: str, gem
     assert min(counts) < MAX_TOKENS < max(counts)  # one is padded, one is cut
     padded = as_sana_pads(gemma, TEXTS, INSTRUCTIONS.get(name, name))
     for text, count, wanted in zip(TEXTS, counts, padded, strict=True):
-        found = encoder.encode([text]).token_rows()[0]
+        found = encoder.encode([text]).tokens[0]
         assert len(found) == len(wanted) == min(count, MAX_TOKENS)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
     assert (encoder.tokenizer.num_shared > 64) == name.startswith("sana")
@@ -114,11 +114,11 @@ def test_the_empty_caption_has_no_instruction_and_full_length(gemma: Path) -> No
     assert tokens.attention_mask.tolist() == [[1] + [0] * (MAX_TOKENS - 1)]
     with torch.no_grad():
         wanted = model(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
-    np.testing.assert_allclose(encoder.encode_null().token_rows()[0], wanted.numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(encoder.encode_null().tokens[0], wanted.numpy(), rtol=1e-4, atol=1e-5)
     assert encoder.computed == TokenCount(MAX_TOKENS, MAX_TOKENS - 1, 1)
     # A record without a caption has what of it is not padding.
     assert encoder.tokenizer.count(["", "a cat"])[0] == 1
-    np.testing.assert_array_equal(encoder.encode([""]).token_rows()[0], encoder.encode_null().token_rows()[0, :1])
+    np.testing.assert_array_equal(encoder.encode([""]).tokens[0], encoder.encode_null().tokens[0, :1])
 
 
 def test_the_instructions_are_those_of_sana_and_of_diffusers() -> None:
@@ -159,9 +159,7 @@ def test_a_store_of_gemma_says_its_instruction_and_refuses_another(gemma: Path, 
     assert store.spec.text.instruction == INSTRUCTIONS["sana"]
     encoder = encoder_of(gemma, instruction="sana", max_tokens=12)
     for i, text in enumerate(store.captions["text"].to_pylist()):
-        np.testing.assert_allclose(
-            store.caption_embedding(i), encoder.encode([text]).token_rows()[0], rtol=2e-3, atol=2e-3
-        )
+        np.testing.assert_allclose(store.caption_embedding(i), encoder.encode([text]).tokens[0], rtol=2e-3, atol=2e-3)
     shared = encoder.tokenizer.num_shared
     count = store.captions.num_rows
     computed = int(store.tokens.lengths.sum()) + shared * count + 12  # and the empty caption

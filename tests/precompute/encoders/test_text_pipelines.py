@@ -109,12 +109,12 @@ def each_is_close(encoder: CaptionEncoder, wanted: list[torch.Tensor]) -> None:
     """Each text alone, without padding, and its count; the null caption is the last one wanted."""
     for text, count, tokens in zip(TEXTS, encoder.tokenizer.count(TEXTS), wanted, strict=False):
         assert len(tokens) == min(count, LENGTH)
-        close(encoder.encode([text]).token_rows()[0], tokens)
-    null = encoder.encode_null().token_rows()
+        close(encoder.encode([text]).tokens[0], tokens)
+    null = encoder.encode_null().tokens
     assert null.shape == (1, LENGTH, encoder.width)
     close(null[0, : len(wanted[-1])], wanted[-1])
     assert encoder.tokenizer.count([""]) == [len(wanted[-1])]
-    mixed = encoder.encode(["", ""]).token_rows()
+    mixed = encoder.encode(["", ""]).tokens
     np.testing.assert_array_equal(mixed, np.repeat(null[:, : len(wanted[-1])], 2, axis=0))
 
 
@@ -131,7 +131,7 @@ def test_the_encoders_of_stable_diffusion_3_equal_its_pipeline(saved: Callable[[
         for name in ("clip", "open_clip"):
             encoder = encoder_of(saved(name), "clip", output="both", full_length=True, max_tokens=77)
             found.append(encoder.encode(texts) if any(texts) else encoder.encode_null())
-        close(np.concatenate([one.token_rows() for one in found], axis=-1), wanted[:, :77, :64])
+        close(np.concatenate([one.tokens for one in found], axis=-1), wanted[:, :77, :64])
         close(np.concatenate([one.pooled for one in found if one.pooled is not None], axis=-1), pooled)
         encoder = encoder_of(saved("t5"), "t5", full_length=True, attend_padding=True)
         close((encoder.encode(texts) if any(texts) else encoder.encode_null()).tokens, wanted[:, 77:])
@@ -151,7 +151,7 @@ def test_the_encoders_of_stable_diffusion_xl_equal_its_pipeline_also_without_pad
         close(full.encode(TEXTS).tokens, wanted[..., width])
         short = encoder_of(saved(name), "clip", max_tokens=77)
         for row, text, count in zip(wanted, TEXTS, short.tokenizer.count(TEXTS), strict=True):
-            close(short.encode([text]).token_rows()[0], row[:count, width])
+            close(short.encode([text]).tokens[0], row[:count, width])
     for options in ({"output": "both", "full_length": True}, {"output": "pooled", "full_length": True}):
         encoder = encoder_of(saved("open_clip"), "clip", max_tokens=77, **options)
         close(encoder.encode(TEXTS).pooled, pooled)
@@ -171,7 +171,7 @@ def test_the_encoders_of_flux_1_equal_its_pipeline(saved: Callable[[str], Path])
     wanted, pooled, _ = pipeline.encode_prompt(TEXTS, device=CPU, max_sequence_length=LENGTH)
     encoder = encoder_of(saved("t5"), "t5", full_length=True, attend_padding=True)
     close(encoder.encode(TEXTS).tokens, wanted)
-    masked = encoder_of(saved("t5"), "t5", full_length=True).encode(TEXTS).token_rows()
+    masked = encoder_of(saved("t5"), "t5", full_length=True).encode(TEXTS).tokens
     assert np.abs(masked - wanted.numpy())[1].max() > 1e-3  # padding that is attended to matters
     encoder = encoder_of(saved("plain_clip"), "clip", max_tokens=77, output="pooled", full_length=True)
     close(encoder.encode(TEXTS).pooled, pooled)
@@ -263,7 +263,7 @@ def test_a_system_prompt_before_the_caption_equals_the_pipeline_of_lumina_2(save
     wanted, mask, _, _ = pipeline.encode_prompt(TEXTS, False, device=CPU, max_sequence_length=length)
     encoder = encoder_of(saved("gemma2"), "causal_lm", template=LUMINA, layers=[-2], max_tokens=length)
     for text, row, valid in zip(TEXTS, wanted, mask, strict=True):
-        close(encoder.encode([text]).token_rows()[0], row[valid.bool()])
+        close(encoder.encode([text]).tokens[0], row[valid.bool()])
 
 
 def test_padding_sides_are_in_the_identity(saved: Callable[[str], Path]) -> None:
@@ -286,10 +286,10 @@ def test_padding_sides_are_in_the_identity(saved: Callable[[str], Path]) -> None
 def test_weights_are_loaded_at_the_first_encode_and_dropped_on_release(saved: Callable[[str], Path]) -> None:
     encoder = encoder_of(saved("qwen3"), "causal_lm", template=Z_IMAGE)
     assert encoder._model is None
-    first = encoder.encode(TEXTS[:1]).token_rows()
+    first = encoder.encode(TEXTS[:1]).tokens
     encoder.release()
     assert encoder._model is None
-    np.testing.assert_array_equal(encoder.encode(TEXTS[:1]).token_rows(), first)
+    np.testing.assert_array_equal(encoder.encode(TEXTS[:1]).tokens, first)
     length = first.shape[1]
     assert encoder.computed == TokenCount(2 * length, 0, 2)
 

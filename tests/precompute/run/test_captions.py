@@ -46,7 +46,7 @@ def encoded(text: str) -> np.ndarray:
     recipe = caption_recipe()
     encoder = loaded_encoders(recipe.vae, recipe.text).captions[""]
     assert encoder is not None
-    return encoder.encode([text]).token_rows()[0]
+    return encoder.encode([text]).tokens[0]
 
 
 def test_a_caption_is_what_the_encoder_gave_narrowed_once(grown: tuple[Any, Path, str]) -> None:
@@ -169,7 +169,7 @@ def test_what_float16_cannot_hold_stops_the_run(
     real = CaptionEncoder.encode
 
     def huge(encoded: EncodedCaptions) -> EncodedCaptions:
-        return EncodedCaptions(encoded.token_rows() * 1e6, None)
+        return EncodedCaptions(encoded.tokens * 1e6, None)
 
     monkeypatch.setattr(CaptionEncoder, "encode", lambda self, captions, **_: huge(real(self, captions)))
     with pytest.raises(EncoderError, match=r"text_dtype 'float16'.*cannot hold.*bfloat16"):
