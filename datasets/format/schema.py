@@ -352,7 +352,7 @@ class CheckedImage(_Model):
 
 
 class SelfCheck(_Model):
-    """What came back of a few pictures of the source before the plan was frozen (section 8 of ``FORMAT.md``)."""
+    """What came back of a few pictures of the source before the plan was frozen."""
 
     images: Annotated[list[CheckedImage], Field(min_length=1, max_length=64)]
     channel_mean: list[Float32]  # as the model sees them, of the posterior's mean

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -16,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 from everything import Everything
-from faults import without_seal
 from making import CPU, caption_recipe, make_caption_folder, no_progress
 from page_reader import PageReader, canonical_hash
 from pydantic import BaseModel
@@ -25,9 +23,7 @@ from leandit.datasets.format.schema import (
     FORMAT_VERSION,
     ArrayEntry,
     CheckedImage,
-    CommitRecord,
     EncoderIdentity,
-    Fallback,
     FileEntry,
     ImageSpec,
     LatentSpec,
@@ -35,13 +31,11 @@ from leandit.datasets.format.schema import (
     LocalFile,
     Manifest,
     Origin,
-    PlanFile,
-    Reject,
     SelfCheck,
     StoreSpec,
     TextSpec,
 )
-from leandit.datasets.format.table_schemas import RECORDS_SCHEMA, REJECT_REASONS
+from leandit.datasets.format.table_schemas import REJECT_REASONS
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 
@@ -75,11 +69,10 @@ def keys_of(model: type[BaseModel]) -> set[str]:
 
 
 def general(path: str) -> str:
-    """A path of a store with its revision, bucket, part and shard number as FORMAT.md writes them."""
+    """A path of a store with its revision, bucket and names as FORMAT.md writes them."""
     path = re.sub(r"^revisions/\d{6}/", "revisions/NNNNNN/", path)
     path = re.sub(r"\b\d+x\d+\b", "HxW", path)
-    path = re.sub(r"/(pair|vector|llm|dino|grid|token)/", "/NAME/", path)
-    return re.sub(r"commits/.*/\d{6}", "commits/PART/NNNNNN", path)
+    return re.sub(r"/(pair|vector|llm|dino|grid|token)/", "/NAME/", path)
 
 
 def tree_names() -> set[str]:
@@ -245,63 +238,6 @@ def test_the_places_of_the_images_are_in_the_table_that_is_named(caption_store: 
         "bytes": len(data),
         "xxh3_128": xxhash.xxh3_128_hexdigest(data),
     }
-
-
-@pytest.fixture
-def unfinished(caption_folder: Path, tmp_path: Path) -> Path:
-    """A store with all its commit records, and no manifest."""
-    run = {"source_path": caption_folder, "store_path": tmp_path / "store", "device": CPU, "progress": no_progress}
-    without_seal(lambda: precompute(caption_recipe(), **run))
-    return tmp_path / "store"
-
-
-def test_every_file_of_an_unfinished_revision_is_named_and_made_as_said(unfinished: Path) -> None:
-    folder, named = unfinished / OWN, quoted(SECTION[6])
-    head = json.loads((folder / "plan/plan.json").read_bytes())
-    assert head.keys() | {"self_check"} == keys_of(PlanFile) | {"sha256"}
-    assert head.keys() | {"self_check"} <= named
-    assert head.pop("sha256") == canonical_hash(head)
-    assert {path.name for path in folder.iterdir()} == {"plan", "commits"}
-    assert {path.name for path in (folder / "plan").iterdir()} == {"plan.json", "records.parquet", "captions.parquet"}
-    for entry in head["files"]:
-        assert xxhash.xxh3_128_hexdigest((folder / "plan" / entry["path"]).read_bytes()) == entry["xxh3_128"]
-    extra = set(pq.read_schema(folder / "plan/records.parquet").names) - set(RECORDS_SCHEMA.names)
-    assert extra == {"source_path", "source_offset", "source_bytes", "source_mtime_ns"}
-
-    said = quoted(paragraph(6, "A **commit record**"))
-    assert keys_of(CommitRecord) | keys_of(Reject) | keys_of(Fallback) <= said
-    commits = sorted((folder / "commits").rglob("*.json"))
-    assert {general(path.relative_to(unfinished).as_posix()) for path in commits} == {
-        "revisions/NNNNNN/commits/PART/NNNNNN.json"
-    }
-    for path in commits:
-        content = json.loads(path.read_bytes())
-        assert content.keys() == keys_of(CommitRecord) - (set() if "buckets" in path.parts else {"statistics"})
-        assert content.pop("record_hash") == canonical_hash(content)
-        assert content["plan"] == head["plan"]
-        *shards, results = content["files"]
-        assert shards
-        assert results["path"] == path.relative_to(unfinished).with_suffix(".rows").as_posix()
-        for entry in content["files"]:
-            data = (unfinished / entry["path"]).read_bytes()
-            assert (len(data), xxhash.xxh3_128_hexdigest(data)) == (entry["bytes"], entry["xxh3_128"])
-        check_results(path.with_suffix(".rows"), unfinished / shards[0]["path"])
-
-
-def check_results(path: Path, shard: Path) -> None:
-    """The results of rows are what section 6 says: 25 bytes each, the state, two checksums, two errors."""
-    data = path.read_bytes()
-    assert len(data) % 25 == 0
-    for i, (state, checksum, _, cosine, error) in enumerate(struct.iter_unpack("<BQQff", data)):
-        assert state == 1
-        if "buckets" in path.parts:
-            height, width = (int(side) // 8 for side in path.parent.name.split("x"))
-            row_bytes = 2 * 4 * 2 * height * width
-            row = shard.read_bytes()[i * row_bytes : (i + 1) * row_bytes]
-            assert xxhash.xxh3_64_intdigest(row) == checksum
-            assert np.isnan([cosine, error]).all()
-        else:
-            assert cosine > 0.99
 
 
 @pytest.mark.parametrize("name", ["caption_store", "store_of_everything"])
