@@ -100,13 +100,24 @@ def little_memory() -> Iterator[None]:
 
 
 def peak_mib() -> float:
-    """Memory that this process had at most since ``forget_peak``, in MiB."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+    """Memory that this process had at most since its peak was last forgotten, in MiB."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
 
 
-def forget_peak() -> None:
+@contextlib.contextmanager
+def cheap(most_mib: float = 200) -> Iterator[None]:
+    """What happens within takes little time and memory, and any error of ours is one short line."""
     Path("/proc/self/clear_refs").write_text("5")
+    before, start = peak_mib(), time.perf_counter()
+    try:
+        yield
+    except LeanditError as error:
+        assert "\n" not in str(error)  # noqa: PT017 - either outcome is right
+        assert len(str(error)) < 3000  # noqa: PT017
+        raise
+    finally:
+        assert time.perf_counter() - start < MAX_SECONDS
+        assert peak_mib() - before < most_mib
 
 
 REVISION = "revisions/000001"
@@ -140,13 +151,16 @@ def change_manifest(root: Path, change: Callable[[dict[str, Any]], Any], manifes
 
 def change_table(root: Path, name: str, column: str, change: Callable[[list[Any]], Any]) -> None:
     """Change a column of a table in place and fit the manifest to it."""
-    path = root / REVISION / name
+    change_column(root / REVISION / name, column, change)
+    forge(root)
+
+
+def change_column(path: Path, column: str, change: Callable[[list[Any]], Any]) -> None:
+    """Change a column of a table in place."""
     table = pq.read_table(path)
-    values = table[column].to_pylist()
-    change(values)
+    change(values := table[column].to_pylist())
     at = table.schema.get_field_index(column)
     pq.write_table(table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type)), path)
-    forge(root)
 
 
 def read_all(path: Path, *, allow_incomplete: bool = False) -> dict[str, Any]:
@@ -173,14 +187,11 @@ def read_all(path: Path, *, allow_incomplete: bool = False) -> dict[str, Any]:
 
 def refused_or_right(path: Path, wanted: dict[str, Any], **options: Any) -> str:
     """Read a forged store: the error's class, or "right" where the numbers are those of the store as it was."""
-    start = time.perf_counter()
     try:
-        found = "right" if read_all(path, **options) == wanted else "other numbers"
+        with cheap():
+            return "right" if read_all(path, **options) == wanted else "other numbers"
     except LeanditError as error:
-        found = type(error).__name__
-        assert "\n" not in str(error)  # noqa: PT017 - either outcome is right
-    assert time.perf_counter() - start < MAX_SECONDS
-    return found
+        return type(error).__name__
 
 
 # ------------------------------------------------------------ stores
@@ -261,11 +272,8 @@ ARRAYS: dict[str, Spoil] = {
 @pytest.mark.parametrize("spoil", ARRAYS.values(), ids=ARRAYS.keys())
 def test_an_array_that_cannot_be_is_refused_with_all_hashes_right(spoil: Spoil, copied: Path) -> None:
     spoil(copied)
-    forget_peak()
-    before = peak_mib()
-    with pytest.raises(DamageError):
+    with pytest.raises(DamageError), cheap():
         read_all(copied)
-    assert peak_mib() - before < 200
 
 
 @pytest.mark.parametrize("name", ["zarr.json", f"{MOMENTS}/zarr.json"])
@@ -341,13 +349,8 @@ CLAIMS: dict[str, Spoil] = {
 @pytest.mark.parametrize("spoil", CLAIMS.values(), ids=CLAIMS.keys())
 def test_a_claim_that_cannot_be_is_refused_with_all_hashes_right(spoil: Spoil, copied: Path) -> None:
     spoil(copied)
-    forget_peak()
-    before = peak_mib()
-    start = time.perf_counter()
-    with pytest.raises((DamageError, StoreError)):
+    with pytest.raises((DamageError, StoreError)), cheap():
         read_all(copied)
-    assert time.perf_counter() - start < MAX_SECONDS
-    assert peak_mib() - before < 200
 
 
 ADDED = "revisions/000003/manifest.json"
@@ -369,12 +372,13 @@ def in_shape(array: str, rows: int) -> Spoil:
     return num_rows(array, rows, ADDED, shard_rows=rows, chunk_rows=rows)
 
 
-HUGE = (0, -1, 10**12, 10**400, "x", None, 1.5)
-OF_MANY: dict[str, Spoil] = {
+HUGE = (0, -1, 10**12, "x")  # values of other types: as of any JSON below
+OF_MANY: dict[str, Spoil] = {"nothing is spoilt": forge}
+OF_MANY |= {
     f"{kind}: {key} {str(value)[:20]}": in_named(kind, key, value)
     for kind, keys in {
-        "features": {"width": HUGE, "patch_px": HUGE, "resolution_px": HUGE, "images_px": (0, 10**12, "x")},
-        "texts": {"width": HUGE, "max_tokens": HUGE, "pooled_width": (-1, 0, 10**12, "x")},
+        "features": {"width": HUGE, "patch_px": HUGE, "resolution_px": HUGE, "images_px": (0, 10**12)},
+        "texts": {"width": HUGE, "max_tokens": HUGE, "pooled_width": (-1, 10**12)},
     }.items()
     for key, values in keys.items()
     for value in values
@@ -382,7 +386,7 @@ OF_MANY: dict[str, Spoil] = {
 OF_MANY |= {
     f"{kind}: name {name[:20]!r}": in_named(kind, "name", name)
     for kind in ("features", "texts")
-    for name in ("../../x", "/etc", "a/b", "", "a\0b", "x" * 5000, "Dino", "other")
+    for name in ("../../x", "/etc", "", "a\0b", "x" * 5000, "other")
 }
 OF_MANY |= {
     "feature of another output": in_named("features", "output", "patches; cls"),
@@ -417,20 +421,10 @@ def test_a_claim_of_a_feature_or_named_text_that_cannot_be_is_refused(
     spoil: Spoil, everything: Everything, tmp_path: Path
 ) -> None:
     root = Path(shutil.copytree(everything.added, tmp_path / "copied"))
-    spoil(root)
-    forget_peak()
-    before, start = peak_mib(), time.perf_counter()
-    with pytest.raises((DamageError, StoreError)) as error:
-        read_named(root)
-    assert "\n" not in str(error.value)
-    assert time.perf_counter() - start < MAX_SECONDS
-    assert peak_mib() - before < 200
-
-
-def test_what_is_not_spoilt_is_read(everything: Everything, tmp_path: Path) -> None:
-    root = Path(shutil.copytree(everything.added, tmp_path / "copied"))
     forge(root, ADDED)
-    read_named(root)
+    spoil(root)
+    with pytest.raises((DamageError, StoreError)) if spoil is not forge else contextlib.nullcontext(), cheap():
+        read_named(root)
 
 
 @pytest.mark.parametrize("name", ["999999999", "7", "²", "-00002", "00000002", "0" * 200])
@@ -530,15 +524,12 @@ def write_hashed(path: Path, kind: Any, value: Any, field: str) -> None:
 def test_any_json_of_a_sealed_store_with_wrong_types_is_refused_or_harmless(name: str, copied: Path) -> None:
     wanted, path = read_all(copied), copied / REVISION / name
     document, outcomes = json.loads(path.read_text()), set()
-    forget_peak()
-    before = peak_mib()
     for changed in fuzzed(document, random.Random(name), 60):
         if name == "manifest.json":
             write_manifest(copied, changed)
         else:
             write_hashed(path, LocalFile, changed, "sha256")
         outcomes.add(refused_or_right(copied, wanted))
-    assert peak_mib() - before < 200
     if name == "manifest.json":
         assert "other numbers" not in outcomes
         assert "DamageError" in outcomes
@@ -598,12 +589,7 @@ def test_results_of_rows_with_any_bytes_are_refused_or_harmless(part: str, unfin
 )
 def test_a_plan_that_cannot_be_is_refused(name: str, column: str, value: Any, unfinished: Path) -> None:
     plan = unfinished / REVISION / "plan"
-    table = pq.read_table(plan / name)
-    values = table[column].to_pylist()
-    values[0] = value
-    place = table.schema.get_field_index(column)
-    field = table.schema.field(place)
-    pq.write_table(table.set_column(place, field, pa.array(values, field.type)), plan / name)
+    change_column(plan / name, column, lambda values: values.__setitem__(0, value))
     head = json.loads((plan / "plan.json").read_text())
     for entry in head["files"]:
         entry |= file_entry(entry["path"], (plan / entry["path"]).read_bytes()).model_dump()
@@ -666,11 +652,8 @@ def test_a_chunk_that_claims_gigabytes_is_refused_without_them(tmp_path: Path) -
     bomb = b"\x28\xb5\x2f\xfd\x00\x58" + block * 30_000 + b"\x03\x00\x00\0"
     layout = ArrayLayout("a", LAYOUT.shape, "float16", 6, 1, "zstd")
     shard = ShardFile(shard_file(tmp_path / "s", [bomb] * 6), layout, 6)
-    forget_peak()
-    before = peak_mib()
-    with pytest.raises(DamageError):
+    with pytest.raises(DamageError), cheap(60):
         shard.read(0, 6)
-    assert peak_mib() - before < 60
 
 
 MUTANTS = """
@@ -737,11 +720,8 @@ def test_a_table_that_would_fill_the_memory_is_refused(bomb: Callable[[pa.Table]
     pq.write_table(bomb(pq.read_table(path)), path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 200_000
     forge(copied)
-    forget_peak()
-    before = peak_mib()
-    with pytest.raises(DamageError, match="Parquet"):
+    with pytest.raises(DamageError, match="Parquet"), cheap():
         LatentStore(copied).records  # noqa: B018
-    assert peak_mib() - before < 200
 
 
 def test_a_damaged_table_with_a_right_hash_is_refused_or_read(copied: Path) -> None:
@@ -767,20 +747,10 @@ def test_a_table_of_other_columns_is_refused(columns: dict[str, list[Any]], copi
         LatentStore(copied).records  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 10_000,
-        "[" * 100 + "]" * 100,
-        '{"a": NaN}',
-        "1e999",
-        "9" * 5000,
-        '"\\ud800"',
-        "\xff",
-        '{"a": -Infinity}',
-        "",
-    ],
-)
+TEXTS = ["[" * 10_000, '{"a": NaN}', "1e999", "9" * 5000, '"\\ud800"', "\xff", '{"a": -Infinity}', ""]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_json_that_could_not_be_written_again_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(DamageError, match=r"x\.json"):
@@ -793,10 +763,9 @@ def test_json_with_every_character_is_read_again(tmp_path: Path) -> None:
         "text": "".join(map(chr, [*range(0xD800), *range(0xE000, 0x10000)])),
         "pair": "😀",
     }
-    (tmp_path / "x.json").write_bytes(canonical_json(value))
-    assert read_json(tmp_path / "x.json") == value
-    (tmp_path / "x.json").write_text(json.dumps(value))
-    assert read_json(tmp_path / "x.json") == value
+    for content in (canonical_json(value), json.dumps(value).encode()):
+        (tmp_path / "x.json").write_bytes(content)
+        assert read_json(tmp_path / "x.json") == value
 
 
 # ------------------------------------------------------------ sources
@@ -920,11 +889,8 @@ def test_an_extended_header_of_a_gigabyte_is_refused_without_reading_it(kind: by
     with open(tmp_path / "t.tar", "wb") as file:
         file.write(header.tobuf(tarfile.GNU_FORMAT))
         file.truncate((1 << 30) + 4096)  # a hole: the bytes are there, and take no disk
-    forget_peak()
-    before = peak_mib()
-    with pytest.raises(SourceError, match="extended header"):
+    with pytest.raises(SourceError, match="extended header"), cheap(20):
         list_source(tmp_path / "t.tar")
-    assert peak_mib() - before < 20
 
 
 @pytest.mark.parametrize("content", [b"99999999 path=x\n", b"x path=y\n", b"30 path\n", b"0 a=b\n", b"12 size=-5x\n"])
@@ -1051,7 +1017,22 @@ def set_in(file: str, key: str, value: Any) -> Spoil:
     return lambda f: (f / file).write_text(json.dumps(json.loads((f / file).read_text()) | {key: value}))
 
 
+def all_in(file: str, values: dict[str, tuple[Any, ...]]) -> dict[str, Spoil]:
+    """A case for each value of each key of a JSON file."""
+    return {f"{key} {str(value)[:20]}": set_in(file, key, value) for key in values for value in values[key]}
+
+
+def written(file: str, content: str) -> Spoil:
+    return lambda folder: (folder / file).write_text(content)
+
+
+def long_file(file: str) -> Spoil:
+    return lambda folder: os.truncate(folder / file, 1 << 30)
+
+
 def weights_as(name: str) -> Spoil:
+    """A pickle in place of the weights."""
+
     def spoil(folder: Path) -> None:
         next(folder.glob("*.safetensors")).unlink()
         (folder / name).write_bytes(pickle.dumps(Payload(folder.parent / "marker")))
@@ -1075,116 +1056,113 @@ def header(length: int, text: bytes = b"") -> Spoil:
 
 
 WRONG_OFFSETS = b'{"x": {"dtype": "F32", "shape": [1000000000], "data_offsets": [0, 4000000000]}}'
-OF_ANY: dict[str, Spoil] = {
+ANY_MODEL: dict[str, Spoil] = {
     "bin": weights_as("pytorch_model.bin"),
     "ckpt": weights_as("model.ckpt"),
-    "pt": weights_as("model.pt"),
     "index of a pickle": an_index("evil.bin"),
     "index that leaves": an_index("../../evil.safetensors"),
     "header of 2^60": header(1 << 60),
-    "header of 2^64": header((1 << 64) - 1, b"{}"),
     "wrong offsets": header(len(WRONG_OFFSETS), WRONG_OFFSETS),
     "deep header": header(50_000, b"[" * 50_000),
-    "deep config": lambda folder: (folder / "config.json").write_text("[" * 100_000),
-    "config of a list": lambda folder: (folder / "config.json").write_text("[]"),
-    "NaN in config": lambda folder: (folder / "config.json").write_text('{"a": NaN}'),
+    "deep config": written("config.json", "[" * 100_000),
+    "config of a list": written("config.json", "[]"),
+    "NaN in config": written("config.json", '{"a": NaN}'),
 }
-OF_VAE: dict[str, Spoil] = {
-    f"{key} {value}": set_in("config.json", key, value)
-    for key, value in [
-        ("_class_name", "UNet2DModel"),
-        ("_class_name", "AutoencoderMixin"),
-        ("_class_name", ["AutoencoderKL"]),
-        ("block_out_channels", "x"),
-        ("latent_channels", -1),
-        ("down_block_types", 7),
-        ("act_fn", "evil"),
-        ("scaling_factor", "x"),
-        ("scaling_factor", {"a": 1}),
-        ("latents_mean", [1]),
-        ("latents_std", [0, 0, 0, 0]),
-    ]
-}
-OF_T5: dict[str, Spoil] = {
+TOKENIZER = all_in("tokenizer_config.json", {"tokenizer_class": ("TransfoXLTokenizer",)}) | {
     "tokenizer code": set_in("tokenizer_config.json", "auto_map", {"AutoTokenizer": ["evil.Evil", None]}),
-    "other tokenizer": set_in("tokenizer_config.json", "tokenizer_class", "TransfoXLTokenizer"),
-    "deep tokenizer": lambda folder: (folder / "tokenizer.json").write_text("[" * 100_000),
-    "empty tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    "deep tokenizer": written("tokenizer.json", "[" * 100_000),
+    "empty tokenizer": written("tokenizer.json", "{}"),
     "wrong tokenizer": set_in("tokenizer.json", "model", 7),
-    "long tokenizer": lambda folder: os.truncate(folder / "tokenizer.json", 1 << 30),
-    "d_model": set_in("config.json", "d_model", "x"),
-    "num_layers": set_in("config.json", "num_layers", None),
-    "num_heads": set_in("config.json", "num_heads", 0),
-    "vocab_size": set_in("config.json", "vocab_size", 1.5),
-    "model_type": set_in("config.json", "model_type", "evil"),
+    "long tokenizer": long_file("tokenizer.json"),
+}
+PREPROCESSOR = {
+    "no preprocessor": lambda folder: (folder / "preprocessor_config.json").unlink(),
+    "deep preprocessor": written("preprocessor_config.json", "[" * 100_000),
+    "long preprocessor": long_file("preprocessor_config.json"),
+    **all_in(
+        "preprocessor_config.json",
+        {
+            "image_mean": ("x", [0.5] * 2, [0.5, 0.5, "x"], [1e999] * 3, [10**400] * 3),
+            "image_std": ([0, 0, 0], [1, 1, -1], [True] * 3),
+            "rescale_factor": (1, "x"),
+            "do_normalize": ("evil",),
+        },
+    ),
+}
+SIZES = {
+    "hidden_size": ("x", -8, 0, 10**12, [8]),
+    "num_hidden_layers": (None, 10**9),
+    "num_attention_heads": (0, 3),
+}
+BY_KIND = {
+    "vae": all_in(
+        "config.json",
+        {
+            "_class_name": ("UNet2DModel", "AutoencoderMixin", ["AutoencoderKL"]),
+            "block_out_channels": ("x",),
+            "latent_channels": (-1,),
+            "down_block_types": (7,),
+            "act_fn": ("evil",),
+            "scaling_factor": ("x",),
+            "latents_mean": ([1],),
+            "latents_std": ([0, 0, 0, 0],),
+        },
+    ),
+    "t5": TOKENIZER
+    | all_in(
+        "config.json",
+        {"d_model": ("x",), "num_layers": (None,), "num_heads": (0,), "vocab_size": (1.5,), "model_type": ("evil",)},
+    ),
+    "dinov2": PREPROCESSOR
+    | all_in(
+        "config.json",
+        SIZES
+        | {
+            "patch_size": (0, "x", [10**9], 10**30),
+            "image_size": (0, "x", 10**6),
+            "num_channels": (1, 10**12),
+            "mlp_ratio": ("x", -1, 10**12),
+            "hidden_act": ("evil", "../evil"),
+            "model_type": ("evil", None, ["dinov2"], "../dinov2", "clip"),
+            "vision_config": (7,),
+        },
+    ),
+    "qwen3": TOKENIZER
+    | all_in(
+        "config.json",
+        SIZES
+        | {
+            "vocab_size": (1.5, 10**12),
+            "head_dim": ("x", 10**12),
+            "model_type": ("evil", "../qwen3", "bert"),
+            "rope_parameters": ("evil", {"rope_type": "evil", "rope_theta": 1.0}),
+            "layer_types": (["evil"] * 4,),
+        },
+    ),
+}
+MODELS = {
+    f"{kind}, {name}": (kind, spoil)
+    for kind, of_kind in BY_KIND.items()
+    for name, spoil in (ANY_MODEL | of_kind).items()
 }
 REMOTE_CODE = {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
-SIZES: list[tuple[str, Any]] = [
-    *(("hidden_size", value) for value in ("x", None, -8, 0, 10**12, 10**30, [8])),
-    *(("num_hidden_layers", value) for value in ("x", None, 10**4, 10**9, 10**30)),
-    *(("num_attention_heads", value) for value in (0, 3, "x", 10**12)),
-]
-OF_DINO: dict[str, Spoil] = {
-    f"{key} {str(value)[:20]}": set_in("config.json", key, value)
-    for key, value in [
-        *SIZES,
-        *(("patch_size", value) for value in (0, -14, "x", [14, 14], [10**9], 10**9, 10**30, None, True)),
-        *(("image_size", value) for value in (0, -1, "x", 10**6, 10**30)),
-        *(("num_channels", value) for value in (1, 4, 10**12, "x")),
-        *(("mlp_ratio", value) for value in ("x", -1, 10**12)),
-        *(("hidden_act", value) for value in ("evil", 7, "../evil")),
-        *(("model_type", value) for value in ("evil", None, ["dinov2"], "../dinov2", "clip", "siglip", "dinov3_vit")),
-        ("vision_config", 7),
-    ]
-}
-PREPROCESSOR: dict[str, Spoil] = {
-    f"{key} {str(value)[:20]}": set_in("preprocessor_config.json", key, value)
-    for key, value in [
-        *(("image_mean", value) for value in (None, "x", [0.5] * 2, [0.5, 0.5, "x"], [1e999] * 3, [10**400] * 3)),
-        *(("image_std", value) for value in ([0, 0, 0], [1, 1, -1], [True] * 3)),
-        *(("rescale_factor", value) for value in (1, "x", 10**400)),
-        ("do_normalize", "evil"),
-    ]
-}
-PREPROCESSOR |= {
-    "no preprocessor": lambda folder: (folder / "preprocessor_config.json").unlink(),
-    "deep preprocessor": lambda folder: (folder / "preprocessor_config.json").write_text("[" * 100_000),
-    "long preprocessor": lambda folder: os.truncate(folder / "preprocessor_config.json", 1 << 30),
-}
-OF_LM: dict[str, Spoil] = {
-    f"{key} {str(value)[:20]}": set_in("config.json", key, value)
-    for key, value in [
-        *SIZES,
-        *(("vocab_size", value) for value in (1.5, 0, 10**12)),
-        *(("head_dim", value) for value in ("x", 10**12)),
-        *(("model_type", value) for value in ("evil", None, "../qwen3", "bert", "whisper")),
-        ("rope_parameters", "evil"),
-        ("rope_parameters", {"rope_type": "evil", "rope_theta": 1.0}),
-        ("layer_types", ["evil"] * 4),
-    ]
-}
-OF_LM |= {name: OF_T5[name] for name in OF_T5 if "tokenizer" in name}
-MODELS = {f"vae, {name}": ("vae", spoil) for name, spoil in (OF_ANY | OF_VAE).items()}
-MODELS |= {f"t5, {name}": ("t5", spoil) for name, spoil in (OF_ANY | OF_T5).items()}
-MODELS |= {f"dinov2, {name}": ("dinov2", spoil) for name, spoil in (OF_ANY | OF_DINO | PREPROCESSOR).items()}
-MODELS |= {f"qwen3, {name}": ("qwen3", spoil) for name, spoil in (OF_ANY | OF_LM).items()}
+
+
+def model_with_trap(model: Path, tmp_path: Path) -> Path:
+    """A copy of a model, and code beside it that leaves a mark."""
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    return folder
 
 
 @pytest.mark.parametrize(("kind", "spoil"), MODELS.values(), ids=MODELS.keys())
 def test_a_hostile_model_is_one_clear_error_and_runs_no_code(
     kind: str, spoil: Spoil, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(models[kind], tmp_path / "model"))
-    spoil(folder)
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
-    forget_peak()
-    before, start = peak_mib(), time.perf_counter()
-    with pytest.raises(EncoderError) as error:
+    spoil(folder := model_with_trap(models[kind], tmp_path))
+    with pytest.raises(EncoderError) as error, cheap(600):
         load_model(kind, folder)
-    assert "\n" not in str(error.value)
     assert len(str(error.value)) < 1000
-    assert time.perf_counter() - start < MAX_SECONDS
-    assert peak_mib() - before < 600
     assert not (tmp_path / "marker").exists()
 
 
@@ -1192,10 +1170,9 @@ def test_a_hostile_model_is_one_clear_error_and_runs_no_code(
 def test_a_model_that_only_code_of_its_own_could_load_is_refused(
     kind: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(models[kind], tmp_path / "model"))
+    folder = model_with_trap(models[kind], tmp_path)
     for key, value in (("auto_map", REMOTE_CODE), ("model_type", "evil"), ("architectures", ["Evil"])):
         set_in("config.json", key, value)(folder)
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     with pytest.raises(EncoderError, match=r"config\.json"):
         load_model(kind, folder)
     assert not (tmp_path / "marker").exists()
@@ -1203,13 +1180,12 @@ def test_a_model_that_only_code_of_its_own_could_load_is_refused(
 
 @pytest.mark.parametrize("kind", ["vae", "t5", "dinov2", "qwen3"])
 def test_code_and_pickles_beside_a_model_are_not_run(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(models[kind], tmp_path / "model"))
+    folder = model_with_trap(models[kind], tmp_path)
     set_in("config.json", "auto_map", {"AutoModel": "evil.Evil", "AutoConfig": "evil.Evil"})(folder)
     if kind == "dinov2":
         set_in("preprocessor_config.json", "auto_map", {"AutoImageProcessor": "evil.Evil"})(folder)
     if kind == "qwen3":
         (folder / "chat_template.jinja").write_text("{{ cycler.__init__.__globals__.os.mkdir('marker') }}")
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     for name in ("pytorch_model.bin", "diffusion_pytorch_model.bin"):
         (folder / name).write_bytes(pickle.dumps(Payload(tmp_path / "marker")))
     load_model(kind, folder)
