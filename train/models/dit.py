@@ -193,7 +193,7 @@ class DiT(nn.Module):
                 raise ValueError("the model denoises a class token, and none is given")
             tokens = torch.cat([self.class_token(more.class_token).to(tokens.dtype), tokens], dim=1)
             rotation = rotation and with_class_rotation(rotation)
-        tokens, projected, watched = self.run_blocks(tokens, c, rotation, text, layout, more)
+        tokens, projected, watched = self.run_blocks(tokens, c, rotation, text, layout, more, (rows, columns))
         patches, modulated = self.final_layer(tokens, c)
         velocity = None
         if self.class_token is not None:
@@ -212,6 +212,7 @@ class DiT(nn.Module):
         captions: Tensor | None,
         layout: CaptionLayout | None,
         extras: Extras,
+        grid: tuple[int, int],
     ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """The blocks, with only some tokens in the routed ones; projections of tokens, and the watched block's."""
         has_class = self.class_token is not None
@@ -225,7 +226,7 @@ class DiT(nn.Module):
             x = block(x, c, kept_rotation, captions, layout) if self.takes_text else block(x, c, kept_rotation)
             for name, spec in self.projected.items():
                 if extras.projected != 0 and spec.block == number:
-                    projected[name] = self.projectors[name](x[:, : extras.projected])
+                    projected[name] = _projected(self.projectors[name], x[:, : extras.projected], grid)
             watched = x[:, has_class:] if number == extras.watched else watched
             if number == self.routed[1]:
                 if self.fusion is not None:
@@ -344,8 +345,19 @@ class ClassToken(nn.Module):
         return self.norm(self.embed(token)).unsqueeze(1)
 
 
-def projector(spec: ProjectorSpec, width: int) -> nn.Sequential:
-    """Three linear maps with SiLU between, (..., E) to (..., D)."""
+def _projected(layer: nn.Module, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(B, T, E) to (B, T, D); a convolution sees the tokens in their grid, or in a row if they are not all there."""
+    if not isinstance(layer, nn.Conv2d):
+        return layer(tokens)
+    count = tokens.shape[1]
+    image = tokens.mT.unflatten(2, grid if count == grid[0] * grid[1] else (1, count))
+    return layer(image).flatten(2).mT
+
+
+def projector(spec: ProjectorSpec, width: int) -> nn.Module:
+    """Three linear maps with SiLU between, (..., E) to (..., D); or a convolution of 3 x 3 tokens."""
+    if spec.kind == "conv":
+        return nn.Conv2d(width, spec.feature_width, 3, padding=1)
     widths = (width, spec.width, spec.width, spec.feature_width)
     layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.SiLU())]
     return nn.Sequential(*layers[:-1])

@@ -31,12 +31,14 @@ class ProjectorSpec(Frozen):
       width: of its hidden layers.
       feature_width: of a token of the feature.
       has_class: the model denoises the feature's class token.
+      kind: three linear maps (REPA), or a convolution over the grid of tokens (iREPA).
     """
 
     block: int
     width: int
     feature_width: int
     has_class: bool = False
+    kind: Literal["mlp", "conv"] = "mlp"
 
 
 class AdapterSpec(Frozen):

@@ -22,7 +22,7 @@ class AlignmentKeys(Section):
     stop_step: Count = 0
     """Last step that aligns (HASTE); 0: all."""
     projector_width: Positive = 2048
-    """Hidden width of the projector, three linear maps with SiLU between."""
+    """Hidden width of a projector of three linear maps with SiLU between."""
 
 
 class Alignment(Technique):
@@ -36,7 +36,8 @@ class Alignment(Technique):
         from ..models.spec import ProjectorSpec
 
         section, shape = self.sections[name], {"feature_width": feature_width, "has_class": has_class}
-        return ProjectorSpec(block=section.block, width=section.projector_width, **shape)
+        kind: Any = getattr(section, "projector", "mlp")
+        return ProjectorSpec(block=section.block, width=section.projector_width, kind=kind, **shape)
 
     def asks(self, extras: Extras, images: Microbatch, step: int) -> Extras:
         """Project all tokens; after the last step one, so that ranks reduce the same gradients at every step."""

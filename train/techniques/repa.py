@@ -3,21 +3,22 @@
 Shapes: B images, T image tokens, D width of the feature.
 Source: Yu et al. 2024, "Representation Alignment for Generation", arXiv 2410.06940, section 3. stop_step: Wang et al.
 2025 (HASTE), arXiv 2505.16792. class_weight: Wu et al. 2025 (REG), arXiv 2507.01467, in which the model denoises the
-class token of the feature beside the latents.
+class token of the feature beside the latents. projector, spatial_norm: Singh et al. 2025 (iREPA), arXiv 2512.10794.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import FeatureSpec, Name, StoreSpec
-from ...datasets.recipe import Positive, Section
+from ...datasets.recipe import Positive, Section, Share
 from .alignment import Alignment, AlignmentKeys
-from .technique import Draw, Weight
+from .technique import Draw, Technique, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ..models.conditioning import Extras, ModelOutput
     from ..models.spec import ModelSpec, ProjectorSpec
     from .images import Microbatch
+
+DEVIATION_EPS = 1e-6  # added to a standard deviation; as published
 
 
 class AlignSection(AlignmentKeys):
@@ -37,6 +40,10 @@ class AlignSection(AlignmentKeys):
     """Weight of 1 - cosine, the mean over the tokens."""
     class_weight: Weight = 0.0
     """Above 0, the model denoises the feature's class token too (REG: 0.03): weight of the error of its velocity."""
+    projector: Literal["mlp", "conv"] = "mlp"
+    """"mlp": three linear maps (REPA). "conv": one convolution of 3 x 3 tokens (iREPA)."""
+    spatial_norm: Share = 0.0
+    """Above 0, the feature's tokens less this share of their mean over the image, over their deviation (iREPA: 0.6)."""
 
 
 class Keys(Section):
@@ -61,9 +68,22 @@ class Repa(Alignment):
             yield "align: two features have a class_weight; the model denoises the class token of one"
         if self.class_feature and recipe.objective.kind == "ddpm":
             yield 'align: class_weight needs objective.kind = "flow"'
+        if any(section.projector == "conv" and section.class_weight for section in self.sections.values()):
+            yield 'align: a class token has no place in the grid of projector "conv"; use "mlp" with class_weight'
 
     def blocks(self, depth: int) -> dict[str, int]:
         return {f"align.{name}.block": section.block for name, section in self.sections.items()}
+
+    def check_model(self, name: str, depth: int, others: Sequence[Technique]) -> None:
+        """Also raise if a convolution would see a part of the grid."""
+        super().check_model(name, depth, others)
+        first, last = max((technique.routed(depth) for technique in others), default=(0, 0))
+        for feature, section in self.sections.items():
+            if section.projector == "conv" and first <= section.block <= last:
+                raise RecipeError(
+                    f'align.{feature}.projector "conv": some tokens skip block {section.block} (routing), and it needs '
+                    f'the whole grid. Use a block before {first} or after {last}, or "mlp".'
+                )
 
     def lacks(self, store: StoreSpec) -> Iterator[str]:
         from torch import nn
@@ -106,7 +126,9 @@ class Repa(Alignment):
         for name in self.sections if trains else ():
             patches = batch.features[name].patches
             assert patches is not None
-            targets[name] = resampled(patches, features[name].grid(*bucket_size(batch.bucket)), grid)
+            target = resampled(patches, features[name].grid(*bucket_size(batch.bucket)), grid)
+            share = self.sections[name].spatial_norm
+            targets[name] = spatially_normalized(target, share) if share else target
         return targets
 
     def inputs(self, extras: Extras, images: Microbatch) -> Extras:
@@ -130,6 +152,15 @@ class Repa(Alignment):
                 error = velocity_error(output.class_velocity, images.draws["class_noise"] - cls)
                 losses[f"class.{name}"] = section.class_weight * error
         return losses
+
+
+def spatially_normalized(tokens: Tensor, share: float) -> Tensor:
+    """Tokens (B, T, D) less a share of their mean over the image, over their standard deviation there.
+
+    Source: Singh et al. 2025 (iREPA), section 4.
+    """
+    tokens = tokens.float()
+    return (tokens - share * tokens.mean(1, keepdim=True)) / (tokens.std(1, keepdim=True) + DEVIATION_EPS)
 
 
 def resampled(feature: Tensor, grid: tuple[int, int], wanted: tuple[int, int]) -> Tensor:

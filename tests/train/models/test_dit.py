@@ -436,6 +436,12 @@ def test_a_projector_sees_the_output_of_its_block() -> None:
     torch.testing.assert_close(found.projected["dino"], model.projectors["dino"](seen[3]))
     assert found.watched is not None
     assert torch.equal(found.watched, seen[3])
+    conv = tiny(projectors={name: one.model_copy(update={"kind": "conv"}) for name, one in PROJECTED.items()})
+    seen, rows = blocks_seen(conv), forward(conv, Extras(projected=None)).projected["dino"]
+    grid, layer = seen[3].mT.unflatten(2, (4, 4)), conv.projectors["dino"]
+    expected = nn.functional.conv2d(grid, layer.weight, layer.bias, padding=1)
+    torch.testing.assert_close(rows, expected.flatten(2).mT)
+    assert forward(conv, Extras(projected=1)).projected["dino"].shape == (2, 1, 6)
     assert forward(model, Extras()).projected == {}
     assert forward(model, Extras(projected=1)).projected["dino"].shape == (2, 1, 6)
     torch.testing.assert_close(found.output, model(*IMAGES))

@@ -19,8 +19,8 @@ from leandit.train.config import load
 from leandit.train.techniques.alignment import misalignment
 from leandit.train.techniques.contrastive import contrast
 from leandit.train.techniques.dispersive import dispersion
-from leandit.train.techniques.registry import ObjectiveSection
-from leandit.train.techniques.repa import resampled
+from leandit.train.techniques.registry import ObjectiveSection, techniques_of
+from leandit.train.techniques.repa import resampled, spatially_normalized
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,6 +40,28 @@ def test_contrast_is_minus_the_error_to_the_target_of_another_image() -> None:
         other = (image - 1) % 3
         assert found[image].item() == pytest.approx(-((velocity[image] - target[other]) ** 2).mean().item())
     assert contrast(velocity[:1], target[:1]).tolist() == [0.0]
+
+
+def test_spatial_normalization_is_over_the_tokens_of_an_image() -> None:
+    tokens = random(2, 5, 3)
+    for image, found in zip(tokens, spatially_normalized(tokens, 0.6), strict=True):
+        for channel in range(3):
+            values = image[:, channel]
+            expected = (values - 0.6 * values.mean()) / (values.std() + 1e-6)
+            torch.testing.assert_close(found[:, channel], expected.float(), rtol=1e-5, atol=1e-5)
+
+
+CONV = ("model.name=DiT-S/2", "align.dino.projector=conv", "align.dino.block=3", "objective.kind=flow")
+
+
+def test_a_convolution_needs_the_whole_grid() -> None:
+    with pytest.raises(RecipeError, match="a class token has no place in the grid"):
+        load("dit-s-2-256", [*CONV, "align.dino.class_weight=0.03"])
+    routed = ("routing.kind=tread", "routing.first_block=2", "routing.last_block=4")
+    techniques = techniques_of(load("dit-s-2-256", [*CONV, *routed]))
+    (align,) = [technique for technique in techniques if technique.key == "align"]
+    with pytest.raises(RecipeError, match=r"it needs the whole grid\. Use a block before 2"):
+        align.check_model("DiT-S/2", 12, techniques)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
