@@ -43,12 +43,11 @@ from .format.row_layout import (
     companion_rows,
     num_stored_tokens,
 )
-from .format.schema import FileEntry
 from .format.table_schemas import CAPTION_START, suffixes
 from .format.token_dtypes import widen
 from .format.zarr_shard import ArrayLayout
 from .revisions.catalog import REPAIR
-from .revisions.opened import open_revision
+from .revisions.opened import OpenedRevision
 from .revisions.records import INDEX_COLUMNS, BucketIndex, Record, build_indexes, near_keys
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ SIZE_COLUMNS = (
 )
 
 
-class LatentStore:
+class LatentStore(OpenedRevision):
     """A revision of a store, opened for reading.
 
     Args:
@@ -100,16 +99,13 @@ class LatentStore:
 
             self.remote = open_remote(str(path), revision=revision, **(remote or {}))
             revision = self.remote.manifest.revision  # another process may add a newer one to the folder
-        self.path = self.remote.store if self.remote else Path(path)
-        self._opened = open_revision(self.path, revision, allow_incomplete=allow_incomplete)
-        self.revision, self.spec, self.manifest = self._opened.number, self._opened.spec, self._opened.manifest
-        self.newest_revision, self.unfinished_revision = self._opened.newest, self._opened.unfinished
+        super().__init__(self.remote.store if self.remote else Path(path), revision, allow_incomplete=allow_incomplete)
         self.complete = self.manifest is not None
-        self._arguments = path if self.remote else self._opened.root, remote
+        self._arguments = path if self.remote else self.root, remote
         sizes = {path: entry.bytes for path, entry in self.files.items()} if self.manifest else None
-        self.folder = ShardFolder(self._opened.root, sizes, access=access, remote=self.remote)
+        self.folder = ShardFolder(self.root, sizes, access=access, remote=self.remote)
         if self.remote is None:  # ``open_remote`` has checked them already
-            self._opened.check_files()
+            self.check_files()
         self._arrays: dict[str, ShardedArray] = {}
         self._texts: dict[str, CaptionTokens] = {}
         self._numbers: dict[tuple[str, str], np.ndarray] = {}
@@ -137,22 +133,12 @@ class LatentStore:
         """Stored records per bucket, in order of height, then width."""
         if self.manifest:  # sorted as text in its JSON
             return {name: self.manifest.buckets[name] for name in sorted(self.manifest.buckets, key=bucket_size)}
-        return {bucket: len(self.index(bucket).rows) for bucket in self._opened.frozen_plan.new_rows}
-
-    @property
-    def files(self) -> Mapping[str, FileEntry]:
-        """Size and hash of every file of the manifest, by path; empty while the revision is incomplete."""
-        return self._opened.files
+        return {bucket: len(self.index(bucket).rows) for bucket in self._plan.new_rows}
 
     @property
     def root_hash(self) -> str | None:
         """Hash over every byte of the revision; None while it is incomplete."""
         return self.manifest.root_hash if self.manifest else None
-
-    @property
-    def plan_hash(self) -> str:
-        """Hash of the revision's plan, which identifies an incomplete revision; "" if ``local.json`` is lost."""
-        return self._opened.plan_hash
 
     @property
     def num_classes(self) -> int:
@@ -166,11 +152,6 @@ class LatentStore:
 
     # Tables.
 
-    @property
-    def num_records(self) -> int:
-        """Rows of the records table, rejected records included."""
-        return self._opened.num_records
-
     @cached_property
     def records(self) -> pa.Table:
         """The records table (RECORDS_SCHEMA), in the order of the source."""
@@ -178,16 +159,16 @@ class LatentStore:
 
     def record_columns(self, columns: Sequence[str] | None) -> pa.Table:
         """Read some columns of the records table, or all, from disk; texts may be dictionaries."""
-        return self._opened.table(RECORDS, columns)
+        return self.table(RECORDS, columns)
 
     def record_batches(self, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
         """As ``record_columns``, a batch of rows at a time."""
-        return self._opened.batches(RECORDS, columns)
+        return self.batches(RECORDS, columns)
 
     @cached_property
     def captions(self) -> pa.Table:
         """The captions table (CAPTIONS_SCHEMA); the position is the caption's id."""
-        return self._opened.table(CAPTIONS, None)
+        return self.table(CAPTIONS, None)
 
     @property
     def checksums(self) -> np.ndarray:
@@ -205,9 +186,9 @@ class LatentStore:
     def _column(self, table: str, column: str) -> np.ndarray:
         """The uint64 of a column, 0 for null."""
         if (table, column) not in self._numbers:
-            count = self.num_records if table == RECORDS else self._opened.num_captions
+            count = self.num_records if table == RECORDS else self.num_captions
             numbers, first = map_numbers(count, np.uint64, "checksums"), 0
-            for batch in self._opened.batches(table, (column,)):
+            for batch in self.batches(table, (column,)):
                 numbers[first : first + batch.num_rows] = pc.fill_null(batch[column], 0).to_numpy()
                 first += batch.num_rows
             self._numbers[table, column] = numbers
@@ -235,7 +216,7 @@ class LatentStore:
 
     @cached_property
     def _indexes(self) -> dict[str, BucketIndex]:
-        buckets = self.manifest.buckets if self.manifest else self._opened.frozen_plan.new_rows
+        buckets = self.manifest.buckets if self.manifest else self._plan.new_rows
         latents = {bucket: self.layout(f"{bucket_part(bucket)}/{self.spec.latent.array}") for bucket in buckets}
         try:
             indexes = build_indexes(lambda: self.record_batches(INDEX_COLUMNS), latents)
@@ -274,7 +255,7 @@ class LatentStore:
         """
         if not 0 <= index < self.num_records:
             raise RowOutOfRange(f"store '{self.path}': record {index}, there are {self.num_records}")
-        values = self._opened.row(RECORDS, index)
+        values = self.row(RECORDS, index)
         values["caption_ids"] = tuple(values["caption_ids"] or ())
         return Record(index=index, **{name: values[name] for name in Record.__dataclass_fields__ if name != "index"})
 
@@ -389,11 +370,11 @@ class LatentStore:
           text: the text encoder; empty for the first.
         Raises: RowOutOfRange: no such caption.
         """
-        tokens, count = self.text(text), self._opened.num_captions
+        tokens, count = self.text(text), self.num_captions
         if not 0 <= caption_id < count:
             raise RowOutOfRange(f"store '{self.path}': caption {caption_id}, there are {count}")
         spec, suffix = tokens.spec, suffixes(self.spec)[tokens.name]
-        row = self._opened.row(CAPTIONS, caption_id)
+        row = self.row(CAPTIONS, caption_id)
         start = int(row[f"{CAPTION_START}{suffix}"] or 0)  # null only in a damaged table: its rows are checked anyway
         length = spec.max_tokens if spec.full_length else int(row[f"num_tokens{suffix}"])
         self._check_spans(tokens.name, np.array([start]), np.array([length]))
@@ -402,7 +383,7 @@ class LatentStore:
     def find_captions(self, texts: Sequence[str]) -> list[int | None]:
         """Ids of captions by their exact text; None for a text that the store does not hold in finite numbers."""
         ids, wanted, first = dict[str, int](), pa.array(list(texts), pa.string()), 0
-        for batch in self._opened.batches(CAPTIONS, ("text",)):
+        for batch in self.batches(CAPTIONS, ("text",)):
             column = batch["text"].cast(pa.string())
             for position in np.flatnonzero(pc.is_in(column, wanted).to_numpy(zero_copy_only=False)).tolist():
                 ids.setdefault(column[position].as_py(), position + first)
@@ -415,13 +396,13 @@ class LatentStore:
 
         Raises: DamageError: a caption does not lie within a shard.
         """
-        spec, suffix, count = self.spec.text_encoder_of(name).spec, suffixes(self.spec)[name], self._opened.num_captions
+        spec, suffix, count = self.spec.text_encoder_of(name).spec, suffixes(self.spec)[name], self.num_captions
         layout = self.layouts.get(f"{caption_folder(name)}/{EMBEDDINGS if spec.has_tokens else POOLED}")
         is_small = layout is not None and layout.shape[0] < 1 << 31
         starts = map_numbers(count, np.int32 if is_small else np.int64, "an index of captions")
         lengths = map_numbers(count, np.int32, "an index of captions")
         columns, first, last = (f"{CAPTION_START}{suffix}", f"num_tokens{suffix}"), 0, np.empty(0, np.int64)
-        for batch in self._opened.batches(CAPTIONS, columns):
+        for batch in self.batches(CAPTIONS, columns):
             firsts = pc.fill_null(batch[columns[0]], -1).to_numpy()
             counts = num_stored_tokens(spec, batch[columns[1]])
             self._check_spans(name, firsts, counts)
@@ -451,11 +432,6 @@ class LatentStore:
             raise DamageError(f"store '{self.path}': its captions name tokens that do not exist. {REPAIR}")
 
     # All arrays.
-
-    @property
-    def layouts(self) -> Mapping[str, ArrayLayout]:
-        """Shape, dtype and shards of every array, by path."""
-        return self._opened.layouts
 
     def layout(self, path: str) -> ArrayLayout:
         """Shape, dtype and shards of an array. Raises: UnknownKey."""

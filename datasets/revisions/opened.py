@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..disk.cached import cached_property
 from ..disk.hashing import xxh3_file
 from ..errors import DamageError, StoreError, StoreIncomplete, StoreWarning
 from ..format.layout import RECORDS, REMOTE_ABOUT, revision_prefix
-from ..format.schema import FileEntry, Manifest, StoreSpec
+from ..format.schema import FileEntry, Manifest
 from ..format.table_schemas import captions_schema, records_schema
 from ..format.tables import check_table, read_batches, read_row_group, table_problem
 from ..format.zarr_shard import ArrayLayout
@@ -23,47 +22,71 @@ from .catalog import REPAIR, check_store, planned_revisions, read_manifest, seal
 from .commits import missing_work, read_commit, read_results
 from .local import read_local, whole_spec
 from .merge import Merge
-from .plan import FrozenPlan, read_plan
+from .plan import read_plan
 
 
-@dataclass(frozen=True)
 class OpenedRevision:
     """A revision with its manifest or, while it is incomplete, with its plan and commit records.
 
     Args:
-      path: of the store; ``root``: absolute, for files that are read later.
-      number: of the revision; ``newest``: of the newest complete one, 1 if there is none.
-      unfinished: number of a newer revision that was begun but is not complete.
+      path: of the store.
+      number: of the revision; 0 for the newest complete one.
+      allow_incomplete: open the first revision even while shards are missing.
+    Attributes:
+      newest_revision: the newest complete one, 1 if there is none.
+      unfinished_revision: a newer one that was begun but is not complete, or None.
+      spec: the store's, with origins of encoders and recipe.
       layouts: all arrays by path.
-      plan: None where there is a manifest.
-      plan_hash: of the plan, sealed or not; "" if a sealed store has lost it.
+      manifest: None while the revision is incomplete; then it has a ``plan``.
+      plan_hash: of the plan, which identifies an incomplete revision; "" if ``local.json`` is lost.
+    Raises: as ``LatentStore``.
     """
 
-    path: Path
-    root: Path
-    number: int
-    newest: int
-    unfinished: int | None
-    spec: StoreSpec
-    layouts: Mapping[str, ArrayLayout]
-    manifest: Manifest | None
-    plan: FrozenPlan | None
-    plan_hash: str
-    _row_groups: dict[str, tuple[int, pa.Table]] = field(
-        default_factory=dict, repr=False
-    )  # the last read of each table
-    _intact: dict[tuple[str, bool], tuple[int, int, int]] = field(default_factory=dict, repr=False)
-    """Tables whose hash and content were right, with texts or without: inode, size and time of change then."""
+    def __init__(self, path: Path, number: int, *, allow_incomplete: bool) -> None:
+        check_store(path)
+        sealed, planned = sealed_revisions(path), planned_revisions(path)
+        if number and number not in (sealed or [1]):
+            complete = ", ".join(map(str, sealed)) or "none"
+            begun = f" {unsealed(number)}" if number in planned else ""
+            raise StoreError(f"store '{path}': it has no complete revision {number}. There are: {complete}.{begun}")
+        self.path, self.root = path, Path(os.path.abspath(path))  # absolute, for files that are read later
+        self.newest_revision = sealed[-1] if sealed else 1
+        self.unfinished_revision = planned[-1] if planned else None
+        if sealed and self.unfinished_revision and not number:
+            warnings.warn(
+                f"store '{path}': revision {self.newest_revision} is opened. {unsealed(self.unfinished_revision)} Ask "
+                f"for revision {self.newest_revision} to open it without this warning.",
+                StoreWarning,
+                stacklevel=3,
+            )
+        self.revision = number or self.newest_revision
+        self.manifest: Manifest | None = None
+        self._row_groups: dict[str, tuple[int, pa.Table]] = {}  # the last read of each table
+        self._intact: dict[tuple[str, bool], tuple[int, int, int]] = {}  # inode, size, time of tables that were right
+        if sealed:
+            self.manifest, local = read_manifest(path, self.revision), read_local(path, self.revision)
+            self.spec, self.plan_hash = whole_spec(self.manifest.spec, local), local.plan if local else ""
+            self.layouts: Mapping[str, ArrayLayout] = self.manifest.layouts()
+            return
+        self._plan = plan = read_plan(path, 1)
+        self.spec, self.plan_hash, self.layouts = plan.spec, plan.hash, plan.layout.arrays
+        if not allow_incomplete:
+            missing = [task for task in plan.layout.tasks() if not read_commit(path, plan, *task)]
+            problem = "all shards are there, but not sealed"
+            problem = f"{missing_work(plan, missing)} are missing" if missing else problem
+            raise StoreIncomplete(
+                f"store '{path}': not complete; {problem}. Run the same precompute command again: it resumes."
+            )
 
     @property
     def num_records(self) -> int:
-        """Rows of the records table."""
-        return self.manifest.num_planned if self.manifest else self.frozen_plan.records.num_rows
+        """Rows of the records table, rejected records included."""
+        return self.manifest.num_planned if self.manifest else self._plan.records.num_rows
 
     @property
     def num_captions(self) -> int:
         """Rows of the captions table."""
-        return self.manifest.num_captions if self.manifest else self.frozen_plan.captions.num_rows
+        return self.manifest.num_captions if self.manifest else self._plan.captions.num_rows
 
     def batches(self, name: str, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
         """A table (RECORDS or CAPTIONS) in batches of rows: some columns, with texts as dictionaries, or all.
@@ -74,7 +97,7 @@ class OpenedRevision:
             path, count = self._checked(name, texts=columns is None), 0
             for batch in read_batches(path, columns):
                 is_records, count = name == RECORDS, count + batch.num_rows
-                problem = table_problem(self.spec, self.number, batch, self.num_captions) if is_records else ""
+                problem = table_problem(self.spec, self.revision, batch, self.num_captions) if is_records else ""
                 if problem:
                     raise DamageError(f"store '{self.path}': its records table is not valid: {problem}. {REPAIR}")
                 yield batch
@@ -99,18 +122,12 @@ class OpenedRevision:
     @cached_property
     def _merge(self) -> Merge:
         """What the committed shards of an incomplete revision hold."""
-        plan = self.frozen_plan
+        plan = self._plan
         merge = Merge(plan)
         for task in plan.layout.tasks():
             if record := read_commit(self.root, plan, *task):
                 merge.add(task, record, read_results(self.root, plan, record))
         return merge
-
-    @property
-    def frozen_plan(self) -> FrozenPlan:
-        """The plan of an incomplete revision."""
-        assert self.plan is not None, "a complete revision is read through its manifest"
-        return self.plan
 
     @cached_property
     def files(self) -> dict[str, FileEntry]:
@@ -131,14 +148,14 @@ class OpenedRevision:
         if not 0 <= position - first < group.num_rows:
             first, group = self._row_groups[name] = read_row_group(path, position)
         row = group.slice(position - first, 1)
-        problem = table_problem(self.spec, self.number, row, self.num_captions) if name == RECORDS else ""
+        problem = table_problem(self.spec, self.revision, row, self.num_captions) if name == RECORDS else ""
         if problem:
             raise DamageError(f"store '{self.path}': row {position} of '{name}' is not valid: {problem}. {REPAIR}")
         return row.to_pylist()[0]
 
     def _checked(self, name: str, *, texts: bool) -> Path:
         """Path of a table with the hash of the manifest, which ``check_table`` has passed. Raises: DamageError."""
-        path = revision_prefix(self.number) + name
+        path = revision_prefix(self.revision) + name
         entry, file = self.files.get(path), self.root / path
         try:
             status = file.stat()
@@ -170,43 +187,3 @@ class OpenedRevision:
                 raise DamageError(
                     f"store '{self.path}': file '{entry.path}' {state}, the manifest says {entry.bytes} bytes. {REPAIR}"
                 )
-
-
-def open_revision(path: Path, number: int, *, allow_incomplete: bool) -> OpenedRevision:
-    """Open a revision of a store.
-
-    Args:
-      number: of the revision; 0 for the newest complete one.
-      allow_incomplete: open the first revision even while shards are missing.
-    Raises: as ``LatentStore``.
-    """
-    check_store(path)
-    sealed, planned = sealed_revisions(path), planned_revisions(path)
-    if number and number not in (sealed or [1]):
-        complete = ", ".join(map(str, sealed)) or "none"
-        begun = f" {unsealed(number)}" if number in planned else ""
-        raise StoreError(f"store '{path}': it has no complete revision {number}. There are: {complete}.{begun}")
-    newest = sealed[-1] if sealed else 1
-    unfinished = planned[-1] if planned else None
-    if sealed and unfinished and not number:
-        warnings.warn(
-            f"store '{path}': revision {newest} is opened. {unsealed(unfinished)} Ask for revision {newest} to open it "
-            "without this warning.",
-            StoreWarning,
-            stacklevel=3,
-        )
-    number, root = number or newest, Path(os.path.abspath(path))
-    if sealed:
-        manifest, local = read_manifest(path, number), read_local(path, number)
-        spec, plan_hash = whole_spec(manifest.spec, local), local.plan if local else ""
-        layouts = manifest.layouts()
-        return OpenedRevision(path, root, number, newest, unfinished, spec, layouts, manifest, None, plan_hash)
-    plan = read_plan(path, 1)
-    if not allow_incomplete:
-        missing = [task for task in plan.layout.tasks() if not read_commit(path, plan, *task)]
-        problem = f"{missing_work(plan, missing)} are missing" if missing else "all shards are there, but not sealed"
-        raise StoreIncomplete(
-            f"store '{path}': not complete; {problem}. Run the same precompute command again: it resumes."
-        )
-    layouts = plan.layout.arrays
-    return OpenedRevision(path, root, number, newest, unfinished, plan.spec, layouts, None, plan, plan.hash)
