@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from faults import flip
-from making import CPU, train_recipe
+from making import train_recipe
 from ranks import start_ranks
+from shown_runs import run_to
 
 from leandit.datasets.errors import DamageError
 from leandit.datasets.store import LatentStore
 from leandit.train import loop
-from leandit.train.loop import StopRequest, train
 from leandit.train.weights import checkpoint
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -31,14 +31,7 @@ SETTINGS = (
 
 
 def run_on(store: Path, run: Path, *overrides: str) -> None:
-    train(
-        train_recipe("dit-s-4", *SETTINGS, *overrides),
-        store_path=store,
-        run=run,
-        device=CPU,
-        report=lambda _: None,
-        stop=StopRequest(),
-    )
+    run_to(train_recipe("dit-s-4", *SETTINGS, *overrides), LatentStore(store), run)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from making import CPU, no_progress, train_recipe
+from shown_runs import run_to
 
 from leandit.datasets.batches.latents import denormalise, final_latents, normalised_as
 from leandit.datasets.format.schema import LatentStatistics
@@ -15,7 +16,6 @@ from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
-from leandit.train.loop import Outcome, StopRequest, train
 from leandit.train.run.manifest import read_run_manifest
 from leandit.train.run.state import Run
 from leandit.train.sampling.snapshot import load_snapshot
@@ -32,10 +32,8 @@ def store(tmp_path: Path) -> LatentStore:
     return LatentStore(tmp_path / "store")
 
 
-def run_to(store: Path, run: Path, *overrides: str, said: list[str] | None = None) -> Outcome:
-    recipe = train_recipe("dit-s-4", *overrides)
-    warn = (said if said is not None else []).append
-    return train(recipe, store_path=store, run=run, device=CPU, report=lambda _: None, stop=StopRequest(), warn=warn)
+def train(store: LatentStore, run: Path, *overrides: str, said: list[str] | None = None) -> None:
+    run_to(train_recipe("dit-s-4", *overrides), store, run, said=said)
 
 
 def statistics_of(store: LatentStore) -> LatentStatistics:
@@ -58,7 +56,7 @@ def test_batches_are_as_the_recipe_says(store: LatentStore) -> None:
 
 
 def test_a_snapshot_undoes_the_normalisation_of_its_run(store: LatentStore, tmp_path: Path) -> None:
-    run_to(store.path, tmp_path / "run", BY_STORE, "run.steps=3")
+    train(store, tmp_path / "run", BY_STORE, "run.steps=3")
     learned = load_snapshot(tmp_path / "run", CPU).latent
     assert learned == normalised_as(store.spec.latent, "store", statistics_of(store))
     rows = torch.from_numpy(store.latents("32x32").take(np.arange(4)))
@@ -68,7 +66,7 @@ def test_a_snapshot_undoes_the_normalisation_of_its_run(store: LatentStore, tmp_
 
 
 def test_a_run_keeps_the_statistics_that_it_began_with(store: LatentStore, tmp_path: Path) -> None:
-    run_to(store.path, tmp_path / "run", BY_STORE, "run.steps=3")
+    train(store, tmp_path / "run", BY_STORE, "run.steps=3")
     manifest = read_run_manifest(tmp_path / "run")
     assert manifest
     assert manifest.statistics == statistics_of(store)
@@ -76,19 +74,19 @@ def test_a_run_keeps_the_statistics_that_it_began_with(store: LatentStore, tmp_p
     state = Run.open(train_recipe("dit-s-4", BY_STORE), [store], CPU, print, statistics=kept)
     assert state.loader.dataset.reader.statistics == kept  # not those of the store, which has grown meanwhile
     assert state.extra["latent"] == normalised_as(store.spec.latent, "store", kept).model_dump()
-    run_to(store.path, tmp_path / "run", BY_STORE, "run.steps=4")
+    train(store, tmp_path / "run", BY_STORE, "run.steps=4")
     resumed = read_run_manifest(tmp_path / "run")
     assert resumed
     assert resumed.statistics == manifest.statistics
 
 
 def test_weights_that_learned_another_scale_are_warned_of(store: LatentStore, tmp_path: Path) -> None:
-    run_to(store.path, tmp_path / "run", BY_STORE, "run.steps=3", "ema.warmup=true")  # an average that is not young
+    train(store, tmp_path / "run", BY_STORE, "run.steps=3", "ema.warmup=true")  # an average that is not young
     said = list[str]()
-    run_to(store.path, tmp_path / "other", f"model.init_from={tmp_path / 'run'}", "run.steps=1", said=said)
+    train(store, tmp_path / "other", f"model.init_from={tmp_path / 'run'}", "run.steps=1", said=said)
     assert any("has learned latents of another shift or scale" in line for line in said)
     said.clear()
-    run_to(store.path, tmp_path / "same", f"model.init_from={tmp_path / 'run'}", BY_STORE, "run.steps=1", said=said)
+    train(store, tmp_path / "same", f"model.init_from={tmp_path / 'run'}", BY_STORE, "run.steps=1", said=said)
     assert not said
 
 

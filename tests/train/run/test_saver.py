@@ -7,27 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from making import CPU, train_recipe, tree_digest
+from making import train_recipe, tree_digest
+from shown_runs import run_to
 
 from leandit.datasets.errors import ResourceError
 from leandit.datasets.store import LatentStore
 from leandit.train import loop
-from leandit.train.loop import train
-from leandit.train.parallel.stop import StopRequest
 from leandit.train.run import checkpoints
 from leandit.train.weights.checkpoint import CHECKPOINT, find
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
-def run_to(store: LatentStore, run: Path, *overrides: str) -> None:
-    recipe = train_recipe("dit-s-4", "schedule.kind=constant", *overrides)
-    train(recipe, store_path=store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+def train(store: LatentStore, run: Path, *overrides: str) -> None:
+    run_to(train_recipe("dit-s-4", "schedule.kind=constant", *overrides), store, run)
 
 
 def test_the_newest_stay_and_those_of_every_so_many_steps(label_store: LatentStore, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    run_to(label_store, run, "run.steps=10", "run.checkpoint_every=1", "run.keep_checkpoints=2", "run.keep_every=4")
+    train(label_store, run, "run.steps=10", "run.checkpoint_every=1", "run.keep_checkpoints=2", "run.keep_every=4")
     assert [path.name for path in find(CHECKPOINT, run)] == [f"checkpoint-{step}" for step in (4, 8, 9, 10)]
     assert [path.name for path in find("snapshot", run)] == [f"snapshot-{step}" for step in range(1, 11)]
 
@@ -36,7 +34,7 @@ def test_a_state_is_written_beside_the_next_step_and_before_the_next_state_is_co
     label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ("run.steps=6", "run.checkpoint_every=2", "run.keep_checkpoints=9")
-    run_to(label_store, tmp_path / "at once", *settings, "run.async_checkpoint=false")
+    train(label_store, tmp_path / "at once", *settings, "run.async_checkpoint=false")
     order, stepped, step = list[str](), threading.Event(), loop.train_step
     capture, write = checkpoints.capture, checkpoints.write
 
@@ -60,7 +58,7 @@ def test_a_state_is_written_beside_the_next_step_and_before_the_next_state_is_co
     monkeypatch.setattr(loop, "train_step", train_step)
     monkeypatch.setattr(checkpoints, "capture", capture_noted)
     monkeypatch.setattr(checkpoints, "write", write_late)
-    run_to(label_store, tmp_path / "beside", *settings)
+    train(label_store, tmp_path / "beside", *settings)
     assert [word for word in order if word != "step"] == ["capture", "written"] * 3
     kinds = ("checkpoint", "snapshot")
     one, other = (tree_digest(tmp_path / run) for run in ("at once", "beside"))
@@ -82,5 +80,5 @@ def test_a_disk_that_fills_up_beside_the_steps_ends_the_run(
 
     monkeypatch.setattr(checkpoints, "write", write)
     with pytest.raises(ResourceError, match="the disk is full"):
-        run_to(label_store, tmp_path / "run", "run.steps=6", "run.checkpoint_every=2")
+        train(label_store, tmp_path / "run", "run.steps=6", "run.checkpoint_every=2")
     assert f"checkpoint-{failing}" not in [path.name for path in find(CHECKPOINT, tmp_path / "run")]
