@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from ..disk.hashing import sha256_of
 from .buckets import NO_EXIF
-from .zarr_shard import ArrayLayout, RowRange
+from .zarr_shard import ArrayLayout, Count, Revision, StorePath
 
 FORMAT_VERSION = 1
 FALLBACK = "^(batch:[1-9][0-9]{0,6}|float32|batch:[1-9][0-9]{0,6},float32)$"  # values of ``Fallback.how``
@@ -22,9 +22,7 @@ UNKNOWN = "unknown"  # hash of its weights
 POSTERIORS = ("mean_logvar", "mean_std")  # kinds of latents that are drawn when they are read
 
 # Stores are not trusted. These limits are far beyond any encoder, and keep products small.
-Count = Annotated[int, Field(ge=0, le=1 << 48)]
 Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]  # the range of a float32 column
-Revision = Annotated[int, Field(ge=1, le=999_999_999)]
 Side = Annotated[int, Field(ge=1, le=1 << 20)]
 Dtype = Annotated[str, Field(pattern=r"^float(16|32)$")]
 Name = Annotated[
@@ -32,8 +30,6 @@ Name = Annotated[
 ]  # of a text encoder, a feature or a picture: a folder and a column
 TextDtype = Annotated[str, Field(pattern=r"^(float(16|32)|bfloat16|int8)$")]
 BucketName = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,5}$")]
-# Each part begins with a letter or a digit, so no path leaves the store.
-StorePath = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.]{0,99}(/[a-z0-9][a-z0-9_.]{0,99}){0,15}$")]
 
 
 class _Model(BaseModel):
@@ -389,36 +385,6 @@ class CommitRecord(HashedFile):
     record_hash: str
 
 
-class ArrayEntry(_Model):
-    """One array of a store; the fields are those of ``ArrayLayout``.
-
-    Args:
-      ranges: of its rows: the revision that added them, the first, and the one behind the last.
-    """
-
-    path: StorePath
-    shape: Annotated[list[Count], Field(min_length=1, max_length=4)]
-    dtype: Literal["float16", "float32", "uint16", "int8", "uint8"]
-    shard_rows: Annotated[int, Field(ge=1, le=1 << 40)]
-    chunk_rows: Annotated[int, Field(ge=1, le=1 << 40)]
-    codec: Literal["none", "zstd"]
-    ranges: Annotated[list[tuple[Revision, Count, Count]], Field(min_length=1)]
-
-    @classmethod
-    def of(cls, layout: ArrayLayout) -> ArrayEntry:
-        """The entry of an array."""
-        values = {name: getattr(layout, name) for name in cls.model_fields}
-        return cls.model_validate(values | {"shape": list(layout.shape), "ranges": list(layout.row_ranges)})
-
-    def layout(self) -> ArrayLayout:
-        """The array."""
-        values = self.model_dump() | {
-            "shape": tuple(self.shape),
-            "ranges": tuple(RowRange(*one) for one in self.ranges),
-        }
-        return ArrayLayout(**values)
-
-
 class Manifest(HashedFile):
     """The sorted merge of all commit records, through which readers open a revision."""
 
@@ -436,7 +402,7 @@ class Manifest(HashedFile):
     buckets: dict[BucketName, Count]  # stored records per bucket
     num_captions: Count
     num_caption_tokens: Count
-    arrays: list[ArrayEntry]
+    arrays: list[ArrayLayout]
     files: list[FileEntry]
     root_hash: str
     self_check: SelfCheck | None = None
@@ -444,7 +410,7 @@ class Manifest(HashedFile):
 
     def layouts(self) -> dict[str, ArrayLayout]:
         """All arrays by path."""
-        return {entry.path: entry.layout() for entry in self.arrays}
+        return {layout.path: layout for layout in self.arrays}
 
 
 class Origin(_Model):

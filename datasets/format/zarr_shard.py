@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import google_crc32c
 import numcodecs
 import numpy as np
+from pydantic import ConfigDict, Field
 
 from ..disk.cached import cached_property
 from .token_dtypes import BFLOAT16_NAN
@@ -31,17 +32,25 @@ CODECS: dict[str, tuple[dict[str, Any], Any] | None] = {
 }
 
 
+# Stores are not trusted: pydantic checks these types where an array comes from a manifest.
+Count = Annotated[int, Field(ge=0, le=1 << 48)]
+Rows = Annotated[int, Field(ge=1, le=MAX_MAPPED)]
+Revision = Annotated[int, Field(ge=1, le=999_999_999)]
+# Each part begins with a letter or a digit, so no path leaves the store.
+StorePath = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.]{0,99}(/[a-z0-9][a-z0-9_.]{0,99}){0,15}$")]
+
+
 class RowRange(NamedTuple):
     """Rows of an array that one revision added: the first, and the one behind the last."""
 
-    revision: int
-    first: int
-    end: int
+    revision: Revision
+    first: Count
+    end: Count
 
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """Shape, dtype, shards and codec of a stored array.
+    """Shape, dtype, shards and codec of a stored array, as a manifest has them.
 
     Args:
       path: of the array's folder within the store.
@@ -54,13 +63,15 @@ class ArrayLayout:
         revision that adds an array to earlier rows has several.
     """
 
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    shard_rows: int
-    chunk_rows: int = 1
-    codec: str = "none"
-    ranges: tuple[RowRange, ...] = ()
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    path: StorePath
+    shape: Annotated[tuple[Count, ...], Field(min_length=1, max_length=4)]
+    dtype: Annotated[str, Field(pattern="^(float16|float32|uint16|u?int8)$")]
+    shard_rows: Rows
+    chunk_rows: Rows = 1
+    codec: Annotated[str, Field(pattern="^(none|zstd)$")] = "none"
+    ranges: Annotated[tuple[RowRange, ...], Field(min_length=1)] = ()
 
     @property
     def row_ranges(self) -> tuple[RowRange, ...]:

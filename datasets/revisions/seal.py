@@ -31,7 +31,7 @@ from ..format.layout import (
     zarr_files,
 )
 from ..format.row_layout import LATENTS
-from ..format.schema import FORMAT_VERSION, ArrayEntry, Manifest
+from ..format.schema import FORMAT_VERSION, Manifest
 from ..format.table_schemas import captions_schema, records_schema, sources_schema
 from ..format.tables import parquet_file, parquet_of_groups
 from .catalog import file_entry
@@ -95,7 +95,7 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
         buckets={**dict.fromkeys(plan.new_rows, 0), **stored},
         num_captions=plan.captions.num_rows,
         num_caption_tokens=pc.sum(pc.cast(plan.captions["num_tokens"], pa.int64())).as_py() or 0,
-        arrays=[ArrayEntry.of(plan.layout.arrays[path]) for path in sorted(plan.layout.arrays)],
+        arrays=[plan.layout.arrays[path] for path in sorted(plan.layout.arrays)],
         files=[entries[path] for path in sorted(entries)],
         root_hash="",
         self_check=plan.self_check or (before and before.self_check),

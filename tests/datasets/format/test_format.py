@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from pydantic import BaseModel
 
 from leandit.datasets.format.schema import (
     FORMAT_VERSION,
-    ArrayEntry,
     CheckedImage,
     EncoderIdentity,
     FileEntry,
@@ -36,6 +36,7 @@ from leandit.datasets.format.schema import (
     TextSpec,
 )
 from leandit.datasets.format.table_schemas import REJECT_REASONS
+from leandit.datasets.format.zarr_shard import ArrayLayout
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 
@@ -212,7 +213,7 @@ def test_the_reject_reasons_are_the_closed_list() -> None:
 
 def test_every_key_of_the_manifest_and_of_local_json_is_named(caption_store: LatentStore) -> None:
     manifest, local = quoted(paragraph(5, "`manifest.json`")), quoted(paragraph(5, "`local.json`"))
-    assert keys_of(Manifest) | keys_of(FileEntry) | keys_of(ArrayEntry) <= manifest
+    assert keys_of(Manifest) | keys_of(FileEntry) | {field.name for field in fields(ArrayLayout)} <= manifest
     assert keys_of(LatentStatistics) <= quoted(paragraph(5, "`statistics`"))
     assert keys_of(SelfCheck) | keys_of(CheckedImage) <= quoted(paragraph(5, "`self_check`"))
     assert keys_of(LocalFile) | keys_of(Origin) <= local
