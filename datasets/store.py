@@ -451,8 +451,7 @@ class LatentStore(OpenedRevision):
     @cached_property
     def _groups(self) -> dict[str, ArrayGroup]:
         """The group of each array, by path."""
-        groups = array_groups(self.spec, buckets_of(self.layouts))
-        return {path: group for group in groups for path in group.rows}
+        return array_groups(self.spec, buckets_of(self.layouts))
 
     @cached_property
     def zarr(self) -> zarr.Group:

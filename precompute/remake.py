@@ -58,7 +58,7 @@ def repair(
             continue  # both copies of a table are damaged
         if plan.spec.fingerprint != newest.fingerprint and not is_extension(plan.spec, newest):
             continue  # these encoders do not match
-        tasks = sorted({task for one in found.findings if (task := plan.layout.task_of(one.path))})
+        tasks = sorted({task for one in found.findings if (task := plan.layout.task_of_file.get(one.path))})
         for done, shard in enumerate(runner.remake(plan, tasks), 1):
             not_reproduced |= _replace_shard(root, plan, shard, found)
             progress("repair", done, len(tasks))

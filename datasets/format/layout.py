@@ -368,17 +368,15 @@ class RevisionLayout:
         """All arrays of the store with this revision, by their path."""
         return {**self.before, **{layout.path: layout for part in self.parts.values() for layout in part.arrays}}
 
-    def task_of(self, path: str) -> Task | None:
-        """The task that writes a file; None if it is no shard that this revision writes."""
-        array, _, key = path.partition("/c/")
-        part, number = self._part_names.get(array), key.partition("/")[0]
-        is_task = part is not None and number.isdecimal() and int(number) in self.parts[part].shards
-        return (part, int(number)) if part is not None and is_task else None
-
     @cached_property
-    def _part_names(self) -> dict[str, str]:
-        """Name of the part of each array."""
-        return {array.path: part.name for part in self.parts.values() for array in part.arrays}
+    def task_of_file(self) -> dict[str, Task]:
+        """The task that writes a shard, by the path of its file."""
+        return {
+            array.shard_path(shard): (part.name, shard)
+            for part in self.parts.values()
+            for shard in part.shards
+            for array in part.arrays
+        }
 
     def num_bytes(self, tasks: Iterable[Task]) -> int:
         """Bytes of the shards of some tasks, uncompressed."""

@@ -6,7 +6,7 @@ caption has rows in each array of its text encoder; these rows share one checksu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,25 +49,19 @@ class ArrayGroup:
     is_null: bool = False
 
 
-def array_groups(spec: StoreSpec, buckets: Iterable[str]) -> Iterator[ArrayGroup]:
-    """All groups that a store of these buckets may have."""
+def array_groups(spec: StoreSpec, buckets: Iterable[str]) -> dict[str, ArrayGroup]:
+    """The group of each array that a store of these buckets may have, by path."""
+    groups = list[ArrayGroup]()
     for bucket in buckets:
         for name in (LATENTS, *spec.groups):
             rows = {f"{bucket_part(bucket)}/{path}": row for path, row in row_arrays(spec, bucket, name).items()}
-            yield ArrayGroup(rows, bucket, name)
+            groups.append(ArrayGroup(rows, bucket, name))
     for one in spec.text_encoders:
         folder, rows = caption_folder(one.name), caption_rows(one.spec)
-        yield ArrayGroup({f"{folder}/{name}": row for name, row in rows.items()}, "", one.name)
+        groups.append(ArrayGroup({f"{folder}/{name}": row for name, row in rows.items()}, "", one.name))
         null = {f"{folder}/{null_array(name)}": row for name, row in rows.items()}
-        yield ArrayGroup(null, "", one.name, is_null=True)
-
-
-def group_of(path: str, spec: StoreSpec, buckets: Iterable[str]) -> ArrayGroup:
-    """The group of an array. Raises: KeyError: the spec has no such array."""
-    for group in array_groups(spec, buckets):
-        if path in group.rows:
-            return group
-    raise KeyError(path)
+        groups.append(ArrayGroup(null, "", one.name, is_null=True))
+    return {path: group for group in groups for path in group.rows}
 
 
 def bucket_part(bucket: str) -> str:

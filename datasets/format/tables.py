@@ -119,16 +119,6 @@ def read_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
             yield _valid(path, batch)
 
 
-def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a Parquet table of ours, whose hash was checked before, as ``check_table`` and ``read_batches`` do."""
-    check_table(path, texts=columns is None)
-    with _opened(path) as file:
-        schema = pq.ParquetFile(file, read_dictionary=None if columns is None else _texts(pq.ParquetFile(file)))
-        empty = schema.schema_arrow.empty_table()
-    batches = list(read_batches(path, columns))
-    return pa.Table.from_batches(batches, batches[0].schema if batches else empty.select(columns or empty.column_names))
-
-
 def read_row_group(path: Path, position: int) -> tuple[int, pa.Table]:
     """Read the row group of a row, of a Parquet table of ours that ``check_table`` has passed.
 
@@ -145,10 +135,10 @@ def read_row_group(path: Path, position: int) -> tuple[int, pa.Table]:
         raise ValueError(f"it has no row {position}")
 
 
-def map_plan_table(path: Path) -> pa.Table:
-    """Read a table of a plan, whose hash was checked before, into a mapped temporary file.
+def map_parquet(path: Path) -> pa.Table:
+    """Read a Parquet table of ours, whose hash was checked before, into a mapped temporary file.
 
-    Raises: as ``read_table``; ResourceError: the folder for temporary files is full.
+    Raises: as ``read_batches``; ResourceError: the folder for temporary files is full.
     """
     check_table(path, texts=True)
     with _opened(path) as file:

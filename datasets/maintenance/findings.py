@@ -18,10 +18,10 @@ from ..disk.cached import cached_property
 from ..disk.hashing import xxh3_64, xxh3_file
 from ..errors import DamageError, LeanditError
 from ..format.layout import CAPTIONS, RECORDS, TWIN, revision_of, revision_prefix
-from ..format.row_layout import EMBEDDINGS, POOLED, SCALES, buckets_of, group_of, num_stored_tokens, pooled_rows
+from ..format.row_layout import EMBEDDINGS, POOLED, SCALES, array_groups, buckets_of, num_stored_tokens, pooled_rows
 from ..format.schema import FileEntry, Manifest
 from ..format.table_schemas import CAPTION_START, suffixes
-from ..format.tables import read_table
+from ..format.tables import map_parquet
 from ..format.zarr_shard import ArrayLayout
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -121,9 +121,8 @@ class Locator:
         names = table[0].to_pylist() if table.num_columns else []
         if cause == "content" and names:
             spec, arrays = self._manifests[named].spec, self._layouts[newest]
-            names = self._differing(
-                [arrays[path] for path in group_of(array, spec, buckets_of(arrays)).rows], shard, table
-            )
+            group = array_groups(spec, buckets_of(arrays))[array]
+            names = self._differing([arrays[path] for path in group.rows], shard, table)
             detail = detail if names else f"{detail or CAUSES[cause]}: the index or the space between the records"
         return Finding(entry.path, cause, detail, revision, bucket, shard, len(names), names[:MAX_KEYS])
 
@@ -134,7 +133,7 @@ class Locator:
         for path in (self._root / entry.path, self._root / f"{prefix}{TWIN}/{name}"):
             try:
                 if xxh3_file(path) == entry.xxh3_128:
-                    return read_table(path)
+                    return map_parquet(path)
             except (LeanditError, OSError):
                 continue
         return pa.table({})

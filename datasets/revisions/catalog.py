@@ -142,7 +142,7 @@ def arrays_problem(manifest: Manifest) -> str:
     spec, arrays, files = manifest.spec, manifest.layouts(), {entry.path for entry in manifest.files}
     num_shards = sum("/c/" in path for path in files)
     named = {*manifest.buckets, *filter(BUCKET.fullmatch, buckets_of(arrays))}  # also those without stored records
-    groups = {path: group for group in array_groups(spec, named) for path in group.rows}
+    groups = array_groups(spec, named)
     if len(arrays) < len(manifest.arrays):
         return "two arrays have one path"
     for path, layout in arrays.items():

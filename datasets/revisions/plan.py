@@ -36,7 +36,7 @@ from ..format.layout import (
 from ..format.row_layout import bucket_part, num_stored_tokens
 from ..format.schema import FORMAT_VERSION, Manifest, PlanFile, SelfCheck, StoreSpec
 from ..format.table_schemas import CAPTION_RESULTS, CAPTION_START, captions_schema, plan_schema, suffixes
-from ..format.tables import map_plan_table, parquet_file, table_problem
+from ..format.tables import map_parquet, parquet_file, table_problem
 from .catalog import file_entry, read_hashed, read_manifest, sealed_revisions
 from .local import read_local, shared_spec, whole_spec
 
@@ -255,7 +255,7 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
             f"store '{root}': revision {revision} builds on root hash {content.base}, revision {revision - 1} has "
             f"{before.root_hash}. Run 'leandit verify --repair'."
         )
-    records, captions, *sources = (map_plan_table(root / (folder + name)) for name in names)
+    records, captions, *sources = (map_parquet(root / (folder + name)) for name in names)
     for table in sources:
         if records.num_rows != table.num_rows:
             raise DamageError(

@@ -67,13 +67,13 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
         if commit.statistics and LATENTS in plan.layout.parts[task[0]].groups:
             statistics.append(commit.statistics)
         entries |= {entry.path: entry for entry in commit.files[:-1]}
-    statuses, stored = Counter[str](), Counter[str]()
+    counts = Counter[tuple[str, str | None]]()  # of records, by status and bucket
 
     def counted(groups: Iterable[pa.Table]) -> Iterator[pa.Table]:
         for group in groups:
             _check_statuses(root, plan, group)
-            statuses.update(_counts(group["status"]))
-            stored.update(_counts(group["bucket"].filter(pc.equal(group["status"], "stored"))))
+            for one in group.group_by(["status", "bucket"]).aggregate([([], "count_all")]).to_pylist():
+                counts[one["status"], one["bucket"]] += one["count_all"]
             yield group
 
     files: Files = {
@@ -82,6 +82,7 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
         SOURCES: parquet_file(plan.records.select(sources_schema(plan.spec).names)),
     }
     entries |= {prefix + name: file_entry(prefix + name, files[name]) for name in (RECORDS, CAPTIONS)}
+    stored = {str(bucket): count for (status, bucket), count in counts.items() if status == "stored"}
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         revision=plan.revision,
@@ -90,8 +91,8 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
         fingerprint=plan.spec.fingerprint,
         spec=shared_spec(plan.spec),
         num_planned=plan.records.num_rows,
-        num_stored=statuses["stored"],
-        num_rejected=statuses["rejected"],
+        num_stored=sum(stored.values()),
+        num_rejected=counts.total() - sum(stored.values()),
         buckets={**dict.fromkeys(plan.new_rows, 0), **stored},
         num_captions=plan.captions.num_rows,
         num_caption_tokens=pc.sum(pc.cast(plan.captions["num_tokens"], pa.int64())).as_py() or 0,
@@ -160,7 +161,3 @@ def _check_statuses(root: Path, plan: FrozenPlan, group: pa.Table) -> None:
             f"store '{root}': {where} is '{one['status']}', and in no shard of the plan; each must be stored or "
             "rejected. The plan cannot be completed: precompute into another --store."
         )
-
-
-def _counts(values: pa.ChunkedArray) -> dict[str, int]:
-    return {entry["values"]: entry["counts"] for entry in pc.value_counts(values).to_pylist()}

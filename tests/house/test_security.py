@@ -41,7 +41,7 @@ from leandit.datasets.arrays.shard_file import ShardFile
 from leandit.datasets.disk.hashing import canonical_json, read_json, sha256_of
 from leandit.datasets.errors import DamageError, EncoderError, LeanditError, RunError, SourceError, StoreError
 from leandit.datasets.format.schema import CommitRecord, LocalFile, Manifest
-from leandit.datasets.format.tables import read_table
+from leandit.datasets.format.tables import map_parquet
 from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout
 from leandit.datasets.revisions.catalog import file_entry
 from leandit.datasets.store import LatentStore
@@ -734,7 +734,7 @@ def test_a_damaged_table_with_a_right_hash_is_refused_or_read(copied: Path) -> N
             mutant[rng.randrange(start, len(mutant))] = rng.randrange(256)
         path.write_bytes(bytes(mutant))
         try:
-            read_table(path)
+            map_parquet(path)
         except DamageError as error:
             assert "records.parquet" in str(error)  # noqa: PT017 - either outcome is right
 

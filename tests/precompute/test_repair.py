@@ -400,7 +400,7 @@ def plant(
 
 def task_of(root: Path, path: str) -> tuple[str, int] | None:
     """The task that wrote a shard."""
-    tasks = (read_plan(root, revision).layout.task_of(path) for revision in sealed_revisions(root))
+    tasks = (read_plan(root, revision).layout.task_of_file.get(path) for revision in sealed_revisions(root))
     return next(filter(None, tasks), None)
 
 

@@ -123,7 +123,7 @@ def test_a_plan_that_another_process_seals_while_it_is_read(
     without_seal(lambda: run(source, store))
     shutil.copytree(store, tmp_path / "sealed")
     run(source, tmp_path / "sealed")
-    name = "_read_plan_file" if seen == "plan.json" else "map_plan_table"
+    name = "_read_plan_file" if seen == "plan.json" else "map_parquet"
     read = getattr(plan_module, name)
 
     def read_late(*args: Any) -> Any:
