@@ -73,16 +73,16 @@ def read_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
     Raises: RecipeError: the launcher's variables contradict each other, or lack the master address.
     """
     names = TORCHRUN if "WORLD_SIZE" in environment else SRUN
-    found = {name: environment[name] for name in names if name in environment}
-    world_size = found.get(names[2], "1")
+    values = {name: environment[name] for name in names if name in environment}
+    world_size = values.get(names[2], "1")
     if world_size == "1":
         return ALONE
     try:
-        rank, local_rank, world = (int(found[name]) for name in names[:3])
-        per_machine = int(found.get(names[3], world_size).partition("(")[0])  # srun writes "4(x2)": 4 on each of 2
+        rank, local_rank, world = (int(values[name]) for name in names[:3])
+        per_machine = int(values.get(names[3], world_size).partition("(")[0])  # srun writes "4(x2)": 4 on each of 2
     except (KeyError, ValueError) as error:
         said = ", ".join(f"{name}={environment.get(name)!r}" for name in names)
-        raise RecipeError(f"{said}: needed the rank of this process, as set by torchrun or srun.") from error
+        raise RecipeError(f"{said}: expected the rank of this process, as set by torchrun or srun.") from error
     if not (0 <= rank < world and 0 <= local_rank < per_machine):
         raise RecipeError(f"{names[0]}={rank}, {names[1]}={local_rank} of {world} ranks: there is no such rank.")
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]:

@@ -24,7 +24,7 @@ def choose_strategy(section: ParallelSection, ranks: Ranks) -> str:
         )
     if (asked == "deepspeed") != bool(section.deepspeed_config):
         raise RecipeError(
-            f"parallel.strategy '{asked}' with parallel.deepspeed_config '{section.deepspeed_config}': needed both, "
+            f"parallel.strategy '{asked}' with parallel.deepspeed_config '{section.deepspeed_config}': expected both, "
             "'deepspeed' and the path of a ds_config.json, or neither."
         )
     if section.cpu_offload and asked not in ("fsdp", "hsdp"):

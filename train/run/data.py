@@ -181,8 +181,8 @@ def longest_caption(spec: ModelSpec, store: StoreSpec) -> int:
 def buckets_at(data: DataSection, stores: Sequence[LatentStore], step: int) -> dict[str, int]:
     """Records of each bucket that trains at a step, over the stores of its stage."""
     turns = data.turns
-    there = [store for store, turn in zip(stores, turns, strict=True) if turn.has(step)] if turns else stores
-    return dict(sum((Counter(store.buckets) for store in there), Counter()))
+    training = [store for store, turn in zip(stores, turns, strict=True) if turn.has(step)] if turns else stores
+    return dict(sum((Counter(store.buckets) for store in training), Counter()))
 
 
 def endless(loader: BatchLoader) -> Iterator[Batch]:

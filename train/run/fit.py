@@ -126,7 +126,7 @@ def _spec(recipe: TrainRecipe, store: StoreSpec) -> ModelSpec:
         base_size=grid * size_of(name)[-1] if grid else store.images.resolution_px // store.latent.downscale,
         options=_options(recipe),
         projectors=projectors,
-        fused=routed_blocks(techniques, size_of(name)[0]) if any(one.fuses for one in techniques) else None,
+        fused=routed_blocks(techniques, size_of(name)[0]) if any(technique.fuses for technique in techniques) else None,
         adapter=adapter,
         texts=texts,
         guidance=recipe.model.guidance,

@@ -216,7 +216,7 @@ def build_run(
         set_precision(recipe, spec)
     if recipe.run.fp8 != "none":
         use_fp8(model, recipe.run.fp8)
-    names = features_of(recipe)
+    names, stored = features_of(recipe), store.features if store else ()
     null_caption, null_pooled = (part if part is None else part.to(device) for part in nulls)
     return Run(
         recipe=recipe,
@@ -228,7 +228,7 @@ def build_run(
         autocast_dtype=autocast_dtype(recipe.run.precision, device),
         techniques=techniques,
         compiled=compiled,
-        feature_specs={one.name: one.spec for one in store.features if one.name in names} if store else {},
+        feature_specs={feature.name: feature.spec for feature in stored if feature.name in names},
         frozen=frozen,
         origin=origin,
     )

@@ -41,7 +41,7 @@ def open_stores(
     known = manifest.stores if manifest else []
     if manifest and len(known) != len(sections):
         raise RunError(
-            f"run '{run}': it was started with {len(known)} stores, this recipe has {len(sections)}. Give another "
+            f"run '{run}': it was started with {len(known)} stores, this recipe has {len(sections)}. Use another "
             "--run, or resume with the stores in its recipe.toml."
         )
     urls = {section.store for section in sections if "://" in section.store}
@@ -116,7 +116,7 @@ def _check_store(run: Path, known: list[RevisionRead], store: LatentStore) -> No
         hashes.append((pinned.revision, pinned.root_hash, read_manifest(store.path, pinned.revision).root_hash))
         before, now = read_spec(store.path, pinned.revision), store.spec
         classes = before.classes or []
-        texts = {one.name for one in before.text_encoders}
+        texts = {encoder.name for encoder in before.text_encoders}
         encoders = [
             (spec.vae.weights_sha256, [t.encoder.weights_sha256 for t in spec.text_encoders if t.name in texts])
             for spec in (before, now)
@@ -131,7 +131,7 @@ def _check_store(run: Path, known: list[RevisionRead], store: LatentStore) -> No
         if expected is not None and expected != actual:  # None: it was incomplete, and has been finished since
             raise RunError(
                 f"run '{run}': started with another store: root_hash of revision {revision} was {expected!r}, "
-                f"is {actual!r}. Give another --run, or the store that it was started with."
+                f"is {actual!r}. Use another --run, or the store that it was started with."
             )
 
 

@@ -473,7 +473,7 @@ def test_the_place_is_read_from_the_launcher() -> None:
     [
         ({"RANK": "8"}, "there is no such rank"),
         ({"LOCAL_RANK": "4"}, "there is no such rank"),
-        ({"RANK": "one"}, "needed the rank of this process"),
+        ({"RANK": "one"}, "expected the rank of this process"),
         ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
     ],
 )
