@@ -58,12 +58,12 @@ FLAGS = {
     "view": "--device --open --port --revision --vae",
     "sample": (
         "--base --batch --bucket --caption --compile --device --diffusion --encoders --guidance "
-        "--guided-channels --guidance-times --json --label --last-step --npz --num --out --precision --recipe "
+        "--guidance-times --guided-channels --json --label --last-step --npz --num --out --precision --recipe "
         "--sampler --seed --shift --steps --store --text --vae --weights"
     ),
     "evaluate": (
         "--against --against-num --base --bucket --captions --clip --crop --device --diffusion --features "
-        "--guidance --guided-channels --guidance-times --json --keep-statistics --last-step --num --out "
+        "--guidance --guidance-times --guided-channels --json --keep-statistics --last-step --num --out "
         "--precision --resize --sampler --seed --shift --source --steps --text --vae --weights"
     ),
     "average": "--length --out --step",
@@ -450,7 +450,7 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
     store, run, out = tmp_path / "store", tmp_path / "run", tmp_path / "out"
     command = ["precompute", "imagenet-256", "--source", class_folder, "--store", store, *settings(LABEL_RECIPE)]
     ended = leandit(*command)
-    assert (ended.code, "pictures: 15 of 15" in ended.err, "pictures: " in ended.out) == (0, True, False)
+    assert (ended.code, "images: 15 of 15" in ended.err, "images: " in ended.out) == (0, True, False)
     assert "15 planned = 15 stored + 0 rejected" in ended.out
     assert "nothing to encode" in leandit(*command).out
 
