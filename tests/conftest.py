@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from forked import start_server, stop_server
 from hypothesis import HealthCheck, settings
-from kept_decoders import keep_decoders
 from making import (
     CPU,
     TINY_SD3,
@@ -34,6 +35,43 @@ from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
 from leandit.train.models.diffusers import flux1, flux2, pixart, qwen_image, sana, sd3, z_image
 from leandit.train.models.dit import SIZES
+
+# Who starts decoders by this name; tests of what a start or an end does make their own.
+USERS = (
+    "precompute.pipeline",
+    "precompute.images.decoders",  # where it is imported late
+    "tools.inspection.pictures",
+    "tools.plan.dry_run",
+    "tools.plan.precompute_cost",
+)
+
+
+def keep_decoders(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Until the iterator goes on, decoders that worked well are kept for the next who wants such."""
+    kept: dict[Any, list[Decoders]] = {}
+    owner = os.getpid()
+
+    @contextmanager
+    def borrowed(num_children: int) -> Iterator[Decoders]:
+        how = os.getcwd(), num_children, *Decoders.__init__.__kwdefaults__.values()
+        idle = kept.setdefault(how, []) if os.getpid() == owner else []
+        decoders = idle.pop() if idle else Decoders(num_children)
+        try:
+            yield decoders
+        except BaseException:
+            decoders.close()
+            raise
+        if os.getpid() == owner:
+            idle.append(decoders)
+        else:
+            decoders.close()
+
+    for user in USERS:
+        patch.setattr(importlib.import_module(f"leandit.{user}"), "Decoders", borrowed)
+    yield
+    for decoders in [one for idle in kept.values() for one in idle]:
+        decoders.close()
+
 
 if TYPE_CHECKING:
     from everything import Everything

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_up_fast_dit import made_up_fast_dit
 from making import CPU
 from training import diffusers_model
 
@@ -20,6 +19,42 @@ from leandit.tools.synthetic.batches import synthetic_batch
 from leandit.train.config import load
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioner
+
+MODELS = """
+from torch import nn
+MADE = []
+class Model(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.table = nn.Embedding(num_classes + 1, 8)
+    def forward(self, x, t, y):
+        return x.repeat(1, 2, 1, 1) * (self.table(y) + t[:, None])[:, :, None, None]
+def DiT_S_8(input_size, num_classes):
+    assert input_size == 8
+    MADE.append(Model(num_classes))
+    return MADE[-1]
+"""
+DIFFUSION = """
+STEPS = []
+class Diffusion:
+    num_timesteps = 10
+    def training_losses(self, model, x, t, model_kwargs):
+        assert model.training and t.max() < self.num_timesteps
+        STEPS.append(tuple(x.shape))
+        return {"loss": model(x, t, **model_kwargs).square().mean((1, 2, 3))}
+def create_diffusion(timestep_respacing):
+    return Diffusion()
+"""
+
+
+def made_up_fast_dit(folder: Path) -> Path:
+    """A checkout with what is called of fast-DiT's: ``models`` and ``diffusion``, tiny."""
+    checkout = folder / "fast-DiT"
+    (checkout / "diffusion").mkdir(parents=True)
+    (checkout / "models.py").write_text(MODELS)
+    (checkout / "diffusion/__init__.py").write_text(DIFFUSION)
+    return checkout
+
 
 ROOT = Path(__file__).parents[2]
 TINY = ["run.global_batch=2", "run.precision=fp32", "run.compile=false"]

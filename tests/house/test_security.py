@@ -34,8 +34,7 @@ from everything import Everything
 from faults import dies_before, encode
 from forked import run_forked
 from making import CPU, NO_CHECK, caption_recipe, make_class_folder, picture, train_recipe, tree_digest
-from tiny_text_models import save_qwen3
-from vision import make_dinov2
+from tiny_models import make_dinov2, save_qwen3
 
 from leandit.datasets.arrays.shard_file import ShardFile
 from leandit.datasets.disk.hashing import canonical_json, read_json, sha256_of

@@ -22,7 +22,6 @@ from harness import (
     InProcessDecoders,
     compact_command,
     list_pictures,
-    loaded,
     make_small,
     precompute_command,
     recipe,
@@ -40,7 +39,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from making import CPU, no_progress, picture, tree_digest
+from making import CPU, loaded_encoders, no_progress, picture, tree_digest
 
 from leandit.datasets.disk.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
 from leandit.datasets.format.buckets import bucket_size
@@ -66,7 +65,7 @@ FRACTION = st.floats(0, 1, exclude_max=True)
 def _small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
-        patch.setattr(loading, "load_encoders", lambda recipe, device: loaded(recipe.vae, recipe.text))
+        patch.setattr(loading, "load_encoders", lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
         patch.setattr(decoders, "Decoders", InProcessDecoders)
         patch.setattr(pipeline, "Decoders", InProcessDecoders)
         patch.setattr(os, "fsync", lambda descriptor: None)  # nothing here loses power
@@ -78,14 +77,14 @@ def latent_of(number: int, seed: int, bucket: str) -> bytes:
     """What the encoder gives for a picture alone."""
     image = picture(seed, 32, 48 if number % 3 == 2 else 32)  # as save_picture
     pixels = crop_image(image, bucket_size(bucket), "bucket")[None]
-    moments = loaded(recipe().vae, recipe().text).image.encode(pixels)
+    moments = loaded_encoders(recipe().vae, recipe().text).image.encode(pixels)
     return moments[0, : moments.shape[1] // 2].astype(np.float16).tobytes()
 
 
 @functools.cache
 def embedding_of(text: str) -> bytes:
     """What the encoder gives for a caption alone."""
-    encoder = loaded(recipe().vae, recipe().text).captions[""]
+    encoder = loaded_encoders(recipe().vae, recipe().text).captions[""]
     return encoder.encode([text]).tokens[0].astype(np.float16).tobytes()
 
 

@@ -16,20 +16,25 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import zarr
-from companions import PICTURES, SIZES, grey, make_companion_folder, read_rows, write_rows
 from faults import small_shards
 from making import (
+    COMPANIONS,
     CPU,
+    SIZES,
     caption_recipe,
+    gray_mask,
     lasting_digest,
     make_caption_folder,
     make_class_folder,
+    make_companion_folder,
     no_progress,
     picture,
+    read_metadata,
     tree_digest,
+    write_metadata,
 )
 from pydantic import ValidationError
-from vision import make_dinov2
+from tiny_models import make_dinov2
 
 from leandit.datasets.batches.latents import normalise
 from leandit.datasets.batches.reader import BatchReader
@@ -80,7 +85,7 @@ def folder(source: Path, tmp_path: Path) -> Path:
 
 
 def with_pictures(*more: str) -> PrecomputeRecipe:
-    return caption_recipe(*BASE, *PICTURES, *more)
+    return caption_recipe(*BASE, *COMPANIONS, *more)
 
 
 def run(
@@ -266,14 +271,14 @@ REJECTS = {
 
 
 def test_a_record_whose_companion_cannot_be_had_is_rejected_with_the_reason(folder: Path, tmp_path: Path) -> None:
-    rows = read_rows(folder)
+    rows = read_metadata(folder)
     rows[0]["source image"] = "edits/gone.png"
     del rows[1]["mask"]
     rows[2]["copy"] = None
     (folder / "copies/3.png").write_text("no picture")
-    grey(0, 45, 45).save(folder / "masks/4.png")
+    gray_mask(0, 45, 45).save(folder / "masks/4.png")
     rows[5]["source image"] = "../outside.png"
-    write_rows(folder, rows)
+    write_metadata(folder, rows)
     run(folder, tmp_path / "store", with_pictures())
     store = LatentStore(tmp_path / "store")
     found = {i: store.record(f"images/{i}.png") for i in range(COUNT)}
@@ -293,7 +298,7 @@ def test_a_changed_companion_makes_its_record_stale(check: str, folder: Path, wh
         os.utime(path, ns=(1, 1))
     assert run(folder, whole, recipe).num_encoded == 0
     assert LatentStore(whole).revision == 1
-    grey(99, 48, 48).save(folder / "masks/3.png")
+    gray_mask(99, 48, 48).save(folder / "masks/3.png")
     picture(98, 120, 200).save(folder / "edits/4.png")
     report = run(folder, whole, recipe)
     assert (report.num_encoded, report.changes and report.changes.num_changed) == (2, 2)
@@ -385,10 +390,10 @@ def test_stores_whose_pictures_differ_are_not_read_together(stores: Stores, sour
 
 
 def test_a_note_says_where_companions_are_found(folder: Path) -> None:
-    rows = read_rows(folder)
+    rows = read_metadata(folder)
     for i in range(COUNT):
         (folder / f"masks/{i}.png").rename(folder / f"masks/grey{i}.png")
-    write_rows(folder, [row | {"mask": f"grey{i}.png"} for i, row in enumerate(rows)])
+    write_metadata(folder, [row | {"mask": f"grey{i}.png"} for i, row in enumerate(rows)])
     source = list_source(folder, companions={"mask": "mask"})
     assert [record.companions[0][0] for record in source.records] == [f"masks/grey{i}.png" for i in range(COUNT)]
     assert "companion 'mask': images: in 'masks'" in source.notes
@@ -398,11 +403,15 @@ def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
     stores: Stores, folder: Path, tmp_path: Path
 ) -> None:
     root = Path(shutil.copytree(stores.added, tmp_path / "store"))
-    rows = read_rows(folder)
-    for kind, image in (("images", picture(77, 64, 64)), ("masks", grey(78, 64, 64)), ("edits", picture(79, 96, 96))):
+    rows = read_metadata(folder)
+    for kind, image in (
+        ("images", picture(77, 64, 64)),
+        ("masks", gray_mask(78, 64, 64)),
+        ("edits", picture(79, 96, 96)),
+    ):
         image.save(folder / f"{kind}/new.png")
     new = {"file_name": "images/new.png", "copy": "images/new.png", "source image": "edits/new.png"}
-    write_rows(folder, [*rows, new | {"mask": "masks/new.png"}])
+    write_metadata(folder, [*rows, new | {"mask": "masks/new.png"}])
     assert run(folder, root, with_pictures()).num_encoded == 1
     store = LatentStore(root)
     assert store.revision == 3
@@ -457,7 +466,7 @@ def test_every_flipped_bit_is_found_and_mended(stores: Stores, source: Path, tmp
 
 
 def test_a_deep_check_tells_of_a_companion_that_is_another_now(folder: Path, whole: Path) -> None:
-    grey(99, 48, 48).save(folder / "masks/3.png")
+    gray_mask(99, 48, 48).save(folder / "masks/3.png")
     recipe = with_pictures()
     with Decoders(2) as decoders:
         listed = list_sources(folder, recipe.source, recipe.companion_columns)
@@ -500,7 +509,7 @@ def test_other_tables_list_the_same_companions(kind: str, folder: Path) -> None:
     columns = with_pictures().companion_columns
     expected = [record.companions for record in list_source(folder, companions=columns).records]
     assert [path for path, *_ in expected[3]] == ["copies/3.png", "edits/3.png", "masks/3.png"]
-    rows = [{name: value for name, value in row.items() if name != "captions"} for row in read_rows(folder)]
+    rows = [{name: value for name, value in row.items() if name != "captions"} for row in read_metadata(folder)]
     rows[1]["mask"] = ""
     (folder / "metadata.jsonl").unlink()
     if kind == "csv":
@@ -515,8 +524,8 @@ def test_other_tables_list_the_same_companions(kind: str, folder: Path) -> None:
 
 
 def test_rows_of_one_picture_with_other_companions_are_not_merged(folder: Path) -> None:
-    rows = read_rows(folder)[:2]
-    write_rows(folder, [rows[0], rows[0] | {"captions": ["more"]}, rows[1], rows[1] | {"mask": "masks/5.png"}])
+    rows = read_metadata(folder)[:2]
+    write_metadata(folder, [rows[0], rows[0] | {"captions": ["more"]}, rows[1], rows[1] | {"mask": "masks/5.png"}])
     first, second, third = list_source(folder, companions={"mask": "mask"}).records
     assert (first.problem, first.captions[-1], second.problem) == (None, "more", None)
     assert third.problem == ("duplicate_key", "record 2 of the source has the same key")
@@ -535,7 +544,7 @@ def test_the_listing_changes_with_a_companion_and_not_without_one(folder: Path) 
 
 def test_several_sources_each_have_companions(folder: Path, tmp_path: Path) -> None:
     other = make_companion_folder(tmp_path / "other", count=3)
-    grey(99, 48, 48).save(other / "masks/0.png")
+    gray_mask(99, 48, 48).save(other / "masks/0.png")
     run([folder, other], tmp_path / "store", with_pictures())
     store = LatentStore(tmp_path / "store")
     assert len(store) == COUNT + 3
@@ -561,7 +570,7 @@ def test_a_source_without_such_a_column_is_refused(source: Path, tmp_path: Path)
 
 def test_another_column_or_order_is_another_store(stores: Stores, source: Path) -> None:
     with pytest.raises(FingerprintMismatch, match="companions"):
-        run(source, stores.whole, caption_recipe(*BASE, *PICTURES, "companions.edit.column=copy"))
+        run(source, stores.whole, caption_recipe(*BASE, *COMPANIONS, "companions.edit.column=copy"))
     with pytest.raises(FingerprintMismatch, match="companions"):
         run(source, stores.whole, caption_recipe(*BASE))
     with pytest.raises(ValidationError, match="have the name 'mask'; use two names"):

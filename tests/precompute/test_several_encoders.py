@@ -23,8 +23,7 @@ from making import (
     tree_digest,
 )
 from safetensors.torch import load_file, save_file
-from tiny_text_models import save_clip
-from vision import make_dinov2
+from tiny_models import make_dinov2, save_clip
 
 from leandit.datasets.disk import files
 from leandit.datasets.errors import (

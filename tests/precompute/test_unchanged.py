@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_turn import IN_TURN
+from forked import IN_TURN
 from making import CAPTION_RECIPE, CPU, LABEL_RECIPE, caption_recipe, label_recipe, no_progress, picture, tree_digest
 from safetensors.torch import load_file, save_file
 

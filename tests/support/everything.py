@@ -11,8 +11,7 @@ from typing import NamedTuple
 import pytest
 from faults import SHARD_ROWS, Pictures, encode, small_shards
 from making import caption_recipe
-from tiny_text_models import save_clip, save_qwen3
-from vision import make_dinov2
+from tiny_models import make_dinov2, save_clip, save_qwen3
 
 from leandit.datasets.format.layout import CaptionLayout
 from leandit.precompute.config import PrecomputeRecipe

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from making import CPU, caption_recipe, loaded_encoders, no_progress, picture
+from making import CPU, SIZES, caption_recipe, loaded_encoders, no_progress, picture, write_metadata
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, Failpoint
@@ -30,7 +30,6 @@ from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.planning.compare import Options
 
 SHARD_ROWS = 2  # so that a store of a dozen pictures has a dozen shards
-SHAPES = ((64, 64), (60, 100), (100, 60))
 EXIT_REFUSED, EXIT_OTHER, EXIT_WRONG = 40, 41, 42  # of a child: an error of ours, any other, wrong numbers
 REVISION_FILES = ("manifest.json", "records.parquet", "captions.parquet", "sources.parquet", "local.json")
 
@@ -86,7 +85,7 @@ class Pictures:
 
     def put(self, i: int, *, seed: int | None = None, words: str = "") -> None:
         """Add a picture, or change it or its captions."""
-        picture(i if seed is None else seed, *SHAPES[i % 3]).save(self.root / f"images/{i}.png")
+        picture(i if seed is None else seed, *SIZES[i % 3]).save(self.root / f"images/{i}.png")
         self._lines[i] = [f"a red {('circle', 'square')[i % 2]}", f"a big blue circle above a tiny green square{words}"]
 
     def drop(self, i: int) -> None:
@@ -96,8 +95,8 @@ class Pictures:
 
     def write(self) -> None:
         """Write the metadata."""
-        lines = [{"file_name": f"images/{i}.png", "captions": texts} for i, texts in self._lines.items()]
-        (self.root / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        rows = ({"file_name": f"images/{i}.png", "captions": texts} for i, texts in self._lines.items())
+        write_metadata(self.root, rows)
 
 
 def grow(pictures: Pictures, recipe: PrecomputeRecipe, store: Path) -> None:

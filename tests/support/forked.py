@@ -227,3 +227,17 @@ def _exit_code(command: list[str]) -> int:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         return 1
     return 0
+
+
+IN_TURN = """
+import contextlib, io, json, sys
+from leandit.tools.cli.main import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["leandit", *words]
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+        except SystemExit as end:
+            loaded = [name for name in ("torch", "diffusers", "transformers") if name in sys.modules]
+            print(json.dumps([end.code, err.getvalue(), loaded]))
+"""

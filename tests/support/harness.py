@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from making import CPU, caption_recipe, no_progress, picture
+from making import CPU, caption_recipe, loaded_encoders, no_progress, picture, write_metadata
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
@@ -40,8 +40,7 @@ from leandit.datasets.format import row_layout
 from leandit.datasets.format.layout import CaptionLayout
 from leandit.datasets.maintenance import compact
 from leandit.precompute import pipeline
-from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
-from leandit.precompute.encoders.loading import Encoders, load_encoders
+from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoder_child import answer
 from leandit.precompute.images.decoders import Decoded, ImagePlace
 from leandit.precompute.planning.compare import Options
@@ -63,22 +62,12 @@ RECIPE = (
 # --- A small precompute -----------------------------------------------------------------------------------------------
 
 
-def loaded(vae: VaeSection, text: TextSection) -> Encoders:
-    """The shipped encoders, loaded once in the parent of all children."""
-    return _loaded(PrecomputeRecipe(vae=vae, text=text).model_dump_json())
-
-
-@functools.cache
-def _loaded(recipe: str) -> Encoders:
-    return load_encoders(PrecomputeRecipe.model_validate_json(recipe), CPU)
-
-
 def make_small(patch: pytest.MonkeyPatch) -> None:
     """Several shards from few pictures, and encoders that are loaded already; children inherit it."""
     patch.setattr(row_layout, "MAX_SHARD_ROWS", SHARD_ROWS)
     patch.setattr(CaptionLayout, "_shard_rows", lambda self: (CAPTION_SHARD_ROWS, CAPTION_SHARD_ROWS // 4))
     patch.setattr(leases, "EMPTY_SECONDS", 0.2)
-    patch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded(recipe.vae, recipe.text))
+    patch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
     _warm_up()
 
 
@@ -121,8 +110,9 @@ def save_picture(root: Path, number: int, *, seed: int) -> None:
 
 def list_pictures(root: Path, captions: dict[int, str]) -> None:
     """Write the metadata.jsonl of a source."""
-    lines = [{"file_name": f"images/{i}.png", "captions": [text, "a picture"]} for i, text in captions.items()]
-    (root / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_metadata(
+        root, ({"file_name": f"images/{i}.png", "captions": [text, "a picture"]} for i, text in captions.items())
+    )
 
 
 class InProcessDecoders:

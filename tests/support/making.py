@@ -1,9 +1,12 @@
-"""Small sources and stores, made by the real code with the small encoders that ship with leandit."""
+"""Small sources, recipes, arrays and models; stores are made of them by the real code with the shipped encoders."""
 
 from __future__ import annotations
 
 import functools
+import io
 import json
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, pack_shard
 from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from leandit.precompute.config import load as load_precompute
 from leandit.precompute.encoders.loading import Encoders, load_encoders
+from leandit.precompute.sources.source import Source
 from leandit.train.config import TrainRecipe
 from leandit.train.config import load as load_train
 from leandit.train.models.build import build_model
@@ -29,6 +33,7 @@ from leandit.train.models.spec import ModelSpec
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 CPU = torch.device("cpu")
+SIZES = ((64, 64), (60, 100), (100, 60))  # height and width in px of the images of captioned sources, in turn
 NO_CHECK = "vae.min_psnr=0"  # random pictures, and random VAEs
 SHIPPED = ["vae.model=shipped:vae", "vae.dtype=float32", "vae.batch_size=8", NO_CHECK]
 LABEL_RECIPE = ["images.resolution=32", *SHIPPED]
@@ -67,13 +72,23 @@ def make_caption_folder(root: Path, *, count: int = 14) -> Path:
     """Pictures of three aspect ratios with a metadata.jsonl, two captions each, some captions shared."""
     (root / "images").mkdir(parents=True)
     shapes = ("circle", "square", "triangle")
-    with open(root / "metadata.jsonl", "w") as lines:
-        for i in range(count):
-            height_px, width_px = ((64, 64), (60, 100), (100, 60))[i % 3]
-            picture(i, height_px, width_px).save(root / f"images/{i}.png")
-            captions = [f"a red {shapes[i % 3]}", f"a big blue {shapes[i % 3]} above a tiny green {shapes[i % 2]}"]
-            lines.write(json.dumps({"file_name": f"images/{i}.png", "captions": captions}) + "\n")
+    rows = []
+    for i in range(count):
+        picture(i, *SIZES[i % 3]).save(root / f"images/{i}.png")
+        captions = [f"a red {shapes[i % 3]}", f"a big blue {shapes[i % 3]} above a tiny green {shapes[i % 2]}"]
+        rows.append({"file_name": f"images/{i}.png", "captions": captions})
+    write_metadata(root, rows)
     return root
+
+
+def read_metadata(root: Path) -> list[dict[str, Any]]:
+    """The rows of the metadata.jsonl of a source."""
+    return [json.loads(line) for line in (root / "metadata.jsonl").read_text().splitlines()]
+
+
+def write_metadata(root: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Replace the metadata.jsonl of a source."""
+    (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
@@ -211,3 +226,60 @@ def shake(model: Any, seed: int = 0) -> Any:
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return model.eval()
+
+
+COMPANIONS = ("companions.copy.kind=image", "companions.edit.column=source image", "companions.mask.kind=mask")
+
+
+def gray_mask(seed: int, height_px: int, width_px: int) -> Image.Image:
+    """A mask of random greys, so that no two places of it are equal by chance."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height_px, width_px), np.uint8))
+
+
+def make_companion_folder(root: Path, *, count: int = 8) -> Path:
+    """``copy`` has the bytes of the picture, ``source image`` twice its size, ``mask`` 3/4 of it."""
+    make_caption_folder(root, count=count)
+    for folder in ("copies", "edits", "masks"):
+        (root / folder).mkdir()
+    rows = read_metadata(root)
+    for i, row in enumerate(rows):
+        height_px, width_px = SIZES[i % 3]
+        shutil.copyfile(root / f"images/{i}.png", root / f"copies/{i}.png")
+        picture(100 + i, 2 * height_px, 2 * width_px).save(root / f"edits/{i}.png")
+        gray_mask(200 + i, height_px * 3 // 4, width_px * 3 // 4).save(root / f"masks/{i}.png")
+        row |= {"copy": f"copies/{i}.png", "source image": f"edits/{i}.png", "mask": f"masks/{i}.png"}
+    write_metadata(root, rows)
+    return root
+
+
+IMAGE_NAMES = ("a.jpg", "b.jpg", "c.jpg")
+
+
+def write_file(path: Path, content: bytes | str = b"") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def make_image_folder(folder: Path, *names: str) -> Path:
+    for i, name in enumerate(names or IMAGE_NAMES):
+        buffer = io.BytesIO()
+        picture(i, 8, 8).save(buffer, "JPEG")
+        write_file(folder / name, buffer.getvalue())
+    return folder
+
+
+def summary_of(source: Source) -> list[tuple[str, str, int, tuple[str, ...]]]:
+    """Key, path, label and captions of the good records, or the reason of a reject."""
+    return [
+        (r.key, r.problem[0], -1, ()) if r.problem else (r.key, r.path, r.label, r.captions) for r in source.records
+    ]
+
+
+def write_tar(path: Path, *samples: dict[str, Any]) -> Path:
+    import webdataset
+
+    with webdataset.TarWriter(str(path)) as tar:
+        for sample in samples:
+            tar.write(sample)
+    return path

@@ -42,7 +42,7 @@ def noise_store(path: Path, *, channels: int = 4, texts: dict[str, TextSpec] = T
 def encoder_recipe(models: Path) -> PrecomputeRecipe:
     """Tiny encoders in a folder, and the recipe with them."""
     from tiny_autoencoders import save_autoencoder  # they import models for seconds
-    from tiny_text_models import save_clip, save_t5
+    from tiny_models import save_clip, save_t5
 
     save_clip(models / "clip_l", projected=True)
     save_clip(models / "clip_g", projected=True, pad="!", seed=9)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
-from making import CPU, caption_recipe, make_caption_folder, no_progress
+from making import CPU, caption_recipe, make_caption_folder, no_progress, read_metadata, write_metadata
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
@@ -28,14 +29,12 @@ HOSTILE = [MARKUP, CONTROL, RIGHT_TO_LEFT, "a red circle", '"quoted" & <b>bold</
 
 def hostile_store(folder: Path) -> LatentStore:
     """14 records whose captions hold markup, control characters and right-to-left marks, and 2 rejects."""
-    import json
-
     source = make_caption_folder(folder / "source")
-    lines = [json.loads(line) for line in (source / "metadata.jsonl").read_text().splitlines()]
+    lines = read_metadata(source)
     for number, line in enumerate(lines):
         line["captions"] = [HOSTILE[number % len(HOSTILE)], *line["captions"]]
     lines += [{"file_name": f"images/{name}", "captions": ["gone"]} for name in ("gone.png", "<b>gone.png")]
-    (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_metadata(source, lines)
     recipe = caption_recipe()
     precompute(recipe, source_path=source, store_path=folder / "store", device=CPU, progress=no_progress)
     return LatentStore(folder / "store")
@@ -59,3 +58,21 @@ def site(store: LatentStore, load: Callable[[], Decode] = lambda: grey) -> Starl
 def client(app: Starlette) -> Iterator[TestClient]:
     with TestClient(Guard(app, TOKEN), base_url="http://127.0.0.1", raise_server_exceptions=True) as one:
         yield one
+
+
+class Elements(HTMLParser):
+    """The elements of a page, their attributes and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from faults import Pictures, content, encode, make_grown, read_all, small_shards
 from making import caption_recipe, picture, tree_digest
-from vision import make_dinov2
+from tiny_models import make_dinov2
 
 from leandit.datasets.disk.hashing import canonical_json, sha256_of
 from leandit.datasets.errors import DamageError, LeanditError, RowOutOfRange

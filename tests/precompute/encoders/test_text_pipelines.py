@@ -23,7 +23,7 @@ from diffusers import (
 )
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from making import CPU
-from tiny_text_models import (
+from tiny_models import (
     TEXTS,
     save_clip,
     save_gemma2,

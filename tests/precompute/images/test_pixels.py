@@ -7,8 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from companions import grey
-from making import picture
+from making import gray_mask, picture
 from pictures import encoded, exif, noise
 from PIL import Image
 
@@ -131,7 +130,7 @@ def coverage(length: int, resized: int, first: int, count: int, step: int) -> np
 )
 def test_a_mask_is_the_area_average_of_its_crop(crop: str, beside: tuple[int, int], size: tuple[int, int]) -> None:
     bucket = (48, 80) if crop == "bucket" else (64, 64)
-    mask = grey(1, *size)
+    mask = gray_mask(1, *size)
     found, upright = decode_image(encoded(mask, "PNG"), bucket=bucket, crop=crop, beside=beside, mask_px=PLACE_PX)
     assert (upright, found.shape, found.dtype) == (size, (bucket[0] // 8, bucket[1] // 8), np.uint8)
     sizes, *corner = crop_geometry(*beside, bucket, crop)
@@ -180,7 +179,7 @@ def test_a_companion_is_resized_to_the_size_of_its_record_and_cropped_at_the_sam
 def test_another_aspect_is_refused_and_a_pixel_of_rounding_is_not(mask_px: int) -> None:
     how = {"bucket": (64, 64), "crop": "bucket", "mask_px": mask_px}
     for size in ((50, 75), (50, 76), (49, 75), (1, 1), (1, 2)):
-        decode_image(encoded(grey(0, *size), "PNG"), beside=(100, 151), **how)
+        decode_image(encoded(gray_mask(0, *size), "PNG"), beside=(100, 151), **how)
     for size in ((50, 78), (53, 75), (151, 100), (64, 64), (51, 75), (1, 4)):
         with pytest.raises(RecordRejected, match=rf"{size[0]}x{size[1]} px.* has 100x151 px; needed the same aspect"):
-            decode_image(encoded(grey(0, *size), "PNG"), beside=(100, 151), **how)
+            decode_image(encoded(gray_mask(0, *size), "PNG"), beside=(100, 151), **how)

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from making import CPU, caption_recipe, label_recipe, make_caption_folder, no_progress, picture
-from source_files import put, write_tar
+from making import CPU, caption_recipe, label_recipe, make_caption_folder, no_progress, picture, write_file, write_tar
 
 from leandit.datasets.errors import SourceError
 from leandit.datasets.format.schema import Manifest
@@ -85,7 +84,7 @@ def test_a_tar_that_is_cut_short_during_a_run_stops_it(tmp_path: Path) -> None:
     picture(0).save(buffer, "PNG")
     for name, count in (("a", 30), ("b", 90)):
         samples = [{"__key__": f"{name}{i}", "png": buffer.getvalue(), "cls": i % 3} for i in range(count)]
-        put(source / f"{name}.tar")
+        write_file(source / f"{name}.tar")
         write_tar(source / f"{name}.tar", *samples)
     whole = (source / "b.tar").read_bytes()
 

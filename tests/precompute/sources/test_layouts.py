@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from source_files import pictures, put, said, write_tar
+from making import make_image_folder, summary_of, write_file, write_tar
 
 from leandit.datasets.errors import RecordRejected, SourceError
 from leandit.precompute.config import SourceSection
@@ -20,15 +20,15 @@ from leandit.precompute.sources.source import list_source, open_source
 
 
 def test_coco_joins_captions_to_images_in_the_order_of_the_images(tmp_path: Path) -> None:
-    pictures(tmp_path / "train2017")
+    make_image_folder(tmp_path / "train2017")
     images = [{"id": 7, "file_name": "b.jpg", "height": 8, "width": 9}, {"id": 3, "file_name": "a.jpg"}]
     images += [{"id": 5, "file_name": "gone.jpg"}]
     texts = [(3, "one"), (7, "two"), (3, " three "), (9, "nobody's"), (7, "two")]
     captions = [{"image_id": image, "id": i, "caption": text} for i, (image, text) in enumerate(texts)]
     content = {"info": {"year": 2017}, "images": images, "licenses": [], "annotations": captions}
-    put(tmp_path / "annotations/captions_train2017.json", json.dumps(content))
+    write_file(tmp_path / "annotations/captions_train2017.json", json.dumps(content))
     source = list_source(tmp_path)
-    assert said(source) == [
+    assert summary_of(source) == [
         ("b.jpg", "train2017/b.jpg", -1, ("two",)),
         ("a.jpg", "train2017/a.jpg", -1, ("one", "three")),
         ("gone.jpg", "missing_file", -1, ()),
@@ -51,7 +51,7 @@ def test_parquet_of_the_hub_is_read_by_split_with_classes_and_caption_lists(tmp_
     source = list_source(tmp_path, SourceSection(split="train"))
     assert (source.kind, source.classes) == ("parquet", ["cat", "dog"])
     name = "train-00000-of-00001"
-    assert said(source) == [
+    assert summary_of(source) == [
         (f"{name}/0", f"{name}.parquet", 1, ("one", "two")),
         (f"{name}/1", f"{name}.parquet", 0, ()),
         (f"{name}/2", "bad_metadata", -1, ()),
@@ -62,9 +62,9 @@ def test_parquet_of_the_hub_is_read_by_split_with_classes_and_caption_lists(tmp_
 @pytest.mark.parametrize(("split", "name"), [("train", "a.jpg"), ("validation", "c.jpg")])
 def test_source_split_picks_one_of_cocos_lists(split: str, name: str, tmp_path: Path) -> None:
     for year, picture in (("train2017", "a.jpg"), ("val2017", "c.jpg")):
-        pictures(tmp_path / year, picture)
+        make_image_folder(tmp_path / year, picture)
         content = {"images": [{"id": 1, "file_name": picture}], "annotations": [{"image_id": 1, "caption": year}]}
-        put(tmp_path / f"annotations/captions_{year}.json", json.dumps(content))
+        write_file(tmp_path / f"annotations/captions_{year}.json", json.dumps(content))
     source = list_source(tmp_path, SourceSection(split=split))
     assert [r.key for r in source.records] == [name]
     record, opened = source.records[0], open_source(tmp_path, source.settings)  # as a worker does
@@ -90,16 +90,16 @@ def test_another_json_object_is_an_error_that_says_what_is_needed(
     content: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SourceError, match=message):
-        list_source(put(tmp_path / "list.json", json.dumps(content)))
+        list_source(write_file(tmp_path / "list.json", json.dumps(content)))
 
 
 @pytest.mark.parametrize("folder", ["labels", "captions"])
 def test_texts_in_a_folder_beside_the_images_are_their_captions(folder: str, tmp_path: Path) -> None:
-    pictures(tmp_path / "images/train")
-    put(tmp_path / folder / "train/a.txt", "a cat\nthe cat")
-    put(tmp_path / folder / "train/b.txt", b"\xff")
+    make_image_folder(tmp_path / "images/train")
+    write_file(tmp_path / folder / "train/a.txt", "a cat\nthe cat")
+    write_file(tmp_path / folder / "train/b.txt", b"\xff")
     source = list_source(tmp_path)
-    assert said(source) == [
+    assert summary_of(source) == [
         ("images/train/a.jpg", "images/train/a.jpg", -1, ("a cat", "the cat")),
         ("images/train/b.jpg", "bad_metadata", -1, ()),
         ("images/train/c.jpg", "images/train/c.jpg", -1, ()),
@@ -125,7 +125,7 @@ def test_a_file_that_is_no_source_is_an_error_that_says_what_to_do(
     name: str, content: bytes, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SourceError, match=message) as raised:
-        list_source(put(tmp_path / name, content))
+        list_source(write_file(tmp_path / name, content))
     assert "Sources are a folder of images" in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -149,8 +149,10 @@ def save_to_disk(
         options = pa.ipc.IpcWriteOptions(compression=codec)
         with pa.ipc.new_stream(folder / names[-1], schema, options=options) as writer:
             writer.write_table(part, max_chunksize=2)
-    put(folder / "state.json", json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}))
-    put(folder / "dataset_info.json", json.dumps({"features": features}))
+    write_file(
+        folder / "state.json", json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"})
+    )
+    write_file(folder / "dataset_info.json", json.dumps({"features": features}))
     return folder
 
 
@@ -197,7 +199,7 @@ def test_source_split_picks_a_split_of_a_saved_dataset_dict(names: tuple[str, st
     for number, name in enumerate(names):
         rows = [row | {"text": f"{name} {row['text']}"} for row in SAVED[number:]]
         save_to_disk(tmp_path / name, rows, features=FEATURES)
-    put(tmp_path / "dataset_dict.json", json.dumps({"splits": names}))
+    write_file(tmp_path / "dataset_dict.json", json.dumps({"splits": names}))
     for split in ("", "all"):
         with pytest.raises(SourceError, match=rf"several splits.*: {', '.join(names)}\. .*source\.split={names[0]}"):
             list_source(tmp_path, SourceSection(split=split))
@@ -208,9 +210,9 @@ def test_source_split_picks_a_split_of_a_saved_dataset_dict(names: tuple[str, st
     record = source.records[3]
     opened = open_source(tmp_path, source.settings)  # as a worker does
     assert opened.read(record.path, record.offset, record.num_bytes, stage="decode") == b"picture 4"
-    put(tmp_path / "dataset_dict.json", json.dumps({"splits": names[:1]}))
+    write_file(tmp_path / "dataset_dict.json", json.dumps({"splits": names[:1]}))
     assert len(list_source(tmp_path).records) == len(SAVED)
-    put(tmp_path / "dataset_dict.json", json.dumps({"splits": ["../x"]}))
+    write_file(tmp_path / "dataset_dict.json", json.dumps({"splits": ["../x"]}))
     with pytest.raises(SourceError, match="needed 'splits'"):
         list_source(tmp_path)
 
@@ -218,11 +220,17 @@ def test_source_split_picks_a_split_of_a_saved_dataset_dict(names: tuple[str, st
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda root: put(root / "state.json", "{}"), "_data_files"),
-        (lambda root: put(root / "state.json", '{"_data_files": [{"filename": "../x.arrow"}]}'), "_data_files"),
-        (lambda root: put(root / "state.json", '{"_indices_data_files": [{"filename": "i"}]}'), "flatten_indices"),
-        (lambda root: put(root / "data-00001-of-00002.arrow", b"\xff\xff\xff\xff" * 40), "not a readable Arrow stream"),
-        (lambda root: put(root / "data-00001-of-00002.arrow", b""), "not a readable Arrow stream"),
+        (lambda root: write_file(root / "state.json", "{}"), "_data_files"),
+        (lambda root: write_file(root / "state.json", '{"_data_files": [{"filename": "../x.arrow"}]}'), "_data_files"),
+        (
+            lambda root: write_file(root / "state.json", '{"_indices_data_files": [{"filename": "i"}]}'),
+            "flatten_indices",
+        ),
+        (
+            lambda root: write_file(root / "data-00001-of-00002.arrow", b"\xff\xff\xff\xff" * 40),
+            "not a readable Arrow stream",
+        ),
+        (lambda root: write_file(root / "data-00001-of-00002.arrow", b""), "not a readable Arrow stream"),
         (lambda root: write_with_dictionary(root / "data-00001-of-00002.arrow"), "dictionaries.*to_parquet"),
         (lambda root: save_to_disk(root, [{"text": "x"}] * 5, features={}), "no column of images.*'text'"),
     ],
@@ -257,7 +265,7 @@ def test_no_change_of_one_byte_of_an_arrow_stream_is_more_than_an_error(tmp_path
 def test_braces_and_stars_choose_files_of_a_folder(tmp_path: Path) -> None:
     for i in range(5):
         write_tar(tmp_path / f"{i:03d}.tar", {"__key__": "x", "jpg": b"picture %d" % i, "txt": f"text {i}"})
-    put(tmp_path / "notes.txt", "of no use")
+    write_file(tmp_path / "notes.txt", "of no use")
     every = [r.key for r in list_source(tmp_path).records]
     assert every == [f"00{i}/x" for i in range(5)]
     for pattern, numbers in {
@@ -274,7 +282,7 @@ def test_braces_and_stars_choose_files_of_a_folder(tmp_path: Path) -> None:
         assert (
             source.read(record.path, record.offset, record.num_bytes, stage="scan") == b"picture %d" % list(numbers)[-1]
         )
-    pictures(tmp_path / "p")
+    make_image_folder(tmp_path / "p")
     assert [r.key for r in list_source(f"{tmp_path}/p/[ab].jpg").records] == ["a.jpg", "b.jpg"]
 
 
@@ -289,8 +297,8 @@ def test_braces_and_stars_choose_files_of_a_folder(tmp_path: Path) -> None:
     ],
 )
 def test_a_pattern_that_does_not_fit_is_one_line(pattern: str, message: str, tmp_path: Path) -> None:
-    put(tmp_path / "000.tar", b"")
+    write_file(tmp_path / "000.tar", b"")
     for folder in ("a", "b"):
-        pictures(tmp_path / folder)
+        make_image_folder(tmp_path / folder)
     with pytest.raises(SourceError, match=message):
         list_source(f"{tmp_path}/{pattern}")

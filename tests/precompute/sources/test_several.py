@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from making import CPU, NO_CHECK, label_recipe, make_class_folder, no_progress, picture
-from source_files import write_tar
+from making import CPU, NO_CHECK, label_recipe, make_class_folder, no_progress, picture, write_tar
 from typer.testing import CliRunner, Result
 
 from leandit.datasets.disk import spill

@@ -13,8 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import webdataset
-from making import caption_recipe, make_class_folder, picture
-from source_files import put, write_tar
+from making import caption_recipe, make_class_folder, picture, write_file, write_tar
 
 from leandit.datasets.errors import SourceError
 from leandit.precompute.images.decoders import Decoders
@@ -44,16 +43,16 @@ def bytes_of(source: Source, record: SourceRecord) -> bytes:
 
 def write_metadata(root: Path, *rows: Any) -> Path:
     for name in ("a.png", "b.png"):
-        put(root / name, png())
+        write_file(root / name, png())
     (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
 
 
 def test_a_class_folder_without_images_keeps_its_label(tmp_path: Path) -> None:
     for name in ("a", "c"):
-        put(tmp_path / name / "0.png", png())
+        write_file(tmp_path / name / "0.png", png())
     (tmp_path / "b").mkdir()
-    put(tmp_path / "d" / "notes.txt", b"none yet")
+    write_file(tmp_path / "d" / "notes.txt", b"none yet")
     (tmp_path / ".git").mkdir()
     source = list_source(tmp_path)
     assert source.classes == ["a", "b", "c", "d"]
@@ -63,7 +62,7 @@ def test_a_class_folder_without_images_keeps_its_label(tmp_path: Path) -> None:
 def test_nested_folders_belong_to_their_first_folder_and_names_may_repeat(tmp_path: Path) -> None:
     files = ["a/0.png", "a/x/0.png", "a/x/y/0.png", "b/0.png", "b/1.JPEG"]
     for i, name in enumerate(files):
-        put(tmp_path / name, png(i))
+        write_file(tmp_path / name, png(i))
     source = list_source(tmp_path)
     assert {r.key: r.label for r in source.records} == {name: int(name[0] == "b") for name in files}
     for i, name in enumerate(files):
@@ -78,14 +77,14 @@ def test_a_missing_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["auto", "imagefolder", "webdataset"])
 def test_an_empty_folder_is_an_error_that_says_what_is_needed(tmp_path: Path, kind: str) -> None:
-    put(tmp_path / "notes.txt")
+    write_file(tmp_path / "notes.txt")
     with pytest.raises(SourceError, match=r"no images found.*metadata\.jsonl.*\.jpeg"):
         list_source(tmp_path, kind)
 
 
 def test_a_file_as_image_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"a\.png.*a file; needed a folder"):
-        list_source(put(tmp_path / "a.png", png()), "imagefolder")
+        list_source(write_file(tmp_path / "a.png", png()), "imagefolder")
 
 
 @pytest.mark.parametrize(
@@ -129,19 +128,19 @@ def test_metadata_gives_captions_and_labels(
     ],
 )
 def test_a_bad_metadata_row_is_rejected_and_the_others_stay(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
-    put(tmp_path / "outside.png", png())
+    write_file(tmp_path / "outside.png", png())
     source = list_source(write_metadata(tmp_path / "source", {"file_name": "a.png"}, row))
     assert [r.problem and r.problem[0] for r in source.records] == [None, reason]
 
 
 def test_a_file_name_that_begins_with_two_dots_stays_inside(tmp_path: Path) -> None:
-    put(tmp_path / "..a.png", png())
+    write_file(tmp_path / "..a.png", png())
     source = list_source(write_metadata(tmp_path, {"file_name": "..a.png"}))
     assert source.records[0].problem is None
 
 
 def test_a_name_that_is_no_utf8_is_planned_or_rejected_but_never_a_crash(tmp_path: Path) -> None:
-    put(tmp_path / "a/0.png", png())
+    write_file(tmp_path / "a/0.png", png())
     with open(os.path.join(os.fsencode(tmp_path), b"a", b"caf\xe9.png"), "wb") as file:
         file.write(png())
     source = list_source(tmp_path)
@@ -230,7 +229,7 @@ def test_the_listing_hash_changes_when_a_file_is_added_changed_or_gone(tmp_path:
     before = list_source(root).listing_hash()
     assert list_source(root).listing_hash() == before
 
-    extra = put(root / "n000/new.png", png())
+    extra = write_file(root / "n000/new.png", png())
     added = list_source(root).listing_hash()
     extra.unlink()
     assert list_source(root).listing_hash() == before

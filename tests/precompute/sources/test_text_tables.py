@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from source_files import NAMES, pictures, put, said
+from making import IMAGE_NAMES, make_image_folder, summary_of, write_file
 
 from leandit.datasets.disk import spill
 from leandit.datasets.errors import SourceError
@@ -35,10 +35,10 @@ FLICKR = {
 @pytest.mark.parametrize("name", FLICKR)
 @pytest.mark.parametrize("whole", [True, False], ids=["folder", "file"])
 def test_lists_of_captions_are_read_as_they_are(name: str, whole: bool, tmp_path: Path) -> None:
-    pictures(tmp_path / "Images")
-    put(tmp_path / name, FLICKR[name])
+    make_image_folder(tmp_path / "Images")
+    write_file(tmp_path / name, FLICKR[name])
     source = list_source(tmp_path if whole else tmp_path / name)
-    assert said(source) == [
+    assert summary_of(source) == [
         ("a.jpg", "Images/a.jpg", -1, ('Two dogs , one "big" .', "A dog .")),
         ("b.jpg", "Images/b.jpg", -1, ("A boat .",)),
     ]
@@ -51,15 +51,15 @@ def test_lists_of_captions_are_read_as_they_are(name: str, whole: bool, tmp_path
 
 @pytest.mark.parametrize("name", ["list.csv", "list.parquet", "list.jsonl", "list.json"])
 def test_columns_are_named_by_the_recipe_and_an_error_lists_those_that_are_there(name: str, tmp_path: Path) -> None:
-    pictures(tmp_path)
+    make_image_folder(tmp_path)
     rows = [{"photo": "a.jpg", "title": "a cat", "caption": "no", "kind": 3}]
     if name.endswith("parquet"):
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
     else:
         texts = {"csv": "photo,title,caption,kind\na.jpg,a cat,no,3\n", "json": json.dumps(rows)}
-        put(tmp_path / name, texts.get(name.partition(".")[2], json.dumps(rows[0])))
+        write_file(tmp_path / name, texts.get(name.partition(".")[2], json.dumps(rows[0])))
     asked = SourceSection(image="photo", caption="title", label="kind")
-    assert said(list_source(tmp_path / name, asked)) == [("a.jpg", "a.jpg", 3, ("a cat",))]
+    assert summary_of(list_source(tmp_path / name, asked)) == [("a.jpg", "a.jpg", 3, ("a cat",))]
     with pytest.raises(SourceError, match=r"no column 'heading'.*'photo', 'title', 'caption', 'kind'"):
         list_source(tmp_path / name, SourceSection(image="photo", caption="heading"))
     with pytest.raises(SourceError, match=r"'photo'"):
@@ -78,9 +78,9 @@ def test_columns_are_named_by_the_recipe_and_an_error_lists_those_that_are_there
 )
 def test_images_lie_where_the_root_says_or_where_the_first_names_are_found(row: str, root: str, tmp_path: Path) -> None:
     here = tmp_path / "source"
-    pictures(here / "photos/x")
+    make_image_folder(here / "photos/x")
     rows = [row, row.replace("a.jpg", "b.jpg"), "../../source/photos/x/c.jpg"]
-    put(here / "list.csv", "image,caption\n" + "".join(f"{one.format(here=here)},text\n" for one in rows))
+    write_file(here / "list.csv", "image,caption\n" + "".join(f"{one.format(here=here)},text\n" for one in rows))
     source = list_source(here / "list.csv", SourceSection(root=root.format(here=here)))
     records = list(source.records)
     read = [source.read(r.path, 0, r.num_bytes, stage="scan") for r in records[:2]]
@@ -91,24 +91,24 @@ def test_images_lie_where_the_root_says_or_where_the_first_names_are_found(row: 
 
 
 def test_labels_of_text_are_numbers_or_names_of_classes(tmp_path: Path) -> None:
-    pictures(tmp_path)
-    put(tmp_path / "list.csv", "id,class\na.jpg,zebra\nb.jpg,ant\nc.jpg,\n")
+    make_image_folder(tmp_path)
+    write_file(tmp_path / "list.csv", "id,class\na.jpg,zebra\nb.jpg,ant\nc.jpg,\n")
     source = list_source(tmp_path)
     assert source.classes == ["ant", "zebra"]
     assert source.has_class_names
-    assert [(key, label) for key, _, label, _ in said(source)] == [("a.jpg", 1), ("b.jpg", 0), ("c.jpg", -1)]
-    put(tmp_path / "list.csv", "id,class\na.jpg,2\nb.jpg,0.0\nc.jpg,\n")
+    assert [(key, label) for key, _, label, _ in summary_of(source)] == [("a.jpg", 1), ("b.jpg", 0), ("c.jpg", -1)]
+    write_file(tmp_path / "list.csv", "id,class\na.jpg,2\nb.jpg,0.0\nc.jpg,\n")
     source = list_source(tmp_path)
     assert (source.classes, source.has_class_names) == (["0", "1", "2"], False)
-    assert [label for _, _, label, _ in said(source)] == [2, 0, -1]
+    assert [label for _, _, label, _ in summary_of(source)] == [2, 0, -1]
 
 
 def test_cells_may_hold_lists_of_texts_as_json_and_others_are_rejects(tmp_path: Path) -> None:
-    pictures(tmp_path)
+    make_image_folder(tmp_path)
     cells = ['["one, two", "it\'s"]', "['one', 'it\\'s']", "[a note] on ['it']"]
-    lines = [f'{name},"{cell.replace(chr(34), chr(34) * 2)}"' for name, cell in zip(NAMES, cells, strict=True)]
-    put(tmp_path / "list.csv", "image,raw\n" + "\n".join(lines))
-    assert said(list_source(tmp_path)) == [
+    lines = [f'{name},"{cell.replace(chr(34), chr(34) * 2)}"' for name, cell in zip(IMAGE_NAMES, cells, strict=True)]
+    write_file(tmp_path / "list.csv", "image,raw\n" + "\n".join(lines))
+    assert summary_of(list_source(tmp_path)) == [
         ("a.jpg", "a.jpg", -1, ("one, two", "it's")),
         ("b.jpg", "bad_metadata", -1, ()),
         ("c.jpg", "c.jpg", -1, ("[a note] on ['it']",)),
@@ -116,9 +116,9 @@ def test_cells_may_hold_lists_of_texts_as_json_and_others_are_rejects(tmp_path: 
 
 
 def test_broken_rows_are_rejects_with_their_names(tmp_path: Path) -> None:
-    pictures(tmp_path)
+    make_image_folder(tmp_path)
     rows = [b"image,caption", b"a.jpg,fine", b"b.jpg", b"c.jpg,\xff\xfe", b"gone.jpg,one", b"gone.jpg,two"]
-    put(tmp_path / "list.csv", b"\n".join(rows))
+    write_file(tmp_path / "list.csv", b"\n".join(rows))
     reasons = [(r.key, r.problem and r.problem[0]) for r in list_source(tmp_path / "list.csv").records]
     assert reasons == [
         ("a.jpg", None),
@@ -129,8 +129,8 @@ def test_broken_rows_are_rejects_with_their_names(tmp_path: Path) -> None:
 
 
 def test_an_open_quote_does_not_swallow_rows_in_silence(tmp_path: Path) -> None:
-    pictures(tmp_path)
-    put(tmp_path / "list.csv", 'image,caption\na.jpg,fine\nb.jpg,"not closed\nc.jpg,lost\n')
+    make_image_folder(tmp_path)
+    write_file(tmp_path / "list.csv", 'image,caption\na.jpg,fine\nb.jpg,"not closed\nc.jpg,lost\n')
     reasons = [(r.key, r.problem and r.problem[1]) for r in list_source(tmp_path).records]
     assert reasons[0] == ("a.jpg", None)
     assert reasons[1][0] == "b.jpg (row 3)"
@@ -150,22 +150,24 @@ def test_an_open_quote_does_not_swallow_rows_in_silence(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_such_table_is_one_line(content: str | bytes, message: str, tmp_path: Path) -> None:
-    pictures(tmp_path)
+    make_image_folder(tmp_path)
     with pytest.raises(SourceError, match=message):
-        list_source(put(tmp_path / "list.csv", content))
+        list_source(write_file(tmp_path / "list.csv", content))
 
 
 def test_several_tables_of_one_folder_are_an_error_that_names_them(tmp_path: Path) -> None:
-    pictures(tmp_path)
-    put(tmp_path / "other.csv", "image,score\nx.jpg,1\n")  # of something else
+    make_image_folder(tmp_path)
+    write_file(tmp_path / "other.csv", "image,score\nx.jpg,1\n")  # of something else
     for name in ("train.csv", "val.csv"):
-        put(tmp_path / name, "image,caption\na.jpg,a cat\n")
+        write_file(tmp_path / name, "image,caption\na.jpg,a cat\n")
     with pytest.raises(SourceError, match=r"several tables name its images: train\.csv, val\.csv"):
         list_source(tmp_path)
 
 
 ROWS = st.lists(
-    st.tuples(st.sampled_from(NAMES), st.sampled_from([-1, 0, 1]), st.sampled_from(["", "x", "y", "z"]), st.booleans()),
+    st.tuples(
+        st.sampled_from(IMAGE_NAMES), st.sampled_from([-1, 0, 1]), st.sampled_from(["", "x", "y", "z"]), st.booleans()
+    ),
     max_size=30,
 )
 
@@ -190,9 +192,9 @@ def merged(rows: list[tuple[str, int, str, bool]]) -> list[tuple[Any, ...]]:
 def test_rows_of_one_image_are_merged_wherever_they_are(
     rows: list[tuple[str, int, str, bool]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = pictures(tmp_path_factory.mktemp("rows"))
+    folder = make_image_folder(tmp_path_factory.mktemp("rows"))
     values = [{"file_name": n, "label": label, "text": 7 if bad else text} for n, label, text, bad in rows]
-    put(folder / "metadata.jsonl", "\n".join(map(json.dumps, [*values, {"file_name": "last.jpg"}])))
+    write_file(folder / "metadata.jsonl", "\n".join(map(json.dumps, [*values, {"file_name": "last.jpg"}])))
     with pytest.MonkeyPatch.context() as patch:
         for module in (spill, listing, tables):
             patch.setattr(module, "BATCH_ROWS", 4)
@@ -201,10 +203,10 @@ def test_rows_of_one_image_are_merged_wherever_they_are(
 
 
 def test_a_record_of_too_many_rows_is_one_reject_and_takes_no_memory(tmp_path: Path) -> None:
-    pictures(tmp_path, "many.jpg", *(f"{i}.jpg" for i in range(200)))
+    make_image_folder(tmp_path, "many.jpg", *(f"{i}.jpg" for i in range(200)))
     names = ["many.jpg"] * 40_000 + [f"{i}.jpg" for i in range(200)] * 2
     order = np.random.default_rng(0).permutation(len(names))
-    put(tmp_path / "list.csv", "image,caption\n" + "".join(f"{names[i]},caption {i}\n" for i in order))
+    write_file(tmp_path / "list.csv", "image,caption\n" + "".join(f"{names[i]},caption {i}\n" for i in order))
     rejected = [r for r in list_source(tmp_path / "list.csv").records if r.problem]
     assert [(r.key, r.problem) for r in rejected] == [
         ("many.jpg", ("bad_metadata", f"more than {MAX_CAPTIONS} captions"))
@@ -213,7 +215,7 @@ def test_a_record_of_too_many_rows_is_one_reject_and_takes_no_memory(tmp_path: P
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "list.json", "list.parquet"])
 def test_lists_of_captions_stay_lists_and_rows_of_one_image_become_one_record(name: str, tmp_path: Path) -> None:
-    pictures(tmp_path)
+    make_image_folder(tmp_path)
     rows: list[dict[str, Any]] = [
         {"file_name": "b.jpg", "captions": ["one", " two "], "label": 1, "height": 8, "width": 8},
         {"file_name": "a.jpg", "captions": []},
@@ -225,9 +227,9 @@ def test_lists_of_captions_stay_lists_and_rows_of_one_image_become_one_record(na
     if name.endswith("parquet"):
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
     else:
-        put(tmp_path / name, json.dumps(rows) if name.endswith("json") else "\n".join(map(json.dumps, rows)))
+        write_file(tmp_path / name, json.dumps(rows) if name.endswith("json") else "\n".join(map(json.dumps, rows)))
     source = list_source(tmp_path / name if name.startswith("list") else tmp_path)
-    assert said(source) == [
+    assert summary_of(source) == [
         ("b.jpg", "b.jpg", 1, ("one", "two", "three")),
         ("a.jpg", "a.jpg", -1, ()),
         ("b.jpg", "duplicate_key", -1, ()),
@@ -238,7 +240,7 @@ def test_lists_of_captions_stay_lists_and_rows_of_one_image_become_one_record(na
 
 
 def test_a_table_of_captions_without_a_header_is_not_left_out_in_silence(tmp_path: Path) -> None:
-    pictures(tmp_path / "Images")
-    put(tmp_path / "Flickr8k.token.txt", "a.jpg#0\tA cat .\na.jpg#1\tA small cat .\nb.jpg#0\tA boat .\n")
+    make_image_folder(tmp_path / "Images")
+    write_file(tmp_path / "Flickr8k.token.txt", "a.jpg#0\tA cat .\na.jpg#1\tA small cat .\nb.jpg#0\tA boat .\n")
     with pytest.raises(SourceError, match=r"Flickr8k\.token\.txt.*names no columns.*Write a header"):
         list_source(tmp_path)

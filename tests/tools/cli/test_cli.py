@@ -21,8 +21,7 @@ import pytest
 import torch
 import typer
 from faults import encode, without_seal
-from forked import ForkedPython
-from in_turn import IN_TURN
+from forked import IN_TURN, ForkedPython
 from making import LABEL_RECIPE, TRAIN_RECIPE, all_commands, label_recipe, tree_digest
 from safetensors.torch import load_file
 

@@ -14,7 +14,7 @@ from loaded import load_pipeline
 from making import CPU, FLOW_MODELS, caption_recipe, no_progress, train_recipe
 from shown_runs import run_to
 from tiny_autoencoders import save_autoencoder
-from tiny_text_models import save_clip, save_qwen3, save_qwen_vl, save_t5
+from tiny_models import save_clip, save_qwen3, save_qwen_vl, save_t5
 
 from leandit.datasets.order.shuffle import keyed_hash
 from leandit.datasets.store import LatentStore

@@ -12,9 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from companions import PICTURES, make_companion_folder
-from making import CPU, caption_recipe, label_recipe, make_caption_folder, no_progress, tree_digest
-from vision import make_dinov2
+from making import (
+    COMPANIONS,
+    CPU,
+    caption_recipe,
+    label_recipe,
+    make_caption_folder,
+    make_companion_folder,
+    no_progress,
+    tree_digest,
+)
+from tiny_models import make_dinov2
 
 from leandit.datasets.errors import FingerprintMismatch, ResourceError, SourceError
 from leandit.datasets.store import LatentStore
@@ -77,7 +85,7 @@ def test_the_predicted_bytes_of_labels_and_rejects_are_those_of_the_store(class_
 
 def test_an_addition_to_a_finished_store_is_predicted_and_not_refused(tmp_path: Path) -> None:
     source, store = make_companion_folder(tmp_path / "source"), tmp_path / "store"
-    more = [f"features.dino.model={make_dinov2(tmp_path / 'dinov2')}", *PICTURES]
+    more = [f"features.dino.model={make_dinov2(tmp_path / 'dinov2')}", *COMPANIONS]
     more += ["text.short.kind=t5", "text.short.model=shipped:t5", "text.short.max_tokens=5"]
     precompute(caption_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
     before, was = written_bytes(store, "buckets", "captions"), tree_digest(store)

@@ -16,8 +16,8 @@ from faults import rewrite_recipe
 from hub_server import Hub, hub_server
 from making import CPU, TRAIN_RECIPE, label_recipe, no_progress, train_recipe
 from tiny_autoencoders import save_autoencoder
+from tiny_models import make_dinov2
 from typer.testing import CliRunner
-from vision import make_dinov2
 
 from leandit.datasets.batches.latents import denormalise
 from leandit.datasets.errors import EncoderError

@@ -9,8 +9,8 @@ from typing import Any
 import jinja2
 import numpy as np
 import pytest
-from html_elements import Elements
 from PIL import Image
+from view_sites import Elements
 
 from leandit.tools.inspection.report.charts import Chart, bar_chart, chart, histogram, label, short
 from leandit.tools.inspection.report.page import latent_pixels, render_page, thumbnail, webp_uri

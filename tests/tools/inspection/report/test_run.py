@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from html_elements import Elements
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import make_grid, make_run
 from making import CPU, no_progress, train_recipe
 from PIL import Image
 from shown_runs import HOLDOUT
+from view_sites import Elements
 
 from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.store import LatentStore

@@ -17,10 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from faults import rewrite_recipe, without_seal
-from html_elements import Elements
 from making import CPU, caption_recipe, label_recipe, make_caption_folder, make_class_folder, no_progress, picture
 from typer.testing import CliRunner
-from view_sites import hostile_store
+from view_sites import Elements, hostile_store
 
 from leandit.datasets.errors import EncoderError, RecipeError, StoreNotFound
 from leandit.datasets.format.schema import LatentStatistics

@@ -17,8 +17,7 @@ import pytest
 from forked import ForkedPython
 from making import CPU, no_progress, picture, train_recipe
 from PIL import Image
-from tiny_clip import CLIP_TEXTS, make_clip
-from vision import make_dinov2
+from tiny_models import CLIP_TEXTS, make_clip, make_dinov2
 
 from leandit.datasets.errors import DamageError, EncoderError, RecipeError, SourceError
 from leandit.datasets.store import LatentStore

@@ -11,8 +11,8 @@ import torch
 from making import CPU
 from PIL import Image
 from safetensors.torch import save_file
+from tiny_models import make_dinov2
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, Dinov2Model
-from vision import make_dinov2
 
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.tools.sample.evaluation.inception import Inception, Mixed
