@@ -26,7 +26,7 @@ from faults import (
     small_shards,
     without_seal,
 )
-from making import caption_recipe, label_recipe, make_class_folder, no_progress, picture, tree_digest
+from making import caption_recipe, label_recipe, make_class_folder, no_progress, picture, store_digest, tree_digest
 
 from leandit.datasets.errors import DamageError, ResourceError, StoreError
 from leandit.datasets.format.schema import Manifest
@@ -124,25 +124,20 @@ def test_shards_of_which_nothing_has_changed_are_the_same_bytes(tmp_path: Path) 
         assert (tmp_path / "new" / path).read_bytes() == (store / path).read_bytes()
 
 
-def without_local(root: Path) -> dict[str, bytes]:
-    """All files but those that say when the plan was made."""
-    return {path: data for path, data in tree_digest(root).items() if not path.endswith("/local.json")}
-
-
 def check_kills(store: Path, work: Path, step: int) -> None:
     """Kill a compaction at every so many operations: nothing is taken for a store, and the next call makes it."""
     old, call = tree_digest(store), functools.partial(run, store, work / "new")
     work.mkdir()
     total = num_operations(call)
-    whole = without_local(work)
+    whole = store_digest(work)
     assert total > 50
     for at in range(0, total, step):
         shutil.rmtree(work / "new")
         assert dies_at(at, call), at
         left = [path.name for path in work.iterdir()]
-        assert all(name.startswith(LITTER) for name in left) or (left == ["new"] and without_local(work) == whole), at
+        assert all(name.startswith(LITTER) for name in left) or (left == ["new"] and store_digest(work) == whole), at
         call()
-        assert without_local(work) == whole, at
+        assert store_digest(work) == whole, at
     assert tree_digest(store) == old
 
 

@@ -290,6 +290,8 @@ def test_what_does_not_belong_is_named_and_hinders_no_reader(whole: Whole) -> No
     (root / "elsewhere").symlink_to(root / "buckets")
     temporary = f"{TEMPORARY_PREFIX}host@1-2@0.json"
     (root / "revisions/000001" / temporary).write_text("half")
+    (root / "revisions/000002" / temporary).mkdir(parents=True)
+    (root / "revisions/000002" / temporary / "plan.json").write_text("half")
     found = {f.path: f.cause for f in verify_store(root).findings}
     assert found == {
         "notes.txt": "stray",
@@ -299,22 +301,13 @@ def test_what_does_not_belong_is_named_and_hinders_no_reader(whole: Whole) -> No
         "revisions/9/plan/plan.json": "stray",
         "elsewhere": "stray",
         f"revisions/000001/{temporary}": "temporary",
+        f"revisions/000002/{temporary}": "temporary",
     }
     assert read_after([("strays", nothing, nothing)], root, whole.read) == 1
 
 
 def nothing() -> None:
     pass
-
-
-def test_what_a_killed_process_left_does_no_harm(plain: Whole) -> None:
-    root = plain.again()
-    (root / f"revisions/000002/{TEMPORARY_PREFIX}host@1-2@plan").mkdir(parents=True)
-    (root / f"revisions/000002/{TEMPORARY_PREFIX}host@1-2@plan/plan.json").write_text("half")
-    (root / f"revisions/000002/{TEMPORARY_PREFIX}host-0a1b2c3d.replaced@plan").mkdir()
-    found = verify_store(root)
-    assert {f.cause for f in found.findings} == {"temporary"}
-    assert (len(found.findings), found.damaged, found.complete) == (2, False, True)
 
 
 def test_work_that_a_killed_seal_did_not_remove_does_no_harm(plain: Whole, tmp_path: Path) -> None:

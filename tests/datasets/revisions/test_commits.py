@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from faults import REVISION_FILES, without_seal
-from making import CPU, label_recipe, make_class_folder, no_progress, tree_digest
+from faults import without_seal
+from making import CPU, label_recipe, make_class_folder, no_progress, store_digest
 
 from leandit.datasets.disk.hashing import canonical_json, read_json
 from leandit.datasets.errors import DamageError
@@ -54,18 +54,13 @@ FORGED = {
 }
 
 
-def without_local(root: Path) -> dict[str, bytes]:
-    """All files but those that say when the plan was made."""
-    return {path: content for path, content in tree_digest(root).items() if not path.endswith("/local.json")}
-
-
 @pytest.mark.parametrize("how", FORGED)
 def test_a_row_that_is_not_stored_or_rejected_once_is_not_sealed(
     how: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
     store, (rejects, state, said) = tmp_path / "store", FORGED[how]
-    sealed, whole = run(source, store), without_local(store)
+    sealed, whole = run(source, store), store_digest(store)
     assert (sealed.num_stored, sealed.num_rejected) == (3, 1)
     shutil.rmtree(store)
     without_seal(lambda: run(source, store))
@@ -84,7 +79,7 @@ def test_a_row_that_is_not_stored_or_rejected_once_is_not_sealed(
     assert not list(store.rglob("manifest.json"))
     (store / COMMIT).unlink()
     assert run(source, store) == sealed
-    assert without_local(store) == whole
+    assert store_digest(store) == whole
 
 
 @pytest.mark.parametrize("what", ["rows cut", "rows flipped", "rows gone", "shard cut", "other plan", "other shard"])
@@ -93,7 +88,7 @@ def test_a_shard_whose_commit_record_does_not_fit_is_encoded_again(
 ) -> None:
     monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
     store = tmp_path / "store"
-    sealed, whole = run(source, store), without_local(store)
+    sealed, whole = run(source, store), store_digest(store)
     shutil.rmtree(store)
     without_seal(lambda: run(source, store))
     rows, shard = store / ROWS, store / "buckets/32x32/moments/c/1/0/0/0"
@@ -112,7 +107,7 @@ def test_a_shard_whose_commit_record_does_not_fit_is_encoded_again(
     assert read_commit(store, plan, "buckets/32x32", 0, check_bytes=True) is not None
     assert read_commit(store, plan, "buckets/32x32", 1, check_bytes=True) is None
     assert run(source, store) == sealed
-    assert without_local(store) == whole
+    assert store_digest(store) == whole
 
 
 @pytest.mark.parametrize("seen", ["plan.json", "records.parquet"])
@@ -134,15 +129,6 @@ def test_a_plan_that_another_process_seals_while_it_is_read(
 
     monkeypatch.setattr(plan_module, name, read_late)
     assert read_plan(store, 1).records.num_rows == 4
-
-
-def test_nothing_of_the_work_is_left_behind_the_seal(source: Path, tmp_path: Path) -> None:
-    run(source, tmp_path / "store")
-    folder = tmp_path / "store/revisions/000001"
-    assert {path.name for path in folder.iterdir()} == {*REVISION_FILES, "twin"}
-    assert {path.name for path in (folder / "twin").iterdir()} == {*REVISION_FILES}
-    for name in REVISION_FILES:
-        assert (folder / name).read_bytes() == (folder / "twin" / name).read_bytes()
 
 
 def test_a_planned_record_in_no_shard_is_not_sealed(
