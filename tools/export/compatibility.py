@@ -129,6 +129,10 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
             f"Trained with {most} caption tokens at most: give max_sequence_length={most}. For leandit's steps give "
             "sigmas=numpy.linspace(1, pipeline.scheduler.sigma_min, STEPS)."
         )
+        if spec.config.get("guidance_embeds"):
+            notes.append(
+                f"Trained with the guidance {spec.guidance:g} as an input: give guidance_scale={spec.guidance:g}."
+            )
         return notes
     scalings = [latent] if latent.decoding is None else [latent, latent.decoding]
     decode = 'Take its latents (output_type="latent"), and decode scale and shift yourself.'
