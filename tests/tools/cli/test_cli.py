@@ -667,25 +667,37 @@ def test_a_signal_while_a_command_starts_ends_it_without_a_traceback(
     assert (ended.returncode, ended.stderr.strip()) == (code, said)
 
 
-def test_a_recipe_that_names_its_stores_needs_no_store(leandit: Leandit, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def of_two_stores(leandit: Leandit) -> str:
+    """A recipe that names two stores, in the folder of the commands."""
     for name, buckets in (("photos", {"32x32": 12}), ("art", {"32x64": 6})):
         make_store(Path(name), buckets, num_classes=3)
     parts = 'mixture = [{ store = "photos" }, { store = "art", weight = 3 }]'
     Path("both.toml").write_text(f'[[data.stages]]\nstore = "photos"\nsteps = 1\n[[data.stages]]\n{parts}\n')
-    ended = leandit("train", "both.toml", *TINY, "--run", "run", "--device", "cpu")
+    return "both.toml"
+
+
+def test_a_recipe_that_names_its_stores_needs_no_store(of_two_stores: str, leandit: Leandit) -> None:
+    ended = leandit("train", of_two_stores, *TINY, "--run", "run", "--device", "cpu")
     assert ended.code == 0, ended.err
     assert "6 of 6" in ended.out
     assert "nothing to do" in leandit("train", "run/recipe.toml", "--run", "run", "--device", "cpu").out
-    planned = leandit("plan", "train", "both.toml", *TINY, "--network-gbit", 100)
-    assert planned.code == 0, planned.err
-    assert "32x64" in planned.out
-    assert "worth it up to" in planned.out
-    shown = leandit("train", "both.toml", *TINY, "--dry-run", "--device", "cpu")
+    shown = leandit("train", of_two_stores, *TINY, "--dry-run", "--device", "cpu")
     assert "'art', 6 records, steps 2 to 6, 0.75 of the batches" in shown.out
-    for words in (["train", "both.toml", "--run", "other"], ["plan", "train", "both.toml"]):
+    for words in (["train", of_two_stores, "--run", "other"], ["plan", "train", of_two_stores]):
         refused = leandit(*words, "--store", "art")
         assert (refused.code, "the recipe names its own, 'photos' first" in refused.err) == (2, True)
     assert not Path("other").exists()
+
+
+@pytest.mark.integration
+def test_a_plan_of_a_recipe_that_names_its_stores_counts_the_images_of_both(
+    of_two_stores: str, leandit: Leandit
+) -> None:
+    planned = leandit("plan", "train", of_two_stores, *TINY, "--network-gbit", 100)
+    assert planned.code == 0, planned.err
+    assert "32x64" in planned.out
+    assert "worth it up to" in planned.out
 
 
 def last_step(run: Path) -> int:
@@ -736,6 +748,7 @@ def decisions(err: str) -> list[str]:
     return [line for line in err.splitlines() if re.match(r"leandit: \[\d+\.\d s [\w.]+\] ", line)]
 
 
+@pytest.mark.integration  # a plan traces the model for ten seconds
 def test_what_to_run_next_is_named_on_stderr_and_runs(
     class_folder: Path, leandit: Leandit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
