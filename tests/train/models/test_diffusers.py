@@ -12,7 +12,6 @@ from torch import Tensor
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import RecipeError
 from leandit.train.config import OptimizerSection
-from leandit.train.metrics.flops import forward_flops
 from leandit.train.models import cross_attention
 from leandit.train.models.blocks import checkpoint_blocks
 from leandit.train.models.build import FAMILIES, build_model, diffusers_config, family_of, transformer_class
@@ -367,14 +366,6 @@ def test_muon_leaves_the_modulations_to_adamw() -> None:
     assert not [name for name in names if "norm" in name]
     streams = {"attn.to_q", "attn.add_q_proj", "attn2.to_q", "ff.net.2", "ff_context.net.0.proj"}
     assert {f"transformer_blocks.0.{layer}.weight" for layer in streams} <= names
-
-
-def test_joint_attention_is_counted() -> None:
-    tokens, captions, width = 24, 7, 32
-    linear = 2 * tokens * width * width * 12 + 2 * captions * width * width * 12  # of a block with both streams
-    found = forward_flops(SD3, (8, 12), captions)
-    assert found > 2 * (linear + 4 * (tokens + captions) ** 2 * width)
-    assert forward_flops(SD3, (8, 12), 32) > found
 
 
 def test_a_recipe_knows_how_many_text_encoders_its_model_reads() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import hypothesis
 import hypothesis.strategies as st
@@ -20,9 +19,7 @@ from leandit.train.objectives.losses import (
     direction_error,
     draw,
     draw_times,
-    min_snr_weight,
     noised,
-    num_outputs,
     objective_losses,
 )
 from leandit.train.techniques.registry import ObjectiveSection
@@ -197,33 +194,6 @@ def test_error_and_weight_are_those_of_the_papers(data: tuple[Tensor, Tensor], p
     np.testing.assert_allclose(got.numpy(), error * weight, rtol=2e-6)
 
 
-@hypothesis.given(st.integers(0, 999), st.integers(0, 2**32))
-def test_v_and_noise_are_the_same_prediction_said_otherwise(step: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    x, noise, guess, variance = torch.randn((4, 2, 3, 4, 4), generator=generator).unbind()
-    t = torch.full((2,), float(step))
-    b = numpy_schedule()["alpha_bar"][step]
-    signal, share = math.sqrt(b), math.sqrt(1 - b)
-
-    by_noise = loss_of(ddpm_section("epsilon", "learned"), torch.cat([guess, variance], 1), x, noise, t)
-    x_t = noised(DDPM, x, noise, t)[0].double()
-    v = (guess.double() - share * x_t) / signal  # from both definitions
-    by_v = loss_of(ddpm_section("v", "learned"), torch.cat([v, variance.double()], 1).float(), x, noise, t)
-    noise_error = (guess - noise).square().mean((1, 2, 3))
-    # v - v_true = (noise - noise_true) / signal; the bound is of the same mean, so it is the same.
-    torch.testing.assert_close(by_v - noise_error / b, by_noise - noise_error, rtol=1e-3, atol=1e-5 / b)
-
-
-@hypothesis.given(st.floats(1e-6, 1e6), st.floats(0.1, 100))
-def test_min_snr_weights_agree_between_predictions_and_have_a_bound(snr: float, gamma: float) -> None:
-    ratio = torch.tensor([snr], dtype=torch.float64)
-    of_noise = min_snr_weight(ddpm_section("epsilon", gamma=gamma), ratio).item()
-    of_v = min_snr_weight(ddpm_section("v", gamma=gamma), ratio).item()
-    # The error of the data is that of the noise over snr, and that of v over snr + 1 (Hang et al., section 3.4).
-    assert of_noise * snr == pytest.approx(of_v * (snr + 1))
-    assert of_noise * snr == pytest.approx(min(snr, gamma))
-
-
 def test_the_variance_learns_the_same_with_every_prediction_and_weight(data: tuple[Tensor, Tensor]) -> None:
     x, noise = data
     t = torch.tensor([1.0, 20.0, 300.0, 700.0, 999.0])
@@ -250,30 +220,6 @@ def test_logit_normal_times_have_the_mean_and_deviation_of_the_recipe() -> None:
         logits = draw_times(section, 100_000, torch.Generator().manual_seed(0)).logit()
         assert logits.mean() == pytest.approx(mean, abs=0.02)
         assert logits.std() == pytest.approx(std, abs=0.02)
-
-
-@pytest.mark.parametrize("section", [FLOW, DDPM, ddpm_section("v", "learned", 5.0)], ids=["flow", "ddpm", "v"])
-def test_the_loss_is_one_graph_without_the_host(data: tuple[Tensor, Tensor], section: ObjectiveSection) -> None:
-    x, noise = data
-    scale = torch.tensor(0.5)
-    repeat = num_outputs(section, 1)
-    seen = []
-
-    def loss(x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        x_t, time = noised(section, x, noise, t)
-        output = scale * x_t.repeat(1, repeat, 1, 1) + time[:, None, None, None] / 1000
-        return loss_of(section, output, x, noise, t)
-
-    def count(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Tensor]:
-        seen.append(graph)
-        return graph.forward
-
-    t = draw_times(section, len(x), torch.Generator().manual_seed(0))
-    wanted = loss(x, noise, t)
-    compiled = torch.compile(loss, fullgraph=True, backend=count)  # refuses what needs the host
-    torch.testing.assert_close(compiled(x, noise, t), wanted)
-    compiled(x + 1, noise, draw_times(section, len(x), torch.Generator().manual_seed(1)))
-    assert len(seen) == 1
 
 
 def test_the_direction_is_compared_over_the_channels_of_each_place(data: tuple[Tensor, Tensor]) -> None:

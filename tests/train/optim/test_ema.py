@@ -24,7 +24,7 @@ from leandit.datasets.store import LatentStore
 from leandit.train.loop import train
 from leandit.train.models.dit import SIZES
 from leandit.train.optim.ema import Ema, Exponential, Power, first_share
-from leandit.train.optim.posthoc_ema import Profile, combine, products, solve
+from leandit.train.optim.posthoc_ema import Profile, combine, solve
 from leandit.train.optim.state import whole
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.sampling.snapshot import load_snapshot
@@ -131,15 +131,6 @@ def test_an_average_weighs_each_step_by_its_profile(length: float, walked: Simpl
     assert relative(walked.followed[length].weights["w"], wanted) < 1e-6
 
 
-def test_the_first_update_forgets_where_the_average_began() -> None:
-    model = Walk()
-    ema = Ema(dict(model.named_parameters()), [Power(0.05), Power(0.1)])
-    model.advance()
-    ema.update(1)
-    assert all(torch.equal(average["w"], model.w) for average in ema.averages)
-    assert sorted(ema.state_dict()) == ["0.05/b", "0.05/w", "0.1/b", "0.1/w"]
-
-
 @pytest.mark.parametrize("rules", [[Exponential(0.3)], [Power(0.05), Power(0.1)]])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_skipped_update_moves_no_average(rules: list[Any], sharded: bool, one_rank: DeviceMesh) -> None:
@@ -166,17 +157,6 @@ def one_rank() -> Iterator[DeviceMesh]:
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
-
-
-@hypothesis.given(st.integers(1, 50), st.integers(1, 50), st.floats(0.02, 0.2), st.floats(0.02, 0.2))
-def test_inner_products_are_the_integrals(step: int, other: int, length: float, another: float) -> None:
-    one, two = Profile(step, length), Profile(other, another)
-    g, h = Power(length).exponent, Power(another).exponent
-    t = (np.arange(200_000) + 0.5) / 200_000 * min(step, other)
-    integrand = (g + 1) * t**g / step ** (g + 1.0) * (h + 1) * t**h / other ** (h + 1.0)
-    wanted = integrand.mean() * min(step, other)
-    assert products([one], [two])[0, 0] == pytest.approx(wanted, rel=1e-4)
-    assert products([two], [one])[0, 0] == pytest.approx(wanted, rel=1e-4)
 
 
 @pytest.mark.parametrize(("length", "bound"), [(0.05, 1e-6), (0.10, 1e-6), (0.07, 1e-2), (0.15, 1e-2)])

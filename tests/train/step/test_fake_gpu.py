@@ -142,10 +142,17 @@ def test_the_host_waits_for_nothing_in_a_step(model: str, precision: str) -> Non
     assert products_of(model, precision)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "came"])
-def test_nor_with_another_optimizer(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    betas = ["optimizer.betas=[0.9, 0.99, 0.999]"] if optimizer == "came" else []
-    assert steps_on_fake_gpu("labels", monkeypatch, f"optimizer.name={optimizer}", *betas)
+SETTINGS = {
+    "muon": ("optimizer.name=muon",),
+    "came": ("optimizer.name=came", "optimizer.betas=[0.9, 0.99, 0.999]"),
+    "averages of two lengths": ("ema.kind=power", "objective.predict=v", "objective.min_snr_gamma=5"),
+    "a teacher": ("objective.kind=flow", "self_align.weight=0.5", "self_align.block=1", "self_align.teacher_block=2"),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_nor_with_other_settings(settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert steps_on_fake_gpu("labels", monkeypatch, *settings)
 
 
 def test_nor_with_features_routed_tokens_and_a_class_token(monkeypatch: pytest.MonkeyPatch) -> None:
