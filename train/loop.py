@@ -20,10 +20,11 @@ from .metrics.history import StepReport
 from .metrics.meter import Meter, peak_flops
 from .metrics.writer import write_start
 from .optim.process import collected_by_hand, set_allocator
-from .parallel.ranks import Ranks, SharedStop, connected, read_ranks
+from .parallel.ranks import SharedStop, connected, read_ranks
 from .parallel.stop import StopRequest
 from .run.checkpoints import Saver, due
 from .run.data import endless
+from .run.evaluation.held_out import Evaluation
 from .run.evaluation.log import Log
 from .run.microbatch import fit_microbatch
 from .run.opening import open_run, origin_lines
@@ -86,15 +87,12 @@ def train(
     set_allocator(device)
     ranks = read_ranks()
     with connected(ranks, device):  # what is trained is gone when the ranks part: see ``connected``
-        return _train(recipe, store_path, run, device, ranks, report, stop, warn, say, recipe_name)
+        return _train(open_run(recipe, store_path, run, device, ranks, warn), run, report, stop, warn, say, recipe_name)
 
 
 def _train(
-    recipe: TrainRecipe,
-    store_path: Path | str | None,
+    opened: contextlib.AbstractContextManager[tuple[Run, Evaluation | None]],
     folder: Path,
-    device: torch.device,
-    ranks: Ranks,
     report: Callable[[StepReport], None],
     stop: StopRequest,
     warn: Callable[[str], None],
@@ -102,8 +100,8 @@ def _train(
     recipe_name: str,
 ) -> Outcome:
     """``train``, with connected ranks."""
-    with open_run(recipe, store_path, folder, device, ranks, warn) as (run, evaluation):
-        recipe = run.recipe
+    with opened as (run, evaluation):
+        recipe, device, ranks = run.recipe, run.device, run.ranks
         if run.step >= recipe.run.steps:
             return Outcome(run.step, None, True, 0, None, 0.0, recipe)
         for line in origin_lines(run, folder) if ranks.is_first else ():
