@@ -44,6 +44,7 @@ from ...datasets.errors import LeanditError
 from ...train.metrics.flops import latent_size_of
 from ...train.models.blocks import checkpoint_blocks
 from ...train.models.diffusers.adapters import trained_parameters
+from ...train.optim.state import is_sharded
 from ...train.parallel import build
 from ...train.parallel.ranks import ALONE, Ranks
 from ...train.run import state as state_module
@@ -193,7 +194,7 @@ def check_line(bucket: str, memory: StepMemory, traced: int) -> None:
 
 def _held_bytes(tensor: Tensor) -> int:
     """Bytes that a tensor holds, 8-bit weights by their codes and scales."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if is_sharded(tensor) or not is_traceable_wrapper_subclass(tensor):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
     return sum(_held_bytes(getattr(tensor, name)) for name in names)
