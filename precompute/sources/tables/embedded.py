@@ -272,7 +272,9 @@ def _names(files: SourceFiles, name: str, listed: Any, expected: str) -> list[st
 
 def _json(files: SourceFiles, name: str) -> dict[str, Any]:
     file, state = files.look(name), None
-    if file and not file.problem and file.num_bytes <= MAX_STATE_BYTES:
+    if file is None:
+        raise SourceError(f"source '{files.shown(name)}': the file is missing. Save the dataset again.")
+    if not file.problem and file.num_bytes <= MAX_STATE_BYTES:
         with files.open(name) as opened, suppress(ValueError, RecursionError):
             state = json.loads(opened.read(MAX_STATE_BYTES))
     if not isinstance(state, dict):
