@@ -180,4 +180,6 @@ def test_every_exception_is_caught_at_the_edge_and_where_a_picture_is_rejected_o
         "tools/inspection/view/images.py",
     }
     libraries = {"precompute/encoders/text/tokenizer.py", "train/parallel/deepspeed_engine.py"}
+    # whatever a library makes of a config or weights that are not valid
+    libraries |= {"precompute/encoders/pretrained.py", "precompute/encoders/text/families.py"}
     assert places == edges | libraries | {"precompute/images/pixels.py"}
