@@ -147,6 +147,7 @@ def test_the_states_are_those_of_the_model() -> None:
     assert held_bytes(work().recipe, learner.engine.model) == pytest.approx(sum(found.states.values()), rel=2e-3)
 
 
+@pytest.mark.integration
 def test_frozen_weights_have_no_other_states() -> None:
     it, found = work("lora.rank=4"), traced("lora.rank=4", device_type="cpu").whole
     with torch.device("meta"):
@@ -158,6 +159,7 @@ def test_frozen_weights_have_no_other_states() -> None:
     assert held_bytes(it.recipe, model) == pytest.approx(sum(found.states.values()), rel=2e-3)
 
 
+@pytest.mark.integration
 def test_checkpointing_takes_less_and_accumulation_keeps_the_gradients() -> None:
     plain, checkpointed = (traced(*kept, name=DIT) for kept in ([], ["run.activation_checkpointing=blocks"]))
     assert checkpointed.whole.peak(256)[ACTIVATIONS] < 0.6 * plain.whole.peak(256)[ACTIVATIONS]
@@ -196,6 +198,7 @@ def test_fp8_is_planned_as_the_bf16_that_it_keeps() -> None:
     assert (eight.base == plain.base).all()
 
 
+@pytest.mark.integration
 def test_the_largest_microbatch_fits_and_the_next_one_does_not() -> None:
     found = traced().whole
     room = found.total(50) + 1
@@ -273,6 +276,7 @@ def test_a_plan_counts_the_activations_of_zero_on_the_host_where_the_file_says_s
     assert (wait["ddp"], wait["fsdp, offloaded"]) == (stay["ddp"], stay["fsdp, offloaded"])
 
 
+@pytest.mark.integration
 def test_what_fits_is_shown_for_each_variant_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leandit.tools.plan.fits.trace_steps", traced_once)
     kinds = [["run.precision=bf16"], ["run.precision=bf16", "lora.rank=4"]]
@@ -317,6 +321,7 @@ def test_a_gpu_without_the_precision_has_dashes_and_cannot_be_planned_for() -> N
         plan(it, gpu="T4", num_gpus=2, images=0, run=None)
 
 
+@pytest.mark.integration
 def test_a_small_model_is_not_promised_more_than_its_launches_allow(tmp_path: Path) -> None:
     def rates(run: Path | None = None, **changes: Any) -> dict[str, dict[str, Any]]:
         it = work("run.precision=bf16")

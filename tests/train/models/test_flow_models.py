@@ -137,7 +137,9 @@ def test_a_new_model_gives_zero(family: str) -> None:
     assert not model(x, TIMES, conditioning(SPECS[family])).any()
 
 
-@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=pytest.mark.integration if family != "z-image" else ()) for family in SPECS]
+)
 def test_few_graphs_serve_all_sizes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, graphs = torch.compile, list[Any]()
 
