@@ -544,6 +544,15 @@ def test_a_run_reads_the_revision_that_it_began_with_and_says_that_there_is_a_ne
     assert len(said) == 1  # who names the revision knows of it
 
 
+def test_a_run_of_a_named_revision_is_that_of_the_store_as_it_then_was(grown: dict[int, Path], tmp_path: Path) -> None:
+    said: list[str] = []
+    run_to(growing(4, 2), grown[3], tmp_path / "second", said=said)
+    run_to(growing(4), grown[2], tmp_path / "then", said=said)
+    assert said == []
+    assert revisions_of(tmp_path / "second") == revisions_of(tmp_path / "then") == [(2, 0)]
+    assert_equal_bits(tmp_path / "second", tmp_path / "then", 4)
+
+
 def test_a_run_that_is_moved_keeps_its_weights_and_begins_a_new_pass(grown: dict[int, Path], tmp_path: Path) -> None:
     said: list[str] = []
     run_to(growing(3), grown[1], tmp_path / "run")  # in the middle of epoch 1
