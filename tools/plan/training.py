@@ -122,6 +122,7 @@ def plan(
         "caption_tokens": workload.tokens,
         "parameters": sum(parameter.numel() for parameter in meta_model(workload.spec).parameters()),
         "lora_rank": recipe.lora.rank,
+        "lora_frozen": recipe.lora.frozen,
         "trained_parameters": whole[GRADIENTS] // 4,
         "checkpoint_bytes": checkpoint_bytes,
         "run_bytes": run_bytes(recipe, checkpoint_bytes, whole[GRADIENTS]),
@@ -225,7 +226,8 @@ def render(result: dict[str, Any]) -> str:
     """The plan as text: the training, its strategies, GPUs, and more of them."""
     kind = "measured"
     if not result["mfu"]:
-        kind = f"on {result['gpu']}: not one image fits; below are GPUs and strategies that have room"
+        narrower = result["lora_rank"] and result["lora_frozen"] == "float32"
+        kind = f"none: not one image fits on {result['gpu']}" + (", try --set lora.frozen=int8" if narrower else "")
     elif not result["mfu_is_measured"]:
         kind = f"on {result['gpu']}, an estimate, not measured: of published trainers; --run gives yours"
     text = f", {result['caption_tokens']} caption tokens" if result["caption_tokens"] else ""
@@ -243,7 +245,8 @@ def render(result: dict[str, Any]) -> str:
         if row["seconds"] is not None:
             cells = [str(row["microbatch_whole"]), _number(row["microbatch_sharded"])]
             time = readable_time(row["seconds"]) + (" *" if row["launch_bound"] else "")
-            cells += [f"{row['images_per_second']:,.0f}", time]
+            rate = row["images_per_second"]
+            cells += [f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}", time]
         gpus.append([row["gpu"], f"{row['memory_gib']:.1f}", *cells])
     notes, mirrored = [], result["mirror_bytes"]
     if any(row["launch_bound"] for row in known):
@@ -252,7 +255,9 @@ def render(result: dict[str, Any]) -> str:
             "larger batch on each GPU takes less time for an image."
         )
     if any(row["seconds"] is None for row in known):
-        notes.append(f"-: it has no {result['precision']}. Plan with the run.precision that you would train in.")
+        notes.append(
+            f"-: not one image fits, or it has no {result['precision']}, for which plan with another run.precision."
+        )
     return "\n".join(
         [
             f"model       {result['model']}, {size}, {result['bucket']} px{text}",
@@ -260,7 +265,7 @@ def render(result: dict[str, Any]) -> str:
             f"batch       {result['global_batch']} images on {result['gpus']} GPUs",
             f"strategy    {result['asked']} by the recipe; below are all",
             *(f"{'':<12}{line}" for line in result["changes"]),
-            f"MFU         {result['mfu']:.0%}, {kind}",
+            f"MFU         {result['mfu']:.0%}, {kind}" if result["mfu"] else f"MFU         {kind}",
             f"checkpoint  {readable_size(result['checkpoint_bytes'])} of weights that train, optimizer and averages",
             f"disk        {readable_size(result['run_bytes'])} of checkpoints and snapshots when it ends"
             + (f", {readable_size(mirrored)} of shards from URLs (run.remote_gib)" if mirrored else ""),

@@ -93,7 +93,9 @@ def _store_that_fits(recipe: TrainRecipe, resolution_px: int, *, exactly: bool) 
     kind = FAMILIES[family].recipe.rpartition("-")[0]
     named = [name.rpartition("-") for name in shipped_recipes("leandit.precompute")]
     nearest = min((int(side) for start, _, side in named if start == kind), key=lambda side: abs(side - resolution_px))
-    change = f" --set images.resolution={resolution_px}" if exactly and nearest != resolution_px else ""
+    change = ""
+    if exactly and nearest != resolution_px:  # for which there are no published buckets
+        change = f" --set images.resolution={resolution_px} --set images.buckets=area"
     return f". 'leandit precompute {kind}-{nearest}{change}' makes a store that fits"
 
 

@@ -248,7 +248,8 @@ def test_all_that_a_store_lacks_is_said_at_once_with_the_recipe_of_one_that_fits
     three_text_store: LatentStore, caption_store: LatentStore
 ) -> None:
     needed = train_recipe("sd3-tiny", "model.channels=16")
-    words = r"and there are \[text\]; .*16 latent channels.*'leandit precompute sd3-512 --set images.resolution=64'"
+    command = "'leandit precompute sd3-512 --set images.resolution=64 --set images.buckets=area'"
+    words = rf"and there are \[text\]; .*16 latent channels.*{command}"
     with pytest.raises(RunError, match=words):
         model_spec(needed, caption_store.spec, "store")
     t5_first = list(reversed(three_text_store.spec.texts))
