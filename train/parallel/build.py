@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config import ParallelSection, TrainRecipe
 from ..models.blocks import checkpoint_blocks, compile_blocks
 from ..models.build import Denoiser
+from ..models.diffusers.adapters import trained_parameters
 from ..optim.loss_scale import LossScale, autocast_dtype
 from ..optim.state import load_whole
 from .deepspeed_config import offloads_checkpoints
@@ -54,6 +55,10 @@ def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: tor
     elif device.type != "cpu":  # a module of fake tensors cannot be moved, even to its own device
         model.to(device)
     if strategy == "ddp":
+        is_8bit = recipe.lora.frozen == "int8"  # DDP cannot send such weights, so only what trains is sent
+        if is_8bit:
+            trained = trained_parameters(model)
+            load_whole(trained, dict(trained), world_size=ranks.world_size, device=device)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.10 has no replacement yet
             forward = DistributedDataParallel(
@@ -61,7 +66,7 @@ def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: tor
                 device_ids=[device] if device.type == "cuda" else None,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
-                init_sync=False,  # all ranks have built the same model; 8-bit weights could not be sent
+                init_sync=not is_8bit,
             )
     scales_on = torch.device("cpu") if section.cpu_offload else device
     scale = LossScale(scales_on) if dtype == torch.float16 else None

@@ -138,6 +138,19 @@ TRAININGS = {
         ["lora.rank=4", "model.init_from={folder}/frozen", "run.steps=4", "schedule.warmup_steps=0"],
         ("ddp", "fsdp", "fsdp-gradient", "fsdp-offload", "hsdp", "zero-2", "zero-3"),
     ),
+    "8-bit adapters": Training(
+        "caption_store",
+        "pixart-tiny",
+        [
+            "lora.rank=4",
+            "model.init_from={folder}/frozen",
+            "lora.frozen=int8",
+            "run.steps=2",
+            "schedule.warmup_steps=0",
+        ],
+        ("ddp",),
+        ("ddp",),
+    ),
     # Of SD3: two streams, blocks of three shapes, a table of positions that is no parameter; two groups of parameters.
     "two streams": Training(
         "three_text_store",
@@ -237,7 +250,7 @@ def said(
     jobs.append(job(label_store, folder / "stopped"))
     jobs.append(job(label_store, folder / "other rate", set_1=["optimizer.lr=2e-3"]))
     jobs.append(job(label_store, folder / "other store", store_1=str(caption_store.path)))
-    jobs += [job_of(training, "fsdp") for training in TRAININGS if training != "plain"]
+    jobs += [job_of(training, its.quick[0]) for training, its in TRAININGS.items() if training != "plain"]
     jobs.append(job(label_store, folder / "mixture", mixture_of(label_store)) | {"store": None})
     fp16 = [f"parallel.deepspeed_config={folder}/fp16.json", "run.checkpoint_every=2"]  # the first before any update
     for steps in (14, 16):
