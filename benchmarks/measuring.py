@@ -153,7 +153,7 @@ def measure_in_child(module: str, function: str, **arguments: Any) -> Any:
 
     Raises: RuntimeError: it failed.
     """
-    outcome = in_child(module, function, arguments)
+    outcome = in_child(module, function, arguments, limit_seconds=7200)
     if outcome.status != "done":
         raise RuntimeError(f"{module}.{function} {outcome.status}: {outcome.message}")
     return outcome.result
