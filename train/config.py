@@ -198,8 +198,7 @@ class RunSection(Section):
     wandb: str = ""
     """Project of Weights & Biases that is told too; empty: it is not."""
     revision: Count = 0
-    """Revision of --store. 0: the newest when a run begins, then always the same; N: this one. A run that is moved to
-    another revision keeps weights, optimizer and averages, and begins a new pass over the data."""
+    """Revision of --store; 0: the newest when the run begins, then always the same."""
     allow_incomplete: bool = False
     """Train on a store whose precompute has not finished."""
 

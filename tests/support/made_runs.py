@@ -63,7 +63,7 @@ def make_run(
     (run / "samples").mkdir(parents=True)
     steps = f"run.steps={lines * LOG_EVERY}"
     values = load(recipe, [steps, "data.holdout=0.1", *overrides]).model_dump()
-    stores = [{"path": "../store", "revisions": [{"revision": 1, "root_hash": "f" * 64, "from_step": 0}]}]
+    stores = [{"path": "../store", "revision": 1, "root_hash": "f" * 64}]
     (run / "run.json").write_text(json.dumps({"recipe": values, "stores": stores, "spec": {}}))
     (run / "recipe.toml").write_text("[run]\n")
     written = []

@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from shown_runs import bits
 
 from leandit.datasets.errors import DamageError, RunError, StoreError, StoreIncomplete
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.train import loop
@@ -312,10 +311,7 @@ def test_an_incomplete_store_is_refused_unless_allowed(class_folder: Path, tmp_p
     encode(label_recipe(), class_folder, store)  # it is complete: the run begins a new pass over it
     outcome, _ = run_to(constant_steps(2), store, run)
     assert (outcome.finished, outcome.first_step) == (True, 2)
-    assert [entry["root_hash"] is None for entry in head_of(run)["revisions"]] == [
-        True,
-        False,
-    ]
+    assert head_of(run)["root_hash"] == LatentStore(store).root_hash
 
 
 def test_metrics_have_their_keys_with_units_and_one_line_a_report(stores: dict[str, Path], tmp_path: Path) -> None:
@@ -481,23 +477,21 @@ def test_conditioning_is_dropped_at_the_rate_of_the_recipe(
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """A store as it was with one, two and three revisions: 6, 9 and 12 pictures of 3 classes; do not change them."""
+    """A store as it was with one and two revisions: 6 and 9 pictures of 3 classes; do not change them."""
     root, stores = tmp_path_factory.mktemp("grown"), {}
     make_class_folder(root / "pictures", per_class=2)
-    for revision in (1, 2, 3):
-        if revision > 1:
-            for c in range(3):
-                picture(1000 * revision + c).save(root / f"pictures/n{c:03d}/{revision}x.png")
+    for revision in (1, 2):
+        for c in range(3 if revision > 1 else 0):
+            picture(1000 * revision + c).save(root / f"pictures/n{c:03d}/{revision}x.png")
         precompute(
             label_recipe(), source_path=root / "pictures", store_path=root / "store", device=CPU, progress=no_progress
         )
         stores[revision] = shutil.copytree(root / "store", root / f"store-{revision}")
-    assert LatentStore(stores[3]).newest_revision == 3
     return stores
 
 
 def growing(steps: int, revision: int = 0, *overrides: str) -> TrainRecipe:
-    """Two batches an epoch of revision 1, three of the others."""
+    """Two batches an epoch of revision 1, three of the other."""
     return constant_steps(
         steps,
         "schedule.kind=constant",
@@ -509,23 +503,10 @@ def growing(steps: int, revision: int = 0, *overrides: str) -> TrainRecipe:
     )
 
 
-def revisions_of(run: Path) -> list[tuple[int, int]]:
-    """(revision, from step) of its head."""
-    return [(one["revision"], one["from_step"]) for one in head_of(run)["revisions"]]
-
-
 def head_of(run: Path) -> dict[str, Any]:
     """What a run says of its only store."""
     (store,) = json.loads((run / "run.json").read_text())["stores"]
     return store
-
-
-def epochs_of(run: Path) -> list[int]:
-    return [line[2] for line in metrics(run)]
-
-
-def root_hashes(store: Path) -> list[str | None]:
-    return [LatentStore(store, revision=revision).root_hash for revision in (1, 2, 3)]
 
 
 def test_a_run_reads_the_revision_that_it_began_with_and_says_that_there_is_a_newer_one(
@@ -535,154 +516,55 @@ def test_a_run_reads_the_revision_that_it_began_with_and_says_that_there_is_a_ne
     run_to(growing(6), grown[1], tmp_path / "whole", said=said)
     run_to(growing(3), grown[1], tmp_path / "run", said=said)
     assert said == []
-    outcome, _ = run_to(growing(6), grown[3], tmp_path / "run", said=said)
+    outcome, _ = run_to(growing(6), grown[2], tmp_path / "run", said=said)
     assert (outcome.first_step, outcome.finished) == (4, True)
-    assert said == ["store has revision 3, this run reads 1; move it with --set run.revision=3"]
-    assert revisions_of(tmp_path / "run") == [(1, 0)]
+    assert len(said) == 1
+    assert "has revision 2, this run reads 1; a new run with model.init_from=" in said[0]
+    assert head_of(tmp_path / "run")["revision"] == 1
     assert_equal_bits(tmp_path / "whole", tmp_path / "run", 6)
-    run_to(growing(6, 1), grown[3], tmp_path / "run", said=said)
+    run_to(growing(6, 1), grown[2], tmp_path / "run", said=said)
     assert len(said) == 1  # who names the revision knows of it
 
 
 def test_a_run_of_a_named_revision_is_that_of_the_store_as_it_then_was(grown: dict[int, Path], tmp_path: Path) -> None:
     said: list[str] = []
-    run_to(growing(4, 2), grown[3], tmp_path / "second", said=said)
-    run_to(growing(4), grown[2], tmp_path / "then", said=said)
+    run_to(growing(4, 1), grown[2], tmp_path / "first", said=said)
+    run_to(growing(4), grown[1], tmp_path / "then", said=said)
     assert said == []
-    assert revisions_of(tmp_path / "second") == revisions_of(tmp_path / "then") == [(2, 0)]
-    assert_equal_bits(tmp_path / "second", tmp_path / "then", 4)
+    assert_equal_bits(tmp_path / "first", tmp_path / "then", 4)
 
 
-def test_a_run_that_is_moved_keeps_its_weights_and_begins_a_new_pass(grown: dict[int, Path], tmp_path: Path) -> None:
-    said: list[str] = []
-    run_to(growing(3), grown[1], tmp_path / "run")  # in the middle of epoch 1
-    before = bits(tmp_path / "run", 3)
-    outcome, _ = run_to(growing(7, 3), grown[3], tmp_path / "run", said=said)
-    assert (outcome.first_step, outcome.finished, said) == (4, True, [])
-    assert revisions_of(tmp_path / "run") == [(1, 0), (3, 3)]
-    assert epochs_of(tmp_path / "run") == [0, 0, 1, 2, 2, 2, 3]
-    seen = [line[1] for line in metrics(tmp_path / "run")]
-    assert [num_images - seen[2] for num_images in seen[3:6]] == [4, 8, 12]
-    head = head_of(tmp_path / "run")
-    assert [one["root_hash"] for one in head["revisions"]] == [root_hashes(grown[3])[0], root_hashes(grown[3])[2]]
-    assert bits(tmp_path / "run", 3) == before
-    # From then on it stays there, and goes on bit for bit, also in pieces.
-    shutil.copytree(tmp_path / "run", tmp_path / "pieces")
-    for step in (5, 6, 7):
-        shutil.rmtree(tmp_path / f"pieces/checkpoint-{step}")
-    for steps in (5, 6, 7):
-        run_to(growing(steps), grown[3], tmp_path / "pieces", said=said)
-    assert said == []
-    assert_equal_bits(tmp_path / "run", tmp_path / "pieces", 7)
-
-
-def test_a_run_moves_to_the_compacted_store(grown: dict[int, Path], tmp_path: Path) -> None:
-    store, run, said = tmp_path / "new", tmp_path / "run", list[str]()
-    run_to(growing(3), grown[1], run)
-    compact(grown[3], store, progress=no_progress)
-    with pytest.raises(RunError, match=r"has only 4 now\. Move it with --set run\.revision=4"):
-        run_to(growing(5), store, run)
-    outcome, _ = run_to(growing(5, 4), store, run, said=said)
-    assert (outcome.first_step, outcome.finished, said) == (4, True, [])
-    assert revisions_of(run) == [(1, 0), (4, 3)]
-
-
-def test_a_process_that_dies_between_the_move_and_the_first_checkpoint_loses_neither(
-    grown: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Crash(BaseException):
-        pass
-
-    def crash(*_: object) -> None:
-        raise Crash
-
-    for name in ("whole", "run"):
-        run_to(growing(3), grown[1], tmp_path / name)
-    run_to(growing(6, 2), grown[2], tmp_path / "whole")
-    for _ in range(2):
-        with monkeypatch.context() as patch:
-            patch.setattr("leandit.train.run.checkpoints.write", crash)
-            with pytest.raises(Crash):
-                run_to(growing(6, 2), grown[2], tmp_path / "run")
-        assert revisions_of(tmp_path / "run") == [(1, 0), (2, 3)]
-    outcome, _ = run_to(growing(6), grown[2], tmp_path / "run")  # without the setting: it was moved
-    assert (outcome.first_step, outcome.finished) == (4, True)
-    assert_equal_bits(tmp_path / "whole", tmp_path / "run", 6)
-
-
-def test_a_run_may_be_moved_again_and_back(grown: dict[int, Path], tmp_path: Path) -> None:
-    said: list[str] = []
-    for steps, revision in ((2, 1), (4, 3), (6, 2)):
-        run_to(growing(steps, revision), grown[3], tmp_path / "run", said=said)
-    assert said == []  # a newer revision is not told to who names one
-    run_to(growing(8), grown[3], tmp_path / "run", said=said)
-    assert revisions_of(tmp_path / "run") == [(1, 0), (3, 2), (2, 4)]
-    assert said == ["store has revision 3, this run reads 2; move it with --set run.revision=3"]
-    assert epochs_of(tmp_path / "run") == sorted(epochs_of(tmp_path / "run"))
-    # Moved, and back before anything of it was kept: as if nothing had been.
-    run_to(growing(3, 1), grown[3], tmp_path / "back")
-    run_to(growing(3, 2), grown[3], tmp_path / "back")
-    run_to(growing(6, 1), grown[3], tmp_path / "back")
-    run_to(growing(6, 1), grown[3], tmp_path / "stayed")
-    assert_equal_bits(tmp_path / "stayed", tmp_path / "back", 6)
-
-
-def test_a_checkpoint_from_before_a_move_is_gone_on_with_where_the_later_ones_are_damaged(
-    grown: dict[int, Path], tmp_path: Path
-) -> None:
-    said: list[str] = []
-    run_to(growing(3), grown[1], tmp_path / "run")
-    run_to(growing(5, 2), grown[2], tmp_path / "run")
-    for step in (3, 4, 5):
-        (tmp_path / f"run/checkpoint-{step}/ema.safetensors").write_bytes(b"")
-    outcome, _ = run_to(growing(5), grown[2], tmp_path / "run", said=said)
-    assert (outcome.first_step, outcome.finished, len(said)) == (3, True, 3)
-    assert revisions_of(tmp_path / "run") == [(1, 0), (2, 2)]
-    run_to(growing(2), grown[1], tmp_path / "whole")
-    run_to(growing(5, 2), grown[2], tmp_path / "whole")
-    assert_equal_bits(tmp_path / "whole", tmp_path / "run", 5)
+def test_a_run_cannot_be_moved_to_another_revision(grown: dict[int, Path], tmp_path: Path) -> None:
+    run_to(growing(2), grown[1], tmp_path / "run")
+    before = tree_digest(tmp_path / "run")
+    with pytest.raises(RunError, match=r"reads revision 1 .* not 2, and stays there.*model\.init_from="):
+        run_to(growing(4, 2), grown[2], tmp_path / "run")
+    assert tree_digest(tmp_path / "run") == before
 
 
 def test_a_store_whose_known_revision_has_another_root_hash_is_refused(grown: dict[int, Path], tmp_path: Path) -> None:
     run_to(growing(2), grown[1], tmp_path / "run")
     head = json.loads((tmp_path / "run/run.json").read_text())
-    head["stores"][0]["revisions"][0]["root_hash"] = "0" * 64
+    head["stores"][0]["root_hash"] = "0" * 64
     (tmp_path / "run/run.json").write_text(json.dumps(head))
     before = tree_digest(tmp_path / "run")
-    for revision in (0, 1, 2):
+    for revision in (0, 1):
         with pytest.raises(RunError, match="root_hash of revision 1 was '0000"):
-            run_to(growing(4, revision), grown[3], tmp_path / "run")
+            run_to(growing(4, revision), grown[2], tmp_path / "run")
     assert tree_digest(tmp_path / "run") == before
 
 
 def test_a_revision_that_is_not_there_is_refused_and_a_way_on_is_named(grown: dict[int, Path], tmp_path: Path) -> None:
-    run_to(growing(3), grown[3], tmp_path / "run")
-    with pytest.raises(RunError, match=r"reads revision 3 .* only 1, 2 now.*run\.revision=2"):
-        run_to(growing(4), grown[2], tmp_path / "run")
+    run_to(growing(3), grown[2], tmp_path / "run")
+    with pytest.raises(RunError, match=r"reads revision 2 .* only 1 now\. Restore it"):
+        run_to(growing(4), grown[1], tmp_path / "run")
     with pytest.raises(StoreError, match="no complete revision 7"):
-        run_to(growing(4, 7), grown[3], tmp_path / "run")
-    run_to(growing(5, 2), grown[2], tmp_path / "run")  # as after the removal of a revision
-    assert revisions_of(tmp_path / "run") == [(3, 0), (2, 3)]
-
-
-def test_a_revision_with_other_classes_cannot_be_moved_to(tmp_path: Path) -> None:
-    source, store = make_class_folder(tmp_path / "pictures", per_class=2), tmp_path / "store"
-    precompute(label_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
-    run_to(growing(2), store, tmp_path / "run")
-    run_to(growing(2, 0, "model.num_classes=9"), store, tmp_path / "wide")
-    (source / "a-new-class").mkdir()  # first in order, so it moves the label of every other
-    picture(5).save(source / "a-new-class/0.png")
-    precompute(label_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
-    for run, more in (("run", []), ("wide", ["model.num_classes=9"])):
-        with pytest.raises(RunError, match="class"):
-            run_to(growing(4, 2, *more), store, tmp_path / run)
-        assert run_to(growing(4, 0, *more), store, tmp_path / run)[0].finished
-        assert revisions_of(tmp_path / run) == [(1, 0)]
+        run_to(growing(4, 7), grown[2], tmp_path / "new")
 
 
 def test_a_manifest_that_is_not_valid_is_damage(grown: dict[int, Path], tmp_path: Path) -> None:
     run_to(growing(1), grown[1], tmp_path / "run")
-    for content in ("{}", "[]", "", '{"stores": []}', '{"stores": [{"path": "s", "revisions": []}]}'):
+    for content in ("{}", "[]", "", '{"stores": []}', '{"stores": [{"path": "s"}]}'):
         (tmp_path / "run/run.json").write_text(content)
         with pytest.raises(DamageError, match=r"run\.json"):
             run_to(growing(2), grown[1], tmp_path / "run")

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
+from ...datasets.batches.stream import content_hash
 from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
 from ...datasets.disk.strays import sweep_strays
@@ -43,9 +44,8 @@ from ..weights.checkpoint import (
 from ..weights.folders import RECIPE, RUN
 from ..weights.init_from import FrozenWeights
 from .data import buckets_at
-from .manifest import RunManifest, check_settings, continue_manifest
+from .manifest import RunManifest, check_settings, new_manifest
 from .state import Run
-from .stores import contents_read
 
 LOG = logging.getLogger(__name__)
 GROUPS = (MODEL, EMA, OPTIMIZER)
@@ -86,8 +86,7 @@ def start_or_resume(run: Run, folder: Path, manifest: RunManifest | None, warn: 
         sweep_strays(folder)
         progress, tensors = newest_valid(run, targets, folder, warn) or (None, {})
         groups.update(tensors)
-        statistics, step = run.loader.dataset.reader.statistics, progress.step if progress else 0
-        current = continue_manifest(folder, run.recipe, run.spec, run.stores, statistics, manifest, step)
+        current = new_manifest(folder, run.recipe, run.spec, run.stores, run.loader.dataset.reader.statistics)
         write_atomic(folder / RUN, canonical_json(current.model_dump()))
         write_atomic(folder / RECIPE, to_toml(run.recipe).encode())
         return progress
@@ -97,8 +96,9 @@ def start_or_resume(run: Run, folder: Path, manifest: RunManifest | None, warn: 
         LOG.info("run '%s': no checkpoint, so it begins at step 0", folder)
         return
     LOG.info("run '%s': the checkpoint of step %d is valid, and the newest", folder, progress.step)
-    earlier = contents_read(manifest, run.stores) if manifest else ()
-    run.loader.dataset.load_state_dict(progress.loader, earlier)  # first, because it may be refused
+    # A store that was incomplete begins a new pass once it is not. First, because it may be refused.
+    incomplete = {content_hash(None, store.plan_hash) for store in run.stores}
+    run.loader.dataset.load_state_dict(progress.loader, incomplete)
     for group in GROUPS:
         run.engine.load(group, groups.get(group, {}))
     if progress.loss_scale and run.engine.loss_scale:

@@ -1,7 +1,6 @@
-"""The manifest of a run, ``run.json``: its settings, and the revisions of its stores that it has read.
+"""The manifest of a run, ``run.json``: its settings, and the revisions of its stores that it reads.
 
-A run resumes only with the settings it was started with. It stays at its revisions while the stores grow; a run of
-``--store`` can be moved to another revision.
+A run resumes only with the settings it was started with, and stays at its revisions while the stores grow.
 """
 
 from __future__ import annotations
@@ -27,20 +26,9 @@ from ..models.spec import ModelSpec
 from ..weights.folders import RUN
 
 # When a run resumes, keys of [run] and [parallel] may change but these, and keys of other sections may not but
-# ``ema.keep_every``. Stores may move, and are known by their root hashes. The revision changes which records are read;
-# ``stores`` has its rules.
+# ``ema.keep_every``. Stores may move, and are known by their root hashes.
 FIXED_IN_RUN = {"run.seed", "run.global_batch", "run.grad_clip", "run.ema_decay"}
 PLACE_OF_A_STORE = re.compile(r"data\.(stages\.\d+\.)?(mixture\.\d+\.)?(store|revision)")
-
-
-class RevisionRead(BaseModel):
-    """A revision that the run reads from a step on; the root hash is None if the store was incomplete."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    revision: Annotated[int, Field(ge=1)]
-    root_hash: str | None
-    from_step: Annotated[int, Field(ge=0)]
 
 
 class StoreRead(BaseModel):
@@ -48,13 +36,14 @@ class StoreRead(BaseModel):
 
     Args:
       path: relative to the run.
-      revisions: read so far, in order; the last is the current one.
+      root_hash: of the revision; None if it was incomplete.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str
-    revisions: Annotated[list[RevisionRead], Field(min_length=1)]
+    revision: Annotated[int, Field(ge=1)]
+    root_hash: str | None
 
 
 class RunManifest(BaseModel):
@@ -97,7 +86,7 @@ def read_run_manifest(run: Path) -> RunManifest | None:
 def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: ModelSpec) -> None:
     """Check that a resumed run computes the same.
 
-    Raises: RunError: naming the recipe's keys that differ; where none does, what differs of the model.
+    Raises: RunError: naming the recipe's keys that differ.
     """
     before, now = flatten(manifest.recipe), flatten(recipe.model_dump())
     fixed, free = FIXED_IN_RUN, {"ema.keep_every"}
@@ -113,11 +102,8 @@ def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: 
             or bool(PLACE_OF_A_STORE.fullmatch(key))
         )
 
-    differing = [key for key in _differing(before, now) if not may_change(key)]
-    if not differing:  # the stores have changed: most of the model follows from the recipe, and is not named twice
-        before, now = (flatten({"model": model.model_dump()}) for model in (manifest.spec, spec))
-        differing = _differing(before, now)
-    if differing:
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    if differing := [key for key in keys if not may_change(key)]:
         fields = "".join(f"\n  {key} was {before.get(key)!r}, is {now.get(key)!r}" for key in differing)
         raise RunError(
             f"run '{run}': started with other settings. Use another --run, or resume with the settings in its "
@@ -125,28 +111,18 @@ def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: 
         )
 
 
-def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-
-
-def continue_manifest(
+def new_manifest(
     run: Path,
     recipe: TrainRecipe,
     spec: ModelSpec,
     stores: Sequence[LatentStore],
     statistics: LatentStatistics | None,
-    manifest: RunManifest | None,
-    step: int,
 ) -> RunManifest:
-    """The manifest of a run that starts or resumes at a step."""
-    read = []
-    for number, store in enumerate(stores):
-        current = RevisionRead(revision=store.revision, root_hash=store.root_hash, from_step=step)
-        known = manifest.stores[number].revisions if manifest else []
-        revisions = [entry for entry in known if entry.from_step <= step]  # later ones are lost with their checkpoints
-        if not revisions or revisions[-1].model_copy(update={"from_step": step}) != current:
-            revisions.append(current)
-        read.append(StoreRead(path=os.path.relpath(store.path, run), revisions=revisions))
+    """The manifest of a run as it is now."""
+    read = [
+        StoreRead(path=os.path.relpath(store.path, run), revision=store.revision, root_hash=store.root_hash)
+        for store in stores
+    ]
     return RunManifest(stores=read, spec=spec, recipe=recipe.model_dump(), statistics=statistics)
 
 

@@ -9,18 +9,15 @@ from pathlib import Path
 import torch
 
 from ... import __version__
-from ...datasets.batches.stream import content_hash
 from ...datasets.disk.hashing import sha256_of
 from ...datasets.errors import RecipeError, RunError
 from ...datasets.recipe import flatten
-from ...datasets.revisions.catalog import planned_revisions, read_manifest, sealed_revisions, unsealed
-from ...datasets.revisions.local import read_local
-from ...datasets.revisions.plan import read_spec
+from ...datasets.revisions.catalog import planned_revisions, sealed_revisions, unsealed
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..data_recipe import StoreSection
 from ..parallel.deepspeed_config import read_config
-from .manifest import RevisionRead, RunManifest
+from .manifest import RunManifest, StoreRead
 
 LOG = logging.getLogger(__name__)
 
@@ -30,7 +27,7 @@ def open_stores(
 ) -> list[LatentStore]:
     """Open the stores that the recipe names, else the one at ``path``.
 
-    Of each the revision of the recipe, else that of the run, else the newest.
+    Of each the revision of the run, which never changes; of a new run that of the recipe, else the newest.
 
     Args:
       path: of the store, or its URL.
@@ -50,12 +47,11 @@ def open_stores(
             f"run.remote_folder '{recipe.run.remote_folder}': it is of one store, the recipe names {len(urls)} at a "
             "URL. Leave it empty: then each has a folder below ~/.cache/leandit."
         )
-    may_move = not recipe.data.turns
     opened: dict[tuple[str, int], LatentStore] = {}  # a store that the recipe names twice is opened once
     stores = []
     for number, section in enumerate(sections):
-        revisions = known[number].revisions if known else []
-        asked = _revision(section, run, revisions, may_move=may_move)
+        read = known[number] if known else None
+        asked = _revision(section, run, read)
         if (section.store, asked) not in opened:
             opened[section.store, asked] = LatentStore(
                 section.store,
@@ -63,92 +59,44 @@ def open_stores(
                 allow_incomplete=recipe.run.allow_incomplete,
                 remote={"capacity_gib": recipe.run.remote_gib, "folder": recipe.run.remote_folder or None},
             )
-            if not section.revision and opened[section.store, asked].newest_revision > asked > 0:
-                _warn_of_newer(opened[section.store, asked], run, warn, may_move=may_move)
-        stores.append(opened[section.store, asked])
-        why = "as the run has read it" if revisions else "named" if asked else "the newest"
-        LOG.info("store '%s': revision %d, %s; %d records", section.store, stores[-1].revision, why, len(stores[-1]))
-        if revisions:
-            _check_store(run, revisions, stores[-1])
+            if not section.revision and (newest := opened[section.store, asked].newest_revision) > asked > 0:
+                warn(
+                    f"store '{section.store}' has revision {newest}, this run reads {asked}; a new run with "
+                    f"model.init_from={run} can read it"
+                )
+        store = opened[section.store, asked]
+        stores.append(store)
+        why = "as the run has read it" if read else "named" if asked else "the newest"
+        LOG.info("store '%s': revision %d, %s; %d records", section.store, store.revision, why, len(store))
+        if read and read.root_hash not in (None, store.root_hash):  # None: it was incomplete when the run began
+            raise RunError(
+                f"run '{run}': started with another store: root_hash of revision {store.revision} was "
+                f"{read.root_hash!r}, is {store.root_hash!r}. Use another --run, or the store that it was started with."
+            )
     return stores
 
 
-def _revision(section: StoreSection, run: Path, known: Sequence[RevisionRead], *, may_move: bool) -> int:
+def _revision(section: StoreSection, run: Path, read: StoreRead | None) -> int:
     """The revision to open, 0 for the newest.
 
-    Raises: RunError: the run cannot be moved there, or its own is gone.
+    Raises: RunError: the run reads another one, or its own is gone.
     """
-    if not known:
+    if not read:
         return section.revision
-    path, pinned, asked = section.store, known[-1].revision, section.revision or known[-1].revision
+    path, pinned, asked = section.store, read.revision, section.revision
+    if asked not in (0, pinned):
+        raise RunError(
+            f"run '{run}': it reads revision {pinned} of store '{path}', not {asked}, and stays there. Start a new run "
+            f"with model.init_from={run}."
+        )
     sealed = [] if "://" in path else sealed_revisions(Path(path))  # a URL raises when it is opened
-    if may_move and not section.revision and sealed and pinned not in sealed:
-        lost = f"{unsealed(pinned)} " if pinned in planned_revisions(Path(path)) else ""
+    if sealed and pinned not in sealed:
+        lost = f" {unsealed(pinned)}" if pinned in planned_revisions(Path(path)) else ""
         raise RunError(
             f"run '{run}': it reads revision {pinned} of store '{path}', which has only "
-            f"{', '.join(map(str, sealed))} now. {lost}Move it with --set run.revision={sealed[-1]}."
+            f"{', '.join(map(str, sealed))} now.{lost} Restore it, or start a new run with model.init_from={run}."
         )
-    if not may_move and asked != pinned:
-        raise RunError(
-            f"run '{run}': it reads revision {pinned} of store '{path}', not {asked}. A run whose recipe names its "
-            f"stores stays at their revisions. Start a new run with model.init_from={run}."
-        )
-    return asked
-
-
-def _warn_of_newer(store: LatentStore, run: Path, warn: Callable[[str], None], *, may_move: bool) -> None:
-    newest, reads = store.newest_revision, f"this run reads {store.revision}"
-    if may_move:
-        warn(f"store has revision {newest}, {reads}; move it with --set run.revision={newest}")
-    else:
-        warn(f"store '{store.path}' has revision {newest}, {reads}; a new run with model.init_from={run} can read it")
-
-
-def _check_store(run: Path, known: list[RevisionRead], store: LatentStore) -> None:
-    """Check that known revisions are unchanged, and that a new one has the encoders and classes of the model.
-
-    Raises: RunError.
-    """
-    pinned = known[-1]
-    same = [entry for entry in known if entry.revision == store.revision]
-    hashes = [(store.revision, same[-1].root_hash, store.root_hash)] if same else []
-    if pinned.revision != store.revision and pinned.revision in sealed_revisions(store.path) and pinned.root_hash:
-        hashes.append((pinned.revision, pinned.root_hash, read_manifest(store.path, pinned.revision).root_hash))
-        before, now = read_spec(store.path, pinned.revision), store.spec
-        classes = before.classes or []
-        texts = {encoder.name for encoder in before.text_encoders}
-        encoders = [
-            (spec.vae.weights_sha256, [t.encoder.weights_sha256 for t in spec.text_encoders if t.name in texts])
-            for spec in (before, now)
-        ]
-        if (now.classes or [])[: len(classes)] != classes or encoders[0] != encoders[1]:
-            what = "other encoders" if encoders[0] != encoders[1] else "other class names"
-            raise RunError(
-                f"run '{run}': revision {store.revision} of store '{store.path}' was made with {what} than revision "
-                f"{pinned.revision}, which the model has learned. Start a new run."
-            )
-    for revision, expected, actual in hashes:
-        if expected is not None and expected != actual:  # None: it was incomplete, and has been finished since
-            raise RunError(
-                f"run '{run}': started with another store: root_hash of revision {revision} was {expected!r}, "
-                f"is {actual!r}. Use another --run, or the store that it was started with."
-            )
-
-
-def contents_read(manifest: RunManifest, stores: Sequence[LatentStore]) -> set[str]:
-    """Content hashes of the revisions that a run has read of its only store, as in the states of its loader."""
-    if len(stores) > 1:
-        return set()  # they stay at their revisions
-    store, hashes = stores[0], set[str]()
-    sealed = sealed_revisions(store.path)
-    for entry in manifest.stores[0].revisions:
-        if entry.revision == store.revision:
-            hashes.add(content_hash(entry.root_hash, store.plan_hash))
-        elif entry.root_hash or entry.revision in sealed:  # otherwise it is still incomplete
-            local = read_local(store.path, entry.revision)
-            plan_hash = "" if entry.root_hash or not local else local.plan
-            hashes.add(content_hash(entry.root_hash, plan_hash))
-    return hashes
+    return pinned
 
 
 def inputs_of(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> dict[str, object]:

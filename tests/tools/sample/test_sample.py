@@ -109,7 +109,7 @@ def test_captions_come_from_any_store_of_the_run_that_still_exists(tmp_path: Pat
     run.mkdir()
 
     def stores(*names: str) -> None:
-        paths = [{"path": f"../{name}", "revisions": []} for name in names]
+        paths = [{"path": f"../{name}"} for name in names]
         (run / "run.json").write_text(json.dumps({"stores": paths}))
 
     stores("few", "many", "gone")

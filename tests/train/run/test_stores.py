@@ -215,10 +215,8 @@ def test_the_manifest_names_every_store_with_its_root_hash_and_a_store_may_move(
     assert [store["path"] for store in stores] == ["../photos", "../art"]
     for name, store in zip(("photos", "art"), stores, strict=True):
         root_hash = LatentStore(name).root_hash
-        assert store["revisions"] == [{"revision": 1, "root_hash": root_hash, "from_step": 0}]
-    assert checkpoint.read(Path("run/snapshot-3")).state["root_hashes"] == [
-        store["revisions"][0]["root_hash"] for store in stores
-    ]
+        assert (store["revision"], store["root_hash"]) == (1, root_hash)
+    assert checkpoint.read(Path("run/snapshot-3")).state["root_hashes"] == [store["root_hash"] for store in stores]
     Path("photos").rename("moved")
     outcome, _ = run_to(recipe_of(MIXTURE.replace("photos", "moved"), "run.steps=5"))
     assert (outcome.first_step, outcome.finished) == (4, True)
@@ -255,7 +253,9 @@ def test_a_run_stays_at_its_revisions_while_a_store_grows_and_says_so(here: Path
         "store 'photos' has revision 2, this run reads 1; a new run with model.init_from=run can read it",
     ]
     assert_equal_bits("whole", "run", 4)
-    with pytest.raises(RunError, match=r"reads revision 1 of store 'photos', not 2\. .*model\.init_from=run"):
+    with pytest.raises(
+        RunError, match=r"reads revision 1 of store 'photos', not 2, and stays there.*model\.init_from=run"
+    ):
         run_to(recipe_of(MIXTURE.replace('"photos"', '"photos"\nrevision = 2'), "run.steps=6"))
 
 

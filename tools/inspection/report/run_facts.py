@@ -7,10 +7,10 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ....datasets.disk.cached import cached_property
 from ....datasets.disk.hashing import read_json
@@ -28,15 +28,10 @@ ABSENT = "-"
 HASH_CHARS = 16
 
 
-class _RevisionRead(BaseModel):
-    revision: int
-    root_hash: str | None
-    from_step: int
-
-
 class _StoreRead(BaseModel):
     path: str
-    revisions: Annotated[list[_RevisionRead], Field(min_length=1)]
+    revision: int
+    root_hash: str | None
 
 
 class _Manifest(BaseModel):
@@ -202,20 +197,15 @@ def _side(side: Any) -> str:
 
 
 def _describe_store(run: Path, read: _StoreRead) -> Rows:
-    """What the run has read of a store, and what the store itself says where it can be opened."""
-    path, last = (run / read.path).resolve(), read.revisions[-1]
+    """What the run reads of a store, and what the store itself says where it can be opened."""
+    path = (run / read.path).resolve()
     rows = {"path": [str(path)]}
-    rows["revision"] = [
-        f"{revision.revision}"
-        + (f" from step {revision.from_step} on" if len(read.revisions) > 1 else "")
-        + f", root hash {revision.root_hash or 'none, it was not complete'}"
-        for revision in read.revisions
-    ]
+    rows["revision"] = [f"{read.revision}, root hash {read.root_hash or 'none, it was not complete'}"]
     try:
-        store = LatentStore(path, revision=last.revision, allow_incomplete=True)
+        store = LatentStore(path, revision=read.revision, allow_incomplete=True)
     except (LeanditError, OSError) as error:
         return rows | {"not opened": [str(error)]} | _encoders_of_snapshot(run)
-    if last.root_hash and store.root_hash != last.root_hash:
+    if read.root_hash and store.root_hash != read.root_hash:
         rows["another store"] = [f"the one there now has root hash {store.root_hash}"]
     rows["records"] = [f"{sum(store.buckets.values()):,} in {things(len(store.buckets), 'bucket')}"]
     spec = store.spec
