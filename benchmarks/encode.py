@@ -54,7 +54,7 @@ from measuring import (
 from PIL import Image
 
 from leandit.datasets.disk.files import files_below
-from leandit.datasets.format.buckets import resize_filter
+from leandit.datasets.format.buckets import bucket_size, resize_filter
 from leandit.datasets.format.row_layout import CAPTION_PART, NULL_EMBEDDING, NULL_SCALES
 from leandit.datasets.format.token_dtypes import token_bytes
 from leandit.datasets.store import LatentStore
@@ -258,7 +258,7 @@ def bucket_of(path: Path, recipe: PrecomputeRecipe) -> tuple[int, int] | None:
     with Image.open(path) as image:
         placed = place_image(image.height, image.width, recipe.images)
         assert isinstance(placed, dict), "a recipe of a benchmark has a bucket for each of its images"
-        return placed["bucket"]
+        return bucket_size(placed["bucket"])
 
 
 def decoded_batches(

@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import itertools
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
@@ -44,7 +43,7 @@ from workloads import RAGGED, RECORDS, Batch, Epochs, Record, Workload, make_wor
 from leandit.datasets.store import LatentStore
 
 MODES = {"in process": 0, "2 workers": 2}  # processes, or threads where a peer reads in threads
-CELL_SECONDS = 900  # limit of a cell, plus a second for every MB of the store: some peers hang when they fail
+CELL_SECONDS = 900  # limit of a cell, plus a second for every MB of the store: a peer may hang when it fails
 FIRST_EPOCH_SECONDS, MIN_BATCHES = 2.5, 8  # a slow peer's first epoch is cut; a window has as many batches
 READ_BYTES = 1 << 24
 Figures = dict[str, Any]
@@ -189,7 +188,7 @@ def _endless(epochs: Epochs) -> Generator[tuple[int, Batch], None, None]:
 # --------------------------------------------------------------------------------------------------------- the command
 
 
-def compare(folder: Path, work: Workload, peers: list[str], rounds: int, seconds: float, pythons: dict) -> None:
+def compare(folder: Path, work: Workload, peers: list[str], rounds: int, seconds: float) -> None:
     """Write, check and time every peer of a workload, each job in a process of its own; print the table."""
     num_records = sum(work.buckets.values())
     asked = {"workload": work.name, "records": num_records, "folder": str(folder)}
@@ -198,8 +197,7 @@ def compare(folder: Path, work: Workload, peers: list[str], rounds: int, seconds
     def job(function: str, peer: str, mode: str = "", **how: Any) -> Figures | None:
         log(f"{work.name}: {function} {peer} {mode}")
         arguments = asked | {"peer": peer} | ({"workers": MODES[mode]} if mode else {}) | how
-        python = pythons.get(peer, sys.executable)
-        outcome = in_child("loader_peers", function, arguments, limit_seconds=limit, python=python)
+        outcome = in_child("loader_peers", function, arguments, limit_seconds=limit)
         if outcome.status != "done":
             remarks.append(f"{peer}{mode and f', {mode}'}: {function} {outcome.status}: {outcome.message}")
         return outcome.result
@@ -256,16 +254,14 @@ def main(
     records: Annotated[int, typer.Option(help="Of each workload; 0: 100000 latents, 2000 of the others.")] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Times that every cell is measured.")] = 5,
     seconds: Annotated[float, typer.Option(min=0.01, help="Length of a measured window.")] = 1.0,
-    python: Annotated[list[str] | None, typer.Option(metavar="PEER=PATH", help="A peer's own interpreter.")] = None,
 ) -> None:
     """Read the same records through leandit and its peers, side by side."""
     names = [name.strip() for name in peers.split(",")]
-    pythons = {name: path for name, _, path in (entry.partition("=") for entry in python or [])}
-    if unknown := {*names, *pythons} - set(PEERS):
+    if unknown := set(names) - set(PEERS):
         raise typer.BadParameter(f"'{min(unknown)}': unknown peer, expected some of {', '.join(PEERS)}.")
     for work in [make_workload(name, records or RECORDS.get(name, 1)) for name in workload.split(",")]:
         folder = scratch.resolve() / f"{FOLDER_PREFIX}{work.name}-{sum(work.buckets.values())}"
-        compare(folder, work, names, rounds, seconds, pythons)
+        compare(folder, work, names, rounds, seconds)
 
 
 if __name__ == "__main__":

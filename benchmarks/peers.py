@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 from workloads import (
     CLIP,
     CLIP_TOKENS,
@@ -29,7 +28,6 @@ from workloads import (
     collate,
     in_loader,
     in_threads,
-    streamed,
 )
 
 from leandit.datasets.batches.row_checks import RowCheck
@@ -230,7 +228,7 @@ def read_safetensors(workload: Workload, folder: Path, seed: int, workers: int) 
     return in_loader(load, workload, seed, workers)
 
 
-# ------------------------------------------------------------ shards in an order of their own: WebDataset, MDS, LitData
+# ----------------------------------------------------------------------- shards in an order of their own: WebDataset
 
 
 def write_webdataset(parts: dict[str, list[Record]], folder: Path) -> None:
@@ -274,122 +272,6 @@ def read_webdataset(workload: Workload, folder: Path, seed: int, workers: int) -
     return lambda _number: iter(loader)
 
 
-def write_mosaicml(parts: dict[str, list[Record]], folder: Path) -> None:
-    """MDS shards of 64 MiB, a stream for each bucket."""
-    from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
-
-    for bucket, records in parts.items():
-        columns = {
-            name: f"ndarray:{array.dtype}" + ("" if name in RAGGED else f":{','.join(map(str, array.shape))}")
-            for name, array in records[0].items()
-        } | {"label": "int"}
-        with MDSWriter(out=str(folder / bucket), columns=columns, size_limit=CHUNK_BYTES) as writer:
-            for record in records:
-                writer.write(record | {"label": int(record["label"])})
-
-
-def read_mosaicml(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """A StreamingDataset with shuffle=True; several buckets are streams, batched "per_stream"."""
-    import streaming  # pyright: ignore[reportMissingImports]
-
-    streaming.base.util.clean_stale_shared_memory()  # of a run that was killed
-    dataset = streaming.StreamingDataset(
-        streams=[streaming.Stream(local=str(folder / bucket)) for bucket in workload.buckets],
-        batch_size=workload.batch,
-        shuffle=True,
-        shuffle_seed=seed,
-        num_canonical_nodes=1,
-        batching_method="per_stream" if len(workload.buckets) > 1 else "random",
-    )
-    return streamed(DataLoader, dataset, workload, workers)
-
-
-def write_litdata(parts: dict[str, list[Record]], folder: Path) -> None:
-    """Chunks of 64 MiB, a dataset for each bucket."""
-    from litdata.streaming.cache import Cache  # pyright: ignore[reportMissingImports]
-
-    for bucket, records in parts.items():
-        cache = Cache(str(folder / bucket), chunk_bytes=CHUNK_BYTES)
-        for row, record in enumerate(records):
-            tensors = {name: torch.from_numpy(array.copy()) for name, array in record.items() if name != "label"}
-            cache[row] = {"label": int(record["label"])} | tensors
-        cache.done()
-        cache.merge()
-
-
-def read_litdata(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """A StreamingDataset with shuffle=True; several buckets are combined "per_stream", a batch of one each.
-
-    At the end of a bucket the library fills the batch from another bucket; such batches are split.
-    """
-    import litdata  # pyright: ignore[reportMissingImports]
-
-    parts = [litdata.StreamingDataset(str(folder / bucket), shuffle=True, seed=seed) for bucket in workload.buckets]
-    how: dict[str, Any] = {"seed": seed, "iterate_over_all": True, "batching_method": "per_stream"}
-    dataset = litdata.CombinedStreamingDataset(parts, **how) if len(parts) > 1 else parts[0]
-    return streamed(litdata.StreamingDataLoader, dataset, workload, workers)
-
-
-# ----------------------------------------------------------------------------------- Hugging Face Datasets, and FFCV
-
-
-def write_hf_datasets(parts: dict[str, list[Record]], folder: Path) -> None:
-    """One dataset a bucket, with a column of bytes for each array, and the first record beside it, for dtypes."""
-    datasets: Any = importlib.import_module("datasets")
-
-    for bucket, records in parts.items():
-        columns = {name: [record[name].tobytes() for record in records] for name in records[0]}
-        features = datasets.Features({name: datasets.Value("binary") for name in columns})
-        datasets.Dataset.from_dict(columns, features).save_to_disk(str(folder / bucket))
-        np.savez(folder / f"{bucket}.npz", **records[0])  # pyright: ignore[reportArgumentType]
-
-
-def read_hf_datasets(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """Read the rows of a batch at once, join the bytes of each column and view them in its dtype."""
-    datasets: Any = importlib.import_module("datasets")
-
-    tables = {bucket: datasets.load_from_disk(str(folder / bucket)) for bucket in workload.buckets}
-    examples = {bucket: dict(np.load(folder / f"{bucket}.npz")) for bucket in workload.buckets}
-
-    def load(key: tuple[str, np.ndarray]) -> Batch:
-        bucket, rows = key
-        batch, columns = {}, tables[bucket][rows]
-        for name, array in examples[bucket].items():
-            shape, dtype = array.shape[name in RAGGED :], getattr(torch, str(array.dtype))
-            batch[name] = torch.frombuffer(bytearray().join(columns[name]), dtype=dtype).view(-1, *shape)
-            if name == "text":
-                batch["lengths"] = torch.tensor([len(text) // batch[name][0].nbytes for text in columns[name]])
-        return batch
-
-    return in_loader(load, workload, seed, workers, whole=True)
-
-
-def write_ffcv(parts: dict[str, list[Record]], folder: Path) -> None:
-    """One .beton file. Not tried: written after docs.ffcv.io."""
-    from ffcv.fields import IntField, NDArrayField  # pyright: ignore[reportMissingImports]
-    from ffcv.writer import DatasetWriter  # pyright: ignore[reportMissingImports]
-
-    folder.mkdir(parents=True)
-    (records,) = parts.values()
-    latent = records[0]["latent"]
-    columns = {"latent": NDArrayField(latent.dtype, latent.shape), "label": IntField()}
-    samples = [(np.array(record["latent"]), int(record["label"])) for record in records]
-    DatasetWriter(str(folder / "all.beton"), columns).from_indexed_dataset(samples)
-
-
-def read_ffcv(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """FFCV's Loader in random order, from the page cache; it always reads in threads."""
-    from ffcv.fields.decoders import IntDecoder, NDArrayDecoder  # pyright: ignore[reportMissingImports]
-    from ffcv.loader import Loader, OrderOption  # pyright: ignore[reportMissingImports]
-    from ffcv.transforms import ToTensor  # pyright: ignore[reportMissingImports]
-
-    how: dict[str, Any] = {"batch_size": workload.batch, "num_workers": max(1, workers), "seed": seed}
-    how |= {"order": OrderOption.RANDOM, "os_cache": True, "drop_last": False}
-    pipelines = {"latent": [NDArrayDecoder(), ToTensor()], "label": [IntDecoder(), ToTensor()]}
-    loader = Loader(str(folder / "all.beton"), pipelines=pipelines, **how)
-    return lambda _number: ({"latent": latent, "label": label.flatten()} for latent, label in loader)
-
-
 # -------------------------------------------------------------------------------------------------- the table of peers
 
 
@@ -418,8 +300,4 @@ PEERS = {
     "npy": Peer("npy", write_npy, read_npy),
     "safetensors": Peer("safetensors", write_safetensors, read_safetensors, "safetensors"),
     "webdataset": Peer("webdataset", write_webdataset, read_webdataset, "webdataset"),
-    "mosaicml": Peer("mosaicml", write_mosaicml, read_mosaicml, "streaming"),
-    "litdata": Peer("litdata", write_litdata, read_litdata, "litdata"),
-    "hf datasets": Peer("hf-datasets", write_hf_datasets, read_hf_datasets, "datasets"),
-    "ffcv": Peer("ffcv", write_ffcv, read_ffcv, "ffcv"),  # latents alone
 }

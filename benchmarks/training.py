@@ -54,23 +54,15 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step computes.
-
-    Args:
-      as_on_gpu: with the precision and the compiled blocks of a GPU on any device, to count its work.
-    """
+    """What a step computes, and where."""
 
     work: TrainingWorkload
     device: torch.device
-    as_on_gpu: bool = False
 
     @property
     def autocast(self) -> torch.dtype | None:
         """Dtype of matrix products; None: float32."""
-        precision = self.work.recipe.run.precision
-        if self.as_on_gpu:
-            return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-        return autocast_dtype(precision, self.device)
+        return autocast_dtype(self.work.recipe.run.precision, self.device)
 
     def batch(self) -> Any:
         """A global batch of noise in the largest bucket, on the device."""
@@ -102,8 +94,8 @@ def setting_of(recipe: str, settings: list[str], side_px: int, device: str) -> S
 
 def our_step(setting: Setting) -> Step:
     """One step of ``leandit train`` on noise; the loss is read every ``LOSS_EVERY`` steps, as in its loop."""
-    work, compiles = setting.work, setting.as_on_gpu or setting.device.type == "cuda"
-    how: dict[str, Any] = {"compiled": work.recipe.run.compile and compiles}
+    work = setting.work
+    how: dict[str, Any] = {"compiled": work.recipe.run.compile and setting.device.type == "cuda"}
     learner = synthetic_run(work.recipe, work.spec, work.tokens, setting.device, store=work.store, **how)
     learner.autocast_dtype = setting.autocast
     batch, losses = setting.batch(), list[Tensor]()
@@ -215,11 +207,10 @@ def fast_dit_step(setting: Setting, checkout: Path) -> Step:
     batch, is_gpu = setting.batch(), device.type == "cuda"
     model_class = getattr(models, spec.name.replace("-", "_").replace("/", "_"))  # such as DiT_XL_2
     model = model_class(input_size=batch.latents.shape[-1], num_classes=spec.num_classes)
-    model = model.to(device) if is_gpu else model  # a module of fake tensors cannot be moved, even to its own device
+    model = model.to(device)
     diffusion = diffusions.create_diffusion(timestep_respacing="")
     optimizer = torch.optim.AdamW(model.parameters(), lr=work.recipe.optimizer.lr, weight_decay=0)
-    precision = "fp16" if is_gpu else "bf16" if setting.as_on_gpu else "no"  # a CPU may have no fp16; as many bytes
-    accelerator = Accelerator(mixed_precision=precision, cpu=not is_gpu, device_placement=is_gpu)
+    accelerator = Accelerator(mixed_precision="fp16" if is_gpu else "no", cpu=not is_gpu, device_placement=is_gpu)
     update_averages = averages_of(model, work.recipe.run.ema_decay)
     model, optimizer = accelerator.prepare(model.train(), optimizer)
 

@@ -98,7 +98,7 @@ def records_of(store: LatentStore) -> dict[str, list[Record]]:
         index, latents = store.index(bucket), store.latents(bucket)
         records = [
             {"label": label, "latent": latents[row]}
-            for label, row in zip(index.labels, index.rows.tolist(), strict=True)
+            for label, row in zip(index.labels.astype(np.int64), index.rows.tolist(), strict=True)
         ]
         for name in store.texts:
             text = store.text(name)
@@ -127,18 +127,14 @@ class Loaded(Dataset):
         return self._load(key)
 
 
-def in_loader(
-    load: Callable[[Any], Any], workload: Workload, seed: int, workers: int, *, whole: bool = False
-) -> Epochs:
-    """A DataLoader of what ``load`` returns: the sample of a (bucket, row), or the whole batch of a (bucket, rows)."""
+def in_loader(load: Callable[[Any], Any], workload: Workload, seed: int, workers: int) -> Epochs:
+    """A DataLoader of the samples that ``load`` returns for a (bucket, row)."""
     order: list[Any] = []
-    how: dict[str, Any] = {"sampler": order, "batch_size": None} if whole else {"batch_sampler": order}
-    collate_fn = (lambda batch: batch) if whole else collate
-    loader = DataLoader(Loaded(load), num_workers=workers, persistent_workers=workers > 0, collate_fn=collate_fn, **how)
+    how: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0, "collate_fn": collate}
+    loader = DataLoader(Loaded(load), batch_sampler=order, **how)
 
     def epoch(number: int) -> Iterator[Batch]:
-        plan = workload.plan(number, seed)
-        order[:] = plan if whole else [[(bucket, row) for row in rows.tolist()] for bucket, rows in plan]
+        order[:] = [[(bucket, row) for row in rows.tolist()] for bucket, rows in workload.plan(number, seed)]
         return iter(loader)
 
     return epoch
@@ -173,19 +169,3 @@ def collate(samples: list[dict[str, Any]]) -> Batch:
         if name == "text":
             batch["lengths"] = torch.tensor([len(text) for text in tensors])
     return batch
-
-
-def collate_mixed(samples: list[dict[str, Any]]) -> list[Batch]:
-    """A batch for each latent shape among the samples, whose arrays may be read-only."""
-    shapes: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-    for sample in samples:
-        copied = {name: v.copy() if isinstance(v, np.ndarray) else v for name, v in sample.items()}
-        shapes.setdefault(tuple(sample["latent"].shape), []).append(copied)
-    return [collate(group) for group in shapes.values()]
-
-
-def streamed(loader_of: Any, dataset: Any, workload: Workload, workers: int) -> Epochs:
-    """A loader of a dataset that shuffles itself and may mix buckets in a batch."""
-    how: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0, "collate_fn": collate_mixed}
-    loader = loader_of(dataset, batch_size=workload.batch, **how)
-    return lambda _number: itertools.chain.from_iterable(loader)
