@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -178,20 +178,19 @@ class BatchStream(IterableDataset):
             "caption_odds": self.reader.caption_odds,
         }
 
-    def load_state_dict(self, state: dict[str, Any], earlier: Collection[str] = ()) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state; ranks, workers and microbatches may differ.
 
-        Args:
-          earlier: ``content_hash`` of revisions that the run has read before. A state of one of them starts the next
-            pass, over the store as it is now.
+        A state of a store that was incomplete then, and is not any more, starts the next pass.
+
         Raises: RunError: the store or a setting that decides the order has changed, or the position is invalid.
         """
         if not isinstance(state, dict) or "number" not in state:
             raise RunError(f"loader state: not a state of a loader; needed what 'state_dict' returned. {RESUME}")
         current, hashes = self.state_dict(), state.get("root_hashes")
         _check_unchanged(state, current, ("version", "draw_seed"))
-        has_grown = hashes != current["root_hashes"] and hashes in [[content] for content in earlier]
-        if has_grown and self._plan:
+        incomplete = [content_hash(None, store.plan_hash) for store in self.reader.stores]
+        if self._plan and hashes == incomplete != current["root_hashes"]:
             before = state.get("order")
             kept = before if isinstance(before, dict) else {}
             _check_unchanged(kept, current["order"], ("seed", "leftovers"), prefix="order.")

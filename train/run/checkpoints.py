@@ -16,7 +16,6 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from ...datasets.batches.stream import content_hash
 from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
 from ...datasets.disk.strays import sweep_strays
@@ -96,9 +95,7 @@ def start_or_resume(run: Run, folder: Path, manifest: RunManifest | None, warn: 
         LOG.info("run '%s': no checkpoint, so it begins at step 0", folder)
         return
     LOG.info("run '%s': the checkpoint of step %d is valid, and the newest", folder, progress.step)
-    # A store that was incomplete begins a new pass once it is not. First, because it may be refused.
-    incomplete = {content_hash(None, store.plan_hash) for store in run.stores}
-    run.loader.dataset.load_state_dict(progress.loader, incomplete)
+    run.loader.dataset.load_state_dict(progress.loader)  # first, because it may be refused
     for group in GROUPS:
         run.engine.load(group, groups.get(group, {}))
     if progress.loss_scale and run.engine.loss_scale:
