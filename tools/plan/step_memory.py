@@ -45,14 +45,12 @@ class Strategy:
     Args:
       section: of the recipe that trains so.
       zero: section zero_optimization of its ds_config.json.
-      to_host: keep the inputs of checkpointed blocks in host memory.
     """
 
     name: str
     section: ParallelSection = field(default_factory=ParallelSection)
     ranks: int = 1
     zero: Mapping[str, object] | None = None
-    to_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,6 @@ class StepMemory:
       waiting: bytes for each image of a later microbatch.
       count: traced microbatches.
       noise: bytes of an image's noise, which is drawn for whole groups; the traced steps had one group.
-      host: bytes in host memory: constant part, and for each image of a microbatch.
     """
 
     base: Moments
@@ -95,7 +92,6 @@ class StepMemory:
     waiting: float
     count: int
     noise: int
-    host: tuple[int, int]
 
     def peak(self, microbatch: int, *, batch: int = 0) -> dict[str, float]:
         """Bytes of each category at the moment of the peak.
@@ -121,10 +117,6 @@ class StepMemory:
             middle = (low + high) // 2
             low, high = (middle, high) if self.total(middle, batch=batch) <= room else (low, middle)
         return low
-
-    def on_host(self, microbatch: int) -> int:
-        """Bytes of activations in host memory."""
-        return self.host[0] + self.host[1] * microbatch
 
     def scaled(self, shares: Mapping[str, float]) -> StepMemory:
         """The same step where a rank holds another share of some categories, as with more ranks."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...train.config import ParallelSection, TrainRecipe
-from ...train.parallel.deepspeed_config import merge, offloads_checkpoints, read_config
+from ...train.parallel.deepspeed_config import merge, read_config
 from .scaling import GPUS_PER_MACHINE
 from .step_memory import EMA, GRADIENTS, OPTIMIZER, PARAMETERS, STATES, Strategy, Traced
 
@@ -38,10 +38,8 @@ def strategies(recipe: TrainRecipe, num_gpus: int) -> list[Strategy]:
             known.append(Strategy("hsdp", ParallelSection(strategy="hsdp", replicas=replicas), num_gpus))
     if recipe.parallel.deepspeed_config:
         kept = {name: value for name, value in zero_section(recipe).items() if not name.startswith("offload")}
-        section, to_host = ParallelSection(), offloads_checkpoints(recipe.parallel)
         known += [
-            Strategy(f"zero-{stage}", section, num_gpus, zero=kept | {"stage": stage}, to_host=to_host)
-            for stage in (1, 2, 3)
+            Strategy(f"zero-{stage}", ParallelSection(), num_gpus, zero=kept | {"stage": stage}) for stage in (1, 2, 3)
         ]
     of_many = recipe_strategy(recipe, GPUS_PER_MACHINE).removesuffix(OFFLOADED)
     of_many = "fsdp" if of_many == "hsdp" else of_many

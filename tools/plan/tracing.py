@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import (
@@ -42,7 +41,6 @@ from torch.utils._pytree import tree_leaves
 from ...datasets.disk.files import write_atomic
 from ...datasets.errors import LeanditError
 from ...train.metrics.flops import latent_size_of
-from ...train.models.blocks import checkpoint_blocks
 from ...train.models.diffusers.adapters import trained_parameters
 from ...train.optim.state import is_sharded
 from ...train.parallel import build
@@ -62,11 +60,10 @@ TOLERANCE = 0.01  # largest relative error of the check
 
 
 class Step(NamedTuple):
-    """A traced step: (N, 5) bytes at each moment, moments before the update, and peak bytes on the host."""
+    """A traced step: (N, 5) bytes at each moment, and moments before the update."""
 
     moments: np.ndarray
     backward_moments: int
-    host: int
 
     @property
     def peak(self) -> int:
@@ -96,7 +93,7 @@ def trace(request: step_memory.TraceRequest) -> Traced:
 
     Raises: LeanditError: the strategy does not fit the recipe; TraceError: memory is not linear in the images.
     """
-    workload, bucket, strategy, host = request.workload, request.bucket, request.strategy, HostCounter()
+    workload, bucket, strategy = request.workload, request.bucket, request.strategy
     ranks, section = _connect(strategy), strategy.section
     with tempfile.TemporaryDirectory(prefix="leandit-plan-") as folder, MemoryTracker(request.device_type) as tracker:
         if strategy.zero is not None:
@@ -118,8 +115,6 @@ def trace(request: step_memory.TraceRequest) -> Traced:
             forward.register_comm_hook(None, noop_hook)  # the default waits for a result that never comes
             # After the first step the reducer would read numbers, to sort its buckets anew.
             forward.reducer = _KeptBuckets(forward.reducer)  # pyright: ignore[reportAttributeAccessIssue]
-        if strategy.to_host:
-            checkpoint_blocks(run.engine.model.blocks, section_run.activation_checkpointing, to_cpu=host.hooks)
         for parameter in trained_parameters(run.engine.model).values():
             parameter.register_post_accumulate_grad_hook(
                 lambda one: one.grad is not None and tracker.assign(GRADIENTS, [one.grad])
@@ -138,9 +133,8 @@ def trace(request: step_memory.TraceRequest) -> Traced:
             batch = replace(batch, global_size=images * count * ranks.world_size).finish()
             gc.collect()
             tracker.moments.clear()
-            host.live = host.peak = 0  # what was saved and never read again is gone
             train_step(run, batch)
-            return Step(np.array(tracker.moments, np.int64), marks[0], host.peak)
+            return Step(np.array(tracker.moments, np.int64), marks[0])
 
         gc.disable()  # as in a training: what is freed must not depend on it
         step(SMALL, 1)  # the first step allocates the optimizer's states
@@ -167,14 +161,13 @@ def _line(bucket: str, step: Callable[[int, int], Step], count: int, known: dict
         raise step_memory.TraceError(
             f"bucket '{bucket}': {SMALL} and {LARGE} images run different steps ({lengths} moments)."
         )
-    slope, host = (second.moments - first.moments) // (LARGE - SMALL), (second.host - first.host) // (LARGE - SMALL)
+    slope = (second.moments - first.moments) // (LARGE - SMALL)
     return StepMemory(
         base=first.moments - slope * SMALL,
         slope=slope,
         backward_moments=first.backward_moments,
         waiting=0.0,
         count=count,
-        host=(first.host - host * SMALL, host),
         **known,
     )
 
@@ -352,27 +345,6 @@ class MemoryTracker(TorchDispatchMode):
     def _freed(self, key: int, _: Any) -> None:
         _, category, num_bytes = self._known.pop(key)
         self.live[category] -= num_bytes
-
-
-class HostCounter:
-    """Counts saved tensors as if host memory held them; backward allocates each on the device again."""
-
-    def __init__(self) -> None:
-        self.peak = self.live = 0
-
-    def hooks(self) -> saved_tensors_hooks:
-        """Replaces ``save_on_cpu``."""
-        return saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        self.live += tensor.nbytes
-        self.peak = max(self.peak, self.live)
-        return functools.partial(torch.empty, tensor.size(), dtype=tensor.dtype, device=tensor.device)
-
-    def _unpack(self, allocate: Callable[[], Tensor]) -> Tensor:
-        tensor = allocate()
-        self.live -= tensor.nbytes
-        return tensor
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

@@ -107,7 +107,7 @@ def plan(
             "microbatch": microbatch,
             "bytes": {part: round(size) for part, size in sizes.items()},
             "total": round(sum(sizes.values())),
-            "host": host + step.on_host(max(1, microbatch)),
+            "host": host,
         }
 
     known_gpus = {known.name: gpu_row(known) for known in GPUS}

@@ -11,12 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import ParallelSection, TrainRecipe
-from ..models.blocks import checkpoint_blocks, compile_blocks
+from ..models.blocks import compile_blocks
 from ..models.build import Denoiser
 from ..models.diffusers.adapters import trained_parameters
 from ..optim.loss_scale import LossScale, autocast_dtype
 from ..optim.state import load_whole
-from .deepspeed_config import offloads_checkpoints
 from .engine import Engine
 from .ranks import Ranks
 from .strategy import choose_strategy, num_replicas
@@ -39,10 +38,8 @@ def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: tor
     """
     section, dtype = recipe.parallel, autocast_dtype(recipe.run.precision, device)
     strategy = choose_strategy(section, ranks)
-    if offloads := offloads_checkpoints(section):
-        checkpoint_blocks(model.blocks, recipe.run.activation_checkpointing, to_cpu=True)
     if compiled:
-        compile_blocks(model.blocks, whole=not offloads)
+        compile_blocks(model.blocks)
     forward: nn.Module = model
     if strategy == "deepspeed":
         from .deepspeed_engine import DeepSpeedEngine

@@ -74,12 +74,6 @@ def may_compile(section: ParallelSection) -> bool:
     return not path or read_config(path)["zero_optimization"]["stage"] < 3
 
 
-def offloads_checkpoints(section: ParallelSection) -> bool:
-    """Whether the inputs of checkpointed blocks wait in the memory of the CPU (``cpu_checkpointing``)."""
-    path = section.deepspeed_config
-    return bool(path and read_config(path).get("activation_checkpointing", {}).get("cpu_checkpointing"))
-
-
 def merge(config: Mapping[str, Any], recipe: TrainRecipe, world_size: int) -> tuple[TrainRecipe, list[str]]:
     """The recipe with the values of the file, and a table of the differences, one line a row.
 
@@ -92,7 +86,7 @@ def merge(config: Mapping[str, Any], recipe: TrainRecipe, world_size: int) -> tu
     if (section := config.get("activation_checkpointing")) is not None:
         if recipe.run.activation_checkpointing == "none":
             values["run.activation_checkpointing"] = "blocks"
-        unused = [key for key, value in section.items() if value and key != "cpu_checkpointing"]
+        unused = [key for key, value in section.items() if value]
         rows += [(f"activation_checkpointing.{key}", "", "not used: torch recomputes the blocks") for key in unused]
     if (clip := config.get("gradient_clipping")) not in AUTO:
         values["run.grad_clip"] = clip

@@ -79,19 +79,17 @@ ZERO: dict[str, dict[str, Any]] = {
     "zero-1": {"zero_optimization": {"stage": 1}, "train_batch_size": "auto", "gradient_accumulation_steps": 2},
     "zero-2": {
         "zero_optimization": {"stage": 2, "stage3_max_reuse_parameters": 1},
-        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+        "activation_checkpointing": {"partition_activations": True},
         "optimizer": ADAMW,
     },
     "zero-3": {
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-        "activation_checkpointing": {"cpu_checkpointing": True},
         "gradient_clipping": "auto",
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": "auto"}},
     },
     "offloaded": {
         "train_batch_size": "auto",
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        "activation_checkpointing": {"cpu_checkpointing": True},
         "optimizer": ADAMW,
     },
     "fp16": {
