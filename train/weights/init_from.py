@@ -1,7 +1,6 @@
 """The weights that a run begins with, for its model: read, converted, resized, checked.
 
-Of a run its averaged weights are used. Training can continue at another resolution, that of a DiT with another patch
-size too.
+Of a run its averaged weights are used. Training can continue at another resolution.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from ...datasets.disk.hashing import xxh3_parts
 from ...datasets.errors import RunError
 from ..models.build import Denoiser, family_of
 from ..models.diffusers.adapters import DOWN, UP, adapter_shapes
-from ..models.dit import size_of
 from ..models.spec import ModelSpec
 from . import checkpoint, published
 from .sources import is_file, model_folder, read_folder, read_snapshot, spec_of
@@ -72,12 +70,11 @@ def initial_weights(source: str, model: Denoiser, spec: ModelSpec) -> tuple[dict
 
 
 def _check_model(saved: ModelSpec, spec: ModelSpec, source: str) -> None:
-    """Raise RunError if a run is of another model, by more than the patch, or of other options.
+    """Raise RunError if a run is of another model, or of other options.
 
     Most options change no tensor, so the weights would load and compute something else.
     """
-    both_dit = not (family_of(saved.name) or family_of(spec.name))
-    if saved.name != spec.name and not (both_dit and size_of(saved.name)[:-1] == size_of(spec.name)[:-1]):
+    if saved.name != spec.name:
         raise RunError(f"model.init_from '{source}': it is of model '{saved.name}', the recipe of '{spec.name}'.")
     theirs, ours = saved.options.model_dump(), spec.options.model_dump()
     if differing := [f"model.{key}={theirs[key]}".lower() for key in theirs if theirs[key] != ours[key]]:

@@ -14,13 +14,13 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as safetensors_of
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...datasets.errors import DamageError, RunError
 from ..models.dit import size_of
@@ -76,7 +76,7 @@ def _read_pickle(path: Path) -> Any:
     """Content of a ``.pt`` file: tensors, containers of them, and a trainer's arguments; nothing else is unpickled."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except pickle.UnpicklingError as error:  # its message explains how to read it anyway
         raise RunError(f"model.init_from '{path}': it holds other objects than tensors, which are refused.") from error
     except (RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError) as error:
@@ -233,7 +233,7 @@ def _in_our_order(tensor: Tensor, num_heads: int, *, fused: bool) -> Tensor:
 
 
 def fitted(weights: Weights, wanted: Weights, spec: ModelSpec) -> tuple[dict[str, Tensor], list[str]]:
-    """A DiT's weights for a model of other sizes, patches, features or outputs; and what was changed, a phrase each.
+    """A DiT's weights for a model of other sizes, features or outputs; and what was changed, a phrase each.
 
     Args:
       wanted: the model's state dict, in the official layout; only shapes are used, and new projectors.
@@ -243,11 +243,6 @@ def fitted(weights: Weights, wanted: Weights, spec: ModelSpec) -> tuple[dict[str
     if needed is not None and (table is None or table.shape != needed.shape):  # diffusers' layout has no table
         side = math.isqrt(needed.shape[1])
         new[POSITIONS] = position_table(side, side, needed.shape[2], side)[None]
-    if all(name in weights and name in wanted for name in (INPUT, *LAST)):
-        old_patch, new_patch = weights[INPUT].shape[-1], wanted[INPUT].shape[-1]
-        if old_patch != new_patch:
-            new |= _with_patch(weights, old_patch, new_patch)
-            changes.append(f"patch embedding and output layer resized from patch {old_patch} to {new_patch}")
     projectors = {name: tensor for name, tensor in wanted.items() if name.startswith(PROJECTORS)}
     if not all(name in weights and weights[name].shape == tensor.shape for name, tensor in projectors.items()):
         new |= projectors
@@ -263,27 +258,3 @@ def fitted(weights: Weights, wanted: Weights, spec: ModelSpec) -> tuple[dict[str
 def _has_variance(weights: Weights) -> bool:
     """Whether the output layer has twice as many rows as a patch has pixels and channels."""
     return all(name in weights for name in (INPUT, *LAST)) and len(weights[LAST[1]]) == 2 * weights[INPUT][0].numel()
-
-
-def _with_patch(weights: Weights, old: int, new: int) -> dict[str, Tensor]:
-    """Patch embedding and output layer for another patch.
-
-    Both layers are linear maps of the pixels of a patch, so they are resized with the bilinear map from the old patch
-    to the new one: a token of a resized patch stays what it was.
-
-    Source: Beyer et al. 2022 (FlexiViT), arXiv 2212.08013, section 3.4; the output patch is resized with the same map.
-    """
-    resize = bilinear_map(old, new)  # (new * new, old * old)
-    embedding = weights[INPUT].double().flatten(2) @ torch.linalg.pinv(resize)  # (E, C, new * new)
-    resized = {INPUT: embedding.unflatten(2, (new, new))}
-    for name in LAST:
-        rows = weights[name].double().unflatten(0, (old * old, -1))  # the channel last
-        resized[name] = torch.tensordot(resize, rows, dims=1).flatten(0, 1)
-    return {name: tensor.to(weights[name].dtype) for name, tensor in resized.items()}
-
-
-def bilinear_map(old: int, new: int) -> Tensor:
-    """(new * new, old * old) float64: the bilinear resize of a patch, with antialiasing where it shrinks."""
-    pixels = torch.eye(old * old, dtype=torch.float64).view(1, old * old, old, old)
-    resized = F.interpolate(pixels, (new, new), mode="bilinear", antialias=new < old, align_corners=False)
-    return resized[0].flatten(1).T

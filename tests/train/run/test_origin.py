@@ -33,10 +33,9 @@ def test_a_run_says_whether_its_weights_are_new_or_of_what_and_what_was_converte
     assert trained.endswith(" k parameters")
     again = train_recipe("dit-s-4", *PLAIN, "run.steps=2")
     assert said_by(again, label_store, first)[0] == f"run '{first}' resumes after step 1"
-    larger = train_recipe("dit-s-4", *PLAIN, "model.name=DiT-S/2", f"model.init_from={first}")
-    assert said_by(larger, label_store, second)[0] == (
-        f"run '{second}' begins from the averaged weights of '{first / 'snapshot-2'}', step 2, patch embedding and "
-        "output layer resized from patch 4 to 2, positions over 1 tokens a side as it has learned, not 2"
+    tuned = train_recipe("dit-s-4", *PLAIN, f"model.init_from={first}")
+    assert said_by(tuned, label_store, second)[0] == (
+        f"run '{second}' begins from the averaged weights of '{first / 'snapshot-2'}', step 2"
     )
 
 
