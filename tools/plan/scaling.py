@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ FORWARD = 1 / 3  # of forward and backward
 NETWORK_GBIT = 400.0  # a GPU: one InfiniBand NDR or 400 Gbit Ethernet adapter
 GPUS_PER_MACHINE = 8
 COUNTS = (1, 8, 16, 32, 64, 128)  # no published run that the model is checked against has more
-WORTH = math.log2(1.5)  # twice as many GPUs are worth it if they are at least 1.5 times as fast
-NOTHING = 1.1  # more GPUs bring nothing if none of them is this much faster
 
 
 @dataclass(frozen=True)
@@ -86,14 +83,9 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """The largest of the parts that do not shrink with the images of a GPU, in words."""
-        launching = f"launching operations ({LAUNCH_SECONDS * 1e6:.0f} us each, a rule)"
-        parts = [
-            (self.exposed, "communication"),
-            (self.update, "the update of weights and averages"),
-            (self.launches, launching),
-        ]
-        return max(parts, key=lambda part: part[0])[1]
+        """The largest of the parts that do not shrink with the images of a GPU."""
+        parts = {"communication": self.exposed, "update": self.update, "launches": self.launches}
+        return max(parts, key=lambda part: parts[part])
 
 
 def sent_bytes(strategy: str, work: StepWork, ranks: int, microbatches: int = 1) -> dict[str, float]:
@@ -166,59 +158,33 @@ def step_time(
 def scaling(
     time: Callable[[int, int], StepTime | None], strategy: str, *, batch: int, images: int, gpus: int
 ) -> dict[str, Any]:
-    """The table as JSON values: with run.global_batch, and with a batch that grows with the GPUs.
+    """The table as JSON values.
 
     Args:
       time: of a step, for ranks and images of each; None: it does not fit into the memory of a GPU.
       batch: run.global_batch.
       images: to train on.
-      gpus: asked for; a row of its own. It sets the images a GPU of the batch that grows, with at least one machine.
+      gpus: asked for; a row of its own.
     """
-    counts = sorted({*COUNTS, gpus})
-    each = -(-batch // min(batch, max(gpus, GPUS_PER_MACHINE)))
-    fixed = {n: step for n in counts if n <= batch and (step := time(n, -(-batch // n)))}
-    rates = {n: batch / step.seconds for n, step in fixed.items()}
-    grown_rates = {n: n * each / step.seconds for n in counts if (step := time(n, each))}
-    rows: list[dict[str, Any]] = []
-    for n in counts:
-        step, rate = fixed.get(n), rates.get(n)
+    rows, best = list[dict[str, Any]](), 0.0  # images a second of a GPU
+    for n in sorted({*COUNTS, gpus}):
+        step = time(n, -(-batch // n)) if n <= batch else None
+        rate = step and batch / step.seconds
+        best = max(best, (rate or 0.0) / n)
         rows.append(
             {
                 "gpus": n,
                 "images_a_gpu": -(-batch // n) if n <= batch else 0,
                 "step_seconds": step and step.seconds,
                 "images_per_second": rate,
-                "of_linear": _of_linear(rates, n),
+                "of_linear": rate and rate / n / best,
                 "exposed_communication": step and step.exposed / step.seconds,
-                "limit": step and step.limit,
                 "seconds": rate and images / rate,
                 "gpu_hours": rate and n * images / rate / 3600,
-                "grown_batch": n * each,
-                "grown_images_per_second": grown_rates.get(n),
-                "grown_of_linear": _of_linear(grown_rates, n),
+                "limit": step and step.limit,
             }
         )
-    table = {"strategy": strategy, "global_batch": batch, "images": images, "grown_images_a_gpu": each, "rows": rows}
-    return table | {"limits": limits(rates) if rates else None}
-
-
-def _of_linear(rates: Mapping[int, float], gpus: int) -> float | None:
-    """Images a second of a GPU, relative to the most that one of as many or fewer GPUs makes: at most 1."""
-    if gpus not in rates:
-        return None
-    return rates[gpus] / gpus / max(rate / count for count, rate in rates.items() if count <= gpus)
-
-
-def limits(rates: Mapping[int, float]) -> dict[str, int]:
-    """Up to how many GPUs twice as many are worth it, and beyond how many they bring nothing.
-
-    Args:
-      rates: images a second of numbers of GPUs.
-    """
-    pairs = itertools.pairwise(sorted(rates))
-    paying = itertools.takewhile(lambda pair: rates[pair[1]] >= rates[pair[0]] * (pair[1] / pair[0]) ** WORTH, pairs)
-    worth = max([min(rates), *(more for _, more in paying)])
-    return {"worth": worth, "end": min(n for n, rate in rates.items() if rate * NOTHING > max(rates.values()))}
+    return {"strategy": strategy, "global_batch": batch, "images": images, "rows": rows}
 
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -230,39 +196,17 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "exposed_communication": ("exposed", "{:.0%}".format),
     "seconds": ("time", readable_time),
     "gpu_hours": ("GPU h", "{:,.0f}".format),
-    "grown_batch": ("batch", "{:,}".format),
-    "grown_images_per_second": ("images/s", "{:,.0f}".format),
-    "grown_of_linear": ("linear", "{:.0%}".format),
+    "limit": ("does not shrink", str),
 }
 
 
 def render_scaling(result: Mapping[str, Any]) -> list[str]:
-    """The table, and up to where more GPUs are worth it, what they cost, and why it ends."""
-    rows = {row["gpus"]: row for row in result["rows"]}
-    cells = [
-        ["-" if row[key] is None else show(row[key]) for key, (_, show) in COLUMNS.items()] for row in rows.values()
-    ]
-    lines = [
-        f"{result['images']:,} images on 1 to {max(rows)} {result['gpu']} by {result['strategy']}: predicted, "
-        "not measured",
-        f"left: run.global_batch = {result['global_batch']}; right: {result['grown_images_a_gpu']} images on each GPU, "
-        "which is another training",
-        *aligned([[head for head, _ in COLUMNS.values()], *cells]),
-    ]
-    if not (known := result["limits"]):
-        return [*lines, "nowhere does an image fit: use parallel.strategy fsdp, or a GPU with more memory"]
-    end, at = known["end"], rows[known["worth"]]
-    lines.append(
-        f"worth it up to {at['gpus']} (twice as many GPUs are at least 1.5 times as fast): "
-        f"{readable_time(at['seconds'])}, {at['gpu_hours']:,.0f} GPU hours"
-    )
-    more = [row for row in rows.values() if row["gpus"] > at["gpus"] and row["seconds"]]
-    if more:
-        faster = more[0]["images_per_second"] / at["images_per_second"]
-        lines.append(f"{more[0]['gpus']} are {faster:.2f} times as fast: {more[0]['limit']} takes as long as before")
-    if end == max(rows):
-        return [*lines, f"beyond {end} GPUs: not checked against any run"]
-    if any(row["gpus"] > end for row in more):
-        return [*lines, f"beyond {end} GPUs more bring less than 10 %"]
-    no_image = f"run.global_batch = {result['global_batch']} has no image for them"
-    return [*lines, f"beyond {end} GPUs more bring nothing: {no_image}"]
+    """The table, below a line that says what it is of."""
+    rows = result["rows"]
+    cells = [["-" if row[key] is None else show(row[key]) for key, (_, show) in COLUMNS.items()] for row in rows]
+    title = f"{result['images']:,} images on 1 to {rows[-1]['gpus']} {result['gpu']} by {result['strategy']}, "
+    title += f"run.global_batch = {result['global_batch']}: predicted, not measured"
+    lines = [title, *aligned([[head for head, _ in COLUMNS.values()], *cells])]
+    if any(row["seconds"] for row in rows):
+        return lines
+    return [*lines, "no number of GPUs fits one image: use parallel.strategy fsdp, or a GPU with more memory"]

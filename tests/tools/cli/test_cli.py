@@ -72,7 +72,7 @@ FLAGS = {
     "demo": "--out --pictures --set",
     "bench": "",
     "plan": "",
-    "plan train": "--fits --gpu --gpus --images --json --network-gbit --resolution --run --set --store",
+    "plan train": "--gpu --gpus --images --json --network-gbit --resolution --run --set --store",
     "bench train": "--device --json --rounds --set --steps --store",
     "bench loader": "--batch --cold --json --scratch --seconds",
 }

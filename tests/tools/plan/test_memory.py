@@ -19,7 +19,6 @@ from planner import CASES, Case, measured_apart, measured_peak, planner_job, pre
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.tools.plan import training
 from leandit.tools.plan.dry_run import held_bytes
-from leandit.tools.plan.fits import fastest_gpu, fits, render_fits
 from leandit.tools.plan.scaling import LAUNCH_SECONDS
 from leandit.tools.plan.step_memory import (
     ACTIVATIONS,
@@ -243,40 +242,6 @@ def test_a_plan_of_deepspeed_shows_what_the_file_changes_and_every_stage(tmp_pat
     assert rows["zero-2, offloaded"]["host"] > rows["zero-2"]["host"] == 0
 
 
-@pytest.mark.integration
-def test_what_fits_is_shown_for_each_variant_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leandit.tools.plan.fits.trace_steps", traced_once)
-    kinds = [["run.precision=bf16"], ["run.precision=bf16", "lora.rank=4"]]
-    monkeypatch.setattr("leandit.tools.plan.fits.variants", lambda: kinds)
-    monkeypatch.setattr("leandit.tools.plan.fits.find_spec", lambda name: None)  # traces of ZeRO take long
-
-    def table(gib: float, gpu: str | None = None) -> dict[str, Any]:
-        return fits("demo", [*SMALL, ADAMW], store=None, resolution=64, gib=gib, gpu=gpu)
-
-    result = table(24)
-    assert (result["gpu"], result["room_gib"]) == ("RTX-4090", 23.5)
-    full, lora = result["rows"]
-    assert (full["weights"], lora["weights"]) == ("full", "LoRA 4")
-    assert full["fits"]
-    assert full["microbatch"] == 8
-    assert full["images_per_second"] > 0
-    assert lora["total"] < full["total"] < 23.5 * 2**30
-    assert "RTX-4090" in render_fits(result)
-    none = table(1)
-    assert none["gpu"] is None
-    assert not any(row["images_per_second"] for row in none["rows"])
-    with pytest.raises(RecipeError, match="not known"):
-        table(24, "GTX 1080")
-    with pytest.raises(RecipeError, match="has no resolution"):
-        fits("demo", [], store=None, resolution=None, gib=24, gpu=None)
-
-
-@pytest.mark.parametrize(("gib", "name"), [(16, "V100"), (24, "RTX-4090"), (32, "RTX-5090"), (80, "H100"), (999, None)])
-def test_the_gpu_of_a_size_is_the_fastest_that_is_sold_with_it(gib: float, name: str | None) -> None:
-    found = fastest_gpu(gib)
-    assert (found.name if found else None) == name
-
-
 @pytest.mark.slow
 def test_a_gpu_without_the_precision_has_dashes_and_cannot_be_planned_for() -> None:
     it = work("run.precision=bf16")
@@ -334,9 +299,7 @@ def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
     assert scaled[4]["images_per_second"] == a100["images_per_second"]
     assert scaled[4]["seconds"] == a100["seconds"]
     assert scaled[16]["seconds"] is None  # a batch of 8
-    assert all(
-        0 < share <= 1 for row in scaled.values() for share in (row["of_linear"], row["grown_of_linear"]) if share
-    )
+    assert all(0 < row["of_linear"] <= 1 for row in scaled.values() if row["of_linear"])
     assert scaled[1]["of_linear"] == 1
     assert not any(name.startswith("zero") for name in rows)  # the recipe has no ds_config.json
     run, states = work().recipe.run, traced().whole.states
@@ -344,9 +307,6 @@ def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
     one = states[GRADIENTS] + states[OPTIMIZER] + states[EMA]
     assert result["run_bytes"] == min(saved, run.keep_checkpoints + 1) * one + saved * states[GRADIENTS]
     assert "of checkpoints and snapshots when it ends" in render(result)
-    assert "worth it up to" in render(result)
-    slower = plan(work(), gpu="A100-40", num_gpus=4, images=1000, run=None, network_gbit=0.001)["scaling"]["rows"]
-    assert slower[3]["grown_images_per_second"] < scaled[16]["grown_images_per_second"]
 
     lines = [json.dumps(report_line(number) | {"mfu": mfu}) + "\n" for number, mfu in ((1, 0.1), (2, 0.4))]
     (tmp_path / "metrics.jsonl").write_text("".join([*lines, '{"step": 3, "mf']))  # of a run that was killed

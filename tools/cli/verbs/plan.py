@@ -10,7 +10,7 @@ import typer
 from ....datasets.errors import RecipeError
 from ...terminal.outcome import print_next
 from ...terminal.text import print_result
-from ..options import AsJson, Overrides, complete_recipe, local_input, path_or_url
+from ..options import AsJson, Overrides, Recipe, local_input, path_or_url
 
 plan = typer.Typer(no_args_is_help=True)
 
@@ -25,14 +25,7 @@ def plan_options() -> None:
 
 @plan.command("train")
 def plan_train(
-    recipe: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RECIPE",
-            help="Name of a shipped recipe, or path of a TOML file; with --fits, none: every shipped one.",
-            autocompletion=complete_recipe,
-        ),
-    ] = None,
+    recipe: Recipe,
     store: Annotated[
         str | None,
         typer.Option(
@@ -44,14 +37,7 @@ def plan_train(
     resolution: Annotated[
         int | None, typer.Option(min=8, help="Image side in pixels, if there is no store yet.")
     ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(help="GPU that the strategies are shown for, by default H200; with --fits, whose rate is shown."),
-    ] = None,
-    fits: Annotated[
-        float | None,
-        typer.Option(min=1, metavar="GB", help="Show what fits one GPU of this many GB, and how fast."),
-    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU that the strategies are shown for.")] = "H200",
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
     network_gbit: Annotated[
         float, typer.Option(min=1, help="Network bandwidth of each GPU between machines, Gbit/s.")
@@ -65,19 +51,10 @@ def plan_train(
 
     Nothing is computed.
 
-    Example: leandit plan train dit-xl-2-256 --resolution 256 --gpus 8 --gpu A100-40, or leandit plan train --fits 24
+    Example: leandit plan train dit-xl-2-256 --resolution 256 --gpus 8 --gpu A100-40
     """
     if store and resolution:
         raise RecipeError("plan train: a store has its own resolution. Give either --store or --resolution.")
-    if fits:
-        from ...plan.fits import fits as find_fits
-        from ...plan.fits import render_fits
-
-        found = find_fits(recipe, overrides or [], store=store, resolution=resolution, gib=fits, gpu=gpu)
-        print_result(found, render_fits, as_json=as_json)
-        return
-    if recipe is None:
-        raise RecipeError("plan train: expected a RECIPE, or --fits GB for every shipped one.")
     from ....train.config import load
     from ...plan.strategies import with_ds_config
     from ...plan.training import plan as make_plan
@@ -92,7 +69,7 @@ def plan_train(
     workload = workload_at_resolution(loaded, resolution) if resolution else workload_of_stores(loaded, store)
     how = {"num_gpus": gpus, "images": images, "run": run, "network_gbit": network_gbit, "changes": changes}
     with ProgressLine() as progress:  # each strategy is traced, which takes half a minute of a core for a large model
-        result = make_plan(workload, gpu=gpu or "H200", **how, progress=progress)
+        result = make_plan(workload, gpu=gpu, **how, progress=progress)
     print_result(result, render, as_json=as_json)
     if not resolution:
         places = [*(("--store", store) if store else ()), "--run", f"runs/{Path(recipe).name.removesuffix('.toml')}"]

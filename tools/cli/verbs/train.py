@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from ....datasets.errors import LeanditError, RecipeError
+from ....datasets.errors import RecipeError
 from ....train.parallel.stop import StopRequest
 from ...terminal.outcome import command_without, computed_precision, print_next, sample_with
 from ...terminal.text import Rows, print_rows, print_text
@@ -32,7 +31,6 @@ from ..preflight import check_run, check_trainable
 if TYPE_CHECKING:  # torch takes a second to import
     import torch
 
-    from ....train.config import TrainRecipe
     from ....train.loop import Outcome
     from ....train.metrics.history import StepReport
     from ....train.parallel.ranks import Ranks
@@ -73,8 +71,6 @@ def train(
     stop.catch(signal.SIGINT)
     ranks = read_ranks()
     place = rank_device(device, ranks)
-    if place.type == "cpu" and ranks.is_first:
-        _warn_of_memory(loaded, store, ranks)
     with rank_progress(ranks) as progress:
 
         def report(figures: StepReport) -> None:
@@ -124,21 +120,6 @@ def _rows(outcome: Outcome, num_steps: int, device: torch.device, ranks: Ranks) 
     if not outcome.finished:
         rows.append(("state", "interrupted and saved; run the same command again to resume"))
     return rows
-
-
-def _warn_of_memory(recipe: TrainRecipe, store: str | None, ranks: Ranks) -> None:
-    """Warn on stderr if a step exceeds this machine's memory; other errors are left to the training."""
-    from ....train.parallel.strategy import choose_strategy
-    from ...plan.memory_check import available_bytes, memory_warning
-
-    available = available_bytes()
-    if available is None or any("://" in turn.section.store for turn in recipe.turns(store)):
-        return
-    with contextlib.suppress(LeanditError):
-        if choose_strategy(recipe.parallel, ranks) in ("single", "ddp"):  # the estimate: each rank has the whole model
-            num_ranks = {"num_ranks": ranks.world_size, "local_ranks": ranks.local_world_size}
-            if warning := memory_warning(recipe, store, available, **num_ranks):
-                print_line(warning)
 
 
 AVERAGED_HELP = 'Run that was trained with ema.kind = "power".'
