@@ -57,7 +57,7 @@ def train_step(run: Run, batch: Batch) -> StepResult:
         store=batch.store,
         epoch=batch.epoch,
         num_images=run.num_images,
-        learning_rate=rate if engine.scheduled_rate is None else engine.scheduled_rate,
+        learning_rate=rate,
     )
 
 

@@ -27,6 +27,7 @@ from leandit.train.metrics.history import StepReport
 from leandit.train.metrics.meter import StepResult
 from leandit.train.models.diffusers import pixart, sd3
 from leandit.train.models.dit import SIZES
+from leandit.train.optim import loss_scale
 from leandit.train.parallel import build, deepspeed_engine
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.run import state as run_state
@@ -70,13 +71,6 @@ def count_weights() -> None:
         print(json.dumps({"weights": [before, after]}), flush=True)
 
     build.shard = counted
-
-
-def claim_fp16() -> None:
-    """Let DeepSpeed take this CPU for a device with float16, which torch computes on any."""
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    CPU_Accelerator.is_fp16_supported = lambda _: True
 
 
 def compile_nothing() -> None:
@@ -145,8 +139,7 @@ def main() -> None:
             compile_eagerly()
         if job.get("counts"):
             count_weights()
-        if job.get("has_fp16"):
-            claim_fp16()
+        loss_scale.FIRST_SCALE = job.get("first_scale", 2.0**16)
         if job.get("keeps_latents"):
             Decoding.start = lambda _: None
         if at := job.get(f"fail_{rank}"):

@@ -22,10 +22,11 @@ from ..config import ParallelSection, TrainRecipe
 
 AUTO = (None, "auto")
 PRECISIONS = ("bf16", "fp16")
+ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
 OFFLOADS = ("offload_param", "offload_optimizer")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SECTIONS = (  # that are read here
-    *("zero_optimization.offload_param", "zero_optimization.offload_optimizer", "optimizer.params", "scheduler.params"),
+    *("zero_optimization.offload_param", "zero_optimization.offload_optimizer", "optimizer.params"),
     *("bf16", "fp16", "torch_autocast", "activation_checkpointing"),
 )
 Row = tuple[str, str, str]
@@ -35,7 +36,8 @@ HEADER: Row = ("key", "recipe", "ds_config.json (takes precedence)")
 def read_config(path: str) -> dict[str, Any]:
     """Read a ds_config.json; keys that are null are left out.
 
-    Raises: RecipeError: it is not a JSON object, a section is not an object, or its state cannot be saved.
+    Raises: RecipeError: it is not a JSON object, a section is not an object, it has a scheduler, or its state cannot be
+      saved.
     """
     try:
         config = json.loads(Path(path).read_text())
@@ -50,6 +52,11 @@ def read_config(path: str) -> dict[str, Any]:
             if not isinstance(inside := inside.get(key, {}), dict):
                 where = ".".join(keys[:number])
                 raise RecipeError(f"ds_config.json: {where} is {inside!r}, expected an object, as {{}}.")
+    if config.get("scheduler"):
+        raise RecipeError(
+            "ds_config.json: scheduler: the learning rate is the recipe's. Remove the section, and set schedule.kind "
+            "and schedule.warmup_steps."
+        )
     zero = config.setdefault("zero_optimization", {})
     if zero.get("stage") not in (1, 2, 3):
         raise RecipeError(
@@ -83,16 +90,18 @@ def merge(config: Mapping[str, Any], recipe: TrainRecipe, world_size: int) -> tu
     """
     rows = list[Row]()
     values = _batches(config, recipe, world_size, rows) | _precision(config, recipe) | _optimizer(config, recipe)
-    if (section := config.get("activation_checkpointing")) is not None:
-        if recipe.run.activation_checkpointing == "none":
-            values["run.activation_checkpointing"] = "blocks"
-        unused = [key for key, value in section.items() if value]
-        rows += [(f"activation_checkpointing.{key}", "", "not used: torch recomputes the blocks") for key in unused]
+    if "activation_checkpointing" in config and recipe.run.activation_checkpointing == "none":
+        values["run.activation_checkpointing"] = "blocks"
+    for section, keys, used, why in (
+        ("activation_checkpointing", config.get("activation_checkpointing", {}), (), "torch recomputes the blocks"),
+        ("fp16", config.get("fp16", {}), ("enabled",), "the loss scale is as without DeepSpeed"),
+        ("optimizer.params", config.get("optimizer", {}).get("params", {}), ADAM_KEYS, "it is torch's AdamW"),
+    ):
+        unused = [key for key, value in keys.items() if value and key not in used]
+        rows += [(f"{section}.{key}", "", f"not used: {why}") for key in unused]
     if (clip := config.get("gradient_clipping")) not in AUTO:
         values["run.grad_clip"] = clip
     merged = _with(recipe, values)
-    if scheduler := config.get("scheduler"):
-        rows.append(("scheduler", f"schedule.kind {merged.schedule.kind}", str(scheduler.get("type"))))
     before, after = flatten(recipe.model_dump()), flatten(merged.model_dump())
     rows = [(key, str(before[key]), str(after[key])) for key in sorted(values) if before[key] != after[key]] + rows
     widths = [max(len(row[column]) for row in [HEADER, *rows]) for column in range(2)]
@@ -148,7 +157,7 @@ def _optimizer(config: Mapping[str, Any], recipe: TrainRecipe) -> dict[str, Any]
     if section is None:
         return {}
     params = section.get("params", {})
-    given = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if params.get(key) not in AUTO}
+    given = {key: params[key] for key in ADAM_KEYS if params.get(key) not in AUTO}
     if isinstance(given.get("betas"), list):  # Adam has two, CAME three
         given["betas"] = [*given["betas"], *recipe.optimizer.betas[2:]]
     if "lr" in given:
@@ -176,34 +185,19 @@ def config_for_deepspeed(file: Mapping[str, Any], recipe: TrainRecipe, autocast:
     Args:
       recipe: as ``merge`` returns it.
       autocast: dtype of forward and backward; None: float32.
-    Raises: RecipeError: "auto" of the scheduler has no value in the recipe.
     """
-    section = recipe.optimizer
     config: dict[str, Any] = json.loads(json.dumps(file))
     if any(config["zero_optimization"].get(part, {}).get("device", "none") != "none" for part in OFFLOADS):
         config.setdefault("zero_force_ds_cpu_optimizer", False)
-    if adam := config.get("optimizer"):
-        values = {"lr": recipe.peak_lr, "betas": section.betas[:2], "eps": section.eps}
-        adam["params"] = adam.get("params", {}) | values | {"weight_decay": section.weight_decay}
-    schedule = {
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": recipe.peak_lr,
-        "warmup_num_steps": recipe.schedule.warmup_steps,
-        "total_num_steps": recipe.run.steps,
-    }
-    scheduler = config.get("scheduler", {}).get("params", {})
-    for key in [key for key, value in scheduler.items() if value == "auto"]:
-        if key not in schedule:
-            raise RecipeError(f'ds_config.json: scheduler.params.{key} is "auto", but the recipe has no such value.')
-        scheduler[key] = schedule[key]
     # Weights stay float32 under autocast, as with every other strategy; 16-bit weights would train differently.
     config |= {name: {"enabled": False} for name in PRECISIONS}
     cast = config.get("torch_autocast", {}) | {"enabled": autocast is not None}
     if autocast is not None:
         # By default gradients of linear layers are summed over the ranks in 16 bits, unlike in every other strategy.
         cast = {"lower_precision_safe_modules": []} | cast | {"dtype": str(autocast).removeprefix("torch.")}
-    config.pop("activation_checkpointing", None)  # DeepSpeed's frees inputs that the blocks of a transformer share
-    config.pop("train_batch_size", None)
+    # DeepSpeed's checkpointing frees inputs that the blocks of a transformer share; the optimizer is torch's.
+    for key in ("activation_checkpointing", "train_batch_size", "optimizer"):
+        config.pop(key, None)
     return config | {
         "gradient_clipping": recipe.run.grad_clip,
         "train_micro_batch_size_per_gpu": 1,

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ...datasets.errors import RecipeError, RunError
+from ...datasets.errors import RecipeError
 from ..config import TrainRecipe
 from ..models.build import Denoiser
-from ..optim.build import build_optimizer, parameter_groups
+from ..optim.build import build_optimizer
 from ..optim.ema import Ema, build_rules
 from ..optim.loss_scale import LossScale, autocast_dtype
 from ..optim.state import State, load_whole, model_state
 from ..weights.checkpoint import EMA, MODEL, OPTIMIZER
-from .deepspeed_config import AUTO, config_for_deepspeed, drop_unknown, merge, read_config
+from .deepspeed_config import config_for_deepspeed, drop_unknown, merge, read_config
 from .engine import Engine
 from .ranks import Ranks
 from .strategy import choose_strategy
@@ -40,7 +40,7 @@ def apply_ds_config(
 ) -> TrainRecipe:
     """The recipe with the values of its ds_config.json, if it has one; the first rank warns of the differences.
 
-    Raises: RecipeError: it cannot be read or merged; DeepSpeed is not installed, or lacks the precision.
+    Raises: RecipeError: it cannot be read or merged, or DeepSpeed is not installed.
     """
     if choose_strategy(recipe.parallel, ranks) != "deepspeed":
         return recipe
@@ -50,14 +50,6 @@ def apply_ds_config(
     recipe, notes = merge(config, recipe, ranks.world_size)
     for line in [*notes, *ignored] if ranks.is_first else ():
         warn(line)
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator: Any = get_accelerator()
-    if recipe.run.precision == "fp16" and not accelerator.is_fp16_supported():
-        raise RecipeError(
-            f"fp16 with DeepSpeed: device '{device}' has no float16. Use a GPU that has it; or set fp16.enabled "
-            f"to false in '{recipe.parallel.deepspeed_config}' and run.precision to fp32."
-        )
     return recipe
 
 
@@ -93,7 +85,7 @@ class DeepSpeedEngine(Engine):
         list(drop_unknown(file))
         self._stage = file["zero_optimization"]["stage"]
         config = config_for_deepspeed(file, recipe, autocast_dtype(recipe.run.precision, device))
-        scale = _LossScale(file.get("fp16", {})) if recipe.run.precision == "fp16" else None
+        scale = LossScale(torch.device("cpu")) if recipe.run.precision == "fp16" else None
         self._deepspeed = _initialize(recipe, model, config)
         super().__init__(recipe, model, self._deepspeed, ranks, device, scale)
         self.allows_trial = False
@@ -117,14 +109,11 @@ class DeepSpeedEngine(Engine):
         zero.check_grad_overflow = True  # in every precision: skip an update with NaN
         # Under autocast DeepSpeed would use torch's scaler, and clip gradients that are still scaled.
         zero.torch_autocast_gradscaler = None
-        if isinstance(self.loss_scale, _LossScale):
-            zero.loss_scaler, zero.dynamic_loss_scale = self.loss_scale.scaler, self.loss_scale.scaler.dynamic
 
     def _create_state(self, flat: Tensor, averages: Sequence[Tensor]) -> None:
         """Create the optimizer's state of a partition as its first step would, and add the averages."""
         fused = any(group.get("fused") for group in self.optimizer.param_groups)  # reads the step on the device
-        is_torchs = type(self.optimizer).__module__.startswith("torch.")  # DeepSpeed's own count in Python
-        step = torch.zeros((), device=flat.device if fused else "cpu") if is_torchs else 0
+        step = torch.zeros((), device=flat.device if fused else "cpu")
         moments = {field: torch.zeros_like(flat) for field in MOMENTS}
         names = {f"average.{number}": average for number, average in enumerate(averages)}
         self.optimizer.state[flat].update(step=step, **moments, **names)
@@ -137,32 +126,20 @@ class DeepSpeedEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss that is divided by the images of the global batch."""
+        if self.loss_scale:
+            self._zero.override_loss_scale(self.loss_scale.value())
         self._deepspeed.backward(loss * self._world_size)
 
     def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
-        """As ``Engine.update``; DeepSpeed clips, by the config, which has the value of the recipe.
-
-        Raises: RunError: the loss scale is at its minimum, and gradients still overflow.
-        """
-        if (scheduler := self._deepspeed.lr_scheduler) is None:
-            for group in self._zero.param_groups:
-                group["lr"] = learning_rate
-        else:
-            if step > 1:  # DeepSpeed counts from 0, and starts after the first update
-                scheduler.step(step - 2)
-            self.scheduled_rate = float(self._zero.param_groups[0]["lr"])
-        try:
-            self._deepspeed.step()
-        except Exception as error:  # DeepSpeed raises a plain Exception
-            if "loss scale already at minimum" not in str(error):
-                raise
-            raise RunError(
-                f"step {step}: DeepSpeed's loss scale has shrunk to fp16.min_loss_scale, and gradients still overflow. "
-                "Train with bf16, or a lower learning rate."
-            ) from error
+        """As ``Engine.update``; DeepSpeed clips, by the config, which has the value of the recipe."""
+        for group in self._zero.param_groups:
+            group["lr"] = learning_rate
+        self._deepspeed.step()
         norm, applied = self._deepspeed.get_global_grad_norm(), self._deepspeed.was_step_applied()
         if applied:
             self.ema.update(step)
+        if self.loss_scale:
+            self.loss_scale.update(torch.tensor(float(not applied)))
         norm = torch.as_tensor(float("nan") if norm is None else norm, dtype=torch.float32, device=self._device)
         return norm.reshape(()), torch.tensor(float(not applied), device=self._device)
 
@@ -189,7 +166,7 @@ class DeepSpeedEngine(Engine):
         state: dict[str, Any] = {}
         for name in self._trained:
             state |= {f"{name}.{field}": moments[field][name] for field in MOMENTS}
-            state[f"{name}.step"] = torch.tensor(self._num_updates())
+            state[f"{name}.step"] = next(iter(self.optimizer.state.values()))["step"].cpu().clone()
         return state
 
     def load(self, group: str, tensors: Mapping[str, Tensor]) -> None:
@@ -199,7 +176,9 @@ class DeepSpeedEngine(Engine):
         if group == MODEL:
             self._show(WEIGHTS)
         elif group == OPTIMIZER:
-            self._set_num_updates(next(tensor.item() for name, tensor in state.items() if name.endswith(".step")))
+            steps = next(tensor.item() for name, tensor in state.items() if name.endswith(".step"))
+            for fields in self.optimizer.state.values():
+                fields["step"].fill_(steps)
 
     def _partitioned(self, key: str) -> dict[str, Partitioned]:
         return {name: Partitioned(parameter, key) for name, parameter in self._trained.items()}
@@ -214,29 +193,14 @@ class DeepSpeedEngine(Engine):
             with deepspeed.zero.GatheredParameters(gathered, modifier_rank=0 if gathered else None):
                 weight.parameter.data.copy_(values)
 
-    def _num_updates(self) -> float:
-        """Updates of the optimizer so far; one of DeepSpeed's own counts them for each group."""
-        steps = [state["step"] for state in self.optimizer.state.values()]
-        return float(self.optimizer.param_groups[0].get("step", steps[0]))
-
-    def _set_num_updates(self, value: float) -> None:
-        for counted in [*self.optimizer.state.values(), *self.optimizer.param_groups]:
-            if isinstance(counted.get("step"), Tensor):
-                counted["step"].fill_(value)
-            elif "step" in counted:
-                counted["step"] = int(value)
-
 
 def _initialize(recipe: TrainRecipe, model: Denoiser, config: dict[str, Any]) -> Any:
     """DeepSpeed's engine."""
     import deepspeed
 
-    optimizer = None if "optimizer" in config else build_optimizer(recipe.optimizer, model)
-    groups: Any = None if optimizer else parameter_groups(recipe.optimizer, model)
+    optimizer = build_optimizer(recipe.optimizer, model)
     try:
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, model_parameters=groups, config=config, dist_init_required=False
-        )
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     except (AssertionError, TypeError, ValueError) as error:  # what DeepSpeed raises for an invalid config
         raise RecipeError(
             f"parallel.deepspeed_config '{recipe.parallel.deepspeed_config}': DeepSpeed rejects it: {error}"
@@ -274,39 +238,3 @@ class Partitioned:
         part = tensor.flatten()[size * dist.get_rank() :][:size]
         part = torch.nn.functional.pad(part, (0, size - len(part)))
         self.parameter._z3_optimizer.set_local_hp_param(part, self.parameter, self._key)
-
-
-class _LossScale(LossScale):
-    """DeepSpeed's loss scaler.
-
-    Args:
-      section: fp16 of the user's config.
-    """
-
-    def __init__(self, section: Mapping[str, Any]) -> None:
-        from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
-        from deepspeed.runtime.precision_config import DeepSpeedFP16Config
-
-        fp16 = DeepSpeedFP16Config(**{key: value for key, value in section.items() if value not in AUTO})
-        self.scaler: Any = CreateLossScaler(
-            torch.float16, fp16.loss_scale, fp16.loss_scale == 0, fp16.dynamic_loss_scale_args()
-        )
-
-    def value(self) -> float:
-        """The scale."""
-        return float(self.scaler.cur_scale)
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        state: dict[str, Any] = {"scale": self.value(), "good_steps": 0}
-        if self.scaler.dynamic:
-            state["good_steps"] = self.scaler.cur_iter - self.scaler.last_overflow_iter - 1
-            state["hysteresis"] = self.scaler.cur_hysteresis
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo ``state_dict``; a fixed scale stays."""
-        if self.scaler.dynamic:
-            self.scaler.cur_scale = state["scale"]
-            self.scaler.cur_iter, self.scaler.last_overflow_iter = state["good_steps"], -1
-            self.scaler.cur_hysteresis = state.get("hysteresis", self.scaler.delayed_shift)

@@ -44,7 +44,6 @@ class Engine:
       loss_scale: with float16, else None.
     """
 
-    scheduled_rate: float | None = None  # learning rate of the last update, where an engine has its own schedule
     optimizer: torch.optim.Optimizer
     ema: Ema
 

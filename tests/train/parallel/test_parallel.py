@@ -85,7 +85,6 @@ ZERO: dict[str, dict[str, Any]] = {
     "zero-3": {
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
         "gradient_clipping": "auto",
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": "auto"}},
     },
     "offloaded": {
         "train_batch_size": "auto",
@@ -94,7 +93,7 @@ ZERO: dict[str, dict[str, Any]] = {
     },
     "fp16": {
         "zero_optimization": {"stage": 2},
-        "fp16": {"enabled": True, "initial_scale_power": 28, "hysteresis": 1},
+        "fp16": {"enabled": True},
         "optimizer": ADAMW,
     },
 }
@@ -252,7 +251,7 @@ def said(
     jobs.append(job(label_store, folder / "mixture", mixture_of(label_store)) | {"store": None})
     fp16 = [f"parallel.deepspeed_config={folder}/fp16.json", "run.checkpoint_every=2"]  # the first before any update
     for steps in (14, 16):
-        jobs.append(job(label_store, folder / "fp16", *fp16, f"run.steps={steps}", has_fp16=True))
+        jobs.append(job(label_store, folder / "fp16", *fp16, f"run.steps={steps}", first_scale=2.0**28))
     jobs.append(job_of("plain", "fsdp", "run.steps=1", run="counted", counts=True))
     jobs.append(job_of("plain", "zero-2", run="compiled", compiled=True))  # the last one: all that follows is compiled
     return run_ranks(jobs, 2)
@@ -312,7 +311,7 @@ def test_losses_and_checkpoints_are_those_of_one_process(
                 torch.testing.assert_close(saved[key], tensor, atol=2e-4, rtol=0)
 
 
-def test_fp16_under_deepspeed_has_its_loss_scaler_which_a_checkpoint_holds(
+def test_fp16_under_deepspeed_has_the_loss_scale_that_a_checkpoint_holds(
     said: list[Any], one: Path, folder: Path
 ) -> None:
     lines = [json.loads(line) for line in (folder / "fp16/metrics.jsonl").read_text().splitlines()]
