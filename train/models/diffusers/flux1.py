@@ -12,7 +12,18 @@ from torch import Tensor, nn
 
 from ..conditioning import Conditioning
 from ..spec import ModelSpec, TextInput
-from .model import ATTENTION, T5, TEXT_ATTENTION, Config, DiffusersModel, initialize, pack, unpack, widen_streams
+from .model import (
+    ATTENTION,
+    T5,
+    TEXT_ATTENTION,
+    TWO_STREAMS,
+    Config,
+    DiffusersModel,
+    initialize,
+    pack,
+    unpack,
+    widen_streams,
+)
 
 
 def size(depth: int, single_depth: int, heads: int, axes: tuple[int, int, int], *, distilled: bool = False) -> Config:
@@ -36,6 +47,7 @@ def size(depth: int, single_depth: int, heads: int, axes: tuple[int, int, int], 
 class Flux1(DiffusersModel):
     """Flux.1, which reads T5's padding."""
 
+    transformer_class, pipeline_class = "transformer_flux.FluxTransformer2DModel", "FluxPipeline"
     family, recipe, patch, is_flow, takes_guidance = "flux1", "flux1-1024", 1, True, True
     sizes = {  # noqa: RUF012
         "flux1-dev": size(19, 38, 24, (16, 56, 56), distilled=True),
@@ -47,17 +59,7 @@ class Flux1(DiffusersModel):
         TextInput(name="CLIP-L", tokens=0, width=768, pooled_width=768),
         TextInput(name="T5", tokens=512, width=4096),
     )
-    adapted = tuple(f"attn.{name}" for name in (*ATTENTION, *TEXT_ATTENTION, "to_add_out"))
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-
-        return FluxTransformer2DModel
-
-    @classmethod
-    def pipeline(cls, spec: ModelSpec) -> str:
-        return "FluxPipeline"
+    adapted = TWO_STREAMS
 
     @classmethod
     def needs(cls, spec: ModelSpec) -> Config:

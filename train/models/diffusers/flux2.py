@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..conditioning import Conditioning
 from ..spec import ModelSpec, TextInput
-from .model import ATTENTION, TEXT_ATTENTION, Config, DiffusersModel, initialize, widen_streams
+from .model import ATTENTION, TEXT_ATTENTION, TWO_STREAMS, Config, DiffusersModel, initialize, widen_streams
 
 
 def size(depth: int, single_depth: int, heads: int, *, axis: int = 32, distilled: bool = False) -> Config:
@@ -36,6 +36,7 @@ def size(depth: int, single_depth: int, heads: int, *, axis: int = 32, distilled
 class Flux2(DiffusersModel):
     """FLUX.2, which reads its encoder's padding, and whose VAE packs 2 x 2 positions itself."""
 
+    transformer_class = "transformer_flux2.Flux2Transformer2DModel"
     family, recipe, patch, is_flow, takes_guidance = "flux2", "flux2-klein-1024", 1, True, True
     sizes = {  # noqa: RUF012
         "flux2-klein-4b": size(5, 20, 24),
@@ -46,13 +47,7 @@ class Flux2(DiffusersModel):
     text_classes = ({"causal_lm": ("Qwen3ForCausalLM", "Qwen2TokenizerFast")},)
     downscale, vae = 16, "AutoencoderKLFlux2"
     texts = (TextInput(name="Qwen3", tokens=512, width=7680),)
-    adapted = (*(f"attn.{name}" for name in (*ATTENTION, *TEXT_ATTENTION, "to_add_out")), "attn.to_qkv_mlp_proj")
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
-
-        return Flux2Transformer2DModel
+    adapted = (*TWO_STREAMS, "attn.to_qkv_mlp_proj")
 
     @classmethod
     def pipeline(cls, spec: ModelSpec) -> str:

@@ -7,6 +7,7 @@ own optional libraries: only ``transformer`` imports it, when a model is built.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from types import MethodType
@@ -26,6 +27,7 @@ T5 = {"t5": ("T5EncoderModel", "T5Tokenizer")}
 GEMMA = {"gemma2": ("Gemma2Model", "GemmaTokenizer")}
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 TEXT_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj")  # of a stream of captions
+TWO_STREAMS = tuple(f"attn.{name}" for name in (*ATTENTION, *TEXT_ATTENTION, "to_add_out"))
 QUERY_KEY_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 INIT_STD = 0.02  # of embedders of time, size and text, as DiT's
 
@@ -38,6 +40,8 @@ class DiffusersModel(nn.Module):
 
     Attributes:
       family: name of the family.
+      transformer_class: module and name of diffusers' class.
+      pipeline_class: name of its pipeline.
       sizes: model name -> the arguments of diffusers' class that its size fixes.
       patch: side of a token in latent pixels.
       recipe: precompute recipe whose stores fit the published sizes; other resolutions have a recipe beside it.
@@ -56,6 +60,8 @@ class DiffusersModel(nn.Module):
     """
 
     family: ClassVar[str]
+    transformer_class: ClassVar[str]
+    pipeline_class: ClassVar[str] = ""
     sizes: ClassVar[dict[str, Config]]
     patch: ClassVar[int]
     recipe: ClassVar[str]
@@ -79,15 +85,16 @@ class DiffusersModel(nn.Module):
         self.optimize()
         self.initialize_weights()
 
-    @staticmethod
-    def transformer() -> Any:
+    @classmethod
+    def transformer(cls) -> Any:
         """diffusers' class."""
-        raise NotImplementedError
+        module, _, name = cls.transformer_class.partition(".")
+        return getattr(importlib.import_module(f"diffusers.models.transformers.{module}"), name)
 
     @classmethod
     def pipeline(cls, spec: ModelSpec) -> str:
         """Name of diffusers' pipeline."""
-        raise NotImplementedError
+        return cls.pipeline_class
 
     @classmethod
     def needs(cls, spec: ModelSpec) -> Config:

@@ -5,8 +5,6 @@ First weights: ``initialize`` in PixArt-sigma's ``PixArtMS.py``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -34,16 +32,11 @@ def size(depth: int, heads: int, head_width: int) -> Config:
 class PixArt(AdaLNSingle):
     """PixArt."""
 
+    transformer_class = "pixart_transformer_2d.PixArtTransformer2DModel"
     family, recipe, patch = "pixart", "pixart-512", 2
     sizes = {"pixart-sigma": size(28, 16, 72), "pixart-tiny": size(6, 4, 32)}  # noqa: RUF012
     text_width, samples_flows = 4096, False
     embed_name, time_name, zeros = "pos_embed", "adaln_single", ("proj_out", "attn2.to_out.0")
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
-
-        return PixArtTransformer2DModel
 
     @classmethod
     def pipeline(cls, spec: ModelSpec) -> str:

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from ..conditioning import Conditioning
 from ..spec import ModelSpec
-from .model import ATTENTION, TEXT_ATTENTION, Config, DiffusersModel, initialize, pack, unpack, widen_streams
+from .model import (
+    ATTENTION,
+    TEXT_ATTENTION,
+    TWO_STREAMS,
+    Config,
+    DiffusersModel,
+    initialize,
+    pack,
+    unpack,
+    widen_streams,
+)
 
 
 def size(depth: int, heads: int, axes: tuple[int, int, int]) -> Config:
@@ -29,21 +39,12 @@ def size(depth: int, heads: int, axes: tuple[int, int, int]) -> Config:
 class QwenImage(DiffusersModel):
     """Qwen-Image."""
 
+    transformer_class, pipeline_class = "transformer_qwenimage.QwenImageTransformer2DModel", "QwenImagePipeline"
     family, recipe, patch, is_flow = "qwen-image", "qwen-image-1024", 2, True
     sizes = {"qwen-image": size(60, 24, (16, 56, 56)), "qwen-image-tiny": size(4, 4, (8, 12, 12))}  # noqa: RUF012
     text_classes = ({"causal_lm": ("Qwen2_5_VLForConditionalGeneration", "Qwen2Tokenizer")},)
     text_width, vae = 3584, "AutoencoderKLQwenImage"
-    adapted = tuple(f"attn.{name}" for name in (*ATTENTION, *TEXT_ATTENTION, "to_add_out"))
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
-
-        return QwenImageTransformer2DModel
-
-    @classmethod
-    def pipeline(cls, spec: ModelSpec) -> str:
-        return "QwenImagePipeline"
+    adapted = TWO_STREAMS
 
     @classmethod
     def needs(cls, spec: ModelSpec) -> Config:

@@ -35,6 +35,7 @@ def size(depth: int, heads: int, head_width: int, cross_heads: int, cross_head_w
 class Sana(AdaLNSingle):
     """Sana."""
 
+    transformer_class, pipeline_class = "sana_transformer.SanaTransformer2DModel", "SanaPipeline"
     family, recipe, patch = "sana", "sana-512", 1
     sizes = {  # noqa: RUF012
         "sana-600m": size(28, 36, 32, 16, 72),
@@ -43,16 +44,6 @@ class Sana(AdaLNSingle):
     }
     text_width, downscale, vae = 2304, 32, "AutoencoderDC"
     embed_name, time_name, has_grid = "patch_embed", "time_embed", True
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
-
-        return SanaTransformer2DModel
-
-    @classmethod
-    def pipeline(cls, spec: ModelSpec) -> str:
-        return "SanaPipeline"
 
     @classmethod
     def config(cls, spec: ModelSpec) -> Config:

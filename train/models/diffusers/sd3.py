@@ -12,7 +12,17 @@ from torch import Tensor
 from ....datasets.errors import RecipeError
 from ..conditioning import Conditioning
 from ..spec import ModelSpec, TextInput
-from .model import ATTENTION, T5, TEXT_ATTENTION, Config, DiffusersModel, add_positions, initialize, widen_streams
+from .model import (
+    ATTENTION,
+    T5,
+    TEXT_ATTENTION,
+    TWO_STREAMS,
+    Config,
+    DiffusersModel,
+    add_positions,
+    initialize,
+    widen_streams,
+)
 
 CLIP = {"clip": ("CLIPTextModelWithProjection", "CLIPTokenizer")}
 
@@ -42,6 +52,7 @@ class SD3(DiffusersModel):
     The last block gives no captions, and some have two attentions, so that they compile to two or three graphs.
     """
 
+    transformer_class, pipeline_class = "transformer_sd3.SD3Transformer2DModel", "StableDiffusion3Pipeline"
     family, recipe, patch = "sd3", "sd3-512", 2
     sizes = {  # noqa: RUF012
         "sd3-medium": size(24, 24, 64, positions=192, qk_norm=False),
@@ -55,17 +66,7 @@ class SD3(DiffusersModel):
         TextInput(name="CLIP-G", tokens=77, width=1280, pooled_width=1280, beside=True),
         TextInput(name="T5", tokens=256, width=4096),
     )
-    adapted = tuple(f"attn.{name}" for name in (*ATTENTION, *TEXT_ATTENTION, "to_add_out"))
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
-
-        return SD3Transformer2DModel
-
-    @classmethod
-    def pipeline(cls, spec: ModelSpec) -> str:
-        return "StableDiffusion3Pipeline"
+    adapted = TWO_STREAMS
 
     @classmethod
     def needs(cls, spec: ModelSpec) -> Config:

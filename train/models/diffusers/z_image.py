@@ -39,6 +39,7 @@ def size(depth: int, heads: int, axes: tuple[int, int, int], *, refiners: int = 
 class ZImage(DiffusersModel):
     """Z-Image."""
 
+    transformer_class, pipeline_class = "transformer_z_image.ZImageTransformer2DModel", "ZImagePipeline"
     family, recipe, patch, is_flow = "z-image", "z-image-1024", 2, True
     sizes = {  # noqa: RUF012
         "z-image": size(30, 30, (32, 48, 48)),
@@ -47,16 +48,6 @@ class ZImage(DiffusersModel):
     text_classes = ({"causal_lm": ("Qwen3Model", "Qwen2Tokenizer")},)
     text_width = 2560
     adapted = tuple(f"attention.{name}" for name in ATTENTION)
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
-
-        return ZImageTransformer2DModel
-
-    @classmethod
-    def pipeline(cls, spec: ModelSpec) -> str:
-        return "ZImagePipeline"
 
     @classmethod
     def needs(cls, spec: ModelSpec) -> Config:
