@@ -38,15 +38,11 @@ class StoreFacts:
 
     Statistics of the latents are those that the store was sealed with. The latents themselves are read to find rows
     that are not finite, and for statistics where none were sealed.
-
-    Args:
-      name: for headings and legends; stores in one report have different ones.
     """
 
-    def __init__(self, store: LatentStore, name: str = "") -> None:
+    def __init__(self, store: LatentStore) -> None:
         self.store, self.spec = store, store.spec
         self.path = store.remote.url if store.remote else str(store.path)
-        self.name = name or self.path
         self.files = StoreFiles(store)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,19 +1,14 @@
-"""The files of a store: bytes of each part, revisions, and when they were written."""
+"""The files of a store: bytes of each part, and revisions."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from ...datasets.disk.cached import cached_property
 from ...datasets.format.layout import MANIFEST, revision_prefix
-from ...datasets.format.row_layout import BUCKETS, CAPTION_PART, COMPANIONS, FEATURES
+from ...datasets.format.row_layout import CAPTION_PART, COMPANIONS, FEATURES
 from ...datasets.format.schema import Manifest, TextEncoder
 from ...datasets.format.token_dtypes import token_bytes
 from ...datasets.revisions.catalog import read_manifest, sealed_revisions
-from ...datasets.revisions.local import read_local
 from ...datasets.store import LatentStore
-
-BLOCK_BYTES = 4096  # in which a file system allocates space
 
 
 class StoreFiles:
@@ -50,21 +45,6 @@ class StoreFiles:
         return round(self.array_bytes(part) / max(1, len(self._store)), 1)
 
     @cached_property
-    def separate(self) -> int:
-        """Bytes of the same numbers as a file for each record, in whole blocks of a disk.
-
-        Latents and features are as here; each caption of each record is padded to its encoder's limit, in float16.
-        """
-        store, caption_bytes = self._store, sum(map(padded_bytes, self._store.spec.text_encoders))
-        others = (self.array_bytes(f"/{FEATURES}/") + self.array_bytes(f"/{COMPANIONS}/")) / max(1, len(store))
-        total = 0
-        for bucket in store.buckets:
-            latents = int(store.latents(bucket).row_bytes) * (1 + store.spec.latent.flip)
-            each = np.diff(store.index(bucket).caption_starts) * caption_bytes + latents + others
-            total += int((np.ceil(each / BLOCK_BYTES) * BLOCK_BYTES).sum())
-        return total
-
-    @cached_property
     def revisions(self) -> list[tuple[Manifest, float]]:
         """Complete revisions up to the opened one, in order, and the date of each seal in seconds since 1970."""
         path, newest = self._store.path, self._store.revision if self._store.manifest else 0
@@ -73,32 +53,6 @@ class StoreFiles:
             (read_manifest(path, number), (path / f"{revision_prefix(number)}{MANIFEST}").stat().st_mtime)
             for number in numbers
         ]
-
-    @cached_property
-    def stages(self) -> dict[str, float]:
-        """Seconds since 1970 at which stages of the revision ended, from the dates of its files.
-
-        Returns: empty for a store at a URL, and for a copy whose files have the dates of copying.
-        """
-        store, local = self._store, read_local(self._store.path, self._store.revision)
-        if store.remote or not store.manifest or local is None:
-            return {}
-        images, captions = list[float](), list[float]()
-        for layout in store.layouts.values():
-            dates = images if layout.path.startswith(f"{BUCKETS}/") else captions
-            for _, first, end in (one for one in layout.row_ranges if one.revision == store.revision):
-                shards = range(first // layout.shard_rows, -(-end // layout.shard_rows))
-                dates += [(store.path / layout.shard_path(shard)).stat().st_mtime for shard in shards]
-        if not images:
-            return {}
-        dates = {"planned": local.planned_at}
-        if captions and max(captions) <= min(images):
-            dates["captions"] = max(captions)
-        several = min(images) < max(images)
-        dates |= {"first images": min(images), "other images": max(images)} if several else {"images": max(images)}
-        dates["sealing"] = (store.path / f"{revision_prefix(store.revision)}{MANIFEST}").stat().st_mtime
-        is_in_order = list(dates.values()) == sorted(dates.values())
-        return dates if is_in_order and dates["sealing"] > dates["planned"] else {}
 
 
 def padded_bytes(encoder: TextEncoder) -> int:

@@ -65,12 +65,6 @@ def rows_of(template: str, **values: Any) -> dict[str, Rows]:
     return sections
 
 
-def side_by_side(columns: list[Rows]) -> list[tuple[str, list[list[str]]]]:
-    """The rows of several stores or runs, in the order of the one with most: a name, and the lines of each."""
-    names = dict.fromkeys(name for rows in sorted(columns, key=len, reverse=True) for name in rows)
-    return [(name, [rows.get(name, ["-"]) for rows in columns]) for name in names]
-
-
 def visible(value: Any) -> Any:
     """A text with its control characters and bidirectional marks escaped, cut at ``MAX_CHARS``; other values as is."""
     if not isinstance(value, str) or isinstance(value, Markup):

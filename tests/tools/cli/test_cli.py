@@ -53,7 +53,7 @@ FLAGS = {
     "inspect": "--bucket --class --count --json --originals --rejects --revision --sheet --source --vae",
     "verify": "--deep --device --json --quick --repair --set --source",
     "compact": "--out --without",
-    "report": "--count --out --score --scores --seed --source --vae",
+    "report": "--count --out --vae",
     "view": "--device --open --port --revision --vae",
     "sample": (
         "--base --batch --bucket --caption --compile --device --encoders --guidance "

@@ -11,60 +11,39 @@ from ....datasets.errors import RecipeError
 from ....train.weights.folders import is_run
 from ...terminal.outcome import print_next
 from ...terminal.text import print_rows
-from ..options import Device, Revision, Vae, is_url, local_input, output, path_or_url, print_line, torch_device
+from ..options import Device, Revision, Vae, is_url, output, path_or_url, print_line, torch_device
+
+Target = Annotated[str, Argument(parser=path_or_url, metavar="STORE|RUN", help="Store: a folder, or a URL. Or a run.")]
 
 
 def report(
-    targets: Annotated[
-        list[str], Argument(parser=path_or_url, metavar="STORE|RUN", help="Stores, or runs, side by side.")
-    ],
+    target: Target,
     out: Annotated[Path, output("HTML file to write.")],
-    source: Annotated[list[str] | None, Option(help="Source images of the store, to show rejects; repeatable.")] = None,
     vae: Vae = None,
     count: Annotated[int, Option(min=0, max=60, help="Images for each bucket of a store.")] = 8,
-    scores: Annotated[
-        Path | None, local_input("Parquet file with a score for each key: pictures are spread over its range.")
-    ] = None,
-    score: Annotated[str, Option(metavar="COLUMN", help="Column of the scores.")] = "score",
-    seed: Annotated[int, Option(min=0, help="Seed for the images shown without scores.")] = 0,
 ) -> None:
-    """Write one HTML file about stores or runs, warnings first.
+    """Write one HTML file about a store or a run, warnings first.
 
     Example: leandit report imagenet-256 --out imagenet-256.html
     """
-    # One that is named twice is shown once.
-    places = {target.rstrip("/") if is_url(target) else str(Path(target).resolve()): target for target in targets}
-    targets = list(places.values())
-    kinds = [not is_url(target) and is_run(Path(target)) for target in targets]
-    if len(set(kinds)) > 1:
-        run, other = targets[kinds.index(True)], targets[kinds.index(False)]
-        raise RecipeError(f"report: '{run}' is a run, '{other}' is not. Give stores alone, or runs alone.")
-    are_runs = kinds[0]
-    if are_runs and (source or vae or scores):
-        raise RecipeError(
-            f"report '{targets[0]}': --source, --vae and --scores are of stores, and it is a run. Leave them out."
-        )
-    from ....datasets.order.filters import ScoreTable
-    from ...inspection.report.run import report_runs
-    from ...inspection.report.store_page import report_stores
-    from ...terminal.progress import ProgressLine
+    if not is_url(target) and is_run(Path(target)):
+        if vae:
+            raise RecipeError(f"report '{target}': --vae is of stores, and it is a run. Leave it out.")
+        from ...inspection.report.run import report_run
 
-    with ProgressLine() as progress:
-        if are_runs:
-            done = report_runs(targets, out, progress=progress)
-        else:
-            table = ScoreTable(scores, score, minimum=0.0) if scores else None
-            done = report_stores(
-                targets, out, source=source, vae=vae, count=count, scores=table, seed=seed, progress=progress
-            )
+        done = report_run(Path(target), out)
+    else:
+        from ...inspection.report.store_page import report_store
+        from ...terminal.progress import ProgressLine
+
+        with ProgressLine() as progress:
+            done = report_store(target, out, vae=vae, count=count, progress=progress)
     print_rows([("report", str(out)), *done])
-    print_next(["view", targets[0]])
+    print_next(["view", target])
 
 
 def view(
-    target: Annotated[
-        str, Argument(parser=path_or_url, metavar="STORE|RUN", help="Store: a folder, or a URL. Or a run.")
-    ],
+    target: Target,
     port: Annotated[int, Option(min=0, max=65535, help="Port of 127.0.0.1; 0: a free one.")] = 0,
     open_browser: Annotated[bool, Option("--open/--no-open", help="Open the page in your browser.")] = True,
     vae: Annotated[

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,19 +84,12 @@ def chart(title: str, x_label: str, y_label: str, draw: Callable[[Any], object],
     return Chart(title, image.format(content, cut(title, MAX_LABEL_CHARS)), wide)
 
 
-def bar_chart(
-    title: str, x_label: str, y_label: str, names: Sequence[str], series: Mapping[str, Sequence[float]]
-) -> Chart:
-    """A group of bars for each name, one bar of it for each series; over the whole width if there are many.
-
-    Args:
-      series: heights by the name in the legend; "" leaves it out.
-    """
-    wide, shown, width = len(names) * len(series) > 12, [label(name) for name in names], 0.8 / len(series)
+def bar_chart(title: str, x_label: str, y_label: str, names: Sequence[str], heights: Sequence[float]) -> Chart:
+    """A bar for each name; over the whole width if there are many."""
+    wide, shown = len(names) > 12, [label(name) for name in names]
 
     def draw(axes: Any) -> None:
-        for i, (name, heights) in enumerate(series.items()):
-            axes.bar(np.arange(len(names)) - 0.4 + (i + 0.5) * width, heights, width * 0.94, label=label(name))
+        axes.bar(np.arange(len(names)), heights, 0.75)
         is_long = sum(map(len, shown)) > (120 if wide else 50)
         slant = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
         axes.set_xticks(range(len(names)), shown, **slant)
@@ -111,30 +104,26 @@ def histogram(
     x_label: str,
     things: str,
     edges: np.ndarray,
-    counts: Mapping[str, np.ndarray],
+    counts: np.ndarray,
     *,
     log_x: bool = False,
-    limits: Sequence[float] = (),
+    limit: float = 0,
 ) -> Chart:
-    """Counts of things between edges: filled of one series; of several their shares, as outlines.
+    """Counts of things between edges.
 
     Args:
       edges: one more than counts.
-      counts: by the name in the legend; "" leaves it out.
-      limits: positions on the x axis of dotted lines, "cut at".
+      limit: position on the x axis of a dotted line, "cut at"; 0: none.
     """
-    several = len(counts) > 1
 
     def draw(axes: Any) -> None:
-        for name, numbers in counts.items():
-            heights = 100 * numbers / max(1, numbers.sum()) if several else numbers
-            axes.stairs(heights, edges, fill=not several, linewidth=1.6, label=label(name))
-        for i, limit in enumerate(limits):
-            axes.axvline(limit, label="" if i else "cut at", **DOTTED)
+        axes.stairs(counts, edges, fill=True)
+        if limit:
+            axes.axvline(limit, label="cut at", **DOTTED)
         axes.set_xscale("log" if log_x else "linear")
         axes.set_ylim(bottom=0)
 
-    return chart(title, x_label, f"share of {things} (%)" if several else things, draw)
+    return chart(title, x_label, things, draw)
 
 
 def thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:

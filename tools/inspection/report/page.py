@@ -55,14 +55,6 @@ def write_page(path: Path, html: str, alerts: Sequence[Alert]) -> list[tuple[str
     return [("size", readable_size(len(content))), *[("warning", alert.text) for alert in alerts]]
 
 
-def short_names(targets: Sequence[str]) -> list[str]:
-    """Last parts of paths, no two of which are the same, as many as it takes to tell them apart."""
-    parts, length = [target.rstrip("/").split("/") for target in targets], 1
-    while length < max(map(len, parts)) and len({tuple(path[-length:]) for path in parts}) < len(parts):
-        length += 1
-    return ["/".join(path[-length:]) for path in parts]
-
-
 class Thumbnail(NamedTuple):
     """An image of a page.
 

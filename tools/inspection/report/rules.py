@@ -54,11 +54,10 @@ def rules_of(kind: str) -> list[Rule]:
     ]
 
 
-def alerts_of(kind: str, every: Sequence[StoreFacts] | Sequence[RunFacts]) -> list[Alert]:
-    """The warnings about stores or runs, in the order of the table; they name it where there are several."""
+def alerts_of(kind: str, facts: StoreFacts | RunFacts) -> list[Alert]:
+    """The warnings about a store or a run, in the order of the table."""
     return [
-        Alert((f"{facts.name}: " if len(every) > 1 else "") + line, rule.section)
-        for facts in every
+        Alert(line, rule.section)
         for rule in rules_of(kind)
         for line in rule.sentence.render(facts=facts).split("\n")
         if line

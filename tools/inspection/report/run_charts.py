@@ -1,4 +1,4 @@
-"""The charts of one run, or of several in the same axes: a table of what each one shows, and one loop that draws it."""
+"""The charts of a run: a table of what each one shows, and one loop that draws it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from ....train.metrics.history import smoothed
 from .charts import COLORS, DOTTED, Chart, chart, label, thinned
 from .run_facts import RunFacts
 
-MOST_POINTS, FEWEST_POINTS = 2000, 500  # of a line: of a single run, and however many runs there are
+MOST_POINTS = 2000  # of a line
 MOST_DOTS = 40  # points of a line that has a dot for each
-MOST_RAW = 3  # runs whose raw values are drawn behind the smoothed ones
 SPREAD = 3.0  # highest over lowest value, above which the axis of a loss is logarithmic
 END_SHARE = 0.1  # of the lines, whose mean is the loss at the end of a run
-DASHES = ("-", (0, (4, 2)), (0, (1, 1)), (0, (4, 1, 1, 1)))  # of the lines of a run, where colors tell runs apart
 STEP, TIME, PERCENT = "step", "diffusion time, from data (0) to noise (1)", "%"
 Line = tuple[str, np.ndarray, np.ndarray]  # name, x, y
 
@@ -27,7 +25,7 @@ class RunChart(NamedTuple):
     Args:
       section: of the page.
       unit: of the y axis; shares are drawn in percent.
-      lines: a column of the metrics, or a function of a run and of the number of runs on the page.
+      lines: a column of the metrics, or a function of a run.
       is_smoothed: means are drawn, with the raw values of a column behind them.
       is_loss: the y axis is logarithmic where the values are spread.
       dotted: key of the recipe that a horizontal line lies at.
@@ -36,7 +34,7 @@ class RunChart(NamedTuple):
     section: str
     title: str
     unit: str
-    lines: str | Callable[[RunFacts, int], list[Line]]
+    lines: str | Callable[[RunFacts], list[Line]]
     is_smoothed: bool = True
     is_loss: bool = False
     x_label: str = STEP
@@ -44,18 +42,16 @@ class RunChart(NamedTuple):
     wide: bool = False
 
 
-def _held_out(run: RunFacts, num_runs: int) -> list[Line]:
+def _held_out(run: RunFacts) -> list[Line]:
     metrics, rows = run.metrics, run.metrics.is_evaluated
     columns = {"averaged weights": "held_out.averaged_loss", "weights": "held_out.loss"}
     return [(name, metrics.steps[rows], metrics.columns[column][rows]) for name, column in columns.items()]
 
 
-def _by_time(run: RunFacts, num_runs: int) -> list[Line]:
+def _by_time(run: RunFacts) -> list[Line]:
     """Loss over the diffusion time at the first, middle and last evaluation; without one at the end of training."""
     metrics, rows = run.metrics, np.flatnonzero(run.metrics.is_evaluated)
-    shown = (
-        dict.fromkeys([rows[0], rows[len(rows) // 2], rows[-1]] if num_runs == 1 else rows[-1:]) if len(rows) else {}
-    )
+    shown = dict.fromkeys([rows[0], rows[len(rows) // 2], rows[-1]]) if len(rows) else {}
     lines = [(f"held-out, step {metrics.steps[row]:,}", metrics.held_out_by_time[row]) for row in shown]
     if not lines and len(metrics):
         last = np.ma.masked_invalid(metrics.loss_by_time[-max(1, round(len(metrics) * END_SHARE)) :])
@@ -63,7 +59,7 @@ def _by_time(run: RunFacts, num_runs: int) -> list[Line]:
     return [(name, (np.arange(len(y)) + 0.5) / max(1, len(y)), y) for name, y in lines]
 
 
-def _terms(run: RunFacts, num_runs: int) -> list[Line]:
+def _terms(run: RunFacts) -> list[Line]:
     return [(name, run.metrics.steps, values) for name, values in run.metrics.terms.items()]
 
 
@@ -84,48 +80,41 @@ CHARTS = (
 )
 
 
-def draw_charts(runs: Sequence[RunFacts]) -> dict[str, list[Chart]]:
+def draw_charts(run: RunFacts) -> dict[str, list[Chart]]:
     """The charts by section of the page, without those that have no number."""
     charts: dict[str, list[Chart]] = {spec.section: [] for spec in CHARTS}
     for spec in CHARTS:
-        lines = [(run, i, line) for run in runs for i, line in enumerate(_lines_of(spec, run, len(runs)))]
-        if lines := [(run, i, line) for run, i, line in lines if np.isfinite(line[2]).any()]:
-            charts[spec.section].append(_draw(spec, runs, lines))
+        if lines := [line for line in _lines_of(spec, run) if np.isfinite(line[2]).any()]:
+            charts[spec.section].append(_draw(spec, run, lines))
     return charts
 
 
-def _lines_of(spec: RunChart, run: RunFacts, num_runs: int) -> list[Line]:
+def _lines_of(spec: RunChart, run: RunFacts) -> list[Line]:
     if callable(spec.lines):
-        return spec.lines(run, num_runs)
+        return spec.lines(run)
     values = run.metrics.columns[spec.lines] * (100.0 if spec.unit == PERCENT else 1.0)
     if spec.section == "speed" and len(values) > len(run.first_lines):
         values[run.first_lines] = np.nan  # they would stretch the axis
     return [("", run.metrics.steps, values)]
 
 
-def _draw(spec: RunChart, runs: Sequence[RunFacts], lines: Sequence[tuple[RunFacts, int, Line]]) -> Chart:
-    several, most = len(runs) > 1, max(FEWEST_POINTS, MOST_POINTS // len(runs))
-
+def _draw(spec: RunChart, run: RunFacts, lines: Sequence[Line]) -> Chart:
     def draw(axes: Any) -> None:
-        for run, i, (name, x, y) in lines:
-            place = runs.index(run)
-            style: dict[str, Any] = {"color": COLORS[(place if several else i) % len(COLORS)]}
-            style["linestyle"] = DASHES[(i if several else place) % len(DASHES)]
-            if spec.is_smoothed and not name and len(runs) <= MOST_RAW:
-                axes.plot(*thinned(x, y, most), linewidth=0.7, alpha=0.35, **style)
-            x, y = thinned(x, smoothed(y) if spec.is_smoothed else y, most)
+        for i, (name, x, y) in enumerate(lines):
+            color = COLORS[i % len(COLORS)]
+            if spec.is_smoothed and not name:
+                axes.plot(*thinned(x, y, MOST_POINTS), linewidth=0.7, alpha=0.35, color=color)
+            x, y = thinned(x, smoothed(y) if spec.is_smoothed else y, MOST_POINTS)
             marker = "o" if not spec.is_smoothed and len(x) < MOST_DOTS else ""
-            text = ": ".join(filter(None, (run.name if several else "", name)))
-            axes.plot(x, y, marker=marker, markersize=3, label=label(text), **style)
-        every = np.concatenate([y[np.isfinite(y)] for _, _, (_, _, y) in lines])
+            axes.plot(x, y, marker=marker, markersize=3, label=label(name), color=color)
+        every = np.concatenate([y[np.isfinite(y)] for _, _, y in lines])
         if spec.is_loss and every.max() > SPREAD * every.min() > 0:
             axes.set_yscale("log")
         if spec.section == "speed":
             axes.set_ylim(bottom=0)
-        limits = {run.key(spec.dotted) for run in runs} if spec.dotted else set()
-        for limit in sorted(value for value in limits if isinstance(value, (int, float)) and value):
+        if spec.dotted and isinstance(limit := run.key(spec.dotted), int | float) and limit:
             axes.axhline(limit, **DOTTED)
-        for i, step in enumerate(() if several or spec.x_label != STEP else runs[0].restart_steps):
+        for i, step in enumerate(run.restart_steps if spec.x_label == STEP else ()):
             axes.axvline(step, label="" if i else "resumed", **DOTTED)
 
     return chart(spec.title, spec.x_label, spec.unit, draw, wide=spec.wide)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ....train.config import PACKAGE, load
 from ....train.metrics.history import read_history, read_starts, whole_lines
 from ....train.run.evaluation.decoding import LATENTS, PICTURE, grid_files
 from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, SNAPSHOT, STATE, find
-from ..templating import Rows, side_by_side, things
+from ..templating import Rows, things
 
 SCORES = ("frechet", "kid", "cmmd", "precision", "recall", "density", "coverage", "clip_score")
 ABSENT = "-"
@@ -45,14 +45,14 @@ class RunFacts:
     """All that a report shows of a run, read from its folder; nothing is written.
 
     Args:
-      name: for the page.
+      run: its folder.
       now: seconds since 1970; None: the clock's.
     Raises: DamageError: a file of the run is not what the trainer writes.
     """
 
-    def __init__(self, run: Path, name: str, *, now: float | None = None) -> None:
+    def __init__(self, run: Path, *, now: float | None = None) -> None:
         manifest = _read_manifest(run)
-        self.name, self.recipe = name, manifest.recipe  # nested, with all keys
+        self.path, self.recipe = run, manifest.recipe  # nested, with all keys
         self.recipe_text = (run / RECIPE).read_text(errors="replace") if (run / RECIPE).is_file() else ""
         self.starts, self.metrics = read_starts(run), read_history(run)
         steps = self.key("run.steps")
@@ -60,8 +60,8 @@ class RunFacts:
         self.state = self.metrics.state(self.num_steps, now=now)
         shipped = self.starts[0].recipe if self.starts else ""
         self.shipped = shipped if shipped in shipped_recipes(PACKAGE) else ""  # that it was started with; "": another
-        self.changed = differing([load(shipped, []).model_dump(), self.recipe]) if self.shipped else []
-        self.stores = [side_by_side([_describe_store(run, store)]) for store in manifest.stores]
+        self.changed = differing(load(shipped, []).model_dump(), self.recipe) if self.shipped else []
+        self.stores = [_describe_store(run, store) for store in manifest.stores]
         self.evaluations = _read_evaluations(run)
         self.grids = grid_files(run / SAMPLES, PICTURE)  # decoded ones, by step
         self.num_waiting = len(grid_files(run / SAMPLES, LATENTS))
@@ -137,9 +137,9 @@ class RunFacts:
         }
 
 
-def differing(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+def differing(*recipes: dict[str, Any]) -> list[tuple[str, ...]]:
     """Keys whose values differ between recipes, with the value of each; "-" where it lacks the key."""
-    flat = [flatten(recipe) for recipe in recipes]
+    flat = list(map(flatten, recipes))
     rows = [
         (key, *(json.dumps(recipe[key], ensure_ascii=False) if key in recipe else ABSENT for recipe in flat))
         for key in sorted({key for recipe in flat for key in recipe})

@@ -14,8 +14,8 @@ from starlette.routing import Route
 from ....datasets.errors import LeanditError
 from ....train.weights.folders import EVALUATIONS, METRICS, RUN, SAMPLES
 from ..report.page import render_page
-from ..report.rules import Alert
-from ..report.run import find_alerts, render_runs
+from ..report.rules import Alert, alerts_of
+from ..report.run import render_run
 from ..report.run_facts import RunFacts
 from .pages import application
 from .server import HEADERS
@@ -62,9 +62,9 @@ class RunSite:
             if time.monotonic() >= self._next and has_changed:
                 started = time.thread_time()
                 try:
-                    self._facts = RunFacts(self._run, str(self._run))
+                    self._facts = RunFacts(self._run)
                     version = f"{stamp} {self._state()}"
-                    self._html = render_runs([self._facts], find_alerts([self._facts]), version=version)
+                    self._html = render_run(self._facts, alerts_of("run", self._facts), version=version)
                 except (LeanditError, OSError) as error:
                     self._facts, version, alert = None, f"{stamp} unreadable", Alert(str(error), "")
                     title = f"Run {self._run}"

@@ -11,8 +11,8 @@ from made_runs import make_grid, make_run
 from making import no_progress
 from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT, hostile_store
 
-from leandit.tools.inspection.report.run import report_runs
-from leandit.tools.inspection.report.store_page import report_stores
+from leandit.tools.inspection.report.run import report_run
+from leandit.tools.inspection.report.store_page import report_store
 from leandit.tools.terminal.text import printable
 
 ELSEWHERE = "https://elsewhere.example/picture.png"
@@ -63,13 +63,12 @@ def assert_policy_holds(watched: Watched, html: Path) -> None:
 
 def test_the_report_of_a_store_opens_from_disk_and_its_texts_do_no_harm(watched: Watched, tmp_path: Path) -> None:
     store, html = hostile_store(tmp_path), tmp_path / "report.html"
-    report_stores([str(store.path)], html, source=[str(tmp_path / "source")], progress=no_progress)
+    report_store(str(store.path), html, progress=no_progress)
     text = open_report(watched, html)
     for hostile in (MARKUP, CONTROL, RIGHT_TO_LEFT):
         assert printable(hostile) in text
     assert "<b>gone.png" in text
-    assert watched.page.locator("#records .no-picture").count() == 2
-    assert watched.page.locator("#pictures img").count() == len(store) == 14
+    assert watched.page.locator("#images img").count() == len(store) == 14
     assert_policy_holds(watched, html)
 
 
@@ -80,9 +79,9 @@ def test_the_report_of_a_run_opens_from_disk_and_its_texts_do_no_harm(watched: W
     make_grid(run, 40)
     pictures = {"kind": "run", "path": MARKUP}
     (run / "fid.json").write_text(json.dumps({"pictures": pictures, "frechet": 3.25}))
-    report_runs([str(run)], html, progress=no_progress)
+    report_run(run, html)
     text = open_report(watched, html)
     for shown in (MARKUP, printable(RIGHT_TO_LEFT), printable(CONTROL), "3.25"):
         assert shown in text
-    assert watched.page.locator("#pictures img").count() == 1
+    assert watched.page.locator("#images img").count() == 1
     assert_policy_holds(watched, html)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import make_grid, make_run
-from making import CPU, no_progress, train_recipe
+from making import CPU, train_recipe
 from PIL import Image
 from shown_runs import HOLDOUT
 from view_sites import Elements
@@ -46,9 +46,9 @@ class Page(Elements):
         ]
 
 
-def page_of(*runs: Path) -> Page:
-    out = runs[0].parent / "page.html"
-    report.report_runs([str(run) for run in runs], out, progress=no_progress)
+def page_of(run: Path) -> Page:
+    out = run.parent / "page.html"
+    report.report_run(run, out)
     return Page(out.read_text())
 
 
@@ -104,21 +104,6 @@ def test_the_page_asks_for_nothing_its_links_lead_somewhere_and_it_is_the_same_e
     assert "script" not in page.names
 
 
-def test_several_runs_share_charts_and_a_table_of_what_differs(tmp_path: Path) -> None:
-    one = make_run(tmp_path / "one")
-    two = make_run(tmp_path / "two", "optimizer.lr=3e-4", change=lambda n, line: line.update(data_wait_share=0.5))
-    page = page_of(one, two)
-    assert "optimizer.lr 0.0001 0.0003" in page.line
-    assert "two: 50.0% of the time was spent waiting" in page.line
-    assert "one, two" in page.line  # they read the same store
-    assert {"one", "two"} <= set(page.charts["Training loss"])
-    assert {"one: averaged weights", "two: weights"} <= set(page.charts["Loss of held-out records"])
-    same_name = make_run(tmp_path / "other/one")
-    page = page_of(one, same_name)
-    assert "All keys are the same." in page.line
-    assert {f"{tmp_path.name}/one", "other/one"} <= set(page.text)
-
-
 @pytest.mark.usefixtures("without_charts")
 def test_evaluations_in_the_folder_are_shown(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
@@ -146,7 +131,7 @@ def test_a_long_run_makes_a_small_page_that_keeps_a_spike(tmp_path: Path) -> Non
 def test_many_grids_are_thinned_and_made_smaller_until_they_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "PICTURE_BYTES", 400_000)
+    monkeypatch.setattr(report, "GRID_BYTES", 400_000)
     run = make_run(tmp_path / "run")
     noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), np.uint8)
     for step in range(10, 410, 10):
@@ -173,27 +158,22 @@ def test_a_run_without_a_step_or_a_store_has_a_page(tmp_path: Path) -> None:
 
 
 def test_a_recipe_is_compared_with_the_shipped_one_that_the_run_names(tmp_path: Path) -> None:
-    named = RunFacts(make_run(tmp_path / "named", "optimizer.lr=3e-4", recipe="dit-b-2-256"), "named")
+    named = RunFacts(make_run(tmp_path / "named", "optimizer.lr=3e-4", recipe="dit-b-2-256"))
     assert named.shipped == "dit-b-2-256"
     assert named.changed[:2] == [("data.holdout", "0.0", "0.1"), ("optimizer.lr", "0.0001", "0.0003")]
-    own = RunFacts(make_run(tmp_path / "own", starts=[{"recipe": "mine.toml"}]), "own")
+    own = RunFacts(make_run(tmp_path / "own", starts=[{"recipe": "mine.toml"}]))
     assert (own.shipped, own.changed) == ("", [])
-    assert differing([{"a": 1, "b": True}, {"a": 1, "c": {"d": ""}}]) == [("b", "true", "-"), ("c.d", "-", '""')]
+    assert differing({"a": 1, "b": True}, {"a": 1, "c": {"d": ""}}) == [("b", "true", "-"), ("c.d", "-", '""')]
 
 
-def test_what_is_not_a_run_or_mixed_with_stores_is_refused(tmp_path: Path) -> None:
-    run, store = str(make_run(tmp_path / "run")), str(tmp_path / "store")
-    with pytest.raises(RecipeError, match=r"is a run, .* is not"):
-        report_command([run, store], tmp_path / "page.html")
-    report_command([run, f"{run}/"], tmp_path / "page.html")  # named twice, shown once
-    assert "<title>Run run<" in (tmp_path / "page.html").read_text()
-    with pytest.raises(RecipeError, match="--source, --vae and --scores are of stores"):
-        report_command([run], tmp_path / "page.html", vae="taesd")
+def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="--vae is of stores"):
+        report_command(str(make_run(tmp_path / "run")), tmp_path / "page.html", vae="taesd")
     with pytest.raises(DamageError, match="it has not trained"):
-        RunFacts(tmp_path, "run")
+        RunFacts(tmp_path)
     (tmp_path / "run.json").write_text('{"recipe": {}, "stores": [{"path": 3}]}')
     with pytest.raises(DamageError, match=r"'stores\.0\.path'"):
-        RunFacts(tmp_path, "run")
+        RunFacts(tmp_path)
 
 
 @given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=1, max_size=400), st.integers(4, 60))

@@ -19,7 +19,7 @@ NOW = 2e9  # long after any run of the tests has written
 
 
 def warned(run: Path, *, now: float = NOW) -> list[str]:
-    return [alert.text for alert in alerts_of("run", [RunFacts(run, "run", now=now)])]
+    return [alert.text for alert in alerts_of("run", RunFacts(run, now=now))]
 
 
 def every(**values: Any) -> Change:
@@ -102,7 +102,7 @@ def test_lines_that_do_not_count_and_grids_that_wait_are_told_unless_the_run_goe
     run = make_run(tmp_path / "run", "run.steps=1000", tail=json.dumps(report_line(LINES)) + '\n{"step"')
     (run / "samples/step-400.safetensors").touch()
     _, grids, file = warned(run)
-    assert grids.startswith("1 grids of pictures are not decoded")
+    assert grids.startswith("1 grids of images are not decoded")
     assert "its last line is cut off" in file
     repeated = "1 lines are of steps that a later line reports again"
     assert repeated in file

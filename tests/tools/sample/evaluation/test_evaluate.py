@@ -22,7 +22,7 @@ from tiny_models import CLIP_TEXTS, make_clip, make_dinov2
 from leandit.datasets.errors import DamageError, EncoderError, RecipeError, SourceError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.images.decoders import Decoders
-from leandit.tools.inspection.report.run import report_runs
+from leandit.tools.inspection.report.run import report_run
 from leandit.tools.sample.evaluation import images, moments
 from leandit.tools.sample.evaluation.distances import frechet_distance
 from leandit.tools.sample.evaluation.evaluate import evaluate, rows_of
@@ -286,7 +286,7 @@ def test_a_run_is_drawn_and_measured(label_store: LatentStore, here: Path, tmp_p
 
     shutil.copy(run / "evaluations.jsonl", run / "copy.json")  # which is no result by itself
     (run / "same.json").write_text(json.dumps(found))
-    report_runs([str(run)], tmp_path / "run.html", progress=no_progress)
+    report_run(run, tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
     assert page.count(f"{found['frechet']:.5g}") == 1
     assert "same.json" not in page
