@@ -32,7 +32,6 @@ from ..weights.checkpoint import (
     CHECKPOINT,
     EMA,
     FIRST_SHARE,
-    INTERRUPTED,
     MODEL,
     NULL_CAPTION,
     OPTIMIZER,
@@ -205,12 +204,11 @@ def due(recipe: TrainRecipe, step: int, *, stopping: bool = False) -> list[str]:
     return [*averages, SNAPSHOT, CHECKPOINT] if resumable else averages
 
 
-def capture(run: Run, kinds: Sequence[str], *, interrupted: bool = False) -> list[Folder]:
+def capture(run: Run, kinds: Sequence[str]) -> list[Folder]:
     """Copy the state into memory, as the folders to write; a collective call. Only the first rank gets any.
 
     Args:
       kinds: as ``due`` gives them.
-      interrupted: the run stops at this step, although the recipe saves nothing then.
     """
     recipe, step, engine = run.recipe, run.step, run.engine
     groups: dict[str, dict[str, Tensor]] = {}
@@ -225,11 +223,9 @@ def capture(run: Run, kinds: Sequence[str], *, interrupted: bool = False) -> lis
     state = model_state(engine.model)
     buffers = {name: state[name].cpu().clone() for name, _ in engine.model.named_buffers() if name in state}
     rest = {MODEL: buffers} | ({NULL_CAPTION: kept} if kept else {})
-    stopped = {INTERRUPTED: True} if interrupted else {}
     folders = []
     if AVERAGE in kinds:
-        named = extra | ({} if recipe.ema.keep_every else stopped) | {"lengths": recipe.ema.lengths}
-        folders.append(Folder(AVERAGE, step, rest | {EMA: groups[EMA]}, named))
+        folders.append(Folder(AVERAGE, step, rest | {EMA: groups[EMA]}, extra | {"lengths": recipe.ema.lengths}))
     if CHECKPOINT in kinds:
         rule = build_rules(recipe)[0]
         first = {name.removeprefix(rule.prefix): t for name, t in groups[EMA].items() if name.startswith(rule.prefix)}
@@ -242,13 +238,13 @@ def capture(run: Run, kinds: Sequence[str], *, interrupted: bool = False) -> lis
             loss_scale=None if engine.loss_scale is None else engine.loss_scale.state_dict(),
             frozen=run.frozen,
         )
-        folders.append(Folder(SNAPSHOT, step, rest | {MODEL: buffers | first}, extra | young | stopped))
+        folders.append(Folder(SNAPSHOT, step, rest | {MODEL: buffers | first}, extra | young))
         folders.append(Folder(CHECKPOINT, step, groups, progress.model_dump()))
     return folders
 
 
 def write(folders: Sequence[Folder], run: Path, section: RunSection) -> None:
-    """Write the folders, a checkpoint last; then remove older checkpoints, and older snapshots of interruptions.
+    """Write the folders, a checkpoint last; then remove older checkpoints.
 
     Raises: ResourceError: the disk is full; DamageError: it returned other bytes. Older checkpoints then stay.
     """
@@ -256,8 +252,6 @@ def write(folders: Sequence[Folder], run: Path, section: RunSection) -> None:
         path = checkpoint.save(kind, run, step, groups, state)
         if kind == CHECKPOINT:
             checkpoint.prune(run, section.keep_checkpoints, proven=path, keep_every=section.keep_every)
-        elif state.get(INTERRUPTED):
-            checkpoint.prune_interrupted(kind, run)
 
 
 class Saver:
@@ -280,8 +274,7 @@ class Saver:
         recipe, step = self._run.recipe, self._run.step
         if kinds := due(recipe, step, stopping=stopping):
             self.finish()  # first, so that two states are never in memory
-            folders = capture(self._run, kinds, interrupted=stopping and CHECKPOINT not in due(recipe, step))
-            if folders:
+            if folders := capture(self._run, kinds):
                 self._pending = self._thread.submit(write, folders, self._folder, self._section)
         if self._pending is not None and (self._pending.done() or not self._section.async_checkpoint):
             self.finish()
