@@ -76,27 +76,19 @@ def check_fit(recipe: TrainRecipe, places: Sequence[Place]) -> ModelSpec:
             lacks[place.path] += _size_lacks(spec, place.spec.latent, place.buckets)
     if spec is None or any(lacks.values()):
         stores = "; ".join(f"store '{path}': {'; '.join(phrases)}" for path, phrases in lacks.items() if phrases)
-        # Where sizes do not fit, neither would others of this resolution.
-        fits = _store_that_fits(recipe, places[0].spec.images.resolution_px, exactly=spec is None)
+        fits = _store_that_fits(recipe, places[0].spec.images.resolution_px)
         raise RunError(f"model '{recipe.model.name}', {stores}{fits}.")
     return spec
 
 
-def _store_that_fits(recipe: TrainRecipe, resolution_px: int, *, exactly: bool) -> str:
-    """The command that makes a store for a model of diffusers, at the resolution of the store that does not fit.
-
-    Args:
-      exactly: that resolution, else the nearest one that has a recipe.
-    """
+def _store_that_fits(recipe: TrainRecipe, resolution_px: int) -> str:
+    """The command that makes a store for a model of diffusers, near the resolution of the store that does not fit."""
     if not (family := family_of(recipe.model.name)):
         return ""
     kind = FAMILIES[family].recipe.rpartition("-")[0]
     named = [name.rpartition("-") for name in shipped_recipes("leandit.precompute")]
     nearest = min((int(side) for start, _, side in named if start == kind), key=lambda side: abs(side - resolution_px))
-    change = ""
-    if exactly and nearest != resolution_px:  # for which there are no published buckets
-        change = f" --set images.resolution={resolution_px} --set images.buckets=area"
-    return f". 'leandit precompute {kind}-{nearest}{change}' makes a store that fits"
+    return f". 'leandit precompute {kind}-{nearest}' makes a store that fits"
 
 
 def _spec(recipe: TrainRecipe, store: StoreSpec) -> ModelSpec:
@@ -255,10 +247,13 @@ def _caption_lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
     stored = [encoder.name for encoder in store.text_encoders]
     tables = ", ".join(map(_table, stored)) or "none"
     if roles:
-        needed = ", ".join(role.name for role in roles)
-        for contradiction in _contradicting_texts(recipe.conditioning.texts, needed, len(roles), place):
-            raise RecipeError(f"conditioning.texts {json.dumps(recipe.conditioning.texts)}: {contradiction}")
-        if not recipe.conditioning.texts and len(stored) != len(roles):
+        needed, names = ", ".join(role.name for role in roles), recipe.conditioning.texts
+        if names and (len(names) != len(roles) or len(set(names)) < len(names) or not set(names) <= set(stored)):
+            raise RecipeError(
+                f"conditioning.texts {json.dumps(names)}: expected {needed}, in this order, by the names of text "
+                f"encoders of store '{place.path}', which has {tables}."
+            )
+        if not names and len(stored) != len(roles):
             do = ": name those to read, in this order, in conditioning.texts" if len(stored) > len(roles) else ""
             yield f"it reads {len(roles)} text encoders, {needed}, and there are {tables}{do}"
             return
@@ -273,18 +268,6 @@ def _caption_lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
             "it takes the tokens of captions, and [text] has pooled vectors alone: precompute with a text encoder that "
             "gives tokens as [text]"
         )
-
-
-def _contradicting_texts(names: list[str], needed: str, count: int, place: Place) -> Iterator[str]:
-    """What is wrong with the names of ``conditioning.texts``; nothing, if it has none."""
-    stored = [encoder.name for encoder in place.spec.text_encoders]
-    if repeated := [name for number, name in enumerate(names) if name in names[:number]]:
-        yield f"{_quoted(repeated[0])} is named twice. Expected {needed}, in this order."
-    if missing := [name for name in names if name not in stored]:
-        known = ", ".join(map(_quoted, stored)) or "none"
-        yield f"store '{place.path}' has no {_table(missing[0])}. Its text encoders: {known}."
-    if names and len(names) != count:
-        yield f"{len(names)} names. Expected {count}: {needed}, in this order."
 
 
 def _role_lacks(role: TextInput, encoder: TextEncoder) -> Iterator[str]:
@@ -322,7 +305,3 @@ def _joined_width(inputs: tuple[TextInput, ...]) -> int:
 
 def _table(name: str) -> str:
     return f"[text.{name}]" if name else "[text]"
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"' if name else '"" ([text])'

@@ -264,7 +264,6 @@ def test_a_run_stays_at_its_revisions_while_a_store_grows_and_says_so(here: Path
     [
         ("pixart-sigma-256", 256, "pixart-256"),
         ("pixart-sigma-512", 1024, "pixart-1024"),
-        ("pixart-sigma-256", 320, "pixart-256 --set images.resolution=320 --set images.buckets=area"),
         ("sd3.5-medium-512", 512, "sd3-512"),
     ],
 )
