@@ -15,11 +15,23 @@ from typer import Option
 
 from ....datasets.disk.files import write_atomic
 from ....datasets.disk.hashing import canonical_json
+from ....datasets.errors import RecipeError
 from ....train.weights.folders import RUN
 from ...sample.request import LARGEST_GRID, EvaluateRequest, SampleRequest
 from ...terminal.outcome import Command, print_next
 from ...terminal.text import print_result, print_rows
-from ..options import AsJson, Device, Run, local_input, output, print_line, rank_device, rank_progress, read_path
+from ..options import (
+    AsJson,
+    Device,
+    Run,
+    local_input,
+    output,
+    print_line,
+    rank_device,
+    rank_progress,
+    read_path,
+    torch_device,
+)
 from ..preflight import check_evaluation, check_run, check_subjects
 
 NOT_EVALUATED = ("labels", "captions", "count", "batch", "recipe", "encoders", "compiled")  # options of sample alone
@@ -152,17 +164,19 @@ def evaluate(
     Example: leandit evaluate runs/xl --against imagenet-256 --source imagenet/train --out fid
     """
     check_evaluation(target, against, clip=measure.clip, captions=captions, features=measure.features, out=out)
-    from ....train.parallel.ranks import read_ranks
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise RecipeError(
+            "evaluate: expected one process. Draw in several with 'leandit sample RUN --num N --out OUT', then measure "
+            "with the same options and --out in one: it draws only what is missing."
+        )
     from ...sample.evaluation.evaluate import evaluate as run_evaluation
     from ...sample.evaluation.evaluate import rows_of
+    from ...terminal.progress import ProgressLine
 
-    ranks = read_ranks()
     paths = {"target": target, "against": against, "keep": keep, "captions": captions, "out": out}
     request = dataclasses.replace(measure, **paths, draw=dataclasses.replace(draw, count=num))
-    with rank_progress(ranks) as progress:
-        result = run_evaluation(request, device=rank_device(device, ranks), ranks=ranks, progress=progress)
-    if not result:
-        return
+    with ProgressLine() as progress:
+        result = run_evaluation(request, device=torch_device(device), progress=progress)
     if json_file:
         write_atomic(json_file, canonical_json(result))
     for note in result["notes"]:

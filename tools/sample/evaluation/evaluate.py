@@ -17,7 +17,6 @@ from ....datasets.errors import DamageError, RecipeError, SourceError
 from ....datasets.format.layout import GROUP
 from ....datasets.store import LatentStore
 from ....precompute.run.clock import Progress
-from ....train.parallel.ranks import Ranks, connected
 from ....train.weights.folders import EVALUATIONS, is_run
 from ...inspection.pictures import spread
 from ...terminal.text import finite
@@ -26,7 +25,7 @@ from ..request import INCEPTION, EvaluateRequest
 from ..sample import RESULT, SET, sample_set
 from .distances import Moments, measure
 from .images import IMAGES, ImageSet, decoded_images, folder_images, npz_images, read_captions, source_images
-from .moments import COVARIANCE, MEAN, Team, check_kept, kept_moments, moments_of, read_moments
+from .moments import COVARIANCE, MEAN, check_kept, compute_batches, kept_moments, moments_of, read_moments
 from .networks import ClipScore, Network, open_network
 
 METADATA = "metadata.jsonl"
@@ -34,51 +33,39 @@ FEW_IMAGES = 1000  # of a side, below which a share of them is rough: its standa
 SCORES = ("frechet", "kid", "cmmd", "precision", "recall", "density", "coverage", "clip_score")
 
 
-def evaluate(
-    request: EvaluateRequest,
-    *,
-    device: torch.device,
-    ranks: Ranks,
-    progress: Progress,
-) -> dict[str, Any] | None:
-    """Measure a set of images; all processes call it, and an error of one ends all.
+def evaluate(request: EvaluateRequest, *, device: torch.device, progress: Progress) -> dict[str, Any]:
+    """Measure a set of images.
 
     The numbers of a run are added to its ``evaluations.jsonl`` too.
 
-    Returns: the numbers and what they are of, as plain values; None for others than the first process.
+    Returns: the numbers and what they are of, as plain values.
     Raises: RecipeError, SourceError, StoreError, RunError, EncoderError, DamageError.
     """
     check_options(request)
-    with connected(ranks, device):
-        team = Team(ranks, progress)
-        network = open_network(request.features, request.resize, device) if request.against else None
-        clip = ClipScore(request.clip, device) if request.clip else None
-        reference = open_reference(request, network, device) if network else None
-        target = open_target(request, network, team, device)
-        result: dict[str, Any] = {"pictures": target.description}
-        notes = [target.description["warning"]] if target.description.get("warning") else []
-        theirs = ours = None
-        if network and reference:
-            theirs = kept_moments(reference, network, team, request.keep)
-            ours = moments_of(target, network, team, "pictures")
-            result |= {"reference": reference.description, "features": network.description}
-        if clip:
-            score, num_cut = clip_score(request, clip, target, team)
-            result |= {"clip": clip.description, "clip_score": score}
-            if num_cut:
-                notes.append(f"{num_cut} captions are longer than CLIP reads; the rest of each does not count")
-        if not ranks.is_first:
-            return None
-        if network and reference and ours and theirs:
-            result |= measure(ours, theirs, is_clip=network.is_clip, device=device)
-            notes += find_notes(ours, theirs, reference, network)
-        result = finite(result | {"notes": notes})
-        if is_run(request.target):
-            path = request.target / EVALUATIONS
-            before = path.read_bytes() if path.is_file() else b""
-            before = before[: before.rfind(b"\n") + 1]  # without a line that a crash cut off
-            write_atomic(path, before + json.dumps(result, allow_nan=False).encode() + b"\n")
-        return result
+    network = open_network(request.features, request.resize, device) if request.against else None
+    clip = ClipScore(request.clip, device) if request.clip else None
+    reference = open_reference(request, network, device) if network else None
+    target = open_target(request, network, device, progress)
+    result: dict[str, Any] = {"pictures": target.description}
+    notes = [target.description["warning"]] if target.description.get("warning") else []
+    if network and reference:
+        theirs = kept_moments(reference, network, request.keep, progress)
+        ours = moments_of(target, network, "images", progress)
+        result |= {"reference": reference.description, "features": network.description}
+        result |= measure(ours, theirs, is_clip=network.is_clip, device=device)
+        notes += find_notes(ours, theirs, reference, network)
+    if clip:
+        score, num_cut = clip_score(request, clip, target, progress)
+        result |= {"clip": clip.description, "clip_score": score}
+        if num_cut:
+            notes.append(f"{num_cut} captions are longer than CLIP reads; the rest of each does not count")
+    result = finite(result | {"notes": notes})
+    if is_run(request.target):
+        path = request.target / EVALUATIONS
+        before = path.read_bytes() if path.is_file() else b""
+        before = before[: before.rfind(b"\n") + 1]  # without a line that a crash cut off
+        write_atomic(path, before + json.dumps(result, allow_nan=False).encode() + b"\n")
+    return result
 
 
 # -------------------------------------------------------------------------------------------------------------- inputs
@@ -109,14 +96,15 @@ def open_reference(request: EvaluateRequest, network: Network, device: torch.dev
     return images.some(spread(images.count, most), of=images.count) if 0 < most < images.count else images
 
 
-def open_target(request: EvaluateRequest, network: Network | None, team: Team, device: torch.device) -> ImageSet:
-    """The images to measure; those of a run are drawn first."""
+def open_target(
+    request: EvaluateRequest, network: Network | None, device: torch.device, progress: Progress
+) -> ImageSet:
+    """The images to measure; those of a run are drawn first, unless they are there."""
     if not is_run(request.target):
         return open_images(request.target, network, request, device)
     assert request.out is not None
     draw, out = request.draw, request.out
-    drawn = sample_set(request.target, draw, out=out, device=device, ranks=team.ranks, progress=team.progress)
-    team.wait()  # all images are there
+    drawn = sample_set(request.target, draw, out=out, device=device, progress=progress)
     settings = {key: value for key, value in read_json(out / SET).items() if value not in ([], None)}
     description = {"kind": "run", "path": str(request.target)} | settings
     description |= {key: drawn[key] for key in ("step", "weights", "warning")}
@@ -196,8 +184,8 @@ def find_notes(images: Moments, reference: Moments, opened: ImageSet, network: N
     return notes
 
 
-def clip_score(request: EvaluateRequest, clip: ClipScore, target: ImageSet, team: Team) -> tuple[float, int]:
-    """The mean score, and the number of captions that were cut; a collective call, (0, 0) for others than the first."""
+def clip_score(request: EvaluateRequest, clip: ClipScore, target: ImageSet, progress: Progress) -> tuple[float, int]:
+    """The mean score, and the number of captions that were cut."""
     if target.read is None:
         raise RecipeError(f"--clip: '{request.target}' has statistics, not images. Leave it out.")
     folder = request.out if request.out and is_run(request.target) else request.target
@@ -209,8 +197,8 @@ def clip_score(request: EvaluateRequest, clip: ClipScore, target: ImageSet, team
     def compute(pixels: list[np.ndarray], numbers: np.ndarray) -> np.ndarray:
         return clip.scores(pixels, [captions[number] for number in numbers])
 
-    rows = np.concatenate([np.zeros((0, 2)), *team.run(target, compute, "captions")])
-    return (float(rows[:, 0].mean()), int(rows[:, 1].sum())) if len(rows) else (0.0, 0)
+    rows = np.concatenate(list(compute_batches(target, compute, "captions", progress)))
+    return float(rows[:, 0].mean()), int(rows[:, 1].sum())
 
 
 def rows_of(result: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,8 +1,4 @@
-"""What the measures need of images: the mean and covariance of all features, and the features of some images.
-
-A batch holds images of fixed numbers and process r of n takes the batches r, r + n, r + 2n and so on, so the number of
-processes changes neither what is computed together nor the order.
-"""
+"""What the measures need of images: the mean and covariance of all features, and the features of some images."""
 
 from __future__ import annotations
 
@@ -13,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from ....datasets.errors import DamageError, EncoderError, RecipeError, SourceError
 from ....precompute.run.clock import Progress
-from ....train.parallel.ranks import Ranks, all_gather
 from ....train.sampling.guided import float32_products
 from ...inspection.pictures import spread
 from ..npz import Npz, write_npz
@@ -34,54 +28,25 @@ Compute = Callable[[list[np.ndarray], np.ndarray], np.ndarray]
 """Images of a batch and their numbers to one row for each."""
 
 
-class Team:
-    """The processes of an evaluation.
-
-    Args:
-      ranks: connected if there are several.
-      progress: called by each process.
-    """
-
-    def __init__(self, ranks: Ranks, progress: Progress) -> None:
-        self.ranks, self.progress = ranks, progress
-        self._group: Any = dist.new_group(backend="gloo") if self.ranks.world_size > 1 else None
-
-    def wait(self) -> None:
-        """Wait for all processes."""
-        all_gather(self.ranks, None)
-
-    def run(self, images: ImageSet, compute: Compute, stage: str) -> Iterator[np.ndarray]:
-        """Compute all batches; a collective call, to be iterated to its end in all processes.
-
-        Returns: for the first process the results of each batch, in order; for others nothing.
-        """
-        rank, world_size = self.ranks.rank, self.ranks.world_size
-        batches = [np.arange(start, min(start + BATCH, images.count)) for start in range(0, images.count, BATCH)]
-        assert images.read
-        read = images.read(iter(batches[rank::world_size]))
-        for first in range(0, len(batches), world_size):
-            together = batches[first : first + world_size]
-            result = None
-            if rank < len(together):
-                with float32_products(tf32=False):  # torch allows it for convolutions
-                    result = compute(next(read), together[rank])
-            results: list[Any] | None = [result]
-            if self._group is not None:
-                results = [None] * world_size if self.ranks.is_first else None
-                dist.gather_object(result, results, dst=0, group=self._group)
-            yield from (rows for rows in results or () if rows is not None)
-            self.progress(stage, int(together[-1][-1]) + 1, images.count)
+def compute_batches(images: ImageSet, compute: Compute, stage: str, progress: Progress) -> Iterator[np.ndarray]:
+    """The results of each batch of images, in order."""
+    batches = [np.arange(start, min(start + BATCH, images.count)) for start in range(0, images.count, BATCH)]
+    assert images.read
+    for pixels, numbers in zip(images.read(iter(batches)), batches, strict=True):
+        with float32_products(tf32=False):  # torch allows it for convolutions
+            result = compute(pixels, numbers)
+        yield result
+        progress(stage, int(numbers[-1]) + 1, images.count)
 
 
-def moments_of(images: ImageSet, network: Network, team: Team, stage: str) -> Moments | None:
-    """Statistics of images, or those that a file has; a collective call.
+def moments_of(images: ImageSet, network: Network, stage: str, progress: Progress) -> Moments:
+    """Statistics of images, or those that a file has.
 
-    Returns: for the first process; None for others.
     Raises: SourceError: an image cannot be read, there is only one, or statistics of a file are of another network;
       DamageError; EncoderError: a feature is not finite.
     """
     given = images.statistics
-    if not images.read:
+    if given and not images.read:
         return given
     if images.count < 2:
         raise SourceError(f"'{images.description['path']}': it holds 1 image. Expected at least 2 for a covariance.")
@@ -95,11 +60,7 @@ def moments_of(images: ImageSet, network: Network, team: Team, stage: str) -> Mo
             )
         return features
 
-    batches = team.run(images, compute, stage)
-    if not team.ranks.is_first:
-        assert not list(batches)
-        return None
-    measured = collect(batches, images.count)
+    measured = collect(compute_batches(images, compute, stage, progress), images.count)
     if given and given.mean.shape != measured.mean.shape:
         raise SourceError(
             f"'{images.description['path']}': its mu has {len(given.mean)} numbers, the network gives "
@@ -108,7 +69,7 @@ def moments_of(images: ImageSet, network: Network, team: Team, stage: str) -> Mo
     return replace(given, features=measured.features) if given else measured
 
 
-def kept_moments(images: ImageSet, network: Network, team: Team, file: Path | None) -> Moments | None:
+def kept_moments(images: ImageSet, network: Network, file: Path | None, progress: Progress) -> Moments:
     """As ``moments_of`` for a reference, read from a file if it exists, else written to it.
 
     Raises: RecipeError: the file holds other statistics.
@@ -118,9 +79,8 @@ def kept_moments(images: ImageSet, network: Network, team: Team, file: Path | No
         check_kept(kept := Npz(file), **described)
         LOG.info("reference: statistics kept in '%s'", file)
         return read_moments(kept)
-    team.wait()  # all have looked before the first writes
-    moments = moments_of(images, network, team, "reference")
-    if file and moments:
+    moments = moments_of(images, network, "reference", progress)
+    if file:
         write_moments(file, moments, described)
     return moments
 

@@ -1,27 +1,25 @@
-"""``leandit evaluate``: what it measures, of runs, stores, folders and .npz files, in any number of processes."""
+"""``leandit evaluate``: what it measures, of runs, stores, folders and .npz files."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import socket
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from forked import ForkedPython
 from making import CPU, no_progress, picture, train_recipe
 from PIL import Image
 from tiny_models import CLIP_TEXTS, make_clip, make_dinov2
+from typer.testing import CliRunner
 
 from leandit.datasets.errors import DamageError, EncoderError, RecipeError, SourceError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.images.decoders import Decoders
+from leandit.tools.cli.commands import app
 from leandit.tools.inspection.report.run import report_run
 from leandit.tools.sample.evaluation import images, moments
 from leandit.tools.sample.evaluation.distances import frechet_distance
@@ -30,35 +28,8 @@ from leandit.tools.sample.evaluation.images import folder_images
 from leandit.tools.sample.evaluation.networks import open_network
 from leandit.tools.sample.request import EvaluateRequest, SampleRequest
 from leandit.train.loop import StopRequest, train
-from leandit.train.parallel.ranks import Ranks
 
 WIDTH = 256
-LEANDIT = "import torch; torch.set_num_threads(1); from leandit.tools.cli.main import main; main()"
-LEANDIT_ON_A_BROKEN_DEVICE = f"""
-import os
-from dataclasses import replace
-from leandit.tools.sample.evaluation import evaluate
-from leandit.tools.sample.evaluation.networks import open_network
-
-def fail(images):
-    raise RuntimeError("CUDA error: no kernel image")
-
-if os.environ["RANK"] == "0":
-    evaluate.open_network = lambda *asked: replace(open_network(*asked), features=fail)
-{LEANDIT}"""
-LEANDIT_OUT_OF_MEMORY = f"""
-import os, torch
-from leandit.tools.sample import sampler
-from leandit.train.models.dit import SIZES
-
-SIZES["S"] = (2, 32, 2)
-
-def fail(*args, **options):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-if os.environ["RANK"] == "1":
-    sampler.draw_latents = fail
-{LEANDIT}"""
 DISTANCES = ("frechet", "kid", "precision", "recall", "density", "coverage")
 
 
@@ -85,11 +56,9 @@ def _quick(decoders: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "Decoders", lambda _: contextlib.nullcontext(decoders))
 
 
-def measured(target: Path, against: Path | None, here: Path, ranks: Ranks | None = None, **options: Any) -> dict:
+def measured(target: Path, against: Path | None, here: Path, **options: Any) -> dict:
     request = EvaluateRequest(target, against, **({"features": str(here / "dinov2")} | options))
-    found = evaluate(request, device=CPU, ranks=ranks or Ranks(), progress=no_progress)
-    assert found is not None
-    return found
+    return evaluate(request, device=CPU, progress=no_progress)
 
 
 def pixels_of(folder: Path) -> list[np.ndarray]:
@@ -349,78 +318,6 @@ def test_pictures_named_by_number_are_in_order_of_their_numbers(here: Path, tmp_
     assert folder_images(tmp_path / "plain").names == [f"{i}.png" for i in (*range(12), 999_999, 1_000_000)]
 
 
-# ----------------------------------------------------------------------------------------------------------- processes
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def in_processes(count: int, here: Path, *command: object, code: str = LEANDIT) -> list[tuple[int, str, str]]:
-    """Exit code and output of each rank of ``leandit evaluate``."""
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
-    command = ("evaluate", *command, "--features", here / "dinov2", "--device", "cpu")
-    started = [
-        ForkedPython(
-            ["-c", code, *command],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    said = [process.communicate(timeout=200) for process in started]
-    return [(process.returncode, *streams) for process, streams in zip(started, said, strict=True)]
-
-
-def test_four_processes_give_the_numbers_of_one(here: Path, tmp_path: Path) -> None:
-    np.savez(tmp_path / "many.npz", arr_0=np.stack(pixels_of(here / "noise") * 5))  # 200 pictures: four batches
-    command = (tmp_path / "many.npz", "--against", here / "one")
-    results = []
-    for count in (1, 4):
-        ended = in_processes(count, here, *command, "--json", tmp_path / f"{count}.json")
-        assert [code for code, _, _ in ended] == [0] * count, ended
-        assert "frechet" in ended[0][1]
-        assert [out for _, out, _ in ended[1:]] == [""] * (count - 1)
-        results.append((tmp_path / f"{count}.json").read_bytes())
-    assert results[0] == results[1]
-    assert json.loads(results[0])["pictures"]["count"] == 200
-
-
-def test_a_picture_that_cannot_be_read_ends_all_processes(here: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(here / "noise", tmp_path / "noise")
-    for i in range(40, 90):
-        shutil.copy(copy / "000.png", copy / f"{i:03}.png")
-    (copy / "070.png").write_bytes(b"nothing")  # of the second batch, which the second process reads
-    ended = in_processes(2, here, copy, "--against", here / "one")
-    assert [code != 0 for code, _, _ in ended] == [True, True]
-    assert "070.png': not_an_image" in ended[1][2]
-    assert "Traceback" not in ended[0][2]
-
-
-def test_an_error_of_one_device_ends_all_processes(here: Path) -> None:
-    ended = in_processes(2, here, here / "noise", "--against", here / "one", code=LEANDIT_ON_A_BROKEN_DEVICE)
-    assert [code != 0 for code, _, _ in ended] == [True, True]
-    assert all("CUDA error: no kernel image" in err or "lost the connection" in err for _, _, err in ended)
-
-
-@pytest.mark.usefixtures("tiny_models")
-def test_a_process_that_runs_out_of_memory_ends_all(label_store: LatentStore, here: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    recipe = train_recipe("dit-s-4", "run.steps=1")
-    train(recipe, store_path=label_store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
-    command = (run, "--against", here / "one", "--out", tmp_path / "out", "--num", 8, "--steps", 2)
-    ended = in_processes(2, here, *command, code=LEANDIT_OUT_OF_MEMORY)
-    assert all(code not in (0, None) for code, _, _ in ended)
-    said = [line for _, _, errors in ended for line in errors.splitlines() if line.startswith("leandit: ")]
-    assert len(said) == 2, ended
-    assert "lost the connection to another rank" in said[0]
-    assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB" in said[1]
-
-
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -444,9 +341,7 @@ def test_an_option_that_would_change_nothing_is_refused(
         measured(tmp_path / "noise.npz", reference, here, **options)
 
 
-def test_features_that_are_not_finite_are_an_error_in_all_processes(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_that_are_not_finite_are_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(PixelNetwork):
         def features(self, pictures: list[np.ndarray]) -> np.ndarray:
             rows = super().features(pictures)
@@ -482,3 +377,9 @@ def test_what_cannot_be_measured_is_named(here: Path, tmp_path: Path) -> None:
     for kind, target, against, words in errors:
         with pytest.raises(kind, match=words):
             measured(target, against, here)
+
+
+def test_several_processes_are_refused_with_what_to_do(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ended = CliRunner().invoke(app, ["evaluate", str(here / "noise"), "--against", str(here / "one")])
+    assert "expected one process. Draw in several with 'leandit sample" in str(ended.exception)
