@@ -1,4 +1,4 @@
-"""Stage 1 beside its bare encoder and the extraction loops of others.
+"""Stage 1 beside its bare encoder, and its captions beside the extraction loop of PixArt.
 
     python benchmarks/encode.py --source coco --scratch bench
 
@@ -7,51 +7,33 @@ Measured once a round, in alternating order, on the same images, weights and dev
 - bare encoder: the VAE on up to four batches, decoded and in memory;
 - bare decode: reading, decoding and cropping, with the encoder idle;
 - leandit: a whole precompute into a fresh store (listing, planning, decoding, encoding, writing, sealing);
-- fast-DiT, PixArt: their loops (``extraction.py``), once they are seen to encode as we do;
-- with ``--text``: the text stage of a precompute with its writing, and PixArt's loop; bytes a caption on disk.
+- with ``--text``: the text stage of a precompute with its writing, and PixArt's loop, once it is seen to encode as we
+  do; bytes a caption on disk.
 
-Nobody is charged with loading models. A ratio is of two rates of the same round.
+PixArt's loop (``tools/extract_features.py``) is written from scratch after what the script does: twenty threads with a
+lock around the text encoder, in float16 on a GPU, each caption padded to 300 tokens, a compressed .npz each. Nobody is
+charged with loading models. A ratio is of two rates of the same round.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from extraction import (
-    PIXART_TOKENS,
-    adm_square,
-    caption_rate,
-    fast_dit,
-    load_t5,
-    load_vae,
-    pixart_captions,
-    pixart_images,
-    posterior_of,
-    steady_rate,
-    to_model,
-)
 from inputs import text_folder, vae_folder, write_sample
-from measuring import (
-    PeakMemory,
-    alternate,
-    fresh_folder,
-    machine,
-    measure_in_child,
-    median_and_range,
-    print_rates,
-    print_table,
-    ratios,
-)
+from measuring import alternate, fresh_folder, machine, median_and_range, print_rates, print_table, ratios
 from PIL import Image
+from transformers import AutoTokenizer, T5EncoderModel
 
 from leandit.datasets.disk.files import files_below
 from leandit.datasets.format.buckets import bucket_size, resize_filter
@@ -70,13 +52,15 @@ Figures = dict[str, list[float]]
 Scratch = Annotated[Path, typer.Option(help="Folder for samples, random encoders and stores.")]
 Vae = Annotated[str, typer.Option(help="Folder, shipped:vae or random:sd.")]
 Text = Annotated[str, typer.Option(help="Folder, shipped:t5 or random:t5-small to random:t5-xxl; else no captions.")]
-ENCODER, DECODER, OURS, FAST_DIT, PIXART = "bare encoder", "bare decode", "leandit", "fast-DiT", "PixArt"
+ENCODER, DECODER, OURS = "bare encoder", "bare decode", "leandit"
 OUR_CAPTIONS, PIXART_CAPTIONS, PADDING, BUSY = "leandit captions", "PixArt captions", "padding", "encode stage busy"
 BASE_RECIPE = "imagenet-256"
 NO_CHECK = "vae.min_psnr=0"  # random VAEs would fail it, and its time is not that of encoding
 SMALL_IMAGES = ("vae.model=shipped:vae", NO_CHECK, "images.resolution=32", "images.crop=adm", "images.buckets=square")
 MOST_BATCHES = 4  # decoded, for the bare encoder
 MAX_ERROR = 0.1  # of the norm: encoders in bfloat16 and in float16 differ by a hundredth
+PIXART_THREADS, PIXART_TOKENS = 20, 300
+FEWEST = 4  # captions measured, however slow
 
 
 def main(
@@ -93,18 +77,16 @@ def main(
     device: Device = "auto",
     overrides: Overrides = None,
 ) -> None:
-    """Compare a precompute with its bare encoder and with the extraction loops of fast-DiT and PixArt."""
+    """Compare a precompute with its bare encoder, and its captions with the extraction loop of PixArt."""
     where = str(torch_device(device))
     shared: dict[str, Any] = {"device": where, "scratch": str(scratch.resolve()), "source": source, "records": records}
     shared |= {"rounds": rounds, "seconds": seconds, "settings": overrides or []}
     print(f"{machine()}; device {where}; VAE {vae}, text {text or 'none'}; medians of {rounds} rounds (ranges)\n")
-    found = measure_precompute(vae=vae, with_memory=True, **shared)
-    rates = {name: found[name] for name in (ENCODER, DECODER, OURS, FAST_DIT, PIXART) if name in found}
-    print_rates("images/s", rates, OURS)
+    found = measure_precompute(vae=vae, **shared)
+    print_rates("images/s", {name: found[name] for name in (ENCODER, DECODER, OURS)}, OURS)
     both = [1 / (1 / a + 1 / b) for a, b in zip(found[ENCODER], found[DECODER], strict=True)]
     facts = [
         ("encode stage busy, of the run", median_and_range(found[BUSY])),
-        ("host memory beyond the encoder, MiB", f"{found['memory'][0]:.0f}"),
         ("leandit, of one processor that decodes and encodes", median_and_range(ratios(found[OURS], both))),
     ]
     if text:
@@ -126,13 +108,10 @@ def measure_precompute(
     rounds: int,
     seconds: float,
     settings: list[str],
-    *,
-    with_memory: bool = False,
 ) -> Figures:
     """Images/s of each cell in each round, and the share of each precompute in which its encode stage is busy."""
     where, home, busy = torch.device(device), Path(scratch), list[float]()
-    weights = vae_folder(vae, home)
-    settings = [*settings, f"vae.model={weights}", NO_CHECK, "text.kind=none"]
+    settings = [*settings, f"vae.model={vae_folder(vae, home)}", NO_CHECK, "text.kind=none"]
     recipe = precompute_config.load(BASE_RECIPE, settings)
     if not recipe.vae.batch_size:
         raise ValueError(
@@ -142,7 +121,6 @@ def measure_precompute(
     placed = [(path, bucket_of(path, recipe)) for path in write_sample(source, folder, records)[0]]
     paths, buckets = zip(*[(path, bucket) for path, bucket in placed if bucket], strict=True)
     images = recipe.images
-    is_square = images.crop == "adm"  # the only crop of fast-DiT
 
     def decode(decoders: Decoders, number: int) -> np.ndarray:
         how: dict[str, Any] = {"crop": images.crop, "resize_filter": resize_filter(images.buckets, images.resolution)}
@@ -151,16 +129,6 @@ def measure_precompute(
 
     with Decoders(num_threads()) as decoders:
         batches = decoded_batches(recipe, buckets, lambda number: decode(decoders, number))
-        if is_square:
-            with Image.open(paths[0]) as first:
-                theirs = np.array(adm_square(first.convert("RGB"), images.resolution))
-            check_equal("the crop of fast-DiT", theirs, decode(decoders, 0))
-    with torch.no_grad():
-        one = to_model(batches[0][0])[None].to(where)
-        mean = posterior_of(load_vae(weights, where), one)[0].cpu().numpy()
-    check_equal(
-        "the VAE of the loops", mean, ImageEncoder(recipe.vae, where).encode(batches[0][:1])[:, : mean.shape[1]]
-    )
 
     def ours() -> float:
         report, _ = run_precompute(recipe, folder, home, where)
@@ -168,26 +136,12 @@ def measure_precompute(
         busy.append(report.seconds["encode"] / seconds_loaded)
         return report.num_encoded / seconds_loaded
 
-    def extraction(loop: Callable[..., Generator[int]], *arguments: Any) -> float:
-        out = fresh_folder(home, "extracted")
-        return steady_rate(loop(paths, *arguments, vae=load_vae(weights, where), out=out), seconds)
-
     cells = {
         ENCODER: lambda: encoder_rate(recipe, where, batches, seconds),
         DECODER: lambda: decoder_rate(decode, len(paths)),
         OURS: ours,
-        PIXART: lambda: extraction(pixart_images, buckets),
     }
-    if is_square:
-        cells[FAST_DIT] = lambda: extraction(fast_dit, images.resolution)
-    figures = alternate(cells, rounds) | {BUSY: busy}
-    if with_memory:
-        how = {"recipe": recipe.model_dump(), "device": device}
-        alone = measure_in_child("encode", "encoder_memory_mb", batch=batches[0].shape[:3], **how)
-        store = str(fresh_folder(home, "store") / "store")
-        whole = measure_in_child("encode", "precompute_memory_mb", source=str(folder), store=store, **how)
-        figures["memory"] = [(whole - alone) * 1e6 / 2**20]
-    return figures
+    return alternate(cells, rounds) | {BUSY: busy}
 
 
 def measure_captions(
@@ -274,6 +228,45 @@ def decoded_batches(
     return [np.stack([decode(number) for number in rows]) for rows in batches[:MOST_BATCHES]]
 
 
+def pixart_captions(captions: Sequence[str], *, model: Any, tokenizer: Any, out: Path) -> float:
+    """Extract all captions as PixArt does; returns the seconds."""
+    lock = Lock()
+    how = {"max_length": PIXART_TOKENS, "padding": "max_length", "truncation": True, "return_tensors": "pt"}
+
+    @torch.no_grad()
+    def extract(number: int) -> None:
+        with lock:
+            tokens = tokenizer([captions[number].strip()], **how).to(model.device)
+            features = model(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
+        caption_feature = features.to(torch.float16).cpu().numpy()
+        attention_mask = tokens.attention_mask.to(torch.int16).cpu().numpy()
+        np.savez_compressed(out / f"{number}.npz", caption_feature=caption_feature, attention_mask=attention_mask)
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(PIXART_THREADS) as pool:
+        list(pool.map(extract, range(len(captions))))
+    return time.perf_counter() - start
+
+
+def load_t5(folder: Path, device: torch.device) -> dict[str, Any]:
+    """Load a T5 and its tokenizer, in float16 on a GPU, as PixArt does: "model" and "tokenizer"."""
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    model: Any = T5EncoderModel.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+    return {"model": model.to(device).eval(), "tokenizer": AutoTokenizer.from_pretrained(folder)}
+
+
+def caption_rate(captions: Sequence[str], seconds: float, *, out: Path, **models: Any) -> float:
+    """Captions a second of PixArt's loop, on captions spread over all of them, for about ``seconds``.
+
+    Args:
+      models: from ``load_t5``.
+    """
+    first = pixart_captions(captions[:1], out=out, **models)
+    count = min(len(captions), max(FEWEST, math.ceil(seconds / first)))
+    chosen = [captions[i * len(captions) // count] for i in range(count)]
+    return count / pixart_captions(chosen, out=out, **models)
+
+
 def check_equal(what: str, theirs: np.ndarray, ours: np.ndarray) -> None:
     """Raises: ValueError: a peer computes something else, so its time means nothing."""
     a, b = theirs.astype(np.float64), ours.astype(np.float64)
@@ -310,23 +303,6 @@ def caption_bytes(store: LatentStore) -> float:
     nulls = store.path / NULL_EMBEDDING, store.path / NULL_SCALES
     files = [path for path in files_below(store.path / CAPTION_PART) if not any(map(path.is_relative_to, nulls))]
     return sum(path.stat().st_size for path in files) / len(store.captions)
-
-
-def encoder_memory_mb(recipe: dict, device: str, batch: list[int]) -> float:
-    """Peak host memory of this process while the VAE encodes batches (B, height_px, width_px)."""
-    with PeakMemory() as peak:
-        encoder = ImageEncoder(PrecomputeRecipe.model_validate(recipe).vae, torch.device(device))
-        for _ in range(2):
-            encoder.encode(np.zeros((*batch, 3), np.uint8))
-    return peak.mb
-
-
-def precompute_memory_mb(recipe: dict, device: str, source: str, store: str) -> float:
-    """Peak host memory of this process and its decoders during a precompute."""
-    validated, where = PrecomputeRecipe.model_validate(recipe), torch.device(device)
-    with PeakMemory() as peak:
-        precompute(validated, source_path=source, store_path=Path(store), device=where, progress=no_progress)
-    return peak.mb
 
 
 if __name__ == "__main__":

@@ -116,8 +116,6 @@ TABLES = {
             "leandit": ("leandit", RATE),
             "of the bare encoder": (("leandit", "bare encoder"), TIMES),
             "bare decode": ("bare decode", RATE),
-            "of fast-DiT": (("leandit", "fast-DiT"), TIMES),
-            "of PixArt": (("leandit", "PixArt"), TIMES),
         },
         needs_scratch=True,
     ),

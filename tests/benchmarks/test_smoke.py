@@ -117,15 +117,14 @@ def test_the_models_of_diffusers_are_the_same_functions_as_ours(recipe: str) -> 
     torch.testing.assert_close(call(batch.latents, t, given), ours(batch.latents, t, given), rtol=1e-4, atol=1e-4)
 
 
-def test_a_precompute_is_measured_beside_its_encoder_and_the_extraction_loops(
+def test_a_precompute_is_measured_beside_its_encoder_and_an_extraction_loop(
     caption_folder: Path, tmp_path: Path
 ) -> None:
     sizes = ["--records", 6, "--rounds", 1, "--seconds", 0.01, "--set", "images.resolution=32"]
     how = ["--vae", "shipped:vae", "--text", "shipped:t5", "--device", "cpu", "--set", "vae.batch_size=4", *sizes]
     found = run("encode.py", "--source", caption_folder, "--scratch", tmp_path, *how)
-    names = ["bare encoder", "bare decode", "leandit", "PixArt", "fast-DiT", "leandit captions", "PixArt captions"]
+    names = ["bare encoder", "bare decode", "leandit", "leandit captions", "PixArt captions"]
     assert all(float(found[name][0]) > 0 for name in names)
-    assert float(found["host memory beyond the encoder, MiB"][0]) >= 0
     assert "bytes a caption, padded in float16, of ours in int8" in found
 
 
