@@ -24,7 +24,6 @@ from .arrays.shard_folder import Access, ShardFolder
 from .arrays.sharded_array import ShardedArray
 from .arrays.tokens import CaptionTokens, FeatureArrays
 from .disk.cached import cached_property
-from .disk.spill import map_numbers
 from .errors import DamageError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from .format.buckets import bucket_size
 from .format.class_names import ClassNames
@@ -41,14 +40,14 @@ from .format.row_layout import (
     buckets_of,
     caption_folder,
     companion_rows,
-    num_stored_tokens,
 )
-from .format.table_schemas import CAPTION_START, suffixes
-from .format.token_dtypes import widen
+from .format.schema import TextEncoder
+from .format.table_schemas import suffixes
 from .format.zarr_shard import ArrayLayout
 from .revisions.catalog import REPAIR
+from .revisions.index import BucketIndex, key_hash, spans_fit
 from .revisions.opened import OpenedRevision
-from .revisions.records import INDEX_COLUMNS, BucketIndex, Record, build_indexes, near_keys
+from .revisions.records import Record, near_keys
 
 if TYPE_CHECKING:
     import zarr
@@ -108,7 +107,6 @@ class LatentStore(OpenedRevision):
             self.check_files()
         self._arrays: dict[str, ShardedArray] = {}
         self._texts: dict[str, CaptionTokens] = {}
-        self._numbers: dict[tuple[str, str], np.ndarray] = {}
 
     def __repr__(self) -> str:
         where = self.remote.url if self.remote else self.path
@@ -133,7 +131,17 @@ class LatentStore(OpenedRevision):
         """Stored records per bucket, in order of height, then width."""
         if self.manifest:  # sorted as text in its JSON
             return {name: self.manifest.buckets[name] for name in sorted(self.manifest.buckets, key=bucket_size)}
-        return {bucket: len(self.index(bucket).rows) for bucket in self._plan.new_rows}
+        return self._plan_counts
+
+    @cached_property
+    def _plan_counts(self) -> dict[str, int]:
+        """Of an incomplete revision."""
+        counts = dict.fromkeys(self._plan.new_rows, 0)
+        for batch in self.record_batches(("bucket", "status")):
+            stored = batch["bucket"].filter(pc.equal(batch["status"], "stored"))
+            for entry in pc.value_counts(stored).to_pylist():
+                counts[entry["values"]] += entry["counts"]
+        return counts
 
     @property
     def root_hash(self) -> str | None:
@@ -177,22 +185,11 @@ class LatentStore(OpenedRevision):
 
     def checksums_of(self, group: str) -> np.ndarray:
         """As ``checksums``, of a group of arrays: the latents by "", a feature or companion by its name."""
-        return self._column(RECORDS, f"checksum_{group}" if group else "checksum")
+        return self.numbers(f"checksum_{group}" if group else "checksum")
 
     def caption_checksums(self, name: str = "") -> np.ndarray:
         """(captions,) uint64 checksum of each caption's rows of a text encoder, from the captions table."""
-        return self._column(CAPTIONS, f"checksum{suffixes(self.spec)[name]}")
-
-    def _column(self, table: str, column: str) -> np.ndarray:
-        """The uint64 of a column, 0 for null."""
-        if (table, column) not in self._numbers:
-            count = self.num_records if table == RECORDS else self.num_captions
-            numbers, first = map_numbers(count, np.uint64, "checksums"), 0
-            for batch in self.batches(table, (column,)):
-                numbers[first : first + batch.num_rows] = pc.fill_null(batch[column], 0).to_numpy()
-                first += batch.num_rows
-            self._numbers[table, column] = numbers
-        return self._numbers[table, column]
+        return self.numbers(f"caption_checksum{suffixes(self.spec)[name]}")
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -216,20 +213,18 @@ class LatentStore(OpenedRevision):
 
     @cached_property
     def _indexes(self) -> dict[str, BucketIndex]:
-        buckets = self.manifest.buckets if self.manifest else self._plan.new_rows
-        latents = {bucket: self.layout(f"{bucket_part(bucket)}/{self.spec.latent.array}") for bucket in buckets}
-        try:
-            indexes = build_indexes(lambda: self.record_batches(INDEX_COLUMNS), latents)
-        except DamageError as error:
-            raise DamageError(f"store '{self.path}': {error}. {REPAIR}") from error
-        for bucket, index in indexes.items():
-            if len(index) and not -1 <= index.labels.min() <= index.labels.max() < self.num_classes:
-                raise DamageError(
-                    f"store '{self.path}': bucket '{bucket}' has label {index.labels.max()}, with {self.num_classes} "
-                    f"classes. {REPAIR}"
-                )
-            if self.spec.text_encoders and np.any(np.diff(index.caption_starts) == 0):
-                raise DamageError(f"store '{self.path}': bucket '{bucket}' has a record without captions. {REPAIR}")
+        names = ("rows", "records", "labels", "caption_starts", "caption_ids")
+        rows, records, labels, starts, ids = map(self.numbers, names)
+        counts = self.manifest.buckets if self.manifest else self._plan_counts
+        indexes, first = dict[str, BucketIndex](), 0
+        for bucket in sorted(counts, key=bucket_size):
+            part = slice(first, first := first + counts[bucket])
+            index = BucketIndex(rows[part], records[part], labels[part], starts[part.start : part.stop + 1], ids)
+            latents = self.layout(f"{bucket_part(bucket)}/{self.spec.latent.array}")
+            problem = index.problem(self.spec, latents, self.num_records, self.num_captions)
+            if problem or len(index) != counts[bucket]:
+                raise DamageError(f"store '{self.path}': bucket '{bucket}' {problem or 'lacks records'}. {REPAIR}")
+            indexes[bucket] = index
         return indexes
 
     def record(self, key: str) -> Record:
@@ -237,16 +232,12 @@ class LatentStore(OpenedRevision):
 
         Raises: UnknownKey: no record has it; the message names the nearest keys.
         """
-        positions, first = list[int](), 0
-        for batch in self.record_batches(("key",)):
-            is_it = pc.equal(batch["key"].cast(pa.string()), key).to_numpy(zero_copy_only=False)
-            positions += (np.flatnonzero(is_it) + first).tolist()
-            first += batch.num_rows
-        if not positions:
+        positions = np.flatnonzero(self.numbers("keys") == np.uint64(key_hash(key))).tolist()
+        records = [record for position in positions if (record := self.record_at(position)).key == key]
+        if not records:
             keys = self.record_columns(("key",))["key"].cast(pa.string())
             raise UnknownKey(f"store '{self.path}': no record has the key '{key}'.{near_keys(keys, key)}")
-        records = [self.record_at(position) for position in positions]  # all but one are "duplicate_key" rejects
-        return next((record for record in records if record.status == "stored"), records[0])
+        return next((record for record in records if record.status == "stored"), records[0])  # all others are rejects
 
     def record_at(self, index: int) -> Record:
         """The record at a position of the records table, of which only a row group is read.
@@ -333,7 +324,7 @@ class LatentStore(OpenedRevision):
             if not self.texts:
                 raise StoreError(f"store '{self.path}': it holds no captions. Precompute with text.kind.")
             one = self._named("text encoder", name or self.texts[0], self.spec.text_encoders)
-            self._texts[name] = CaptionTokens(one.name, one.spec, self.array, lambda: self._read_spans(one.name))
+            self._texts[name] = CaptionTokens(one.name, one.spec, self.array, lambda: self._spans(one))
         return self._texts[name]
 
     @property
@@ -370,15 +361,9 @@ class LatentStore(OpenedRevision):
           text: the text encoder; empty for the first.
         Raises: RowOutOfRange: no such caption.
         """
-        tokens, count = self.text(text), self.num_captions
-        if not 0 <= caption_id < count:
-            raise RowOutOfRange(f"store '{self.path}': caption {caption_id}, there are {count}")
-        spec, suffix = tokens.spec, suffixes(self.spec)[tokens.name]
-        row = self.row(CAPTIONS, caption_id)
-        start = int(row[f"{CAPTION_START}{suffix}"] or 0)  # null only in a damaged table: its rows are checked anyway
-        length = spec.max_tokens if spec.full_length else int(row[f"num_tokens{suffix}"])
-        self._check_spans(tokens.name, np.array([start]), np.array([length]))
-        return widen(tokens.stored_at(start, length), spec.dtype)
+        if not 0 <= caption_id < self.num_captions:
+            raise RowOutOfRange(f"store '{self.path}': caption {caption_id}, there are {self.num_captions}")
+        return self.text(text)[caption_id]
 
     def find_captions(self, texts: Sequence[str]) -> list[int | None]:
         """Ids of captions by their exact text; None for a text that the store does not hold in finite numbers."""
@@ -391,45 +376,18 @@ class LatentStore(OpenedRevision):
         known = {text: i for text, i in ids.items() if all(self.caption_checksums(name)[i] for name in self.texts)}
         return [known.get(text) for text in texts]
 
-    def _read_spans(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+    def _spans(self, one: TextEncoder) -> tuple[np.ndarray, np.ndarray]:
         """First row and rows of every caption of a text encoder, (num_captions,) each.
 
         Raises: DamageError: a caption does not lie within a shard.
         """
-        spec, suffix, count = self.spec.text_encoder_of(name).spec, suffixes(self.spec)[name], self.num_captions
-        layout = self.layouts.get(f"{caption_folder(name)}/{EMBEDDINGS if spec.has_tokens else POOLED}")
-        is_small = layout is not None and layout.shape[0] < 1 << 31
-        starts = map_numbers(count, np.int32 if is_small else np.int64, "an index of captions")
-        lengths = map_numbers(count, np.int32, "an index of captions")
-        columns, first, last = (f"{CAPTION_START}{suffix}", f"num_tokens{suffix}"), 0, np.empty(0, np.int64)
-        for batch in self.batches(CAPTIONS, columns):
-            firsts = pc.fill_null(batch[columns[0]], -1).to_numpy()
-            counts = num_stored_tokens(spec, batch[columns[1]])
-            self._check_spans(name, firsts, counts)
-            self._check_spans(name, np.concatenate([last, firsts[:1]]), np.ones(len(last) + len(firsts[:1]), int))
-            starts[first : first + len(firsts)], lengths[first : first + len(firsts)] = firsts, counts
-            first, last = first + len(firsts), firsts[-1:]
-        return starts, lengths
-
-    def _check_spans(self, name: str, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """Raises: DamageError: one of some consecutive captions does not lie within a shard."""
-        if not len(starts):
-            return
-        spec = self.spec.text_encoder_of(name).spec
-        lengths = lengths.astype(np.int64)
-        rows = lengths if spec.has_tokens else np.ones_like(lengths)
-        layout = self.layouts.get(f"{caption_folder(name)}/{EMBEDDINGS if spec.has_tokens else POOLED}")
-        # In this order, because the sum of two hostile numbers can wrap around.
-        fits = layout is not None and bool(
-            np.all((lengths >= 1) & (lengths <= spec.max_tokens) & (starts >= 0) & (starts < layout.shape[0]))
+        starts, lengths = (
+            self.numbers(f"caption_{what}{suffixes(self.spec)[one.name]}") for what in ("start", "length")
         )
-        if layout is not None and fits:
-            last = starts + rows - 1
-            fits = bool(layout.has_rows(starts).all() and layout.has_rows(last).all())
-            fits = fits and bool(np.all(starts // layout.shard_rows == last // layout.shard_rows))
-            fits = fits and bool(np.all(np.diff(starts) > 0))
-        if not fits:
+        layout = self.layouts.get(f"{caption_folder(one.name)}/{EMBEDDINGS if one.spec.has_tokens else POOLED}")
+        if not spans_fit(one.spec, layout, starts, lengths):
             raise DamageError(f"store '{self.path}': its captions name tokens that do not exist. {REPAIR}")
+        return starts, lengths
 
     # All arrays.
 

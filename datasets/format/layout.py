@@ -45,6 +45,7 @@ RECORDS = "records.parquet"
 CAPTIONS = "captions.parquet"
 SOURCES = "sources.parquet"
 LOCAL = "local.json"
+INDEX = "index"  # folder of the numbers that training reads
 TWIN = "twin"  # folder of the second copy of a revision's files
 PLAN = "plan"  # folders that exist while a revision is made
 PLAN_FILE = "plan.json"
@@ -88,6 +89,11 @@ def commit_path(revision: int, part: str, shard: int) -> str:
 def rows_path(revision: int, part: str, shard: int) -> str:
     """Path of the results of its rows, beside the commit record."""
     return f"{revision_prefix(revision)}{COMMITS}/{part}/{shard:06d}.rows"
+
+
+def index_path(revision: int, name: str) -> str:
+    """Path of an array of a revision's index within the store."""
+    return f"{revision_prefix(revision)}{INDEX}/{name}.bin"
 
 
 def zarr_files(spec: StoreSpec, arrays: Iterable[ArrayLayout]) -> dict[str, bytes]:

@@ -100,6 +100,13 @@ ROW_RESULTS = np.dtype(
 EMPTY, STORED, REJECTED = 0, 1, 2  # states: no record has the row; its results count; a reject names it
 
 
+def index_names(spec: StoreSpec) -> list[str]:
+    """Names of the arrays in the folder ``index`` of a revision (FORMAT.md, section 5)."""
+    checksums = ["checksum", *(f"checksum_{name}" for name in spec.groups)]
+    captions = [f"caption_{what}{s}" for s in suffixes(spec).values() for what in ("start", "length", "checksum")]
+    return ["rows", "records", "labels", "caption_starts", "caption_ids", "keys", *checksums, *captions]
+
+
 def suffixes(spec: StoreSpec) -> dict[str, str]:
     """Suffix of the columns of each text encoder in the captions table; the first one's have none."""
     return {one.name: f"_{one.name}" if i else "" for i, one in enumerate(spec.text_encoders)}

@@ -119,6 +119,13 @@ def read_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
             yield _valid(path, batch)
 
 
+def batches_of_parquet(content: memoryview | bytes, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """As ``read_batches``, of the bytes of a table that this process has just made."""
+    few = [name for name in ("bucket", "status") if name in columns]  # distinct texts
+    parquet = pq.ParquetFile(pa.BufferReader(pa.py_buffer(content)), read_dictionary=few)
+    yield from parquet.iter_batches(BATCH_ROWS, columns=list(columns), use_threads=False)
+
+
 def read_row_group(path: Path, position: int) -> tuple[int, pa.Table]:
     """Read the row group of a row, of a Parquet table of ours that ``check_table`` has passed.
 

@@ -1,22 +1,23 @@
 """Repair without encoding: of each small file that is written twice, the intact copy replaces the damaged one.
 
-``zarr.json`` files follow from the manifest. What a revision that was given up left behind is removed. Shards are
-encoded again by ``precompute/remake.py``.
+``zarr.json`` files follow from the manifest, the numbers that training reads from the tables. What a revision that was
+given up left behind is removed. Shards are encoded again by ``precompute/remake.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from ..disk.files import remove, write_atomic
 from ..disk.hashing import xxh3_file
 from ..disk.strays import sweep_strays
 from ..errors import LeanditError, StoreError
-from ..format.layout import COMMITS, TWIN, revision_prefix
+from ..format.layout import COMMITS, INDEX, TWIN, revision_prefix
 from ..format.schema import FileEntry
 from ..revisions.catalog import planned_revisions, sealed_revisions
 from ..revisions.plan import read_plan
-from ..revisions.seal import finish_seal, write_zarr_files
+from ..revisions.seal import finish_seal, write_index, write_zarr_files
 from ..revisions.writer import StoreWriter
 from .findings import Finding, shard_place
 from .verify import REVISION_FILES, Verification, intact_manifest, verify_store
@@ -48,6 +49,10 @@ def repair_without_encoding(root: Path, found: Verification) -> Verification:
     manifests = [intact_manifest(root, revision) for revision in sealed_revisions(root)]
     for manifest in filter(None, manifests):
         finish_seal(root, manifest)
+        index = revision_prefix(manifest.revision) + INDEX
+        if any(finding.path.startswith(f"{index}/") for finding in found.findings):
+            with contextlib.suppress(LeanditError):  # both copies of a table are lost: the finding says so
+                write_index(root, manifest)
     if manifests and manifests[-1]:
         write_zarr_files(root, manifests[-1])
     return verify_store(root)

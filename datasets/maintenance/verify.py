@@ -38,12 +38,14 @@ from ..format.layout import (
     SOURCES,
     TWIN,
     commit_path,
+    index_path,
     revision_of,
     revision_prefix,
     zarr_files,
 )
 from ..format.row_layout import BUCKETS, CAPTION_PART
 from ..format.schema import FileEntry, LocalFile, Manifest
+from ..format.table_schemas import index_names
 from ..revisions.catalog import (
     check_store,
     file_entry,
@@ -232,6 +234,7 @@ def _expect_unfinished(root: Path, revision: int, expected: Expected) -> None:
                 expected[path] = entry
     # A seal that was interrupted may have written some of these.
     expected |= dict.fromkeys(f"{prefix}{folder}{name}" for name in REVISION_FILES for folder in ("", f"{TWIN}/"))
+    expected |= dict.fromkeys(index_path(revision, name) for name in index_names(plan.spec))
     is_whole = True
     for part, shard in plan.layout.tasks():
         path = commit_path(revision, part, shard)

@@ -22,7 +22,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
-import xxhash
 
 from ..disk.hashing import xxh3_parts
 from ..errors import RecipeError
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from ..store import LatentStore
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
-HOLDOUT_SEED = 0x686F6C64  # part of the choice: another one would let held-out records train
 
 
 @dataclass(frozen=True)
@@ -166,31 +164,11 @@ class RecordFilter:
             yield "score", scores >= self.scores.minimum
         if self.holdout:
             identity["holdout"] = self.holdout
-            yield "holdout", ~is_held_out(key_hashes(store), self.holdout)
-
-
-def key_hashes(store: LatentStore, records: np.ndarray | None = None) -> np.ndarray:
-    """Hash of each record's key, (N,) uint64, evenly spread.
-
-    Args:
-      records: (N,) positions in the records table; None: all.
-    """
-    hashes = np.empty(store.num_records if records is None else len(records), np.uint64)
-    order, first = None if records is None else np.argsort(records), 0
-    for batch in store.record_batches(("key",)):
-        keys, places, end = batch["key"], np.arange(first, first + batch.num_rows), first + batch.num_rows
-        if records is not None:
-            low, high = np.searchsorted(records, [first, end], sorter=order)
-            places = order[low:high]  # pyright: ignore[reportOptionalSubscript]
-            keys = keys.take(pa.array(records[places] - first))
-        texts = keys.cast(pa.string()).to_pylist()
-        hashes[places] = [xxhash.xxh3_64_intdigest(text.encode(), seed=HOLDOUT_SEED) for text in texts]
-        first = end
-    return hashes
+            yield "holdout", ~is_held_out(store.numbers("keys"), self.holdout)
 
 
 def is_held_out(hashes: np.ndarray, share: float) -> np.ndarray:
-    """(N,) bool of (N,) hashes; ``share``: from 0 to below 1."""
+    """(N,) bool of the (N,) hashes of keys; ``share``: from 0 to below 1."""
     return hashes < np.uint64(int(share * 2.0**64))
 
 

@@ -24,13 +24,11 @@ from ..disk.locks import locked
 from ..disk.strays import sweep_strays
 from ..errors import DamageError, LeanditError, RecipeError, ResourceError, StoreError, StoreIncomplete, StoreNotFound
 from ..format.layout import (
-    CAPTIONS,
     GROUP,
     LOCAL,
     MANIFEST,
     PLAN,
     PLAN_FILE,
-    RECORDS,
     REMOTE_ABOUT,
     REVISIONS,
     revision_of,
@@ -86,8 +84,7 @@ def open_remote(
             opened = RemoteFolder(reader, local, manifest, capacity=capacity, threads=threads)
             if len(manifest.files) <= MAX_LISTED:
                 _check_listing(reader, manifest)
-            tables = {revision_prefix(manifest.revision) + name for name in (RECORDS, CAPTIONS)}
-            _fetch(reader, local / STORE, (entry for entry in manifest.files if entry.path in tables))
+            _fetch(reader, local / STORE, (entry for entry in manifest.files if not is_shard(entry)))
             LOG.info(
                 "store '%s': shards come into '%s', at most %s of them", reader.url, local, readable_size(capacity)
             )

@@ -20,11 +20,13 @@ from ..format.layout import (
     PLAN_FILE,
     RECORDS,
     TWIN,
+    index_path,
     revision_prefix,
     revisions_with,
 )
 from ..format.row_layout import NULL_POOLED, array_groups, bucket_part, buckets_of
 from ..format.schema import FORMAT_VERSION, FileEntry, HashedFile, Manifest
+from ..format.table_schemas import index_names
 
 File = TypeVar("File", bound=HashedFile)
 BUCKET = re.compile("[1-9][0-9]{0,5}x[1-9][0-9]{0,5}")
@@ -171,6 +173,7 @@ def arrays_problem(manifest: Manifest) -> str:
             return f"it has no array '{path}'"
     expected = {layout.shard_path(shard) for layout in arrays.values() for shard in layout.shards.tolist()}
     expected |= {revision_prefix(manifest.revision) + name for name in (RECORDS, CAPTIONS)}
+    expected |= {index_path(manifest.revision, name) for name in index_names(spec)}
     if expected != files:
-        return f"its files are not the shards of its arrays and its tables: '{min(expected ^ files)}'"
+        return f"its files are not the shards of its arrays and its tables and numbers: '{min(expected ^ files)}'"
     return "a file that it names twice" if len(files) != len(manifest.files) else ""

@@ -8,18 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from ..disk.cached import cached_property
 from ..disk.hashing import xxh3_file
 from ..errors import DamageError, StoreError, StoreIncomplete, StoreWarning
-from ..format.layout import RECORDS, REMOTE_ABOUT, revision_prefix
+from ..format.layout import RECORDS, REMOTE_ABOUT, index_path, revision_prefix
 from ..format.schema import FileEntry, Manifest
 from ..format.table_schemas import captions_schema, records_schema
 from ..format.tables import check_table, read_batches, read_row_group, table_problem
 from ..format.zarr_shard import ArrayLayout
 from .catalog import REPAIR, check_store, planned_revisions, read_manifest, sealed_revisions, unsealed
 from .commits import missing_work, read_commit, read_results
+from .index import build_index, map_index
 from .local import read_local, whole_spec
 from .merge import Merge
 from .plan import read_plan
@@ -63,6 +65,7 @@ class OpenedRevision:
         self.manifest: Manifest | None = None
         self._row_groups: dict[str, tuple[int, pa.Table]] = {}  # the last read of each table
         self._intact: dict[tuple[str, bool], tuple[int, int, int]] = {}  # inode, size, time of tables that were right
+        self._numbers: dict[str, np.ndarray] = {}
         if sealed:
             self.manifest, local = read_manifest(path, self.revision), read_local(path, self.revision)
             self.spec, self.plan_hash = whole_spec(self.manifest.spec, local), local.plan if local else ""
@@ -156,18 +159,44 @@ class OpenedRevision:
     def _checked(self, name: str, *, texts: bool) -> Path:
         """Path of a table with the hash of the manifest, which ``check_table`` has passed. Raises: DamageError."""
         path = revision_prefix(self.revision) + name
-        entry, file = self.files.get(path), self.root / path
+        entry, file = self.files[path], self.root / path
         try:
             status = file.stat()
             state = status.st_ino, status.st_size, status.st_mtime_ns
             if state not in (self._intact.get((name, texts)), self._intact.get((name, True))):
-                if entry is None or xxh3_file(file) != entry.xxh3_128:
-                    raise DamageError(f"store '{self.path}': '{path}' differs from the manifest. {REPAIR}")
+                self._check_hash(entry)
                 check_table(file, texts=texts)
                 self._intact[name, texts] = state
         except FileNotFoundError as error:  # it was there when the store was opened
             raise DamageError(f"store '{self.path}': file '{path}' is missing. {REPAIR}") from error
         return file
+
+    def _check_hash(self, entry: FileEntry) -> None:
+        if xxh3_file(self.root / entry.path) != entry.xxh3_128:
+            raise DamageError(f"store '{self.path}': '{entry.path}' differs from the manifest. {REPAIR}")
+
+    def numbers(self, name: str) -> np.ndarray:
+        """An array of the revision's index (``index_names``), mapped; of an incomplete revision computed.
+
+        Raises: DamageError: its file is not what was written.
+        """
+        if name not in self._numbers:
+            if self.manifest:
+                self._numbers[name] = self._map_numbers(name, self.manifest)
+            else:
+                self._numbers |= build_index(self.spec, self.layouts, self.num_records, self.num_captions, self.batches)
+        return self._numbers[name]
+
+    def _map_numbers(self, name: str, manifest: Manifest) -> np.ndarray:
+        stored = manifest.num_stored
+        counts = {"rows": stored, "records": stored, "labels": stored, "caption_starts": stored + 1, "caption_ids": -1}
+        count = counts.get(name, self.num_captions if name.startswith("caption_") else self.num_records)
+        entry = self.files[index_path(self.revision, name)]
+        try:
+            self._check_hash(entry)
+            return map_index(self.root / entry.path, name, entry.bytes, count)
+        except FileNotFoundError as error:  # it was there when the store was opened
+            raise DamageError(f"store '{self.path}': file '{entry.path}' is missing. {REPAIR}") from error
 
     def check_files(self) -> None:
         """Check that every file of the manifest is there with its size: a shorter shard would end the process.

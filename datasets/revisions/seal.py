@@ -6,10 +6,11 @@ Every process writes the same bytes. The manifest comes last; then plan and comm
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
@@ -19,6 +20,7 @@ from ..errors import DamageError
 from ..format.layout import (
     CAPTIONS,
     COMMITS,
+    INDEX,
     LOCAL,
     MANIFEST,
     PLAN,
@@ -31,11 +33,13 @@ from ..format.layout import (
     zarr_files,
 )
 from ..format.row_layout import LATENTS
-from ..format.schema import FORMAT_VERSION, Manifest
+from ..format.schema import FORMAT_VERSION, Manifest, StoreSpec
 from ..format.table_schemas import captions_schema, records_schema, sources_schema
-from ..format.tables import parquet_file, parquet_of_groups
+from ..format.tables import batches_of_parquet, parquet_file, parquet_of_groups, read_batches
+from ..format.zarr_shard import ArrayLayout
 from .catalog import file_entry
 from .commits import read_commit, read_results
+from .index import ReadTable, build_index
 from .latent_statistics import merge_statistics
 from .local import local_file, shared_spec
 from .merge import STATUSES, Merge
@@ -79,9 +83,16 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
     files: Files = {
         RECORDS: parquet_of_groups(records_schema(plan.spec), counted(merge.records())),
         CAPTIONS: parquet_of_groups(captions_schema(plan.spec), merge.captions()),
-        SOURCES: parquet_file(plan.records.select(sources_schema(plan.spec).names)),
     }
-    entries |= {prefix + name: file_entry(prefix + name, files[name]) for name in (RECORDS, CAPTIONS)}
+    files |= index_files(
+        plan.spec,
+        plan.layout.arrays,
+        plan.records.num_rows,
+        plan.captions.num_rows,
+        lambda name, columns: batches_of_parquet(files[name], columns),
+    )
+    entries |= {prefix + name: file_entry(prefix + name, content) for name, content in files.items()}
+    files[SOURCES] = parquet_file(plan.records.select(sources_schema(plan.spec).names))
     stored = {str(bucket): count for (status, bucket), count in counts.items() if status == "stored"}
     manifest = Manifest(
         format_version=FORMAT_VERSION,
@@ -116,6 +127,28 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
     }, manifest
 
 
+def index_files(
+    spec: StoreSpec, arrays: Mapping[str, ArrayLayout], num_records: int, num_captions: int, read: ReadTable
+) -> Files:
+    """Content of the files of a revision's index, by name within its folder, from its tables."""
+    numbers = build_index(spec, arrays, num_records, num_captions, read)
+    return {f"{INDEX}/{name}.bin": one.view(np.uint8).data if one.size else b"" for name, one in numbers.items()}
+
+
+def write_index(root: Path, manifest: Manifest) -> None:
+    """Write the index of a sealed revision again, from its tables, which are intact."""
+    prefix = revision_prefix(manifest.revision)
+    files = index_files(
+        manifest.spec,
+        manifest.layouts(),
+        manifest.num_planned,
+        manifest.num_captions,
+        lambda name, columns: read_batches(root / (prefix + name), columns),
+    )
+    for name, content in files.items():
+        write_unless_same(root / (prefix + name), content)
+
+
 def write_seal(root: Path, files: Files, manifest: Manifest) -> None:
     """Write the files of a revision, each twice, and the ``zarr.json`` of all arrays; the manifest comes last.
 
@@ -124,7 +157,8 @@ def write_seal(root: Path, files: Files, manifest: Manifest) -> None:
     prefix = revision_prefix(manifest.revision)
     for name in [name for name in files if name != MANIFEST]:
         write_unless_same(root / f"{prefix}{name}", files[name])
-        write_unless_same(root / f"{prefix}{TWIN}/{name}", files[name])
+        if not name.startswith(f"{INDEX}/"):  # it follows from the tables
+            write_unless_same(root / f"{prefix}{TWIN}/{name}", files[name])
     write_zarr_files(root, manifest)
     for name in (MANIFEST, f"{TWIN}/{MANIFEST}"):
         write_unless_same(root / f"{prefix}{name}", files[MANIFEST])

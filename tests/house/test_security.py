@@ -303,7 +303,44 @@ def at(name: str, column: str, value: Any) -> Spoil:
     return lambda root: change_table(root, name, column, lambda values: values.__setitem__(0, value))
 
 
+def in_index(name: str, value: int, dtype: str = "<i4") -> Spoil:
+    """Another first number in a file of the index."""
+
+    def change(root: Path) -> None:
+        path = root / REVISION / "index" / f"{name}.bin"
+        numbers = np.fromfile(path, dtype)
+        numbers[0] = value
+        numbers.tofile(path)
+        forge(root)
+
+    return change
+
+
+def shorter_index(name: str) -> Spoil:
+    def change(root: Path) -> None:
+        path = root / REVISION / "index" / f"{name}.bin"
+        path.write_bytes(path.read_bytes()[:-4])
+        forge(root)
+
+    return change
+
+
 CLAIMS: dict[str, Spoil] = {
+    "indexed row beyond": in_index("rows", 10**6),
+    "indexed row below": in_index("rows", -1),
+    "indexed record beyond": in_index("records", 10**6),
+    "indexed record below": in_index("records", -1),
+    "indexed label beyond": in_index("labels", 10**6),
+    "indexed label below": in_index("labels", -2),
+    "indexed caption beyond": in_index("caption_ids", 10**6),
+    "indexed captions that begin below": in_index("caption_starts", -5),
+    "indexed captions that begin later": in_index("caption_starts", 2**31 - 1),
+    "indexed start beyond": in_index("caption_start", 10**6),
+    "indexed start below": in_index("caption_start", -1),
+    "indexed length beyond": in_index("caption_length", 2**31 - 1),
+    "indexed length below": in_index("caption_length", -1),
+    "a shorter index": shorter_index("rows"),
+    "an index of captions that is shorter": shorter_index("caption_length"),
     "a path above": in_entry("../../x"),
     "an absolute path": in_entry("/etc/passwd"),
     "a path with NUL": in_entry("a\0b"),
@@ -336,12 +373,6 @@ CLAIMS: dict[str, Spoil] = {
     "bucket beyond": at("records.parquet", "bucket", "9999999x9999999"),
     "no key": at("records.parquet", "key", None),
     "no row": at("records.parquet", "row", None),
-    "start beyond": at("captions.parquet", "start", 10**6),
-    "start below": at("captions.parquet", "start", -1),
-    "start at the end": at("captions.parquet", "start", 2**63 - 1),
-    "no start": at("captions.parquet", "start", None),
-    "length beyond": at("captions.parquet", "num_tokens", 2**31 - 1),
-    "length below": at("captions.parquet", "num_tokens", -1),
 }
 
 

@@ -66,6 +66,16 @@ class PageReader:
         assert xxhash.xxh3_128_hexdigest((self._store / path).read_bytes()) == self._files[path]["xxh3_128"]
         return pq.read_table(self._store / path).to_pylist()
 
+    def index(self, name: str, count: int) -> np.ndarray:
+        """The numbers of a file of the index; ``count``: how many they should be."""
+        path = f"revisions/{self.revision:06d}/index/{name}.bin"
+        data = (self._store / path).read_bytes()
+        assert xxhash.xxh3_128_hexdigest(data) == self._files[path]["xxh3_128"]
+        is_wide = len(data) == 8 * count
+        found = np.frombuffer(data, "<u8" if name == "keys" or "checksum" in name else "<i8" if is_wide else "<i4")
+        assert len(found) == count
+        return found
+
     @property
     def stored(self) -> list[dict[str, Any]]:
         """Rows of the records table that are stored."""

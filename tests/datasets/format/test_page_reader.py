@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 import zarr
 from everything import Everything
 from making import no_progress
@@ -78,6 +80,39 @@ def test_a_reader_written_from_the_page_alone_reads_the_captions_of_every_encode
         if pooled is not None:
             equal(pooled, ours.null_pooled)
         assert (tokens is None, pooled is None) == (name == "vector", name in ("", "llm"))
+
+
+@STORES
+def test_the_index_has_the_numbers_of_the_tables(root: Path) -> None:
+    reader, size_px = PageReader(root), lambda name: [int(side) for side in name.split("x")]
+    places = sorted(
+        (size_px(record["bucket"]), record["row"], position)
+        for position, record in enumerate(reader.records)
+        if record["status"] == "stored"
+    )
+    stored = [reader.records[position] for *_, position in places]
+    ids = [record["caption_ids"] for record in stored]
+    wanted = {
+        "rows": [row for _, row, _ in places],
+        "records": [position for *_, position in places],
+        "labels": [record["label"] for record in stored],
+        "caption_ids": [one for some in ids for one in some],
+        "caption_starts": [0, *accumulate(map(len, ids))],
+        "keys": [xxhash.xxh3_64_intdigest(record["key"].encode(), seed=0x686F6C64) for record in reader.records],
+    }
+    for name in ("checksum", *(f"checksum_{name}" for name in reader.features)):
+        wanted[name] = [record[name] or 0 for record in reader.records]
+    for name, spec in reader.texts.items():
+        suffix = f"_{name}" if name != next(iter(reader.texts)) else ""
+        starts, tokens, sums = (
+            [one[f"{what}{suffix}"] for one in reader.captions] for what in ("start", "num_tokens", "checksum")
+        )
+        wanted[f"caption_start{suffix}"] = starts
+        wanted[f"caption_length{suffix}"] = [spec["max_tokens"]] * len(tokens) if spec.get("full_length") else tokens
+        wanted[f"caption_checksum{suffix}"] = [one or 0 for one in sums]
+    assert {path.stem for path in folder_of(root, reader.revision).glob("index/*")} == wanted.keys()
+    for name, numbers in wanted.items():
+        assert reader.index(name, len(numbers)).tolist() == numbers, name
 
 
 @STORES

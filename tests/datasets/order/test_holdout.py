@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.loader import make_loader
-from leandit.datasets.order.filters import RecordFilter, is_held_out, key_hashes
+from leandit.datasets.order.filters import RecordFilter, is_held_out
+from leandit.datasets.revisions.index import key_hash
 from leandit.datasets.store import LatentStore
 
 
-def store_of(keys: Sequence[str]) -> LatentStore:
-    """What the choice reads of a store."""
-    table = pa.table({"key": pa.array(list(keys), pa.string())})
-    read: Any = lambda names: table.select(list(names)).to_batches(100)  # noqa: E731
-    return cast(LatentStore, SimpleNamespace(record_batches=read, num_records=len(keys)))
+def hashes_of(keys: Sequence[str]) -> np.ndarray:
+    return np.array([key_hash(key) for key in keys], np.uint64)
 
 
 def held_out(keys: Sequence[str], share: float) -> set[str]:
-    chosen = is_held_out(key_hashes(store_of(keys)), share)
-    return {key for key, is_out in zip(keys, chosen, strict=True) if is_out}
+    return {key for key, is_out in zip(keys, is_held_out(hashes_of(keys), share), strict=True) if is_out}
 
 
 def test_the_choice_is_this_one() -> None:
     """Golden: with another choice, runs that resume or follow would train on records that were held out before."""
-    hashes = key_hashes(store_of(["n01440764/10026", "images/0.png", ""]))
+    hashes = hashes_of(["n01440764/10026", "images/0.png", ""])
     assert hashes.tolist() == [15705493248779199630, 4208413429367991535, 7327116974169609948]
 
 
@@ -66,7 +60,7 @@ def test_a_record_trains_or_is_held_out_and_a_filter_comes_first(label_store: La
     assert with_filter.num_filtered["holdout"] == sum(map(len, with_filter.held_out.values()))
     assert with_filter.identity == without.identity | {"holdout": 0.5}
     batches = list(make_loader(label_store, global_batch=4, selection=with_filter))
-    hashes = key_hashes(label_store)
+    hashes = label_store.numbers("keys")
     assert not is_held_out(hashes[np.concatenate([batch.records for batch in batches])], 0.5).any()
 
 

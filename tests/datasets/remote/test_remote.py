@@ -398,7 +398,7 @@ def test_manifests_that_are_gone_are_forgotten_and_those_that_came_are_seen(
 ) -> None:
     fs = upload(caption_store.path, "faulty://grows")
     assert caption_store.manifest
-    tables = {name: (caption_store.path / OWN / name).read_bytes() for name in ("records.parquet", "captions.parquet")}
+    own = [entry.path for entry in caption_store.manifest.files if entry.path.startswith(OWN)]
     files = [
         entry.model_copy(update={"path": entry.path.replace("000001", "000002")})
         for entry in caption_store.manifest.files
@@ -409,8 +409,8 @@ def test_manifests_that_are_gone_are_forgotten_and_those_that_came_are_seen(
     assert open_remote("faulty://grows", folder=tmp_path / "local").manifest.revision == 1
     assert (tmp_path / "local/store/revisions/000002/plan/plan.json").exists()  # so it is known as unfinished
     fs.pipe_file("/grows/revisions/000002/manifest.json", canonical_json(second.model_dump()))
-    for name, content in tables.items():
-        fs.pipe_file(f"/grows/revisions/000002/{name}", content)
+    for path in own:
+        fs.pipe_file(f"/grows/{path.replace('000001', '000002')}", (caption_store.path / path).read_bytes())
     assert open_remote("faulty://grows", folder=tmp_path / "local").manifest == second
     assert open_remote("faulty://grows", folder=tmp_path / "local", revision=1).manifest.revision == 1
     with pytest.raises(StoreError, match=r"no complete revision 3. There are: 1, 2"):

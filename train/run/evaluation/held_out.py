@@ -24,7 +24,6 @@ from ....datasets.batches.latents import keyed_noise
 from ....datasets.batches.lookup import Records
 from ....datasets.errors import RecipeError
 from ....datasets.order.batch_plan import PlannedBatch
-from ....datasets.order.filters import key_hashes
 from ....datasets.order.shuffle import mix
 from ...data_recipe import Objective
 from ...metrics.flops import latent_size_of, tokens_per_image
@@ -116,7 +115,7 @@ class Evaluation:
         store, selection = self._reader.stores[number], self._reader.order.plans[number].selection
         assert selection is not None
         hashes = {
-            bucket: key_hashes(store, store.index(bucket).records[positions])
+            bucket: store.numbers("keys")[store.index(bucket).records[positions]]
             for bucket, positions in selection.held_out.items()
         }
         most = max(1, int(self._run.recipe.run.evaluate_images * share))

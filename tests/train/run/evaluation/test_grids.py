@@ -19,7 +19,7 @@ from shown_runs import HOLDOUT, assert_same_training, run_to
 
 from leandit.datasets.batches.latents import denormalise
 from leandit.datasets.errors import DamageError, RecipeError
-from leandit.datasets.order.filters import is_held_out, key_hashes
+from leandit.datasets.order.filters import is_held_out
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.train.run.evaluation import decoding
@@ -117,7 +117,7 @@ def test_captions_are_those_of_held_out_records_and_classes_those_that_train(
     store_of: dict[str, LatentStore],
 ) -> None:
     store = store_of["pixart-tiny"]
-    held_out = np.flatnonzero(is_held_out(key_hashes(store), 0.4))
+    held_out = np.flatnonzero(is_held_out(store.numbers("keys"), 0.4))
     texts = [store.captions["text"][store.record_at(int(i)).caption_ids[0]].as_py() for i in held_out]
     each = list(dict.fromkeys(texts))  # records share captions
     assert 2 < len(each) < len(texts)

@@ -14,7 +14,7 @@ from shown_runs import EVERY, HOLDOUT, assert_same_training, lines, losses_held_
 from leandit.datasets.batches.captions import captions_of
 from leandit.datasets.batches.latents import final_latents, keyed_noise
 from leandit.datasets.errors import RecipeError, RunError
-from leandit.datasets.order.filters import is_held_out, key_hashes
+from leandit.datasets.order.filters import is_held_out
 from leandit.datasets.recipe import shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
@@ -63,7 +63,7 @@ def assert_loss_of_snapshot(store: LatentStore, run: Path, said: HeldOutLoss | N
     """The loss of the average is that of the snapshot, record by record."""
     assert said is not None
     snapshot = load_snapshot(run, CPU)
-    hashes, losses = key_hashes(store), []
+    hashes, losses = store.numbers("keys"), []
     for bucket in store.buckets:
         index = store.index(bucket)
         for position in np.flatnonzero(is_held_out(hashes[index.records], 0.4)):
@@ -121,7 +121,7 @@ def evaluation_of(store: LatentStore, name: str, *overrides: str) -> Evaluation:
 
 
 def test_fewer_images_are_the_first_of_more_and_records_are_those_of_their_keys(caption_store: LatentStore) -> None:
-    found, hashes = [], key_hashes(caption_store)
+    found, hashes = [], caption_store.numbers("keys")
     for most in (2, 4, 64):
         evaluation = evaluation_of(caption_store, "pixart-tiny", f"run.evaluate_images={most}")
         groups = evaluation.groups(1)
