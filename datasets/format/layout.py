@@ -30,6 +30,7 @@ from .row_layout import (
     buckets_of,
     caption_folder,
     caption_rows,
+    larger_shard,
     null_array,
     pooled_rows,
     row_arrays,
@@ -225,16 +226,23 @@ class CaptionLayout:
             return self._shard_rows()
         if self.spec.has_tokens:  # of full length: a shard has the captions of a shard of tokens
             return self._shard_rows()[0] // self.spec.max_tokens, 1
-        return shard_rows(row_bytes(caption_rows(self.spec)[POOLED]), self.shard_mib), 1
+        return shard_rows(row_bytes(caption_rows(self.spec)[POOLED]), self.shard_mib, len(self.num_tokens)), 1
 
     def _shard_rows(self) -> tuple[int, int]:
         """Rows of a shard and of an inner chunk of the tokens."""
+        if before := self.before.get(f"{self._folder}/{EMBEDDINGS}"):
+            return before.shard_rows, before.chunk_rows
         num_bytes, longest = row_bytes(caption_rows(self.spec)[EMBEDDINGS]), self.spec.max_tokens
         if self.spec.full_length:  # whole captions
-            return shard_rows(num_bytes * longest, self.shard_mib) * longest, longest
+            return shard_rows(num_bytes * longest, self.shard_mib, len(self.num_tokens)) * longest, longest
         chunk_rows = max(1, TOKEN_CHUNK_BYTES // num_bytes)
         # At least one caption of full length fits, since no caption straddles two shards.
-        return -(-max((self.shard_mib << 20) // num_bytes, longest) // chunk_rows) * chunk_rows, chunk_rows
+        rows = -(-max((self.shard_mib << 20) // num_bytes, longest) // chunk_rows) * chunk_rows
+        return larger_shard(rows, num_bytes, self._num_rows), chunk_rows
+
+    @cached_property
+    def _num_rows(self) -> int:
+        return int(np.sum(self.num_tokens, dtype=np.int64))
 
 
 class Part(NamedTuple):
@@ -346,13 +354,14 @@ class RevisionLayout:
     def _shard_rows(self, bucket: str, groups: Sequence[str]) -> int:
         """Rows of a shard of groups that are written together.
 
-        As they have them; else as many as fit ``shard_mib`` in the largest array, at most those of the latents. A power
-        of two, at most MAX_SHARD_ROWS: what a later revision adds begins at a shard in every array of the bucket.
+        As they have them; else as many as fit ``shard_mib`` in the largest array, more for a large bucket, at most
+        those of the latents. A power of two: what a later revision adds begins at a shard in every array of the bucket.
         """
         if first := self._known(bucket, groups[0]):
             return first.shard_rows
         largest = max(row_bytes(row) for group in groups for row in row_arrays(self.spec, bucket, group).values())
-        fitting, latents = shard_rows(largest, self.spec.shard_mib), self._known(bucket, LATENTS)
+        ranges, latents = self._ranges_of(bucket), self._known(bucket, LATENTS)
+        fitting = shard_rows(largest, self.spec.shard_mib, ranges[-1].end if ranges else 0)
         power = 1 << (fitting.bit_length() - 1)
         return min(power, latents.shard_rows) if latents else power
 

@@ -27,6 +27,9 @@ NULL_EMBEDDING, NULL_SCALES, NULL_POOLED = "null", "null_scales", "null_pooled" 
 CAPTION_ARRAYS = {EMBEDDINGS, SCALES, POOLED, NULL_EMBEDDING, NULL_SCALES, NULL_POOLED}
 
 MAX_SHARD_ROWS = 8192  # more make reads no faster; a shard's index (16 bytes a row) and results (25) stay small
+# Of an array that would have more shards, these are larger: a process maps some 30,000 files at most, and a manifest
+# names each. A process that encodes holds a shard in memory.
+MAX_SHARDS, LARGEST_SHARD_MIB = 4096, 512
 
 Row = tuple[tuple[int, ...], str]
 """Shape and dtype of a row."""
@@ -145,9 +148,16 @@ def row_bytes(row: Row) -> int:
     return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
 
 
-def shard_rows(row_bytes: int, shard_mib: int) -> int:
-    """Most rows of a shard."""
-    return max(1, min(MAX_SHARD_ROWS, (shard_mib << 20) // row_bytes))
+def shard_rows(row_bytes: int, shard_mib: int, num_rows: int) -> int:
+    """Most rows of a shard, for an array of so many rows."""
+    return larger_shard(max(1, min(MAX_SHARD_ROWS, (shard_mib << 20) // row_bytes)), row_bytes, num_rows)
+
+
+def larger_shard(rows: int, row_bytes: int, num_rows: int) -> int:
+    """Rows of a shard, doubled while the array would have more than MAX_SHARDS and they fit LARGEST_SHARD_MIB."""
+    while num_rows > MAX_SHARDS * rows and 2 * rows * row_bytes <= LARGEST_SHARD_MIB << 20:
+        rows *= 2
+    return rows
 
 
 def null_array(name: str) -> str:

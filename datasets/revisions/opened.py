@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from .index import build_index, map_index
 from .local import read_local, whole_spec
 from .merge import Merge
 from .plan import read_plan
+
+STAT_THREADS = 8  # on a network file system each file takes a while
 
 
 class OpenedRevision:
@@ -203,7 +206,12 @@ class OpenedRevision:
 
         Raises: DamageError; StoreError: the folder is the local part of a store at a URL.
         """
-        for entry in self.files.values():
+        entries = list(self.files.values())
+        with ThreadPoolExecutor(STAT_THREADS, thread_name_prefix="leandit-open") as pool:
+            list(pool.map(self._check_sizes, (entries[first::STAT_THREADS] for first in range(STAT_THREADS))))
+
+    def _check_sizes(self, entries: Sequence[FileEntry]) -> None:
+        for entry in entries:
             path = self.path / entry.path
             size = path.stat().st_size if path.is_file() else None
             if size is None and (self.path.parent / REMOTE_ABOUT).is_file():

@@ -20,6 +20,7 @@ from making import CPU, caption_recipe, make_caption_folder, no_progress
 from page_reader import PageReader, canonical_hash
 from pydantic import BaseModel
 
+from leandit.datasets.format.layout import RevisionLayout
 from leandit.datasets.format.schema import (
     FORMAT_VERSION,
     CheckedImage,
@@ -300,3 +301,23 @@ def test_such_a_reader_reads_an_array_of_several_shards(
     store, reader = LatentStore(tmp_path / "store"), PageReader(tmp_path / "store")
     assert len(list((store.path / "buckets/64x64/moments/c").iterdir())) == 3
     np.testing.assert_array_equal(reader.array("buckets/64x64/moments"), store.latents("64x64").read(0, 5))
+
+
+def test_shards_grow_with_the_store_so_that_a_process_can_map_all(
+    caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later revisions keep their size, although they add little."""
+    moments, embeddings, spec = "buckets/64x64/moments", "captions/embeddings", caption_store.spec
+    huge = RevisionLayout(spec, 1, {"64x64": 10**9}, {"": np.array([5])}).arrays[moments]
+    assert 2048 < huge.num_shards <= 4096
+    assert huge.shard_rows * huge.row_bytes <= 512 << 20
+    usual = RevisionLayout(spec, 1, {"64x64": 50_000}, {"": np.full(10**6, 5)}).arrays
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARDS", 3)
+    large = RevisionLayout(spec, 1, {"64x64": 50_000}, {"": np.full(10**6, 5)}).arrays
+    more = {"": np.full(10**6 + 7, 5)}
+    grown = RevisionLayout(spec, 2, {"64x64": 5}, more, first_caption=10**6, before=large).arrays
+    for path in (moments, embeddings):
+        assert usual[path].shard_rows * usual[path].row_bytes == spec.shard_mib << 20
+        assert usual[path].num_shards > 3 >= large[path].num_shards
+        assert grown[path].shard_rows == large[path].shard_rows
+        assert grown[path].num_shards == large[path].num_shards + 1
