@@ -45,9 +45,8 @@ from .format.schema import TextEncoder
 from .format.table_schemas import suffixes
 from .format.zarr_shard import ArrayLayout
 from .revisions.catalog import REPAIR
-from .revisions.index import BucketIndex, key_hash, spans_fit
 from .revisions.opened import OpenedRevision
-from .revisions.records import Record, near_keys
+from .revisions.records import BucketIndex, Record, bucket_indexes, key_hash, near_keys, spans_fit
 
 if TYPE_CHECKING:
     import zarr
@@ -213,18 +212,13 @@ class LatentStore(OpenedRevision):
 
     @cached_property
     def _indexes(self) -> dict[str, BucketIndex]:
-        names = ("rows", "records", "labels", "caption_starts", "caption_ids")
-        rows, records, labels, starts, ids = map(self.numbers, names)
         counts = self.manifest.buckets if self.manifest else self._plan_counts
-        indexes, first = dict[str, BucketIndex](), 0
-        for bucket in sorted(counts, key=bucket_size):
-            part = slice(first, first := first + counts[bucket])
-            index = BucketIndex(rows[part], records[part], labels[part], starts[part.start : part.stop + 1], ids)
+        indexes = bucket_indexes(self.numbers, counts)
+        for bucket, index in indexes.items():
             latents = self.layout(f"{bucket_part(bucket)}/{self.spec.latent.array}")
             problem = index.problem(self.spec, latents, self.num_records, self.num_captions)
             if problem or len(index) != counts[bucket]:
                 raise DamageError(f"store '{self.path}': bucket '{bucket}' {problem or 'lacks records'}. {REPAIR}")
-            indexes[bucket] = index
         return indexes
 
     def record(self, key: str) -> Record:

@@ -16,7 +16,7 @@ import pyarrow.compute
 
 from ..disk.hashing import xxh3_file
 from ..errors import RecipeError
-from ..revisions.index import BucketIndex
+from ..revisions.records import BucketIndex
 from .filters import lines_by_key
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class CaptionOdds:
         }
 
     def bounds(self, store: LatentStore) -> dict[str, np.ndarray]:
-        """Cumulative draw probability within each record's captions, by bucket: (M,) float64, record after record.
+        """Cumulative draw probability within each record's captions, by bucket: (M,) beside ``caption_ids``, float64.
 
         Raises: RecipeError: the table cannot be used, or has another number of scores than a record has captions.
         """
@@ -70,8 +70,8 @@ class CaptionOdds:
             index = store.index(bucket)
             if not len(index):
                 continue
-            firsts, counts = index.caption_starts[:-1] - index.caption_starts[0], np.diff(index.caption_starts)
-            weights = np.ones(counts.sum())
+            firsts, counts = index.caption_starts[:-1], np.diff(index.caption_starts)
+            weights = np.ones(len(index.caption_ids))
             if table is not None:
                 weights = self._weights(self._scores(*table, index, store), firsts, counts)
             shares = weights / np.repeat(np.add.reduceat(weights, firsts), counts)
@@ -100,8 +100,8 @@ class CaptionOdds:
                 "each, in the same order."
             )
         values = pc.fill_null(lists.flatten(), math.nan).to_numpy(zero_copy_only=False)
-        scores, is_scored = np.full(num_captions.sum(), np.nan), np.repeat(num_scores > 0, num_captions)
-        offsets = (np.cumsum(lengths) - lengths)[line] - index.caption_starts[:-1] + index.caption_starts[0]
+        scores, is_scored = np.full(len(index.caption_ids), np.nan), np.repeat(num_scores > 0, num_captions)
+        offsets = (np.cumsum(lengths) - lengths)[line] - index.caption_starts[:-1]
         scores[is_scored] = values[(np.repeat(offsets, num_captions) + np.arange(len(scores)))[is_scored]]
         return scores
 
@@ -138,7 +138,7 @@ def choose_captions(bounds: np.ndarray, index: BucketIndex, positions: np.ndarra
     """
     places, last = index.caption_starts[positions], index.caption_starts[positions + 1] - 1
     while True:
-        further = (places < last) & (uniform >= bounds[places - index.caption_starts[0]])
+        further = (places < last) & (uniform >= bounds[places])
         if not further.any():
             return index.caption_ids[places]
         places += further

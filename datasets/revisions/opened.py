@@ -22,10 +22,10 @@ from ..format.tables import check_table, read_batches, read_row_group, table_pro
 from ..format.zarr_shard import ArrayLayout
 from .catalog import REPAIR, check_store, planned_revisions, read_manifest, sealed_revisions, unsealed
 from .commits import missing_work, read_commit, read_results
-from .index import build_index, map_index
 from .local import read_local, whole_spec
 from .merge import Merge
 from .plan import read_plan
+from .records import build_index, map_index
 
 STAT_THREADS = 8  # on a network file system each file takes a while
 
@@ -100,7 +100,7 @@ class OpenedRevision:
         Raises: DamageError: it is not the table of the manifest, or not valid.
         """
         if self.manifest:
-            path, count = self._checked(name, texts=columns is None), 0
+            path, count = self.table_file(name, texts=columns is None), 0
             for batch in read_batches(path, columns):
                 is_records, count = name == RECORDS, count + batch.num_rows
                 problem = table_problem(self.spec, self.revision, batch, self.num_captions) if is_records else ""
@@ -150,7 +150,7 @@ class OpenedRevision:
             raise IndexError(f"row {position} of {count}")
         if not self.manifest:
             return self.table(name, None).slice(position, 1).to_pylist()[0]
-        path, (first, group) = self._checked(name, texts=True), self._row_groups.get(name, (0, pa.table({})))
+        path, (first, group) = self.table_file(name, texts=True), self._row_groups.get(name, (0, pa.table({})))
         if not 0 <= position - first < group.num_rows:
             first, group = self._row_groups[name] = read_row_group(path, position)
         row = group.slice(position - first, 1)
@@ -159,7 +159,7 @@ class OpenedRevision:
             raise DamageError(f"store '{self.path}': row {position} of '{name}' is not valid: {problem}. {REPAIR}")
         return row.to_pylist()[0]
 
-    def _checked(self, name: str, *, texts: bool) -> Path:
+    def table_file(self, name: str, *, texts: bool) -> Path:
         """Path of a table with the hash of the manifest, which ``check_table`` has passed. Raises: DamageError."""
         path = revision_prefix(self.revision) + name
         entry, file = self.files[path], self.root / path
@@ -192,7 +192,8 @@ class OpenedRevision:
 
     def _map_numbers(self, name: str, manifest: Manifest) -> np.ndarray:
         stored = manifest.num_stored
-        counts = {"rows": stored, "records": stored, "labels": stored, "caption_starts": stored + 1, "caption_ids": -1}
+        starts = stored + sum(count > 0 for count in manifest.buckets.values())
+        counts = {"rows": stored, "records": stored, "labels": stored, "caption_starts": starts, "caption_ids": -1}
         count = counts.get(name, self.num_captions if name.startswith("caption_") else self.num_records)
         entry = self.files[index_path(self.revision, name)]
         try:

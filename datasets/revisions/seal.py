@@ -39,11 +39,11 @@ from ..format.tables import batches_of_parquet, parquet_file, parquet_of_groups,
 from ..format.zarr_shard import ArrayLayout
 from .catalog import file_entry
 from .commits import read_commit, read_results
-from .index import ReadTable, build_index
 from .latent_statistics import merge_statistics
 from .local import local_file, shared_spec
 from .merge import STATUSES, Merge
 from .plan import FrozenPlan
+from .records import ReadTable, build_index
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 

@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader
 from leandit.datasets.batches import buffer_pool
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.buffer_pool import MAX_BUFFERS, BufferPool
-from leandit.datasets.batches.captions import read_captions
 from leandit.datasets.batches.latents import draw_keys, final_latents
 from leandit.datasets.batches.reader import BatchReader
 from leandit.datasets.disk.cached import cached_property
@@ -121,32 +120,6 @@ def test_a_batch_is_what_the_store_holds_drawn_and_normalised(label_store: Laten
         assert [f"n{record.label:03d}" for record in records] == [record.key.split("/")[0] for record in records]
         assert (batch.captions, batch.caption_lengths) == (None, None)
         assert len(batch) == len(records)
-
-
-def test_captions_are_padded_with_zeros_to_the_longest(caption_store: LatentStore) -> None:
-    lengths = set()
-    for batch in take(make_loader(caption_store, global_batch=5), 12):
-        assert batch.captions is not None
-        assert batch.caption_lengths is not None
-        assert batch.captions.dtype == torch.float16
-        assert batch.captions.shape[:2] == (len(batch), int(batch.caption_lengths.max()))
-        assert batch.labels.tolist() == [-1] * len(batch)
-        for index, padded, length in zip(batch.records, batch.captions, batch.caption_lengths, strict=True):
-            record = caption_store.record_at(int(index))
-            own = [caption_store.caption(record, which) for which in range(len(record.caption_ids))]
-            valid, rest = padded[: int(length)].numpy(), padded[int(length) :]
-            assert any(np.array_equal(valid, embedding) for embedding in own)
-            assert torch.count_nonzero(rest) == 0
-            lengths.add(int(length))
-    assert len(lengths) > 1  # else nothing was padded
-
-
-def test_padding_keeps_the_order_asked_for(caption_store: LatentStore) -> None:
-    ids = np.array([8, 0, 8, 3])
-    found = read_captions(caption_store.text(), ids, BufferPool())
-    assert list(found.lengths) == [caption_store.captions["num_tokens"][int(i)].as_py() for i in ids]
-    for row, length, caption_id in zip(found.padded, found.lengths, ids, strict=True):
-        np.testing.assert_array_equal(row[:length].numpy(), caption_store.caption_embedding(int(caption_id)))
 
 
 @pytest.mark.parametrize("global_batch", [1, 4, 100])
@@ -483,21 +456,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(caption_store: LatentStore) 
         more, state = records(world_size, state, 3)
         found += more
     assert found == wanted
-
-
-def test_packed_captions_are_the_padded_ones_without_the_padding(caption_store: LatentStore) -> None:
-    for number in range(8):
-        padded, packed = (reader_of(caption_store, text=text)[number] for text in ("padded", "packed"))
-        assert padded.captions is not None
-        assert packed.captions is not None
-        assert packed.caption_lengths is not None
-        assert packed.caption_lengths.tolist() == padded.caption_lengths.tolist()  # pyright: ignore
-        offsets = packed.caption_offsets
-        assert (offsets.dtype, int(offsets[-1])) == (torch.int32, len(packed.captions))
-        for row, start, stop in zip(padded.captions, offsets, offsets[1:], strict=False):
-            np.testing.assert_array_equal(packed.captions[start:stop], row[: stop - start])
-    without = reader_of(caption_store, text="none")[0]
-    assert (without.captions, without.caption_lengths) == (None, None)
 
 
 def test_a_batch_that_is_kept_is_never_overwritten(caption_store: LatentStore) -> None:

@@ -320,20 +320,6 @@ def test_captions_are_found_by_their_exact_text(caption_store: LatentStore) -> N
     assert caption_store.find_captions(["A red square", "", texts[3]]) == [None, None, 3]
 
 
-def test_the_index_of_a_bucket_fits_the_records(caption_store: LatentStore) -> None:
-    seen = []
-    for bucket, count in caption_store.buckets.items():
-        index = caption_store.index(bucket)
-        assert index.rows.tolist() == list(range(count)) == sorted(index.rows.tolist())
-        for i, position in enumerate(index.records.tolist()):
-            record = caption_store.record_at(position)
-            assert (record.bucket, record.row, record.label) == (bucket, index.rows[i], index.labels[i])
-            ids = index.caption_ids[index.caption_starts[i] : index.caption_starts[i + 1]]
-            assert tuple(ids.tolist()) == record.caption_ids
-            seen.append(position)
-    assert sorted(seen) == list(range(14))
-
-
 def test_planned_is_stored_and_rejected_each_exactly_once(encode: Callable[..., Any], tmp_path: Path) -> None:
     source = make_caption_folder(tmp_path / "source", count=7)
     (source / "images/2.png").write_bytes(b"no picture")

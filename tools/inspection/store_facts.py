@@ -141,8 +141,8 @@ class StoreFacts:
     def used_captions(self) -> pa.Table:
         """Captions that a stored record names, with their ``uses`` and ``characters``."""
         table = self.store.captions
-        ids = np.concatenate([np.empty(0, np.int64), *(self.store.index(b).caption_ids for b in self.store.buckets)])
-        table = table.append_column("uses", pa.array(np.bincount(ids, minlength=table.num_rows)))
+        uses = np.bincount(self.store.numbers("caption_ids"), minlength=table.num_rows)
+        table = table.append_column("uses", pa.array(uses))
         table = table.append_column("characters", pc.utf8_length(table["text"].cast(pa.string())))
         return table.filter(pc.greater(table["uses"], 0))
 

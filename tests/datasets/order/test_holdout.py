@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.loader import make_loader
 from leandit.datasets.order.filters import RecordFilter, is_held_out
-from leandit.datasets.revisions.index import key_hash
+from leandit.datasets.revisions.records import key_hash
 from leandit.datasets.store import LatentStore
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from ....datasets.errors import DamageError, RecipeError, RowOutOfRange
-from ....datasets.format.layout import CAPTIONS, RECORDS, revision_prefix
+from ....datasets.format.layout import CAPTIONS, RECORDS
 from ....datasets.format.table_schemas import records_schema
 from ....datasets.store import LatentStore, Record
 
@@ -173,12 +173,8 @@ class StoreTables:
         self.num_records: int = self._select("SELECT count(*) AS n FROM records")[0]["n"]
 
     def _open_files(self) -> None:
-        self._store.record_columns(("revision",))  # raises DamageError, as does the next line
-        for text in self._store.texts[:1]:
-            self._store.caption_checksums(text)
         for name, file_name in (("records", RECORDS), ("captions", CAPTIONS)):
-            path = self._store.path / f"{revision_prefix(self._store.revision)}{file_name}"
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = os.open(self._store.table_file(file_name, texts=False), os.O_RDONLY)
             self._resources.callback(os.close, descriptor)
             opened = f"/dev/fd/{descriptor}"  # DuckDB would take some letters of a path for a pattern
             self._database.execute("SET allowed_paths = list_append(current_setting('allowed_paths'), ?)", [opened])
