@@ -183,7 +183,7 @@ def _build_records(
         num_captions = _num_captions(batch)
         for bucket, positions in _stored_by_bucket(batch, counts):
             counts[bucket] += len(positions), num_captions[positions].sum()
-    counts = {bucket: count.tolist() for bucket, count in counts.items() if count[0]}
+    counts = {bucket: (int(count[0]), int(count[1])) for bucket, count in counts.items() if count[0]}
     total, total_ids = (sum(column) for column in zip(*counts.values(), (0, 0), strict=True))
     rows = max((layouts[f"{bucket_part(bucket)}/{spec.latent.array}"].shape[0] for bucket in counts), default=0)
     checksums = ["checksum", *(f"checksum_{name}" for name in spec.groups)]
@@ -195,8 +195,9 @@ def _build_records(
         "caption_ids": map_numbers(total_ids, np.int32, "an index"),
         **{name: map_numbers(num_records, np.uint64, "an index") for name in ("keys", *checksums)},
     }
-    by_bucket, first = bucket_indexes(numbers.__getitem__, counts), 0
-    done = dict.fromkeys(counts, (0, 0))
+    by_bucket = bucket_indexes(numbers.__getitem__, *({bucket: n[i] for bucket, n in counts.items()} for i in (0, 1)))
+    first = 0
+    done: dict[str, tuple[int, int]] = dict.fromkeys(counts, (0, 0))
     for batch in read(RECORDS, ("key", "bucket", "row", "label", "caption_ids", "status", *checksums)):
         num_captions, ids = _num_captions(batch), batch["caption_ids"].flatten().to_numpy(zero_copy_only=False)
         offsets = np.cumsum(num_captions) - num_captions
@@ -219,22 +220,23 @@ def _build_records(
 
 
 def bucket_indexes(
-    numbers: Callable[[str], np.ndarray], counts: Mapping[str, int] | Mapping[str, Sequence[int]]
+    numbers: Callable[[str], np.ndarray], counts: Mapping[str, int], num_captions: Mapping[str, int] = {}
 ) -> dict[str, BucketIndex]:
     """The part of each bucket in the arrays of all, in order of height, then width.
 
     Args:
       numbers: returns an array by its name.
-      counts: stored records of each bucket; or these and their captions, where the arrays are not filled yet.
+      counts: stored records of each bucket.
+      num_captions: captions of these records, where the arrays are not filled yet.
     """
     rows, records, labels, starts, ids = map(numbers, ("rows", "records", "labels", "caption_starts", "caption_ids"))
     indexes, first, first_start, first_id = dict[str, BucketIndex](), 0, 0, 0
     for bucket in sorted(counts, key=bucket_size):
-        count, *num_ids = counts[bucket] if isinstance(counts[bucket], Sequence) else (counts[bucket],)
+        count = counts[bucket]
         part, own = slice(first, first + count), starts[first_start : first_start + count + 1]
         if not count:
             own = np.zeros(1, starts.dtype)
-        stop_id = first_id + (num_ids[0] if num_ids else int(own[-1]))
+        stop_id = first_id + (num_captions[bucket] if num_captions else int(own[-1]))
         indexes[bucket] = BucketIndex(rows[part], records[part], labels[part], own, ids[first_id:stop_id])
         first, first_start, first_id = first + count, first_start + (count and count + 1), stop_id
     return indexes
