@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
 from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
@@ -23,7 +22,7 @@ from ...precompute import config as precompute_config
 from ...precompute.pipeline import precompute
 from ...train import config as train_config
 from ...train.loop import StopRequest, train
-from ...train.metrics.history import StepReport, read_history, smoothed
+from ...train.metrics.history import StepReport
 from ...train.sampling.snapshot import load_snapshot
 from ...train.weights import folders
 from ..inspection.pictures import Cell, LatentDecoder, choose_records, draw_sheet, spread, store_sheet
@@ -42,10 +41,8 @@ SAMPLE_STEPS = 16
 GUIDANCE = 2.0  # more of it rounds the corners of squares
 PROGRESS_SHARES = (1 / 8, 1 / 4, 1 / 2, 1)  # of the run: the columns of progress.png
 PROGRESS_PER_BUCKET = 2  # captions, its rows
-MEAN_SHARE = 0.04  # of the run, over which the bold line of loss.png averages
 OUTPUTS = {  # what each image of the output folder shows
     "contact sheet": "contact-sheet.png",
-    "loss": "loss.png",
     "progress": "progress.png",
     "samples": "samples.png",
 }
@@ -129,7 +126,6 @@ def _train(out: Path, overrides: list[str], stop: StopRequest) -> tuple[int, int
         outcome = train(recipe, store_path=out / "store", run=run, device=CPU, report=show, stop=stop)
     if not outcome.finished:
         raise KeyboardInterrupt
-    draw_loss(run, out / OUTPUTS["loss"])
     return outcome.num_images, sum(path.stat().st_size for path in run.glob("snapshot-*/*"))
 
 
@@ -185,24 +181,6 @@ def sample_captions(
             captions += [caption.strip() for caption in chosen]
             progress("sample", number + 1, len(store.buckets))
     return images, captions
-
-
-def draw_loss(run: Path, path: Path) -> None:
-    """Plot the loss of every report and its running mean over the steps, as a PNG."""
-    metrics = read_history(run)
-    steps, losses = metrics.steps, metrics.columns["loss"]
-    means = smoothed(losses, MEAN_SHARE)
-    figure = Figure(figsize=(8.2, 4.2), layout="constrained")
-    axes = figure.add_subplot(yscale="log", xlabel="step (updates of the weights)", ylabel="training loss")
-    axes.plot(steps, losses, color="lightsteelblue", linewidth=1, label="each report")
-    axes.plot(steps, means, color="tab:blue", linewidth=2, label=f"mean over {MEAN_SHARE:.0%} of the run")
-    axes.plot(steps[-1:], means[-1:], "o", color="tab:blue")
-    axes.annotate(f"{means[-1]:.2g}", (steps[-1], means[-1]), (6, 6), textcoords="offset points", color="tab:blue")
-    axes.grid(which="both", alpha=0.3)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.legend()
-    figure.savefig(path, dpi=100)
 
 
 def render_result(stages: list[Stage], rates: dict[str, dict[str, float]], out: Path) -> str:

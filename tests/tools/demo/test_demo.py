@@ -1,4 +1,4 @@
-"""The demo: its images, the rule that judges them, the loss plot, the same captions at four steps, and its table."""
+"""The demo: its images, the rule that judges them, the same captions at four steps, and its table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import report_line
 from making import CPU, train_recipe
 from PIL import Image
 
@@ -57,17 +56,6 @@ def test_the_recipe_saves_what_progress_shows() -> None:
     run = load("demo", []).run
     shown = [run.steps * share for share in demo.PROGRESS_SHARES]
     assert [step % run.checkpoint_every for step in shown] == [0, 0, 0, 0]
-
-
-@pytest.mark.parametrize(("count", "factor"), [(1, 1.0), (2, 1.0), (40, 1e-4), (40, 1e5)])
-def test_the_loss_plot_holds_every_report(count: int, factor: float, tmp_path: Path) -> None:
-    losses = [factor * (0.3 + 1 / (i + 1)) for i in range(count)]
-    lines = [json.dumps(report_line(i + 1) | {"loss": loss}) + "\n" for i, loss in enumerate(losses)]
-    (tmp_path / demo.folders.METRICS).write_text("".join(lines))
-    demo.draw_loss(tmp_path, tmp_path / "loss.png")
-    pixels = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).astype(int)
-    blue = np.abs(pixels - (31, 119, 180)).sum(axis=2) < 60  # the mean's line, or its dot alone
-    assert blue.any(axis=0).sum() > (600 if count > 1 else 5)
 
 
 def test_the_table_names_every_image() -> None:

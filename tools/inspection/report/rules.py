@@ -47,7 +47,7 @@ def rules_of(kind: str) -> list[Rule]:
     templates = environment(html=False)
     templates.filters |= {"listed": listed, "steps": steps_named}
     functions = (unusual_channels, cosines, empty_classes, small_classes, diverged, overfits, clipped_share, rates)
-    templates.globals |= {function.__name__: function for function in (*functions, spikes, causes)} | {"limits": LIMITS}
+    templates.globals |= {function.__name__: function for function in (*functions, spikes)} | {"limits": LIMITS}
     return [
         Rule(section, when.format(**TABLE["limits"]), templates.from_string(sentence))
         for section, when, sentence in TABLE[kind].values()
@@ -136,8 +136,8 @@ def running_median(y: np.ndarray, points: int = MEDIAN_LINES) -> np.ndarray:
 def spikes(run: RunFacts, column: str, limit: float, without: Sequence[int] | np.ndarray = ()) -> Iterator[Any]:
     """The lines whose value is over ``limit`` times the median of the lines around; nothing in a short run.
 
-    Yields: at most once: ``places`` and ``steps`` of the lines, the ``highest`` value and how many ``times`` the median
-    it is, and the ``excess`` of all over their medians, times the steps of the lines.
+    Yields: at most once: the ``steps`` of the lines, the ``highest`` value and how many ``times`` the median it is, and
+    the ``excess`` of all over their medians, times the steps of the lines.
     """
     values = run.metrics.columns[column]
     if len(values) < LIMITS.least_lines:
@@ -150,28 +150,8 @@ def spikes(run: RunFacts, column: str, limit: float, without: Sequence[int] | np
     if len(places):
         worst = places[np.argmax(ratio[places])]
         excess = float(np.sum((values - median)[places] * run.metrics.widths[places]))
-        found = {"places": places, "steps": run.metrics.steps[places], "excess": excess}
+        found = {"steps": run.metrics.steps[places], "excess": excess}
         yield found | {"highest": values[worst], "times": ratio[worst]}
-
-
-def causes(run: RunFacts, places: np.ndarray) -> dict[str, int]:
-    """How many of some lines follow what may have slowed them down."""
-    metrics, end = run.metrics, run.metrics.steps[places]
-    before = end - metrics.widths[places]
-    found = {
-        "a checkpoint began in": _has_multiple(run.key("run.checkpoint_every"), before, end),
-        "an evaluation came just before": np.isin(before, metrics.steps[metrics.is_evaluated]),
-        "pictures were drawn just before": _has_multiple(run.key("run.sample_every"), before, before + 1),
-    }
-    return {cause: int(lines.sum()) for cause, lines in found.items() if lines.any()}
-
-
-def _has_multiple(every: object, first: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Whether a multiple of ``every``, above 0, lies in each range from ``first`` until before ``end``."""
-    if not isinstance(every, int) or every < 1:
-        return np.zeros(len(first), bool)
-    last = (end - 1) // every * every
-    return (last >= first) & (last > 0)
 
 
 def diverged(run: RunFacts) -> Iterator[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -166,24 +165,19 @@ def _read_manifest(run: Path) -> _Manifest:
 
 
 def _read_evaluations(run: Path) -> list[dict[str, str]]:
-    """Results of ``leandit evaluate``: of the run itself, and others whose ``--json`` lies among the run's files.
+    """Results of ``leandit evaluate`` of the run.
 
     Raises: DamageError: a whole line is not JSON.
     """
     try:
-        noted = [json.loads(line) for line in whole_lines(run / EVALUATIONS)[0]]
+        results = [json.loads(line) for line in whole_lines(run / EVALUATIONS)[0]]
     except ValueError as error:
         raise DamageError(f"'{run / EVALUATIONS}': a line is not JSON ({error}). Remove the line.") from error
-    results = [(EVALUATIONS, value) for value in noted]
-    for path in sorted(set(run.glob("*.json")) - {run / RUN}):
-        with contextlib.suppress(DamageError):  # not ours: the trainer has no other JSON there
-            results += [(path.name, value)] if (value := read_json(path)) not in noted else []
     evaluations = []
-    for file, value in results:
-        if isinstance(value, dict) and isinstance(value.get("pictures"), dict):
+    for value in results:
+        if isinstance(value, dict):
             scores = {name: f"{value[name]:.5g}" for name in SCORES if isinstance(value.get(name), (int, float))}
-            sides = {"pictures": _side(value["pictures"]), "reference": _side(value.get("reference"))}
-            evaluations += [{"file": file} | sides | scores] if scores else []
+            evaluations.append({side: _side(value.get(side)) for side in ("pictures", "reference")} | scores)
     return evaluations
 
 

@@ -78,7 +78,7 @@ def test_the_report_of_a_run_opens_from_disk_and_its_texts_do_no_harm(watched: W
     run, html = make_run(tmp_path / "run", starts=[hostile]), tmp_path / "report.html"
     make_grid(run, 40)
     pictures = {"kind": "run", "path": MARKUP}
-    (run / "fid.json").write_text(json.dumps({"pictures": pictures, "frechet": 3.25}))
+    (run / "evaluations.jsonl").write_text(json.dumps({"pictures": pictures, "frechet": 3.25}) + "\n")
     report_run(run, html)
     text = open_report(watched, html)
     for shown in (MARKUP, printable(RIGHT_TO_LEFT), printable(CONTROL), "3.25"):

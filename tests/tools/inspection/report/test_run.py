@@ -105,16 +105,13 @@ def test_the_page_asks_for_nothing_its_links_lead_somewhere_and_it_is_the_same_e
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_evaluations_in_the_folder_are_shown(tmp_path: Path) -> None:
+def test_evaluations_of_the_run_are_shown(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     pictures = {"kind": "run", "path": "runs/xl", "count": 50000, "sampler": "euler", "guidance": 1.5, "steps": 50}
     value = {"pictures": pictures, "reference": {"kind": "npz", "path": "ref.npz"}, "frechet": 12.34567, "kid": None}
-    (run / "fid.json").write_text(json.dumps(value))
-    (run / "other.json").write_text("3.0")
-    (run / "broken.json").write_text("{")
+    (run / "evaluations.jsonl").write_text(json.dumps(value) + "\n3.0\n" + '{"cut')
     page = page_of(run)
-    assert "fid.json run runs/xl (count 50000, sampler euler, steps 50, guidance 1.5) npz ref.npz 12.346" in page.line
-    assert "other.json" not in page.line
+    assert "run runs/xl (count 50000, sampler euler, steps 50, guidance 1.5) npz ref.npz 12.346" in page.line
 
 
 def test_a_long_run_makes_a_small_page_that_keeps_a_spike(tmp_path: Path) -> None:
