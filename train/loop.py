@@ -18,7 +18,6 @@ from ..datasets.errors import ResourceError
 from .config import TrainRecipe
 from .metrics.history import StepReport
 from .metrics.meter import Meter, peak_flops
-from .metrics.writer import write_start
 from .optim.process import collected_by_hand, set_allocator
 from .parallel.ranks import SharedStop, connected, read_ranks
 from .parallel.stop import StopRequest
@@ -106,12 +105,10 @@ def _train(
             return Outcome(run.step, None, True, 0, None, 0.0, recipe)
         for line in origin_lines(run, folder) if ranks.is_first else ():
             say(line)
-        if ranks.is_first:
-            write_start(folder, recipe, device, ranks, name=recipe_name, step=run.step)
         peak, latent = peak_flops(device, recipe.run.precision) * ranks.world_size, run.stores[0].spec.latent
         scale = run.engine.loss_scale
         meter = Meter(ranks, device, run.stores, run.spec, latent, peak_flops=peak, scale=scale)
-        log = Log(run, folder, meter, evaluation, report, warn)
+        log = Log(run, folder, meter, evaluation, report, warn, recipe_name)
         first_step, images_before = run.step + 1, run.num_images
         stop.check()
         try:

@@ -7,13 +7,14 @@ import importlib.util
 import json
 import os
 import platform
-import struct
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from ... import __version__
 from ...datasets.disk.files import write_atomic
@@ -22,7 +23,7 @@ from ..config import TrainRecipe
 from ..parallel.ranks import Ranks
 from ..parallel.strategy import choose_strategy
 from ..weights.folders import METRICS, STARTS
-from .history import OFFSETS, Start, StepReport, parse_reports, read_history, whole_lines
+from .history import OFFSETS, Start, StepReport, parse_reports, whole_lines
 from .meter import computed_in
 
 LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "zarr")
@@ -45,6 +46,9 @@ class MetricsWriter:
       run: its folder.
       step: from which the run starts or resumes; lines of later steps are dropped.
       recipe: its ``run.wandb`` turns on wandb.
+
+    Attributes:
+      reached_step: the last reported one, of dropped lines too; 0 of a run that has not reported.
     Raises: RunError: wandb refuses; DamageError: a line is not a report.
     """
 
@@ -53,8 +57,10 @@ class MetricsWriter:
 
         self._path = run / METRICS
         lines, _ = whole_lines(self._path)
-        reports = zip(lines, parse_reports(self._path, lines), strict=True)
-        write_atomic(self._path, b"".join(line + b"\n" for line, report in reports if report.step <= step))
+        steps = [report.step for report in parse_reports(self._path, lines)]
+        self.reached_step = max(steps, default=0)
+        kept = (line + b"\n" for line, reported in zip(lines, steps, strict=True) if reported <= step)
+        write_atomic(self._path, b"".join(kept))
         self._offset = OFFSETS[recipe.run.evaluate_times]
         self._wandb = _start_wandb(run, recipe) if recipe.run.wandb else None
         self._tensorboard = SummaryWriter(run / "tensorboard", purge_step=step + 1)
@@ -77,14 +83,8 @@ class MetricsWriter:
           step: that made it.
           now: the current step; wandb takes no earlier one.
         """
-        from tensorboard.compat.proto import summary_pb2
-
-        proto: Any = summary_pb2  # its classes are made at run time
-        png = path.read_bytes()
-        width, height = struct.unpack(">II", png[16:24])
-        image = proto.Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
-        summary = proto.Summary(value=[proto.Summary.Value(tag="samples", image=image)])
-        self._tensorboard._get_file_writer().add_summary(summary, step)  # its add_image encodes pixels, by PIL
+        with Image.open(path) as image:
+            self._tensorboard.add_image("samples", np.asarray(image), step, dataformats="HWC")
         if self._wandb is not None:
             import wandb
 
@@ -139,13 +139,15 @@ def _scalars(values: dict[str, Any], offset: float) -> dict[str, float]:
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def write_start(run: Path, recipe: TrainRecipe, device: torch.device, ranks: Ranks, *, name: str, step: int) -> None:
+def write_start(
+    run: Path, recipe: TrainRecipe, device: torch.device, ranks: Ranks, *, name: str, step: int, reached_step: int
+) -> None:
     """Append a start of the first rank to those of a run.
 
     Args:
       name: of the recipe.
       step: from which the run starts or resumes.
-    Raises: DamageError: a line of ``metrics.jsonl`` is not a report.
+      reached_step: the last one that was reported before.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     on_gpu, cpu = device.type == "cuda", f"{platform.machine()} CPU, {cores} cores"
@@ -153,7 +155,7 @@ def write_start(run: Path, recipe: TrainRecipe, device: torch.device, ranks: Ran
     start = Start(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         from_step=step,
-        reached_step=read_history(run).last_step,
+        reached_step=reached_step,
         recipe=name,
         machine=platform.node(),
         device=torch.cuda.get_device_name(device) if on_gpu else cpu,

@@ -18,7 +18,7 @@ from ...data_recipe import RecordsSection
 from ...metrics.flops import latent_size_of
 from ...metrics.history import StepReport
 from ...metrics.meter import Meter
-from ...metrics.writer import MetricsWriter
+from ...metrics.writer import MetricsWriter, write_start
 from ...weights.folders import SAMPLES
 from ..data import buckets_at
 from ..state import Run
@@ -28,13 +28,14 @@ from .held_out import Evaluation
 
 
 class Log:
-    """Writes reports; all ranks call it alike, and the first one writes.
+    """Writes reports, and that the run has started; all ranks call it alike, and the first one writes.
 
     Args:
       folder: of the run.
       evaluation: of held-out records, if the recipe has some.
       report: called with the figures of each report.
       warn: called if grids cannot be decoded, and if they have fewer images than the recipe asks for.
+      recipe_name: for ``starts.jsonl``.
 
     Attributes:
       losses: step and loss of the first and the last report, or None.
@@ -49,11 +50,16 @@ class Log:
         evaluation: Evaluation | None,
         report: Callable[[StepReport], None],
         warn: Callable[[str], None],
+        recipe_name: str,
     ) -> None:
         self._run, self._meter, self._evaluation, self._report, self._warn = run, meter, evaluation, report, warn
         self._subjects: dict[int, Subjects] = {}  # of grids, by the first store of the stage
         first, draws = run.ranks.is_first, run.recipe.run.sample_every > 0
-        self._writer = MetricsWriter(folder, step=run.step, recipe=run.recipe) if first else None
+        self._writer: MetricsWriter | None = None
+        if first:
+            self._writer = MetricsWriter(folder, step=run.step, recipe=run.recipe)
+            start = {"name": recipe_name, "step": run.step, "reached_step": self._writer.reached_step}
+            write_start(folder, run.recipe, run.device, run.ranks, **start)
         self._decoding = Decoding(folder / SAMPLES, warn) if first and draws else None  # last: it starts a process
         self.losses: tuple[tuple[int, float], tuple[int, float]] | None = None
         self.images_per_second = 0.0
