@@ -93,16 +93,6 @@ def area_step(resolution_px: int, downscale: int = DOWNSCALE) -> int:
     return next((step for step in range(largest, 0, -patch_px) if resolution_px % step == 0), largest)
 
 
-def published_ratio(height_px: int, width_px: int) -> float:
-    """The ratio of a bucket in PixArt's tables, which round it (0.82 for 896x1088); else height over width."""
-    return _published_ratios().get((height_px, width_px), height_px / width_px)
-
-
-@functools.cache
-def _published_ratios() -> dict[tuple[int, int], float]:
-    return {(h, w): ratio for side_px in PIXART_RESOLUTIONS_PX for ratio, h, w in bucket_table("pixart", side_px)}
-
-
 @functools.cache  # called for every planned picture
 def _table(buckets: str | tuple[str, ...], resolution_px: int, step_px: int, max_ratio: float) -> Table:
     if buckets == "square":

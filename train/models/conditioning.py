@@ -3,7 +3,7 @@ guidance, and the extras of techniques."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,13 +24,11 @@ class Conditioning(NamedTuple):
     Args:
       labels: (B,) int64; null is the number of classes.
       captions: the valid tokens of each caption; or (B, L, D) for models that read padding too.
-      source_sizes: (B, 2) float32 height and width of the source images in pixels, for models that use them.
       pooled: (B, P) float32, for models that read pooled vectors.
     """
 
     labels: Tensor | None = None
     captions: Captions | Tensor | None = None
-    source_sizes: Tensor | None = None
     pooled: Tensor | None = None
 
     @property
@@ -107,30 +105,19 @@ class Conditioner:
       spec: of the model.
       null_caption: (max_tokens, D) embedding of the empty caption, for a model with text; joined, where it reads
         several text encoders.
-      source_sizes: (records, 2) float32 pixels of each store, on the device of the batches, for models that use them.
       null_pooled: (P,) joined pooled vectors of the empty caption, for a model that reads them.
     """
 
     spec: ModelSpec
     null_caption: Tensor | None
-    source_sizes: Sequence[Tensor] = ()
     null_pooled: Tensor | None = None
 
-    def __call__(
-        self,
-        labels: Tensor | None,
-        texts: Mapping[str, Captions],
-        records: Tensor | None = None,
-        *,
-        store: int = 0,
-        widen: bool = True,
-    ) -> Conditioning:
+    def __call__(self, labels: Tensor | None, texts: Mapping[str, Captions], *, widen: bool = True) -> Conditioning:
         """Conditioning of a batch, without dropping.
 
         Args:
           labels: (B,) int64, -1 for none.
           texts: captions of each text encoder, by name.
-          records: (B,) int64 positions in the records table of the store.
           widen: convert 16-bit captions to float32, which the model needs without autocast.
         """
         if not self.spec.takes_text:
@@ -141,8 +128,7 @@ class Conditioner:
             return Conditioning(captions=tokens.float() if widen else tokens, pooled=pooled)
         text = next(iter(texts.values()))
         captions = text.with_tokens(text.embeddings.float() if widen else text.embeddings)
-        sizes = self.source_sizes[store][records] if self.source_sizes and records is not None else None
-        return Conditioning(captions=captions, source_sizes=sizes)
+        return Conditioning(captions=captions)
 
     def drop(self, conditioning: Conditioning, where: Tensor) -> Conditioning:
         """Replace the conditioning of some images, ``where`` (B,) is true, by null.
@@ -150,7 +136,7 @@ class Conditioner:
         A dropped caption keeps its length, as in PixArt and Sana: the first rows of null replace its tokens. Those of
         several text encoders, and their pooled vectors, are dropped together.
         """
-        labels, captions, _, pooled = conditioning
+        labels, captions, pooled = conditioning
         if labels is not None:
             return Conditioning(labels=torch.where(where, self.spec.num_classes, labels))
         null = self.null_caption

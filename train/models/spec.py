@@ -135,8 +135,3 @@ class ModelSpec(Frozen):
     def pooled_width(self) -> int:
         """Of the joined pooled vectors; 0: the model reads none."""
         return sum(one.pooled_width for one in self.texts)
-
-    @property
-    def takes_sizes(self) -> bool:
-        """Conditioned on the sizes of the source images too (PixArt-alpha at 1024 px)."""
-        return bool(self.config.get("use_additional_conditions"))

@@ -110,13 +110,11 @@ class Run:
         for warning in source_warnings(source, spec, store.spec.classes or [], latent) if source else ():
             warn(warning)
         nulls = null_captions(spec, lambda name: stored_null(store, name))
-        sizes = [torch.from_numpy(each.sizes[:, :2]).to(device).float() for each in stores if spec.takes_sizes]
         run = build_run(
             recipe,
             spec,
             device,
             nulls=nulls,
-            source_sizes=sizes,
             ranks=ranks,
             store=store.spec,
             compiled=recipe.run.compile and device.type == "cuda",
@@ -170,7 +168,6 @@ def build_run(
     device: torch.device,
     *,
     nulls: tuple[Tensor | None, Tensor | None],
-    source_sizes: Sequence[Tensor] = (),
     ranks: Ranks = ALONE,
     store: StoreSpec | None = None,
     compiled: bool = False,
@@ -180,7 +177,6 @@ def build_run(
 
     Args:
       nulls: the empty caption, as ``null_captions`` gives it.
-      source_sizes: (records, 2) pixels of each store, for a model conditioned on them.
       ranks: of this process; ``ranks.connected`` has connected it.
       store: whose image features the techniques read.
       compiled: the blocks go through torch.compile.
@@ -223,7 +219,7 @@ def build_run(
         spec=spec,
         engine=build_engine(recipe, model, ranks, device, compiled=compiled),
         ranks=ranks,
-        conditioner=Conditioner(spec, null_caption, source_sizes, null_pooled),
+        conditioner=Conditioner(spec, null_caption, null_pooled),
         device=device,
         autocast_dtype=autocast_dtype(recipe.run.precision, device),
         techniques=techniques,

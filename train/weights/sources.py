@@ -137,8 +137,14 @@ def read_config(source: str, family: str) -> dict[str, Any]:
             raise RunError(f"model.init_from '{source}': its config has {key} = {value}, which is out of range.")
     if config.get("guidance_embeds") and not FAMILIES[family].takes_guidance:
         raise RunError(f"model.init_from '{source}': it is distilled and takes the guidance as an input. Use its base.")
-    if family == "pixart" and config["use_additional_conditions"] is None:
-        config["use_additional_conditions"] = config["sample_size"] == 128  # as the class decides it
+    if family == "pixart":
+        takes_sizes = config["use_additional_conditions"]
+        if takes_sizes or (takes_sizes is None and config["sample_size"] == 128):  # as the class decides it
+            raise RunError(
+                f"model.init_from '{source}': PixArt-alpha of 1024 px is conditioned on the sizes of source images, "
+                "which is not supported. Use PixArt-Sigma."
+            )
+        config["use_additional_conditions"] = False
     return config
 
 

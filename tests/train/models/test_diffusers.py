@@ -17,7 +17,6 @@ from leandit.train.models.blocks import checkpoint_blocks
 from leandit.train.models.build import FAMILIES, build_model, diffusers_config, family_of, transformer_class
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.diffusers.adaln_single import LinearProcessor
-from leandit.train.models.diffusers.pixart import PixArt
 from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.optim.build import build_optimizer
 
@@ -30,8 +29,6 @@ RAGGED = pytest.mark.parametrize("spec", [PIXART, SANA, DIT], ids=["pixart", "sa
 MASK = torch.arange(7)[None] < torch.tensor([4, 1, 7])[:, None]
 TIMES = torch.tensor([3.0, 500.0, 999.0])
 CAPTIONS = torch.randn((3, 7, 6), generator=torch.Generator().manual_seed(1))
-ALPHA = {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}
-SIZES = torch.tensor([[300.0, 500.0], [64.0, 80.0], [1000.0, 1000.0]])
 
 
 def packed(dtype: torch.dtype = torch.float32) -> Captions:
@@ -45,13 +42,8 @@ def inputs(spec: ModelSpec = PIXART, height: int = 8, width: int = 12) -> tuple[
     return x, TIMES, Conditioning(captions=packed())
 
 
-def alpha_config() -> dict[str, Any]:
-    return diffusers_config(PIXART.model_copy(update={"out_channels": 8})) | ALPHA
-
-
 CONFIGS: list[tuple[ModelSpec, dict[str, Any]]] = [
     (PIXART, {}),
-    (PIXART, ALPHA),
     (SANA, {}),
     (SANA, {"qk_norm": "rms_norm_across_heads", "interpolation_scale": 2}),
     (SD3, {}),
@@ -71,9 +63,7 @@ def test_the_function_is_that_of_diffusers(spec: ModelSpec, more: dict[str, Any]
     if family != "sd3":
         options = {"encoder_hidden_states": packed().padded, "encoder_attention_mask": MASK.float()}
     if family == "pixart":
-        ratio = torch.full((3, 1), size[0] / size[1])
-        options["added_cond_kwargs"] = {"resolution": SIZES, "aspect_ratio": ratio if more else None}
-        given = given._replace(source_sizes=SIZES)
+        options["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
     with torch.no_grad():
         wanted = plain(hidden_states=x, timestep=t, return_dict=False, **options)[0]
         found = model(x, t, given)
@@ -124,36 +114,6 @@ def test_the_residual_stream_is_bf16_only_where_asked_for_under_bf16(
 
 
 # ------------------------------------------------------------------------------------------------- captions and sizes
-
-
-def test_the_sizes_of_source_images_matter_and_default_to_those_of_the_image() -> None:
-    model = shake(PixArt(alpha_config())).eval()
-    x, t, given = inputs()
-    own = torch.tensor([[64.0, 96.0]]).expand(3, 2)
-    with torch.no_grad():
-        outputs = [model(x, t, given._replace(source_sizes=sizes)) for sizes in (SIZES, own, None)]
-    assert (outputs[0] - outputs[1]).abs().max() > 1e-3
-    assert torch.equal(outputs[1], outputs[2])
-
-
-@pytest.mark.parametrize(
-    ("size", "ratio"), [((112, 136), 0.82), ((136, 112), 1.21), ((88, 184), 0.48), ((8, 12), 2 / 3)]
-)
-def test_the_aspect_ratio_is_the_key_of_pixarts_table(size: tuple[int, int], ratio: float) -> None:
-    found = PixArt(alpha_config()).size_conditions(torch.zeros(2, 4, *size), inputs()[2])
-    assert found["aspect_ratio"] is not None
-    assert found["resolution"] is not None
-    assert found["aspect_ratio"].flatten().tolist() == pytest.approx([ratio, ratio])
-    assert found["resolution"].tolist() == [[8 * side for side in size]] * 2
-
-
-def test_the_conditioner_looks_up_the_sizes_of_the_records() -> None:
-    spec = PIXART.model_copy(update={"config": {"use_additional_conditions": True}})
-    conditioner = Conditioner(spec, torch.zeros(9, 6), [torch.arange(20.0).view(10, 2)])
-    given = conditioner(None, {"": packed()}, torch.tensor([7, 0, 3]))
-    assert given.source_sizes is not None
-    assert given.source_sizes.tolist() == [[14, 15], [0, 1], [6, 7]]
-    assert conditioner.drop(given, torch.tensor([True, False, True])).source_sizes is given.source_sizes
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -279,7 +239,7 @@ WIDE = {"attention_head_dim": 96, "num_attention_heads": 2}
 STARTS: list[tuple[ModelSpec, dict[str, Any], dict[str, float]]] = [
     (
         PIXART,
-        WIDE | {"cross_attention_dim": 192, "use_additional_conditions": True, "caption_channels": 40},
+        WIDE | {"cross_attention_dim": 192, "caption_channels": 40},
         {
             "transformer_blocks.1.attn1.to_q": xavier(192, 3 * 192),
             "transformer_blocks.1.attn1.to_out.0": xavier(192, 192),

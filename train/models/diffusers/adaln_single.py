@@ -53,10 +53,6 @@ class AdaLNSingle(DiffusersModel):
         zeros = [module for name, module in self.net.named_modules() if self.zeros and name.endswith(self.zeros)]
         initialize(self.net, fused, getattr(self.net, self.embed_name).proj, embedders, zeros)
 
-    def embed_time(self, x: Tensor, t: Tensor, conditioning: Conditioning, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Modulation of all blocks (B, 6E), and the embedding of the time (B, E)."""
-        return getattr(self.net, self.time_name)(t, batch_size=len(x), hidden_dtype=dtype)
-
     def embed_captions(self, captions: Tensor) -> Tensor:
         """(..., D) to (..., E)."""
         return self.net.caption_projection(captions)
@@ -66,7 +62,8 @@ class AdaLNSingle(DiffusersModel):
         net, patch = cast(Any, self.net), self.net.config.patch_size
         rows, columns = x.shape[2] // patch, x.shape[3] // patch
         tokens = residual_stream(getattr(net, self.embed_name)(x), self.residual)
-        modulation, time = self.embed_time(x, t, conditioning, tokens.dtype)
+        # Of all blocks (B, 6E), and the embedding of the time (B, E).
+        modulation, time = getattr(net, self.time_name)(t, batch_size=len(x), hidden_dtype=tokens.dtype)
         attention: Any = self.blocks[0].attn2
         captions, layout = arrange_captions(conditioning.valid_captions, attention.inner_dim // attention.heads)
         captions = self.embed_captions(captions)
