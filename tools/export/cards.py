@@ -26,7 +26,7 @@ from ..inspection.store_facts import StoreFacts
 from ..terminal.text import printable
 from .hub import HubRepository
 
-CARD, SHEET = "README.md", "contact-sheet.png"
+CARD = "README.md"
 MARK = "<!-- Written by 'leandit publish', which replaces this page as long as this line is in it. -->"
 MOST_BUCKETS, MOST_REASONS = 12, 20  # named in a card
 # Licences that the hub knows by these names; others are named beside "other".
@@ -50,13 +50,8 @@ class Terms(NamedTuple):
     encoder_licence: str
 
 
-def store_card(store: LatentStore, files: StoreFiles, hub: HubRepository, terms: Terms, *, sheet: bool) -> bytes:
-    """The card of a store.
-
-    Args:
-      files: that are published.
-      sheet: a contact sheet is one of them.
-    """
+def store_card(store: LatentStore, files: StoreFiles, hub: HubRepository, terms: Terms) -> bytes:
+    """The card of a store, of which these files are published."""
     manifest, name = files.manifest, hub.title
     local = read_local(store.path, manifest.revision)
     spec = whole_spec(manifest.spec, local and portable(local))
@@ -80,7 +75,6 @@ def store_card(store: LatentStore, files: StoreFiles, hub: HubRepository, terms:
         name=name,
         spec=spec,
         manifest=manifest,
-        sheet=sheet,
         buckets=", ".join(f"{bucket}: {count}" for bucket, count in buckets[:MOST_BUCKETS]),
         num_more=len(buckets) - MOST_BUCKETS,
         size=readable_size(sum(entry.bytes for entry in files.entries.values())),
@@ -96,7 +90,7 @@ def model_card(
     name: str,
     state: Mapping[str, Any],
     *,
-    is_pipeline: bool,
+    is_pipeline: bool = False,
     terms: Terms | None = None,
     hub: HubRepository | None = None,
     **shown: Any,
@@ -107,8 +101,8 @@ def model_card(
       state: of the snapshot.
       is_pipeline: diffusers loads it.
       terms, hub: of a published run.
-      shown: "weights" (which they are, and the name of their folder), "notes" on how a pipeline differs from the
-        trained model, "recipe" in TOML; "layout" of an export; "pipeline" and "format" of what is published.
+      shown: "weights" (which they are, and the name of their folder), "recipe" in TOML; of an export its "layout" and
+        "notes" on how a pipeline differs from the trained model.
     """
     from ...train.models.spec import ModelSpec
     from ...train.sampling.snapshot import text_encoders
@@ -116,7 +110,7 @@ def model_card(
     spec, head = ModelSpec.model_validate(state["spec"]), Markup("library_name: diffusers\n" if is_pipeline else "")
     if terms:
         tags = ["leandit", "diffusion", "text-to-image" if spec.takes_text else "class-conditional"]
-        head = front_matter(terms.licence, library_name="diffusers" if is_pipeline else "leandit", tags=tags)
+        head = front_matter(terms.licence, library_name="leandit", tags=tags)
     return _render(
         "model.md",
         head=head,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from ...datasets.store import LatentStore
 from ...datasets.units import readable_size
 from ...train.weights.folders import METRICS, RECIPE, is_run
 from ..terminal.text import Rows, printable
-from .cards import CARD, MARK, SHEET, Terms, model_card, store_card
+from .cards import CARD, MARK, Terms, model_card, store_card
 from .hub import ATTEMPTS, HubRepository, HubUnreachable, OutgoingFile
 
 COMMIT_FILES = 100  # at most in a commit; files of a commit that was not made are uploaded, and not uploaded again
@@ -46,7 +45,6 @@ TEXTS, TEXT_BYTES = (".json", ".jsonl", ".toml", ".md"), 1 << 26  # a larger fil
 QUOTED_PATH = re.compile(r"[\"']((?:/|[A-Za-z]:[\\/])[^\"'\n]{1,4000})[\"']")
 ANOTHER_PLACE = "Give another name, or another branch with --revision."
 Progress = Callable[[str, int, int], None]
-Outgoing = tuple[list[OutgoingFile], list[str]]  # files, and notes for the user
 
 
 def publish(
@@ -57,9 +55,6 @@ def publish(
     private: bool | None,
     licence: str,
     encoder_licence: str,
-    pictures: bool = False,
-    vae: str | None = None,
-    as_pipeline: bool = False,
     branch: str = "main",
     dry_run: bool = False,
 ) -> dict[str, Any]:
@@ -71,9 +66,6 @@ def publish(
       progress: called with (stage, files done, files).
       private: who may read it; None: missing.
       licence, encoder_licence: empty: missing.
-      pictures: publish a contact sheet of decoded records.
-      vae: that decodes them; None: the store's own.
-      as_pipeline: of a run: as diffusers' pipelines load it.
       branch: of the repository.
       dry_run: send nothing. If the hub does not answer, all files count as missing there.
     Returns: what was sent, as plain values.
@@ -89,36 +81,24 @@ def publish(
     if of_run != (hub.kind == "model"):
         kind, expected = ("run", "hf://OWNER/NAME") if of_run else ("store", "hf://datasets/OWNER/NAME")
         raise RecipeError(f"--to '{url}': '{target}' is a {kind}. Give {expected}.")
-    if of_run and pictures:
-        raise RecipeError("--pictures: they are of a store. Leave it out for a run.")
-    if not of_run and as_pipeline:
-        raise RecipeError("--export: it is for a run. Leave it out for a store.")
-    with tempfile.TemporaryDirectory(prefix="leandit-publish-") as name:
-        scratch = Path(name)
-        if of_run:
-            files, notes = run_files(target, hub, terms, pipeline=scratch / "pipeline" if as_pipeline else None)
-        else:
-            files, notes = store_files(target, hub, terms, sheet=scratch / SHEET if pictures else None, vae=vae)
-        _refuse_local_paths(target, files)
-        try:
-            return _send(hub, files, notes, progress, private=bool(private), dry_run=dry_run)
-        except FileNotFoundError as error:
-            raise StoreError(
-                f"'{target}': '{error.filename}' disappeared while it was published. Let nothing change it "
-                "meanwhile, then run the same command again."
-            ) from error
+    files, notes = (run_files(target, hub, terms), []) if of_run else store_files(target, hub, terms)
+    _refuse_local_paths(target, files)
+    try:
+        return _send(hub, files, notes, progress, private=bool(private), dry_run=dry_run)
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"'{target}': '{error.filename}' disappeared while it was published. Let nothing change it meanwhile, then "
+            "run the same command again."
+        ) from error
 
 
 # -------------------------------------------------------------------------------------------------------------- files
 
 
-def store_files(root: Path, hub: HubRepository, terms: Terms, *, sheet: Path | None, vae: str | None) -> Outgoing:
-    """The files of a complete store whose sizes and metadata are as its manifests say.
+def store_files(root: Path, hub: HubRepository, terms: Terms) -> tuple[list[OutgoingFile], list[str]]:
+    """The files of a complete store whose sizes and metadata are as its manifests say, and notes for the user.
 
-    Args:
-      sheet: where to write a contact sheet of decoded records, which is published too; None: no pictures.
-      vae: that decodes them; None: the store's own.
-    Raises: StoreNotFound, StoreError; StoreIncomplete; DamageError; EncoderError: the VAE cannot be loaded.
+    Raises: StoreNotFound, StoreError; StoreIncomplete; DamageError.
     """
     checked = verify_store(root, quick=True)
     if damage := [one for one in checked.findings if one.cause not in {*HARMLESS, "stray"}]:
@@ -131,28 +111,21 @@ def store_files(root: Path, hub: HubRepository, terms: Terms, *, sheet: Path | N
             f"store '{root}': it is not complete, and no part of a store is published. Run the same precompute command "
             "again, then publish."
         )
-    portable, store, notes = portable_files(root), LatentStore(root), list[str]()
+    portable, notes = portable_files(root), list[str]()
     if strays := [one.path for one in checked.findings if one.cause != "single"]:
         notes.append(f"{len(strays)} files that are not of the store stay here, such as '{strays[0]}'")
-    card = store_card(store, portable, hub, terms, sheet=sheet is not None)
+    card = store_card(LatentStore(root), portable, hub, terms)
     files = [OutgoingFile(CARD, card, is_last=True)]
     for path, entry in portable.entries.items():
         content, is_last = portable.changed.get(path, root / path), Path(path).name == MANIFEST
         files.append(OutgoingFile(path, content, entry.xxh3_128, is_last))
-    if sheet:
-        from ..inspection.pictures import write_sheet
-
-        write_sheet(store, sheet, vae=vae)
-        files.append(OutgoingFile(SHEET, sheet, is_last=True))
     return files, notes
 
 
-def run_files(run: Path, hub: HubRepository, terms: Terms, *, pipeline: Path | None) -> Outgoing:
+def run_files(run: Path, hub: HubRepository, terms: Terms) -> list[OutgoingFile]:
     """The newest averaged weights of a run, its recipe and its metrics, all in one commit.
 
-    Args:
-      pipeline: folder to write a pipeline of diffusers to, which is published; None: the snapshot is.
-    Raises: RunError: there is no snapshot, or diffusers cannot hold the model; DamageError.
+    Raises: RunError: there is no snapshot; DamageError.
     """
     from ...train.weights import checkpoint
 
@@ -162,33 +135,17 @@ def run_files(run: Path, hub: HubRepository, terms: Terms, *, pipeline: Path | N
     saved = checkpoint.read(snapshots[-1])
     state, folder = without_local_folders(saved.state), saved.path.name
     recipe = without_local_folders(tomllib.loads((run / RECIPE).read_text("utf-8"))) if (run / RECIPE).is_file() else {}
-    made: dict[str, Any] = {"notes": [], "pipeline": None, "format": "snapshot"}
-    files: dict[str, Path | bytes] = {}
-    if pipeline:
-        from .export import export
-
-        made = export(run, pipeline)
-        files = {path: pipeline / path for path in made["files"]}
-    else:
-        files = {f"{folder}/{name}": saved.path / name for name in saved.files}
-        files[f"{folder}/{checkpoint.STATE}"] = canonical_json(state | {checkpoint.STATE_HASH: sha256_of(state)})
-    files[CARD] = model_card(
-        hub.title,
-        state,
-        is_pipeline=pipeline is not None,
-        terms=terms,
-        hub=hub,
-        weights=f"averaged, {folder}",
-        recipe=values_to_toml(recipe) if recipe else "",
-        **{key: made[key] for key in ("notes", "pipeline", "format")},
-    )
-    if recipe:
-        files[RECIPE] = values_to_toml(recipe).encode()
+    text = values_to_toml(recipe) if recipe else ""
+    files: dict[str, Path | bytes] = {f"{folder}/{name}": saved.path / name for name in saved.files}
+    files[f"{folder}/{checkpoint.STATE}"] = canonical_json(state | {checkpoint.STATE_HASH: sha256_of(state)})
+    files[CARD] = model_card(hub.title, state, terms=terms, hub=hub, weights=f"averaged, {folder}", recipe=text)
+    if text:
+        files[RECIPE] = text.encode()
     if (run / METRICS).is_file():
         metrics = (run / METRICS).read_bytes()
         files[METRICS] = metrics[: metrics.rfind(b"\n") + 1]  # whole lines of a file that may grow
     hashes = {f"{folder}/{name}": entry.xxh3_128 for name, entry in saved.files.items()}
-    return [OutgoingFile(path, files[path], hashes.get(path, ""), is_last=True) for path in files], made["notes"]
+    return [OutgoingFile(path, files[path], hashes.get(path, ""), is_last=True) for path in files]
 
 
 def _refuse_local_paths(source: Path, files: Sequence[OutgoingFile]) -> None:

@@ -239,7 +239,6 @@ def test_a_branch_is_a_place_of_its_own(hub: Hub, caption_store: LatentStore) ->
         ({"url": "hf://datasets/one-name"}, "expected hf://datasets/OWNER/NAME"),
         ({"url": f"hf://{NAME}"}, "is a store. Give hf://datasets/OWNER/NAME"),
         ({"url": "s3://bucket/pictures"}, "expected hf://"),
-        ({"as_pipeline": True}, "--export: it is for a run"),
         *(
             ({"branch": name}, "expected the name of a branch")
             for name in ("", "a b", "/a", "a//b", "../a", "-a", "a?b")
@@ -407,9 +406,7 @@ def test_a_grown_store_is_published_again_by_what_is_new_and_never_hidden(
 # --------------------------------------------------------------------------------------------------------------- cards
 
 
-def test_the_card_says_what_it_is_and_how_it_is_read_and_pictures_are_published_only_when_asked_for(
-    hub: Hub, caption_store: LatentStore
-) -> None:
+def test_the_card_says_what_it_is_and_how_it_is_read(hub: Hub, caption_store: LatentStore) -> None:
     send(caption_store.path, licence="My own licence", encoder_licence="mit")
     card = published(hub)["README.md"].content.decode()
     head = yaml_of(card)
@@ -422,11 +419,6 @@ def test_the_card_says_what_it_is_and_how_it_is_read_and_pictures_are_published_
     assert "Of the encoders: mit" in card
     blocks = re.findall(r"```toml\n(.*?)```", card, re.DOTALL)
     assert tomllib.loads(blocks[0])["images"]["buckets"] == ["48x80", "64x64", "80x48"]
-    assert "contact-sheet" not in card
-    send(caption_store.path, pictures=True)
-    files = published(hub)
-    assert files["contact-sheet.png"].content.startswith(b"\x89PNG")
-    assert "![Decoded records](contact-sheet.png)" in files["README.md"].content.decode()
     assert causes(verify_remote(URL)) == {"single"}
 
 
@@ -511,19 +503,10 @@ def test_any_path_of_this_machine_is_refused(
     assert hub.repositories == {}
 
 
-def test_a_run_is_published_as_a_pipeline(run: Path, hub: Hub, tmp_path: Path) -> None:
-    send(run, url="hf://somebody/tiny", as_pipeline=True)
-    files = hub.repositories["somebody/tiny"].files()
-    assert {"model_index.json", "transformer/config.json", "recipe.toml", "metrics.jsonl"} <= files.keys()
-    card = files["README.md"].content.decode()
-    assert yaml_of(card)["library_name"] == "diffusers"
-    assert 'PixArtSigmaPipeline.from_pretrained("somebody/tiny")' in card
-    assert_anonymous(hub, run.parent)
-    assert send(run, url="hf://somebody/tiny", as_pipeline=True)["files_sent"] == 0
-    for as_pipeline in (False, True):
-        send(run, url="hf://somebody/tiny", branch="second", as_pipeline=as_pipeline)
-        card = hub.repositories["somebody/tiny"].files("second")["README.md"].content.decode()
-        assert '("somebody/tiny", revision="second")' in card
+def test_a_card_names_the_branch(run: Path, hub: Hub) -> None:
+    send(run, url="hf://somebody/tiny", branch="second")
+    card = hub.repositories["somebody/tiny"].files("second")["README.md"].content.decode()
+    assert '("somebody/tiny", revision="second")' in card
 
 
 # ------------------------------------------------------------------------------------------------------------- command

@@ -46,9 +46,6 @@ def export(
     names = ("snapshot", "format", "pipeline", "out")
     rows = [(name, str(result[name])) for name in names if result[name] is not None]
     print_result(result, lambda _: rows, as_json=as_json)
-    if layout == "diffusers" and not (step or merged or base):  # what publish has no options for
-        terms = ["--private", "--license", "NAME", "--encoder-license", "NAME"]
-        print_next(["publish", run, "--to", "hf://OWNER/NAME", "--export", *terms, "--dry-run"])
 
 
 def publish(
@@ -62,13 +59,6 @@ def publish(
         Option("--license", help="License of the images (store) or weights (run); required."),
     ] = "",
     encoder_licence: Annotated[str, Option("--encoder-license", help="License of the encoders; required.")] = "",
-    pictures: Annotated[
-        bool, Option("--pictures", help="Store: also publish a contact sheet of decoded records.")
-    ] = False,
-    vae: Annotated[str | None, Option(help="Folder or hub id of the VAE to decode with.")] = None,
-    as_pipeline: Annotated[
-        bool, Option("--export", help="Run: publish a diffusers pipeline instead of a snapshot.")
-    ] = False,
     branch: Annotated[str, Option("--revision", help="Branch of the repository.")] = "main",
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -82,9 +72,8 @@ def publish(
     from ...terminal.progress import ProgressLine
 
     terms = {"private": private, "licence": licence, "encoder_licence": encoder_licence}
-    options = {"pictures": pictures, "vae": vae, "as_pipeline": as_pipeline, "branch": branch, "dry_run": dry_run}
     with ProgressLine() as progress:
-        result = send(target, to, progress, **terms, **options)
+        result = send(target, to, progress, **terms, branch=branch, dry_run=dry_run)
     for note in result["notes"]:
         print_line(note)
     print_result(result, render, as_json=as_json)
