@@ -435,23 +435,23 @@ def test_a_crash_loses_no_figures_that_are_on_their_way(
 
 
 @pytest.mark.parametrize(
-    ("kind", "warmup", "step", "share"),
+    ("kind", "warmup", "step", "last", "share"),
     [
-        ("constant", 0, 1, 1.0),
-        ("constant", 10, 1, 0.1),
-        ("constant", 10, 10, 1.0),
-        ("constant", 10, 90, 1.0),
-        ("cosine", 10, 5, 0.5),
-        ("cosine", 10, 10, 1.0),
-        ("cosine", 10, 60, 0.5),
-        ("cosine", 10, 35, 0.5 * (1 + math.cos(math.pi / 4))),
-        ("cosine", 10, 110, 0.0),
-        ("cosine", 0, 110, 0.0),
-        ("cosine", 110, 110, 1.0),
+        ("constant", 0, 1, 0.0, 1.0),
+        ("constant", 10, 1, 0.0, 0.1),
+        ("constant", 10, 90, 0.0, 1.0),
+        ("cosine", 10, 5, 0.0, 0.5),
+        ("cosine", 10, 10, 0.0, 1.0),
+        ("cosine", 10, 35, 0.0, 0.5 * (1 + math.cos(math.pi / 4))),
+        ("cosine", 10, 60, 0.1, 0.55),
+        ("cosine", 10, 110, 0.1, 0.1),
+        ("cosine", 0, 110, 0.0, 0.0),
     ],
 )
-def test_the_learning_rate_is_warm_up_then_constant_or_cosine(kind: str, warmup: int, step: int, share: float) -> None:
-    schedule = ScheduleSection.model_validate({"kind": kind, "warmup_steps": warmup})
+def test_the_learning_rate_is_warm_up_then_constant_or_cosine(
+    kind: str, warmup: int, step: int, last: float, share: float
+) -> None:
+    schedule = ScheduleSection.model_validate({"kind": kind, "warmup_steps": warmup, "final_lr_share": last})
     assert learning_rate(3e-4, schedule, step, steps=110) == pytest.approx(3e-4 * share, abs=1e-12)
 
 

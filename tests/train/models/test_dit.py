@@ -17,7 +17,7 @@ from leandit.datasets.batches.captions import Captions
 from leandit.train.models.blocks import Mode, checkpoint_blocks
 from leandit.train.models.conditioning import Conditioning, Extras, ModelOutput
 from leandit.train.models.dit import PATCHES, SIZES, DiT
-from leandit.train.models.layers import rotate, rotation_table, time_features
+from leandit.train.models.layers import time_features
 from leandit.train.models.spec import DiTOptions, ModelSpec, ProjectorSpec
 
 Weights = dict[str, Tensor]
@@ -271,17 +271,6 @@ def test_a_new_model_puts_out_exactly_zero_and_its_blocks_are_identity(options: 
         block.register_forward_hook(lambda _, given, output: seen.extend([given[0], output]))
     assert model(X, T, CAPTIONS).abs().max() == 0
     assert all(torch.equal(tokens, seen[0]) for tokens in seen)
-
-
-def test_rotary_positions_see_differences_alone_and_span_the_base_grid() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn((2, 1, 1, 1, 16), generator=generator, dtype=torch.float64).expand(2, 1, 1, 16, 16)
-    scores = (rotate(q, rotation_table(4, 4, 16, 4)) @ rotate(k, rotation_table(4, 4, 16, 4)).mT).view(4, 4, 4, 4)
-    torch.testing.assert_close(scores[:3, :3, :3, :3], scores[1:, 1:, 1:, 1:])  # one row and one column on
-    assert (scores[0, 0, 0, 1] - scores[0, 0, 1, 0]).abs() > 1e-3  # the axes are not one
-    coarse, fine = rotation_table(2, 4, 16, 4), rotation_table(4, 8, 16, 4)
-    for one, other in zip(coarse, fine, strict=True):  # every second token of a finer grid stands where these do
-        torch.testing.assert_close(one.view(2, 4, 2, 4), other.view(4, 8, 2, 4)[::2, ::2])
 
 
 def test_a_bf16_residual_stream_triples_the_rounding_errors_at_depth_28() -> None:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
-from leandit.train.config import OptimizerSection, ScheduleSection
+from leandit.train.config import OptimizerSection
 from leandit.train.loop import train
 from leandit.train.models.dit import SIZES
 from leandit.train.optim import came
-from leandit.train.optim.build import build_optimizer, learning_rate, parameter_groups
+from leandit.train.optim.build import build_optimizer, parameter_groups
 from leandit.train.optim.came import Came
 from leandit.train.optim.muon import MuonWithAdamW, hidden_matrices
 from leandit.train.optim.state import optimizer_state
@@ -251,12 +251,6 @@ def test_came_needs_three_betas() -> None:
     with pytest.raises(RecipeError, match="needs three"):
         train_recipe("dit-s-4", "optimizer.name=came", "optimizer.betas=[0.9, 0.99]")
     assert section("muon", betas=[0.9, 0.99]).betas == [0.9, 0.99]
-
-
-@pytest.mark.parametrize(("step", "share"), [(10, 1.0), (60, 0.55), (110, 0.1)])
-def test_a_cosine_ends_at_its_share(step: int, share: float) -> None:
-    schedule = ScheduleSection(kind="cosine", warmup_steps=10, final_lr_share=0.1)
-    assert learning_rate(2.0, schedule, step, steps=110) == pytest.approx(2.0 * share)
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "came", "muon"])

@@ -47,11 +47,6 @@ def test_only_the_labels_asked_for_train(label: str, label_store: LatentStore) -
     assert "records train; filtered out" in said[0]
 
 
-def test_a_label_that_is_not_there_is_refused(label_store: LatentStore) -> None:
-    with pytest.raises(RecipeError, match="no class 'n0001'"):
-        one_pass(label_store, 'data.labels=["n0001"]')
-
-
 def test_only_the_aspects_asked_for_train(caption_store: LatentStore) -> None:
     wide, _ = one_pass(caption_store, "data.max_aspect=0.9", model="pixart-tiny")
     tall, _ = one_pass(caption_store, "data.min_aspect=0.9", model="pixart-tiny")
@@ -104,11 +99,6 @@ def test_a_model_of_labels_reads_no_captions(caption_store: LatentStore) -> None
     labels = spec.model_copy(update={"name": "DiT-S/4", "caption_width": 0})
     assert next(iter(build_loader(recipe, [caption_store], labels, CPU, said.append))).captions is None
     assert next(iter(build_loader(recipe, [caption_store], spec, CPU, said.append))).captions is not None
-
-
-def test_a_window_changes_the_order_and_not_the_records(label_store: LatentStore) -> None:
-    batches, _ = one_pass(label_store, "data.window_shards=1")
-    assert records(batches) == list(range(sum(label_store.buckets.values())))
 
 
 def test_a_bucket_that_a_filter_empties_needs_no_batch_size(caption_store: LatentStore, tmp_path: Path) -> None:

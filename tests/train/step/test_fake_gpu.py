@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,13 +39,11 @@ class Product(NamedTuple):
     Args:
       module: that runs it, with * for a number; empty in the backward pass.
       dtypes: of its factors.
-      has_rows: each factor has rows or columns without gaps between their numbers, so that none is copied before.
     """
 
     module: str
     kernel: str
     dtypes: frozenset[torch.dtype]
-    has_rows: bool
 
 
 class Products(TorchDispatchMode):
@@ -67,17 +64,17 @@ class Products(TorchDispatchMode):
     def _leave(self, *_: Any) -> None:
         self._names.pop()
 
-    def add(self, kernel: str, factors: list[Tensor], *, has_rows: bool) -> None:
+    def add(self, kernel: str, factors: list[Tensor]) -> None:
         module = self._names[-1] if self._names else ""
-        self.seen[Product(module, kernel, frozenset(one.dtype for one in factors), has_rows)] += 1
+        self.seen[Product(module, kernel, frozenset(one.dtype for one in factors))] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func.overloadpacket
         if packet in PRODUCTS and not self._within_attention:
             factors = [one for one in args[:3] if isinstance(one, Tensor) and one.ndim > 1][-2:]
-            self.add(packet.__name__, factors, has_rows=all(map(lies_in_rows, factors)))
+            self.add(packet.__name__, factors)
         if packet is torch.ops.torch_attn._varlen_attn:
-            self.add("attention", list(args[:3]), has_rows=all(one.stride(-1) == 1 for one in args[:3]))
+            self.add("attention", list(args[:3]))
         return func(*args, **(kwargs or {}))
 
     def attention(self) -> TorchFunctionMode:
@@ -99,16 +96,8 @@ class _Attention(TorchFunctionMode):
         finally:
             self._products._within_attention = False
         # In the dtype of the result: autocast has converted what the kernel reads.
-        self._products.add("attention", [attended], has_rows=all(one.stride(-1) == 1 for one in args[:3]))
+        self._products.add("attention", [attended])
         return attended
-
-
-def lies_in_rows(matrix: Tensor) -> bool:
-    """(..., M, N) whose rows or columns have no gaps, or dense (B, C, H, W), as kernels read them without a copy."""
-    if matrix.ndim == 4:
-        return matrix.is_contiguous() or matrix.is_contiguous(memory_format=torch.channels_last)
-    (rows, columns), (down, right) = matrix.shape[-2:], matrix.stride()[-2:]
-    return (right == 1 and down >= columns) or (down == 1 and right >= rows) or 1 in (rows, columns)
 
 
 def steps_on_fake_gpu(model: str, patch: pytest.MonkeyPatch, *settings: str) -> tuple[StepResult, Counter[Product]]:
@@ -164,28 +153,6 @@ def wait_of(value: Tensor) -> None:
     value.sum().item()
 
 
-def number_from_list(value: Tensor) -> None:
-    torch.tensor([1.0], device=value.device)
-
-
-MUTANTS: dict[str, Callable[[Tensor], Any]] = {
-    "item": wait_of,
-    "nonzero": lambda value: value.nonzero(),
-    "mask": lambda value: value[value > 0],
-    "cpu": lambda value: value.cpu(),
-    "list": number_from_list,
-    "blocking copy": lambda value: torch.ones(3).to(value.device),
-    "tensor of the host": lambda value: value.flatten()[:3] + torch.ones(3),
-    "index of the host": lambda value: value[torch.zeros(2, dtype=torch.int64)],
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_what_waits_is_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_cuda(monkeypatch), RefuseWaits(), pytest.raises((HostWaitError, RuntimeError)):
-        MUTANTS[mutant](torch.zeros(2, 3, device=CUDA))
-
-
 def test_a_step_that_waits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = step_module.image_losses
 
@@ -234,14 +201,3 @@ def test_products_are_of_16_bits_but_for_those_listed(model: str) -> None:
     assert all(one.dtypes == {torch.float32} for one in wide), wide  # and none has factors of two dtypes
     assert {one.module for one in wide} == FLOAT32.get(model, set())
     assert {one.kernel for one in wide} <= {"addmm"}
-
-
-@pytest.mark.parametrize("model", RECIPES)
-def test_no_factor_is_copied_before_a_product(model: str) -> None:
-    assert [one for one in products_of(model, "bf16") if not one.has_rows] == []
-
-
-def test_factors_with_gaps_are_seen() -> None:
-    assert all(map(lies_in_rows, (torch.ones(4, 6), torch.ones(4, 6).t(), torch.ones(2, 4, 9)[..., :6])))
-    assert not lies_in_rows(torch.ones(4, 12)[:, ::2])
-    assert not lies_in_rows(torch.ones(2, 3, 4, 8)[..., ::2])

@@ -14,14 +14,12 @@ from fake_cuda import CUDA, RefuseWaits, fake_cuda, gradients_of_zeros
 from making import CPU, train_recipe
 from tiny_steps import RECIPES, TinySteps, tiny_workload
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
 from leandit.train.config import TrainRecipe
 from leandit.train.loop import train
-from leandit.train.models.blocks import compile_blocks
 from leandit.train.models.build import build_model
 from leandit.train.optim.fp8 import check_fp8, use_fp8
 from leandit.train.parallel.stop import StopRequest
@@ -94,15 +92,6 @@ def new_model() -> Any:
     return build_model(tiny_workload("labels").spec, seed=0)
 
 
-@pytest.mark.usefixtures("tiny_models")
-def test_layers_with_other_sides_than_multiples_of_16_stay() -> None:
-    model = new_model()
-    model.blocks[0].mlp.fc1 = nn.Linear(32, 72)
-    use_fp8(model, "rowwise", emulate=True)
-    assert type(model.blocks[0].mlp.fc1) is nn.Linear
-    assert "blocks.1.mlp.fc1" in fp8_layers(model)
-
-
 class Products(TorchDispatchMode):
     """Records the sides of products in FP8."""
 
@@ -148,31 +137,6 @@ def test_a_step_on_a_gpu_waits_for_nothing_and_multiplies_in_8_bits(
         with RefuseWaits(), Products() as seen:
             steps.step(3)
     assert len(seen.sides) == len(fp8_layers(steps.learner.engine.model))
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(("model", "kind"), [("labels", "tensorwise"), ("sana", "rowwise")])
-@pytest.mark.usefixtures("tiny_models", "emulated")
-def test_compiled_blocks_have_one_graph_without_a_break(model: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    counter, real = CompileCounterWithBackend("aot_eager"), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, **how | {"backend": counter}))
-    run, plain = (TinySteps(model, CPU, f"run.fp8={kind}") for _ in range(2))
-    torch._dynamo.reset()
-    compile_blocks(run.learner.engine.model.blocks)
-    losses = losses_of(run)
-    torch._dynamo.reset()
-    assert counter.frame_count <= 2  # one for any shape, after that of the first one
-    torch.testing.assert_close(losses, losses_of(plain), rtol=NEAR, atol=0)
-
-
-@pytest.mark.parametrize("mode", ["blocks", "selective"])
-@pytest.mark.usefixtures("tiny_models", "emulated")
-def test_what_is_recomputed_is_the_same(mode: str) -> None:
-    losses = [
-        losses_of(TinySteps("pixart", CPU, "run.fp8=rowwise", f"run.activation_checkpointing={each}"))
-        for each in ("none", mode)
-    ]
-    assert torch.equal(*losses)
 
 
 @pytest.mark.usefixtures("tiny_models", "emulated")
@@ -225,11 +189,3 @@ def test_what_a_run_cannot_have_is_refused(
 
 def recipe_of(*settings: str) -> TrainRecipe:
     return train_recipe("pixart-tiny", "run.precision=bf16", *settings)
-
-
-@pytest.mark.usefixtures("tiny_models")
-def test_a_run_on_a_cpu_is_refused_before_anything_is_written(label_store: LatentStore, tmp_path: Path) -> None:
-    recipe = train_recipe("dit-s-4", "run.fp8=rowwise", "run.precision=bf16")
-    with pytest.raises(RecipeError, match="device 'cpu'"):
-        train(recipe, store_path=label_store.path, run=tmp_path / "run", device=CPU, report=print, stop=StopRequest())
-    assert not (tmp_path / "run").exists()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,46 +21,12 @@ from leandit.train import loop
 from leandit.train.config import load
 from leandit.train.metrics.meter import StepResult
 from leandit.train.optim import process
-from leandit.train.optim.process import collected_by_hand, set_allocator, set_precision
+from leandit.train.optim.process import set_allocator, set_precision
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.run.state import Run
 from leandit.train.step import train_step
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
-
-
-SCRIPT = """
-import resource, sys, torch
-from leandit.train.optim.process import set_allocator
-if sys.argv[1] == "kept":
-    set_allocator(torch.device("cpu"))
-
-def step():
-    kept = [torch.ones(2**20) for _ in range(24)]  # 4 MiB each
-    return sum(float(tensor[-1]) for tensor in kept)
-
-for _ in range(4):
-    step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(16):
-    step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-def page_faults(how: str) -> int:
-    # By default glibc moves its threshold to what it sees freed, and may keep a step's memory or not. With a fixed
-    # threshold it gives every tensor back.
-    gives_back = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-    run = [sys.executable, "-c", SCRIPT, how]
-    return int(subprocess.run(run, capture_output=True, text=True, check=True, env=gives_back).stdout)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
-def test_steps_on_a_cpu_cost_no_page_faults() -> None:
-    kept, given_back = page_faults("kept"), page_faults("given back")
-    assert given_back >= 16 * 24  # each tensor, each time: 1024 faults of small pages, fewer of huge ones
-    assert kept < given_back / 50  # a few tensors may still have to find their place
 
 
 def test_segments_expand_unless_the_user_or_cuda_was_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,27 +65,11 @@ def test_convolutions_are_timed_where_a_model_has_them_in_its_blocks(
         assert [backend.allow_tf32 for backend in backends] == [precision == "tf32"] * 2
 
 
-def test_a_caller_who_collects_or_freezes_by_hand_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.disable()
-    gc.freeze()
-    called: list[str] = []
-    try:
-        with monkeypatch.context() as patch:
-            for name in ("freeze", "unfreeze", "enable"):
-                patch.setattr(gc, name, lambda name=name: called.append(name))
-            with collected_by_hand() as after_step:
-                after_step()
-        assert called == []
-        assert not gc.isenabled()
-    finally:
-        gc.unfreeze()
-        gc.enable()
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_step_of_a_run_is_interrupted_by_a_collection(
     fails: bool, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.unfreeze()  # what the session has frozen
     take, seen, collected = loop.train_step, list[bool](), list[int]()
 
     def step(state: Run, batch: Batch) -> StepResult:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from making import CPU, train_recipe
-from shown_runs import EVERY, HOLDOUT, assert_same_training, lines, losses_held_out, run_to
+from shown_runs import EVERY, HOLDOUT, assert_same_training, losses_held_out, run_to
 
 from leandit.datasets.batches.captions import captions_of
 from leandit.datasets.batches.latents import final_latents, keyed_noise
@@ -172,17 +172,6 @@ def test_a_holdout_without_records_and_another_share_on_resume_are_refused(
         run_to(train_recipe("dit-s-4", "data.holdout=0.3"), label_store, tmp_path / "run")
     run_to(train_recipe("dit-s-4", HOLDOUT, "run.evaluate_every=3", "run.steps=3"), label_store, tmp_path / "run")
     assert list(losses_held_out(tmp_path / "run")) == [1, 3]
-
-
-def test_what_it_costs_is_said_and_a_warning_says_what_would_cost_less(
-    label_store: LatentStore, tmp_path: Path
-) -> None:
-    said: list[str] = []
-    run_to(train_recipe("dit-s-4", HOLDOUT, EVERY), label_store, tmp_path / "run", said=said)
-    for line in lines(tmp_path / "run")[1::2]:
-        assert 0 < line["held_out"]["share"] < 1
-        assert line["held_out"]["seconds"] > 0
-    assert [line for line in said if "evaluating held-out records takes" in line and "run.evaluate_every=" in line]
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes("leandit.train")))
