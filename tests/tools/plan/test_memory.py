@@ -36,7 +36,7 @@ from leandit.tools.plan.step_memory import (
     trace_steps,
 )
 from leandit.tools.plan.strategies import SINGLE, strategies, strategy_rows, with_ds_config
-from leandit.tools.plan.tracing import MemoryTracker, check_line
+from leandit.tools.plan.tracing import check_line
 from leandit.tools.plan.training import measured_mfu, plan, render
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_run
@@ -178,27 +178,6 @@ def test_the_largest_microbatch_fits_and_the_next_one_does_not() -> None:
     assert found.largest(sum(found.states[name] for name in STATES) / 2) == 0
     assert found.offloaded((OPTIMIZER,)).largest(room) > 50
     assert found.total(51) > room
-
-
-def test_the_tracker_counts_a_storage_once_and_only_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)  # the tracker replaces it
-    with MemoryTracker("cuda") as tracker:
-        one = torch.zeros(100)
-        tracker.assign(PARAMETERS, [one])
-        two = one.view(10, 10) + 1
-        del one
-        again = two.t()
-    assert tracker.live[PARAMETERS] == 0
-    assert tracker.live[ACTIVATIONS] == 512
-    two.untyped_storage().resize_(0)  # as FSDP frees what it has gathered
-    assert tracker.live[ACTIVATIONS] == 0
-    two.untyped_storage().resize_(4000)
-    assert tracker.live[ACTIVATIONS] == 4096
-    del two
-    assert tracker.live[ACTIVATIONS] == 4096
-    del again
-    assert tracker.live[ACTIVATIONS] == 0
-    assert [sum(moment) for moment in tracker.moments] == [512, 1024, 0, 4096]
 
 
 def test_a_trace_that_fails_says_so() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +32,7 @@ class PublishedRun:
       rate: images a second and GPU.
       batch: of all GPUs.
       microbatch: images of each forward of a GPU; 0: all of them.
-      network_gbit: a GPU; only that of torchtitan is published.
-      mfu: published, of the smaller run of a pair, where only scaling is predicted.
+      network_gbit: a GPU; not published.
       is_fitted: the constants are fitted to it.
     """
 
@@ -47,7 +45,6 @@ class PublishedRun:
     strategy: str = "ddp"
     microbatch: int = 0
     network_gbit: float = 400.0
-    mfu: float | None = None
     is_fitted: bool = False
 
     @property
@@ -56,7 +53,7 @@ class PublishedRun:
         gpu = gpu_by_name(self.gpu)
         assert gpu is not None
         images = self.batch // self.gpus
-        how = {"network_gbit": self.network_gbit, "mfu": self.mfu}
+        how = {"network_gbit": self.network_gbit}
         time = step_time(self.work, gpu, self.strategy, self.gpus, images, self.microbatch or images, **how)
         return images / time.seconds
 
@@ -84,7 +81,6 @@ ONLINE = work(XL2_FLOPS + VAE_FLOPS, 675e6, precision="tf32")
 RECOMPUTED_ONLINE = work(XL2_FLOPS * 4 / 3 + VAE_FLOPS, 675e6, precision="tf32", launches=(4339, 3981))
 MASKED = work(0.39 * TERA, 730e6)
 SD2_256, SD2_512 = (work(flops * TERA, 866e6, 16, launches=(3300, 2900)) for flops in (0.543, 2.413))
-LLAMA = work(8192 * 57.9e9, 8.03e9, 16, "bf16")  # torchtitan's count: 6 a weight and token, and attention
 WAN = work(37440 * 176e9, 14.3e9, 16, "bf16")
 WAN_TFLOP = 37440 * 176e9 / TERA  # NVIDIA publishes TFLOP/s
 
@@ -119,11 +115,6 @@ RUNS = (
     *(
         PublishedRun(f"Wan 2.1 14B, {gpus} H100", rate / WAN_TFLOP, "H100", gpus, gpus, WAN, "fsdp")
         for gpus, rate in ((8, 175.88), (64, 228.85))
-    ),
-    *(
-        PublishedRun(f"Llama 3.1 8B{name}, {gpus} H100", rate / 8192, "H100", gpus, 2 * gpus, LLAMA, "fsdp", mfu=mfu)
-        for name, mfu, rates in ((", eager", 0.33, (5762, 5605)), (", compiled", 0.39, (6667, 6514)))
-        for gpus, rate in zip((8, 128), rates, strict=True)
     ),
 )
 
@@ -264,7 +255,7 @@ def documented(heading: str) -> Iterator[list[str]]:
 def test_the_documented_rates_are_what_the_model_says_of_published_runs() -> None:
     by_name = {run.name: run for run in RUNS}
     rows = list(documented("Images a second and GPU:"))
-    assert {row[0].strip("\\*") for row in rows} == {run.name for run in RUNS if run.mfu is None}
+    assert {row[0].strip("\\*") for row in rows} == {run.name for run in RUNS}
     for name, published, predicted, ratio, _ in rows:
         run = by_name[name.strip("\\*")]
         assert run.is_fitted == name.startswith("\\*")
@@ -274,7 +265,7 @@ def test_the_documented_rates_are_what_the_model_says_of_published_runs() -> Non
 
 
 def test_rates_of_published_runs_are_met_as_documented() -> None:
-    ratios = {run: run.predicted / run.rate for run in RUNS if run.mfu is None}
+    ratios = {run: run.predicted / run.rate for run in RUNS}
     fitted = [ratio for run, ratio in ratios.items() if run.is_fitted]
     assert len(fitted) == 7
     assert 0.8 <= min(fitted) <= max(fitted) <= 1.2
@@ -283,29 +274,6 @@ def test_rates_of_published_runs_are_met_as_documented() -> None:
     missed = {name for name, ratio in others.items() if not 0.7 <= ratio <= 1.3}
     assert missed == {"DiT-XL/2, 8 A100, TF32", "SD2 U-Net 256 px, 128 A100"}
     assert all(others[name] < 2 for name in missed)
-
-
-def pairs() -> dict[str, tuple[PublishedRun, PublishedRun]]:
-    """Runs of the same thing on fewest and on more GPUs, by the name of the larger."""
-    groups: dict[str, list[PublishedRun]] = {}
-    for run in RUNS:
-        groups.setdefault(re.sub(r", \d+ ([AH]\d+)", r", \1", run.name), []).append(run)
-    return {more.name: (group[0], more) for group in groups.values() for more in group[1:]}
-
-
-def test_scaling_of_published_runs_is_met_as_documented() -> None:
-    rows = list(documented("Images a second and GPU, relative"))
-    found = pairs()
-    assert {row[0] for row in rows} == set(found)
-    missed = set()
-    for name, published, predicted, _ in rows:
-        first, more = found[name]
-        real, model = more.rate / first.rate, more.predicted / first.predicted
-        assert float(published) == pytest.approx(real, abs=0.006)
-        assert float(predicted) == pytest.approx(model, abs=0.006)
-        if abs(model / real - 1) > 0.1:
-            missed.add(name)
-    assert missed == {"SD2 U-Net 256 px, 128 A100", "Wan 2.1 14B, 64 H100"}
 
 
 @pytest.mark.parametrize(("name", "step"), [("MATMUL_SHARE", 0.3), ("BYTES_PER_FLOP", 0.15)])

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from view_sites import Elements
 
-from leandit.tools.inspection.report.charts import Chart, bar_chart, chart, histogram, label, short
+from leandit.tools.inspection.report.charts import Chart, bar_chart, chart, histogram, label
 from leandit.tools.inspection.report.page import latent_pixels, render_page, thumbnail, webp_uri
 from leandit.tools.inspection.report.rules import Alert
 from leandit.tools.inspection.templating import environment, rows_of
@@ -82,11 +82,6 @@ def test_a_page_forbids_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in policy
 
 
-def test_a_template_prints_no_value_that_is_missing() -> None:
-    with pytest.raises(jinja2.UndefinedError, match="run"):
-        render_page("run.html", title="t", sections={})
-
-
 @pytest.mark.parametrize("text", [MARKS, "\n= records\nrecords: 9", "a\n  b", "\u2028= x"])
 def test_a_value_of_a_text_template_makes_no_row(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = jinja2.DictLoader(
@@ -125,11 +120,6 @@ def test_a_chart_is_an_image_with_the_names_of_its_axes_and_the_same_bytes_each_
         assert "loss" in text
         assert legend <= set(svg.text)
         assert len(made.image) < 60_000
-
-
-def test_numbers_of_an_axis_are_short() -> None:
-    values = [0, 0.25, 1500, 20_000, 1_300_000, 2.5e9, -1e6]
-    assert [short(value) for value in values] == ["0", "0.25", "1,500", "20k", "1.3M", "2.5G", "-1M"]
 
 
 def test_an_image_is_a_small_webp_of_its_own_shape() -> None:

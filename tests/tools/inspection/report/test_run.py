@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from made_runs import make_grid, make_run
 from making import CPU, train_recipe
 from PIL import Image
@@ -23,7 +21,6 @@ from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli.verbs.look import report as report_command
 from leandit.tools.inspection.report import run as report
-from leandit.tools.inspection.report.charts import thinned
 from leandit.tools.inspection.report.run_facts import RunFacts, differing
 from leandit.train.loop import StopRequest, train
 
@@ -171,14 +168,3 @@ def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"recipe": {}, "stores": [{"path": 3}]}')
     with pytest.raises(DamageError, match=r"'stores\.0\.path'"):
         RunFacts(tmp_path)
-
-
-@given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=1, max_size=400), st.integers(4, 60))
-def test_a_thinned_line_is_short_and_keeps_every_extreme(values: list[float], most: int) -> None:
-    y = np.array(values)
-    kept_x, kept_y = thinned(np.arange(len(y)), y, most)
-    assert len(kept_x) <= max(most, 2)
-    assert (np.diff(kept_x) >= 0).all()
-    assert set(kept_y[np.isfinite(kept_y)]) <= set(y)
-    if np.isfinite(y).any():
-        assert (np.nanmin(kept_y), np.nanmax(kept_y)) == (np.nanmin(y), np.nanmax(y))

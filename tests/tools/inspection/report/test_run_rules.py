@@ -6,13 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from made_runs import LINES, LOG_EVERY, Change, make_run, report_line
 
-from leandit.tools.inspection.report.rules import TABLE, alerts_of, running_median
+from leandit.tools.inspection.report.rules import TABLE, alerts_of
 from leandit.tools.inspection.report.run_facts import RunFacts
 
 NOW = 2e9  # long after any run of the tests has written
@@ -127,13 +124,3 @@ def test_the_first_line_of_each_start_is_neither_slow_nor_waiting(tmp_path: Path
 def test_every_rule_has_a_test() -> None:
     others = 5  # restarts, state, damage, grids, lines
     assert len(TABLE["run"]) == len(BROKEN) - 2 + others  # three kinds of loss break one rule
-
-
-@given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=12), st.sampled_from([3, 21]))
-def test_the_running_median_is_that_of_the_points_around(values: list[float], points: int) -> None:
-    y, half = np.array(values), points // 2
-    medians = running_median(y, points)
-    assert len(medians) == len(y)
-    for place in range(half, len(y) - half):
-        known = [value for value in y[place - half : place + half + 1] if np.isfinite(value)]
-        assert np.isnan(medians[place]) if not known else medians[place] == np.median(known)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import os
 import re
@@ -26,17 +25,13 @@ from forked import ForkedPython
 from hub_server import Hub, hub_server
 from making import no_progress, tree_digest
 from PIL import Image
-from starlette.requests import Request
-from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT, ROOT, TOKEN, client, grey, hostile_store, no_decoder, site
+from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT, ROOT, TOKEN, client, grey, hostile_store, site
 
 from leandit.datasets.errors import EncoderError
 from leandit.datasets.format.class_names import ClassNames
 from leandit.datasets.store import LatentStore
 from leandit.tools.export.publish import publish
-from leandit.tools.inspection.report.page import latent_pixels
 from leandit.tools.inspection.view import images, server, tables
-from leandit.tools.inspection.view.images import principal_colors
-from leandit.tools.inspection.view.tables import StoreTables
 from leandit.tools.synthetic.store import make_store
 
 
@@ -277,20 +272,6 @@ def test_too_many_waiting_requests_are_refused(label_store: LatentStore, monkeyp
     assert {answer.headers.get("retry-after") for answer in answers if answer.status_code == 503} == {"1"}
 
 
-def test_an_image_that_nobody_waits_for_is_not_decoded(label_store: LatentStore) -> None:
-    async def request_closed() -> dict[str, str]:
-        return {"type": "http.disconnect"}
-
-    tables = StoreTables(label_store)
-    decoder = images.ImageDecoder(label_store, tables, no_decoder)
-    decoder.start()
-    request = Request({"type": "http"}, request_closed)
-    with pytest.raises(images.Busy, match="closed"):
-        asyncio.run(decoder.webp_for(request, 0))
-    decoder.stop()
-    tables.close()
-
-
 def test_a_store_that_is_removed_or_replaced_while_it_is_shown_is_said(
     label_store: LatentStore, tmp_path: Path
 ) -> None:
@@ -397,13 +378,3 @@ def test_the_browser_is_not_told_the_token_in_its_arguments(
     assert address in page[0]
     assert page[1] == 0o700
     assert not Path(opened[0].removeprefix("file://")).exists()
-
-
-def test_principal_components_are_colors() -> None:
-    rng = np.random.default_rng(0)
-    halves = np.repeat([[0.0], [1.0]], 8, axis=0) * rng.standard_normal((1, 5)) * 10 + rng.standard_normal((16, 5)) / 10
-    colors = principal_colors(halves.astype(np.float16), (4, 4))
-    assert colors.shape == (4, 4, 3)
-    red = colors[..., 0].astype(int)
-    assert abs(red[:2].mean() - red[2:].mean()) > 200
-    assert latent_pixels(np.full((1, 2, 2), np.nan)).max() == 0  # a damaged plane is black, and no error
