@@ -12,6 +12,7 @@ from leandit.datasets.store import LatentStore
 from leandit.train.config import TrainRecipe
 from leandit.train.loop import StopRequest, train
 from leandit.train.metrics.history import StepReport
+from leandit.train.weights.checkpoint import Saved, read
 
 HOLDOUT, EVERY = "data.holdout=0.4", "run.evaluate_every=2"
 
@@ -40,6 +41,14 @@ def losses_held_out(run: Path) -> dict[int, list[Any]]:
     """All that is computed, without times, by step."""
     found = [(line["step"], line["held_out"]) for line in lines(run) if line["held_out"]]
     return {step: [each for name, each in values.items() if "loss" in name] for step, values in found}
+
+
+def read_all(path: Path) -> Saved:
+    """A checkpoint of which every byte was checked."""
+    saved = read(path)
+    for name in saved.files:
+        saved.read(name.removesuffix(".safetensors"))
+    return saved
 
 
 def bits(run: Path, step: int) -> dict[str, bytes]:

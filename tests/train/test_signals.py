@@ -18,7 +18,7 @@ import pytest
 from forked import ForkedPython
 from harness import start
 from making import CPU, LABEL_RECIPE, TRAIN_RECIPE, train_recipe
-from shown_runs import bits
+from shown_runs import bits, read_all
 
 from leandit.datasets.disk.strays import find_strays
 from leandit.datasets.store import LatentStore
@@ -146,7 +146,7 @@ def check_moments(count: int, store: Path, undisturbed: Undisturbed, root: Path,
         assert process.returncode == EXIT_RESUMABLE or finished, said
         met["finished" if finished else "stepping" if found else "startup"] += 1
         for path in found:
-            checkpoint.read(path).check()
+            read_all(path)
         outcome = train_here(store, run)
         assert outcome.finished, said
         if found:
@@ -230,7 +230,7 @@ def test_sigterm_while_a_checkpoint_is_written_lets_it_finish_and_makes_one_of_t
     # Looked at once a step: the signal came after step 4 had been looked at, so step 5 is done and saved as well.
     assert (outcome.step, outcome.finished, stop.is_terminated) == (5, False, True)
     assert [path.name for path in checkpoint.find("checkpoint", tmp_path / "run")] == ["checkpoint-4", "checkpoint-5"]
-    checkpoint.read(tmp_path / "run/checkpoint-4").check()
+    read_all(tmp_path / "run/checkpoint-4")
 
 
 BEGINNING = {"open_stores": opening, "start_or_resume": opening, "Log": loop, "train_step": loop}

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,30 +39,17 @@ warnings.filterwarnings("ignore", message="OptimState8bit does not implement _st
 
 
 class AdamW8bit(torchao.optim.AdamW8bit):
-    """torchao's optimizer, with learning rates that are plain numbers between steps.
+    """torchao's optimizer, whose learning rates are tensors: torch would compile a number as a constant.
 
     On a CPU it runs eagerly: compilation takes more than a second for each shape of a parameter.
     """
 
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
-        self._rates = [
-            group["lr"] for group in self.param_groups
-        ]  # tensors: torch would compile a number as a constant
-        for group, rate in zip(self.param_groups, self._rates, strict=True):
-            group["lr"] = float(rate)
-
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of all parameters that have a gradient."""
-        numbers = [group["lr"] for group in self.param_groups]
-        for group, rate in zip(self.param_groups, self._rates, strict=True):
-            group["lr"] = rate.fill_(group["lr"])
         on_gpu = any(p.device.type == "cuda" for group in self.param_groups for p in group["params"])
         with contextlib.nullcontext() if on_gpu else torch.compiler.set_stance("force_eager"):
             super().step(closure)
-        for group, number in zip(self.param_groups, numbers, strict=True):
-            group["lr"] = number
 
 
 def fit_moments(tensors: dict[str, Tensor], names: Iterable[str]) -> None:

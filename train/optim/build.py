@@ -1,7 +1,4 @@
-"""The optimizers, and their learning rate as a function of the step alone, so that no schedule is saved.
-
-The loop sets ``group["lr"]`` of every group to a plain number before each step.
-"""
+"""The optimizers, and their learning rate as a function of the step alone, so that no schedule is saved."""
 
 from __future__ import annotations
 
@@ -87,6 +84,12 @@ def _of_adam(section: OptimizerSection) -> dict[str, Any]:
 def _can_fuse(groups: Groups) -> bool:
     """Whether one kernel can update all parameters; on a CPU it is six times as fast."""
     return all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the rate of every group, a number or a tensor."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
 
 
 def learning_rate(peak: float, schedule: ScheduleSection, step: int, steps: int) -> float:

@@ -7,14 +7,13 @@ Source: Karras et al. 2024, section 3.2 and appendix C.3.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from ...datasets.errors import RunError
@@ -86,7 +85,7 @@ def solve(stored: Sequence[Profile], wanted: Profile) -> tuple[np.ndarray, float
 def combine(run: Path, length: float, out: Path, *, step: int = 0) -> Combined:
     """Write the snapshot ``out/snapshot-<step>`` of a run with its average of any length.
 
-    One tensor of each stored average is in memory at a time, beside the result.
+    One stored average is in memory at a time, beside the result.
 
     Args:
       step: of the average; 0: the newest stored one.
@@ -101,18 +100,16 @@ def combine(run: Path, length: float, out: Path, *, step: int = 0) -> Combined:
     target = out / f"{SNAPSHOT}-{step}"
     if target.exists():
         raise RunError(f"snapshot '{target}': it is there already. Give another --out.")
-    wanted, sources = Profile(step, length), {at: path for at, path in found.items() if at <= step}
-    read = {at: checkpoint.read(path) for at, path in sources.items()}
-    for saved in read.values():
-        saved.check()
+    wanted = Profile(step, length)
+    read = {at: checkpoint.read(path) for at, path in found.items() if at <= step}
     stored = [Profile(at, each) for at, saved in read.items() for each in _lengths(saved)]
     weights, error = solve(stored, wanted)
     shares = {profile: share for profile, share in zip(stored, weights.tolist(), strict=True) if share}
 
     last = read[step]
-    groups: dict[str, dict[str, Tensor]] = {MODEL: {**_all_of(last, MODEL), **_sum(read, shares)}}
+    groups: dict[str, dict[str, Tensor]] = {MODEL: last.read(MODEL) | _sum(read, shares)}
     if f"{NULL_CAPTION}.safetensors" in last.files:
-        groups[NULL_CAPTION] = _all_of(last, NULL_CAPTION)
+        groups[NULL_CAPTION] = last.read(NULL_CAPTION)
     state: dict[str, Any] = {key: value for key, value in last.state.items() if key not in HEAD}
     state |= {"average": {"length": length, "error": error}}
     out.mkdir(parents=True, exist_ok=True)
@@ -128,30 +125,17 @@ def _lengths(saved: Saved) -> list[float]:
 
 def _sum(read: dict[int, Saved], shares: dict[Profile, float]) -> dict[str, Tensor]:
     """The weighted sum of stored averages, added up in float64, by parameter name."""
-    with contextlib.ExitStack() as stack:
-        files = {at: stack.enter_context(_opened(read[at], EMA)) for at in {profile.step for profile in shares}}
-        prefixes = {profile: Power(profile.length).prefix for profile in shares}
-        first = next(iter(shares))
-        names = [key for key in files[first.step].keys() if key.startswith(prefixes[first])]  # noqa: SIM118
-        result = {}
-        for name in (key.removeprefix(prefixes[first]) for key in names):
-            total: Tensor | None = None
-            for profile, share in shares.items():
-                try:
-                    tensor = files[profile.step].get_tensor(prefixes[profile] + name).double()
-                    total = share * tensor if total is None else total.add_(tensor, alpha=share)
-                except (SafetensorError, RuntimeError) as error:  # there is none, or one of another shape
-                    raise CheckpointDamage(read[profile.step].path, f"'{name}' does not fit ({error})") from error
-            assert total is not None
-            result[name] = total.float()
-    return result
-
-
-def _all_of(saved: Saved, group: str) -> dict[str, Tensor]:
-    with _opened(saved, group) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def _opened(saved: Saved, group: str) -> Any:
-    """A file of a checked folder, whose tensors are read on demand."""
-    return safe_open(saved.path / f"{group}.safetensors", framework="pt")
+    sums: dict[str, Tensor] = {}
+    for step in sorted({profile.step for profile in shares}):
+        tensors = read[step].read(EMA)
+        for profile in [profile for profile in shares if profile.step == step]:
+            prefix = Power(profile.length).prefix
+            weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            sums = sums or {name: torch.zeros(t.shape, dtype=torch.float64) for name, t in weights.items()}
+            both = [{name: t.shape for name, t in each.items()} for each in (sums, weights)]
+            if not sums or both[0] != both[1]:
+                what = f"the averages of length {profile.length:g} do not fit the others"
+                raise CheckpointDamage(read[step].path, what)
+            for name, tensor in weights.items():
+                sums[name].add_(tensor.double(), alpha=shares[profile])
+    return {name: total.float() for name, total in sums.items()}

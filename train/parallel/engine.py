@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from ..config import TrainRecipe
 from ..models.build import Denoiser
 from ..models.diffusers.adapters import trained_parameters
-from ..optim.build import build_optimizer
+from ..optim.build import build_optimizer, set_learning_rate
 from ..optim.ema import Ema, build_rules
 from ..optim.loss_scale import LossScale
 from ..optim.state import State, load_whole, local, model_state, optimizer_state, whole
@@ -104,8 +104,7 @@ class Engine:
         skipped = (~norm.isfinite()).float()
         if grad_clip:
             clip_grads_with_norm_(trained, grad_clip, norm, foreach=True)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.optimizer, learning_rate)
         self._step_unless(skipped, gradients)
         self.optimizer.zero_grad(set_to_none=True)
         self.ema.update(step, skipped if self.loss_scale else None)  # a number is faster than a tensor

@@ -104,16 +104,6 @@ class Saved:
     state: dict[str, Any]
     files: dict[str, FileHash]
 
-    def check(self) -> None:
-        """Hash every file; for those that are read in other ways than by ``read``.
-
-        Raises: DamageError: a file differs from its hash.
-        """
-        for name, entry in self.files.items():
-            with _bad_disk_is_damage(self.path, name):
-                if xxh3_file(self.path / name) != entry.xxh3_128:
-                    raise CheckpointDamage(self.path, f"'{name}' differs from its hash")
-
     def read(self, group: str) -> dict[str, Tensor]:
         """Tensors of a group, on the CPU, from bytes that have the right hash.
 

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from harness import start
 from making import CPU, train_recipe, tree_digest
+from shown_runs import read_all
 
 from leandit.datasets.disk.files import Failpoint
 from leandit.datasets.disk.hashing import canonical_json, read_json, sha256_of, xxh3_parts
@@ -99,13 +100,6 @@ def finished(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactor
 def run(finished: Path, tmp_path: Path) -> Path:
     """A copy of it to break."""
     return shutil.copytree(finished, tmp_path / "run")
-
-
-def read_all(path: Path) -> checkpoint.Saved:
-    """A checkpoint of which every byte was checked."""
-    saved = checkpoint.read(path)
-    saved.check()
-    return saved
 
 
 def saved_bytes(run: Path, step: int) -> dict[str, bytes]:
