@@ -40,7 +40,7 @@ from leandit.train.models.dit import SIZES
 USERS = (
     "precompute.pipeline",
     "precompute.images.decoders",  # where it is imported late
-    "tools.inspection.pictures",
+    "tools.inspection.images",
     "tools.plan.dry_run",
     "tools.plan.precompute_cost",
 )

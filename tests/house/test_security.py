@@ -1277,7 +1277,7 @@ ALLOWED_WRITES = {
     ("tools/sample/sample.py", "save"),  # likewise
     ("tools/inspection/report/page.py", "save"),  # likewise
     ("tools/inspection/view/images.py", "save"),  # into memory, for an answer
-    ("tools/inspection/pictures.py", "save"),  # pictures for people to look at, which nothing reads again
+    ("tools/inspection/images.py", "save"),  # pictures for people to look at, which nothing reads again
     ("tools/demo/demo.py", "save"),
     ("tools/demo/scenes.py", "save"),  # the images that it generates, before the list that names them
     ("tools/bench/loader.py", "open"),  # a flat copy in a temporary folder

@@ -77,7 +77,7 @@ def run(path: Path, *, batch: int, seconds: float, cold: bool, scratch: Path | N
 
 
 def parts_of(store: LatentStore, bucket: str) -> Parts:
-    """What the loader reads of each record: one of two flips, one of several captions, all features and pictures."""
+    """What the loader reads of each record: one of two flips, one of several captions, all features and images."""
     index, features = store.index(bucket), [store.feature(name, bucket) for name in store.features]
     arrays = [store.latents(bucket), *(store.companion(name, bucket) for name in store.companions)]
     arrays += [array for one in features for output in one.outputs for array in one.arrays(output)]

@@ -95,7 +95,7 @@ def check_evaluation(
         if path and not path.exists():
             raise SourceError(f"{what}'{path}': there is no such run, store, folder or file. Check the path.")
     if is_run(target) and not out:
-        raise RecipeError(f"evaluate: '{target}' is a run, so its pictures need a folder. Give --out.")
+        raise RecipeError(f"evaluate: '{target}' is a run, so its images need a folder. Give --out.")
     is_of_classes = False
     with IF_READABLE:
         is_of_classes = is_run(target) and not _newest_state(target)["spec"]["caption_width"]

@@ -25,7 +25,7 @@ from ...train.loop import StopRequest, train
 from ...train.metrics.history import StepReport
 from ...train.sampling.snapshot import load_snapshot
 from ...train.weights import folders
-from ..inspection.pictures import Cell, LatentDecoder, choose_records, draw_sheet, spread, store_sheet
+from ..inspection.images import Cell, LatentDecoder, choose_records, draw_sheet, spread, store_sheet
 from ..inspection.store_facts import StoreFacts
 from ..inspection.store_text import render
 from ..sample.request import SampleRequest
@@ -59,7 +59,7 @@ class Stage(NamedTuple):
 
 
 def run_demo(
-    out: Path, *, num_pictures: int, overrides: list[str], stop: StopRequest, say: Callable[[str], None]
+    out: Path, *, num_images: int, overrides: list[str], stop: StopRequest, say: Callable[[str], None]
 ) -> dict:
     """Run all stages; the same call again resumes.
 
@@ -73,7 +73,7 @@ def run_demo(
     stages: list[Stage] = []
     rates: dict[str, dict[str, float]] = {}
     for name, run_stage in (
-        ("draw pictures", lambda: _draw(out, num_pictures)),
+        ("draw images", lambda: _draw(out, num_images)),
         ("precompute", lambda: _precompute(out)),
         ("inspect", lambda: _inspect(out, say)),
         ("train", lambda: _train(out, overrides, stop)),
@@ -96,11 +96,11 @@ def run_demo(
 
 def _draw(out: Path, num_images: int) -> tuple[int, int]:
     with ProgressLine() as progress:
-        return num_images, write_image_folder(out / "pictures", num_images, progress)
+        return num_images, write_image_folder(out / "source", num_images, progress)
 
 
 def _precompute(out: Path) -> tuple[int, int]:
-    recipe, source, store = precompute_config.load(RECIPE, []), out / "pictures", out / "store"
+    recipe, source, store = precompute_config.load(RECIPE, []), out / "source", out / "store"
     with ProgressLine() as progress:
         report = precompute(recipe, source_path=source, store_path=store, device=CPU, progress=progress)
     assert report.manifest is not None, "without parts, a precompute ends with the seal"

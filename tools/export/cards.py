@@ -44,7 +44,7 @@ SIZES = ["n<1K"] * 4 + ["1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<
 
 
 class Terms(NamedTuple):
-    """What only the user knows: the licences of the pictures or the weights, and of the encoders that made them."""
+    """What only the user knows: the licences of the images or the weights, and of the encoders that made them."""
 
     licence: str
     encoder_licence: str

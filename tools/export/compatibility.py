@@ -111,7 +111,7 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
     if snapshot.objective.kind == "flow" and not (family and FAMILIES[family].samples_flows):
         notes.append(
             "It samples with DPM-Solver++ over the flow's noise levels, rounded to whole times, where leandit takes "
-            "Euler's steps: the same noise gives another picture."
+            "Euler's steps: the same noise gives another image."
         )
     if family == "sana":
         if vae_class(snapshot) != FAMILIES[family].vae:
@@ -155,7 +155,7 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
             f"The latents are shifted, or scaled by channel; the pipeline divides by scaling_factor alone. {decode}"
         )
     if latent.decoding and latent.decoding.zero_to_one:
-        notes.append("The VAE gives pictures from 0 to 1, where the pipeline takes them from -1 to 1. Decode yourself.")
+        notes.append("The VAE gives images from 0 to 1, where the pipeline takes them from -1 to 1. Decode yourself.")
     if snapshot.text is not None and spec.takes_text and not spec.texts:
         most = snapshot.text.max_tokens
         notes.append(

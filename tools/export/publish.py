@@ -38,7 +38,7 @@ LINE_BYTES = 1 << 16  # of a line that is compared
 SNAPSHOT_STATE = re.compile(r"snapshot-(\d+)/state\.json")
 REQUIRED = {
     "--private or --public": "who may read it",
-    "--license": "that of the pictures (of a run: of the weights), as 'cc-by-4.0', any other name, or a https link",
+    "--license": "that of the images (of a run: of the weights), as 'cc-by-4.0', any other name, or a https link",
     "--encoder-license": "that of the encoders, whose output is published",
 }
 TEXTS, TEXT_BYTES = (".json", ".jsonl", ".toml", ".md"), 1 << 26  # a larger file is not searched for local paths

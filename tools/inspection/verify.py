@@ -47,7 +47,7 @@ def check(
     Raises: RecipeError: encoding needs a source.
     """
     if deep and not source:
-        raise RecipeError("verify --deep: encoding a sample again needs the pictures. Give --source PATH.")
+        raise RecipeError("verify --deep: encoding a sample again needs the images. Give --source PATH.")
     if deep and sealed_revisions(store) and _newest_spec(store).is_imported:
         raise RecipeError(
             f"verify --deep: store '{store}' was imported, so nothing can encode it again. Without --deep, "

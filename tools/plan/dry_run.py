@@ -112,7 +112,7 @@ def describe_precompute(
     rows, are_local = _encoder_rows(recipe)
     if source_path is None:
         rows += [("warning", warning) for warning in recipe.images.warnings()]
-        return DryRun(shown, [*rows, ("source", "give --source to count its pictures")])
+        return DryRun(shown, [*rows, ("source", "give --source to count its images")])
     with ProgressLine() as progress:
         listed = {"progress": lambda done: progress("list", done, 0)}
         source = list_sources(source_path, recipe.source, recipe.companion_columns, **listed)
@@ -136,22 +136,22 @@ def describe_precompute(
         if comparison is None:
             return DryRun(shown, [*rows, ("would encode", "nothing: nothing would be encoded")])
         limits = planner.limits(comparison)
-        pictures = planner.measure(comparison.fresh, limits, stops=False)
-        refusal = limits.problem or planner.refusal(comparison, pictures)
-        rejects, buckets = count_reasons(pictures["reason"]), count_reasons(pictures["bucket"])
-        rows.append(("would encode", f"{buckets.total():,} pictures"))
+        placed = planner.measure(comparison.fresh, limits, stops=False)
+        refusal = limits.problem or planner.refusal(comparison, placed)
+        rejects, buckets = count_reasons(placed["reason"]), count_reasons(placed["bucket"])
+        rows.append(("would encode", f"{buckets.total():,} images"))
         rows += [("would reject", f"{count:,} x {reason}") for reason, count in sorted(rejects.items())]
         rows += _bucket_rows({name: buckets[name] for name in sorted(buckets, key=bucket_size)})
         if not encoders:
             rows.append(("cost", "bytes and time need the encoders on this machine"))
         if not encoders or not (buckets or before):
             return DryRun(shown, rows, refusal=refusal)
-        plan = planner.plan(comparison, before, pictures)
+        plan = planner.plan(comparison, before, placed)
     if num_completed := completed_rows(plan):
-        rows.append(("would complete", f"{num_completed:,} pictures that are there"))
+        rows.append(("would complete", f"{num_completed:,} images that are there"))
     total = buckets.total()
-    say(f"encoding {min(PROBE_RECORDS, total)} of {total:,} pictures, and captions, to measure time and memory")
-    costs, new_bytes = predict(recipe, plan, source, comparison, pictures, encoders, num_devices=num_devices)
+    say(f"encoding {min(PROBE_RECORDS, total)} of {total:,} images, and captions, to measure time and memory")
+    costs, new_bytes = predict(recipe, plan, source, comparison, placed, encoders, num_devices=num_devices)
     old_bytes = sum(path.stat().st_size for path in files_below(store)) if store and before else 0
     return DryRun(shown, [*rows, ("", ""), *costs], new_bytes, sum(new_bytes.values()) + old_bytes, refusal)
 
@@ -169,7 +169,7 @@ def _compare_with_store(
     elif frozen.spec.fingerprint == spec.fingerprint:
         state = "is complete: only what has changed since would be encoded"
     else:
-        state = "is complete: a new revision would add encoders or pictures to it:"
+        state = "is complete: a new revision would add encoders or images to it:"
     rows = [("", ""), ("store", f"'{store}', revision {frozen.revision} {state}")]
     if not (is_complete and adds):
         return rows, all_fresh(planner.source.records), None

@@ -1,7 +1,7 @@
 """Cost of a precompute for ``--dry-run``: bytes on disk, hours and memory, from the real pipeline on some records.
 
 The records make a store in a temporary folder, which is removed. What is counted is scaled: arrays by their size in the
-plan, tables by records and captions, time by pictures and tokens. Memory use does not grow with the number of records.
+plan, tables by records and captions, time by images and tokens. Memory use does not grow with the number of records.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Probe:
     """What a small store took.
 
     Args:
-      pictures: number decoded and encoded.
+      images: number decoded and encoded.
       seconds: of all of them, decoding and writing included, without captions.
       decode_seconds, encode_seconds: of these, with all threads; they overlap.
       seconds_per_token: of captions, all text encoders together.
@@ -56,7 +56,7 @@ class Probe:
       table_bytes: of everything but arrays, for each record and each caption.
     """
 
-    pictures: int
+    images: int
     seconds: float
     decode_seconds: float
     encode_seconds: float
@@ -65,10 +65,10 @@ class Probe:
     ratios: Mapping[str, float]
     table_bytes: float
 
-    def seconds_for(self, pictures: int, tokens: int, num_devices: int = 1) -> float:
+    def seconds_for(self, images: int, tokens: int, num_devices: int = 1) -> float:
         """Seconds of a whole run. Devices share the cores for decoding."""
-        decode, whole = (seconds / max(1, self.pictures) for seconds in (self.decode_seconds, self.seconds))
-        return pictures * max(decode, whole / num_devices) + tokens * self.seconds_per_token / num_devices
+        decode, whole = (seconds / max(1, self.images) for seconds in (self.decode_seconds, self.seconds))
+        return images * max(decode, whole / num_devices) + tokens * self.seconds_per_token / num_devices
 
 
 def predict(
@@ -76,7 +76,7 @@ def predict(
     plan: FrozenPlan,
     source: Source,
     comparison: Comparison,
-    pictures: pa.Table,
+    images: pa.Table,
     encoders: Encoders,
     *,
     num_devices: int = 1,
@@ -85,29 +85,29 @@ def predict(
 
     Args:
       comparison: its new records, and those that it carries over.
-      pictures: the plan of each new one (PICTURES_SCHEMA).
+      images: the plan of each new one (IMAGES_SCHEMA).
       num_devices: that encode in parallel.
     """
     num_completed, device = completed_rows(plan), encoders.image.device
     num_devices = num_devices if device.type != "cpu" else 1
-    probe = run_probe(recipe, plan, source, _choose(comparison, pictures), encoders)
+    probe = run_probe(recipe, plan, source, _choose(comparison, images), encoders)
     new_bytes, counts = store_bytes(plan, probe), _caption_counts(plan)
     codec = "before any codec" if plan.spec.codec == "none" else f"with codec {plan.spec.codec}, as of the probe"
     notes = {LATENTS: f" {codec}", TABLES: " at most"}
     notes |= {label: f", {captions:,} distinct, {tokens:,} tokens" for label, (captions, tokens) in counts.items()}
     rows = [(name, f"{readable_size(size):>10}{notes.get(name, '')}") for name, size in new_bytes.items()]
-    num_pictures, num_tokens = sum(plan.new_rows.values()) + num_completed, sum(n for _, n in counts.values())
-    rates = f"; decoding {probe.pictures / max(1e-9, probe.decode_seconds):.1f}, encoding "
-    rates += f"{probe.pictures / max(1e-9, probe.encode_seconds):.1f} images/s, from {probe.pictures} pictures"
+    num_images, num_tokens = sum(plan.new_rows.values()) + num_completed, sum(n for _, n in counts.values())
+    rates = f"; decoding {probe.images / max(1e-9, probe.decode_seconds):.1f}, encoding "
+    rates += f"{probe.images / max(1e-9, probe.encode_seconds):.1f} images/s, from {probe.images} images"
     rates += f" each of {num_devices} devices" if num_devices > 1 else ""
-    rates += "; at most: pictures that are there are probed with their latents" if num_completed else ""
-    rows.append(("time", f"{readable_time(probe.seconds_for(num_pictures, num_tokens, num_devices)):>10}{rates}"))
+    rates += "; at most: images that are there are probed with their latents" if num_completed else ""
+    rows.append(("time", f"{readable_time(probe.seconds_for(num_images, num_tokens, num_devices)):>10}{rates}"))
     place = "of the GPU, the probe" if device.type == "cuda" else "of this machine, the probe"
     return [*rows, ("memory", f"{readable_size(probe.memory_bytes):>10} {place}")], new_bytes
 
 
 def completed_rows(plan: FrozenPlan) -> int:
-    """Pictures of earlier revisions that get features or companions."""
+    """Images of earlier revisions that get features or companions."""
     added = [part for part in plan.layout.parts.values() if part.bucket and LATENTS not in part.groups]
     rows = {part.bucket: int((plan.positions_of(part) >= 0).sum()) for part in added}
     return sum(count - plan.new_rows.get(bucket, 0) for bucket, count in rows.items() if _is_new(plan, bucket))
@@ -134,9 +134,9 @@ def _captions(encoder: str) -> str:
     return f"captions {encoder}".strip()
 
 
-def _choose(comparison: Comparison, pictures: pa.Table) -> list[SourceRecord]:
+def _choose(comparison: Comparison, images: pa.Table) -> list[SourceRecord]:
     """Records for the probe, spread evenly over the new ones; over those that are carried over if there are none."""
-    chosen = np.flatnonzero(pictures["row"].to_numpy() >= 0)
+    chosen = np.flatnonzero(images["row"].to_numpy() >= 0)
     is_fresh = bool(len(chosen))
     if not is_fresh:
         chosen = np.flatnonzero(comparison.table["status"].to_numpy() == "stored")
@@ -180,7 +180,7 @@ def run_probe(
     measured = runner.clock.seconds
     text = measured.get(TEXT, 0.0)
     return Probe(
-        pictures=runner.num_encoded,
+        images=runner.num_encoded,
         seconds=max(0.0, seconds - text),
         decode_seconds=(measured.get(READ, 0.0) + measured.get(DECODE, 0.0)) / num_threads(),
         encode_seconds=measured.get(ENCODE, 0.0),

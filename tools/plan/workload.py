@@ -25,7 +25,7 @@ TOKENS, TEXT_WIDTH = 300, 4096  # of a caption, without a store: PixArt-Sigma's
 CLIP_TOKENS = 77
 CHANNELS, CLASSES = 4, 1000  # of latents and labels, if neither recipe nor store gives them: SD-VAE, ImageNet
 VA_VAE_CHANNELS = 32  # of latents at 1/16 of the pixels, with which LightningDiT is trained
-FEATURE_WIDTH, FEATURE_PX = 768, 16  # of DINOv2-B, with a patch for 16 px of the picture, as in REPA
+FEATURE_WIDTH, FEATURE_PX = 768, 16  # of DINOv2-B, with a patch for 16 px of the image, as in REPA
 STORED_BYTES = 2  # bytes of a stored number, at most: float16
 
 
@@ -34,7 +34,7 @@ class TrainingWorkload:
     """A recipe and everything that its stores decide.
 
     Args:
-      store: description of the store of the largest pictures; it need not exist.
+      store: description of the store of the largest images; it need not exist.
       buckets: records of each bucket, over all stores.
       shares: of the batches, by bucket; of any sum.
       tokens: tokens of the longest caption; 0 without captions.
@@ -105,7 +105,7 @@ def mirror_size(recipe: TrainRecipe, store: LatentStore) -> int:
 
 
 def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingWorkload:
-    """The workload of a recipe on square pictures, before there is a store."""
+    """The workload of a recipe on square images, before there is a store."""
     bucket = f"{resolution_px}x{resolution_px}"
     channels = recipe.model.channels or CHANNELS
     classes = recipe.model.num_classes or CLASSES

@@ -20,7 +20,7 @@ from ...datasets.disk.files import remove, write_atomic
 from ...datasets.errors import DamageError, EncoderError, LeanditError
 from ...datasets.format.schema import LatentSpec
 from ...train.run.evaluation.decoding import LATENTS, PICTURE, grid_files
-from ..inspection.pictures import Cell, LatentDecoder, draw_sheet
+from ..inspection.images import Cell, LatentDecoder, draw_sheet
 from .sample import png_bytes
 from .sampler import decode_in_parts
 

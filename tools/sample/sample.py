@@ -22,7 +22,7 @@ from ...datasets.errors import DamageError, RunError
 from ...datasets.format.buckets import bucket_size
 from ...precompute.run.clock import Progress
 from ...train.parallel.ranks import ALONE, Ranks
-from ..inspection.pictures import COLUMNS, Cell, draw_sheet
+from ..inspection.images import COLUMNS, Cell, draw_sheet
 from .npz import Rows, write_npz
 from .request import SampleRequest
 from .sampler import ImageSampler, open_sampler

@@ -19,7 +19,7 @@ from ...train.optim.loss_scale import autocast_dtype
 from ...train.sampling.guided import Solver, draw_latents
 from ...train.sampling.schedulers import choose_sampler
 from ...train.sampling.snapshot import Snapshot, load_snapshot
-from ..inspection.pictures import LatentDecoder
+from ..inspection.images import LatentDecoder
 from .published import load_published
 from .request import SampleRequest
 from .subjects import Subjects

@@ -83,7 +83,7 @@ def make_store(
         elif part.captions:
             _commit_captions(writer, part, shard, seed)
         else:
-            _commit_pictures(writer, part, shard, seed)
+            _commit_images(writer, part, shard, seed)
     return writer.seal()
 
 
@@ -102,7 +102,7 @@ def _noise(array: ArrayLayout, numbers: np.ndarray, seed: int) -> np.ndarray:
     return rows.reshape(shape).astype(array.dtype, copy=False)
 
 
-def _commit_pictures(writer: StoreWriter, part: Part, shard: int, seed: int) -> None:
+def _commit_images(writer: StoreWriter, part: Part, shard: int, seed: int) -> None:
     latents = part.groups[LATENTS][0]
     numbers = writer.plan.positions_of(part)[latents.rows_of(shard)]
     arrays, checksums = {}, []

@@ -52,7 +52,7 @@ def precompute_rows(report: Report, store: Path) -> Rows:
     rows.append(("this run", _rate(report.num_encoded, "images", report.total_seconds, "images/s")))
     if before := before_stages(report.seconds, report.workers):
         rows.append(("before", f"{before}; the stages overlap"))
-    if not report.seconds.get(ENCODE):  # every picture was rejected
+    if not report.seconds.get(ENCODE):  # every image was rejected
         return rows
     rows.append(("stages", f"{'':<8}{'busy':>13}{'threads':>9}{'images/s':>10}  standalone rate"))
     for time in report.times:

@@ -19,7 +19,7 @@ from leandit.precompute.config import VaeSection
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.pipeline import precompute
 from leandit.precompute.unchanged import Unchanged, unchanged
-from leandit.tools.inspection.pictures import LatentDecoder
+from leandit.tools.inspection.images import LatentDecoder
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 BLOCKS = 2  # of the tiny AutoencoderKL

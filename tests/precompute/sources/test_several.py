@@ -28,7 +28,7 @@ from leandit.precompute.sources.several import list_sources, open_sources, sourc
 from leandit.precompute.sources.source import list_source
 from leandit.precompute.sources.tables import tables
 from leandit.tools.cli.commands import app
-from leandit.tools.inspection.pictures import read_originals
+from leandit.tools.inspection.images import read_originals
 from leandit.tools.inspection.verify import check
 from leandit.train.parallel.stop import StopRequest
 

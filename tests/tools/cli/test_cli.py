@@ -68,7 +68,7 @@ FLAGS = {
     "export": "--base --encoders --format --json --merged --out --step --text --vae --weights",
     "publish": "--dry-run --encoder-license --json --license --private --revision --to",
     "recipes": "--json --keys",
-    "demo": "--out --pictures --set",
+    "demo": "--images --out --set",
     "bench": "",
     "plan": "",
     "plan train": "--gpu --gpus --images --json --network-gbit --resolution --run --set --store",
@@ -200,7 +200,7 @@ MISTAKES = {  # the command, its exit code, and what its line begins with and ho
     "evaluate nope --against run": (3, "'nope': there is no such run, store, folder or file"),
     "evaluate run --against nope": (3, "--against 'nope': there is no such run, store, folder or file"),
     "evaluate run": (2, "evaluate: nothing to measure. Give a reference with --against"),
-    "evaluate run --against run --features ./nope": (2, "evaluate: 'run' is a run, so its pictures need a"),
+    "evaluate run --against run --features ./nope": (2, "evaluate: 'run' is a run, so its images need a"),
     "evaluate . --against run --features ./nope": (3, "--features './nope': there is no such folder"),
     "export nope --out o": (3, "run 'nope': "),
     "inspect nope": (3, "store 'nope'"),
@@ -341,7 +341,7 @@ def test_verify_says_what_is_whole_damaged_repaired_and_unfinished(
 
 def test_a_store_grows_and_is_compacted(class_folder: Path, tmp_path: Path, leandit: Leandit) -> None:
     source, store = shutil.copytree(class_folder, tmp_path / "source"), tmp_path / "store"
-    (source / "n001/1.png").write_bytes(b"no picture")
+    (source / "n001/1.png").write_bytes(b"no image")
     command = ["precompute", "imagenet-256", "--source", source, "--store", store, *settings(LABEL_RECIPE)]
     assert "inspect" in leandit(*command).out
 

@@ -14,7 +14,7 @@ from leandit.datasets.store import LatentStore
 from leandit.tools.demo import demo
 from leandit.tools.demo.judge import main_object_of, match_rates, nearest_colors, read_main_object
 from leandit.tools.demo.scenes import COLORS, draw_scene, make_scenes, write_image_folder
-from leandit.tools.inspection.pictures import CELL_PX, MARGIN_PX
+from leandit.tools.inspection.images import CELL_PX, MARGIN_PX
 from leandit.train.config import load
 from leandit.train.loop import StopRequest, train
 

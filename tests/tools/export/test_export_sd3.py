@@ -1,4 +1,4 @@
-"""A Stable Diffusion 3 from pictures to diffusers: its pipeline draws from prompts what ours draws from the store."""
+"""A Stable Diffusion 3 from images to diffusers: its pipeline draws from prompts what ours draws from the store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPTS = ["a red circle", "a red triangle"]
 
 @pytest.fixture(scope="module")
 def store(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
-    """14 captioned pictures by tiny random encoders of the classes of SD3."""
+    """14 captioned images by tiny random encoders of the classes of SD3."""
     root = tmp_path_factory.mktemp("sd3")
     recipe = encoder_recipe(root / "models")
     precompute(recipe, source_path=caption_folder, store_path=root / "store", device=CPU, progress=no_progress)

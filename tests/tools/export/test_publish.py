@@ -41,7 +41,7 @@ from leandit.train.models.spec import AdapterSpec, ModelSpec
 from leandit.train.sampling.snapshot import load_snapshot
 
 ROOT = Path(__file__).parents[3]
-NAME = "somebody/pictures-64"
+NAME = "somebody/images-64"
 URL = f"hf://datasets/{NAME}"
 SAID = {"private": True, "licence": "cc-by-4.0", "encoder_licence": "mit"}
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -234,11 +234,11 @@ def test_a_branch_is_a_place_of_its_own(hub: Hub, caption_store: LatentStore) ->
     ("changes", "words"),
     [
         ({"private": None}, "--private or --public: who may read it. Give"),
-        ({"licence": " "}, "--license: that of the pictures"),
+        ({"licence": " "}, "--license: that of the images"),
         ({"private": None, "licence": "", "encoder_licence": ""}, "who may read it; --license.*; --encoder-license"),
         ({"url": "hf://datasets/one-name"}, "expected hf://datasets/OWNER/NAME"),
         ({"url": f"hf://{NAME}"}, "is a store. Give hf://datasets/OWNER/NAME"),
-        ({"url": "s3://bucket/pictures"}, "expected hf://"),
+        ({"url": "s3://bucket/images"}, "expected hf://"),
         *(
             ({"branch": name}, "expected the name of a branch")
             for name in ("", "a b", "/a", "a//b", "../a", "-a", "a?b")
@@ -352,7 +352,7 @@ def assert_anonymous(hub: Hub, tmp_path: Path) -> None:
 def placed_store(tmp_path: Path) -> Path:
     """A store of two revisions whose VAE lies elsewhere, so that its recipe names a folder of this machine."""
     vae = Path(shutil.copytree(ROOT / "precompute/demo_encoders/vae", tmp_path / "models/my-vae"))
-    source, store = make_caption_folder(tmp_path / "pictures"), tmp_path / "stores/store"
+    source, store = make_caption_folder(tmp_path / "images"), tmp_path / "stores/store"
     recipe = caption_recipe(f"vae.model={vae}")
     for lines in (10, 14):
         table = (source / "metadata.jsonl").read_text().splitlines(keepends=True)

@@ -25,7 +25,7 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection import store_facts
-from leandit.tools.inspection.pictures import (
+from leandit.tools.inspection.images import (
     CELL_PX,
     FRAME,
     MARGIN_PX,

@@ -253,7 +253,7 @@ def test_a_small_model_is_not_promised_more_than_its_launches_allow(tmp_path: Pa
     assert not rates(tmp_path, global_batch=8)["H200"]["launch_bound"]  # measured, so its launches are in it
 
 
-def test_pictures_that_are_no_whole_patches_are_refused() -> None:
+def test_images_that_are_no_whole_patches_are_refused() -> None:
     with pytest.raises(RunError, match="is not divisible by the patch size"):
         workload_at_resolution(load("dit-s-2-256", SMALL), 250)
 

@@ -72,7 +72,7 @@ def test_the_predicted_bytes_are_those_of_the_store(settings: list[str], tmp_pat
 def test_the_predicted_bytes_of_labels_and_rejects_are_those_of_the_store(class_folder: Path, tmp_path: Path) -> None:
     recipe, store = label_recipe("source.max_reject_share=0.5"), tmp_path / "store"
     source = shutil.copytree(class_folder, tmp_path / "source")  # other tests read the folder too
-    (source / "n000" / "broken.png").write_bytes(b"no picture")
+    (source / "n000" / "broken.png").write_bytes(b"no image")
     dry_run = describe_precompute(recipe, source, CPU)
     text, found = dry_run.text, dry_run.new_bytes
     assert found is not None
@@ -93,7 +93,7 @@ def test_an_addition_to_a_finished_store_is_predicted_and_not_refused(tmp_path: 
     assert tree_digest(store) == was
     assert found.new_bytes is not None
     assert found.refusal is None
-    for words in ("would add encoders or pictures to it", "would complete      8 pictures", "s; decoding", "iB"):
+    for words in ("would add encoders or images to it", "would complete      8 images", "s; decoding", "iB"):
         assert words in found.text
     assert found.new_bytes["latents"] == 0
     precompute(caption_recipe(*more), source_path=source, store_path=store, device=CPU, progress=no_progress)
@@ -123,7 +123,7 @@ def test_what_is_done_once_is_not_timed(caption_folder: Path, monkeypatch: pytes
     monkeypatch.setattr(ImageEncoder, "encode", slow_at_first)
     monkeypatch.setattr(DecoderProcess, "ask", slow_to_start)
     describe_precompute(caption_recipe(), caption_folder, CPU)
-    assert probes[0].pictures == 14
+    assert probes[0].images == 14
     assert seen
     assert probes[0].encode_seconds < 2
     assert probes[0].decode_seconds < 2
@@ -136,7 +136,7 @@ def test_the_store_of_the_probe_is_removed_and_nothing_of_the_user_changes(
     (tmp_path / "temporary").mkdir()
     before = tree_digest(caption_folder)
     text = describe_precompute(caption_recipe(), caption_folder, CPU, store=tmp_path / "store").text
-    for words in ("iB before any codec", "9 distinct", "from 14 pictures", "iB of this machine", "s; decoding"):
+    for words in ("iB before any codec", "9 distinct", "from 14 images", "iB of this machine", "s; decoding"):
         assert words in text
     assert tree_digest(caption_folder) == before
     assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
@@ -176,12 +176,12 @@ def test_a_store_that_grows_says_what_would_be_encoded(
     before = tree_digest(store)
     heard: list[str] = []
     said = describe_precompute(caption_recipe(), source, CPU, store=store, say=heard.append)
-    assert heard == ["encoding 2 of 2 pictures, and captions, to measure time and memory"]
+    assert heard == ["encoding 2 of 2 images, and captions, to measure time and memory"]
     assert tree_digest(store) == before
     words = [" ".join(line.split()) for line in said.text.splitlines()]
     for line in (
         "source since the previous revision: 2 new, 1 changed",
-        "would encode 2 pictures",
+        "would encode 2 images",
         "would reject 1 x missing_file",
     ):
         assert line in words

@@ -24,7 +24,7 @@ from leandit.datasets.errors import EncoderError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
-from leandit.tools.inspection.pictures import LatentDecoder
+from leandit.tools.inspection.images import LatentDecoder
 from leandit.tools.sample.decode_grids import decode_grids
 from leandit.tools.sample.evaluation.images import decoded_images
 from leandit.tools.sample.request import SampleRequest

@@ -1,4 +1,4 @@
-"""Sets of pictures: any processes and batches draw the same, nothing is drawn twice, ADM's reader reads them."""
+"""Sets of images: any processes and batches draw the same, nothing is drawn twice, ADM's reader reads them."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def go(run: Path, out: Path, ranks: Ranks | None = None, **options: Any) -> dict
     return sample_set(run, request(**options), out=out, ranks=ranks or Ranks(), device=CPU, progress=no_progress)
 
 
-def pictures_of(out: Path, count: int = COUNT) -> np.ndarray:
+def images_of(out: Path, count: int = COUNT) -> np.ndarray:
     return np.stack([np.asarray(Image.open(out / f"{i:06d}.png")) for i in range(count)]).astype(int)
 
 
 def same_up_to_rounding(one: Path, other: Path, count: int = COUNT) -> None:
     """Other batches round otherwise, by one of 256 levels at most here."""
-    difference = np.abs(pictures_of(one, count) - pictures_of(other, count))
+    difference = np.abs(images_of(one, count) - images_of(other, count))
     assert difference.max() <= 1
     assert difference.mean() < 0.01
 
@@ -70,7 +70,7 @@ def test_a_set_is_pngs_and_an_npz_as_adms_evaluator_reads_it(run: Path, tmp_path
     with np.load(made["npz"], allow_pickle=False) as found:
         assert found.files == ["arr_0", "arr_1"]
         assert (found["arr_0"].dtype, found["arr_0"].shape) == (np.uint8, (COUNT, 32, 32, 3))
-        assert np.array_equal(found["arr_0"], pictures_of(tmp_path))
+        assert np.array_equal(found["arr_0"], images_of(tmp_path))
         assert (found["arr_1"].dtype, found["arr_1"].shape) == (np.int64, (COUNT,))
         labels = found["arr_1"].tolist()
     assert set(labels) == {0, 1, 2}
@@ -133,13 +133,13 @@ def test_the_noise_of_an_sde_is_of_the_image_and_its_settings_are_of_the_set(run
             go(runs.captions, tmp_path / "one", **how | {key: other})
 
 
-def test_other_pictures_in_the_folder_are_refused_and_a_damaged_one_is_named(run: Path, tmp_path: Path) -> None:
+def test_other_images_in_the_folder_are_refused_and_a_damaged_one_is_named(run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     shutil.copy(Image.__file__, tmp_path / "mine/cat.png")
     with pytest.raises(RunError, match="not a set of leandit"):
         go(run, tmp_path / "mine")
     go(run, tmp_path / "set", Ranks(0, 2))
-    (tmp_path / "set/000002.png").write_bytes(b"no picture")
+    (tmp_path / "set/000002.png").write_bytes(b"no image")
     with pytest.raises(DamageError, match="000002"):
         go(run, tmp_path / "set", Ranks(1, 2))
     (tmp_path / "set/000002.png").unlink()
@@ -158,7 +158,7 @@ def test_captions_of_the_store_or_given_ones_are_drawn(runs: Any, tmp_path: Path
     assert read_json(tmp_path / "given/samples.json")["samples"] == ["a red circle", "a purple triangle"] * 2
 
 
-def test_the_archive_is_made_without_holding_the_pictures(tmp_path: Path) -> None:
+def test_the_archive_is_made_without_holding_the_images(tmp_path: Path) -> None:
     shape = (300, 64, 64, 3)
     images = (np.full(shape[1:], i % 251, np.uint8) for i in range(shape[0]))
     parts = list(npz_parts({"arr_0": Rows(shape, "|u1", images)}))
@@ -196,7 +196,7 @@ def test_two_processes_of_which_one_is_killed_and_started_again_draw_what_one_dr
     go(run, tmp_path / "one")
     same_up_to_rounding(tmp_path / "one", out)
     with np.load(next(out.glob("*.npz"))) as found:
-        assert np.array_equal(found["arr_0"], pictures_of(out))
+        assert np.array_equal(found["arr_0"], images_of(out))
 
 
 def test_a_label_that_the_model_has_not_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:

@@ -33,21 +33,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_elsewhere_a_plain_line_has_rate_rejects_and_the_time_left(clock: list[float]) -> None:
     with ProgressLine(Console(file=(stream := io.StringIO()), width=80)) as line:
-        line("pictures", 0, 12_000)
+        line("images", 0, 12_000)
         clock[0] += 40
         line(REJECTED, 3, 0)
-        line("pictures", 80, 12_000)
+        line("images", 80, 12_000)
         clock[0] += 5
-        line("pictures", 90, 12_000)  # too soon for another line
-        line("pictures", 12_000, 12_000)
+        line("images", 90, 12_000)  # too soon for another line
+        line("images", 12_000, 12_000)
         clock[0] += 15
-        line("pictures", 12_000, 12_000)  # it has ended
+        line("images", 12_000, 12_000)  # it has ended
         line("train", 2, 4)
         clock[0] += 40
         line("train", 3, 4, "a note of many words " * 6 + "[b]")
     assert stream.getvalue().splitlines() == [
-        "pictures: 80 of 12,000  2.0/s, 3 rejected, 1 h 39 min left",
-        "pictures: 12,000 of 12,000  266.7/s, 3 rejected",
+        "images: 80 of 12,000  2.0/s, 3 rejected, 1 h 39 min left",
+        "images: 12,000 of 12,000  266.7/s, 3 rejected",
         "train: 3 of 4  " + "a note of many words " * 6 + "[b], 3 rejected, 40.0 s left",
     ]
 
@@ -55,12 +55,12 @@ def test_elsewhere_a_plain_line_has_rate_rejects_and_the_time_left(clock: list[f
 def test_a_terminal_has_a_bar_with_counts_rate_time_left_and_rejects() -> None:
     with ProgressLine(Console(file=(stream := io.StringIO()), width=160, force_terminal=True)) as line:
         line("list", 1234, 0)
-        line("pictures", 0, 12_000)
+        line("images", 0, 12_000)
         for done in (4, 8):
             time.sleep(0.05)
-            line("pictures", done, 12_000)
+            line("images", done, 12_000)
         line(REJECTED, 1, 0)
-        line("pictures", 9, 12_000, "[b]")
+        line("images", 9, 12_000, "[b]")
     shown = stream.getvalue()
     assert "1234/1234" in shown, "a stage of unknown length has ended when the next one begins"
     assert "9/12000" in shown.replace(" ", "")

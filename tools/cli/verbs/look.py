@@ -71,7 +71,7 @@ def view(
         store = LatentStore(target, revision=revision, allow_incomplete=True)
 
         def load_decoder() -> Decode:
-            from ...inspection.pictures import LatentDecoder
+            from ...inspection.images import LatentDecoder
 
             return LatentDecoder.of_store(store, vae, torch_device(device)).decode_rows
 

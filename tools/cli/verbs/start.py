@@ -18,7 +18,7 @@ from ..options import AsJson, Overrides, complete_recipe, output
 def demo(
     context: typer.Context,
     out: Annotated[Path, output("Folder for everything the demo makes.")] = Path("leandit-demo"),
-    num_pictures: Annotated[int, Option("--pictures", min=24, help="Pictures to draw.")] = 3000,
+    num_images: Annotated[int, Option("--images", min=24, help="Images to draw.")] = 3000,
     overrides: Overrides = None,
 ) -> None:
     """Full pipeline on synthetic images, on a CPU in minutes; measures whether samples match their captions.
@@ -28,7 +28,7 @@ def demo(
     from ...demo.demo import run_demo
 
     out.mkdir(parents=True, exist_ok=True)
-    run_demo(out, num_pictures=num_pictures, overrides=overrides or [], stop=context.obj, say=print)
+    run_demo(out, num_images=num_images, overrides=overrides or [], stop=context.obj, say=print)
     caption = "a big red circle above a tiny blue square"
     print_next(
         ["view", out / "store"],

@@ -51,12 +51,11 @@ def inspect(
     """
     is_chosen, is_of_sheet = bucket or class_, bucket or class_ or originals or source
     contradictions = {
-        f"inspect --originals: it takes no value, so '{key}' is the key of a record. Give the pictures that the "
+        f"inspect --originals: it takes no value, so '{key}' is the key of a record. Give the images that the "
         "store was made from with --source PATH.": originals and key and not source,
         "inspect: --bucket, --class, --originals and --source are of a contact sheet. Give --sheet.": is_of_sheet
         and not sheet,
-        "inspect --originals: the store does not hold the source pictures. Give --source PATH.": originals
-        and not source,
+        "inspect --originals: the store does not hold the source images. Give --source PATH.": originals and not source,
         "inspect --rejects: it has all rejects. Leave out KEY, --bucket and --class.": rejects and (key or is_chosen),
         "inspect KEY: it is one record. Leave out --bucket and --class.": key and is_chosen,
     }
@@ -69,7 +68,7 @@ def inspect(
 
     opened = LatentStore(store, revision=revision, allow_incomplete=True)
     if sheet:
-        from ...inspection.pictures import write_sheet
+        from ...inspection.images import write_sheet
 
         which = {"key": key, "rejects": rejects, "count": count, "bucket": bucket, "class_name": class_}
         shown = write_sheet(opened, sheet, **which, source=source, with_originals=originals, vae=vae)

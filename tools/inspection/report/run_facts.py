@@ -177,7 +177,7 @@ def _read_evaluations(run: Path) -> list[dict[str, str]]:
     for value in results:
         if isinstance(value, dict):
             scores = {name: f"{value[name]:.5g}" for name in SCORES if isinstance(value.get(name), (int, float))}
-            evaluations.append({side: _side(value.get(side)) for side in ("pictures", "reference")} | scores)
+            evaluations.append({side: _side(value.get(side)) for side in ("images", "reference")} | scores)
     return evaluations
 
 

@@ -14,7 +14,7 @@ from ....datasets.errors import EncoderError
 from ....datasets.format.table_schemas import REJECT_REASONS
 from ....datasets.recipe import flatten
 from ....datasets.store import LatentStore
-from ..pictures import shown_records, spread
+from ..images import shown_records, spread
 from ..store_facts import StoreFacts
 from ..templating import rows_of
 from .page import Thumbnail, latent_pixels, render_page, thumbnail, write_page
@@ -113,7 +113,7 @@ def _decoder(store: LatentStore, vae: str | None) -> tuple[Callable[[np.ndarray]
     try:
         import torch
 
-        from ..pictures import LatentDecoder
+        from ..images import LatentDecoder
 
         decoder = LatentDecoder.of_store(store, vae, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     except ModuleNotFoundError as error:

@@ -1,1 +1,1 @@
-"""How far a set of pictures is from a reference: Fréchet distance, KID, CMMD, precision, recall, CLIP score."""
+"""How far a set of images is from a reference: Fréchet distance, KID, CMMD, precision, recall, CLIP score."""

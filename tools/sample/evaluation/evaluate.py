@@ -18,7 +18,7 @@ from ....datasets.format.layout import GROUP
 from ....datasets.store import LatentStore
 from ....precompute.run.clock import Progress
 from ....train.weights.folders import EVALUATIONS, is_run
-from ...inspection.pictures import spread
+from ...inspection.images import spread
 from ...terminal.text import finite
 from ..npz import Npz
 from ..request import INCEPTION, EvaluateRequest
@@ -46,7 +46,7 @@ def evaluate(request: EvaluateRequest, *, device: torch.device, progress: Progre
     clip = ClipScore(request.clip, device) if request.clip else None
     reference = open_reference(request, network, device) if network else None
     target = open_target(request, network, device, progress)
-    result: dict[str, Any] = {"pictures": target.description}
+    result: dict[str, Any] = {"images": target.description}
     notes = [target.description["warning"]] if target.description.get("warning") else []
     if network and reference:
         theirs = kept_moments(reference, network, request.keep, progress)
@@ -135,10 +135,10 @@ def open_images(
 def _open_npz(file: Npz, network: Network | None) -> ImageSet:
     """Images, kept statistics, or ``mu`` and ``sigma`` of another program, which are of Inception."""
     if network and (described := file.text()):
-        if not all(isinstance(described.get(what), dict) for what in ("network", "pictures")):
+        if not all(isinstance(described.get(what), dict) for what in ("network", "images")):
             raise DamageError(f"'{file.path}': it does not say of what its statistics are. Make it again.")
         check_kept(file, network=network.description)
-        description = described["pictures"] | {"statistics": str(file.path)}
+        description = described["images"] | {"statistics": str(file.path)}
         return ImageSet(description, None, statistics=read_moments(file))
     has_moments = MEAN in file and COVARIANCE in file
     images = npz_images(file) if IMAGES in file else None
@@ -204,7 +204,7 @@ def clip_score(request: EvaluateRequest, clip: ClipScore, target: ImageSet, prog
 def rows_of(result: dict[str, Any]) -> list[tuple[str, str]]:
     """A result as names and values, for a terminal."""
     rows = []
-    for side in ("pictures", "reference"):
+    for side in ("images", "reference"):
         if of_side := result.get(side):
             count = f"{of_side['count']:,}" if "count" in of_side else "an unknown number"
             rows.append((side, f"{of_side['kind']} '{of_side['path']}', {count} images"))

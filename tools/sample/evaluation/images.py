@@ -21,7 +21,7 @@ from ....datasets.store import LatentStore
 from ....precompute.config import SourceSection
 from ....precompute.images.decoders import Decoders, ImagePlace
 from ....precompute.sources.several import list_sources
-from ...inspection.pictures import LatentDecoder
+from ...inspection.images import LatentDecoder
 from ..npz import Npz
 from ..sampler import decode_in_parts
 from .distances import Moments
@@ -167,7 +167,7 @@ def source_images(store: LatentStore, source: Sequence[str]) -> ImageSet:
 
     images = store.spec.images
     how = {"crop": images.crop, "resize_filter": images.resize_filter, "exif_orientation": images.exif_orientation}
-    description = {"kind": "store, source pictures", "path": str(store.path), "count": len(records)}
+    description = {"kind": "store, source images", "path": str(store.path), "count": len(records)}
     return ImageSet(description | {"key": store.root_hash}, _read_files(place_of, **how))
 
 

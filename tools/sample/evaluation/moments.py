@@ -13,7 +13,7 @@ import numpy as np
 from ....datasets.errors import DamageError, EncoderError, RecipeError, SourceError
 from ....precompute.run.clock import Progress
 from ....train.sampling.guided import float32_products
-from ...inspection.pictures import spread
+from ...inspection.images import spread
 from ..npz import Npz, write_npz
 from .distances import Moments
 from .images import ImageSet
@@ -74,7 +74,7 @@ def kept_moments(images: ImageSet, network: Network, file: Path | None, progress
 
     Raises: RecipeError: the file holds other statistics.
     """
-    described = {"network": network.description, "pictures": images.description}
+    described = {"network": network.description, "images": images.description}
     if file and file.exists():
         check_kept(kept := Npz(file), **described)
         LOG.info("reference: statistics kept in '%s'", file)

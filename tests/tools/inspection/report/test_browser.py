@@ -77,8 +77,8 @@ def test_the_report_of_a_run_opens_from_disk_and_its_texts_do_no_harm(watched: W
     hostile = {"machine": MARKUP, "device": RIGHT_TO_LEFT, "versions": {CONTROL: "1"}}
     run, html = make_run(tmp_path / "run", starts=[hostile]), tmp_path / "report.html"
     make_grid(run, 40)
-    pictures = {"kind": "run", "path": MARKUP}
-    (run / "evaluations.jsonl").write_text(json.dumps({"pictures": pictures, "frechet": 3.25}) + "\n")
+    images = {"kind": "run", "path": MARKUP}
+    (run / "evaluations.jsonl").write_text(json.dumps({"images": images, "frechet": 3.25}) + "\n")
     report_run(run, html)
     text = open_report(watched, html)
     for shown in (MARKUP, printable(RIGHT_TO_LEFT), printable(CONTROL), "3.25"):

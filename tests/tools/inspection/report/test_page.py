@@ -29,7 +29,7 @@ TEMPLATE = """
 {% block main %}
 <section id="a">{{ parts.facts({text: [text, 3]}) }}{{ parts.tile(text, text) }}
 {% call parts.table([text]) %}<tr><td>{{ text | isolated }}</td></tr>{% endcall %}
-{{ parts.gallery(pictures) }}{{ parts.folded(text, [text]) }}{{ parts.plots(charts) }}
+{{ parts.gallery(images) }}{{ parts.folded(text, [text]) }}{{ parts.plots(charts) }}
 <p title="{{ text }}">{{ text }}</p></section>
 {% endblock %}
 """
@@ -45,8 +45,8 @@ def page_of(text: str, monkeypatch: pytest.MonkeyPatch) -> str:
         chart(text, text, text, lambda axes: axes.plot([0, 1], [1, 2], label=label(text))),
         bar_chart(text, text, text, [text, "b"], [1, 2]),
     ]
-    pictures = [thumbnail(NOISE, key=text, text=text), thumbnail(None, key=text, text=text)]
-    values = {"text": text, "pictures": pictures, "charts": charts}
+    images = [thumbnail(NOISE, key=text, text=text), thumbnail(None, key=text, text=text)]
+    values = {"text": text, "images": images, "charts": charts}
     return render_page("test.html", title=text, sections={"a": text}, alerts=[Alert(text, "a")], **values)
 
 

@@ -104,8 +104,8 @@ def test_the_page_asks_for_nothing_its_links_lead_somewhere_and_it_is_the_same_e
 @pytest.mark.usefixtures("without_charts")
 def test_evaluations_of_the_run_are_shown(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    pictures = {"kind": "run", "path": "runs/xl", "count": 50000, "sampler": "euler", "guidance": 1.5, "steps": 50}
-    value = {"pictures": pictures, "reference": {"kind": "npz", "path": "ref.npz"}, "frechet": 12.34567, "kid": None}
+    images = {"kind": "run", "path": "runs/xl", "count": 50000, "sampler": "euler", "guidance": 1.5, "steps": 50}
+    value = {"images": images, "reference": {"kind": "npz", "path": "ref.npz"}, "frechet": 12.34567, "kid": None}
     (run / "evaluations.jsonl").write_text(json.dumps(value) + "\n3.0\n" + '{"cut')
     page = page_of(run)
     assert "run runs/xl (count 50000, sampler euler, steps 50, guidance 1.5) npz ref.npz 12.346" in page.line
@@ -135,7 +135,7 @@ def test_many_grids_are_thinned_and_made_smaller_until_they_fit(
     assert [image.width > 150 for image in page.images] == [True] * 8
     for text in ("8 of 40 grids", "step 10 ", "step 400 "):
         assert text in page.line
-    (run / "samples/step-400.png").write_bytes(b"no picture")
+    (run / "samples/step-400.png").write_bytes(b"no image")
     with pytest.raises(DamageError, match=r"step-400\.png': it cannot be read"):
         page_of(run)
 

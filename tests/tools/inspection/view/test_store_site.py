@@ -332,7 +332,7 @@ SLOW_DECODER = """
 import time
 from types import SimpleNamespace
 from leandit.tools.cli.main import main
-from leandit.tools.inspection.pictures import LatentDecoder
+from leandit.tools.inspection.images import LatentDecoder
 def decode(rows):
     print("decoding", flush=True)
     time.sleep(300)

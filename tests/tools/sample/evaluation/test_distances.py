@@ -38,7 +38,7 @@ def test_the_frechet_distance_is_that_of_scipy(sets: Sets) -> None:
     assert frechet_distance(*moments(sets[1]), *moments(sets[0])) == pytest.approx(7.234659772515, rel=1e-11)
 
 
-def test_the_frechet_distance_is_exact_where_there_are_fewer_pictures_than_features() -> None:
+def test_the_frechet_distance_is_exact_where_there_are_fewer_images_than_features() -> None:
     random = np.random.default_rng(1)
     one, other = random.normal(size=(50, 128)), random.normal(size=(40, 128)) + 0.1
     centred = (one - one.mean(0)) @ (other - other.mean(0)).T  # tr (C C')^(1/2) is the sum of its singular values
@@ -123,7 +123,7 @@ def test_precision_recall_density_and_coverage_are_those_of_their_definitions(
 
 @pytest.mark.parametrize("count", [7, 31, 100])
 def test_copies_are_inside_the_balls_of_each_other(count: int) -> None:
-    """Six copies of each picture have balls without a radius; what is in them does not depend on rounding."""
+    """Six copies of each image have balls without a radius; what is in them does not depend on rounding."""
     random = np.random.default_rng(0)
     real = np.repeat(np.abs(random.normal(size=(37, 2048))).astype(np.float32), 6, axis=0)
     chosen = random.permutation(len(real))[:count]

@@ -35,7 +35,7 @@ DISTANCES = ("frechet", "kid", "precision", "recall", "density", "coverage")
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vision model, two halves of one kind of pictures, and noise."""
+    """A vision model, two halves of one kind of images, and noise."""
     root = tmp_path_factory.mktemp("evaluation")
     make_dinov2(root / "dinov2", width=16, deviation=0.2)
     for half in ("one", "other"):
@@ -52,7 +52,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _quick(decoders: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes that decode pictures are started once."""
+    """The processes that decode images are started once."""
     monkeypatch.setattr(images, "Decoders", lambda _: contextlib.nullcontext(decoders))
 
 
@@ -78,7 +78,7 @@ def test_a_set_is_nearest_to_itself_then_to_its_other_half_then_to_noise(here: P
     assert (itself["precision"], itself["recall"], itself["coverage"]) == (1, 1, 1)
     assert half["recall"] > noise["recall"]
     assert half["coverage"] > noise["coverage"]
-    assert (half["pictures"]["kind"], half["pictures"]["count"], half["reference"]["count"]) == ("folder", 40, 40)
+    assert (half["images"]["kind"], half["images"]["count"], half["reference"]["count"]) == ("folder", 40, 40)
     assert half["features"]["class"] == "Dinov2Model"
     assert half["cmmd"] is None
 
@@ -97,7 +97,7 @@ def test_an_npz_is_as_its_folder_a_crop_makes_squares_and_fewer_are_spread(here:
     folder = measured(here / "noise", here / "one", here)
     packed = measured(tmp_path / "noise.npz", here / "one", here)
     assert numbers(packed) == numbers(folder)
-    assert packed["pictures"]["kind"] == "npz"
+    assert packed["images"]["kind"] == "npz"
     read = folder_images(here / "one", 32).read
     assert read is not None
     assert {one.shape for one in next(read([np.arange(40)]))} == {(32, 32, 3)}
@@ -134,25 +134,25 @@ def test_the_statistics_of_a_reference_are_computed_once(here: Path, tmp_path: P
         (kept, {"most": 5}, "--against-num 5.* statistics.*Leave it out"),
         (kept, {"keep": tmp_path / "k.npz"}, "--keep-statistics.* statistics.*Leave it out"),
         (kept, wide, r"kept\.npz': its statistics are of network .* Give another file, or the same network"),
-        (here / "noise", {"keep": kept}, r"kept\.npz': its statistics are of pictures .* Give another file"),
+        (here / "noise", {"keep": kept}, r"kept\.npz': its statistics are of images .* Give another file"),
     ):
         with pytest.raises(RecipeError, match=words):
             measured(here / "other", against, here, **options)
 
 
 class PixelNetwork:
-    """A network that is called Inception: some numbers of a picture."""
+    """A network that is called Inception: some numbers of an image."""
 
     is_clip = False
 
     def __init__(self, resize: str = "antialiased") -> None:
         self.description = {"network": "inception", "side_px": 32, "resize": resize}
 
-    def features(self, pictures: list[np.ndarray]) -> np.ndarray:
-        return np.stack([one[:32, :32].reshape(-1)[:WIDTH] / np.float32(255) for one in pictures])
+    def features(self, images: list[np.ndarray]) -> np.ndarray:
+        return np.stack([one[:32, :32].reshape(-1)[:WIDTH] / np.float32(255) for one in images])
 
 
-def test_reference_batches_of_adm_have_statistics_of_other_pictures(
+def test_reference_batches_of_adm_have_statistics_of_other_images(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = "leandit.tools.sample.evaluation.evaluate.open_network"
@@ -167,7 +167,7 @@ def test_reference_batches_of_adm_have_statistics_of_other_pictures(
     rows = PixelNetwork().features(list(shown)).astype(float)
     expected = frechet_distance(rows.mean(axis=0), np.cov(rows.T), mean, covariance)
     assert found["frechet"] == pytest.approx(expected, rel=1e-6)
-    assert (found["precision"], found["recall"]) == (1, 1)  # of the pictures in the file
+    assert (found["precision"], found["recall"]) == (1, 1)  # of the images in the file
     assert any("use --resize tensorflow" in note for note in found["notes"])
     assert any("40 images for 256 features" in note for note in found["notes"])
     of_two_sides = measured(here / "noise", here / "noise", here)["notes"]
@@ -189,11 +189,11 @@ def test_reference_batches_of_adm_have_statistics_of_other_pictures(
 # -------------------------------------------------------------------------------------------------------------- stores
 
 
-def test_a_store_is_decoded_or_its_source_pictures_are_read(
+def test_a_store_is_decoded_or_its_source_images_are_read(
     label_store: LatentStore, class_folder: Path, here: Path
 ) -> None:
     source = measured(class_folder, label_store.path, here, crop_px=32, source=[str(class_folder)])
-    assert source["reference"]["kind"] == "store, source pictures"
+    assert source["reference"]["kind"] == "store, source images"
     assert source["frechet"] == pytest.approx(0, abs=1e-9)  # ADM's crop to 32 px is that of the store
     assert source["precision"] == 1
     decoded = measured(class_folder, label_store.path, here, crop_px=32)
@@ -201,7 +201,7 @@ def test_a_store_is_decoded_or_its_source_pictures_are_read(
     assert decoded["frechet"] > 1e-4  # the error of the VAE
     assert any("the error of the VAE is not counted" in note for note in decoded["notes"])
     both = measured(label_store.path, label_store.path, here, source=[str(class_folder)])  # of the reference alone
-    assert both["pictures"] == decoded["reference"]
+    assert both["images"] == decoded["reference"]
     assert both["reference"] == source["reference"]
 
 
@@ -209,7 +209,7 @@ def test_a_store_of_several_buckets_is_read_whole(caption_store: LatentStore, ca
     assert len(caption_store.buckets) == 3
     for source in ([], [str(caption_folder)]):
         found = measured(caption_folder, caption_store.path, here, source=source)
-        assert (found["reference"]["count"], found["pictures"]["count"]) == (14, 14)
+        assert (found["reference"]["count"], found["images"]["count"]) == (14, 14)
 
 
 def test_a_source_without_a_record_of_the_store_is_refused(
@@ -231,26 +231,26 @@ def test_a_run_is_drawn_and_measured(label_store: LatentStore, here: Path, tmp_p
     train(recipe, store_path=label_store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
     draw = SampleRequest(count=8, steps=2, guidance=1.0, seed=3)
     found = measured(run, label_store.path, here, draw=draw, out=out)
-    assert (found["pictures"]["kind"], found["pictures"]["snapshot"]) == ("run", "snapshot-2")
+    assert (found["images"]["kind"], found["images"]["snapshot"]) == ("run", "snapshot-2")
     assert dict(rows_of(found))["drawn with"] == "averaged weights, ddim, 2 steps, guidance 1"
     assert "81% of the averaged weights is still what the run began with" in found["notes"][0]  # 0.9 ** 2
     raw = measured(run, label_store.path, here, draw=replace(draw, weights="raw"), out=tmp_path / "raw")
-    assert raw["pictures"]["weights"] == "raw"
+    assert raw["images"]["weights"] == "raw"
     assert not any("began with" in note for note in raw["notes"])
     assert raw["frechet"] != found["frechet"]
     assert len(list(out.glob("0*.png"))) == 8
     assert numbers(measured(out, label_store.path, here)) == numbers(found)
     fewer = SampleRequest(count=6, steps=2, guidance=1.0, seed=3)
-    assert measured(run, label_store.path, here, draw=fewer, out=out)["pictures"]["count"] == 6
+    assert measured(run, label_store.path, here, draw=fewer, out=out)["images"]["count"] == 6
 
     with open(run / "evaluations.jsonl", "a") as file:
-        file.write('{"pictures": {')  # of a command that was killed
+        file.write('{"images": {')  # of a command that was killed
     again = measured(run, label_store.path, here, draw=fewer, out=out)
     lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert (len(lines), lines[0], lines[1], lines[3]) == (4, found, raw, again)
     how = {"step": 2, "sampler": "ddim", "steps": 2, "guidance": 1.0, "interval": [0.0, 1.0], "seed": 3, "count": 8}
-    assert lines[0]["pictures"] | how == lines[0]["pictures"]
-    assert len(lines[0]["pictures"]["weights_xxh3_128"]) == 32
+    assert lines[0]["images"] | how == lines[0]["images"]
+    assert len(lines[0]["images"]["weights_xxh3_128"]) == 32
     assert lines[0]["reference"]["count"] == len(label_store)
 
     report_run(run, tmp_path / "run.html")
@@ -269,7 +269,7 @@ def test_the_clip_score_is_that_of_transformers(here: Path, tmp_path: Path) -> N
     assert found["clip_score"] == pytest.approx(np.mean(expected), rel=1e-3)
     assert np.mean(expected) > 1
     assert found["notes"] == []
-    assert [name for name, _ in rows_of(found)] == ["pictures", "clip_score"]
+    assert [name for name, _ in rows_of(found)] == ["images", "clip_score"]
 
     both = measured(here / "noise", here / "one", here, features=str(clip.folder), **options)
     assert both["clip_score"] == found["clip_score"]
@@ -298,8 +298,8 @@ def test_captions_are_found_by_name_and_long_ones_are_cut(here: Path, tmp_path: 
         measured(here / "one", None, here, clip=str(clip.folder))
 
 
-def test_pictures_named_by_number_are_in_order_of_their_numbers(here: Path, tmp_path: Path) -> None:
-    """Of a set of a million pictures and more, 1000000.png is after 999999.png, and so are the captions."""
+def test_images_named_by_number_are_in_order_of_their_numbers(here: Path, tmp_path: Path) -> None:
+    """Of a set of a million images and more, 1000000.png is after 999999.png, and so are the captions."""
     clip, captions = make_clip(tmp_path / "clip"), [CLIP_TEXTS[i % 5 == 0] for i in range(12)]
     for i, pixels in enumerate(pixels_of(here / "one")[:12]):
         for name in (f"padded/{i:06d}.png", f"plain/{i}.png"):
@@ -339,8 +339,8 @@ def test_an_option_that_would_change_nothing_is_refused(
 
 def test_features_that_are_not_finite_are_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(PixelNetwork):
-        def features(self, pictures: list[np.ndarray]) -> np.ndarray:
-            rows = super().features(pictures)
+        def features(self, images: list[np.ndarray]) -> np.ndarray:
+            rows = super().features(images)
             rows[3, 0] = np.nan
             return rows
 

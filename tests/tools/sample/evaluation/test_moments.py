@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from leandit.datasets.errors import DamageError
-from leandit.tools.inspection.pictures import spread
+from leandit.tools.inspection.images import spread
 from leandit.tools.sample.evaluation.distances import Moments
 from leandit.tools.sample.evaluation.moments import collect, read_moments, write_moments
 from leandit.tools.sample.npz import Npz

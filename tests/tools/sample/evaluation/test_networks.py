@@ -1,4 +1,4 @@
-"""What a network sees of a picture, and where its weights come from."""
+"""What a network sees of an image, and where its weights come from."""
 
 from __future__ import annotations
 
@@ -88,15 +88,15 @@ def test_inception_has_the_parameters_of_the_published_files() -> None:
 
 def test_inception_gives_a_row_for_each_picture_whatever_the_batch(inception_file: Path) -> None:
     network = open_network(str(inception_file), None, CPU)
-    pictures = [picture(40, 56), picture(64, 64, 1)]
-    features = network.features(pictures)
+    images = [picture(40, 56), picture(64, 64, 1)]
+    features = network.features(images)
     assert (features.shape, features.dtype) == ((2, 2048), np.float32)
     assert np.isfinite(features).all()
     assert features.std() > 0.01
-    assert network.features(pictures[1:])[0] == pytest.approx(features[1], rel=1e-3, abs=1e-3)
+    assert network.features(images[1:])[0] == pytest.approx(features[1], rel=1e-3, abs=1e-3)
     assert network.description["resize"] == "antialiased"
     other = open_network(str(inception_file), "tensorflow", CPU)
-    assert np.abs(other.features(pictures) - features).max() > 1e-3
+    assert np.abs(other.features(images) - features).max() > 1e-3
     assert other.description["resize"] == "tensorflow"
 
 
