@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from faults import encode, without_seal
-from forked import ForkedPython, run_forked
+from forked import ForkedPython
 from making import CPU, label_recipe, make_class_folder, no_progress, picture, train_recipe, tree_digest
 from ranks import start_ranks
 from safetensors.torch import load_file
@@ -254,27 +254,6 @@ def test_a_run_that_another_process_trains_is_refused_and_untouched(
         other.kill()
     assert tree_digest(run) == before
     run_to(constant("dit-s-4", EVERY, "run.keep_checkpoints=10"), stores["dit-s-4"], run)  # its lock died with it
-
-
-FORKS = """
-import os, sys, time
-from pathlib import Path
-from leandit.train.run.manifest import run_lock
-with run_lock(Path(sys.argv[1])):
-    child = os.fork()
-    if not child:
-        time.sleep(60)
-try:
-    with run_lock(Path(sys.argv[1])):
-        print("held again")
-finally:
-    os.kill(child, 9)
-"""
-
-
-def test_a_run_is_free_again_though_a_child_of_its_process_lives(tmp_path: Path) -> None:
-    done = run_forked(["-c", FORKS, tmp_path])
-    assert (done.returncode, done.stdout) == (0, "held again\n"), done.stderr
 
 
 def test_where_folders_cannot_be_locked_nobody_is_kept_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

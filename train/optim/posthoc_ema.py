@@ -102,7 +102,7 @@ def combine(run: Path, length: float, out: Path, *, step: int = 0) -> Combined:
         raise RunError(f"snapshot '{target}': it is there already. Give another --out.")
     wanted = Profile(step, length)
     read = {at: checkpoint.read(path) for at, path in found.items() if at <= step}
-    stored = [Profile(at, each) for at, saved in read.items() for each in _lengths(saved)]
+    stored = [Profile(at, each) for at, saved in read.items() for each in saved.state["lengths"]]
     weights, error = solve(stored, wanted)
     shares = {profile: share for profile, share in zip(stored, weights.tolist(), strict=True) if share}
 
@@ -114,13 +114,6 @@ def combine(run: Path, length: float, out: Path, *, step: int = 0) -> Combined:
     state |= {"average": {"length": length, "error": error}}
     out.mkdir(parents=True, exist_ok=True)
     return Combined(checkpoint.save(SNAPSHOT, out, step, groups, state), error, len(shares))
-
-
-def _lengths(saved: Saved) -> list[float]:
-    lengths = saved.state.get("lengths")
-    if not isinstance(lengths, list) or not lengths or not all(isinstance(each, float) for each in lengths):
-        raise CheckpointDamage(saved.path, f"its lengths are {lengths!r}")
-    return lengths
 
 
 def _sum(read: dict[int, Saved], shares: dict[Profile, float]) -> dict[str, Tensor]:

@@ -224,16 +224,13 @@ def _other_labels(
         learned, whose = snapshot.state["classes"] or [], "another store's"
     else:
         learned, whose = wnids if num_classes == len(wnids) else [], "ImageNet's"
-    known = dict(enumerate(learned))
-    differing = [i for i, name in enumerate(classes) if name not in (known.get(i), str(i))]
-    if not learned or not differing:
-        return
-    label, name = differing[0], classes[differing[0]]
-    was = f"it learned as '{known[label]}'" if label in known else "it has not learned"
-    known_label = f"; it learned '{name}' as label {learned.index(name)}" if name in learned else ""
-    yield (
-        f"model.init_from '{source}' has learned {whose} {len(learned)} labels, {len(differing)} of this store's "
-        f"{len(classes)} differ: labels are positions of sorted class names, so '{name}' is label {label}, which {was}"
-        f"{known_label}. To keep the labels it has learned, use a store of all these classes; data.labels chooses "
-        "which of them train."
-    )
+    differing = [i for i, name in enumerate(classes) if name not in (str(i), *learned[i : i + 1])]
+    if learned and differing:
+        first = differing[0]
+        was = f"learned as '{learned[first]}'" if first < len(learned) else "not learned"
+        yield (
+            f"model.init_from '{source}' has learned {whose} {len(learned)} labels, {len(differing)} of this store's "
+            f"{len(classes)} differ: labels are positions of sorted class names, so '{classes[first]}' is label "
+            f"{first}, which it has {was}. To keep the labels it has learned, use a store of all these classes; "
+            "data.labels chooses which of them train."
+        )
