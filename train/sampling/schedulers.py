@@ -16,11 +16,6 @@ from ..techniques.registry import ObjectiveSection
 Sampler = Literal["auto", "euler", "heun", "sde", "ddim", "dpm", "ddpm"]
 SAMPLERS: dict[str, tuple[Sampler, ...]] = {"flow": ("euler", "heun", "dpm", "sde"), "ddpm": ("ddim", "dpm", "ddpm")}
 STOCHASTIC: tuple[Sampler, ...] = ("sde", "ddpm")  # whose steps take the generators of the noise
-# Sampler -> the least steps and why.
-LEAST_STEPS: dict[str, str] = {
-    "ddpm": "as DiT is evaluated 250",  # steps include the first and the last time
-    "sde": "the last of them without noise; 250 are usual",
-}
 
 LAST_STEP = 0.04  # time at which the last step, without noise, begins; of SiT and REPA, whatever the number of steps
 
@@ -35,8 +30,8 @@ def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) 
         return known[0]
     if wanted == "dpm" and steps >= TRAIN_STEPS:
         raise RecipeError(f"--steps {steps}: --sampler dpm needs {TRAIN_STEPS - 1} at most; 20 are usual.")
-    if wanted in LEAST_STEPS and steps < 2:
-        raise RecipeError(f"--steps {steps}: --sampler {wanted} needs 2 at least, {LEAST_STEPS[wanted]}.")
+    if wanted in STOCHASTIC and steps < 2:  # the first and the last
+        raise RecipeError(f"--steps {steps}: --sampler {wanted} needs 2 at least; 250 are usual.")
     if wanted not in known:
         raise RecipeError(f"--sampler {wanted}: the run has objective.kind '{objective.kind}'. Use {', '.join(known)}.")
     return wanted
