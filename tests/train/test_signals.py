@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
@@ -254,31 +253,6 @@ def test_sigterm_before_there_is_a_step_stops_at_once(
             train_here(label_store.path, tmp_path / "run", stop)
     assert checkpoint.find("checkpoint", tmp_path / "run") == []
     assert train_here(label_store.path, tmp_path / "run").first_step == 1
-
-
-@pytest.mark.parametrize("place", ["open_stores", "Log", "train_step"])
-def test_a_signal_that_somebody_swallows_at_the_start_still_stops_the_run(
-    place: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As Python does with what is raised while an object is torn down.
-    stop, work = StopRequest(), getattr(BEGINNING[place], place)
-    stop.catch(signal.SIGTERM)
-
-    def swallow(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(Terminated):
-            if not stop.signal:
-                kill_self()
-        return work(*args, **kwargs)
-
-    monkeypatch.setattr(BEGINNING[place], place, swallow)
-    if place == "train_step":
-        outcome = train_here(label_store.path, tmp_path / "run", stop)
-        assert (outcome.step, outcome.finished, stop.is_terminated) == (1, False, True)
-        assert (tmp_path / "run/checkpoint-1").is_dir()
-    else:
-        with pytest.raises(Terminated):
-            train_here(label_store.path, tmp_path / "run", stop)
-        assert checkpoint.find("checkpoint", tmp_path / "run") == []
 
 
 def test_a_signal_that_an_import_turns_into_another_error_still_ends_with_75(

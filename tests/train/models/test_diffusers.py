@@ -8,6 +8,8 @@ import pytest
 import torch
 from making import shake, shaken, train_recipe
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import RecipeError
@@ -75,15 +77,23 @@ def test_the_function_is_that_of_diffusers(spec: ModelSpec, more: dict[str, Any]
 
 
 @pytest.mark.parametrize("spec", [PIXART, SANA, DIT, SD3], ids=["pixart", "sana", "text-dit", "sd3"])
-def test_gradients_are_equal_in_all_modes_of_recomputation(spec: ModelSpec) -> None:
-    gradients = []
+def test_recomputation_changes_no_bit_keeps_less_and_selects_products(spec: ModelSpec) -> None:
+    gradients, kept, flops = [], list[int](), list[int]()
     for mode in ("none", "blocks", "selective"):
-        model = shaken(spec).train()
+        model, sizes = shaken(spec).train(), list[int]()
         names = set(model.state_dict())
-        checkpoint_blocks(model.blocks, mode)
+        checkpoint_blocks(model.blocks, "blocks")
+        checkpoint_blocks(model.blocks, mode)  # the last one holds
         assert set(model.state_dict()) == names
-        model(*inputs(spec)).square().sum().backward()
+        with FlopCounterMode(display=False) as counter:
+            with saved_tensors_hooks(lambda one, sizes=sizes: (sizes.append(one.numel()), one)[1], lambda one: one):
+                output = model(*inputs(spec))
+            output.square().sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
+        kept.append(sum(sizes))
+        flops.append(counter.get_total_flops())
+    assert kept[1] < kept[0] / 2
+    assert flops[2] == flops[0] < flops[1]
     for name, gradient in gradients[0].items():
         for other in gradients[1:]:
             assert (gradient is None) == (other[name] is None)

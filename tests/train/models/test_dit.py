@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
 from leandit.datasets.batches.captions import Captions
-from leandit.train.models.blocks import Mode, checkpoint_blocks
 from leandit.train.models.conditioning import Conditioning, Extras, ModelOutput
 from leandit.train.models.dit import PATCHES, SIZES, DiT
 from leandit.train.models.layers import time_features
@@ -307,35 +304,6 @@ def test_time_features_are_cosines_then_sines_over_128_frequencies() -> None:
     t = torch.tensor([0.0, 0.5, 37.0, 999.0])
     waves = [[f(float(v) * 10_000 ** (-i / 128)) for f in (math.cos, math.sin) for i in range(128)] for v in t]
     torch.testing.assert_close(time_features(t), torch.tensor(waves), rtol=0, atol=2e-4)  # float32 angles up to 999
-
-
-# ------------------------------------------------------------------------------------------- activation checkpointing
-
-
-def test_activation_checkpointing_changes_no_bit_keeps_less_and_selects_products() -> None:
-    gradients, kept, flops = list[list[Tensor | None]](), list[int](), list[int]()
-    modes: tuple[Mode, ...] = ("none", "blocks", "selective")
-    for mode in modes:
-        model, sizes = tiny(caption_width=10, options=OPTIONS["all"]), list[int]()
-        names = list(model.state_dict())
-        checkpoint_blocks(model.blocks, "blocks")
-        checkpoint_blocks(model.blocks, mode)  # the last one holds
-        assert list(model.state_dict()) == names
-        with FlopCounterMode(display=False) as counter:
-            with saved_tensors_hooks(lambda one, sizes=sizes: (sizes.append(one.numel()), one)[1], lambda one: one):
-                output = model(X, T, CAPTIONS)
-            output.square().sum().backward()
-        gradients.append([p.grad for p in model.parameters()])
-        kept.append(sum(sizes))
-        flops.append(counter.get_total_flops())
-    for none, blocks, selective in zip(*gradients, strict=True):
-        assert none is not None
-        assert blocks is not None
-        assert selective is not None
-        assert torch.equal(none, blocks)
-        assert torch.equal(none, selective)
-    assert kept[1] < kept[0] / 2
-    assert flops[2] == flops[0] < flops[1] / 1.2
 
 
 # ------------------------------------------------------------------------------ tokens that skip, class token, features
