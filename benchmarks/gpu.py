@@ -125,15 +125,6 @@ TABLES = {
         _two("leandit", "PixArt", " captions") | {"padding computed": ("padding", PERCENT)},
         needs_scratch=True,
     ),
-    "checkpoint": Table(
-        "A step, and what it takes longer after a checkpoint",
-        ("training", "measure_checkpoint"),
-        {
-            "checkpoint, GB": ("bytes", lambda num_bytes: f"{num_bytes / 1e9:.2f}"),
-            "step, s": ("step", THREE_DIGITS),
-            "longer by, s": ("longer", THREE_DIGITS),
-        },
-    ),
 }
 
 XL, XL_512, B, PIXART = "DiT-XL/2, 256 px", "DiT-XL/2, 512 px", "DiT-B/2, 256 px", "PixArt-Sigma, 512 px"
@@ -197,7 +188,6 @@ REAL = (
     _train(PIXART, 300, "38 % MFU"),
     _planner("dit-xl-2-256", 256, 64),
     _encode(256, 270),
-    Cell("checkpoint", XL, 240, RECIPES[XL] | {"steps": 12, "every": 4}),
     Cell("captions", "T5-XXL", 420, _captions("random:t5-xxl", 1024) | {"rounds": 2, "seconds": 5.0}, "4x"),
     _beside(PIXART, 300, ADAMW, steps=2),
     _planner("dit-s-2-256", 256, 256),
@@ -231,7 +221,6 @@ TINY = (
     Cell("fast_dit", "DiT-S/8, 64 px", 120, _FAST_DIT | _ONCE),
     Cell("planner", "DiT-Ti/4, 1 x 2 images", 120, {"case": _CASE}),
     Cell("precompute", "32 px", 120, _IMAGES | _SHORT),
-    Cell("checkpoint", "DiT-Ti/4, 64 px", 120, _DIT | {"steps": 6, "every": 2}),
     Cell("captions", "T5", 120, _captions("shipped:t5", 4) | _SHORT),
 )
 

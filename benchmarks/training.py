@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import torch
@@ -31,7 +30,6 @@ from leandit.datasets.errors import RecipeError
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.tools.synthetic.store import make_store
-from leandit.train import loop
 from leandit.train.config import TrainRecipe, load
 from leandit.train.models.build import diffusers_config, family_of, transformer_class
 from leandit.train.models.conditioning import Conditioner, Conditioning, select
@@ -40,10 +38,8 @@ from leandit.train.models.spec import ModelSpec
 from leandit.train.objectives.losses import PLAIN, draw_times, noised, objective_losses
 from leandit.train.optim.loss_scale import autocast_dtype
 from leandit.train.optim.process import set_allocator
-from leandit.train.parallel.stop import StopRequest
 from leandit.train.run.fit import model_spec
 from leandit.train.step import train_step
-from leandit.train.weights.folders import CHECKPOINT
 
 OURS, DIFFUSERS, FAST_DIT = "leandit", "diffusers", "fast-DiT"
 WARM_STEPS = 3  # not counted: compile, fill caches, allocate
@@ -293,27 +289,6 @@ def measure_store(device: str, recipe: str, side_px: int, settings: list[str], r
     figures = json.loads(printed)
     size = f"{figures['batch']}, {figures['precision']}"
     return figures | {"size": [size], "synthetic": [measure() for _ in range(rounds)]}
-
-
-def measure_checkpoint(device: str, recipe: str, side_px: int, settings: list[str], steps: int, every: int) -> Figures:
-    """Bytes of a checkpoint, seconds of a step, and how many more the step after each checkpoint takes."""
-    work, seconds = setting_of(recipe, settings, side_px, device).work, dict[int, float]()
-    changed = {"steps": steps, "log_every": 1, "checkpoint_every": every}
-    with tempfile.TemporaryDirectory(prefix="leandit-benchmark-") as folder:
-        run = Path(folder) / "run"
-        loop.train(
-            work.recipe.model_copy(update={"run": work.recipe.run.model_copy(update=changed)}),
-            store_path=noise_store(work, Path(folder) / "store"),
-            run=run,
-            device=torch.device(device),
-            report=lambda report: seconds.update({report.step: report.seconds_per_step}),
-            stop=StopRequest(),
-        )
-        checkpoints = run.glob(f"{CHECKPOINT}*")
-        sizes = [sum(file.stat().st_size for file in one.rglob("*") if file.is_file()) for one in checkpoints]
-    after = [step for step in seconds if step > every and step % every == 1]
-    usual = median(seconds[step] for step in seconds if step > 2 and step not in after)
-    return {"bytes": [max(sizes)], "step": [usual], "longer": [seconds[step] - usual for step in after]}
 
 
 def noise_store(work: TrainingWorkload, path: Path) -> Path:
