@@ -20,18 +20,16 @@ from .text import Rows, is_quiet, printable
 if TYPE_CHECKING:  # they load torch, or take half of a second
     import torch
 
-    from ...datasets.format.schema import Manifest, StoreSpec
+    from ...datasets.format.schema import Manifest
     from ...precompute.importing.pipeline import ImportReport
     from ...precompute.pipeline import Report
     from ...precompute.planning.compare import Comparison
     from ...precompute.sources.files.ignored import Ignored
     from ...precompute.unchanged import Unchanged
-    from ...train.config import TrainRecipe
 
 Command = list[object]  # words after "leandit"; placeholders in capitals are for the user to fill in
 
 NOTHING_TO_DO = "nothing to encode, the store is complete"
-OF_THE_STORE = 0  # of model.channels
 
 
 def precompute_rows(report: Report, store: Path) -> Rows:
@@ -153,39 +151,17 @@ def after_store(store: Path, recipe: str = "") -> list[Command]:
     """What to run when a store is complete: look at it, and train on it.
 
     Args:
-      recipe: name or path of the precompute recipe that made it. Of the train recipes that fit the store, those that
-        its ``about.trains`` names come first, then the shipped ones for the resolution of the store.
+      recipe: name or path of the precompute recipe that made it, whose ``about.trains`` names train recipes.
     """
-    from ...datasets.recipe import about_recipe, shipped_recipes
-    from ...datasets.revisions.catalog import sealed_revisions
-    from ...datasets.revisions.plan import read_spec
-    from ...train.config import load
+    from ...datasets.recipe import about_recipe
 
-    spec, names = read_spec(store, max(sealed_revisions(store), default=1)), list[str]()
+    trains: list[str] = []
     with contextlib.suppress(RecipeError):  # an import has none, and a file may have changed meanwhile
-        names += about_recipe(recipe, package="leandit.precompute").trains
-    names += [name for name in shipped_recipes("leandit.train") if name.endswith(f"-{spec.images.resolution_px}")]
-    for settings in ([], ["--set", f"model.channels={OF_THE_STORE}"]):  # the latter of a store with another VAE
-        for name in names:
-            with contextlib.suppress(RecipeError):  # the user's own may name what is gone
-                if _fits(load(name, settings[1:]), spec):
-                    run = f"runs/{Path(name).name.removesuffix('.toml')}"
-                    return [["inspect", store], ["train", name, "--store", store, "--run", run, *settings]]
-    return [["inspect", store], ["recipes"]]
-
-
-def _fits(recipe: TrainRecipe, store: StoreSpec) -> bool:
-    """Whether a recipe trains on a store, as far as that is known without torch; the trainer checks all of it."""
-    from ...train.techniques.registry import features_of
-
-    if not recipe.num_texts:
-        has_inputs = 0 < len(store.classes or ()) <= (recipe.model.num_classes or sys.maxsize)
-    elif recipe.num_texts > 1:
-        has_inputs = len(store.text_encoders) == recipe.num_texts
-    else:
-        has_inputs = store.text is not None and store.text.has_tokens
-    has_features = {*features_of(recipe)} <= {feature.name for feature in store.features}
-    return has_inputs and has_features and recipe.model.channels in (OF_THE_STORE, store.latent.channels)
+        trains = about_recipe(recipe, package="leandit.precompute").trains
+    if not trains:
+        return [["inspect", store], ["recipes"]]
+    run = f"runs/{Path(trains[0]).name.removesuffix('.toml')}"
+    return [["inspect", store], ["train", trains[0], "--store", store, "--run", run]]
 
 
 def sample_with(run: Path) -> Command:

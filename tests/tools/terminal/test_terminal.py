@@ -10,13 +10,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from leandit.precompute.run.clock import REJECTED
-from leandit.tools.synthetic.store import make_store
 from leandit.tools.terminal import outcome, progress
 from leandit.tools.terminal.outcome import after_store, command_without, print_next, sample_with
 from leandit.tools.terminal.progress import ProgressLine
@@ -89,31 +87,16 @@ def test_json_has_no_literal_that_only_python_reads(capsys: pytest.CaptureFixtur
     assert found == {"loss": [1.5, None], "most": {"norm": None}, "mfu": None}
 
 
-def test_the_train_recipe_that_is_named_next_fits_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_train_recipe_that_is_named_next_is_that_of_the_precompute_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-
-    def named(recipe: str, text: bool = False, **store: Any) -> list[str]:
-        path = tmp_path / f"store-{len(list(tmp_path.iterdir()))}"
-        make_store(path, {"64x64": 1}, token_counts=[3] if text else [], **store)
-        look, train = after_store(path, recipe)
-        assert look == ["inspect", path]
-        assert train == ["recipes"] or train[2:5] == ["--store", path, "--run"]
-        return [str(word) for word in (*train[:2], *train[5:])]
-
-    assert named("pixart-512", text=True) == ["train", "pixart-sigma-512", "runs/pixart-sigma-512"]
-    changed = ["--set", "model.channels=0"]  # the store has another VAE
-    assert named("pixart-512", text=True, channels=16)[1::2] == ["pixart-sigma-512", "--set"]
-    assert named("demo", text=True)[1] == "demo"
-    assert named("imagenet-256")[1] == "dit-b-2-256"
-    assert named("imagenet-256", channels=32, resolution_px=256)[1] == "lightningdit-xl-1-256"
-    assert named("imagenet-256", channels=16)[1:] == ["dit-b-2-256", "runs/dit-b-2-256", *changed]
-    assert named("pixart-512", resolution_px=512)[1] == "dit-xl-2-512", "there are classes, no captions"
-    assert named("imagenet-256", num_classes=0, text=True, resolution_px=256)[1] == "pixart-sigma-256"
-    assert named("gone.toml", resolution_px=64) == ["recipes"]
-    assert named("gone.toml", resolution_px=256)[1] == "dit-b-2-256"
-    Path("own.toml").write_text('[model]\nname = "DiT-S/2"\n[about]\nsummary = "mine"\n')
-    Path("mine.toml").write_text('[about]\ntrains = ["gone", "./own.toml"]\n')
-    assert named("mine.toml", resolution_px=256)[1:] == ["./own.toml", "runs/own"], "about.trains of one's own recipe"
+    look = ["inspect", Path("s")]
+    train = ["train", "pixart-sigma-512", "--store", Path("s"), "--run", "runs/pixart-sigma-512"]
+    assert after_store(Path("s"), "pixart-512") == [look, train]
+    assert after_store(Path("s"), "gone.toml") == after_store(Path("s")) == [look, ["recipes"]]
+    Path("mine.toml").write_text('[about]\ntrains = ["./own.toml"]\n')
+    assert after_store(Path("s"), "mine.toml")[1][1::4] == ["./own.toml", "runs/own"]
     assert sample_with(Path("runs/a")) == ["sample", Path("runs/a"), "--out", "runs/a-samples"]
 
 
