@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import RecipeError
@@ -261,33 +261,21 @@ def to_toml(recipe: BaseModel) -> str:
 
 def values_to_toml(values: Mapping[str, Any]) -> str:
     """Write the plain values of a recipe, by section, as TOML."""
-    return "\n".join(line for section, keys in values.items() for line in _table(f"[{section}]", section, keys, {}))
+    return tomli_w.dumps(_without_inherited(values, {}))
 
 
-def _table(head: str, name: str, values: dict[str, Any], outer: dict[str, Any]) -> list[str]:
-    """Lines of a table, without what it has from the outer one, and after it of the tables in it and in its lists."""
-    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
-    own = {key: value for key, value in values.items() if key not in tables and not _is_tables(value)}
-    own = {key: value for key, value in own.items() if (key, value) not in outer.items()}
-    lines = [head, *(f"{key} = {_toml_value(value)}" for key, value in own.items()), ""]
-    lines = lines if own or not tables else []
-    for key, value in tables.items():
-        lines += _table(f"[{name}.{key}]", f"{name}.{key}", value, {})
+def _without_inherited(values: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:
+    """Values without those that a table of a list has from the table around it: an override of that reaches both."""
+    own: dict[str, Any] = {}
     for key, value in values.items():
-        for inner in value if _is_tables(value) else ():
-            lines += _table(f"[[{name}.{key}]]", f"{name}.{key}", inner, values)
-    return lines
+        if isinstance(value, dict):
+            own[key] = _without_inherited(value, {})
+        elif _is_tables(value):
+            own[key] = [_without_inherited(inner, values) for inner in value]
+        elif (key, value) not in outer.items():
+            own[key] = value
+    return own
 
 
 def _is_tables(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(inner, dict) for inner in value)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):  # TOML has JSON's escapes, except for one character
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return repr(value)
