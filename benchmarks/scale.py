@@ -3,6 +3,7 @@
     python benchmarks/scale.py plan --scratch bench --records 10000000 --no-captions
     python benchmarks/scale.py open --scratch bench
     python benchmarks/scale.py store --scratch bench --records 100000000
+    python benchmarks/scale.py start --scratch bench
     python benchmarks/scale.py search
 
 Each stage of **plan** and each opening runs in a process of its own. Memory is anonymous and shared memory (PSS) of the
@@ -19,6 +20,7 @@ from statistics import median, quantiles
 from types import SimpleNamespace
 from typing import Annotated, Any
 
+import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
@@ -29,21 +31,32 @@ from PIL import Image
 
 from leandit.datasets.batches.reader import PLANNED_AHEAD
 from leandit.datasets.disk.files import write_atomic
-from leandit.datasets.disk.hashing import canonical_json
+from leandit.datasets.disk.hashing import canonical_json, xxh3_file
 from leandit.datasets.disk.spill import map_table
 from leandit.datasets.format.buckets import bucket_name
 from leandit.datasets.format.class_names import ClassNames
 from leandit.datasets.format.layout import (
     CAPTIONS,
+    MANIFEST,
     PLAN,
     RECORDS,
+    RevisionLayout,
     commit_path,
+    index_path,
     revision_prefix,
     rows_path,
 )
-from leandit.datasets.format.schema import FORMAT_VERSION, CommitRecord, LatentStatistics, Reject
-from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA, REJECTED, STORED, plan_schema
+from leandit.datasets.format.schema import FORMAT_VERSION, CommitRecord, FileEntry, LatentStatistics, Manifest, Reject
+from leandit.datasets.format.table_schemas import (
+    CAPTIONS_SCHEMA,
+    RECORDS_SCHEMA,
+    REJECTED,
+    STORED,
+    index_names,
+    plan_schema,
+)
 from leandit.datasets.format.tables import parquet_file
+from leandit.datasets.format.zarr_shard import ABSENT, CRC_BYTES, ArrayLayout
 from leandit.datasets.loader import make_loader
 from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.revisions.catalog import file_entry
@@ -405,6 +418,113 @@ def read_rows(store: str, records: int) -> Figures:
             next(loader)
         seconds = time.perf_counter() - start
     return {"seconds": seconds, "mb": memory.beyond_mb}
+
+
+# --------------------------------------------------------------------------------------------------------------- start
+
+
+@app.command("start")
+def start_command(
+    scratch: Scratch, records: Annotated[int, typer.Option(min=1000, help="Of 8 KiB each.")] = 1_000_000_000
+) -> None:
+    """Start a worker on a store whose manifest and index are real; its shards are sparse files of zeros."""
+    store = fresh_folder(scratch.resolve(), f"start-{records}") / "store"
+    num_shards, num_bytes = write_without_rows(store, records)
+    started = [measure_in_child("scale", "start_worker", store=str(store)) for _ in range(3)]
+    middle = {name: median(figures[name] for figures in started) for name in started[0]}
+    print(f"{machine()}; {records} records in {num_shards} shards, an index of {num_bytes / 2**30:.1f} GiB\n")
+    print_table(
+        [
+            ("", "s", "MB beyond the start"),
+            ("open the store, with indexes", f"{middle['seconds']:.2f}", f"{middle['mb']:.0f}"),
+            ("first batch after that", f"{middle['first_batch']:.2f}", ""),
+        ]
+    )
+
+
+def write_without_rows(store: Path, records: int) -> tuple[int, int]:
+    """Write a sealed store whose shards, tables and hashes have no content. Returns: its shards, bytes of the index."""
+    spec = noise_spec({BUCKET: records}, 4, 1000, 0, 0, 64, "none")
+    layout = RevisionLayout(spec, 1, {BUCKET: records}, {})
+    entries = list[FileEntry]()
+    for array in layout.arrays.values():
+        for shard in array.shards.tolist():
+            size = len(array.rows_of(shard)) * array.row_bytes
+            path = store / array.shard_path(shard)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_sparse(path, size, shard_index(array, shard))
+            entries.append(FileEntry(path=array.shard_path(shard), bytes=path.stat().st_size, xxh3_128="0" * 32))
+    num_shards, num_bytes = len(entries), 0
+    for name in index_names(spec):
+        path = store / index_path(1, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name in ("keys", "checksum"):
+            write_sparse(path, 8 * records)
+        else:
+            write_numbers(path, name, records)
+        num_bytes += path.stat().st_size
+        entries.append(FileEntry(path=index_path(1, name), bytes=path.stat().st_size, xxh3_128=xxh3_file(path)))
+    for name, schema in ((RECORDS, RECORDS_SCHEMA), (CAPTIONS, CAPTIONS_SCHEMA)):
+        path = revision_prefix(1) + name
+        write_atomic(store / path, [parquet_file(schema.empty_table())])
+        entries.append(file_entry(path, (store / path).read_bytes()))
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        revision=1,
+        base="",
+        copies=False,
+        fingerprint=spec.fingerprint,
+        spec=spec,
+        num_planned=records,
+        num_stored=records,
+        num_rejected=0,
+        buckets={BUCKET: records},
+        num_captions=0,
+        num_caption_tokens=0,
+        arrays=[layout.arrays[path] for path in sorted(layout.arrays)],
+        files=sorted(entries, key=lambda entry: entry.path),
+        root_hash="",
+    ).with_hash()
+    write_atomic(store / revision_prefix(1) / MANIFEST, canonical_json(manifest.model_dump()))
+    return num_shards, num_bytes
+
+
+def write_sparse(path: Path, size: int, end: bytes = b"") -> None:
+    """A file of zeros that takes no space, then some bytes."""
+    with path.open("wb") as file:
+        file.seek(size)
+        file.write(end)
+        file.truncate()
+
+
+def shard_index(array: ArrayLayout, shard: int) -> bytes:
+    """What follows the rows of a shard."""
+    index = np.full((array.shard_rows, 2), ABSENT, "<u8")
+    count = len(array.rows_of(shard))
+    index[:count, 0], index[:count, 1] = np.arange(count) * array.row_bytes, array.row_bytes
+    return index.tobytes() + google_crc32c.value(index.tobytes()).to_bytes(CRC_BYTES, "little")
+
+
+def write_numbers(path: Path, name: str, records: int) -> None:
+    """An array of the index, for records without captions in order of their rows."""
+    counts = {"caption_starts": records + 1, "caption_ids": 0}
+    with path.open("wb") as file:
+        for start in range(0, counts.get(name, records), 1 << 24):
+            numbers = np.arange(start, min(start + (1 << 24), counts.get(name, records)), dtype=np.int32)
+            numbers = numbers % 1000 if name == "labels" else numbers * (name in ("rows", "records"))
+            file.write(numbers.astype("<i4").data)
+
+
+def start_worker(store: str) -> Figures:
+    """Open the store, with its indexes, and read a batch of zeros."""
+    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
+        start = time.perf_counter()
+        opened = LatentStore(store)
+        assert len(opened.index(BUCKET)) == len(opened)
+        seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    next(iter(make_loader(opened, global_batch=BATCH, check="never")))
+    return {"seconds": seconds, "mb": memory.beyond_mb, "first_batch": time.perf_counter() - start}
 
 
 # -------------------------------------------------------------------------------------------------------------- search
