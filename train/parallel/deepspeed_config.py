@@ -23,10 +23,12 @@ from ..config import ParallelSection, TrainRecipe
 AUTO = (None, "auto")
 PRECISIONS = ("bf16", "fp16")
 ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
+SCHEDULES = {"WarmupLR": "constant", "WarmupCosineLR": "cosine"}  # DeepSpeed's name -> schedule.kind
+WARMUP_KEYS = {"warmup_max_lr": "optimizer.lr", "warmup_num_steps": "schedule.warmup_steps"}
 OFFLOADS = ("offload_param", "offload_optimizer")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SECTIONS = (  # that are read here
-    *("zero_optimization.offload_param", "zero_optimization.offload_optimizer", "optimizer.params"),
+    *("zero_optimization.offload_param", "zero_optimization.offload_optimizer", "optimizer.params", "scheduler.params"),
     *("bf16", "fp16", "torch_autocast", "activation_checkpointing"),
 )
 Row = tuple[str, str, str]
@@ -36,8 +38,7 @@ HEADER: Row = ("key", "recipe", "ds_config.json (takes precedence)")
 def read_config(path: str) -> dict[str, Any]:
     """Read a ds_config.json; keys that are null are left out.
 
-    Raises: RecipeError: it is not a JSON object, a section is not an object, it has a scheduler, or its state cannot be
-      saved.
+    Raises: RecipeError: it is not a JSON object, a section is not an object, or its state cannot be saved.
     """
     try:
         config = json.loads(Path(path).read_text())
@@ -52,11 +53,6 @@ def read_config(path: str) -> dict[str, Any]:
             if not isinstance(inside := inside.get(key, {}), dict):
                 where = ".".join(keys[:number])
                 raise RecipeError(f"ds_config.json: {where} is {inside!r}, expected an object, as {{}}.")
-    if config.get("scheduler"):
-        raise RecipeError(
-            "ds_config.json: scheduler: the learning rate is the recipe's. Remove the section, and set schedule.kind "
-            "and schedule.warmup_steps."
-        )
     zero = config.setdefault("zero_optimization", {})
     if zero.get("stage") not in (1, 2, 3):
         raise RecipeError(
@@ -89,15 +85,22 @@ def merge(config: Mapping[str, Any], recipe: TrainRecipe, world_size: int) -> tu
     Raises: RecipeError: the file contradicts itself, or asks for state that cannot be saved.
     """
     rows = list[Row]()
-    values = _batches(config, recipe, world_size, rows) | _precision(config, recipe) | _optimizer(config, recipe)
+    values = _batches(config, recipe, world_size, rows) | _precision(config, recipe)
+    values |= _optimizer(config, recipe) | _schedule(config)
     if "activation_checkpointing" in config and recipe.run.activation_checkpointing == "none":
         values["run.activation_checkpointing"] = "blocks"
     for section, keys, used, why in (
         ("activation_checkpointing", config.get("activation_checkpointing", {}), (), "torch recomputes the blocks"),
         ("fp16", config.get("fp16", {}), ("enabled",), "the loss scale is as without DeepSpeed"),
         ("optimizer.params", config.get("optimizer", {}).get("params", {}), ADAM_KEYS, "it is torch's AdamW"),
+        (
+            "scheduler.params",
+            config.get("scheduler", {}).get("params", {}),
+            WARMUP_KEYS,
+            "the warm-up is linear from 0",
+        ),
     ):
-        unused = [key for key, value in keys.items() if value and key not in used]
+        unused = [key for key, value in keys.items() if value and value != "auto" and key not in used]
         rows += [(f"{section}.{key}", "", f"not used: {why}") for key in unused]
     if (clip := config.get("gradient_clipping")) not in AUTO:
         values["run.grad_clip"] = clip
@@ -165,6 +168,21 @@ def _optimizer(config: Mapping[str, Any], recipe: TrainRecipe) -> dict[str, Any]
     return {"optimizer.name": "adamw"} | {f"optimizer.{key}": value for key, value in given.items()}
 
 
+def _schedule(config: Mapping[str, Any]) -> dict[str, Any]:
+    if not (section := config.get("scheduler")):
+        return {}
+    if (kind := SCHEDULES.get(section.get("type"))) is None:
+        raise RecipeError(
+            f"ds_config.json: scheduler.type is {section.get('type')!r}, expected {' or '.join(SCHEDULES)}. Remove the "
+            "section, and set schedule.kind."
+        )
+    params = section.get("params", {})
+    given = {key: params[name] for name, key in WARMUP_KEYS.items() if params.get(name) not in AUTO}
+    if "optimizer.lr" in given:
+        given["optimizer.lr_base_batch"] = 0
+    return {"schedule.kind": kind} | given
+
+
 def _with(recipe: TrainRecipe, values: Mapping[str, Any]) -> TrainRecipe:
     """The recipe with other values. Raises: RecipeError: names the invalid key and value."""
     whole = recipe.model_dump()
@@ -195,8 +213,8 @@ def config_for_deepspeed(file: Mapping[str, Any], recipe: TrainRecipe, autocast:
     if autocast is not None:
         # By default gradients of linear layers are summed over the ranks in 16 bits, unlike in every other strategy.
         cast = {"lower_precision_safe_modules": []} | cast | {"dtype": str(autocast).removeprefix("torch.")}
-    # DeepSpeed's checkpointing frees inputs that the blocks of a transformer share; the optimizer is torch's.
-    for key in ("activation_checkpointing", "train_batch_size", "optimizer"):
+    # DeepSpeed's checkpointing frees inputs that the blocks of a transformer share; optimizer and schedule are ours.
+    for key in ("activation_checkpointing", "train_batch_size", "optimizer", "scheduler"):
         config.pop(key, None)
     return config | {
         "gradient_clipping": recipe.run.grad_clip,

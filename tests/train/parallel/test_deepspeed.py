@@ -47,6 +47,8 @@ def test_what_is_auto_missing_or_null_comes_from_the_recipe_and_weights_stay_flo
     none = dict.fromkeys(("fp16", "bf16", "torch_autocast", "scheduler", "activation_checkpointing"))
     zero = {"stage": 2, "offload_param": None, "offload_optimizer": None}
     config = {"gradient_clipping": "auto", "train_batch_size": "auto", "optimizer": adam, "zero_optimization": zero}
+    schedule = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}}
+    assert both(config | {"scheduler": schedule}) == (RECIPE, [])
     assert both(config | none) == (RECIPE, [])
     made = config_for_deepspeed(file(config | none), RECIPE, torch.float16)
     assert made == {
@@ -75,6 +77,9 @@ def test_what_is_auto_missing_or_null_comes_from_the_recipe_and_weights_stay_flo
         ({"optimizer": {"type": "Adam", "params": {"lr": 3.0}}}, "optimizer.lr", 3.0),
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.8, 0.9]}}}, "optimizer.betas", [0.8, 0.9, 0.9999]),
         ({"activation_checkpointing": {}}, "run.activation_checkpointing", "blocks"),
+        ({"scheduler": {"type": "WarmupCosineLR"}}, "schedule.kind", "cosine"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "schedule.warmup_steps", 9),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3.0}}}, "optimizer.lr", 3.0),
     ],
 )
 def test_where_they_differ_the_file_holds_and_the_table_says_so(config: dict[str, Any], key: str, value: Any) -> None:
@@ -99,7 +104,7 @@ def test_where_they_differ_the_file_holds_and_the_table_says_so(config: dict[str
         ({"zero_optimization": {}}, "zero_optimization.stage is None, expected 1, 2 or 3"),
         ({"zero_optimization": {"stage": 2, "offload_param": "cpu"}}, "zero_optimization.offload_param is 'cpu'"),
         ({"optimizer": "adam"}, "optimizer is 'adam', expected an object"),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler: the learning rate is the recipe's. Remove the section"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type is 'OneCycle', expected WarmupLR or WarmupCosineLR"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "only 'cpu' can be saved"),
     ],
 )
