@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
@@ -47,6 +47,8 @@ from .state import Run
 
 LOG = logging.getLogger(__name__)
 GROUPS = (MODEL, EMA, OPTIMIZER)
+Folder = tuple[str, Groups, Mapping[str, Any]]
+"""What is written: CHECKPOINT, SNAPSHOT or AVERAGE, tensors on the CPU, and everything else as JSON values."""
 
 
 class Progress(BaseModel, strict=True):
@@ -175,22 +177,6 @@ def _load(run: Run, targets: Mapping[str, State], path: Path) -> tuple[Progress,
 # --------------------------------------------------------------------------------------------------------------- save
 
 
-class Folder(NamedTuple):
-    """A folder to write.
-
-    Args:
-      kind: CHECKPOINT, SNAPSHOT or AVERAGE.
-      step: that its content is of.
-      groups: its tensors, on the CPU.
-      state: everything else, as JSON values.
-    """
-
-    kind: str
-    step: int
-    groups: Groups
-    state: Mapping[str, Any]
-
-
 def due(recipe: TrainRecipe, step: int, *, stopping: bool = False) -> list[str]:
     """The kinds of folder to write after a step: all averages, and a snapshot with each checkpoint.
 
@@ -205,11 +191,7 @@ def due(recipe: TrainRecipe, step: int, *, stopping: bool = False) -> list[str]:
 
 
 def capture(run: Run, kinds: Sequence[str]) -> list[Folder]:
-    """Copy the state into memory, as the folders to write; a collective call. Only the first rank gets any.
-
-    Args:
-      kinds: as ``due`` gives them.
-    """
+    """Copy the state into memory, as the folders of some kinds; a collective call. Only the first rank gets any."""
     recipe, step, engine = run.recipe, run.step, run.engine
     groups: dict[str, dict[str, Tensor]] = {}
     for group in GROUPS if CHECKPOINT in kinds else (EMA,):
@@ -223,9 +205,9 @@ def capture(run: Run, kinds: Sequence[str]) -> list[Folder]:
     state = model_state(engine.model)
     buffers = {name: state[name].cpu().clone() for name, _ in engine.model.named_buffers() if name in state}
     rest = {MODEL: buffers} | ({NULL_CAPTION: kept} if kept else {})
-    folders = []
+    folders = list[Folder]()
     if AVERAGE in kinds:
-        folders.append(Folder(AVERAGE, step, rest | {EMA: groups[EMA]}, extra | {"lengths": recipe.ema.lengths}))
+        folders.append((AVERAGE, rest | {EMA: groups[EMA]}, extra | {"lengths": recipe.ema.lengths}))
     if CHECKPOINT in kinds:
         rule = build_rules(recipe)[0]
         first = {name.removeprefix(rule.prefix): t for name, t in groups[EMA].items() if name.startswith(rule.prefix)}
@@ -238,17 +220,17 @@ def capture(run: Run, kinds: Sequence[str]) -> list[Folder]:
             loss_scale=None if engine.loss_scale is None else engine.loss_scale.state_dict(),
             frozen=run.frozen,
         )
-        folders.append(Folder(SNAPSHOT, step, rest | {MODEL: buffers | first}, extra | young))
-        folders.append(Folder(CHECKPOINT, step, groups, progress.model_dump()))
+        folders.append((SNAPSHOT, rest | {MODEL: buffers | first}, extra | young))
+        folders.append((CHECKPOINT, groups, progress.model_dump()))
     return folders
 
 
-def write(folders: Sequence[Folder], run: Path, section: RunSection) -> None:
-    """Write the folders, a checkpoint last; then remove older checkpoints.
+def write(folders: Sequence[Folder], step: int, run: Path, section: RunSection) -> None:
+    """Write the folders of a step, a checkpoint last; then remove older checkpoints.
 
     Raises: ResourceError: the disk is full; DamageError: it returned other bytes. Older checkpoints then stay.
     """
-    for kind, step, groups, state in folders:
+    for kind, groups, state in folders:
         path = checkpoint.save(kind, run, step, groups, state)
         if kind == CHECKPOINT:
             checkpoint.prune(run, section.keep_checkpoints, proven=path, keep_every=section.keep_every)
@@ -275,7 +257,7 @@ class Saver:
         if kinds := due(recipe, step, stopping=stopping):
             self.finish()  # first, so that two states are never in memory
             if folders := capture(self._run, kinds):
-                self._pending = self._thread.submit(write, folders, self._folder, self._section)
+                self._pending = self._thread.submit(write, folders, step, self._folder, self._section)
         if self._pending is not None and (self._pending.done() or not self._section.async_checkpoint):
             self.finish()
 

@@ -49,10 +49,10 @@ def test_a_state_is_written_beside_the_next_step_and_before_the_next_state_is_co
         stepped.clear()
         return capture(*arguments, **named)
 
-    def write_late(folders: list[checkpoints.Folder], *arguments: Any) -> None:
-        if folders[0].step < 6:
+    def write_late(folders: list[checkpoints.Folder], step: int, *arguments: Any) -> None:
+        if step < 6:
             assert stepped.wait(60)  # a step is made meanwhile
-        write(folders, *arguments)
+        write(folders, step, *arguments)
         order.append("written")
 
     monkeypatch.setattr(loop, "train_step", train_step)
@@ -73,10 +73,10 @@ def test_a_disk_that_fills_up_beside_the_steps_ends_the_run(
 ) -> None:
     really_write = checkpoints.write
 
-    def write(folders: list[checkpoints.Folder], *arguments: Any) -> None:
-        if folders[0].step == failing:
+    def write(folders: list[checkpoints.Folder], step: int, *arguments: Any) -> None:
+        if step == failing:
             raise ResourceError("the disk is full")
-        really_write(folders, *arguments)
+        really_write(folders, step, *arguments)
 
     monkeypatch.setattr(checkpoints, "write", write)
     with pytest.raises(ResourceError, match="the disk is full"):

@@ -63,7 +63,7 @@ def resume(trained: Run, run: Path, warn: Callable[[str], None] = silent) -> Non
 
 
 def save_now(trained: Run, run: Path) -> None:
-    write(capture(trained, due(trained.recipe, trained.step)), run, trained.recipe.run)
+    write(capture(trained, due(trained.recipe, trained.step)), trained.step, run, trained.recipe.run)
 
 
 def tensors_of(trained: Run) -> dict[str, torch.Tensor]:
