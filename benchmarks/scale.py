@@ -1,10 +1,8 @@
-"""What a store of millions of records costs: to plan, seal, open and search.
+"""What a store of millions of records costs: to plan, write, open and read.
 
     python benchmarks/scale.py plan --scratch bench --records 10000000 --no-captions
-    python benchmarks/scale.py open --scratch bench
     python benchmarks/scale.py store --scratch bench --records 100000000
     python benchmarks/scale.py start --scratch bench
-    python benchmarks/scale.py search
 
 Each stage of **plan** and each opening runs in a process of its own. Memory is anonymous and shared memory (PSS) of the
 process and its decoders beyond what it had before; mapped files do not count. Files are in the page cache.
@@ -12,12 +10,11 @@ process and its decoders beyond what it had before; mapped files do not count. F
 
 from __future__ import annotations
 
-import tempfile
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median, quantiles
-from types import SimpleNamespace
+from statistics import median
 from typing import Annotated, Any
 
 import google_crc32c
@@ -26,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 import typer
-from measuring import PeakMemory, fresh_folder, machine, measure_in_child, print_table, tree_cpu_seconds, tree_memory_mb
+from measuring import PeakMemory, fresh_folder, machine, measure_in_child, print_table, tree_cpu_seconds
 from PIL import Image
 
 from leandit.datasets.batches.reader import PLANNED_AHEAD
@@ -34,23 +31,19 @@ from leandit.datasets.disk.files import write_atomic
 from leandit.datasets.disk.hashing import canonical_json, xxh3_file
 from leandit.datasets.disk.spill import map_table
 from leandit.datasets.format.buckets import bucket_name
-from leandit.datasets.format.class_names import ClassNames
 from leandit.datasets.format.layout import (
     CAPTIONS,
     MANIFEST,
     PLAN,
     RECORDS,
     RevisionLayout,
-    commit_path,
     index_path,
     revision_prefix,
-    rows_path,
 )
-from leandit.datasets.format.schema import FORMAT_VERSION, CommitRecord, FileEntry, LatentStatistics, Manifest, Reject
+from leandit.datasets.format.schema import FORMAT_VERSION, FileEntry, Manifest
 from leandit.datasets.format.table_schemas import (
     CAPTIONS_SCHEMA,
     RECORDS_SCHEMA,
-    REJECTED,
     STORED,
     index_names,
     plan_schema,
@@ -70,8 +63,7 @@ from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning.images import num_threads
 from leandit.precompute.planning.planner import Planner
 from leandit.precompute.sources.source import list_source
-from leandit.tools.inspection.view.tables import Query, StoreTables
-from leandit.tools.synthetic.store import make_store, noise_spec
+from leandit.tools.synthetic.store import noise_spec
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 IMAGENET = 1_281_167
@@ -96,11 +88,7 @@ def plan_command(
     records: Annotated[int, typer.Option(min=1, help="Rows of the manifest.")] = IMAGENET,
     captions: Annotated[bool, typer.Option(help="Plan captions too; else class labels alone.")] = True,
 ) -> None:
-    """Plan a manifest, open the plan, and seal the store.
-
-    Rows name a few small images by a different path each. Commit records are made up, with a checksum of every row and
-    a few rejects, and shards are files of one byte, because a seal reads no latents.
-    """
+    """Plan a manifest, whose rows name a few small images by a different path each, and open the plan."""
     folder = scratch.resolve() / f"manifest-{'captions' if captions else 'labels'}-{records}"
     if not (folder / "manifest.parquet").is_file():
         write_manifest(folder, records, captions=captions)
@@ -109,11 +97,7 @@ def plan_command(
     source = str(folder / "manifest.parquet")
     planned = measure_in_child("scale", "measure_plan", settings=settings, source=source, store=str(store))
     opened = measure_in_child("scale", "measure_plan_open", store=str(store))
-    measure_in_child("scale", "write_commits", store=str(store))
-    revision = store / revision_prefix(1)
-    plan_mib = sum(path.stat().st_size for path in (revision / PLAN).iterdir()) / 2**20
-    sealed = measure_in_child("scale", "measure_seal", store=str(store))
-    table_mib = sum((revision / name).stat().st_size for name in (RECORDS, CAPTIONS)) / 2**20
+    plan_mib = sum(path.stat().st_size for path in (store / revision_prefix(1) / PLAN).iterdir()) / 2**20
     print(f"{machine()}; {records} rows{'' if captions else ', no captions'}\n")
     print_table(
         [
@@ -124,10 +108,19 @@ def plan_command(
             ("of that: captions and tables", f"{planned['rest_seconds']:.1f}", ""),
             ("processor, with imports and decoders", f"{planned['cpu_seconds']:.1f}", ""),
             ("open the plan", f"{opened['seconds']:.1f}", f"{opened['mb']:.0f}"),
-            (f"read {sealed['shards']} commit records", f"{sealed['read_seconds']:.1f}", ""),
-            (f"read and seal (tables of {table_mib:.1f} MiB)", f"{sealed['seconds']:.1f}", f"{sealed['mb']:.0f}"),
         ]
     )
+
+
+@contextlib.contextmanager
+def measured() -> Iterator[Figures]:
+    """Adds the "seconds" of its block, and the "mb" of memory beyond the start, to what it yields."""
+    figures: Figures = {}
+    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
+        start = time.perf_counter()
+        yield figures
+        figures["seconds"] = time.perf_counter() - start
+    figures["mb"] = memory.beyond_mb
 
 
 def write_manifest(folder: Path, records: int, *, captions: bool) -> None:
@@ -183,134 +176,32 @@ def measure_plan(settings: list[str], source: str, store: str) -> Figures:
     def progress(stage: str, done: int, total: int) -> None:
         last[stage] = time.perf_counter()
 
-    with PeakMemory(every_seconds=EVERY_SECONDS) as memory, Decoders(num_threads()) as decoders:
+    with measured() as figures, Decoders(num_threads()) as decoders:
         start = time.perf_counter()
         listing = list_source(source, "manifest", progress=lambda done: None)
         listed = time.perf_counter()
         Planner(Path(store), spec, listing, recipe, tokenizers, decoders, progress).plan_first()
         end = time.perf_counter()
-    return {
-        "seconds": end - start,
-        "list_seconds": listed - start,
-        "scan_seconds": last["scan"] - listed,
-        "rest_seconds": end - last["scan"],
-        "cpu_seconds": tree_cpu_seconds(),
-        "mb": memory.beyond_mb,
+    stages = {
+        "list": listed - start,
+        "scan": last["scan"] - listed,
+        "rest": end - last["scan"],
+        "cpu": tree_cpu_seconds(),
     }
+    return figures | {f"{stage}_seconds": seconds for stage, seconds in stages.items()} | {"seconds": end - start}
 
 
 def measure_plan_open(store: str) -> Figures:
     """Open a plan, as every worker does."""
-    with PeakMemory() as memory:
-        start = time.perf_counter()
+    with measured() as figures:
         read_plan(Path(store), 1).layout.tasks()
-        seconds = time.perf_counter() - start
-    return {"seconds": seconds, "mb": memory.beyond_mb}
-
-
-def write_commits(store: str) -> None:
-    """Write made-up commit records of all shards, as workers do, with shards of one byte."""
-    root, rng = Path(store), np.random.default_rng(0)
-    plan = read_plan(root, 1)
-    nothing = LatentStatistics(count=0, channel_mean=[0.0] * 4, channel_std=[0.0] * 4)
-    for part, shard in plan.layout.tasks():
-        paths = [array.shard_path(shard) for array in plan.layout.parts[part].arrays]
-        for path in paths:
-            write_atomic(root / path, b"x")
-        rows, is_rows = plan.layout.parts[part].items(shard), bool(plan.layout.parts[part].bucket)
-        results = new_results(plan.layout.parts[part], len(rows))
-        results["state"] = STORED
-        results["checksum"] = results["source_checksum"] = rng.integers(1, 1 << 63, results.shape)
-        rejected = rows[::RARE] if is_rows else ()
-        if is_rows:
-            results["state"][::RARE] = REJECTED
-        results_file = file_entry(rows_path(1, part, shard), results.tobytes())
-        record = CommitRecord(
-            format_version=FORMAT_VERSION,
-            plan=plan.hash,
-            part=part,
-            shard=shard,
-            files=[*(file_entry(path, b"x") for path in paths), results_file],
-            rejects=[Reject(row=r, key=f"{r}", stage="encode", reason="nonfinite", detail="made up") for r in rejected],
-            fallbacks=[],
-            statistics=nothing if is_rows else None,
-            record_hash="",
-        ).with_hash()
-        write_atomic(root / rows_path(1, part, shard), [results.tobytes()])
-        write_atomic(root / commit_path(1, part, shard), canonical_json(record.model_dump()))
-
-
-def measure_seal(store: str) -> Figures:
-    """Read the commit records and seal, as the last worker does after opening the plan."""
-    plan = read_plan(Path(store), 1)
-    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
-        start = time.perf_counter()
-        writer = StoreWriter(Path(store), plan, own=())
-        missing = writer.missing_tasks()
-        read = time.perf_counter()
-        assert not missing
-        writer.seal()
-        end = time.perf_counter()
-    shards = len(plan.layout.tasks())
-    return {"seconds": end - start, "read_seconds": read - start, "shards": shards, "mb": memory.beyond_mb}
-
-
-# ---------------------------------------------------------------------------------------------------------------- open
-
-BUCKET, BATCH = "256x256", 256
-PLANNED_SIZES = (10_000, IMAGENET, 1_000_000_000)
-PLANNED_BATCHES = 4096
-
-
-@app.command("open")
-def open_command(
-    scratch: Scratch,
-    records: Annotated[int, typer.Option(min=1000, help="Of a store of noise; 8 KiB each.")] = IMAGENET,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that it is opened; medians are shown.")] = 5,
-) -> None:
-    """Open a store in fresh processes, read a batch, and plan batches."""
-    store = scratch.resolve() / f"open-{records}"
-    make_store(store, {BUCKET: records})
-    opened = [measure_in_child("scale", "measure_open", store=str(store)) for _ in range(rounds)]
-    middle = {name: median(figures[name] for figures in opened) for name in opened[0]}
-    print(f"{machine()}; {records} records\n")
-    print_table(
-        [
-            ("", ""),
-            ("open", f"{middle['seconds']:.2f} s, {middle['mb']:.0f} MB"),
-            ("first batch after that", f"{middle['first_batch_ms']:.0f} ms"),
-            *((f"plan a batch of {BATCH} of {n} records", f"{plan_seconds(n) * 1e6:.1f} us") for n in PLANNED_SIZES),
-        ]
-    )
-
-
-def measure_open(store: str) -> Figures:
-    """Open a store and read its first batch."""
-    before, start = tree_memory_mb(), time.perf_counter()
-    opened = LatentStore(store)
-    for bucket in opened.buckets:
-        opened.index(bucket)
-    seconds = time.perf_counter() - start
-    mb = tree_memory_mb() - before
-    start = time.perf_counter()
-    next(iter(make_loader(opened, global_batch=BATCH, prefetch=2)))
-    return {"seconds": seconds, "mb": mb, "first_batch_ms": (time.perf_counter() - start) * 1e3}
-
-
-def plan_seconds(size: int) -> float:
-    """Seconds to plan one batch as the loader does, in the mean over many."""
-    plan = BatchPlan({BUCKET: size}, BATCH, seed=0)
-    plan.batches(0, PLANNED_AHEAD)
-    start = time.perf_counter()
-    for first in range(0, PLANNED_BATCHES, PLANNED_AHEAD):
-        plan.batches(first, PLANNED_AHEAD)
-    return (time.perf_counter() - start) / PLANNED_BATCHES
+    return figures
 
 
 # --------------------------------------------------------------------------------------------------------------- store
 
 SMALL_BUCKET, SMALL_CHANNELS = "8x8", 32  # one latent of 32 float16 numbers: 64 bytes a row
-BATCHES_READ = 200
+BATCH, BATCHES_READ = 256, 200
 
 
 @app.command("store")
@@ -349,12 +240,10 @@ def freeze_rows(store: str, records: int) -> Figures:
             keys = pc.binary_join_element_wise("noise", pa.array(numbers).cast(pa.string()), "/")
             yield pa.record_batch([row_column(field, numbers, keys) for field in schema], schema=schema)
 
-    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
-        start = time.perf_counter()
+    with measured() as figures:
         plan = first_plan(spec, "synthetic", map_table(schema, batches(), "records"), texts=[], num_tokens=[])
         freeze_plan(Path(store), plan)
-        seconds = time.perf_counter() - start
-    return {"seconds": seconds, "mb": memory.beyond_mb}
+    return figures
 
 
 def row_column(field: pa.Field, numbers: np.ndarray, keys: pa.Array) -> pa.Array:
@@ -374,8 +263,7 @@ def commit_rows(store: str, records: int) -> Figures:
     """Commit every shard, as one worker does."""
     plan, rng = read_plan(Path(store), 1), np.random.default_rng(0)
     noise = rng.standard_normal((BLOCK_ROWS, SMALL_CHANNELS, 1, 1)).astype(np.float16)
-    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
-        start = time.perf_counter()
+    with measured() as figures:
         writer = StoreWriter(Path(store), plan, own=())
         tasks = writer.missing_tasks()
         for name, shard in tasks:
@@ -386,41 +274,37 @@ def commit_rows(store: str, records: int) -> Figures:
             results["checksum"][:, 0] = [row_checksum(row) for row in rows]
             results["source_checksum"] = results["checksum"]
             writer.commit(name, shard, {array.path: rows}, results)
-        seconds = time.perf_counter() - start
-    return {"seconds": seconds, "mb": memory.beyond_mb, "shards": len(tasks)}
+    return figures | {"shards": len(tasks)}
 
 
 def seal_rows(store: str, records: int) -> Figures:
     """Seal, as the last worker does."""
     plan = read_plan(Path(store), 1)
-    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
-        start = time.perf_counter()
+    with measured() as figures:
         StoreWriter(Path(store), plan, own=()).seal()
-        seconds = time.perf_counter() - start
-    return {"seconds": seconds, "mb": memory.beyond_mb}
+    return figures
 
 
 def open_rows(store: str, records: int) -> Figures:
     """Open the store, with the indexes of its buckets."""
-    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
-        start = time.perf_counter()
+    with measured() as figures:
         assert len(LatentStore(store).index(SMALL_BUCKET)) == records
-        seconds = time.perf_counter() - start
-    return {"seconds": seconds, "mb": memory.beyond_mb}
+    return figures
 
 
 def read_rows(store: str, records: int) -> Figures:
     """Read shuffled batches of an open store."""
     loader = iter(make_loader(LatentStore(store), global_batch=BATCH))
-    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
-        start = time.perf_counter()
+    with measured() as figures:
         for _ in range(min(BATCHES_READ, records // BATCH)):
             next(loader)
-        seconds = time.perf_counter() - start
-    return {"seconds": seconds, "mb": memory.beyond_mb}
+    return figures
 
 
 # --------------------------------------------------------------------------------------------------------------- start
+
+
+BUCKET, PLANNED_BATCHES = "256x256", 4096
 
 
 @app.command("start")
@@ -438,6 +322,7 @@ def start_command(
             ("", "s", "MB beyond the start"),
             ("open the store, with indexes", f"{middle['seconds']:.2f}", f"{middle['mb']:.0f}"),
             ("first batch after that", f"{middle['first_batch']:.2f}", ""),
+            (f"plan a batch of {BATCH}", f"{plan_seconds(records):.6f}", ""),
         ]
     )
 
@@ -517,104 +402,22 @@ def write_numbers(path: Path, name: str, records: int) -> None:
 
 def start_worker(store: str) -> Figures:
     """Open the store, with its indexes, and read a batch of zeros."""
-    with PeakMemory(every_seconds=EVERY_SECONDS) as memory:
-        start = time.perf_counter()
+    with measured() as figures:
         opened = LatentStore(store)
         assert len(opened.index(BUCKET)) == len(opened)
-        seconds = time.perf_counter() - start
     start = time.perf_counter()
     next(iter(make_loader(opened, global_batch=BATCH, check="never")))
-    return {"seconds": seconds, "mb": memory.beyond_mb, "first_batch": time.perf_counter() - start}
+    return figures | {"first_batch": time.perf_counter() - start}
 
 
-# -------------------------------------------------------------------------------------------------------------- search
-
-VOCABULARY, CAPTION_WORDS, CLASSES = 20_000, 10, 1000
-BUCKETS = ["256x256", "208x304", "304x208"]
-
-
-@app.command("search")
-def search_command(records: Annotated[int, typer.Option(min=1000, help="A caption each.")] = IMAGENET) -> None:
-    """Ask ``leandit view``'s search 50 different queries; words of captions are as frequent as those of a language."""
-    rng = np.random.default_rng(0)
-    words = ["".join(rng.choice(list("etaoinshrdlcumwfgypbvk"), n)) for n in rng.integers(2, 11, VOCABULARY)]
-    elapsed, processor = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        write_tables(Path(folder), made_up_records(rng, records), made_up_captions(rng, words, records))
-        tables = open_tables(Path(folder))
-        for query in queries(words):
-            start, cpu_start = time.perf_counter(), time.process_time()
-            tables.find(query)
-            elapsed.append((time.perf_counter() - start) * 1e3)
-            processor.append((time.process_time() - cpu_start) * 1e3)
-        tables.close()
-    rows = [
-        (name, *(f"{ms:.0f}" for ms in (median(values), quantiles(values, n=20)[-1], max(values))))
-        for name, values in (("elapsed", elapsed), ("processor", processor))
-    ]
-    print(f"{machine()}; {records} records, {len(elapsed)} queries\n")
-    print_table([("ms", "median", "95 %", "max"), *rows])
-
-
-def write_tables(folder: Path, records: pa.Table, captions: pa.Table) -> None:
-    """The Parquet files of a store."""
-    for name, table in ((RECORDS, records), (CAPTIONS, captions)):
-        write_atomic(folder / revision_prefix(1) / name, [parquet_file(table)])
-
-
-def open_tables(folder: Path) -> StoreTables:
-    """The tables of ``leandit view``, of a store that has nothing else."""
-    spec = noise_spec(dict.fromkeys(BUCKETS, 1), 4, CLASSES, 0, 0, 64, "none")
-    classes = ClassNames([f"n{number:08d}" for number in range(CLASSES)], None)
-    checks: Any = {"record_columns": lambda columns: None, "texts": []}
-    store: Any = SimpleNamespace(path=folder, revision=1, complete=True, spec=spec, class_names=classes, **checks)
-    return StoreTables(store)
-
-
-def made_up_captions(rng: np.random.Generator, words: list[str], count: int) -> pa.Table:
-    """Captions of words with Zipf's frequencies."""
-    shares = 1 / np.arange(1, VOCABULARY + 1)
-    chosen = rng.choice(VOCABULARY, count * CAPTION_WORDS, p=shares / shares.sum())
-    offsets = pa.array(np.arange(0, len(chosen) + 1, CAPTION_WORDS, dtype=np.int32))
-    lists = pa.ListArray.from_arrays(offsets, pa.array(words).take(pa.array(chosen)))
-    columns = {"text": pc.binary_join(lists, " ")}
-    return pa.table({field.name: columns.get(field.name, pa.nulls(count, field.type)) for field in CAPTIONS_SCHEMA})
-
-
-def made_up_records(rng: np.random.Generator, count: int) -> pa.Table:
-    """Records with keys as ImageNet's, one caption each; one in a hundred is rejected."""
-    numbers, labels = np.arange(count), rng.integers(0, CLASSES, count)
-    sides = rng.integers(200, 1600, (2, count)).astype(np.int32)
-    columns = {
-        "key": [f"n{label:08d}/n{label:08d}_{number}.JPEG" for number, label in enumerate(labels.tolist())],
-        "bucket": pa.array(BUCKETS).take(pa.array(numbers % len(BUCKETS))),
-        "label": labels,
-        "caption_ids": pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32), pa.array(numbers, pa.int32())),
-        "height_px": sides[0],
-        "width_px": sides[1],
-        "status": pa.array(["stored", "rejected"]).take(pa.array((numbers % 100 == 7).astype(int))),
-    }
-    arrays = [pa.array(columns.get(field.name, pa.nulls(count)), field.type) for field in RECORDS_SCHEMA]
-    return pa.table(arrays, schema=RECORDS_SCHEMA)
-
-
-def queries(words: list[str]) -> list[Query]:
-    """Words from the most to the least frequent, parts of them, several, phrases, keys, columns, orders."""
-    often, rare = words[:12], words[1000:20_000:1900]
-    texts = [*often, *rare, *"ek", "n00000123", "n00000007/", "_99.jpeg", "7_1234"]
-    texts += [f"{a} {b}" for a, b in zip(often[:6], rare[:6], strict=True)]
-    texts += [f'"{a} {b}"' for a, b in zip(often[:4], often[4:8], strict=True)]
-    where = ("height_px >= 1200", "width_px < 300 and height_px < 300", "key ~ _77")
-    return [
-        *(Query(q=text) for text in texts),
-        *(Query(where=condition) for condition in where),
-        *(Query(sort=sort, order=order) for sort in ("height_px", "width_px") for order in ("up", "down")),
-        Query(q=often[3], bucket=BUCKETS[1], status="stored"),
-        Query(status="rejected"),
-        Query(class_="n00000011"),
-        Query(q=rare[7], sort="height_px"),
-        Query(q=often[9], sort="width_px", order="down"),
-    ]
+def plan_seconds(size: int) -> float:
+    """Seconds to plan one batch as the loader does, in the mean over many."""
+    plan = BatchPlan({BUCKET: size}, BATCH, seed=0)
+    plan.batches(0, PLANNED_AHEAD)
+    start = time.perf_counter()
+    for first in range(0, PLANNED_BATCHES, PLANNED_AHEAD):
+        plan.batches(first, PLANNED_AHEAD)
+    return (time.perf_counter() - start) / PLANNED_BATCHES
 
 
 if __name__ == "__main__":
