@@ -8,7 +8,6 @@ JSON values.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import json
@@ -120,19 +119,14 @@ def in_child(
     arguments: Mapping[str, Any],
     *,
     limit_seconds: float = 900,
-    python: str = sys.executable,
     environment: Mapping[str, str] = {},
 ) -> Outcome:
-    """Call ``function`` of a module of this folder in a fresh process, and kill all that it has left running.
-
-    Args:
-      python: interpreter, of another environment where a peer needs one.
-    """
+    """Call ``function`` of a module of this folder in a fresh process, and kill all that it has left running."""
     variables = os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", **environment}
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
         file = Path(folder) / "result.json"
-        command = [python, __file__, module, function, json.dumps(arguments), str(file)]
+        command = [sys.executable, __file__, module, function, json.dumps(arguments), str(file)]
         # Its stdin is open as long as this process lives; what it prints goes to stderr, like our log.
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, env=variables, process_group=0) as child:
             try:
@@ -285,17 +279,6 @@ def print_rates(unit: str, rates: Mapping[str, Sequence[float]], ours: str) -> N
         rows.append((name, median_and_range(values, "{:.2f}".format), multiple))
     print_table(rows)
     print()
-
-
-def clear_caches() -> None:
-    """Clear every ``functools`` cache of leandit and of torchao, whose 8-bit numbers are a cached table.
-
-    Before and after steps on fake tensors: cached tables must be made anew, and no fake one may stay.
-    """
-    kind = type(functools.lru_cache(lambda: None))
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in ("leandit", "torchao")]
-    for cached in {value for module in modules for value in vars(module).values() if isinstance(value, kind)}:
-        cached.cache_clear()
 
 
 def log(message: str) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measuring import clear_caches
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,6 +40,17 @@ WAITS = {
 }
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 COPIES = {aten._to_copy, aten.copy_, aten.copy, aten.lift_fresh_copy}
+
+
+def clear_caches() -> None:
+    """Clear every ``functools`` cache of leandit and of torchao, whose 8-bit numbers are a cached table.
+
+    Before and after steps on fake tensors: cached tables must be made anew, and no fake one may stay.
+    """
+    kind = type(functools.lru_cache(lambda: None))
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in ("leandit", "torchao")]
+    for cached in {value for module in modules for value in vars(module).values() if isinstance(value, kind)}:
+        cached.cache_clear()
 
 
 class HostWaitError(AssertionError):
