@@ -14,15 +14,12 @@ from ...datasets.disk.cached import cached_property
 from ...datasets.format.row_layout import COMPANIONS, FEATURES, caption_folder, caption_rows
 from ...datasets.format.schema import LatentStatistics, TextEncoder
 from ...datasets.format.table_schemas import suffixes
-from ...datasets.revisions.latent_statistics import merge_statistics, statistics_of
+from ...datasets.revisions.latent_statistics import statistics_of
 from ...datasets.store import LatentStore, Record
 from .store_files import StoreFiles, padded_bytes
 
 pc: Any = pyarrow.compute  # defined at run time, so type checkers do not know its functions
 
-SCAN_BYTES = 2 << 30  # of latents that are searched for rows that are not finite; more are sampled evenly
-SCAN_BYTES_AT_URL = 256 << 20  # of a remote store, in whole shards
-SCAN_ROWS = 512  # read at a time
 # Models expect latents of about zero mean and unit deviation. Beyond these limits the scale is probably another VAE's.
 MEAN_LIMIT, STD_LIMITS = 0.5, (2 / 3, 1.5)
 PERCENTILES = (0, 50, 95, 100)
@@ -34,11 +31,7 @@ LEDGER = ("key", "stage", "reason", "detail", "attempts", "revision")
 
 
 class StoreFacts:
-    """What a store holds.
-
-    Statistics of the latents are those that the store was sealed with. The latents themselves are read to find rows
-    that are not finite, and for statistics where none were sealed.
-    """
+    """What a store holds, from its tables and manifest. No latent is read."""
 
     def __init__(self, store: LatentStore) -> None:
         self.store, self.spec = store, store.spec
@@ -265,17 +258,10 @@ class StoreFacts:
         return float(limit) if isinstance(limit, int | float) and limit > 0 else None
 
     @cached_property
-    def is_sealed(self) -> bool:
-        """Whether the statistics of the latents were sealed with the store."""
-        manifest = self.store.manifest
-        return bool(manifest and manifest.statistics and manifest.statistics.count)
-
-    @cached_property
     def statistics(self) -> LatentStatistics:
-        """Mean and deviation of each channel as a model sees it, of all rows if they are sealed, else of those read."""
-        if self.store.manifest and self.store.manifest.statistics and self.is_sealed:
-            return self.store.manifest.statistics
-        return merge_statistics(self._scan[2] or [statistics_of([], self.spec.latent)])
+        """Mean and deviation of each channel as a model sees it, of all rows; of none before the store is sealed."""
+        sealed = self.store.manifest and self.store.manifest.statistics
+        return sealed or statistics_of([], self.spec.latent)
 
     @cached_property
     def suspicious_channels(self) -> list[int]:
@@ -286,46 +272,12 @@ class StoreFacts:
 
     @cached_property
     def latents(self) -> dict[str, Any]:
-        """Statistics of the latents, and rows that are not finite."""
-        num_rows, nonfinite, _ = self._scan
+        """Statistics of the latents."""
         return {
-            "num_rows_read": num_rows,
-            "num_nonfinite": len(nonfinite),
-            "nonfinite": nonfinite[:20],
-            "is_sealed": self.is_sealed,  # the next three are of all rows, not of those read
             "channel_mean": [round(value, 4) for value in self.statistics.channel_mean],
             "channel_std": [round(value, 4) for value in self.statistics.channel_std],
             "suspicious_channels": self.suspicious_channels,
         }
-
-    @cached_property
-    def _scan(self) -> tuple[int, list[str], list[LatentStatistics]]:
-        """Number of rows read, those that are not finite, and statistics of the others where none are sealed."""
-        num_rows, nonfinite, parts = 0, [], []
-        for bucket, rows in self._rows_to_scan().items():
-            array = self.store.latents(bucket)
-            for start in range(0, len(rows), SCAN_ROWS):
-                chunk = rows[start : start + SCAN_ROWS]
-                values = array.take(chunk)
-                finite = np.isfinite(values).all(axis=(1, 2, 3))
-                nonfinite += [f"{bucket}, row {row}" for row in chunk[~finite]]
-                num_rows += len(chunk)
-                if not self.is_sealed:
-                    parts.append(statistics_of([values[finite]], self.spec.latent))
-        return num_rows, nonfinite, parts
-
-    def _rows_to_scan(self) -> dict[str, np.ndarray]:
-        """Rows to read of each bucket: all up to SCAN_BYTES, else an even sample; at a URL in whole shards."""
-        arrays = {bucket: self.store.latents(bucket) for bucket in self.store.buckets}
-        rows = {bucket: self.store.index(bucket).rows for bucket in arrays}
-        total = sum(len(rows[bucket]) * array.row_bytes for bucket, array in arrays.items())
-        step = max(1, -(-total // (SCAN_BYTES_AT_URL if self.store.remote else SCAN_BYTES)))
-        chosen, num_units = {}, 0
-        for bucket, array in arrays.items():
-            units = num_units + rows[bucket] // (array.shard_rows if self.store.remote else 1)
-            chosen[bucket] = rows[bucket][units % step == 0]
-            num_units = int(units.max(initial=num_units - 1)) + 1
-        return chosen
 
 
 def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:

@@ -929,16 +929,3 @@ def test_inspect_and_verify_read_a_url(
     assert (checked.exit_code, checked.stdout.splitlines()[-1].split()) == (0, ["state", "whole"])
     refused = runner.invoke(app, ["verify", f"{s3}/shown", "--deep", "--source", "x"])
     assert "need the store in a folder" in str(refused.exception)
-
-
-def test_of_a_large_store_at_a_url_some_whole_shards_are_inspected(
-    caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    upload(caption_store.path, "faulty://large")
-    monkeypatch.setattr("leandit.tools.inspection.store_facts.SCAN_BYTES_AT_URL", 1 << 13)
-    store = LatentStore("faulty://large", remote={"folder": tmp_path / "local"})
-    assert store.remote
-    values = StoreFacts(store).latents
-    assert 0 < values["num_rows_read"] < 14
-    brought = [path for path in FaultyFileSystem.requests if "/moments/c/" in path]
-    assert 0 < len(brought) < len([entry for entry in shards_of(caption_store) if "/moments/" in entry.path])

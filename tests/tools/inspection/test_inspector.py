@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,14 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from leandit.datasets.batches.latents import draw_keys, final_latents
-from leandit.datasets.disk.hashing import canonical_json, sha256_of
 from leandit.datasets.errors import LeanditError, StoreIncomplete
+from leandit.datasets.format.schema import LatentStatistics
 from leandit.datasets.maintenance.findings import Finding
 from leandit.datasets.maintenance.verify import Verification
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
-from leandit.tools.inspection import store_facts
 from leandit.tools.inspection.images import (
     CELL_PX,
     FRAME,
@@ -35,6 +33,8 @@ from leandit.tools.inspection.images import (
     reject_cells,
     write_sheet,
 )
+from leandit.tools.inspection.store_facts import StoreFacts
+from leandit.tools.inspection.store_text import render
 from leandit.tools.inspection.verify import render as render_verification
 
 HOSTILE = "a\x1b[2J\x07\n\u202eb\x9b.png"
@@ -105,10 +105,7 @@ def test_the_quality_of_captions_is_shown_if_they_were_narrowed(
     assert f"cosine at least {quality['min_cosine']}" in shown
 
 
-@pytest.mark.parametrize("is_sealed", [True, False])
-def test_channel_statistics_are_those_of_the_latents_that_training_reads(
-    is_sealed: bool, caption_store: LatentStore, caption_folder: Path, tmp_path: Path
-) -> None:
+def test_channel_statistics_are_those_of_the_latents_that_training_reads(caption_store: LatentStore) -> None:
     drawn = []
     for epoch in range(20):
         for bucket in caption_store.buckets:
@@ -118,53 +115,16 @@ def test_channel_statistics_are_those_of_the_latents_that_training_reads(
             latents = final_latents(stored, caption_store.spec.latent, keys).numpy()
             drawn.append(latents.transpose(1, 0, 2, 3).reshape(latents.shape[1], -1))
     values = np.concatenate(drawn, axis=1)
-    store = caption_store if is_sealed else unsealed(caption_recipe(), caption_folder, tmp_path / "store")
-    found = json_of(store)["latent_statistics"]
+    found = json_of(caption_store)["latent_statistics"]
     np.testing.assert_allclose(found["channel_mean"], values.mean(1), atol=0.01)
     np.testing.assert_allclose(found["channel_std"], values.std(1), atol=0.01)
-    assert (found["is_sealed"], found["num_rows_read"], found["num_nonfinite"]) == (is_sealed, 14, 0)
 
 
-def test_sealed_statistics_are_not_computed_again(caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_facts, "statistics_of", lambda *_: pytest.fail("computed"))
-    monkeypatch.setattr(store_facts, "SCAN_BYTES", 1 << 13)  # so that only some rows are read
-    assert 0 < json_of(caption_store)["latent_statistics"]["num_rows_read"] < 14
-
-
-@pytest.mark.parametrize("is_sealed", [True, False])
-def test_a_row_of_nan_is_counted_and_named(
-    is_sealed: bool, label_store: LatentStore, class_folder: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "store"
-    if is_sealed:
-        shutil.copytree(label_store.path, path)
-    else:
-        unsealed(label_recipe(), class_folder, path)
-    layout = label_store.layout("buckets/32x32/moments")
-    with open(path / layout.shard_path(0), "r+b") as file:
-        file.seek(3 * layout.row_bytes)
-        file.write(np.full(layout.shape[1:], np.nan, layout.dtype).tobytes())
-    found = json_of(path)["latent_statistics"]
-    assert (found["num_nonfinite"], found["nonfinite"]) == (1, ["32x32, row 3"])
-    assert np.isfinite(found["channel_mean"]).all()
-    assert "1 of 15 rows read\n                    32x32, row 3" in text_of(path)
-    index = label_store.index("32x32")
-    key = label_store.record_at(int(index.records[list(index.rows).index(3)])).key
-    assert json_of(path, key)["finite"] is False
-
-
-def test_an_unusual_scale_is_flagged(label_store: LatentStore, class_folder: Path, tmp_path: Path) -> None:
-    path = unsealed(label_recipe(), class_folder, tmp_path / "store")
-    plan = path / "revisions/000001/plan/plan.json"
-    content = json.loads(plan.read_text())
-    latent = content["spec"]["latent"]
-    latent["scale"] = [value * 5.5 for value in latent["scale"]]
-    del content["sha256"]
-    plan.write_bytes(canonical_json(content | {"sha256": sha256_of(content)}))
-    found, usual = json_of(path)["latent_statistics"], json_of(label_store)["latent_statistics"]
-    assert found["suspicious_channels"] == [0, 1, 2, 3]
-    assert text_of(path).count("<- unusual") == 4
-    np.testing.assert_allclose(np.array(found["channel_std"]) / usual["channel_std"], 5.5, rtol=0.01)
+def test_an_unusual_scale_is_flagged(label_store: LatentStore) -> None:
+    facts = StoreFacts(label_store)
+    facts.statistics = LatentStatistics(count=15, channel_mean=[0.0, 0.7, 0.0, 0.0], channel_std=[1.0, 1.0, 1.0, 5.5])
+    assert facts.latents["suspicious_channels"] == [1, 3]
+    assert render(facts).count("<- unusual") == 2
 
 
 def test_an_incomplete_store_says_so(class_folder: Path, tmp_path: Path) -> None:

@@ -44,10 +44,7 @@ def report_store(
     Returns: rows for the user.
     Raises: as ``LatentStore``; EncoderError: of ``vae``.
     """
-    progress("read", 0, 1)
     facts = StoreFacts(LatentStore(target, allow_incomplete=True, access="pread"))
-    _ = facts.latents  # the longest read
-    progress("read", 1, 1)
     sheets, note = bucket_sheets(facts.store, count, vae, progress=progress)
     alerts = alerts_of("store", facts)
     absent = {
