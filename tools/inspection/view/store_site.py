@@ -13,7 +13,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ....datasets.errors import LeanditError, RecipeError, RowOutOfRange, StoreError, UnknownKey
-from ....datasets.format.layout import MANIFEST, revision_prefix
 from ....datasets.format.row_layout import LATENTS, bucket_part, row_arrays
 from ....datasets.format.table_schemas import REJECT_REASONS, suffixes
 from ....datasets.revisions.writer import row_checksum
@@ -40,7 +39,6 @@ class StoreSite:
         self._store, self._tables = store, StoreTables(store)
         self._images = ImageDecoder(store, self._tables, load)
         self._name = str(store.remote.url if store.remote else store.path)
-        self._opened = self._identity
         self._counts = {name: self._tables.counts(name) for name in FIELDS}
 
     def app(self) -> Starlette:
@@ -99,19 +97,9 @@ class StoreSite:
             num_records=self._tables.num_records,
             note=self._images.note,
             is_ready=self._images.is_ready,
-            has_changed=self._identity != self._opened,
             **values,
         )
         return HTMLResponse(page, status_code=status)
-
-    @property
-    def _identity(self) -> tuple[int, int] | None:
-        """Of the manifest file. If it changes, another store lies there, whose images do not fit these tables."""
-        try:
-            state = (self._store.path / f"{revision_prefix(self._store.revision)}{MANIFEST}").stat()
-        except OSError:
-            return None
-        return state.st_ino, state.st_ctime_ns  # a copy keeps the time of its content
 
     def _cells(self, positions: list[int], query: Query) -> list[dict[str, Any]]:
         """For each record its row, class, size, and the caption that has the words, or the first."""
