@@ -19,7 +19,7 @@ from ....datasets.store import LatentStore
 from ....train.config import PACKAGE, load
 from ....train.metrics.history import read_history, read_starts, whole_lines
 from ....train.run.evaluation.decoding import LATENTS, PICTURE, grid_files
-from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, SNAPSHOT, STATE, find
+from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, find
 from ..templating import Rows, things
 
 SCORES = ("frechet", "kid", "cmmd", "precision", "recall", "density", "coverage", "clip_score")
@@ -198,7 +198,7 @@ def _describe_store(run: Path, read: _StoreRead) -> Rows:
     try:
         store = LatentStore(path, revision=read.revision, allow_incomplete=True)
     except (LeanditError, OSError) as error:
-        return rows | {"not opened": [str(error)]} | _encoders_of_snapshot(run)
+        return rows | {"not opened": [str(error)]}
     if read.root_hash and store.root_hash != read.root_hash:
         rows["another store"] = [f"the one there now has root hash {store.root_hash}"]
     rows["records"] = [f"{sum(store.buckets.values()):,} in {things(len(store.buckets), 'bucket')}"]
@@ -211,14 +211,3 @@ def _describe_store(run: Path, read: _StoreRead) -> Rows:
         for role, encoder in encoders.items()
         if encoder
     }
-
-
-def _encoders_of_snapshot(run: Path) -> Rows:
-    """The encoders that the newest snapshot names; none of a run without one."""
-    snapshots = find(SNAPSHOT, run)
-    state = read_json(snapshots[-1] / STATE) if snapshots else {}
-    rows: Rows = {}
-    for role, name in (("vae", "autoencoder"), ("text_encoder", "text encoder")):
-        if isinstance(encoder := state.get(role), dict) and isinstance(section := encoder.get("model"), dict):
-            rows[name] = [f"{section.get('model')}, weights {str(encoder.get('weights_sha256'))[:HASH_CHARS]}"]
-    return rows
