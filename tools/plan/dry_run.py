@@ -9,7 +9,6 @@ from pathlib import Path
 from shutil import disk_usage
 
 import torch
-from torch import nn
 
 from ...datasets.disk.files import files_below
 from ...datasets.errors import RecipeError, SourceError
@@ -44,9 +43,6 @@ from ...train.data_recipe import Turn
 from ...train.metrics.flops import shortened
 from ...train.models.build import build_model, check_model_name
 from ...train.models.diffusers.adapters import trained_parameters
-from ...train.optim.build import build_optimizer
-from ...train.optim.ema import build_rules
-from ...train.optim.state import optimizer_state
 from ...train.parallel.deepspeed_config import merge, read_config
 from ...train.parallel.deepspeed_engine import apply_ds_config
 from ...train.parallel.ranks import read_ranks
@@ -229,10 +225,9 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
     parameters, trained = sum(p.numel() for p in model.parameters()), trained_parameters(model).values()
     num_trained = sum(p.numel() for p in trained)
     frozen = f" of which {shortened(num_trained)} train" if num_trained < parameters else ""
-    states = f"weights, gradients, {recipe.optimizer.name} and averages; activations: 'leandit plan train'"
     rows += [
         ("model", f"{spec.name}, {shortened(parameters)} parameters{frozen}, {spec.channels} latent channels"),
-        ("memory", f"{readable_size(held_bytes(recipe, model))} of {states}"),
+        ("memory", "see 'leandit plan train'"),
         ("run", f"{recipe.run.steps:,} steps of {recipe.run.global_batch:,} images"),
     ]
     for turn, store in zip(turns, stores, strict=True):
@@ -265,16 +260,3 @@ def _with_ds_config(recipe: TrainRecipe, device: torch.device) -> tuple[TrainRec
         return apply_ds_config(recipe, ranks, device, changes.append), changes, None
     except RecipeError as error:  # wrong device, or no DeepSpeed: the file's values can still be shown
         return *merge(read_config(path), recipe, ranks.world_size), str(error)
-
-
-def held_bytes(recipe: TrainRecipe, model: nn.Module) -> int:
-    """Bytes of weights, gradients, optimizer states and averages of one process.
-
-    Args:
-      model: on any device, also the meta device.
-    """
-    weights = sum(p.nbytes for p in model.parameters())
-    trained = sum(p.nbytes for p in trained_parameters(model).values())
-    state = optimizer_state(model, build_optimizer(recipe.optimizer, model))
-    optimizer = sum(tensor.nbytes for tensor in state.values())
-    return weights + trained * (1 + len(build_rules(recipe))) + optimizer

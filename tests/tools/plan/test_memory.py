@@ -18,7 +18,6 @@ from planner import CASES, Case, measured_apart, measured_peak, planner_job, pre
 
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.tools.plan import training
-from leandit.tools.plan.dry_run import held_bytes
 from leandit.tools.plan.scaling import LAUNCH_SECONDS
 from leandit.tools.plan.step_memory import (
     ACTIVATIONS,
@@ -140,7 +139,6 @@ def test_the_states_are_those_of_the_model() -> None:
     assert found.states[OPTIMIZER] == 2 * num_bytes + 4 * len(parameters)
     in_blocks = sum(p.nbytes for block in learner.engine.model.blocks for p in block.parameters())
     assert found.outside_blocks == num_bytes - in_blocks
-    assert held_bytes(work().recipe, learner.engine.model) == pytest.approx(sum(found.states.values()), rel=2e-3)
 
 
 @pytest.mark.integration
@@ -152,7 +150,6 @@ def test_frozen_weights_have_no_other_states() -> None:
     assert found.states[GRADIENTS] == found.states[EMA] == trained
     assert found.states[OPTIMIZER] == pytest.approx(2 * trained, rel=0.01)
     assert found.states[PARAMETERS] > 5 * trained
-    assert held_bytes(it.recipe, model) == pytest.approx(sum(found.states.values()), rel=2e-3)
 
 
 @pytest.mark.integration
