@@ -63,8 +63,6 @@ class LoraSection(Section):
     frozen: Literal["float32", "bf16", "int8"] = "float32"
     """How the frozen linear layers of the blocks are held. "bf16": half the memory and the same numbers, where products
     are in bf16. "int8": a quarter of the memory, rounded with a scale for each row, by torchao; not sharded."""
-    ema_decay: Share = 0.99
-    """Largest decay of the averaged adapters, which train for fewer steps than a model: run.ema_decay, up to this."""
 
 
 class ConditioningSection(Section):
@@ -243,11 +241,6 @@ class TrainRecipe(TechniqueSections, _ModelRecipe):
         """The learning rate that the schedule starts from, scaled to the batch as PixArt's and Sana's ``auto_lr``."""
         base = self.optimizer.lr_base_batch
         return self.optimizer.lr * (math.sqrt(self.run.global_batch / base) if base else 1.0)
-
-    @property
-    def ema_decay(self) -> float:
-        """The decay that the averages of ema.kind = "exponential" reach."""
-        return min(self.run.ema_decay, self.lora.ema_decay) if self.lora.rank else self.run.ema_decay
 
     @property
     def takes_captions(self) -> bool:

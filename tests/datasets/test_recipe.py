@@ -326,13 +326,6 @@ def test_recipes_of_papers_have_their_plain_average_and_others_a_warm_up() -> No
     assert plain == {n for n in shipped_recipes("leandit.train") if n.startswith(("dit-", "sit-", "lightningdit-"))}
 
 
-def test_adapters_have_a_shorter_average_unless_a_shorter_one_is_asked_for() -> None:
-    assert load("train", "sana-600m-512").ema_decay == 0.9999
-    assert load("train", "sana-600m-512", "lora.rank=4").ema_decay == 0.99
-    assert load("train", "sana-600m-512", "lora.rank=4", "run.ema_decay=0.5").ema_decay == 0.5
-    assert load("train", "sana-600m-512", "lora.rank=4", "lora.ema_decay=0.999").ema_decay == 0.999
-
-
 def test_a_rate_is_scaled_by_the_root_of_the_batch_only_where_asked() -> None:
     assert load("train", "demo", "optimizer.lr=1e-3", "run.global_batch=512").peak_lr == 1e-3
     scaled = load("train", "demo", "optimizer.lr=1e-3", "run.global_batch=512", "optimizer.lr_base_batch=128")

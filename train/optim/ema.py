@@ -121,5 +121,5 @@ class Ema:
 def build_rules(recipe: TrainRecipe) -> list[Rule]:
     """The averages of a recipe."""
     if recipe.ema.kind == "exponential":
-        return [Exponential(recipe.ema_decay, warmup=recipe.ema.warmup)]
+        return [Exponential(recipe.run.ema_decay, warmup=recipe.ema.warmup)]
     return [Power(length) for length in recipe.ema.lengths]

@@ -84,8 +84,8 @@ def origin_lines(run: Run, folder: Path) -> Iterator[str]:
         )
     if (share := first_share(build_rules(recipe)[0], steps)) > YOUNG:
         yield (
-            f"run.ema_decay {recipe.ema_decay:g}: the average is longer than the run, at its end {share:.0%} of it is "
-            "still what the run began with, and so are snapshots and pictures. For a short run --set ema.warmup=true"
+            f"run.ema_decay {recipe.run.ema_decay:g}: the average is longer than the run, at its end {share:.0%} of it "
+            "is still what the run began with, and so are snapshots and images. For a short run --set ema.warmup=true"
         )
 
 

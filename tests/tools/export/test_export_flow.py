@@ -37,7 +37,6 @@ QWEN_VAE = {"dim_mult": [1, 1, 1, 1], "temperal_downsample": [False, True, True]
 STEPS = 3
 SETTINGS = (
     "run.ema_decay=0.0",
-    "lora.ema_decay=0.0",
     "objective.shift=3.0",
     "schedule.kind=constant",
     "schedule.warmup_steps=0",
