@@ -33,14 +33,6 @@ QUERY = re.compile(r"\?[^\s'\")]*")  # of a URL: it may be signed
 Answer = TypeVar("Answer")
 
 
-class HubUnreachable(StoreError):
-    """The hub did not answer; ``reason`` is the last error."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
 @dataclass(frozen=True)
 class OutgoingFile:
     """A file to publish.
@@ -97,12 +89,11 @@ class HubRepository:
     Args:
       url: ``hf://datasets/OWNER/NAME`` or ``hf://OWNER/NAME``.
       branch: that is read and written.
-      attempts: of each request.
     Raises: RecipeError: the URL names no repository, or the branch cannot be one. Each method raises StoreError: a
-      request is not allowed or refused; HubUnreachable: it failed ``attempts`` times.
+      request is not allowed, is refused, or failed ``ATTEMPTS`` times.
     """
 
-    def __init__(self, url: str, branch: str = "main", *, attempts: int = ATTEMPTS) -> None:
+    def __init__(self, url: str, branch: str = "main") -> None:
         match = URL.fullmatch(url)
         if match is None:
             raise RecipeError(
@@ -119,7 +110,6 @@ class HubRepository:
         disable_progress_bars()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings print URLs that are signed
         self._api: Any = HfApi()
-        self._attempts = attempts
         self.name, self.branch, self.kind = match["name"], branch, "dataset" if match["datasets"] else "model"
         self.title = self.name.partition("/")[2]
         self._in_branch = {"repo_type": self.kind, "revision": branch}
@@ -181,7 +171,7 @@ class HubRepository:
         Args:
           missing: errors that mean that there is nothing: None is returned.
         """
-        for attempt in range(1, self._attempts + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 return request()
             except missing:
@@ -197,10 +187,9 @@ class HubRepository:
                     problem = f"may not {what} ({reason}). {hint}"
                 elif lasts(cause) or isinstance(cause, ValueError):
                     problem = f"cannot {what} ({reason}). Correct that, then publish again."
-                elif attempt == self._attempts:
+                elif attempt == ATTEMPTS:
                     hint = "Check the network, then run the same command again: it resumes."
                     problem = f"could not {what} in {attempt} attempts, the last gave: {reason}. {hint}"
-                    raise HubUnreachable(f"'{self.address}' {problem}", reason) from error
                 if problem:
                     raise StoreError(f"'{self.address}' {problem}") from error
             time.sleep(min(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), MAX_WAIT_SECONDS) * random.uniform(0.5, 1.0))

@@ -29,11 +29,10 @@ from ...datasets.units import readable_size
 from ...train.weights.folders import METRICS, RECIPE, is_run
 from ..terminal.text import Rows, printable
 from .cards import CARD, MARK, Terms, model_card, store_card
-from .hub import ATTEMPTS, HubRepository, HubUnreachable, OutgoingFile
+from .hub import HubRepository, OutgoingFile
 
 COMMIT_FILES = 100  # at most in a commit; files of a commit that was not made are uploaded, and not uploaded again
 SHOWN_FILES = 20
-DRY_RUN_ATTEMPTS = 2  # of a request: it goes on without an answer
 LINE_BYTES = 1 << 16  # of a line that is compared
 SNAPSHOT_STATE = re.compile(r"snapshot-(\d+)/state\.json")
 REQUIRED = {
@@ -67,7 +66,7 @@ def publish(
       private: who may read it; None: missing.
       licence, encoder_licence: empty: missing.
       branch: of the repository.
-      dry_run: send nothing. If the hub does not answer, all files count as missing there.
+      dry_run: send nothing.
     Returns: what was sent, as plain values.
     Raises: RecipeError: an answer is missing; StoreError, RunError: it cannot be published, or the hub refuses it;
       DamageError: bytes on this machine or on the hub are not those of the manifest.
@@ -77,19 +76,13 @@ def publish(
     if missing := [name for name, answer in zip(REQUIRED, answers, strict=True) if not answer]:
         wanted = "; ".join(f"{name}: {REQUIRED[name]}" for name in missing)
         raise RecipeError(f"publish '{target}': required, without a default: {wanted}. Give them.")
-    hub = HubRepository(url, branch, attempts=DRY_RUN_ATTEMPTS if dry_run else ATTEMPTS)
+    hub = HubRepository(url, branch)
     if of_run != (hub.kind == "model"):
         kind, expected = ("run", "hf://OWNER/NAME") if of_run else ("store", "hf://datasets/OWNER/NAME")
         raise RecipeError(f"--to '{url}': '{target}' is a {kind}. Give {expected}.")
     files, notes = (run_files(target, hub, terms), []) if of_run else store_files(target, hub, terms)
     _refuse_local_paths(target, files)
-    try:
-        return _send(hub, files, notes, progress, private=bool(private), dry_run=dry_run)
-    except FileNotFoundError as error:
-        raise StoreError(
-            f"'{target}': '{error.filename}' disappeared while it was published. Let nothing change it meanwhile, then "
-            "run the same command again."
-        ) from error
+    return _send(hub, files, notes, progress, private=bool(private), dry_run=dry_run)
 
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -192,24 +185,17 @@ def _send(
     dry_run: bool,
 ) -> dict[str, Any]:
     """Send what the hub lacks. Returns: as ``publish``."""
-    listed: dict[str, Any] = {}
-    try:
-        is_private = hub.is_private()
-        if is_private not in (None, private):
-            raise RecipeError(
-                f"'{hub.address}' is {'private' if is_private else 'public'} already. Give that option, or change it "
-                "in the settings of the repository."
-            )
-        listed = hub.listing() if is_private is not None else {}
-        if CARD in listed and MARK not in hub.read_text(CARD):
-            notes.append(f"'{CARD}' there was not written by this command, so it stays")
-            files = [file for file in files if file.path != CARD]
-        _refuse_other(hub, {file.path: file for file in files if file.is_last}, listed)
-    except HubUnreachable as error:
-        if not dry_run:
-            raise
-        listed = {}
-        notes.append(f"the hub was not compared, so all files are listed: {error.reason}")
+    is_private = hub.is_private()
+    if is_private not in (None, private):
+        raise RecipeError(
+            f"'{hub.address}' is {'private' if is_private else 'public'} already. Give that option, or change it in "
+            "the settings of the repository."
+        )
+    listed = hub.listing() if is_private is not None else {}
+    if CARD in listed and MARK not in hub.read_text(CARD):
+        notes.append(f"'{CARD}' there was not written by this command, so it stays")
+        files = [file for file in files if file.path != CARD]
+    _refuse_other(hub, {file.path: file for file in files if file.is_last}, listed)
     missing = list[OutgoingFile]()
     for done, file in enumerate(files, start=1):
         missing += [] if file.is_same(listed.get(file.path)) else [file]

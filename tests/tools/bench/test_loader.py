@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -92,13 +91,3 @@ def test_what_cannot_be_read_is_an_error_with_a_way_out(bench: Bench, tmp_path: 
     assert (code, "leandit precompute" in error) == (3, True)
     code, _, error = bench("s3://bucket/store")
     assert (code, "is a URL" in " ".join(error.replace("│", "").split())) == (2, True)
-
-
-def test_the_package_imports_no_peer() -> None:
-    """Peers belong to benchmarks/; of them the package imports only safetensors."""
-    peers = {"webdataset", "tensorstore"}
-    names = re.compile(r"(?m)^\s*(?:import|from) (\w+)|(?:import_module|find_spec)\(['\"](\w+)")
-    modules = [path for room in ("datasets", "precompute", "train", "tools") for path in (ROOT / room).rglob("*.py")]
-    imported = {name for path in modules for pair in names.findall(path.read_text()) for name in pair}
-    assert "safetensors" in imported  # so that an empty scan is no success
-    assert imported & peers == set()

@@ -34,7 +34,6 @@ from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.main import main
 from leandit.tools.export import publish as publishing
 from leandit.tools.export.cards import Terms, model_card
-from leandit.tools.export.hub import HubRepository
 from leandit.tools.export.publish import publish
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.spec import AdapterSpec, ModelSpec
@@ -208,14 +207,6 @@ def test_a_dry_run_lists_what_would_be_sent_and_sends_nothing(hub: Hub, caption_
     assert hub.repositories == {}
 
 
-def test_a_dry_run_needs_no_network(hub: Hub, caption_store: LatentStore) -> None:
-    hub.fault = lambda number, request: "500"
-    result = send(caption_store.path, dry_run=True)
-    assert {file["path"] for file in result["sent"]} == {*published_files(caption_store.path), "README.md"}
-    assert "was not compared, so all files are listed" in result["notes"][-1]
-    assert "resumes" not in result["notes"][-1]
-
-
 def test_a_branch_is_a_place_of_its_own(hub: Hub, caption_store: LatentStore) -> None:
     for branch, quoted in (("second", "second"), ("work/third", "work%2Fthird")):
         assert send(caption_store.path, branch=branch)["url"] == f"{URL}@{quoted}"
@@ -297,24 +288,6 @@ def test_what_is_there_is_respected(hub: Hub, caption_store: LatentStore, label_
     with pytest.raises(StoreError, match=r"holds another store: its 'revisions/000001/manifest\.json' differs"):
         send(label_store.path, private=False)
     assert published(hub) == before
-
-
-@pytest.mark.parametrize("when", ["create", "listing"])
-def test_a_file_that_disappears_meanwhile_is_one_error(
-    when: str, hub: Hub, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    method = getattr(HubRepository, when)
-    if when == "listing":  # which is asked for where the repository exists
-        send(copy)
-
-    def remove_first(self: HubRepository, **options: Any) -> object:
-        (copy / "revisions/000001/captions.parquet").unlink(missing_ok=True)
-        return method(self, **options)
-
-    monkeypatch.setattr(HubRepository, when, remove_first)
-    with pytest.raises(StoreError, match=r"captions\.parquet' disappeared while it was publis"):
-        send(copy)
-    assert when == "listing" or MANIFEST not in published(hub)
 
 
 def test_strays_stay_at_home_and_a_download_is_a_store(hub: Hub, copy: Path, tmp_path: Path) -> None:

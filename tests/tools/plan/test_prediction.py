@@ -156,12 +156,6 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest
         check_room(store, 1501)
 
 
-@pytest.mark.parametrize(("num_devices", "seconds"), [(1, 325.0), (2, 162.5), (4, 106.25)])  # decoding sets the pace
-def test_devices_share_the_cores_for_decoding(num_devices: int, seconds: float) -> None:
-    probe = Probe(10, 30.0, 10.0, 20.0, 0.25, memory_bytes=0, ratios={}, table_bytes=0)
-    assert probe.seconds_for(100, 100, num_devices) == seconds
-
-
 def test_a_store_that_grows_says_what_would_be_encoded(
     caption_folder: Path, caption_store: LatentStore, tmp_path: Path
 ) -> None:

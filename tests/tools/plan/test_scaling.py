@@ -264,18 +264,6 @@ def test_the_documented_rates_are_what_the_model_says_of_published_runs() -> Non
         assert float(ratio) == pytest.approx(run.predicted / run.rate, abs=0.006)
 
 
-def test_rates_of_published_runs_are_met_as_documented() -> None:
-    ratios = {run: run.predicted / run.rate for run in RUNS}
-    fitted = [ratio for run, ratio in ratios.items() if run.is_fitted]
-    assert len(fitted) == 7
-    assert 0.8 <= min(fitted) <= max(fitted) <= 1.2
-    assert math.sqrt(sum(math.log(ratio) ** 2 for ratio in fitted) / 7) < 0.11
-    others = {run.name: ratio for run, ratio in ratios.items() if not run.is_fitted}
-    missed = {name for name, ratio in others.items() if not 0.7 <= ratio <= 1.3}
-    assert missed == {"DiT-XL/2, 8 A100, TF32", "SD2 U-Net 256 px, 128 A100"}
-    assert all(others[name] < 2 for name in missed)
-
-
 @pytest.mark.parametrize(("name", "step"), [("MATMUL_SHARE", 0.3), ("BYTES_PER_FLOP", 0.15)])
 def test_the_constants_fit_the_runs_of_one_machine(name: str, step: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def error() -> float:
@@ -285,11 +273,3 @@ def test_the_constants_fit_the_runs_of_one_machine(name: str, step: float, monke
     for factor in (1 - step, 1 + step):
         monkeypatch.setattr(scaling, name, value * factor)
         assert error() > fitted
-
-
-def test_every_gpu_has_its_bandwidths() -> None:
-    for gpu in GPUS:
-        assert 0 < gpu.link_gb_s < gpu.memory_gb_s
-    nvl = gpu_by_name("NVIDIA H100 NVL")
-    assert nvl is not None
-    assert nvl.link_gb_s < H100.link_gb_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -55,14 +54,6 @@ def test_a_run_that_falls_quiet_has_a_new_version(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(time, "time", lambda: start + 10_000)
         assert web.get(f"{ROOT}/version").text != version
         assert "it has stopped at step 400 of 1,000" in web.get(f"{ROOT}/").text
-
-
-def test_drawing_takes_a_share_of_the_time_only(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    with client(RunSite(run).app()) as web:
-        version = web.get(f"{ROOT}/version").text
-        os.utime(run / "metrics.jsonl", (1, 1))
-        assert web.get(f"{ROOT}/version").text == version
 
 
 def test_damage_is_a_page_that_names_it_and_scripts_are_ours_alone(tmp_path: Path) -> None:
