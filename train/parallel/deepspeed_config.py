@@ -100,7 +100,8 @@ def merge(config: Mapping[str, Any], recipe: TrainRecipe, world_size: int) -> tu
             "the warm-up is linear from 0",
         ),
     ):
-        unused = [key for key, value in keys.items() if value and value != "auto" and key not in used]
+        off = ("auto",) if section == "optimizer.params" else ("auto", False)  # adam_w_mode false is another optimizer
+        unused = [key for key, value in keys.items() if value not in off and key not in used]
         rows += [(f"{section}.{key}", "", f"not used: {why}") for key in unused]
     if (clip := config.get("gradient_clipping")) not in AUTO:
         values["run.grad_clip"] = clip

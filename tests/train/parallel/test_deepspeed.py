@@ -113,6 +113,11 @@ def test_what_cannot_be_merged_is_refused_by_its_key(config: dict[str, Any], wor
         both(config)
 
 
+def test_what_would_make_another_optimizer_of_adamw_is_said_to_be_unused() -> None:
+    _, table = both({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False}}})
+    assert any("optimizer.params.adam_w_mode" in line and "it is torch's AdamW" in line for line in table)
+
+
 def test_a_file_that_disables_the_recipes_precision_asks_for_float32() -> None:
     merged, (_, row) = both({"bf16": {"enabled": False}}, "run.precision=bf16")
     assert merged.run.precision == "fp32"
