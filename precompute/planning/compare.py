@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import duckdb
@@ -21,7 +22,7 @@ import xxhash
 from ...datasets.disk.spill import BATCH_ROWS, TakenColumn, map_array, map_table, rebatched
 from ...datasets.errors import RecordRejected
 from ...datasets.format.schema import Manifest
-from ...datasets.format.table_schemas import PLACES, RECORDS_SCHEMA, place_columns
+from ...datasets.format.table_schemas import PLACES, RECORDS_SCHEMA, place_columns, records_schema
 from ...datasets.revisions.plan import FrozenPlan
 from ..config import PrecomputeRecipe
 from ..sources.files.record import NO_CAPTION
@@ -41,12 +42,15 @@ WHAT = "the comparison with the store"
 
 @dataclass(frozen=True)
 class Base:
-    """The complete revision that a new one builds on: its plan, tables and manifest."""
+    """The complete revision that a new one builds on: its plan, whose tables are mapped, and its manifest."""
 
     plan: FrozenPlan
-    records: pa.Table
-    captions: pa.Table
     manifest: Manifest
+
+    @cached_property
+    def records(self) -> pa.Table:
+        """Its records table, as ``records_schema``."""
+        return self.plan.records.select(records_schema(self.plan.spec).names)
 
     def sizes_differ(self, recipe: PrecomputeRecipe) -> bool:
         """Base and recipe disagree whether sizes come from headers or from the manifest."""
@@ -250,7 +254,7 @@ def _load_known(connection: duckdb.DuckDBPyConnection, base: Base) -> None:
         CASE WHEN {has_text} THEN caption_ids END AS caption_ids, NULL::HUGEINT AS texts FROM stream"""
     )
     if base.plan.spec.text_encoders:
-        texts = base.captions.select(["text"])
+        texts = base.plan.captions.select(["text"])
         connection.register("texts", numbered(texts.schema, texts.to_batches()))
         connection.execute("CREATE TEMP TABLE hashes AS SELECT position AS id, hash(text) AS text FROM texts")
         connection.execute(
@@ -338,7 +342,9 @@ def _as_planned(base: Base, planned: pa.RecordBatch, labels: dict[int, int]) -> 
     lists = planned["caption_ids"]
     ids = lists.flatten()
     texts = take_rows(
-        base.captions.select(["text"]).to_batches(), ids.to_numpy(), pa.schema([base.captions.schema.field("text")])
+        base.plan.captions.select(["text"]).to_batches(),
+        ids.to_numpy(),
+        pa.schema([base.plan.captions.schema.field("text")]),
     )["text"]
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
     places = (

@@ -82,7 +82,7 @@ class Planner:
         store, source, spec = LatentStore(self.root), self.source, self._spec
         plan = read_plan(self.root, store.revision)
         assert store.manifest is not None
-        base = Base(plan, store.records, store.captions, store.manifest)
+        base = Base(plan, store.manifest)
         extends, is_renamed = spec.fingerprint != plan.spec.fingerprint, self._is_renamed(plan.spec)
         must_look = extends or is_renamed or base.sizes_differ(self.recipe) or options != Options()
         must_look |= self.recipe.source.check == "content"
@@ -171,7 +171,7 @@ class Planner:
             for name, suffix in suffixes(spec).items()
         ]
         captions, caption_ids = plan_captions(
-            planned_texts(comparison, images), counts, revision=revision, known=base and base.captions
+            planned_texts(comparison, images), counts, revision=revision, known=base and base.plan.captions
         )
         classes = [*(self.source.classes or ()), *comparison.gone_classes]
         names = {"classes": classes or None, "class_names": self._names_of(classes, base and base.plan.spec)}

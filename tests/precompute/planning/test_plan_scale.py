@@ -319,6 +319,7 @@ def test_with_the_sizes_of_a_manifest_no_image_is_opened_to_plan_it(
 
 MEMORY = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 import pyarrow as pa
 from making import caption_recipe
@@ -329,7 +330,6 @@ from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning import captions as caption_plan, images as image_plan, records as plan
 from leandit.datasets.disk.spill import map_table
 from leandit.datasets.format.schema import Manifest
-from leandit.datasets.format.table_schemas import RECORDS_SCHEMA
 from leandit.precompute.planning.compare import Base, Options, all_fresh, compare
 from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.sources.files.files import LocalFiles
@@ -356,7 +356,7 @@ def listed(count, revision):  # one record in 100 has another time in each revis
     return Source(SourceSection(kind="manifest"), LocalFiles(Path()), records, None)
 
 def stored(records):
-    for batch in records.select(RECORDS_SCHEMA.names).to_batches():
+    for batch in records.to_batches():
         status = pa.array(["stored"] * batch.num_rows)
         yield batch.set_column(batch.schema.names.index("status"), "status", status)
 
@@ -372,8 +372,8 @@ def make(count, store):
     freeze_plan(store, made)
     found = read_plan(store, 2)
     assert len(found.positions_of(found.layout.parts["buckets/64x64"])) == count
-    records = map_table(RECORDS_SCHEMA, stored(made.records), "records")
-    base = Base(made, records, made.captions, Manifest.model_construct())
+    records = map_table(made.records.schema, stored(made.records), "records")
+    base = Base(replace(made, records=records), Manifest.model_construct())
     grown = compare(listed(count, 2), base, Options(), recipe, num_threads=1, progress=lambda done: None)
     assert (len(grown.fresh), grown.num_changed, grown.num_described) == (count // 100, count // 100, count // 100)
     return source, made, found, grown  # all of it is held
