@@ -62,6 +62,7 @@ from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning.images import num_threads
 from leandit.precompute.planning.planner import Planner
+from leandit.precompute.run.clock import Progress
 from leandit.precompute.sources.source import list_source
 from leandit.tools.synthetic.store import noise_spec
 
@@ -90,11 +91,9 @@ def plan_command(
 ) -> None:
     """Plan a manifest, whose rows name a few small images by a different path each, and open the plan."""
     folder = scratch.resolve() / f"manifest-{'captions' if captions else 'labels'}-{records}"
-    if not (folder / "manifest.parquet").is_file():
-        write_manifest(folder, records, captions=captions)
+    source = str(write_manifest(folder / "manifest.parquet", records, captions=captions))
     store = fresh_folder(scratch.resolve(), "store") / "store"
     settings = [*SETTINGS, *([] if captions else ["text.kind=none"])]
-    source = str(folder / "manifest.parquet")
     planned = measure_in_child("scale", "measure_plan", settings=settings, source=source, store=str(store))
     opened = measure_in_child("scale", "measure_plan_open", store=str(store))
     plan_mib = sum(path.stat().st_size for path in (store / revision_prefix(1) / PLAN).iterdir()) / 2**20
@@ -123,25 +122,29 @@ def measured() -> Iterator[Figures]:
     figures["mb"] = memory.beyond_mb
 
 
-def write_manifest(folder: Path, records: int, *, captions: bool) -> None:
-    """Write images of a few shapes, and a Parquet manifest with many names for each.
+def write_manifest(manifest: Path, records: int, *, captions: bool) -> Path:
+    """Write images of a few shapes, and beside them a Parquet manifest with many names for each, unless it is there.
 
     The folder holds a hundred links to itself, so "12/34/0.jpg" is "0.jpg": a file for each row would measure the disk
     more than the plan.
     """
+    folder = manifest.parent
     folder.mkdir(parents=True, exist_ok=True)
+    if manifest.is_file():
+        return manifest
     for number in range(100):
         if not (link := folder / f"{number:02d}").is_symlink():
             link.symlink_to(".")
     for i, (height_px, width_px) in enumerate(SHAPES):
         pixels = np.random.default_rng(i).integers(0, 256, (height_px, width_px, 3), np.uint8)
-        Image.fromarray(pixels).save(folder / f"{i}.jpg")
-    blocks, half = manifest_blocks(records, captions=captions), folder / "manifest.parquet.half"
+        if not (folder / f"{i}.jpg").is_file():
+            Image.fromarray(pixels).save(folder / f"{i}.jpg")
+    blocks, half = manifest_blocks(records, captions=captions), manifest.with_suffix(".half")
     first = next(blocks)
     with pq.ParquetWriter(half, first.schema, compression="zstd") as writer:
         for block in (first, *blocks):
             writer.write_table(block)
-    half.rename(folder / "manifest.parquet")
+    return half.rename(manifest)
 
 
 def manifest_blocks(records: int, *, captions: bool) -> Iterator[pa.Table]:
@@ -164,13 +167,21 @@ def caption(number: int) -> str:
     return f"{' '.join(words)} {number}"
 
 
-def measure_plan(settings: list[str], source: str, store: str) -> Figures:
-    """List and plan a source."""
+def planner_of(
+    settings: list[str], source: str, store: str, decoders: Decoders, progress: Progress = lambda *_: None
+) -> Planner:
+    """List a source, for a plan."""
     recipe = load("demo", settings)
     tokenizers = {name: CaptionTokenizer(section) for name, section in recipe.text_sections.items()}
     buckets = [bucket_name(height_px, width_px) for _, height_px, width_px in recipe.images.table]
     max_tokens = recipe.text.max_tokens if tokenizers else 0
     spec = noise_spec(dict.fromkeys(buckets, 1), 4, 0, max_tokens, 64, 64, "none")
+    listing = list_source(source, "manifest", progress=lambda done: None)
+    return Planner(Path(store), spec, listing, recipe, tokenizers, decoders, progress)
+
+
+def measure_plan(settings: list[str], source: str, store: str) -> Figures:
+    """List and plan a source."""
     last: Figures = {}
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -178,9 +189,9 @@ def measure_plan(settings: list[str], source: str, store: str) -> Figures:
 
     with measured() as figures, Decoders(num_threads()) as decoders:
         start = time.perf_counter()
-        listing = list_source(source, "manifest", progress=lambda done: None)
+        planner = planner_of(settings, source, store, decoders, progress)
         listed = time.perf_counter()
-        Planner(Path(store), spec, listing, recipe, tokenizers, decoders, progress).plan_first()
+        planner.plan_first()
         end = time.perf_counter()
     stages = {
         "list": listed - start,
