@@ -120,9 +120,7 @@ class VaeSection(Section):
     """The image encoder: an autoencoder of diffusers, of a family in ``encoders/autoencoders.py``."""
 
     model: str = "stabilityai/sd-vae-ft-ema"
-    """Hub id, folder, "shipped:vae", or a .safetensors file in the original layout (with config)."""
-    config: str = ""
-    """Of a single file: folder or hub id with the config.json of its model."""
+    """Hub id, folder, or "shipped:vae"."""
     subfolder: str = ""
     """Folder inside the model, such as "vae" in a pipeline; empty if the model is the folder itself."""
     revision: str = ""

@@ -22,8 +22,7 @@ from ..datasets.revisions.plan import read_plan
 from ..datasets.revisions.writer import StoreWriter
 from ..datasets.store import LatentStore
 from .config import PrecomputeRecipe
-from .encoders.autoencoders import VaeFiles
-from .encoders.model_files import ModelFiles, hash_files, library_majors, tokenizer_files
+from .encoders.model_files import VAE_WEIGHTS, ModelFiles, hash_files, library_majors, tokenizer_files
 from .sources.files.ignored import Ignored
 from .sources.several import SourcePaths, list_sources
 from .sources.source import Source
@@ -96,25 +95,30 @@ def _has_same_settings(spec: StoreSpec, recipe: PrecomputeRecipe, store: Path) -
 def _has_same_encoders(spec: StoreSpec, recipe: PrecomputeRecipe, device: str) -> bool:
     """The recipe's encoder files made the store, and would compute in the same dtype here."""
     # A vision model is only known once it is loaded.
-    if spec.features or not _is_same(spec.vae, VaeFiles(recipe.vae), recipe.vae.dtype, device):
+    vae = ModelFiles(recipe.vae, "vae.model", stem=VAE_WEIGHTS)
+    if spec.features or not _is_same(spec.vae, vae, recipe.vae.dtype, device, "diffusers"):
         return False
     for encoder in spec.text_encoders:
         section = recipe.text_sections[encoder.name]
         files = ModelFiles(section, "text.model")
         tokenizer = hash_files(tokenizer_files(files.tokenizer_folder(section.tokenizer_subfolder)))
-        if not _is_same(encoder.encoder, files, section.dtype, device, tokenizer):
+        if not _is_same(encoder.encoder, files, section.dtype, device, "transformers", tokenizer):
             return False
     return True
 
 
 def _is_same(
-    known: EncoderIdentity, files: ModelFiles, dtype: str, device: str, tokenizer_files_sha256: str | None = None
+    known: EncoderIdentity,
+    files: ModelFiles,
+    dtype: str,
+    device: str,
+    library: str,
+    tokenizer_files_sha256: str | None = None,
 ) -> bool:
     may_be_gpu = device != "cpu" and any(map(os.path.exists, GPU_FILES))
     if may_be_gpu and dtype != "float32":
         return False
     name = files.read().get("_class_name", known.class_name)
-    library = "diffusers" if isinstance(files, VaeFiles) else "transformers"
     hashes: dict[str, Any] = {
         "tokenizer_sha256": known.tokenizer_sha256,
         "tokenizer_files_sha256": tokenizer_files_sha256,

@@ -18,7 +18,6 @@ from ..format.layout import LOCAL, SOURCES, TWIN, revision_prefix
 from ..format.schema import EncoderIdentity, LocalFile, Origin, StoreSpec
 from .catalog import intact_copies, read_hashed
 
-PATHS = ("model", "config")  # keys of a section; the config is that of a single file of weights
 _ABSOLUTE = re.compile(r"(/|~|[A-Za-z]:[\\/]|file:/)[^\n]*")
 
 
@@ -79,7 +78,7 @@ def with_stored_encoder_paths(spec: StoreSpec, store: Path) -> StoreSpec:
 
     def stored(model: str) -> str:
         folder = Path(model).expanduser()
-        if not _exists(folder):
+        if not folder.is_dir():
             return model
         absolute, root = os.path.abspath(folder), os.path.abspath(store)
         if not Path(absolute).is_relative_to(os.path.dirname(root)):
@@ -99,7 +98,7 @@ def openable(spec: StoreSpec, store: Path) -> StoreSpec:
     def resolved(model: str) -> str:
         path = Path(model).expanduser()
         folders = () if ":" in model else (path,) if path.is_absolute() else (store / path, path)
-        return next((os.path.abspath(folder) for folder in folders if _exists(folder)), model)
+        return next((os.path.abspath(folder) for folder in folders if os.path.isdir(folder)), model)
 
     return _with_paths(spec, resolved)
 
@@ -174,13 +173,8 @@ def _with_paths(spec: StoreSpec, change: Callable[[str], str]) -> StoreSpec:
     def in_tables(values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        changed = {key: change(values[key]) for key in PATHS if isinstance(values.get(key), str) and values[key]}
+        changed = {"model": change(values["model"])} if isinstance(values.get("model"), str) and values["model"] else {}
         return {key: in_tables(value) for key, value in values.items()} | changed
 
     changed = _with_encoders(spec, lambda _, one: one.model_copy(update={"model": change(one.model)}))
     return changed.model_copy(update={"recipe": in_tables(spec.recipe)})
-
-
-def _exists(path: Path) -> bool:
-    """A folder, or a single file of weights."""
-    return path.is_dir() or (path.suffix == ".safetensors" and path.is_file())

@@ -13,17 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import sqrt
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from ...datasets.disk.hashing import sha256_file
 from ...datasets.errors import EncoderError, RecipeError
-from ..config import VaeSection
-from .model_files import VAE_WEIGHTS, ModelFiles, check_header, check_whole, is_single_file
 
 
 @dataclass(frozen=True)
@@ -156,76 +151,6 @@ def _numbers(model: Any, family: Family, channels: int) -> tuple[list[float], li
     factor = config.get("scaling_factor") if family.normalised == "factors" else 1.0
     shifts = means or [config.get("shift_factor") or 0.0] * channels
     return shifts, [factor / std for std in stds] if stds else [factor] * channels
-
-
-class VaeFiles(ModelFiles):
-    """The files of an autoencoder: a model, or one file of weights in their original layout and a config beside it.
-
-    Raises: EncoderError: they are missing, or a single file has no ``vae.config``.
-    """
-
-    def __init__(self, section: VaeSection) -> None:
-        self.single_file = Path(section.model).expanduser() if is_single_file(section.model) else None
-        if self.single_file is None:
-            super().__init__(section, "vae.model", stem=VAE_WEIGHTS)
-            return
-        check_whole(section.model, what="vae.model")
-        if not section.config:
-            raise EncoderError(
-                f"vae.model '{section.model}': a single file, needed vae.config as well: a folder or hub id with the "
-                "config.json of its model in diffusers, which says its class and scale."
-            )
-        super().__init__(section.model_copy(update={"model": section.config}), "vae.config")
-        # A file has no commit.
-        self.revision, self.name, self.where = None, section.model, f"vae.model '{section.model}'"
-
-    @cached_property
-    def weights(self) -> list[Path]:
-        """As ``ModelFiles.weights``, or the single file."""
-        if self.single_file is None:
-            return super().weights
-        if not self.single_file.is_file():
-            raise EncoderError(f"{self.where}: there is no such file. Check the recipe.")
-        check_header(self.single_file, what="vae.model")
-        return [self.single_file]
-
-    @property
-    def weights_sha256(self) -> str:
-        """Of the content; the name of a single file is not a part of it."""
-        return sha256_file(self.single_file) if self.single_file else super().weights_sha256
-
-
-def load_single_file(model_class: Any, files: VaeFiles) -> tuple[Any, dict[str, Any]]:
-    """Load a model from a file in its original layout (CompVis, Black Forest Labs, Wan, MIT Han Lab).
-
-    Args:
-      files: of the model; its config says the architecture, so nothing is fetched.
-    Returns: the model in float32, and its missing and unexpected keys, which diffusers leaves unsaid.
-    Raises: EncoderError: diffusers does not know the original layout of the class.
-    """
-    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
-
-    name, file = model_class.__name__, files.single_file
-    if name not in SINGLE_FILE_LOADABLE_CLASSES:
-        known = ", ".join(family for family in FAMILIES if family in SINGLE_FILE_LOADABLE_CLASSES)
-        raise EncoderError(
-            f"vae.model '{file}': diffusers reads a single file of {known}, not of {name}. Convert it: load its "
-            f"weights into diffusers.{name} with the script of its publisher, call save_pretrained, and give that "
-            "folder."
-        )
-    loading: dict[str, Any] = {}
-
-    class Recorded(model_class):
-        def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
-            found = super().load_state_dict(*arguments, **options)
-            loading.update(missing_keys=found.missing_keys, unexpected_keys=found.unexpected_keys)
-            return found
-
-    Recorded.__name__ = name
-    options = {"config": str(files.folder), "low_cpu_mem_usage": False, "local_files_only": True}
-    loaded = Recorded.from_single_file(str(file), **options)
-    loaded.__class__ = model_class
-    return loaded.float(), loading
 
 
 def fixed_side_px(config: Mapping[str, Any]) -> int | None:

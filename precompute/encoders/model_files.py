@@ -78,11 +78,15 @@ def resolve_model(
     """
     folder = local_folder(model)
     if folder is not None:
-        check_whole(model, what=what)
+        if TAESD_FILE.fullmatch(folder.name) and not folder.is_dir():
+            raise EncoderError(
+                f"{what} '{model}': half of a TAESD, with the names of its publisher. Give the hub id, or a folder, of "
+                "both halves as diffusers saves them: madebyollin/taesd, taesdxl, taesd3 or taef1."
+            )
         if folder.is_file() or (folder.suffix in SINGLE_FILES and not folder.is_dir()):
             raise EncoderError(
                 f"{what} '{model}': a single file, needed a folder with config.json. Load it with the library that "
-                "made it, and save it with save_pretrained."
+                "made it (of a VAE: diffusers.AutoencoderKL.from_single_file), and save it with save_pretrained."
             )
         folder = model_folder(folder, subfolder)
         if not folder.is_dir():
@@ -109,22 +113,6 @@ def resolve_model(
         ) from error
     LOG.info("%s '%s': commit %s of the hub, in '%s'", what, model, fetched.name, fetched / subfolder)
     return fetched / subfolder, fetched.name
-
-
-def check_whole(model: str, *, what: str) -> None:
-    """Raise EncoderError if a model is a file with the encoder or the decoder of a TAESD alone, as published."""
-    path = local_folder(model)
-    if path is not None and TAESD_FILE.fullmatch(path.name) and not path.is_dir():
-        raise EncoderError(
-            f"{what} '{model}': half of a TAESD, with the names of its publisher. Give the hub id, or a folder, of "
-            "both halves as diffusers saves them: madebyollin/taesd, taesdxl, taesd3 or taef1."
-        )
-
-
-def is_single_file(model: str) -> bool:
-    """Whether a model is one file of safetensors, and no folder or hub id."""
-    path = local_folder(model)
-    return path is not None and path.suffix == ".safetensors" and not path.is_dir()
 
 
 def model_folder(folder: Path, subfolder: str) -> Path:
@@ -308,11 +296,6 @@ class ModelFiles:
         """The folder of its tokenizer."""
         return self._fetch(subfolder, TOKENIZER_FILES)[0]
 
-    @property
-    def weights_sha256(self) -> str:
-        """Over names and contents."""
-        return hash_files(self.weights)
-
     def identity(
         self,
         class_name: str,
@@ -335,7 +318,7 @@ class ModelFiles:
             revision=self.revision,
             class_name=class_name,
             config=lasting_config(dict(self.read() if config is None else config)),
-            weights_sha256=self.weights_sha256,
+            weights_sha256=hash_files(self.weights),
             tokenizer_sha256=tokenizer_sha256,
             dtype=dtype,
             libraries=library_majors("torch", library),
@@ -345,7 +328,7 @@ class ModelFiles:
 
 def model_name(section: EncoderSection, folder: Path) -> str:
     """The model in the recipe, with its subfolder if the model is in it."""
-    in_subfolder = section.subfolder and not is_single_file(section.model) and folder != local_folder(section.model)
+    in_subfolder = section.subfolder and folder != local_folder(section.model)
     return f"{section.model}/{section.subfolder}" if in_subfolder else section.model
 
 

@@ -16,11 +16,10 @@ from .model_files import shortened
 
 _Output = TypeVar("_Output")
 
-# Of each logger, what begins a note about unused weights or keys, which published models have; "" for all warnings.
+# Of each logger, what begins a note about unused weights or keys, which published models have.
 NOISE = {
     "transformers.modeling_utils": "LOAD REPORT",
     "diffusers.configuration_utils": "The config attributes ",
-    "diffusers.loaders.single_file_model": "",
 }
 
 
@@ -53,8 +52,6 @@ def load_model(
     try:
         with silenced():
             model, loading = load(*arguments, **options)
-    except EncoderError:
-        raise
     except Exception as error:  # of a config or weights, whatever a library makes of them
         raise EncoderError(f"{where}: cannot be loaded as {class_name}: {shortened(error)}") from error
     if missing := sorted(loading.get("missing_keys") or ()):

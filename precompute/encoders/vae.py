@@ -13,17 +13,15 @@ from ...datasets.format.schema import LatentSpec
 from ..config import VaeSection
 from .autoencoders import (
     DECODER,
-    VaeFiles,
     family_of,
     fixed_side_px,
-    load_single_file,
     patchify,
     set_tiling,
     shift_and_scale,
     unpatchify,
 )
 from .compiled import compile_encoder, compiling, eager, filled_up
-from .model_files import arithmetic
+from .model_files import VAE_WEIGHTS, ModelFiles, arithmetic
 from .pretrained import Pretrained, encode_if_it_fits, load_model
 
 LOG = logging.getLogger(__name__)
@@ -47,7 +45,7 @@ class ImageEncoder(Pretrained):
     def __init__(self, section: VaeSection, device: torch.device) -> None:
         import diffusers  # takes three seconds
 
-        files = VaeFiles(section)
+        files = ModelFiles(section, "vae.model", stem=VAE_WEIGHTS)
         place, config = files.where, files.read()
         self._family = family_of(config, place)
         self.fixed_side_px = fixed_side_px(config)
@@ -57,7 +55,9 @@ class ImageEncoder(Pretrained):
         dtype = arithmetic(section.dtype, device)
 
         def load() -> tuple[Any, dict[str, Any]]:
-            return load_model(load_weights, model_class, files, where=place, class_name=name)
+            options = {"torch_dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+            options["low_cpu_mem_usage"] = False  # otherwise diffusers requires accelerate
+            return load_model(model_class.from_pretrained, files.folder, where=place, class_name=name, **options)
 
         # In float32 first, so that the recipe's dtype does not round a batch norm.
         super().__init__(torch.float32, device, lambda _: self._tiled(load()[0]))
@@ -228,19 +228,3 @@ class ImageEncoder(Pretrained):
             decoded = decoded * 2 - 1
         pixels = ((decoded.float().clamp(-1, 1) + 1) * 127.5).round().byte()
         return pixels.permute(0, 2, 3, 1).cpu().numpy()
-
-
-def load_weights(model_class: Any, files: VaeFiles) -> tuple[Any, dict[str, Any]]:
-    """Load a model in float32, whatever the recipe's dtype, which must not round a batch norm.
-
-    Returns: the model, and its missing and unexpected keys.
-    """
-    if files.single_file:
-        return load_single_file(model_class, files)
-    return model_class.from_pretrained(
-        files.folder,
-        torch_dtype=torch.float32,
-        use_safetensors=True,
-        low_cpu_mem_usage=False,  # otherwise diffusers requires accelerate
-        output_loading_info=True,
-    )

@@ -39,7 +39,7 @@ def check_encoders(recipe: PrecomputeRecipe) -> None:
     from ...precompute.encoders import autoencoders, model_files
 
     if model_files.local_folder(recipe.vae.model):
-        files = autoencoders.VaeFiles(recipe.vae)
+        files = model_files.ModelFiles(recipe.vae, "vae.model")
         autoencoders.family_of(files.read(), files.where)
     encoders = {"text": recipe.text} if recipe.text.kind != "none" else {}
     encoders |= {f"text.{name}": section for name, section in recipe.texts.items()}

@@ -107,7 +107,7 @@ def _load(section: Any, vae: str | None, device: torch.device) -> ImageEncoder:
     from ...precompute.encoders.model_files import nothing_fetched
     from ...precompute.encoders.vae import ImageEncoder
 
-    other = {"model": vae, "subfolder": "", "revision": "", "config": ""} if vae else {}
+    other = {"model": vae, "subfolder": "", "revision": ""} if vae else {}
     try:
         vae_section = VaeSection.model_validate(section | other | {"dtype": "float32"})
     except (ValueError, TypeError) as error:  # of pydantic too

@@ -23,7 +23,7 @@ from ...datasets.units import readable_size
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.describe import describe_store
 from ...precompute.encoders.loading import load_encoders
-from ...precompute.encoders.model_files import is_single_file, local_folder, model_folder, model_name
+from ...precompute.encoders.model_files import local_folder, model_folder, model_name
 from ...precompute.images.decoders import Decoders
 from ...precompute.planning.compare import Base, Comparison, Options, all_fresh
 from ...precompute.planning.images import num_threads
@@ -194,8 +194,6 @@ def _encoder_rows(recipe: PrecomputeRecipe) -> tuple[Rows, bool]:
             folder = model_folder(folder, section.subfolder)
             name = model_name(section, folder)
             state = "a local folder" if folder.is_dir() else "a folder that is MISSING"
-            if is_single_file(section.model):
-                state = "a single file" if Path(section.model).expanduser().is_file() else "a file that is MISSING"
         rows.append((role, f"'{name}': {state}"))
     return rows, are_local
 

@@ -282,8 +282,7 @@ def test_weights_with_the_old_names_of_attention_are_loaded(save: Save) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("vae.safetensors", "a single file, needed vae.config as well: a folder or hub id with the config.json"),
-        ("weights/vae.safetensors", "a single file, needed vae.config as well"),
+        ("weights/vae.safetensors", "a single file, needed a folder with config.json. Load it with the library"),
         ("taesd3_encoder.pth", "half of a TAESD, with the names of its publisher. Give the hub id, or a folder"),
         ("gone/away/vae.ckpt", "a single file, needed a folder with config.json. Load it with the library"),
         ("t5-small", "there is no such folder as 't5-small', and on the hub a name has its owner, as OWNER/t5-small"),
@@ -293,7 +292,7 @@ def test_names_that_are_no_folder_are_told_apart_in_a_line(
     model: str, words: str, vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "weights").mkdir()
-    for name in ("vae.safetensors", "weights/vae.safetensors", "taesd3_encoder.pth"):
+    for name in ("weights/vae.safetensors", "taesd3_encoder.pth"):
         shutil.copyfile(vae / WEIGHTS, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(EncoderError) as caught:
