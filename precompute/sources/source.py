@@ -75,15 +75,10 @@ class OpenedSource:
     files: SourceFiles
     others: tuple[tuple[str, OpenedSource], ...] = field(default=(), kw_only=True)
     companions: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    _rows: Mapping[str, EmbeddedImages] = field(init=False, repr=False, compare=False)
+    _rows: EmbeddedImages = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        columns = {"": self.settings.image, **self.companions} if self.kind in EMBEDDED else {}
-        rows = {
-            name: EmbeddedImages(self.files, self.settings.model_copy(update={"image": column}))
-            for name, column in columns.items()
-        }
-        object.__setattr__(self, "_rows", rows)
+        object.__setattr__(self, "_rows", EmbeddedImages(self.files, self.settings, self.companions))
 
     @property
     def kind(self) -> str:
@@ -122,7 +117,7 @@ class OpenedSource:
     def read(self, path: str, offset: int, num_bytes: int, *, stage: str, companion: str = "") -> bytes:
         """Read the bytes of an image. Args, Raises: as for ``place``."""
         part, path = self._holder(path)
-        data = part._rows[companion].read(path, offset, stage) if part.kind in EMBEDDED else None
+        data = part._rows.read(path, offset, stage, companion) if part.kind in EMBEDDED else None
         size = num_bytes if data is None else len(data)
         if size > MAX_SENT_BYTES:
             raise RecordRejected(stage, "too_large", f"{size} bytes, at most {MAX_SENT_BYTES >> 20} MiB are read")

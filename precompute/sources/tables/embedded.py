@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, BinaryIO, NamedTuple
+from functools import lru_cache
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -50,20 +52,6 @@ MAX_GROUP_BYTES = 1 << 30  # of the images of a group
 READ_ROWS = 16  # images that are decoded from a row group of Parquet at once
 OPEN_FILES = 64  # whose footers are cached
 READ_ERRORS = (pa.ArrowException, OSError, ValueError, EOFError)  # what pyarrow raises for a damaged file
-
-
-class Columns(NamedTuple):
-    """The columns of a file, by role: that of images, as "image.bytes"; label, captions and class names, or None."""
-
-    image: str
-    label: str | None
-    captions: str | None
-    classes: list[str] | None
-
-    def described(self) -> str:
-        """The columns in words."""
-        captions, labels = (f"'{name}'" if name else "none" for name in (self.captions, self.label))
-        return f"columns: images '{self.image.removesuffix('.bytes')}', captions {captions}, labels {labels}"
 
 
 class ParquetRows:
@@ -288,29 +276,35 @@ def _json(files: SourceFiles, name: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- columns
 
 
-def find_columns(schema: pa.Schema, where: str, settings: SourceSection) -> Columns:
+def find_columns(
+    schema: pa.Schema, where: str, settings: SourceSection, companions: Sequence[str] = ()
+) -> tuple[Roles, list[str] | None]:
     """Find the columns of a file: by the settings, by the features that Hugging Face writes, or by usual names.
 
-    Raises: SourceError: no column has images, or one that the settings name is missing.
+    Args:
+      companions: columns of companion images.
+    Returns: columns by role, one of images each, as "image.bytes"; and names of classes, or None.
+    Raises: SourceError: a column has no images, or one that the settings name is missing.
     """
-    for asked in (settings.image, settings.caption, settings.label):
+    for asked in (settings.image, settings.caption, settings.label, *companions):
         if asked and asked not in schema.names:
             raise SourceError(f"source '{where}': it has no column '{asked}'. {shown_columns(schema.names)}")
     features = _features(schema)
-    image = _image_column(schema, features, settings.image)
-    if image is None:
+    images = [_image_column(schema, features, asked) for asked in (settings.image, *companions)]
+    if None in images:
         raise SourceError(
             f"source '{where}': no column of images. Needed 'image' as a struct with 'bytes', or as binary. "
             f"{shown_columns(schema.names)}"
         )
+    image, *beside = filter(None, images)
     named = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"]
     whole = [name for name in LABEL_NAMES if name in schema.names and pa.types.is_integer(schema.field(name).type)]
-    label = settings.label or next((name for name in [*named, *whole] if name in schema.names), None)
-    captions = settings.caption or next(iter(usual_columns(schema.names, CAPTIONS)), None)
-    classes = features.get(label or "", {}).get("names")
+    label = settings.label or next((name for name in [*named, *whole] if name in schema.names), "")
+    captions = [settings.caption] if settings.caption else usual_columns(schema.names, CAPTIONS)[:1]
+    classes = features.get(label, {}).get("names")
     if not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
         classes = None
-    return Columns(image, label, captions, classes)
+    return Roles((image,), tuple(captions), (label,) if label else (), (), tuple(beside)), classes
 
 
 def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
@@ -349,29 +343,31 @@ def embedded_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]
     """
     kind, settings = scan.settings.kind, scan.settings
     names = parquet_names(files, settings.split) if kind == PARQUET else arrow_names(files)
-    captions = SCHEMA.get_field_index("captions")
+    texts_column = SCHEMA.get_field_index("captions")
     with database(f"source '{files.name}'") as connection:
         for name in names:
             with _opened(files, name, kind) as file:
                 where = files.shown(name)
-                chosen = find_columns(file.schema, where, settings)
-                for column in scan.companions.values():
-                    find_columns(file.schema, where, settings.model_copy(update={"image": column}))
+                roles, classes = find_columns(file.schema, where, settings, list(scan.companions.values()))
                 if name == names[0]:
-                    scan.notes.append(chosen.described())
-                    scan.classes = chosen.classes
-                elif chosen.classes != scan.classes and settings.labels != "none":
+                    captions, labels = (
+                        f"'{column[0]}'" if column else "none" for column in (roles.captions, roles.labels)
+                    )
+                    image = roles.images[0].removesuffix(".bytes")
+                    scan.notes.append(f"columns: images '{image}', captions {captions}, labels {labels}")
+                    scan.classes = classes
+                elif classes != scan.classes and settings.labels != "none":
                     raise SourceError(
                         f"source '{where}': it names other classes than the first file. Write all files with the same "
                         "classes, or leave labels out with --set source.labels=none."
                     )
-                query = _records_query(files.look(name) or FoundFile(name), file.schema, chosen, len(scan.companions))
-                for rows in _numbered(file, list(filter(None, [chosen.label, chosen.captions]))):
+                query = _records_query(files.look(name) or FoundFile(name), file.schema, roles)
+                for rows in _numbered(file, [*roles.labels, *roles.captions]):
                     connection.register("rows", rows)
                     (batch,) = connection.sql(query).to_arrow_table().cast(SCHEMA).combine_chunks().to_batches()
                     is_usable = batch["reason"].is_null().to_numpy(zero_copy_only=False)
                     texts = distinct_texts(batch["captions"], is_usable)
-                    yield batch.set_column(captions, SCHEMA.field(captions), texts)
+                    yield batch.set_column(texts_column, SCHEMA.field(texts_column), texts)
 
 
 def _numbered(file: ParquetRows | ArrowRows, names: list[str]) -> Iterator[pa.Table]:
@@ -383,17 +379,16 @@ def _numbered(file: ParquetRows | ArrowRows, names: list[str]) -> Iterator[pa.Ta
         yield pa.table([positions, *rows.columns], [POSITION.strip('"'), *rows.schema.names])
 
 
-def _records_query(place: FoundFile, schema: pa.Schema, chosen: Columns, num_companions: int) -> str:
+def _records_query(place: FoundFile, schema: pa.Schema, roles: Roles) -> str:
     """SQL that makes records of the listing of ``rows``: some columns of a file, and POSITION."""
     key, unusable = usable_key(place.path.rpartition(".")[0])
-    captions, labels = ((name,) if name else () for name in (chosen.captions, chosen.label))
     cells = [
         f"{typed_cell(identifier(name), _duck_type(schema.field(name).type))} AS {identifier(name)}"
-        for name in (*labels, *captions)
+        for name in (*roles.labels, *roles.captions)
     ]
-    columns = row_columns(Roles((), captions, labels, (), ()), has_class_names=False)
+    columns = row_columns(replace(roles, images=(), companions=()), has_class_names=False)
     companion = f"row({literal(place.path)}, position, 0, {place.mtime_ns})"
-    places = f"[{', '.join([companion] * num_companions)}]"
+    places = f"[{', '.join([companion] * len(roles.companions))}]"
     return f"""SELECT {literal(key)} || '/' || position AS key, {literal(place.path)} AS path, position AS "offset",
         0 AS num_bytes, {place.mtime_ns}::BIGINT AS mtime_ns,
         CASE WHEN detail IS NULL THEN coalesce(label::INTEGER, -1) ELSE -1 END AS label, captions,
@@ -417,30 +412,31 @@ class EmbeddedImages:
     Args:
       files: of the source.
       settings: its kind is "parquet" or "arrow"; may name the column of images.
+      companions: column of each companion image, by name.
     """
 
-    def __init__(self, files: SourceFiles, settings: SourceSection) -> None:
+    def __init__(self, files: SourceFiles, settings: SourceSection, companions: Mapping[str, str]) -> None:
         self.files, self.settings, self._lock = files, settings, threading.Lock()
-        self._readers = threading.BoundedSemaphore(GROUPS_AT_ONCE)
-        self._files: OrderedDict[str, tuple[np.ndarray, str, Any]] = OrderedDict()
-        self._groups: OrderedDict[tuple[str, int], Future[pa.ChunkedArray]] = OrderedDict()
+        self._companions, self._readers = companions, threading.BoundedSemaphore(GROUPS_AT_ONCE)
+        self._groups: OrderedDict[tuple[str, int, str], Future[pa.ChunkedArray]] = OrderedDict()
+        self._file = lru_cache(OPEN_FILES)(self._describe)
 
-    def read(self, path: str, row: int, stage: str) -> bytes:
-        """Bytes of the image of a row.
+    def read(self, path: str, row: int, stage: str, companion: str = "") -> bytes:
+        """Bytes of an image of a row: the record's own, or a companion.
 
         Raises: RecordRejected: the file is missing or damaged, has fewer rows, or the row has no image.
           SourceError: the URL cannot be reached. ResourceError: a fault, as for ``retried``.
         """
-        return retried(lambda: self._try(path, row, stage), path)
+        return retried(lambda: self._try(path, row, stage, companion), path)
 
-    def _try(self, path: str, row: int, stage: str) -> bytes:
+    def _try(self, path: str, row: int, stage: str, companion: str) -> bytes:
         """As ``read``; raises OSError or MemoryError at a fault."""
         try:
-            starts, column, index = self._file(path)
+            starts, columns, index = self._file(path)
             if not 0 <= row < starts[-1]:
                 raise RecordRejected(stage, "source_changed", f"{path} has {starts[-1]} rows, the row was {row}")
             group = int(np.searchsorted(starts, row, "right")) - 1
-            data = self._group(path, group, column, index)[row - int(starts[group])].as_py()
+            data = self._group(path, group, columns[companion], index)[row - int(starts[group])].as_py()
         except SourceError as error:
             if isinstance(error.__cause__, StoreError):  # of the network or credentials, not of the file
                 raise
@@ -453,27 +449,21 @@ class EmbeddedImages:
             raise RecordRejected(stage, "unreadable", f"{path}, row {row} has no bytes of an image")
         return data
 
-    def _file(self, path: str) -> tuple[np.ndarray, str, Any]:
-        """First row of each group and the number of rows, the column of images, and the index of a file."""
-        with self._lock:
-            if path in self._files:
-                return self._files[path]
+    def _describe(self, path: str) -> tuple[np.ndarray, dict[str, str], Any]:
+        """First row of each group and the number of rows, the columns of images, and the index of a file."""
         with _opened(self.files, path, self.settings.kind) as file:
-            described = file.starts, find_columns(file.schema, path, self.settings).image, file.index
-        with self._lock:
-            self._files[path] = described
-            while len(self._files) > OPEN_FILES:
-                self._files.popitem(last=False)
-        return described
+            roles, _ = find_columns(file.schema, path, self.settings, list(self._companions.values()))
+            columns = dict(zip(["", *self._companions], [*roles.images, *roles.companions], strict=True))
+            return file.starts, columns, file.index
 
     def _group(self, path: str, group: int, column: str, index: Any) -> pa.ChunkedArray:
         """Images of a group; waits if another thread is reading it."""
         with self._lock:
-            future = self._groups.get((path, group))
+            future = self._groups.get((path, group, column))
             must_read = future is None
             if future is None:
-                future = self._groups[path, group] = Future()
-            self._groups.move_to_end((path, group))
+                future = self._groups[path, group, column] = Future()
+            self._groups.move_to_end((path, group, column))
         if not must_read:
             return future.result()
         try:
@@ -482,7 +472,7 @@ class EmbeddedImages:
                 future.set_result(file.images(group, column))
         except BaseException as error:
             with self._lock:
-                del self._groups[path, group]
+                del self._groups[path, group, column]
             future.set_exception(error)
             raise
         with self._lock:

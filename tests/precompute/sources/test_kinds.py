@@ -476,7 +476,7 @@ def test_the_row_groups_in_memory_are_few_and_each_is_read_once_in_order(
     source = list_source(tmp_path)
     assert [bytes_of(source, record) for record in source.records] == contents
     assert read == list(range(10))
-    assert sum(future.result().nbytes for future in source._rows[""]._groups.values()) <= 9000
+    assert sum(future.result().nbytes for future in source._rows._groups.values()) <= 9000
     monkeypatch.setattr(embedded, "MAX_GROUP_BYTES", 3000)
     with pytest.raises(SourceError, match=r"row group 0.*smaller row groups"):
         list_source(tmp_path)
