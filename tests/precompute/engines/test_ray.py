@@ -190,20 +190,6 @@ def test_killed_decoders_actors_and_drivers_leave_the_bytes_of_one_process(
     }
 
 
-@pytest.mark.slow
-def test_errors_are_those_of_one_process(address: str, tmp_path: Path) -> None:
-    source = make_source(tmp_path / "pictures", 15)
-    for path in (source / "images").iterdir():
-        path.write_bytes(path.read_bytes()[:-200])
-    command = start(address, source, tmp_path / "store")
-    _, err = command.communicate(timeout=300)
-    assert command.returncode == 3
-    too_many = r"leandit: ([89]|1[0-5]) of 15 records are rejected, more than source\.max_reject_share"  # 7 are allowed
-    assert re.match(too_many, err.splitlines()[-1])
-    assert "Ray" not in err
-    assert "Traceback" not in err
-
-
 def test_where_no_cluster_is_the_command_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

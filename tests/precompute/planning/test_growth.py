@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -233,22 +232,6 @@ def test_adding_four_to_fourteen_encodes_exactly_four(pair: tuple[Path, Path], s
     seen.forget()
     assert run(source, path).manifest == report.manifest  # and now it is complete
     assert (seen.pictures, seen.texts) == (0, [])
-
-
-def test_other_content_of_the_same_size_and_time_is_found_when_content_is_checked(tmp_path: Path, seen: Seen) -> None:
-    source, path = make_class_folder(tmp_path / "source", classes=1, per_class=2), tmp_path / "store"
-    changing = source / "n000/x.bmp"  # as many bytes whatever the picture
-    picture(1).save(changing)
-    run(source, path)
-    before, times = tree_digest(path), changing.stat()
-    picture(2).save(changing)
-    assert changing.stat().st_size == times.st_size
-    os.utime(changing, ns=(times.st_atime_ns, times.st_mtime_ns))
-    seen.forget()
-    run(source, path)
-    assert (seen.pictures, tree_digest(path)) == (0, before)
-    run(source, path, label_recipe("source.check=content"))
-    assert (seen.pictures, LatentStore(path).record("n000/x.bmp").revision) == (1, 2)
 
 
 def test_of_changed_captions_only_the_new_texts_are_encoded(pair: tuple[Path, Path], seen: Seen) -> None:

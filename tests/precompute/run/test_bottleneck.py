@@ -74,10 +74,6 @@ def test_a_run_that_encodes_captions_alone_or_only_rejects_does_not_say_that_all
     assert said() == ("this run", NOTHING_TO_DO)
 
 
-def test_a_stage_that_took_no_time_has_no_rate() -> None:
-    assert [time.images_per_second for time in stage_times({"read": 0.0, "write": 2.0}, 10, WORKERS)] == [None, 5.0]
-
-
 def test_a_run_tells_reading_from_decoding_and_what_to_change(
     caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
