@@ -38,7 +38,6 @@ from .planning.opening import (
     check_apart,
     check_fingerprint,
     is_extension,
-    is_sealed,
     label_warnings,
     newest_plan,
 )
@@ -197,7 +196,7 @@ class Stage1:
             plan = newest_plan(self.root) if newest_revision(self.root) else None
         if not plan:
             return None
-        if is_sealed(self.root, plan):
+        if plan.revision in sealed_revisions(self.root):
             revision = self.root / revision_prefix(plan.revision)
             if (self.root / LEASES).is_dir() or (revision / PLAN_FOLDER).is_dir():
                 writer = StoreWriter(self.root, plan, own=())  # a process ended after it had written the manifest
@@ -222,7 +221,7 @@ class Stage1:
             known = newest_plan(self.root)
             if known and known.revision > newest:
                 self.check_fingerprint(known, None)
-                return None if is_sealed(self.root, known) else known
+                return None if known.revision in sealed_revisions(self.root) else known
             source = source or self.list_source()
             spec = describe_store(self.recipe, source, self.runner.encoders, known=known and known.spec)
             if known and not is_extension(known.spec, spec):

@@ -82,16 +82,6 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
     return None
 
 
-def has_unfinished(root: Path, *, after: int = 0) -> bool:
-    """A revision later than ``after`` is planned and not complete; reads no plan."""
-    return any(revision > after for revision in planned_revisions(root))
-
-
-def is_sealed(root: Path, plan: FrozenPlan) -> bool:
-    """The revision of a plan is complete."""
-    return plan.revision in sealed_revisions(root)
-
-
 def check_fingerprint(root: Path, stored: StoreSpec, expected: StoreSpec) -> None:
     """Raise if other encoders or settings made the store, naming each field.
 
@@ -100,11 +90,11 @@ def check_fingerprint(root: Path, stored: StoreSpec, expected: StoreSpec) -> Non
     if stored.fingerprint == expected.fingerprint:
         return
     advice = ""
-    if has_unfinished(root):
+    if unfinished := planned_revisions(root):
         advice = "; or first finish this one with the settings that made it"
         if is_extension(stored, expected):
             advice += ", and then run this command again: it adds the rest"
-        if has_unfinished(root, after=1):
+        if max(unfinished) > 1:
             advice += ". To give the addition up, remove its folder, the last in revisions/"
     elif left_out := _left_out(stored, expected):
         names = " ".join(f"--without {name}" for name in left_out)

@@ -16,6 +16,7 @@ from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import StoreSpec
 from ...datasets.recipe import to_toml
+from ...datasets.revisions.catalog import sealed_revisions
 from ...datasets.revisions.commits import missing_work, read_commit
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.store import LatentStore
@@ -31,7 +32,6 @@ from ...precompute.planning.opening import (
     check_apart,
     check_fingerprint,
     is_extension,
-    is_sealed,
     label_warnings,
     look_for_plan,
 )
@@ -156,7 +156,8 @@ def _compare_with_store(
     planner: Planner, store: Path, frozen: FrozenPlan, spec: StoreSpec, options: Options | None
 ) -> tuple[Rows, Comparison | None, Base | None]:
     """State of the store, the records to encode and what they build on; no comparison if nothing would be encoded."""
-    is_complete, adds = is_sealed(store, frozen), is_extension(frozen.spec, spec)
+    is_complete = frozen.revision in sealed_revisions(store)
+    adds = is_extension(frozen.spec, spec)
     if not (is_complete and adds):
         check_fingerprint(store, frozen.spec, spec)
     if not is_complete:
