@@ -15,7 +15,6 @@ from torch._inductor import config as inductor_config
 from leandit.datasets.errors import RecipeError, ResourceError
 from leandit.precompute.config import VaeSection
 from leandit.precompute.encoders import compiled
-from leandit.precompute.encoders.compiled import filled_up
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.pipeline import precompute
 
@@ -83,18 +82,6 @@ def test_without_a_compiler_the_error_says_what_to_install(section: VaeSection) 
     changes = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
     with inductor_config.patch(changes), pytest.raises(ResourceError, match=message):
         ImageEncoder(section, CPU).encode(pictures(1, 16, 16))
-
-
-@pytest.mark.parametrize(
-    ("rows", "batch_size", "made"),
-    [(1, 8, 1), (2, 8, 2), (3, 8, 4), (5, 8, 8), (8, 8, 8), (5, 6, 6), (6, 6, 6), (3, 3, 3), (9, 8, 9)],
-)
-def test_the_last_rows_are_filled_up_but_never_beyond_the_batch(rows: int, batch_size: int, made: int) -> None:
-    pixels = pictures(rows, 8, 8)
-    found = filled_up(pixels, batch_size)
-    assert len(found) == made
-    assert np.array_equal(found[:rows], pixels)
-    assert not found[rows:].any()
 
 
 @pytest.mark.usefixtures("_traced")

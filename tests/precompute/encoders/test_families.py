@@ -28,7 +28,6 @@ from tiny_autoencoders import FAMILIES, random_autoencoder, save_autoencoder
 from leandit.datasets.batches.latents import denormalise, final_latents
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.precompute.config import PrecomputeRecipe, VaeSection
-from leandit.precompute.encoders.autoencoders import patchify, unpatchify
 from leandit.precompute.encoders.describe import describe_store
 from leandit.precompute.encoders.loading import Encoders
 from leandit.precompute.encoders.vae import ImageEncoder
@@ -150,15 +149,6 @@ def test_the_models_input_and_the_decoded_picture_are_those_of_the_pipeline(
     decoded = encoder.decode(denormalise(latents, spec).numpy())
     assert decoded.shape == pixels().shape
     assert np.abs(decoded - shown).max() < 0.51  # a level is the nearest integer
-
-
-def test_patches_become_channels_as_in_flux2_and_back() -> None:
-    latents = torch.arange(2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
-    squares = patchify(latents, 2)
-    assert torch.equal(squares, diffusers.Flux2Pipeline._patchify_latents(latents))
-    assert squares[0, :4, 0, 0].tolist() == [0, 1, 6, 7]
-    assert torch.equal(unpatchify(squares, 2), latents)
-    assert torch.equal(unpatchify(latents, 1), latents)
 
 
 def test_a_batch_norm_is_read_in_float32_whatever_the_precision_of_the_encoder(
