@@ -26,6 +26,7 @@ from leandit.train import loop
 from leandit.train.loop import train
 from leandit.train.parallel.stop import EXIT_RESUMABLE, StopRequest, Terminated
 from leandit.train.run import opening
+from leandit.train.run.state import Run
 from leandit.train.weights import checkpoint
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -230,6 +231,38 @@ def test_sigterm_while_a_checkpoint_is_written_lets_it_finish_and_makes_one_of_t
     assert (outcome.step, outcome.finished, stop.is_terminated) == (5, False, True)
     assert [path.name for path in checkpoint.find("checkpoint", tmp_path / "run")] == ["checkpoint-4", "checkpoint-5"]
     read_all(tmp_path / "run/checkpoint-4")
+
+
+def test_of_the_snapshots_of_stops_the_newest_stays(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, make_step = tmp_path / "run", loop.train_step
+    every = ["run.steps=20", "run.checkpoint_every=5", "ema.kind=power", "run.keep_checkpoints=1"]
+
+    def stopped_at(step: int) -> list[str]:
+        stop = StopRequest()
+        stop.catch(signal.SIGTERM)
+
+        def step_while_killed(trained: Run, batch: Any) -> Any:
+            if trained.step == step - 1:
+                kill_self()
+            return make_step(trained, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "train_step", step_while_killed)
+            train_here(label_store.path, run, stop, *every)
+        kept = [path.name.rpartition("-")[2] for path in checkpoint.find("snapshot", run)]
+        assert [path.name.rpartition("-")[2] for path in checkpoint.find("average", run)] == kept
+        return kept
+
+    assert stopped_at(2) == ["2"]
+    assert stopped_at(4) == ["4"]
+    assert stopped_at(7) == ["5", "7"]
+    assert stopped_at(9) == ["5", "9"]
+    assert stopped_at(15) == ["5", "9", "10", "15"]  # 15 is a step of the recipe
+    assert stopped_at(17) == ["5", "10", "15", "17"]
+    assert train_here(label_store.path, run, None, *every).finished
+    assert [path.name for path in checkpoint.find("snapshot", run)] == [f"snapshot-{n}" for n in (5, 10, 15, 17, 20)]
 
 
 BEGINNING = {"open_stores": opening, "start_or_resume": opening, "Log": loop, "train_step": loop}

@@ -32,6 +32,7 @@ from ..weights.checkpoint import (
     CHECKPOINT,
     EMA,
     FIRST_SHARE,
+    INTERRUPTED,
     MODEL,
     NULL_CAPTION,
     OPTIMIZER,
@@ -190,8 +191,12 @@ def due(recipe: TrainRecipe, step: int, *, stopping: bool = False) -> list[str]:
     return [*averages, SNAPSHOT, CHECKPOINT] if resumable else averages
 
 
-def capture(run: Run, kinds: Sequence[str]) -> list[Folder]:
-    """Copy the state into memory, as the folders of some kinds; a collective call. Only the first rank gets any."""
+def capture(run: Run, kinds: Sequence[str], *, interrupted: bool = False) -> list[Folder]:
+    """Copy the state into memory, as the folders of some kinds; a collective call. Only the first rank gets any.
+
+    Args:
+      interrupted: the run stops at this step, although the recipe saves nothing then.
+    """
     recipe, step, engine = run.recipe, run.step, run.engine
     groups: dict[str, dict[str, Tensor]] = {}
     for group in GROUPS if CHECKPOINT in kinds else (EMA,):
@@ -205,9 +210,11 @@ def capture(run: Run, kinds: Sequence[str]) -> list[Folder]:
     state = model_state(engine.model)
     buffers = {name: state[name].cpu().clone() for name, _ in engine.model.named_buffers() if name in state}
     rest = {MODEL: buffers} | ({NULL_CAPTION: kept} if kept else {})
+    stopped = {INTERRUPTED: True} if interrupted else {}
     folders = list[Folder]()
     if AVERAGE in kinds:
-        folders.append((AVERAGE, rest | {EMA: groups[EMA]}, extra | {"lengths": recipe.ema.lengths}))
+        named = extra | ({} if recipe.ema.keep_every else stopped) | {"lengths": recipe.ema.lengths}
+        folders.append((AVERAGE, rest | {EMA: groups[EMA]}, named))
     if CHECKPOINT in kinds:
         rule = build_rules(recipe)[0]
         first = {name.removeprefix(rule.prefix): t for name, t in groups[EMA].items() if name.startswith(rule.prefix)}
@@ -220,13 +227,13 @@ def capture(run: Run, kinds: Sequence[str]) -> list[Folder]:
             loss_scale=None if engine.loss_scale is None else engine.loss_scale.state_dict(),
             frozen=run.frozen,
         )
-        folders.append((SNAPSHOT, rest | {MODEL: buffers | first}, extra | young))
+        folders.append((SNAPSHOT, rest | {MODEL: buffers | first}, extra | young | stopped))
         folders.append((CHECKPOINT, groups, progress.model_dump()))
     return folders
 
 
 def write(folders: Sequence[Folder], step: int, run: Path, section: RunSection) -> None:
-    """Write the folders of a step, a checkpoint last; then remove older checkpoints.
+    """Write the folders of a step, a checkpoint last; then remove older checkpoints, and snapshots of earlier stops.
 
     Raises: ResourceError: the disk is full; DamageError: it returned other bytes. Older checkpoints then stay.
     """
@@ -234,6 +241,8 @@ def write(folders: Sequence[Folder], step: int, run: Path, section: RunSection) 
         path = checkpoint.save(kind, run, step, groups, state)
         if kind == CHECKPOINT:
             checkpoint.prune(run, section.keep_checkpoints, proven=path, keep_every=section.keep_every)
+        elif state.get(INTERRUPTED):
+            checkpoint.prune_interrupted(kind, run)
 
 
 class Saver:
@@ -256,7 +265,7 @@ class Saver:
         recipe, step = self._run.recipe, self._run.step
         if kinds := due(recipe, step, stopping=stopping):
             self.finish()  # first, so that two states are never in memory
-            if folders := capture(self._run, kinds):
+            if folders := capture(self._run, kinds, interrupted=stopping and CHECKPOINT not in due(recipe, step)):
                 self._pending = self._thread.submit(write, folders, step, self._folder, self._section)
         if self._pending is not None and (self._pending.done() or not self._section.async_checkpoint):
             self.finish()

@@ -34,6 +34,7 @@ from .folders import find as find
 FORMAT_VERSION = 1
 STATE_HASH = "state_sha256"
 DAMAGED_PREFIX = "damaged-"
+INTERRUPTED = "interrupted"  # true in the state of a snapshot of the step at which a run was stopped
 
 MODEL, EMA, OPTIMIZER, NULL_CAPTION = "model", "ema", "optimizer", "null_caption"  # groups of tensors, a file each
 
@@ -279,6 +280,19 @@ def prune(run: Path, keep: int, *, proven: Path, keep_every: int = 0) -> None:
     for step, path in sorted(steps(CHECKPOINT, run))[:-keep]:
         if path != proven and not (keep_every and step % keep_every == 0):
             remove(path)
+
+
+def prune_interrupted(kind: str, run: Path) -> None:
+    """Remove snapshots, or averages, of steps at which the run was stopped, but the newest of them."""
+    for path in [path for path in find(kind, run) if _is_interrupted(path)][:-1]:
+        remove(path)
+
+
+def _is_interrupted(path: Path) -> bool:
+    with contextlib.suppress(DamageError, OSError):  # a damaged one stays
+        state = read_json(path / STATE)
+        return isinstance(state, dict) and state.get(INTERRUPTED) is True
+    return False
 
 
 def set_aside(path: Path) -> Path:
