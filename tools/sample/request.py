@@ -47,6 +47,13 @@ class SampleRequest:
     shift: Annotated[
         float | None, Option(min=0.01, help="Shift of the times of flow towards noise, else that of training.")
     ] = None
+    diffusion: Annotated[
+        Literal["sigma", "linear", "constant", "decreasing", "increasing-decreasing"],
+        Option(help="Diffusion coefficient of --sampler sde."),
+    ] = "sigma"
+    last_step: Annotated[
+        Literal["mean", "euler", "tweedie"], Option(help="Last step of --sampler sde, without noise.")
+    ] = "mean"
     steps: Annotated[int, Option(min=1, max=1000, help="Steps of the solver.")] = 50
     seed: Annotated[int, Option(min=0, help="Noise seed.")] = 0
     precision: Annotated[

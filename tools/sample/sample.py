@@ -90,6 +90,8 @@ def describe(sampler: ImageSampler) -> dict[str, Any]:
     """Everything that determines the images of a set."""
     request = sampler.request
     more: dict[str, Any] = {} if request.shift is None else {"shift": request.shift}
+    if sampler.sampler == "sde":
+        more |= {"diffusion": request.diffusion, "last_step": request.last_step}
     return more | {
         "snapshot": sampler.snapshot.path.name,
         "weights_xxh3_128": sampler.snapshot.weights_hash,

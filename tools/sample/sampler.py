@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 DECODED = 16  # images decoded at once: for each, a decoder needs more memory than the model
 LARGEST_GUIDANCE = 100.0
 MANY_FORWARDS = 1000  # compiling takes about a minute, and saves about a third; a rule, not measured on a GPU
-SOLVER = ("sampler", "steps", "guidance", "interval", "guided_channels", "shift")
+SOLVER = ("sampler", "steps", "guidance", "interval", "guided_channels", "shift", "diffusion", "last_step")
 
 
 def open_sampler(
@@ -147,6 +147,8 @@ def check_solver(snapshot: Snapshot, request: SampleRequest, sampler: str) -> No
             f"--guidance {guidance:g}: the model was trained with conditioning.drop = 0, so it has not learned the "
             "null condition that guidance needs. Use --guidance 1."
         )
+    if sampler != "sde" and (request.diffusion, request.last_step) != ("sigma", "mean"):
+        raise RecipeError("--diffusion, --last-step: only --sampler sde has them. Give it, or leave them out.")
     if snapshot.objective.kind != "flow" and request.shift is not None:
         raise RecipeError(f"--shift {request.shift:g}: only flow matching has one; the run has 'ddpm'. Leave it out.")
 

@@ -17,7 +17,7 @@ from ..models.conditioning import Conditioner, Conditioning, Extras
 from ..models.spec import ModelSpec
 from ..objectives.losses import TRAIN_STEPS
 from ..techniques.registry import ObjectiveSection
-from .schedulers import STOCHASTIC, Sampler, build_scheduler, choose_sampler
+from .schedulers import STOCHASTIC, Diffusion, LastStep, Sampler, build_scheduler, choose_sampler
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Solver:
       interval: guidance only at times from the first to the second, 0 is data and 1 noise.
       guided_channels: guide only the first channels, 3 in DiT's reference; 0: all.
       shift: of the times of "flow" towards noise; None: that of training.
+      diffusion, last_step: of "sde", as of ``EulerMaruyama``.
       autocast: dtype of the forwards; None: that of the weights.
       tf32: float32 products in TensorFloat-32, on a GPU that has it.
     """
@@ -41,6 +42,8 @@ class Solver:
     interval: tuple[float, float] = (0.0, 1.0)
     guided_channels: int = 0
     shift: float | None = None
+    diffusion: Diffusion = "sigma"
+    last_step: LastStep = "mean"
     autocast: torch.dtype | None = None
     tf32: bool = False
 
@@ -95,7 +98,7 @@ def draw_latents(
         for count in (math.prod(shape), spec.class_width)
     ]
     x = torch.cat(noise, dim=1).to(inputs.device)
-    scheduler = build_scheduler(objective, sampler)
+    scheduler = build_scheduler(objective, sampler, diffusion=solver.diffusion, last_step=solver.last_step)
     scheduler.set_timesteps(solver.steps)
     noises: dict[str, Any] = {"generator": generators} if sampler in STOCHASTIC else {}
     times = scheduler.timesteps.tolist()

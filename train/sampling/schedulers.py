@@ -17,6 +17,8 @@ Sampler = Literal["auto", "euler", "heun", "sde", "ddim", "dpm", "ddpm"]
 SAMPLERS: dict[str, tuple[Sampler, ...]] = {"flow": ("euler", "heun", "dpm", "sde"), "ddpm": ("ddim", "dpm", "ddpm")}
 STOCHASTIC: tuple[Sampler, ...] = ("sde", "ddpm")  # whose steps take the generators of the noise
 
+Diffusion = Literal["sigma", "linear", "constant", "decreasing", "increasing-decreasing"]
+LastStep = Literal["mean", "euler", "tweedie"]
 LAST_STEP = 0.04  # time at which the last step, without noise, begins; of SiT and REPA, whatever the number of steps
 
 
@@ -37,10 +39,16 @@ def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) 
     return wanted
 
 
-def build_scheduler(objective: ObjectiveSection, sampler: Sampler) -> Any:
-    """The scheduler of a sampler of ``SAMPLERS``: diffusers', or ``EulerMaruyama``."""
+def build_scheduler(
+    objective: ObjectiveSection, sampler: Sampler, *, diffusion: Diffusion = "sigma", last_step: LastStep = "mean"
+) -> Any:
+    """The scheduler of a sampler of ``SAMPLERS``: diffusers', or ``EulerMaruyama``.
+
+    Args:
+      diffusion, last_step: of ``EulerMaruyama``.
+    """
     if sampler == "sde":
-        return EulerMaruyama(shift=objective.shift)
+        return EulerMaruyama(shift=objective.shift, diffusion=diffusion, last_step=last_step)
     from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
     from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
@@ -91,20 +99,23 @@ class EulerMaruyama:
     """The stochastic differential equation of a flow, with the calls of diffusers' schedulers that sampling uses.
 
     With time t from 0 (data) to 1 (noise), x = (1 - t) data + t noise and velocity v = noise - data, the noise in x is
-    x + (1 - t) v in the mean, and the score is minus that over t. For a diffusion coefficient t,
+    x + (1 - t) v in the mean, and the score is minus that over t. For any diffusion coefficient D(t) >= 0,
 
-        dx = (-v + t score) ds + sqrt(2 t) dW,   s = 1 - t,
+        dx = (-v + D(t) score) ds + sqrt(2 D(t)) dW,   s = 1 - t,
 
-    has the marginals of the flow. The last step is without noise. Source: Ma et al. 2024 (SiT, arXiv 2401.08740),
-    section 3 and table 2, and its code, whose time is s; its form "sigma" and last step "mean", with which REPA, REG
-    and contrastive flow sample too.
+    has the marginals of the flow. Source: Ma et al. 2024 (SiT, arXiv 2401.08740), section 3 and table 2, and its code,
+    whose time is s. REPA, REG and contrastive flow sample with D = t ("sigma") and the last step "mean".
 
     Args:
       shift: of the times towards noise, which are evenly spaced without it (1).
+      diffusion: D(t). On this path "sigma" and "linear" are both t.
+      last_step: without noise: "mean" by the drift above, "euler" by the velocity alone, "tweedie" to the mean of the
+        data, which on this path is "euler".
     """
 
-    def __init__(self, *, shift: float) -> None:
-        self._shift = shift
+    def __init__(self, *, shift: float, diffusion: Diffusion, last_step: LastStep) -> None:
+        self._shift, self._last_step = shift, last_step
+        self._diffusion: Diffusion = diffusion
         self._times: list[float] = []
         self._index = 0
 
@@ -129,10 +140,26 @@ class EulerMaruyama:
         """
         t, following = self._times[self._index : self._index + 2]
         self._index += 1
-        width = t - following
+        width, is_last = t - following, not following
+        if is_last and self._last_step != "mean":
+            return Stepped(x - width * velocity)
+        diffusion = diffusion_at(t, self._diffusion)
         score = -(x + (1 - t) * velocity) / t
-        mean = x + width * (t * score - velocity)
-        if not following:
+        mean = x + width * (diffusion * score - velocity)
+        if is_last:
             return Stepped(mean)
         noise = torch.stack([torch.randn(x.shape[1:], generator=one) for one in generator]).to(x.device)
-        return Stepped(mean + math.sqrt(2 * t * width) * noise)
+        return Stepped(mean + math.sqrt(2 * diffusion * width) * noise)
+
+
+def diffusion_at(t: float, form: Diffusion) -> float:
+    """D(t) of SiT's forms, of norm 1; "SBDM" is left out, as it is infinite at t = 1."""
+    match form:
+        case "sigma" | "linear":
+            return t
+        case "constant":
+            return 1.0
+        case "decreasing":  # in SiT's time, from noise to data
+            return 0.25 * (math.cos(math.pi * (1 - t)) + 1) ** 2
+        case "increasing-decreasing":
+            return math.sin(math.pi * t) ** 2

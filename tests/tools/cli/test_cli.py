@@ -55,13 +55,13 @@ FLAGS = {
     "report": "--count --out --vae",
     "view": "--device --open --port --revision --vae",
     "sample": (
-        "--base --batch --bucket --caption --compile --device --encoders --guidance "
-        "--guidance-times --guided-channels --json --label --npz --num --out --precision --recipe "
+        "--base --batch --bucket --caption --compile --device --diffusion --encoders --guidance "
+        "--guidance-times --guided-channels --json --label --last-step --npz --num --out --precision --recipe "
         "--sampler --seed --shift --steps --store --text --vae --weights"
     ),
     "evaluate": (
-        "--against --against-num --base --bucket --captions --clip --crop --device --features "
-        "--guidance --guidance-times --guided-channels --json --keep-statistics --num --out "
+        "--against --against-num --base --bucket --captions --clip --crop --device --diffusion --features "
+        "--guidance --guidance-times --guided-channels --json --keep-statistics --last-step --num --out "
         "--precision --resize --sampler --seed --shift --source --steps --text --vae --weights"
     ),
     "average": "--length --out --step",
@@ -725,7 +725,7 @@ def test_after_samples_an_export_is_named_that_holds_the_model(caption_store: La
     assert trained.code == 0, trained.err
     sample, _ = next_of(trained)
     assert sample == ["sample", "run", "--out", "run-samples", "--guidance", "1"], "it has not learned the null caption"
-    how = ["--sampler", "sde", "--shift", 0.3]
+    how = ["--sampler", "sde", "--diffusion", "decreasing", "--last-step", "tweedie", "--shift", 0.3]
     report, export = next_of(leandit(*sample, "--steps", 2, *how))
     assert report[0] == "report"
     assert export == ["export", "run", "--out", "run-official", "--format", "official"], "a DiT of captions"

@@ -140,6 +140,7 @@ def test_captions_come_from_any_store_of_the_run_that_still_exists(tmp_path: Pat
         ("captions", {"labels": ["1"]}, "--label: model 'pixart-tiny' takes captions"),
         ("labels", {"bucket": "30x32"}, "30x32.*multiples"),
         ("labels", {"bucket": "big"}, "big.*HEIGHTxWIDTH"),
+        ("labels", {"diffusion": "constant"}, "--diffusion, --last-step: only --sampler sde"),
         ("labels", {"shift": 3.0}, "--shift 3: only flow matching"),
     ],
 )

@@ -122,13 +122,15 @@ def test_another_set_in_the_folder_is_refused(run: Path, key: str, value: Any, t
 
 
 def test_the_noise_of_an_sde_is_of_the_image_and_its_settings_are_of_the_set(runs: Any, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"sampler": "sde", "steps": 3, "shift": 2.0}
+    how: dict[str, Any] = {"sampler": "sde", "steps": 3, "shift": 2.0, "diffusion": "constant"}
     go(runs.captions, tmp_path / "one", **how)
     for rank in range(3):
         go(runs.captions, tmp_path / "many", Ranks(rank, 3), batch=3, **how)
     same_up_to_rounding(tmp_path / "one", tmp_path / "many")
-    assert {"sampler": "sde", "shift": 2.0}.items() <= read_json(tmp_path / "one/set.json").items()
-    for key, other in (("shift", None), ("shift", 3.0)):
+    assert {"sampler": "sde", "shift": 2.0, "diffusion": "constant", "last_step": "mean"}.items() <= (
+        read_json(tmp_path / "one/set.json").items()
+    )
+    for key, other in (("shift", None), ("shift", 3.0), ("diffusion", "sigma"), ("last_step", "euler")):
         with pytest.raises(RunError, match=f"drawn with {key}.*another --out"):
             go(runs.captions, tmp_path / "one", **how | {key: other})
 

@@ -79,10 +79,10 @@ WAYS_IDS = [f"{objective.kind}-{objective.shift:g}-{objective.predict}-{sampler}
 @pytest.mark.parametrize(("objective", "sampler"), WAYS, ids=WAYS_IDS)
 @pytest.mark.parametrize("steps", [1, 4, 50])
 def test_a_constant_target_is_recovered_exactly(objective: ObjectiveSection, sampler: Sampler, steps: int) -> None:
-    if sampler == "sde":
-        pytest.skip("its last step goes beyond the data by a share of the noise")
-    steps = max(steps, 2) if sampler == "ddpm" else steps
-    latents = draw(objective, 0.0, steps=steps, sampler=sampler)
+    steps = max(steps, 2) if sampler in ("ddpm", "sde") else steps
+    latents = draw(
+        objective, 0.0, steps=steps, sampler=sampler, last_step="tweedie"
+    )  # "mean" goes beyond by 0.04 noise
     tolerance = 1e-3 if objective.kind == "flow" else 0.02  # DDIM's first step divides by the square root of 4e-5
     torch.testing.assert_close(latents[0], torch.full((2, 8, 8), 0.7), rtol=0, atol=tolerance)
     torch.testing.assert_close(latents[1], torch.full((2, 8, 8), -1.2), rtol=0, atol=tolerance)
@@ -190,11 +190,22 @@ def test_the_learned_variance_is_what_the_ancestral_sampler_draws_with() -> None
         assert drawn.std() == pytest.approx(float(wanted), rel=0.02)
 
 
-def test_the_sde_is_sits_in_its_own_time() -> None:
+SIT_DIFFUSION: dict[str, Callable[[float], float]] = {  # of SiT's time, 0 is noise
+    "sigma": lambda s: 1 - s,
+    "linear": lambda s: 1 - s,
+    "constant": lambda s: 1.0,
+    "decreasing": lambda s: 0.25 * (math.cos(math.pi * s) + 1) ** 2,
+    "increasing-decreasing": lambda s: math.sin(math.pi * s) ** 2,
+}
+
+
+@pytest.mark.parametrize("diffusion", SIT_DIFFUSION)
+@pytest.mark.parametrize("last_step", ["mean", "euler", "tweedie"])
+def test_the_sde_is_sits_in_its_own_time(diffusion: Any, last_step: Any) -> None:
     """A loop in float64 from 0 (noise) to 1 (data), with SiT's velocity, its score, and noise drawn image by image."""
     labels, steps, numbers = Conditioning(labels=torch.tensor([0, 1, 0])), 12, (4, 1, 9)
     snapshot = snapshot_of(OBJECTIVES[0], 0.5)
-    solver = Solver("sde", steps=steps, guidance=2.0, interval=(0.1, 0.9))
+    solver = Solver("sde", steps=steps, guidance=2.0, interval=(0.1, 0.9), diffusion=diffusion, last_step=last_step)
     found = draw_latents(snapshot, labels, size=(8, 8), seed=3, solver=solver, numbers=numbers)
 
     keys = [torch.Generator().manual_seed(keyed_hash(3, n) % 2**63) for n in numbers]
@@ -209,15 +220,20 @@ def test_the_sde_is_sits_in_its_own_time() -> None:
     for s in times:
         velocity = -forward(x.float(), 1000 * (1 - s)).double()
         score = (s * velocity - x) / (1 - s)
-        drift = velocity + (1 - s) * score
-        x = x + drift * (width if s < times[-1] else 0.04)
-        x = x + math.sqrt(2 * (1 - s) * width) * draw_noise() if s < times[-1] else x
+        drift = velocity + SIT_DIFFUSION[diffusion](s) * score
+        if s < times[-1]:
+            x = x + drift * width + math.sqrt(2 * SIT_DIFFUSION[diffusion](s) * width) * draw_noise()
+        elif last_step == "tweedie":
+            x = x / s + (1 - s) ** 2 / s * score
+        else:
+            x = x + 0.04 * (drift if last_step == "mean" else velocity)
     torch.testing.assert_close(found.flatten(1), x.float(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("diffusion", SIT_DIFFUSION)
 @pytest.mark.parametrize("shift", [0.3, 1.0, 3.0])
-def test_the_sde_has_the_marginals_of_the_flow(shift: float) -> None:
-    how = {"sampler": "sde", "steps": 400, "shift": shift}
+def test_every_diffusion_has_the_marginals_of_the_flow(diffusion: str, shift: float) -> None:
+    how = {"sampler": "sde", "steps": 400, "diffusion": diffusion, "shift": shift, "last_step": "tweedie"}
     latents = draw(OBJECTIVES[0], 0.5, count=64, **how)
     for part, mean in ((latents[:32], 0.7), (latents[32:], -1.2)):
         assert part.mean() == pytest.approx(mean, abs=0.03)

@@ -185,7 +185,7 @@ def _side(side: Any) -> str:
     """One side of an evaluation, in words."""
     if not isinstance(side, dict):
         return "none"
-    names = ("snapshot", "count", "sampler", "steps", "shift", "guidance")
+    names = ("snapshot", "count", "sampler", "diffusion", "last_step", "steps", "shift", "guidance")
     parts = [f"{name} {side[name]}" for name in names if isinstance(side.get(name), (str, int, float))]
     return f"{side.get('kind', '')} {side.get('path', '')}" + (f" ({', '.join(parts)})" if parts else "")
 
