@@ -7,14 +7,17 @@ weights of a block once for its recomputation and its backward pass.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+LOG = logging.getLogger(__name__)
 MOST_GRAPHS = 8  # of a kind of block; a graph takes up to half a minute
 
 Mode = Literal["none", "blocks", "selective"]
@@ -69,7 +72,7 @@ def _expensive_operations() -> list[Any]:
 def compile_blocks(blocks: nn.ModuleList) -> None:
     """Compile the forward of each block for any number of images and tokens: one graph serves all shapes of a kind.
 
-    Shapes beyond the limit of graphs run eagerly, with a warning of torch.
+    Shapes beyond the limit of graphs run eagerly, with a warning that names them.
     """
     import torch._functorch.config as gradients  # here: the compiler takes seconds to import
     from torch.fx.experimental import _config as shapes
@@ -82,5 +85,27 @@ def compile_blocks(blocks: nn.ModuleList) -> None:
     shapes.use_duck_shape = False  # else as many images as heads, in the first batch, would have to stay as many
     # Gradients are computed outside of autocast; compiled with it, sums that the forward keeps in float32 lose 16 bits.
     gradients.backward_pass_autocast = "off"
+    warned = set[str]()
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=True)
+        compiled = torch.compile(block.forward, fullgraph=True, dynamic=True)
+        block.forward = _or_eager(compiled, block.forward, f"{type(block).__name__}: {most} graphs", warned)
+
+
+def _or_eager(
+    compiled: Callable[..., Any], plain: Callable[..., Any], limit: str, warned: set[str]
+) -> Callable[..., Any]:
+    """The compiled forward of a block, or the plain one for a shape beyond the limit of graphs."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except FailOnRecompileLimitHit:
+            leaves = tree_leaves((args, kwargs))
+            shape = ", ".join("x".join(map(str, one.shape)) for one in leaves if isinstance(one, Tensor))
+            if shape not in warned:
+                warned.add(shape)
+                LOG.warning("%s are compiled, so a batch of the shapes %s runs eagerly", limit, shape)
+            return plain(*args, **kwargs)
+
+    return forward

@@ -55,13 +55,17 @@ def test_two_graphs_a_kind_of_block_serve_all_buckets_caption_lengths_and_leftov
     assert graphs() <= 2 * KINDS.get(model, 1)  # one image alone has the second
 
 
-def test_shapes_beyond_the_limit_run_eagerly(graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_beyond_the_limit_run_eagerly_and_are_named_once(
+    graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(blocks, "MOST_GRAPHS", 1)
     ours, plain = (steps_of("labels", compiled=compiled) for compiled in (True, False))
-    for images in (FULL, 1):  # one image alone needs a second graph
+    for images in (FULL, 1, 1):  # one image alone needs a second graph
         batch = ours.batch(images, BUCKETS[0])
         torch.testing.assert_close(ours.step_on(batch).losses, plain.step_on(batch).losses, rtol=1e-3, atol=1e-4)
     assert graphs() == 1
+    (said,) = [record.message for record in caplog.records if "graphs" in record.message]
+    assert said == "DiTBlock: 1 graphs are compiled, so a batch of the shapes 1x16x32, 1x32 runs eagerly"
 
 
 @pytest.mark.integration
