@@ -100,6 +100,7 @@ def precompute(
     progress: Progress,
     options: Options | None = None,
     part: Part | None = None,
+    listed: Source | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Encode every image and caption of a source exactly once into a store.
@@ -109,11 +110,12 @@ def precompute(
       options: how to treat records that are gone or rejected.
       device: of the encoders.
       part: encode only this share of the shards; None for all shards that no other process encodes.
+      listed: the source, if it is already listed.
       say: called with notes about the source before encoding starts.
     Raises: LeanditError: its class says what to fix; then run the same command again.
     """
     start, clock, newest = time.perf_counter(), StageClock(), newest_revision(store_path)
-    source = open_sources(source_path, recipe.source, recipe.companion_columns)
+    source = listed or open_sources(source_path, recipe.source, recipe.companion_columns)
     with clock.measure(LOAD):
         encoders = load_encoders(recipe, device)
     for warning in recipe.images.for_vae(encoders.image.downscale).warnings():
@@ -124,7 +126,7 @@ def precompute(
             *(encoders.image.device, decoders.num_at_once, MAX_THREADS),
         )
         runner = Runner(encoders, decoders, source, clock=clock)
-        stage = Stage1(store_path, recipe, source_path, runner, progress, say)
+        stage = Stage1(store_path, recipe, source_path, runner, progress, say, listed=listed)
         stage.part, stage.options = part or stage.part, options or stage.options
         manifest = stage.run(newest)
     return Report(

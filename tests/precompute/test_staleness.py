@@ -40,7 +40,6 @@ from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCapt
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.images import pixels as images
 from leandit.precompute.pipeline import Report
-from leandit.tools.terminal.outcome import change_rows
 
 pytestmark = pytest.mark.usefixtures("quick")
 Encode = Callable[[PrecomputeRecipe, Path, Path], Report]
@@ -332,26 +331,3 @@ def test_of_a_changed_source_exactly_what_changed_is_encoded(
             assert np.array_equal(store.latents(here.bucket)[here.row], old.latents(here.bucket)[there.row])
     assert encode(recipe, source, path).manifest == report.manifest  # and then it is up to date
     assert tree_digest(path) == whole
-
-
-@pytest.mark.parametrize(("before", "now"), [("cat dog", "cat wolf"), ("cat dog", "0 1"), ("0 1", "cat dog")])
-def test_a_class_with_another_name_is_a_change_though_no_record_says_so(
-    before: str, now: str, encode: Encode, tmp_path: Path
-) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for i in range(2):
-        picture(i).save(source / f"{i}.png")
-
-    def make(names: str) -> Report:
-        rows = "".join(f"{i}.png,{name}\n" for i, name in enumerate(names.split()))
-        (source / "labels.csv").write_text(f"file_name,label\n{rows}")
-        return encode(label_recipe(), source, tmp_path / "store")
-
-    make(before)
-    report = make(now)
-    assert report.num_encoded == 0
-    assert report.changes
-    assert change_rows(report.changes) == [("source", "since the previous revision: classes renamed")]
-    assert LatentStore(tmp_path / "store").spec.classes == now.split()
-    assert make(now).manifest == report.manifest

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # they load torch, or take half of a second
     from ...precompute.pipeline import Report
     from ...precompute.planning.compare import Comparison
     from ...precompute.sources.files.ignored import Ignored
+    from ...precompute.unchanged import Unchanged
 
 Command = list[object]  # words after "leandit"; placeholders in capitals are for the user to fill in
 
@@ -57,6 +58,12 @@ def precompute_rows(report: Report, store: Path) -> Rows:
         rows.append(("", f"{time.name:<8}{readable_time(time.seconds):>13}{time.threads:>9}{rate:>10}"))
     tip = advice(report.times, on_cpu=report.workers.device == "cpu", codec=report.codec)
     return [*rows, ("bound by", f"{bound_by(report.times)}: {tip}")]
+
+
+def unchanged_rows(found: Unchanged, store: Path) -> Rows:
+    """Results of a precompute that had nothing to do."""
+    rows = _store_rows(found.manifest, store, _source_rows(found.classes, found.ignored))
+    return [*rows, ("this run", NOTHING_TO_DO)]
 
 
 def import_rows(report: ImportReport, store: Path) -> Rows:

@@ -14,7 +14,7 @@ from typer import Option
 
 from ....datasets.errors import RecipeError, SourceError
 from ....datasets.revisions.catalog import planned_revisions, sealed_revisions
-from ...terminal.outcome import after_store, command_without, import_rows, precompute_rows, print_next
+from ...terminal.outcome import after_store, command_without, import_rows, precompute_rows, print_next, unchanged_rows
 from ...terminal.text import print_rows, print_text
 from ..options import DryRun, Overrides, Recipe, local_input, output, print_line, torch_devices
 from ..preflight import check_encoders, check_sources
@@ -66,6 +66,7 @@ def precompute(
     """
     from ....precompute.config import load
     from ....precompute.planning.compare import Options
+    from ....precompute.unchanged import Unchanged, unchanged
     from ...terminal.progress import ProgressLine
 
     loaded = load(recipe, overrides or [])
@@ -80,6 +81,14 @@ def precompute(
     assert source
     assert store
     check_encoders(loaded)
+    is_plain = options == Options() and not part and engine == "local"
+    listed = unchanged(loaded, source, store, device=device) if is_plain else None
+    if isinstance(listed, Unchanged):
+        for note in listed.notes:
+            print_line(note)
+        print_rows(unchanged_rows(listed, store))
+        print_next(*after_store(store, recipe))
+        return
     devices = [device] if engine == "ray" else [str(one) for one in torch_devices(device)]
     if engine == "ray" or len(devices) > 1:
         words = _words(recipe, source, store, overrides or [], part, drop_gone=drop_gone, is_on_cluster=engine == "ray")
@@ -97,6 +106,7 @@ def precompute(
                 progress=progress,
                 options=options,
                 part=shares,
+                listed=listed,
                 say=print_line,
             )
         print_rows(precompute_rows(report, store))

@@ -1,0 +1,127 @@
+"""Detect, without importing torch, that a complete store has nothing to do.
+
+Loading the encoders takes seconds, mostly to import torch and diffusers. Their identity needs only their files: the
+hash of the weights and the config. If anything differs, or cannot be known without loading (a GPU's dtype), the
+ordinary path decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..datasets.format.class_names import ClassNames
+from ..datasets.format.schema import EncoderIdentity, Manifest, StoreSpec
+from ..datasets.revisions.catalog import planned_revisions, sealed_revisions
+from ..datasets.revisions.local import with_stored_encoder_paths
+from ..datasets.revisions.plan import read_plan
+from ..datasets.revisions.writer import StoreWriter
+from ..datasets.store import LatentStore
+from .config import PrecomputeRecipe
+from .encoders.model_files import VAE_WEIGHTS, ModelFiles, hash_files, library_majors, tokenizer_files
+from .sources.files.ignored import Ignored
+from .sources.several import SourcePaths, list_sources
+from .sources.source import Source
+
+LOG = logging.getLogger(__name__)
+GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))  # of NVIDIA, AMD; of either under Windows
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """A complete store with nothing to do.
+
+    Args:
+      ignored: files and folders of the source that were skipped.
+      classes: of the source, by name.
+      notes: on how the source was read.
+    """
+
+    manifest: Manifest
+    ignored: Ignored
+    classes: ClassNames
+    notes: list[str]
+
+
+def unchanged(
+    recipe: PrecomputeRecipe, source_path: SourcePaths, store: Path, *, device: str
+) -> Unchanged | Source | None:
+    """Check whether a precompute with these arguments has nothing to do.
+
+    Args:
+      device: as the command line names it.
+    Returns: if there may be work, the source if it was already listed.
+    Raises: LeanditError: of the source or the VAE, as the ordinary path raises it; DamageError: a file is missing.
+    """
+    if recipe.source.check == "content" or not store.is_dir():
+        return None
+    sealed = sealed_revisions(store)
+    if not sealed or planned_revisions(store):
+        return None
+    plan = read_plan(store, sealed[-1])
+    if not _has_same_settings(plan.spec, recipe, store) or not _has_same_encoders(plan.spec, recipe, device):
+        LOG.info("store '%s': settings or encoders may be others than its own, so the encoders are loaded", store)
+        return None
+    source = list_sources(source_path, recipe.source, recipe.companion_columns)
+    LatentStore(store)  # checks that no file is missing
+    listing = source.listing_hash(null_captions=recipe.null_captions)
+    if source.renames(plan.spec.classes) or listing != plan.listing:
+        LOG.info("store '%s': the listing of the source is another", store)
+        return source
+    names = dict(zip(plan.spec.classes or (), plan.spec.class_names or (), strict=False))
+    if any(names.get(name) != now for name, now in zip(source.classes or (), source.class_names or (), strict=False)):
+        return source  # the file of class names has changed
+    classes = ClassNames(source.classes, source.class_names)
+    notes = [f"source '{source.name}': {note}" for note in source.notes]
+    return Unchanged(StoreWriter(store, plan).seal(), source.ignored, classes, notes)
+
+
+def _has_same_settings(spec: StoreSpec, recipe: PrecomputeRecipe, store: Path) -> bool:
+    """This release, recipe and Pillow made the store."""
+    typed = with_stored_encoder_paths(spec.model_copy(update={"recipe": recipe.model_dump()}), store)
+    libraries = spec.images.libraries
+    return (
+        spec.leandit_version == __version__
+        and typed.recipe == spec.recipe
+        and {encoder.name for encoder in spec.text_encoders} == recipe.text_sections.keys()
+        and libraries == library_majors(*libraries)
+    )
+
+
+def _has_same_encoders(spec: StoreSpec, recipe: PrecomputeRecipe, device: str) -> bool:
+    """The recipe's encoder files made the store, and would compute in the same dtype here."""
+    # A vision model is only known once it is loaded.
+    vae = ModelFiles(recipe.vae, "vae.model", stem=VAE_WEIGHTS)
+    if spec.features or not _is_same(spec.vae, vae, recipe.vae.dtype, device, "diffusers"):
+        return False
+    for encoder in spec.text_encoders:
+        section = recipe.text_sections[encoder.name]
+        files = ModelFiles(section, "text.model")
+        tokenizer = hash_files(tokenizer_files(files.tokenizer_folder(section.tokenizer_subfolder)))
+        if not _is_same(encoder.encoder, files, section.dtype, device, "transformers", tokenizer):
+            return False
+    return True
+
+
+def _is_same(
+    known: EncoderIdentity,
+    files: ModelFiles,
+    dtype: str,
+    device: str,
+    library: str,
+    tokenizer_files_sha256: str | None = None,
+) -> bool:
+    may_be_gpu = device != "cpu" and any(map(os.path.exists, GPU_FILES))
+    if may_be_gpu and dtype != "float32":
+        return False
+    name = files.read().get("_class_name", known.class_name)
+    hashes: dict[str, Any] = {
+        "tokenizer_sha256": known.tokenizer_sha256,
+        "tokenizer_files_sha256": tokenizer_files_sha256,
+    }
+    identity = files.identity(name, "float32", library, **hashes)
+    return identity.model_copy(update={"model": known.model, "revision": known.revision}) == known
