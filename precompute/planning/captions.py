@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from ...datasets.disk.spill import BATCH_ROWS, GrowingArray, map_table, rebatched
+from ...datasets.disk.spill import BATCH_ROWS, GrowingArray, map_array, map_table, rebatched
 from ...datasets.format.table_schemas import CAPTION_COUNTS, PLAN_SCHEMA, captions_schema_of
 from ..encoders.text.tokenizer import CaptionTokenizer, of_table
 from ..sources.listing.duck import database, numbered
@@ -82,6 +82,9 @@ def plan_captions(
         connection.register("stream", numbered(TEXT_SCHEMA, chain(known_texts, _flattened(texts_of_records, numbers))))
         connection.execute("CREATE TEMP TABLE texts AS SELECT * FROM stream")
         connection.execute("CREATE TEMP TABLE firsts AS SELECT text, min(position) AS first FROM texts GROUP BY text")
+        total: int = connection.sql("SELECT count(*) FROM texts").fetchall()[0][0]
+        id_of = map_array(total, "int32", WHAT)  # of each text, at the position where it stands first
+        id_of[:num_known] = np.arange(num_known)
         new = connection.sql(f"SELECT first, text FROM firsts WHERE first >= {num_known} ORDER BY first")
         count_fields = [schema.field(f"{name}{encoder.suffix}") for encoder in encoders for name in CAPTION_COUNTS]
         counted_schema = pa.schema([("first", pa.int64()), *TEXT_SCHEMA, *count_fields])
@@ -89,16 +92,21 @@ def plan_captions(
         connection.register("counted", map_table(counted_schema, counts, WHAT))
         in_order = connection.sql("SELECT * FROM counted ORDER BY num_tokens, first").to_arrow_reader(BATCH_ROWS)
         completed = (_completed(batch, encoders, schema) for batch in before.to_batches())
-        added = (_completed(batch, encoders, schema, revision) for batch in in_order)
+        added = (_completed(batch, encoders, schema, revision) for batch in _numbered(in_order, id_of, num_known))
         captions = map_table(schema, rebatched(chain(completed, added), BATCH_ROWS), WHAT)
-        ids = GrowingArray("int32", WHAT)
-        query = f"""WITH new AS (
-            SELECT first, {num_known} + row_number() OVER (ORDER BY num_tokens, first) - 1 AS id FROM counted)
-            SELECT coalesce(id, first) AS id FROM texts JOIN firsts USING (text) LEFT JOIN new USING (first)
-            WHERE position >= {num_known} ORDER BY position"""
-        for batch in connection.sql(query).to_arrow_reader(BATCH_ROWS):
-            ids.append(batch["id"].to_numpy())
-    return captions, map_table(IDS_SCHEMA, _id_lists(numbers.close(), ids.close()), WHAT)["caption_ids"]
+        # One join alone, unsorted: two of them, or a sort behind one, need more memory than one may have.
+        ids, pairs = map_array(total, "int32", WHAT), "SELECT position, first FROM texts JOIN firsts USING (text)"
+        for batch in connection.sql(pairs).to_arrow_reader(BATCH_ROWS):
+            ids[batch["position"].to_numpy()] = id_of[batch["first"].to_numpy()]
+    return captions, map_table(IDS_SCHEMA, _id_lists(numbers.close(), ids[num_known:]), WHAT)["caption_ids"]
+
+
+def _numbered(batches: Iterable[pa.RecordBatch], id_of: np.ndarray, next_id: int) -> Iterator[pa.RecordBatch]:
+    """The same batches; the ids of their captions, one after the other, are written into ``id_of``."""
+    for batch in batches:
+        id_of[batch["first"].to_numpy()] = np.arange(next_id, next_id + batch.num_rows)
+        next_id += batch.num_rows
+        yield batch
 
 
 def _flattened(texts_of_records: Iterable[pa.ListArray], numbers: GrowingArray) -> Iterator[pa.RecordBatch]:
