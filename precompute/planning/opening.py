@@ -52,9 +52,7 @@ def label_warnings(recipe: PrecomputeRecipe, source: Source) -> list[str]:
     return [
         f"source '{source.name}': it has no labels, and the recipe encodes no captions, so 'leandit train' refuses the "
         "store: its models need one of them. Put the images in class folders, add a table with the header "
-        "'image,label', or encode captions with [text]; source.labels=none stores none without this warning. In "
-        "a flat folder of ImageNet's n01440764_18.JPEG, make that table by: (echo image,label; ls | sed -nE "
-        r"'s/^(n[0-9]{8})_.*/&,\1/p') > labels.csv"
+        "'image,label', or encode captions with [text]; source.labels=none stores none without this warning."
     ]
 
 

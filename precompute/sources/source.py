@@ -272,6 +272,11 @@ def list_source(
         )
     if files.only and kind in ("imagefolder", "sidecars", "metadata", "arrow"):
         raise SourceError(f"source '{files.name}': a file; needed a folder for source.kind \"{kind}\".")
+    if settings.labels == "wnid" and kind != "imagefolder":
+        raise SourceError(
+            f"source '{files.name}': source.labels \"wnid\" is for a folder of images; this is {kind}. Leave it "
+            "out, or set source.kind=imagefolder."
+        )
     names = read_class_names(settings.class_names) if settings.class_names else None  # before the long listing
     batches = _batches(files, opened.files, table, scan)
     records = spool(map(_unlabelled, batches) if settings.labels == "none" else batches, progress)
@@ -281,7 +286,7 @@ def list_source(
             f"*.parquet, or a {METADATA[0]} with 'file_name'; known extensions are "
             f"{', '.join(sorted(IMAGE_EXTENSIONS))}."
         )
-    classes = None if settings.labels == "none" else scan.classes
+    classes = scan.classes
     if classes is None and kind not in NAMED:
         classes = [str(i) for i in range(records.largest_label() + 1)] or None
     class_names = names_of_classes(settings.class_names, names, classes) if names else None

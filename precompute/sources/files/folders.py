@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +16,9 @@ from .record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_image, json_ro
 SIDECARS = (".caption", ".txt", ".json")  # captions come from the first of the first two that exists
 IMAGE_FOLDER, TEXT_FOLDERS = "images", ("captions", "labels", "texts", "prompts")  # beside each other, of equal names
 OUTSIDE = 'the image lies outside the class folders; with source.labels = "none" all are taken, without labels'
+WNID = re.compile(r"(n[0-9]{8})_[0-9]+\.[^.]+")  # ILSVRC's names of training images
+UNLABELLED = re.compile(r"ILSVRC[0-9]{4}_(val|test)_[0-9]{8}\.[^.]+")
+NO_WNID = 'the file name does not begin with a wnid, as n01440764_18.JPEG; source.labels = "none" stores no labels'
 LOOKED_AT = 1000  # files, to see whether texts lie beside images
 
 
@@ -50,22 +54,60 @@ class Scan:
 
 
 def image_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
-    """Images in class folders (label = index of the sorted folder name), or in one folder without labels.
+    """Images in class folders (label = index of the sorted folder name), or in one folder.
 
-    A class folder without images also counts, so that part of a dataset has the labels of the whole. Without labels all
-    images count, wherever they are.
+    A class folder without images also counts, so that part of a dataset has the labels of the whole. In one folder,
+    labels are those of the wnids in the names of files, if most have one. Without labels all images count, wherever
+    they are.
     """
-    is_labelled = scan.settings.labels == "auto"
-    has_classes = is_labelled and any("/" in file.path and is_image(file.path) for file in files.walk())
-    for name in files.folders() if has_classes else ():
+    labels = scan.settings.labels
+    has_classes = labels == "auto" and any("/" in file.path for file in _images(files))
+    has_wnids = labels == "wnid" or (labels == "auto" and not has_classes and _guess_wnids(files, scan))
+    classes = list(files.folders()) if has_classes else []
+    if has_wnids:
+        classes = sorted({_wnid(file.path) for file in _images(files)} - {""})
+    for name in classes:
         scan.label(name)
     for file in files.walk(left_out=scan.ignored.folder):
         if not is_image(file.path):
             scan.ignored.file(file.path)
             continue
-        name = file.path.rpartition("/")[0].partition("/")[0]
-        problem = ("bad_metadata", OUTSIDE) if has_classes and not name else None
-        yield file.record(label=scan.label(name) if name else -1, problem=problem)
+        name = _wnid(file.path) if has_wnids else file.path.rpartition("/")[0].partition("/")[0]
+        why = OUTSIDE if has_classes else NO_WNID if labels == "wnid" else ""
+        yield file.record(
+            label=scan.label(name) if name else -1, problem=("bad_metadata", why) if why and not name else None
+        )
+
+
+def _images(files: SourceFiles) -> Iterator[FoundFile]:
+    return (file for file in files.walk() if is_image(file.path))
+
+
+def _wnid(path: str) -> str:
+    """The wnid that the name of a file begins with, or an empty text."""
+    match = WNID.fullmatch(path.rpartition("/")[2])
+    return match[1] if match else ""
+
+
+def _guess_wnids(files: SourceFiles, scan: Scan) -> bool:
+    """Whether most names of files begin with a wnid; adds a note if they do, or are those of unlabelled images."""
+    total = unlabelled = with_wnid = 0
+    for file in _images(files):
+        total += 1
+        with_wnid += bool(_wnid(file.path))
+        unlabelled += bool(UNLABELLED.fullmatch(file.path))
+    if 2 * with_wnid > total:
+        others = "" if with_wnid == total else ", and the others have none"
+        scan.notes.append(
+            f"labels: the wnid at the start of {with_wnid:,} of {total:,} file names, as n01440764_18.JPEG{others} "
+            "(source.labels=none: no labels)"
+        )
+    elif 2 * unlabelled > total:
+        scan.notes.append(
+            "labels: none, and names such as ILSVRC2012_val_00000001.JPEG tell no class. Write a table next to the "
+            "images, as labels.csv with the header 'image,wnid' and a row for each image"
+        )
+    return 2 * with_wnid > total
 
 
 def has_sidecars(files: SourceFiles) -> bool:

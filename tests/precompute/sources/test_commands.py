@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -119,22 +118,52 @@ def flat(root: Path, *names: str) -> Path:
     return root
 
 
-def test_a_flat_imagenet_gets_its_labels_by_the_command_of_the_warning(tmp_path: Path) -> None:
+def test_labels_of_a_flat_imagenet_are_the_wnids_of_its_file_names(tmp_path: Path) -> None:
     names = [f"{wnid}_{number}.JPEG" for wnid in WNIDS for number in (7, 10026)]
-    source = flat(tmp_path / "flat", *names)
-    done = precompute(source, tmp_path / "without")
-    assert facts(tmp_path / "without")[1:] == ([-1] * 4, None)
-    line = next(line for line in done.stderr.splitlines() if NEEDS in line)
-    subprocess.run(line[line.index("(echo") :], shell=True, check=True, cwd=source)  # noqa: S602
+    source, labelled = flat(tmp_path / "flat", *names), [0, 0, 1, 1]
     done = precompute(source, tmp_path / "store")
     assert done.returncode == 0, done.stderr
-    assert facts(tmp_path / "store")[1:] == ([0, 0, 1, 1], sorted(WNIDS))
+    assert facts(tmp_path / "store") == (sorted(names), labelled, sorted(WNIDS))
+    assert "labels: the wnid at the start of 4 of 4 file names" in done.stderr
     assert NEEDS not in done.stderr
     assert "golden retriever" in done.stdout
 
-    done = precompute(source, tmp_path / "none", "source.labels=none")
-    assert facts(tmp_path / "none")[1:] == ([-1] * 4, None)
+    other = flat(tmp_path / "other", *names, "cat.JPEG")
+    assert "4 of 5 file names" in (done := precompute(other, tmp_path / "guessed")).stderr
+    assert "and the others have none" in done.stderr
+    assert facts(tmp_path / "guessed")[1] == [-1, *labelled]
+    done = precompute(other, tmp_path / "asked", "source.labels=wnid", "source.max_reject_share=1")
+    assert done.returncode == 0, done.stderr
+    assert "4 stored + 1 rejected" in done.stdout
+    assert facts(tmp_path / "asked")[1][1:] == labelled
+
+    done = precompute(other, tmp_path / "none", "source.labels=none")
+    assert facts(tmp_path / "none")[1:] == ([-1] * 5, None)
+    assert "labels:" not in done.stderr
     assert NEEDS not in done.stderr
+
+
+def test_names_are_no_labels_where_the_source_has_others_or_few_begin_with_a_wnid(tmp_path: Path) -> None:
+    folders = tmp_path / "folders"
+    flat(folders / "a", "n01440764_1.JPEG", "n01440764_2.JPEG")
+    flat(folders / "b", "n01440764_3.JPEG")
+    assert precompute(folders, tmp_path / "of-folders").returncode == 0
+    assert facts(tmp_path / "of-folders")[1:] == ([0, 0, 1], ["a", "b"])
+    assert precompute(folders, tmp_path / "asked", "source.labels=wnid").returncode == 0
+    assert facts(tmp_path / "asked")[1:] == ([0, 0, 0], ["n01440764"])
+
+    table = flat(tmp_path / "table", "n01440764_1.JPEG", "n02099601_2.JPEG")
+    (table / "metadata.csv").write_text("file_name,label\nn01440764_1.JPEG,cat\nn02099601_2.JPEG,cat\n")
+    assert precompute(table, tmp_path / "of-table").returncode == 0
+    assert facts(tmp_path / "of-table")[1:] == ([0, 0], ["cat"])
+    done = precompute(table, tmp_path / "refused", "source.labels=wnid")
+    assert done.returncode == 3
+    assert 'source.labels "wnid" is for a folder of images; this is metadata' in done.stderr
+
+    few = flat(tmp_path / "few", "n01440764_1.JPEG", "x.JPEG")
+    done = precompute(few, tmp_path / "of-few")
+    assert facts(tmp_path / "of-few")[1:] == ([-1, -1], None)
+    assert NEEDS in done.stderr
 
 
 def test_a_source_without_labels_is_warned_of_and_a_table_of_wnids_gives_them(tmp_path: Path) -> None:
@@ -144,6 +173,7 @@ def test_a_source_without_labels_is_warned_of_and_a_table_of_wnids_gives_them(tm
         done = run_forked(["-c", MAIN, *command(source, tmp_path / "store"), *flags])
         said = done.stderr + done.stdout
         assert done.returncode == 0, said
+        assert "Write a table next to the images" in said
         assert NEEDS in said
     captions = source.with_name("captions")
     source.rename(captions)
