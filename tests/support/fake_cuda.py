@@ -125,9 +125,11 @@ def fake_cuda(patch: pytest.MonkeyPatch, *, capability: tuple[int, int] = (9, 0)
     patch.setattr(FakeTensorMode, "avoid_device_init", True)
     patch.setattr(nn.Module, "to", _moved)
     clear_caches()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        yield mode
-    clear_caches()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        clear_caches()
 
 
 def gradients_of_zeros(patch: pytest.MonkeyPatch) -> None:
