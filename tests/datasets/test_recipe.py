@@ -12,12 +12,10 @@ from typing import Any, get_args, get_origin
 
 import pytest
 from forked import run_forked
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from leandit.datasets.errors import RecipeError
-from leandit.datasets.recipe import Section, load_recipe, parse_recipe, shipped_recipes, to_toml
+from leandit.datasets.recipe import Section, load_recipe, shipped_recipes, to_toml
 from leandit.precompute import config as precompute_config
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.config import load as load_precompute
@@ -65,34 +63,15 @@ def test_every_shipped_recipe_begins_with_the_command_that_uses_it(stage: str, n
     assert first.startswith(f"# leandit {stage} {name} ")
 
 
-@given(st.text(st.characters(codec="utf-8"), max_size=20))
-def test_any_text_survives_being_written_as_toml(text: str) -> None:
-    recipe = parse_recipe("made", TrainRecipe, {"model": {"init_from": text}})
-    assert tomllib.loads(to_toml(recipe))["model"]["init_from"] == text
-
-
-@given(st.floats(min_value=0, exclude_min=True, allow_infinity=False), st.integers(1, 2**62))
-def test_any_number_survives_being_written_as_toml(lr: float, steps: int) -> None:
-    recipe = parse_recipe("made", TrainRecipe, {"optimizer": {"lr": lr}, "run": {"steps": steps}})
-    assert parse_recipe("read", TrainRecipe, tomllib.loads(to_toml(recipe))) == recipe
-
-
 @pytest.mark.parametrize(
     ("stage", "override", "unknown", "nearest"),
     [
         ("train", "optimizer.lrr=1e-3", "optimizer.lrr", "optimizer.lr"),
-        ("train", "optimiser.lr=1e-3", "optimiser", "optimizer"),
         ("train", "run.step=5", "run.step", "run.steps"),
         ("train", "steps=5", "steps", "run.steps"),
-        ("train", "revision=5", "revision", "run.revision"),
-        ("train", "run.global_batchsize=5", "run.global_batchsize", "run.global_batch"),
-        ("precompute", "images.resolutoin=5", "images.resolutoin", "images.resolution"),
-        ("precompute", "vae.batchsize=5", "vae.batchsize", "vae.batch_size"),
         ("precompute", "images.codec=zstd", "images.codec", "store.codec"),
-        ("precompute", "text.max_token=5", "text.max_token", "text.max_tokens"),
         ("precompute", "text.qwen.max_token=5", "text.qwen.max_token", "text.qwen.max_tokens"),
         ("precompute", "features.dino.resolutoin=5", "features.dino.resolutoin", "features.dino.resolution"),
-        ("precompute", "companions.mask.colum=5", "companions.mask.colum", "companions.mask.column"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(stage: str, override: str, unknown: str, nearest: str) -> None:
@@ -108,41 +87,23 @@ def test_an_unknown_key_that_is_like_none_of_its_section_lists_those() -> None:
         load("train", "demo", "model.depth=2")
 
 
-def test_an_unknown_key_of_a_named_table_lists_the_keys_of_such_tables() -> None:
-    with pytest.raises(RecipeError, match=r"unknown key 'text\.qwen\.zzz'; \[text\.qwen\] has kind, model, .*\.$"):
-        load("precompute", "demo", "text.qwen.zzz=2")
-
-
 def test_a_name_that_no_table_can_have_is_told_as_it_was_written() -> None:
     with pytest.raises(RecipeError, match=r"'text\.Qwen': string should match pattern .* \(got 'Qwen'\)"):
         load("precompute", "demo", "text.Qwen.kind=t5")
-
-
-def test_an_unknown_key_that_is_like_none_names_no_other() -> None:
-    with pytest.raises(RecipeError, match="unknown key 'qqqqqqqq'") as caught:
-        load("train", "demo", "qqqqqqqq=1")
-    assert "did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("stage", "overrides", "words"),
     [
         ("train", ["run.steps=many"], ["'run.steps'", "integer", "'many'"]),
-        ("train", ["run.steps=2.5"], ["'run.steps'", "integer", "2.5"]),
-        ("train", ["run.steps=true"], ["'run.steps'", "integer", "True"]),
         ("train", ["run.steps=0"], ["'run.steps'", "greater than or equal to 1", "0"]),
-        ("train", ["run.compile=1"], ["'run.compile'", "boolean", "1"]),
         ("train", ["optimizer.lr=fast"], ["'optimizer.lr'", "number", "'fast'"]),
-        ("train", ["optimizer.lr=0"], ["'optimizer.lr'", "greater than 0"]),
         ("train", ["optimizer.betas=[0.9]"], ["'optimizer.betas'", "at least 2"]),
         ("train", ["objective.kind=edm"], ["'objective.kind'", "'ddpm'", "'flow'", "'edm'"]),
-        ("train", ["conditioning.drop=1.5"], ["'conditioning.drop'", "less than or equal to 1"]),
         ("train", ["run=5"], ["'run'", "5"]),
         ("precompute", ["images.buckets=sqare"], ["'sqare'", "'square'", "'pixart'"]),
         ("precompute", ['images.buckets=["5x"]'], ["'5x'", "HEIGHTxWIDTH"]),
         ("precompute", ["images.crop=adm"], ["'adm'", "squares"]),
-        ("precompute", ["store.codec=zip"], ["'zip'", "zstd"]),
-        ("precompute", ["images.resolution=8"], ["'images.resolution'", "16", "8"]),
         ("train", ["run.steps=0", "optimizer.lr=0"], ["'run.steps'", "'optimizer.lr'"]),  # all at once
     ],
 )
@@ -167,24 +128,15 @@ def test_a_number_that_is_none_is_refused(key: str, value: str) -> None:
     ("stage", "override", "value"),
     [
         ("train", "optimizer.lr=2e-4", 2e-4),
-        ("train", "optimizer.lr=1", 1.0),
         ("train", " optimizer.lr = 2e-4 ", 2e-4),
         ("train", "run.steps=400_000", 400_000),
-        ("train", "run.compile=false", False),
-        ("train", "run.precision=fp16", "fp16"),
         ("train", 'run.precision="fp16"', "fp16"),
         ("train", "optimizer.betas=[0.8, 0.95]", [0.8, 0.95]),
         ("train", "model.name=DiT-B/2", "DiT-B/2"),
-        ("train", 'model.name="DiT-B/2"', "DiT-B/2"),
-        ("train", "model.init_from=0123", "0123"),
         ("train", "model.init_from=true", "true"),
         ("train", "model.init_from=a=b", "a=b"),
         ("train", "model.init_from=", ""),
-        ("train", "model.init_from=2026-01-01", "2026-01-01"),
-        ("precompute", "vae.revision=1234567", "1234567"),
         ("precompute", "vae.revision=12e4567", "12e4567"),
-        ("precompute", "vae.subfolder='vae'", "vae"),
-        ("precompute", "images.buckets=square", "square"),
         ("precompute", 'images.buckets=["64x64"]', ["64x64"]),
     ],
 )

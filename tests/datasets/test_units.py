@@ -11,11 +11,8 @@ from leandit.datasets.units import readable_size, readable_time
     ("num_bytes", "shown"),
     [
         (0, "0 B"),
-        (812, "812 B"),
         (3482, "3.4 KiB"),
-        (1024**2 - 1, "1.0 MiB"),
         (1_288_490_189, "1.2 GiB"),
-        (64 * 2**30, "64.0 GiB"),
         (2**70, "1048576.0 PiB"),
     ],
 )
@@ -26,19 +23,14 @@ def test_a_size_has_the_unit_that_reads_best(num_bytes: float, shown: str) -> No
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [
-        (0.0, "0.0 s"),
         (0.0003, "0.3 ms"),
         (0.041, "41 ms"),
         (0.0996, "0.1 s"),
-        (3.16, "3.2 s"),
-        (12.0, "12.0 s"),
         (59.96, "1 min"),
         (80.4, "1 min 20 s"),
         (3599.6, "1 h"),
         (12_000, "3 h 20 min"),
-        (86_399, "1 d"),
         (352_800, "4 d 2 h"),
-        (40 * 86_400, "40 d"),
     ],
 )
 def test_a_time_has_its_two_largest_units(seconds: float, shown: str) -> None:

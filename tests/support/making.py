@@ -19,6 +19,7 @@ from leandit.datasets.arrays.shard_folder import ShardFolder
 from leandit.datasets.arrays.sharded_array import ShardedArray
 from leandit.datasets.disk.files import write_atomic
 from leandit.datasets.disk.hashing import canonical_json
+from leandit.datasets.format.schema import POSTERIORS, LatentSpec
 from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, pack_shard
 from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from leandit.precompute.config import load as load_precompute
@@ -144,6 +145,24 @@ def store_digest(root: Path) -> dict[str, bytes]:
 def lasting_digest(root: Path) -> dict[str, bytes]:
     """All files of a store that no later revision changes: all but ``zarr.json``, which tells the size of an array."""
     return {name: content for name, content in tree_digest(root).items() if not name.endswith("zarr.json")}
+
+
+def latent_spec(kind: Any, dtype: str = "float16", *, shift: list[float], scale: list[float]) -> LatentSpec:
+    """A spec of unflipped latents of 8 px, of one channel for each shift."""
+    posterior, channels = kind in POSTERIORS, len(shift)
+    return LatentSpec(
+        array="moments" if posterior else "latents",
+        kind=kind,
+        channels=channels,
+        stored_channels=2 * channels if posterior else channels,
+        downscale=8,
+        dtype=dtype,
+        shift=shift,
+        scale=scale,
+        flip=False,
+        batch_size=1,
+        tile_px=0,
+    )
 
 
 SHARD_ROWS = 4  # of the arrays below

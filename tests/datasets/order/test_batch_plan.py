@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import tracemalloc
 from collections import Counter
 from itertools import pairwise
@@ -14,8 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from leandit.datasets.order import shuffle
-from leandit.datasets.order.batch_plan import MAX_NUMBER, BatchPlan, PlannedBatch, changed_fields
+from leandit.datasets.order.batch_plan import BatchPlan, PlannedBatch, changed_fields
 from leandit.datasets.order.shuffle import ShardWindow
 from leandit.datasets.order.slices import rank_slice
 
@@ -137,28 +135,6 @@ def test_numbers_count_through_the_epochs(plan: BatchPlan, epochs: int) -> None:
         assert values([plan.batch_at(number)]) == values([epoch_of(plan, places[number][0])[places[number][1]]])
 
 
-def test_batches_of_many_buckets_that_are_complete_in_the_same_late_epoch_are_found() -> None:
-    plan = BatchPlan({"a": 1, "b": 1, "c": 1}, 12, 0, leftovers="carry")
-    assert [plan.place_of(number) for number in range(7)] == [
-        (11, 0),
-        (11, 1),
-        (11, 2),
-        (23, 0),
-        (23, 1),
-        (23, 2),
-        (35, 0),
-    ]
-    assert [plan.num_batches(epoch) for epoch in (0, 10, 11, 12)] == [0, 0, 3, 0]
-
-
-@given(plans(), st.integers(0, MAX_NUMBER - 1))
-def test_a_number_far_away_has_its_place(plan: BatchPlan, number: int) -> None:
-    epoch, index = plan.place_of(number)
-    assert plan.batches_before(epoch) + index == number
-    assert 0 <= index < plan.num_batches(epoch)
-    assert plan.batch_at(number).epoch == epoch
-
-
 @given(plans(), st.integers(0, 100), st.integers(0, 20))
 def test_batches_in_one_go_are_those_one_by_one_in_any_order(plan: BatchPlan, first: int, count: int) -> None:
     together = plan.batches(first, count)
@@ -239,24 +215,6 @@ def test_a_window_is_read_to_its_end_before_others_begin(leftovers: Any) -> None
     assert max(kept) <= 3 * 3 * 4  # of 253 blocks, at most three windows of each bucket at any time
 
 
-def test_a_window_of_all_shards_is_a_whole_shuffle() -> None:
-    positions = BatchPlan({"a": 1000}, 1000, seed=0, window=ShardWindow(10, 100)).batch_at(0).positions
-    assert len(set((positions[:100] // 100).tolist())) == 10
-
-
-def test_rows_of_a_block_can_differ_from_bucket_to_bucket() -> None:
-    plan = BatchPlan({"a": 64, "b": 64}, 8, seed=0, window=ShardWindow(1, {"a": 8, "b": 16}))
-    found = [
-        (batch.bucket, set((batch.positions // {"a": 8, "b": 16}[batch.bucket]).tolist()))
-        for batch in plan.batches(0, 16)
-    ]
-    assert all(len(blocks) == 1 for _, blocks in found)
-    assert {(bucket, block) for bucket, blocks in found for block in blocks} == {
-        *(("a", block) for block in range(8)),
-        *(("b", block) for block in range(4)),
-    }
-
-
 # Mixing.
 
 
@@ -278,19 +236,6 @@ def test_each_epoch_and_each_seed_has_its_own_order(window: ShardWindow | None) 
     assert len(set(batches)) == len(batches)
 
 
-def test_two_buckets_of_a_size_are_shuffled_differently() -> None:
-    order = order_of(BatchPlan({"a": 64, "b": 64}, 64, seed=0))
-    assert order[0][1] != order[1][1]
-
-
-def test_what_is_left_over_is_another_in_each_epoch() -> None:
-    plan = BatchPlan({"a": 103}, 10, seed=0, leftovers="drop")
-    left = [frozenset(range(103)) - {p for _, ps in order_of(plan, epoch) for p in ps} for epoch in range(50)]
-    assert all(len(records) == num_left_over(plan, 0) == 3 for records in left)
-    assert len(set(left)) == 50
-    assert len(frozenset().union(*left)) > 60  # of 103, were 150 drawn: 79
-
-
 @pytest.mark.parametrize("leftovers", ["short", "carry", "drop"])
 def test_batch_mates_meet_again_as_rarely_as_by_chance(leftovers: Any) -> None:
     size, count = 64, 4096
@@ -303,15 +248,6 @@ def test_batch_mates_meet_again_as_rarely_as_by_chance(leftovers: Any) -> None:
     again = mates & (batch_of[1][:, None] == batch_of[1][None, :])
     share = (again.sum() - count) / (mates.sum() - count)
     assert 0.9 * size / count < share < 1.1 * size / count  # 258048 pairs, of which 1.56 %: a standard deviation is 2 %
-
-
-def test_every_record_comes_evenly_at_every_place_of_an_epoch() -> None:
-    plan, epochs = BatchPlan({"a": 12}, 3, seed=9), 1200
-    counts = np.zeros((12, 12), np.int64)
-    for epoch in range(epochs):
-        counts[np.arange(12), np.concatenate([batch.positions for batch in plan.batches(4 * epoch, 4)])] += 1
-    assert abs(counts - epochs / 12).max() < 50  # 5 standard deviations
-    assert ((counts - epochs / 12) ** 2).sum() / (epochs / 12) < 190  # chi squared of 121 degrees, 4.4 deviations
 
 
 # The order must not change.
@@ -382,72 +318,19 @@ def test_the_order_of_every_mode_is_the_one_of_its_first_release(settings: dict[
 # Any size.
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("leftovers", ["short", "carry"])
-@pytest.mark.parametrize("window", [None, ShardWindow(1, 1), ShardWindow(2, 2)])
-def test_the_smallest_buckets(count: int, leftovers: Any, window: ShardWindow | None) -> None:
-    for size in (1, 2, 3, 7):
-        plan = BatchPlan({"a": count}, size, seed=0, leftovers=leftovers, window=window)
-        seen = seen_in(plan.batches(0, plan.batches_before(size)))  # after so many epochs nothing is left over
-        assert seen == Counter(record for epoch in range(size) for record in records_of(plan, epoch))
-
-
-def _cost(plan: BatchPlan, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Passes through the network, and peak bytes, of a few batches here and there."""
-    passes, network = [0], shuffle._network
-
-    def counted(*arguments: Any) -> Any:
-        passes[0] += 1
-        return network(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shuffle, "_network", counted)
-        tracemalloc.start()
-        for number in (0, 1, 77, 10**6, 10**6 + 1, 10**9):
-            plan.batch_at(number)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    return passes[0], peak
-
-
 @pytest.mark.parametrize("leftovers", ["short", "carry", "drop"])
 @pytest.mark.parametrize("window", [None, ShardWindow(8, 1000)])
-def test_a_plan_of_a_billion_records_costs_what_one_of_ten_thousand_costs(
-    leftovers: Any, window: ShardWindow | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    costs = []
-    for count in (10**4, 10**9):
-        plan = BatchPlan({"a": count, "b": count // 7 + 3}, 256, 0, leftovers=leftovers, window=window)
-        plan.batch_at(0)  # what is done once
-        costs.append(_cost(plan, monkeypatch))
-    (small_passes, small_peak), (large_passes, large_peak) = costs
-    assert (
-        large_passes < 3 * small_passes
-    )  # how often a value is walked depends on how near the size is to a power of 4
-    assert large_peak < max(2 * small_peak, 300_000)  # a batch is 2 KB; the permutation of N would be 8 GB
-
-
-def test_a_plan_of_a_trillion_records_answers_at_once() -> None:
-    plan = BatchPlan({"a": 10**12, "b": 17}, 256, seed=0)
-    start = time.perf_counter()
-    batches = [
-        plan.batch_at(plan.batches_before(epoch) + index)
-        for epoch in (0, 1000)
-        for index in (0, plan.num_batches(0) - 1)
-    ]
-    assert time.perf_counter() - start < 1  # it takes a millisecond; anything of size N takes hours
-    assert plan.num_batches(0) == -(-(10**12) // 256) + 1
-    assert all(len(np.unique(batch.positions)) == len(batch.positions) for batch in batches)
-    assert all(batch.positions.max() < 10**12 for batch in batches)
+def test_a_batch_of_a_billion_records_is_planned_without_the_others(leftovers: Any, window: ShardWindow | None) -> None:
+    plan = BatchPlan({"a": 10**9, "b": 10**8}, 256, 0, leftovers=leftovers, window=window)
+    tracemalloc.start()
+    for number in (0, 1, 77, 10**6, 10**6 + 1, 10**9):
+        plan.batch_at(number)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 500_000  # a batch is 2 KB; the permutation of all would be 8 GB
 
 
 # What is refused, and what is said.
-
-
-def test_with_carry_the_number_of_batches_has_no_one_answer() -> None:
-    plan = BatchPlan({"a": 5}, 2, 0, leftovers="carry")
-    assert [plan.num_batches(epoch) for epoch in range(4)] == [2, 3, 2, 3]
-    assert [num_left_over(plan, epoch) for epoch in range(4)] == [1, 0, 1, 0]
 
 
 def test_an_identity_survives_json_and_names_each_field_that_changed() -> None:

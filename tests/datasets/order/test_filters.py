@@ -132,16 +132,6 @@ def test_the_records_that_fulfil_every_condition_train_and_no_others(
     assert json.loads(json.dumps(selection.identity)) == selection.identity
 
 
-def test_a_plan_goes_through_what_is_selected_and_nothing_else() -> None:
-    store = made_up_store([{"label": i % 3, "bucket": ["48x80", "64x64"][i % 2]} for i in range(40)], ["a", "b", "c"])
-    selection = RecordFilter(labels=["a", 2]).select(store)
-    plan = BatchPlan(selection.counts, 4, seed=0, selection=selection)
-    seen = [int(r) for b in plan.batches(0, plan.num_batches(0)) for r in store.index(b.bucket).records[b.positions]]
-    assert sorted(seen) == [i for i in range(40) if i % 3 != 1]
-    assert all(batch.positions.dtype == np.int64 for batch in plan.batches(0, 3))
-    assert plan.num_records == selection.num_records
-
-
 def test_a_plan_of_other_counts_than_its_selection_is_refused() -> None:
     selection = RecordFilter(labels=[0]).select(made_up_store([{"label": 0}, {"label": 1}], ["a", "b"]))
     with pytest.raises(RecipeError, match=r"selection\.counts"):
@@ -168,14 +158,6 @@ def test_the_filter_is_part_of_a_plans_identity(tmp_path: Path) -> None:
     by_name, by_index = (identity(tmp_path / "a.parquet", labels=[label]) for label in ("b", 1))
     assert changed_fields(by_name, by_index) == []
     assert [line.split(":")[0] for line in changed_fields(was, by_name)] == ["filter.labels", "buckets.64x64.records"]
-
-
-def test_positions_take_no_more_bytes_than_they_need() -> None:
-    for count, dtype in ((256, np.uint8), (257, np.uint16), (70_000, np.uint32)):
-        store = made_up_store([{"label": int(i == 3)} for i in range(count)], ["a", "b"])
-        positions = RecordFilter(labels=["a"]).select(store).positions
-        assert positions["64x64"].dtype == dtype  # type: ignore[union-attr]
-        assert positions["48x80"] is None  # empty, so all of it is selected
 
 
 def test_a_filter_without_conditions_selects_all() -> None:
@@ -276,11 +258,3 @@ def test_a_real_store_is_filtered_by_class_and_by_score(label_store: LatentStore
     ]
     assert sorted(record.key for record in found) == sorted(keys[7:10])
     assert {record.label for record in found} == {1}
-
-
-def test_a_real_store_is_filtered_by_aspect(caption_store: LatentStore) -> None:
-    selection = RecordFilter(min_aspect=0.9, max_aspect=1.1).select(caption_store)
-    assert selection.counts == {"48x80": 0, "64x64": caption_store.buckets["64x64"], "80x48": 0}
-    assert {len(p) for b, p in selection.positions.items() if p is not None} == {0}
-    plan = BatchPlan(selection.counts, 2, seed=0, selection=selection)
-    assert {batch.bucket for batch in plan.batches(0, 10)} == {"64x64"}

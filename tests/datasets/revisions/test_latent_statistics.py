@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from making import label_recipe, no_progress, picture
+from making import label_recipe, latent_spec, no_progress, picture
 
 from leandit.datasets.batches.latents import normalised_as
 from leandit.datasets.errors import RecipeError
@@ -23,24 +24,8 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import Report
 
 SHIFT, SCALE = [0.5, -1.0, 2.0], [0.18215, -2.0, 1.0]
+spec_of = partial(latent_spec, shift=SHIFT, scale=SCALE)
 KINDS = ("mean_logvar", "mean_std", "mean", "sample", "latent")
-
-
-def spec_of(kind: str, dtype: str = "float16") -> LatentSpec:
-    posterior = kind in ("mean_logvar", "mean_std")
-    return LatentSpec(
-        array="moments" if posterior else "latents",
-        kind=kind,  # pyright: ignore[reportArgumentType]
-        channels=3,
-        stored_channels=6 if posterior else 3,
-        downscale=8,
-        dtype=dtype,
-        shift=SHIFT,
-        scale=SCALE,
-        flip=False,
-        batch_size=1,
-        tile_px=0,
-    )
 
 
 def rows_of(spec: LatentSpec, seed: int, count: int = 7) -> np.ndarray:
@@ -110,12 +95,6 @@ def test_a_shard_of_rejects_has_none() -> None:
 
 
 # --- In a store -------------------------------------------------------------------------------------------------------
-
-
-def of_rows(store: LatentStore) -> LatentStatistics:
-    """Computed from all rows that the store reads."""
-    rows = [store.latents(bucket).take(store.index(bucket).rows) for bucket in store.buckets]
-    return merge_statistics([statistics_of([part], store.spec.latent) for part in rows])
 
 
 def assert_close(found: LatentStatistics | None, wanted: LatentStatistics) -> None:
