@@ -114,7 +114,7 @@ def _made_before(base: Manifest, spec: StoreSpec, out: Path) -> Manifest:
 def plan_compaction(store: LatentStore, base: FrozenPlan, spec: StoreSpec, out: Path) -> FrozenPlan:
     """Plan one revision that holds all stored records of the newest one, rows without holes, captions that are used.
 
-    It has the next number, so that a run on the old store can move to it.
+    It has the next number: growing goes on from there, and no number stands for two contents.
 
     Args:
       base: plan of the newest revision, with the results of encoding.
