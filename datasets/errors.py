@@ -2,7 +2,7 @@
 
     LeanditError                    exit code 1
     ├── RecipeError (ValueError)              2   a recipe or an option is wrong
-    ├── SourceError                           3   the pictures or captions cannot be read as asked
+    ├── SourceError                           3   the images or captions cannot be read as asked
     ├── EncoderError                          3   a VAE, text encoder or tokenizer is not usable
     ├── StoreError                            3   a store cannot be used as asked
     │   ├── StoreNotFound (FileNotFoundError)
@@ -35,7 +35,7 @@ class RecipeError(LeanditError, ValueError):
 
 
 class SourceError(LeanditError):
-    """The source of pictures and captions cannot be read as asked."""
+    """The source of images and captions cannot be read as asked."""
 
     exit_code = 3
 

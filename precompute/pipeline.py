@@ -42,7 +42,7 @@ from .planning.opening import (
     newest_plan,
 )
 from .planning.planner import Planner
-from .planning.self_check import NUM_PICTURES, check_autoencoder
+from .planning.self_check import NUM_IMAGES, check_autoencoder
 from .run.bottleneck import CHECK, LOAD, PLAN, StageTime, Workers, stage_times
 from .run.clock import Progress, StageClock
 from .run.tasks import Runner
@@ -265,7 +265,7 @@ class Stage1:
                 *(plan, encoder, self.runner.decoders, self.runner.source),
                 min_psnr_db=min_psnr_db,
                 say=self.say,
-                progress=lambda done: self.progress("self-check", done, NUM_PICTURES),
+                progress=lambda done: self.progress("self-check", done, NUM_IMAGES),
             )
 
     def check_fingerprint(self, plan: FrozenPlan, source: Source | None) -> None:

@@ -186,9 +186,9 @@ class RunSection(Section):
     """"all": each record at eight times, the middles of eighths. "mlperf": each at one of 0, 1/8 ... 7/8 in turn, as
     MLPerf Training measures Flux.1."""
     sample_every: Count = 0
-    """Steps between grids of pictures by the averaged weights, samples/step-N.png; 0: none. The last step has one."""
+    """Steps between grids of images by the averaged weights, samples/step-N.png; 0: none. The last step has one."""
     sample_count: Positive = 16
-    """Pictures of a grid: classes, or captions of held-out records, spread evenly; always the same ones."""
+    """Images of a grid: classes, or captions of held-out records, spread evenly; always the same ones."""
     sample_steps: Positive = 20
     """Steps of their sampler."""
     sample_guidance: Annotated[float, Field(ge=0, le=100)] = 4.0

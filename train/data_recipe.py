@@ -50,9 +50,9 @@ class RecordsSection(Section):
     labels: list[str | int] = Field(default=[])
     """Names or numbers of the classes that train; empty: all."""
     min_aspect: Annotated[float, Field(ge=0)] = 0.0
-    """Least height over width of the source picture; 0: no limit."""
+    """Least height over width of the source image; 0: no limit."""
     max_aspect: Annotated[float, Field(ge=0)] = 0.0
-    """Largest height over width of the source picture; 0: no limit."""
+    """Largest height over width of the source image; 0: no limit."""
     scores: str = ""
     """Parquet file with a score for each record; empty: no scores."""
     score_column: str = "score"

@@ -63,7 +63,7 @@ class Batch:
       texts: captions of each text encoder, by name; that of ``[text]`` is empty.
       pads: ``captions`` are padded, not packed.
       features: image features, by name.
-      stored_companions: companion pictures as stored, by name: (B, 2C, H, W) moments or (B, C, H, W) latents; of a mask
+      stored_companions: companion images as stored, by name: (B, 2C, H, W) moments or (B, C, H, W) latents; of a mask
         (B, H, W) uint8.
     """
 
@@ -95,7 +95,7 @@ class Batch:
 
     @cached_property
     def companions(self) -> dict[str, torch.Tensor]:
-        """Companion pictures as the model sees them, by name, on the device of the batch.
+        """Companion images as the model sees them, by name, on the device of the batch.
 
         (B, C, H, W) float32, the mean of the posterior (nothing is drawn), shifted and scaled; or a mask, (B, H, W)
         uint8 grey from 0 to 255.
@@ -131,7 +131,7 @@ class Batch:
         return self.text.offsets
 
     def finish(self) -> Batch:
-        """Compute latents, captions, features and pictures now."""
+        """Compute latents, captions, features and images now."""
         _ = self.latents, self.companions, self.captions, *(text.embeddings for text in self.texts.values())
         _ = [(feature.patches, feature.cls) for feature in self.features.values()]
         return self

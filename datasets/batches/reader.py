@@ -259,7 +259,7 @@ def check_fit(store: LatentStore, plan: BatchPlan) -> None:
 
 
 def _check_has(store: LatentStore, what: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Raises: RecipeError: a store lacks a feature or picture."""
+    """Raises: RecipeError: a store lacks a feature or companion."""
     if missing := set(names) - set(known):
         found = ", ".join(known) or "none"
         raise RecipeError(f"store '{store.path}': it has no {what} '{min(missing)}'. There are: {found}.")

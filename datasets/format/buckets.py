@@ -1,4 +1,4 @@
-"""Bucket tables and the assignment of a picture to a bucket. Pure functions; sizes are height x width in pixels."""
+"""Bucket tables and the assignment of an image to a bucket. Pure functions; sizes are height x width in pixels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PIXART_2880 = (
 )  # fmt: skip
 PIXART_RESOLUTIONS_PX = (256, 512, 1024, 2048, 2880, 4096)
 LANCZOS_RESOLUTIONS_PX = (2048, 2880)  # PixArt's trainer resizes for these tables with Lanczos, else bicubically
-MAX_RATIO = 4.5  # PixArt-Sigma drops pictures that are longer than this, either way
+MAX_RATIO = 4.5  # PixArt-Sigma drops images that are longer than this, either way
 STEP_PX = 64  # of the sides of the published tables for 1024 px
 DOWNSCALE = 8  # of most autoencoders: pixels a latent
 MAX_BUCKETS = 2048  # published tables have 40; every image is compared with all
@@ -93,7 +93,7 @@ def area_step(resolution_px: int, downscale: int = DOWNSCALE) -> int:
     return next((step for step in range(largest, 0, -patch_px) if resolution_px % step == 0), largest)
 
 
-@functools.cache  # called for every planned picture
+@functools.cache  # called for every planned image
 def _table(buckets: str | tuple[str, ...], resolution_px: int, step_px: int, max_ratio: float) -> Table:
     if buckets == "square":
         return ((1.0, resolution_px, resolution_px),)
@@ -141,7 +141,7 @@ def _by_ratio(sizes: set[tuple[int, int]]) -> Table:
 
 
 def resize_filter(buckets: str | Sequence[str], resolution_px: int) -> str:
-    """Filter for resizing a picture to its bucket, as in PixArt's trainer: "bicubic" or "lanczos"."""
+    """Filter for resizing an image to its bucket, as in PixArt's trainer: "bicubic" or "lanczos"."""
     return "lanczos" if buckets == "pixart" and resolution_px in LANCZOS_RESOLUTIONS_PX else "bicubic"
 
 
@@ -150,9 +150,9 @@ def assign_bucket(
 ) -> tuple[int, int] | None:
     """Choose the bucket with the nearest ratio, by difference, as PixArt does.
 
-    A table of one row takes every picture (DiT's centre crop).
+    A table of one row takes every image (DiT's centre crop).
 
-    Returns: (height_px, width_px) of the bucket; None if the picture exceeds ``max_ratio``.
+    Returns: (height_px, width_px) of the bucket; None if the image exceeds ``max_ratio``.
     """
     if len(table) == 1:
         return table[0][1:]
@@ -164,10 +164,10 @@ def assign_bucket(
 
 
 def largest_crop(table: Table, max_ratio: float) -> tuple[float, float]:
-    """The picture that loses most to the crop: its ratio is halfway between two buckets, or beyond the last one.
+    """The image that loses most to the crop: its ratio is halfway between two buckets, or beyond the last one.
 
     Args:
-      max_ratio: of the pictures, longest side over shortest; no bucket exceeds it.
+      max_ratio: of the images, longest side over shortest; no bucket exceeds it.
     Returns: the share of its area that it loses, and its ratio height / width.
     """
     ratios = [row[0] for row in table]

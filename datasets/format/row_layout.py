@@ -117,10 +117,10 @@ def feature_rows(spec: FeatureSpec, bucket: str) -> dict[str, Row]:
     return arrays
 
 
-def companion_rows(spec: StoreSpec, picture: CompanionSpec, bucket: str) -> dict[str, Row]:
+def companion_rows(spec: StoreSpec, image: CompanionSpec, bucket: str) -> dict[str, Row]:
     """The row of the array of a companion, by name: as the latents, or ``mask`` (H, W)."""
     shape = latent_shape(spec, bucket)
-    if picture.kind == MASK:
+    if image.kind == MASK:
         return {MASK: (shape[1:], "uint8")}
     return {spec.latent.array: (shape, spec.latent.dtype)}
 

@@ -27,7 +27,7 @@ Side = Annotated[int, Field(ge=1, le=1 << 20)]
 Dtype = Annotated[str, Field(pattern=r"^float(16|32)$")]
 Name = Annotated[
     str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")
-]  # of a text encoder, a feature or a picture: a folder and a column
+]  # of a text encoder, a feature or a companion: a folder and a column
 TextDtype = Annotated[str, Field(pattern=r"^(float(16|32)|bfloat16|int8)$")]
 BucketName = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,5}$")]
 
@@ -75,7 +75,7 @@ class EncoderIdentity(_Model):
 
 
 class ImageSpec(_Model):
-    """How a picture became pixels."""
+    """How an image became pixels."""
 
     resolution_px: Side
     crop: str
@@ -95,7 +95,7 @@ class Decoding(_Model):
 
     Args:
       shift, scale: already applied by the other encoder, C numbers each.
-      zero_to_one: pictures of the VAE range from 0 to 1, not from -1 to 1.
+      zero_to_one: images of the VAE range from 0 to 1, not from -1 to 1.
     """
 
     shift: list[float]
@@ -143,7 +143,7 @@ class FeatureSpec(_Model):
       layer: index of its hidden states, 0 before the first block; -1: its output, after the final norm.
       width: D, of a token.
       patch_px: side of a patch, in the input of the model.
-      resolution_px: side of that input for a square picture of ``images_px``.
+      resolution_px: side of that input for a square image of ``images_px``.
     """
 
     output: Literal["patches", "cls", "both"]
@@ -155,7 +155,7 @@ class FeatureSpec(_Model):
     dtype: Literal["float16", "int8"]
 
     def grid(self, height_px: int, width_px: int) -> tuple[int, int]:
-        """Rows and columns of patches for pictures of a bucket: their size for the model, in whole patches."""
+        """Rows and columns of patches for images of a bucket: their size for the model, in whole patches."""
         step = 2 * self.patch_px * self.images_px
         rows, columns = (
             max(1, (2 * side_px * self.resolution_px + step // 2) // step) for side_px in (height_px, width_px)
@@ -166,7 +166,7 @@ class FeatureSpec(_Model):
     def _has_a_token_a_pixel_at_most(self) -> FeatureSpec:
         if self.resolution_px > self.patch_px * self.images_px:
             raise ValueError(
-                f"{self.resolution_px} px make more patches than a picture of {self.images_px} px has pixels"
+                f"{self.resolution_px} px make more patches than an image of {self.images_px} px has pixels"
             )
         return self
 
@@ -219,7 +219,7 @@ class FeatureEncoder(_Model):
 
 
 class CompanionSpec(_Model):
-    """A companion picture of every record: a control image, an edit source or a mask.
+    """A companion image of every record: a control image, an edit source or a mask.
 
     Args:
       column: of the source, that names or holds it.
@@ -258,7 +258,7 @@ class StoreSpec(_Sparse):
 
     @property
     def groups(self) -> list[str]:
-        """Names of all that is stored of a record beside its latents: features, then companion pictures."""
+        """Names of all that is stored of a record beside its latents: features, then companion images."""
         return [one.name for one in (*self.features, *self.companions)]
 
     @property
@@ -298,7 +298,7 @@ class StoreSpec(_Sparse):
     def _has_unique_names(self) -> StoreSpec:
         names = [one.name for one in (*self.texts, *self.features, *self.companions)]
         if len(set(names)) != len(names) or (self.text is None) != (self.text_encoder is None):
-            raise ValueError("two text encoders, features or pictures have one name, or [text] has half an encoder")
+            raise ValueError("two text encoders, features or companions have one name, or [text] has half an encoder")
         return self
 
     def with_fingerprint(self) -> StoreSpec:
@@ -341,14 +341,14 @@ class Fallback(_Model):
 
 
 class CheckedImage(_Model):
-    """A picture that went through the autoencoder and came back."""
+    """An image that went through the autoencoder and came back."""
 
     key: str
     psnr_db: Annotated[float, Field(ge=-100, le=100)]
 
 
 class SelfCheck(_Model):
-    """What came back of a few pictures of the source before the plan was frozen."""
+    """What came back of a few images of the source before the plan was frozen."""
 
     images: Annotated[list[CheckedImage], Field(min_length=1, max_length=64)]
     channel_mean: list[Float32]  # as the model sees them, of the posterior's mean

@@ -15,20 +15,20 @@ REJECT_REASONS = {
     "bad_metadata": "the metadata of the record is not valid",
     "duplicate_key": "an earlier record has the same key",
     "no_caption": "the recipe encodes captions and the record has none",
-    "not_an_image": "the bytes are not a picture of a known format",
-    "truncated": "the picture ends too early",
-    "decode_error": "the decoder cannot read the picture",
-    "decoder_crash": "the process that decoded the picture crashed",
+    "not_an_image": "the bytes are not an image of a known format",
+    "truncated": "the image ends too early",
+    "decode_error": "the decoder cannot read the image",
+    "decoder_crash": "the process that decoded the image crashed",
     "decoder_timeout": "the decoder did not finish in time",
     "unsupported_mode": "the pixels have no defined meaning as RGB (32-bit or float)",
     "too_small": "the shorter side has fewer pixels than images.min_px",
     "too_large": "more pixels, or more memory for them, than the limit",
     "aspect": "the ratio of height to width is outside the bucket table",
     "source_changed": "the file has changed since it was planned",
-    "wrong_size": "the picture has another size than planned",
+    "wrong_size": "the image has another size than planned",
     "nonfinite": "the encoder gave NaN or infinity, in its own dtype and in float32; or imported features have them",
     "nonfinite_caption": "a text encoder gave NaN or infinity for one of the record's captions, in float32 too",
-    "out_of_memory": "the device lacks the memory to encode this picture alone",
+    "out_of_memory": "the device lacks the memory to encode this image alone",
     "wrong_shape": "imported features have another shape or dtype than the other records",
     "no_label": "other imported records have a label, this one has none",
 }
@@ -41,11 +41,11 @@ RECORDS_SCHEMA = pa.schema(
         ("row", pa.int64()),  # of the arrays of the bucket; -1 if rejected at scan
         ("label", pa.int64()),  # class index, -1 for none
         ("caption_ids", pa.list_(pa.int32())),
-        ("height_px", pa.int32()),  # of the source picture, upright
+        ("height_px", pa.int32()),  # of the source image, upright
         ("width_px", pa.int32()),
         ("resized_height_px", pa.int32()),  # after the resize, before the crop
         ("resized_width_px", pa.int32()),
-        ("crop_top_px", pa.int32()),  # of the crop, in the resized picture
+        ("crop_top_px", pa.int32()),  # of the crop, in the resized image
         ("crop_left_px", pa.int32()),
         ("status", pa.string()),  # "stored" or "rejected" ("planned" while the store is incomplete)
         ("stage", pa.string()),  # of a reject: "scan", "decode" or "encode"
@@ -53,7 +53,7 @@ RECORDS_SCHEMA = pa.schema(
         ("detail", pa.string()),
         ("attempts", pa.int32()),  # how often it was tried; more than 1 after --retry-rejected
         ("checksum", pa.uint64()),  # XXH3-64 of the record's row in each latent array, in order; null if not stored
-        ("source_checksum", pa.uint64()),  # XXH3-64 of the picture's file as it was encoded; null if not stored
+        ("source_checksum", pa.uint64()),  # XXH3-64 of the image's file as it was encoded; null if not stored
         ("fallback", pa.string()),  # how it was encoded, if not as planned (Fallback.how); else null
     ]
 )
@@ -61,7 +61,7 @@ RECORDS_SCHEMA = pa.schema(
 PLAN_SCHEMA = pa.schema(  # of the records table of a plan
     [
         *RECORDS_SCHEMA,
-        ("source_path", pa.string()),  # location of the picture, relative to the source
+        ("source_path", pa.string()),  # location of the image, relative to the source
         ("source_offset", pa.int64()),
         ("source_bytes", pa.int64()),
         ("source_mtime_ns", pa.int64()),
@@ -84,15 +84,15 @@ CAPTION_RESULTS = ("checksum", "min_cosine", "max_error")  # columns that encodi
 CAPTION_COUNTS = ("num_tokens", "truncated")  # columns of a text encoder that planning fills in
 CAPTION_START = "start"  # column that the layout fills in
 
-COMPANION_RESULTS = ("checksum", "source_checksum")  # columns of a companion picture, as those of the record itself
-PLACES = ("source_path", "source_offset", "source_bytes", "source_mtime_ns")  # columns of a plan: of a picture's file
+COMPANION_RESULTS = ("checksum", "source_checksum")  # columns of a companion image, as those of the record itself
+PLACES = ("source_path", "source_offset", "source_bytes", "source_mtime_ns")  # columns of a plan: of an image's file
 
 # Results of one row of one group of arrays, in the binary files beside commit records.
 ROW_RESULTS = np.dtype(
     [
         ("state", "u1"),  # of ROW_STATES
         ("checksum", "<u8"),  # XXH3-64 of its row in each array of the group, in order
-        ("source_checksum", "<u8"),  # XXH3-64 of the picture's file; 0 if it has none
+        ("source_checksum", "<u8"),  # XXH3-64 of the image's file; 0 if it has none
         ("min_cosine", "<f4"),  # NaN if it was not narrowed
         ("max_error", "<f4"),
     ]
@@ -113,27 +113,27 @@ def suffixes(spec: StoreSpec) -> dict[str, str]:
 
 
 def records_schema(spec: StoreSpec) -> pa.Schema:
-    """RECORDS_SCHEMA and the columns of features and pictures.
+    """RECORDS_SCHEMA and the columns of features and companions.
 
-    Of a feature ``checksum_NAME``, ``min_cosine_NAME``, ``max_error_NAME``; of a companion picture ``checksum_NAME``,
+    Of a feature ``checksum_NAME``, ``min_cosine_NAME``, ``max_error_NAME``; of a companion image ``checksum_NAME``,
     ``source_checksum_NAME``.
     """
     return _with_groups(RECORDS_SCHEMA, spec, COMPANION_RESULTS)
 
 
 def plan_schema(spec: StoreSpec) -> pa.Schema:
-    """As ``records_schema``, with PLAN_SCHEMA; also ``source_path_NAME`` and the other PLACES of each picture."""
+    """As ``records_schema``, with PLAN_SCHEMA; also ``source_path_NAME`` and the other PLACES of each image."""
     return _with_groups(PLAN_SCHEMA, spec, (*COMPANION_RESULTS, *PLACES))
 
 
 def sources_schema(spec: StoreSpec) -> pa.Schema:
-    """PLACES of each record's picture, then those of its companions: what a plan has beyond the records table."""
+    """PLACES of each record's image, then those of its companions: what a plan has beyond the records table."""
     schema = plan_schema(spec)
     return pa.schema([schema.field(name) for name in [*PLACES, *(name for one in place_columns(spec) for name in one)]])
 
 
 def place_columns(spec: StoreSpec) -> list[list[str]]:
-    """The PLACES of each companion picture, by their names in a plan."""
+    """The PLACES of each companion image, by their names in a plan."""
     return [[f"{name}_{one.name}" for name in PLACES] for one in spec.companions]
 
 

@@ -51,10 +51,10 @@ def compact(
 
     Args:
       out: folder of the new store, which gets this name when it is complete.
-      without: names of text encoders, features and pictures to leave out.
+      without: names of text encoders, features and companions to leave out.
     Returns: manifest of the new store.
     Raises: StoreError: a revision is unfinished, or something else is at ``out``; DamageError: a row is not what was
-      written; ResourceError: the disk is too small; RecipeError: it has no such text encoder, feature or picture.
+      written; ResourceError: the disk is too small; RecipeError: it has no such text encoder, feature or companion.
       Then nothing is at ``out``.
     """
     store = LatentStore(root)
@@ -79,7 +79,7 @@ def compact(
 
 
 def spec_without(spec: StoreSpec, names: Collection[str]) -> StoreSpec:
-    """The spec of a store without some text encoders, features and pictures.
+    """The spec of a store without some text encoders, features and companions.
 
     Raises: RecipeError: it has none of this name, or it is the first text encoder, which orders the captions.
     """

@@ -38,7 +38,7 @@ CAUSES = {
     "temporary": "left by a killed process, or still being written",
     "counts": "planned records are not stored plus rejected",
     "not_reproduced": "encoding the record again does not give what is stored",
-    "source_changed": "the source no longer holds the picture that was encoded",
+    "source_changed": "the source no longer holds the image that was encoded",
 }
 HARMLESS = frozenset(["single", "temporary", "unsealed", "source_changed"])
 MAX_KEYS = 20  # listed in a finding

@@ -22,7 +22,7 @@ def statistics_of(arrays: Iterable[np.ndarray], spec: LatentSpec) -> LatentStati
     """Statistics of the rows of a shard, with the variance of a stored posterior; rows of NaN count for nothing.
 
     Args:
-      arrays: (N, stored_channels, H, W) as stored: the latents, and those of the flipped pictures.
+      arrays: (N, stored_channels, H, W) as stored: the latents, and those of the flipped images.
     """
     counts = np.zeros((spec.stored_channels, PATTERNS), np.int64)
     for rows in arrays:

@@ -56,7 +56,7 @@ class FrozenPlan:
       copies: its rows are copied from the base, a revision of another store, not encoded (``leandit compact``).
       listing: hash of the source's listing (keys, sizes, times), to detect changes of the source.
       records: as ``plan_schema``, all records of the revision. Records that it encodes have its number in
-        ``revision``; the others are carried over, and new features and pictures complete them.
+        ``revision``; the others are carried over, and new features and images complete them.
       captions: as ``captions_schema``; those that this revision adds come last, sorted by length.
       recorded_hash: from the store; empty for a new plan.
       self_check: of the autoencoder, made before the first plan of the store was frozen; None without one.

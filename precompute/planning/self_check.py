@@ -28,9 +28,9 @@ from ..run.columns import OWN, encode_batch, latent_column, stored_row
 from ..run.inputs import ImageReader
 from ..sources.source import OpenedSource
 
-NUM_PICTURES = 8
+NUM_IMAGES = 8
 CANDIDATES = 4096  # planned records, evenly spread, of which those with the smallest hash are tried
-ATTEMPTS = 8 * NUM_PICTURES  # some may not decode
+ATTEMPTS = 8 * NUM_IMAGES  # some may not decode
 MAX_PSNR_DB = 100.0  # of an image that comes back exactly
 STD_LIMITS = (0.2, 5.0)  # of a channel as the model sees it
 MEAN_LIMIT = 3.0
@@ -79,7 +79,7 @@ def check_autoencoder(
         if trip := _round_trip(plan, position, encoder, decoders, source):
             trips.append(trip)
             progress(len(trips))
-        if len(trips) == NUM_PICTURES:
+        if len(trips) == NUM_IMAGES:
             break
     if not trips:
         say("self-check: none of the images that were tried can be decoded, so the VAE was not checked")

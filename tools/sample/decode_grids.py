@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from ...datasets.disk.files import remove, write_atomic
 from ...datasets.errors import DamageError, EncoderError, LeanditError
 from ...datasets.format.schema import LatentSpec
-from ...train.run.evaluation.decoding import LATENTS, PICTURE, grid_files
+from ...train.run.evaluation.decoding import IMAGE, LATENTS, grid_files
 from ..inspection.images import Cell, LatentDecoder, draw_sheet
 from .sample import png_bytes
 from .sampler import decode_in_parts
@@ -54,7 +54,7 @@ def decode_grids(folder: Path, vae: str | None = None) -> None:
                 )
         images = decode_in_parts(decoder.decode, latents, DECODED)
         cells = [Cell(pixels, name) for pixels, name in zip(images, grid["names"], strict=True)]
-        write_atomic(path.with_suffix(f".{PICTURE}"), png_bytes(draw_sheet(cells)))
+        write_atomic(path.with_suffix(f".{IMAGE}"), png_bytes(draw_sheet(cells)))
         remove(path)
     for error in unreadable.values():
         raise error

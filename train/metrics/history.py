@@ -182,7 +182,7 @@ class History:
 
     @property
     def seconds(self) -> np.ndarray:
-        """(R,) time spent in steps until each line, without evaluations, pictures and pauses."""
+        """(R,) time spent in steps until each line, without evaluations, images and pauses."""
         return np.cumsum(np.nan_to_num(self.columns["seconds_per_step"]) * self.widths)
 
     def state(self, num_steps: int, *, now: float | None = None) -> str:

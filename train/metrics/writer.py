@@ -76,7 +76,7 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.log(figures, step=report.step)
 
-    def write_picture(self, path: Path, step: int, *, now: int) -> None:
+    def write_image(self, path: Path, step: int, *, now: int) -> None:
         """Show a PNG in TensorBoard and wandb.
 
         Args:

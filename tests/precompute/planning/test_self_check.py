@@ -23,7 +23,7 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe, load
 from leandit.precompute.encoders.vae import ImageEncoder
-from leandit.precompute.planning.self_check import NUM_PICTURES, checked_positions
+from leandit.precompute.planning.self_check import NUM_IMAGES, checked_positions
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
 
@@ -155,7 +155,7 @@ def decibels(manifest: Manifest) -> list[float]:
 def test_an_honest_autoencoder_of_each_family_passes(family: str, run: Run, tmp_path: Path) -> None:
     manifest = run.go(save_honest(tmp_path / "vae", family))
     assert min(decibels(manifest)) > 35
-    assert len(decibels(manifest)) == NUM_PICTURES
+    assert len(decibels(manifest)) == NUM_IMAGES
     check = manifest.self_check
     assert check
     channels = LatentStore(tmp_path / "store").spec.latent.channels
@@ -245,7 +245,7 @@ def test_the_choice_depends_on_the_keys_alone(run: Run, tmp_path: Path) -> None:
     vae = save_honest(tmp_path / "vae", "kl")
     first = run.go(vae)
     plan = read_plan(tmp_path / "store", 1)
-    keys = [plan.records["key"][i].as_py() for i in list(checked_positions(plan))[:NUM_PICTURES]]
+    keys = [plan.records["key"][i].as_py() for i in list(checked_positions(plan))[:NUM_IMAGES]]
     assert first.self_check
     assert [one.key for one in first.self_check.images] == keys
     other = Run(tmp_path / "other")

@@ -18,7 +18,7 @@ from ....datasets.recipe import flatten, shipped_recipes
 from ....datasets.store import LatentStore
 from ....train.config import PACKAGE, load
 from ....train.metrics.history import read_history, read_starts, whole_lines
-from ....train.run.evaluation.decoding import LATENTS, PICTURE, grid_files
+from ....train.run.evaluation.decoding import IMAGE, LATENTS, grid_files
 from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, find
 from ..templating import Rows, things
 
@@ -62,7 +62,7 @@ class RunFacts:
         self.changed = differing(load(shipped, []).model_dump(), self.recipe) if self.shipped else []
         self.stores = [_describe_store(run, store) for store in manifest.stores]
         self.evaluations = _read_evaluations(run)
-        self.grids = grid_files(run / SAMPLES, PICTURE)  # decoded ones, by step
+        self.grids = grid_files(run / SAMPLES, IMAGE)  # decoded ones, by step
         self.num_waiting = len(grid_files(run / SAMPLES, LATENTS))
         self.checkpoints = sorted(int(path.name.rpartition("-")[2]) for path in find(CHECKPOINT, run))  # steps
         self.damaged = sorted(path.name for path in run.glob(f"damaged-{CHECKPOINT}-*"))  # that were set aside

@@ -1,1 +1,1 @@
-"""What a run shows while it trains: the loss of held-out records, and pictures."""
+"""What a run shows while it trains: the loss of held-out records, and images."""

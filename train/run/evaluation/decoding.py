@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 MODULE = "leandit.tools.sample.decode_grids"
-LATENTS, PICTURE = "safetensors", "png"
+LATENTS, IMAGE = "safetensors", "png"
 
 
 def grid_files(folder: Path, suffix: str) -> dict[int, Path]:
-    """The grids of a folder by step, the oldest first: ``LATENTS``, which are not decoded yet, or ``PICTURE``."""
+    """The grids of a folder by step, the oldest first: ``LATENTS``, which are not decoded yet, or ``IMAGE``."""
     matches = [(re.fullmatch(rf"step-(\d+)\.{suffix}", path.name), path) for path in folder.glob("step-*")]
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
@@ -71,7 +71,7 @@ class Decoding:
             if grid_files(self._folder, LATENTS):  # which it has not seen
                 self.start()
         latents = grid_files(self._folder, LATENTS)
-        images = grid_files(self._folder, PICTURE).items()
+        images = grid_files(self._folder, IMAGE).items()
         new = [(step, path) for step, path in images if step in self._pending and step not in latents]
         self._pending -= {step for step, _ in new}
         return new

@@ -108,7 +108,7 @@ class Log:
         """Write the images that have been decoded since the last call, or ``wait`` for all."""
         if self._decoding and self._writer:
             for step, path in self._decoding.decoded(wait=wait):
-                self._writer.write_picture(path, step, now=self._run.step)
+                self._writer.write_image(path, step, now=self._run.step)
 
     def _draw(self) -> None:
         """Draw the grid of this step and start its decoding; a collective call, after which nothing has changed."""
