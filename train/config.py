@@ -147,7 +147,7 @@ class RunSection(Section):
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
     """Arithmetic of forward and backward; weights and optimizer stay float32. A device without bf16 uses fp32."""
     residual: Literal["float32", "bf16"] = "float32"
-    """Stream of DiT, PixArt, Sana under bf16: "float32" as published; "bf16": less memory, larger rounding errors."""
+    """Residual stream under bf16: "float32"; "bf16", as in diffusers' scripts: less memory, larger rounding errors."""
     fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """Linear layers of blocks in FP8 on an H100, scaled by torchao; "tensorwise": each matrix; "rowwise": each row;
     "rowwise_with_gw_hp": the same, and gradients of weights from bf16."""

@@ -146,8 +146,6 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
             yield f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone."
         if keys := [technique.key for technique in techniques if technique.reads_blocks]:
             yield f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT."
-        if recipe.run.residual != "float32" and not FAMILIES[family].has_narrow_residual:
-            yield f"run.residual '{recipe.run.residual}': model '{name}' has float32 streams. Remove the key."
         if FAMILIES[family].is_flow and recipe.objective.kind != "flow":
             yield f"objective.kind '{recipe.objective.kind}': model '{name}' gives a velocity. Use 'flow'."
         if recipe.conditioning.kind == "label":

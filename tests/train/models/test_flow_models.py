@@ -102,9 +102,20 @@ def test_loss_and_gradients_are_those_of_diffusers_trainers(
         wanted_gradient = gradients[name]  # None: of captions behind the last block of Qwen-Image
         wanted_gradient = torch.zeros_like(parameter) if wanted_gradient is None else wanted_gradient
         torch.testing.assert_close(parameter.grad, wanted_gradient, rtol=1e-4, atol=1e-6)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        rounded = ours(noisy, TIMES, given)
-    assert (rounded - output).norm() < 0.05 * output.norm()
+    for residual in ("float32", "bf16"):
+        ours.residual, streams = residual, set[torch.dtype]()
+        for block in ours.blocks:
+            block.register_forward_hook(
+                lambda _, inputs, tokens, seen=streams: (
+                    seen.update(t.dtype for t in tokens if t is not None)
+                    if isinstance(tokens, tuple)
+                    else seen.add(tokens.dtype)
+                )
+            )
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            rounded = ours(noisy, TIMES, given)
+        assert streams == {torch.bfloat16 if residual == "bf16" else torch.float32}
+        assert (rounded - output).norm() < 0.05 * output.norm()
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,6 @@ def test_models_take_any_size_start_at_zero_but_for_sana_and_depend_on_the_seed_
         ("dit-s-4", "label", ["conditioning.kind=caption"], RunError, ("captions", "none")),
         ("pixart-tiny", "caption", ["conditioning.kind=label"], RecipeError, ("conditioning.kind", "captions")),
         ("sana-tiny", "caption", ["model.qk_norm=true"], RecipeError, ("model.qk_norm", "DiT alone")),
-        ("sd3-tiny", "caption", ["run.residual=bf16"], RecipeError, ("run.residual", "sd3-tiny", "float32")),
     ],
 )
 def test_a_model_that_does_not_fit_the_store_is_refused(

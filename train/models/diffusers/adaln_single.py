@@ -29,7 +29,6 @@ class AdaLNSingle(DiffusersModel):
       has_grid: blocks take the number of rows and columns, for a feed-forward of convolutions.
     """
 
-    has_narrow_residual = True
     embed_name: str
     time_name: str
     zeros: tuple[str, ...] = ()

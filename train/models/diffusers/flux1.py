@@ -20,9 +20,9 @@ from .model import (
     Config,
     DiffusersModel,
     initialize,
+    keep_streams,
     pack,
     unpack,
-    widen_streams,
 )
 
 
@@ -71,7 +71,7 @@ class Flux1(DiffusersModel):
         return 2  # squares of latent pixels are packed before the class sees them
 
     def optimize(self) -> None:
-        widen_streams(self.net, self.net.x_embedder, self.net.context_embedder)
+        keep_streams(self, self.net.x_embedder, self.net.context_embedder)
 
     def initialize_weights(self) -> None:
         """Zeros for modulations and the output."""

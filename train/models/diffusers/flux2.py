@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..conditioning import Conditioning
 from ..spec import ModelSpec, TextInput
-from .model import ATTENTION, TEXT_ATTENTION, TWO_STREAMS, Config, DiffusersModel, initialize, widen_streams
+from .model import ATTENTION, TEXT_ATTENTION, TWO_STREAMS, Config, DiffusersModel, initialize, keep_streams
 
 
 def size(depth: int, single_depth: int, heads: int, *, axis: int = 32, distilled: bool = False) -> Config:
@@ -59,7 +59,7 @@ class Flux2(DiffusersModel):
         return widths | {"joint_attention_dim": spec.caption_width}
 
     def optimize(self) -> None:
-        widen_streams(self.net, self.net.x_embedder, self.net.context_embedder)
+        keep_streams(self, self.net.x_embedder, self.net.context_embedder)
 
     def initialize_weights(self) -> None:
         """Zeros for modulations and the output."""

@@ -52,7 +52,6 @@ class DiffusersModel(nn.Module):
       vae: class of that VAE.
       adapted: ends of the names of the linear layers that get adapters by default.
       residual: dtype of the residual stream under autocast to bfloat16; in any other precision it is float32.
-      has_narrow_residual: whether ``residual`` may be "bf16".
       is_flow: it gives a velocity alone, so it trains with flow matching alone.
       samples_flows: its pipeline takes schedulers of flows.
       takes_guidance: distilled weights of it take the scale of the guidance as an input.
@@ -71,7 +70,6 @@ class DiffusersModel(nn.Module):
     downscale: ClassVar[int] = 8
     vae: ClassVar[str] = "AutoencoderKL"
     adapted: ClassVar[tuple[str, ...]] = ATTENTION
-    has_narrow_residual: ClassVar[bool] = False
     is_flow: ClassVar[bool] = False
     samples_flows: ClassVar[bool] = True
     takes_guidance: ClassVar[bool] = False
@@ -142,15 +140,25 @@ class DiffusersModel(nn.Module):
         return self.net.transformer_blocks
 
 
-def widen_streams(net: nn.Module, *embedders: nn.Module) -> None:
-    """Keep the residual streams float32 under autocast, and queries and keys in the dtype of matrix products.
+def keep_streams(model: DiffusersModel, *embedders: nn.Module) -> None:
+    """Keep the residual streams in ``model.residual`` under autocast, and queries and keys in the dtype of products.
+
+    The first block takes float32: Flux.1 and Qwen-Image round the time to the dtype of the embedded latents.
 
     Args:
       embedders: modules whose outputs are the streams.
     """
+
+    def keep(_: nn.Module, inputs: Any, tokens: Any) -> Any:
+        if isinstance(tokens, tuple):  # of a block with two streams; None: captions that nothing reads
+            return tuple(None if stream is None else residual_stream(stream, model.residual) for stream in tokens)
+        return residual_stream(tokens, model.residual)
+
     for embedder in embedders:
         embedder.register_forward_hook(lambda _, inputs, tokens: residual_stream(tokens, "float32"))  # pyright: ignore
-    for name, module in net.named_modules():  # norms with float32 weights would make attention float32
+    for block in model.blocks:
+        block.register_forward_hook(keep)
+    for name, module in model.net.named_modules():  # norms with float32 weights would make attention float32
         if name.rpartition(".")[2] in QUERY_KEY_NORMS and type(module).__name__ == "RMSNorm":
             module.register_forward_hook(lambda _, inputs, normed: normed.to(inputs[0].dtype))
 

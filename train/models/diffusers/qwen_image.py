@@ -20,9 +20,9 @@ from .model import (
     Config,
     DiffusersModel,
     initialize,
+    keep_streams,
     pack,
     unpack,
-    widen_streams,
 )
 
 
@@ -53,7 +53,7 @@ class QwenImage(DiffusersModel):
 
     def optimize(self) -> None:
         net = cast(Any, self.net)
-        widen_streams(net, net.img_in, net.txt_in)
+        keep_streams(self, net.img_in, net.txt_in)
         net.pos_embed.forward = MethodType(rotations, net.pos_embed)
         # The last block's captions are not read. With a gradient of zero for its weights, DDP needs no search for them.
         last = net.transformer_blocks[-1]

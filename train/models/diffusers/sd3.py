@@ -21,7 +21,7 @@ from .model import (
     DiffusersModel,
     add_positions,
     initialize,
-    widen_streams,
+    keep_streams,
 )
 
 CLIP = {"clip": ("CLIPTextModelWithProjection", "CLIPTokenizer")}
@@ -79,7 +79,7 @@ class SD3(DiffusersModel):
 
     def optimize(self) -> None:
         add_positions(self.net.pos_embed)
-        widen_streams(self.net, self.net.pos_embed, self.net.context_embedder)
+        keep_streams(self, self.net.pos_embed, self.net.context_embedder)
 
     def initialize_weights(self) -> None:
         """Queries, keys and values of a stream as one matrix; zeros for modulations and the output."""

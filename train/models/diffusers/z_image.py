@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..conditioning import Conditioning
 from ..spec import ModelSpec
-from .model import ATTENTION, Config, DiffusersModel, initialize, widen_streams
+from .model import ATTENTION, Config, DiffusersModel, initialize, keep_streams
 
 STEP = 32  # image and caption are padded to a multiple of so many tokens
 
@@ -58,7 +58,7 @@ class ZImage(DiffusersModel):
         return {**cls.sizes[spec.name], **cls.needs(spec), "all_patch_size": [cls.patch]}
 
     def optimize(self) -> None:
-        widen_streams(self.net)  # padding, which is float32, widens the streams
+        keep_streams(self)  # padding, which is float32, would widen the first
 
     def initialize_weights(self) -> None:
         """Zeros for modulations and the output."""
