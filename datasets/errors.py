@@ -1,4 +1,4 @@
-"""The exception tree. Every message says where, what was got, what was needed, what to do.
+"""The exception tree. Every message says where, what was got, what was expected, what to do.
 
     LeanditError                    exit code 1
     ├── RecipeError (ValueError)              2   a recipe or an option is wrong

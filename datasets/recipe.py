@@ -93,7 +93,7 @@ def _read_recipe(name: str, package: str) -> tuple[dict[str, Any], About]:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise RecipeError(f"recipe '{name}': not UTF-8 text ({error}). Needed a TOML file.") from error
+            raise RecipeError(f"recipe '{name}': not UTF-8 text ({error}). Expected a TOML file.") from error
     else:
         near = difflib.get_close_matches(name, shipped, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
@@ -162,7 +162,7 @@ def _apply_override(values: dict[str, Any], override: str, model: type[Section])
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names):
-        raise RecipeError(f"--set '{override}': needed SECTION.KEY=VALUE, as in --set optimizer.lr=2e-4.")
+        raise RecipeError(f"--set '{override}': expected SECTION.KEY=VALUE, as in --set optimizer.lr=2e-4.")
     if len(names) > MAX_DEPTH:
         raise RecipeError(f"--set {key.strip()[:40]}...: {TOO_DEEP}")
     section = values

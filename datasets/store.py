@@ -90,7 +90,7 @@ class LatentStore(OpenedRevision):
         remote: Mapping[str, Any] | None = None,
     ) -> None:
         if access not in get_args(Access):
-            raise RecipeError(f"access {access!r}: needed one of {', '.join(get_args(Access))}.")
+            raise RecipeError(f"access {access!r}: expected one of {', '.join(get_args(Access))}.")
         self.remote = None
         if "://" in str(path):
             from .remote.opening import open_remote

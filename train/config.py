@@ -270,7 +270,7 @@ class TrainRecipe(TechniqueSections, _ModelRecipe):
             named = [Turn(StoreSection(**own, **self.data.of_records), 0, None, 1.0)]
         if not named:
             raise RecipeError(
-                "no store to train on: needed --store PATH, or data.mixture or data.stages in the recipe."
+                "no store to train on: expected --store PATH, or data.mixture or data.stages in the recipe."
             )
         return named
 

@@ -96,7 +96,7 @@ class ShardedArray:
         if isinstance(which, tuple):
             rows, *inner = which or (slice(None),)
             if not all(isinstance(part, (int, np.integer, slice)) for part in inner):
-                raise TypeError(f"array '{self.path}': needed integers and slices behind the rows, got {which}")
+                raise TypeError(f"array '{self.path}': expected integers and slices behind the rows, got {which}")
             taken = self[rows]
             return taken[tuple(inner) if isinstance(rows, (int, np.integer)) else (slice(None), *inner)]
         if isinstance(which, slice):
@@ -109,10 +109,10 @@ class ShardedArray:
         rows = np.asarray(which)
         if rows.dtype == bool:
             if rows.shape != (len(self),):
-                raise RowOutOfRange(f"array '{self.path}': a mask of {rows.shape}, needed ({len(self)},)")
+                raise RowOutOfRange(f"array '{self.path}': a mask of {rows.shape}, expected ({len(self)},)")
             rows = np.flatnonzero(rows)
         if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
-            raise TypeError(f"array '{self.path}': rows are {rows.dtype} {rows.shape}, needed integers (B,)")
+            raise TypeError(f"array '{self.path}': rows are {rows.dtype} {rows.shape}, expected integers (B,)")
         return self.take(self._from_end(rows))
 
     def _from_end(self, rows: np.ndarray) -> np.ndarray:
@@ -154,7 +154,7 @@ class ShardedArray:
         """
         rows = np.asarray(rows)
         if rows.dtype.kind not in "iu" and rows.size:
-            raise TypeError(f"rows are {rows.dtype}, needed integers")
+            raise TypeError(f"rows are {rows.dtype}, expected integers")
         rows = rows.astype(np.int64, copy=False)
         # Before any arithmetic of addresses: a row in a gap between shards would be read without an error.
         if len(rows) and rows.view(np.uint64).max() >= len(self):  # negatives wrap past len(self)
@@ -208,7 +208,7 @@ class ShardedArray:
         if out is None:
             return np.empty(shape, self.dtype)
         if out.shape != shape or out.dtype != self.dtype or not out.flags.c_contiguous:
-            raise ValueError(f"out is {out.dtype} {out.shape}, needed contiguous {self.dtype} {shape}")
+            raise ValueError(f"out is {out.dtype} {out.shape}, expected contiguous {self.dtype} {shape}")
         return out
 
     def _prepare(self, rows: np.ndarray) -> np.ndarray:

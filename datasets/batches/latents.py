@@ -93,7 +93,7 @@ def normalised_as(spec: LatentSpec, how: Normalise, statistics: LatentStatistics
     elif statistics is None or min(statistics.channel_std) <= 0:
         what = "none" if statistics is None else "a channel with deviation 0"
         raise RecipeError(
-            f'latent normalisation "store": the store has {what} in its statistics; needed a mean and a deviation '
+            f'latent normalisation "store": the store has {what} in its statistics; expected a mean and a deviation '
             'above 0 of each channel. An incomplete store has them when it is finished. Or use "encoder".'
         )
     else:

@@ -75,14 +75,14 @@ class BatchReader(Dataset):
     ) -> None:
         if isinstance(stores, LatentStore) or len(stores) != len(order.plans):
             count = "one, not in a list" if isinstance(stores, LatentStore) else len(stores)
-            raise RecipeError(f"stores of a reader: {count}; needed a list of {len(order.plans)}, one for each plan.")
+            raise RecipeError(f"stores of a reader: {count}; expected a list of {len(order.plans)}, one for each plan.")
         self.stores, self.order = list(stores), order
         self.seeds = [plan.seed if seed is None else seed for plan in order.plans]
         rank_slice(0, rank, world_size)  # checks the rank
         if text not in get_args(TextForm):
-            raise RecipeError(f"text {text!r}: needed one of {', '.join(get_args(TextForm))}.")
+            raise RecipeError(f"text {text!r}: expected one of {', '.join(get_args(TextForm))}.")
         if check not in get_args(RowCheck):
-            raise RecipeError(f"check {check!r}: needed one of {', '.join(get_args(RowCheck))}.")
+            raise RecipeError(f"check {check!r}: expected one of {', '.join(get_args(RowCheck))}.")
         for store, plan in zip(self.stores, order.plans, strict=True):
             check_fit(store, plan)
         self._features = list(self.stores[0].features if features is None else features)
@@ -120,7 +120,7 @@ class BatchReader(Dataset):
     def __getitem__(self, number: int) -> Batch:
         """Read this rank's slice of a global batch; sequential reads are cheapest: they are planned together."""
         if number < 0:
-            raise IndexError(f"batch {number}: needed a number from 0")
+            raise IndexError(f"batch {number}: expected a number from 0")
         return self.read(*self._look_up(number), number)
 
     def read(self, planned: PlannedBatch, wanted: Records, number: int = 0) -> Batch:

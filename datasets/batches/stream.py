@@ -41,7 +41,7 @@ class BatchStream(IterableDataset):
 
     def __init__(self, reader: BatchReader, *, prefetch: int = 2, device: torch.device | None = None) -> None:
         if not isinstance(prefetch, int) or prefetch < 0:
-            raise RecipeError(f"a prefetch of {prefetch!r} batches: needed a whole number, 0 or more.")
+            raise RecipeError(f"a prefetch of {prefetch!r} batches: expected a whole number, 0 or more.")
         if is_gpu(device) and not torch.cuda.is_available():
             raise RecipeError(f"device '{device}': torch {torch.__version__} sees no GPU here.")
         self.reader, self._prefetch, self._device = reader, prefetch, device
@@ -186,7 +186,7 @@ class BatchStream(IterableDataset):
         Raises: RunError: the store or a setting that decides the order has changed, or the position is invalid.
         """
         if not isinstance(state, dict) or "number" not in state:
-            raise RunError(f"loader state: not a state of a loader; needed what 'state_dict' returned. {RESUME}")
+            raise RunError(f"loader state: not a state of a loader; expected what 'state_dict' returned. {RESUME}")
         current, hashes = self.state_dict(), state.get("root_hashes")
         _check_unchanged(state, current, ("version", "draw_seed"))
         incomplete = [content_hash(None, store.plan_hash) for store in self.reader.stores]
@@ -216,7 +216,7 @@ def _count(state: dict[str, Any], name: str) -> int:
     """A number of batches or passes. Raises: RunError: it is not one."""
     value = state.get(name)
     if type(value) is not int or not 0 <= value < MAX_NUMBER:
-        raise RunError(f"loader state: number {value!r}: needed a count of batches. Start a new run.")
+        raise RunError(f"loader state: number {value!r}: expected a count of batches. Start a new run.")
     return value
 
 

@@ -34,10 +34,10 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise DamageError(f"file '{path}': not a regular file; needed a JSON file. Restore it, or create it again.")
+        raise DamageError(f"file '{path}': not a regular file; expected a JSON file. Restore it, or create it again.")
     if status.st_size > max_bytes:
         raise DamageError(
-            f"file '{path}': {status.st_size} bytes; needed at most {max_bytes / 2**20:.0f} MiB. Restore it."
+            f"file '{path}': {status.st_size} bytes; expected at most {max_bytes / 2**20:.0f} MiB. Restore it."
         )
     try:
         value = json.loads(path.read_bytes())

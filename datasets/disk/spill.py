@@ -154,7 +154,7 @@ def rebatched(batches: Iterable[pa.RecordBatch], num_rows: int) -> Iterator[pa.R
         count, num_bytes = count + batch.num_rows, num_bytes + batch.nbytes
         if num_bytes > MAX_BATCH_BYTES:
             raise ResourceError(
-                f"{num_bytes >> 20} MiB of texts in {count} consecutive records; needed at most "
+                f"{num_bytes >> 20} MiB of texts in {count} consecutive records; expected at most "
                 f"{MAX_BATCH_BYTES >> 20} MiB in {num_rows}. Shorten the captions of the source."
             )
         if count >= num_rows:

@@ -56,7 +56,7 @@ def bucket_size(name: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", name)
     if not match:
-        raise RecipeError(f"bucket '{name}': needed HEIGHTxWIDTH in pixels, as in '512x768'.")
+        raise RecipeError(f"bucket '{name}': expected HEIGHTxWIDTH in pixels, as in '512x768'.")
     return int(match[1]), int(match[2])
 
 
@@ -111,7 +111,7 @@ def _table(buckets: str | tuple[str, ...], resolution_px: int, step_px: int, max
         return tuple((r, h * resolution_px // 1024, w * resolution_px // 1024) for r, h, w in PIXART_1024)
     if isinstance(buckets, str):
         raise RecipeError(
-            f"images.buckets '{buckets}': needed 'square', 'pixart', 'area' or a list such as ['512x768']."
+            f"images.buckets '{buckets}': expected 'square', 'pixart', 'area' or a list such as ['512x768']."
         )
     return _by_ratio({bucket_size(name) for name in buckets})
 
@@ -123,7 +123,7 @@ def _area_table(resolution_px: int, step_px: int, max_ratio: float) -> Table:
     """
     if resolution_px < step_px:
         raise RecipeError(
-            f"images.buckets 'area' with images.resolution {resolution_px}: needed at least images.step_px, "
+            f"images.buckets 'area' with images.resolution {resolution_px}: expected at least images.step_px, "
             f"which is {step_px}. Use a smaller step."
         )
     square = resolution_px // step_px * step_px

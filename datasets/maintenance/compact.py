@@ -86,8 +86,8 @@ def spec_without(spec: StoreSpec, names: Collection[str]) -> StoreSpec:
     known = [*(one.name for one in spec.text_encoders[1:]), *spec.groups]
     if unknown := [name for name in names if name not in known]:
         raise RecipeError(
-            f"compact --without '{unknown[0]}': needed a text encoder, but not the first, a feature or a companion of "
-            f"the store: {', '.join(known) or 'it has none'}."
+            f"compact --without '{unknown[0]}': expected a text encoder, but not the first, a feature or a companion "
+            f"of the store: {', '.join(known) or 'it has none'}."
         )
     recipe = dict(spec.recipe)
     for key in ("text", "features", "companions"):

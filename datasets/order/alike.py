@@ -50,8 +50,8 @@ def check_alike(
             ]
             if values:
                 raise RecipeError(
-                    f"stores '{first}' and '{second}' cannot be mixed: {'; '.join(values)}. Needed stores of the same "
-                    f"encoders{' and classes' if classes else ''}. {ADVICE.get(what, '')}".rstrip()
+                    f"stores '{first}' and '{second}' cannot be mixed: {'; '.join(values)}. Expected stores of the "
+                    f"same encoders{' and classes' if classes else ''}. {ADVICE.get(what, '')}".rstrip()
                 )
 
 

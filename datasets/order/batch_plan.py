@@ -115,17 +115,17 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         if not isinstance(self.seed, Integral):
-            raise RecipeError(f"a seed of {self.seed!r}: needed a whole number.")
+            raise RecipeError(f"a seed of {self.seed!r}: expected a whole number.")
         object.__setattr__(self, "seed", int(self.seed))  # numpy integers overflow, and are not JSON
         if self.leftovers not in get_args(Leftovers):
-            raise RecipeError(f"leftovers {self.leftovers!r}: needed one of {', '.join(get_args(Leftovers))}.")
+            raise RecipeError(f"leftovers {self.leftovers!r}: expected one of {', '.join(get_args(Leftovers))}.")
         numbers = [(f"bucket '{bucket}': a batch size", size) for bucket, size in self.batch_sizes.items()]
         if self.window:
             numbers += [(f"bucket '{bucket}': rows of a block", rows) for bucket, rows in self._block_rows.items()]
             numbers.append(("shards of a window", self.window.shards))
         for what, number in numbers:
             if number < 1:
-                raise RecipeError(f"{what}: {number}; needed at least 1.")
+                raise RecipeError(f"{what}: {number}; expected at least 1.")
         if self.selection and dict(self.selection.counts) != dict(self.buckets):
             raise RecipeError("the selection has other counts than the plan's buckets; give the plan selection.counts.")
         if self.num_records and not self._rate:

@@ -96,7 +96,7 @@ class CaptionOdds:
             at = int(np.argmax(wrong))
             raise RecipeError(
                 f"caption scores '{self.scores}': record '{store.record_at(int(index.records[at])).key}' has "
-                f"{num_scores[at]} scores and {num_captions[at]} captions in store '{store.path}'. Needed one for "
+                f"{num_scores[at]} scores and {num_captions[at]} captions in store '{store.path}'. Expected one for "
                 "each, in the same order."
             )
         values = pc.fill_null(lists.flatten(), math.nan).to_numpy(zero_copy_only=False)

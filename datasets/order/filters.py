@@ -101,14 +101,16 @@ class RecordFilter:
 
     def __post_init__(self) -> None:
         if self.labels is not None and (isinstance(self.labels, str) or not len(self.labels)):
-            raise RecipeError(f"a filter with labels {self.labels!r}: needed a list of at least one, or None for all.")
+            raise RecipeError(
+                f"a filter with labels {self.labels!r}: expected a list of at least one, or None for all."
+            )
         low, high = self._aspects
         if not low <= high:
-            raise RecipeError(f"a filter with aspects from {low} to {high}: needed a minimum up to the maximum.")
+            raise RecipeError(f"a filter with aspects from {low} to {high}: expected a minimum up to the maximum.")
         if self.scores and not math.isfinite(self.scores.minimum):
-            raise RecipeError(f"a filter with a minimum score of {self.scores.minimum}: needed a finite number.")
+            raise RecipeError(f"a filter with a minimum score of {self.scores.minimum}: expected a finite number.")
         if not 0 <= self.holdout < 1:
-            raise RecipeError(f"a filter with a holdout of {self.holdout}: needed a share from 0 to below 1.")
+            raise RecipeError(f"a filter with a holdout of {self.holdout}: expected a share from 0 to below 1.")
 
     @property
     def _aspects(self) -> tuple[float, float]:

@@ -42,7 +42,7 @@ class _Nested:
 
     def _check_orders(self) -> None:
         if not self._orders:
-            raise RecipeError("an order without parts: needed at least one.")
+            raise RecipeError("an order without parts: expected at least one.")
         if any(not plan.num_records for plan in self.plans):
             raise RecipeError("a plan without records: there is nothing to read. Leave it out.")
 
@@ -89,8 +89,8 @@ class Mixture(_Nested):
             total = sum(self.weights)
             near = ", ".join(str(max(1, round(1000 * weight / total))) for weight in self.weights)
             raise RecipeError(
-                f"a mixture with shares of {', '.join(map(str, self.weights))} in {self.period} batches: needed shares "
-                f"that are whole in at most {MAX_PERIOD}. Weights near to them: {near}."
+                f"a mixture with shares of {', '.join(map(str, self.weights))} in {self.period} batches: expected "
+                f"shares that are whole in at most {MAX_PERIOD}. Weights near to them: {near}."
             )
 
     @property
@@ -103,7 +103,7 @@ class Mixture(_Nested):
         shares = []
         for _, weight in self.parts:
             if not (math.isfinite(weight) and weight > 0):
-                raise RecipeError(f"a mixture with a weight of {weight}: needed a number above 0.")
+                raise RecipeError(f"a mixture with a weight of {weight}: expected a number above 0.")
             shares.append(Fraction(str(weight)))  # the decimal, not the nearest binary number: 0.7 is 7/10
         whole = math.lcm(*(share.denominator for share in shares))
         counts = [int(share * whole) for share in shares]
@@ -145,9 +145,9 @@ class Stages(_Nested):
         self._check_orders()
         for _, count in self.stages[:-1]:
             if count is None or count < 1:
-                raise RecipeError(f"a stage of {count} batches before the last: needed at least 1.")
+                raise RecipeError(f"a stage of {count} batches before the last: expected at least 1.")
         if self.stages[-1][1] is not None:
-            raise RecipeError(f"the last stage has {self.stages[-1][1]} batches: needed None, it does not end.")
+            raise RecipeError(f"the last stage has {self.stages[-1][1]} batches: expected None, it does not end.")
 
     @property
     def _orders(self) -> list[BatchOrder]:

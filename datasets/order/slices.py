@@ -22,7 +22,7 @@ def rank_slice(size: int, rank: int, world_size: int) -> slice:
     Raises: IndexError: there is no such rank.
     """
     if not 0 <= rank < world_size:
-        raise IndexError(f"rank {rank} of {world_size} ranks: needed 0 to {world_size - 1}")
+        raise IndexError(f"rank {rank} of {world_size} ranks: expected 0 to {world_size - 1}")
     return slice(size * rank // world_size, size * (rank + 1) // world_size)
 
 
@@ -40,7 +40,7 @@ def batch_sizes_by_tokens(
     """
     for name, value in (("tokens", tokens), ("pixels_per_token", pixels_per_token), ("multiple_of", multiple_of)):
         if not isinstance(value, Integral) or value < 1:
-            raise RecipeError(f"{name} of {value}: needed a whole number, at least 1.")
+            raise RecipeError(f"{name} of {value}: expected a whole number, at least 1.")
     sizes, token_area = {}, pixels_per_token**2
     for bucket in buckets:
         height_px, width_px = bucket_size(bucket)
@@ -62,10 +62,10 @@ def by_bucket(what: str, value: int | Mapping[str, int], buckets: Iterable[str])
     if isinstance(value, Integral):
         return dict.fromkeys(buckets, int(value))
     if not isinstance(value, Mapping):
-        raise RecipeError(f"a {what} of {value!r}: needed a whole number, or one for each bucket.")
+        raise RecipeError(f"a {what} of {value!r}: expected a whole number, or one for each bucket.")
     if missing := [bucket for bucket in buckets if bucket not in value]:
         raise RecipeError(f"bucket '{missing[0]}': no {what} is given. There are: {', '.join(value) or 'none'}.")
     for bucket in buckets:
         if not isinstance(value[bucket], Integral):
-            raise RecipeError(f"bucket '{bucket}': a {what} of {value[bucket]!r}; needed a whole number.")
+            raise RecipeError(f"bucket '{bucket}': a {what} of {value[bucket]!r}; expected a whole number.")
     return {bucket: int(value[bucket]) for bucket in buckets}

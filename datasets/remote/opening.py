@@ -73,7 +73,7 @@ def open_remote(
       (the URL cannot be read here).
     """
     if not isinstance(capacity_gib, (int, float)) or not 0 < capacity_gib < 2**40:
-        raise RecipeError(f"capacity_gib {capacity_gib!r}: needed a positive, finite number.")
+        raise RecipeError(f"capacity_gib {capacity_gib!r}: expected a positive, finite number.")
     reader, capacity = RemoteReader(url, options), int(capacity_gib * 2**30)
     local = Path(os.path.abspath(folder or default_folder(url)))
     try:
@@ -117,8 +117,8 @@ def _check_folder(folder: Path, shown_url: str) -> None:
     names = set(os.listdir(folder))
     if names and not names & {REMOTE_ABOUT, OPENING}:
         raise StoreError(
-            f"folder '{folder}': it holds other files; needed an empty one for store '{shown_url}', since files in it "
-            "are removed to make room. Give another one."
+            f"folder '{folder}': it holds other files; expected an empty one for store '{shown_url}', since files in "
+            "it are removed to make room. Give another one."
         )
 
 
@@ -162,7 +162,9 @@ def _fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifes
             remove(old)
     for path, size in sizes.items():
         if size > MAX_JSON_BYTES:
-            raise DamageError(f"store '{reader.url}': file '{path}' has {size} bytes; needed at most {MAX_JSON_BYTES}.")
+            raise DamageError(
+                f"store '{reader.url}': file '{path}' has {size} bytes; expected at most {MAX_JSON_BYTES}."
+            )
     manifests_last = sorted(sizes.items(), key=lambda item: item[0].endswith(MANIFEST))  # they make it a store
     _fetch(reader, store, (FileEntry(path=path, bytes=size, xxh3_128="") for path, size in manifests_last))
     with url_in_errors(reader, store):

@@ -68,7 +68,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     name = str(config.get("_class_name"))
     if name not in FAMILIES:
         raise EncoderError(
-            f"{where}: its config.json says '{name[:80]}', needed {', '.join(FAMILIES)}. How any other "
+            f"{where}: its config.json says '{name[:80]}', expected {', '.join(FAMILIES)}. How any other "
             "normalises its latents is not known here."
         )
     family = FAMILIES[name]
@@ -79,7 +79,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     has_mean, has_std = (bool(config.get(key)) for key in MEAN_STD)
     if has_mean != has_std:
         raise EncoderError(
-            f"{where}: its config.json has one of 'latents_mean' and 'latents_std', needed both or none."
+            f"{where}: its config.json has one of 'latents_mean' and 'latents_std', expected both or none."
         )
     if family.normalised == "factors":
         _check_factors(config, name, where)
@@ -87,11 +87,11 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         raise EncoderError(f"{where}: its config.json has no 'latents_mean' and 'latents_std'. Add those of its model.")
     elif family.normalised == "batch norm" and list(config.get("patch_size", (2, 2))) != [family.patchify] * 2:
         raise EncoderError(
-            f"{where}: its config.json has the patch_size {str(config['patch_size'])[:80]}, needed [2, 2]: the "
+            f"{where}: its config.json has the patch_size {str(config['patch_size'])[:80]}, expected [2, 2]: the "
             "pipeline of Flux2 makes no other patches."
         )
     elif name == "AutoencoderRAE" and config.get("reshape_to_2d") is False:
-        raise EncoderError(f"{where}: its config.json has reshape_to_2d = false, needed true: latents of (C, H, W).")
+        raise EncoderError(f"{where}: its config.json has reshape_to_2d = false, expected true: latents of (C, H, W).")
     return family
 
 
@@ -101,7 +101,7 @@ def _check_channels(config: Mapping[str, Any], name: str, where: str) -> None:
     patch = config.get("patch_size") if name == "AutoencoderKLWan" else None
     per_channel = patch**2 if isinstance(patch, int) else 1
     if config.get(key, 3 * per_channel) != 3 * per_channel:
-        raise EncoderError(f"{where}: it encodes {str(config[key])[:80]} channels, needed 3: red, green and blue.")
+        raise EncoderError(f"{where}: it encodes {str(config[key])[:80]} channels, expected 3: red, green and blue.")
 
 
 def _check_factors(config: Mapping[str, Any], name: str, where: str) -> None:
@@ -114,7 +114,7 @@ def _check_factors(config: Mapping[str, Any], name: str, where: str) -> None:
     if not is_known:
         raise EncoderError(f"{where}: its config.json has no 'scaling_factor'. Add the one that it was trained with.")
     if config.get("latents_mean") and config.get("shift_factor"):
-        raise EncoderError(f"{where}: its config.json has 'latents_mean' and 'shift_factor', needed one of them.")
+        raise EncoderError(f"{where}: its config.json has 'latents_mean' and 'shift_factor', expected one of them.")
 
 
 def shift_and_scale(model: Any, family: Family, channels: int, where: str) -> tuple[list[float], list[float]]:
@@ -186,7 +186,7 @@ def set_tiling(model: Any, tile_px: int, downscale: int) -> None:
     Raises: RecipeError: its class cannot, or the tile size is not divisible into latent positions.
     """
     if tile_px % (4 * downscale):
-        raise RecipeError(f"vae.tile_px {tile_px}: needed a multiple of {4 * downscale}, 4 places of a latent.")
+        raise RecipeError(f"vae.tile_px {tile_px}: expected a multiple of {4 * downscale}, 4 places of a latent.")
     # A Wan with patches counts its tiles in pixels when it decodes, and in patches when it encodes.
     is_patched_wan = type(model).__name__ == "AutoencoderKLWan" and model.config.get("patch_size")
     if hasattr(model, "tile_sample_min_height") and hasattr(model, "tile_sample_stride_height") and not is_patched_wan:

@@ -58,7 +58,7 @@ def compiling() -> Iterator[None]:
         if isinstance(inner, torch.OutOfMemoryError):
             raise inner from error  # then a smaller batch is tried
         raise ResourceError(
-            f"vae.compile: torch cannot compile here ({_first_line(inner)}). Needed: a C++ compiler (on Debian: apt "
+            f"vae.compile: torch cannot compile here ({_first_line(inner)}). Expected: a C++ compiler (on Debian: apt "
             "install g++), on a GPU Triton too, which comes with torch; or set vae.compile = false."
         ) from error
 

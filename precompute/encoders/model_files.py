@@ -85,7 +85,7 @@ def resolve_model(
             )
         if folder.is_file() or (folder.suffix in SINGLE_FILES and not folder.is_dir()):
             raise EncoderError(
-                f"{what} '{model}': a single file, needed a folder with config.json. Load it with the library that "
+                f"{what} '{model}': a single file, expected a folder with config.json. Load it with the library that "
                 "made it (of a VAE: diffusers.AutoencoderKL.from_single_file), and save it with save_pretrained."
             )
         folder = model_folder(folder, subfolder)
@@ -141,7 +141,7 @@ def read_config(folder: Path, *, what: str, name: str = CONFIG) -> dict[str, Any
     """
     path = folder / name
     if not path.is_file():
-        raise EncoderError(f"{what} '{folder}': there is no '{name}'. Needed a folder saved by save_pretrained.")
+        raise EncoderError(f"{what} '{folder}': there is no '{name}'. Expected a folder saved by save_pretrained.")
     return _read_object(path, what=what)
 
 
@@ -157,7 +157,7 @@ def check_tokenizer_files(folder: Path, *, what: str) -> None:
         name = said.get("tokenizer_class")
         if path.name == "tokenizer_config.json" and ("auto_map" in said or name not in TOKENIZER_CLASSES):
             raise EncoderError(
-                f"{what} '{path}': it asks for the tokenizer {str(name)[:80]!r} or for code of its own, needed that "
+                f"{what} '{path}': it asks for the tokenizer {str(name)[:80]!r} or for code of its own, expected that "
                 "of a T5, CLIP, Gemma, GPT-2, Llama, Mistral or Qwen. Give a folder with the model's own tokenizer."
             )
 
@@ -168,7 +168,7 @@ def _read_object(path: Path, *, what: str) -> dict[str, Any]:
     except (DamageError, OSError) as error:
         raise EncoderError(f"{what}: {error}") from error
     if not isinstance(found, dict):
-        raise EncoderError(f"{what} '{path}': needed a JSON object.")
+        raise EncoderError(f"{what} '{path}': expected a JSON object.")
     return found
 
 
@@ -190,7 +190,7 @@ def weight_files(folder: Path, stem: str, *, what: str) -> list[Path]:
         names = set(map(str, named.values())) if isinstance(named, dict) else {""}
         if strange := sorted(names - {path.name for path in files}):
             raise EncoderError(
-                f"{what} '{index}': it names '{strange[0][:80]}', needed only '{stem}*.safetensors' beside it. "
+                f"{what} '{index}': it names '{strange[0][:80]}', expected only '{stem}*.safetensors' beside it. "
                 "Fetch or save the model again."
             )
     for path in files:

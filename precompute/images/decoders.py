@@ -99,7 +99,7 @@ class Decoders:
         _child_module: str = CHILD_MODULE,
     ) -> None:
         if num_children < 1:
-            raise ValueError(f"num_children is {num_children}; needed at least 1")
+            raise ValueError(f"num_children is {num_children}; expected at least 1")
         self._timeout_seconds = timeout_seconds
         self._owner, self._closed = os.getpid(), threading.Event()
         self._children = [DecoderProcess(_child_module, timeout_seconds, memory_mib) for _ in range(num_children)]
@@ -336,7 +336,7 @@ class DecoderProcess:
         except (EOFError, OSError) as error:
             how = self._how_it_ended() if self._process is not None and isinstance(error, EOFError) else str(error)
             raise ResourceError(
-                f"image decoder '{self._module}': the process does not start ({how}). Needed: memory, two free file "
+                f"image decoder '{self._module}': the process does not start ({how}). Expected: memory, two free file "
                 f"descriptors, and the image libraries. '{sys.executable} -m {self._module}' shows what is missing."
             ) from error
         return self._connection

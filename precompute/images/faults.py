@@ -42,7 +42,7 @@ def fault_error(what: str, error: BaseException) -> ResourceError:
     """
     return ResourceError(
         f"source, '{what}': it cannot be read now ({error or 'out of memory'}). The disk, the network folder or this "
-        "machine fails (needed: memory, open files (ulimit -n), room for temporary files (TMPDIR)), not the file. "
+        "machine fails (expected: memory, open files (ulimit -n), room for temporary files (TMPDIR)), not the file. "
         "Nothing was rejected for it: make it work again, then run the same command again; it resumes."
     )
 

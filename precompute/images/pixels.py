@@ -193,7 +193,7 @@ def crop_mask(
 def check_aspect(size: tuple[int, int], beside: tuple[int, int]) -> None:
     """Raise RecordRejected unless a companion has the aspect of its record's image, within a pixel of rounding."""
     if abs(size[0] * beside[1] - size[1] * beside[0]) > max(beside):
-        detail = "{}x{} px, the record's image has {}x{} px; needed the same aspect".format(*size, *beside)
+        detail = "{}x{} px, the record's image has {}x{} px; expected the same aspect".format(*size, *beside)
         raise RecordRejected("decode", "wrong_size", detail)
 
 

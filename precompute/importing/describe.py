@@ -181,7 +181,7 @@ def _per_channel(name: str, numbers: Sequence[float], channels: int) -> list[flo
         )
     if len(numbers) not in (1, channels):
         raise SourceError(
-            f"import: vae.{name} has {len(numbers)} numbers, the latents have {channels} channels. Needed one, or one "
-            f"a channel: check --set vae.{name}=[...], or the statistics that the source has."
+            f"import: vae.{name} has {len(numbers)} numbers, the latents have {channels} channels. Expected one, or "
+            f"one a channel: check --set vae.{name}=[...], or the statistics that the source has."
         )
     return [float(number) for number in (numbers if len(numbers) == channels else [numbers[0]] * channels)]

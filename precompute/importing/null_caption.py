@@ -48,7 +48,7 @@ def read_null(choice: str | None, shape: tuple[int, ...], name: str) -> np.ndarr
     rows = rows.reshape(inner) if rows.ndim > len(shape) and rows.size == np.prod(inner) else rows
     if rows.shape != shape or rows.dtype.kind != "f" or not np.isfinite(rows).all():
         raise SourceError(
-            f"--null '{path}': {rows.dtype} of shape {rows.shape}; needed finite numbers of shape {shape}, to which "
+            f"--null '{path}': {rows.dtype} of shape {rows.shape}; expected finite numbers of shape {shape}, to which "
             "captions are padded: guidance keeps a caption's mask, so the null caption is read at full length."
         )
     return rows
@@ -68,5 +68,5 @@ def _from_checkpoint(path: Path) -> np.ndarray:
         named = tensors.items() if isinstance(tensors, dict) else ()
         matching = [tensor for name, tensor in named if str(name).endswith(TENSOR) and hasattr(tensor, "nbytes")]
     if len(matching) != 1 or matching[0].nbytes > MAX_ARRAY_BYTES:
-        raise ValueError(f"{len(matching)} tensors whose name ends in '{TENSOR}'; needed one")
+        raise ValueError(f"{len(matching)} tensors whose name ends in '{TENSOR}'; expected one")
     return matching[0].float().numpy()

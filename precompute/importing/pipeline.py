@@ -113,7 +113,7 @@ def open_reader(kind: str, root: Path, recipe: ImportRecipe) -> Reader:
     Raises: RecipeError: unknown kind; SourceError: the source does not match it.
     """
     if kind not in READERS:
-        raise RecipeError(f"import '{kind}': no such kind of features. Needed one of {', '.join(get_args(Kind))}.")
+        raise RecipeError(f"import '{kind}': no such kind of features. Expected one of {', '.join(get_args(Kind))}.")
     if not (root.is_dir() or (kind == Edm2.kind and root.is_file())):
         file = " a .zip, or" if kind == Edm2.kind else ""
         raise SourceError(f"source '{root}': not found. An import of '{kind}' needs{file} a folder; check --source.")

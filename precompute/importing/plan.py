@@ -95,15 +95,15 @@ def _problem(header: RecordHeader, reader: Reader) -> RecordRejected | None:
     reason, (channels, *sides) = "wrong_shape", header.shape
     other = next((one.dtype for one in header.texts if one.dtype not in TEXT_DTYPES), "")
     if max(sides) > MAX_SIDE or (reader.defaults.latent in POSTERIORS and channels % 2):
-        detail = f"shape {header.shape}; needed (channels, height, width)"
+        detail = f"shape {header.shape}; expected (channels, height, width)"
     elif header.dtype not in DTYPES:
-        detail = f"dtype {header.dtype}; needed float16 or float32"
+        detail = f"dtype {header.dtype}; expected float16 or float32"
     elif reader.has_labels and header.label < 0:
         reason, detail = "no_label", f"label {header.label}"
     elif header.label >= MAX_CLASSES:
-        reason, detail = "bad_metadata", f"label {header.label}; needed a class number"
+        reason, detail = "bad_metadata", f"label {header.label}; expected a class number"
     elif other:
-        detail = f"a caption of dtype {other}; needed float16, bfloat16 or float32"
+        detail = f"a caption of dtype {other}; expected float16, bfloat16 or float32"
     else:
         return None
     return RecordRejected("scan", reason, detail)

@@ -202,7 +202,7 @@ def without_batch(shape: tuple[int, ...], sides: int) -> tuple[int, ...]:
     """A shape without a leading batch of one; raises RecordRejected if it has another number of sides."""
     inner = shape[1:] if len(shape) == sides + 1 and shape[0] == 1 else shape
     if len(inner) != sides or min(inner) < 1:
-        raise RecordRejected("scan", "wrong_shape", f"shape {shape}; needed {sides} sides")
+        raise RecordRejected("scan", "wrong_shape", f"shape {shape}; expected {sides} sides")
     return inner
 
 

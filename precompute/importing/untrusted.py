@@ -58,14 +58,14 @@ def npy_header(head: bytes, total_bytes: int) -> tuple[tuple[int, ...], np.dtype
     stream = io.BytesIO(head[: min(start, MAX_HEADER)])
     version = np.lib.format.read_magic(stream)
     if version not in HEADERS:
-        raise ValueError(f"version {version} of the npy format; needed 1.0 or 2.0")
+        raise ValueError(f"version {version} of the npy format; expected 1.0 or 2.0")
     try:
         with _parsing:
             shape, fortran, dtype = HEADERS[version](stream, max_header_size=MAX_HEADER)
     except (TokenError, SyntaxError, RecursionError, TypeError) as error:  # of headers that are no dictionaries
         raise ValueError(f"its header is not one of an array ({type(error).__name__})") from error
     if dtype.hasobject or dtype.newbyteorder("=").name not in DTYPES:
-        raise ValueError(f"dtype {dtype}; needed one of {', '.join(DTYPES)} (objects are pickled, and refused)")
+        raise ValueError(f"dtype {dtype}; expected one of {', '.join(DTYPES)} (objects are pickled, and refused)")
     claimed = math.prod(shape) * dtype.itemsize  # of Python's integers, which do not overflow
     if min(shape, default=1) < 0 or claimed > MAX_ARRAY_BYTES or start + claimed != total_bytes:
         raise ValueError(f"the header claims shape {shape} of {dtype}, the file has {total_bytes} bytes")

@@ -63,7 +63,7 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
     Raises: StoreError: the path is something else, or the store has lost its plan.
     """
     if root.exists() and not root.is_dir():
-        raise StoreError(f"store '{root}': a file is there; needed a folder, or nothing. Give another --store.")
+        raise StoreError(f"store '{root}': a file is there; expected a folder, or nothing. Give another --store.")
     if not root.exists():
         return None
     if revisions := [*sealed_revisions(root), *planned_revisions(root)]:
@@ -128,7 +128,7 @@ def _differences(stored: StoreSpec, expected: StoreSpec) -> list[str]:
         both = [name for name in before if name in now]
         old[kind], new[kind] = ({name: tables[kind][name] for name in both} for tables in (old, new))
         if kind == "companions" and both != now[: len(both)]:
-            lines.append(f"[companions.NAME] come as {', '.join(now)}, needed {', '.join(both)} first")
+            lines.append(f"[companions.NAME] come as {', '.join(now)}, expected {', '.join(both)} first")
     old, new = flatten(old), flatten(new)
     differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     return lines + [f"{key} is {old.get(key)!r} in the store, {new.get(key)!r} now" for key in differing]

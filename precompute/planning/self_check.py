@@ -92,9 +92,9 @@ def check_autoencoder(
     if np.median(decibels) < min_psnr_db:
         raise EncoderError(
             f"vae.model '{plan.spec.vae.model}': images of the source come back from its decoder with a PSNR "
-            f"of {np.median(decibels):.1f} dB (median of {len(trips)}), needed vae.min_psnr = {min_psnr_db:g}. Nothing "
-            f"was written. {unusual or _likely_mistake(trips)} If the VAE is right and knows no such images, lower "
-            "vae.min_psnr; 0 is no check."
+            f"of {np.median(decibels):.1f} dB (median of {len(trips)}), expected vae.min_psnr = {min_psnr_db:g}. "
+            f"Nothing was written. {unusual or _likely_mistake(trips)} If the VAE is right and has not seen such "
+            "images, lower vae.min_psnr; 0 disables the check."
         )
     if unusual:
         say(f"warning: self-check: {unusual}")
@@ -182,7 +182,7 @@ def unusual_channels(check: SelfCheck) -> str:
     ):
         if count := int(is_unusual.sum()):
             return (
-                f"The latents as the model sees them have {name} of {values.min():.2g} to {values.max():.2g}, needed "
+                f"The latents as the model sees them have {name} of {values.min():.2g} to {values.max():.2g}, expected "
                 f"about {expected} ({count} of {len(values)} channels are {limits}): check {keys} or the batch norm of "
                 "the VAE."
             )

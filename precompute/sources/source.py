@@ -271,7 +271,7 @@ def list_source(
             f"CSV, Parquet or Arrow; this is {kind}."
         )
     if files.only and kind in ("imagefolder", "sidecars", "metadata", "arrow"):
-        raise SourceError(f"source '{files.name}': a file; needed a folder for source.kind \"{kind}\".")
+        raise SourceError(f"source '{files.name}': a file; expected a folder for source.kind \"{kind}\".")
     if settings.labels == "wnid" and kind != "imagefolder":
         raise SourceError(
             f"source '{files.name}': source.labels \"wnid\" is for a folder of images; this is {kind}. Leave it "
@@ -282,7 +282,7 @@ def list_source(
     records = spool(map(_unlabelled, batches) if settings.labels == "none" else batches, progress)
     if not records:
         raise SourceError(
-            f"source '{files.name}': no images found as {kind}. Needed: class folders of images, *.tar shards, "
+            f"source '{files.name}': no images found as {kind}. Expected: class folders of images, *.tar shards, "
             f"*.parquet, or a {METADATA[0]} with 'file_name'; known extensions are "
             f"{', '.join(sorted(IMAGE_EXTENSIONS))}."
         )

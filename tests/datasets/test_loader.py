@@ -379,9 +379,9 @@ def test_a_selection_of_another_store_is_refused(label_store: LatentStore, capti
 
 
 def test_ranks_and_forms_of_captions_that_are_none_are_refused(label_store: LatentStore) -> None:
-    with pytest.raises(IndexError, match="needed 0 to 1"):
+    with pytest.raises(IndexError, match="expected 0 to 1"):
         make_loader(label_store, global_batch=2, rank=2, world_size=2)
-    with pytest.raises(RecipeError, match="'pakced': needed one of padded, packed, none"):
+    with pytest.raises(RecipeError, match="'pakced': expected one of padded, packed, none"):
         make_loader(label_store, global_batch=2, text="pakced")  # type: ignore[arg-type]
 
 
@@ -699,7 +699,7 @@ def test_threads_that_read_captions_in_both_ways_do_not_wait_for_each_other(capt
         ({"prefetch": -1}, "prefetch of -1"),
         ({"prefetch": 2.5}, "prefetch of 2.5"),
         ({"seed": 1.5}, "seed of 1.5"),
-        ({"global_batch": {"32x32": 2.0}}, "needed a whole number"),
+        ({"global_batch": {"32x32": 2.0}}, "expected a whole number"),
         ({"device": "cuda"}, "sees no GPU"),
     ],
 )
@@ -709,7 +709,7 @@ def test_an_argument_that_cannot_be_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match=words):
         make_loader(label_store, **{"global_batch": 2, **arguments})
-    with pytest.raises(RecipeError, match="needed one of map, pread"):
+    with pytest.raises(RecipeError, match="expected one of map, pread"):
         LatentStore(label_store.path, access="mmap")  # type: ignore[arg-type]
 
 
@@ -729,7 +729,7 @@ def test_a_batch_without_captions_says_so(caption_store: LatentStore) -> None:
 def test_stores_that_are_not_those_of_the_plans_are_refused(label_store: LatentStore) -> None:
     plan = BatchPlan(label_store.buckets, 2, 0)
     for stores in (label_store, [], [label_store, label_store]):
-        with pytest.raises(RecipeError, match="needed a list of 1"):
+        with pytest.raises(RecipeError, match="expected a list of 1"):
             BatchReader(stores, plan)  # type: ignore[arg-type]
     with pytest.raises(IndexError, match="batch -1"):
         _ = BatchReader([label_store], plan)[-1]

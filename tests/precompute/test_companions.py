@@ -264,7 +264,7 @@ REJECTS = {
     4: (
         "decode",
         "wrong_size",
-        "companion 'mask', 'masks/4.png': 45x45 px, the record's image has 60x100 px; needed the same aspect",
+        "companion 'mask', 'masks/4.png': 45x45 px, the record's image has 60x100 px; expected the same aspect",
     ),
     5: ("scan", "bad_metadata", "companion 'edit': file_name leaves the source folder"),
 }
@@ -432,7 +432,7 @@ def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
     for path, recipe in (("compact", with_pictures()), ("less", caption_recipe(*BASE, "companions.mask.kind=mask"))):
         assert verify_store(tmp_path / path).findings == []
         assert run(folder, tmp_path / path, recipe).num_encoded == 0
-    with pytest.raises(RecipeError, match=r"--without 'depth': needed .*a companion of the store: copy, edit, mask"):
+    with pytest.raises(RecipeError, match=r"--without 'depth': expected .*a companion of the store: copy, edit, mask"):
         compact(root, tmp_path / "other", progress=lambda *_: None, without=["depth"])
 
 

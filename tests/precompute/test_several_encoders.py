@@ -281,7 +281,7 @@ def test_a_feature_is_left_out_by_a_compaction(stores: Stores, tmp_path: Path) -
     assert not any("dino" in path or "short" in path for path in tree_digest(root))
     for bucket in store.buckets:
         np.testing.assert_array_equal(store.latents(bucket)[:], plain.latents(bucket)[:])
-    with pytest.raises(RecipeError, match=r"--without 'clip': needed a text encoder.*: short, dino"):
+    with pytest.raises(RecipeError, match=r"--without 'clip': expected a text encoder.*: short, dino"):
         compact(stores.added, tmp_path / "other", progress=lambda *_: None, without=["clip"])
     with pytest.raises(StoreError, match="it already exists"):
         compact(stores.added, root, progress=lambda *_: None, without=["dino"])

@@ -56,7 +56,7 @@ class Dispersive(Technique):
         if first <= block <= last:
             raise RecipeError(
                 f"{BLOCK} {block}: its tokens are of other places in each image, since some skip "
-                f"the blocks {first} to {last} (routing). Needed a block before or after them."
+                f"the blocks {first} to {last} (routing). Expected a block before or after them."
             )
 
     def asks(self, extras: Extras, images: Microbatch, step: int) -> Extras:

@@ -58,7 +58,7 @@ class Routing(Technique):
         first, last = section.first_block, section.last_block or max(0, depth - behind)
         if not first <= last <= depth:
             raise RecipeError(
-                f"routing.first_block {first}, routing.last_block {last}: the model has {depth} blocks. Needed 1 <= "
+                f"routing.first_block {first}, routing.last_block {last}: the model has {depth} blocks. Expected 1 <= "
                 "first <= last <= the number of blocks."
             )
         return first, last

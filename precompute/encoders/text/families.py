@@ -86,19 +86,21 @@ def class_name(section: TextSection, config: dict[str, Any], folder: Path) -> st
         name, is_in_other = MODEL_MAPPING_NAMES.get(str(model_type)), str(model_type).endswith("_text")
         if not (isinstance(name, str) and (is_in_other or model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
             raise EncoderError(
-                f"text.model '{folder}': its config.json says '{model_type}', needed a language model "
+                f"text.model '{folder}': its config.json says '{model_type}', expected a language model "
                 "that is a decoder alone. Check text.kind."
             )
         return name
     if model_type != family.model_type:
-        raise EncoderError(f"text.model '{folder}': its config.json says '{model_type}', needed '{family.model_type}'.")
+        raise EncoderError(
+            f"text.model '{folder}': its config.json says '{model_type}', expected '{family.model_type}'."
+        )
     if len(family.class_names) == 1:
         return family.class_names[0]
     architectures = config.get("architectures")
     named = [name for name in family.class_names if isinstance(architectures, list) and name in architectures]
     if len(named) != 1:
         raise EncoderError(
-            f"text.model '{folder}': config.json says architectures {str(architectures)[:80]}, needed one of "
+            f"text.model '{folder}': config.json says architectures {str(architectures)[:80]}, expected one of "
             f"{', '.join(family.class_names)}, because their pooled vectors differ."
         )
     return named[0]
@@ -112,7 +114,7 @@ def check_request(section: TextSection, config: dict[str, Any], folder: Path) ->
     num_layers = whole_number(config, FAMILIES[section.kind].layers_key, folder) if section.layers else 0
     if wrong := [layer for layer in section.layers if not -num_layers - 1 <= layer <= num_layers]:
         raise EncoderError(
-            f"text.layers {wrong[0]}: '{folder}' has {num_layers} layers, needed a number from {-num_layers - 1} to "
+            f"text.layers {wrong[0]}: '{folder}' has {num_layers} layers, expected a number from {-num_layers - 1} to "
             f"{num_layers}. 0 is the token embedding, -1 the last layer."
         )
     if section.kind != "clip":

@@ -153,7 +153,7 @@ class CaptionTokenizer:
         if self._num_dropped > num_alike:
             raise EncoderError(
                 f"text.drop_prefix_tokens {self._num_dropped}: the caption begins at token {num_alike}, so "
-                f"needed at most {num_alike}."
+                f"expected at most {num_alike}."
             )
 
 

@@ -61,7 +61,7 @@ def family_of(config: dict[str, Any], where: str) -> Family:
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise EncoderError(f"{where}: its config.json says '{str(kind)[:80]}', needed one of {', '.join(FAMILIES)}.")
+        raise EncoderError(f"{where}: its config.json says '{str(kind)[:80]}', expected one of {', '.join(FAMILIES)}.")
     if not isinstance(config.get("vision_config", {}), dict):
         raise EncoderError(f"{where}: 'vision_config' of its config.json is not an object. Fetch the model again.")
     return FAMILIES[kind]
@@ -125,20 +125,20 @@ def normalisation(preprocessor: dict[str, Any], where: str) -> tuple[list[float]
         values = preprocessor.get(key)
         if not isinstance(values, list) or len(values) != 3 or not all(map(_is_finite, values)):
             raise EncoderError(
-                f"{where}: '{key}' of its {PREPROCESSOR} is {str(values)[:80]}, needed three numbers: the ones that it "
-                "was trained with."
+                f"{where}: '{key}' of its {PREPROCESSOR} is {str(values)[:80]}, expected three numbers: the ones that "
+                "it was trained with."
             )
         numbers.append([float(value) for value in values])
     if min(numbers[1]) <= 0:
-        raise EncoderError(f"{where}: 'image_std' of its {PREPROCESSOR} is {numbers[1]}, needed numbers above 0.")
+        raise EncoderError(f"{where}: 'image_std' of its {PREPROCESSOR} is {numbers[1]}, expected numbers above 0.")
     factor = preprocessor.get("rescale_factor", 1 / GREY_LEVELS)
     if not _is_finite(factor) or not math.isclose(factor, 1 / GREY_LEVELS, rel_tol=1e-3):
         raise EncoderError(
-            f"{where}: 'rescale_factor' of its {PREPROCESSOR} is {str(factor)[:80]}, needed 1/255. Models of pixels in "
-            "another range are not supported."
+            f"{where}: 'rescale_factor' of its {PREPROCESSOR} is {str(factor)[:80]}, expected 1/255. Models of pixels "
+            "in another range are not supported."
         )
     if off := [key for key in ("do_rescale", "do_normalize") if preprocessor.get(key, True) is not True]:
-        raise EncoderError(f"{where}: '{off[0]}' of its {PREPROCESSOR} is not true, needed a model of such pixels.")
+        raise EncoderError(f"{where}: '{off[0]}' of its {PREPROCESSOR} is not true, expected a model of such pixels.")
     return numbers[0], numbers[1]
 
 

@@ -141,13 +141,13 @@ def feature_spec(config: Any, section: FeatureSection, images_px: int, what: str
     if not isinstance(patch_px, int) or patch_px < 1 or channels != 3:
         raise EncoderError(
             f"{what} '{section.model}': its config.json has patches of {str(patch_px)[:80]} px and "
-            f"{str(channels)[:80]} channels, needed one number of pixels and 3 channels: red, green and blue."
+            f"{str(channels)[:80]} channels, expected one number of pixels and 3 channels: red, green and blue."
         )
     resolution_px = section.resolution or max(1, round(images_px / PX_A_PATCH)) * patch_px
     if resolution_px > patch_px * images_px:
         raise RecipeError(
             f"{what.removesuffix('model')}resolution {resolution_px}: more patches than images of {images_px} px "
-            f"have pixels. Needed {patch_px * images_px} or less; 0 chooses one."
+            f"have pixels. Expected {patch_px * images_px} or less; 0 chooses one."
         )
     return FeatureSpec(
         output="cls" if section.output == EMBEDDING else section.output,
@@ -180,8 +180,8 @@ def check_choices(section: FeatureSection, family: Family, num_blocks: int, what
     """
     if section.layer > num_blocks:
         raise RecipeError(
-            f"{what}.layer {section.layer}: {family.class_name} '{section.model}' has {num_blocks} blocks, needed 0 to "
-            f"{num_blocks}, or -1 for its output."
+            f"{what}.layer {section.layer}: {family.class_name} '{section.model}' has {num_blocks} blocks, expected 0 "
+            f"to {num_blocks}, or -1 for its output."
         )
     if section.output != "patches" and not family.has_class_token:
         raise RecipeError(

@@ -33,7 +33,7 @@ class FastDit(Reader):
         folders = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name.endswith(FEATURES))
         if len(folders) != 1:
             raise SourceError(
-                f"source '{root}': {len(folders)} folders whose name ends in '{FEATURES}'; needed one, as "
+                f"source '{root}': {len(folders)} folders whose name ends in '{FEATURES}'; expected one, as "
                 "'imagenet256_features'."
             )
         self._features, self._labels = folders[0], folders[0].removesuffix(FEATURES) + LABELS
@@ -72,7 +72,7 @@ class Mar(Reader):
         folders = (path.name for path in root.iterdir() if path.is_dir())
         self.classes = sorted(name for name in folders if not is_system_folder(name))
         if not self.classes:
-            raise SourceError(f"source '{root}': no class folders in it; needed CLASS/NAME.npz.")
+            raise SourceError(f"source '{root}': no class folders in it; expected CLASS/NAME.npz.")
         self._label_of = {name: label for label, name in enumerate(self.classes)}
 
     def entries(self) -> Iterator[Entry]:
@@ -86,7 +86,9 @@ class Mar(Reader):
         with rejecting(entry.path):
             found = look_npz(self.root / entry.path, MOMENTS)
         if "moments" not in found or len(set(found.values())) > 1:
-            raise RecordRejected("scan", "wrong_shape", f"{entry.path}: arrays {found}; needed 'moments', flips as it")
+            raise RecordRejected(
+                "scan", "wrong_shape", f"{entry.path}: arrays {found}; expected 'moments', flips as it"
+            )
         shape, dtype = found["moments"]
         return RecordHeader(shape, dtype, has_flip=len(found) == 2, label=self._label_of[entry.path.split("/")[0]])
 

@@ -95,7 +95,7 @@ def _open(path: Path) -> TensorFile:
     arrays = [file.get_slice(name) for name in ARRAYS if name in names]
     shapes, dtypes = [tuple(array.get_shape()) for array in arrays], {str(array.get_dtype()) for array in arrays}
     if len(set(shapes)) != 1 or len(shapes[0]) != 4 or len(dtypes) != 1:
-        raise ValueError(f"tensors of shapes {shapes}; needed (N, C, H, W)")
+        raise ValueError(f"tensors of shapes {shapes}; expected (N, C, H, W)")
     (rows, *shape), dtype = shapes[0], dtypes.pop()
     labels = file.get_tensor("labels").flatten() if "labels" in names else torch.empty(0)
     has_labels = len(labels) == rows and not labels.is_floating_point()

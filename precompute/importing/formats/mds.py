@@ -237,10 +237,10 @@ def _mapped(path: Path | str) -> memoryview:
 def _shard(entry: Any) -> MdsShard:
     """A shard of the index; raises ValueError, TypeError, KeyError, AttributeError, RecordRejected."""
     if entry["format"] != "mds" or entry["version"] != 2:
-        raise ValueError(f"format {entry['format']} version {entry['version']}; needed mds, 2")
+        raise ValueError(f"format {entry['format']} version {entry['version']}; expected mds, 2")
     zipped, compression = entry["zip_data"], entry["compression"]
     if compression and str(compression).split(":")[0] != "zstd":
-        raise ValueError(f"compression '{compression}'; needed zstd or none")
+        raise ValueError(f"compression '{compression}'; expected zstd or none")
     if not all(isinstance(text, str) for text in (*entry["column_names"], *entry["column_encodings"])):
         raise ValueError("columns whose names and encodings are no text")
     sizes = [None if size is None else int(size) for size in entry["column_sizes"]]
@@ -254,7 +254,7 @@ def _shard(entry: Any) -> MdsShard:
 
 def _integer(encoding: str, data: memoryview) -> int:
     if encoding not in INTEGERS or len(data) != np.dtype(INTEGERS[encoding]).itemsize:
-        raise ValueError(f"a label encoded as '{encoding}'; needed an integer")
+        raise ValueError(f"a label encoded as '{encoding}'; expected an integer")
     return int(np.frombuffer(data, INTEGERS[encoding])[0])
 
 
@@ -265,7 +265,7 @@ def _ndarray(encoding: str, data: memoryview) -> np.ndarray:
     """
     kind, *details = encoding.split(":")
     if kind != "ndarray" or len(details) > 2:
-        raise ValueError(f"column encoded as '{encoding}'; needed bytes or ndarray (pickled ones are refused)")
+        raise ValueError(f"column encoded as '{encoding}'; expected bytes or ndarray (pickled ones are refused)")
     dtype, at = (details[0], 0) if details else (VALUES.get(data[0] if len(data) else 0, ""), 1)
     if dtype not in VALUES.values():
         raise ValueError(f"an array of dtype '{dtype}'")

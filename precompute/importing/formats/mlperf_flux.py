@@ -154,5 +154,5 @@ class MlperfFlux(Reader):
             if column not in table.column_names:
                 raise ValueError(f"no column '{column}' among {', '.join(table.column_names)[:200]}")
             if str(table[column].type) not in (kind, f"large_{kind}"):
-                raise ValueError(f"column '{column}' of type {table[column].type}; needed {kind}")
+                raise ValueError(f"column '{column}' of type {table[column].type}; expected {kind}")
         return table.select(list(wanted))

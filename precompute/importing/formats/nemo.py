@@ -139,7 +139,7 @@ class Nemo(Reader):
             return TextHeader(1, section.max_tokens, len(values), stored)
         length, width = values.shape
         if length > section.max_tokens:
-            raise RecordRejected("scan", "wrong_shape", f"{length} tokens; needed 1 to {section.max_tokens}")
+            raise RecordRejected("scan", "wrong_shape", f"{length} tokens; expected 1 to {section.max_tokens}")
         return TextHeader(length, length if section.full_length else section.max_tokens, width, stored)
 
     def read(self, entry: Entry) -> Features:

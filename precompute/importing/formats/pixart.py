@@ -73,7 +73,7 @@ class PixArt(Reader):
         if len(folders) != 1:
             listed = f": {', '.join(folders[:5])}" if folders else ""
             raise SourceError(
-                f"source '{base}': {len(folders)} folders '{pattern}' with {files}{listed}; needed one. Name it with "
+                f"source '{base}': {len(folders)} folders '{pattern}' with {files}{listed}; expected one. Name it with "
                 f"--set layout.{key}=FOLDER, relative to --source."
             )
         return folders[0]

@@ -370,7 +370,7 @@ def open_files(source: Path | str) -> SourceFiles:
     if len(folders) > 1:
         raise SourceError(
             f"source '{pattern}': it leads to files of {len(folders)} folders, '{folders[0]}' and '{folders[1]}'. "
-            "Needed files of one folder: link them into one."
+            "Expected files of one folder: link them into one."
         )
     files, names = open_source_files(folders[0]), [path.rpartition("/")[2] for path in paths]
     for name in names:
@@ -379,7 +379,7 @@ def open_files(source: Path | str) -> SourceFiles:
             continue
         if os.path.isdir(os.path.join(folders[0], name)):
             raise SourceError(
-                f"source '{pattern}': it matches the folder '{name}'; needed files alone, as *.tar. Give each folder "
+                f"source '{pattern}': it matches the folder '{name}'; expected files alone, as *.tar. Give each folder "
                 f"as a --source of its own, or as one source '{folders[0]}', which holds them."
             )
         raise SourceError(f"source '{pattern}': there is no file '{name}' in '{folders[0]}'. Check the pattern.")
@@ -392,7 +392,7 @@ def _expanded(pattern: str, *, is_remote: bool) -> list[str]:
         plain = list(islice(braceexpand(pattern), MAX_FILES + 1))
     except ValueError as error:
         raise SourceError(
-            f"source '{pattern}': its braces cannot be read ({error}). Needed as {{000..003}}."
+            f"source '{pattern}': its braces cannot be read ({error}). Expected as {{000..003}}."
         ) from error
     paths: list[str] = []
     for name in plain:

@@ -34,18 +34,18 @@ def read_class_names(asked: str) -> dict[str, str]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RecipeError(
-            f"source.class_names '{asked}': {reason}. Needed \"imagenet\", or a text file of names."
+            f"source.class_names '{asked}': {reason}. Expected \"imagenet\", or a text file of names."
         ) from error
     for label, line in enumerate(lines):
         key, tab, name = line.rpartition("\t")
         if not name or len(line) > MAX_NAME_CHARS:
             raise RecipeError(
-                f"source.class_names '{asked}': line {label + 1} is {line[:40]!r}; needed a name of at most "
+                f"source.class_names '{asked}': line {label + 1} is {line[:40]!r}; expected a name of at most "
                 f"{MAX_NAME_CHARS} characters."
             )
         names[key.strip() if tab else str(label)] = name.strip()
     if not names:
-        raise RecipeError(f"source.class_names '{asked}': it names nothing. Needed a name for each class.")
+        raise RecipeError(f"source.class_names '{asked}': it names nothing. Expected a name for each class.")
     return names
 
 

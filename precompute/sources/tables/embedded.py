@@ -78,8 +78,8 @@ class ParquetRows:
         for number, group in enumerate(groups):
             if group.total_byte_size > MAX_GROUP_BYTES:
                 raise SourceError(
-                    f"source '{where}': row group {number} has {group.total_byte_size / 2**30:.1f} GiB; needed at most "
-                    f"{MAX_GROUP_BYTES / 2**30:.0f} GiB. Write it again with smaller row groups."
+                    f"source '{where}': row group {number} has {group.total_byte_size / 2**30:.1f} GiB; expected at "
+                    f"most {MAX_GROUP_BYTES / 2**30:.0f} GiB. Write it again with smaller row groups."
                 )
 
     def rows(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -97,7 +97,7 @@ class ParquetRows:
                     if (total := _text_bytes(column)) > MAX_BATCH_BYTES:
                         raise SourceError(
                             f"source '{self._where}', after row {done}: column '{name}' has {total >> 20} MiB in "
-                            f"{rows.num_rows} rows; needed at most {MAX_BATCH_BYTES >> 20} MiB. Shorten its texts."
+                            f"{rows.num_rows} rows; expected at most {MAX_BATCH_BYTES >> 20} MiB. Shorten its texts."
                         )
                 plain = [c.dictionary.take(c.indices) if pa.types.is_dictionary(c.type) else c for c in rows.columns]
                 yield pa.RecordBatch.from_arrays(plain, names=list(names))
@@ -254,7 +254,7 @@ def arrow_names(files: SourceFiles) -> list[str]:
 def _names(files: SourceFiles, name: str, listed: Any, expected: str) -> list[str]:
     names = listed if isinstance(listed, list) else []
     if not names or not all(isinstance(n, str) and n not in ("", ".", "..") and not {"/", "\0"} & {*n} for n in names):
-        raise SourceError(f"source '{files.shown(name)}': needed {expected}. Restore it.")
+        raise SourceError(f"source '{files.shown(name)}': expected {expected}. Restore it.")
     return names
 
 
@@ -267,7 +267,7 @@ def _json(files: SourceFiles, name: str) -> dict[str, Any]:
             state = json.loads(opened.read(MAX_STATE_BYTES))
     if not isinstance(state, dict):
         raise SourceError(
-            f"source '{files.shown(name)}': needed a JSON object of at most {MAX_STATE_BYTES >> 20} MiB. Save the "
+            f"source '{files.shown(name)}': expected a JSON object of at most {MAX_STATE_BYTES >> 20} MiB. Save the "
             "dataset again."
         )
     return state
@@ -293,7 +293,7 @@ def find_columns(
     images = [_image_column(schema, features, asked) for asked in (settings.image, *companions)]
     if None in images:
         raise SourceError(
-            f"source '{where}': no column of images. Needed 'image' as a struct with 'bytes', or as binary. "
+            f"source '{where}': no column of images. Expected 'image' as a struct with 'bytes', or as binary. "
             f"{shown_columns(schema.names)}"
         )
     image, *beside = filter(None, images)

@@ -113,7 +113,7 @@ def _validation_labels(files: SourceFiles) -> list[str]:
     with files.open(VAL_LABELS) as file:
         wnids = file.read(MAX_LABELS_BYTES).decode("ascii", "replace").split()
     if wrong := next((wnid for wnid in wnids if not re.fullmatch(r"n\d{8}", wnid)), None):
-        raise SourceError(f"source '{files.name}': '{VAL_LABELS}' says {wrong[:40]!r}; needed wnids as n01440764.")
+        raise SourceError(f"source '{files.name}': '{VAL_LABELS}' says {wrong[:40]!r}; expected wnids as n01440764.")
     return wnids
 
 

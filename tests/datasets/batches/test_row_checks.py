@@ -273,5 +273,5 @@ def test_ranks_check_what_they_read(plain: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_unknown_check_is_refused(plain: Path) -> None:
-    with pytest.raises(RecipeError, match="check 'sometimes': needed one of first, always, never"):
+    with pytest.raises(RecipeError, match="check 'sometimes': expected one of first, always, never"):
         make_loader(LatentStore(plain), global_batch=8, check="sometimes")  # pyright: ignore

@@ -191,7 +191,7 @@ def test_aspects_at_the_limits_are_inside_and_unknown_sizes_are_not() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"labels": []}, r"labels \[\]: needed a list of at least one"),
+        ({"labels": []}, r"labels \[\]: expected a list of at least one"),
         ({"min_aspect": 2.0, "max_aspect": 1.0}, "from 2.0 to 1.0"),
         ({"min_aspect": math.nan}, "from nan"),
         ({"scores": ScoreTable("s", "score", math.nan)}, "minimum score of nan"),

@@ -66,5 +66,5 @@ def test_a_record_trains_or_is_held_out_and_a_filter_comes_first(label_store: La
 
 @pytest.mark.parametrize("share", [1.0, -0.1])
 def test_a_holdout_that_leaves_nothing_is_refused(share: float) -> None:
-    with pytest.raises(RecipeError, match=r"needed a share from 0 to below 1"):
+    with pytest.raises(RecipeError, match=r"expected a share from 0 to below 1"):
         RecordFilter(holdout=share)

@@ -90,7 +90,7 @@ def test_a_mixture_for_a_fixed_seed_is_the_one_of_its_first_release() -> None:
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        ([], "needed at least one"),
+        ([], "expected at least one"),
         ([1, 0], "weight of 0"),
         ([1, float("nan")], "weight of nan"),
         ([1_281_167, 3_318_333], f"at most {MAX_PERIOD}.*279, 721"),
@@ -126,10 +126,10 @@ def test_each_stage_begins_at_its_own_first_batch_and_has_its_length(lengths: li
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
-        ([], "needed at least one"),
+        ([], "expected at least one"),
         ([(A, 0), (B, None)], "a stage of 0 batches"),
         ([(A, None), (B, None)], "a stage of None batches"),
-        ([(A, 5)], "last stage has 5.*needed None"),
+        ([(A, 5)], "last stage has 5.*expected None"),
     ],
 )
 def test_stages_that_cannot_be_are_refused(stages: list, said: str) -> None:

@@ -208,17 +208,17 @@ def torn_config(folder: Path) -> None:
         (some_weights, r"cannot be loaded|weights|conv_in"),
         (wrong_shape, "cannot be loaded"),
         (torn_config, "not valid JSON"),
-        (config_with(_class_name="UNet2DModel"), r"says 'UNet2DModel', needed AutoencoderKL, "),
+        (config_with(_class_name="UNet2DModel"), r"says 'UNet2DModel', expected AutoencoderKL, "),
         (config_with(_class_name="AutoencoderThatIsNot"), r"says 'AutoencoderThatIsNot'"),
-        (config_with(_class_name=None), r"needed AutoencoderKL, "),
-        (config_with(in_channels=4), r"encodes 4 channels, needed 3"),
+        (config_with(_class_name=None), r"expected AutoencoderKL, "),
+        (config_with(in_channels=4), r"encodes 4 channels, expected 3"),
         (config_with(scaling_factor=None), r"no 'scaling_factor'"),
         (config_with(scaling_factor=0), r"not above 0"),
         (config_with(scaling_factor="1"), r"not a number each"),
         (config_with(latents_std=[1.0, 2.0], latents_mean=[0.0, 0.0]), r"one for each of 4 channels"),
         (config_with(latents_std=None), r"one of 'latents_mean' and 'latents_std'"),
         (config_with(latents_mean=None), r"one of 'latents_mean' and 'latents_std'"),
-        (config_with(shift_factor=0.1), r"'latents_mean' and 'shift_factor', needed one"),
+        (config_with(shift_factor=0.1), r"'latents_mean' and 'shift_factor', expected one"),
         (config_with(use_quant_conv=False), r"hold 'quant_conv\.bias', which its config\.json has no place for"),
     ],
 )
@@ -248,7 +248,7 @@ def test_every_other_autoencoder_of_diffusers_is_refused_by_name_before_its_weig
     (vae / WEIGHTS).unlink()
     for name in OTHER_AUTOENCODERS:
         config_with(_class_name=name)(vae)
-        with pytest.raises(EncoderError, match=rf"says '{name}', needed AutoencoderKL.*normalises its latents"):
+        with pytest.raises(EncoderError, match=rf"says '{name}', expected AutoencoderKL.*normalises its latents"):
             image_encoder(vae)
 
 
@@ -282,9 +282,9 @@ def test_weights_with_the_old_names_of_attention_are_loaded(save: Save) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("weights/vae.safetensors", "a single file, needed a folder with config.json. Load it with the library"),
+        ("weights/vae.safetensors", "a single file, expected a folder with config.json. Load it with the library"),
         ("taesd3_encoder.pth", "half of a TAESD, with the names of its publisher. Give the hub id, or a folder"),
-        ("gone/away/vae.ckpt", "a single file, needed a folder with config.json. Load it with the library"),
+        ("gone/away/vae.ckpt", "a single file, expected a folder with config.json. Load it with the library"),
         ("t5-small", "there is no such folder as 't5-small', and on the hub a name has its owner, as OWNER/t5-small"),
     ],
 )
@@ -315,7 +315,7 @@ def test_a_tokenizer_of_another_kind_and_weights_of_another_model_are_one_short_
         image_encoder(vae)
     assert_is_one_short_line(caught.value)
     (t5 / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
-    with pytest.raises(EncoderError, match=r"asks for the tokenizer 'BertTokenizer'.*needed that of a T5") as caught:
+    with pytest.raises(EncoderError, match=r"asks for the tokenizer 'BertTokenizer'.*expected that of a T5") as caught:
         caption_encoder(t5)
     assert_is_one_short_line(caught.value)
     (t5 / "tokenizer_config.json").unlink()
@@ -514,7 +514,7 @@ def some_t5(folder: Path) -> None:
         (drop("model.safetensors"), "no weights"),
         (drop("config.json"), "no 'config.json'"),
         (drop("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
-        (config_with(model_type="bert"), r"says 'bert', needed 't5'"),
+        (config_with(model_type="bert"), r"says 'bert', expected 't5'"),
         (torn_t5, "cannot be loaded"),
         (some_t5, "cannot be loaded|weights|SelfAttention"),
     ],

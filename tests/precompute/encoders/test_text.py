@@ -138,7 +138,7 @@ def test_an_instruction_that_swallows_a_caption_is_refused(gemma: Path, monkeypa
 
 
 def test_another_kind_of_model_is_refused(gemma: Path) -> None:
-    with pytest.raises(EncoderError, match="says 'gemma2', needed 't5'"):
+    with pytest.raises(EncoderError, match="says 'gemma2', expected 't5'"):
         encoder_of(gemma, kind="t5")
 
 

@@ -298,9 +298,9 @@ def test_weights_are_loaded_at_the_first_encode_and_dropped_on_release(saved: Ca
     ("name", "options", "words"),
     [
         ("clip", {"kind": "clip"}, r"max_tokens 300: CLIP .* at most 77"),
-        ("clip", {"kind": "clip", "max_tokens": 77, "layers": [5]}, r"layers 5: .* has 4 layers, needed .* -5 to 4"),
-        ("t5", {"kind": "umt5"}, "says 't5', needed 'umt5'"),
-        ("t5", {"kind": "causal_lm"}, "says 't5', needed a language model that is a decoder alone"),
+        ("clip", {"kind": "clip", "max_tokens": 77, "layers": [5]}, r"layers 5: .* has 4 layers, expected .* -5 to 4"),
+        ("t5", {"kind": "umt5"}, "says 't5', expected 'umt5'"),
+        ("t5", {"kind": "causal_lm"}, "says 't5', expected a language model that is a decoder alone"),
     ],
 )
 def test_what_an_encoder_cannot_give_is_one_clear_error(
@@ -315,7 +315,7 @@ def test_a_clip_that_does_not_say_whether_it_projects_is_refused(tmp_path: Path)
     config = tmp_path / "text_encoder" / "config.json"
     config.write_text(config.read_text().replace("CLIPTextModelWithProjection", "CLIPModel"))
     with pytest.raises(
-        EncoderError, match=r"\['CLIPModel'\], needed one of CLIPTextModel, CLIPTextModelWithProjection"
+        EncoderError, match=r"\['CLIPModel'\], expected one of CLIPTextModel, CLIPTextModelWithProjection"
     ):
         encoder_of(tmp_path, "clip", max_tokens=77)
 

@@ -407,7 +407,7 @@ def test_a_child_that_cannot_start_is_an_error_of_resources(photo: Path) -> None
     files = open_files()
     with (
         Decoders(1, _child_module="leandit.precompute.no_such_module") as decoders,
-        pytest.raises(ResourceError, match=r"does not start \(the decoder ended with status 1\).*Needed"),
+        pytest.raises(ResourceError, match=r"does not start \(the decoder ended with status 1\).*Expected"),
     ):
         decode(decoders, photo)
     assert open_files() == files

@@ -169,5 +169,5 @@ def test_another_aspect_is_refused_and_a_pixel_of_rounding_is_not(mask_px: int) 
     for size in ((50, 75), (50, 76), (49, 75), (1, 1), (1, 2)):
         decode_image(encoded(gray_mask(0, *size), "PNG"), beside=(100, 151), **how)
     for size in ((50, 78), (53, 75), (151, 100), (64, 64), (51, 75), (1, 4)):
-        with pytest.raises(RecordRejected, match=rf"{size[0]}x{size[1]} px.* has 100x151 px; needed the same aspect"):
+        with pytest.raises(RecordRejected, match=rf"{size[0]}x{size[1]} px.* has 100x151 px; expected the same aspect"):
             decode_image(encoded(gray_mask(0, *size), "PNG"), beside=(100, 151), **how)

@@ -557,7 +557,7 @@ def test_without_a_null_caption_the_user_is_told_what_it_is_for(tmp_path: Path) 
     with pytest.raises(SourceError, match=r"replaces some by a null caption of shape \(12, 16\).*--null"):
         run_import(replace(made, null=None), tmp_path / "store")
     np.save(tmp_path / "short.npy", noise(0, 5, 16))
-    with pytest.raises(SourceError, match=r"shape \(5, 16\); needed finite numbers of shape \(12, 16\)"):
+    with pytest.raises(SourceError, match=r"shape \(5, 16\); expected finite numbers of shape \(12, 16\)"):
         run_import(replace(made, null=str(tmp_path / "short.npy")), tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
@@ -695,7 +695,7 @@ def test_where_a_packed_shard_finds_no_room_it_is_no_reject(tmp_path: Path, monk
     [
         ('"shard.00000.mds"', '"../shard.00000.mds"', "does not stay below its folder"),
         ('"zstd:3"', '"br:3"', "compression 'br:3'"),
-        ('"format": "mds"', '"format": "jsonl"', "needed mds"),
+        ('"format": "mds"', '"format": "jsonl"', "expected mds"),
         ('"bytes"', '"pkl"', "pickled ones are refused"),
         ('"latents_256"', '"other"', r"layout\.latents"),
         ('"column_names": ["caption"', '"column_names": [5', "no text"),
@@ -730,4 +730,4 @@ def test_the_command_imports_and_says_what_it_did(
     said = capsys.readouterr()
     assert "11 planned = 11 stored + 0 rejected" in said.out
     assert "nothing to copy, the store was complete" in said.out
-    assert "import 'slow-dit': no such kind of features. Needed one of fast-dit" in said.err
+    assert "import 'slow-dit': no such kind of features. Expected one of fast-dit" in said.err

@@ -178,7 +178,7 @@ def test_a_wrong_scale_cancels_in_the_images_and_is_told_by_the_deviations(
     assert manifest.self_check
     assert min(manifest.self_check.channel_std) > 5
     (warning,) = [line for line in run.said if "warning" in line]
-    assert "needed about 1 (3 of 3 channels are outside 0.2 to 5): check scaling_factor" in warning
+    assert "expected about 1 (3 of 3 channels are outside 0.2 to 5): check scaling_factor" in warning
 
 
 @pytest.mark.parametrize("family", ["kl", "wan"])
@@ -188,7 +188,7 @@ def test_a_wrong_shift_cancels_in_the_images_and_is_told_by_the_means(family: st
     assert manifest.self_check
     np.testing.assert_allclose(manifest.self_check.channel_mean, np.array(LATENT_OFFSET) / 2, atol=1)
     (warning,) = [line for line in run.said if "warning" in line]
-    assert "needed about 0 (3 of 3 channels are beyond 3): check shift_factor, latents_mean" in warning
+    assert "expected about 0 (3 of 3 channels are beyond 3): check shift_factor, latents_mean" in warning
 
 
 def with_pixels_of(zero_to_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_pixels_in_another_range_stop_the_run_before_anything_is_written(
     with pytest.raises(EncoderError) as caught:
         run.go(vae, "vae.min_psnr=20")
     words = str(caught.value)
-    assert "needed vae.min_psnr = 20. Nothing was written." in words
+    assert "expected vae.min_psnr = 20. Nothing was written." in words
     assert "pixels in another range (0 to 1, not -1 to 1)" in words
     assert not (tmp_path / "store").exists() or not list((tmp_path / "store").rglob("plan.json"))
     assert run.go(vae, "vae.min_psnr=5").self_check  # the same command with a lower limit goes on

@@ -194,7 +194,7 @@ def test_parts_cover_all_tasks_once() -> None:
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/0", "-1/2", "a/b", "1/2/3", ""])
 def test_what_is_no_part_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="needed I/N"):
+    with pytest.raises(ValueError, match="expected I/N"):
         part_of(text)
 
 

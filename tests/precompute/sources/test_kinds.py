@@ -415,7 +415,7 @@ def test_the_validation_tar_takes_its_labels_from_the_list_beside_it(tmp_path: P
     assert bytes_of(source, source.records[0]) == jpeg(1)
 
     put(tmp_path / "imagenet_2012_validation_synset_labels.txt", b"490\n361\n")  # the devkit's numbers
-    with pytest.raises(SourceError, match="needed wnids"):
+    with pytest.raises(SourceError, match="expected wnids"):
         list_source(tar)
 
 

@@ -213,7 +213,7 @@ def test_source_split_picks_a_split_of_a_saved_dataset_dict(names: tuple[str, st
     write_file(tmp_path / "dataset_dict.json", json.dumps({"splits": names[:1]}))
     assert len(list_source(tmp_path).records) == len(SAVED)
     write_file(tmp_path / "dataset_dict.json", json.dumps({"splits": ["../x"]}))
-    with pytest.raises(SourceError, match="needed 'splits'"):
+    with pytest.raises(SourceError, match="expected 'splits'"):
         list_source(tmp_path)
 
 
@@ -291,7 +291,7 @@ def test_braces_and_stars_choose_files_of_a_folder(tmp_path: Path) -> None:
     [
         ("{000..007}.tar", r"no file '001\.tar'"),
         ("*.zip", "leads to no file"),
-        ("?", r"matches the folder 'a'; needed files.*--source of its own"),
+        ("?", r"matches the folder 'a'; expected files.*--source of its own"),
         ("*/?.jpg", "files of 2 folders"),
         ("{000.tar", "no such file|braces"),
     ],

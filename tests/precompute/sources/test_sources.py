@@ -83,7 +83,7 @@ def test_an_empty_folder_is_an_error_that_says_what_is_needed(tmp_path: Path, ki
 
 
 def test_a_file_as_image_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"a\.png.*a file; needed a folder"):
+    with pytest.raises(SourceError, match=r"a\.png.*a file; expected a folder"):
         list_source(write_file(tmp_path / "a.png", png()), "imagefolder")
 
 

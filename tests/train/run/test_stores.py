@@ -288,7 +288,7 @@ def test_what_a_store_lacks_is_said_once_though_two_stages_read_it(here: Path) -
 def test_a_store_is_named_once(here: Path) -> None:
     with pytest.raises(RecipeError, match=r"--store 'art': the recipe names its own, 'photos' first"):
         train(recipe_of(MIXTURE), store_path="art", run=Path("r"), device=CPU, report=print, stop=StopRequest())
-    with pytest.raises(RecipeError, match=r"no store to train on: needed --store PATH, or data\.mixture"):
+    with pytest.raises(RecipeError, match=r"no store to train on: expected --store PATH, or data\.mixture"):
         run_to(recipe_of(""))
 
 

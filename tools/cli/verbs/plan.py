@@ -64,7 +64,7 @@ def plan_train(
 
     loaded = load(recipe, overrides or [])
     if not (store or resolution or loaded.data.turns):
-        raise RecipeError("plan train: needed --store PATH, or --resolution PX where there is no store yet.")
+        raise RecipeError("plan train: expected --store PATH, or --resolution PX where there is no store yet.")
     loaded, changes = with_ds_config(loaded, gpus)
     workload = workload_at_resolution(loaded, resolution) if resolution else workload_of_stores(loaded, store)
     how = {"num_gpus": gpus, "images": images, "run": run, "network_gbit": network_gbit, "changes": changes}

@@ -113,7 +113,7 @@ def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Lin
             names = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
             known = dict.fromkeys(match[1] for name in names if (match := IN_A_BLOCK.fullmatch(name)))
             raise RecipeError(
-                f"lora.targets '{target}': {kind}. Needed ends of names of linear layers; those of the blocks are "
+                f"lora.targets '{target}': {kind}. Expected ends of names of linear layers; those of the blocks are "
                 f"{', '.join(known)}."
             )
         layers |= linear

@@ -275,18 +275,18 @@ PREPROCESSOR = "preprocessor_config.json"
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "another kind": (
         with_json("config.json", model_type="siglip2_vision_model"),
-        "siglip2_vision_model.*needed one of",
+        "siglip2_vision_model.*expected one of",
     ),
-    "no kind": (with_json("config.json", model_type=["dinov2"]), "needed one of dinov2"),
+    "no kind": (with_json("config.json", model_type=["dinov2"]), "expected one of dinov2"),
     "no config": (without("config.json"), "there is no 'config.json'"),
     "no preprocessor": (without(PREPROCESSOR), "there is no 'preprocessor_config.json'"),
     "no weights": (without("model.safetensors"), r"there are no weights 'model\*.safetensors'"),
     "a weight less": (without_a_weight, "1 weights are missing.*layernorm.weight"),
     "no mean": (with_json(PREPROCESSOR, image_mean=None), "'image_mean' of its preprocessor_config.json is None"),
     "no std": (with_json(PREPROCESSOR, image_std=[1, 1]), "'image_std' of its preprocessor_config.json is .1, 1."),
-    "std of zero": (with_json(PREPROCESSOR, image_std=[1, 0, 1]), "needed numbers above 0"),
-    "a word": (with_json(PREPROCESSOR, image_mean=["a", 0, 0]), "'image_mean'.*needed three numbers"),
-    "other pixels": (with_json(PREPROCESSOR, rescale_factor=0.0078), "'rescale_factor'.*needed 1/255"),
+    "std of zero": (with_json(PREPROCESSOR, image_std=[1, 0, 1]), "expected numbers above 0"),
+    "a word": (with_json(PREPROCESSOR, image_mean=["a", 0, 0]), "'image_mean'.*expected three numbers"),
+    "other pixels": (with_json(PREPROCESSOR, rescale_factor=0.0078), "'rescale_factor'.*expected 1/255"),
     "raw pixels": (with_json(PREPROCESSOR, do_normalize=False), "'do_normalize'.*is not true"),
     "patch of two": (with_json("config.json", patch_size=[14, 14]), "patches of .14, 14. px"),
     "patch of a word": (with_json("config.json", patch_size="x"), "cannot be loaded as Dinov2Model"),
@@ -328,10 +328,10 @@ def test_code_and_pickles_beside_a_model_are_not_run(dinov2: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "choice", "message"),
     [
-        ("dinov2", {"layer": 4}, r"features\.teacher\.layer 4: Dinov2Model .* has 3 blocks, needed 0 to 3, or -1"),
+        ("dinov2", {"layer": 4}, r"features\.teacher\.layer 4: Dinov2Model .* has 3 blocks, expected 0 to 3, or -1"),
         ("siglip", {"output": "cls"}, r"features\.teacher\.output 'cls': .* no class token.*output = \"patches\""),
         ("siglip", {"output": "both"}, "no class token"),
-        ("dinov2", {"resolution": 897}, r"features\.teacher\.resolution 897: more patches.*Needed 896 or less"),
+        ("dinov2", {"resolution": 897}, r"features\.teacher\.resolution 897: more patches.*Expected 896 or less"),
     ],
 )
 def test_a_choice_that_the_model_does_not_have_is_refused(
