@@ -102,7 +102,7 @@ class ImagesSection(Section):
         step = next((one.step_px for one in finer if one.step_px >= MIN_STEP_PX and not one.warnings()), None)
         advice = f"Set a smaller step that is a multiple of the VAE's downscale, as --set images.step_px={step}."
         return [
-            f"images.buckets 'area' at {self.resolution} px with images.step_px = {step_px} makes few buckets: a "
+            f"images.buckets 'area' at {self.resolution} px with images.step_px = {step_px} makes few buckets: an "
             f"image of height / width {ratio:.2f} loses {share:.0%} of its area to the crop. "
             f"{advice if step else 'Take a larger images.resolution.'}"
         ]
