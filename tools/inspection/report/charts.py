@@ -93,7 +93,8 @@ def bar_chart(title: str, x_label: str, y_label: str, names: Sequence[str], heig
         is_long = sum(map(len, shown)) > (120 if wide else 50)
         slant = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
         axes.set_xticks(range(len(names)), shown, **slant)
-        axes.set_xlim(-0.6, max(len(names), 4) - 0.4)  # few bars are no wider than many
+        middle, half = (len(names) - 1) / 2, max(len(names), 4) / 2 + 0.1  # few bars are no wider than many
+        axes.set_xlim(middle - half, middle + half)
         axes.grid(visible=False, axis="x")
 
     return chart(title, x_label, y_label, draw, wide=wide)

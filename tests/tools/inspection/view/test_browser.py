@@ -63,7 +63,7 @@ def test_pages_of_a_store_lead_on_and_back(watched: Watched, tmp_path: Path) -> 
         page.locator("a[rel=next]").first.click()
         page.wait_for_url("**page=3")
         assert page.locator(".card").count() == 12
-        assert page.locator("#found").inner_text().startswith("60 of 60 records, here 49 to 60")
+        assert page.locator("#found").inner_text().startswith("60 of 60 records, showing 49-60")
         page.go_back()
         page.wait_for_url("**page=2")
         watched.until("document.querySelector('.card img').naturalWidth > 0")

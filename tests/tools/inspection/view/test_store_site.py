@@ -143,7 +143,7 @@ def test_a_page_shows_24_records_and_leads_to_the_next(
     assert 'href="?q=n0&amp;page=2" rel="next"' in first
     assert 'rel="next"' not in last
     assert 'href="?q=n0&amp;page=2" rel="prev"' in last
-    assert "15 of 15 records, here 13 to 15" in text_of(last)
+    assert "15 of 15 records, showing 13-15" in text_of(last)
     assert beyond.status_code == 400
     assert "page 4: the last one is 3." in beyond.text
     assert "No records found" not in beyond.text
