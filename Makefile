@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder  # a file in one process, the longest first
+IN_TWO := -n 2 --dist worksteal
 
 .PHONY: demo test test-long gpu check docs format clean
 

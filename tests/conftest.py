@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,13 +19,13 @@ from forked import start_server, stop_server
 from hypothesis import HealthCheck, settings
 from making import (
     CPU,
-    TINY_SD3,
     caption_recipe,
     label_recipe,
     loaded_encoders,
     make_caption_folder,
     make_class_folder,
     no_progress,
+    shrink_models,
 )
 from three_texts import noise_store
 
@@ -33,8 +34,6 @@ from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
-from leandit.train.models.diffusers import flux1, flux2, pixart, qwen_image, sana, sd3, z_image
-from leandit.train.models.dit import SIZES
 
 # Who starts decoders by this name; tests of what a start or an end does make their own.
 USERS = (
@@ -78,7 +77,16 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test touches a network
 torch.set_num_threads(1)  # the tests run in two processes
-os.fsync = lambda descriptor: None  # no power is lost; that it is asked for, and when, is harness.check_order's
+
+MEMORY = Path("/dev/shm")
+ROOM_BYTES = 4 << 30  # more than all tests need together
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Temporary folders lie in memory where there is room, so that what is made durable is not waited for."""
+    if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
 
 # Property tests look at few examples here; "make test-long" looks at many.
 EXAMPLES = {"default": 20, "long": 300}
@@ -87,29 +95,6 @@ for name, count in EXAMPLES.items():
         name, max_examples=count, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
-
-
-# Seconds of the files that take longest: they begin first, so that no process ends alone with one of them.
-LONGEST = {
-    "tools/plan/test_memory.py": 300,
-    "tools/cli/test_cli.py": 120,
-    "house/test_security.py": 100,
-    "precompute/engines/test_ray.py": 85,
-    "precompute/test_additions.py": 80,
-    "train/test_loop.py": 75,
-    "precompute/test_pipeline.py": 70,
-    "datasets/maintenance/test_verify.py": 70,
-    "precompute/images/test_decoders.py": 70,
-    "house/test_crash.py": 70,
-    "tools/export/test_publish.py": 60,
-    "train/parallel/test_parallel.py": 60,
-    "precompute/test_repair.py": 60,
-}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    tests = Path(__file__).parent
-    items.sort(key=lambda item: -LONGEST.get(item.path.relative_to(tests).as_posix(), 0))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -155,16 +140,9 @@ def _kept_decoders() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tiny_models() -> Iterator[None]:
-    """DiT-S, pixart-tiny, sana-tiny and sd3-tiny shrunk to milliseconds a step."""
+    """DiT-S and the "-tiny" models shrunk to milliseconds a step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SIZES, "S", (2, 32, 2))
-        patch.setitem(pixart.PixArt.sizes, "pixart-tiny", pixart.size(2, 2, 16))
-        patch.setitem(sana.Sana.sizes, "sana-tiny", sana.size(2, 2, 16, 2, 16))
-        patch.setitem(sd3.SD3.sizes, "sd3-tiny", TINY_SD3)
-        patch.setitem(flux1.Flux1.sizes, "flux1-tiny", flux1.size(2, 2, 2, (4, 6, 6)))
-        patch.setitem(flux2.Flux2.sizes, "flux2-tiny", flux2.size(2, 2, 2, axis=4))
-        patch.setitem(qwen_image.QwenImage.sizes, "qwen-image-tiny", qwen_image.size(2, 2, (4, 6, 6)))
-        patch.setitem(z_image.ZImage.sizes, "z-image-tiny", z_image.size(2, 2, (4, 6, 6), refiners=1))
+        shrink_models(patch)
         yield
 
 

@@ -68,7 +68,6 @@ def _small() -> Iterator[None]:
         patch.setattr(loading, "load_encoders", lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
         patch.setattr(decoders, "Decoders", InProcessDecoders)
         patch.setattr(pipeline, "Decoders", InProcessDecoders)
-        patch.setattr(os, "fsync", lambda descriptor: None)  # nothing here loses power
         yield
 
 

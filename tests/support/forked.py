@@ -9,6 +9,7 @@ while it does, is tested with an interpreter.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import fcntl
 import gc
@@ -23,9 +24,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +42,7 @@ IMPORTED = (
     "torch._inductor",
     "transformers.models.t5.modeling_t5",
     "diffusers.models.autoencoders.autoencoder_kl",
+    "diffusers.models.transformers.pixart_transformer_2d",  # and peft
     "leandit.train.loop",
 )
 MAX_REQUEST_BYTES = 1 << 17
@@ -72,67 +75,164 @@ def stop_server() -> None:
         os.waitpid(_server[1], 0)
 
 
-class ForkedPython(subprocess.Popen[str]):
-    """A ``Popen`` of ``python -c CODE``, ``python -m MODULE`` or ``python FILE``, with arguments, forked by the server.
+class ForkedPython:
+    """As ``subprocess.Popen`` of ``python -c CODE``, ``python -m MODULE`` or ``python FILE``, forked by the server.
 
     Args:
       command: without the interpreter.
-      how: as of ``Popen``: the three files, pass_fds, process_group, env, cwd and text. PYTHONPATH is searched first.
+      stdin, stdout, stderr, env, cwd, pass_fds, process_group, start_new_session, text: those of ``Popen``; the child
+        searches PYTHONPATH first.
     """
 
-    def __init__(self, command: Sequence[object], **how: Any) -> None:
-        super().__init__(list(map(str, command)), **{"text": True} | how)
-
-    def _execute_child(self, args: Any, *how: Any) -> None:
-        """Ask the server for a child with these files; its status comes through a pipe."""
+    def __init__(
+        self,
+        command: Sequence[object],
+        *,
+        stdin: Any = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | str | None = None,
+        pass_fds: Sequence[int] = (),
+        process_group: int = -1,
+        start_new_session: bool = False,
+        text: bool = True,
+    ) -> None:
         assert _server is not None
-        passed, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_, group = how[3:]
-        self._status, status = os.pipe()
-        environment = dict(os.environ if env is None else env)
-        request = json.dumps([args, environment, str(cwd or os.getcwd()), passed, group]).encode()
-        assert len(request) < MAX_REQUEST_BYTES, "more than a message of the server may hold"
-        theirs = [at if fd == -1 else fd for at, fd in enumerate((p2cread, c2pwrite, errwrite))]
-        socket.send_fds(_server[0], [request], [*theirs, status, *passed])
-        os.close(status)
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self.args, self.returncode = list(map(str, command)), None
+        self._contents, self._readers = dict[Any, Any](), list[threading.Thread]()
+        pipes, theirs = list[Any](), list[int]()
+        with contextlib.ExitStack() as closing:
+            for number, file in enumerate((stdin, stdout, stderr)):
+                pipes.append(None)
+                if file == subprocess.PIPE:
+                    reading, writing = os.pipe()
+                    ours, fd = (writing, reading) if number == 0 else (reading, writing)
+                    pipes[number] = open(ours, ("r" if number else "w") + ("" if text else "b"))  # noqa: SIM115
+                    closing.callback(os.close, fd)
+                elif file == subprocess.DEVNULL:
+                    fd = os.open(os.devnull, os.O_RDWR)
+                    closing.callback(os.close, fd)
+                else:
+                    fd = number if file is None else file if isinstance(file, int) else file.fileno()
+                theirs.append(fd)
+            self.stdin, self.stdout, self.stderr = pipes
+            self._status, status = os.pipe()
+            closing.callback(os.close, status)
+            place = dict(os.environ if env is None else env), str(cwd or os.getcwd())
+            request = json.dumps([self.args, *place, list(pass_fds), process_group, start_new_session]).encode()
+            assert len(request) < MAX_REQUEST_BYTES, "more than a message of the server may hold"
+            socket.send_fds(_server[0], [request], [*theirs, status, *pass_fds])
         self.pid = int.from_bytes(os.read(self._status, 4), "little")
-        self._child_created = True
 
-    def _internal_poll(self, _deadstate: int | None = None) -> int | None:
-        if self.returncode is None:
-            pid, status = self._try_wait(os.WNOHANG)
-            if pid:
-                self._handle_exitstatus(status)
+    def __enter__(self) -> ForkedPython:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self.stdin, self.stdout, self.stderr):
+            if file:
+                file.close()
+        self.wait()
+
+    def poll(self) -> int | None:
+        """Its exit code, minus the signal that ended it, or None while it runs."""
+        return self.returncode if self.returncode is not None or not self._has_ended(0) else self._read_status()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; its exit code. Raises: subprocess.TimeoutExpired: it runs longer, in seconds."""
+        if self.returncode is None and not self._has_ended(timeout):
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self._read_status() if self.returncode is None else self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
+        """Close its stdin, wait for its end and read its stdout and stderr. Raises: subprocess.TimeoutExpired."""
+        if self.stdin:
+            self.stdin.close()
+        if not self._readers:
+            for file in filter(None, (self.stdout, self.stderr)):
+                self._readers.append(threading.Thread(target=self._read_all, args=(file,), daemon=True))
+                self._readers[-1].start()
+        self.wait(timeout)
+        for reader in self._readers:
+            reader.join(timeout)
+        return self._contents.get(self.stdout), self._contents.get(self.stderr)
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def _read_all(self, file: Any) -> None:
+        with file:
+            self._contents[file] = file.read()
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        return bool(select.select([self._status], [], [], timeout)[0])
+
+    def _read_status(self) -> int:
+        status = os.read(self._status, 4)  # nothing where the server itself has ended
+        os.close(self._status)
+        self.returncode = os.waitstatus_to_exitcode(int.from_bytes(status, "little")) if status else -signal.SIGKILL
         return self.returncode
 
-    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        if wait_flags & os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
-            return 0, 0
-        status = os.read(self._status, 4)
-        os.close(self._status)
-        return self.pid, int.from_bytes(status, "little") if status else signal.SIGKILL
 
-
-def run_forked(command: Sequence[object], timeout: float | None = None, **how: Any) -> subprocess.CompletedProcess[str]:
+def run_forked(
+    command: Sequence[object], *, input: Any = None, timeout: float | None = None, check: bool = False, **how: Any
+) -> subprocess.CompletedProcess[Any]:
     """As ``subprocess.run`` with captured output."""
-    with ForkedPython(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how) as process:
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
+    with tempfile.TemporaryFile() as file:
+        if input is not None:
+            file.write(input)
+            file.seek(0)
+            how |= {"stdin": file}
+        process = ForkedPython(command, **how)
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate(timeout)
         except BaseException:
             process.kill()
             raise
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    ended = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    if check:
+        ended.check_returncode()
+    return ended
 
 
-def fork_interpreters(module: types.ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Let a module that starts interpreters by ``subprocess.Popen`` get forked ones."""
+SHRINK = """
+import runpy, sys, pytest
+from making import shrink_models
+shrink_models(pytest.MonkeyPatch())
+sys.argv[:2] = sys.argv[1:2]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
-    def forked(command: list[str], **how: Any) -> ForkedPython:
-        assert command[:2] == [sys.executable, "-P"]
-        return ForkedPython(command[2:], **how)
+
+def fork_interpreters(module: types.ModuleType, patch: pytest.MonkeyPatch, *, shrunk: bool = False) -> None:
+    """Let a module that starts ``python -m`` by ``subprocess`` get forked ones, with the models of ``tiny_models``."""
+
+    def words(command: list[str]) -> list[str]:
+        executable, *_, option, name = command[: command.index("-m") + 2]
+        assert executable == sys.executable
+        rest = command[command.index("-m") + 2 :]
+        return ["-c", SHRINK, name, *rest] if shrunk else [option, name, *rest]
+
+    def run(command: list[str], *, capture_output: bool, **how: Any) -> subprocess.CompletedProcess[Any]:
+        assert capture_output
+        return run_forked(words(command), text=False, **how)
+
+    def start(command: list[str], *, text: bool = False, **how: Any) -> ForkedPython:
+        return ForkedPython(words(command), text=text, **how)
 
     like = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired")}
-    patch.setattr(module, "subprocess", types.SimpleNamespace(Popen=forked, **like))
+    patch.setattr(module, "subprocess", types.SimpleNamespace(Popen=start, run=run, **like))
 
 
 def _serve(requests: socket.socket) -> None:
@@ -167,12 +267,20 @@ def _serve(requests: socket.socket) -> None:
 
 
 def _become(
-    fds: list[int], command: list[str], environment: dict[str, str], folder: str, passed: list[int], group: int
+    fds: list[int],
+    command: list[str],
+    environment: dict[str, str],
+    folder: str,
+    passed: list[int],
+    group: int,
+    new_session: bool,
 ) -> NoReturn:
     """Be the process that was asked for, to its end."""
     faulthandler.disable()  # it holds a file of the parent
     _hold_only(dict(zip((0, 1, 2, *passed), fds[:3] + fds[4:], strict=True)))
-    if group >= 0:
+    if new_session:
+        os.setsid()
+    elif group >= 0:
         os.setpgid(0, group)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()

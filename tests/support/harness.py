@@ -243,7 +243,7 @@ def start(work: Callable[[], Any], *, failpoint: Failpoint | None = None, own_se
         gc.disable()
         files.failpoint = failpoint or Failpoint("count")
         # Counted, not done: what a process wrote before it died is in the kernel. That it is asked for, and when, is
-        # looked at by check_order.
+        # looked at by check_order. The patch dies with the child.
         fsynced: list[int] = []
         os.fsync = fsynced.append
         said["value"] = work()

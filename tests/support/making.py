@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import zarr
 from PIL import Image
@@ -28,7 +29,8 @@ from leandit.precompute.sources.source import Source
 from leandit.train.config import TrainRecipe
 from leandit.train.config import load as load_train
 from leandit.train.models.build import build_model
-from leandit.train.models.diffusers import sd3
+from leandit.train.models.diffusers import flux1, flux2, pixart, qwen_image, sana, sd3, z_image
+from leandit.train.models.dit import SIZES as DIT_SIZES
 from leandit.train.models.spec import ModelSpec
 
 SUPPORT = Path(__file__).parent
@@ -117,6 +119,18 @@ def _loaded(recipe: str) -> Encoders:
 
 
 FLOW_MODELS = ("flux1-tiny", "flux2-tiny", "qwen-image-tiny", "z-image-tiny")
+
+
+def shrink_models(patch: pytest.MonkeyPatch) -> None:
+    """Shrink DiT-S and the "-tiny" models to milliseconds a step."""
+    patch.setitem(DIT_SIZES, "S", (2, 32, 2))
+    patch.setitem(pixart.PixArt.sizes, "pixart-tiny", pixart.size(2, 2, 16))
+    patch.setitem(sana.Sana.sizes, "sana-tiny", sana.size(2, 2, 16, 2, 16))
+    patch.setitem(sd3.SD3.sizes, "sd3-tiny", TINY_SD3)
+    patch.setitem(flux1.Flux1.sizes, "flux1-tiny", flux1.size(2, 2, 2, (4, 6, 6)))
+    patch.setitem(flux2.Flux2.sizes, "flux2-tiny", flux2.size(2, 2, 2, axis=4))
+    patch.setitem(qwen_image.QwenImage.sizes, "qwen-image-tiny", qwen_image.size(2, 2, (4, 6, 6)))
+    patch.setitem(z_image.ZImage.sizes, "z-image-tiny", z_image.size(2, 2, (4, 6, 6), refiners=1))
 
 
 def train_recipe(name: str = "dit-s-4", *overrides: str) -> TrainRecipe:

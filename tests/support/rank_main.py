@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -25,8 +26,6 @@ from leandit.train import loop
 from leandit.train.loop import train
 from leandit.train.metrics.history import StepReport
 from leandit.train.metrics.meter import StepResult
-from leandit.train.models.diffusers import pixart, sd3
-from leandit.train.models.dit import SIZES
 from leandit.train.optim import loss_scale
 from leandit.train.parallel import build, deepspeed_engine
 from leandit.train.parallel.stop import StopRequest
@@ -104,11 +103,10 @@ def count_wrapped_at_the_end() -> None:
 
 def main() -> None:
     """Train all that the first argument says; what is refused goes to stdout as JSON lines."""
-    from making import TINY_SD3, train_recipe
+    from making import shrink_models, train_recipe
 
     torch.set_num_threads(1)
-    SIZES["S"], pixart.PixArt.sizes["pixart-tiny"] = (2, 32, 2), pixart.size(2, 2, 16)
-    sd3.SD3.sizes["sd3-tiny"] = TINY_SD3
+    shrink_models(pytest.MonkeyPatch())
     jobs = json.loads(sys.argv[1])
     if jobs[0].get("connects"):  # as under torchrun; otherwise one group serves all jobs
         count_wrapped_at_the_end()

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from forked import fork_interpreters, run_forked
 from made_runs import report_line
-from making import CPU, no_progress
-from planner import CASES, Case, measured_apart, measured_peak, planner_job, predicted_peak
+from making import CPU, no_progress, shrink_models
+from planner import CASES, Case, measured_peak, planner_job, predicted_peak
 
 from leandit.datasets.errors import RecipeError, RunError
-from leandit.tools.plan import training
+from leandit.tools.plan import step_memory, training
 from leandit.tools.plan.scaling import LAUNCH_SECONDS
 from leandit.tools.plan.step_memory import (
     ACTIVATIONS,
@@ -47,6 +48,20 @@ SMALL = ["model.num_classes=10", "run.precision=fp32", "run.compile=false", "run
 DIT = "dit-s-2-256"  # where blocks take most; in the demo captions do
 
 
+MEASURE = """
+import json, sys, pytest
+from making import shrink_models
+from planner import measured_peak
+shrink_models(pytest.MonkeyPatch())
+print(measured_peak(json.loads(sys.argv[1])))
+"""
+
+
+def measured_apart(job: dict[str, Any]) -> int:
+    """``measured_peak`` in a process of its own, which may join a process group."""
+    return int(run_forked(["-c", MEASURE, json.dumps(job)], check=True).stdout)
+
+
 def traced_once(
     workload: TrainingWorkload,
     bucket: str,
@@ -72,6 +87,8 @@ TRACED: dict[str, dict[str, Traced]] = {}
 @pytest.fixture(autouse=True, scope="module")
 def _traced_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        shrink_models(patch)
+        fork_interpreters(step_memory, patch, shrunk=True)
         patch.setattr(training, "trace_steps", traced_once)
         yield
     TRACED.clear()
@@ -173,7 +190,7 @@ def test_the_largest_microbatch_fits_and_the_next_one_does_not() -> None:
     assert found.largest(room) == 50
     assert found.largest(room, most=20) == 20
     assert found.largest(sum(found.states[name] for name in STATES) / 2) == 0
-    assert found.offloaded((OPTIMIZER,)).largest(room) > 50
+    assert found.offloaded((OPTIMIZER,)).total(50) == found.total(50) - found.states[OPTIMIZER]
     assert found.total(51) > room
 
 
@@ -263,7 +280,7 @@ def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
     assert rows["ddp"]["microbatch"] == 2
     parts = rows["ddp"]["bytes"]
     assert sum(parts.values()) == pytest.approx(rows["ddp"]["total"], abs=10)
-    assert rows["fsdp"]["bytes"][OPTIMIZER] == pytest.approx(parts[OPTIMIZER] / 4, rel=0.1)
+    assert rows["fsdp"]["bytes"][OPTIMIZER] == pytest.approx(parts[OPTIMIZER] / 4, rel=0.12)  # rounded up
     assert rows["fsdp, offloaded"]["bytes"][OPTIMIZER] == 0 < rows["fsdp, offloaded"]["host"]
     assert rows["hsdp"]["total"] == rows["fsdp"]["total"]  # of one machine
     h200 = next(row for row in result["known_gpus"] if row["gpu"] == "H200")
