@@ -49,6 +49,8 @@ class ModelSection(Section):
     time: Literal["steps", "share", "to_data"] = "steps"
     """DiT: the time it embeds; "steps": 0 to 1000, as published. "share": 0 to 1 (REPA). "to_data": 1 at the data, 0 at
     the noise, and it gives the velocity towards the data (SiT, LightningDiT); objective and sampler stay the same."""
+    value_residual: bool = False
+    """DiT: each block mixes the values of its attention with those of the first block, by a share that it learns."""
 
 
 class LoraSection(Section):

@@ -68,12 +68,14 @@ class Extras(NamedTuple):
     Args:
       class_token: (B, D) noisy class token, for a model that denoises one.
       kept: (B, K) int64 image tokens, in their order, that go through the routed blocks; None: all.
+      without_path: (B,) bool, images whose routed blocks count for nothing (SPRINT's path drop); None: none.
       watched: a block, from 1, whose output is wanted.
       projected: tokens of each image that are projected, from the first; None: all.
     """
 
     class_token: Tensor | None = None
     kept: Tensor | None = None
+    without_path: Tensor | None = None
     watched: int = 0
     projected: int | None = 0
 

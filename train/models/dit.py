@@ -27,6 +27,7 @@ from .layers import (
     Attention,
     CaptionEmbedder,
     CrossAttention,
+    GainNorm,
     LabelEmbedder,
     Mlp,
     PatchEmbed,
@@ -58,12 +59,16 @@ def size_of(name: str) -> tuple[int, int, int, int]:
 
 
 class DiTBlock(nn.Module):
-    """Transformer block with adaLN-Zero conditioning (figure 3, right); cross-attention with captions."""
+    """Transformer block with adaLN-Zero conditioning (figure 3, right); cross-attention with captions.
 
-    def __init__(self, width: int, heads: int, options: DiTOptions, *, takes_text: bool) -> None:
+    With a value residual the first block also returns its values, which the others take.
+    """
+
+    def __init__(self, width: int, heads: int, options: DiTOptions, *, takes_text: bool, is_first: bool) -> None:
         super().__init__()
         self.norm1 = TokenNorm(options.norm, width)
-        self.attn = Attention(width, heads, options)
+        self.attn = Attention(width, heads, options, is_first=is_first)
+        self.gives_values = options.value_residual and is_first
         self.norm_cross = TokenNorm(options.norm, width) if takes_text else None
         self.cross_attn = CrossAttention(width, heads, options) if takes_text else None
         self.norm2 = TokenNorm(options.norm, width)
@@ -77,15 +82,18 @@ class DiTBlock(nn.Module):
         rotation: Rotation | None = None,
         captions: Tensor | None = None,
         layout: CaptionLayout | None = None,
-    ) -> Tensor:
+        first_values: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         modulation = at_least_float32(self.adaLN_modulation(c))  # 1 + scale would round away a small scale in 16 bits
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation.chunk(6, dim=1)
-        x = add_gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa), rotation))
+        attended, values = self.attn(modulate(self.norm1(x), shift_msa, scale_msa), rotation, first_values)
+        x = add_gated(x, gate_msa, attended)
         if self.cross_attn is not None and self.norm_cross is not None:
             assert captions is not None
             assert layout is not None
             x = x + self.cross_attn(self.norm_cross(x), captions, layout).to(x.dtype)
-        return add_gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+        x = add_gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+        return (x, values) if self.gives_values else x
 
 
 class FinalLayer(nn.Module):
@@ -131,10 +139,11 @@ class DiT(nn.Module):
         grid = self.base_grid
         table = None if spec.options.positions == "rope" else position_table(grid, grid, width, grid)[None]
         self.register_buffer("pos_embed", table)  # of the base size alone, as in published checkpoints
-        blocks = (DiTBlock(width, heads, spec.options, takes_text=spec.takes_text) for _ in range(depth))
+        kind = {"takes_text": spec.takes_text}
+        blocks = (DiTBlock(width, heads, spec.options, **kind, is_first=number == 0) for number in range(depth))
         self.blocks = nn.ModuleList(blocks)
         self.final_layer = FinalLayer(width, patch, spec.out_channels, spec.options)
-        self.class_token = ClassToken(spec.class_width, width) if spec.class_width else None
+        self.class_token = ClassToken(spec.class_width, width, spec.options) if spec.class_width else None
         self.fusion = Fusion(width) if spec.fused else None
         self.routed = spec.fused or self.routed
         self.projected = spec.projectors
@@ -218,22 +227,27 @@ class DiT(nn.Module):
         has_class = self.class_token is not None
         rows = None if extras.kept is None else rows_kept(extras.kept, has_class=has_class)
         before, kept_rotation, projected, watched = x, rotation, dict[str, Tensor](), None
+        values = kept_values = None
         for number, block in enumerate(self.blocks, 1):
             if number == self.routed[0]:
                 before = x
                 if rows is not None:
                     x, kept_rotation = take_tokens(x, rows), rotation and take_rotation(rotation, rows)
-            x = block(x, c, kept_rotation, captions, layout) if self.takes_text else block(x, c, kept_rotation)
+                    kept_values = None if values is None else take_values(values, rows)
+            x = block(x, c, kept_rotation, captions, layout, kept_values)
+            if isinstance(x, tuple):  # the first block with a value residual
+                x, values = x
+                kept_values = values
             for name, spec in self.projected.items():
                 if extras.projected != 0 and spec.block == number:
                     projected[name] = _projected(self.projectors[name], x[:, : extras.projected], grid)
             watched = x[:, has_class:] if number == extras.watched else watched
             if number == self.routed[1]:
                 if self.fusion is not None:
-                    x = self.fusion(before, x, rows)
+                    x = self.fusion(before, x, rows, extras.without_path)
                 elif rows is not None:
                     x = put_tokens(before, rows, x)
-                kept_rotation = rotation
+                kept_rotation, kept_values = rotation, values
         return x, projected, watched
 
     def embedded_time(self, t: Tensor) -> Tensor:
@@ -295,6 +309,11 @@ def take_rotation(rotation: Rotation, rows: Tensor) -> Rotation:
     return cos, sin
 
 
+def take_values(values: Tensor, rows: Tensor) -> Tensor:
+    """Values (B, heads, T, d) of the tokens of each image, (B, heads, K, d)."""
+    return values.gather(2, rows[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3]))
+
+
 def with_class_rotation(rotation: Rotation) -> Rotation:
     """Rotation of a sequence whose first token, the class token, stays as it is."""
     cos, sin = rotation
@@ -320,11 +339,13 @@ class Fusion(nn.Module):
         self.proj.weight.copy_(torch.cat([eye, eye], dim=1) / 2)
         self.proj.bias.zero_()
 
-    def forward(self, before: Tensor, after: Tensor, rows: Tensor | None) -> Tensor:
-        """(B, T, E) and (B, T or K, E) to (B, T, E)."""
+    def forward(self, before: Tensor, after: Tensor, rows: Tensor | None, without_path: Tensor | None = None) -> Tensor:
+        """(B, T, E) and (B, T or K, E) to (B, T, E); images of ``without_path`` (B,) have the mask token alone."""
         mask = self.mask.to(after.dtype).expand(before.shape)
         # Without skipped tokens the mask has a gradient too, zero: ranks reduce the same ones at every step.
         after = after + 0 * mask if rows is None else put_tokens(mask, rows, after)
+        if without_path is not None:
+            after = torch.where(without_path[:, None, None], mask, after)
         return self.proj(torch.cat([before.to(after.dtype), after], dim=2)).to(before.dtype)
 
 
@@ -334,10 +355,10 @@ class Fusion(nn.Module):
 class ClassToken(nn.Module):
     """The noisy class token of an image feature as a token of the sequence, and its velocity from there."""
 
-    def __init__(self, feature_width: int, width: int) -> None:
+    def __init__(self, feature_width: int, width: int, options: DiTOptions) -> None:
         super().__init__()
         self.embed = nn.Linear(feature_width, width)
-        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.norm = GainNorm(width) if options.norm == "rms" else nn.LayerNorm(width, eps=NORM_EPS)
         self.velocity = nn.Linear(width, feature_width)
 
     def forward(self, token: Tensor) -> Tensor:

@@ -217,24 +217,33 @@ class TokenNorm(nn.Module):
 class Attention(nn.Module):
     """Multi-head self-attention with a fused projection of queries, keys and values.
 
-    QK-norm is an RMS norm with a gain over each head (Esser et al. 2024, section 5.3.2).
+    QK-norm is an RMS norm with a gain over each head (Esser et al. 2024, section 5.3.2). With a value residual (Zhou et
+    al. 2024, arXiv 2410.17897) all blocks but the first mix their values with its own, half of each to begin with.
     """
 
-    def __init__(self, width: int, heads: int, options: DiTOptions) -> None:
+    def __init__(self, width: int, heads: int, options: DiTOptions, *, is_first: bool) -> None:
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.q_norm = GainNorm(width // heads) if options.qk_norm else nn.Identity()
         self.k_norm = GainNorm(width // heads) if options.qk_norm else nn.Identity()
         self.proj = nn.Linear(width, width)
+        mixes = options.value_residual and not is_first
+        self.value_share = nn.Parameter(torch.full((1,), 0.5)) if mixes else None  # FSDP shards no scalar
 
-    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation | None = None, first_values: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(B, T, E) to the same, and its own values (B, heads, T, E/heads)."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, heads, T, E/heads) each
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        attended = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v)
-        return self.proj(attended.transpose(1, 2).flatten(2))
+        values = v
+        if self.value_share is not None and first_values is not None:
+            values = v.lerp(first_values, self.value_share.to(v.dtype))
+        attended = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), values)
+        return self.proj(attended.transpose(1, 2).flatten(2)), v
 
 
 class CrossAttention(nn.Module):

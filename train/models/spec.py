@@ -21,6 +21,7 @@ class DiTOptions(Frozen):
     mlp: Literal["gelu", "swiglu"] = "gelu"
     positions: Literal["sincos", "rope", "both"] = "sincos"
     time: Literal["steps", "share", "to_data"] = "steps"
+    value_residual: bool = False
 
 
 class ProjectorSpec(Frozen):
@@ -89,6 +90,7 @@ class ModelSpec(Frozen):
       options: of our DiT.
       projectors: by name of the feature.
       fused: blocks around which the outputs of routed and other tokens are fused (SPRINT), from 1.
+      drops_path: it has learned to do without these blocks, so its null does without them when it draws.
       config: arguments of diffusers' class, if the model came from a folder or the hub.
       adapter: low-rank adapters, which train alone.
       guidance: that a distilled model takes as an input.
@@ -103,6 +105,7 @@ class ModelSpec(Frozen):
     options: DiTOptions = DiTOptions()
     projectors: dict[str, ProjectorSpec] = {}
     fused: tuple[int, int] | None = None
+    drops_path: bool = False
     config: dict[str, Any] = {}
     adapter: AdapterSpec | None = None
     texts: tuple[TextInput, ...] = ()

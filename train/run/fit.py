@@ -121,6 +121,7 @@ def _spec(recipe: TrainRecipe, store: StoreSpec) -> ModelSpec:
         options=_options(recipe),
         projectors=projectors,
         fused=routed_blocks(techniques, size_of(name)[0]) if any(technique.fuses for technique in techniques) else None,
+        drops_path=any(technique.drops_path for technique in techniques),
         adapter=adapter,
         texts=texts,
         guidance=recipe.model.guidance,

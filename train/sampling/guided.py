@@ -121,30 +121,34 @@ def guided(
     """The model with guidance, as a function of noisy states, (B, CHW + D), and one time in 0..1000 for all of them.
 
     Conditional and null are one batch at the times that need both. A variance, which follows the state, is not guided.
-    A class token is guided as the latent is.
+    A class token is guided as the latent is. A model that has learned to do without its routed blocks computes null
+    without them.
 
-    Source: Ho and Salimans 2022, equation 6; Kynkaanniemi et al. 2024, section 3 (the interval).
+    Source: Ho and Salimans 2022, equation 6; Kynkaanniemi et al. 2024, section 3 (the interval); Park et al. 2025
+    (SPRINT), arXiv 2510.21986 (path-drop guidance).
     """
     spec, inputs, shape = drawn.spec, conditioning.inputs, (drawn.spec.channels, *size)
     if spec.class_width and solver.guided_channels:
         raise RecipeError("guided channels: this model denoises a class token too, and all of it is guided.")
     everywhere = torch.ones(len(inputs), dtype=torch.bool, device=inputs.device)
     both = conditioning.followed_by(drawn.conditioner.drop(conditioning, everywhere))
+    null_path = torch.cat([~everywhere, everywhere]) if spec.drops_path else None
     width = math.prod(shape)
     count = min(solver.guided_channels or spec.channels, spec.channels) * math.prod(size) + spec.class_width
 
-    def forward(x: Tensor, t: float, given: Conditioning) -> Tensor:
+    def forward(x: Tensor, t: float, given: Conditioning, without_path: Tensor | None = None) -> Tensor:
         time = torch.full((len(x),), t, device=inputs.device)
-        extras = [Extras(class_token=x[:, width:])] if spec.class_width else []
+        extras = Extras(class_token=x[:, width:] if spec.class_width else None, without_path=without_path)
+        asks = spec.class_width > 0 or without_path is not None
         with torch.autocast(inputs.device.type, solver.autocast, enabled=solver.autocast is not None):
-            result = drawn.model(x[:, :width].unflatten(1, shape), time, given, *extras)
-        outputs = (result.output, result.class_velocity) if spec.class_width else (result,)
-        return torch.cat([output.float().flatten(1) for output in outputs], dim=1)
+            result = drawn.model(x[:, :width].unflatten(1, shape), time, given, *([extras] if asks else []))
+        outputs = (result.output, result.class_velocity) if asks else (result,)
+        return torch.cat([output.float().flatten(1) for output in outputs if output is not None], dim=1)
 
     def guided_forward(x: Tensor, t: float) -> Tensor:
         if solver.guidance == 1 or not solver.interval[0] <= t / TRAIN_STEPS <= solver.interval[1]:
             return forward(x, t, conditioning)
-        output, null = forward(torch.cat([x, x]), t, both).chunk(2)
+        output, null = forward(torch.cat([x, x]), t, both, null_path).chunk(2)
         first = null[:, :count] + solver.guidance * (output[:, :count] - null[:, :count])
         return torch.cat([first, output[:, count:]], dim=1)
 

@@ -6,12 +6,13 @@ Source: Krause et al. 2025 (TREAD), arXiv 2501.04765; Park et al. 2025 (SPRINT),
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from ...datasets.errors import RecipeError
-from ...datasets.recipe import Count, Positive, Section
+from ...datasets.recipe import Count, Positive, Section, Share
 from .technique import Draw, Technique, is_active
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class RoutingSection(Section):
     """The last one; 0: three blocks follow it for "tread", as published, two for "sprint"."""
     stop_step: Count = 0
     """Last step that routes, before steps with all tokens; 0: all."""
+    path_drop: Share = 0.0
+    """Of "sprint": share of the images for which the middle blocks count for nothing (published: 0.05). The null of
+    guidance then does without them too (path-drop guidance), which strengthens it."""
 
 
 class Keys(Section):
@@ -51,6 +55,13 @@ class Routing(Technique):
     def __init__(self, recipe: Any) -> None:
         self.section: RoutingSection = recipe.routing
         self.is_on, self.fuses = self.section.kind != "none", self.section.kind == "sprint"
+        self.drops_path = self.fuses and self.section.path_drop > 0
+
+    def contradictions(self, recipe: Any) -> Iterator[str]:
+        if self.section.path_drop and not self.fuses:
+            yield 'routing: path_drop needs kind = "sprint", whose mask token stands for the blocks'
+        if self.is_on and self.section.first_block == 1 and recipe.model.value_residual:
+            yield "routing: first_block 1 has the values of kept tokens alone; model.value_residual needs at least 2"
 
     def routed(self, depth: int) -> tuple[int, int]:
         section = self.section
@@ -64,10 +75,17 @@ class Routing(Technique):
         return first, last
 
     def draws(self, spec: ModelSpec, num_tokens: int, step: int) -> dict[str, Draw]:
-        return {"token_order": ("uniform", (num_tokens,))} if is_active(self.section.stop_step, step) else {}
+        draws = dict[str, Draw]()
+        if self.drops_path:
+            draws["path"] = ("uniform", ())
+        if is_active(self.section.stop_step, step):
+            draws["token_order"] = ("uniform", (num_tokens,))
+        return draws
 
     def asks(self, extras: Extras, images: Microbatch, step: int) -> Extras:
         """Keep the tokens with the smallest draws, in their order."""
+        if self.drops_path:
+            extras = extras._replace(without_path=images.draws["path"] < self.section.path_drop)
         if not is_active(self.section.stop_step, step):
             return extras
         order = images.draws["token_order"]

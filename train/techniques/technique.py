@@ -42,6 +42,7 @@ class Technique:
       is_on: the recipe uses it.
       features: image features of the store that it reads.
       fuses: the model fuses routed and other tokens (SPRINT).
+      drops_path: it learns to do without the routed blocks.
     """
 
     key: ClassVar[str]
@@ -50,6 +51,7 @@ class Technique:
     is_on: bool
     features: Sequence[str] = ()
     fuses: bool = False
+    drops_path: bool = False
 
     def __init__(self, recipe: Any) -> None:
         raise NotImplementedError

@@ -132,6 +132,10 @@ def reference(
         """To itself, or to another sequence."""
         if other is None:
             q, k, value = linear(f"{name}.qkv", v).split(v.shape[1], dim=1)
+            if options.value_residual and firsts:
+                share = weights[f"{name}.value_share"]
+                value = share * firsts[0] + (1 - share) * value
+            firsts.append(value)
         else:
             q = linear(f"{name}.q_linear", v)
             k, value = linear(f"{name}.kv_linear", other).split(v.shape[1], dim=1)
@@ -169,7 +173,7 @@ def reference(
                 place = torch.tensor(waves, dtype=torch.float32).double()  # the table is stored in float32
                 embedded = kernel.reshape(width, -1) @ patch.reshape(-1) + weights["x_embedder.proj.bias"]
                 tokens.append(embedded if options.positions == "rope" else embedded + place)
-        v = torch.stack(tokens)
+        v, firsts = torch.stack(tokens), list[Tensor]()
         if options.time != "steps":
             time = 1 - time / 1000 if options.time == "to_data" else time / 1000
         angles = time * torch.tensor([10_000 ** (-i / 128) for i in range(128)], dtype=torch.float64)
@@ -225,12 +229,17 @@ def exact_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leandit.train.models.layers.time_features", exact)
 
 
+def first(output: Any) -> Tensor:
+    """The tokens of a block, which may also give its values."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 OPTIONS = {
     "published": PUBLISHED,
     "both": DiTOptions(positions="both"),
     "share": DiTOptions(time="share"),
     "to_data": DiTOptions(time="to_data"),
-    "all": DiTOptions(qk_norm=True, norm="rms", mlp="swiglu", positions="rope"),
+    "all": DiTOptions(qk_norm=True, norm="rms", mlp="swiglu", positions="rope", value_residual=True),
 }
 
 
@@ -265,7 +274,7 @@ def test_the_output_and_all_gradients_are_those_of_the_formulas(
 def test_a_new_model_puts_out_exactly_zero_and_its_blocks_are_identity(options: DiTOptions) -> None:
     model, seen = build("DiT-T/2", caption_width=10, num_classes=0, options=options).double(), list[Tensor]()
     for block in model.blocks:
-        block.register_forward_hook(lambda _, given, output: seen.extend([given[0], output]))
+        block.register_forward_hook(lambda _, given, output: seen.extend([given[0], first(output)]))
     assert model(X, T, CAPTIONS).abs().max() == 0
     assert all(torch.equal(tokens, seen[0]) for tokens in seen)
 
@@ -311,7 +320,7 @@ def test_time_features_are_cosines_then_sines_over_128_frequencies() -> None:
 KEPT = torch.tensor([[0, 3, 5, 9, 15], [1, 2, 4, 8, 11]])
 IMAGES = X[:2, :, :8, :8], T[:2], Conditioning(labels=torch.tensor([0, 4]))
 NUM = 16  # tokens
-ROUTABLE = {"sincos": PUBLISHED, "rope": DiTOptions(positions="rope", qk_norm=True)}
+ROUTABLE = {"sincos": PUBLISHED, "rope": DiTOptions(positions="rope", qk_norm=True, value_residual=True)}
 PROJECTED = {"dino": ProjectorSpec(block=3, width=7, feature_width=6)}
 WITH_CLASS = {"dino": ProjectorSpec(block=3, width=7, feature_width=6, has_class=True)}
 
@@ -360,6 +369,10 @@ def test_fused_tokens_are_those_before_and_after_with_a_mask_for_skipped_ones() 
         expected[image, KEPT[image]] = after[0][image]
     joined = torch.cat([outputs[1], expected], dim=2)
     torch.testing.assert_close(seen[4], nn.functional.linear(joined, model.fusion.proj.weight, model.fusion.proj.bias))
+    forward(model, Extras(kept=KEPT, without_path=torch.tensor([False, True])))
+    assert torch.equal(seen[9][0], seen[4][0])
+    alone = torch.cat([outputs[1][1], model.fusion.mask.expand(NUM, -1)], dim=1)
+    torch.testing.assert_close(seen[9][1], model.fusion.proj(alone))
 
 
 def test_a_projector_sees_the_output_of_its_block() -> None:

@@ -112,6 +112,8 @@ ALIGNED = [  # all that looks into the model; alignment stops, so that its proje
     "routing.first_block=2",
     "routing.last_block=2",
     "routing.stop_step=3",
+    "routing.path_drop=0.3",
+    "model.value_residual=true",
     "run.steps=4",
 ]
 

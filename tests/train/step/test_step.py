@@ -13,7 +13,7 @@ import torch
 from making import CPU, train_recipe
 from torch import Tensor
 
-from leandit.datasets.errors import LeanditError
+from leandit.datasets.errors import LeanditError, RecipeError
 from leandit.datasets.format.schema import FeatureSpec
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
@@ -100,11 +100,23 @@ def test_the_alignment_is_that_of_the_feature_of_the_same_records(
         torch.testing.assert_close(patches[place], expected)
 
 
-@pytest.mark.parametrize("kind", ["tread", "sprint"])
-def test_a_run_with_everything_resumes_bit_for_bit(kind: str, store: LatentStore, tmp_path: Path) -> None:
+VALUES = (
+    "model.value_residual=true",
+    "model.norm=rms",
+    "routing.first_block=2",
+    "routing.last_block=2",
+    "objective.dispersive_block=1",
+)
+SPRINT = ("routing.kind=sprint", "routing.path_drop=0.3", *VALUES)
+
+
+@pytest.mark.parametrize("routing", [("routing.kind=tread", *ROUTED), SPRINT], ids=["tread", "sprint"])
+def test_a_run_with_everything_resumes_bit_for_bit(
+    routing: tuple[str, ...], store: LatentStore, tmp_path: Path
+) -> None:
     for run, steps in (("whole", [4]), ("parts", [2, 4])):
         for step in steps:
-            run_to(store, tmp_path / run, step, *TERMS, *OWN, f"routing.kind={kind}", *ROUTED)
+            run_to(store, tmp_path / run, step, *TERMS, *OWN, *routing)
     for part in ("model", "ema", "optimizer"):
         whole, parts = (
             (tmp_path / run / "checkpoint-4" / f"{part}.safetensors").read_bytes() for run in ("whole", "parts")
@@ -211,6 +223,32 @@ def test_a_model_with_a_class_token_draws_latents(sampler: Any, store: LatentSto
     assert drawn.shape == (3, 4, 4, 4)
     alone = draw_latents(snapshot, select(conditioning, [1]), size=(4, 4), seed=0, solver=solver, numbers=[1])
     torch.testing.assert_close(drawn[1:2], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_the_null_of_a_model_that_drops_its_path_is_drawn_without_it(
+    store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPRINT's path-drop guidance; the share of dropped images is that of the recipe."""
+    run_to(store, tmp_path / "run", 2, *FLOW, *SPRINT)
+    snapshot, seen = load_snapshot(tmp_path / "run", CPU), list[Any]()
+    snapshot.model.register_forward_pre_hook(lambda _, given: seen.append(given[3:]))
+    conditioning = snapshot.conditioner(torch.tensor([0, 1, 2]), {})
+    for guidance in (1.0, 2.0):
+        solver = Solver(sampler="euler", steps=1, guidance=guidance)
+        assert draw_latents(snapshot, conditioning, size=(4, 4), seed=0, solver=solver).shape == (3, 4, 4, 4)
+    assert seen[0] == ()
+    assert seen[1][0].without_path.tolist() == [False] * 3 + [True] * 3
+    state = state_of(store, *FLOW, *SPRINT)
+    images = microbatches_of(state, monkeypatch)[0]
+    (routing,) = (one for one in state.techniques if one.key == "routing")
+    dropped = routing.asks(Extras(), images, 1).without_path
+    assert torch.equal(dropped, images.draws["path"] < 0.3)
+    for settings, message in (
+        (("routing.kind=tread", "routing.path_drop=0.1"), 'path_drop needs kind = "sprint"'),
+        (("routing.kind=tread", "routing.first_block=1", "model.value_residual=true"), "first_block 1 has the values"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            train_recipe("dit-s-4", *settings)
 
 
 def test_a_run_begins_from_one_with_projectors_and_the_other_way_round(store: LatentStore, tmp_path: Path) -> None:
