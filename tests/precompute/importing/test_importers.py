@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import io
-import json
-import os
+import inspect
 import shutil
-import struct
 import sys
-import zipfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLQwenImage
 from features import (
     COUNT,
     MAKERS,
     SIDE,
-    Evil,
     Made,
     assert_has_null,
     assert_holds,
@@ -32,35 +26,29 @@ from features import (
     make_lightningdit,
     make_mar,
     make_mds,
+    make_mlperf_flux,
+    make_nemo,
     make_pixart,
     noise,
     rejects,
     run_import,
-    without,
 )
 from making import CPU, no_progress, store_digest, train_recipe, tree_digest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from leandit.datasets.batches.latents import denormalise, final_latents
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import Failpoint
-from leandit.datasets.errors import (
-    FingerprintMismatch,
-    LeanditError,
-    RecipeError,
-    RecordRejected,
-    ResourceError,
-    SourceError,
-)
+from leandit.datasets.errors import FingerprintMismatch, RecipeError, SourceError
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
-from leandit.precompute.importing.formats import mds
-from leandit.precompute.importing.source import rejecting
-from leandit.precompute.importing.untrusted import MAX_ARRAY_BYTES, npy_header, parse_npy
+from leandit.precompute.config import load as load_precompute
 from leandit.tools.cli.main import main
+from leandit.tools.inspection.store_facts import StoreFacts
+from leandit.tools.inspection.store_text import render
 from leandit.tools.inspection.verify import check
 from leandit.train.loop import train
 from leandit.train.parallel.stop import StopRequest
@@ -176,22 +164,6 @@ def test_an_encoded_store_is_not_imported_into(label_store: LatentStore, tmp_pat
         run_import(make_fast_dit(tmp_path / "source"), label_store.path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        (["vae.scal=[1]"], "did you mean 'vae.scale'"),
-        (["vae.scale=[0.0]"], "a scale of 0"),
-        (["vae.scale=[1.0, 2.0]"], "has 2 numbers, the latents have 4 channels"),
-        (["store.codec=lz5"], "store.codec"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings: list[str], match: str, tmp_path: Path) -> None:
-    made = make_fast_dit(tmp_path / "source")
-    with pytest.raises((RecipeError, SourceError), match=match):
-        run_import(made, tmp_path / "store", *settings)
-    assert not (tmp_path / "store").exists()
-
-
 def test_raw_moments_are_scaled_when_they_are_read(tmp_path: Path) -> None:
     run_import(make_mar(tmp_path / "source"), tmp_path / "store")
     spec = LatentStore(tmp_path / "store").spec.latent
@@ -219,124 +191,6 @@ def test_a_damaged_shard_is_read_again_from_the_features(made: Made, tmp_path: P
         check(store, deep=True, repair=False, source=made.source, **options)
 
 
-# What is broken.
-
-
-def break_files(made: Made) -> dict[str, tuple[str, str]]:
-    """Damage a source of fast-DiT, record by record; what must be said of each."""
-    features, labels = made.source / "imagenet256_features", made.source / "imagenet256_labels"
-    content = (features / "0.npy").read_bytes()
-    (features / "1.npy").write_bytes(content[:-4])
-    (features / "2.npy").write_bytes(b"")
-    np.save(features / "3.npy", noise(0, 1, 4, SIDE, 2 * SIDE))
-    np.save(features / "4.npy", noise(0, 1, 4, SIDE, SIDE, dtype=np.float16))
-    np.save(features / "5.npy", np.full((1, 4, SIDE, SIDE), np.inf, np.float32))
-    (labels / "6.npy").unlink()
-    np.save(labels / "7.npy", np.array([0.5]))
-    np.save(labels / "8.npy", np.array([-1]))
-    np.save(features / "9.npy", np.array([{"a": 1}], object), allow_pickle=True)
-    unreadable, shape, label = ("scan", "unreadable"), ("scan", "wrong_shape"), ("scan", "no_label")
-    found = {"1": unreadable, "2": unreadable, "3": shape, "4": shape, "5": ("decode", "nonfinite")}
-    return found | {"6": label, "7": label, "8": label, "9": unreadable}
-
-
-def test_what_is_broken_is_rejected_with_its_reason_and_the_rest_is_stored(tmp_path: Path) -> None:
-    made = make_fast_dit(tmp_path / "source")
-    # Two good ones of the same shape beside the broken ones decide what the others must be.
-    wanted = break_files(made)
-    run_import(made, tmp_path / "store", "source.max_reject_share=1.0")
-    store = LatentStore(tmp_path / "store")
-    assert rejects(store) == wanted
-    assert_holds(store, without(made, *wanted))
-
-
-def test_too_many_rejects_stop_an_import_before_anything_is_written(tmp_path: Path) -> None:
-    made = make_fast_dit(tmp_path / "source")
-    break_files(made)
-    with pytest.raises(SourceError, match="3 records or captions in a row are rejected"):
-        run_import(made, tmp_path / "store", "source.max_rejects_in_a_row=3")
-    for path in (made.source / "imagenet256_features").iterdir():
-        path.write_bytes(b"no array")
-    with pytest.raises(SourceError, match="not one of 11 records can be imported"):
-        run_import(made, tmp_path / "store")
-    assert not (tmp_path / "store").exists()
-
-
-def test_a_broken_member_of_an_npz_is_rejected(tmp_path: Path) -> None:
-    made = make_mar(tmp_path / "source")
-    keys = list(made.records)
-    paths = [made.source / f"{key}.npz" for key in keys]
-    arrays = dict(np.load(paths[0]))
-    np.savez(paths[0], moments=arrays["moments"])
-    np.savez(paths[1], moments=arrays["moments"], moments_flip=arrays["moments_flip"][:, :4])
-    np.savez(paths[2], other=arrays["moments"])
-    flipped = bytearray(paths[3].read_bytes())
-    flipped[len(flipped) // 3] ^= 1  # among the numbers of the first array
-    paths[3].write_bytes(flipped)
-    paths[4].write_bytes(paths[4].read_bytes()[:5000])
-    run_import(made, tmp_path / "store", "source.max_reject_share=1.0")
-    store = LatentStore(tmp_path / "store")
-    shape = ("scan", "wrong_shape")
-    wanted = dict(zip(keys, [shape, shape, shape, ("decode", "unreadable"), ("scan", "unreadable")], strict=False))
-    assert rejects(store) == wanted
-    assert_holds(store, without(made, *wanted))
-
-
-def npy(header: str, body: bytes = b"") -> bytes:
-    """A .npy file with a header of one's own."""
-    padded = header.encode() + b" " * (-(10 + len(header) + 1) % 64) + b"\n"
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(padded)) + padded + body
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\x93NUMPY",
-        b"\x93NUMPY\x03\x00" + b"\0" * 100,
-        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }", b"\0" * 64),
-        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296), }"),
-        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 16), }", b"\0" * 64),
-        npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", b"cos\nsystem\n(S'true'\ntR."),
-        npy("{'descr': [('a', '|O')], 'fortran_order': False, 'shape': (1,), }", b"cos\nsystem\n"),
-        npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1,), }", b"\0" * 8),
-        npy("__import__('os').system('true')"),
-        npy("(" * 5000),
-        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (4,), }", b"\0" * 17),
-    ],
-    ids=range(12),
-)
-def test_a_hostile_array_is_refused_before_memory_is_asked_for(content: bytes) -> None:
-    with pytest.raises((ValueError, EOFError, MemoryError, RecursionError)) as caught:
-        parse_npy(content)
-    assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("dtype", ["<f4", ">f4", "<f2", "<i8"])
-def test_arrays_are_read_as_numpy_reads_them(order: Any, dtype: str) -> None:
-    array = np.asarray(100 * noise(1, 2, 3, 4), dtype, order=order)
-    stream = io.BytesIO()
-    np.save(stream, array)
-    found = parse_npy(stream.getvalue())
-    assert (found.dtype, found.shape) == (array.dtype.newbyteorder("="), array.shape)
-    np.testing.assert_array_equal(found, array)
-    assert npy_header(stream.getvalue()[:128], len(stream.getvalue()))[0] == array.shape
-
-
-def test_an_npz_that_unpacks_to_more_than_it_claims_is_rejected(tmp_path: Path) -> None:
-    made = make_mar(tmp_path / "source")
-    key = next(iter(made.records))
-    path = made.source / f"{key}.npz"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
-        packed.writestr("moments.npy", bytes(MAX_ARRAY_BYTES // 4))
-    liar = path.read_bytes()
-    at = liar.rindex(b"PK\x01\x02")
-    path.write_bytes(liar[: at + 24] + struct.pack("<I", 9000) + liar[at + 28 :])  # the size that it unpacks to
-    run_import(made, tmp_path / "store")
-    assert rejects(LatentStore(tmp_path / "store")) == {key: ("scan", "unreadable")}
-
-
 # LightningDiT.
 
 
@@ -348,6 +202,8 @@ def test_samples_are_normalised_with_the_sources_own_statistics(tmp_path: Path) 
     wanted = (rows - statistics["mean"]) / statistics["std"] * 0.5
     np.testing.assert_allclose(final_latents(rows, spec, None), wanted, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(denormalise(final_latents(rows, spec, None), spec), rows, rtol=1e-5, atol=1e-5)
+    (made.source / "latents_stats.pt").unlink()
+    run_import(made, tmp_path / "given", "vae.shift=[0.0]", "vae.scale=[1.0]")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -357,95 +213,6 @@ def test_samples_of_any_precision_are_kept_exactly(dtype: torch.dtype, tmp_path:
     store = LatentStore(tmp_path / "store")
     assert store.spec.latent.dtype == ("float32" if dtype == torch.bfloat16 else "float16")
     assert_holds(store, made.records, store.spec.latent.dtype)
-
-
-@pytest.mark.parametrize("content", ["evil", "none", "other", "damaged"])
-def test_statistics_that_are_none_are_refused_and_never_unpickled(content: str, tmp_path: Path) -> None:
-    made, path = make_lightningdit(tmp_path / "source"), tmp_path / "source/latents_stats.pt"
-    if content == "none":
-        path.unlink()
-    elif content == "damaged":  # its first byte, so that it is read as a bare pickle
-        path.write_bytes(b"Q" + path.read_bytes()[1:])
-    else:
-        torch.save({"mean": Evil(tmp_path / "mark")} if content == "evil" else {"mean": torch.zeros(3)}, path)
-    with pytest.raises(SourceError, match=r"latents_stats\.pt.*vae\.shift"):
-        run_import(made, tmp_path / "store")
-    assert not (tmp_path / "mark").exists()
-    run_import(made, tmp_path / "store", "vae.shift=[0.0]", "vae.scale=[1.0]")
-
-
-def test_a_broken_shard_stops_the_import_and_one_without_labels_is_a_reject_each(tmp_path: Path) -> None:
-    made = make_lightningdit(tmp_path / "source")
-    names = sorted(path.stem for path in made.source.glob("*.safetensors"))
-    broken = made.source / f"{names[0]}.safetensors"
-    whole = broken.read_bytes()
-    broken.write_bytes(whole[:-8])
-    with pytest.raises(SourceError, match=rf"shard '{names[0]}\.safetensors' cannot be opened"):
-        run_import(made, tmp_path / "store")
-    broken.write_bytes(whole)
-    unlabelled = made.source / f"{names[2]}.safetensors"
-    save_file({name: t for name, t in load_file(unlabelled).items() if name != "labels"}, unlabelled)
-    run_import(made, tmp_path / "store")
-    store, lost = LatentStore(tmp_path / "store"), [key for key in made.records if names[2] in key]
-    assert rejects(store) == dict.fromkeys(lost, ("scan", "no_label"))
-    assert_holds(store, without(made, *lost))
-
-
-def test_two_pictures_do_not_share_the_caption_of_one(tmp_path: Path) -> None:
-    # Where caption files have bare names, pictures of one name in two folders have one.
-    made = make_pixart(tmp_path / "source")
-    data = made.source / "InternData"
-    (latents,), (captions,) = data.glob("img_*"), data.glob("caption_*")
-    (captions / "set0_00000.npz").rename(captions / "00000.npz")
-    shutil.copy(latents / "set0_00000.npy", latents / "elsewhere_00000.npy")
-    items = json.loads((data / "data_info.json").read_text())
-    again = {**items[0], "path": "elsewhere/00000.png", "prompt": "another prompt"}
-    (data / "data_info.json").write_text(json.dumps([*items, again]))
-    run_import(made, tmp_path / "store")
-    assert rejects(LatentStore(tmp_path / "store")) == {again["path"]: ("scan", "bad_metadata")}
-
-
-@every_kind
-@pytest.mark.timeout(60)
-def test_links_to_nothing_fifos_and_folders_in_place_of_files_are_told_and_not_waited_for(
-    made: Made, tmp_path: Path
-) -> None:
-    is_file = made.source.is_file()
-    whole = made.source.parent if is_file else made.source
-    for name in {path.suffix: path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()}.values():
-        for put in (lambda path: path.symlink_to("gone"), os.mkfifo, os.mkdir):
-            copied, store = tmp_path / "copied", tmp_path / "store"
-            shutil.copytree(whole, copied)
-            (copied / name).unlink()
-            put(copied / name)
-            null = made.null and made.null.replace(str(whole), str(copied))
-            odd = replace(made, source=copied / made.source.name if is_file else copied, null=null)
-            try:
-                run_import(odd, store, "source.max_reject_share=1.0")
-            except LeanditError:
-                assert not store.exists(), name
-            else:
-                assert put is os.mkdir or rejects(LatentStore(store)), name  # a folder of any name is a folder
-                shutil.rmtree(store)
-            shutil.rmtree(copied)
-
-
-@pytest.mark.parametrize("make", [make_fast_dit, make_edm2, lambda root: make_edm2(root, folder=True)])
-def test_what_has_a_label_but_no_features_is_a_reject(make: Callable[[Path], Made], tmp_path: Path) -> None:
-    made = make(tmp_path / "source")
-    gone = list(made.records)[3]
-    if made.source.is_file():
-        with zipfile.ZipFile(made.source) as packed:
-            kept = {name: packed.read(name) for name in packed.namelist() if name != f"{gone}.npy"}
-        with zipfile.ZipFile(made.source, "w", zipfile.ZIP_STORED) as packed:
-            for name, content in kept.items():
-                packed.writestr(name, content)
-    else:
-        next(path for path in made.source.rglob(f"{Path(gone).name}.npy") if "labels" not in path.parent.name).unlink()
-    run_import(made, tmp_path / "store")
-    store = LatentStore(tmp_path / "store")
-    assert list(rejects(store)) == [gone]
-    assert_holds(store, without(made, gone))
 
 
 # EDM2.
@@ -474,41 +241,6 @@ def test_latents_of_pictures_from_0_to_1_are_whitened_as_edm2_does_and_said_to_b
     assert spec.decoding is not None
     assert spec.decoding.zero_to_one
     assert store.spec.vae.config["zero_to_one"] is True
-
-
-def test_members_that_are_compressed_hostile_or_without_label_are_rejected(tmp_path: Path) -> None:
-    made = make_edm2(tmp_path / "source")
-    keys, stream = list(made.records), io.BytesIO()
-    np.save(stream, made.records[keys[0]].arrays[0])
-    with zipfile.ZipFile(made.source, "a") as packed:
-        packed.writestr("../../outside.npy", stream.getvalue())
-        packed.writestr("/absolute.npy", stream.getvalue())
-        packed.writestr("unlabelled.npy", stream.getvalue())
-        packed.writestr("bomb.npy", bytes(1 << 22), zipfile.ZIP_DEFLATED)
-        packed.writestr("00000/object.npy", npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", b"cos\n"))
-    content = bytearray(made.source.read_bytes())
-    content[content.index(made.records[keys[2]].arrays[0].tobytes()) + 100] ^= 1
-    made.source.write_bytes(content)
-    run_import(made, tmp_path / "store", "source.max_reject_share=1.0")
-    metadata, unreadable = ("scan", "bad_metadata"), ("scan", "unreadable")
-    assert rejects(LatentStore(tmp_path / "store")) == {
-        "../../outside": metadata,
-        "/absolute": metadata,
-        "unlabelled": ("scan", "no_label"),
-        "bomb": unreadable,  # its 4 MB are no array
-        "00000/object": unreadable,
-        keys[2]: unreadable,
-    }
-    assert_holds(LatentStore(tmp_path / "store"), without(made, keys[2]))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "store"]
-
-
-@pytest.mark.parametrize("description", ["[", '{"labels": [1]}', '{"labels": [["a.npy", "cat"]]}'])
-def test_labels_that_are_no_class_numbers_are_refused(description: str, tmp_path: Path) -> None:
-    made = make_edm2(tmp_path / "source", folder=True)
-    (made.source / "dataset.json").write_text(description)
-    with pytest.raises(SourceError, match=r"dataset\.json"):
-        run_import(made, tmp_path / "store")
 
 
 def test_features_without_labels_make_a_store_without_classes(tmp_path: Path) -> None:
@@ -552,16 +284,6 @@ def test_captions_that_an_import_narrows_to_float16_are_measured(tmp_path: Path)
     assert {tuple(row.values()) for row in exact.captions.select(columns).to_pylist()} == {(None, None)}
 
 
-def test_without_a_null_caption_the_user_is_told_what_it_is_for(tmp_path: Path) -> None:
-    made = make_pixart(tmp_path / "source")
-    with pytest.raises(SourceError, match=r"replaces some by a null caption of shape \(12, 16\).*--null"):
-        run_import(replace(made, null=None), tmp_path / "store")
-    np.save(tmp_path / "short.npy", noise(0, 5, 16))
-    with pytest.raises(SourceError, match=r"shape \(5, 16\); expected finite numbers of shape \(12, 16\)"):
-        run_import(replace(made, null=str(tmp_path / "short.npy")), tmp_path / "store")
-    assert not (tmp_path / "store").exists()
-
-
 @pytest.mark.parametrize("suffix", ["npz", "safetensors", "pth", "zeros"])
 def test_the_null_caption_comes_from_a_file_a_checkpoint_or_is_zeros(suffix: str, tmp_path: Path) -> None:
     made, rows = make_pixart(tmp_path / "source"), noise(5, 12, 16)
@@ -576,42 +298,6 @@ def test_the_null_caption_comes_from_a_file_a_checkpoint_or_is_zeros(suffix: str
         path, wanted = Path("zeros"), np.zeros_like(wanted)
     run_import(replace(made, null=str(path)), tmp_path / "store")
     np.testing.assert_array_equal(LatentStore(tmp_path / "store").null_caption, wanted)
-
-
-@pytest.mark.parametrize("content", ["pickled", torch.zeros(12, 16), {"y_embedding": [1.0, 2.0]}])
-def test_a_checkpoint_without_the_null_caption_is_refused_and_never_unpickled(content: Any, tmp_path: Path) -> None:
-    is_pickled = isinstance(content, str)
-    torch.save({"y_embedding": Evil(tmp_path / "mark")} if is_pickled else content, tmp_path / "null.pth")
-    match = "something else than tensors" if is_pickled else "0 tensors whose name ends in 'y_embedding'"
-    with pytest.raises(SourceError, match=match):
-        run_import(replace(make_pixart(tmp_path / "source"), null=str(tmp_path / "null.pth")), tmp_path / "store")
-    assert not (tmp_path / "mark").exists()
-
-
-def test_broken_captions_and_hostile_paths_are_rejected(tmp_path: Path) -> None:
-    made = make_pixart(tmp_path / "source")
-    data = made.source / "InternData"
-    captions, keys = data / "caption_features_new", list(made.records)
-    paths = [captions / ("_".join(key.rsplit("/", 1)).removesuffix(".png") + ".npz") for key in keys]
-    feature, mask = noise(0, 1, 12, 16, dtype=np.float16), np.ones((1, 12), np.int16)
-    paths[0].unlink()
-    np.savez(paths[1], caption_feature=feature, attention_mask=mask[:, :5])
-    np.savez(paths[2], caption_feature=feature[:, :7], attention_mask=mask[:, :7])
-    np.savez(paths[3], caption_feature=feature, attention_mask=0 * mask)
-    np.savez(paths[4], caption_feature=feature * np.float16(np.nan), attention_mask=mask)
-    (data / "img_sdxl_vae_features_512resolution_ms_new/set1_00005.npy").unlink()
-    listed = json.loads((data / "data_info.json").read_text())
-    (tmp_path / "outside.npy").write_bytes(b"")
-    hostile = [{"path": "../../outside.png", "prompt": "x"}, {"path": "/etc/passwd", "prompt": "x"}, {"path": 3}, 7]
-    no_text, twice = {"path": "a.png", "prompt": " "}, dict(listed[6])
-    (data / "data_info.json").write_text(json.dumps([*listed, *hostile, no_text, twice]))
-    run_import(made, tmp_path / "store", "source.max_reject_share=1.0")
-    store, metadata = LatentStore(tmp_path / "store"), ("scan", "bad_metadata")
-    broken = [("scan", "no_caption"), ("scan", "unreadable"), ("scan", "wrong_shape"), ("scan", "no_caption")]
-    broken += [("scan", "nonfinite"), ("scan", "missing_file")]
-    wanted = dict(zip(keys, broken, strict=False)) | {f"data_info.json:{i}": metadata for i in range(11, 17)}
-    assert rejects(store) == wanted
-    assert_holds(store, without(made, *wanted))
 
 
 def test_a_caption_that_breaks_after_planning_stops_the_import_and_names_it(
@@ -637,10 +323,8 @@ def test_a_caption_that_breaks_after_planning_stops_the_import_and_names_it(
 # MDS.
 
 
-def test_samples_of_an_unknown_vae_need_its_scale(tmp_path: Path) -> None:
+def test_samples_of_an_unknown_vae_have_the_scale_of_the_command(tmp_path: Path) -> None:
     made = make_mds(tmp_path / "source")
-    with pytest.raises(SourceError, match=r"vae\.scale is unknown for this kind of features"):
-        run_import(replace(made, settings=made.settings[1:]), tmp_path / "store")
     run_import(made, tmp_path / "store")
     spec = LatentStore(tmp_path / "store").spec.latent
     rows = torch.from_numpy(noise(3, 2, 4, SIDE, SIDE))
@@ -648,70 +332,104 @@ def test_samples_of_an_unknown_vae_need_its_scale(tmp_path: Path) -> None:
     np.testing.assert_allclose(denormalise(rows, spec), rows / 0.13025, rtol=1e-6)
 
 
-def test_broken_shards_and_samples_are_rejected(tmp_path: Path) -> None:
-    made = make_mds(tmp_path / "source")
-    path = made.source / "shard.00000.mds"
-    content = bytearray(path.read_bytes())
-    content[4:8] = (1 << 31).to_bytes(4, "little")  # where the first sample begins
-    path.write_bytes(content)
-    (made.source / "shard.00002.mds").unlink()
-    run_import(made, tmp_path / "store", "source.max_reject_share=1.0")
+# MLPerf's set for Flux.1.
+
+
+def test_the_set_of_mlperf_becomes_a_store_like_that_of_the_flux_recipe(tmp_path: Path) -> None:
+    made = make_mlperf_flux(tmp_path / "source")
+    run_import(made, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
-    gone = [key for key in made.records if "00002" in key]
-    wanted = {"shard.00000/0": ("scan", "unreadable"), **dict.fromkeys(gone, ("scan", "missing_file"))}
-    assert rejects(store) == wanted
-    assert_holds(store, without(made, *wanted))
+    latent, recipe = store.spec.latent, load_precompute("flux1-1024", [])
+    assert (latent.kind, latent.channels, latent.dtype, latent.downscale) == ("mean_logvar", 16, "float32", 8)
+    assert (latent.shift, latent.scale) == ([0.1159] * 16, [0.3611] * 16)
+    assert store.texts == list(recipe.texts)
+    for one in store.spec.text_encoders:
+        section, spec = recipe.texts[one.name], one.spec
+        said = (section.output, section.full_length, section.attend_padding)
+        assert (spec.output, spec.full_length, spec.attend_padding) == said
+        assert (spec.kind, spec.dtype) == ("imported", "bfloat16")
+    assert (store.text("t5").spec.max_tokens, store.text("clip").spec.max_tokens) == (6, 77)
+    assert store.captions.num_rows == 7  # the others have the same embeddings
+    rendered = render(StoreFacts(store))
+    assert "distinct captions   7, 7 tokens" in rendered
+    assert "clip encoder        imported:mlperf-flux 'openai/clip-vit-large-patch14'" in rendered
+    assert "captions t5         tokens, 16 wide, stored as bfloat16, all 6 tokens" in rendered
 
 
-@pytest.mark.parametrize(
-    ("error", "raised"),
-    [
-        (OSError(errno.EMFILE, "Too many open files"), ResourceError),
-        (OSError(errno.ENOSPC, "No space left on device"), ResourceError),
-        (MemoryError(), ResourceError),
-        (OSError(errno.EIO, "Input/output error"), ResourceError),
-        (OSError(errno.EACCES, "Permission denied"), RecordRejected),
-        (OSError("not a regular file"), RecordRejected),
-    ],
-)
-def test_what_the_machine_lacks_is_no_reject(error: Exception, raised: type[Exception]) -> None:
-    with pytest.raises(raised, match=r"7\.npy"), rejecting("7.npy"):
-        raise error
+def test_captions_of_mlperf_may_be_stored_in_eight_bits_with_their_quality(tmp_path: Path) -> None:
+    made = make_mlperf_flux(tmp_path / "source")
+    run_import(made, tmp_path / "store", "store.text_dtype=int8", "store.dtype=float16")
+    store = LatentStore(tmp_path / "store")
+    assert (store.spec.latent.dtype, store.text("t5").spec.dtype, store.text("clip").pooled.dtype) == (
+        "float16",
+        "int8",
+        "float16",
+    )
+    captions = store.captions.to_pylist()
+    assert all(0.999 < row["min_cosine_t5"] <= 1 and 0 < row["max_error_t5"] < 0.05 for row in captions)
+    (embeddings,) = next(iter(made.records.values())).captions.values()
+    assert isinstance(embeddings, dict)
+    first = store.record("000000000").caption_ids[0]
+    np.testing.assert_allclose(store.caption_embedding(first, "t5"), embeddings["t5"], atol=0.05)
+    before = tree_digest(tmp_path / "store")
+    for name in [name for name in before if name.startswith("captions/") and "/c/" in name and "null" not in name]:
+        (tmp_path / "store" / name).write_bytes(before[name][:9] + bytes([before[name][9] ^ 1]) + before[name][10:])
+    options: Any = {"quick": False, "device": lambda: CPU, "overrides": [], "progress": no_progress}
+    mended, _ = check(tmp_path / "store", deep=False, repair=True, source=made.source, **options)
+    assert not mended.damaged
+    assert tree_digest(tmp_path / "store") == before
 
 
-def test_where_a_packed_shard_finds_no_room_it_is_no_reject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make_mds(tmp_path / "source")
+def test_captions_of_mlperf_are_named_by_a_column_or_by_their_record(tmp_path: Path) -> None:
+    texts = [f"a picture of {i % 5} things" for i in range(COUNT - 1)]
+    made = make_mlperf_flux(tmp_path / "source", columns={"txt": [*texts, None], "timestep": [0] * COUNT})
+    run_import(made, tmp_path / "store", "layout.text=txt", "source.max_reject_share=1.0")
+    store = LatentStore(tmp_path / "store")
+    assert store.captions["text"].to_pylist() == list(dict.fromkeys(texts))
+    assert rejects(store) == {f"{COUNT - 1:09d}": ("scan", "no_caption")}
+    run_import(made, tmp_path / "unread", "text.check=mask")
+    assert LatentStore(tmp_path / "unread").captions["text"].to_pylist() == [
+        f"caption of {i:09d}" for i in range(COUNT)
+    ]
 
-    def full(prefix: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(mds.tempfile, "NamedTemporaryFile", full)
-    with pytest.raises(ResourceError, match="TMPDIR"):
-        run_import(made, tmp_path / "store")
+# NeMo AutoModel.
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "match"),
-    [
-        ('"shard.00000.mds"', '"../shard.00000.mds"', "does not stay below its folder"),
-        ('"zstd:3"', '"br:3"', "compression 'br:3'"),
-        ('"format": "mds"', '"format": "jsonl"', "expected mds"),
-        ('"bytes"', '"pkl"', "pickled ones are refused"),
-        ('"latents_256"', '"other"', r"layout\.latents"),
-        ('"column_names": ["caption"', '"column_names": [5', "no text"),
-        ('"column_encodings": ["str"', '"column_encodings": [5', "no text"),
-    ],
-)
-def test_an_index_that_cannot_be_is_refused(before: str, after: str, match: str, tmp_path: Path) -> None:
-    made = make_mds(tmp_path / "source")
-    index = made.source / "index.json"
-    text = index.read_text()
-    assert before in text
-    replaced = text.replace(f"[{before}]", f"[{after}]").replace(f", {before},", f", {after},")
-    index.write_text(replaced if before in ('"bytes"', '"latents_256"') else text.replace(before, after))
-    with pytest.raises(SourceError, match=match):
-        run_import(made, tmp_path / "store")
-    assert not (tmp_path / "store").exists()
+@pytest.mark.parametrize(("model", "recipe"), [("flux", "flux1-1024"), ("qwen_image", "qwen-image-1024")])
+def test_a_cache_of_nemo_becomes_a_store_like_that_of_the_recipe(model: str, recipe: str, tmp_path: Path) -> None:
+    made, texts = make_nemo(tmp_path / "source", model), load_precompute(recipe, []).text_sections
+    run_import(made, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert_holds(store, made.records)
+    assert store.buckets == {"64x64": 4, "32x96": 4, "96x32": 3}
+    latent = store.spec.latent
+    assert (latent.kind, latent.channels, latent.downscale, latent.dtype) == ("sample", 16, 8, "float16")
+    assert store.spec.vae.model == "someone/a-model"
+    assert store.texts == list(texts)
+    for one in store.spec.text_encoders:
+        said = (texts[one.name].output, texts[one.name].full_length, texts[one.name].attend_padding)
+        assert (one.spec.output, one.spec.full_length, one.spec.attend_padding) == said
+        assert one.spec.dtype == "bfloat16"
+    rows = torch.from_numpy(noise(3, 2, 16, SIDE, SIDE))
+    np.testing.assert_array_equal(final_latents(rows, latent, None), rows)
+    vae = AutoencoderKLQwenImage if model == "qwen_image" else None
+    defaults = inspect.signature(vae).parameters if vae else {}
+    shift = torch.tensor(defaults["latents_mean"].default if vae else [0.1159] * 16)[:, None, None]
+    std = torch.tensor(defaults["latents_std"].default if vae else [1 / 0.3611] * 16)[:, None, None]
+    np.testing.assert_allclose(denormalise(rows, latent), rows * std + shift, rtol=1e-5, atol=1e-6)
+
+
+def test_a_cache_of_flux_2_has_the_batch_norm_of_the_command(tmp_path: Path) -> None:
+    made = make_nemo(tmp_path / "source", "flux2")
+    shift, scale = [i / 128 for i in range(128)], [1 + i / 128 for i in range(128)]
+    run_import(made, tmp_path / "store", f"vae.shift={shift}", f"vae.scale={scale}")
+    store = LatentStore(tmp_path / "store")
+    assert_holds(store, made.records)
+    latent = store.spec.latent
+    assert (latent.kind, latent.channels, latent.downscale, latent.patchify) == ("mean", 128, 16, 2)
+    assert latent.decoding
+    assert (latent.decoding.shift, latent.decoding.scale) == (shift, scale)
 
 
 # The command.
