@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from making import CPU, picture
+from making import CPU, label_recipe, picture
 
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.datasets.format.token_dtypes import narrow, quality
+from leandit.datasets.loader import make_loader
+from leandit.datasets.store import LatentStore
 from leandit.precompute.config import FeatureSection
 from leandit.precompute.encoders.vision.features import FeatureEncoder
+from leandit.precompute.images.pixels import decode_image
 
 IMAGES_PX, NUM_BLOCKS, NUM_REGISTERS = 64, 3, 3
 MEAN, STD = [0.48, 0.45, 0.4], [0.22, 0.23, 0.26]
@@ -201,6 +204,26 @@ def test_the_embedding_of_a_clip_is_that_of_transformers_and_stored_as_a_class_t
     assert encoder.identity.class_name == "CLIPVisionModelWithProjection"
     with pytest.raises(RecipeError, match="only a CLIP has it"):
         encoder_of(saved["dinov2"], output="embedding")
+
+
+def test_the_embedding_of_a_clip_goes_from_a_recipe_into_batches(
+    saved: dict[str, Path], class_folder: Path, encode: Callable[..., object], tmp_path: Path
+) -> None:
+    settings = {"model": str(saved["clip"]), "output": "embedding", "resolution": 70}
+    said = [f"features.image.{key}={value}" for key, value in settings.items()]
+    encode(label_recipe("images.resolution=64", *said), class_folder, tmp_path / "store")
+    store, keys = LatentStore(tmp_path / "store"), ["n001/2.png", "n000/4.png"]
+    crops = [decode_image((class_folder / key).read_bytes(), bucket=(64, 64), crop="adm")[0] for key in keys]
+    (wanted,) = encoder_of(saved["clip"], **settings).encode(np.stack(crops))
+    rows = [store.feature("image", "64x64").row(store.record(key).row, "cls") for key in keys]
+    np.testing.assert_allclose(np.stack(rows), wanted, rtol=2e-3, atol=2e-3)  # as float16
+    batch = next(iter(make_loader(store, global_batch=15)))
+    found = {
+        store.record_at(position).key: cls
+        for position, cls in zip(batch.records.tolist(), batch.features["image"].cls, strict=True)
+    }
+    for key, row in zip(keys, rows, strict=True):
+        np.testing.assert_array_equal(found[key], row)
 
 
 def test_positions_are_not_those_that_transformers_resamples(saved: dict[str, Path]) -> None:

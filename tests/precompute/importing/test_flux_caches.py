@@ -1,0 +1,129 @@
+"""Imports of caches for Flux and its like: MLPerf's set, and NeMo AutoModel's files."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage
+from features import (
+    COUNT,
+    SIDE,
+    assert_holds,
+    make_mlperf_flux,
+    make_nemo,
+    noise,
+    rejects,
+    run_import,
+)
+from making import CPU, no_progress, tree_digest
+
+from leandit.datasets.batches.latents import denormalise, final_latents
+from leandit.datasets.store import LatentStore
+from leandit.precompute.config import load as load_precompute
+from leandit.tools.inspection.store_facts import StoreFacts
+from leandit.tools.inspection.store_text import render
+from leandit.tools.inspection.verify import check
+
+# MLPerf's set for Flux.1.
+
+
+def test_the_set_of_mlperf_becomes_a_store_like_that_of_the_flux_recipe(tmp_path: Path) -> None:
+    made = make_mlperf_flux(tmp_path / "source")
+    run_import(made, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    latent, recipe = store.spec.latent, load_precompute("flux1-1024", [])
+    assert (latent.kind, latent.channels, latent.dtype, latent.downscale) == ("mean_logvar", 16, "float32", 8)
+    assert (latent.shift, latent.scale) == ([0.1159] * 16, [0.3611] * 16)
+    assert store.texts == list(recipe.texts)
+    for one in store.spec.text_encoders:
+        section, spec = recipe.texts[one.name], one.spec
+        said = (section.output, section.full_length, section.attend_padding)
+        assert (spec.output, spec.full_length, spec.attend_padding) == said
+        assert (spec.kind, spec.dtype) == ("imported", "bfloat16")
+    assert (store.text("t5").spec.max_tokens, store.text("clip").spec.max_tokens) == (6, 77)
+    assert store.captions.num_rows == 7  # the others have the same embeddings
+    rendered = render(StoreFacts(store))
+    assert "distinct captions   7, 7 tokens" in rendered
+    assert "clip encoder        imported:mlperf-flux 'openai/clip-vit-large-patch14'" in rendered
+    assert "captions t5         tokens, 16 wide, stored as bfloat16, all 6 tokens" in rendered
+
+
+def test_captions_of_mlperf_may_be_stored_in_eight_bits_with_their_quality(tmp_path: Path) -> None:
+    made = make_mlperf_flux(tmp_path / "source")
+    run_import(made, tmp_path / "store", "store.text_dtype=int8", "store.dtype=float16")
+    store = LatentStore(tmp_path / "store")
+    assert (store.spec.latent.dtype, store.text("t5").spec.dtype, store.text("clip").pooled.dtype) == (
+        "float16",
+        "int8",
+        "float16",
+    )
+    captions = store.captions.to_pylist()
+    assert all(0.999 < row["min_cosine_t5"] <= 1 and 0 < row["max_error_t5"] < 0.05 for row in captions)
+    (embeddings,) = next(iter(made.records.values())).captions.values()
+    assert isinstance(embeddings, dict)
+    first = store.record("000000000").caption_ids[0]
+    np.testing.assert_allclose(store.caption_embedding(first, "t5"), embeddings["t5"], atol=0.05)
+    before = tree_digest(tmp_path / "store")
+    for name in [name for name in before if name.startswith("captions/") and "/c/" in name and "null" not in name]:
+        (tmp_path / "store" / name).write_bytes(before[name][:9] + bytes([before[name][9] ^ 1]) + before[name][10:])
+    options: Any = {"quick": False, "device": lambda: CPU, "overrides": [], "progress": no_progress}
+    mended, _ = check(tmp_path / "store", deep=False, repair=True, source=made.source, **options)
+    assert not mended.damaged
+    assert tree_digest(tmp_path / "store") == before
+
+
+def test_captions_of_mlperf_are_named_by_a_column_or_by_their_record(tmp_path: Path) -> None:
+    texts = [f"a picture of {i % 5} things" for i in range(COUNT - 1)]
+    made = make_mlperf_flux(tmp_path / "source", columns={"txt": [*texts, None], "timestep": [0] * COUNT})
+    run_import(made, tmp_path / "store", "layout.text=txt", "source.max_reject_share=1.0")
+    store = LatentStore(tmp_path / "store")
+    assert store.captions["text"].to_pylist() == list(dict.fromkeys(texts))
+    assert rejects(store) == {f"{COUNT - 1:09d}": ("scan", "no_caption")}
+    run_import(made, tmp_path / "unread", "text.check=mask")
+    assert LatentStore(tmp_path / "unread").captions["text"].to_pylist() == [
+        f"caption of {i:09d}" for i in range(COUNT)
+    ]
+
+
+# NeMo AutoModel.
+
+
+@pytest.mark.parametrize(("model", "recipe"), [("flux", "flux1-1024"), ("qwen_image", "qwen-image-1024")])
+def test_a_cache_of_nemo_becomes_a_store_like_that_of_the_recipe(model: str, recipe: str, tmp_path: Path) -> None:
+    made, texts = make_nemo(tmp_path / "source", model), load_precompute(recipe, []).text_sections
+    run_import(made, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert_holds(store, made.records)
+    assert store.buckets == {"64x64": 4, "32x96": 4, "96x32": 3}
+    latent = store.spec.latent
+    assert (latent.kind, latent.channels, latent.downscale, latent.dtype) == ("sample", 16, 8, "float16")
+    assert store.spec.vae.model == "someone/a-model"
+    assert store.texts == list(texts)
+    for one in store.spec.text_encoders:
+        said = (texts[one.name].output, texts[one.name].full_length, texts[one.name].attend_padding)
+        assert (one.spec.output, one.spec.full_length, one.spec.attend_padding) == said
+        assert one.spec.dtype == "bfloat16"
+    rows = torch.from_numpy(noise(3, 2, 16, SIDE, SIDE))
+    np.testing.assert_array_equal(final_latents(rows, latent, None), rows)
+    vae = AutoencoderKLQwenImage if model == "qwen_image" else None
+    defaults = inspect.signature(vae).parameters if vae else {}
+    shift = torch.tensor(defaults["latents_mean"].default if vae else [0.1159] * 16)[:, None, None]
+    std = torch.tensor(defaults["latents_std"].default if vae else [1 / 0.3611] * 16)[:, None, None]
+    np.testing.assert_allclose(denormalise(rows, latent), rows * std + shift, rtol=1e-5, atol=1e-6)
+
+
+def test_a_cache_of_flux_2_has_the_batch_norm_of_the_command(tmp_path: Path) -> None:
+    made = make_nemo(tmp_path / "source", "flux2")
+    shift, scale = [i / 128 for i in range(128)], [1 + i / 128 for i in range(128)]
+    run_import(made, tmp_path / "store", f"vae.shift={shift}", f"vae.scale={scale}")
+    store = LatentStore(tmp_path / "store")
+    assert_holds(store, made.records)
+    latent = store.spec.latent
+    assert (latent.kind, latent.channels, latent.downscale, latent.patchify) == ("mean", 128, 16, 2)
+    assert latent.decoding
+    assert (latent.decoding.shift, latent.decoding.scale) == (shift, scale)
