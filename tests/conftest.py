@@ -8,6 +8,7 @@ import importlib
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from forked import start_server, stop_server
 from hypothesis import HealthCheck, settings
 from making import (
     CPU,
+    Ended,
+    Leandit,
     caption_recipe,
     label_recipe,
     loaded_encoders,
@@ -34,6 +37,7 @@ from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
+from leandit.tools.cli.main import main
 
 # Who starts decoders by this name; tests of what a start or an end does make their own.
 USERS = (
@@ -158,6 +162,23 @@ def quick(decoders: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a precompute takes a second to start is started once; the encoders and decoders are the real ones."""
     monkeypatch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
     monkeypatch.setattr(pipeline, "Decoders", lambda num_children: contextlib.nullcontext(decoders))
+
+
+@pytest.fixture
+def leandit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Leandit:
+    """Run a command in this process, in an empty folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("LEANDIT_QUIET", "")  # a command sets it for its own processes; put back after the test
+
+    def run(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["leandit", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return Ended(int(end.value.code or 0), *capsys.readouterr())
+
+    return run
 
 
 Encode = Callable[..., Report]

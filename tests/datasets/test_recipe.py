@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
-from forked import run_forked
+from making import Leandit
 from pydantic import ValidationError
 
 from leandit.datasets.errors import RecipeError
@@ -23,7 +23,6 @@ from leandit.train import config as train_config
 from leandit.train.config import TrainRecipe
 from leandit.train.config import load as load_train
 
-MAIN = "from leandit.tools.cli.main import main; main()"
 STAGES = {"precompute": (precompute_config, PrecomputeRecipe), "train": (train_config, TrainRecipe)}
 SHIPPED = [(stage, name) for stage in STAGES for name in shipped_recipes(f"leandit.{stage}")]
 
@@ -289,7 +288,6 @@ def test_a_rate_is_scaled_by_the_root_of_the_batch_only_where_asked() -> None:
 DEEP, LONG = "[" * 5000 + "]" * 5000, "9" * 5000
 
 
-@pytest.mark.parametrize("stage", ["precompute", "train"])
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
@@ -301,25 +299,24 @@ DEEP, LONG = "[" * 5000 + "]" * 5000, "9" * 5000
     ],
 )
 def test_a_value_beyond_reason_is_a_mistake_of_the_user(
-    stage: str, key: str, value: str, said: str, tmp_path: Path
+    key: str, value: str, said: str, tmp_path: Path, leandit: Leandit
 ) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f"{key} = {value}\n")
-    shipped = {"precompute": "imagenet-256", "train": "dit-s-2-256"}[stage]
-    for words in ([str(recipe)], [shipped, "--set", f"{key}={value}"]):
-        done = run_forked(["-c", MAIN, stage, *words, "--dry-run"])
-        assert done.returncode == 2
-        assert said in done.stderr
-        assert len(done.stderr) < 400
+    for words in (["precompute", recipe], ["train", "dit-s-2-256", "--set", f"{key}={value}"]):
+        ended = leandit(*words, "--dry-run")
+        assert ended.code == 2
+        assert said in ended.err
+        assert len(ended.err) < 400
 
 
-def test_a_list_of_too_many_buckets_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+def test_a_list_of_too_many_buckets_is_a_mistake_of_the_user(tmp_path: Path, leandit: Leandit) -> None:
     names = [f"{8 * height}x{8 * width}" for height in range(1, 300) for width in range(1, 300)]
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f'[images]\ncrop = "bucket"\nbuckets = {names}\n')
-    done = run_forked(["-c", MAIN, "precompute", recipe, "--dry-run"], timeout=60)
-    assert done.returncode == 2
-    assert "89401 buckets. Expected at most 2048" in done.stderr
+    ended = leandit("precompute", recipe, "--dry-run")
+    assert ended.code == 2
+    assert "89401 buckets. Expected at most 2048" in ended.err
 
 
 @pytest.mark.parametrize("stage", ["precompute", "train"])

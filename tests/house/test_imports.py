@@ -11,20 +11,17 @@ from pathlib import Path
 
 import pytest
 from made_runs import make_run
+from repository import MODULES, ROOMS, ROOT, name_of, parsed
 
 import leandit
 from leandit.datasets.store import LatentStore
-
-ROOT = Path(__file__).parents[2]
-FOLDERS = ("datasets", "precompute", "train", "tools")
-MODULES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 @functools.cache
 def imported(path: Path) -> list[tuple[int, str]]:
     """(level, dotted name) of every import of a module, inside functions too."""
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names += [(0, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -33,29 +30,25 @@ def imported(path: Path) -> list[tuple[int, str]]:
     return names
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0]
-
-
 def rooms_of(path: Path) -> set[str]:
     """Our other rooms that a module imports from."""
     depth = len(path.relative_to(ROOT).parts)  # so many dots lead to the root
-    return {name.split(".")[0] for level, name in imported(path) if level == depth} & set(FOLDERS)
+    return {name.split(".")[0] for level, name in imported(path) if level == depth} & set(ROOMS)
 
 
-@pytest.mark.parametrize(
-    ("folder", "allowed"),
-    [
-        ("datasets", set()),
-        ("precompute", {"datasets"}),
-        ("train", {"datasets"}),
-        ("tools", {"datasets", "precompute", "train"}),
-    ],
-)
-def test_each_folder_imports_only_those_below_it(folder: str, allowed: set[str]) -> None:
-    found = {str(path.relative_to(ROOT)): rooms_of(path) for path in MODULES if room_of(path) == folder}
-    assert {name: folders for name, folders in found.items() if folders - allowed} == {}
-    assert not allowed or set().union(*found.values()) == allowed  # so that an empty scan is no success
+BELOW: dict[str, set[str]] = {
+    "datasets": set(),
+    "precompute": {"datasets"},
+    "train": {"datasets"},
+    "tools": {"datasets", "precompute", "train"},
+}
+
+
+def test_each_room_imports_only_those_below_it() -> None:
+    for room, below in BELOW.items():
+        found = {name_of(path): rooms_of(path) for path in MODULES if name_of(path).startswith(f"{room}/")}
+        assert {name: rooms for name, rooms in found.items() if rooms - below} == {}
+        assert set().union(*found.values()) == below  # so that an empty scan is no success
 
 
 def test_torch_is_imported_in_datasets_by_the_torch_side_only() -> None:
@@ -75,18 +68,17 @@ def test_torch_is_imported_in_datasets_by_the_torch_side_only() -> None:
 
 
 def test_imports_of_our_own_are_relative() -> None:
-    ours = {"leandit", *FOLDERS}
+    ours = {"leandit", *ROOMS}
     absolute = [(path.name, name) for path in MODULES for level, name in imported(path) if level == 0]
     assert [(path, name) for path, name in absolute if name.split(".")[0] in ours] == []
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, "tests"])
-def test_a_room_has_no_init_and_nothing_in_it_hides_the_standard_library(folder: str) -> None:
-    names = {path.stem for path in (ROOT / folder).rglob("*.py")}
-    assert names
-    assert not (ROOT / folder / "__init__.py").exists()
-    folders = {path.parent.name for path in (ROOT / folder).rglob("*/*.py")}
-    assert (names | folders) & set(sys.stdlib_module_names) == set()
+def test_no_room_has_an_init_and_nothing_in_it_hides_the_standard_library() -> None:
+    for folder in (*ROOMS, "tests"):
+        names = {name for path in (ROOT / folder).rglob("*.py") for name in (path.stem, path.parent.name)} - {folder}
+        assert names
+        assert not (ROOT / folder / "__init__.py").exists()
+        assert names & set(sys.stdlib_module_names) == set()
 
 
 def loaded_in_turn(code: str, *arguments: str, cwd: Path) -> list[set[str]]:

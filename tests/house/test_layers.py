@@ -10,9 +10,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from repository import MODULES, ROOMS, ROOT, name_of, parsed
 
-ROOT = Path(__file__).parents[2]
-ROOMS = ("datasets", "precompute", "train", "tools")
 MOST_MODULES, MOST_FOLDERS, MOST_AT_THE_DOOR = 10, 9, 5
 Graph = dict[str, dict[str, str]]
 """For each place the places that it imports, each with one import that shows it."""
@@ -32,13 +31,9 @@ for _folder in FOLDERS:
     FOLDERS += folders_in(_folder)
 
 
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
 def imports_of(module: Path) -> Iterator[Path]:
     """Our modules that a module imports, also in functions and for type checkers."""
-    for node in ast.walk(ast.parse(module.read_text())):
+    for node in ast.walk(parsed(module)):
         if not isinstance(node, ast.ImportFrom) or not node.level:
             continue
         package = [module, *module.parents][node.level].joinpath(*(node.module or "").split("."))
@@ -69,17 +64,12 @@ def circle_in(graph: Mapping[str, Mapping[str, str]]) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
-def test_a_folder_is_small(folder: Path) -> None:
-    is_room = folder.parent == ROOT
-    modules = [path.name for path in modules_in(folder)]
-    assert len(modules) <= (MOST_AT_THE_DOOR if is_room else MOST_MODULES), modules
-    assert len(folders_in(folder)) <= MOST_FOLDERS, folders_in(folder)
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
-def test_a_folder_has_no_circle(folder: Path) -> None:
-    assert circle_in(graph_of(folder)) == []
+def test_every_folder_is_small_and_has_no_circle() -> None:
+    for folder in FOLDERS:
+        modules = [path.name for path in modules_in(folder)]
+        assert len(modules) <= (MOST_AT_THE_DOOR if folder.parent == ROOT else MOST_MODULES), (folder, modules)
+        assert len(folders_in(folder)) <= MOST_FOLDERS, (folder, folders_in(folder))
+        assert circle_in(graph_of(folder)) == [], folder
 
 
 def test_every_folder_with_code_is_one_of_the_house() -> None:
@@ -89,17 +79,16 @@ def test_every_folder_with_code_is_one_of_the_house() -> None:
     assert len(FOLDERS) > 30
 
 
-@pytest.mark.parametrize("folder", [path for path in FOLDERS if path.parent != ROOT], ids=name_of)
-def test_a_folder_says_what_it_is_and_no_more(folder: Path) -> None:
-    tree = ast.parse((folder / "__init__.py").read_text())
-    assert ast.get_docstring(tree)
-    assert len(tree.body) == 1
+def test_every_folder_says_what_it_is_and_no_more() -> None:
+    for folder in (path for path in FOLDERS if path.parent != ROOT):
+        tree = parsed(folder / "__init__.py")
+        assert ast.get_docstring(tree), folder
+        assert len(tree.body) == 1, folder
 
 
-@pytest.mark.parametrize("forbidden", ["utils", "common", "base", "helpers", "misc"])
-def test_no_name_says_nothing(forbidden: str) -> None:
-    assert [name_of(path) for room in ROOMS for path in (ROOT / room).rglob("*.py") if forbidden in path.parts] == []
-    assert [name_of(path) for room in ROOMS for path in (ROOT / room).rglob(f"{forbidden}.py")] == []
+def test_no_name_says_nothing() -> None:
+    names = [{*path.relative_to(ROOT).with_suffix("").parts} for path in MODULES]
+    assert set.union(*names) & {"utils", "common", "base", "helpers", "misc"} == set()
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -9,24 +9,17 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
+from repository import MODULES, ROOMS, ROOT, name_of, parsed
 
 from leandit.tools.cli.commands import EXTRAS, EXTRAS_OF_COMMANDS
 
-ROOT = Path(__file__).parents[2]
-FOLDERS = ("precompute", "train", "datasets", "tools")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SOURCES = [ROOT / "__init__.py", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
-ALL = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
+SOURCES = [ROOT / "__init__.py", *MODULES]
 
 
 def test_the_packages_are_the_folders() -> None:
     setuptools = PROJECT["tool"]["setuptools"]
-    modules = [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    modules = [path.relative_to(ROOT) for folder in ROOMS for path in (ROOT / folder).rglob("*.py")]
     packages = {".".join(["leandit", *folder.parts]) for path in modules for folder in path.parents}
     assert set(setuptools["packages"]) == packages
     assert len(packages) > 30
@@ -35,7 +28,7 @@ def test_the_packages_are_the_folders() -> None:
 
 def test_there_are_no_stray_modules() -> None:
     assert {path.parts[len(ROOT.parts)] for path in ROOT.glob("*/**/*.py")} - {".venv", "build", "docs"} == {
-        *FOLDERS,
+        *ROOMS,
         "benchmarks",
         "tests",
     }
@@ -53,7 +46,7 @@ def test_all_data_files_are_packaged() -> None:
             packaged |= found
     data = {
         path
-        for folder in FOLDERS
+        for folder in ROOMS
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc")
     }
@@ -106,13 +99,13 @@ def test_all_is_what_every_command_needs_but_the_benchmarks_of_peers() -> None:
 def test_help_and_messages_name_no_file_that_the_wheel_lacks() -> None:
     found = []
     for path in SOURCES:
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         texts = [
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         ]
         texts.remove(ast.get_docstring(tree, clean=False))  # a module's is for those who read the code
         found += [(name_of(path), text) for text in texts if "docs/" in text]
-    recipes = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.toml")]
+    recipes = [path for folder in ROOMS for path in (ROOT / folder).rglob("*.toml")]
     assert recipes
     assert found + [name_of(path) for path in recipes if "docs/" in path.read_text()] == []
 
@@ -151,13 +144,12 @@ def test_the_licence_is_apache_2() -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_a_module_says_what_it_is_and_asserts_no_comparison_as_a_message(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree)
-    # "assert x, y == z" checks x alone; no linter sees it.
-    asserts = [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
-    assert [node.lineno for node in asserts if isinstance(node.msg, (ast.Compare, ast.BoolOp))] == []
+def test_every_module_says_what_it_is_and_asserts_no_comparison_as_a_message() -> None:
+    for path in (*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))):
+        assert ast.get_docstring(parsed(path)), path
+        # "assert x, y == z" checks x alone; no linter sees it.
+        asserts = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Assert)]
+        assert [node.lineno for node in asserts if isinstance(node.msg, (ast.Compare, ast.BoolOp))] == [], path
 
 
 def catches_everything(handler: ast.ExceptHandler) -> bool:
@@ -169,7 +161,7 @@ def test_every_exception_is_caught_at_the_edge_and_where_a_picture_is_rejected_o
     places = {
         name_of(path)
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ExceptHandler) and catches_everything(node)
     }
     # encoders/text/tokenizer.py: the library of the tokenizers raises this very class; any other goes on

@@ -43,7 +43,15 @@ IMPORTED = (
     "transformers.models.t5.modeling_t5",
     "diffusers.models.autoencoders.autoencoder_kl",
     "diffusers.models.transformers.pixart_transformer_2d",  # and peft
+    "leandit.precompute.pipeline",
+    "leandit.precompute.unchanged",
+    "leandit.tools.cli.commands",
+    "leandit.tools.terminal.progress",
+    "leandit.tools.sample.sample",
     "leandit.train.loop",
+    "numpy.ma",
+    "pyarrow.dataset",
+    "torch.utils.tensorboard",
 )
 MAX_REQUEST_BYTES = 1 << 17
 MAX_FDS = 8  # its three files, its status, and those that it is passed

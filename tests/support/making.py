@@ -6,9 +6,9 @@ import functools
 import io
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -92,6 +92,17 @@ def read_metadata(root: Path) -> list[dict[str, Any]]:
 def write_metadata(root: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Replace the metadata.jsonl of a source."""
     (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+Leandit = Callable[..., Ended]
 
 
 def no_progress(stage: str, done: int, total: int) -> None:

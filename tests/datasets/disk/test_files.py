@@ -255,8 +255,13 @@ def test_every_operation_is_counted(tmp_path: Path) -> None:
     assert content(folder / "final") == NEW
 
 
-@pytest.mark.parametrize("at", range(len(OPERATIONS)))
-@pytest.mark.parametrize(("kind", "code"), [("die", EXIT_DIED), ("eio", 1), ("enospc", 1)])
+@pytest.mark.parametrize(
+    ("kind", "code", "at"),
+    [
+        *(("die", EXIT_DIED, at) for at in range(len(OPERATIONS))),
+        *((("eio", "enospc")[at % 2], 1, at) for at in range(len(OPERATIONS))),
+    ],
+)
 def test_whatever_operation_fails_the_old_content_is_there_or_the_new(
     kind: str, code: int, at: int, tmp_path: Path
 ) -> None:

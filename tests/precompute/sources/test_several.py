@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from making import CPU, NO_CHECK, label_recipe, make_class_folder, no_progress, picture, write_tar
 from typer.testing import CliRunner, Result
 
@@ -130,17 +127,18 @@ def test_kinds_may_differ_and_each_image_is_read_from_its_own_source(tmp_path: P
     assert source.listing_hash() != list_sources([tar, texts], AUTO).listing_hash()
 
 
-@given(counts=st.lists(st.integers(1, 7), min_size=2, max_size=4), rows=st.integers(1, 5))
-def test_sources_merged_in_batches_are_those_merged_whole(counts: list[int], rows: int) -> None:
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        paths = [Path(folder) / f"{i}.jsonl" for i in range(len(counts))]
-        for i, (path, count) in enumerate(zip(paths, counts, strict=True)):
-            lines = [{"file_name": f"{n % 5}.jpg", "label": n % 3, "text": f"text {i} {n}"} for n in range(count)]
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        whole = list_sources(paths, AUTO)
-        for module in (spill, listing, tables):
-            patch.setattr(module, "BATCH_ROWS", rows)
-        assert list(list_sources(paths, AUTO).records) == list(whole.records)
+@pytest.mark.parametrize(("counts", "rows"), [([1, 7], 3), ([4, 4, 2], 1), ([3, 6], 4), ([7, 1, 5], 5)])
+def test_sources_merged_in_batches_are_those_merged_whole(
+    counts: list[int], rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / f"{i}.jsonl" for i in range(len(counts))]
+    for i, (path, count) in enumerate(zip(paths, counts, strict=True)):
+        lines = [{"file_name": f"{n % 5}.jpg", "label": n % 3, "text": f"text {i} {n}"} for n in range(count)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole = list_sources(paths, AUTO)
+    for module in (spill, listing, tables):
+        monkeypatch.setattr(module, "BATCH_ROWS", rows)
+    assert list(list_sources(paths, AUTO).records) == list(whole.records)
 
 
 def test_labels_without_names_are_the_same_numbers_and_are_not_joined_with_names(

@@ -12,17 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import typer
 from faults import encode, without_seal
 from forked import IN_TURN, ForkedPython
-from making import LABEL_RECIPE, TRAIN_RECIPE, all_commands, label_recipe, tree_digest
+from making import LABEL_RECIPE, TRAIN_RECIPE, Ended, Leandit, all_commands, label_recipe, tree_digest
 from safetensors.torch import load_file
 
 from leandit import __version__
@@ -30,7 +29,6 @@ from leandit.datasets.disk.files import remove
 from leandit.datasets.recipe import shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli.commands import app
-from leandit.tools.cli.main import main
 from leandit.tools.cli.options import written_path
 from leandit.tools.synthetic.store import make_store
 
@@ -80,34 +78,6 @@ EVERYWHERE = {"--install-completion", "--quiet", "--show-completion", "--traceba
 
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
-
-
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-Leandit = Callable[..., Ended]
-
-
-@pytest.fixture
-def leandit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Leandit:
-    """Run the command in this process, in an empty folder."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setenv("LEANDIT_QUIET", "")  # a command sets it for its own processes; put back after the test
-
-    def run(*arguments: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["leandit", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        return Ended(int(end.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 def settings(overrides: list[str]) -> list[str]:
@@ -742,7 +712,7 @@ def test_shipped_recipes_are_listed_and_printed_to_start_from(leandit: Leandit) 
     listed = leandit("recipes").out.splitlines()
     assert listed[0] == "leandit precompute RECIPE"
     assert len(listed) == len(PRECOMPUTE) + len(TRAIN) + 2
-    assert "Captioned pictures for PixArt-Sigma at 256 px" in next(line for line in listed if "pixart-256" in line)
+    assert "Captioned images for PixArt-Sigma at 256 px" in next(line for line in listed if "pixart-256" in line)
     one_line = json.loads(leandit("recipes", "--json").out)
     assert all(10 < len(one["what"]) < 160 for one in one_line), one_line
     assert leandit("recipes", "pixart-256").out.rstrip() == shipped_recipes("leandit.precompute")["pixart-256"].rstrip()

@@ -97,7 +97,9 @@ ENCODERS: dict[str, Callable[[Path], list[str]]] = dict(
 )
 
 
-@pytest.mark.parametrize("name", FLOW_MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.integration] * (name != "flux1-tiny")) for name in FLOW_MODELS]
+)
 def test_from_images_to_what_the_pipeline_draws(name: str, caption_folder: Path, tmp_path: Path) -> None:
     encoders = ENCODERS[name](tmp_path)
     recipe = caption_recipe(*encoders, f"vae.model={tmp_path / 'vae'}", "vae.dtype=float32", "store.text_dtype=float32")

@@ -46,10 +46,9 @@ def written_bytes(store: Path, *names: str) -> int:
 @pytest.mark.parametrize(
     "settings",
     [
-        [],
         ['store.text_dtype="int8"', "store.shard_mib=1", "vae.flip=true"],
         ['store.text_dtype="bfloat16"', 'store.codec="zstd"'],
-        ['store.dtype="float32"'],
+        *(pytest.param(settings, marks=pytest.mark.slow) for settings in ([], ['store.dtype="float32"'])),
     ],
 )
 def test_the_predicted_bytes_are_those_of_the_store(settings: list[str], tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_constant_target_is_recovered_exactly(objective: ObjectiveSection, sam
 
 
 @pytest.mark.parametrize(("objective", "sampler"), WAYS, ids=WAYS_IDS)
-@pytest.mark.parametrize("steps", [150, 250, 350])
+@pytest.mark.parametrize("steps", [250, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (150, 350))])
 def test_a_gaussian_target_is_recovered(objective: ObjectiveSection, sampler: Sampler, steps: int) -> None:
     latents = draw(objective, 0.5, count=64, steps=steps, sampler=sampler)
     for part, mean in ((latents[:32], 0.7), (latents[32:], -1.2)):
@@ -231,8 +231,9 @@ def test_the_sde_is_sits_in_its_own_time(diffusion: Any, last_step: Any) -> None
     torch.testing.assert_close(found.flatten(1), x.float(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("diffusion", SIT_DIFFUSION)
-@pytest.mark.parametrize("shift", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize(
+    ("diffusion", "shift"), [*((name, 1.0) for name in SIT_DIFFUSION), *((min(SIT_DIFFUSION), by) for by in (0.3, 3.0))]
+)
 def test_every_diffusion_has_the_marginals_of_the_flow(diffusion: str, shift: float) -> None:
     how = {"sampler": "sde", "steps": 400, "diffusion": diffusion, "shift": shift, "last_step": "tweedie"}
     latents = draw(OBJECTIVES[0], 0.5, count=64, **how)

@@ -140,6 +140,7 @@ def test_eight_bit_moments_become_numbers_and_back_within_their_rounding() -> No
             assert (numbers[key] - before[key]).abs().max() <= bound * value.abs().max()
 
 
+@pytest.mark.integration
 def test_torchao_says_nothing() -> None:
     code = "import leandit.train.optim.adamw8bit"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

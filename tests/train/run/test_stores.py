@@ -184,8 +184,14 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("text", [MIXTURE, STAGES])
-@pytest.mark.parametrize("step", [3, 4, 7])
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        pytest.param(text, step, marks=[pytest.mark.slow] * ((text, step) not in {(MIXTURE, 3), (STAGES, 7)}))
+        for text in (MIXTURE, STAGES)
+        for step in (3, 4, 7)
+    ],
+)
 def test_a_run_that_was_killed_goes_on_bit_for_bit(
     text: str, step: int, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

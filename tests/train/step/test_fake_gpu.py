@@ -25,7 +25,6 @@ from leandit.train.metrics.meter import StepResult
 from leandit.train.objectives.losses import PLAIN
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
-DIFFUSERS = ("pixart", "sana", "sd3")
 aten: Any = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward}
 
@@ -119,7 +118,7 @@ def products_of(model: str, precision: str) -> Counter[Product]:
 @pytest.mark.parametrize(
     ("model", "precision"),
     [
-        pytest.param(model, precision, marks=[pytest.mark.slow] if precision != "bf16" and model in DIFFUSERS else [])
+        pytest.param(model, precision, marks=[pytest.mark.slow] if precision != "bf16" and model != "captions" else [])
         for model in RECIPES
         for precision in ("bf16", "fp16", "fp32")
     ],

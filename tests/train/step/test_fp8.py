@@ -123,7 +123,9 @@ def test_products_of_any_number_of_tokens_have_sides_that_the_kernels_take(kind:
     assert layer.fc1.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("model", [pytest.param(m, marks=[pytest.mark.slow] if m == "sd3" else []) for m in RECIPES])
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=[pytest.mark.slow] if m in ("sd3", "sana") else []) for m in RECIPES]
+)
 @pytest.mark.usefixtures("tiny_models")
 def test_a_step_on_a_gpu_waits_for_nothing_and_multiplies_in_8_bits(
     model: str, monkeypatch: pytest.MonkeyPatch

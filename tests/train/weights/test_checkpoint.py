@@ -355,7 +355,9 @@ def header_only(dtype: str) -> bytes:
         (lambda _: header_only("F64"), "holds no tensors"),
     ],
 )
-@pytest.mark.parametrize("group", ["model", "ema", "optimizer"])
+@pytest.mark.parametrize(
+    "group", ["model", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ema", "optimizer"))]
+)
 def test_tensors_that_do_not_fit_are_refused_before_one_is_applied(
     group: str, harm: Callable[[Any], Any], words: str, run: Path, caption_store: LatentStore
 ) -> None:
