@@ -26,8 +26,8 @@ class ModelSection(Section):
     """The diffusion transformer."""
 
     name: str = "DiT-XL/2"
-    """"DiT-{Ti,S,B,L,XL}/{1,2,4,8}", "pixart-sigma", "pixart-tiny", "sana-600m", "sana-1600m", "sana-tiny",
-    "sd3-medium", "sd3.5-medium", "sd3.5-large", "sd3-tiny", "flux1-dev", "flux1-schnell", "flux1-tiny",
+    """"DiT-{Ti,S,B,L,XL}/{1,2,4,8}", "DiTDH-{S,XL}/1", "pixart-sigma", "pixart-tiny", "sana-600m", "sana-1600m",
+    "sana-tiny", "sd3-medium", "sd3.5-medium", "sd3.5-large", "sd3-tiny", "flux1-dev", "flux1-schnell", "flux1-tiny",
     "flux2-klein-4b", "flux2-klein-9b", "flux2-dev", "flux2-tiny", "qwen-image", "qwen-image-tiny", "z-image",
     "z-image-tiny"."""
     init_from: str = ""
@@ -113,12 +113,12 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     """The learning rate over the steps."""
 
-    kind: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: constant, or a cosine that ends at the last step."""
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or a line or half a cosine that ends at the last step."""
     warmup_steps: Count = 0
     """Steps of linear warm-up."""
     final_lr_share: Share = 0.0
-    """Where "cosine" ends, as a share of the peak."""
+    """Where "linear" and "cosine" end, as a share of the peak."""
 
 
 class EmaSection(Section):
@@ -247,7 +247,7 @@ class TrainRecipe(TechniqueSections, _ModelRecipe):
     @property
     def takes_captions(self) -> bool:
         """The model is conditioned on captions, not on labels; only a DiT can take labels."""
-        return not self.model.name.startswith("DiT-") or self.conditioning.kind == "caption"
+        return not self.model.name.startswith(("DiT-", "DiTDH-")) or self.conditioning.kind == "caption"
 
     @property
     def num_texts(self) -> int:

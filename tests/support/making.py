@@ -28,6 +28,7 @@ from leandit.precompute.encoders.loading import Encoders, load_encoders
 from leandit.precompute.sources.source import Source
 from leandit.train.config import TrainRecipe
 from leandit.train.config import load as load_train
+from leandit.train.models import dit_dh
 from leandit.train.models.build import build_model
 from leandit.train.models.diffusers import flux1, flux2, pixart, qwen_image, sana, sd3, z_image
 from leandit.train.models.dit import SIZES as DIT_SIZES
@@ -42,6 +43,7 @@ SHIPPED = ["vae.model=shipped:vae", "vae.dtype=float32", "vae.batch_size=8", NO_
 LABEL_RECIPE = ["images.resolution=32", *SHIPPED]
 CAPTION_RECIPE = ['images.buckets=["48x80", "64x64", "80x48"]', "vae.batch_size=8", "text.batch_size=8", NO_CHECK]
 TINY_SD3 = sd3.size(3, 2, 16, positions=16, dual=1)  # a block of each shape
+FLOW = "objective.kind=flow"
 ADAMW = "optimizer.name=adamw"  # as nearly all recipes; that of the demo takes Muon
 TRAIN_RECIPE = [
     "run.steps=6",
@@ -135,6 +137,7 @@ FLOW_MODELS = ("flux1-tiny", "flux2-tiny", "qwen-image-tiny", "z-image-tiny")
 def shrink_models(patch: pytest.MonkeyPatch) -> None:
     """Shrink DiT-S and the "-tiny" models to milliseconds a step."""
     patch.setitem(DIT_SIZES, "S", (2, 32, 2))
+    patch.setattr(dit_dh, "HEAD", (1, 48, 2))
     patch.setitem(pixart.PixArt.sizes, "pixart-tiny", pixart.size(2, 2, 16))
     patch.setitem(sana.Sana.sizes, "sana-tiny", sana.size(2, 2, 16, 2, 16))
     patch.setitem(sd3.SD3.sizes, "sd3-tiny", TINY_SD3)
@@ -148,6 +151,7 @@ def train_recipe(name: str = "dit-s-4", *overrides: str) -> TrainRecipe:
     """A recipe that trains in a second: a DiT with few tokens, or a small model of captions."""
     base = {
         "dit-s-4": ("dit-s-2-256", ["model.name=DiT-S/4", "model.num_classes=0", "run.compile=false"]),
+        "dit-dh-s": ("dit-s-2-256", ["model.name=DiTDH-S/1", "model.num_classes=0", "run.compile=false", FLOW]),
         "pixart-tiny": ("demo", [ADAMW]),
         "sana-tiny": ("demo", [ADAMW, "model.name=sana-tiny"]),
         "sd3-tiny": ("demo", [ADAMW, "model.name=sd3-tiny"]),

@@ -8,6 +8,7 @@ from typing import Any
 from ...datasets.format.schema import IMPORTED
 from ...precompute.encoders.text.instructions import instruction_text
 from ...train.models.build import FAMILIES, family_of
+from ...train.models.dit_dh import is_dit_dh
 from ...train.models.spec import DiTOptions, ModelSpec
 from ...train.sampling.snapshot import Snapshot, text_encoders
 from ...train.techniques.registry import ObjectiveSection
@@ -65,7 +66,9 @@ def obstacle(layout: str, spec: ModelSpec, objective: ObjectiveSection, state: d
             problem = f"it was trained with objective.kind = '{objective.kind}', {pipeline} draws flows alone"
     else:
         instead = "Use --format official, which holds every DiT exactly."
-        if spec.takes_text:
+        if is_dit_dh(spec.name):
+            problem = "diffusers has no class for it"
+        elif spec.takes_text:
             problem = "it takes captions, diffusers' DiT only labels"
         elif changed:
             option = f"model.{changed[0]} = {getattr(spec.options, changed[0])!r}"

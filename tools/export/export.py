@@ -24,7 +24,8 @@ from ...datasets.errors import EncoderError, RunError
 from ...datasets.format.schema import UNKNOWN
 from ...train.models.build import FAMILIES, family_of
 from ...train.models.diffusers.adapters import ADAPTER
-from ...train.models.dit import DiT, size_of
+from ...train.models.diffusers.model import DiffusersModel
+from ...train.models.dit import size_of
 from ...train.models.spec import ModelSpec
 from ...train.sampling.schedulers import pipeline_scheduler
 from ...train.sampling.snapshot import Snapshot, Weights, load_snapshot
@@ -204,7 +205,7 @@ def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.
 
     model, spec = snapshot.model, snapshot.spec
     weights = {name.removeprefix("net."): t.detach().cpu() for name, t in model.state_dict().items()}
-    if not isinstance(model, DiT):
+    if isinstance(model, DiffusersModel):
         config = {key: value for key, value in model.net.config.items() if not key.startswith("_")}
     else:
         depth, width, heads, patch = size_of(spec.name)
@@ -229,7 +230,7 @@ def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.
 
 def _transformer_class(snapshot: Snapshot) -> str:
     model = snapshot.model
-    return "DiTTransformer2DModel" if isinstance(model, DiT) else type(model.net).__name__
+    return type(model.net).__name__ if isinstance(model, DiffusersModel) else "DiTTransformer2DModel"
 
 
 def index_of(snapshot: Snapshot, scheduler: str, copies: Mapping[str, Path]) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from .diffusers.sana import Sana
 from .diffusers.sd3 import SD3
 from .diffusers.z_image import ZImage
 from .dit import PATCHES, SIZES, DiT, size_of
+from .dit_dh import DiTDH, is_dit_dh
 from .spec import ModelSpec
 
-Denoiser = DiT | DiffusersModel
+Denoiser = DiT | DiTDH | DiffusersModel
 FAMILIES: dict[str, type[DiffusersModel]] = {
     model.family: model for model in (PixArt, Sana, SD3, Flux1, Flux2, QwenImage, ZImage)
 }
@@ -35,7 +36,8 @@ def build_model(spec: ModelSpec, *, seed: int) -> Denoiser:
     family = family_of(spec.name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(keyed_hash(seed) % 2**63)
-        model = FAMILIES[family](diffusers_config(spec)) if family else DiT(spec)
+        ours = DiTDH if is_dit_dh(spec.name) else DiT
+        model = FAMILIES[family](diffusers_config(spec)) if family else ours(spec)
     if isinstance(model, DiffusersModel):
         model.guidance = spec.guidance
     if spec.adapter:
@@ -44,7 +46,7 @@ def build_model(spec: ModelSpec, *, seed: int) -> Denoiser:
 
 
 def family_of(name: str) -> str | None:
-    """Family of a model of diffusers, or None for a DiT."""
+    """Family of a model of diffusers, or None for a DiT or DiT^DH."""
     return next((family for family, one in FAMILIES.items() if name in one.sizes), None)
 
 
@@ -66,7 +68,8 @@ def diffusers_config(spec: ModelSpec) -> dict[str, Any]:
 
 def check_model_name(name: str) -> None:
     """Raise RecipeError if the model name is unknown."""
-    known = [*(f"DiT-{size}/{patch}" for size in SIZES for patch in PATCHES), *diffusers_names()]
+    known = [f"DiT-{size}/{patch}" for size in SIZES for patch in PATCHES]
+    known += ["DiTDH-S/1", "DiTDH-XL/1", *diffusers_names()]
     if name not in known:
         raise RecipeError(f"model.name '{name}': expected one of {', '.join(known)}.")
 

@@ -13,9 +13,8 @@ Source: "Scalable Diffusion Models with Transformers", arXiv 2212.09748, section
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from .layers import (
     CaptionEmbedder,
     CrossAttention,
     GainNorm,
+    GridModel,
     LabelEmbedder,
     Mlp,
     PatchEmbed,
@@ -45,7 +45,6 @@ from .layers import (
 )
 from .spec import DiTOptions, ModelSpec, ProjectorSpec
 
-TableT = TypeVar("TableT")
 # name -> depth, width, heads (table 1); the first is not published: for small images, and to compare recipes on a CPU
 SIZES = {"Ti": (8, 128, 4), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
 PATCHES = (1, 2, 4, 8)
@@ -53,8 +52,8 @@ INIT_STD = 0.02  # of the embedders of time, labels and captions
 
 
 def size_of(name: str) -> tuple[int, int, int, int]:
-    """Depth, width, heads and patch of "DiT-{size}/{patch}"."""
-    size, patch = name.removeprefix("DiT-").split("/")
+    """Depth, width, heads and patch of "DiT-{size}/{patch}"; of the narrow part of "DiTDH-{size}/1"."""
+    size, patch = name.partition("-")[2].split("/")
     return *SIZES[size], int(patch)
 
 
@@ -111,7 +110,7 @@ class FinalLayer(nn.Module):
         return self.linear(modulated), modulated
 
 
-class DiT(nn.Module):
+class DiT(GridModel):
     """The diffusion transformer, conditioned on classes or on captions.
 
     Attributes:
@@ -120,7 +119,6 @@ class DiT(nn.Module):
       routed: the first and the last block that routed tokens skip.
     """
 
-    pos_embed: Tensor | None
     residual: Literal["float32", "bf16"] = "float32"
     routed: tuple[int, int] = (0, 0)
 
@@ -148,7 +146,6 @@ class DiT(nn.Module):
         self.routed = spec.fused or self.routed
         self.projected = spec.projectors
         self.projectors = nn.ModuleDict({name: projector(one, width) for name, one in spec.projectors.items()})
-        self._tables: dict[tuple[Any, ...], Any] = {}
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
@@ -257,15 +254,6 @@ class DiT(nn.Module):
         share = at_least_float32(t) / 1000
         return 1 - share if self.options.time == "to_data" else share
 
-    def position_table(self, rows: int, columns: int) -> Tensor:
-        """Sine-cosine positions (1, T, E) of a grid of tokens."""
-        base = self.pos_embed
-        assert base is not None
-        if rows == columns == self.base_grid:
-            return base
-        make = lambda: position_table(rows, columns, base.shape[2], self.base_grid)[None].to(base)  # noqa: E731
-        return self._cached(("positions", rows, columns, base.device), make)
-
     def rotation(self, rows: int, columns: int) -> Rotation:
         """Rotary positions of a grid of tokens."""
         weight = self.x_embedder.proj.weight
@@ -275,14 +263,7 @@ class DiT(nn.Module):
             dtype = torch.promote_types(weight.dtype, torch.float32)
             return cos.to(weight.device, dtype), sin.to(weight.device, dtype)
 
-        return self._cached(("rotation", rows, columns, weight.device), make)
-
-    def _cached(self, key: tuple[Any, ...], make: Callable[[], TableT]) -> TableT:
-        """A table that is computed once for each size and device."""
-        if key not in self._tables:
-            with torch.inference_mode(False):  # a table made while sampling may be used in training later
-                self._tables[key] = make()
-        return self._tables[key]
+        return self.cached(("rotation", rows, columns, weight.device), make)
 
 
 # ------------------------------------------------------------------------------------------------- tokens that skip

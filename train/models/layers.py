@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from .cross_attention import CaptionLayout
 from .spec import DiTOptions
 
+TableT = TypeVar("TableT")
 MLP_RATIO = 4
 FREQUENCIES = 256  # of the time embedding, cosines then sines
 NORM_EPS = 1e-6
@@ -193,6 +195,38 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     first, second = at_least_float32(x).unflatten(-1, (2, 2, -1)).unbind(-2)  # (B, heads, T, 2, d/4)
     return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-2).flatten(-3)
+
+
+class GridModel(nn.Module):
+    """A model with tables of positions, each computed once for a grid of tokens and a device.
+
+    Attributes:
+      base_grid: side of the grid whose tokens are one position apart.
+      pos_embed: (1, T, E) added positions of that grid, in the state dict as published; None: none are added.
+    """
+
+    base_grid: int
+    pos_embed: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tables: dict[tuple[Any, ...], Any] = {}
+
+    def position_table(self, rows: int, columns: int) -> Tensor:
+        """Sine-cosine positions (1, T, E) of a grid of tokens."""
+        base = self.pos_embed
+        assert base is not None
+        if rows == columns == self.base_grid:
+            return base
+        make = lambda: position_table(rows, columns, base.shape[2], self.base_grid)[None].to(base)  # noqa: E731
+        return self.cached(("positions", rows, columns, base.device), make)
+
+    def cached(self, key: tuple[Any, ...], make: Callable[[], TableT]) -> TableT:
+        """A table that is computed once for each key."""
+        if key not in self._tables:
+            with torch.inference_mode(False):  # a table made while sampling may be used in training later
+                self._tables[key] = make()
+        return self._tables[key]
 
 
 # --------------------------------------------------------------------------------------------------------------- core

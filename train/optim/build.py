@@ -76,5 +76,5 @@ def learning_rate(peak: float, schedule: ScheduleSection, step: int, steps: int)
     if schedule.kind == "constant":
         return peak
     done = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)
-    last = schedule.final_lr_share
-    return peak * (last + (1 - last) * 0.5 * (1 + math.cos(math.pi * done)))
+    left = 1 - done if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return peak * (schedule.final_lr_share + (1 - schedule.final_lr_share) * left)

@@ -25,6 +25,7 @@ from ..models.build import (
     pixels_per_token,
 )
 from ..models.dit import size_of
+from ..models.dit_dh import is_dit_dh
 from ..models.spec import AdapterSpec, DiTOptions, ModelSpec, ProjectorSpec, TextInput
 from ..objectives.losses import num_outputs
 from ..techniques.registry import features_of, routed_blocks, techniques_of
@@ -142,21 +143,23 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
     Raises: RecipeError: of a technique.
     """
     name, techniques = recipe.model.name, techniques_of(recipe)
-    if family := family_of(name):
+    family = family_of(name)
+    if family or is_dit_dh(name):
         if _options(recipe) != DiTOptions():
             yield f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone."
         if keys := [technique.key for technique in techniques if technique.reads_blocks]:
             yield f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT."
-        if FAMILIES[family].is_flow and recipe.objective.kind != "flow":
+        if (not family or FAMILIES[family].is_flow) and recipe.objective.kind != "flow":
             yield f"objective.kind '{recipe.objective.kind}': model '{name}' gives a velocity. Use 'flow'."
-        if recipe.conditioning.kind == "label":
-            yield f"conditioning.kind 'label': model '{name}' takes captions. Use a DiT, or 'auto'."
-    else:
-        if recipe.lora.rank:
-            yield (
-                f"lora.rank {recipe.lora.rank}: model '{name}' takes no adapters. Use one of "
-                f"{', '.join(diffusers_names())}, or lora.rank 0."
-            )
+        if recipe.conditioning.kind == ("label" if family else "caption"):
+            takes = "captions" if family else "labels"
+            yield f"conditioning.kind '{recipe.conditioning.kind}': model '{name}' takes {takes}. Use a DiT, or 'auto'."
+    if not family and recipe.lora.rank:
+        yield (
+            f"lora.rank {recipe.lora.rank}: model '{name}' takes no adapters. Use one of "
+            f"{', '.join(diffusers_names())}, or lora.rank 0."
+        )
+    if not family and not is_dit_dh(name):
         depth = size_of(name)[0]
         routed_blocks(techniques, depth)
         for technique in techniques:

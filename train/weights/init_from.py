@@ -16,6 +16,7 @@ from ...datasets.disk.hashing import xxh3_parts
 from ...datasets.errors import RunError
 from ..models.build import Denoiser, family_of
 from ..models.diffusers.adapters import DOWN, UP, adapter_shapes
+from ..models.dit_dh import is_dit_dh
 from ..models.spec import ModelSpec
 from . import checkpoint, published
 from .sources import is_file, model_folder, read_folder, read_snapshot, spec_of
@@ -57,8 +58,11 @@ def initial_weights(source: str, model: Denoiser, spec: ModelSpec) -> tuple[dict
         weights = read_folder(model_folder(source))
     elif is_file(source):
         read = published.read_official(Path(source).expanduser())
-        weights = published.from_lightningdit(read, spec, source)
-        origin += ["norms and rotation converted from LightningDiT"] if weights.keys() != read.keys() else []
+        if is_dit_dh(spec.name):
+            weights = published.without_tables(read)
+        else:
+            weights = published.from_lightningdit(read, spec, source)
+            origin += ["norms and rotation converted from LightningDiT"] if weights.keys() != read.keys() else []
     else:
         weights = published.from_diffusers(read_folder(model_folder(source)), source)
     if is_dit:

@@ -50,6 +50,7 @@ MODULES = {
     "transformer_blocks.N.norm1.emb.class_embedder.embedding_table": LABEL_TABLE,
 }
 BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
+TABLES = {f"{part}_feat_rope.freqs_{wave}" for part in ("enc", "dec") for wave in ("cos", "sin")}  # of a DiT^DH
 MODULATED_NORMS = {"norm1": 1, "norm2": 4, "norm_final": 1}  # to the place of their scale in the modulation
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -201,6 +202,11 @@ def from_lightningdit(weights: Weights, spec: ModelSpec, source: str) -> dict[st
         elif has_rotation and ".attn." in name and norm in ("qkv", "q_norm", "k_norm"):
             converted[name] = _in_our_order(converted[name], num_heads, fused=norm == "qkv")
     return converted
+
+
+def without_tables(weights: Weights) -> dict[str, Tensor]:
+    """The weights of a DiT^DH, without the tables of its rotary positions, which are computed."""
+    return {name: tensor for name, tensor in weights.items() if name not in TABLES}
 
 
 def _fold_gain(weights: dict[str, Tensor], parent: str, gain: Tensor, scale: int) -> None:

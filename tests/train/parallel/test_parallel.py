@@ -131,6 +131,7 @@ class Training(NamedTuple):
 TRAININGS = {
     "plain": Training("label_store", "dit-s-4", [], tuple(STRATEGIES)[:-1], ("ddp", "fsdp", "zero-2")),
     "aligned": Training("feature_store", "dit-s-4", ALIGNED, ("ddp", "fsdp", "zero-2")),
+    "wide head": Training("label_store", "dit-dh-s", ["run.steps=2"], ("ddp", "fsdp")),
     "adapters": Training(
         "caption_store",
         "pixart-tiny",
