@@ -690,7 +690,7 @@ def test_threads_that_read_captions_in_both_ways_do_not_wait_for_each_other(capt
                 pool.submit(lambda: opened.caption_embedding(1)),  # noqa: B023
             ]
             for one in both:
-                one.result(timeout=20)
+                one.result(timeout=240)
 
 
 @pytest.mark.parametrize(

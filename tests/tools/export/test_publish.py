@@ -185,7 +185,7 @@ def test_a_killed_publication_goes_on(number: int, hub: Hub, caption_store: Late
         return ""
 
     hub.fault = kill
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     hub.fault = lambda number, request: ""
     assert process.returncode in (-signal.SIGKILL, 0)
     for repository in hub.repositories.values():

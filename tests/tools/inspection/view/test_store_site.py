@@ -298,7 +298,7 @@ def test_a_store_on_the_hub_is_shown(label_store: LatentStore, hub: Hub) -> None
         assert view.stdout is not None
         line = view.stdout.readline()
         view.send_signal(signal.SIGINT)
-        error = view.communicate(timeout=60)[1]
+        error = view.communicate(timeout=240)[1]
     assert line.startswith("view  "), error
 
 
@@ -312,12 +312,12 @@ def test_a_page_refuses_websockets_quietly_and_a_signal_ends_it(
         try:
             place = urlsplit(process.stdout.readline().split()[1])
             for path, headers, status in (("", {}, 200), (LONG, {}, 404), ("", WEBSOCKET, 400)):
-                connection = HTTPConnection(str(place.hostname), place.port, timeout=60)
+                connection = HTTPConnection(str(place.hostname), place.port, timeout=240)
                 connection.request("GET", place.path + path, headers=headers)
                 assert connection.getresponse().status == status
                 connection.close()
             process.send_signal(number)
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=240)
         finally:
             process.kill()
     assert (process.returncode, err) == (0, "leandit: Ctrl-C ends it\n")
@@ -342,11 +342,11 @@ def test_a_signal_ends_it_while_an_image_is_decoded(label_store: LatentStore) ->
         assert process.stdout is not None
         try:
             place = urlsplit(process.stdout.readline().split()[1])
-            connection = HTTPConnection(str(place.hostname), place.port, timeout=60)
+            connection = HTTPConnection(str(place.hostname), place.port, timeout=240)
             connection.request("GET", f"{place.path}image/0")
             assert process.stdout.readline() == "decoding\n"
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=60) == 0
+            assert process.wait(timeout=240) == 0
             connection.close()
         finally:
             process.kill()

@@ -143,10 +143,10 @@ def test_without_the_vae_one_warning_says_so_and_the_latents_stay(class_folder: 
     grid = tmp_path / "run/samples/step-2.safetensors"
     whole = grid.read_bytes()
     grid.write_bytes(whole[:-1])
-    assert ForkedPython(command).wait(60) == DamageError.exit_code
+    assert ForkedPython(command).wait(240) == DamageError.exit_code
     assert names_in(tmp_path / "run") == ["step-2.safetensors", "step-4.png", "step-6.png"]
     grid.write_bytes(whole)
-    assert ForkedPython(command).wait(60) == 0
+    assert ForkedPython(command).wait(240) == 0
     assert names_in(tmp_path / "run") == [f"step-{step}.png" for step in (2, 4, 6)]
 
 
@@ -162,7 +162,7 @@ def test_a_decoder_that_hangs_does_not_hold_up_a_stop_and_its_grid_is_decoded_la
     monkeypatch.setattr(decoding.subprocess, "Popen", hang)
     start = time.monotonic()
     run_to(train_recipe("dit-s-4", *DRAWN), label_store, tmp_path / "run", stop_at=3)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 240
     assert len(started) == 1
     assert started[0].poll() is not None
     assert names_in(tmp_path / "run") == ["step-2.safetensors"]
