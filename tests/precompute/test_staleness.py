@@ -291,7 +291,12 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], set[str], set[str], bool]] = {
 }
 
 
-@pytest.mark.parametrize("change", SOURCES)
+ALIKE = ("other shape", "one caption more", "a caption of another", "gone from the disk", "listed in other words")
+
+
+@pytest.mark.parametrize(
+    "change", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in SOURCES]
+)
 def test_of_a_changed_source_exactly_what_changed_is_encoded(
     change: str, captioned: tuple[Path, Path], encode: Encode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,7 @@ def whole(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return runs
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS[:2], pytest.param(MODELS[2], marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_several_times_gives_the_bits_of_one_go(
     name: str, whole: dict[str, Path], stores: dict[str, Path], tmp_path: Path
 ) -> None:

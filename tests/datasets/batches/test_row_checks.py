@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from everything import make_everything
 from faults import copy_of, files_of, flip, make_grown, make_plain, small_shards
 
 from leandit.datasets.batches import row_checks
@@ -63,13 +62,14 @@ STORES: dict[str, Callable[[Path], Path]] = {
     "bfloat16 captions, zstd": lambda root: make_plain(root, "store.text_dtype=bfloat16", "store.codec=zstd")[1],
     "int8 captions": lambda root: make_plain(root, "store.text_dtype=int8")[1],
     "grown, zstd": lambda root: make_grown(root, "vae.flip=true", "store.codec=zstd")[1],
-    "everything": lambda root: make_everything(root).grown,
 }
 
 
-@pytest.fixture(scope="module", params=list(STORES))
+@pytest.fixture(scope="module", params=[*STORES, "everything"])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Damaged:
     work = tmp_path_factory.mktemp("rows")
+    if request.param == "everything":
+        return damaged(request.getfixturevalue("everything").grown, work)
     with small_shards():
         return damaged(STORES[request.param](work / "made"), work)
 

@@ -505,7 +505,7 @@ def at_url(base: str, root: Path, source: Path) -> str:
     return base if relative == "." else f"{base}/{relative}"
 
 
-@pytest.mark.parametrize(("where", "every"), [("s3", 4), pytest.param("s3", 1, marks=pytest.mark.slow), ("memory", 1)])
+@pytest.mark.parametrize(("where", "every"), [("s3", 8), pytest.param("s3", 1, marks=pytest.mark.slow), ("memory", 1)])
 def test_every_kind_at_a_url_lists_and_reads_as_here(where: str, every: int, s3: str, tmp_path: Path) -> None:
     makers = [(case, make) for case, (make, *_) in (LABEL_KINDS | CAPTION_KINDS).items()]
     for case, make in makers[::every]:

@@ -149,7 +149,7 @@ TRAININGS = {
             "schedule.warmup_steps=0",
         ],
         ("ddp",),
-        ("ddp",),
+        (),
     ),
     # Of SD3: two streams, blocks of three shapes, a table of positions that is no parameter; two groups of parameters.
     "two streams": Training(
@@ -250,13 +250,12 @@ def said(
     jobs.append(job(label_store, folder / "stopped"))
     jobs.append(job(label_store, folder / "other rate", set_1=["optimizer.lr=2e-3"]))
     jobs.append(job(label_store, folder / "other store", store_1=str(caption_store.path)))
-    jobs += [job_of(training, its.quick[0]) for training, its in TRAININGS.items() if training != "plain"]
+    jobs += [job_of(training, name) for training, its in TRAININGS.items() if training != "plain" for name in its.quick]
     jobs.append(job(label_store, folder / "mixture", mixture_of(label_store)) | {"store": None})
     fp16 = [f"parallel.deepspeed_config={folder}/fp16.json", "run.checkpoint_every=2"]  # the first before any update
     for steps in (14, 16):
         jobs.append(job(label_store, folder / "fp16", *fp16, f"run.steps={steps}", first_scale=2.0**28))
     jobs.append(job_of("plain", "fsdp", "run.steps=1", run="counted", counts=True))
-    jobs.append(job_of("plain", "zero-2", run="compiled", compiled=True))  # the last one: all that follows is compiled
     return run_ranks(jobs, 2)
 
 
@@ -280,6 +279,7 @@ def long_form(said: list[Any], job_of: Callable[..., Job], folder: Path) -> None
     for name in ("ddp", "fsdp", "zero-1", "zero-3"):  # the last ones: all that follows is bf16
         jobs.append(job_of("plain", name, run=f"bf16 {name}", bf16=True))
     run_ranks(jobs, 2)
+    run_ranks([job_of("plain", "zero-2", run="compiled", compiled=True)], 2)
     for of_rank in run_ranks([job_of("plain", "hsdp"), job_of("adapters", "hsdp")], 4):
         assert [line["step"] for line in of_rank] == [STEPS, 4]
 
@@ -331,7 +331,8 @@ def test_fp16_under_deepspeed_has_the_loss_scale_that_a_checkpoint_holds(
     assert ema.keys() == load_file(one / f"checkpoint-{STEPS}/ema.safetensors").keys()
 
 
-def test_zero_1_and_2_can_be_compiled(said: list[Any], one: Path, folder: Path) -> None:
+@pytest.mark.slow
+def test_zero_1_and_2_can_be_compiled(long_form: None, one: Path, folder: Path) -> None:
     assert losses(folder / "compiled") == pytest.approx(losses(one), abs=EXACT)
 
 
@@ -349,7 +350,8 @@ def test_what_of_the_file_holds_or_is_passed_over_is_said_by_one_rank(said: list
     assert not any("ds_config.json" in line for line in warned[1])
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_deepspeed_starts_without_what_its_launcher_sets(
     world_size: int, one: Path, folder: Path, label_store: LatentStore, tmp_path: Path
 ) -> None:

@@ -140,7 +140,9 @@ def test_a_snapshot_with_merged_adapters_computes_what_the_run_does(
     assert not any("lora" in key for key in snapshot.model.state_dict())
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "came", "muon"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw8bit", "muon", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "came"))]
+)
 def test_a_killed_run_resumes_bit_for_bit(
     optimizer: str, bases: dict[str, Path], caption_store: LatentStore, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def assert_policy_holds(watched: Watched, html: Path) -> None:
     assert page.url == html.as_uri()
 
 
+@pytest.mark.integration
 def test_the_report_of_a_store_opens_from_disk_and_its_texts_do_no_harm(watched: Watched, tmp_path: Path) -> None:
     store, html = hostile_store(tmp_path), tmp_path / "report.html"
     report_store(str(store.path), html, progress=no_progress)

@@ -58,7 +58,7 @@ def names_in(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "samples").iterdir())
 
 
-@pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny"])
+@pytest.mark.parametrize("name", [pytest.param("dit-s-4", marks=pytest.mark.slow), "pixart-tiny"])
 def test_training_is_the_same_to_the_bit_with_and_without_pictures_and_after_a_resume(
     name: str, store_of: dict[str, LatentStore], tmp_path: Path
 ) -> None:
