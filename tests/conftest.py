@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from filelock import FileLock
 from forked import start_server, stop_server
 from hypothesis import HealthCheck, settings
 from making import (
@@ -194,43 +195,65 @@ def encode() -> Encode:
     return run
 
 
-@pytest.fixture(scope="session")
-def class_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """3 classes of 5 pictures."""
-    return make_class_folder(tmp_path_factory.mktemp("classes") / "train")
+Golden = Callable[[str, Callable[[Path], object]], Path]
 
 
 @pytest.fixture(scope="session")
-def caption_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """14 captioned pictures in three aspect ratios."""
-    return make_caption_folder(tmp_path_factory.mktemp("captions") / "pictures")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    """Makes a folder of a name once a session, in whichever process of it comes first; do not change what is in it."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        folder, done = root / f"golden-{name}", root / f"golden-{name}.done"
+        with FileLock(root / f"golden-{name}.lock"):
+            if not done.exists():
+                make(folder)
+                done.touch()
+        return folder
+
+    return made
+
+
+def golden_store(golden: Golden, name: str, recipe: PrecomputeRecipe, source: Path) -> LatentStore:
+    """A store of a source with the shipped encoders."""
+    how = {"device": CPU, "progress": no_progress}
+    return LatentStore(golden(name, lambda path: precompute(recipe, source_path=source, store_path=path, **how)))
 
 
 @pytest.fixture(scope="session")
-def label_store(class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
-    """A store of 15 labelled records, one bucket 32x32; do not change it."""
-    path = tmp_path_factory.mktemp("label-store") / "store"
-    precompute(label_recipe(), source_path=class_folder, store_path=path, device=CPU, progress=no_progress)
-    return LatentStore(path)
+def class_folder(golden: Golden) -> Path:
+    """3 classes of 5 images."""
+    return golden("classes", lambda folder: make_class_folder(folder / "train")) / "train"
 
 
 @pytest.fixture(scope="session")
-def caption_store(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
-    """A store of 14 captioned records in three buckets; do not change it."""
-    path = tmp_path_factory.mktemp("caption-store") / "store"
-    precompute(caption_recipe(), source_path=caption_folder, store_path=path, device=CPU, progress=no_progress)
-    return LatentStore(path)
+def caption_folder(golden: Golden) -> Path:
+    """14 captioned images in three aspect ratios."""
+    return golden("captions", lambda folder: make_caption_folder(folder / "images")) / "images"
 
 
 @pytest.fixture(scope="session")
-def three_text_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
-    """A store of noise, 15 records in two buckets, with the captions that SD3 reads; do not change it."""
-    return noise_store(tmp_path_factory.mktemp("three-texts") / "store")
+def label_store(class_folder: Path, golden: Golden) -> LatentStore:
+    """A store of 15 labelled records, one bucket 32x32."""
+    return golden_store(golden, "label-store", label_recipe(), class_folder)
 
 
 @pytest.fixture(scope="session")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> Everything:
-    """Stores of several text encoders and features, before and after an addition; do not change them."""
-    from everything import make_everything  # its models take seconds to import
+def caption_store(caption_folder: Path, golden: Golden) -> LatentStore:
+    """A store of 14 captioned records in three buckets."""
+    return golden_store(golden, "caption-store", caption_recipe(), caption_folder)
 
-    return make_everything(tmp_path_factory.mktemp("everything"))
+
+@pytest.fixture(scope="session")
+def three_text_store(golden: Golden) -> LatentStore:
+    """A store of noise, 15 records in two buckets, with the captions that SD3 reads."""
+    return LatentStore(golden("three-texts", noise_store))
+
+
+@pytest.fixture(scope="session")
+def everything(golden: Golden) -> Everything:
+    """Stores of several text encoders and features, before and after an addition."""
+    from everything import everything_in, make_everything  # its models take seconds to import
+
+    return everything_in(golden("everything", make_everything))

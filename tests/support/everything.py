@@ -53,16 +53,15 @@ def several_shards() -> Iterator[None]:
         yield
 
 
-def make_models(root: Path) -> dict[str, Path]:
-    """Tiny random models by name."""
+def make_models(root: Path) -> None:
+    """Tiny random models, each in a folder of its name."""
     save_clip(root / "clip", projected=True)
     save_qwen3(root / "qwen3")
     make_dinov2(root / "dinov2")
     make_dinov2(root / "wide", width=12)
-    return {path.name: path for path in root.iterdir()}
 
 
-def recipes(models: dict[str, Path], *overrides: str) -> tuple[PrecomputeRecipe, PrecomputeRecipe]:
+def recipes(models: Path, *overrides: str) -> tuple[PrecomputeRecipe, PrecomputeRecipe]:
     """Two recipes: T5, tokens and pooled vectors of a CLIP, and DINOv2 in int8; with three kinds of each more.
 
     The second adds a CLIP's pooled vectors alone, a language model's tokens, patches in float16, class tokens in int8.
@@ -70,10 +69,10 @@ def recipes(models: dict[str, Path], *overrides: str) -> tuple[PrecomputeRecipe,
     folders = ("subfolder=text_encoder", "tokenizer_subfolder=tokenizer")
 
     def text(name: str, kind: str, model: str, *settings: str) -> list[str]:
-        return [f"text.{name}.{one}" for one in (f"kind={kind}", f"model={models[model]}", *folders, *settings)]
+        return [f"text.{name}.{one}" for one in (f"kind={kind}", f"model={models / model}", *folders, *settings)]
 
     def feature(name: str, model: str, output: str, dtype: str, *settings: str) -> list[str]:
-        found = (f"model={models[model]}", f"output={output}", f"dtype={dtype}", *settings)
+        found = (f"model={models / model}", f"output={output}", f"dtype={dtype}", *settings)
         return [f"features.{name}.{one}" for one in found]
 
     first = [
@@ -90,11 +89,19 @@ def recipes(models: dict[str, Path], *overrides: str) -> tuple[PrecomputeRecipe,
     return caption_recipe(*first, *overrides), caption_recipe(*first, *more, *overrides)
 
 
+def everything_in(root: Path, *overrides: str) -> Everything:
+    """What ``make_everything`` made in a folder."""
+    stores = root / "stores"  # not beside the models, so that a copy elsewhere finds them
+    paths = root / "source", root / "source then", stores / "before", stores / "added", stores / "grown"
+    return Everything(*paths, *recipes(root / "models", *overrides))
+
+
 def make_everything(root: Path, *overrides: str, count: int = 7) -> Everything:
     """Make the source and the stores, of several shards each."""
+    made = everything_in(root, *overrides)
+    first, recipe, stores = made.first, made.recipe, made.added.parent
+    make_models(root / "models")
     with several_shards():
-        first, recipe = recipes(make_models(root / "models"), *overrides)
-        stores = root / "stores"  # not beside the models, so that a copy elsewhere finds them
         pictures = Pictures(root / "source", count)
         for i in range(count):
             pictures.put(i, words=(" by the sea", " and a cat", " and two dogs")[i % 3])
@@ -114,6 +121,4 @@ def make_everything(root: Path, *overrides: str, count: int = 7) -> Everything:
         pictures.drop(3)
         pictures.write()
         encode(recipe, pictures.root, stores / "grown", drop_gone=True)
-        return Everything(
-            pictures.root, root / "source then", stores / "before", stores / "added", stores / "grown", first, recipe
-        )
+    return made
