@@ -36,6 +36,8 @@ class ModelSection(Section):
     """Latent channels the model is made for; 0: as the store."""
     guidance: Annotated[float, Field(ge=0)] = 1.0
     """FLUX.1-dev, FLUX.2-dev: the scale of the guidance that these distilled models take as an input."""
+    reference: str = ""
+    """Flux.1, FLUX.2, Qwen-Image: companion of the store that is edited; its latents are seen beside the noisy ones."""
     num_classes: Count = 0
     """Classes the label table is made for; 0: as the store."""
     qk_norm: bool = False

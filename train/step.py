@@ -70,8 +70,7 @@ def prepare(run: Run, batch: Batch, step: int) -> Microbatch:
     for technique in run.techniques:
         more |= technique.draws(run.spec, math.prod(grid), step)
     draws = draw(recipe.objective, tuple(batch.latents.shape[1:]), more, **where)
-    conditioning = run.conditioner(batch.labels, batch.texts, widen=run.autocast_dtype is None)
-    conditioning = run.conditioner.drop(conditioning, draws.pop("drop") < recipe.conditioning.drop)
+    conditioning = run.conditioner.drop(run.conditioning(batch), draws.pop("drop") < recipe.conditioning.drop)
     noise, times = draws.pop("noise"), draws.pop("times")
     targets = run.read_targets(batch, grid, trains=True)
     return Microbatch(batch.latents, noise, times, conditioning, draws, targets)

@@ -67,7 +67,8 @@ class TrainingWorkload:
         captions = self.tokens * self.spec.caption_width * STORED_BYTES
         if self.spec.texts:
             captions = sum(one.tokens * one.width + one.pooled_width for one in self.spec.texts) * STORED_BYTES
-        return images * (latents + captions + features * (STORED_BYTES + 4))
+        seen = 2 if self.spec.reference else 1  # the latents, and those of the image to edit
+        return images * (seen * latents + captions + features * (STORED_BYTES + 4))
 
     @property
     def flops(self) -> float:
@@ -132,6 +133,7 @@ def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingW
         "none",
         texts=texts,
         features=features,
+        companions=[recipe.model.reference] if recipe.model.reference else [],
         downscale=published_downscale(recipe.model.name, channels),
         resolution_px=resolution_px,
     )

@@ -47,6 +47,11 @@ def open_sampler(
         snapshot = load_published(run, request, device, compiled=compiled)
     else:
         snapshot = load_snapshot(run, device, compiled=compiled, frozen=request.base, weights=request.weights)
+    if reference := snapshot.spec.reference:
+        raise RecipeError(
+            f"run '{run}': its model edits the companion '{reference}', and images to edit are not read here. Export "
+            f"it with 'leandit export {run} --out FOLDER', and draw with the pipeline of diffusers that edits."
+        )
     return ImageSampler(snapshot, run, request, device, evenly=evenly, compiled=compiled)
 
 

@@ -70,6 +70,10 @@ def synthetic_batch(
         global_size=count,
         epoch=0,
         texts=texts,
+        stored_companions={
+            one.name: torch.randn(count, latent.channels, height, width, device=device).half()
+            for one in store.companions
+        },
         features={one.name: _feature(one.spec, bucket, count, device) for one in store.features},
     ).finish()
 

@@ -17,6 +17,7 @@ from ...datasets.format.layout import Part
 from ...datasets.format.row_layout import LATENTS, POOLED
 from ...datasets.format.schema import (
     FORMAT_VERSION,
+    CompanionSpec,
     EncoderIdentity,
     FeatureEncoder,
     FeatureSpec,
@@ -184,10 +185,11 @@ def noise_spec(
     text_dtype: str = "float16",
     texts: Mapping[str, TextSpec] = {},
     features: Mapping[str, FeatureSpec] = {},
+    companions: Sequence[str] = (),
     downscale: int = DOWNSCALE,
     resolution_px: int = RESOLUTION_PX,
 ) -> StoreSpec:
-    """Description of a store of noise; the arguments are those of ``make_store``."""
+    """Description of a store of noise; the arguments are those of ``make_store``, and names of companion images."""
     numbers: dict[str, Any] = {"config": {}, "weights_sha256": "0" * 64, "tokenizer_sha256": None, "libraries": {}}
     noise = EncoderIdentity(model="noise", revision=None, class_name="Noise", dtype="float32", **numbers)
     own_text: dict[str, Any] = {"kind": "t5", "width": text_width, "max_tokens": max_tokens, "dtype": text_dtype}
@@ -206,6 +208,7 @@ def noise_spec(
         text_encoder=noise if text else None,
         texts=[TextEncoder(name=name, spec=one, encoder=noise) for name, one in texts.items()],
         features=[FeatureEncoder(name=name, spec=one, encoder=noise) for name, one in features.items()],
+        companions=[CompanionSpec(name=name, column=name, kind="image") for name in companions],
         classes=[f"{label:04d}" for label in range(num_classes)] or None,
         shard_mib=shard_mib,
         codec=codec,

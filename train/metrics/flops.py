@@ -73,7 +73,7 @@ def _counted(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: int)
     with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device("meta"):
         x = torch.empty(1, spec.channels, *latent_size)
         extras = [Extras(torch.empty(1, spec.class_width))] if spec.class_width else []
-        model(x, torch.empty(1), example_conditioning(spec, 1, caption_tokens), *extras)
+        model(x, torch.empty(1), example_conditioning(spec, 1, caption_tokens, latent_size), *extras)
     operations = counter.get_flop_counts()["Global"]
     return counter.get_total_flops(), sum(operations.get(operation, 0) for operation in OF_WEIGHTS)
 
@@ -89,7 +89,9 @@ def latent_size_of(bucket: str, latent: LatentSpec) -> tuple[int, int]:
     return height, width
 
 
-def example_conditioning(spec: ModelSpec, count: int, caption_tokens: int) -> Conditioning:
+def example_conditioning(
+    spec: ModelSpec, count: int, caption_tokens: int, latent_size: tuple[int, int]
+) -> Conditioning:
     """Conditioning of ``count`` images, with captions of equal length, on the default device."""
     if not spec.takes_text:
         return Conditioning(labels=torch.zeros(count, dtype=torch.long))
@@ -97,4 +99,5 @@ def example_conditioning(spec: ModelSpec, count: int, caption_tokens: int) -> Co
     return Conditioning(
         captions=captions.padded if spec.texts else captions,
         pooled=torch.zeros(count, spec.pooled_width) if spec.pooled_width else None,
+        reference=torch.zeros(count, spec.channels, *latent_size) if spec.reference else None,
     )

@@ -25,11 +25,17 @@ class Conditioning(NamedTuple):
       labels: (B,) int64; null is the number of classes.
       captions: the valid tokens of each caption; or (B, L, D) for models that read padding too.
       pooled: (B, P) float32, for models that read pooled vectors.
+      reference: (B, C, H, W) latents of the image to edit, for models that read one.
     """
 
     labels: Tensor | None = None
     captions: Captions | Tensor | None = None
     pooled: Tensor | None = None
+    reference: Tensor | None = None
+
+    def images(self, x: Tensor) -> list[Tensor]:
+        """The latents whose tokens a model sees: the noisy ones, and those of the reference."""
+        return [x] if self.reference is None else [x, self.reference]
 
     @property
     def inputs(self) -> Captions | Tensor:
@@ -138,7 +144,7 @@ class Conditioner:
         A dropped caption keeps its length, as in PixArt and Sana: the first rows of null replace its tokens. Those of
         several text encoders, and their pooled vectors, are dropped together.
         """
-        labels, captions, pooled = conditioning
+        labels, captions, pooled, _ = conditioning
         if labels is not None:
             return Conditioning(labels=torch.where(where, self.spec.num_classes, labels))
         null = self.null_caption

@@ -94,6 +94,7 @@ class ModelSpec(Frozen):
       config: arguments of diffusers' class, if the model came from a folder or the hub.
       adapter: low-rank adapters, which train alone.
       guidance: that a distilled model takes as an input.
+      reference: companion of the store whose latents it sees beside the noisy ones; empty: none.
     """
 
     name: str
@@ -110,6 +111,7 @@ class ModelSpec(Frozen):
     adapter: AdapterSpec | None = None
     texts: tuple[TextInput, ...] = ()
     guidance: float = 1.0
+    reference: str = ""
 
     def __hash__(self) -> int:
         return hash((self.name, self.channels, self.base_size, self.caption_width, self.num_classes, self.adapter))

@@ -63,7 +63,7 @@ def build_loader(
         world_size=ranks.world_size,
         text="packed" if spec.takes_text else "none",
         features=[name for technique in techniques_of(recipe) for name in technique.features],
-        companions=(),
+        companions=[spec.reference] if spec.reference else (),
         pin=is_gpu(device),
         caption_odds=[caption_odds(section) for section in sections] if spec.takes_text else (),
         normalise=recipe.latent.normalise,

@@ -126,6 +126,7 @@ def _spec(recipe: TrainRecipe, store: StoreSpec) -> ModelSpec:
         adapter=adapter,
         texts=texts,
         guidance=recipe.model.guidance,
+        reference=recipe.model.reference,
         config=read_config(source, family) if source and family else {},
     )
 
@@ -149,11 +150,15 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
             yield f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone."
         if keys := [technique.key for technique in techniques if technique.reads_blocks]:
             yield f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT."
+        if recipe.run.sample_every and recipe.model.reference:
+            yield "run.sample_every: images are not drawn while a model with a reference trains. Set it to 0."
         if (not family or FAMILIES[family].is_flow) and recipe.objective.kind != "flow":
             yield f"objective.kind '{recipe.objective.kind}': model '{name}' gives a velocity. Use 'flow'."
         if recipe.conditioning.kind == ("label" if family else "caption"):
             takes = "captions" if family else "labels"
             yield f"conditioning.kind '{recipe.conditioning.kind}': model '{name}' takes {takes}. Use a DiT, or 'auto'."
+    if recipe.model.reference and not (family and FAMILIES[family].takes_reference):
+        yield f"model.reference '{recipe.model.reference}': model '{name}' takes none. Remove the key."
     if not family and recipe.lora.rank:
         yield (
             f"lora.rank {recipe.lora.rank}: model '{name}' takes no adapters. Use one of "
@@ -180,6 +185,12 @@ def _lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
         yield (
             f"it is made for {made_for} latent channels (model.channels), and there are {store.latent.channels}: "
             "precompute with its VAE, or --set model.channels=0 for those of the store"
+        )
+    images = [one.name for one in store.companions if one.kind == "image"]
+    if (reference := recipe.model.reference) and reference not in images:
+        yield (
+            f"model.reference '{reference}': no companion image '{reference}', and there are "
+            f"{', '.join(images) or 'none'}: precompute again with a recipe that has a table [companions.{reference}]"
         )
     for technique in techniques_of(recipe):
         yield from technique.lacks(store)

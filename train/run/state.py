@@ -19,7 +19,7 @@ from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..models.blocks import checkpoint_blocks
 from ..models.build import build_model, patch_of
-from ..models.conditioning import NO_EXTRAS, Conditioner, Extras, ModelOutput
+from ..models.conditioning import NO_EXTRAS, Conditioner, Conditioning, Extras, ModelOutput
 from ..models.diffusers.adapters import add_adapters, narrow_frozen
 from ..models.dit import DiT
 from ..models.spec import ModelSpec
@@ -145,6 +145,12 @@ class Run:
         for technique in self.techniques:
             targets |= technique.read(batch, grid, self.feature_specs, trains=trains)
         return targets
+
+    def conditioning(self, batch: Batch) -> Conditioning:
+        """What the model reads of a batch beside its latents, nothing dropped."""
+        conditioning = self.conditioner(batch.labels, batch.texts, widen=self.autocast_dtype is None)
+        name = self.spec.reference
+        return conditioning._replace(reference=batch.companions[name]) if name else conditioning
 
     def inputs(self, images: Microbatch) -> Extras:
         """What the model reads in every forward beside latents, times and conditioning."""

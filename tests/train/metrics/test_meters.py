@@ -116,7 +116,7 @@ def test_flops_of_any_caption_length_follow_from_two(tokens: int) -> None:
     for name in ("pixart-tiny", "sana-tiny"):
         spec = planned("demo", f"model.name={name}").spec
         with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device("meta"):
-            meta_model(spec)(torch.empty(1, 4, 16, 8), torch.empty(1), example_conditioning(spec, 1, tokens))
+            meta_model(spec)(torch.empty(1, 4, 16, 8), torch.empty(1), example_conditioning(spec, 1, tokens, (16, 8)))
         assert forward_flops(spec, (16, 8), tokens) == counter.get_total_flops()
 
 

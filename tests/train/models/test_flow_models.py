@@ -57,29 +57,45 @@ def by_diffusers(family: str, net: Any, x: Tensor, t: Tensor, given: Conditionin
         return -torch.stack(net(list(x.unsqueeze(2).unbind()), (1000 - t) / 1000, rows, return_dict=False)[0]).squeeze(
             2
         )
+    reference = given.reference
     if family == "qwen-image":
         assert isinstance(captions, Captions)
         text = {"encoder_hidden_states": captions.padded, "encoder_hidden_states_mask": captions.mask}
         packed = QwenImagePipeline._pack_latents(x, *sizes)
-        out = net(packed, **text, **how, img_shapes=[[(1, height // 2, width // 2)]] * batch)[0]
+        shapes, count = [(1, height // 2, width // 2)], packed.shape[1]
+        if reference is not None:  # as QwenImageEditPipeline
+            packed = torch.cat([packed, QwenImagePipeline._pack_latents(reference, *sizes)], dim=1)
+            shapes = shapes * 2
+        out = net(packed, **text, **how, img_shapes=[shapes] * batch)[0][:, :count]
         return QwenImagePipeline._unpack_latents(out, 8 * height, 8 * width, 8).squeeze(2)
     if family == "flux2":
         ids, text_ids = Flux2KleinPipeline._prepare_latent_ids(x), Flux2KleinPipeline._prepare_text_ids(captions)  # pyright: ignore
-        packed = Flux2KleinPipeline._pack_latents(x)
-        out = net(packed, captions, img_ids=ids, txt_ids=text_ids, guidance=guidance, **how)[0]
-        return Flux2KleinPipeline._unpack_latents_with_ids(out, ids)  # pyright: ignore
+        packed, image_ids = Flux2KleinPipeline._pack_latents(x), ids
+        if reference is not None:
+            packed = torch.cat([packed, Flux2KleinPipeline._pack_latents(reference)], dim=1)
+            theirs = Flux2KleinPipeline._prepare_image_ids([reference[:1]])  # pyright: ignore
+            image_ids = torch.cat([ids, theirs.expand(batch, -1, -1)], dim=1)
+        out = net(packed, captions, img_ids=image_ids, txt_ids=text_ids, guidance=guidance, **how)[0]
+        return Flux2KleinPipeline._unpack_latents_with_ids(out[:, : ids.shape[1]], ids)  # pyright: ignore
     ids = FluxPipeline._prepare_latent_image_ids(batch, height // 2, width // 2, x.device, x.dtype)
     packed, text_ids = FluxPipeline._pack_latents(x, *sizes), torch.zeros(7, 3)
+    count = packed.shape[1]
+    if reference is not None:  # as FluxKontextPipeline
+        packed = torch.cat([packed, FluxPipeline._pack_latents(reference, *sizes)], dim=1)
+        ids = torch.cat([ids, ids + torch.tensor([1, 0, 0])], dim=0)
     out = net(packed, captions, given.pooled, img_ids=ids, txt_ids=text_ids, guidance=guidance, **how)[0]
-    return FluxPipeline._unpack_latents(out, 8 * height, 8 * width, 8)
+    return FluxPipeline._unpack_latents(out[:, :count], 8 * height, 8 * width, 8)
 
 
 @pytest.mark.parametrize("lengths", [RAGGED, EQUAL], ids=["ragged", "equal"])
+@pytest.mark.parametrize("edits", [False, True], ids=["", "edits"])
 @pytest.mark.parametrize(("family", "more"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 def test_loss_and_gradients_are_those_of_diffusers_trainers(
-    family: str, more: dict[str, Any], lengths: tuple[int, ...]
+    family: str, more: dict[str, Any], edits: bool, lengths: tuple[int, ...]
 ) -> None:
     """Their loss is the mean square of the model's output less noise plus image, at the same draws."""
+    if edits and not FAMILIES[family].takes_reference:
+        pytest.skip("it edits no image")
     spec = SPECS[family]
     config = diffusers_config(spec) | more
     ours = shake(FAMILIES[family](config))
@@ -88,6 +104,7 @@ def test_loss_and_gradients_are_those_of_diffusers_trainers(
     theirs.load_state_dict(ours.net.state_dict())
     latents, noise = (torch.randn((3, 4, 8, 12), generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
     shares, given = (TIMES / 1000)[:, None, None, None], conditioning(spec, lengths)
+    given = given._replace(reference=latents.flip(0)) if edits else given
     noisy = (1 - shares) * latents + shares * noise
     wanted = (by_diffusers(family, theirs, noisy, TIMES, given) - (noise - latents)).square().mean()
     objective = train_recipe("sd3-tiny").objective

@@ -21,7 +21,7 @@ from .model import (
     DiffusersModel,
     initialize,
     keep_streams,
-    pack,
+    pack_all,
     unpack,
 )
 
@@ -59,7 +59,7 @@ class Flux1(DiffusersModel):
         TextInput(name="CLIP-L", tokens=0, width=768, pooled_width=768),
         TextInput(name="T5", tokens=512, width=4096),
     )
-    adapted = TWO_STREAMS
+    adapted, takes_reference = TWO_STREAMS, True
 
     @classmethod
     def needs(cls, spec: ModelSpec) -> Config:
@@ -88,13 +88,15 @@ class Flux1(DiffusersModel):
     def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:
         captions: Any = conditioning.captions
         rows, columns = (torch.arange(side // 2, device=x.device) for side in x.shape[2:])
+        images = conditioning.images(x)  # as of Kontext, whose image to edit has the number 1
+        ids = [torch.cartesian_prod(rows.new_full((1,), number), rows, columns) for number in range(len(images))]
         return {
-            "hidden_states": pack(x),
+            "hidden_states": pack_all(images),
             "timestep": t / 1000,
             "guidance": torch.full_like(t, self.guidance) if self.net.config.guidance_embeds else None,
             "encoder_hidden_states": captions,
             "pooled_projections": conditioning.pooled,
-            "img_ids": torch.cartesian_prod(rows.new_zeros(1), rows, columns),
+            "img_ids": torch.cat(ids),
             "txt_ids": rows.new_zeros(captions.shape[1], 3),
         }
 

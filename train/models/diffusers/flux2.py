@@ -14,6 +14,8 @@ from ..conditioning import Conditioning
 from ..spec import ModelSpec, TextInput
 from .model import ATTENTION, TEXT_ATTENTION, TWO_STREAMS, Config, DiffusersModel, initialize, keep_streams
 
+REFERENCE_STEP = 10  # between the positions of images, along the axis of time
+
 
 def size(depth: int, single_depth: int, heads: int, *, axis: int = 32, distilled: bool = False) -> Config:
     """The arguments of a size.
@@ -47,7 +49,7 @@ class Flux2(DiffusersModel):
     text_classes = ({"causal_lm": ("Qwen3ForCausalLM", "Qwen2TokenizerFast")},)
     downscale, vae = 16, "AutoencoderKLFlux2"
     texts = (TextInput(name="Qwen3", tokens=512, width=7680),)
-    adapted = (*TWO_STREAMS, "attn.to_qkv_mlp_proj")
+    adapted, takes_reference = (*TWO_STREAMS, "attn.to_qkv_mlp_proj"), True
 
     @classmethod
     def pipeline(cls, spec: ModelSpec) -> str:
@@ -75,17 +77,19 @@ class Flux2(DiffusersModel):
         captions: Any = conditioning.captions
         rows, columns = (torch.arange(side, device=x.device) for side in x.shape[2:])
         zero, places = rows.new_zeros(1), torch.arange(captions.shape[1], device=x.device)
+        images = conditioning.images(x)
+        numbers = [rows.new_full((1,), REFERENCE_STEP * number) for number in range(len(images))]
         return {
-            "hidden_states": x.flatten(2).transpose(1, 2),
+            "hidden_states": torch.cat([image.flatten(2) for image in images], dim=2).transpose(1, 2),
             "timestep": t / 1000,
             "guidance": torch.full_like(t, self.guidance) if self.net.config.guidance_embeds else None,
             "encoder_hidden_states": captions,
-            "img_ids": torch.cartesian_prod(zero, rows, columns, zero),
+            "img_ids": torch.cat([torch.cartesian_prod(number, rows, columns, zero) for number in numbers]),
             "txt_ids": torch.cartesian_prod(zero, zero, zero, places),
         }
 
     def velocity(self, output: Any, x: Tensor) -> Tensor:
-        return output.transpose(1, 2).unflatten(2, x.shape[2:])
+        return output[:, : x.shape[2:].numel()].transpose(1, 2).unflatten(2, x.shape[2:])
 
     @property
     def blocks(self) -> nn.ModuleList:

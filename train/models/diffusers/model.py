@@ -56,6 +56,7 @@ class DiffusersModel(nn.Module):
       samples_flows: its pipeline takes schedulers of flows.
       takes_guidance: distilled weights of it take the scale of the guidance as an input.
       guidance: that scale, where the weights take one.
+      takes_reference: it may see the latents of another image, to edit it.
     """
 
     family: ClassVar[str]
@@ -73,6 +74,7 @@ class DiffusersModel(nn.Module):
     is_flow: ClassVar[bool] = False
     samples_flows: ClassVar[bool] = True
     takes_guidance: ClassVar[bool] = False
+    takes_reference: ClassVar[bool] = False
     residual: Literal["float32", "bf16"] = "float32"
     guidance: float = 1.0
 
@@ -168,10 +170,15 @@ def pack(x: Tensor) -> Tensor:
     return F.pixel_unshuffle(x, 2).flatten(2).transpose(1, 2)
 
 
+def pack_all(images: Iterable[Tensor]) -> Tensor:
+    """The tokens of latents (B, C, H, W) after each other."""
+    return torch.cat([pack(image) for image in images], dim=1)
+
+
 def unpack(tokens: Tensor, x: Tensor) -> Tensor:
-    """The inverse of ``pack`` for latents of the height and width of ``x``."""
+    """The inverse of ``pack_all`` for the first latents, of the height and width of ``x``."""
     rows, columns = x.shape[2] // 2, x.shape[3] // 2
-    return F.pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (rows, columns)), 2)
+    return F.pixel_shuffle(tokens[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns)), 2)
 
 
 def add_positions(embed: Any) -> None:

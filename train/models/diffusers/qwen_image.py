@@ -21,7 +21,7 @@ from .model import (
     DiffusersModel,
     initialize,
     keep_streams,
-    pack,
+    pack_all,
     unpack,
 )
 
@@ -44,7 +44,7 @@ class QwenImage(DiffusersModel):
     sizes = {"qwen-image": size(60, 24, (16, 56, 56)), "qwen-image-tiny": size(4, 4, (8, 12, 12))}  # noqa: RUF012
     text_classes = ({"causal_lm": ("Qwen2_5_VLForConditionalGeneration", "Qwen2Tokenizer")},)
     text_width, vae = 3584, "AutoencoderKLQwenImage"
-    adapted = TWO_STREAMS
+    adapted, takes_reference = TWO_STREAMS, True
 
     @classmethod
     def needs(cls, spec: ModelSpec) -> Config:
@@ -69,13 +69,13 @@ class QwenImage(DiffusersModel):
         initialize(net, fused, net.img_in, [net.time_text_embed], zeros)
 
     def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:
-        captions = conditioning.valid_captions
+        captions, images = conditioning.valid_captions, conditioning.images(x)
         return {
-            "hidden_states": pack(x),
+            "hidden_states": pack_all(images),
             "timestep": t / 1000,
             "encoder_hidden_states": captions.padded,
             "encoder_hidden_states_mask": captions.mask,
-            "img_shapes": [[(1, x.shape[2] // 2, x.shape[3] // 2)]] * len(x),
+            "img_shapes": [[(1, x.shape[2] // 2, x.shape[3] // 2)] * len(images)] * len(x),
         }
 
     def velocity(self, output: Any, x: Tensor) -> Tensor:
@@ -88,11 +88,13 @@ def rotations(
     """diffusers' rotations of image tokens (T, d / 2) and caption tokens (L, d / 2), complex64, for any device.
 
     diffusers makes its table on the CPU when the model is built, so a model on the meta device would have none.
-    Rows and columns are counted from the center of the image; captions go on behind its larger half.
+    Rows and columns are counted from the center of an image; captions go on behind its larger half. All images have the
+    size of the first.
     """
     _, rows, columns = shapes[0][0]
     halves = [torch.arange(side, device=device) - (side - side // 2) for side in (rows, columns)]
-    places = torch.cartesian_prod(halves[0].new_zeros(1), *halves)
+    numbers = [halves[0].new_full((1,), number) for number in range(len(shapes[0]))]
+    places = torch.cat([torch.cartesian_prod(number, *halves) for number in numbers])
     text = torch.arange(max_txt_seq_len, device=device) + max(rows // 2, columns // 2)
 
     def turned(places: Tensor) -> Tensor:

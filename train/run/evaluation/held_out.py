@@ -193,7 +193,7 @@ def losses_at_fixed_times(run: Run, batch: Batch, noise: Tensor, numbers: Tensor
     """
     objective, count, width = run.recipe.objective, len(batch), run.spec.class_width
     keys, offset = noise.gather(1, numbers).flatten(), OFFSETS[run.recipe.run.evaluate_times]
-    conditioning = run.conditioner(batch.labels, batch.texts, widen=run.autocast_dtype is None)
+    conditioning = run.conditioning(batch)
     targets = run.read_targets(batch, run.token_grid(batch.latents), trains=False)
     repeated = [image for image in range(count) for _ in range(numbers.shape[1])]
     latents, conditioning, targets = select((batch.latents, conditioning, targets), repeated)

@@ -1,0 +1,96 @@
+"""Editing: a companion of the store is the image that a model sees beside the noisy one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from faults import small_shards
+from making import COMPANIONS, CPU, caption_recipe, make_companion_folder, no_progress, train_recipe
+
+from leandit.datasets.errors import LeanditError, RecipeError, RunError
+from leandit.datasets.store import LatentStore
+from leandit.precompute.pipeline import precompute
+from leandit.tools.sample.request import SampleRequest
+from leandit.tools.sample.sample import sample_grid
+from leandit.train.loop import StopRequest, train
+from leandit.train.run.evaluation.held_out import Evaluation
+from leandit.train.run.state import Run
+from leandit.train.sampling.guided import Solver, draw_latents
+from leandit.train.sampling.snapshot import load_snapshot
+from leandit.train.step import prepare
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+EDITS = (
+    "model.reference=edit",
+    "schedule.kind=constant",
+    "run.steps=2",
+    "run.checkpoint_every=1",
+    "data.holdout=0.3",
+    "run.evaluate_every=1",
+)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    root = tmp_path_factory.mktemp("edits")
+    source = make_companion_folder(root / "source")
+    with small_shards():
+        recipe = caption_recipe("vae.flip=true", *COMPANIONS)
+        precompute(recipe, source_path=source, store_path=root / "store", device=CPU, progress=no_progress)
+    return LatentStore(root / "store")
+
+
+def go(store: LatentStore, run: Path, *settings: str) -> Path:
+    recipe = train_recipe("qwen-image-tiny", *EDITS, *settings)
+    train(recipe, store_path=store.path, run=run, device=CPU, report=print, stop=StopRequest())
+    return run
+
+
+def test_a_run_reads_the_companion_resumes_and_draws_with_it(store: LatentStore, tmp_path: Path) -> None:
+    run = Run.open(train_recipe("qwen-image-tiny", *EDITS), [store], CPU, print)
+    for _, batch in zip(range(4), run.loader, strict=False):
+        images = prepare(run, batch, 1)
+        reference = images.conditioning.reference
+        assert reference is not None
+        assert torch.equal(reference, batch.companions["edit"])
+        assert reference.shape == images.latents.shape
+    assert Evaluation(run, print).evaluate().loss is not None
+    go(store, tmp_path / "parts", "run.steps=1")
+    for name in ("parts", "whole"):
+        go(store, tmp_path / name)
+    files = [tmp_path / f"{name}/checkpoint-2/model.safetensors" for name in ("parts", "whole")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    snapshot = load_snapshot(tmp_path / "whole", CPU)
+    assert snapshot.spec.reference == "edit"
+    one = images.conditioning._replace(reference=reference + 1)
+    drawn = [
+        draw_latents(snapshot, given, size=tuple(reference.shape[2:]), seed=0, solver=Solver(steps=2))  # pyright: ignore
+        for given in (images.conditioning, one)
+    ]
+    assert not torch.equal(*drawn)
+    with pytest.raises(RecipeError, match=r"edits the companion 'edit'.*leandit export"):
+        sample_grid(tmp_path / "whole", SampleRequest(), out=tmp_path / "out", device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "error", "message"),
+    [
+        (
+            "qwen-image-tiny",
+            ["model.reference=before"],
+            RunError,
+            "no companion image 'before', and there are copy",
+        ),
+        ("qwen-image-tiny", ["model.reference=mask"], RunError, r"no companion image 'mask'"),
+        ("z-image-tiny", ["model.reference=edit"], RecipeError, r"model 'z-image-tiny' takes none"),
+        ("dit-s-4", ["model.reference=edit"], RecipeError, r"model 'DiT-S/4' takes none"),
+        ("qwen-image-tiny", ["model.reference=edit", "run.sample_every=1"], RecipeError, r"run\.sample_every"),
+    ],
+)
+def test_what_cannot_be_edited_is_refused(
+    model: str, settings: list[str], error: type[LeanditError], message: str, store: LatentStore
+) -> None:
+    with pytest.raises(error, match=message):
+        Run.open(train_recipe(model, *settings), [store], CPU, print)
