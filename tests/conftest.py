@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import making
 import pytest
 import torch
 from filelock import FileLock
 from forked import start_server, stop_server
 from hypothesis import HealthCheck, settings
 from making import (
-    CPU,
     Ended,
     Leandit,
     caption_recipe,
@@ -28,7 +28,6 @@ from making import (
     loaded_encoders,
     make_caption_folder,
     make_class_folder,
-    no_progress,
     shrink_models,
 )
 from three_texts import noise_store
@@ -37,7 +36,7 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoders import Decoders
-from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.pipeline import Report
 from leandit.tools.cli.main import main
 
 # Who starts decoders by this name; tests of what a start or an end does make their own.
@@ -188,11 +187,7 @@ Encode = Callable[..., Report]
 @pytest.fixture
 def encode() -> Encode:
     """Precompute with a recipe, a source and a store path."""
-
-    def run(recipe: PrecomputeRecipe, source: Path, store: Path) -> Report:
-        return precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
-
-    return run
+    return making.encode
 
 
 Golden = Callable[[str, Callable[[Path], object]], Path]
@@ -217,8 +212,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
 
 def golden_store(golden: Golden, name: str, recipe: PrecomputeRecipe, source: Path) -> LatentStore:
     """A store of a source with the shipped encoders."""
-    how = {"device": CPU, "progress": no_progress}
-    return LatentStore(golden(name, lambda path: precompute(recipe, source_path=source, store_path=path, **how)))
+    return LatentStore(golden(name, lambda path: making.encode(recipe, source, path)))
 
 
 @pytest.fixture(scope="session")

@@ -15,19 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 from everything import Everything, several_shards
-from faults import SHARD_ROWS, copy_of, encode, files_of, flip
+from faults import SHARD_ROWS, checked, copy_of, deep, encode, files_of, flip
 from harness import InProcessDecoders, Scenario, assert_true_so_far, assert_whole
-from making import CPU, lasting_digest, no_progress, store_digest, tree_digest
+from making import lasting_digest, store_digest, tree_digest
 
 from leandit.datasets.format.table_schemas import STORED
 from leandit.datasets.maintenance.findings import shard_place
-from leandit.datasets.maintenance.verify import Verification, verify_store
+from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.writer import StoreWriter, row_checksum
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
-from leandit.precompute.remake import DeepReport, deep_check
 from leandit.precompute.sharing import leases
-from leandit.tools.inspection.verify import check, loaded_runner
 
 LONG = pytest.mark.slow
 START = int(os.environ.get("LEANDIT_SAMPLE", "0"))  # another number samples other operations
@@ -58,12 +56,6 @@ def some_of_each_kind(root: Path, count: int, rng: random.Random) -> list[str]:
     return firsts + rng.choices(paths, k=max(0, count - len(firsts)))
 
 
-def mended(root: Path, source: Path, **how: bool) -> tuple[Verification, dict[str, Any]]:
-    """``leandit verify --repair``."""
-    options: dict[str, Any] = {"quick": False, "deep": False, "repair": True} | how
-    return check(root, source=source, device=lambda: CPU, overrides=[], progress=no_progress, **options)
-
-
 @pytest.mark.parametrize("damages", [pytest.param(5, id="5"), pytest.param(400, id="400", marks=LONG)])
 def test_a_repair_brings_every_byte_back(damages: int, everything: Everything, tmp_path: Path) -> None:
     """All but a picture that was replaced, and so is gone."""
@@ -80,7 +72,7 @@ def test_a_repair_brings_every_byte_back(damages: int, everything: Everything, t
             (root / path).unlink()
         else:
             os.truncate(root / path, (root / path).stat().st_size // 2)
-        found, done = mended(root, everything.source_then)
+        found, done = checked(root, everything.source_then, repair=True)
         if found.findings:
             assert {finding.cause for finding in found.findings} == {"not_reproduced"}, (how, path)
             assert {(one.bucket, one.revision, one.shard) for one in found.findings} == {lost}, (how, path)
@@ -101,7 +93,7 @@ def test_a_repair_of_many_files_at_once_brings_every_byte_back(everything: Every
     shutil.copytree(everything.source_then / "images", source / "images", dirs_exist_ok=True)  # what was dropped since
     for path in random.Random(START).sample(shards, 20):
         (root / path).unlink()
-    found, _ = mended(root, source)
+    found, _ = checked(root, source, repair=True)
     assert {finding.cause for finding in found.findings} <= {"not_reproduced"}, found.findings
     # The pictures of rows that were replaced are gone; every other shard is as it was.
     whole, now = tree_digest(everything.grown), tree_digest(root)
@@ -109,11 +101,6 @@ def test_a_repair_of_many_files_at_once_brings_every_byte_back(everything: Every
 
 
 # ------------------------------------------------------------ deep verification
-
-
-def deep(root: Path, source: Path, **options: int) -> DeepReport:
-    with loaded_runner(root, source, CPU, []) as runner:
-        return deep_check(root, runner, **{"num_records": 64, "seed": 0} | options)
 
 
 @pytest.mark.parametrize("name", ["added", "grown"])

@@ -22,12 +22,12 @@ from making import (
     CPU,
     SIZES,
     caption_recipe,
+    encode,
     gray_mask,
     lasting_digest,
     make_caption_folder,
     make_class_folder,
     make_companion_folder,
-    no_progress,
     picture,
     read_metadata,
     tree_digest,
@@ -51,12 +51,9 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.images.pixels import decode_image
-from leandit.precompute.pipeline import Report, precompute
-from leandit.precompute.planning.compare import Options
 from leandit.precompute.remake import deep_check, repair
 from leandit.precompute.run.tasks import Runner
-from leandit.precompute.sharing.part import Part
-from leandit.precompute.sources.several import SourcePaths, list_sources
+from leandit.precompute.sources.several import list_sources
 from leandit.precompute.sources.source import list_source
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
@@ -88,20 +85,6 @@ def with_pictures(*more: str) -> PrecomputeRecipe:
     return caption_recipe(*BASE, *COMPANIONS, *more)
 
 
-def run(
-    source: SourcePaths, store: Path, recipe: PrecomputeRecipe, part: Part | None = None, **options: bool
-) -> Report:
-    return precompute(
-        recipe,
-        source_path=source,
-        store_path=store,
-        device=CPU,
-        progress=no_progress,
-        part=part,
-        options=Options(**options),
-    )
-
-
 class Stores(NamedTuple):
     """The same source: without companions, with them from the start, with them added."""
 
@@ -114,10 +97,10 @@ class Stores(NamedTuple):
 def stores(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Stores:
     root = tmp_path_factory.mktemp("stores")
     with small_shards():
-        run(source, root / "plain", caption_recipe(*BASE))
-        run(source, root / "whole", with_pictures())
+        encode(caption_recipe(*BASE), source, root / "plain")
+        encode(with_pictures(), source, root / "whole")
         shutil.copytree(root / "plain", root / "added")
-        report = run(source, root / "added", with_pictures())
+        report = encode(with_pictures(), source, root / "added")
     assert report.manifest is not None
     assert (report.manifest.revision, report.num_encoded) == (2, COUNT)
     return Stores(root / "plain", root / "whole", root / "added")
@@ -233,7 +216,7 @@ def test_zarr_and_parquet_read_all_of_it(stores: Stores) -> None:
 
 
 def test_a_sample_is_stored_beside_the_mean_of_its_companion(source: Path, stores: Stores, tmp_path: Path) -> None:
-    run(source, tmp_path / "store", with_pictures("vae.keep=sample", "vae.flip=false", "store.codec=zstd"))
+    encode(with_pictures("vae.keep=sample", "vae.flip=false", "store.codec=zstd"), source, tmp_path / "store")
     store, moments = LatentStore(tmp_path / "store"), LatentStore(stores.whole)
     for bucket in store.buckets:
         mean = moments.latents(bucket)[:][:, : store.spec.latent.channels]
@@ -253,7 +236,7 @@ def test_what_is_added_is_what_the_store_would_have_had(stores: Stores, source: 
         same_rows(added, whole, name)
         for column in (f"checksum_{name}", f"source_checksum_{name}"):
             assert added.records[column].equals(whole.records[column])
-    assert run(source, stores.added, with_pictures()).num_encoded == 0
+    assert encode(with_pictures(), source, stores.added).num_encoded == 0
 
 
 REJECTS = {
@@ -279,33 +262,33 @@ def test_a_record_whose_companion_cannot_be_had_is_rejected_with_the_reason(fold
     gray_mask(0, 45, 45).save(folder / "masks/4.png")
     rows[5]["source image"] = "../outside.png"
     write_metadata(folder, rows)
-    run(folder, tmp_path / "store", with_pictures())
+    encode(with_pictures(), folder, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     found = {i: store.record(f"images/{i}.png") for i in range(COUNT)}
     assert {i: (one.stage, one.reason, one.detail) for i, one in found.items() if one.status == "rejected"} == REJECTS
     assert verify_store(tmp_path / "store").findings == []
-    assert run(folder, tmp_path / "store", with_pictures()).num_encoded == 0
+    assert encode(with_pictures(), folder, tmp_path / "store").num_encoded == 0
     shutil.copyfile(folder / "images/3.png", folder / "copies/3.png")
-    assert run(folder, tmp_path / "store", with_pictures()).num_encoded == 1
+    assert encode(with_pictures(), folder, tmp_path / "store").num_encoded == 1
     assert LatentStore(tmp_path / "store").record("images/3.png").status == "stored"
 
 
 @pytest.mark.parametrize("check", ["stat", "content"])
 def test_a_changed_companion_makes_its_record_stale(check: str, folder: Path, whole: Path) -> None:
     recipe = with_pictures(f"source.check={check}")
-    assert run(folder, whole, recipe).num_encoded == 0
+    assert encode(recipe, folder, whole).num_encoded == 0
     for path in (folder / "masks/5.png", folder / "edits/2.png"):  # other times, same bytes
         os.utime(path, ns=(1, 1))
-    assert run(folder, whole, recipe).num_encoded == 0
+    assert encode(recipe, folder, whole).num_encoded == 0
     assert LatentStore(whole).revision == 1
     gray_mask(99, 48, 48).save(folder / "masks/3.png")
     picture(98, 120, 200).save(folder / "edits/4.png")
-    report = run(folder, whole, recipe)
+    report = encode(recipe, folder, whole)
     assert (report.num_encoded, report.changes and report.changes.num_changed) == (2, 2)
     store = LatentStore(whole)
     assert {store.record(f"images/{i}.png").revision for i in (3, 4)} == {2}
     assert {store.record(f"images/{i}.png").revision for i in range(COUNT) if i not in (3, 4)} == {1}
-    run(folder, whole.parent / "fresh", recipe)
+    encode(recipe, folder, whole.parent / "fresh")
     fresh = LatentStore(whole.parent / "fresh")
     for i in range(COUNT):
         before, after = store.record(f"images/{i}.png"), fresh.record(f"images/{i}.png")
@@ -327,7 +310,7 @@ def test_same_bytes_and_another_size_of_file_are_told_apart_while_encoding(folde
         if stage == "scan":
             (folder / "masks/1.png").write_bytes((folder / "masks/1.png").read_bytes() + b"more")
 
-    precompute(recipe, source_path=folder, store_path=tmp_path / "store", device=CPU, progress=progress)
+    encode(recipe, folder, tmp_path / "store", progress=progress)
     record = LatentStore(tmp_path / "store").record("images/1.png")
     assert (record.stage, record.reason) == ("decode", "source_changed")
     assert (record.detail or "").startswith("companion 'mask', 'masks/1.png': 1.png has")
@@ -335,9 +318,9 @@ def test_same_bytes_and_another_size_of_file_are_told_apart_while_encoding(folde
 
 def test_a_companion_that_is_gone_keeps_its_record_or_drops_it(folder: Path, whole: Path) -> None:
     (folder / "edits/3.png").unlink()
-    assert run(folder, whole, with_pictures()).num_encoded == 0
+    assert encode(with_pictures(), folder, whole).num_encoded == 0
     assert LatentStore(whole).record("images/3.png").status == "stored"
-    run(folder, whole, with_pictures(), drop_gone=True)
+    encode(with_pictures(), folder, whole, drop_gone=True)
     record = LatentStore(whole).record("images/3.png")
     assert (record.status, record.reason) == ("rejected", "missing_file")
     assert verify_store(whole).findings == []
@@ -346,9 +329,9 @@ def test_a_companion_that_is_gone_keeps_its_record_or_drops_it(folder: Path, who
 def test_a_record_that_an_addition_rejects_has_no_results_left(folder: Path, tmp_path: Path) -> None:
     root, allowed = tmp_path / "store", "source.max_reject_share=1"
     dino = [f"features.dino.model={make_dinov2(tmp_path / 'dinov2')}", "features.dino.output=cls"]
-    run(folder, root, caption_recipe(*dino, allowed))
+    encode(caption_recipe(*dino, allowed), folder, root)
     (folder / "masks/1.png").write_bytes(b"no picture")
-    run(folder, root, caption_recipe(*dino, "companions.mask.kind=mask", allowed))
+    encode(caption_recipe(*dino, "companions.mask.kind=mask", allowed), folder, root)
     table = LatentStore(root).records
     row = next(one for one in table.to_pylist() if one["key"] == "images/1.png")
     assert (row["revision"], row["status"], row["reason"]) == (1, "rejected", "not_an_image")
@@ -365,9 +348,9 @@ def test_a_companion_that_is_missing_cannot_be_added(stores: Stores, folder: Pat
     (folder / "masks/4.png").write_text("no picture")
     before = tree_digest(root)
     with pytest.raises(SourceError, match=r"1 records of store .* are gone from it"):
-        run(folder, root, with_pictures())
+        encode(with_pictures(), folder, root)
     assert tree_digest(root) == before
-    run(folder, root, with_pictures(), drop_gone=True)
+    encode(with_pictures(), folder, root, drop_gone=True)
     store = LatentStore(root)
     found = {i: store.record(f"images/{i}.png") for i in (3, 4)}
     assert [(one.stage, one.reason) for one in found.values()] == [("scan", "missing_file"), ("decode", "not_an_image")]
@@ -379,7 +362,7 @@ def test_a_companion_that_is_missing_cannot_be_added(stores: Stores, folder: Pat
 
 def test_stores_whose_pictures_differ_are_not_read_together(stores: Stores, source: Path, tmp_path: Path) -> None:
     recipe = caption_recipe(*BASE, "companions.copy.kind=image", "companions.mask.kind=image")
-    run(source, tmp_path / "store", recipe)
+    encode(recipe, source, tmp_path / "store")
     pair = [LatentStore(stores.whole), LatentStore(tmp_path / "store")]
     order = Mixture([(BatchPlan(store.buckets, 2, seed=0), 1) for store in pair], seed=0)
     with pytest.raises(RecipeError, match=r"'mask' is of kind 'image', of 'mask' in"):
@@ -412,7 +395,7 @@ def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
         image.save(folder / f"{kind}/new.png")
     new = {"file_name": "images/new.png", "copy": "images/new.png", "source image": "edits/new.png"}
     write_metadata(folder, [*rows, new | {"mask": "masks/new.png"}])
-    assert run(folder, root, with_pictures()).num_encoded == 1
+    assert encode(with_pictures(), folder, root).num_encoded == 1
     store = LatentStore(root)
     assert store.revision == 3
     assert verify_store(root).findings == []
@@ -431,7 +414,7 @@ def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
                 )
     for path, recipe in (("compact", with_pictures()), ("less", caption_recipe(*BASE, "companions.mask.kind=mask"))):
         assert verify_store(tmp_path / path).findings == []
-        assert run(folder, tmp_path / path, recipe).num_encoded == 0
+        assert encode(recipe, folder, tmp_path / path).num_encoded == 0
     with pytest.raises(RecipeError, match=r"--without 'depth': expected .*a companion of the store: copy, edit, mask"):
         compact(root, tmp_path / "other", progress=lambda *_: None, without=["depth"])
 
@@ -486,7 +469,7 @@ def test_pictures_in_the_rows_of_parquet_have_their_companions_there(
     values["mask"][2]["bytes"] = None  # pyright: ignore
     (tmp_path / "rows").mkdir()
     pq.write_table(pa.table(values), tmp_path / "rows/train.parquet", row_group_size=3)
-    run(tmp_path / "rows", tmp_path / "store", with_pictures("vae.batch_size=1"))
+    encode(with_pictures("vae.batch_size=1"), tmp_path / "rows", tmp_path / "store")
     store, other = LatentStore(tmp_path / "store"), LatentStore(stores.whole)
     assert len(store) == COUNT - 1
     reject = store.record("train/2")
@@ -501,7 +484,7 @@ def test_pictures_in_the_rows_of_parquet_have_their_companions_there(
         np.testing.assert_array_equal(
             store.companion("copy", ours.bucket)[ours.row], store.latents(ours.bucket)[ours.row]
         )
-    assert run(tmp_path / "rows", tmp_path / "store", with_pictures("vae.batch_size=1")).num_encoded == 0
+    assert encode(with_pictures("vae.batch_size=1"), tmp_path / "rows", tmp_path / "store").num_encoded == 0
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -545,14 +528,14 @@ def test_the_listing_changes_with_a_companion_and_not_without_one(folder: Path) 
 def test_several_sources_each_have_companions(folder: Path, tmp_path: Path) -> None:
     other = make_companion_folder(tmp_path / "other", count=3)
     gray_mask(99, 48, 48).save(other / "masks/0.png")
-    run([folder, other], tmp_path / "store", with_pictures())
+    encode(with_pictures(), [folder, other], tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     assert len(store) == COUNT + 3
     ours, theirs = store.record("images/0.png"), store.record("other/images/0.png")
     assert not np.array_equal(store.companion("mask", "64x64")[ours.row], store.companion("mask", "64x64")[theirs.row])
     for bucket in store.buckets:
         np.testing.assert_array_equal(store.companion("copy", bucket)[:], store.latents(bucket)[:])
-    assert run([folder, other], tmp_path / "store", with_pictures()).num_encoded == 0
+    assert encode(with_pictures(), [folder, other], tmp_path / "store").num_encoded == 0
 
 
 def test_a_source_without_such_a_column_is_refused(source: Path, tmp_path: Path) -> None:
@@ -570,9 +553,9 @@ def test_a_source_without_such_a_column_is_refused(source: Path, tmp_path: Path)
 
 def test_another_column_or_order_is_another_store(stores: Stores, source: Path) -> None:
     with pytest.raises(FingerprintMismatch, match="companions"):
-        run(source, stores.whole, caption_recipe(*BASE, *COMPANIONS, "companions.edit.column=copy"))
+        encode(caption_recipe(*BASE, *COMPANIONS, "companions.edit.column=copy"), source, stores.whole)
     with pytest.raises(FingerprintMismatch, match="companions"):
-        run(source, stores.whole, caption_recipe(*BASE))
+        encode(caption_recipe(*BASE), source, stores.whole)
     with pytest.raises(ValidationError, match="have the name 'mask'; use two names"):
         PrecomputeRecipe.model_validate({"companions": {"mask": {}}, "features": {"mask": {"model": "x"}}})
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from making import CPU, label_recipe, no_progress, picture
+from making import encode, label_recipe, picture
 from PIL import Image
 
 from leandit.datasets.errors import RecordRejected
 from leandit.datasets.store import LatentStore
-from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.images.pixels import decode_image, describe_colour, read_size
@@ -33,7 +32,7 @@ def encoded(format_name: str, *, orientation: int = 1) -> bytes:
 
 
 def make(recipe: PrecomputeRecipe, source: Path, store: Path) -> LatentStore:
-    pipeline.precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    encode(recipe, source, store)
     return LatentStore(store)
 
 

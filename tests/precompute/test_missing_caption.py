@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from making import CPU, caption_recipe, make_caption_folder, no_progress, train_recipe
+from making import CPU, caption_recipe, encode, make_caption_folder, train_recipe
 
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.loader import make_loader
 from leandit.datasets.store import LatentStore
-from leandit.precompute.pipeline import precompute
-from leandit.precompute.planning.compare import Options
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Conditioner
 from leandit.train.run.fit import model_spec
@@ -33,16 +31,13 @@ def source(tmp_path: Path) -> Path:
     return root
 
 
-def encode(source: Path, store: Path, missing: str) -> LatentStore:
-    recipe = caption_recipe(f"source.missing_caption={missing}")
-    precompute(
-        recipe, source_path=source, store_path=store, device=CPU, progress=no_progress, options=Options(drop_gone=True)
-    )
+def encoded(source: Path, store: Path, missing: str) -> LatentStore:
+    encode(caption_recipe(f"source.missing_caption={missing}"), source, store, drop_gone=True)
     return LatentStore(store)
 
 
 def test_a_batch_holds_the_null_caption_and_a_model_trains_on_it(source: Path, tmp_path: Path) -> None:
-    store = encode(source, tmp_path / "store", "null")
+    store = encoded(source, tmp_path / "store", "null")
     assert {store.record(key).status for key in WITHOUT} == {"stored"}
     without = {store.record(key).index for key in WITHOUT}
     recipe = train_recipe("pixart-tiny", "run.steps=2", "run.checkpoint_every=2")
@@ -64,10 +59,10 @@ def test_a_batch_holds_the_null_caption_and_a_model_trains_on_it(source: Path, t
 
 def test_the_setting_may_change_and_the_store_follows(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "store"
-    store = encode(source, path, "reject")
+    store = encoded(source, path, "reject")
     assert {store.record(key).reason for key in WITHOUT} == {"no_caption"}
-    store = encode(source, path, "null")
+    store = encoded(source, path, "null")
     assert (store.revision, {store.record(key).status for key in WITHOUT}) == (2, {"stored"})
-    assert encode(source, path, "null").revision == 2
-    store = encode(source, path, "reject")
+    assert encoded(source, path, "null").revision == 2
+    store = encoded(source, path, "reject")
     assert (store.revision, {store.record(key).reason for key in WITHOUT}) == (3, {"no_caption"})

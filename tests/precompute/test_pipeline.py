@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import making
 import numpy as np
 import pytest
 import torch
@@ -66,17 +67,16 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def label_store(class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
     """As conftest's, encoded with as many threads as the tests here use."""
-    return made(label_recipe(), class_folder, tmp_path_factory.mktemp("labels") / "store")
+    store = tmp_path_factory.mktemp("labels") / "store"
+    making.encode(label_recipe(), class_folder, store)
+    return LatentStore(store)
 
 
 @pytest.fixture(scope="module")
 def caption_store(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
     """As conftest's, encoded with as many threads as the tests here use."""
-    return made(caption_recipe(), caption_folder, tmp_path_factory.mktemp("captions") / "store")
-
-
-def made(recipe: PrecomputeRecipe, source: Path, store: Path) -> LatentStore:
-    pipeline.precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    store = tmp_path_factory.mktemp("captions") / "store"
+    making.encode(caption_recipe(), caption_folder, store)
     return LatentStore(store)
 
 

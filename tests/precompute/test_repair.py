@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from faults import (
     REVISION_FILES,
     Pictures,
+    checked,
     copy_of,
+    deep,
     dies_at,
     encode,
     files_of,
@@ -29,22 +30,20 @@ from faults import (
     small_shards,
     without_seal,
 )
-from making import caption_recipe, no_progress, picture, store_digest, tree_digest
+from making import caption_recipe, picture, store_digest, tree_digest
 
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
 from leandit.datasets.errors import FingerprintMismatch, RecipeError, StoreError
 from leandit.datasets.format.layout import commit_path
 from leandit.datasets.format.row_layout import CAPTION_PART
 from leandit.datasets.format.table_schemas import STORED
-from leandit.datasets.maintenance.verify import Verification, verify_store
+from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.catalog import sealed_revisions
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter, row_checksum
 from leandit.datasets.store import LatentStore
-from leandit.precompute.remake import deep_check
 from leandit.precompute.run.tasks import Runner
 from leandit.tools.cli.main import main
-from leandit.tools.inspection.verify import check, loaded_runner
 
 FIRST = "revisions/000001/"
 
@@ -82,18 +81,7 @@ def flipped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path]:
     return make_plain(tmp_path_factory.mktemp("flipped"), "vae.flip=true", "store.codec=zstd")
 
 
-def mended(root: Path, source: Path | None, *overrides: str, deep: bool = False) -> tuple[Verification, dict[str, Any]]:
-    """``leandit verify --repair``."""
-    return check(
-        root,
-        quick=False,
-        deep=deep,
-        repair=True,
-        source=source,
-        device=lambda: torch.device("cpu"),
-        overrides=list(overrides),
-        progress=no_progress,
-    )
+mended = functools.partial(checked, repair=True)
 
 
 @pytest.fixture
@@ -332,11 +320,6 @@ def test_a_seal_that_is_pending_is_made_by_a_repair(plain: tuple[Pictures, Path]
     assert store_digest(root) == store_digest(plain[1])
 
 
-def deep(root: Path, source: Path, **options: Any) -> Any:
-    with loaded_runner(root, source, torch.device("cpu"), []) as runner:
-        return deep_check(root, runner, **{"num_records": 64, "seed": 0} | options)
-
-
 @pytest.mark.parametrize("name", ["plain", "grown", "flipped"])
 def test_encoding_again_gives_the_same_bits(name: str, request: pytest.FixtureRequest) -> None:
     pictures, store = request.getfixturevalue(name)
@@ -355,16 +338,7 @@ def test_deep_names_a_changed_picture_and_finds_no_fault_in_the_store(
     source = copy_of(plain[0].root, tmp_path / "source")
     picture(77, 64, 64).save(source / "images/0.png")
     (source / "images/3.png").unlink()
-    found, done = check(
-        plain[1],
-        quick=False,
-        deep=True,
-        repair=False,
-        source=source,
-        device=lambda: torch.device("cpu"),
-        overrides=[],
-        progress=no_progress,
-    )
+    found, done = checked(plain[1], source, deep=True)
     assert sorted((f.cause, *f.records) for f in found.findings) == [
         ("source_changed", "images/0.png"),
         ("source_changed", "images/3.png"),
@@ -429,16 +403,7 @@ def test_deep_finds_a_wrong_row_that_fits_all_checksums(
 
 def test_deep_needs_a_source_and_says_so_first(plain: tuple[Pictures, Path]) -> None:
     with pytest.raises(RecipeError, match="--source"):
-        check(
-            plain[1],
-            quick=False,
-            deep=True,
-            repair=False,
-            source=None,
-            device=None,
-            overrides=[],
-            progress=no_progress,
-        )
+        checked(plain[1], deep=True)
 
 
 def one_of_each_kind(store: Path) -> list[str]:

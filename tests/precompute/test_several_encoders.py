@@ -16,9 +16,9 @@ from harness import Failpoint
 from making import (
     CPU,
     caption_recipe,
+    encode,
     lasting_digest,
     make_caption_folder,
-    no_progress,
     picture,
     tree_digest,
 )
@@ -41,9 +41,6 @@ from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.loading import load_encoders
-from leandit.precompute.pipeline import Report, precompute
-from leandit.precompute.planning.compare import Options
-from leandit.precompute.sharing.part import Part
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
 
@@ -73,18 +70,6 @@ def feature(teacher: Path, *more: str) -> tuple[str, ...]:
     return (model, "features.dino.output=both", "features.dino.dtype=int8", *more)
 
 
-def run(source: Path, store: Path, recipe: PrecomputeRecipe, part: Part | None = None, **options: bool) -> Report:
-    return precompute(
-        recipe,
-        source_path=source,
-        store_path=store,
-        device=CPU,
-        progress=no_progress,
-        part=part,
-        options=Options(**options),
-    )
-
-
 class Stores(NamedTuple):
     """The same source: without more encoders, with them from the start, with them added."""
 
@@ -98,10 +83,10 @@ class Stores(NamedTuple):
 def stores(source: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Stores:
     root, recipe = tmp_path_factory.mktemp("stores"), caption_recipe(*BASE, *SHORT, *feature(teacher))
     with small_shards():
-        run(source, root / "plain", caption_recipe(*BASE))
-        run(source, root / "whole", recipe)
+        encode(caption_recipe(*BASE), source, root / "plain")
+        encode(recipe, source, root / "whole")
         shutil.copytree(root / "plain", root / "added")
-        report = run(source, root / "added", recipe)
+        report = encode(recipe, source, root / "added")
     assert report.manifest is not None
     assert report.manifest.revision == 2
     assert report.num_encoded == 14
@@ -188,11 +173,11 @@ def test_the_same_command_again_does_nothing_and_another_recipe_is_refused(
 ) -> None:
     root = shutil.copytree(stores.added, tmp_path / "store")
     before = tree_digest(root)
-    assert run(source, root, stores.recipe).num_encoded == 0
+    assert encode(stores.recipe, source, root).num_encoded == 0
     with pytest.raises(FingerprintMismatch, match=r"\[features\.dino\] is in the store, not in the recipe"):
-        run(source, root, caption_recipe(*BASE))
+        encode(caption_recipe(*BASE), source, root)
     with pytest.raises(FingerprintMismatch, match=r"texts\.short\.spec\.max_tokens is 5"):
-        run(source, root, PrecomputeRecipe.model_validate(changed(stores.recipe)))
+        encode(PrecomputeRecipe.model_validate(changed(stores.recipe)), source, root)
     assert tree_digest(root) == before
 
 
@@ -206,15 +191,15 @@ def test_the_order_of_tables_in_a_recipe_makes_no_other_store(source: Path, teac
     folder, root = shutil.copytree(source, tmp_path / "pictures"), tmp_path / "store"
     token = (f"features.token.model={teacher}", "features.token.output=cls")
     long = ("text.kind=none", "text.long.kind=t5", "text.long.model=shipped:t5")
-    run(folder, root, caption_recipe(*BASE, *long, *SHORT, *feature(teacher), *token))
+    encode(caption_recipe(*BASE, *long, *SHORT, *feature(teacher), *token), folder, root)
     picture(77, 64, 64).save(folder / "images/new.png")
     with (folder / "metadata.jsonl").open("a") as table:
         table.write('{"file_name": "images/new.png", "text": "a new picture"}\n')
     turned = caption_recipe(*BASE, *SHORT, *token, *long, *feature(teacher))
-    report = run(folder, root, turned)
+    report = encode(turned, folder, root)
     assert (report.num_encoded, report.manifest and report.manifest.revision) == (1, 2)
     other = (f"features.other.model={teacher}", "features.other.output=cls")
-    report = run(folder, root, caption_recipe(*BASE, *SHORT, *other, *token, *long, *feature(teacher)))
+    report = encode(caption_recipe(*BASE, *SHORT, *other, *token, *long, *feature(teacher)), folder, root)
     assert (report.manifest and report.manifest.revision) == 3
     store = LatentStore(root)
     assert (store.texts, store.features) == (["long", "short"], ["dino", "token", "other"])
@@ -226,19 +211,19 @@ def test_tables_that_only_a_store_or_a_recipe_has_are_named_with_what_to_do(
 ) -> None:
     root = shutil.copytree(stores.plain, tmp_path / "store")
     with pytest.raises(FingerprintMismatch) as caught:
-        run(source, stores.added, caption_recipe(*BASE))
+        encode(caption_recipe(*BASE), source, stores.added)
     assert f"'leandit compact {stores.added} --out NEW --without short --without dino'" in str(caught.value)
     lines = str(caught.value).splitlines()[1:]
     assert lines == [f"  [{name}] is in the store, not in the recipe" for name in ("text.short", "features.dino")]
     monkeypatch.setattr(files, "failpoint", Failpoint("eio", 30))
     with pytest.raises(OSError, match="Input/output error"):
-        run(source, root, stores.recipe)
+        encode(stores.recipe, source, root)
     monkeypatch.setattr(files, "failpoint", None)
     more = caption_recipe(*BASE, *SHORT, *feature(teacher), f"features.more.model={teacher}")
     with pytest.raises(FingerprintMismatch, match=r"it adds the rest\. To give the addition up, remove its folder"):
-        run(source, root, more)
-    run(source, root, stores.recipe)
-    assert run(source, root, more).manifest
+        encode(more, source, root)
+    encode(stores.recipe, source, root)
+    assert encode(more, source, root).manifest
 
 
 def test_a_store_grows_after_an_addition(stores: Stores, source: Path, tmp_path: Path) -> None:
@@ -247,7 +232,7 @@ def test_a_store_grows_after_an_addition(stores: Stores, source: Path, tmp_path:
     with open(folder / "metadata.jsonl", "a") as lines:
         lines.write('{"file_name": "images/new.png", "captions": ["a new green circle"]}\n')
     with small_shards():
-        report = run(folder, root, stores.recipe)
+        report = encode(stores.recipe, folder, root)
     assert report.num_encoded == 1
     store = LatentStore(root)
     assert store.revision == 3
@@ -314,7 +299,7 @@ def test_an_error_of_a_text_encoder_says_which_table_it_is_about(source: Path, t
     tensors = load_file(weights)
     save_file({name: tensor * float("nan") for name, tensor in tensors.items()}, weights, {"format": "pt"})
     with pytest.raises(EncoderError, match=r"^\[text\.clip_l\]: text\.model: .* gave NaN"):
-        run(source, tmp_path / "store", caption_recipe(*clip, "text.clip_l.max_tokens=77"))
+        encode(caption_recipe(*clip, "text.clip_l.max_tokens=77"), source, tmp_path / "store")
 
 
 def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path: Path) -> None:
@@ -327,7 +312,7 @@ def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path
         *(f"text.{name}.max_tokens=16" for name in ("both", "vector")),
         *("text.both.full_length=true", "store.text_dtype=bfloat16"),
     )
-    run(source, tmp_path / "store", recipe)
+    encode(recipe, source, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     assert store.texts == ["both", "vector"]
     assert verify_store(tmp_path / "store").findings == []
@@ -361,12 +346,12 @@ def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path
 
 def test_captions_are_added_to_a_store_that_has_none(source: Path, tmp_path: Path) -> None:
     root, recipe = tmp_path / "store", caption_recipe(*BASE)
-    run(source, root, caption_recipe(*BASE, "text.kind=none"))
+    encode(caption_recipe(*BASE, "text.kind=none"), source, root)
     before = lasting_digest(root)
-    report = run(source, root, recipe)
+    report = encode(recipe, source, root)
     assert (report.num_encoded, report.manifest and report.manifest.revision) == (0, 2)
     assert {path: content for path, content in tree_digest(root).items() if path in before} == before
-    run(source, tmp_path / "whole", recipe)
+    encode(recipe, source, tmp_path / "whole")
     store, whole = LatentStore(root), LatentStore(tmp_path / "whole")
     assert verify_store(root).findings == []
     np.testing.assert_array_equal(store.null_caption, whole.null_caption)
@@ -382,12 +367,12 @@ def test_a_picture_that_is_gone_or_changed_cannot_be_completed(
     before = tree_digest(root)
     with small_shards():
         with pytest.raises(SourceError, match=r"1 records of store .* are gone from it"):
-            run(folder, root, stores.recipe)
+            encode(stores.recipe, folder, root)
         assert tree_digest(root) == before
-        run(folder, root, caption_recipe(*BASE, *SHORT))  # text needs no picture
+        encode(caption_recipe(*BASE, *SHORT), folder, root)  # text needs no picture
         assert LatentStore(root).buckets == LatentStore(stores.plain).buckets
         picture(99, 64, 64).save(folder / "images/6.png")
-        run(folder, root, stores.recipe, drop_gone=True)
+        encode(stores.recipe, folder, root, drop_gone=True)
     store = LatentStore(root)
     assert store.record("images/6.png").revision == 3
     assert verify_store(root).findings == []

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import making
 import numpy as np
 import pytest
 from making import (
-    CPU,
     caption_recipe,
     label_recipe,
     lasting_digest,
@@ -54,18 +54,15 @@ def captioned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     picture(21, 60, 100).save(source / "images/5.jpg")
     names = ("images/4.bmp", "images/5.jpg")
     rewrite(source, lambda rows: rows.extend({"file_name": name, "caption": f"picture {name[7]}"} for name in names))
-    return source, made(caption_recipe(), source, source.parent / "store")
+    making.encode(caption_recipe(), source, source.parent / "store")
+    return source, source.parent / "store"
 
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     source = make_class_folder(tmp_path_factory.mktemp("labelled") / "source", classes=2, per_class=2)
-    return source, made(label_recipe(), source, source.parent / "store")
-
-
-def made(recipe: PrecomputeRecipe, source: Path, store: Path) -> Path:
-    pipeline.precompute(recipe, source_path=source, store_path=store, device=CPU, progress=lambda *_: None)
-    return store
+    making.encode(label_recipe(), source, source.parent / "store")
+    return source, source.parent / "store"
 
 
 def rewrite(source: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:

@@ -15,19 +15,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from making import CPU, SIZES, caption_recipe, loaded_encoders, no_progress, picture, write_metadata
+from making import CPU, SIZES, caption_recipe, encode, loaded_encoders, no_progress, picture, write_metadata
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, Failpoint
 from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.errors import LeanditError
 from leandit.datasets.loader import make_loader
+from leandit.datasets.maintenance.verify import Verification
 from leandit.datasets.revisions.local import read_local_file
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.loading import load_encoders
-from leandit.precompute.pipeline import Report, precompute
-from leandit.precompute.planning.compare import Options
+from leandit.precompute.remake import DeepReport, deep_check
+from leandit.precompute.sources.several import SourcePaths
+from leandit.tools.inspection.verify import check, loaded_runner
 
 SHARD_ROWS = 2  # so that a store of a dozen pictures has a dozen shards
 EXIT_REFUSED, EXIT_OTHER, EXIT_WRONG = 40, 41, 42  # of a child: an error of ours, any other, wrong numbers
@@ -56,16 +58,18 @@ def _cached_encoders(recipe: PrecomputeRecipe, _device: object) -> Any:
 _LOADED: dict[str, Any] = {}
 
 
-def encode(recipe: PrecomputeRecipe, source: Path, store: Path, **options: bool) -> Report:
-    """Precompute a source into a store, or let it grow."""
-    return precompute(
-        recipe,
-        source_path=source,
-        store_path=store,
-        device=CPU,
-        progress=no_progress,
-        options=Options(**options),
-    )
+def checked(
+    root: Path, source: SourcePaths | None = None, *overrides: str, deep: bool = False, repair: bool = False
+) -> tuple[Verification, dict[str, Any]]:
+    """``leandit verify``, with --deep or --repair, on a CPU."""
+    how: dict[str, Any] = {"quick": False, "device": lambda: CPU, "overrides": list(overrides), "progress": no_progress}
+    return check(root, deep=deep, repair=repair, source=source, **how)
+
+
+def deep(root: Path, source: SourcePaths, **options: int) -> DeepReport:
+    """What a deep check finds; of a small store, every record."""
+    with loaded_runner(root, source, CPU, []) as runner:
+        return deep_check(root, runner, **{"num_records": 64, "seed": 0} | options)
 
 
 class Pictures:

@@ -25,6 +25,11 @@ from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, pack_shard
 from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from leandit.precompute.config import load as load_precompute
 from leandit.precompute.encoders.loading import Encoders, load_encoders
+from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.planning.compare import Options
+from leandit.precompute.run.clock import Progress
+from leandit.precompute.sharing.part import Part
+from leandit.precompute.sources.several import SourcePaths
 from leandit.precompute.sources.source import Source
 from leandit.train.config import TrainRecipe
 from leandit.train.config import load as load_train
@@ -119,6 +124,20 @@ def label_recipe(*overrides: str) -> PrecomputeRecipe:
 def caption_recipe(*overrides: str) -> PrecomputeRecipe:
     """The demo's recipe with small batches."""
     return load_precompute("demo", [*CAPTION_RECIPE, *overrides])
+
+
+def encode(
+    recipe: PrecomputeRecipe,
+    source: SourcePaths,
+    store: Path,
+    *,
+    part: Part | None = None,
+    progress: Progress = no_progress,
+    **options: bool,
+) -> Report:
+    """Precompute a source into a store on a CPU, or let the store grow; ``options`` are those of growth."""
+    where = {"source_path": source, "store_path": store, "device": CPU, "part": part}
+    return precompute(recipe, **where, progress=progress, options=Options(**options))
 
 
 def loaded_encoders(vae: VaeSection, text: TextSection) -> Encoders:

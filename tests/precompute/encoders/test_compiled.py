@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from making import CPU, label_recipe
+from making import CPU, encode, label_recipe
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
@@ -16,7 +16,6 @@ from leandit.datasets.errors import RecipeError, ResourceError
 from leandit.precompute.config import VaeSection
 from leandit.precompute.encoders import compiled
 from leandit.precompute.encoders.vae import ImageEncoder
-from leandit.precompute.pipeline import precompute
 
 SHAPES = [(16, 16 + 8 * i) for i in range(11)]  # dynamo's own limit is eight
 
@@ -88,14 +87,7 @@ def test_without_a_compiler_the_error_says_what_to_install(section: VaeSection) 
 def test_a_compiled_store_says_so_and_others_keep_their_fingerprint(class_folder: Path, tmp_path: Path) -> None:
     found = {}
     for name in ("false", "true"):
-        recipe = label_recipe(f"vae.compile={name}")
-        report = precompute(
-            recipe,
-            source_path=class_folder,
-            store_path=tmp_path / name,
-            device=CPU,
-            progress=lambda stage, done, total: None,
-        )
+        report = encode(label_recipe(f"vae.compile={name}"), class_folder, tmp_path / name)
         assert report.manifest is not None
         found[name] = report.manifest
     specs = {

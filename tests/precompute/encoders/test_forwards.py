@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from making import CPU, label_recipe, loaded_encoders, make_class_folder, picture, store_digest, tree_digest
+from faults import checked, deep
+from making import label_recipe, loaded_encoders, make_class_folder, picture, store_digest, tree_digest
 from PIL import Image
 
 from leandit.datasets.errors import ResourceError, SourceError
@@ -18,7 +19,6 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
-from leandit.tools.inspection.verify import check
 
 pytestmark = pytest.mark.usefixtures("quick")
 Encode = Callable[..., object]
@@ -64,20 +64,6 @@ def fallbacks(store: Path) -> list[str | None]:
 
 def latents(store: Path) -> np.ndarray:
     return LatentStore(store).latents("32x32").read(0, 15)
-
-
-def verified(store: Path, source: Path | None, *, deep: bool = False) -> tuple[list, dict]:
-    found, done = check(
-        store,
-        quick=False,
-        deep=deep,
-        repair=not deep,
-        source=source,
-        device=lambda: CPU,
-        overrides=[],
-        progress=lambda *_: None,
-    )
-    return found.findings, done
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_each_row_tells_it(
@@ -166,11 +152,11 @@ def test_what_is_encoded_again_is_halved_as_it_was(
     whole = tree_digest(root)
     assert set(fallbacks(root)) == {"batch:3", None}  # what is left of a shard fits at once
     tried = sizes(100)  # now all fits
-    assert verified(root, class_folder, deep=True)[1]["deep"]["num_exact"] == 15
+    assert deep(root, class_folder).num_exact == 15
     assert max(tried) == 3
     tried.clear()
     shutil.rmtree(root / "buckets/32x32/moments/c")
-    assert verified(root, class_folder)[0] == []
+    assert checked(root, class_folder, repair=True)[0].findings == []
     assert tree_digest(root) == whole
     assert max(tried) == 3
 
@@ -188,7 +174,7 @@ def test_what_is_told_stays_with_the_record_when_the_store_grows_and_is_compacte
     compact(root, tmp_path / "new", progress=lambda *_: None)
     assert LatentStore(tmp_path / "new").revision == 3
     assert fallbacks(tmp_path / "new") == ["batch:2"] * 4 + [None]
-    assert verified(tmp_path / "new", None)[0] == []
+    assert checked(tmp_path / "new", repair=True)[0].findings == []
 
 
 @pytest.fixture
@@ -246,5 +232,5 @@ def test_a_found_batch_is_kept_by_the_store_whatever_fits_later(
     picture(77).save(source / "n000/9.png")
     encode(recipe, source, root)
     assert (tried, LatentStore(root).revision, LatentStore(root).spec.latent.batch_size) == ([1], 2, 4)
-    assert verified(root, source, deep=True)[1]["deep"]["num_exact"] == 16
+    assert deep(root, source).num_exact == 16
     encode(label_recipe("vae.batch_size=4"), source, root)  # the same as with the number said

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from forked import fork_interpreters
-from making import CAPTION_RECIPE, CPU, caption_recipe, make_caption_folder, no_progress, store_digest
+from making import CAPTION_RECIPE, caption_recipe, encode, make_caption_folder, store_digest
 
 from leandit.datasets.errors import RecipeError, ResourceError, SourceError
 from leandit.precompute.engines import devices
 from leandit.precompute.engines.devices import LocalProcess, run_on_devices
-from leandit.precompute.pipeline import precompute
 from leandit.precompute.sources.source import list_source, open_source
 from leandit.tools.cli.options import torch_devices
 
@@ -58,7 +57,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The tree that one process makes."""
     store = tmp_path_factory.mktemp("whole") / "store"
-    precompute(caption_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    encode(caption_recipe(), source, store)
     return store_digest(store)
 
 
@@ -138,7 +137,7 @@ def test_where_every_process_dies_the_command_fails_and_the_next_one_goes_on(
 
     with pytest.raises(ResourceError, match=r"signal 9 \(Killed\).*No other is left.*the same command goes on"):
         with_processes(source, tmp_path / "store", check=check)
-    precompute(caption_recipe(), source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    encode(caption_recipe(), source, tmp_path / "store")
     assert store_digest(tmp_path / "store") == whole
 
 

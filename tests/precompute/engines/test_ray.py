@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 from forked import ForkedPython
-from making import CPU, NO_CHECK, caption_recipe, make_caption_folder, no_progress, picture, store_digest
+from making import NO_CHECK, caption_recipe, encode, make_caption_folder, picture, store_digest
 
 from leandit.datasets.errors import RecipeError, ResourceError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.engines.cluster import plan_tasks
 from leandit.precompute.images.decoders import Decoders
-from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.main import main
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -88,8 +87,7 @@ def make_source(root: Path, count: int) -> Path:
 
 
 def whole_tree(source: Path, store: Path) -> dict[str, bytes]:
-    recipe = caption_recipe(*SETTINGS)
-    precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    encode(caption_recipe(*SETTINGS), source, store)
     return store_digest(store)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from making import CPU, SUPPORT, label_recipe, make_class_folder
+from making import SUPPORT, encode, label_recipe, make_class_folder
 from pictures import encoded, exif, noise
 
 from leandit.datasets.errors import RecordRejected, ResourceError
@@ -489,9 +489,7 @@ def test_a_precompute_stops_at_a_failing_disk_and_resumes(tmp_path: Path, monkey
             if stage == fails_after and done >= total:
                 broken.write_text("100")
 
-        recipe = label_recipe()
-        store = tmp_path / "store"
-        return pipeline.precompute(recipe, source_path=source, store_path=store, device=CPU, progress=progress).manifest
+        return encode(label_recipe(), source, tmp_path / "store", progress=progress).manifest
 
     for stage in ("list", "scan"):
         with pytest.raises(ResourceError, match=r"eio\.png.*run the same command again; it resumes"):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage
+from faults import checked
 from features import (
     COUNT,
     SIDE,
@@ -20,14 +20,13 @@ from features import (
     rejects,
     run_import,
 )
-from making import CPU, no_progress, tree_digest
+from making import tree_digest
 
 from leandit.datasets.batches.latents import denormalise, final_latents
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import load as load_precompute
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
-from leandit.tools.inspection.verify import check
 
 # MLPerf's set for Flux.1.
 
@@ -71,9 +70,7 @@ def test_captions_of_mlperf_may_be_stored_in_eight_bits_with_their_quality(tmp_p
     before = tree_digest(tmp_path / "store")
     for name in [name for name in before if name.startswith("captions/") and "/c/" in name and "null" not in name]:
         (tmp_path / "store" / name).write_bytes(before[name][:9] + bytes([before[name][9] ^ 1]) + before[name][10:])
-    options: Any = {"quick": False, "device": lambda: CPU, "overrides": [], "progress": no_progress}
-    mended, _ = check(tmp_path / "store", deep=False, repair=True, source=made.source, **options)
-    assert not mended.damaged
+    assert not checked(tmp_path / "store", made.source, repair=True)[0].damaged
     assert tree_digest(tmp_path / "store") == before
 
 

@@ -7,11 +7,11 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from faults import checked
 from features import (
     COUNT,
     MAKERS,
@@ -28,7 +28,7 @@ from features import (
     noise,
     run_import,
 )
-from making import CPU, no_progress, store_digest, train_recipe, tree_digest
+from making import CPU, store_digest, train_recipe, tree_digest
 from safetensors.torch import save_file
 
 from leandit.datasets.batches.latents import denormalise, final_latents
@@ -41,7 +41,6 @@ from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli.main import main
-from leandit.tools.inspection.verify import check
 from leandit.train.loop import train
 from leandit.train.parallel.stop import StopRequest
 
@@ -173,14 +172,11 @@ def test_a_damaged_shard_is_read_again_from_the_features(made: Made, tmp_path: P
     before = tree_digest(store)
     for name in [name for name in before if "/c/" in name and "/null" not in name]:
         (store / name).write_bytes(before[name][:50] + bytes([before[name][50] ^ 1]) + before[name][51:])
-    options: Any = {"quick": False, "device": lambda: CPU, "overrides": [], "progress": no_progress}
-    damaged, _ = check(store, deep=False, repair=False, source=None, **options)
-    assert damaged.damaged
-    mended, _ = check(store, deep=False, repair=True, source=made.source, **options)
-    assert not mended.damaged
+    assert checked(store)[0].damaged
+    assert not checked(store, made.source, repair=True)[0].damaged
     assert tree_digest(store) == before
     with pytest.raises(RecipeError, match="was imported, so nothing can encode it again"):
-        check(store, deep=True, repair=False, source=made.source, **options)
+        checked(store, made.source, deep=True)
 
 
 # LightningDiT.

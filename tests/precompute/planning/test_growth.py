@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 import webdataset
 from making import (
-    CPU,
     caption_recipe,
+    encode,
     label_recipe,
     lasting_digest,
     make_caption_folder,
     make_class_folder,
-    no_progress,
     picture,
     tree_digest,
 )
@@ -34,9 +33,8 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.images.decoders import Decoders
-from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.pipeline import Report
 from leandit.precompute.planning import planner
-from leandit.precompute.planning.compare import Options
 
 pytestmark = pytest.mark.usefixtures("quick")
 SIZES = ((64, 64), (60, 100), (100, 60))
@@ -77,14 +75,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 def run(source: Path, store: Path, recipe: PrecomputeRecipe | None = None, **options: bool) -> Report:
-    return precompute(
-        recipe or (caption_recipe() if (source / "metadata.jsonl").exists() else label_recipe()),
-        source_path=source,
-        store_path=store,
-        device=CPU,
-        progress=no_progress,
-        options=Options(**options),
-    )
+    recipe = recipe or (caption_recipe() if (source / "metadata.jsonl").exists() else label_recipe())
+    return encode(recipe, source, store, **options)
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from making import CPU, caption_recipe, label_recipe, no_progress, picture
+from making import caption_recipe, encode, label_recipe, picture
 
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.pipeline import precompute
-from leandit.precompute.planning.compare import Options
 
 pytestmark = pytest.mark.usefixtures("quick")
 # One image, one caption a forward: how many there are changes the bits.
@@ -135,15 +133,8 @@ def contents(store: LatentStore) -> list[tuple[Any, ...]]:
     return sorted(found, key=lambda one: (one[0], one[1], one[2] or ""))
 
 
-def grow(source: AnySource, store: Path, recipe: PrecomputeRecipe, *, drop_gone: bool = True) -> LatentStore:
-    precompute(
-        recipe,
-        source_path=source.root,
-        store_path=store,
-        device=CPU,
-        progress=no_progress,
-        options=Options(drop_gone=drop_gone),
-    )
+def grow(source: AnySource, store: Path, recipe: PrecomputeRecipe) -> LatentStore:
+    encode(recipe, source.root, store, drop_gone=True)
     return LatentStore(store)
 
 

@@ -16,7 +16,7 @@ import pytest
 from forked import run_forked
 from hypothesis import given
 from hypothesis import strategies as st
-from making import CPU, SUPPORT, caption_recipe, no_progress, picture
+from making import SUPPORT, caption_recipe, encode, picture
 
 from leandit.datasets.disk.hashing import sha256_of, xxh3_parts
 from leandit.datasets.disk.spill import one_chunk
@@ -41,7 +41,6 @@ from leandit.precompute.config import PrecomputeRecipe, SourceSection
 from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.images import decoder_child
 from leandit.precompute.images.decoders import Decoders
-from leandit.precompute.pipeline import precompute
 from leandit.precompute.planning import captions as caption_plan
 from leandit.precompute.planning import images as image_plan
 from leandit.precompute.planning import records as plan
@@ -298,13 +297,13 @@ def test_a_manifest_that_lies_of_a_size_costs_that_record_alone(tmp_path: Path) 
     del lines[4]["height"]  # not said: then its header is read
     (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     recipe = caption_recipe("text.kind=none", "source.sizes=manifest")
-    precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    encode(recipe, source, tmp_path / "store")
     rows = LatentStore(tmp_path / "store").records.to_pylist()
     assert [(row["key"], row["reason"]) for row in rows if row["status"] != "stored"] == [("2.png", "wrong_size")]
     assert [row["height_px"] for row in rows] == [64, 64, 60, 64, 64, 64]
     lines[2]["height"] = 64  # mended: it is tried again
     (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    encode(recipe, source, tmp_path / "store")
     assert LatentStore(tmp_path / "store").records["status"].to_pylist() == ["stored"] * 6
 
 

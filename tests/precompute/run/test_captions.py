@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from faults import content, encode, make_grown, small_shards
-from making import CPU, caption_recipe, loaded_encoders, no_progress
+from faults import content, deep, encode, make_grown, small_shards
+from making import caption_recipe, loaded_encoders, no_progress
 
 from leandit.datasets.errors import EncoderError
 from leandit.datasets.format.layout import CaptionLayout
@@ -22,8 +22,6 @@ from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from leandit.precompute.encoders.vae import ImageEncoder
-from leandit.precompute.remake import deep_check
-from leandit.tools.inspection.verify import loaded_runner
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
@@ -139,11 +137,10 @@ def test_a_compacted_store_keeps_captions_and_quality(grown: tuple[Any, Path, st
 
 def test_a_deep_check_finds_all_captions_equal(grown: tuple[Any, Path, str]) -> None:
     pictures, root, _ = grown
-    with loaded_runner(root, pictures.root, CPU, []) as runner:
-        deep = deep_check(root, runner, num_records=50, seed=0)
-    assert deep.findings == []
-    assert deep.num_captions == LatentStore(root).captions.num_rows
-    assert deep.num_exact == deep.num_records + deep.num_captions
+    found = deep(root, pictures.root)
+    assert found.findings == []
+    assert found.num_captions == LatentStore(root).captions.num_rows
+    assert found.num_exact == found.num_records + found.num_captions
 
 
 def test_the_text_encoder_is_dropped_before_pictures_are_encoded(

@@ -9,11 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from making import CPU, caption_recipe, label_recipe, make_caption_folder, no_progress, picture, write_file, write_tar
+from making import (
+    caption_recipe,
+    encode,
+    label_recipe,
+    make_caption_folder,
+    picture,
+    write_file,
+    write_tar,
+)
 
 from leandit.datasets.errors import SourceError
 from leandit.datasets.format.schema import Manifest
-from leandit.precompute.pipeline import precompute
 from leandit.precompute.sharing.part import Part
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -33,11 +40,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     (root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     def precomputed(*overrides: str, part: Part | None = None) -> Manifest | None:
-        recipe = caption_recipe(*overrides)
-        store = tmp_path / "store"
-        return precompute(
-            recipe, source_path=root, store_path=store, device=CPU, progress=no_progress, part=part
-        ).manifest
+        return encode(caption_recipe(*overrides), root, tmp_path / "store", part=part).manifest
 
     return precomputed
 
@@ -93,8 +96,7 @@ def test_a_tar_that_is_cut_short_during_a_run_stops_it(tmp_path: Path) -> None:
             if cut and stage == "scan" and done == total:
                 os.truncate(source / "b.tar", 0)
 
-        recipe = label_recipe(*overrides)
-        return precompute(recipe, source_path=source, store_path=store, device=CPU, progress=progress).manifest
+        return encode(label_recipe(*overrides), source, store, progress=progress).manifest
 
     generous = "source.max_reject_share=0.9", "source.max_rejects_in_a_row=50"
     for store, overrides, why in (

@@ -19,11 +19,9 @@ import pytest
 from faults import encode, in_child, without_seal
 from harness import InProcessDecoders
 from making import (
-    CPU,
     caption_recipe,
     loaded_encoders,
     make_caption_folder,
-    no_progress,
     store_digest,
     tree_digest,
 )
@@ -34,7 +32,7 @@ from leandit.datasets.revisions import commits, seal
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.precompute import pipeline
-from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.pipeline import Report
 from leandit.precompute.planning import planner
 from leandit.precompute.run import tasks as run_tasks
 from leandit.precompute.run.shards import Shard
@@ -62,14 +60,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(source: Path, store: Path, part: str = "") -> Report:
-    return precompute(
-        caption_recipe(),
-        source_path=source,
-        store_path=store,
-        device=CPU,
-        progress=no_progress,
-        part=part_of(part) if part else None,
-    )
+    return encode(caption_recipe(), source, store, part=part_of(part) if part else None)
 
 
 def test_a_shard_that_two_made_at_once_is_made_again(source: Path, tmp_path: Path) -> None:
@@ -94,8 +85,7 @@ def test_a_shard_that_two_made_at_once_is_made_again(source: Path, tmp_path: Pat
                 shutil.copy(whole / name, store / name)
             meddled.append(store / path)
 
-    recipe = caption_recipe()
-    precompute(recipe, source_path=source, store_path=store, device=CPU, progress=meddle)
+    encode(caption_recipe(), source, store, progress=meddle)
     assert meddled
     assert store_digest(store) == store_digest(sealed)
 

@@ -6,16 +6,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from making import CPU, NO_CHECK, label_recipe, make_class_folder, no_progress, picture, write_tar
+from faults import checked, deep
+from making import NO_CHECK, label_recipe, make_class_folder, picture, write_tar
 from typer.testing import CliRunner, Result
 
 from leandit.datasets.disk import spill
 from leandit.datasets.errors import RecipeError, SourceError
-from leandit.datasets.maintenance.verify import Verification
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import SourceSection
@@ -26,16 +25,10 @@ from leandit.precompute.sources.source import list_source
 from leandit.precompute.sources.tables import tables
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection.images import read_originals
-from leandit.tools.inspection.verify import check
 from leandit.train.parallel.stop import StopRequest
 
 Encode = Callable[..., Report]
 AUTO = SourceSection()
-
-
-def deep(store: Path, sources: list[Path]) -> tuple[Verification, dict[str, Any]]:
-    how = {"quick": False, "repair": False, "device": lambda: CPU, "overrides": [], "progress": no_progress}
-    return check(store, deep=True, source=sources, **how)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -84,9 +77,8 @@ def test_a_store_of_one_source_grows_by_another_and_encodes_only_that(
         mine, theirs = (s.latents(row["bucket"])[s.record(row["key"]).row] for s in (store, fresh))
         assert np.allclose(mine, theirs, atol=1e-2)
     assert encode(label_recipe(), folders, tmp_path / "store").num_encoded == 0  # nothing has changed
-    found, done = deep(tmp_path / "store", folders)
-    assert not found.damaged
-    assert done["deep"]["num_records"] == 10
+    found = deep(tmp_path / "store", folders)
+    assert (found.findings, found.num_records) == ([], 10)
     with pytest.raises(SourceError, match=r"another source too, 'second'.*Give every --source"):
         deep(tmp_path / "store", folders[:1])
 
@@ -97,8 +89,7 @@ def test_damage_of_either_source_is_repaired(folders: list[Path], tmp_path: Path
     shard = tmp_path / "store" / read_plan(tmp_path / "store", 1).layout.parts["buckets/32x32"].arrays[0].shard_path(0)
     whole = shard.read_bytes()
     shard.write_bytes(whole[:40] + b"?" * 9 + whole[49:])
-    how = {"quick": False, "deep": False, "repair": True, "device": lambda: CPU, "overrides": []}
-    found, _ = check(tmp_path / "store", source=folders, progress=no_progress, **how)  # type: ignore[arg-type]
+    found, _ = checked(tmp_path / "store", folders, repair=True)
     assert not found.damaged
     assert shard.read_bytes() == whole
 

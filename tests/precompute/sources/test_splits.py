@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import webdataset
-from making import CPU, label_recipe, no_progress, picture
+from making import encode, label_recipe, picture
 
 from leandit.datasets.errors import RecipeError, SourceError
 from leandit.datasets.format.class_names import imagenet_names
 from leandit.datasets.store import LatentStore
-from leandit.precompute import pipeline
 from leandit.precompute.config import SourceSection
+from leandit.precompute.pipeline import Report
 from leandit.precompute.sources.source import Source, list_source, open_source
 from leandit.tools.terminal.outcome import precompute_rows
 
@@ -192,9 +192,8 @@ def test_a_store_gets_names_later_without_encoding_and_keeps_them(tmp_path: Path
     root, store = fill(tmp_path / "source", "n1/0.png", "n2/0.png", "__MACOSX/0.png"), tmp_path / "store"
     (tmp_path / "names.txt").write_text("Cat\nDog\n")
 
-    def make(*overrides: str) -> pipeline.Report:
-        recipe = label_recipe(*overrides)
-        return pipeline.precompute(recipe, source_path=root, store_path=store, device=CPU, progress=no_progress)
+    def make(*overrides: str) -> Report:
+        return encode(label_recipe(*overrides), root, store)
 
     rows = dict(precompute_rows(make(), store))
     assert rows["classes"] == "2: n1 ... n2"
