@@ -429,6 +429,45 @@ OF_MANY |= {
 }
 
 
+def in_files(change: Callable[[list[Any]], Any]) -> Spoil:
+    return lambda root: change_manifest(root, lambda manifest: change(manifest["files"]), ADDED)
+
+
+def without_file(ending: str) -> Spoil:
+    def change(files: list[Any]) -> None:
+        files[:] = [entry for entry in files if not entry["path"].endswith(ending)]
+
+    return in_files(change)
+
+
+def renamed(new: str) -> Spoil:
+    """The array of the class tokens under another path."""
+
+    def change(manifest: Any) -> None:
+        for array in manifest["arrays"]:
+            array["path"] = new if array["path"] == f"{DINO}/cls" else array["path"]
+        for entry in manifest["files"]:
+            entry["path"] = entry["path"].replace(f"{DINO}/cls/c/", f"{new}/c/")
+
+    return lambda root: change_manifest(root, change, ADDED)
+
+
+OF_MANY |= {
+    "revisions that fall": in_array(f"{DINO}/patches", ADDED, ranges=[[3, 0, 2], [1, 2, 4]], shape=[4, 16, 32]),
+    "shards of other rows": in_array(f"{DINO}/patches", ADDED, shard_rows=4),
+    "chunks that do not fit": in_array(f"{DINO}/patches", ADDED, chunk_rows=3),
+    "flipped latents of other rows": num_rows(f"{MOMENTS}_flip", 2, ADDED),
+    "a shard is not in the files": without_file(f"{DINO}/cls/c/0/0"),
+    "a table is missing": without_file("captions.parquet"),
+    "a shard of no array": in_files(lambda files: files.append(files[0] | {"path": f"{MOMENTS}/c/99/0/0/0"})),
+    "a file that is no shard": in_files(lambda files: files.append(files[0] | {"path": "zarr.json"})),
+    "a shard above": in_files(lambda files: files.append(files[0] | {"path": "captions/../../c/0"})),
+    "a file twice": in_files(lambda files: files.append(files[0])),
+    "an array that the spec does not have": renamed("buckets/64x64/other"),
+    "an array of no known place": renamed("cls"),
+}
+
+
 def read_named(path: Path) -> None:
     """Read all text encoders and features of a store."""
     store = LatentStore(path)

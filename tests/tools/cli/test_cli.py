@@ -563,9 +563,14 @@ main()
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 @pytest.mark.parametrize(
-    "module", ["leandit.tools.cli.commands", "typer", "pyarrow.lib", "leandit.tools.inspection.store_facts"]
+    ("module", "number", "code"),
+    [
+        ("leandit.tools.cli.commands", signal.SIGINT, 130),
+        ("typer", signal.SIGTERM, 75),
+        ("pyarrow.lib", signal.SIGINT, 130),
+        ("leandit.tools.inspection.store_facts", signal.SIGTERM, 75),
+    ],
 )
 def test_a_signal_while_a_command_starts_ends_it_without_a_traceback(
     module: str, number: signal.Signals, code: int, label_store: LatentStore
