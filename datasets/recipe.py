@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from .errors import RecipeError
 
@@ -30,6 +30,7 @@ TOO_LARGE = f"an integer is too large. Expected at most {MAX_INTEGER}."
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Caption = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
 class Section(BaseModel):

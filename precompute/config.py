@@ -14,7 +14,7 @@ from pydantic import (
 from ..datasets.format.buckets import DOWNSCALE, MAX_RATIO, Table, area_step, bucket_table, largest_crop
 from ..datasets.format.row_layout import CAPTION_ARRAYS, CAPTION_PART, COMPANIONS, FEATURES
 from ..datasets.format.schema import Name
-from ..datasets.recipe import Section, load_recipe
+from ..datasets.recipe import Caption, Section, load_recipe
 
 PACKAGE = "leandit.precompute"
 MAX_CROP_SHARE = 0.3  # of an image's area, above which a computed table is warned of
@@ -213,6 +213,13 @@ class TextSection(Section):
         return self
 
 
+class CaptionsSection(Section):
+    """Captions that belong to no image."""
+
+    sample: list[Caption] = Field(default=[])
+    """Own prompts to draw while a run trains (run.sample_captions): encoded like every caption."""
+
+
 class FeatureSection(Section):
     """Tokens of a vision model, to align the training with: any DINOv2, DINOv3, SigLIP or CLIP of transformers."""
 
@@ -267,6 +274,7 @@ class PrecomputeRecipe(Section):
     vae: VaeSection = VaeSection()
     text: TextSection = TextSection()
     texts: dict[Name, TextSection] = Field(default={}, title="text")  # written as [text.NAME]
+    captions: CaptionsSection = CaptionsSection()
     features: dict[Name, FeatureSection] = Field(default={})
     companions: dict[Name, CompanionSection] = Field(default={})
     store: StoreSection = StoreSection()
@@ -300,6 +308,12 @@ class PrecomputeRecipe(Section):
         named = {key: value for key, value in text.items() if isinstance(value, dict)}
         unnamed = {key: value for key, value in text.items() if key not in named}
         return values | {"text": unnamed, "texts": named} if named else values
+
+    @model_validator(mode="after")
+    def _captions_are_encoded(self) -> PrecomputeRecipe:
+        if self.captions.sample and not self.text_sections:
+            raise ValueError("captions.sample needs a text encoder; set text.kind, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _named_encoders_differ(self) -> PrecomputeRecipe:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ..datasets.errors import RecipeError
-from ..datasets.recipe import Count, Positive, Section, Share, load_recipe
+from ..datasets.recipe import Caption, Count, Positive, Section, Share, load_recipe
 from .data_recipe import DataSection, StoreSection, Turn
 from .techniques.registry import ObjectiveSection, TechniqueSections, techniques_of
 
@@ -193,6 +193,9 @@ class RunSection(Section):
     """Steps between grids of images by the averaged weights, samples/step-N.png; 0: none. The last step has one."""
     sample_count: Positive = 16
     """Images of a grid: classes, or captions of held-out records, spread evenly; always the same ones."""
+    sample_captions: list[Caption] = Field(default=[])
+    """Captions of the grid instead of those, all of them: of the store, or own prompts that captions.sample of the
+    precompute recipe has added to it."""
     sample_steps: Positive = 20
     """Steps of their sampler."""
     sample_guidance: Annotated[float, Field(ge=0, le=100)] = 4.0
@@ -296,6 +299,8 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
         yield "run.revision is of --store; a store that the recipe names has a key revision of its own"
     if recipe.run.sample_every and recipe.run.sample_guidance != 1 and not recipe.conditioning.drop:
         yield "run.sample_guidance needs conditioning.drop above 0; without it set it to 1"
+    if recipe.run.sample_captions and not recipe.takes_captions:
+        yield f"run.sample_captions: model '{recipe.model.name}' takes labels; leave them out"
     if recipe.optimizer.lr_base_batch and recipe.data.batch_tokens:
         yield "optimizer.lr_base_batch scales by run.global_batch, which data.batch_tokens replaces"
     if not recipe.lora.rank and (recipe.lora.alpha or recipe.lora.targets):

@@ -247,6 +247,7 @@ class StoreSpec(_Sparse):
     companions: list[CompanionSpec] = []  # those of [companions.NAME]
     classes: list[str] | None
     class_names: list[str] | None = None  # display names, one for each class
+    sample_captions: list[str] = []  # own prompts, which no record needs; they are in the captions table
     shard_mib: Annotated[int, Field(ge=1, le=4096)]
     codec: str
     recipe: dict[str, Any]
@@ -275,7 +276,7 @@ class StoreSpec(_Sparse):
 
     def identity(self) -> dict[str, Any]:
         """Exactly what changes the bytes of a record: the input of the fingerprint."""
-        elsewhere = {"fingerprint", "leandit_version", "classes", "class_names", "recipe"}
+        elsewhere = {"fingerprint", "leandit_version", "classes", "class_names", "sample_captions", "recipe"}
         where_from = {"model", "revision", "tokenizer_files_sha256"}
         identity = self.model_dump(exclude=elsewhere | {"vae", "text_encoder"}) | {
             "vae": self.vae.model_dump(exclude=where_from),

@@ -171,8 +171,11 @@ def plan_compaction(store: LatentStore, base: FrozenPlan, spec: StoreSpec, out: 
 
 
 def used_captions(base: FrozenPlan) -> np.ndarray:
-    """(N,) ids of the captions that a record still has, in the order of the compacted store: by length."""
+    """(N,) ids of the captions that a record still has, and of sample captions, in the order of the compacted store: by
+    length."""
     used = pc.unique(pc.list_flatten(base.records["caption_ids"])).to_numpy().astype(np.int64)
+    samples = pa.array(base.spec.sample_captions, pa.string())
+    used = np.union1d(used, np.flatnonzero(pc.is_in(base.captions["text"], samples).to_numpy()))
     lengths = base.captions["num_tokens"].to_numpy()
     return used[np.lexsort((used, lengths[used]))]
 

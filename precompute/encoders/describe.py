@@ -25,8 +25,9 @@ def describe_store(
 
     Args:
       source: supplies the class names; None to omit them.
-      known: present spec, whose text encoders and features come first, in its order, wherever the recipe has them;
-        with vae.batch_size = 0 its batch size is kept, otherwise the largest that fits is measured.
+      known: present spec, whose text encoders and features come first, in its order, wherever the recipe has them, and
+        whose sample captions stay; with vae.batch_size = 0 its batch size is kept, otherwise the largest that fits is
+        measured.
     Raises: RecipeError: the VAE cannot encode images of a bucket's size. ResourceError: not even one image fits.
     """
     downscale, batch_size = encoders.image.downscale, recipe.vae.batch_size
@@ -85,6 +86,7 @@ def describe_store(
             for name, column in recipe.companion_columns.items()
         ],
         classes=source and source.classes,
+        sample_captions=[*dict.fromkeys([*(known.sample_captions if known else ()), *recipe.captions.sample])],
         shard_mib=recipe.store.shard_mib,
         codec=recipe.store.codec,
         recipe=recipe.model_dump(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ..sources.source import Source
 from .captions import CaptionCounts, plan_captions
 from .compare import Base, Comparison, Options, all_fresh, compare
 from .images import num_threads, plan_images
-from .records import plan_records, planned_texts
+from .records import TEXTS, plan_records, planned_texts
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -76,7 +77,7 @@ class Planner:
         """Compare the source with the newest, complete revision; writes nothing.
 
         Returns: the changes, if the files were compared; and what the next revision builds on, None if nothing has to
-          be done. The spec is the store's, or one that adds text encoders, features or companions.
+          be done. The spec is the store's, or one that adds text encoders, features, companions or sample captions.
         Raises: SourceError: gone records cannot be encoded again or completed, and dropping them was not requested.
         """
         store, source, spec = LatentStore(self.root), self.source, self._spec
@@ -84,6 +85,7 @@ class Planner:
         assert store.manifest is not None
         base = Base(plan, store.manifest)
         extends, is_renamed = spec.fingerprint != plan.spec.fingerprint, self._is_renamed(plan.spec)
+        extends |= spec.sample_captions != plan.spec.sample_captions
         must_look = extends or is_renamed or base.sizes_differ(self.recipe) or options != Options()
         must_look |= self.recipe.source.check == "content"
         if not must_look and source.listing_hash(null_captions=self.recipe.null_captions) == plan.listing:
@@ -171,8 +173,12 @@ class Planner:
             for name, suffix in suffixes(spec).items()
         ]
         captions, caption_ids = plan_captions(
-            planned_texts(comparison, images), counts, revision=revision, known=base and base.plan.captions
+            chain(planned_texts(comparison, images), [pa.array([spec.sample_captions], TEXTS)]),
+            counts,
+            revision=revision,
+            known=base and base.plan.captions,
         )
+        caption_ids = caption_ids.slice(0, len(caption_ids) - 1)  # no record has the sample captions
         classes = [*(self.source.classes or ()), *comparison.gone_classes]
         names = {"classes": classes or None, "class_names": self._names_of(classes, base and base.plan.spec)}
         arrays = manifest.layouts() if manifest else {}

@@ -146,12 +146,16 @@ class StoreFacts:
             return None
         used = self.used_captions
         written = used.filter(pc.greater(used["characters"], 0))
+        samples = pa.array(self.spec.sample_captions, pa.string())
+        num_shown = pc.sum(pc.is_in(used["text"].cast(pa.string()), samples)).as_py() or 0
         num_uses = pc.sum(used["uses"]).as_py() or 0
         most_uses = pc.max(written["uses"]).as_py() or 0
         return {
             "num_uses": num_uses,
             "num_distinct": used.num_rows,
-            "num_unused": self.store.captions.num_rows - used.num_rows,  # by records that are not stored alone
+            # By records that are not stored alone; sample captions have no record.
+            "num_unused": self.store.captions.num_rows - used.num_rows - (len(samples) - num_shown),
+            "num_samples": len(samples),
             "num_empty": num_uses - (pc.sum(written["uses"]).as_py() or 0),
             "most_uses": most_uses,
             "repeated": _highest(written.filter(pc.greater(written["uses"], 1)), "uses"),

@@ -20,6 +20,7 @@ from ..parallel.ranks import Ranks, agree
 from ..parallel.strategy import choose_strategy
 from ..weights.checkpoint import YOUNG
 from .checkpoints import start_or_resume
+from .evaluation.grids import own_subjects
 from .evaluation.held_out import Evaluation
 from .manifest import read_run_manifest, run_lock
 from .state import Run
@@ -54,6 +55,7 @@ def open_run(
     recipe = apply_ds_config(recipe, ranks, device, warn)
     agree(ranks, inputs_of(recipe, stores))
     run = Run.open(recipe, stores, device, warn, ranks, manifest and manifest.statistics)
+    own_subjects(run)  # raises if a store does not have them
     evaluation = Evaluation(run, warn) if recipe.data.holdout and recipe.run.evaluate_every else None
     _log_settings(run)
     with run_lock(folder) if ranks.is_first else contextlib.nullcontext():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....datasets.batches.captions import Captions, captions_of
 from ....datasets.batches.reader import BatchReader
+from ....datasets.errors import RecipeError
 from ....datasets.order.filters import label_indices
 from ....datasets.store import LatentStore
 from ...data_recipe import RecordsSection
@@ -21,6 +22,7 @@ from ...sampling.guided import SamplingModel, Solver, draw_latents
 from ..state import Run
 
 FORWARD_TOKENS = 16384  # image tokens of a forward
+MOST_NAMED = 5  # captions in an error
 
 
 class Subjects(NamedTuple):
@@ -101,6 +103,35 @@ def choose_subjects(
     texts = store.captions["text"]
     captions = {name: captions_of(store.text(name), ids) for name in store.texts}
     return Subjects([texts[each].as_py() for each in ids], captions=captions)
+
+
+def own_subjects(run: Run) -> Subjects | None:
+    """The captions of ``run.sample_captions``, each from the first store of the run that has it; None without any.
+
+    Raises: RecipeError: no store has one of them; the message tells what the stores have, and how to add it.
+    """
+    section, stores = run.recipe.run, run.loader.dataset.reader.stores
+    if not (section.sample_every and section.sample_captions):
+        return None
+    texts, places = section.sample_captions, dict[str, tuple[LatentStore, int]]()
+    for store in reversed(stores):
+        ids = zip(texts, store.find_captions(texts), strict=True)
+        places |= {text: (store, each) for text, each in ids if each is not None}
+    if missing := [text for text in texts if text not in places]:
+        known = [*dict.fromkeys(text for store in stores for text in store.spec.sample_captions)]
+        has = ", ".join(f"'{text}'" for text in known[:MOST_NAMED]) or "none"
+        more = f" and {len(known) - MOST_NAMED} more" if len(known) > MOST_NAMED else ""
+        raise RecipeError(
+            f"run.sample_captions '{missing[0]}': store '{stores[0].path}' does not hold it. Expected "
+            f"a caption of its records, or one of its sample captions: {has}{more}. Add it to captions.sample in the "
+            "recipe of the store and run the same precompute again: it encodes this caption alone."
+        )
+    captions = dict[str, Captions]()
+    for name in stores[0].texts:
+        each = [captions_of(store.text(name), [number]) for store, number in map(places.__getitem__, texts)]
+        vectors = [one.pooled[0] for one in each if one.pooled is not None]
+        captions[name] = Captions.of([one.embeddings for one in each if one.has_tokens], vectors)
+    return Subjects(list(texts), captions=captions)
 
 
 def _first_captions(store: LatentStore, places: Mapping[str, np.ndarray | slice]) -> np.ndarray:

@@ -23,7 +23,7 @@ from ...weights.folders import SAMPLES
 from ..data import buckets_at
 from ..state import Run
 from .decoding import Decoding
-from .grids import Subjects, choose_subjects, draw_grid
+from .grids import Subjects, choose_subjects, draw_grid, own_subjects
 from .held_out import Evaluation
 
 
@@ -54,6 +54,7 @@ class Log:
     ) -> None:
         self._run, self._meter, self._evaluation, self._report, self._warn = run, meter, evaluation, report, warn
         self._subjects: dict[int, Subjects] = {}  # of grids, by the first store of the stage
+        self._own_subjects = own_subjects(run)
         first, draws = run.ranks.is_first, run.recipe.run.sample_every > 0
         self._writer: MetricsWriter | None = None
         if first:
@@ -130,6 +131,8 @@ class Log:
 
     def _choose_subjects(self, number: int, section: RecordsSection) -> Subjects:
         run, count = self._run, self._run.recipe.run.sample_count
+        if self._own_subjects:
+            return self._own_subjects
         reader, takes_text = run.loader.dataset.reader, run.spec.takes_text
         subjects = choose_subjects(reader, number, section, takes_text=takes_text, count=count)
         if len(subjects.names) < count and run.ranks.is_first:

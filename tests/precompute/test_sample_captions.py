@@ -1,0 +1,129 @@
+"""Own prompts (``captions.sample``): captions that no record has, encoded like every caption, for images while a run
+trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from making import CPU, caption_recipe, label_recipe, no_progress, store_digest, train_recipe, tree_digest
+from safetensors import safe_open
+from safetensors.torch import load_file
+from shown_runs import HOLDOUT, run_to
+
+from leandit.datasets.batches.captions import Captions
+from leandit.datasets.batches.latents import denormalise
+from leandit.datasets.errors import RecipeError
+from leandit.datasets.maintenance.compact import compact
+from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.store import LatentStore
+from leandit.precompute.pipeline import Report, precompute
+from leandit.tools.inspection.verify import check
+from leandit.train.run.evaluation.decoding import Decoding
+from leandit.train.sampling.guided import Solver, draw_latents
+from leandit.train.sampling.snapshot import load_snapshot
+
+FOX, SNOW = "a red fox", "a circle in snow"
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def with_captions(*texts: str) -> str:
+    return f"captions.sample={[*texts]!r}".replace("'", '"')
+
+
+def encode(source: Path, store: Path, *overrides: str) -> Report:
+    recipe = caption_recipe(*overrides)
+    return precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+
+
+@pytest.fixture(scope="module")
+def grown(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shutil.copytree(caption_store.path, tmp_path_factory.mktemp("grown") / "store")
+
+
+def embedding(store: LatentStore, text: str) -> bytes:
+    (number,) = store.find_captions([text])
+    assert number is not None
+    return store.caption_embedding(number).tobytes()
+
+
+def test_a_new_store_and_a_grown_one_hold_the_same_sample_captions_and_no_record_has_them(
+    caption_folder: Path, caption_store: LatentStore, grown: Path, tmp_path: Path
+) -> None:
+    num_captions = caption_store.num_captions
+    encode(caption_folder, tmp_path / "one", with_captions(FOX, f" {SNOW} ", FOX))
+    encode(caption_folder, tmp_path / "two", with_captions(FOX, SNOW))
+    assert store_digest(tmp_path / "one") == store_digest(tmp_path / "two")
+    report = encode(caption_folder, grown, with_captions(FOX))
+    assert (report.num_encoded, report.tokens.num_captions) == (0, 1)  # nothing but the new caption
+    report = encode(caption_folder, grown, with_captions(SNOW))  # the first one stays
+    assert (report.num_encoded, report.tokens.num_captions) == (0, 1)
+    again = encode(caption_folder, grown, with_captions(SNOW))
+    assert again.manifest == report.manifest
+    fresh, store = LatentStore(tmp_path / "one"), LatentStore(grown)
+    assert fresh.spec.sample_captions == store.spec.sample_captions == [FOX, SNOW]
+    assert fresh.num_captions == store.num_captions == num_captions + 2
+    assert fresh.spec.fingerprint == caption_store.spec.fingerprint
+    for text in (FOX, SNOW):
+        assert embedding(fresh, text) == embedding(store, text)
+    assert max(max(ids) for ids in fresh.records["caption_ids"].to_pylist()) < fresh.num_captions
+    used = {i for ids in fresh.records["caption_ids"].to_pylist() for i in ids}
+    assert not used & {*fresh.find_captions([FOX, SNOW])}
+    assert verify_store(grown).findings == []
+
+
+def test_a_damaged_sample_caption_is_repaired_and_compaction_keeps_it(caption_folder: Path, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    encode(caption_folder, root, with_captions(FOX))
+    whole = tree_digest(root)
+    (shard,) = [path for path in (root / "captions/embeddings").rglob("*") if path.name == "0" and path.is_file()]
+    shard.unlink()
+    how = {"quick": False, "deep": False, "repair": True, "overrides": [], "progress": no_progress}
+    left, _ = check(root, source=caption_folder, device=lambda: CPU, **how)
+    assert (left.findings, tree_digest(root)) == ([], whole)
+    compact(root, tmp_path / "compact", progress=no_progress)
+    kept = LatentStore(tmp_path / "compact")
+    assert kept.spec.sample_captions == [FOX]
+    assert embedding(kept, FOX) == embedding(LatentStore(root), FOX)
+
+
+def test_sample_captions_need_a_text_encoder() -> None:
+    with pytest.raises(RecipeError, match=r"captions\.sample needs a text encoder"):
+        label_recipe(with_captions(FOX))
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_a_run_draws_exactly_its_sample_captions_and_loads_no_encoder(
+    caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Decoding, "start", lambda _: None)  # the latents stay
+    encode(caption_folder, tmp_path / "store", with_captions(FOX))
+    store = LatentStore(tmp_path / "store")
+    drawn = [HOLDOUT, "run.sample_every=6", "run.sample_steps=2", "run.sample_count=5"]
+    recipe = train_recipe("pixart-tiny", *drawn, f'run.sample_captions=["{FOX}", "a red circle"]')
+    run_to(recipe, store, tmp_path / "run")
+    path = tmp_path / "run/samples/step-6.safetensors"
+    latents = load_file(path)["latents"]
+    with safe_open(path, "pt") as file:
+        assert json.loads(file.metadata()["grid"])["names"] == [FOX, "a red circle"]
+    snapshot, ids = load_snapshot(tmp_path / "run", CPU), store.find_captions([FOX, "a red circle"])
+    captions = Captions.of([torch.tensor(np.array(store.caption_embedding(i), np.float32)) for i in ids if i is not None])
+    given, size = snapshot.conditioner(None, {"": captions}), latents.shape[-2:]
+    wanted = draw_latents(snapshot, given, size=size, seed=0, solver=Solver(steps=2, guidance=4.0))
+    torch.testing.assert_close(latents, denormalise(wanted, snapshot.latent))
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_a_caption_that_no_store_has_is_refused_before_anything_is_written(
+    caption_store: LatentStore, tmp_path: Path
+) -> None:
+    own = ["run.sample_every=2", 'run.sample_captions=["a blue fox"]']
+    with pytest.raises(RecipeError, match=r"sample_captions 'a blue fox'.*sample captions: none\. .*captions\.sample"):
+        run_to(train_recipe("pixart-tiny", *own), caption_store, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(RecipeError, match=r"model 'DiT-S/4' takes labels"):
+        train_recipe("dit-s-4", *own)
