@@ -111,7 +111,9 @@ def test_a_run_draws_exactly_its_sample_captions_and_loads_no_encoder(
     with safe_open(path, "pt") as file:
         assert json.loads(file.metadata()["grid"])["names"] == [FOX, "a red circle"]
     snapshot, ids = load_snapshot(tmp_path / "run", CPU), store.find_captions([FOX, "a red circle"])
-    captions = Captions.of([torch.tensor(np.array(store.caption_embedding(i), np.float32)) for i in ids if i is not None])
+    captions = Captions.of(
+        [torch.tensor(np.array(store.caption_embedding(i), np.float32)) for i in ids if i is not None]
+    )
     given, size = snapshot.conditioner(None, {"": captions}), latents.shape[-2:]
     wanted = draw_latents(snapshot, given, size=size, seed=0, solver=Solver(steps=2, guidance=4.0))
     torch.testing.assert_close(latents, denormalise(wanted, snapshot.latent))
