@@ -128,6 +128,12 @@ def test_a_precompute_is_measured_beside_its_encoder_and_an_extraction_loop(
     assert "bytes a caption, padded in float16, of ours in int8" in found
 
 
+def test_captions_are_smaller_than_in_padded_files(tmp_path: Path) -> None:
+    found = run("cache_sizes.py", "--scratch", tmp_path, "--captions", 8, "--tokens", 20)
+    assert float(found["Z-Image"][3]) > 10
+    assert float(found["FLUX.2 [dev]"][3]) == pytest.approx(2, rel=0.02)
+
+
 def test_millions_of_records_are_planned_written_opened_and_read(tmp_path: Path) -> None:
     assert "open the plan" in run("scale.py", "plan", "--scratch", tmp_path, "--records", 2000)
     started = run("scale.py", "start", "--scratch", tmp_path, "--records", 1000)
