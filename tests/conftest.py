@@ -152,7 +152,7 @@ def tiny_models() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def decoders() -> Iterator[Decoders]:
-    """Two processes that decode pictures."""
+    """Two processes that decode images."""
     with Decoders(2) as children:
         yield children
 

@@ -228,7 +228,7 @@ def test_the_checksums_of_an_incomplete_store_stand_beside_their_captions(
     assert left.captions["start"].equals(whole["start"])  # they follow from the plan
 
 
-def test_the_sizes_of_a_batch_s_pictures_and_crops_are_found_by_its_records(caption_store: LatentStore) -> None:
+def test_the_sizes_of_a_batch_s_images_and_crops_are_found_by_its_records(caption_store: LatentStore) -> None:
     names = ("height_px", "width_px", "resized_height_px", "resized_width_px", "crop_top_px", "crop_left_px")
     assert caption_store.sizes.shape == (14, 6)
     assert caption_store.sizes.dtype == np.int32

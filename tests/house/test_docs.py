@@ -147,7 +147,7 @@ def test_the_tree_in_the_readme_names_every_folder_of_the_house() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_pictures_in_the_documentation_exist(page: Path) -> None:
+def test_links_and_images_in_the_documentation_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
 

@@ -1,4 +1,4 @@
-"""The whole way, small: pictures, store, training, samples."""
+"""The whole way, small: images, store, training, samples."""
 
 from __future__ import annotations
 

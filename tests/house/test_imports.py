@@ -120,7 +120,7 @@ def encoders_in(modules: set[str]) -> list[str]:
 
 
 @pytest.mark.integration
-def test_training_and_drawing_pictures_meanwhile_load_no_encoder(
+def test_training_and_drawing_images_meanwhile_load_no_encoder(
     label_store: LatentStore, caption_store: LatentStore, tmp_path: Path
 ) -> None:
     """In one interpreter, which keeps what it has loaded; with the real process that decodes what is drawn."""

@@ -157,7 +157,7 @@ def catches_everything(handler: ast.ExceptHandler) -> bool:
     return any(kind is None or (isinstance(kind, ast.Name) and kind.id == "Exception") for kind in kinds)
 
 
-def test_every_exception_is_caught_at_the_edge_and_where_a_picture_is_rejected_only() -> None:
+def test_every_exception_is_caught_at_the_edge_and_where_an_image_is_rejected_only() -> None:
     places = {
         name_of(path)
         for path in SOURCES

@@ -905,7 +905,7 @@ BAD = {"t/a": "bad_metadata"}
         ([("a.png", png(), FILE), ("a.cls", b"1", FILE), ("a.cls", b"2", FILE)], BAD),
         ([("caf\udce9.png", png(), FILE)], {"t/caf\\udce9": "bad_metadata"}),
         ([("a" * 200_000 + ".png", png(), FILE)], {}),
-        ([("e.png", b"", FILE)], {"t/e": ""}),  # no picture: rejected when it is looked at
+        ([("e.png", b"", FILE)], {"t/e": ""}),  # no image: rejected when it is looked at
     ],
 )
 def test_a_member_of_a_tar_is_a_name_and_a_place_and_nothing_else(
@@ -1313,7 +1313,7 @@ ALLOWED_WRITES = {
     ("tools/sample/sample.py", "save"),  # likewise
     ("tools/inspection/report/page.py", "save"),  # likewise
     ("tools/inspection/view/images.py", "save"),  # into memory, for an answer
-    ("tools/inspection/images.py", "save"),  # pictures for people to look at, which nothing reads again
+    ("tools/inspection/images.py", "save"),  # images for people to look at, which nothing reads again
     ("tools/demo/demo.py", "save"),
     ("tools/demo/scenes.py", "save"),  # the images that it generates, before the list that names them
     ("tools/bench/loader.py", "open"),  # a flat copy in a temporary folder

@@ -1,7 +1,7 @@
-"""A store against a model of it: whatever is done in whatever order, every record reads as its picture encodes alone.
+"""A store against a model of it: whatever is done in whatever order, every record reads as its image encodes alone.
 
-Hypothesis chooses what happens: pictures come, change and go, precompute runs or dies anywhere, files are damaged and
-repaired, revisions are compacted. The model is a dictionary: of each picture its content, of each content its latent,
+Hypothesis chooses what happens: images come, change and go, precompute runs or dies anywhere, files are damaged and
+repaired, revisions are compacted. The model is a dictionary: of each image its content, of each content its latent,
 made by the encoder outside of the pipeline. With a batch of one, equal means equal to the bit.
 """
 
@@ -56,8 +56,8 @@ from leandit.precompute.planning.compare import Options
 from leandit.tools.inspection import verify
 
 ALONE = ("vae.batch_size=1", "text.batch_size=1", "vae.keep=mean", "vae.flip=false")
-NUMBERS = st.integers(1, 9)  # picture 0 stays as it is: a first plan of which nothing is left to encode is refused
-FAILPOINTS = st.integers(0, 320)  # about as many operations as a run of a few pictures does
+NUMBERS = st.integers(1, 9)  # image 0 stays as it is: a first plan of which nothing is left to encode is refused
+FAILPOINTS = st.integers(0, 320)  # about as many operations as a run of a few images does
 FRACTION = st.floats(0, 1, exclude_max=True)
 
 
@@ -73,7 +73,7 @@ def _small() -> Iterator[None]:
 
 @functools.cache
 def latent_of(number: int, seed: int, bucket: str) -> bytes:
-    """What the encoder gives for a picture alone."""
+    """What the encoder gives for an image alone."""
     image = picture(seed, 32, 48 if number % 3 == 2 else 32)  # as save_picture
     pixels = crop_image(image, bucket_size(bucket), "bucket")[None]
     moments = loaded_encoders(recipe().vae, recipe().text).image.encode(pixels)
@@ -95,8 +95,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="store-machine-"))
         self.source, self.store = self.folder / "source", self.folder / "place/store"
         self.store.parent.mkdir()
-        self.listed: dict[int, int] = {}  # number of each picture -> seed of its content
-        self.history: dict[int, set[int]] = {}  # every content that a picture ever had
+        self.listed: dict[int, int] = {}  # number of each image -> seed of its content
+        self.history: dict[int, set[int]] = {}  # every content that an image ever had
         self.captions: dict[int, str] = {}
         self.sealed: dict[int, dict[int, int | None]] = {}  # of each revision, the seeds stored; None: rejected
         self.whole = False  # the last precompute ran to its end
@@ -271,7 +271,7 @@ def number_of(key: str) -> int:
 
 
 def seed_of(machine: StoreMachine, store: LatentStore, row: dict[str, Any]) -> int | None:
-    """Which content of a picture a record holds, by its latent; None where it is rejected."""
+    """Which content of an image a record holds, by its latent; None where it is rejected."""
     number = number_of(row["key"])
     if row["status"] == "rejected":
         assert row["reason"]

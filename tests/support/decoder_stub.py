@@ -61,7 +61,7 @@ read_bytes = decoder_child.read_bytes
 
 
 def read_from_a_broken_disk(path: str, *how: Any, **more: Any) -> bytes:
-    """Fail as often as the file "broken" beside a picture "eio.png" says."""
+    """Fail as often as the file "broken" beside an image "eio.png" says."""
     marker = Path(path).with_name("broken")
     if Path(path).name == "eio.png" and marker.exists() and (left := int(marker.read_text())):
         marker.write_text(str(left - 1))

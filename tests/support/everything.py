@@ -23,10 +23,10 @@ class Everything(NamedTuple):
     """A source and stores of it.
 
     Args:
-      source: pictures and captions.
+      source: images and captions.
       before: two revisions, with the encoders of ``first``.
       added: the same, then a revision that adds those of ``recipe``.
-      grown: the same, then a revision with new, changed and dropped pictures.
+      grown: the same, then a revision with new, changed and dropped images.
       source_then: the source as it was when ``added`` was made.
     """
 
@@ -41,7 +41,7 @@ class Everything(NamedTuple):
 
 @contextmanager
 def several_shards() -> Iterator[None]:
-    """Shards of two pictures, of two captions of full length, and of 32 tokens of other ones."""
+    """Shards of two images, of two captions of full length, and of 32 tokens of other ones."""
     shard_rows = CaptionLayout._shard_rows
 
     def small(self: CaptionLayout) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from leandit.precompute.remake import DeepReport, deep_check
 from leandit.precompute.sources.several import SourcePaths
 from leandit.tools.inspection.verify import check, loaded_runner
 
-SHARD_ROWS = 2  # so that a store of a dozen pictures has a dozen shards
+SHARD_ROWS = 2  # so that a store of a dozen images has a dozen shards
 EXIT_REFUSED, EXIT_OTHER, EXIT_WRONG = 40, 41, 42  # of a child: an error of ours, any other, wrong numbers
 REVISION_FILES = ("manifest.json", "records.parquet", "captions.parquet", "sources.parquet", "local.json")
 
@@ -73,7 +73,7 @@ def deep(root: Path, source: SourcePaths, **options: int) -> DeepReport:
 
 
 class Pictures:
-    """A source of captioned pictures that can be changed; two of its records are rejected, at scan and at decode."""
+    """A source of captioned images that can be changed; two of its records are rejected, at scan and at decode."""
 
     def __init__(self, root: Path, count: int = 10) -> None:
         self.root, self._lines = root, {}
@@ -88,12 +88,12 @@ class Pictures:
         self.write()
 
     def put(self, i: int, *, seed: int | None = None, words: str = "") -> None:
-        """Add a picture, or change it or its captions."""
+        """Add an image, or change it or its captions."""
         picture(i if seed is None else seed, *SIZES[i % 3]).save(self.root / f"images/{i}.png")
         self._lines[i] = [f"a red {('circle', 'square')[i % 2]}", f"a big blue circle above a tiny green square{words}"]
 
     def drop(self, i: int) -> None:
-        """Remove a picture."""
+        """Remove an image."""
         (self.root / f"images/{i}.png").unlink()
         del self._lines[i]
 
@@ -104,7 +104,7 @@ class Pictures:
 
 
 def grow(pictures: Pictures, recipe: PrecomputeRecipe, store: Path) -> None:
-    """Make three revisions: new, changed and dropped pictures, other captions."""
+    """Make three revisions: new, changed and dropped images, other captions."""
     encode(recipe, pictures.root, store)
     pictures.drop(0)
     pictures.put(1, seed=101)
@@ -134,7 +134,7 @@ def make_grown(root: Path, *overrides: str) -> tuple[Pictures, Path]:
 
 
 def make_added(root: Path, *overrides: str) -> tuple[Pictures, Path]:
-    """A source and its store of three revisions, of which every picture is still there."""
+    """A source and its store of three revisions, of which every image is still there."""
     pictures, store = make_plain(root, *overrides)
     for first in (20, 30):
         for i in range(first, first + 3):

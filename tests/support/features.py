@@ -66,7 +66,7 @@ def make_fast_dit(root: Path) -> Made:
 
 
 def make_mar(root: Path) -> Made:
-    """main_cache.py of MAR: a tree of the classes, one .npz a picture."""
+    """main_cache.py of MAR: a tree of the classes, one .npz an image."""
     records = {}
     for i in range(COUNT):
         label = i * 3 // COUNT
@@ -236,7 +236,7 @@ NEMO_SIZES = ((64, 64), (96, 32), (32, 96))  # (width_px, height_px) of buckets
 
 
 def make_nemo(root: Path, model: str = "flux") -> Made:
-    """preprocessing_multiprocess.py of NeMo AutoModel: a file of tensors a picture, listed with absolute paths."""
+    """preprocessing_multiprocess.py of NeMo AutoModel: a file of tensors an image, listed with absolute paths."""
     root.mkdir(parents=True)
     records, listed = {}, []
     downscale, channels = (16, 128) if model == "flux2" else (8, 16)

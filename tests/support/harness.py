@@ -2,7 +2,7 @@
 
 The child is forked after all imports and with the encoders loaded, so that a run costs a tenth of a second and hundreds
 of crash points are affordable. Everything that a run does is the real code; two things are swapped, and each run says
-which: shards are made small, so that few pictures fill several, and ``InProcessDecoders`` may stand in for the decoder
+which: shards are made small, so that few images fill several, and ``InProcessDecoders`` may stand in for the decoder
 children. What a child patches dies with it.
 """
 
@@ -63,7 +63,7 @@ RECIPE = (
 
 
 def make_small(patch: pytest.MonkeyPatch) -> None:
-    """Several shards from few pictures, and encoders that are loaded already; children inherit it."""
+    """Several shards from few images, and encoders that are loaded already; children inherit it."""
     patch.setattr(row_layout, "MAX_SHARD_ROWS", SHARD_ROWS)
     patch.setattr(CaptionLayout, "_shard_rows", lambda self: (CAPTION_SHARD_ROWS, CAPTION_SHARD_ROWS // 4))
     patch.setattr(leases, "EMPTY_SECONDS", 0.2)
@@ -92,7 +92,7 @@ def recipe(*overrides: str) -> PrecomputeRecipe:
 
 
 def make_source(root: Path, count: int = 8) -> Path:
-    """Captioned pictures of two shapes; one file is no picture (rejected at scan), one ends too early (at decode)."""
+    """Captioned images of two shapes; one file is no image (rejected at scan), one ends too early (at decode)."""
     (root / "images").mkdir(parents=True)
     for i in range(count):
         save_picture(root, i, seed=i)
@@ -104,7 +104,7 @@ def make_source(root: Path, count: int = 8) -> Path:
 
 
 def save_picture(root: Path, number: int, *, seed: int) -> None:
-    """Write one picture of a source; its shape follows from its number."""
+    """Write one image of a source; its shape follows from its number."""
     picture(seed, 32, 48 if number % 3 == 2 else 32).save(root / f"images/{number}.png")
 
 

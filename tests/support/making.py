@@ -43,7 +43,7 @@ SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 CPU = torch.device("cpu")
 SIZES = ((64, 64), (60, 100), (100, 60))  # height and width in px of the images of captioned sources, in turn
-NO_CHECK = "vae.min_psnr=0"  # random pictures, and random VAEs
+NO_CHECK = "vae.min_psnr=0"  # random images, and random VAEs
 SHIPPED = ["vae.model=shipped:vae", "vae.dtype=float32", "vae.batch_size=8", NO_CHECK]
 LABEL_RECIPE = ["images.resolution=32", *SHIPPED]
 CAPTION_RECIPE = ['images.buckets=["48x80", "64x64", "80x48"]', "vae.batch_size=8", "text.batch_size=8", NO_CHECK]
@@ -62,7 +62,7 @@ TRAIN_RECIPE = [
 
 
 def picture(seed: int, height_px: int = 40, width_px: int = 56) -> Image.Image:
-    """A smooth random picture, RGB."""
+    """A smooth random image, RGB."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (4, 5, 3), np.uint8))
     return coarse.resize((width_px, height_px), Image.Resampling.BICUBIC)
@@ -304,7 +304,7 @@ def gray_mask(seed: int, height_px: int, width_px: int) -> Image.Image:
 
 
 def make_companion_folder(root: Path, *, count: int = 8) -> Path:
-    """``copy`` has the bytes of the picture, ``source image`` twice its size, ``mask`` 3/4 of it."""
+    """``copy`` has the bytes of the image, ``source image`` twice its size, ``mask`` 3/4 of it."""
     make_caption_folder(root, count=count)
     for folder in ("copies", "edits", "masks"):
         (root / folder).mkdir()

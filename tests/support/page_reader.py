@@ -121,7 +121,7 @@ class PageReader:
         return np.array(wide, np.float32).reshape(rows.shape)
 
     def latents(self, record: dict[str, Any]) -> tuple[list[np.ndarray], int]:
-        """Latents of a record, those of the flipped picture too; and their checksum."""
+        """Latents of a record, those of the flipped image too; and their checksum."""
         path, digest = f"buckets/{record['bucket']}/{self.spec['latent']['array']}", xxhash.xxh3_64()
         rows = [self.array(path + flip)[record["row"]] for flip in self._flips]
         for row in rows:
@@ -168,7 +168,7 @@ class PageReader:
         return {one["name"]: one["spec"] for one in self.spec.get("features", [])}
 
     def feature(self, name: str, record: dict[str, Any]) -> tuple[dict[str, np.ndarray], int]:
-        """Patches and class token of a record as numbers, those of the flipped picture too; and their checksum."""
+        """Patches and class token of a record as numbers, those of the flipped image too; and their checksum."""
         spec, found, digest = self.features[name], {}, xxhash.xxh3_64()
         folder = f"buckets/{record['bucket']}/features/{name}"
         for flip in self._flips:
@@ -182,7 +182,7 @@ class PageReader:
         return found, digest.intdigest()
 
     def num_patches(self, name: str, bucket: str) -> int:
-        """Tokens of a picture in a bucket, by the formula of section 1; halves round up."""
+        """Tokens of an image in a bucket, by the formula of section 1; halves round up."""
         spec, count = self.features[name], 1
         for side_px in map(int, bucket.split("x")):
             count *= max(1, int(side_px * spec["resolution_px"] / (spec["images_px"] * spec["patch_px"]) + 0.5))

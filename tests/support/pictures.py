@@ -16,7 +16,7 @@ HEADER_BYTES = 160  # where a changed byte does most
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    """The bytes of a picture file."""
+    """The bytes of an image file."""
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
@@ -112,7 +112,7 @@ def gif_with_small_frame(canvas: tuple[int, int], left: int, top: int, frame: Im
 
 
 def whole_pictures() -> dict[str, list[bytes]]:
-    """Some small good pictures of each format, for mutants to be made of."""
+    """Some small good images of each format, for mutants to be made of."""
     image, second = noise(16, 24, 1), noise(16, 24, 2)
     smooth = image.resize((3, 2)).resize((24, 16), Image.Resampling.BICUBIC)
     turned = {"exif": exif(6)}
@@ -157,7 +157,7 @@ def with_right_checksums(data: bytes) -> bytes:
 
 
 def mutants(kind: str, count: int, seed: int) -> Iterator[bytes]:
-    """Damaged pictures of one format: flipped bits, overwritten runs, cut ends, spliced parts; half in the header."""
+    """Damaged images of one format: flipped bits, overwritten runs, cut ends, spliced parts; half in the header."""
     rng = np.random.default_rng([seed, PICTURE_FORMATS.index(kind)])
     whole = whole_pictures()
     strangers = [data for found in whole.values() for data in found]

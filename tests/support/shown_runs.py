@@ -1,4 +1,4 @@
-"""Runs that evaluate held-out records and draw pictures while they train."""
+"""Runs that evaluate held-out records and draw images while they train."""
 
 from __future__ import annotations
 

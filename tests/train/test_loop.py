@@ -427,7 +427,7 @@ def test_conditioning_is_dropped_at_the_rate_of_the_recipe(
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """A store as it was with one and two revisions: 6 and 9 pictures of 3 classes; do not change them."""
+    """A store as it was with one and two revisions: 6 and 9 images of 3 classes; do not change them."""
     root, stores = tmp_path_factory.mktemp("grown"), {}
     make_class_folder(root / "pictures", per_class=2)
     for revision in (1, 2):

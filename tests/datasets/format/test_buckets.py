@@ -100,7 +100,7 @@ def test_an_area_table_is_what_is_said_of_it(steps: int, step_px: int, more_px: 
 
 
 def test_the_area_table_for_1024_stays_as_it_is() -> None:
-    # Another table moves pictures to other buckets: who plans on with a grown store would get both.
+    # Another table moves images to other buckets: who plans on with a grown store would get both.
     tall = [row[1:] for row in bucket_table("area", 1024) if row[1] > row[2]]
     assert tall == [
         (1088, 960), (1152, 896), (1216, 832), (1280, 768), (1344, 768), (1408, 704), (1472, 704), (1536, 640),
@@ -128,7 +128,7 @@ def test_a_table_that_is_none_is_refused(buckets: str | list[str], resolution_px
 
 
 @given(sides, sides, st.sampled_from([*PUBLISHED, "own"]))
-def test_a_picture_goes_to_the_nearest_ratio_or_nowhere(height_px: int, width_px: int, which: int | str) -> None:
+def test_an_image_goes_to_the_nearest_ratio_or_nowhere(height_px: int, width_px: int, which: int | str) -> None:
     own = ["48x80", "64x64", "80x48"]
     table = bucket_table(own, 64) if which == "own" else bucket_table("pixart", int(which))
     found = assign_bucket(height_px, width_px, table)
@@ -187,7 +187,7 @@ def test_adm_sizes_are_those_of_the_published_loader(height_px: int, width_px: i
         ("pixart", 512, MAX_RATIO),
     ],
 )
-def test_no_picture_loses_more_than_the_largest_crop(name: str, side: int, max_ratio: float) -> None:
+def test_no_image_loses_more_than_the_largest_crop(name: str, side: int, max_ratio: float) -> None:
     table = bucket_table(name, side, max_ratio=max_ratio)
 
     def lost(ratio: float) -> float:

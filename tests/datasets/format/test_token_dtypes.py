@@ -41,7 +41,7 @@ def test_int8_is_within_half_a_step_and_keeps_the_largest_value(tokens: np.ndarr
 
 
 @given(hnp.arrays(np.float32, (2, 3, 5), elements=FINITE), st.sampled_from(list(ON_DISK)))
-def test_the_tokens_of_several_pictures_are_converted_as_those_of_each(tokens: np.ndarray, dtype: str) -> None:
+def test_the_tokens_of_several_images_are_converted_as_those_of_each(tokens: np.ndarray, dtype: str) -> None:
     together, alone = narrow(tokens, dtype), [narrow(one, dtype) for one in tokens]
     for found, wanted in zip(together.parts, zip(*(one.parts for one in alone), strict=True), strict=True):
         np.testing.assert_array_equal(found, np.stack(wanted))

@@ -31,7 +31,7 @@ ROWS = COMMIT.replace(".json", ".rows")
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Four pictures, in two shards of a bucket; the last one cannot be decoded."""
+    """Four images, in two shards of a bucket; the last one cannot be decoded."""
     root = make_class_folder(tmp_path / "source", classes=1, per_class=4)
     path = root / "n000/3.png"
     path.write_bytes(path.read_bytes()[:-200])

@@ -33,7 +33,7 @@ def _small() -> Iterator[None]:
 class Grown(NamedTuple):
     """A store after each of its revisions: files by path, and what a reader of its newest revision gets.
 
-    The first has ten pictures, the second three changed or new ones and a dropped one, the third an added feature.
+    The first has ten images, the second three changed or new ones and a dropped one, the third an added feature.
     """
 
     root: Path
@@ -127,7 +127,7 @@ def test_an_added_feature_has_the_rows_of_all_records_and_nothing_else_is_added(
     assert all("/features/" in path for path in new)
 
 
-def test_growth_after_an_addition_decodes_a_new_picture_once(
+def test_growth_after_an_addition_decodes_a_new_image_once(
     grown: Grown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, source = tmp_path / "store", shutil.copytree(grown.root.parent / "source", tmp_path / "source")
@@ -159,7 +159,7 @@ def test_the_same_store_made_in_two_folders_has_one_root_hash(tmp_path: Path) ->
         one, two = (read_manifest(store, revision) for store in stores)
         assert one == two
     differing = {path.rpartition("/")[2] for path in trees[0] if trees[0][path] != trees[1][path]}
-    assert differing == {"local.json", "sources.parquet"}  # when the plan and the pictures were made
+    assert differing == {"local.json", "sources.parquet"}  # when the plan and the images were made
 
 
 # --- Manifests that are not valid; more of them are in tests/house/test_security.py -----------------------------------

@@ -110,7 +110,7 @@ def statistics_in(store: Path, revision: int = 1) -> LatentStatistics | None:
 
 @pytest.fixture
 def grown(class_folder: Path, tmp_path: Path, encode: Callable[..., Report], quick: None) -> Path:
-    """A store of two revisions: 15 pictures, then 5 more; flipped pictures are stored too."""
+    """A store of two revisions: 15 images, then 5 more; flipped images are stored too."""
     shutil.copytree(class_folder, tmp_path / "train")
     recipe = label_recipe("vae.flip=true")
     encode(recipe, tmp_path / "train", tmp_path / "store")

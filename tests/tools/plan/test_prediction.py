@@ -103,7 +103,7 @@ def test_an_addition_to_a_finished_store_is_predicted_and_not_refused(tmp_path: 
 
 
 def test_what_is_done_once_is_not_timed(caption_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first forward of each shape takes long, as one that compiles does; so does the first picture of a decoder."""
+    """The first forward of each shape takes long, as one that compiles does; so does the first image of a decoder."""
     seen, encode, ask = set(), ImageEncoder.encode, DecoderProcess.ask
 
     def slow_at_first(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:

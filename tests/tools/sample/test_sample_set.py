@@ -183,7 +183,7 @@ def start(run: Path, out: Path, *, rank: int, **environment: str) -> ForkedPytho
 
 def test_two_processes_of_which_one_is_killed_and_started_again_draw_what_one_draws(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    go(run, out, Ranks(0, 2), count=1)  # so that the set is there, and operation 7 is the sync of the second picture
+    go(run, out, Ranks(0, 2), count=1)  # so that the set is there, and operation 7 is the sync of the second image
     other = start(run, out, rank=1, **{FAILPOINT_VARIABLE: "die@7"})
     go(run, out, Ranks(0, 2), batch=2)
     said = other.communicate(timeout=200)

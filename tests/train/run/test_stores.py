@@ -123,7 +123,7 @@ def test_stages_change_at_their_steps(here: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["small", "large"])
-def test_the_model_is_made_for_the_largest_pictures_whichever_stage_they_are_in(
+def test_the_model_is_made_for_the_largest_images_whichever_stage_they_are_in(
     first: str, here: Path, label_store: LatentStore, class_folder: Path
 ) -> None:
     Path("small").symlink_to(label_store.path)

@@ -86,7 +86,7 @@ def test_inception_has_the_parameters_of_the_published_files() -> None:
     assert weights["Mixed_7c.branch3x3dbl_3b.conv.weight"] == (384, 384, 3, 1)
 
 
-def test_inception_gives_a_row_for_each_picture_whatever_the_batch(inception_file: Path) -> None:
+def test_inception_gives_a_row_for_each_image_whatever_the_batch(inception_file: Path) -> None:
     network = open_network(str(inception_file), None, CPU)
     images = [picture(40, 56), picture(64, 64, 1)]
     features = network.features(images)
@@ -137,7 +137,7 @@ def test_another_model_than_inception_is_refused(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------- vision transformers
 
 
-def test_of_dinov2_the_class_token_of_the_normalised_picture_counts(tmp_path: Path) -> None:
+def test_of_dinov2_the_class_token_of_the_normalised_image_counts(tmp_path: Path) -> None:
     folder = make_dinov2(tmp_path / "dinov2")
     network, pixels = open_network(str(folder), None, CPU), picture()
     mean, std = (np.array(numbers)[:, None, None] for numbers in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))

@@ -59,7 +59,7 @@ def names_in(run: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [pytest.param("dit-s-4", marks=pytest.mark.slow), "pixart-tiny"])
-def test_training_is_the_same_to_the_bit_with_and_without_pictures_and_after_a_resume(
+def test_training_is_the_same_to_the_bit_with_and_without_images_and_after_a_resume(
     name: str, store_of: dict[str, LatentStore], tmp_path: Path
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
