@@ -17,7 +17,7 @@ import torch
 import zarr
 from everything import Everything
 from faults import encode
-from making import caption_recipe, label_recipe, no_progress
+from making import caption_recipe, no_progress
 
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.loader import make_loader
@@ -27,12 +27,17 @@ from leandit.datasets.store import LatentStore
 Make = Callable[[pytest.FixtureRequest, Path], Path]
 
 
-def encoded(recipe: Any, folder: str, *overrides: str) -> Make:
+def encoded(*overrides: str) -> Make:
     def make(request: pytest.FixtureRequest, path: Path) -> Path:
-        encode(recipe(*overrides), request.getfixturevalue(folder), path)
+        encode(caption_recipe(*overrides), request.getfixturevalue("caption_folder"), path)
         return path
 
     return make
+
+
+def given(store: str) -> Make:
+    """The store of a fixture, as it is."""
+    return lambda request, _path: request.getfixturevalue(store).path
 
 
 def grown(request: pytest.FixtureRequest, path: Path) -> Path:
@@ -52,12 +57,11 @@ def published(request: pytest.FixtureRequest, path: Path) -> Path:
 
 
 STORES: dict[str, tuple[Make, dict[str, Any]]] = {
-    "labels": (encoded(label_recipe, "class_folder"), {}),
-    "captions": (encoded(caption_recipe, "caption_folder"), {}),
-    "pread": (encoded(caption_recipe, "caption_folder"), {"access": "pread"}),
-    "zstd": (encoded(caption_recipe, "caption_folder", "store.codec=zstd", "vae.flip=true"), {}),
-    "float32 latents": (encoded(caption_recipe, "caption_folder", "store.dtype=float32"), {}),
-    "bfloat16 captions": (encoded(caption_recipe, "caption_folder", "store.text_dtype=bfloat16"), {}),
+    "labels": (given("label_store"), {}),
+    "captions": (given("caption_store"), {}),
+    "pread": (given("caption_store"), {"access": "pread"}),
+    "zstd, float32 latents": (encoded("store.codec=zstd", "vae.flip=true", "store.dtype=float32"), {}),
+    "bfloat16 captions": (encoded("store.text_dtype=bfloat16"), {}),
     "grown, features, four text encoders": (grown, {}),
     "compacted": (compacted, {}),
     "published": (published, {}),
