@@ -35,6 +35,7 @@ from ..sources.source import Source
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 ASKED = 128  # images whose headers are read with one message to a decoder
+FETCHED = 4  # images whose headers a thread of this process fetches, one after the other
 ASKS_AHEAD = 4  # messages in flight for each thread
 MAX_THREADS = 32
 DECODERS = "LEANDIT_DECODERS"  # environment variable of a process that shares its cores with others
@@ -84,8 +85,8 @@ def _planned(
 ) -> Iterator[pa.RecordBatch]:
     place = lru_cache(KNOWN_SIZES)(partial(place_image, images=recipe.images))
     next_rows, done = Counter[str](), 0
-    threads = num_threads() if source.is_read_by_decoders else FETCHES
-    slices = (batch.slice(i, ASKED) for batch in fresh.batches() for i in range(0, batch.num_rows, ASKED))
+    threads, length = (num_threads(), ASKED) if source.is_read_by_decoders else (FETCHES, FETCHED)
+    slices = (batch.slice(i, length) for batch in fresh.batches() for i in range(0, batch.num_rows, length))
     with ThreadPoolExecutor(threads, thread_name_prefix="leandit-scan") as pool:
         waiting: deque[tuple[pa.RecordBatch, Future[list[Size | RecordRejected]]]] = deque()
         try:

@@ -9,6 +9,8 @@ import os
 import resource
 import shutil
 import tarfile
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +33,7 @@ from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report
 from leandit.precompute.planning.images import plan_images
 from leandit.precompute.run.rejects import RejectLimits
+from leandit.precompute.run.tasks import FETCHES
 from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.source import Source, list_source
@@ -564,6 +567,31 @@ def test_planning_from_a_url_reads_the_first_bytes_of_a_jpeg(tmp_path: Path, mon
     assert read["small.jpg"] == len(small)
     assert read["large.jpg"] == HEADER_BYTES
     assert read["late.jpg"] == HEADER_BYTES + len(content)
+
+
+def test_planning_from_a_url_has_many_fetches_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(256):
+        put(tmp_path / f"source/{number}.jpg", jpeg(number % 3))
+    source = list_source(at_url(f"memory://many/{tmp_path.name}", tmp_path / "source", tmp_path / "source"))
+    in_flight, most, counting, original = 0, 0, threading.Lock(), RemoteReader.read
+
+    def slow(self: RemoteReader, path: str, start: int, end: int) -> bytes:
+        nonlocal in_flight, most
+        with counting:
+            in_flight += 1
+            most = max(most, in_flight)
+        time.sleep(0.1)
+        with counting:
+            in_flight -= 1
+        return original(self, path, start, end)
+
+    monkeypatch.setattr(RemoteReader, "read", slow)
+    recipe = label_recipe("source.labels=none")
+    with Decoders(1) as decoders:
+        limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
+        planned = plan_images(source, source.records, recipe, decoders, limits)
+    assert planned["row"].to_pylist() == list(range(256))
+    assert FETCHES // 2 < most <= FETCHES  # fewer where the machine is busy
 
 
 def test_a_url_with_nothing_or_no_file_system_is_an_error_that_names_it(s3: str) -> None:
