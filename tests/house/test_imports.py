@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_runs import make_run
 from repository import MODULES, ROOMS, ROOT, name_of, parsed
+from runs import make_run
 
 import leandit
 from leandit.datasets.store import LatentStore

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from making import CPU, caption_recipe, label_recipe, no_progress, store_digest, train_recipe, tree_digest
+from runs import HOLDOUT, run_to
 from safetensors import safe_open
 from safetensors.torch import load_file
-from shown_runs import HOLDOUT, run_to
 
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.batches.latents import denormalise

@@ -18,7 +18,7 @@ from faults import encode, without_seal
 from forked import ForkedPython
 from making import CPU, label_recipe, make_class_folder, no_progress, picture, train_recipe, tree_digest
 from ranks import start_ranks
-from shown_runs import bits
+from runs import bits
 
 from leandit.datasets.errors import DamageError, RunError, StoreError, StoreIncomplete
 from leandit.datasets.store import LatentStore

@@ -17,7 +17,7 @@ import pytest
 from forked import ForkedPython
 from harness import start
 from making import CPU, LABEL_RECIPE, TRAIN_RECIPE, train_recipe
-from shown_runs import bits, read_all
+from runs import bits, read_all
 
 from leandit.datasets.disk.strays import find_strays
 from leandit.datasets.store import LatentStore

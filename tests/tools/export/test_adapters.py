@@ -11,9 +11,9 @@ import pytest
 import torch
 from loaded import forward, load_transformer
 from making import CPU, train_recipe, tree_digest
+from runs import run_to
 from safetensors import safe_open
 from safetensors.torch import save_file
-from shown_runs import run_to
 from torch import Tensor
 
 from leandit.datasets.batches.captions import Captions

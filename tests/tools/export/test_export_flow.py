@@ -12,7 +12,7 @@ import pytest
 import torch
 from loaded import load_pipeline
 from making import CPU, FLOW_MODELS, caption_recipe, no_progress, train_recipe
-from shown_runs import run_to
+from runs import run_to
 from tiny_autoencoders import save_autoencoder
 from tiny_models import save_clip, save_qwen3, save_qwen_vl, save_t5
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from forked import fork_interpreters, run_forked
-from made_runs import report_line
 from making import CPU, no_progress, shrink_models
 from planner import CASES, Case, measured_peak, planner_job, predicted_peak
+from runs import report_line
 
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.tools.plan import step_memory, training

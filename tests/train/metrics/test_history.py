@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_runs import LINES, LOG_EVERY, make_run, report_line
 from making import CPU, train_recipe
+from runs import LINES, LOG_EVERY, make_run, report_line
 
 from leandit import __version__
 from leandit.datasets.errors import DamageError

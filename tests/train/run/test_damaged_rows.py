@@ -11,7 +11,7 @@ import pytest
 from faults import flip
 from making import train_recipe
 from ranks import start_ranks
-from shown_runs import run_to
+from runs import run_to
 
 from leandit.datasets.errors import DamageError
 from leandit.datasets.store import LatentStore

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from making import CPU, train_recipe
+from runs import bits, lines, run_to
 from safetensors.torch import load_file
-from shown_runs import bits, lines, run_to
 from torch import Tensor
 
 from leandit.datasets.batches.captions import Captions

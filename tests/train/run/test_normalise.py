@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from making import CPU, no_progress, train_recipe
-from shown_runs import run_to
+from runs import run_to
 
 from leandit.datasets.batches.latents import denormalise, final_latents, normalised_as
 from leandit.datasets.format.schema import LatentStatistics

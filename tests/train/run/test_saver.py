@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from making import train_recipe, tree_digest
-from shown_runs import run_to
+from runs import run_to
 
 from leandit.datasets.errors import ResourceError
 from leandit.datasets.store import LatentStore

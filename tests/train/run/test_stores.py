@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from making import CPU, TRAIN_RECIPE, label_recipe, no_progress
-from shown_runs import bits
+from runs import bits
 
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.format.schema import UNKNOWN, FeatureEncoder, FeatureSpec

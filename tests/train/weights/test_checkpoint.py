@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from harness import start
 from making import CPU, train_recipe, tree_digest
-from shown_runs import read_all
+from runs import read_all
 
 from leandit.datasets.disk.files import Failpoint
 from leandit.datasets.disk.hashing import canonical_json, read_json, sha256_of, xxh3_parts

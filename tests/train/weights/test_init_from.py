@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from making import CPU, label_recipe, make_class_folder, shaken, train_recipe
+from runs import bits, run_to
 from safetensors.torch import load_file, save_file
-from shown_runs import bits, run_to
 from torch import Tensor
 
 from leandit.datasets.errors import DamageError, LeanditError, RunError

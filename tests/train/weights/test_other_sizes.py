@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from making import train_recipe
-from shown_runs import run_to
+from runs import run_to
 
 from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from browsing import Watched
-from made_runs import make_grid, make_run
 from making import no_progress
+from runs import make_grid, make_run
 from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT, hostile_store
 
 from leandit.tools.inspection.report.run import report_run

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import make_grid, make_run
 from making import CPU, train_recipe
 from PIL import Image
-from shown_runs import HOLDOUT
+from runs import HOLDOUT, make_grid, make_run
 from view_sites import Elements
 
 from leandit.datasets.errors import DamageError, RecipeError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import LINES, LOG_EVERY, Change, make_run, report_line
+from runs import LINES, LOG_EVERY, Change, make_run, report_line
 
 from leandit.tools.inspection.report.rules import TABLE, alerts_of
 from leandit.tools.inspection.report.run_facts import RunFacts

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from browsing import Watched, viewed
-from made_runs import LINES, make_grid, make_run, report_line
+from runs import LINES, make_grid, make_run, report_line
 from view_sites import MARKUP, hostile_store
 
 pytestmark = pytest.mark.usefixtures("tiny_models")

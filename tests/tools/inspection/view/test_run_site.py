@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from made_runs import make_grid, make_run, report_line
 from making import tree_digest
+from runs import make_grid, make_run, report_line
 from view_sites import ROOT, client
 
 from leandit.tools.inspection.report import run as report

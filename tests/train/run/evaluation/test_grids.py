@@ -14,8 +14,8 @@ import torch
 from forked import ForkedPython
 from making import CPU, ROOT, label_recipe, no_progress, train_recipe
 from PIL import Image
+from runs import HOLDOUT, assert_same_training, run_to
 from safetensors.torch import load_file
-from shown_runs import HOLDOUT, assert_same_training, run_to
 
 from leandit.datasets.batches.latents import denormalise
 from leandit.datasets.errors import DamageError, RecipeError

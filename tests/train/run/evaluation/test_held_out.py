@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from making import CPU, train_recipe
-from shown_runs import EVERY, HOLDOUT, assert_same_training, losses_held_out, run_to
+from runs import EVERY, HOLDOUT, assert_same_training, losses_held_out, run_to
 
 from leandit.datasets.batches.captions import captions_of
 from leandit.datasets.batches.latents import final_latents, keyed_noise

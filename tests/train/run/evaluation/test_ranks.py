@@ -10,8 +10,8 @@ import pytest
 import torch
 from making import train_recipe
 from ranks import run_ranks
+from runs import EVERY, HOLDOUT, assert_same_training, losses_held_out, run_to
 from safetensors.torch import load_file
-from shown_runs import EVERY, HOLDOUT, assert_same_training, losses_held_out, run_to
 
 from leandit.datasets.store import LatentStore
 from leandit.train.run.evaluation.decoding import Decoding
