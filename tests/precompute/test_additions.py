@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from everything import Everything, several_shards
-from faults import SHARD_ROWS, checked, copy_of, deep, encode, files_of, flip
+from faults import DAMAGES, SHARD_ROWS, checked, copy_of, deep, encode, files_of
 from harness import InProcessDecoders, Scenario, assert_true_so_far, assert_whole
 from making import lasting_digest, store_digest, tree_digest
 
@@ -65,13 +65,8 @@ def test_a_repair_brings_every_byte_back(damages: int, everything: Everything, t
     root = copy_of(everything.added, tmp_path / "store")
     paths = some_of_each_kind(root, damages, rng)
     for number, path in enumerate(rng.sample(paths, damages) if len(paths) > damages else paths):
-        how = ("flip", "gone", "half")[number % 3]
-        if how == "flip":
-            flip(root / path, rng.randrange(8 * os.path.getsize(root / path)))
-        elif how == "gone":
-            (root / path).unlink()
-        else:
-            os.truncate(root / path, (root / path).stat().st_size // 2)
+        how = ("a flipped bit", "gone", "half")[number % 3]
+        DAMAGES[how][0](root / path)
         found, done = checked(root, everything.source_then, repair=True)
         if found.findings:
             assert {finding.cause for finding in found.findings} == {"not_reproduced"}, (how, path)

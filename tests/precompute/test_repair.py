@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
 import re
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import (
+    DAMAGES,
     REVISION_FILES,
     Pictures,
     checked,
@@ -99,15 +99,14 @@ def tasks_encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def damage(file: Path, how: str) -> None:
-    if how == "flip":
-        flip(file, 8 * file.stat().st_size // 3)
-    elif how == "gone":
-        file.unlink()
-    else:
-        os.truncate(file, file.stat().st_size // 2)
+    DAMAGES[how][0](file)
 
 
-ROTATED = [["flip", "gone", "half"], ["gone", "half", "flip"], ["half", "flip", "gone"]]
+ROTATED = [
+    ["a flipped bit", "gone", "half"],
+    ["gone", "half", "a flipped bit"],
+    ["half", "a flipped bit", "gone"],
+]
 
 
 @pytest.mark.timeout(3600)
@@ -260,7 +259,7 @@ def test_a_repair_that_is_killed_goes_on(step: int, plain: tuple[Pictures, Path]
     def damaged() -> Path:
         root = copy_of(plain[1], work)
         for path in ("buckets/64x64/moments/c/0/0/0/0", "captions/null/c/0/0", "zarr.json", FIRST + "manifest.json"):
-            damage(root / path, "flip")
+            damage(root / path, "a flipped bit")
         (root / FIRST / "records.parquet").unlink()
         return root
 
