@@ -132,29 +132,22 @@ class Decoders:
 
     def size(
         self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, *, exif_orientation: bool = True
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int] | None:
         """Height and width in pixels of an image, from its header.
 
         Args:
-          path, offset, num_bytes, data: as in ``ImagePlace``.
+          path, offset, num_bytes: as in ``ImagePlace``.
+          data: the bytes, if no local file holds them, or only the first of ``num_bytes``.
           exif_orientation: as for ``pixels.read_size``.
+        Returns: None if the first bytes are not enough.
         Raises:
           RecordRejected: stage "scan"; not an image, too large, unreadable, or it crashed its child.
           ResourceError: a child cannot be started, or the disk or this machine fails, after some tries.
           RuntimeError: a bug in the decoder, or this is closed.
         """
-        size = self.size_of_head(path, offset, num_bytes, data, exif_orientation=exif_orientation)
-        assert size, "all of its bytes were at hand"
-        return size
-
-    def size_of_head(
-        self, path: Path, offset: int, num_bytes: int, head: bytes | None, *, exif_orientation: bool = True
-    ) -> tuple[int, int] | None:
-        """As ``size``, from only the first bytes; None if they do not tell."""
         job = {"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes}
-        answer, _ = self._ask(job | {"exif_orientation": exif_orientation}, head)
-        height_px, width_px = answer["size"] or (0, 0)
-        return (height_px, width_px) if height_px else None
+        answer, _ = self._ask(job | {"exif_orientation": exif_orientation}, data)
+        return answer["size"] and tuple(answer["size"])
 
     def sizes(
         self, places: Sequence[ImagePlace], *, exif_orientation: bool = True
@@ -177,7 +170,9 @@ class Decoders:
 
     def _size_or_reject(self, place: ImagePlace, exif_orientation: bool) -> tuple[int, int] | RecordRejected:
         try:
-            return self.size(*place, exif_orientation=exif_orientation)
+            size = self.size(*place, exif_orientation=exif_orientation)
+            assert size, "a file has all bytes"
+            return size
         except RecordRejected as reject:
             return reject
 

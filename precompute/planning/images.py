@@ -178,9 +178,10 @@ def _sent_size(
     exif: dict[str, bool] = {"exif_orientation": images.exif_orientation}
     try:
         head = source.read_head(*place)
-        if head and (size := decoders.size_of_head(Path(path), offset, num_bytes, head, **exif)):
-            return size
-        return decoders.size(*source.place(*place, stage="scan"), **exif)
+        size = decoders.size(Path(path), offset, num_bytes, head, **exif) if head else None
+        size = size or decoders.size(*source.place(*place, stage="scan"), **exif)
+        assert size, "all of its bytes were at hand"
+        return size
     except RecordRejected as reject:
         return reject
 
