@@ -334,11 +334,7 @@ def test_a_stock_dataloader_with_workers_gives_the_same_batches_from_any_step(
     wanted = [reader[number] for number in range(17)]
     for first, workers in ((0, 2), (5, 3)) if method == "fork" else ((3, 1),):
         loader = DataLoader(
-            reader,
-            batch_size=None,
-            sampler=range(first, 17),
-            num_workers=workers,
-            multiprocessing_context=method,
+            reader, batch_size=None, sampler=range(first, 17), num_workers=workers, multiprocessing_context=method
         )
         assert_all_same(list(loader), wanted[first:])
 

@@ -8,13 +8,7 @@ from leandit.datasets.units import readable_size, readable_time
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "shown"),
-    [
-        (0, "0 B"),
-        (3482, "3.4 KiB"),
-        (1_288_490_189, "1.2 GiB"),
-        (2**70, "1048576.0 PiB"),
-    ],
+    ("num_bytes", "shown"), [(0, "0 B"), (3482, "3.4 KiB"), (1_288_490_189, "1.2 GiB"), (2**70, "1048576.0 PiB")]
 )
 def test_a_size_has_the_unit_that_reads_best(num_bytes: float, shown: str) -> None:
     assert readable_size(num_bytes) == shown

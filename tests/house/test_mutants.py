@@ -207,10 +207,7 @@ def marks(check: Callable[..., Any], mutant: Callable[[], None] | None = None) -
     return [pytest.mark.slow if check is crash_points else pytest.mark.integration]
 
 
-@pytest.mark.parametrize(
-    "check",
-    [pytest.param(it, marks=marks(it), id=it.__name__) for it in CHECKS],
-)
+@pytest.mark.parametrize("check", [pytest.param(it, marks=marks(it), id=it.__name__) for it in CHECKS])
 def test_the_code_as_it_is_passes(check: Callable[[Scenario, Change], None], first: Scenario) -> None:
     check(first, None)
 
@@ -345,10 +342,7 @@ def lease_stands_for_a_commit() -> None:
     rewrite(
         StoreWriter,
         "missing_tasks",
-        (
-            "if not self.is_committed(task)]",
-            "if not (self.is_committed(task) or self._leased(task))]",
-        ),
+        ("if not self.is_committed(task)]", "if not (self.is_committed(task) or self._leased(task))]"),
     )
 
     def leased(self: StoreWriter, task: tuple[str, int]) -> bool:
@@ -397,12 +391,7 @@ MUTANTS = [
 @pytest.mark.parametrize(
     ("mutant", "check"),
     [
-        pytest.param(
-            mutant,
-            check,
-            marks=marks(check, mutant),
-            id=f"{mutant.__name__}-{check.__name__}",
-        )
+        pytest.param(mutant, check, marks=marks(check, mutant), id=f"{mutant.__name__}-{check.__name__}")
         for mutant, check in MUTANTS
     ],
 )

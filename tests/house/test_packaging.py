@@ -166,10 +166,7 @@ def test_every_exception_is_caught_at_the_edge_and_where_an_image_is_rejected_on
     }
     # encoders/text/tokenizer.py: the library of the tokenizers raises this very class; any other goes on
     # images.py: the edges of two threads, for whose images a page waits
-    edges = {
-        "tools/cli/commands.py",
-        "tools/inspection/view/images.py",
-    }
+    edges = {"tools/cli/commands.py", "tools/inspection/view/images.py"}
     libraries = {"precompute/encoders/text/tokenizer.py"}
     # whatever a library makes of a config or weights that are not valid
     libraries |= {"precompute/encoders/pretrained.py", "precompute/encoders/text/families.py"}

@@ -694,14 +694,7 @@ def put(row: int, offset: int, length: int) -> Callable[[np.ndarray], Any]:
         put(5, 2**64 - 1, 24),
         put(2, 10, 3),
     ],
-    ids=[
-        "offset beyond",
-        "length beyond",
-        "wrapped",
-        "wrapped amid",
-        "half absent",
-        "shorter than a checksum",
-    ],
+    ids=["offset beyond", "length beyond", "wrapped", "wrapped amid", "half absent", "shorter than a checksum"],
 )
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_a_shard_index_that_leads_outside_is_refused(
@@ -1158,11 +1151,7 @@ PREPROCESSOR = {
         },
     ),
 }
-SIZES = {
-    "hidden_size": ("x", -8, 0, 10**12, [8]),
-    "num_hidden_layers": (None, 10**9),
-    "num_attention_heads": (0, 3),
-}
+SIZES = {"hidden_size": ("x", -8, 0, 10**12, [8]), "num_hidden_layers": (None, 10**9), "num_attention_heads": (0, 3)}
 BY_KIND = {
     "vae": all_in(
         "config.json",

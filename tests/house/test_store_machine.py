@@ -311,16 +311,12 @@ def write_tree(store: Path, files: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("examples", "steps"),
-    [pytest.param(6, 12, id="sample"), pytest.param(150, 30, id="long", marks=pytest.mark.slow)],
+    ("examples", "steps"), [pytest.param(6, 12, id="sample"), pytest.param(150, 30, id="long", marks=pytest.mark.slow)]
 )
 def test_a_store_agrees_with_its_model_whatever_happens(examples: int, steps: int) -> None:
     run_state_machine_as_test(
         StoreMachine,
         settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
+            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

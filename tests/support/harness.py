@@ -362,12 +362,7 @@ def precompute_command(
         if not real_decoders:
             pipeline.Decoders = InProcessDecoders
         report = pipeline.precompute(
-            recipe(*overrides),
-            source_path=source,
-            store_path=store,
-            device=CPU,
-            progress=no_progress,
-            options=options,
+            recipe(*overrides), source_path=source, store_path=store, device=CPU, progress=no_progress, options=options
         )
         return {"committed": committed, "root_hash": report.manifest.root_hash, "num_encoded": report.num_encoded}
 

@@ -133,8 +133,7 @@ def test_every_key_of_the_attribute_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "model"),
-    [("images", ImageSpec), ("latent", LatentSpec), ("text", TextSpec), ("vae", EncoderIdentity)],
+    ("key", "model"), [("images", ImageSpec), ("latent", LatentSpec), ("text", TextSpec), ("vae", EncoderIdentity)]
 )
 def test_every_nested_key_of_the_attribute_is_named_in_its_row(key: str, model: type[BaseModel]) -> None:
     assert keys_of(model) - quoted(row_of(2, key)) == set()

@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leandit.datasets.order.shuffle import (
-    keyed_choice,
-    keyed_hash,
-    permute,
-    permute_groups,
-    permute_in_windows,
-)
+from leandit.datasets.order.shuffle import keyed_choice, keyed_hash, permute, permute_groups, permute_in_windows
 
 seeds = st.integers(0, 2**64 - 1)
 

@@ -35,12 +35,7 @@ FOUR |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("Up
 KL = FOUR | {"latent_channels": 4, "scaling_factor": 0.3611, "shift_factor": 0.1159}
 QWEN_VAE = {"dim_mult": [1, 1, 1, 1], "temperal_downsample": [False, True, True]}
 STEPS = 3
-SETTINGS = (
-    "run.ema_decay=0.0",
-    "objective.shift=3.0",
-    "schedule.kind=constant",
-    "schedule.warmup_steps=0",
-)
+SETTINGS = ("run.ema_decay=0.0", "objective.shift=3.0", "schedule.kind=constant", "schedule.warmup_steps=0")
 
 
 def text(name: str, folder: Path, *settings: str, template: str = "") -> list[str]:
@@ -62,12 +57,7 @@ def flux2(root: Path) -> list[str]:
     save_qwen3(root / "qwen")
     save_autoencoder(root / "vae", "flux2", **FOUR | {"latent_channels": 2})
     template = load_precompute("flux2-klein-1024", []).texts["qwen"].template
-    settings = (
-        "kind=causal_lm",
-        "layers=[1,2,3]",
-        "full_length=true",
-        "max_tokens=48",
-    )
+    settings = ("kind=causal_lm", "layers=[1,2,3]", "full_length=true", "max_tokens=48")
     return ["text.kind=none", *text("qwen", root / "qwen", *settings, template=template)]
 
 
@@ -75,14 +65,7 @@ def qwen_image(root: Path) -> list[str]:
     save_qwen_vl(root / "qwen")
     save_autoencoder(root / "vae", "qwen", **QWEN_VAE)
     template = load_precompute("qwen-image-1024", []).text.template
-    return text(
-        "",
-        root / "qwen",
-        "kind=causal_lm",
-        "drop_prefix_tokens=34",
-        "max_tokens=160",
-        template=template,
-    )
+    return text("", root / "qwen", "kind=causal_lm", "drop_prefix_tokens=34", "max_tokens=160", template=template)
 
 
 def z_image(root: Path) -> list[str]:

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from leandit.tools.sample.evaluation import distances
-from leandit.tools.sample.evaluation.distances import (
-    cmmd,
-    frechet_distance,
-    kernel_distance,
-    neighbor_measures,
-)
+from leandit.tools.sample.evaluation.distances import cmmd, frechet_distance, kernel_distance, neighbor_measures
 
 Sets = tuple[np.ndarray, np.ndarray]
 
