@@ -24,7 +24,6 @@ from leandit.tools.cli.recipe_keys import recipe_keys
 from leandit.tools.cli.verbs.start import recipes
 from leandit.train.config import TrainRecipe, load
 from leandit.train.loop import StopRequest, train
-from leandit.train.run.fit import model_for_stores
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (ROOT / "docs/commands.md").read_text()
@@ -76,9 +75,8 @@ def test_every_recipe_key_is_listed_with_its_default_and_meaning(
 
 
 @pytest.mark.parametrize("package", ["leandit.precompute", "leandit.train"])
-def test_every_shipped_recipe_is_documented_and_says_its_command_and_hardware(package: str) -> None:
+def test_every_shipped_recipe_says_its_command(package: str) -> None:
     for name, text in shipped_recipes(package).items():
-        assert f"`{name}`" in COMMANDS
         head = text.split("\n\n")[0] + text.split("\n\n")[1] if "\n\n" in text else text
         assert f"leandit {package.split('.')[1]} {name}" in head, name
 
@@ -106,17 +104,6 @@ def test_the_code_about_batches_runs(
         exec(block.replace("global_batch=16", "global_batch=4"), names)
     assert names["batch"].number == 5
     assert names["again"].dataset.number == 2
-
-
-@pytest.mark.integration
-def test_the_code_about_stable_diffusion_3_makes_a_store_that_its_small_model_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), re.DOTALL)
-    exec(block, {})
-    spec, _ = model_for_stores(load("sd3.5-medium-512", ["model.name=sd3-tiny"]), [LatentStore("sd3-noise")])
-    assert (spec.joined_tokens, spec.caption_width, spec.pooled_width) == (333, 4096, 2048)
 
 
 @pytest.mark.integration
