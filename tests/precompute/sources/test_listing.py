@@ -175,3 +175,27 @@ def test_linked_class_folders_are_followed_each_once_and_two_links_belong_to_the
     assert listed.classes == ["dog", "zebra"]
     assert [(r.key, r.label, r.problem) for r in listed.records] == [("dog/0.png", 0, None), ("zebra/0.png", 1, None)]
     assert listed.ignored.folders == {"inner": 1}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT * FROM read_csv('{path}')",
+        "COPY (SELECT 1) TO '{path}'",
+        "INSTALL httpfs",
+        "SELECT * FROM read_csv('http://127.0.0.1:1/a.csv')",
+        "SET enable_external_access = true",
+    ],
+)
+def test_sql_opens_no_other_file_installs_nothing_and_keeps_its_limits(statement: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text("a\n1\n")
+    with pytest.raises(SourceError, match="table"), duck.database("table", str(tmp_path / "table.csv")) as connection:
+        connection.execute(statement.format(path=path))
+    assert path.read_text() == "a\n1\n"
+
+
+def test_sql_downloads_no_extension() -> None:
+    settings = ", ".join(f"current_setting('auto{what}_known_extensions')" for what in ("install", "load"))
+    with duck.database("table") as connection:
+        assert connection.sql(f"SELECT {settings}").fetchall() == [(False, False)]
