@@ -58,10 +58,12 @@ def damaged(source: Path, work: Path) -> Damaged:
 
 STORES: dict[str, Callable[[Path], Path]] = {
     "float16": lambda root: make_plain(root, "vae.flip=true")[1],
-    "float32 means, zstd": lambda root: make_plain(root, "store.dtype=float32", "vae.keep=mean", "store.codec=zstd")[1],
-    "bfloat16 captions, zstd": lambda root: make_plain(root, "store.text_dtype=bfloat16", "store.codec=zstd")[1],
-    "int8 captions": lambda root: make_plain(root, "store.text_dtype=int8")[1],
-    "grown, zstd": lambda root: make_grown(root, "vae.flip=true", "store.codec=zstd")[1],
+    "float32 means, int8 captions, zstd": lambda root: make_plain(
+        root, "store.dtype=float32", "vae.keep=mean", "store.text_dtype=int8", "store.codec=zstd"
+    )[1],
+    "grown, bfloat16 captions, zstd": lambda root: make_grown(
+        root, "vae.flip=true", "store.text_dtype=bfloat16", "store.codec=zstd"
+    )[1],
 }
 
 
@@ -153,15 +155,15 @@ def silent_damages(store: Damaged, seed: int, count: int, check: str = "first") 
 
 
 def test_no_damage_of_a_shard_trains_in_silence(store: Damaged) -> None:
-    silent, found = silent_damages(store, seed=1, count=10)
+    silent, found = silent_damages(store, seed=1, count=12)
     assert silent == []
     assert found >= 3
 
 
 @pytest.mark.slow
-def test_none_of_a_thousand_damages_of_six_stores_trains_in_silence(store: Damaged) -> None:
-    silent, found = silent_damages(store, seed=2, count=170)
-    print(f"{found} of 170 found, the others harmless")
+def test_none_of_a_thousand_damages_of_four_stores_trains_in_silence(store: Damaged) -> None:
+    silent, found = silent_damages(store, seed=2, count=250)
+    print(f"{found} of 250 found, the others harmless")
     assert silent == []
 
 
