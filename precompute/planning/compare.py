@@ -7,10 +7,9 @@ source is read again, but never encoded again. The comparison is a join in DuckD
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import duckdb
@@ -22,12 +21,12 @@ import xxhash
 from ...datasets.disk.spill import BATCH_ROWS, TakenColumn, map_array, map_table, rebatched
 from ...datasets.errors import RecordRejected
 from ...datasets.format.schema import Manifest
-from ...datasets.format.table_schemas import PLACES, RECORDS_SCHEMA, place_columns, records_schema
+from ...datasets.format.table_schemas import PLACES, PLAN_SCHEMA, place_columns
 from ...datasets.revisions.plan import FrozenPlan
 from ..config import PrecomputeRecipe
 from ..sources.files.record import NO_CAPTION
 from ..sources.listing.duck import database, identifier, literal, numbered
-from ..sources.listing.listing import PLACE_NAMES, PLACES_SQL, SCHEMA, Listing, spool, take_rows
+from ..sources.listing.listing import PLACE_NAMES, PLACES_SQL, SCHEMA, Listing, spool
 from ..sources.source import Source
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -38,6 +37,9 @@ OF_THE_LISTING = ("bad_metadata", "missing_file", DUPLICATE, "no_caption")  # re
 GONE, SAME, CHANGED, UNDECIDED = range(4)  # states of a record of the base; the bytes of its file decide the last
 CHECKED_AT_ONCE = 4096  # files that are read to compare their bytes
 WHAT = "the comparison with the store"
+# Beyond the columns of a plan: a record's position in the source, -1 if it is gone; its captions, null where those of
+# the base stay.
+FOUND = (pa.field("position", pa.int64()), SCHEMA.field("captions"))
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,6 @@ class Base:
 
     plan: FrozenPlan
     manifest: Manifest
-
-    @cached_property
-    def records(self) -> pa.Table:
-        """Its records table, as ``records_schema``."""
-        return self.plan.records.select(records_schema(self.plan.spec).names)
 
     def sizes_differ(self, recipe: PrecomputeRecipe) -> bool:
         """Base and recipe disagree whether sizes come from headers or from the manifest."""
@@ -75,9 +72,9 @@ class Comparison:
     """Differences between a source and a revision.
 
     Args:
-      kept: records carried over as they are listed now, in the order of the base.
+      carried: the base's records that are carried over, in its order, with their present labels and places (its plan's
+        columns, those of new companions, and FOUND).
       fresh: records to plan, in the order of the source.
-      table: the base's records that are carried over (RECORDS_SCHEMA and columns of groups).
       attempts: (F,) int32, the number of this attempt of each fresh record; None if it is the first of all.
       gone_classes: classes that only gone records have; they follow the source's own.
       num_added, num_changed, num_retried: counts of the fresh records.
@@ -87,9 +84,8 @@ class Comparison:
       is_renamed: class names have changed.
     """
 
-    kept: Listing
+    carried: pa.Table
     fresh: Listing
-    table: pa.Table
     attempts: np.ndarray | None = None
     gone_classes: list[str] = field(default_factory=list)
     num_added: int = 0
@@ -108,7 +104,7 @@ class Comparison:
 
 def all_fresh(records: Listing) -> Comparison:
     """A comparison in which every record is new."""
-    return Comparison(Listing([]), records, RECORDS_SCHEMA.empty_table(), num_added=len(records))
+    return Comparison(pa.schema([*PLAN_SCHEMA, *FOUND]).empty_table(), records, num_added=len(records))
 
 
 def compare(
@@ -126,7 +122,7 @@ def compare(
       recipe: of the next revision; its ``source.check`` may request reading every file.
       progress: called with the number of records that are compared so far.
     """
-    num_known, num_listed = base.records.num_rows, len(source.records)
+    num_known, num_listed = base.plan.records.num_rows, len(source.records)
     states = map_array(num_known, "uint8", WHAT)
     is_described = map_array(num_known, "bool", WHAT)
     listed_of, known_of = map_array(num_known, "int64", WHAT), map_array(num_listed, "int64", WHAT)
@@ -140,7 +136,7 @@ def compare(
     is_gone, is_same = states == GONE, states == SAME
     is_kept = is_same.copy()
     if options.retry_rejected:
-        is_kept &= _column_mask(base.records["status"], "stored")
+        is_kept &= pc.equal(base.plan.records["status"], "stored").to_numpy()
     is_kept |= is_gone & (not options.drop_gone)
     is_new = known_of < 0
     is_fresh = is_new | ~is_kept[known_of]  # gone records that are still listed become rejects
@@ -148,13 +144,15 @@ def compare(
     attempts = None
     if is_retried.any():
         attempts, retried = np.ones(int(is_fresh.sum()), np.int32), np.flatnonzero(is_retried)
-        before = TakenColumn(base.records["attempts"], known_of[retried])
+        before = TakenColumn(base.plan.records["attempts"], known_of[retried])
         attempts[is_retried[is_fresh]] += np.array(before[:], np.int32)
+    listed_of[is_gone] = -1
     gone_classes, labels = _classes_of_gone(base, is_gone & (not options.drop_gone), source)
+    has_new_texts = is_described if base.plan.spec.text_encoders else np.ones(num_known, bool)
+    fresh = _chosen(source.records.batches(), is_fresh)
     return Comparison(
-        kept=_spooled(_kept(source.records, base, is_kept, is_gone, listed_of, labels)),
-        fresh=_spooled(_chosen(source.records.batches(), is_fresh)),
-        table=map_table(base.records.schema, rebatched(_chosen(base.records.to_batches(), is_kept), BATCH_ROWS), WHAT),
+        carried=_carried(source, base, is_kept, listed_of, has_new_texts, labels),
+        fresh=spool(fresh, lambda _: None, check_keys=False),  # repeated keys are already marked
         attempts=attempts,
         gone_classes=gone_classes,
         num_added=int(is_new.sum()),
@@ -166,16 +164,7 @@ def compare(
     )
 
 
-def _spooled(batches: Iterator[pa.RecordBatch]) -> Listing:
-    return spool(batches, lambda _: None, check_keys=False)  # repeated keys are already marked
-
-
-def _column_mask(column: pa.ChunkedArray, value: str) -> np.ndarray:
-    masks = [pc.fill_null(pc.equal(chunk, value), False).to_numpy(zero_copy_only=False) for chunk in column.chunks]
-    return np.concatenate([np.empty(0, bool), *masks])
-
-
-def _chosen(batches: Iterator[pa.RecordBatch] | Sequence[pa.RecordBatch], mask: np.ndarray) -> Iterator[pa.RecordBatch]:
+def _chosen(batches: Iterable[pa.RecordBatch], mask: np.ndarray) -> Iterator[pa.RecordBatch]:
     """The rows of a mask."""
     start = 0
     for batch in batches:
@@ -241,9 +230,8 @@ def _load_known(connection: duckdb.DuckDBPyConnection, base: Base) -> None:
     """Load the records of the base as ``known``; ``texts`` is null where no captions were encoded."""
     companions = place_columns(base.plan.spec)
     planned = [name for names in ([*PLACES], *companions) for name in names]
-    columns = {name: base.plan.records[name] for name in ("key", "label", "caption_ids", *planned)}
-    columns |= {name: base.records[name] for name in ("status", "row", "reason", "detail", "height_px", "width_px")}
-    table = pa.table(columns)
+    described = ("status", "row", "reason", "detail", "height_px", "width_px")
+    table = base.plan.records.select(["key", "label", "caption_ids", *planned, *described])
     connection.register("stream", numbered(table.schema, table.to_batches()))
     places = ", ".join(f"row({', '.join(map(identifier, names))})" for names in companions)
     has_text = "row >= 0" if base.plan.spec.text_encoders else "false"
@@ -280,7 +268,7 @@ def _decide(
     undecided = undecided[np.argsort(listed_of[undecided], kind="stable")]
     spec = base.plan.spec
     checksums = {
-        name: TakenColumn(base.records[f"source_checksum{suffix}"], undecided)
+        name: TakenColumn(base.plan.records[f"source_checksum{suffix}"], undecided)
         for name, suffix in [("", ""), *((companion.name, f"_{companion.name}") for companion in spec.companions)]
     }
 
@@ -311,65 +299,61 @@ def _checksum(source: Source, place: tuple[str, int, int, int], companion: str) 
 # ------------------------------------------------------------------------------------------------------- carried over
 
 
-def _kept(
-    listed: Listing,
+def _carried(
+    source: Source,
     base: Base,
     is_kept: np.ndarray,
-    is_gone: np.ndarray,
     listed_of: np.ndarray,
+    has_new_texts: np.ndarray,
     labels: dict[int, int],
-) -> Iterator[pa.RecordBatch]:
-    """Records carried over, in batches of the listing: as they are listed now, gone ones as they were planned."""
-    start = 0
-    for batch in base.plan.records.to_batches():
-        rows = np.flatnonzero(is_kept[start : start + batch.num_rows])
-        gone = is_gone[start + rows]
-        present = listed.take(listed_of[start + rows[~gone]])
-        if gone.any():
-            planned = _as_planned(base, batch.take(pa.array(rows[gone])), labels)
-            both = pa.Table.from_batches([present, planned]).combine_chunks().to_batches()[0]
-            present = both.take(pa.array(np.argsort(np.argsort(gone, kind="stable"), kind="stable")))
-        yield present
-        start += batch.num_rows
-
-
-def _as_planned(base: Base, planned: pa.RecordBatch, labels: dict[int, int]) -> pa.RecordBatch:
-    """Gone records as the listing had them.
+) -> pa.Table:
+    """Records carried over, as ``Comparison.carried``: labels and places as they are listed now, those of gone records
+    as they were planned.
 
     Args:
-      labels: new ones by the labels of the base.
+      is_kept, listed_of, has_new_texts: of all records of the base; the position in the source is -1 if it is gone.
+      labels: new ones of gone records, by those of the base.
     """
-    lists = planned["caption_ids"]
-    ids = lists.flatten()
-    texts = take_rows(
-        base.plan.captions.select(["text"]).to_batches(),
-        ids.to_numpy(),
-        pa.schema([base.plan.captions.schema.field("text")]),
-    )["text"]
-    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
-    places = (
-        zip(*(planned[name].to_pylist() for name in names), strict=True) for names in place_columns(base.plan.spec)
-    )
-    companions = [
-        [dict(zip(PLACE_NAMES, place, strict=True)) for place in of_record if place[0] is not None]
-        for of_record in zip(*places, strict=True)
-    ]
-    count = planned.num_rows
-    columns = {
-        "key": planned["key"],
-        "path": planned["source_path"],
-        "offset": planned["source_offset"],
-        "num_bytes": planned["source_bytes"],
-        "mtime_ns": planned["source_mtime_ns"],
-        "label": pa.array([labels.get(label, label) for label in planned["label"].to_pylist()], pa.int32()),
-        "captions": pa.ListArray.from_arrays(pa.array(np.append(0, np.cumsum(lengths)), pa.int32()), texts),
-        "reason": pa.nulls(count, pa.string()),
-        "detail": pa.nulls(count, pa.string()),
-        "height_px": pa.array(np.zeros(count, np.int32)),
-        "width_px": pa.array(np.zeros(count, np.int32)),
-        "companions": companions or [[]] * count,
-    }
-    return pa.RecordBatch.from_pydict(columns, SCHEMA)
+    planned_schema = base.plan.records.schema
+    added = [field for field in place_fields(source.companions) if field.name not in planned_schema.names]
+    schema = pa.schema([*planned_schema, *added, *FOUND])
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        start = 0
+        for batch in base.plan.records.to_batches():
+            rows = np.flatnonzero(is_kept[start : start + batch.num_rows])
+            known, planned = start + rows, batch.take(pa.array(rows))
+            positions, start = listed_of[known], start + batch.num_rows
+            is_gone = pa.array(positions < 0)
+            listed = source.records.take(positions.clip(0))
+            columns = {field.name: pa.nulls(len(rows), field.type) for field in added}
+            columns |= {name: planned[name] for name in planned_schema.names}
+            if labels:
+                new_labels = [labels.get(label, label) for label in planned["label"].to_pylist()]
+                columns["label"] = pa.array(new_labels, pa.int64())
+            now = {"label": listed["label"].cast(pa.int64()), **listed_places(listed, source.companions)}
+            columns |= {name: pc.if_else(is_gone, columns[name], values) for name, values in now.items()}
+            is_new = pa.array(has_new_texts[known] & (positions >= 0))
+            captions = pc.if_else(is_new, listed["captions"], pa.scalar(None, SCHEMA.field("captions").type))
+            yield pa.RecordBatch.from_pydict(columns | {"position": pa.array(positions), "captions": captions}, schema)
+
+    return map_table(schema, rebatched(batches(), BATCH_ROWS), WHAT)
+
+
+def place_fields(companions: Iterable[str]) -> list[pa.Field]:
+    """Columns of a plan with the places of a record's image and its companions, in the order of ``listed_places``."""
+    suffixes = ["", *(f"_{name}" for name in companions)]
+    return [PLAN_SCHEMA.field(name).with_name(f"{name}{suffix}") for suffix in suffixes for name in PLACES]
+
+
+def listed_places(listed: pa.RecordBatch, companions: Iterable[str]) -> dict[str, pa.Array]:
+    """Places of the images of a batch of the listing, by their columns in a plan; null where it has none."""
+    arrays = [listed[name] for name in PLACE_NAMES]
+    lengths = pc.list_value_length(listed["companions"]).to_numpy()
+    starts, places = np.cumsum(lengths) - lengths, listed["companions"].flatten()
+    for i, _ in enumerate(companions):
+        arrays += places.take(pa.array(starts + i, mask=lengths <= i)).flatten()
+    return dict(zip((field.name for field in place_fields(companions)), arrays, strict=True))
 
 
 def _classes_of_gone(base: Base, is_gone: np.ndarray, source: Source) -> tuple[list[str], dict[int, int]]:

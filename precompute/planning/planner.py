@@ -128,7 +128,7 @@ class Planner:
 
     def limits(self, comparison: Comparison) -> RejectLimits:
         """The reject limits of a revision, before any of its new records is checked."""
-        table, total = comparison.table, len(comparison.kept) + len(comparison.fresh)
+        table, total = comparison.carried, comparison.carried.num_rows + len(comparison.fresh)
         carried = count_reasons(table.filter(pc.equal(table["status"], "rejected"))["reason"])
         return RejectLimits(self.recipe.source, total, carried=carried, is_planning=True)
 
@@ -146,7 +146,7 @@ class Planner:
 
     def refusal(self, comparison: Comparison, images: pa.Table) -> SourceError | None:
         """The error if nothing is carried over and no new image can be encoded, or None."""
-        if comparison.kept or not pc.all(pc.less(images["row"], 0)).as_py():
+        if comparison.carried.num_rows or not pc.all(pc.less(images["row"], 0)).as_py():
             return None
         fresh, first = comparison.fresh, images.slice(0, 1).to_pylist()[0]
         return SourceError(

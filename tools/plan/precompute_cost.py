@@ -17,6 +17,7 @@ from shutil import disk_usage
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from ...datasets.disk.files import files_below
@@ -90,7 +91,7 @@ def predict(
     """
     num_completed, device = completed_rows(plan), encoders.image.device
     num_devices = num_devices if device.type != "cpu" else 1
-    probe = run_probe(recipe, plan, source, _choose(comparison, images), encoders)
+    probe = run_probe(recipe, plan, source, _choose(source, comparison, images), encoders)
     new_bytes, counts = store_bytes(plan, probe), _caption_counts(plan)
     codec = "before any codec" if plan.spec.codec == "none" else f"with codec {plan.spec.codec}, as of the probe"
     notes = {LATENTS: f" {codec}", TABLES: " at most"}
@@ -134,14 +135,14 @@ def _captions(encoder: str) -> str:
     return f"captions {encoder}".strip()
 
 
-def _choose(comparison: Comparison, images: pa.Table) -> list[SourceRecord]:
+def _choose(source: Source, comparison: Comparison, images: pa.Table) -> list[SourceRecord]:
     """Records for the probe, spread evenly over the new ones; over those that are carried over if there are none."""
-    chosen = np.flatnonzero(images["row"].to_numpy() >= 0)
-    is_fresh = bool(len(chosen))
-    if not is_fresh:
-        chosen = np.flatnonzero(comparison.table["status"].to_numpy() == "stored")
-    spread = chosen[:: max(1, len(chosen) // PROBE_RECORDS)][:PROBE_RECORDS].tolist()
-    return [comparison.fresh[i] if is_fresh else comparison.kept[i] for i in spread]
+    chosen, records = np.flatnonzero(images["row"].to_numpy() >= 0), comparison.fresh
+    if not len(chosen):
+        carried = comparison.carried.select(["status", "position"]).filter(pc.field("status") == "stored")
+        positions = carried["position"].to_numpy()
+        chosen, records = positions[positions >= 0], source.records
+    return [records[i] for i in chosen[:: max(1, len(chosen) // PROBE_RECORDS)][:PROBE_RECORDS].tolist()]
 
 
 def run_probe(

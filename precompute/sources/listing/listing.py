@@ -84,8 +84,17 @@ class Listing(Sequence[SourceRecord]):
         return iter(self._batches)
 
     def take(self, positions: np.ndarray) -> pa.RecordBatch:
-        """Some records as a batch of SCHEMA."""
-        return take_rows(self._batches, positions, SCHEMA)
+        """Some records as a batch of SCHEMA; others are not read: pyarrow would join all chunks of text."""
+        numbers = positions // self._batch_rows
+        order = np.argsort(numbers, kind="stable")
+        begins = np.flatnonzero(np.diff(numbers[order], prepend=-1))
+        parts = [SCHEMA.empty_table()]
+        for begin, end in pairwise([*begins.tolist(), len(order)]):
+            number = int(numbers[order[begin]])
+            rows = self._batches[number].take(pa.array(positions[order[begin:end]] - number * self._batch_rows))
+            parts.append(pa.Table.from_batches([rows], SCHEMA))
+        (joined,) = pa.concat_tables(parts).combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], SCHEMA)]
+        return joined.take(pa.array(np.argsort(order, kind="stable")))
 
     def largest_label(self) -> int:
         """Largest label; -1 if there are none."""
@@ -174,21 +183,6 @@ def _records(batch: pa.RecordBatch) -> list[SourceRecord]:
     columns["captions"] = map(tuple, columns["captions"])
     columns["companions"] = [tuple(tuple(place.values()) for place in places) for places in columns["companions"]]
     return [SourceRecord(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-
-
-def take_rows(batches: Sequence[pa.RecordBatch], positions: np.ndarray, schema: pa.Schema) -> pa.RecordBatch:
-    """Rows of a mapped table at some positions, without reading the others: pyarrow would join all chunks of text."""
-    ends = np.cumsum([batch.num_rows for batch in batches])
-    numbers = np.searchsorted(ends, positions, "right")
-    order = np.argsort(numbers, kind="stable")
-    begins = np.flatnonzero(np.diff(numbers[order], prepend=-1))
-    parts = [schema.empty_table()]
-    for begin, end in pairwise([*begins.tolist(), len(order)]):
-        number = int(numbers[order[begin]])
-        rows = positions[order[begin:end]] - (ends[number] - batches[number].num_rows)
-        parts.append(pa.Table.from_batches([batches[number].take(pa.array(rows))], schema))
-    (joined,) = pa.concat_tables(parts).combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], schema)]
-    return joined.take(pa.array(np.argsort(order, kind="stable")))
 
 
 def distinct_texts(texts: pa.ListArray, is_kept: np.ndarray) -> pa.ListArray:

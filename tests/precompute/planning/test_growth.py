@@ -202,7 +202,7 @@ def test_adding_four_to_fourteen_encodes_exactly_four(pair: tuple[Path, Path], s
         [*(f"a red {i % 5}" for i in range(14, 18)), *(f"picture {i}" for i in range(14, 18))]
     )
     assert report.changes is not None
-    assert (report.changes.num_added, report.changes.num_changed, len(report.changes.kept)) == (4, 0, 14)
+    assert (report.changes.num_added, report.changes.num_changed, report.changes.carried.num_rows) == (4, 0, 14)
     store = LatentStore(path)
     assert (store.revision, report.manifest.base) == (2, old.root_hash)
     assert store.records["revision"].to_pylist() == [1] * 14 + [2] * 4

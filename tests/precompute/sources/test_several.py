@@ -58,7 +58,7 @@ def test_a_store_of_one_source_grows_by_another_and_encodes_only_that(
     assert (report.num_encoded, report.changes and report.changes.num_added) == (4, 4)
     assert report.changes
     assert (report.changes.num_changed, report.changes.num_gone) == (0, 0)
-    assert len(report.changes.kept) == 6
+    assert report.changes.carried.num_rows == 6
     rows = store.records.to_pylist()
     assert before.spec.classes
     assert store.spec.classes == [*before.spec.classes, "aaa"]
