@@ -172,9 +172,9 @@ def planner_of(
 ) -> Planner:
     """List a source, for a plan."""
     recipe = load("demo", settings)
-    tokenizers = {name: CaptionTokenizer(section) for name, section in recipe.text_sections.items()}
+    tokenizers = {name: CaptionTokenizer(section) for name, section in recipe.text.items()}
     buckets = [bucket_name(height_px, width_px) for _, height_px, width_px in recipe.images.table]
-    max_tokens = recipe.text.max_tokens if tokenizers else 0
+    max_tokens = max((section.max_tokens for section in recipe.text.values()), default=0)
     spec = noise_spec(dict.fromkeys(buckets, 1), 4, 0, max_tokens, 64, 64, "none")
     listing = list_source(source, "manifest", progress=lambda done: None)
     return Planner(Path(store), spec, listing, recipe, tokenizers, decoders, progress)

@@ -22,7 +22,8 @@ from .errors import RecipeError
 STAGES = ("precompute", "train")  # packages that ship recipes
 MAX_DEPTH = 16  # tables and lists inside each other
 MAX_INTEGER = 2**63 - 1  # as TOML has them; Python fails to print one of more than 4,300 digits
-
+# Of a field of tables with names: one may do without, as [text] beside [text.NAME].
+UNNAMED: dict[str, Any] = {"may_be_unnamed": True}
 MAX_SHOWN = 200  # characters of a value in a message
 TOO_DEEP = f"tables or lists are nested more than {MAX_DEPTH} deep. Expected [SECTION] with keys."
 TOO_LARGE = f"an integer is too large. Expected at most {MAX_INTEGER}."
@@ -187,6 +188,10 @@ def _typed(text: str, annotation: Any, where: str) -> Any:
 def _annotation(model: type[BaseModel], names: list[str]) -> Any:
     annotation: Any = model
     for name in names:
+        if get_origin(annotation) is dict:  # of tables with names
+            annotation = get_args(annotation)[1]
+            if name not in getattr(annotation, "model_fields", {}):
+                continue
         fields = getattr(annotation, "model_fields", {})
         if name not in fields:
             return None
@@ -195,8 +200,7 @@ def _annotation(model: type[BaseModel], names: list[str]) -> Any:
 
 
 def _describe(problem: Any, model: type[BaseModel]) -> str:
-    location = [str(part) for part in problem["loc"] if part != "[key]"]
-    location[:1] = [_written(name, model) for name in location[:1]]
+    location = [str(part) for part in problem["loc"] if part not in ("", "[key]")]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
         named = [part for part in location if not part.isdigit()]  # no place in a list
@@ -223,12 +227,6 @@ def _instead(key: str, known: Sequence[str]) -> str:
     return f"; [{section}] has {', '.join(siblings)}" if section else ""
 
 
-def _written(name: str, model: type[BaseModel]) -> str:
-    """A key of a model as the file has it: its title, where it has one."""
-    field = model.model_fields.get(name)
-    return (field and field.title) or name
-
-
 def _all_keys(model: type[BaseModel], prefix: str = "", *, tables: Sequence[str] = ()) -> list[str]:
     """The keys of a model as the file has them.
 
@@ -237,11 +235,13 @@ def _all_keys(model: type[BaseModel], prefix: str = "", *, tables: Sequence[str]
     """
     keys = []
     for name, field in model.model_fields.items():
-        key, is_named = f"{prefix}{_written(name, model)}", get_origin(field.annotation) is dict
+        key, is_named = f"{prefix}{name}", get_origin(field.annotation) is dict
+        folders = [f"{key}.{table}" for table in tables] if is_named else [key]
+        folders += [key] if field.json_schema_extra == UNNAMED else []
         keys += [] if is_named else [key]
         for inner in (field.annotation, *get_args(field.annotation)):  # a section, or a list or tables of them
             if isinstance(inner, type) and issubclass(inner, BaseModel):
-                for folder in (f"{key}.{table}" for table in tables) if is_named else (key,):
+                for folder in folders:
                     keys += _all_keys(inner, f"{folder}.")
     return keys
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -14,11 +15,12 @@ from pydantic import (
 from ..datasets.format.buckets import DOWNSCALE, MAX_RATIO, Table, area_step, bucket_table, largest_crop
 from ..datasets.format.row_layout import CAPTION_ARRAYS, CAPTION_PART, COMPANIONS, FEATURES
 from ..datasets.format.schema import Name
-from ..datasets.recipe import Caption, Section, load_recipe
+from ..datasets.recipe import UNNAMED, Caption, Section, load_recipe
 
 PACKAGE = "leandit.precompute"
 MAX_CROP_SHARE = 0.3  # of an image's area, above which a computed table is warned of
 PATHS = {"buckets", CAPTION_PART, FEATURES, COMPANIONS, "c"}  # folders of every store; "c" holds the shards of an array
+TextName = Annotated[str, Field(pattern=r"^([a-z][a-z0-9_]{0,39})?$")]  # a ``Name``, or "" of [text]
 MIN_STEP_PX = 8  # that is advised; the downscale of most VAEs
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -272,17 +274,11 @@ class PrecomputeRecipe(Section):
     source: SourceSection = SourceSection()
     images: ImagesSection = ImagesSection()
     vae: VaeSection = VaeSection()
-    text: TextSection = TextSection()
-    texts: dict[Name, TextSection] = Field(default={}, title="text")  # written as [text.NAME]
+    text: dict[TextName, TextSection] = Field(default={}, json_schema_extra=UNNAMED)
     captions: CaptionsSection = CaptionsSection()
     features: dict[Name, FeatureSection] = Field(default={})
     companions: dict[Name, CompanionSection] = Field(default={})
     store: StoreSection = StoreSection()
-
-    @property
-    def text_sections(self) -> dict[str, TextSection]:
-        """All text encoders by name; that of [text] by ""."""
-        return {"": self.text, **self.texts} if self.text.kind != "none" else self.texts
 
     @property
     def companion_columns(self) -> dict[str, str]:
@@ -292,36 +288,41 @@ class PrecomputeRecipe(Section):
     @property
     def needs_captions(self) -> bool:
         """A record without a caption is rejected."""
-        return bool(self.text_sections) and self.source.missing_caption == "reject"
+        return bool(self.text) and self.source.missing_caption == "reject"
 
     @property
     def null_captions(self) -> bool:
         """A record without a caption is stored, with the null caption."""
-        return bool(self.text_sections) and not self.needs_captions
+        return bool(self.text) and not self.needs_captions
 
     @model_validator(mode="before")
     @classmethod
-    def _read_named_texts(cls, values: Any) -> Any:
-        """[text.NAME] to ``texts``."""
+    def _name_texts(cls, values: Any) -> Any:
+        """[text] is the text encoder "", before those of [text.NAME]."""
         if not isinstance(values, dict) or not isinstance(text := values.get("text"), dict):
             return values
-        named = {key: value for key, value in text.items() if isinstance(value, dict)}
+        named = {key: value for key, value in text.items() if isinstance(value, dict | TextSection)}
         unnamed = {key: value for key, value in text.items() if key not in named}
-        return values | {"text": unnamed, "texts": named} if named else values
+        return values | {"text": ({"": unnamed} if unnamed else {}) | named}
+
+    @field_validator("text")
+    @classmethod
+    def _leave_out_none(cls, texts: dict[str, TextSection]) -> dict[str, TextSection]:
+        return {name: section for name, section in texts.items() if name or section.kind != "none"}
 
     @model_validator(mode="after")
     def _captions_are_encoded(self) -> PrecomputeRecipe:
-        if self.captions.sample and not self.text_sections:
+        if self.captions.sample and not self.text:
             raise ValueError("captions.sample needs a text encoder; set text.kind, or leave it out")
         return self
 
     @model_validator(mode="after")
     def _named_encoders_differ(self) -> PrecomputeRecipe:
-        if none := [name for name, section in self.texts.items() if section.kind == "none"]:
+        if none := [name for name, section in self.text.items() if section.kind == "none"]:
             raise ValueError(f'[text.{none[0]}] needs a kind, as kind = "clip"')
-        if arrays := sorted(self.texts.keys() & CAPTION_ARRAYS):
+        if arrays := sorted(self.text.keys() & CAPTION_ARRAYS):
             raise ValueError(f"[text.{arrays[0]}] has the name of an array beside its folder; use another")
-        names = [*self.texts, *self.features, *self.companions]
+        names = [*self.text, *self.features, *self.companions]
         if taken := sorted(PATHS.intersection(names)):
             raise ValueError(
                 f"'{taken[0]}' is a folder of every store, so no text encoder, feature or companion can have this "
@@ -334,12 +335,10 @@ class PrecomputeRecipe(Section):
         return self
 
     @model_serializer(mode="wrap")
-    def _write_named_texts(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As the file has them: ``texts`` as [text.NAME], and no empty tables."""
+    def _write_as_the_file(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """As the file has them: the text encoder "" as [text], and no empty tables."""
         values = serialise(self)
-        texts = values.pop("texts")
-        if texts:
-            values["text"] = (values["text"] if self.text.kind != "none" else {}) | texts
+        values["text"] = values["text"].pop("", {} if self.text else TextSection().model_dump()) | values["text"]
         return {key: value for key, value in values.items() if value or key not in ("features", "companions")}
 
 

@@ -87,7 +87,7 @@ def _has_same_settings(spec: StoreSpec, recipe: PrecomputeRecipe, store: Path) -
     return (
         spec.leandit_version == __version__
         and typed.recipe == spec.recipe
-        and {encoder.name for encoder in spec.text_encoders} == recipe.text_sections.keys()
+        and {encoder.name for encoder in spec.text_encoders} == recipe.text.keys()
         and libraries == library_majors(*libraries)
     )
 
@@ -99,7 +99,7 @@ def _has_same_encoders(spec: StoreSpec, recipe: PrecomputeRecipe, device: str) -
     if spec.features or not _is_same(spec.vae, vae, recipe.vae.dtype, device, "diffusers"):
         return False
     for encoder in spec.text_encoders:
-        section = recipe.text_sections[encoder.name]
+        section = recipe.text[encoder.name]
         files = ModelFiles(section, "text.model")
         tokenizer = hash_files(tokenizer_files(files.tokenizer_folder(section.tokenizer_subfolder)))
         if not _is_same(encoder.encoder, files, section.dtype, device, "transformers", tokenizer):

@@ -68,12 +68,12 @@ def describe_store(
             libraries=library_majors("pillow"),
         ),
         latent=latent,
-        text=unnamed and unnamed.text_spec(recipe.text, text_dtype),
+        text=unnamed and unnamed.text_spec(recipe.text[""], text_dtype),
         vae=encoders.image.identity,
         text_encoder=unnamed and unnamed.identity,
         texts=[
-            TextEncoder(name=name, spec=encoder.text_spec(recipe.texts[name], text_dtype), encoder=encoder.identity)
-            for name in _in_order(recipe.texts, known.texts if known else ())
+            TextEncoder(name=name, spec=encoder.text_spec(recipe.text[name], text_dtype), encoder=encoder.identity)
+            for name in _in_order(filter(None, recipe.text), known.texts if known else ())
             for encoder in [encoders.captions[name]]
         ],
         features=[

@@ -37,7 +37,7 @@ def load_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders:
 
     Raises: EncoderError.
     """
-    sections, tokenizers, captions, features = recipe.text_sections, {}, {}, {}
+    sections, tokenizers, captions, features = recipe.text, {}, {}, {}
     for name, section in sections.items():
         with of_table(name):
             tokenizers[name] = CaptionTokenizer(section)

@@ -47,7 +47,7 @@ def check_apart(root: Path, source: Source) -> None:
 
 def label_warnings(recipe: PrecomputeRecipe, source: Source) -> list[str]:
     """What to say if no model of leandit could be trained on the store: neither labels nor captions."""
-    if source.classes or recipe.text_sections or recipe.source.labels == "none":
+    if source.classes or recipe.text or recipe.source.labels == "none":
         return []
     return [
         f"source '{source.name}': it has no labels, and the recipe encodes no captions, so 'leandit train' refuses the "

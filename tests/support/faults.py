@@ -47,7 +47,7 @@ def small_shards() -> Iterator[None]:
 
 
 def _cached_encoders(recipe: PrecomputeRecipe, _device: object) -> Any:
-    if not (recipe.texts or recipe.features or recipe.companions):
+    if not (any(recipe.text) or recipe.features or recipe.companions):
         return loaded_encoders(recipe.vae, recipe.text)
     key = json.dumps(recipe.model_dump())
     if key not in _LOADED:

@@ -6,7 +6,7 @@ import functools
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,9 +140,9 @@ def encode(
     return precompute(recipe, **where, progress=progress, options=Options(**options))
 
 
-def loaded_encoders(vae: VaeSection, text: TextSection) -> Encoders:
+def loaded_encoders(vae: VaeSection, text: Mapping[str, TextSection]) -> Encoders:
     """The encoders of a recipe, loaded once: that is most of a small precompute's second."""
-    return _loaded(PrecomputeRecipe(vae=vae, text=text).model_dump_json())
+    return _loaded(PrecomputeRecipe(vae=vae, text=dict(text)).model_dump_json())
 
 
 @functools.cache

@@ -41,8 +41,7 @@ def check_encoders(recipe: PrecomputeRecipe) -> None:
     if model_files.local_folder(recipe.vae.model):
         files = model_files.ModelFiles(recipe.vae, "vae.model")
         autoencoders.family_of(files.read(), files.where)
-    encoders = {"text": recipe.text} if recipe.text.kind != "none" else {}
-    encoders |= {f"text.{name}": section for name, section in recipe.texts.items()}
+    encoders = {f"text.{name}".rstrip("."): section for name, section in recipe.text.items()}
     encoders |= {f"features.{name}": section for name, section in recipe.features.items()}
     for name, section in encoders.items():
         if model_files.local_folder(section.model):

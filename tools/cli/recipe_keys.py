@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel
 
+from ...datasets.recipe import UNNAMED
+
 MODELS = {
     "precompute": ("precompute.config", "PrecomputeRecipe"),
     "train": ("train.config", "TrainRecipe"),
     "import": ("precompute.importing.recipe", "ImportRecipe"),
 }
-REPEATED = {"texts"}  # sections that have the keys of another one: [text.NAME] those of [text]
 
 
 class RecipeKey(NamedTuple):
@@ -45,8 +46,9 @@ def recipe_keys(stage: str) -> list[RecipeKey]:
     model = getattr(importlib.import_module(f"leandit.{module}"), name)
     keys: list[RecipeKey] = []
     for section, field in model.model_fields.items():
-        if section not in REPEATED and (inner := _section_in(field.annotation)):
-            keys += _keys_of(inner, section if inner is field.annotation else f"{section}.NAME", frozenset())
+        if inner := _section_in(field.annotation):
+            is_single = inner is field.annotation or field.json_schema_extra == UNNAMED  # [text.NAME] is as [text]
+            keys += _keys_of(inner, section if is_single else f"{section}.NAME", frozenset())
     return keys
 
 

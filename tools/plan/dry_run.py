@@ -183,7 +183,7 @@ def _bucket_rows(buckets: Mapping[str, int]) -> Rows:
 def _encoder_rows(recipe: PrecomputeRecipe) -> tuple[Rows, bool]:
     """Where each encoder comes from, and whether all of them are local."""
     sections = {"vae": recipe.vae}
-    sections |= {f"text encoder {name}".strip(): section for name, section in recipe.text_sections.items()}
+    sections |= {f"text encoder {name}".strip(): section for name, section in recipe.text.items()}
     sections |= {f"feature {name}": section for name, section in recipe.features.items()}
     rows, are_local = list[tuple[str, str]](), True
     for role, section in sections.items():

@@ -50,7 +50,7 @@ def load_published(source: Path, request: SampleRequest, device: torch.device, *
     recipe = train_config.load(request.recipe, [])
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"init_from": str(source)})})
     encoders = _encoder_recipe(request)
-    takes_text, num_classes = bool(encoders.text_sections), recipe.model.num_classes
+    takes_text, num_classes = bool(encoders.text), recipe.model.num_classes
     if not (takes_text or num_classes):
         raise RecipeError("--recipe: its model.num_classes is 0. Expected the number of classes, as of 'dit-xl-2-256'.")
     loaded = load_encoders(encoders, device)
@@ -91,13 +91,13 @@ def _encoder_recipe(request: SampleRequest) -> PrecomputeRecipe:
     """
     encoders = precompute_config.load(request.encoders, [])
     changes, location = {}, {"subfolder": "", "revision": ""}
-    if request.text and encoders.texts:
+    if request.text and any(encoders.text):
         raise RecipeError(f"--text '{request.text}': the recipe has several text encoders. Name their folders in it.")
     if request.vae:
         changes["vae"] = encoders.vae.model_copy(update=location | {"model": request.vae})
-    if request.text and encoders.text_sections:
+    if request.text and encoders.text:
         location |= {"model": request.text, "tokenizer_subfolder": ""}
-        changes["text"] = encoders.text.model_copy(update=location)
+        changes["text"] = {"": encoders.text[""].model_copy(update=location)}
     return encoders.model_copy(update=changes)
 
 

@@ -173,7 +173,7 @@ def _defaults(model: str, model_name: Any) -> FormatDefaults:
     name, defaults = MODELS[model]
     recipe = load(name, [])
     vae = model_name if isinstance(model_name, str) and model_name else recipe.vae.model
-    texts = {name: section.model_copy(update={"model": vae}) for name, section in recipe.text_sections.items()}
+    texts = {name: section.model_copy(update={"model": vae}) for name, section in recipe.text.items()}
     return replace(defaults, vae=vae, vae_subfolder=recipe.vae.subfolder, texts=texts)
 
 

@@ -146,7 +146,7 @@ def test_an_instruction_needs_a_language_model() -> None:
     with pytest.raises(RecipeError, match="instruction is for a language model"):
         load("pixart-256", ["text.instruction=sana"])
     for name in ("sana-512", "sana-1024"):
-        text = load(name, []).text
+        text = load(name, []).text[""]
         assert (text.kind, text.instruction, text.max_tokens) == ("gemma2", "sana", 300)
 
 

@@ -38,9 +38,9 @@ def test_the_set_of_mlperf_becomes_a_store_like_that_of_the_flux_recipe(tmp_path
     latent, recipe = store.spec.latent, load_precompute("flux1-1024", [])
     assert (latent.kind, latent.channels, latent.dtype, latent.downscale) == ("mean_logvar", 16, "float32", 8)
     assert (latent.shift, latent.scale) == ([0.1159] * 16, [0.3611] * 16)
-    assert store.texts == list(recipe.texts)
+    assert store.texts == list(recipe.text)
     for one in store.spec.text_encoders:
-        section, spec = recipe.texts[one.name], one.spec
+        section, spec = recipe.text[one.name], one.spec
         said = (section.output, section.full_length, section.attend_padding)
         assert (spec.output, spec.full_length, spec.attend_padding) == said
         assert (spec.kind, spec.dtype) == ("imported", "bfloat16")
@@ -92,7 +92,7 @@ def test_captions_of_mlperf_are_named_by_a_column_or_by_their_record(tmp_path: P
 
 @pytest.mark.parametrize(("model", "recipe"), [("flux", "flux1-1024"), ("qwen_image", "qwen-image-1024")])
 def test_a_cache_of_nemo_becomes_a_store_like_that_of_the_recipe(model: str, recipe: str, tmp_path: Path) -> None:
-    made, texts = make_nemo(tmp_path / "source", model), load_precompute(recipe, []).text_sections
+    made, texts = make_nemo(tmp_path / "source", model), load_precompute(recipe, []).text
     run_import(made, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     assert_holds(store, made.records)

@@ -84,7 +84,7 @@ def recipe() -> PrecomputeRecipe:
 
 @pytest.fixture(scope="module")
 def tokenizer(recipe: PrecomputeRecipe) -> CaptionTokenizer:
-    return CaptionTokenizer(recipe.text)
+    return CaptionTokenizer(recipe.text[""])
 
 
 def planned(
