@@ -25,6 +25,7 @@ from making import (
     store_digest,
     tree_digest,
 )
+from pictures import adm_by_hand, bucket_by_hand
 from PIL import Image
 
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
@@ -87,22 +88,7 @@ def assert_same_tree(found: Path, wanted: Path) -> None:
 
 
 def crop_by_hand(path: Path, side: int) -> np.ndarray:
-    image = Image.open(path).convert("RGB")
-    while min(image.size) >= 2 * side:
-        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-    scale = side / min(image.size)
-    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-    top, left = (image.height - side) // 2, (image.width - side) // 2
-    return np.asarray(image)[top : top + side, left : left + side]
-
-
-def cover_by_hand(path: Path, height: int, width: int) -> np.ndarray:
-    image = Image.open(path).convert("RGB")
-    by_height = height / image.height > width / image.width
-    size = (image.width * height // image.height, height) if by_height else (width, image.height * width // image.width)
-    image = image.resize(size, Image.Resampling.BICUBIC)
-    left, top = round((size[0] - width) / 2), round((size[1] - height) / 2)
-    return np.asarray(image.crop((left, top, left + width, top + height)))
+    return adm_by_hand(Image.open(path).convert("RGB"), side)
 
 
 def moments_by_hand(pictures: list[np.ndarray], batch_size: int) -> np.ndarray:
@@ -135,7 +121,9 @@ def test_the_latents_of_a_caption_store_equal_an_independent_computation(
     for i, bucket in enumerate(["64x64", "48x80", "80x48"]):
         files = [caption_folder / f"images/{n}.png" for n in range(i, 14, 3)]
         height, width = map(int, bucket.split("x"))
-        wanted = moments_by_hand([cover_by_hand(path, height, width) for path in files], 8)
+        wanted = moments_by_hand(
+            [bucket_by_hand(Image.open(path).convert("RGB"), (height, width)) for path in files], 8
+        )
         assert np.array_equal(caption_store.latents(bucket).read(0, len(files)), wanted)
 
 

@@ -184,3 +184,29 @@ def mutants(kind: str, count: int, seed: int) -> Iterator[bytes]:
             near = min(near, len(data))
         repaired = kind == "PNG" and number % 2
         yield with_right_checksums(bytes(data)) if repaired else bytes(data)
+
+
+def adm_by_hand(image: Image.Image, side: int) -> np.ndarray:
+    """The crop of Dhariwal and Nichol, written from its description."""
+    while min(image.size) >= 2 * side:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = side / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+    top, left = (image.height - side) // 2, (image.width - side) // 2
+    return np.asarray(image.crop((left, top, left + side, top + side)))
+
+
+def bucket_by_hand(
+    image: Image.Image, bucket: tuple[int, int], resample: Image.Resampling = Image.Resampling.BICUBIC
+) -> np.ndarray:
+    """PixArt's trainer: cover, keep the ratio, cut the middle."""
+    height, width = bucket
+    if height / image.height > width / image.width:
+        size = (image.width * height // image.height, height)
+    else:
+        size = (width, image.height * width // image.width)
+    assert size[0] >= width
+    assert size[1] >= height
+    image = image.resize(size, resample)
+    left, top = round((size[0] - width) / 2.0), round((size[1] - height) / 2.0)
+    return np.asarray(image.crop((left, top, left + width, top + height)))

@@ -159,26 +159,33 @@ def test_tiles_give_nearly_what_the_whole_picture_gives(family: str, tile_px: in
     np.testing.assert_array_equal(found, tiled.encode(batch))
 
 
-def without_weights(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
+def drop(*names: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return change
 
 
-def without_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
+def tear(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes()[:1000])
+
+    return change
+
+
+def lose(name: str, weight: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / name)
+        del weights[weight]
+        save_file(weights, folder / name, {"format": "pt"})
+
+    return change
 
 
 def only_bin(folder: Path) -> None:
     torch.save(load_file(folder / WEIGHTS), folder / "diffusion_pytorch_model.bin")
     (folder / WEIGHTS).unlink()
-
-
-def torn_weights(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:1000])
-
-
-def some_weights(folder: Path) -> None:
-    weights = load_file(folder / WEIGHTS)
-    save_file({k: v for k, v in weights.items() if k != "encoder.conv_in.weight"}, folder / WEIGHTS)
 
 
 def wrong_shape(folder: Path) -> None:
@@ -198,34 +205,44 @@ def torn_config(folder: Path) -> None:
     (folder / "config.json").write_text('{"_class_name": ')
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (without_weights, r"no weights 'diffusion_pytorch_model.*found: config.json"),
-        (without_config, r"no 'config.json'"),
-        (only_bin, r"no weights.*diffusion_pytorch_model\.bin.*[Oo]nly safetensors"),
-        (torn_weights, "cannot be loaded"),
-        (some_weights, r"cannot be loaded|weights|conv_in"),
-        (wrong_shape, "cannot be loaded"),
-        (torn_config, "not valid JSON"),
-        (config_with(_class_name="UNet2DModel"), r"says 'UNet2DModel', expected AutoencoderKL, "),
-        (config_with(_class_name="AutoencoderThatIsNot"), r"says 'AutoencoderThatIsNot'"),
-        (config_with(_class_name=None), r"expected AutoencoderKL, "),
-        (config_with(in_channels=4), r"encodes 4 channels, expected 3"),
-        (config_with(scaling_factor=None), r"no 'scaling_factor'"),
-        (config_with(scaling_factor=0), r"not above 0"),
-        (config_with(scaling_factor="1"), r"not a number each"),
-        (config_with(latents_std=[1.0, 2.0], latents_mean=[0.0, 0.0]), r"one for each of 4 channels"),
-        (config_with(latents_std=None), r"one of 'latents_mean' and 'latents_std'"),
-        (config_with(latents_mean=None), r"one of 'latents_mean' and 'latents_std'"),
-        (config_with(shift_factor=0.1), r"'latents_mean' and 'shift_factor', expected one"),
-        (config_with(use_quant_conv=False), r"hold 'quant_conv\.bias', which its config\.json has no place for"),
-    ],
-)
-def test_an_unusable_vae_is_one_clear_error(spoil: Callable[[Path], None], words: str, vae: Path) -> None:
-    spoil(vae)
-    with pytest.raises(EncoderError, match=rf"(?s)vae.*({words})"):
-        image_encoder(vae)
+Q = "encoder.block.0.layer.0.SelfAttention.q.weight"
+UNUSABLE: list[tuple[str, Callable[[Path], None], str]] = [
+    ("vae", drop(WEIGHTS), r"no weights 'diffusion_pytorch_model.*found: config.json"),
+    ("vae", drop("config.json"), r"no 'config.json'"),
+    ("vae", only_bin, r"no weights.*diffusion_pytorch_model\.bin.*[Oo]nly safetensors"),
+    ("vae", tear(WEIGHTS), "cannot be loaded"),
+    ("vae", lose(WEIGHTS, "encoder.conv_in.weight"), r"cannot be loaded|weights|conv_in"),
+    ("vae", wrong_shape, "cannot be loaded"),
+    ("vae", torn_config, "not valid JSON"),
+    ("vae", config_with(_class_name="UNet2DModel"), r"says 'UNet2DModel', expected AutoencoderKL, "),
+    ("vae", config_with(_class_name="AutoencoderThatIsNot"), r"says 'AutoencoderThatIsNot'"),
+    ("vae", config_with(_class_name=None), r"expected AutoencoderKL, "),
+    ("vae", config_with(in_channels=4), r"encodes 4 channels, expected 3"),
+    ("vae", config_with(scaling_factor=None), r"no 'scaling_factor'"),
+    ("vae", config_with(scaling_factor=0), r"not above 0"),
+    ("vae", config_with(scaling_factor="1"), r"not a number each"),
+    ("vae", config_with(latents_std=[1.0, 2.0], latents_mean=[0.0, 0.0]), r"one for each of 4 channels"),
+    ("vae", config_with(latents_std=None), r"one of 'latents_mean' and 'latents_std'"),
+    ("vae", config_with(latents_mean=None), r"one of 'latents_mean' and 'latents_std'"),
+    ("vae", config_with(shift_factor=0.1), r"'latents_mean' and 'shift_factor', expected one"),
+    ("vae", config_with(use_quant_conv=False), r"hold 'quant_conv\.bias', which its config\.json has no place for"),
+    ("t5", drop("model.safetensors"), "no weights"),
+    ("t5", drop("config.json"), "no 'config.json'"),
+    ("t5", drop("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
+    ("t5", config_with(model_type="bert"), r"says 'bert', expected 't5'"),
+    ("t5", config_with(vocab_size=32128), r"tokenizer knows 2\d tokens, the encoder 32128.*do not belong together"),
+    ("t5", tear("model.safetensors"), "cannot be loaded"),
+    ("t5", lose("model.safetensors", Q), "cannot be loaded|weights|SelfAttention"),
+]
+
+
+@pytest.mark.parametrize(("which", "spoil", "words"), UNUSABLE)
+def test_an_unusable_encoder_is_one_clear_error(
+    which: str, spoil: Callable[[Path], None], words: str, vae: Path, t5: Path
+) -> None:
+    spoil(vae if which == "vae" else t5)
+    with pytest.raises(EncoderError, match=rf"(?s){'vae' if which == 'vae' else 'text'}.*({words})"):
+        image_encoder(vae) if which == "vae" else caption_encoder(t5).load()
 
 
 def without(key: str) -> Callable[[Path], None]:
@@ -481,48 +498,6 @@ def test_the_null_caption_has_full_length_and_equals_transformers(max_tokens: in
     null = caption_encoder(max_tokens=max_tokens).encode_null().tokens[0]
     assert null.shape == (max_tokens, 64)
     assert np.array_equal(null, wanted)
-
-
-def test_a_tokenizer_that_does_not_fit_the_encoder_is_refused(t5: Path) -> None:
-    config_with(vocab_size=32128)(t5)
-    with pytest.raises(EncoderError, match=r"tokenizer knows 2\d tokens, the encoder 32128.*do not belong together"):
-        caption_encoder(t5)
-
-
-def drop(*names: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        for name in names:
-            (folder / name).unlink()
-
-    return change
-
-
-def torn_t5(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
-
-
-def some_t5(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    name = "encoder.block.0.layer.0.SelfAttention.q.weight"
-    assert name in weights
-    save_file({k: v for k, v in weights.items() if k != name}, folder / "model.safetensors", {"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (drop("model.safetensors"), "no weights"),
-        (drop("config.json"), "no 'config.json'"),
-        (drop("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
-        (config_with(model_type="bert"), r"says 'bert', expected 't5'"),
-        (torn_t5, "cannot be loaded"),
-        (some_t5, "cannot be loaded|weights|SelfAttention"),
-    ],
-)
-def test_an_unusable_t5_is_one_clear_error(spoil: Callable[[Path], None], words: str, t5: Path) -> None:
-    spoil(t5)
-    with pytest.raises(EncoderError, match=rf"(?s)text.*({words})"):
-        caption_encoder(t5).load()
 
 
 @pytest.mark.parametrize("heals", [True, False], ids=["heals in float32", "never heals"])

@@ -18,7 +18,7 @@ from making import CPU, SHIPPED, caption_recipe, make_caption_folder, store_dige
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, Gemma2Model, PreTrainedTokenizerFast
 
-from leandit.datasets.errors import EncoderError, FingerprintMismatch, RecipeError
+from leandit.datasets.errors import EncoderError, FingerprintMismatch
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import TextSection, load
 from leandit.precompute.encoders.text.encoder import CaptionEncoder, TokenCount
@@ -137,14 +137,7 @@ def test_an_instruction_that_swallows_a_caption_is_refused(gemma: Path, monkeypa
         encoder.tokenizer.count(["a cat"])
 
 
-def test_another_kind_of_model_is_refused(gemma: Path) -> None:
-    with pytest.raises(EncoderError, match="says 'gemma2', expected 't5'"):
-        encoder_of(gemma, kind="t5")
-
-
-def test_an_instruction_needs_a_language_model() -> None:
-    with pytest.raises(RecipeError, match="instruction is for a language model"):
-        load("pixart-256", ["text.instruction=sana"])
+def test_the_recipes_of_sana_have_its_instruction() -> None:
     for name in ("sana-512", "sana-1024"):
         text = load(name, []).text[""]
         assert (text.kind, text.instruction, text.max_tokens) == ("gemma2", "sana", 300)

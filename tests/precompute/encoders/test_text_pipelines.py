@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -294,38 +295,36 @@ def test_weights_are_loaded_at_the_first_encode_and_dropped_on_release(saved: Ca
     assert encoder.computed == TokenCount(2 * length, 0, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("clip", {"kind": "clip"}, r"max_tokens 300: CLIP .* at most 77"),
-        ("clip", {"kind": "clip", "max_tokens": 77, "layers": [5]}, r"layers 5: .* has 4 layers, expected .* -5 to 4"),
-        ("t5", {"kind": "umt5"}, "says 't5', expected 'umt5'"),
-        ("t5", {"kind": "causal_lm"}, "says 't5', expected a language model that is a decoder alone"),
-    ],
-)
+CONFIG, TOKENIZER = "text_encoder/config.json", "tokenizer/tokenizer_config.json"
+REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
+    ("clip", {"kind": "clip", "max_tokens": 300}, (), r"max_tokens 300: CLIP .* at most 77"),
+    ("clip", {"kind": "clip", "max_tokens": 77, "layers": [5]}, (), r"layers 5: .* has 4 layers, expected .* -5 to 4"),
+    ("t5", {"kind": "umt5"}, (), "says 't5', expected 'umt5'"),
+    ("gemma2", {"kind": "t5"}, (), "says 'gemma2', expected 't5'"),
+    ("t5", {"kind": "causal_lm"}, (), "says 't5', expected a language model that is a decoder alone"),
+    (
+        *("clip", {"kind": "clip", "max_tokens": 77}, (CONFIG, "CLIPTextModelWithProjection", "CLIPModel")),
+        r"\['CLIPModel'\], expected one of CLIPTextModel, CLIPTextModelWithProjection",
+    ),
+    ("qwen3", {"kind": "causal_lm"}, (TOKENIZER, '"pad_token"', '"other_token"'), "has no padding token"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "change", "words"), REFUSED)
 def test_what_an_encoder_cannot_give_is_one_clear_error(
-    name: str, options: dict[str, Any], words: str, saved: Callable[[str], Path]
+    name: str,
+    options: dict[str, Any],
+    change: tuple[str, ...],
+    words: str,
+    saved: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
+    folder = Path(shutil.copytree(saved(name), tmp_path / name))
+    if change:
+        path, before, after = change
+        (folder / path).write_text((folder / path).read_text().replace(before, after))
     with pytest.raises(EncoderError, match=words):
-        encoder_of(saved(name), **({"max_tokens": 300} | options))
-
-
-def test_a_clip_that_does_not_say_whether_it_projects_is_refused(tmp_path: Path) -> None:
-    save_clip(tmp_path, projected=True)
-    config = tmp_path / "text_encoder" / "config.json"
-    config.write_text(config.read_text().replace("CLIPTextModelWithProjection", "CLIPModel"))
-    with pytest.raises(
-        EncoderError, match=r"\['CLIPModel'\], expected one of CLIPTextModel, CLIPTextModelWithProjection"
-    ):
-        encoder_of(tmp_path, "clip", max_tokens=77)
-
-
-def test_a_tokenizer_without_a_padding_token_is_refused(tmp_path: Path) -> None:
-    save_qwen3(tmp_path)
-    config = tmp_path / "tokenizer" / "tokenizer_config.json"
-    config.write_text(config.read_text().replace('"pad_token"', '"other_token"'))
-    with pytest.raises(EncoderError, match="has no padding token"):
-        encoder_of(tmp_path, "causal_lm")
+        encoder_of(folder, **options)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +341,7 @@ def test_a_tokenizer_without_a_padding_token_is_refused(tmp_path: Path) -> None:
         ),
         (["template=a {caption}"], "a template is for a language model"),
         (["kind=causal_lm", "template=a photo"], r"template needs \{caption\} exactly once"),
+        (["instruction=sana"], "instruction is for a language model"),
         (["kind=causal_lm", "instruction=sana"], "instruction is for a language model"),
     ],
 )

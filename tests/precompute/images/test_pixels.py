@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import math
 
 import numpy as np
 import pytest
 from making import gray_mask, picture
-from pictures import encoded, exif, noise
+from pictures import adm_by_hand, bucket_by_hand, encoded, exif, noise
 from PIL import Image
 
 from leandit.datasets.errors import RecordRejected
@@ -23,32 +22,6 @@ BUCKETS = [(32, 32), (48, 80), (80, 48), (64, 32)]
 def decoded(data: bytes, height_px: int, width_px: int) -> np.ndarray:
     """Pixels with neither resize nor crop."""
     return decode_image(data, bucket=(height_px, width_px), crop="bucket")[0]
-
-
-def adm_by_hand(image: Image.Image, side: int) -> np.ndarray:
-    """The crop of Dhariwal and Nichol, written from its description."""
-    while min(image.size) >= 2 * side:
-        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-    scale = side / min(image.size)
-    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-    top, left = math.floor((image.height - side) / 2), math.floor((image.width - side) / 2)
-    return np.asarray(image.crop((left, top, left + side, top + side)))
-
-
-def bucket_by_hand(
-    image: Image.Image, bucket: tuple[int, int], resample: Image.Resampling = Image.Resampling.BICUBIC
-) -> np.ndarray:
-    """PixArt's trainer: cover, keep the ratio, cut the middle."""
-    height, width = bucket
-    if height / image.height > width / image.width:
-        size = (image.width * height // image.height, height)
-    else:
-        size = (width, image.height * width // image.width)
-    assert size[0] >= width
-    assert size[1] >= height
-    image = image.resize(size, resample)
-    left, top = round((size[0] - width) / 2.0), round((size[1] - height) / 2.0)
-    return np.asarray(image.crop((left, top, left + width, top + height)))
 
 
 @pytest.mark.parametrize("side", [16, 32, 50])
