@@ -81,7 +81,7 @@ def make_loader(
     Args:
       store: an open store.
       global_batch: records in a full batch, over all ranks; one number, or one for each bucket.
-      seed: of the order, the posterior draw, and the choice of caption and flip.
+      seed: of the order, the posterior draw, and the choice of caption and view (crop and flip).
       leftovers: what happens to records of a bucket that do not fill a batch (``BatchPlan``).
       window: a shuffle for slow disks (``ShardWindow``).
       selection: the records to train on (``RecordFilter.select``); None for all.

@@ -31,7 +31,6 @@ from .format.layout import CAPTIONS, RECORDS
 from .format.row_layout import (
     COMPANIONS,
     EMBEDDINGS,
-    FLIP,
     LATENTS,
     POOLED,
     ArrayGroup,
@@ -40,6 +39,7 @@ from .format.row_layout import (
     buckets_of,
     caption_folder,
     companion_rows,
+    view_suffix,
 )
 from .format.schema import TextEncoder
 from .format.table_schemas import suffixes
@@ -246,21 +246,31 @@ class LatentStore(OpenedRevision):
 
     # Arrays of images.
 
-    def latents(self, bucket: str) -> ShardedArray:
+    def latents(self, bucket: str, *, variant: int = 0, flipped: bool = False) -> ShardedArray:
         """Rows of a bucket as stored, (N, 2C, H, W) moments or (N, C, H, W) latents, raw: neither shifted nor scaled.
 
-        Raises: UnknownKey: the bucket does not exist; the message lists the buckets.
+        Args:
+          variant: the crop: 0 for the planned one, up to ``spec.images.variants - 1``.
+          flipped: of the horizontally flipped crops.
+        Raises: UnknownKey: the bucket does not exist; the message lists the buckets. StoreError: the store was encoded
+          without such crops.
         """
-        return self.array(f"{bucket_part(bucket)}/{self.spec.latent.array}")
+        suffix = self._view_suffix(variant, flipped=flipped)
+        return self.array(f"{bucket_part(bucket)}/{self.spec.latent.array}{suffix}")
 
     def flipped_latents(self, bucket: str) -> ShardedArray:
-        """Rows of the horizontally flipped images.
+        """``latents`` of the horizontally flipped images."""
+        return self.latents(bucket, flipped=True)
 
-        Raises: StoreError: the store was encoded without them.
-        """
-        if not self.spec.latent.flip:
+    def _view_suffix(self, variant: int, *, flipped: bool) -> str:
+        if flipped and not self.spec.latent.flip:
             raise StoreError(f"store '{self.path}': it holds no flipped latents. Precompute with vae.flip = true.")
-        return self.array(f"{bucket_part(bucket)}/{self.spec.latent.array}{FLIP}")
+        if not 0 <= variant < self.spec.images.variants:
+            raise StoreError(
+                f"store '{self.path}': variant {variant}, it holds {self.spec.images.variants} of each image, from 0. "
+                "Precompute with a larger images.variants."
+            )
+        return view_suffix(variant, flipped=flipped)
 
     @property
     def features(self) -> list[str]:
@@ -281,19 +291,20 @@ class LatentStore(OpenedRevision):
         """Names of the companions."""
         return [one.name for one in self.spec.companions]
 
-    def companion(self, name: str, bucket: str, *, flipped: bool = False) -> ShardedArray:
+    def companion(self, name: str, bucket: str, *, variant: int = 0, flipped: bool = False) -> ShardedArray:
         """Rows of a companion of a bucket, in the order of ``latents``.
 
         Args:
-          flipped: of the flipped images.
+          variant, flipped: as of ``latents``.
         Returns: as stored: like ``latents``, or of a mask (N, H, W) uint8, the gray of each position of a latent.
         Raises: UnknownKey: the bucket or the companion does not exist; the message lists those that do. StoreError: the
-          store holds no flipped images.
+          store holds no such crops.
         """
         spec = self._named("companion", name, self.spec.companions)
-        _ = self.flipped_latents(bucket) if flipped else self.latents(bucket)  # raises if there are none
+        suffix = self._view_suffix(variant, flipped=flipped)
+        self.latents(bucket)  # raises if the bucket does not exist
         (array,) = companion_rows(self.spec, spec, bucket)
-        return self.array(f"{bucket_part(bucket)}/{COMPANIONS}/{name}/{array}{FLIP if flipped else ''}")
+        return self.array(f"{bucket_part(bucket)}/{COMPANIONS}/{name}/{array}{suffix}")
 
     def _named(self, what: str, name: str, known: Sequence[Any]) -> Any:
         if name not in (names := [one.name for one in known]):

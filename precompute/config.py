@@ -73,6 +73,10 @@ class ImagesSection(Section):
     """Longest side over shortest: with several buckets, longer images are rejected; also the limit of "area"."""
     min_px: Annotated[int, Field(ge=1, le=8192)] = 1
     """Images whose shorter side has fewer pixels are rejected (too_small)."""
+    variants: Annotated[int, Field(ge=1, le=16)] = 1
+    """Crops to store of each image, of which each epoch draws one: the planned crop, then random ones."""
+    variant_zoom: Annotated[float, Field(ge=1, le=2)] = 1.25
+    """The random crops are of the image enlarged by a factor between 1 and this; 1: they only differ in place."""
     exif_orientation: bool = True
     """Apply the EXIF orientation; false: leave images as stored, like ADM's loader and ImageFolder."""
 

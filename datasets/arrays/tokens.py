@@ -11,7 +11,6 @@ from ..errors import StoreError
 from ..format.row_layout import (
     EMBEDDINGS,
     FEATURES,
-    FLIP,
     POOLED,
     SCALES,
     bucket_part,
@@ -19,6 +18,7 @@ from ..format.row_layout import (
     caption_rows,
     null_array,
     pooled_rows,
+    view_suffix,
 )
 from ..format.schema import FeatureSpec, TextSpec
 from ..format.token_dtypes import StoredTokens, widen
@@ -152,13 +152,13 @@ class FeatureArrays:
         """ "patches", "cls", or both."""
         return ["patches", "cls"] if self.spec.output == "both" else [self.spec.output]
 
-    def arrays(self, output: str, *, flipped: bool = False) -> list[ShardedArray]:
+    def arrays(self, output: str, *, variant: int = 0, flipped: bool = False) -> list[ShardedArray]:
         """Tokens in the dtype on disk; for int8 also the float32 scale of each.
 
         Args:
           output: "patches", (N, T, D) with scales (N, T); or "cls", (N, D) with scales (N,).
-          flipped: of the flipped images.
-        Raises: StoreError: the feature has no such output.
+          variant, flipped: of this crop of the images, and of the flipped one.
+        Raises: StoreError: the feature has no such output; UnknownKey: there is no such crop.
         """
         if output not in self.outputs:
             raise StoreError(
@@ -166,7 +166,7 @@ class FeatureArrays:
             )
         names = {"patches": ("patches", "patch_scales"), "cls": ("cls", "cls_scales")}[output]
         names = names if self.spec.dtype == "int8" else names[:1]
-        return [self._open(f"{self._folder}/{name}{FLIP if flipped else ''}") for name in names]
+        return [self._open(f"{self._folder}/{name}{view_suffix(variant, flipped=flipped)}") for name in names]
 
     def row(self, row: int, output: str = "patches") -> np.ndarray:
         """One record's patches (T, D), or its class token (D,): stored float16, or float32 of stored int8."""

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..format.row_layout import view_suffixes
 from ..order.batch_plan import PlannedBatch
 from ..order.caption_odds import choose_captions
-from ..order.shuffle import PURPOSE_CAPTION, PURPOSE_FLIP, keyed_choice, keyed_uniform
+from ..order.shuffle import PURPOSE_CAPTION, PURPOSE_VIEW, keyed_choice, keyed_uniform
 from ..order.slices import rank_slice
 from ..store import LatentStore
 from .latents import draw_keys
@@ -27,7 +28,8 @@ class Records(NamedTuple):
       rows: (B,) int64 in ``store.latents(bucket)``.
       records: (B,) int64 positions in the records table.
       labels: (B,) class index, -1 for none.
-      flipped: (B,) bool, whether to read the flipped image, or None if the store has none.
+      views: (B,) int64 the crop to read of each image, flipped or not, as ``view_suffixes`` numbers them; None if the
+        store has one view.
       caption_ids: (B,) int64 the caption chosen for each, or None.
       draw_keys: (B,) int64 keys of the posterior draw, or None without a posterior.
     """
@@ -35,7 +37,7 @@ class Records(NamedTuple):
     rows: np.ndarray
     records: np.ndarray
     labels: np.ndarray
-    flipped: np.ndarray | None
+    views: np.ndarray | None
     caption_ids: np.ndarray | None
     draw_keys: np.ndarray | None
 
@@ -53,7 +55,7 @@ class Lookup:
 
     Args:
       stores: one for each of the order's plans.
-      seeds: of the posterior draw and the choice of caption and flip, one for each plan.
+      seeds: of the posterior draw and the choice of caption and view, one for each plan.
       rank, world_size: select the slice of every global batch.
       captions: choose one for each record, if the store has captions.
       caption_bounds: of each store, by bucket, from ``CaptionOdds.bounds``; None for uniform draws.
@@ -89,9 +91,9 @@ class Lookup:
         index, latent = store.index(bucket), store.spec.latent
         rows, records, labels = index.take(positions)
         keyed: dict[str, Any] = {"seed": self.seeds[plan], "epoch": epochs, "records": records}
-        flipped, captions, keys = None, None, None
-        if latent.flip:
-            flipped = keyed_choice(np.full(len(records), 2), **keyed, purpose=PURPOSE_FLIP) == 1
+        views, captions, keys = None, None, None
+        if (num_views := len(view_suffixes(store.spec))) > 1:
+            views = keyed_choice(np.full(len(records), num_views), **keyed, purpose=PURPOSE_VIEW)
         if store.texts and self.captions:
             if bounds := self.caption_bounds[plan]:
                 uniform = keyed_uniform(**keyed, purpose=PURPOSE_CAPTION)
@@ -103,4 +105,4 @@ class Lookup:
         captions = None if captions is None else captions.astype(np.int64)
         if latent.has_posterior:
             keys = draw_keys(self.seeds[plan], epochs, records).numpy()
-        return Records(rows, records, labels, flipped, captions, keys)
+        return Records(rows, records, labels, views, captions, keys)

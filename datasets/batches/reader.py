@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from ..arrays.sharded_array import ShardedArray
 from ..disk.fork_safe import reset_in_forks
 from ..errors import RecipeError
-from ..format.row_layout import LATENTS
+from ..format.row_layout import LATENTS, view_suffixes
 from ..format.schema import LatentStatistics
 from ..order.alike import check_alike
 from ..order.batch_plan import BatchOrder, BatchPlan, PlannedBatch
@@ -47,7 +47,7 @@ class BatchReader(Dataset):
       features: names of the image features to read; None for all of the store.
       companions: names of the companion images, likewise.
       pin: use page-locked memory.
-      seed: of the posterior draw and the choice of caption and flip; None: that of each plan.
+      seed: of the posterior draw and the choice of caption and view; None: that of each plan.
       caption_odds: how often each caption of a record is drawn, of each store; None for uniform draws.
       normalise: of the latents, as of ``normalised_as``.
       statistics: for "store"; None: those of all stores together.
@@ -113,7 +113,7 @@ class BatchReader(Dataset):
 
     def reset(self) -> None:
         """Drop all planned batches."""
-        self._groups: dict[tuple[int, str, str], dict[str, tuple[ShardedArray, ShardedArray | None]]] = {}
+        self._groups: dict[tuple[int, str, str], dict[str, list[ShardedArray]]] = {}
         self._planned: dict[int, list[WantedBatch]] = {}  # by number // PLANNED_AHEAD
         self._lock = threading.Lock()
 
@@ -135,8 +135,8 @@ class BatchReader(Dataset):
             texts = {name: read_captions(store.text(name), wanted.caption_ids, self._buffers) for name in store.texts}
         groups = {
             group: {
-                name: torch.from_numpy(self._take(array, twin, wanted))
-                for name, (array, twin) in self._arrays(planned.plan, bucket, group).items()
+                name: torch.from_numpy(self._take(arrays, wanted))
+                for name, arrays in self._arrays(planned.plan, bucket, group).items()
             }
             for group in (LATENTS, *self._companions, *self._features)
         }
@@ -196,26 +196,29 @@ class BatchReader(Dataset):
                 self._planned = dict([*kept, (group, self._lookup.batches(planned))])
             return self._planned[group][place]
 
-    def _arrays(self, number: int, bucket: str, group: str) -> dict[str, tuple[ShardedArray, ShardedArray | None]]:
-        """The arrays of a group of a store, each with that of the flipped images, by the field of the batch."""
+    def _arrays(self, number: int, bucket: str, group: str) -> dict[str, list[ShardedArray]]:
+        """The arrays of a group of a store, those of all views of an image, by the field of the batch."""
         found = self._groups.get((number, bucket, group))
         if found is None:
             arrays = group_arrays(self.stores[number], bucket, group)
-            half = len(arrays) // 2 if self.stores[number].spec.latent.flip else len(arrays)
-            twins = arrays[half:] or [None] * half
-            names = [array.path.rpartition("/")[2] for array in arrays[:half]]
+            count = len(arrays) // len(view_suffixes(self.stores[number].spec))
+            names = [array.path.rpartition("/")[2] for array in arrays[:count]]
             fields = [f"stored_{name}" if name in ("patches", "cls") else name for name in names]
-            found = self._groups[number, bucket, group] = dict(
-                zip(fields, zip(arrays[:half], twins, strict=True), strict=True)
-            )
+            views = [arrays[place::count] for place in range(count)]
+            found = self._groups[number, bucket, group] = dict(zip(fields, views, strict=True))
         return found
 
-    def _take(self, array: ShardedArray, twin: ShardedArray | None, wanted: Records) -> np.ndarray:
-        """(B, ...) stored rows, of the flipped image where the draw says so."""
-        stored = self._buffers.take((len(wanted.rows), *array.row_shape), array.dtype)
-        array.take(wanted.rows, out=stored)
-        if twin is not None and wanted.flipped is not None:
-            stored[wanted.flipped] = twin.take(wanted.rows[wanted.flipped])
+    def _take(self, arrays: Sequence[ShardedArray], wanted: Records) -> np.ndarray:
+        """(B, ...) stored rows, each of the view that the draw says.
+
+        Args:
+          arrays: of all views.
+        """
+        stored = self._buffers.take((len(wanted.rows), *arrays[0].row_shape), arrays[0].dtype)
+        arrays[0].take(wanted.rows, out=stored)
+        for view, array in enumerate(arrays[1:], 1) if wanted.views is not None else ():
+            drawn = wanted.views == view
+            stored[drawn] = array.take(wanted.rows[drawn])
         return stored
 
     def __getstate__(self) -> dict[str, Any]:

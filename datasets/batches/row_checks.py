@@ -73,7 +73,7 @@ class RowChecks:
 
 
 def group_arrays(store: LatentStore, bucket: str, group: str) -> list[ShardedArray]:
-    """The arrays of the latents, a feature or a companion of a bucket; then, in the same order, the flipped ones."""
+    """The arrays of the latents, a feature or a companion of a bucket, of one view after the other."""
     return [store.array(f"{bucket_part(bucket)}/{path}") for path in row_arrays(store.spec, bucket, group)]
 
 

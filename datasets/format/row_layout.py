@@ -21,6 +21,7 @@ LATENTS = ""  # the group of the latents, which every record has
 FEATURES, COMPANIONS = "features", "companions"  # folders of the other groups
 MASK = "mask"  # array of a companion that is a mask
 FLIP = "_flip"  # suffix of the arrays of flipped images
+VARIANT = "_v"  # suffix, with its number from 1, of the arrays of a further crop
 CAPTION_PART = "captions"  # folder of all text encoders
 EMBEDDINGS, SCALES, POOLED = "embeddings", "scales", "pooled"  # arrays of a text encoder
 NULL_EMBEDDING, NULL_SCALES, NULL_POOLED = "null", "null_scales", "null_pooled"  # the same for the empty caption
@@ -91,8 +92,18 @@ def row_arrays(spec: StoreSpec, bucket: str, group: str) -> dict[str, Row]:
     for one in spec.companions:
         if one.name == group:
             arrays = {f"{COMPANIONS}/{group}/{name}": row for name, row in companion_rows(spec, one, bucket).items()}
-    flipped = {f"{path}{FLIP}": row for path, row in arrays.items()} if spec.latent.flip else {}
-    return {**arrays, **flipped}
+    return {f"{path}{suffix}": row for suffix in view_suffixes(spec) for path, row in arrays.items()}
+
+
+def view_suffix(variant: int = 0, *, flipped: bool = False) -> str:
+    """Suffix of the arrays of a crop of the images, 0 for the planned one, or of the same crop flipped."""
+    return f"{f'{VARIANT}{variant}' if variant else ''}{FLIP if flipped else ''}"
+
+
+def view_suffixes(spec: StoreSpec) -> list[str]:
+    """Suffixes of the arrays of all views of an image, in order: each crop, then the same flipped if that is stored."""
+    flips = (False, True) if spec.latent.flip else (False,)
+    return [view_suffix(variant, flipped=flipped) for variant in range(spec.images.variants) for flipped in flips]
 
 
 def latent_shape(spec: StoreSpec, bucket: str) -> tuple[int, int, int]:

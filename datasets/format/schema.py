@@ -74,7 +74,7 @@ class EncoderIdentity(_Model):
     tokenizer_files_sha256: str | None = None  # of the files of the tokenizer; no part of the fingerprint
 
 
-class ImageSpec(_Model):
+class ImageSpec(_Sparse):
     """How an image became pixels."""
 
     resolution_px: Side
@@ -83,6 +83,8 @@ class ImageSpec(_Model):
     resize_filter: str
     colour: str
     libraries: dict[str, str]
+    variants: Annotated[int, Field(ge=1, le=16)] = 1  # crops stored of each image, the first as above
+    variant_zoom: Annotated[float, Field(ge=1, le=2)] = 1.0  # the further ones are of images enlarged by up to this
 
     @property
     def exif_orientation(self) -> bool:

@@ -66,6 +66,8 @@ def describe_store(
             resize_filter=ADM_FILTER if images.crop == "adm" else resize_filter(images.buckets, images.resolution),
             colour=describe_colour(exif_orientation=images.exif_orientation),
             libraries=library_majors("pillow"),
+            variants=images.variants,
+            variant_zoom=images.variant_zoom if images.variants > 1 else 1.0,
         ),
         latent=latent,
         text=unnamed and unnamed.text_spec(recipe.text[""], text_dtype),

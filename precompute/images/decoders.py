@@ -60,7 +60,8 @@ class Decoded:
     """A decoded image.
 
     Args:
-      pixels: (H, W, 3) uint8, of the bucket's size; of a mask (H, W), of the latents' size; read-only.
+      pixels: (H, W, 3) uint8, of the bucket's size; of a mask (H, W), of the latents' size; with variants one more
+        dimension, the first, for the crops; read-only.
       height_px, width_px: of the source image, upright.
       source_checksum: XXH3-64 of the encoded bytes.
       read_seconds: of the child's read; 0 for bytes that were sent.

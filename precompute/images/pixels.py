@@ -11,11 +11,12 @@ from __future__ import annotations
 import importlib
 import io
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import xxhash
 from PIL import Image, ImageChops, ImageFile, UnidentifiedImageError
 
 from ...datasets.errors import RecordRejected
@@ -47,6 +48,9 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+Variant = tuple[float, float, float]
+"""A random crop: enlargement of the image, and top and left as shares of the room, from 0 on and below 1."""
+
 PROGRAMMING_ERRORS = (NameError, AttributeError, ImportError, NotImplementedError, AssertionError)
 
 
@@ -77,6 +81,7 @@ def decode_image(
     exif_orientation: bool = True,
     beside: tuple[int, int] | None = None,
     mask_px: int = 0,
+    variants: Sequence[Variant] = (),
 ) -> tuple[np.ndarray, tuple[int, int]]:
     """Decode an image, and resize and crop it to its bucket.
 
@@ -88,8 +93,9 @@ def decode_image(
       exif_orientation: as for ``read_size``.
       beside: of a companion, height and width in pixels of its record's image.
       mask_px: of a mask, side of the squares whose mean grey is returned; 0 for an image.
-    Returns: (height_px, width_px, 3) uint8, of a mask (H, W) uint8; and the height and width in pixels of the
-      image before the resize, as ``read_size`` has them.
+      variants: further crops.
+    Returns: (height_px, width_px, 3) uint8, of a mask (H, W) uint8; with variants all crops, (1 + variants, ...); and
+      the height and width in pixels of the image before the resize, as ``read_size`` has them.
     Raises: RecordRejected: stage "decode".
     """
     with _rejects("decode"):
@@ -102,9 +108,27 @@ def decode_image(
         if orientation in UPRIGHT:
             image = image.transpose(UPRIGHT[orientation])
         size = image.height, image.width
-        if mask_px:
-            return crop_mask(image, bucket, crop, mask_px, beside or size), size
-        return crop_image(image, bucket, crop, resize_filter, beside), size
+        crops = [
+            crop_mask(image, bucket, crop, mask_px, beside or size, variant)
+            if mask_px
+            else crop_image(image, bucket, crop, resize_filter, beside, variant)
+            for variant in (None, *variants)
+        ]
+        return np.stack(crops) if variants else crops[0], size
+
+
+def variant_draws(key: str, count: int, zoom: float) -> list[Variant]:
+    """The further crops of a record, ``count`` with the planned one; a function of its key and of each number alone.
+
+    Args:
+      zoom: largest enlargement.
+    """
+    draws = list[Variant]()
+    for number in range(1, count):
+        bits = xxhash.xxh3_128_intdigest(key.encode("utf-8", "surrogatepass"), seed=number)
+        shares = [(bits >> shift & 0xFFFFFFFF) / 2**32 for shift in (0, 32, 64)]
+        draws.append((1 + (zoom - 1) * shares[0], shares[1], shares[2]))
+    return draws
 
 
 @contextmanager
@@ -128,9 +152,21 @@ def _rejects(stage: str) -> Iterator[None]:
 
 
 def crop_geometry(
-    height_px: int, width_px: int, bucket: tuple[int, int], crop: str
+    height_px: int, width_px: int, bucket: tuple[int, int], crop: str, variant: Variant | None = None
 ) -> tuple[list[tuple[int, int]], int, int]:
-    """Sizes through which an image is resized, and the crop's top and left in the last of them, all in pixels."""
+    """Sizes through which an image is resized, and the crop's top and left in the last of them, all in pixels.
+
+    Source of variants: the random crop of the published data loader of Dhariwal and Nichol 2021, which resizes the
+    image to a random size that is at least the crop's, and crops anywhere.
+    """
+    if variant:
+        zoom, *shares = variant
+        height, width = (round(zoom * side_px) for side_px in bucket)
+        sizes = [cover_size(height_px, width_px, (height, width))]
+        if crop == "adm":
+            sizes = adm_sizes(height_px, width_px, height)
+        top, left = (int(share * (sizes[-1][i] - bucket[i] + 1)) for i, share in enumerate(shares))
+        return sizes, top, left
     if crop == "adm":
         sizes = adm_sizes(height_px, width_px, bucket[0])
         return sizes, (sizes[-1][0] - bucket[0]) // 2, (sizes[-1][1] - bucket[1]) // 2
@@ -145,8 +181,9 @@ def crop_image(
     crop: str,
     resize_filter: str = "bicubic",
     beside: tuple[int, int] | None = None,
+    variant: Variant | None = None,
 ) -> np.ndarray:
-    """Resize and center-crop an RGB image; (height_px, width_px, 3) uint8.
+    """Resize and crop an RGB image, at its center or as a variant; (height_px, width_px, 3) uint8.
 
     Args:
       beside: of a companion, the size of its record's image: it is resized to the same size and cropped at the same
@@ -154,10 +191,10 @@ def crop_image(
     Raises: RecordRejected: the image is so long that it would exceed MAX_PIXELS before the crop; or a companion has
       another aspect.
     """
-    sizes, top, left = crop_geometry(image.height, image.width, bucket, crop)
+    sizes, top, left = crop_geometry(image.height, image.width, bucket, crop, variant)
     if beside:
         check_aspect((image.height, image.width), beside)
-        (*_, last), top, left = crop_geometry(*beside, bucket, crop)
+        (*_, last), top, left = crop_geometry(*beside, bucket, crop, variant)
         sizes = [*sizes[:-1], last]
     if problem := resize_problem(image.height, image.width, sizes[-1]):
         raise RecordRejected("decode", "aspect", problem)
@@ -176,7 +213,12 @@ def resize_problem(height_px: int, width_px: int, resized: tuple[int, int]) -> s
 
 
 def crop_mask(
-    image: Image.Image, bucket: tuple[int, int], crop: str, mask_px: int, beside: tuple[int, int]
+    image: Image.Image,
+    bucket: tuple[int, int],
+    crop: str,
+    mask_px: int,
+    beside: tuple[int, int],
+    variant: Variant | None = None,
 ) -> np.ndarray:
     """Mean grey of each square of ``mask_px`` in the crop of the record's image; (H, W) uint8.
 
@@ -185,7 +227,7 @@ def crop_mask(
     Raises: RecordRejected: the mask has another aspect.
     """
     check_aspect((image.height, image.width), beside)
-    (*_, resized), top, left = crop_geometry(*beside, bucket, crop)
+    (*_, resized), top, left = crop_geometry(*beside, bucket, crop, variant)
     shape = bucket[0] // mask_px, bucket[1] // mask_px
     return area_means(np.asarray(image.convert("L")), resized, (top, left), shape, mask_px)
 

@@ -31,7 +31,7 @@ Outputs = list[np.ndarray]
 """(B, ...) float32 outputs of a model, or (B, H, W) uint8 of a mask."""
 
 Views = Mapping[str, Sequence[np.ndarray]]
-"""By image (OWN, or the name of a companion): (B, height_px, width_px, 3) uint8 pixels, then flipped ones if stored."""
+"""By image (OWN, or the name of a companion), for each view: (B, height_px, width_px, 3) uint8 pixels."""
 
 Quality = tuple[float, float]
 """Smallest cosine between an encoder's token and its stored form, and the largest absolute error."""

@@ -18,6 +18,7 @@ from ...datasets.format.schema import ImageSpec
 from ...datasets.format.table_schemas import PLACES, place_columns
 from ...datasets.revisions.plan import FrozenPlan
 from ..images.decoders import Decoded, Decoders
+from ..images.pixels import variant_draws
 from ..sources.files.record import SourceRecord
 from ..sources.source import OpenedSource, Source
 from .clock import StageClock
@@ -45,7 +46,7 @@ class ImageReader:
         """Decode one image; rejects are returned.
 
         Args:
-          how: ``beside`` and ``mask_px`` of a companion, as for ``pixels.decode_image``.
+          how: ``variants``, and ``beside`` and ``mask_px`` of a companion, as for ``pixels.decode_image``.
         """
         start = time.perf_counter()
         try:
@@ -61,9 +62,11 @@ class ImageReader:
         self.clock.add({"read": fetch_seconds + decoded.read_seconds, "decode": decoded.decode_seconds})
         return decoded
 
-    def decode_planned(self, place: Place, size: tuple[int, int], bucket: tuple[int, int]) -> Decoded | RecordRejected:
-        """Decode a record's own image, which must have its planned height and width in pixels."""
-        decoded = self.decode(place, bucket)
+    def decode_planned(
+        self, place: Place, size: tuple[int, int], bucket: tuple[int, int], **how: Any
+    ) -> Decoded | RecordRejected:
+        """As ``decode``, of a record's own image, which must have its planned height and width in pixels."""
+        decoded = self.decode(place, bucket, **how)
         if isinstance(decoded, RecordRejected) or (decoded.height_px, decoded.width_px) == size:
             return decoded
         planned = "{}x{}".format(*size)
@@ -101,7 +104,9 @@ class PartImages:
         if self.positions[row] < 0:
             return None
         bucket, size = bucket_size(self.part.bucket), _at(self._size, row)
-        decoded = self.reader.decode_planned(_at(self._place, row), size, bucket)
+        variants = variant_draws(self.keys[row], self.spec.images.variants, self.spec.images.variant_zoom)
+        how = {"variants": variants} if variants else {}
+        decoded = self.reader.decode_planned(_at(self._place, row), size, bucket, **how)
         if isinstance(decoded, RecordRejected):
             return decoded
         if any(checksum not in (None, decoded.source_checksum) for checksum in _at(self._checksum, row)):
@@ -109,7 +114,7 @@ class PartImages:
         companions = {}
         for name, columns in self._companion_places.items():
             place, mask_px = _at(columns, row), self.spec.latent.downscale if self.companions[name] == MASK else 0
-            image = self.reader.decode(place, bucket, companion=name, beside=size, mask_px=mask_px)
+            image = self.reader.decode(place, bucket, companion=name, beside=size, mask_px=mask_px, **how)
             if isinstance(image, RecordRejected):
                 return RecordRejected(image.stage, image.reason, f"companion '{name}', '{place[0]}': {image.detail}")
             companions[name] = image

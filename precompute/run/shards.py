@@ -183,7 +183,10 @@ class ImageShard(Shard):
             pixels = self._black((len(images), *next(iter(of_rows.values())).pixels.shape))
             for i, image in of_rows.items():
                 pixels[i] = image.pixels
-            views[name] = [pixels, pixels[:, :, ::-1]][: 2 if self._images.spec.latent.flip else 1]
+            spec = self._images.spec  # in the order of ``view_suffixes``
+            crops = np.moveaxis(pixels, 1, 0) if spec.images.variants > 1 else [pixels]
+            flips = 2 if spec.latent.flip else 1
+            views[name] = [view for crop in crops for view in (crop, crop[:, :, ::-1])[:flips]]
         return ImageBatch(images, views)
 
     def encode(self, batch: range, inputs: ImageBatch) -> EncodedBatch | None:

@@ -132,7 +132,7 @@ class Evaluation:
         return groups
 
     def read(self, group: Group) -> Batch:
-        """The records of a group with their first captions, not flipped, in the CPU's memory."""
+        """The records of a group with their first captions and planned crops, not flipped, in the CPU's memory."""
         store, positions = self._reader.stores[group.store], group.positions
         index = store.index(group.bucket)
         rows, records, labels = index.take(positions)
@@ -140,7 +140,7 @@ class Evaluation:
             rows=rows,
             records=records,
             labels=labels,
-            flipped=None,
+            views=None,
             caption_ids=index.caption_ids[index.caption_starts[positions]] if self._run.spec.takes_text else None,
             draw_keys=posterior_keys(group.hashes) if store.spec.latent.has_posterior else None,
         )

@@ -1,0 +1,166 @@
+"""Several crops of an image (``images.variants``): further arrays of the same rows, of which each epoch draws one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faults import checked
+from making import (
+    caption_recipe,
+    encode,
+    label_recipe,
+    make_class_folder,
+    no_progress,
+    picture,
+    read_metadata,
+    store_digest,
+    tree_digest,
+    write_metadata,
+)
+
+from leandit.datasets.errors import FingerprintMismatch, StoreError
+from leandit.datasets.loader import make_loader
+from leandit.datasets.maintenance.compact import compact
+from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.store import LatentStore
+from leandit.precompute.images.pixels import crop_image, variant_draws
+
+THREE, FLIPPED = "images.variants=3", "vae.flip=true"
+SUFFIXES = ["", "_flip", "_v1", "_v1_flip", "_v2", "_v2_flip"]
+
+
+def encoded(source: Path, store: Path, *overrides: str) -> LatentStore:
+    encode(label_recipe(*overrides), source, store)
+    return LatentStore(store)
+
+
+@pytest.fixture(scope="module")
+def of_three(class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    return encoded(class_folder, tmp_path_factory.mktemp("variants") / "store", THREE, FLIPPED)
+
+
+def views_of(store: LatentStore) -> list[np.ndarray]:
+    (bucket,) = store.buckets
+    pairs = [(variant, flipped) for variant in range(3) for flipped in (False, True)]
+    return [store.latents(bucket, variant=variant, flipped=flipped)[:] for variant, flipped in pairs]
+
+
+@pytest.mark.parametrize("crop", ["adm", "bucket"])
+def test_a_variant_is_a_part_of_the_enlarged_image_and_its_draw_depends_on_the_key_alone(crop: str) -> None:
+    draws = variant_draws("a/b.png", 16, 1.25)
+    assert draws[:3] == variant_draws("a/b.png", 4, 1.25)
+    assert len({*draws, *variant_draws("a/c.png", 16, 1.25)}) == 30
+    assert all(1 <= zoom < 1.25 and 0 <= top < 1 and 0 <= left < 1 for zoom, top, left in draws)
+    image = picture(1, 40, 56)
+    assert {crop_image(image, (32, 32), crop, variant=draw).shape for draw in draws} == {(32, 32, 3)}
+    only_place = [crop_image(image, (40, 40), crop, variant=draw) for draw in variant_draws("a", 16, 1.0)]
+    for pixels in only_place:  # one side is the image's own, so a crop is some of its columns
+        columns = [np.array_equal(pixels, np.asarray(image)[:, left : left + 40]) for left in range(17)]
+        assert sum(columns) == 1
+
+
+def test_the_planned_crop_comes_first_and_the_others_are_those_of_its_key(
+    class_folder: Path, of_three: LatentStore, tmp_path: Path
+) -> None:
+    plain = encoded(class_folder, tmp_path / "plain", FLIPPED)
+    (bucket,) = plain.buckets
+    views = views_of(of_three)
+    np.testing.assert_array_equal(views[0], plain.latents(bucket)[:])
+    np.testing.assert_array_equal(views[1], plain.latents(bucket, flipped=True)[:])
+    paths = [path.rpartition("/")[2] for path in of_three.layouts if path.startswith("buckets/")]
+    assert paths == sorted(f"moments{suffix}" for suffix in SUFFIXES)
+    for one in range(6):
+        for other in range(one):
+            assert (views[one] != views[other]).any(axis=(1, 2, 3)).all()
+    with pytest.raises(StoreError, match=r"variant 3, it holds 3 of each image.*images\.variants"):
+        of_three.latents(bucket, variant=3)
+    with pytest.raises(FingerprintMismatch, match=r"images\.variants"):
+        encoded(class_folder, tmp_path / "plain", THREE, FLIPPED)
+    again = encoded(class_folder, tmp_path / "again", THREE, FLIPPED)
+    assert store_digest(again.path) == store_digest(of_three.path)
+    assert verify_store(again.path).findings == []
+
+
+def test_an_epoch_has_each_image_once_in_a_view_that_is_drawn_evenly(
+    class_folder: Path, of_three: LatentStore, tmp_path: Path
+) -> None:
+    (bucket,) = of_three.buckets
+    views = views_of(of_three)
+    plain = encoded(class_folder, tmp_path / "plain")
+    loaders = [make_loader(store, global_batch=5, seed=3) for store in (plain, of_three)]
+    one, other = ([batch.records.tolist() for batch in loader] for loader in loaders)
+    assert one == other  # the order does not know of variants
+    rows = dict(zip(of_three.index(bucket).records.tolist(), of_three.index(bucket).rows.tolist(), strict=True))
+    drawn, loader = np.zeros(6, int), make_loader(of_three, global_batch=5, seed=3)
+    for _ in range(40):
+        seen: list[int] = []
+        for batch in loader:
+            seen += batch.records.tolist()
+            for record, stored in zip(batch.records.tolist(), batch.stored.numpy(), strict=True):
+                (view,) = [i for i, view in enumerate(views) if np.array_equal(view[rows[record]], stored)]
+                drawn[view] += 1
+        assert sorted(seen) == list(range(15))
+    assert drawn.sum() == 600
+    assert ((drawn > 70) & (drawn < 130)).all()  # of 100 each
+
+
+def test_a_compaction_has_all_views(of_three: LatentStore, tmp_path: Path) -> None:
+    compact(of_three.path, tmp_path / "compact", progress=no_progress)
+    for one, other in zip(views_of(of_three), views_of(LatentStore(tmp_path / "compact")), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_store_with_variants_grows_by_the_new_image_alone_and_is_repaired_to_the_byte(tmp_path: Path) -> None:
+    source, store = make_class_folder(tmp_path / "source"), tmp_path / "store"
+    encoded(source, store, THREE, FLIPPED)
+    picture(77).save(source / "n001/new.png")
+    report = encode(label_recipe(THREE, FLIPPED), source, store)
+    assert report.num_encoded == 1
+    grown, fresh = LatentStore(store), encoded(source, tmp_path / "fresh", THREE, FLIPPED)
+    for variant in range(3):
+        one, other = (
+            each.latents("32x32", variant=variant).take(np.array([each.record("n001/new.png").row]))
+            for each in (grown, fresh)
+        )
+        np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), rtol=0.01, atol=0.01)
+    whole = tree_digest(store)
+    for shard in [path for path in (store / "buckets/32x32/moments_v2_flip/c").rglob("0") if path.is_file()]:
+        damaged = bytearray(shard.read_bytes())
+        damaged[100] ^= 1
+        shard.write_bytes(damaged)
+    found, _ = checked(store)
+    assert {finding.path.split("/")[2] for finding in found.findings} == {"moments_v2_flip"}
+    left, _ = checked(store, source, repair=True)
+    assert (left.findings, tree_digest(store)) == ([], whole)
+
+
+def test_statistics_are_of_all_views(of_three: LatentStore) -> None:
+    assert of_three.manifest is not None
+    assert of_three.manifest.statistics is not None
+    height, width = of_three.latents("32x32").row_shape[1:]
+    assert of_three.manifest.statistics.count == 15 * 6 * height * width
+
+
+def test_a_companion_and_a_mask_are_cropped_with_the_image(caption_folder: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(caption_folder, tmp_path / "source")
+    write_metadata(
+        source, [row | {"copy": row["file_name"], "mask": row["file_name"]} for row in read_metadata(source)]
+    )
+    recipe = caption_recipe(THREE, FLIPPED, "companions.copy.column=copy", "companions.mask.kind=mask")
+    encode(recipe, source, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    for bucket in store.buckets:
+        masks = []
+        for variant in range(3):
+            for flipped in (False, True):
+                view = {"variant": variant, "flipped": flipped}
+                copies = store.companion("copy", bucket, **view)[:]
+                np.testing.assert_array_equal(copies, store.latents(bucket, **view)[:])
+                masks.append(store.companion("mask", bucket, **view)[:])
+            np.testing.assert_array_equal(masks[-1], masks[-2][:, :, ::-1])
+        assert all((masks[0] != mask).any() for mask in masks[2::2])
+    for batch in make_loader(store, global_batch=2, seed=0, companions=["copy"]):  # the same view of both
+        assert batch.companions["copy"].shape == batch.latents.shape
