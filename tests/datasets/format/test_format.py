@@ -140,8 +140,10 @@ def test_every_nested_key_of_the_attribute_is_named_in_its_row(key: str, model: 
     assert row_of(2, "vae") == row_of(2, "text_encoder")
 
 
-# Of imported, compiled and patchified latents, and of text encoders that are not used in the usual way.
+# Of further crops, of imported, compiled and patchified latents, and of unusual text encoders.
 ABSENT = {
+    "variants",
+    "variant_zoom",
     "decoding",
     "compiled",
     "patchify",
@@ -161,6 +163,7 @@ def test_the_store_has_the_keys_that_are_named(caption_store: LatentStore) -> No
         "texts",
         "features",
         "companions",
+        "sample_captions",
     }  # of a store that was given some
     assert found["format_version"] == FORMAT_VERSION
     assert TEXT.startswith(f"# The store on disk, format version {FORMAT_VERSION}\n")
