@@ -274,7 +274,8 @@ def test_the_recipe_of_the_dit_paper_is_its_published_code() -> None:
 
 def test_recipes_of_papers_have_their_plain_average_and_others_a_warm_up() -> None:
     plain = {name for name in shipped_recipes("leandit.train") if not load("train", name).ema.warmup}
-    assert plain == {n for n in shipped_recipes("leandit.train") if n.startswith(("dit-", "sit-", "lightningdit-"))}
+    papers = ("dit-", "sit-", "lightningdit-", "sr-dit-", "rae-dit-")
+    assert plain == {name for name in shipped_recipes("leandit.train") if name.startswith(papers)}
 
 
 def test_a_rate_is_scaled_by_the_root_of_the_batch_only_where_asked() -> None:
