@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from pictures import encoded
 from PIL import Image
 
 from leandit.datasets.arrays.shard_folder import ShardFolder
@@ -29,6 +29,7 @@ from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.planning.compare import Options
 from leandit.precompute.run.clock import Progress
 from leandit.precompute.sharing.part import Part
+from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.several import SourcePaths
 from leandit.precompute.sources.source import Source
 from leandit.train.config import TrainRecipe
@@ -66,6 +67,11 @@ def picture(seed: int, height_px: int = 40, width_px: int = 56) -> Image.Image:
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (4, 5, 3), np.uint8))
     return coarse.resize((width_px, height_px), Image.Resampling.BICUBIC)
+
+
+def image_bytes(seed: int = 0, height_px: int = 40, width_px: int = 56, kind: str = "PNG", **options: Any) -> bytes:
+    """The file of a smooth random image."""
+    return encoded(picture(seed, height_px, width_px), kind, **options)
 
 
 def make_class_folder(root: Path, *, classes: int = 3, per_class: int = 5) -> Path:
@@ -330,10 +336,13 @@ def write_file(path: Path, content: bytes | str = b"") -> Path:
 
 def make_image_folder(folder: Path, *names: str) -> Path:
     for i, name in enumerate(names or IMAGE_NAMES):
-        buffer = io.BytesIO()
-        picture(i, 8, 8).save(buffer, "JPEG")
-        write_file(folder / name, buffer.getvalue())
+        write_file(folder / name, image_bytes(i, 8, 8, "JPEG"))
     return folder
+
+
+def bytes_of(source: Source, record: SourceRecord) -> bytes:
+    """The file of a record's image."""
+    return source.read(record.path, record.offset, record.num_bytes, stage="decode")
 
 
 def summary_of(source: Source) -> list[tuple[str, str, int, tuple[str, ...]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ import pytest
 from forked import run_forked
 from hypothesis import given
 from hypothesis import strategies as st
-from making import SUPPORT, caption_recipe, encode, picture
+from making import SUPPORT, caption_recipe, encode, image_bytes, picture
 
 from leandit.datasets.disk.hashing import sha256_of, xxh3_parts
 from leandit.datasets.disk.spill import one_chunk
@@ -249,9 +248,7 @@ def write(path: Path, content: bytes) -> tuple[Path, int, int]:
 
 
 def encoded(kind: str, height_px: int, width_px: int, **options: object) -> bytes:
-    stream = io.BytesIO()
-    picture(3, height_px, width_px).save(stream, kind, **options)
-    return stream.getvalue()
+    return image_bytes(3, height_px, width_px, kind, **options)
 
 
 def turned(image_format: str, height_px: int, width_px: int, **options: object) -> bytes:

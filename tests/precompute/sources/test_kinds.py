@@ -20,7 +20,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from making import caption_recipe, label_recipe, picture, tree_digest
+from making import bytes_of, caption_recipe, image_bytes, label_recipe, tree_digest, write_file
 from s3_server import s3_server
 
 from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
@@ -35,8 +35,7 @@ from leandit.precompute.planning.images import plan_images
 from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.run.tasks import FETCHES
 from leandit.precompute.sources.files.files import LocalFiles
-from leandit.precompute.sources.files.record import SourceRecord
-from leandit.precompute.sources.source import Source, list_source
+from leandit.precompute.sources.source import list_source
 from leandit.precompute.sources.tables import embedded, formats
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -47,20 +46,12 @@ PER_CLASS = 3
 SIZES = ((64, 64), (60, 100), (100, 60))
 
 
-def jpeg(seed: int, height_px: int = 40, width_px: int = 56) -> bytes:
-    buffer = io.BytesIO()
-    picture(seed, height_px, width_px).save(buffer, "JPEG")
-    return buffer.getvalue()
+def jpeg(seed: int, *size_px: int) -> bytes:
+    return image_bytes(seed, *size_px, kind="JPEG")
 
 
 LABELLED = [(f"{wnid}/{wnid}_{i}.JPEG", c, jpeg(10 * c + i)) for c, wnid in enumerate(WNIDS) for i in range(PER_CLASS)]
 CAPTIONED = [(f"images/{i}.jpg", f"a red thing of kind {i % 4}", jpeg(i, *SIZES[i % 3])) for i in range(9)]
-
-
-def put(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
 
 
 def tar_of(members: list[tuple[str, bytes]]) -> bytes:
@@ -100,17 +91,17 @@ def class_tars() -> list[tuple[str, bytes]]:
 
 def as_class_folder(root: Path) -> Path:
     for key, _, data in LABELLED:
-        put(root / key, data)
+        write_file(root / key, data)
     return root
 
 
 def as_imagenet_tar(root: Path) -> Path:
-    return put(root / "ILSVRC2012_img_train.tar", tar_of(class_tars()))
+    return write_file(root / "ILSVRC2012_img_train.tar", tar_of(class_tars()))
 
 
 def as_class_tars(root: Path) -> Path:
     for name, content in class_tars():
-        put(root / name, content)
+        write_file(root / name, content)
     return root
 
 
@@ -119,7 +110,7 @@ def as_labelled_webdataset(root: Path) -> Path:
         members = []
         for i, (_, label, data) in enumerate(LABELLED[start : start + 5], start):
             members += [(f"{i:04d}.jpg", data), (f"{i:04d}.cls", str(label).encode())]
-        put(root / f"shard-{start}.tar", tar_of(members))
+        write_file(root / f"shard-{start}.tar", tar_of(members))
     return root
 
 
@@ -140,7 +131,7 @@ def as_binary_parquet(root: Path) -> Path:
 def as_labelled_manifest(root: Path) -> Path:
     as_class_folder(root)
     rows = [{"path": key, "label": label} for key, label, _ in LABELLED]
-    return put(root / "list.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    return write_file(root / "list.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def as_labelled_parquet_manifest(root: Path) -> Path:
@@ -168,23 +159,23 @@ LABEL_KINDS: dict[str, tuple[Callable[[Path], Path], str, list[str], bool]] = { 
 
 def as_metadata(root: Path) -> Path:
     rows = [{"file_name": key, "caption": caption} for key, caption, _ in CAPTIONED]
-    put(root / "metadata.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    write_file(root / "metadata.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     for key, _, data in CAPTIONED:
-        put(root / key, data)
+        write_file(root / key, data)
     return root
 
 
 def as_txt(root: Path) -> Path:
     for key, caption, data in CAPTIONED:
-        put((root / key).with_suffix(".txt"), f"\n {caption}\n\n".encode())
-        put(root / key, data)
+        write_file((root / key).with_suffix(".txt"), f"\n {caption}\n\n".encode())
+        write_file(root / key, data)
     return root
 
 
 def as_json(root: Path) -> Path:
     for key, caption, data in CAPTIONED:
-        put((root / key).with_suffix(".json"), json.dumps({"captions": [caption], "size": 7}).encode())
-        put(root / key, data)
+        write_file((root / key).with_suffix(".json"), json.dumps({"captions": [caption], "size": 7}).encode())
+        write_file(root / key, data)
     return root
 
 
@@ -193,9 +184,9 @@ def as_pixart(root: Path) -> Path:
         {"width": 64, "height": 64, "ratio": 1.0, "path": key, "prompt": caption, "sharegpt4v": ""}
         for key, caption, _ in CAPTIONED
     ]
-    put(root / "InternData/data_info.json", json.dumps(rows, indent=2).encode())
+    write_file(root / "InternData/data_info.json", json.dumps(rows, indent=2).encode())
     for key, _, data in CAPTIONED:
-        put(root / "InternImgs" / key, data)
+        write_file(root / "InternImgs" / key, data)
     return root
 
 
@@ -204,7 +195,7 @@ def as_captioned_webdataset(root: Path) -> Path:
     for key, caption, data in CAPTIONED:
         name = key.split("/")[1].removesuffix(".jpg")
         members += [(f"{name}.jpg", data), (f"{name}.txt", caption.encode())]
-    return put(root / "images.tar", tar_of(members))
+    return write_file(root / "images.tar", tar_of(members))
 
 
 def as_captioned_parquet(root: Path) -> Path:
@@ -297,10 +288,6 @@ def test_captioned_images_give_the_same_bytes_however_they_come(
 # ------------------------------------------------------------ what is odd about a kind
 
 
-def bytes_of(source: Source, record: SourceRecord) -> bytes:
-    return source.read(record.path, record.offset, record.num_bytes, stage="decode")
-
-
 def reasons(path: Path | str, kind: str = "auto") -> dict[str, str]:
     return {r.key: r.problem[0] if r.problem else "" for r in list_source(path, kind).records}
 
@@ -329,7 +316,7 @@ def test_pixarts_list_is_read_beside_its_images_and_with_a_root(tmp_path: Path) 
     ids=lambda value: str(value)[:40],
 )
 def test_a_damaged_json_list_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
-    put(tmp_path / "data_info.json", text.encode())
+    write_file(tmp_path / "data_info.json", text.encode())
     with pytest.raises(SourceError, match=r"data_info\.json") as caught:
         list_source(tmp_path)
     assert len(str(caught.value)) < 600
@@ -337,14 +324,14 @@ def test_a_damaged_json_list_is_an_error_that_names_it(tmp_path: Path, text: str
 
 def test_sidecars_are_those_of_the_same_name(tmp_path: Path) -> None:
     for name in ("a.png", "a.b.png", "a-b.png", "b.png", "a.d/a.png"):
-        put(tmp_path / name, jpeg(0))
-    put(tmp_path / "a.txt", b"one\n\n  two \r\nthree")
-    put(tmp_path / "a.json", b'{"label": 2, "caption": "not this one"}')
-    put(tmp_path / "a-b.caption", b"of kohya, sitting")
-    put(tmp_path / "a-b.txt", b"not this one")
-    put(tmp_path / "a.b.txt", b"\xef\xbb\xbfwith a mark")
-    put(tmp_path / "b.json", b'{"caption": "from json"}')
-    put(tmp_path / "notes.txt", b"of nothing")
+        write_file(tmp_path / name, jpeg(0))
+    write_file(tmp_path / "a.txt", b"one\n\n  two \r\nthree")
+    write_file(tmp_path / "a.json", b'{"label": 2, "caption": "not this one"}')
+    write_file(tmp_path / "a-b.caption", b"of kohya, sitting")
+    write_file(tmp_path / "a-b.txt", b"not this one")
+    write_file(tmp_path / "a.b.txt", b"\xef\xbb\xbfwith a mark")
+    write_file(tmp_path / "b.json", b'{"caption": "from json"}')
+    write_file(tmp_path / "notes.txt", b"of nothing")
     source = list_source(tmp_path)
     found = {r.key: (r.label, r.captions) for r in source.records}
     assert found == {
@@ -371,12 +358,12 @@ def test_sidecars_are_those_of_the_same_name(tmp_path: Path) -> None:
 )
 def test_a_bad_sidecar_rejects_its_image(tmp_path: Path, name: str, content: bytes | None, reason: str) -> None:
     for stem in ("a", "b"):
-        put(tmp_path / f"{stem}.png", jpeg(0))
-    put(tmp_path / "b.txt", b"fine")
+        write_file(tmp_path / f"{stem}.png", jpeg(0))
+    write_file(tmp_path / "b.txt", b"fine")
     if content is None:
         os.mkfifo(tmp_path / name)
     else:
-        put(tmp_path / name, content)
+        write_file(tmp_path / name, content)
     assert reasons(tmp_path) == {"a.png": reason, "b.png": ""}
 
 
@@ -390,7 +377,7 @@ def test_a_damaged_class_tar_costs_what_comes_after_the_damage(tmp_path: Path) -
     damaged[damaged.index(b"n01443537_1")] ^= 1  # the second of three headers
     for content in (bytes(damaged), whole["n01443537.tar"][:700], b"", b"no tar at all" * 100):
         tars = [(name, content if name == "n01443537.tar" else one) for name, one in whole.items()]
-        source = list_source(put(tmp_path / "train.tar", tar_of(tars)))
+        source = list_source(write_file(tmp_path / "train.tar", tar_of(tars)))
         found = {r.key: r.problem[0] if r.problem else "" for r in source.records}
         assert found["n01443537.tar"] == "unreadable"
         if content == bytes(damaged):  # the archive holds them in the opposite order
@@ -405,19 +392,19 @@ def test_a_damaged_class_tar_costs_what_comes_after_the_damage(tmp_path: Path) -
 
 def test_the_validation_tar_takes_its_labels_from_the_list_beside_it(tmp_path: Path) -> None:
     members = [(f"ILSVRC2012_val_{i:08d}.JPEG", jpeg(i)) for i in (2, 1, 3, 4)]
-    tar = put(tmp_path / "ILSVRC2012_img_val.tar", tar_of(members))
+    tar = write_file(tmp_path / "ILSVRC2012_img_val.tar", tar_of(members))
     source = list_source(tar)
     assert (source.kind, source.classes) == ("imagenet", None)
     assert [(r.key[-6], r.label, r.problem) for r in source.records] == [(str(i), -1, None) for i in (1, 2, 3, 4)]
 
-    put(tmp_path / "imagenet_2012_validation_synset_labels.txt", "\n".join((WNIDS[2], *WNIDS[:2])).encode())
+    write_file(tmp_path / "imagenet_2012_validation_synset_labels.txt", "\n".join((WNIDS[2], *WNIDS[:2])).encode())
     source = list_source(tar)
     assert source.classes == list(WNIDS)
     assert [r.label for r in source.records] == [2, 0, 1, -1]
     assert source.records[3].problem
     assert bytes_of(source, source.records[0]) == jpeg(1)
 
-    put(tmp_path / "imagenet_2012_validation_synset_labels.txt", b"490\n361\n")  # the devkit's numbers
+    write_file(tmp_path / "imagenet_2012_validation_synset_labels.txt", b"490\n361\n")  # the devkit's numbers
     with pytest.raises(SourceError, match="expected wnids"):
         list_source(tar)
 
@@ -444,7 +431,7 @@ def test_a_parquet_file_that_changed_rejects_what_is_not_there_any_more(tmp_path
 
 @pytest.mark.parametrize("content", [b"", b"PAR1" * 100, os.urandom(4096)], ids=["empty", "magic", "random"])
 def test_a_damaged_parquet_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
-    put(tmp_path / "odd.parquet", content)
+    write_file(tmp_path / "odd.parquet", content)
     with pytest.raises(SourceError, match=r"odd\.parquet.*not a readable Parquet"):
         list_source(tmp_path)
 
@@ -549,7 +536,7 @@ def test_planning_from_a_url_reads_the_first_bytes_of_a_jpeg(tmp_path: Path, mon
     large, small = jpeg(1, 700, 900), jpeg(2)
     content = large[:2] + (b"\xff\xfe\x80\x00" + bytes(0x7FFE)) * 3 + large[2:]  # comments before the size
     for name, data in (("small", small), ("large", large + bytes(200_000)), ("late", content)):
-        put(tmp_path / f"source/{name}.jpg", data)
+        write_file(tmp_path / f"source/{name}.jpg", data)
     source = list_source(at_url(f"memory://heads/{tmp_path.name}", tmp_path / "source", tmp_path / "source"))
     read, original = Counter[str](), RemoteReader.read
 
@@ -571,7 +558,7 @@ def test_planning_from_a_url_reads_the_first_bytes_of_a_jpeg(tmp_path: Path, mon
 
 def test_planning_from_a_url_has_many_fetches_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(256):
-        put(tmp_path / f"source/{number}.jpg", jpeg(number % 3))
+        write_file(tmp_path / f"source/{number}.jpg", jpeg(number % 3))
     source = list_source(at_url(f"memory://many/{tmp_path.name}", tmp_path / "source", tmp_path / "source"))
     in_flight, most, counting, original = 0, 0, threading.Lock(), RemoteReader.read
 
@@ -652,11 +639,11 @@ def test_a_disk_that_fails_under_a_parquet_file_is_no_reject(
 def test_too_few_open_files_are_no_reject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(faults, "PAUSES", (0.0, 0.0, 0.0))
     if kind == "folder":
-        put(tmp_path / "c/a.jpg", jpeg(0))
+        write_file(tmp_path / "c/a.jpg", jpeg(0))
     elif kind == "parquet":
         write_parquet(tmp_path / "a.parquet", {"image": struct_column([jpeg(0)])})
     else:
-        put(tmp_path / "a.tar", tar_of([("a.jpg", jpeg(0))]))
+        write_file(tmp_path / "a.tar", tar_of([("a.jpg", jpeg(0))]))
     source, (soft, hard) = list_source(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those below are open already
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import tarfile
@@ -13,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import webdataset
-from making import caption_recipe, make_class_folder, picture, write_file, write_tar
+from making import bytes_of, caption_recipe, image_bytes, make_class_folder, write_file, write_tar
 
 from leandit.datasets.errors import SourceError
 from leandit.precompute.images.decoders import Decoders
@@ -26,19 +25,13 @@ from leandit.precompute.sources.source import Source, list_source
 
 
 def png(seed: int = 0) -> bytes:
-    buffer = io.BytesIO()
-    picture(seed, 8, 8).save(buffer, "PNG")
-    return buffer.getvalue()
+    return image_bytes(seed, 8, 8)
 
 
 def by_key(source: Source) -> dict[str, SourceRecord]:
     found = {record.key: record for record in source.records}
     assert len(found) == len(source.records) or any(r.problem for r in source.records)
     return found
-
-
-def bytes_of(source: Source, record: SourceRecord) -> bytes:
-    return source.read(record.path, record.offset, record.num_bytes, stage="decode")
 
 
 def write_metadata(root: Path, *rows: Any) -> Path:

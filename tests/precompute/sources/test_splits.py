@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import webdataset
-from making import encode, label_recipe, picture
+from making import bytes_of, encode, image_bytes, label_recipe
 
 from leandit.datasets.errors import RecipeError, SourceError
 from leandit.datasets.format.class_names import imagenet_names
@@ -23,9 +22,7 @@ from leandit.tools.terminal.outcome import precompute_rows
 
 
 def png(seed: int = 0) -> bytes:
-    buffer = io.BytesIO()
-    picture(seed, 40, 40).save(buffer, "PNG")
-    return buffer.getvalue()
+    return image_bytes(seed, 40, 40)
 
 
 def fill(root: Path, *names: str) -> Path:
@@ -98,7 +95,7 @@ def test_folders_of_splits_are_no_classes_unless_the_user_says_so(tmp_path: Path
     assert source.notes == ["split 'train' of train, val"]
     assert listed(root, split="all").classes == ["annotations", "train", "val"]
     opened = open_source(root, source.settings)  # as a worker does
-    assert opened.read(source.records[0].path, 0, source.records[0].num_bytes, stage="decode") == png(0)
+    assert bytes_of(opened, source.records[0]) == png(0)
 
 
 def test_a_class_that_is_called_like_a_split_stays_a_class(tmp_path: Path) -> None:
