@@ -179,7 +179,8 @@ class RunSection(Section):
     remote_gib: Annotated[float, Field(gt=0)] = 64.0
     """Room for the shards of a store at a URL, in GiB of the local folder."""
     remote_folder: str = ""
-    """That local folder; empty: one for the URL below ~/.cache/leandit."""
+    """That local folder; empty: one for the URL below ~/.cache/leandit. A store at a path is copied there too: name one
+    in /dev/shm to train from memory."""
     log_every: Positive = 10
     """Steps between lines of metrics.jsonl."""
     evaluate_every: Count = 2000

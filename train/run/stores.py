@@ -41,12 +41,14 @@ def open_stores(
             f"run '{run}': it was started with {len(known)} stores, this recipe has {len(sections)}. Use another "
             "--run, or resume with the stores in its recipe.toml."
         )
-    urls = {section.store for section in sections if "://" in section.store}
-    if recipe.run.remote_folder and len(urls) > 1:
+    named = {section.store for section in sections}
+    urls = {store for store in named if "://" in store}
+    if recipe.run.remote_folder and len(urls or named) > 1:
         raise RecipeError(
-            f"run.remote_folder '{recipe.run.remote_folder}': it is of one store, the recipe names {len(urls)} at a "
-            "URL. Leave it empty: then each has a folder below ~/.cache/leandit."
+            f"run.remote_folder '{recipe.run.remote_folder}': it is of one store, the recipe names {len(urls or named)}"
+            f"{' at a URL' if urls else ''}. Leave it empty: then each at a URL has a folder below ~/.cache/leandit."
         )
+    is_copied = bool(recipe.run.remote_folder) and not urls  # a local store, such as on a network file system
     opened: dict[tuple[str, int], LatentStore] = {}  # a store that the recipe names twice is opened once
     stores = []
     for number, section in enumerate(sections):
@@ -54,7 +56,7 @@ def open_stores(
         asked = _revision(section, run, read)
         if (section.store, asked) not in opened:
             opened[section.store, asked] = LatentStore(
-                section.store,
+                f"file://{Path(section.store).resolve()}" if is_copied else section.store,
                 revision=asked,
                 allow_incomplete=recipe.run.allow_incomplete,
                 remote={"capacity_gib": recipe.run.remote_gib, "folder": recipe.run.remote_folder or None},

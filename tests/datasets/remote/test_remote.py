@@ -850,19 +850,28 @@ def test_a_run_trains_on_a_store_at_a_url_as_on_the_local_one(
     upload(caption_store.path, f"file://{tmp_path}/origin")
     away = [f"run.remote_folder={tmp_path}/folder", "run.remote_gib=0.1"]
     recipe = train_recipe("pixart-tiny", "schedule.kind=constant", "schedule.warmup_steps=1", *away)
-    losses = {}
-    for name, path in (("local", caption_store.path), ("away", f"file://{tmp_path}/origin")):
+    losses, in_memory = {}, recipe.run.model_copy(update={"remote_folder": f"{tmp_path}/memory"})
+    own = recipe.run.model_copy(update={"remote_folder": ""})
+    for name, path, run in (
+        ("local", caption_store.path, own),
+        ("away", f"file://{tmp_path}/origin", recipe.run),
+        ("copied", caption_store.path, in_memory),  # a store at a path, as on a network file system
+    ):
         for steps in (2, 3):  # the second goes on with the first
             seen: list[StepReport] = []
-            now = recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": steps})})
+            now = recipe.model_copy(update={"run": run.model_copy(update={"steps": steps})})
             train(now, store_path=path, run=tmp_path / name, device=CPU, report=seen.append, stop=StopRequest())
             losses.setdefault(name, []).extend(figures.loss for figures in seen)
-    assert losses["away"] == losses["local"]
+    assert losses["away"] == losses["copied"] == losses["local"]
     assert len(losses["away"]) == 3
+    shards = [path for path in (tmp_path / "memory/shards").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in shards) > 0
     shown = describe_train(recipe, f"file://{tmp_path}/origin", CPU)
     assert re.search(rf"mirror +'{tmp_path}/folder': \S+ .iB at most \(run.remote_gib\), \S+ .iB free", shown)
     assert 0 < workload_of_stores(recipe, f"file://{tmp_path}/origin").mirror_bytes < 0.1 * 2**30
-    assert workload_of_stores(recipe, caption_store.path).mirror_bytes == 0
+    mirrored = [recipe.model_copy(update={"run": run}) for run in (own, in_memory)]
+    sizes = [workload_of_stores(each, caption_store.path).mirror_bytes for each in mirrored]
+    assert sizes[0] == 0 < sizes[1]
 
 
 # ------------------------------------------------------------ inspect and verify at a URL
