@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -65,7 +66,8 @@ def database(where: str, *paths: str, memory_mib: int = MEMORY_MIB) -> Iterator[
         connection.execute("SET lock_configuration = true")
         yield connection
     except duckdb.Error as error:
-        text = str(error).partition("\nLINE ")[0].strip()
+        text = re.split("\nLINE |\nTry setting ", str(error))[0]  # its SQL, and options of it
+        text = " ".join(re.sub(' in file "/proc/self/fd/[0-9]+",?', "", text).split())
         if isinstance(error, duckdb.InterruptException):
             raise ResourceError(
                 f"{where}: reading it took longer than {MAX_SECONDS / 3600:g} hours. Split it, or use a faster disk."

@@ -36,7 +36,7 @@ from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.run.tasks import FETCHES
 from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.source import list_source
-from leandit.precompute.sources.tables import embedded, formats
+from leandit.precompute.sources.tables import embedded
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -302,26 +302,6 @@ def test_pixarts_list_is_read_beside_its_images_and_with_a_root(tmp_path: Path) 
     assert [r.problem for r in found.records] == [None] * len(CAPTIONED)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '[{"path": "a.png"}',
-        '[{"path": "a.png"} {"path": "b.png"}]',
-        '[{"path": "a.png"},',
-        '[{"path": "a.png"}, {"path": ',
-        '[{"path": "a.png"}, 7]',
-        "[" * 100_000,
-        '[{"path": "a.png"}, {"path": "' + "x" * (formats.MAX_ROW_BYTES + (2 << 20)),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_damaged_json_list_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
-    write_file(tmp_path / "data_info.json", text.encode())
-    with pytest.raises(SourceError, match=r"data_info\.json") as caught:
-        list_source(tmp_path)
-    assert len(str(caught.value)) < 600
-
-
 def test_sidecars_are_those_of_the_same_name(tmp_path: Path) -> None:
     for name in ("a.png", "a.b.png", "a-b.png", "b.png", "a.d/a.png"):
         write_file(tmp_path / name, jpeg(0))
@@ -427,13 +407,6 @@ def test_a_parquet_file_that_changed_rejects_what_is_not_there_any_more(tmp_path
         with pytest.raises(RecordRejected) as caught:
             bytes_of(source, source.records[3 if change == "shorter" else 0])
         assert caught.value.reason == reason
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1" * 100, os.urandom(4096)], ids=["empty", "magic", "random"])
-def test_a_damaged_parquet_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
-    write_file(tmp_path / "odd.parquet", content)
-    with pytest.raises(SourceError, match=r"odd\.parquet.*not a readable Parquet"):
-        list_source(tmp_path)
 
 
 def test_a_parquet_file_without_images_says_its_columns(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -73,26 +72,6 @@ def test_source_split_picks_one_of_cocos_lists(split: str, name: str, tmp_path: 
         list_source(tmp_path, SourceSection(split="test"))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"images": [], "categories": []}, "without the lists 'images' and 'annotations'"),
-        (
-            {"images": [{"id": 7, "file_name": "a.jpg"}], "annotations": [{"image_id": 7, "bbox": [1]}]},
-            "annotations with 'caption'",
-        ),
-        ({"images": [{"id": "x", "file_name": "a.jpg"}], "annotations": []}, "list.json"),
-        ({"images": [7], "annotations": []}, "list.json"),
-        ({"rows": []}, "a list of rows"),
-    ],
-)
-def test_another_json_object_is_an_error_that_says_what_is_needed(
-    content: dict[str, object], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(SourceError, match=message):
-        list_source(write_file(tmp_path / "list.json", json.dumps(content)))
-
-
 @pytest.mark.parametrize("folder", ["labels", "captions"])
 def test_texts_in_a_folder_beside_the_images_are_their_captions(folder: str, tmp_path: Path) -> None:
     make_image_folder(tmp_path / "images/train")
@@ -105,29 +84,6 @@ def test_texts_in_a_folder_beside_the_images_are_their_captions(folder: str, tmp
         ("images/train/c.jpg", "images/train/c.jpg", -1, ()),
     ]
     assert any(folder in note for note in source.notes)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("x.xyz", b"hello", r"of no known kind"),
-        ("photos.zip", b"PK\x03\x04....", r"an archive, or compressed.*unzip"),
-        ("a.jpg", b"\xff\xd8\xff\xe0", r"an image. Give the folder"),
-        ("photos.tar.gz", gzip.compress(b"\0" * 2048, mtime=0), r"compressed.*gunzip --keep.*tar -xf"),
-        ("photos.tar", gzip.compress(b"\0" * 2048, mtime=0), r"compressed.*gunzip"),
-        ("model.pkl", b"\x80\x04", r"a pickle is never opened"),
-        ("data.bin", b"", r"an empty file"),
-        ("data.h5", b"\x89HDF\r\n\x1a\n", r"of no known kind.*to Parquet"),
-        ("data.tar", b"version https://git-lfs.github.com", r"pointer of Git LFS.*git lfs pull"),
-    ],
-)
-def test_a_file_that_is_no_source_is_an_error_that_says_what_to_do(
-    name: str, content: bytes, message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(SourceError, match=message) as raised:
-        list_source(write_file(tmp_path / name, content))
-    assert "Sources are a folder of images" in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 # ------------------------------------------------------------ save_to_disk

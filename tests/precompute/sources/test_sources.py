@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import random
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import webdataset
-from making import bytes_of, caption_recipe, image_bytes, make_class_folder, write_file, write_tar
+from making import bytes_of, caption_recipe, image_bytes, make_class_folder, make_image_folder, write_file, write_tar
 
 from leandit.datasets.errors import SourceError
 from leandit.precompute.images.decoders import Decoders
@@ -22,6 +24,10 @@ from leandit.precompute.planning.records import plan_records
 from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.source import Source, list_source
+from leandit.precompute.sources.tables import formats
+
+ANY = "Sources are a folder of images"
+GZIP = gzip.compress(b"\0" * 2048, mtime=0)
 
 
 def png(seed: int = 0) -> bytes:
@@ -63,21 +69,70 @@ def test_nested_folders_belong_to_their_first_folder_and_names_may_repeat(tmp_pa
         assert bytes_of(source, record) == png(i)
 
 
-def test_a_missing_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"nowhere.*no such file or folder.*--source"):
-        list_source(tmp_path / "nowhere")
+NO_IMAGES = r"no images found.*metadata\.jsonl.*\.jpeg"
+PARQUET, LIST = r"odd\.parquet.*not a readable Parquet", r"data_info\.json"
+NO_LISTS, NO_CAPTIONS = "without the lists 'images' and 'annotations'", "annotations with 'caption'"
+A_ROW = '[{"path": "a.png"}'
+REFUSED: list[tuple[str, str, bytes | str, str]] = [  # kind, name and content of the file that is given, and the error
+    ("auto", "nowhere/", "", r"nowhere.*no such file or folder.*--source"),
+    *((kind, "./notes.txt", "", NO_IMAGES) for kind in ("auto", "imagefolder", "webdataset")),
+    ("imagefolder", "a.png", png(), r"a\.png.*a file; expected a folder"),
+    # No source, and what to do.
+    ("auto", "x.xyz", "hello", rf"of no known kind.*{ANY}"),
+    ("auto", "photos.zip", b"PK\x03\x04....", rf"an archive, or compressed.*unzip.*{ANY}"),
+    ("auto", "a.jpg", b"\xff\xd8\xff\xe0", rf"an image. Give the folder.*{ANY}"),
+    ("auto", "photos.tar.gz", GZIP, rf"compressed.*gunzip --keep.*tar -xf.*{ANY}"),
+    ("auto", "photos.tar", GZIP, rf"compressed.*gunzip.*{ANY}"),
+    ("auto", "model.pkl", b"\x80\x04", rf"a pickle is never opened.*{ANY}"),
+    ("auto", "data.bin", b"", rf"an empty file.*{ANY}"),
+    ("auto", "data.h5", b"\x89HDF\r\n\x1a\n", rf"of no known kind.*to Parquet.*{ANY}"),
+    ("auto", "data.tar", b"version https://git-lfs.github.com", rf"pointer of Git LFS.*git lfs pull.*{ANY}"),
+    # Parquet, and lists of JSON that are damaged.
+    *(
+        ("auto", "./odd.parquet", content, PARQUET)
+        for content in (b"", b"PAR1" * 100, random.Random(0).randbytes(4096))
+    ),
+    *(("auto", "./data_info.json", f"{A_ROW}{rest}", LIST) for rest in ("", ' {"path": "b.png"}]', ",", ", 7]")),
+    ("auto", "./data_info.json", f'{A_ROW}, {{"path": ', LIST),
+    ("auto", "./data_info.json", "[" * 100_000, LIST),
+    ("auto", "./data_info.json", f'{A_ROW}, {{"path": "' + "x" * (formats.MAX_ROW_BYTES + (2 << 20)), LIST),
+    # JSON of another form.
+    ("auto", "list.json", '{"images": [], "categories": []}', NO_LISTS),
+    (
+        *("auto", "list.json", '{"images": [{"id": 7, "file_name": "a.jpg"}], "annotations": [{"image_id": 7}]}'),
+        NO_CAPTIONS,
+    ),
+    ("auto", "list.json", '{"images": [{"id": "x", "file_name": "a.jpg"}], "annotations": []}', r"list\.json"),
+    ("auto", "list.json", '{"images": [7], "annotations": []}', r"list\.json"),
+    ("auto", "list.json", '{"rows": []}', "a list of rows"),
+    # Tables of text.
+    (
+        *("auto", "list.csv", "text,score\nhello,1\n"),
+        r"no column is known to name the images.*'text', 'score'.*source\.image",
+    ),
+    ("auto", "list.csv", "", "empty"),
+    ("auto", "list.csv", "image,caption\n".encode("utf-16"), "UTF-8"),
+    ("auto", "list.csv", "a.jpg,7,a cat\n", r"first line names no columns but the image 'a\.jpg'.*header"),
+    ("auto", "list.csv", "image,caption\r\na.jpg,x\nb.jpg,y\r\n", "line ends"),
+    ("auto", "list.csv", "image,caption,caption\na.jpg,x,y\n", "two columns are called 'caption'"),
+    ("auto", "list.csv", ",".join(map(str, range(5000))) + "\n", "5000 columns"),
+]
 
 
-@pytest.mark.parametrize("kind", ["auto", "imagefolder", "webdataset"])
-def test_an_empty_folder_is_an_error_that_says_what_is_needed(tmp_path: Path, kind: str) -> None:
-    write_file(tmp_path / "notes.txt")
-    with pytest.raises(SourceError, match=r"no images found.*metadata\.jsonl.*\.jpeg"):
-        list_source(tmp_path, kind)
-
-
-def test_a_file_as_image_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"a\.png.*a file; expected a folder"):
-        list_source(write_file(tmp_path / "a.png", png()), "imagefolder")
+@pytest.mark.parametrize(("kind", "name", "content", "message"), REFUSED, ids=lambda value: str(value)[:30])
+def test_what_is_no_source_is_one_line_that_names_it(
+    kind: str, name: str, content: bytes | str, message: str, tmp_path: Path
+) -> None:
+    """The folder is given where a name begins with "./", and nothing is there where it ends in "/"."""
+    if not name.endswith("/"):
+        write_file(tmp_path / name, content)
+    if name == "list.csv":
+        make_image_folder(tmp_path)
+    with pytest.raises(SourceError, match=message) as caught:
+        list_source(tmp_path if name.startswith("./") else tmp_path / name, kind)
+    assert "\n" not in str(caught.value)
+    assert "/proc/" not in str(caught.value)
+    assert len(str(caught.value).replace(str(tmp_path), "")) < 1000
 
 
 @pytest.mark.parametrize(

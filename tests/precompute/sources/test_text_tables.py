@@ -137,24 +137,6 @@ def test_an_open_quote_does_not_swallow_rows_in_silence(tmp_path: Path) -> None:
     assert "quote" in str(reasons[1][1])
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("text,score\nhello,1\n", r"no column is known to name the images.*'text', 'score'.*source\.image"),
-        ("", "empty"),
-        ("image,caption\n".encode("utf-16"), "UTF-8"),
-        ("a.jpg,7,a cat\n", r"first line names no columns but the image 'a\.jpg'.*header"),
-        ("image,caption\r\na.jpg,x\nb.jpg,y\r\n", "line ends"),
-        ("image,caption,caption\na.jpg,x,y\n", "two columns are called 'caption'"),
-        (",".join(map(str, range(5000))) + "\n", "5000 columns"),
-    ],
-)
-def test_what_is_no_such_table_is_one_line(content: str | bytes, message: str, tmp_path: Path) -> None:
-    make_image_folder(tmp_path)
-    with pytest.raises(SourceError, match=message):
-        list_source(write_file(tmp_path / "list.csv", content))
-
-
 def test_several_tables_of_one_folder_are_an_error_that_names_them(tmp_path: Path) -> None:
     make_image_folder(tmp_path)
     write_file(tmp_path / "other.csv", "image,score\nx.jpg,1\n")  # of something else
