@@ -295,7 +295,8 @@ class LatentStore(OpenedRevision):
         """Rows of a companion of a bucket, in the order of ``latents``.
 
         Args:
-          variant, flipped: as of ``latents``.
+          variant: a crop, as of ``latents``.
+          flipped: of the horizontally flipped crops.
         Returns: as stored: like ``latents``, or of a mask (N, H, W) uint8, the gray of each position of a latent.
         Raises: UnknownKey: the bucket or the companion does not exist; the message lists those that do. StoreError: the
           store holds no such crops.
