@@ -202,7 +202,7 @@ class RunSection(Section):
     sample_guidance: Annotated[float, Field(ge=0, le=100)] = 4.0
     """Their guidance; 1: none."""
     wandb: str = ""
-    """Project of Weights & Biases that is told too; empty: it is not."""
+    """Weights & Biases project to log to as well; empty: none."""
     revision: Count = 0
     """Revision of --store; 0: the newest when the run begins, then always the same."""
     allow_incomplete: bool = False
@@ -223,7 +223,7 @@ class ParallelSection(Section):
     cpu_offload: bool = False
     """Of "fsdp" and "hsdp": parameters, gradients, optimizer and averages live and are updated in the CPU's memory."""
     deepspeed_config: str = ""
-    """Path of a ds_config.json, for the engine of DeepSpeed; what it says holds, not the recipe."""
+    """Path of a ds_config.json, for the engine of DeepSpeed; its settings override the recipe."""
 
 
 class _ModelRecipe(Section):

@@ -168,7 +168,7 @@ class DataSection(RecordsSection):
     leftovers: Literal["short", "carry", "drop"] = "short"
     """Records of a bucket that fill no batch: a smaller one; "carry": into the next pass; "drop": not in this pass."""
     window_shards: Count = 0
-    """Shuffle within so many shards of a bucket at a time, for slow disks and stores at a URL; 0: over all."""
+    """Shuffle within this many shards of a bucket at a time, for slow disks and stores at a URL; 0: over all."""
     check: Literal["first", "always", "never"] = "first"
     """When rows are compared with their checksums: the first time that they are read, always, or never."""
     batch_tokens: Count = 0
