@@ -203,16 +203,17 @@ def constant_steps(steps: int, *overrides: str) -> TrainRecipe:
     return train_recipe("dit-s-4", f"run.steps={steps}", *overrides)
 
 
-def test_more_steps_may_be_asked_for_with_a_constant_rate_but_not_with_a_cosine(
+def test_more_steps_may_be_asked_for_with_a_constant_rate_but_not_with_one_that_ends(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
     store = stores["dit-s-4"]
-    for kind in ("constant", "cosine"):
+    for kind in ("constant", "linear", "cosine"):
         assert run_to(constant_steps(2, f"schedule.kind={kind}"), store, tmp_path / kind)[0].step == 2
     outcome, _ = run_to(constant_steps(3, "schedule.kind=constant"), store, tmp_path / "constant")
     assert (outcome.first_step, outcome.step) == (3, 3)
-    with pytest.raises(RunError, match=r"run\.steps"):
-        run_to(constant_steps(3, "schedule.kind=cosine"), store, tmp_path / "cosine")
+    for kind in ("linear", "cosine"):
+        with pytest.raises(RunError, match=r"run\.steps"):
+            run_to(constant_steps(3, f"schedule.kind={kind}"), store, tmp_path / kind)
 
 
 def test_a_folder_with_something_else_is_refused_and_left_alone(stores: dict[str, Path], tmp_path: Path) -> None:
@@ -396,6 +397,9 @@ def test_a_crash_loses_no_figures_that_are_on_their_way(
         ("cosine", 10, 60, 0.1, 0.55),
         ("cosine", 10, 110, 0.1, 0.1),
         ("cosine", 0, 110, 0.0, 0.0),
+        ("linear", 10, 60, 0.0, 0.5),
+        ("linear", 10, 35, 0.1, 0.775),
+        ("linear", 10, 110, 0.1, 0.1),
     ],
 )
 def test_the_learning_rate_is_warm_up_then_constant_or_cosine(

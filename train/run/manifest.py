@@ -90,8 +90,8 @@ def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: 
     """
     before, now = flatten(manifest.recipe), flatten(recipe.model_dump())
     fixed, free = FIXED_IN_RUN, {"ema.keep_every"}
-    if "cosine" in (before.get("schedule.kind"), recipe.schedule.kind):
-        fixed = fixed | {"run.steps"}  # the cosine ends at the last step
+    if {"linear", "cosine"} & {before.get("schedule.kind"), recipe.schedule.kind}:
+        fixed = fixed | {"run.steps"}  # the rate ends at the last step
     if spec.adapter:
         free = free | {"model.init_from"}  # checkpoints know the frozen weights by their hash
 
