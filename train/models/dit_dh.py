@@ -25,6 +25,7 @@ from .layers import (
     GridModel,
     LabelEmbedder,
     PatchEmbed,
+    SwiGLU,
     at_least_float32,
     position_table,
     residual_stream,
@@ -90,27 +91,13 @@ class PairAttention(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class Gated(nn.Module):
-    """Gated feed-forward (SwiGLU) of two thirds of four times the width."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        hidden = 8 * width // 3
-        self.w12 = nn.Linear(width, 2 * hidden)  # gate, then value
-        self.w3 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.w12(x).chunk(2, dim=-1)
-        return self.w3(F.silu(gate) * value)
-
-
 class DHBlock(nn.Module):
     """Transformer block that is modulated by one vector an image, (B, 1, E), or by one a token, (B, T, E)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = GainNorm(width), GainNorm(width)
-        self.attn, self.mlp = PairAttention(width, heads), Gated(width)
+        self.attn, self.mlp = PairAttention(width, heads), SwiGLU(width, hidden=8 * width // 3)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

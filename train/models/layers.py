@@ -311,11 +311,15 @@ class Mlp(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward of as many parameters as ``Mlp``: two thirds of its hidden width (Shazeer 2020, section 2)."""
+    """Gated feed-forward of as many parameters as ``Mlp``: two thirds of its hidden width (Shazeer 2020, section 2).
 
-    def __init__(self, width: int) -> None:
+    Args:
+      hidden: width between the two maps; 0: those two thirds, rounded up to whole tiles.
+    """
+
+    def __init__(self, width: int, hidden: int = 0) -> None:
         super().__init__()
-        hidden = math.ceil(2 * MLP_RATIO * width / 3 / SWIGLU_STEP) * SWIGLU_STEP
+        hidden = hidden or math.ceil(2 * MLP_RATIO * width / 3 / SWIGLU_STEP) * SWIGLU_STEP
         self.w12 = nn.Linear(width, 2 * hidden)  # gate, then value
         self.w3 = nn.Linear(hidden, width)
 
