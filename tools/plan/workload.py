@@ -31,7 +31,7 @@ STORED_BYTES = 2  # bytes of a stored number, at most: float16
 
 @dataclass(frozen=True)
 class TrainingWorkload:
-    """A recipe and everything that its stores decide.
+    """A recipe and everything that its stores decide; features and companions are those that it reads.
 
     Args:
       store: description of the store of the largest images; it need not exist.
@@ -93,9 +93,12 @@ def workload_of_stores(recipe: TrainRecipe, path: Path | str | None) -> Training
         weight = turn.batches(recipe.run.steps) / max(1, len(store))
         shares.update({bucket: weight * count for bucket, count in store.buckets.items()})  # pyright: ignore
     spec, largest = model_for_stores(recipe, stores)
-    tokens = longest_caption(spec, largest.spec)
+    features = [one for one in largest.spec.features if one.name in features_of(recipe)]
+    companions = [one for one in largest.spec.companions if one.name == spec.reference]
+    read = largest.spec.model_copy(update={"features": features, "companions": companions})
+    tokens = longest_caption(spec, read)
     mirror_bytes = sum(mirror_size(recipe, store) for store in dict.fromkeys(stores))
-    return TrainingWorkload(recipe, largest.spec, spec, dict(buckets), dict(shares), tokens, mirror_bytes)
+    return TrainingWorkload(recipe, read, spec, dict(buckets), dict(shares), tokens, mirror_bytes)
 
 
 def mirror_size(recipe: TrainRecipe, store: LatentStore) -> int:

@@ -12,6 +12,7 @@ from making import COMPANIONS, CPU, caption_recipe, make_companion_folder, no_pr
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
+from leandit.tools.plan.workload import workload_of_stores
 from leandit.tools.sample.request import SampleRequest
 from leandit.tools.sample.sample import sample_grid
 from leandit.train.loop import StopRequest, train
@@ -72,6 +73,13 @@ def test_a_run_reads_the_companion_resumes_and_draws_with_it(store: LatentStore,
     assert not torch.equal(*drawn)
     with pytest.raises(RecipeError, match=r"edits the companion 'edit'.*leandit export"):
         sample_grid(tmp_path / "whole", SampleRequest(), out=tmp_path / "out", device=CPU)
+
+
+def test_a_plan_counts_the_companion_that_is_read_alone(store: LatentStore) -> None:
+    edits, plain = (workload_of_stores(train_recipe("qwen-image-tiny", *how), store.path) for how in (EDITS, ()))
+    assert [one.name for one in edits.store.companions] == ["edit"]
+    assert plain.store.companions == []
+    assert edits.batch_bytes(4) > plain.batch_bytes(4)
 
 
 @pytest.mark.parametrize(
