@@ -238,10 +238,7 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
         names, folder = (RECORDS, CAPTIONS, SOURCES), prefix
         entries = [files[prefix + name] for name in names]
     else:
-        remedy = (
-            f"Revision {revision} is not finished: remove '{prefix}' and run the same precompute command again, it "
-            "plans anew."
-        )
+        remedy = f"Revision {revision} is not finished: remove '{prefix}' and run the same precompute command again."
         content = _read_plan_file(root, revision, remedy)
         spec, listing, recorded_hash = content.spec, content.listing, content.plan
         names, folder, entries = (RECORDS, CAPTIONS), f"{prefix}{PLAN}/", content.files

@@ -35,7 +35,7 @@ COUNTS = (1, 8, 16, 32, 64, 128)  # no published run that the model is checked a
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step computes and holds, whoever shares it.
+    """What a step computes and holds, however many GPUs share it.
 
     Args:
       flops: forward and backward of an image, without recomputation.

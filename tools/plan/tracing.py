@@ -113,7 +113,7 @@ def trace(request: step_memory.TraceRequest) -> Traced:
         )
         if isinstance(forward := run.engine.forward, DistributedDataParallel):
             forward.register_comm_hook(None, noop_hook)  # the default waits for a result that never comes
-            # After the first step the reducer would read numbers, to sort its buckets anew.
+            # After the first step the reducer would read numbers, to sort its buckets again.
             forward.reducer = _KeptBuckets(forward.reducer)  # pyright: ignore[reportAttributeAccessIssue]
         for parameter in trained_parameters(run.engine.model).values():
             parameter.register_post_accumulate_grad_hook(

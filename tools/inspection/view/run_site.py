@@ -52,7 +52,7 @@ class RunSite:
         return PlainTextResponse(self._newest()[1])
 
     def _newest(self) -> tuple[str, str, bool]:
-        """The page and its version, drawn anew if the run has written something; and whether the run can be read.
+        """The page and its version, rendered again if the run has written something; and whether the run can be read.
 
         A run that cannot be read is a page too, which says why, and reloads itself once it can be.
         """
