@@ -254,7 +254,7 @@ def documented(heading: str) -> Iterator[list[str]]:
 
 def test_the_documented_rates_are_what_the_model_says_of_published_runs() -> None:
     by_name = {run.name: run for run in RUNS}
-    rows = list(documented("Images a second and GPU:"))
+    rows = list(documented("Images/s per GPU:"))
     assert {row[0].strip("\\*") for row in rows} == {run.name for run in RUNS}
     for name, published, predicted, ratio, _ in rows:
         run = by_name[name.strip("\\*")]
