@@ -22,7 +22,7 @@ import torch
 from faults import in_child, without_seal
 from hypothesis import given
 from hypothesis import strategies as st
-from making import CPU, caption_recipe, label_recipe, no_progress, picture
+from making import CPU, caption_recipe, label_recipe, no_progress, smooth_image
 from torch.utils.data import DataLoader
 
 from leandit.datasets.batches import buffer_pool
@@ -599,7 +599,7 @@ def test_a_selection_of_an_earlier_revision_is_refused(class_folder: Path, tmp_p
     shutil.copytree(class_folder, source)
     for _ in range(2):
         precompute(label_recipe(), source_path=source, store_path=path, device=CPU, progress=no_progress)
-        picture(99).save(source / "n000" / "new.png")
+        smooth_image(99).save(source / "n000" / "new.png")
     selection = RecordFilter(labels=[0]).select(LatentStore(path, revision=1))
     make_loader(LatentStore(path, revision=1), global_batch=2, selection=selection)
     with pytest.raises(RecipeError, match="another revision"):

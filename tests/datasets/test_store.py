@@ -248,7 +248,7 @@ def test_a_record_that_was_rejected_at_scan_has_no_size(
     encode: Callable[..., Any], class_folder: Path, tmp_path: Path
 ) -> None:
     source = Path(shutil.copytree(class_folder, tmp_path / "train"))
-    (source / "n000/0.png").write_bytes(b"no picture")
+    (source / "n000/0.png").write_bytes(b"no image")
     encode(label_recipe(), source, tmp_path / "store")
     sizes = LatentStore(tmp_path / "store").sizes
     assert sizes[0].tolist() == [0] * 6
@@ -322,7 +322,7 @@ def test_captions_are_found_by_their_exact_text(caption_store: LatentStore) -> N
 
 def test_planned_is_stored_and_rejected_each_exactly_once(encode: Callable[..., Any], tmp_path: Path) -> None:
     source = make_caption_folder(tmp_path / "source", count=7)
-    (source / "images/2.png").write_bytes(b"no picture")
+    (source / "images/2.png").write_bytes(b"no image")
     content = (source / "images/3.png").read_bytes()
     (source / "images/3.png").write_bytes(content[: len(content) // 2])  # its header is whole: found when decoded
     (source / "images/5.png").unlink()

@@ -28,12 +28,12 @@ from harness import (
     check_order,
     check_short_writes,
     compact_command,
-    list_pictures,
+    list_images,
     make_small,
     make_source,
     precompute_command,
     processes_of_session,
-    save_picture,
+    save_image,
     start,
 )
 
@@ -80,9 +80,9 @@ def growth(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
     outcome = Scenario(place, precompute_command(source)).run(place / "before")
     assert outcome.code == 0, outcome.message
     for number, seed in ((8, 8), (9, 9), (1, 101)):
-        save_picture(source, number, seed=seed)
-    captions = {i: f"a picture of number {i % 4}" for i in range(10) if i != 3}
-    list_pictures(source, captions | {0: "a picture described anew"})
+        save_image(source, number, seed=seed)
+    captions = {i: f"an image of number {i % 4}" for i in range(10) if i != 3}
+    list_images(source, captions | {0: "an image described anew"})
     command = precompute_command(source, options=Options(drop_gone=True))
     return Scenario(place, command, place / "before").undisturbed()
 

@@ -22,13 +22,13 @@ from harness import (
     check_dies,
     check_lost_files,
     check_order,
-    list_pictures,
+    list_images,
     make_small,
     make_source,
     precompute_command,
     replace_function,
     rewrite,
-    save_picture,
+    save_image,
     start,
     tree,
 )
@@ -181,8 +181,8 @@ def first_plan_holds(first: Scenario, change: Change) -> None:
 
     with scenario.store() as store:
         assert scenario.run(store, Failpoint("die", len(scenario.operations) // 2)).died
-        save_picture(source, 9, seed=9)
-        list_pictures(source, {i: f"a picture of number {i % 4}" for i in [9, *range(8)]})
+        save_image(source, 9, seed=9)
+        list_images(source, {i: f"an image of number {i % 4}" for i in [9, *range(8)]})
         outcome = replace(scenario, change=late).run(store)
         assert outcome.code == 0, outcome.message
         assert_whole(store, scenario, "another plan since")

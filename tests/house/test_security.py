@@ -33,7 +33,7 @@ import pytest
 from everything import Everything
 from faults import dies_before, encode
 from forked import run_forked
-from making import CPU, NO_CHECK, caption_recipe, make_class_folder, picture, train_recipe, tree_digest
+from making import CPU, NO_CHECK, caption_recipe, make_class_folder, smooth_image, train_recipe, tree_digest
 from repository import MODULES, ROOT, name_of, parsed
 from tiny_models import make_dinov2, save_qwen3
 
@@ -355,7 +355,7 @@ CLAIMS: dict[str, Spoil] = {
     "no channels": in_spec("latent", "channels", 0),
     "10^9 channels": in_spec("latent", "channels", 10**9),
     "no downscale": in_spec("latent", "downscale", 0),
-    "downscale of the picture": in_spec("latent", "downscale", 1000),
+    "downscale of the image": in_spec("latent", "downscale", 1000),
     "object latents": in_spec("latent", "dtype", "object"),
     "one scale": in_spec("latent", "scale", [1.0]),
     "absurd width": in_spec("text", "width", 10**12),
@@ -838,7 +838,7 @@ FILE = tarfile.REGTYPE
 
 def png(seed: int = 0) -> bytes:
     buffer = io.BytesIO()
-    picture(seed, 8, 8).save(buffer, "PNG")
+    smooth_image(seed, 8, 8).save(buffer, "PNG")
     return buffer.getvalue()
 
 

@@ -21,11 +21,11 @@ import pytest
 from harness import (
     InProcessDecoders,
     compact_command,
-    list_pictures,
+    list_images,
     make_small,
     precompute_command,
     recipe,
-    save_picture,
+    save_image,
     start,
     tree,
 )
@@ -39,7 +39,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from making import CPU, loaded_encoders, no_progress, picture, tree_digest
+from making import CPU, loaded_encoders, no_progress, smooth_image, tree_digest
 
 from leandit.datasets.disk.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
 from leandit.datasets.format.buckets import bucket_size
@@ -74,7 +74,7 @@ def _small() -> Iterator[None]:
 @functools.cache
 def latent_of(number: int, seed: int, bucket: str) -> bytes:
     """What the encoder gives for an image alone."""
-    image = picture(seed, 32, 48 if number % 3 == 2 else 32)  # as save_picture
+    image = smooth_image(seed, 32, 48 if number % 3 == 2 else 32)  # as save_image
     pixels = crop_image(image, bucket_size(bucket), "bucket")[None]
     moments = loaded_encoders(recipe().vae, recipe().text).image.encode(pixels)
     return moments[0, : moments.shape[1] // 2].astype(np.float16).tobytes()
@@ -118,28 +118,28 @@ class StoreMachine(RuleBasedStateMachine):
         seed = next(self.seeds)
         self.listed[number] = seed
         self.history.setdefault(number, set()).add(seed)
-        self.captions.setdefault(number, f"a picture of number {number % 4}")
-        save_picture(self.source, number, seed=seed)
+        self.captions.setdefault(number, f"an image of number {number % 4}")
+        save_image(self.source, number, seed=seed)
         # A file that is written anew within the clock's resolution, with the same size, cannot be told by "stat".
         os.utime(self.source / f"images/{number}.png", (next(self.clock),) * 2)
         self._list()
 
     def _list(self) -> None:
-        list_pictures(self.source, {number: self.captions[number] for number in sorted(self.listed)})
+        list_images(self.source, {number: self.captions[number] for number in sorted(self.listed)})
 
     @rule(number=NUMBERS)
-    def add_or_change_a_picture(self, number: int) -> None:
+    def add_or_change_a_image(self, number: int) -> None:
         self._save(number)
 
     @rule(number=st.integers(0, 9))
-    def describe_a_picture_anew(self, number: int) -> None:
+    def describe_a_image_anew(self, number: int) -> None:
         if number in self.listed:
-            self.captions[number] = f"a picture described by {next(self.seeds) % 5}"
+            self.captions[number] = f"an image described by {next(self.seeds) % 5}"
             self._list()
 
     @precondition(lambda self: len(self.listed) > 2)
     @rule(which=FRACTION)
-    def remove_a_picture(self, which: float) -> None:
+    def remove_a_image(self, which: float) -> None:
         number = sorted(self.listed)[1 + int(which * (len(self.listed) - 1))]
         del self.listed[number]
         (self.source / f"images/{number}.png").unlink()
@@ -177,7 +177,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert not wrong
 
     def _planned(self) -> set[int]:
-        """Pictures that the newest plan knows, carried over or new."""
+        """Images that the newest plan knows, carried over or new."""
         planned = [*sealed_revisions(self.store), *planned_revisions(self.store)]
         if not planned:
             return set()

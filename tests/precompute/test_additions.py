@@ -58,7 +58,7 @@ def some_of_each_kind(root: Path, count: int, rng: random.Random) -> list[str]:
 
 @pytest.mark.parametrize("damages", [pytest.param(5, id="5"), pytest.param(400, id="400", marks=LONG)])
 def test_a_repair_brings_every_byte_back(damages: int, everything: Everything, tmp_path: Path) -> None:
-    """All but a picture that was replaced, and so is gone."""
+    """All but an image that was replaced, and so is gone."""
     replaced = LatentStore(everything.added, revision=1).record("images/1.png")
     lost, kept = (replaced.bucket, 1, replaced.row // SHARD_ROWS), 0
     whole, rng = tree_digest(everything.added), random.Random(START)
@@ -77,7 +77,7 @@ def test_a_repair_brings_every_byte_back(damages: int, everything: Everything, t
         assert done["before"] >= 1, (how, path)
         assert tree_digest(root) == whole, (how, path)
     assert kept <= damages // 4
-    print(f"{damages} damages, {kept} of them to rows whose picture is gone")
+    print(f"{damages} damages, {kept} of them to rows whose image is gone")
 
 
 def test_a_repair_of_many_files_at_once_brings_every_byte_back(everything: Everything, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_repair_of_many_files_at_once_brings_every_byte_back(everything: Every
         (root / path).unlink()
     found, _ = checked(root, source, repair=True)
     assert {finding.cause for finding in found.findings} <= {"not_reproduced"}, found.findings
-    # The pictures of rows that were replaced are gone; every other shard is as it was.
+    # The images of rows that were replaced are gone; every other shard is as it was.
     whole, now = tree_digest(everything.grown), tree_digest(root)
     assert {name for name in whole if now.get(name) != whole[name]} == {finding.path for finding in found.findings}
 
@@ -105,7 +105,7 @@ def test_encoding_again_gives_the_same_bits_of_all_that_was_added(name: str, eve
     found = deep(root, everything.source if name == "grown" else everything.source_then)
     assert found.findings == []
     assert (found.num_records, found.num_captions) == (len(store), store.captions.num_rows)
-    # Of the grown store a picture is gone that shared a batch with others.
+    # Of the grown store an image is gone that shared a batch with others.
     assert found.num_exact + found.num_close == found.num_records + found.num_captions
     assert name == "grown" or found.num_close == 0
     few = deep(root, everything.source if name == "grown" else everything.source_then, num_records=3, seed=5)
@@ -177,7 +177,7 @@ def test_a_device_that_rounds_otherwise_is_no_damage(
     assert (found.findings, found.num_close > 3) == ([], True)
 
 
-def test_deep_names_a_picture_that_has_changed_once(everything: Everything, tmp_path: Path) -> None:
+def test_deep_names_a_image_that_has_changed_once(everything: Everything, tmp_path: Path) -> None:
     source = copy_of(everything.source_then, tmp_path / "source")
     shutil.copy(source / "images/3.png", source / "images/0.png")  # of the same size
     (source / "images/4.png").unlink()

@@ -1,4 +1,4 @@
-"""Companion pictures: control images, edit sources and masks from other columns of the table."""
+"""Companion images: control images, edit sources and masks from other columns of the table."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from making import (
     make_caption_folder,
     make_class_folder,
     make_companion_folder,
-    picture,
     read_metadata,
+    smooth_image,
     tree_digest,
     write_metadata,
 )
@@ -72,16 +72,16 @@ def several_shards() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_companion_folder(tmp_path_factory.mktemp("source") / "pictures", count=COUNT)
+    return make_companion_folder(tmp_path_factory.mktemp("source") / "images", count=COUNT)
 
 
 @pytest.fixture
 def folder(source: Path, tmp_path: Path) -> Path:
     """A copy of the source that a test may change; times are kept."""
-    return Path(shutil.copytree(source, tmp_path / "pictures"))
+    return Path(shutil.copytree(source, tmp_path / "images"))
 
 
-def with_pictures(*more: str) -> PrecomputeRecipe:
+def with_companions(*more: str) -> PrecomputeRecipe:
     return caption_recipe(*BASE, *COMPANIONS, *more)
 
 
@@ -98,9 +98,9 @@ def stores(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Stores:
     root = tmp_path_factory.mktemp("stores")
     with small_shards():
         encode(caption_recipe(*BASE), source, root / "plain")
-        encode(with_pictures(), source, root / "whole")
+        encode(with_companions(), source, root / "whole")
         shutil.copytree(root / "plain", root / "added")
-        report = encode(with_pictures(), source, root / "added")
+        report = encode(with_companions(), source, root / "added")
     assert report.manifest is not None
     assert (report.manifest.revision, report.num_encoded) == (2, COUNT)
     return Stores(root / "plain", root / "whole", root / "added")
@@ -120,7 +120,7 @@ def same_rows(one: LatentStore, other: LatentStore, name: str) -> None:
             np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_companion_with_the_bytes_of_the_picture_has_its_bits(stores: Stores) -> None:
+def test_a_companion_with_the_bytes_of_the_image_has_its_bits(stores: Stores) -> None:
     store = LatentStore(stores.whole)
     assert (len(store), store.companions, len(store.buckets)) == (COUNT, ["copy", "edit", "mask"], 3)
     for bucket in store.buckets:
@@ -135,7 +135,7 @@ def test_a_companion_with_the_bytes_of_the_picture_has_its_bits(stores: Stores) 
     assert store.records["checksum_mask"].null_count == 0
 
 
-def test_a_companion_is_encoded_from_its_crop_at_the_place_of_the_picture(stores: Stores, source: Path) -> None:
+def test_a_companion_is_encoded_from_its_crop_at_the_place_of_the_image(stores: Stores, source: Path) -> None:
     store, encoder = LatentStore(stores.whole), load_encoders(caption_recipe(*BASE), CPU).image
     for i in (1, 2, 3):
         record = store.record(f"images/{i}.png")
@@ -216,7 +216,7 @@ def test_zarr_and_parquet_read_all_of_it(stores: Stores) -> None:
 
 
 def test_a_sample_is_stored_beside_the_mean_of_its_companion(source: Path, stores: Stores, tmp_path: Path) -> None:
-    encode(with_pictures("vae.keep=sample", "vae.flip=false", "store.codec=zstd"), source, tmp_path / "store")
+    encode(with_companions("vae.keep=sample", "vae.flip=false", "store.codec=zstd"), source, tmp_path / "store")
     store, moments = LatentStore(tmp_path / "store"), LatentStore(stores.whole)
     for bucket in store.buckets:
         mean = moments.latents(bucket)[:][:, : store.spec.latent.channels]
@@ -236,7 +236,7 @@ def test_what_is_added_is_what_the_store_would_have_had(stores: Stores, source: 
         same_rows(added, whole, name)
         for column in (f"checksum_{name}", f"source_checksum_{name}"):
             assert added.records[column].equals(whole.records[column])
-    assert encode(with_pictures(), source, stores.added).num_encoded == 0
+    assert encode(with_companions(), source, stores.added).num_encoded == 0
 
 
 REJECTS = {
@@ -258,31 +258,31 @@ def test_a_record_whose_companion_cannot_be_had_is_rejected_with_the_reason(fold
     rows[0]["source image"] = "edits/gone.png"
     del rows[1]["mask"]
     rows[2]["copy"] = None
-    (folder / "copies/3.png").write_text("no picture")
+    (folder / "copies/3.png").write_text("no image")
     gray_mask(0, 45, 45).save(folder / "masks/4.png")
     rows[5]["source image"] = "../outside.png"
     write_metadata(folder, rows)
-    encode(with_pictures(), folder, tmp_path / "store")
+    encode(with_companions(), folder, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     found = {i: store.record(f"images/{i}.png") for i in range(COUNT)}
     assert {i: (one.stage, one.reason, one.detail) for i, one in found.items() if one.status == "rejected"} == REJECTS
     assert verify_store(tmp_path / "store").findings == []
-    assert encode(with_pictures(), folder, tmp_path / "store").num_encoded == 0
+    assert encode(with_companions(), folder, tmp_path / "store").num_encoded == 0
     shutil.copyfile(folder / "images/3.png", folder / "copies/3.png")
-    assert encode(with_pictures(), folder, tmp_path / "store").num_encoded == 1
+    assert encode(with_companions(), folder, tmp_path / "store").num_encoded == 1
     assert LatentStore(tmp_path / "store").record("images/3.png").status == "stored"
 
 
 @pytest.mark.parametrize("check", ["stat", "content"])
 def test_a_changed_companion_makes_its_record_stale(check: str, folder: Path, whole: Path) -> None:
-    recipe = with_pictures(f"source.check={check}")
+    recipe = with_companions(f"source.check={check}")
     assert encode(recipe, folder, whole).num_encoded == 0
     for path in (folder / "masks/5.png", folder / "edits/2.png"):  # other times, same bytes
         os.utime(path, ns=(1, 1))
     assert encode(recipe, folder, whole).num_encoded == 0
     assert LatentStore(whole).revision == 1
     gray_mask(99, 48, 48).save(folder / "masks/3.png")
-    picture(98, 120, 200).save(folder / "edits/4.png")
+    smooth_image(98, 120, 200).save(folder / "edits/4.png")
     report = encode(recipe, folder, whole)
     assert (report.num_encoded, report.changes and report.changes.num_changed) == (2, 2)
     store = LatentStore(whole)
@@ -303,8 +303,8 @@ def test_a_changed_companion_makes_its_record_stale(check: str, folder: Path, wh
 
 
 def test_same_bytes_and_another_size_of_file_are_told_apart_while_encoding(folder: Path, tmp_path: Path) -> None:
-    """A companion that changes between plan and encoding is a reject, as a picture is."""
-    recipe = with_pictures()
+    """A companion that changes between plan and encoding is a reject, as an image is."""
+    recipe = with_companions()
 
     def progress(stage: str, done: int, total: int) -> None:
         if stage == "scan":
@@ -318,9 +318,9 @@ def test_same_bytes_and_another_size_of_file_are_told_apart_while_encoding(folde
 
 def test_a_companion_that_is_gone_keeps_its_record_or_drops_it(folder: Path, whole: Path) -> None:
     (folder / "edits/3.png").unlink()
-    assert encode(with_pictures(), folder, whole).num_encoded == 0
+    assert encode(with_companions(), folder, whole).num_encoded == 0
     assert LatentStore(whole).record("images/3.png").status == "stored"
-    encode(with_pictures(), folder, whole, drop_gone=True)
+    encode(with_companions(), folder, whole, drop_gone=True)
     record = LatentStore(whole).record("images/3.png")
     assert (record.status, record.reason) == ("rejected", "missing_file")
     assert verify_store(whole).findings == []
@@ -330,7 +330,7 @@ def test_a_record_that_an_addition_rejects_has_no_results_left(folder: Path, tmp
     root, allowed = tmp_path / "store", "source.max_reject_share=1"
     dino = [f"features.dino.model={make_dinov2(tmp_path / 'dinov2')}", "features.dino.output=cls"]
     encode(caption_recipe(*dino, allowed), folder, root)
-    (folder / "masks/1.png").write_bytes(b"no picture")
+    (folder / "masks/1.png").write_bytes(b"no image")
     encode(caption_recipe(*dino, "companions.mask.kind=mask", allowed), folder, root)
     table = LatentStore(root).records
     row = next(one for one in table.to_pylist() if one["key"] == "images/1.png")
@@ -345,12 +345,12 @@ def test_a_record_that_an_addition_rejects_has_no_results_left(folder: Path, tmp
 def test_a_companion_that_is_missing_cannot_be_added(stores: Stores, folder: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(stores.plain, tmp_path / "store"))
     (folder / "edits/3.png").unlink()
-    (folder / "masks/4.png").write_text("no picture")
+    (folder / "masks/4.png").write_text("no image")
     before = tree_digest(root)
     with pytest.raises(SourceError, match=r"1 records of store .* are gone from it"):
-        encode(with_pictures(), folder, root)
+        encode(with_companions(), folder, root)
     assert tree_digest(root) == before
-    encode(with_pictures(), folder, root, drop_gone=True)
+    encode(with_companions(), folder, root, drop_gone=True)
     store = LatentStore(root)
     found = {i: store.record(f"images/{i}.png") for i in (3, 4)}
     assert [(one.stage, one.reason) for one in found.values()] == [("scan", "missing_file"), ("decode", "not_an_image")]
@@ -360,7 +360,7 @@ def test_a_companion_that_is_missing_cannot_be_added(stores: Stores, folder: Pat
         np.testing.assert_array_equal(store.companion("copy", bucket).take(rows), store.latents(bucket).take(rows))
 
 
-def test_stores_whose_pictures_differ_are_not_read_together(stores: Stores, source: Path, tmp_path: Path) -> None:
+def test_stores_whose_images_differ_are_not_read_together(stores: Stores, source: Path, tmp_path: Path) -> None:
     recipe = caption_recipe(*BASE, "companions.copy.kind=image", "companions.mask.kind=image")
     encode(recipe, source, tmp_path / "store")
     pair = [LatentStore(stores.whole), LatentStore(tmp_path / "store")]
@@ -388,14 +388,14 @@ def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
     root = Path(shutil.copytree(stores.added, tmp_path / "store"))
     rows = read_metadata(folder)
     for kind, image in (
-        ("images", picture(77, 64, 64)),
+        ("images", smooth_image(77, 64, 64)),
         ("masks", gray_mask(78, 64, 64)),
-        ("edits", picture(79, 96, 96)),
+        ("edits", smooth_image(79, 96, 96)),
     ):
         image.save(folder / f"{kind}/new.png")
     new = {"file_name": "images/new.png", "copy": "images/new.png", "source image": "edits/new.png"}
     write_metadata(folder, [*rows, new | {"mask": "masks/new.png"}])
-    assert encode(with_pictures(), folder, root).num_encoded == 1
+    assert encode(with_companions(), folder, root).num_encoded == 1
     store = LatentStore(root)
     assert store.revision == 3
     assert verify_store(root).findings == []
@@ -412,7 +412,7 @@ def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
                     store.companion(name, before.bucket)[before.row],
                     other.companion(name, before.bucket)[other.record(key).row],
                 )
-    for path, recipe in (("compact", with_pictures()), ("less", caption_recipe(*BASE, "companions.mask.kind=mask"))):
+    for path, recipe in (("compact", with_companions()), ("less", caption_recipe(*BASE, "companions.mask.kind=mask"))):
         assert verify_store(tmp_path / path).findings == []
         assert encode(recipe, folder, tmp_path / path).num_encoded == 0
     with pytest.raises(RecipeError, match=r"--without 'depth': expected .*a companion of the store: copy, edit, mask"):
@@ -432,7 +432,7 @@ def test_every_flipped_bit_is_found_and_mended(stores: Stores, source: Path, tmp
         assert found[path].bucket in path
         assert found[path].records
         (root / path).write_bytes(files[path])
-    recipe = with_pictures()
+    recipe = with_companions()
     with Decoders(2) as decoders:
         listed = list_sources(source, recipe.source, recipe.companion_columns)
         runner = Runner(load_encoders(recipe, CPU), decoders, listed)
@@ -450,7 +450,7 @@ def test_every_flipped_bit_is_found_and_mended(stores: Stores, source: Path, tmp
 
 def test_a_deep_check_tells_of_a_companion_that_is_another_now(folder: Path, whole: Path) -> None:
     gray_mask(99, 48, 48).save(folder / "masks/3.png")
-    recipe = with_pictures()
+    recipe = with_companions()
     with Decoders(2) as decoders:
         listed = list_sources(folder, recipe.source, recipe.companion_columns)
         runner = Runner(load_encoders(recipe, CPU), decoders, listed)
@@ -458,7 +458,7 @@ def test_a_deep_check_tells_of_a_companion_that_is_another_now(folder: Path, who
     assert [(one.cause, one.records) for one in report.findings] == [("source_changed", ["images/3.png"])]
 
 
-def test_pictures_in_the_rows_of_parquet_have_their_companions_there(
+def test_images_in_the_rows_of_parquet_have_their_companions_there(
     source: Path, stores: Stores, tmp_path: Path
 ) -> None:
     columns = {"image": "images", "copy": "copies", "source image": "edits", "mask": "masks"}
@@ -469,7 +469,7 @@ def test_pictures_in_the_rows_of_parquet_have_their_companions_there(
     values["mask"][2]["bytes"] = None  # pyright: ignore
     (tmp_path / "rows").mkdir()
     pq.write_table(pa.table(values), tmp_path / "rows/train.parquet", row_group_size=3)
-    encode(with_pictures("vae.batch_size=1"), tmp_path / "rows", tmp_path / "store")
+    encode(with_companions("vae.batch_size=1"), tmp_path / "rows", tmp_path / "store")
     store, other = LatentStore(tmp_path / "store"), LatentStore(stores.whole)
     assert len(store) == COUNT - 1
     reject = store.record("train/2")
@@ -484,12 +484,12 @@ def test_pictures_in_the_rows_of_parquet_have_their_companions_there(
         np.testing.assert_array_equal(
             store.companion("copy", ours.bucket)[ours.row], store.latents(ours.bucket)[ours.row]
         )
-    assert encode(with_pictures("vae.batch_size=1"), tmp_path / "rows", tmp_path / "store").num_encoded == 0
+    assert encode(with_companions("vae.batch_size=1"), tmp_path / "rows", tmp_path / "store").num_encoded == 0
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_other_tables_list_the_same_companions(kind: str, folder: Path) -> None:
-    columns = with_pictures().companion_columns
+    columns = with_companions().companion_columns
     expected = [record.companions for record in list_source(folder, companions=columns).records]
     assert [path for path, *_ in expected[3]] == ["copies/3.png", "edits/3.png", "masks/3.png"]
     rows = [{name: value for name, value in row.items() if name != "captions"} for row in read_metadata(folder)]
@@ -506,7 +506,7 @@ def test_other_tables_list_the_same_companions(kind: str, folder: Path) -> None:
     assert [one.companions for i, one in enumerate(records) if i != 1] == [*expected[:1], *expected[2:]]
 
 
-def test_rows_of_one_picture_with_other_companions_are_not_merged(folder: Path) -> None:
+def test_rows_of_one_image_with_other_companions_are_not_merged(folder: Path) -> None:
     rows = read_metadata(folder)[:2]
     write_metadata(folder, [rows[0], rows[0] | {"captions": ["more"]}, rows[1], rows[1] | {"mask": "masks/5.png"}])
     first, second, third = list_source(folder, companions={"mask": "mask"}).records
@@ -517,7 +517,7 @@ def test_rows_of_one_picture_with_other_companions_are_not_merged(folder: Path) 
 
 def test_the_listing_changes_with_a_companion_and_not_without_one(folder: Path) -> None:
     def hashes() -> list[str]:
-        columns = with_pictures().companion_columns
+        columns = with_companions().companion_columns
         return [list_source(folder, companions=one).listing_hash() for one in ({}, columns, {"mask": "mask"})]
 
     before = hashes()
@@ -528,27 +528,27 @@ def test_the_listing_changes_with_a_companion_and_not_without_one(folder: Path) 
 def test_several_sources_each_have_companions(folder: Path, tmp_path: Path) -> None:
     other = make_companion_folder(tmp_path / "other", count=3)
     gray_mask(99, 48, 48).save(other / "masks/0.png")
-    encode(with_pictures(), [folder, other], tmp_path / "store")
+    encode(with_companions(), [folder, other], tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     assert len(store) == COUNT + 3
     ours, theirs = store.record("images/0.png"), store.record("other/images/0.png")
     assert not np.array_equal(store.companion("mask", "64x64")[ours.row], store.companion("mask", "64x64")[theirs.row])
     for bucket in store.buckets:
         np.testing.assert_array_equal(store.companion("copy", bucket)[:], store.latents(bucket)[:])
-    assert encode(with_pictures(), [folder, other], tmp_path / "store").num_encoded == 0
+    assert encode(with_companions(), [folder, other], tmp_path / "store").num_encoded == 0
 
 
 def test_a_source_without_such_a_column_is_refused(source: Path, tmp_path: Path) -> None:
-    pictures = {"depth": "depth"}
+    columns = {"depth": "depth"}
     with pytest.raises(SourceError, match=r"no column 'depth'\. Its columns: .*'mask'"):
-        list_source(source, companions=pictures)
+        list_source(source, companions=columns)
     with pytest.raises(SourceError, match=r"\[companions\.depth\] needs a table .*; this is imagefolder"):
-        list_source(make_class_folder(tmp_path / "classes", classes=1, per_class=1), companions=pictures)
+        list_source(make_class_folder(tmp_path / "classes", classes=1, per_class=1), companions=columns)
     make_caption_folder(tmp_path / "coco", count=1)
     coco = {"images": [{"id": 1, "file_name": "images/0.png"}], "annotations": [{"image_id": 1, "caption": "one"}]}
     (tmp_path / "coco/captions.json").write_text(json.dumps(coco))
     with pytest.raises(SourceError, match=r"\[companions\.depth\] needs .*COCO's list of captions has none"):
-        list_source(tmp_path / "coco/captions.json", companions=pictures)
+        list_source(tmp_path / "coco/captions.json", companions=columns)
 
 
 def test_another_column_or_order_is_another_store(stores: Stores, source: Path) -> None:
@@ -568,7 +568,7 @@ def test_inspect_and_dry_run_tell_of_each(stores: Stores, source: Path) -> None:
     shown = render(facts)
     assert "companion edit      column 'source image', encoded as the latents" in shown
     assert "companion mask      column 'mask', a mask, uint8, 6 x 10" in shown
-    dry = describe_precompute(with_pictures(), source, CPU)
+    dry = describe_precompute(with_companions(), source, CPU)
     assert dry.new_bytes is not None
     beside = {name: size for name, size in dry.new_bytes.items() if name.startswith("companion ")}
     assert list(beside) == ["companion copy", "companion edit", "companion mask"]

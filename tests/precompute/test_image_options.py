@@ -1,4 +1,4 @@
-"""EXIF orientation is a choice, HEIC is read where its library is, tiny pictures are rejected by request."""
+"""EXIF orientation is a choice, HEIC is read where its library is, tiny images are rejected by request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from making import encode, label_recipe, picture
+from making import encode, label_recipe, smooth_image
 from PIL import Image
 
 from leandit.datasets.errors import RecordRejected
@@ -23,11 +23,11 @@ pillow_heif = pytest.importorskip("pillow_heif")
 
 
 def encoded(format_name: str, *, orientation: int = 1) -> bytes:
-    """A picture of 40x80 px in landscape, that EXIF may turn."""
+    """An image of 40x80 px in landscape, that EXIF may turn."""
     pillow_heif.register_heif_opener()
     exif, buffer = Image.Exif(), io.BytesIO()
     exif[0x0112] = orientation
-    picture(0, 40, 80).save(buffer, format_name, exif=exif.tobytes(), quality=95)
+    smooth_image(0, 40, 80).save(buffer, format_name, exif=exif.tobytes(), quality=95)
     return buffer.getvalue()
 
 
@@ -36,7 +36,7 @@ def make(recipe: PrecomputeRecipe, source: Path, store: Path) -> LatentStore:
     return LatentStore(store)
 
 
-def test_a_picture_is_left_as_it_is_stored_where_exif_is_ignored(tmp_path: Path, decoders: Decoders) -> None:
+def test_a_image_is_left_as_it_is_stored_where_exif_is_ignored(tmp_path: Path, decoders: Decoders) -> None:
     turned, plain = encoded("JPEG", orientation=6), encoded("JPEG")
     assert (read_size(turned), read_size(turned, exif_orientation=False)) == ((80, 40), (40, 80))
     stored = decode_image(plain, bucket=(32, 64), crop="bucket")[0]
@@ -56,12 +56,12 @@ def test_the_fingerprint_with_exif_is_that_of_stores_before() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_store_is_made_without_exif_and_without_tiny_pictures(tmp_path: Path) -> None:
+def test_a_store_is_made_without_exif_and_without_tiny_images(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "a").mkdir(parents=True)
     (source / "a/0.jpg").write_bytes(encoded("JPEG", orientation=6))
     (source / "a/1.heic").write_bytes(encoded("HEIF"))
-    picture(1, 4, 200).save(source / "a/2.png")
+    smooth_image(1, 4, 200).save(source / "a/2.png")
     upright = make(label_recipe("source.max_reject_share=1", "images.min_px=8"), source, tmp_path / "upright")
     records = upright.records.select(["key", "height_px", "reason"]).to_pylist()
     assert [tuple(record.values()) for record in records] == [
@@ -78,7 +78,7 @@ def test_a_store_is_made_without_exif_and_without_tiny_pictures(tmp_path: Path) 
 def test_heic_without_its_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded("HEIF")
     assert read_size(data) == (40, 80)
-    picture(0).save(tmp_path / "0.png")
+    smooth_image(0).save(tmp_path / "0.png")
     (tmp_path / "1.heic").write_bytes(data)
     assert len(list_source(tmp_path).records) == 2
     monkeypatch.setitem(sys.modules, "pillow_heif", None)

@@ -1,4 +1,4 @@
-"""``source.missing_caption = "null"``: a picture without a caption is stored, and trains as the null caption."""
+"""``source.missing_caption = "null"``: an image without a caption is stored, and trains as the null caption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITHOUT = ("images/2.png", "images/5.png")
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """12 pictures, two of them without a caption."""
+    """12 images, two of them without a caption."""
     root = make_caption_folder(tmp_path / "source", count=12)
     rows = [json.loads(line) for line in (root / "metadata.jsonl").read_text().splitlines()]
     rows[2].pop("captions")

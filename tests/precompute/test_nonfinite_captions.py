@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from faults import flip, small_shards
-from making import CAPTION_RECIPE, make_caption_folder, picture, tree_digest
+from making import CAPTION_RECIPE, make_caption_folder, smooth_image, tree_digest
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -49,7 +49,7 @@ def broken_t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_caption_folder(tmp_path_factory.mktemp("source") / "pictures")
+    return make_caption_folder(tmp_path_factory.mktemp("source") / "images")
 
 
 def settings(t5: Path, *more: str) -> list[str]:
@@ -135,7 +135,7 @@ def test_a_later_record_with_the_caption_is_rejected_and_a_compact_store_is_whol
     shutil.copytree(source, tmp_path / "more")
     with open(tmp_path / "more/metadata.jsonl", "a") as lines:
         for name, caption in (("new", f"a red {BROKEN}"), ("fine", "a red circle")):
-            picture(77).save(tmp_path / f"more/images/{name}.png")
+            smooth_image(77).save(tmp_path / f"more/images/{name}.png")
             lines.write(json.dumps({"file_name": f"images/{name}.png", "captions": [caption]}) + "\n")
     words = ["precompute", "--source", tmp_path / "more", "--store", tmp_path / "store", *settings(broken_t5)]
     code, _, err = run(capsys, *words)

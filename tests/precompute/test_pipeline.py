@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from image_files import adm_by_hand, bucket_by_hand
 from making import (
     CPU,
     caption_recipe,
@@ -21,11 +22,10 @@ from making import (
     make_caption_folder,
     make_class_folder,
     no_progress,
-    picture,
+    smooth_image,
     store_digest,
     tree_digest,
 )
-from pictures import adm_by_hand, bucket_by_hand
 from PIL import Image
 
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
@@ -55,14 +55,14 @@ class Crash(Exception):
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several shards from few pictures."""
+    """Several shards from few images."""
     monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 4)
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """6 captioned pictures in three buckets."""
-    return make_caption_folder(tmp_path_factory.mktemp("few") / "pictures", count=6)
+    """6 captioned images in three buckets."""
+    return make_caption_folder(tmp_path_factory.mktemp("few") / "images", count=6)
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +91,11 @@ def crop_by_hand(path: Path, side: int) -> np.ndarray:
     return adm_by_hand(Image.open(path).convert("RGB"), side)
 
 
-def moments_by_hand(pictures: list[np.ndarray], batch_size: int) -> np.ndarray:
+def moments_by_hand(images: list[np.ndarray], batch_size: int) -> np.ndarray:
     vae = diffusers.AutoencoderKL.from_pretrained(local_folder("shipped:vae")).eval()
     encoded = []
-    for start in range(0, len(pictures), batch_size):
-        batch = torch.from_numpy(np.stack(pictures[start : start + batch_size]))
+    for start in range(0, len(images), batch_size):
+        batch = torch.from_numpy(np.stack(images[start : start + batch_size]))
         with torch.no_grad():
             posterior = vae.encode(batch.permute(0, 3, 1, 2).float() / 127.5 - 1).latent_dist
         encoded.append(torch.cat([posterior.mean, posterior.logvar], 1).numpy().astype(np.float16))
@@ -157,7 +157,7 @@ def test_every_record_finds_its_own_captions(caption_store: LatentStore) -> None
     assert len(set(texts)) == len(texts)
 
 
-def test_the_flipped_latents_are_those_of_the_flipped_pictures(
+def test_the_flipped_latents_are_those_of_the_flipped_images(
     encode: Encode, class_folder: Path, tmp_path: Path
 ) -> None:
     encode(label_recipe("vae.flip=true"), class_folder, tmp_path / "store")
@@ -232,12 +232,12 @@ def test_the_same_command_on_a_complete_store_encodes_nothing(
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_broken_pictures_are_rejected_and_their_neighbours_keep_their_bits(encode: Encode, tmp_path: Path) -> None:
+def test_broken_images_are_rejected_and_their_neighbours_keep_their_bits(encode: Encode, tmp_path: Path) -> None:
     fine = make_class_folder(tmp_path / "fine", classes=2)
     broken = Path(shutil.copytree(fine, tmp_path / "broken"))
     cut = broken / "n000/2.png"
     cut.write_bytes(cut.read_bytes()[:-200])
-    (broken / "n001/9.png").write_text("not a picture")  # seen when the header is read, so it gets no row
+    (broken / "n001/9.png").write_text("not an image")  # seen when the header is read, so it gets no row
     report = encode(label_recipe(), broken, tmp_path / "store")
     manifest = report.manifest
     assert (manifest.num_planned, manifest.num_stored, manifest.num_rejected) == (11, 9, 2)
@@ -403,8 +403,8 @@ def test_nonfinite_output_is_tried_again_in_float32_and_then_rejected(
         alone = len(pixels) == 1
         if alone:
             retried.append(self._dtype)
-        for i, picture_pixels in enumerate(pixels):
-            if np.array_equal(picture_pixels, marked) and not (alone and heals):
+        for i, image_pixels in enumerate(pixels):
+            if np.array_equal(image_pixels, marked) and not (alone and heals):
                 moments[i, 0, 0, 0] = bad
         return moments
 
@@ -428,7 +428,7 @@ def test_nonfinite_output_is_tried_again_in_float32_and_then_rejected(
 
 
 def test_a_run_and_a_dry_run_warn_once_of_buckets_that_crop_much(tmp_path: Path) -> None:
-    picture(0, 64, 64).save(tmp_path / "a.png")
+    smooth_image(0, 64, 64).save(tmp_path / "a.png")
     images = ["images.crop=bucket", "images.buckets=area", "images.resolution=64", "source.labels=none"]
     few, more = (label_recipe(*images, f"images.step_px={step}") for step in (32, 16))
     notes: list[str] = []

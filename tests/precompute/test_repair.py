@@ -15,7 +15,7 @@ import pytest
 from faults import (
     DAMAGES,
     REVISION_FILES,
-    Pictures,
+    ImageSource,
     checked,
     copy_of,
     deep,
@@ -30,7 +30,7 @@ from faults import (
     small_shards,
     without_seal,
 )
-from making import caption_recipe, picture, store_digest, tree_digest
+from making import caption_recipe, smooth_image, store_digest, tree_digest
 
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
 from leandit.datasets.errors import FingerprintMismatch, RecipeError, StoreError
@@ -62,22 +62,22 @@ def _small() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageSource, Path]:
     return make_plain(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path]:
+def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageSource, Path]:
     return make_grown(tmp_path_factory.mktemp("grown"))
 
 
 @pytest.fixture(scope="module")
-def added(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path]:
+def added(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageSource, Path]:
     return make_added(tmp_path_factory.mktemp("added"))
 
 
 @pytest.fixture(scope="module")
-def flipped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path]:
+def flipped(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageSource, Path]:
     return make_plain(tmp_path_factory.mktemp("flipped"), "vae.flip=true", "store.codec=zstd")
 
 
@@ -121,13 +121,13 @@ def test_every_file_is_repaired_to_the_byte(
     name: str, step: int, turn: int, request: pytest.FixtureRequest, tmp_path: Path, tasks_encoded: list
 ) -> None:
     """From any damage, with the source; each file is damaged alone."""
-    pictures, store = request.getfixturevalue(name)
+    images, store = request.getfixturevalue(name)
     root, whole = copy_of(store, tmp_path / "store"), tree_digest(store)
     for number, path in enumerate(files_of(store)[::step]):
         how = ROTATED[turn][number % 3]
         damage(root / path, how)
         tasks_encoded.clear()
-        found, done = mended(root, pictures.root)
+        found, done = mended(root, images.root)
         assert (found.findings, found.damaged) == ([], False), (how, path)
         assert done["before"] >= 1
         task = task_of(store, path)
@@ -135,10 +135,10 @@ def test_every_file_is_repaired_to_the_byte(
         assert tree_digest(root) == whole, path
 
 
-def test_a_row_is_repaired_though_other_pictures_of_its_shard_are_gone(
-    grown: tuple[Pictures, Path], tmp_path: Path
+def test_a_row_is_repaired_though_other_images_of_its_shard_are_gone(
+    grown: tuple[ImageSource, Path], tmp_path: Path
 ) -> None:
-    # Of revision 1, picture 4 is gone and picture 1 is another now; they share a shard. Picture 3 is as it was.
+    # Of revision 1, image 4 is gone and image 1 is another now; they share a shard. Image 3 is as it was.
     root, whole = copy_of(grown[1], tmp_path / "store"), tree_digest(grown[1])
     records = {r["key"]: r for r in LatentStore(root, revision=1).records.to_pylist()}
     row = {key: records[f"images/{key}.png"] for key in (0, 1, 3, 4)}
@@ -150,7 +150,7 @@ def test_a_row_is_repaired_though_other_pictures_of_its_shard_are_gone(
         assert [(f.cause, f.records) for f in found.findings] == [("not_reproduced", [f"images/{(1, 4)[damaged]}.png"])]
         path.write_bytes(whole["buckets/48x80/moments/c/0/0/0/0"])
     assert {(r["bucket"], r["row"]) for r in (row[0], row[3])} == {("64x64", 0), ("64x64", 1)}
-    gone = root / "buckets/64x64/moments/c/0/0/0/0"  # of pictures 0, which was dropped, and 3
+    gone = root / "buckets/64x64/moments/c/0/0/0/0"  # of images 0, which was dropped, and 3
     flip(gone, 8 * LatentStore(root, revision=1).latents("64x64").row_bytes + 100)
     assert verify_store(root).findings[0].records == ["images/3.png"]
     assert mended(root, grown[0].root)[0].findings == []
@@ -159,7 +159,7 @@ def test_a_row_is_repaired_though_other_pictures_of_its_shard_are_gone(
 
 @every(3)
 def test_without_a_source_all_but_shards_is_mended(
-    step: int, plain: tuple[Pictures, Path], tmp_path: Path, tasks_encoded: list[tuple[str, int]]
+    step: int, plain: tuple[ImageSource, Path], tmp_path: Path, tasks_encoded: list[tuple[str, int]]
 ) -> None:
     whole = tree_digest(plain[1])
     root = copy_of(plain[1], tmp_path / "store")
@@ -176,11 +176,11 @@ def test_without_a_source_all_but_shards_is_mended(
 
 
 def test_a_changed_source_is_never_written_in_the_place_of_what_was_encoded(
-    plain: tuple[Pictures, Path], tmp_path: Path
+    plain: tuple[ImageSource, Path], tmp_path: Path
 ) -> None:
     root, source = copy_of(plain[1], tmp_path / "store"), copy_of(plain[0].root, tmp_path / "source")
     record = next(r for r in LatentStore(root).records.to_pylist() if r["row"] == 0 and r["bucket"] == "64x64")
-    picture(99, 64, 64).save(source / record["key"])
+    smooth_image(99, 64, 64).save(source / record["key"])
     path = "buckets/64x64/moments/c/0/0/0/0"
     flip(root / path, 100)
     before = tree_digest(root)
@@ -198,7 +198,7 @@ def test_a_changed_source_is_never_written_in_the_place_of_what_was_encoded(
     assert tree_digest(root) == tree_digest(plain[1])
 
 
-def test_another_encoder_is_refused_and_nothing_is_written(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+def test_another_encoder_is_refused_and_nothing_is_written(plain: tuple[ImageSource, Path], tmp_path: Path) -> None:
     root = copy_of(plain[1], tmp_path / "store")
     (root / "buckets/64x64/moments/c/0/0/0/0").unlink()
     before = tree_digest(root)
@@ -207,7 +207,7 @@ def test_another_encoder_is_refused_and_nothing_is_written(plain: tuple[Pictures
     assert tree_digest(root) == before
 
 
-def test_foreign_files_are_named_and_left(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+def test_foreign_files_are_named_and_left(plain: tuple[ImageSource, Path], tmp_path: Path) -> None:
     root = copy_of(plain[1], tmp_path / "store")
     (root / "notes.txt").write_text("mine")
     (root / f"{TEMPORARY_PREFIX}host@1-2@x").write_text("half")
@@ -229,7 +229,7 @@ def test_foreign_files_are_named_and_left(plain: tuple[Pictures, Path], tmp_path
     ],
 )
 def test_a_folder_or_link_in_the_place_of_a_file_gives_way(
-    path: str, plain: tuple[Pictures, Path], tmp_path: Path
+    path: str, plain: tuple[ImageSource, Path], tmp_path: Path
 ) -> None:
     root = copy_of(plain[1], tmp_path / "store")
     for elsewhere in ("right", "wrong"):
@@ -253,7 +253,7 @@ def test_a_folder_or_link_in_the_place_of_a_file_gives_way(
 
 
 @every(31)
-def test_a_repair_that_is_killed_goes_on(step: int, plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+def test_a_repair_that_is_killed_goes_on(step: int, plain: tuple[ImageSource, Path], tmp_path: Path) -> None:
     work = tmp_path / "store"
 
     def damaged() -> Path:
@@ -276,7 +276,9 @@ def test_a_repair_that_is_killed_goes_on(step: int, plain: tuple[Pictures, Path]
 
 
 @pytest.mark.parametrize("rounds", [4, pytest.param(12, marks=pytest.mark.slow)])
-def test_several_faults_at_once_never_make_it_worse(rounds: int, grown: tuple[Pictures, Path], tmp_path: Path) -> None:
+def test_several_faults_at_once_never_make_it_worse(
+    rounds: int, grown: tuple[ImageSource, Path], tmp_path: Path
+) -> None:
     rng, mended_all = random.Random(4), 0
     for _ in range(rounds):
         root = copy_of(grown[1], tmp_path / "store")
@@ -292,14 +294,14 @@ def test_several_faults_at_once_never_make_it_worse(rounds: int, grown: tuple[Pi
     assert mended_all >= rounds * 2 // 3
 
 
-def unsealed(pictures: Pictures, root: Path) -> Path:
+def unsealed(images: ImageSource, root: Path) -> Path:
     """A store whose shards are all committed, and that is not sealed."""
-    without_seal(lambda: encode(caption_recipe(), pictures.root, root))
+    without_seal(lambda: encode(caption_recipe(), images.root, root))
     return root
 
 
 def test_an_unfinished_store_is_for_precompute_to_finish(
-    plain: tuple[Pictures, Path], tmp_path: Path, tasks_encoded: list[tuple[str, int]]
+    plain: tuple[ImageSource, Path], tmp_path: Path, tasks_encoded: list[tuple[str, int]]
 ) -> None:
     root = unsealed(plain[0], tmp_path / "store")
     (root / commit_path(1, "buckets/64x64", 1)).unlink()
@@ -312,7 +314,7 @@ def test_an_unfinished_store_is_for_precompute_to_finish(
     assert store_digest(root) == store_digest(plain[1])
 
 
-def test_a_seal_that_is_pending_is_made_by_a_repair(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+def test_a_seal_that_is_pending_is_made_by_a_repair(plain: tuple[ImageSource, Path], tmp_path: Path) -> None:
     root = unsealed(plain[0], tmp_path / "store")
     assert [finding.cause for finding in verify_store(root).findings] == ["unsealed"]
     assert mended(root, None)[0].findings == []
@@ -321,21 +323,21 @@ def test_a_seal_that_is_pending_is_made_by_a_repair(plain: tuple[Pictures, Path]
 
 @pytest.mark.parametrize("name", ["plain", "grown", "flipped"])
 def test_encoding_again_gives_the_same_bits(name: str, request: pytest.FixtureRequest) -> None:
-    pictures, store = request.getfixturevalue(name)
-    opened, found = LatentStore(store), deep(store, pictures.root)
+    images, store = request.getfixturevalue(name)
+    opened, found = LatentStore(store), deep(store, images.root)
     assert opened.manifest is not None
     num_captions = opened.captions.num_rows
     assert (found.num_records, found.num_captions) == (opened.manifest.num_stored, num_captions)
     assert (found.findings, found.num_close, found.num_exact) == ([], 0, found.num_records + num_captions)
-    few = deep(store, pictures.root, num_records=3, seed=5)
+    few = deep(store, images.root, num_records=3, seed=5)
     assert (few.num_records, few.num_captions, few.num_exact) == (3, 3, 6)
 
 
-def test_deep_names_a_changed_picture_and_finds_no_fault_in_the_store(
-    plain: tuple[Pictures, Path], tmp_path: Path
+def test_deep_names_a_changed_image_and_finds_no_fault_in_the_store(
+    plain: tuple[ImageSource, Path], tmp_path: Path
 ) -> None:
     source = copy_of(plain[0].root, tmp_path / "source")
-    picture(77, 64, 64).save(source / "images/0.png")
+    smooth_image(77, 64, 64).save(source / "images/0.png")
     (source / "images/3.png").unlink()
     found, done = checked(plain[1], source, deep=True)
     assert sorted((f.cause, *f.records) for f in found.findings) == [
@@ -349,7 +351,7 @@ def test_deep_names_a_changed_picture_and_finds_no_fault_in_the_store(
 
 
 def plant(
-    monkeypatch: pytest.MonkeyPatch, pictures: Pictures, root: Path, part: str, change: Callable[[np.ndarray], None]
+    monkeypatch: pytest.MonkeyPatch, images: ImageSource, root: Path, part: str, change: Callable[[np.ndarray], None]
 ) -> None:
     """Commit other rows with matching checksums: a store that is consistent, and wrong."""
     real = StoreWriter.commit
@@ -368,7 +370,7 @@ def plant(
 
     with monkeypatch.context() as patch:
         patch.setattr(StoreWriter, "commit", commit)
-        encode(caption_recipe(), pictures.root, root)
+        encode(caption_recipe(), images.root, root)
 
 
 def task_of(root: Path, path: str) -> tuple[str, int] | None:
@@ -379,7 +381,7 @@ def task_of(root: Path, path: str) -> tuple[str, int] | None:
 
 @pytest.mark.parametrize("part", ["buckets/64x64", CAPTION_PART])
 def test_deep_finds_a_wrong_row_that_fits_all_checksums(
-    part: str, plain: tuple[Pictures, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, plain: tuple[ImageSource, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "store"
 
@@ -400,7 +402,7 @@ def test_deep_finds_a_wrong_row_that_fits_all_checksums(
         assert finding.records == [store.record_at(int(index.records[0])).key]
 
 
-def test_deep_needs_a_source_and_says_so_first(plain: tuple[Pictures, Path]) -> None:
+def test_deep_needs_a_source_and_says_so_first(plain: tuple[ImageSource, Path]) -> None:
     with pytest.raises(RecipeError, match="--source"):
         checked(plain[1], deep=True)
 

@@ -19,7 +19,7 @@ from making import (
     encode,
     lasting_digest,
     make_caption_folder,
-    picture,
+    smooth_image,
     tree_digest,
 )
 from safetensors.torch import load_file, save_file
@@ -57,7 +57,7 @@ def several_shards() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_caption_folder(tmp_path_factory.mktemp("source") / "pictures")
+    return make_caption_folder(tmp_path_factory.mktemp("source") / "images")
 
 
 @pytest.fixture(scope="module")
@@ -188,13 +188,13 @@ def changed(recipe: PrecomputeRecipe) -> dict:
 
 
 def test_the_order_of_tables_in_a_recipe_makes_no_other_store(source: Path, teacher: Path, tmp_path: Path) -> None:
-    folder, root = shutil.copytree(source, tmp_path / "pictures"), tmp_path / "store"
+    folder, root = shutil.copytree(source, tmp_path / "images"), tmp_path / "store"
     token = (f"features.token.model={teacher}", "features.token.output=cls")
     long = ("text.kind=none", "text.long.kind=t5", "text.long.model=shipped:t5")
     encode(caption_recipe(*BASE, *long, *SHORT, *feature(teacher), *token), folder, root)
-    picture(77, 64, 64).save(folder / "images/new.png")
+    smooth_image(77, 64, 64).save(folder / "images/new.png")
     with (folder / "metadata.jsonl").open("a") as table:
-        table.write('{"file_name": "images/new.png", "text": "a new picture"}\n')
+        table.write('{"file_name": "images/new.png", "text": "a new image"}\n')
     turned = caption_recipe(*BASE, *SHORT, *token, *long, *feature(teacher))
     report = encode(turned, folder, root)
     assert (report.num_encoded, report.manifest and report.manifest.revision) == (1, 2)
@@ -227,8 +227,8 @@ def test_tables_that_only_a_store_or_a_recipe_has_are_named_with_what_to_do(
 
 
 def test_a_store_grows_after_an_addition(stores: Stores, source: Path, tmp_path: Path) -> None:
-    folder, root = shutil.copytree(source, tmp_path / "pictures"), shutil.copytree(stores.added, tmp_path / "store")
-    picture(77, 64, 64).save(folder / "images/new.png")
+    folder, root = shutil.copytree(source, tmp_path / "images"), shutil.copytree(stores.added, tmp_path / "store")
+    smooth_image(77, 64, 64).save(folder / "images/new.png")
     with open(folder / "metadata.jsonl", "a") as lines:
         lines.write('{"file_name": "images/new.png", "captions": ["a new green circle"]}\n')
     with small_shards():
@@ -359,19 +359,19 @@ def test_captions_are_added_to_a_store_that_has_none(source: Path, tmp_path: Pat
         np.testing.assert_array_equal(store.caption(store.record(key)), whole.caption(whole.record(key)))
 
 
-def test_a_picture_that_is_gone_or_changed_cannot_be_completed(
+def test_a_image_that_is_gone_or_changed_cannot_be_completed(
     stores: Stores, source: Path, tmp_path: Path, teacher: Path
 ) -> None:
-    folder, root = shutil.copytree(source, tmp_path / "pictures"), shutil.copytree(stores.plain, tmp_path / "store")
+    folder, root = shutil.copytree(source, tmp_path / "images"), shutil.copytree(stores.plain, tmp_path / "store")
     (folder / "images/3.png").unlink()
     before = tree_digest(root)
     with small_shards():
         with pytest.raises(SourceError, match=r"1 records of store .* are gone from it"):
             encode(stores.recipe, folder, root)
         assert tree_digest(root) == before
-        encode(caption_recipe(*BASE, *SHORT), folder, root)  # text needs no picture
+        encode(caption_recipe(*BASE, *SHORT), folder, root)  # text needs no image
         assert LatentStore(root).buckets == LatentStore(stores.plain).buckets
-        picture(99, 64, 64).save(folder / "images/6.png")
+        smooth_image(99, 64, 64).save(folder / "images/6.png")
         encode(stores.recipe, folder, root, drop_gone=True)
     store = LatentStore(root)
     assert store.record("images/6.png").revision == 3

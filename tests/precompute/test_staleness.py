@@ -22,7 +22,7 @@ from making import (
     lasting_digest,
     make_caption_folder,
     make_class_folder,
-    picture,
+    smooth_image,
     tree_digest,
 )
 from PIL import Image
@@ -48,12 +48,12 @@ ORIENTATION_TAG = 0x0112
 
 @pytest.fixture(scope="module")
 def captioned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Captioned pictures, among them one BMP (its size never changes) and one JPEG; and their store."""
+    """Captioned images, among them one BMP (its size never changes) and one JPEG; and their store."""
     source = make_caption_folder(tmp_path_factory.mktemp("captioned") / "source", count=4)
-    picture(20, 60, 100).save(source / "images/4.bmp")
-    picture(21, 60, 100).save(source / "images/5.jpg")
+    smooth_image(20, 60, 100).save(source / "images/4.bmp")
+    smooth_image(21, 60, 100).save(source / "images/5.jpg")
     names = ("images/4.bmp", "images/5.jpg")
-    rewrite(source, lambda rows: rows.extend({"file_name": name, "caption": f"picture {name[7]}"} for name in names))
+    rewrite(source, lambda rows: rows.extend({"file_name": name, "caption": f"image {name[7]}"} for name in names))
     making.encode(caption_recipe(), source, source.parent / "store")
     return source, source.parent / "store"
 
@@ -153,7 +153,7 @@ CHANGED: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] 
     "flip": (recipe_with("vae.flip=true"), "latent.flip is False in the store, True now"),
     "resolution": (recipe_with("images.resolution=128"), "images.resolution_px is 64 in the store, 128 now"),
     "buckets": (recipe_with('images.buckets=["64x64"]'), "images.buckets is "),
-    "batch of pictures": (recipe_with("vae.batch_size=4"), "latent.batch_size is 8 in the store, 4 now"),
+    "batch of images": (recipe_with("vae.batch_size=4"), "latent.batch_size is 8 in the store, 4 now"),
     "batch of captions": (recipe_with("text.batch_size=4"), "text.batch_size is 8 in the store, 4 now"),
     "max_tokens": (recipe_with("text.max_tokens=12"), "text.max_tokens is 16 in the store, 12 now"),
     "no text": (recipe_with("text.kind=none"), "text.kind is 't5' in the store, None now"),
@@ -213,7 +213,7 @@ def replace_image(name: str, seed: int, height_px: int, width_px: int, *, keep_t
     def change(source: Path) -> None:
         path = source / name
         times = path.stat()
-        picture(seed, height_px, width_px).save(path)
+        smooth_image(seed, height_px, width_px).save(path)
         if keep_time:
             assert path.stat().st_size == times.st_size
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -226,7 +226,7 @@ def set_row(number: int, **values: Any) -> Callable[[Path], Any]:
 
 
 def rotate(source: Path) -> None:
-    """Say in the EXIF that the picture lies on its side; its pixels stay."""
+    """Say in the EXIF that the image lies on its side; its pixels stay."""
     path = source / "images/5.jpg"
     with Image.open(path) as image:
         exif = image.getexif()
@@ -235,8 +235,8 @@ def rotate(source: Path) -> None:
 
 
 def add(source: Path) -> None:
-    picture(30, 64, 64).save(source / "images/6.png")
-    rewrite(source, lambda rows: rows.append({"file_name": "images/6.png", "caption": "picture 5"}))
+    smooth_image(30, 64, 64).save(source / "images/6.png")
+    rewrite(source, lambda rows: rows.append({"file_name": "images/6.png", "caption": "image 5"}))
 
 
 def rename(source: Path) -> None:
@@ -263,9 +263,9 @@ def rewrite_files(source: Path) -> None:
 
 # name -> (change, keys encoded again, texts encoded, a revision is made)
 SOURCES: dict[str, tuple[Callable[[Path], Any], set[str], set[str], bool]] = {
-    "other picture": (replace_image("images/0.png", 40, 64, 64), {"images/0.png"}, set(), True),
+    "other image": (replace_image("images/0.png", 40, 64, 64), {"images/0.png"}, set(), True),
     "other shape": (replace_image("images/0.png", 40, 100, 60), {"images/0.png"}, set(), True),
-    "other picture of the same size": (replace_image("images/4.bmp", 40, 60, 100), {"images/4.bmp"}, set(), True),
+    "other image of the same size": (replace_image("images/4.bmp", 40, 60, 100), {"images/4.bmp"}, set(), True),
     "and of the same time": (
         replace_image("images/4.bmp", 40, 60, 100, keep_time=True),
         {"images/4.bmp"},  # the recipe below checks the content
@@ -274,8 +274,8 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], set[str], set[str], bool]] = {
     ),
     "other EXIF orientation": (rotate, {"images/5.jpg"}, set(), True),
     "other caption": (set_row(4, caption="a new one"), set(), {"a new one"}, True),
-    "one caption more": (set_row(4, captions=["picture 4", "and more"]), set(), {"and more"}, True),
-    "a caption of another": (set_row(4, caption="picture 5"), set(), set(), True),
+    "one caption more": (set_row(4, captions=["image 4", "and more"]), set(), {"and more"}, True),
+    "a caption of another": (set_row(4, caption="image 5"), set(), set(), True),
     "other label": (set_row(1, label=2), set(), set(), True),
     "no caption any more": (set_row(4, caption=""), set(), set(), True),
     "gone from the disk": (lambda source: (source / "images/1.png").unlink(), set(), set(), False),
@@ -299,12 +299,12 @@ def test_of_a_changed_source_exactly_what_changed_is_encoded(
 ) -> None:
     alter, keys, texts, grows = SOURCES[change]
     source, path = shutil.copytree(captioned[0], tmp_path / "source"), shutil.copytree(captioned[1], tmp_path / "store")
-    pictures_seen, texts_seen = [], []
-    encode_pictures, encode_texts = ImageEncoder.encode, CaptionEncoder.encode
+    images_seen, texts_seen = [], []
+    encode_images, encode_texts = ImageEncoder.encode, CaptionEncoder.encode
 
-    def spy_on_pictures(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
-        pictures_seen.extend(pixels)
-        return encode_pictures(self, pixels)
+    def spy_on_images(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
+        images_seen.extend(pixels)
+        return encode_images(self, pixels)
 
     def spy_on_texts(self: CaptionEncoder, captions: list[str], **options: bool) -> EncodedCaptions:
         texts_seen.extend(captions)
@@ -313,10 +313,10 @@ def test_of_a_changed_source_exactly_what_changed_is_encoded(
     before = lasting_digest(path)
     alter(source)
     recipe = caption_recipe("source.check=content") if change == "and of the same time" else caption_recipe()
-    monkeypatch.setattr(ImageEncoder, "encode", spy_on_pictures)
+    monkeypatch.setattr(ImageEncoder, "encode", spy_on_images)
     monkeypatch.setattr(CaptionEncoder, "encode", spy_on_texts)
     report = encode(recipe, source, path)
-    assert (len(pictures_seen), report.num_encoded) == (len(keys), len(keys))
+    assert (len(images_seen), report.num_encoded) == (len(keys), len(keys))
     assert sorted(texts_seen) == sorted(texts)
 
     after, whole = lasting_digest(path), tree_digest(path)

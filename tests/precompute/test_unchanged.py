@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 from forked import IN_TURN
-from making import CAPTION_RECIPE, CPU, LABEL_RECIPE, caption_recipe, label_recipe, no_progress, picture, tree_digest
+from making import (
+    CAPTION_RECIPE,
+    CPU,
+    LABEL_RECIPE,
+    caption_recipe,
+    label_recipe,
+    no_progress,
+    smooth_image,
+    tree_digest,
+)
 from safetensors.torch import load_file, save_file
 
 from leandit.datasets.errors import DamageError
@@ -30,7 +39,7 @@ WEIGHTS = "models/vae/diffusion_pytorch_model.safetensors"
 
 @pytest.fixture
 def home(tmp_path: Path, class_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Pictures, a VAE, and a store made of them."""
+    """Images, a VAE, and a store made of them."""
     shipped = local_folder("shipped:vae")
     assert shipped
     shutil.copytree(shipped, tmp_path / "models/vae")
@@ -57,7 +66,7 @@ def set_key(path: Path, key: str, value: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[Path], Any]] = {
-    "an image more": lambda home: picture(99).save(home / "train/n000/new.png"),
+    "an image more": lambda home: smooth_image(99).save(home / "train/n000/new.png"),
     "an image less": lambda home: (home / "train/n000/1.png").unlink(),
     "the weights": lambda home: flip_weights(home / WEIGHTS),
     "the config": lambda home: set_key(home / "models/vae/config.json", "norm_num_groups", 2),
@@ -126,7 +135,7 @@ def test_a_class_with_another_name_is_a_change_though_no_record_says_so(before: 
     source = tmp_path / "source"
     source.mkdir()
     for i in range(2):
-        picture(i).save(source / f"{i}.png")
+        smooth_image(i).save(source / f"{i}.png")
 
     def label(names: str) -> None:
         rows = "".join(f"{i}.png,{name}\n" for i, name in enumerate(names.split()))

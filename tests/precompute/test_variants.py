@@ -14,8 +14,8 @@ from making import (
     label_recipe,
     make_class_folder,
     no_progress,
-    picture,
     read_metadata,
+    smooth_image,
     store_digest,
     tree_digest,
     write_metadata,
@@ -54,7 +54,7 @@ def test_a_variant_is_a_part_of_the_enlarged_image_and_its_draw_depends_on_the_k
     assert draws[:3] == variant_draws("a/b.png", 4, 1.25)
     assert len({*draws, *variant_draws("a/c.png", 16, 1.25)}) == 30
     assert all(1 <= zoom < 1.25 and 0 <= top < 1 and 0 <= left < 1 for zoom, top, left in draws)
-    image = picture(1, 40, 56)
+    image = smooth_image(1, 40, 56)
     assert {crop_image(image, (32, 32), crop, variant=draw).shape for draw in draws} == {(32, 32, 3)}
     only_place = [crop_image(image, (40, 40), crop, variant=draw) for draw in variant_draws("a", 16, 1.0)]
     for pixels in only_place:  # one side is the image's own, so a crop is some of its columns
@@ -116,7 +116,7 @@ def test_a_compaction_has_all_views(of_three: LatentStore, tmp_path: Path) -> No
 def test_a_store_with_variants_grows_by_the_new_image_alone_and_is_repaired_to_the_byte(tmp_path: Path) -> None:
     source, store = make_class_folder(tmp_path / "source"), tmp_path / "store"
     encoded(source, store, THREE, FLIPPED)
-    picture(77).save(source / "n001/new.png")
+    smooth_image(77).save(source / "n001/new.png")
     report = encode(label_recipe(THREE, FLIPPED), source, store)
     assert report.num_encoded == 1
     grown, fresh = LatentStore(store), encoded(source, tmp_path / "fresh", THREE, FLIPPED)

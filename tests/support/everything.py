@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from faults import SHARD_ROWS, Pictures, encode, small_shards
+from faults import SHARD_ROWS, ImageSource, encode, small_shards
 from making import caption_recipe
 from tiny_models import make_dinov2, save_clip, save_qwen3
 
@@ -102,23 +102,23 @@ def make_everything(root: Path, *overrides: str, count: int = 7) -> Everything:
     first, recipe, stores = made.first, made.recipe, made.added.parent
     make_models(root / "models")
     with several_shards():
-        pictures = Pictures(root / "source", count)
+        images = ImageSource(root / "source", count)
         for i in range(count):
-            pictures.put(i, words=(" by the sea", " and a cat", " and two dogs")[i % 3])
-        pictures.write()
-        encode(first, pictures.root, stores / "before")
-        pictures.put(1, seed=101)
+            images.put(i, words=(" by the sea", " and a cat", " and two dogs")[i % 3])
+        images.write()
+        encode(first, images.root, stores / "before")
+        images.put(1, seed=101)
         for i in (20, 21):
-            pictures.put(i, words=" and a yellow star")
-        pictures.write()
-        encode(first, pictures.root, stores / "before")
-        shutil.copytree(pictures.root, root / "source then", copy_function=shutil.copy2)
+            images.put(i, words=" and a yellow star")
+        images.write()
+        encode(first, images.root, stores / "before")
+        shutil.copytree(images.root, root / "source then", copy_function=shutil.copy2)
         shutil.copytree(stores / "before", stores / "added")
-        encode(recipe, pictures.root, stores / "added")
+        encode(recipe, images.root, stores / "added")
         shutil.copytree(stores / "added", stores / "grown")
-        pictures.put(0, seed=100)
-        pictures.put(22, words=" and a white star")
-        pictures.drop(3)
-        pictures.write()
-        encode(recipe, pictures.root, stores / "grown", drop_gone=True)
+        images.put(0, seed=100)
+        images.put(22, words=" and a white star")
+        images.drop(3)
+        images.write()
+        encode(recipe, images.root, stores / "grown", drop_gone=True)
     return made

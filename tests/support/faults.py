@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from making import CPU, SIZES, caption_recipe, encode, loaded_encoders, no_progress, picture, write_metadata
+from making import CPU, SIZES, caption_recipe, encode, loaded_encoders, no_progress, smooth_image, write_metadata
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, Failpoint
@@ -72,7 +72,7 @@ def deep(root: Path, source: SourcePaths, **options: int) -> DeepReport:
         return deep_check(root, runner, **{"num_records": 64, "seed": 0} | options)
 
 
-class Pictures:
+class ImageSource:
     """A source of captioned images that can be changed; two of its records are rejected, at scan and at decode."""
 
     def __init__(self, root: Path, count: int = 10) -> None:
@@ -82,14 +82,14 @@ class Pictures:
             self.put(i)
         self.put(count)
         self.put(count + 1)
-        (root / f"images/{count}.png").write_bytes(b"no picture")
+        (root / f"images/{count}.png").write_bytes(b"no image")
         whole = (root / f"images/{count + 1}.png").read_bytes()
         (root / f"images/{count + 1}.png").write_bytes(whole[: len(whole) // 2])
         self.write()
 
     def put(self, i: int, *, seed: int | None = None, words: str = "") -> None:
         """Add an image, or change it or its captions."""
-        picture(i if seed is None else seed, *SIZES[i % 3]).save(self.root / f"images/{i}.png")
+        smooth_image(i if seed is None else seed, *SIZES[i % 3]).save(self.root / f"images/{i}.png")
         self._lines[i] = [f"a red {('circle', 'square')[i % 2]}", f"a big blue circle above a tiny green square{words}"]
 
     def drop(self, i: int) -> None:
@@ -103,45 +103,45 @@ class Pictures:
         write_metadata(self.root, rows)
 
 
-def grow(pictures: Pictures, recipe: PrecomputeRecipe, store: Path) -> None:
+def grow(images: ImageSource, recipe: PrecomputeRecipe, store: Path) -> None:
     """Make three revisions: new, changed and dropped images, other captions."""
-    encode(recipe, pictures.root, store)
-    pictures.drop(0)
-    pictures.put(1, seed=101)
+    encode(recipe, images.root, store)
+    images.drop(0)
+    images.put(1, seed=101)
     for i in (20, 21, 22):
-        pictures.put(i, words=" and a yellow star")
-    pictures.write()
-    encode(recipe, pictures.root, store, drop_gone=True)
-    pictures.put(3, words=" and a white triangle")
-    pictures.put(23)
-    pictures.drop(4)
-    pictures.write()
-    encode(recipe, pictures.root, store, drop_gone=True)
+        images.put(i, words=" and a yellow star")
+    images.write()
+    encode(recipe, images.root, store, drop_gone=True)
+    images.put(3, words=" and a white triangle")
+    images.put(23)
+    images.drop(4)
+    images.write()
+    encode(recipe, images.root, store, drop_gone=True)
 
 
-def make_plain(root: Path, *overrides: str) -> tuple[Pictures, Path]:
+def make_plain(root: Path, *overrides: str) -> tuple[ImageSource, Path]:
     """A source and its store of one revision."""
-    pictures = Pictures(root / "source")
-    encode(caption_recipe(*overrides), pictures.root, root / "store")
-    return pictures, root / "store"
+    images = ImageSource(root / "source")
+    encode(caption_recipe(*overrides), images.root, root / "store")
+    return images, root / "store"
 
 
-def make_grown(root: Path, *overrides: str) -> tuple[Pictures, Path]:
+def make_grown(root: Path, *overrides: str) -> tuple[ImageSource, Path]:
     """A source and its store of three revisions."""
-    pictures = Pictures(root / "source")
-    grow(pictures, caption_recipe(*overrides), root / "store")
-    return pictures, root / "store"
+    images = ImageSource(root / "source")
+    grow(images, caption_recipe(*overrides), root / "store")
+    return images, root / "store"
 
 
-def make_added(root: Path, *overrides: str) -> tuple[Pictures, Path]:
+def make_added(root: Path, *overrides: str) -> tuple[ImageSource, Path]:
     """A source and its store of three revisions, of which every image is still there."""
-    pictures, store = make_plain(root, *overrides)
+    images, store = make_plain(root, *overrides)
     for first in (20, 30):
         for i in range(first, first + 3):
-            pictures.put(i, words=f" and {first} yellow stars")
-        pictures.write()
-        encode(caption_recipe(*overrides), pictures.root, store)
-    return pictures, store
+            images.put(i, words=f" and {first} yellow stars")
+        images.write()
+        encode(caption_recipe(*overrides), images.root, store)
+    return images, store
 
 
 def files_of(root: Path) -> list[str]:

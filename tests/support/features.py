@@ -134,7 +134,7 @@ def make_pixart(root: Path, *, padded: int = 12, width: int = 16) -> Made:
         height, width_places = ((8, 8), (4, 12), (12, 4))[i % 3]
         mean, std = noise(2 * i, 4, height, width_places), abs(noise(2 * i + 1, 4, height, width_places))
         moments = np.concatenate([mean, std]).astype(np.float16)
-        key, text = f"set{i % 2}/{i:05d}.png", f"a picture of {i % 7} things"
+        key, text = f"set{i % 2}/{i:05d}.png", f"an image of {i % 7} things"
         feature = noise(100 + i % 7, 1, padded, width, dtype=np.float16)
         mask = (np.arange(padded) < 2 + i % 7).astype(np.int16)[None]
         stem = "_".join(key.rsplit("/", 1)).removesuffix(".png")
@@ -159,7 +159,7 @@ def make_mds(root: Path) -> Made:
         samples = []
         for row, i in enumerate(range(start, min(start + 4, COUNT))):
             latent, feature = noise(i, 4, SIDE, SIDE, dtype=np.float16), noise(100 + i % 7, 12, 16, dtype=np.float16)
-            text, mask = f"a picture of {i % 7} things", (np.arange(12) < 2 + i % 7).astype(np.int16)
+            text, mask = f"an image of {i % 7} things", (np.arange(12) < 2 + i % 7).astype(np.int16)
             shape = bytes([2 << 2, *feature.shape])  # two sides, of a byte each
             values = [text.encode(), shape + feature.tobytes(), np.int64(i % 5).tobytes(), latent.tobytes()]
             values.append(mask.tobytes())
@@ -243,7 +243,7 @@ def make_nemo(root: Path, model: str = "flux") -> Made:
     for i in range(COUNT):
         width_px, height_px = NEMO_SIZES[i % 3]
         latent = noise(i, channels, height_px // downscale, width_px // downscale, dtype=np.float16)
-        text, length = f"a picture of {i % 7} things", 2 + i % 7 if model == "qwen_image" else 6
+        text, length = f"an image of {i % 7} things", 2 + i % 7 if model == "qwen_image" else 6
         tokens, pooled = bfloat16(noise(100 + i % 7, 1, length, 16)), bfloat16(noise(200 + i % 7, 1, 8))
         name, tensors = f"{width_px}x{height_px}/{i:032x}", {"latent": torch.from_numpy(latent)}
         if model == "flux":

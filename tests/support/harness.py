@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from making import CPU, caption_recipe, loaded_encoders, no_progress, picture, write_metadata
+from making import CPU, caption_recipe, loaded_encoders, no_progress, smooth_image, write_metadata
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
@@ -79,7 +79,7 @@ def _warm_up() -> None:
         source = make_source(Path(folder) / "source")
         run = {"device": CPU, "progress": no_progress, "source_path": source, "store_path": Path(folder) / "store"}
         pipeline.precompute(recipe(), **run)
-        save_picture(source, 0, seed=77)
+        save_image(source, 0, seed=77)
         pipeline.precompute(recipe(), **run)
         compact_command(Path(folder) / "store")
     gc.collect()
@@ -95,23 +95,23 @@ def make_source(root: Path, count: int = 8) -> Path:
     """Captioned images of two shapes; one file is no image (rejected at scan), one ends too early (at decode)."""
     (root / "images").mkdir(parents=True)
     for i in range(count):
-        save_picture(root, i, seed=i)
-    (root / "images/2.png").write_bytes(b"not a picture")
+        save_image(root, i, seed=i)
+    (root / "images/2.png").write_bytes(b"not an image")
     whole = (root / "images/5.png").read_bytes()
     (root / "images/5.png").write_bytes(whole[: len(whole) * 2 // 3])
-    list_pictures(root, {i: f"a picture of number {i % 4}" for i in range(count)})
+    list_images(root, {i: f"an image of number {i % 4}" for i in range(count)})
     return root
 
 
-def save_picture(root: Path, number: int, *, seed: int) -> None:
+def save_image(root: Path, number: int, *, seed: int) -> None:
     """Write one image of a source; its shape follows from its number."""
-    picture(seed, 32, 48 if number % 3 == 2 else 32).save(root / f"images/{number}.png")
+    smooth_image(seed, 32, 48 if number % 3 == 2 else 32).save(root / f"images/{number}.png")
 
 
-def list_pictures(root: Path, captions: dict[int, str]) -> None:
+def list_images(root: Path, captions: dict[int, str]) -> None:
     """Write the metadata.jsonl of a source."""
     write_metadata(
-        root, ({"file_name": f"images/{i}.png", "captions": [text, "a picture"]} for i, text in captions.items())
+        root, ({"file_name": f"images/{i}.png", "captions": [text, "an image"]} for i, text in captions.items())
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from pictures import encoded
+from image_files import encoded
 from PIL import Image
 
 from leandit.datasets.arrays.shard_folder import ShardFolder
@@ -62,7 +62,7 @@ TRAIN_RECIPE = [
 ]
 
 
-def picture(seed: int, height_px: int = 40, width_px: int = 56) -> Image.Image:
+def smooth_image(seed: int, height_px: int = 40, width_px: int = 56) -> Image.Image:
     """A smooth random image, RGB."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (4, 5, 3), np.uint8))
@@ -71,7 +71,7 @@ def picture(seed: int, height_px: int = 40, width_px: int = 56) -> Image.Image:
 
 def image_bytes(seed: int = 0, height_px: int = 40, width_px: int = 56, kind: str = "PNG", **options: Any) -> bytes:
     """The file of a smooth random image."""
-    return encoded(picture(seed, height_px, width_px), kind, **options)
+    return encoded(smooth_image(seed, height_px, width_px), kind, **options)
 
 
 def make_class_folder(root: Path, *, classes: int = 3, per_class: int = 5) -> Path:
@@ -80,17 +80,17 @@ def make_class_folder(root: Path, *, classes: int = 3, per_class: int = 5) -> Pa
         folder = root / f"n{c:03d}"
         folder.mkdir(parents=True)
         for i in range(per_class):
-            picture(100 * c + i).save(folder / f"{i}.png")
+            smooth_image(100 * c + i).save(folder / f"{i}.png")
     return root
 
 
 def make_caption_folder(root: Path, *, count: int = 14) -> Path:
-    """Pictures of three aspect ratios with a metadata.jsonl, two captions each, some captions shared."""
+    """Images of three aspect ratios with a metadata.jsonl, two captions each, some captions shared."""
     (root / "images").mkdir(parents=True)
     shapes = ("circle", "square", "triangle")
     rows = []
     for i in range(count):
-        picture(i, *SIZES[i % 3]).save(root / f"images/{i}.png")
+        smooth_image(i, *SIZES[i % 3]).save(root / f"images/{i}.png")
         captions = [f"a red {shapes[i % 3]}", f"a big blue {shapes[i % 3]} above a tiny green {shapes[i % 2]}"]
         rows.append({"file_name": f"images/{i}.png", "captions": captions})
     write_metadata(root, rows)
@@ -318,7 +318,7 @@ def make_companion_folder(root: Path, *, count: int = 8) -> Path:
     for i, row in enumerate(rows):
         height_px, width_px = SIZES[i % 3]
         shutil.copyfile(root / f"images/{i}.png", root / f"copies/{i}.png")
-        picture(100 + i, 2 * height_px, 2 * width_px).save(root / f"edits/{i}.png")
+        smooth_image(100 + i, 2 * height_px, 2 * width_px).save(root / f"edits/{i}.png")
         gray_mask(200 + i, height_px * 3 // 4, width_px * 3 // 4).save(root / f"masks/{i}.png")
         row |= {"copy": f"copies/{i}.png", "source image": f"edits/{i}.png", "mask": f"masks/{i}.png"}
     write_metadata(root, rows)

@@ -48,7 +48,7 @@ T5_SIZES: dict[str, Any] = {"d_model": 96, "d_kv": 8, "d_ff": 48, "num_layers": 
 HEADS: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
 QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 MISTRAL_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
-# What the published templates write for a text without tools, pictures or an earlier answer.
+# What the published templates write for a text without tools, images or an earlier answer.
 QWEN_CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -183,7 +183,7 @@ def _byte_level(special: list[str], **options: Any) -> PreTrainedTokenizerFast:
 
 
 def make_dinov2(folder: Path, *, width: int = 8, deviation: float = 0.02) -> Path:
-    """A random DINOv2 of two blocks with patches of 14 px; with larger weights, pictures differ more."""
+    """A random DINOv2 of two blocks with patches of 14 px; with larger weights, images differ more."""
     torch.manual_seed(0)
     sizes = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
     config = Dinov2Config(**sizes, initializer_range=deviation)
@@ -209,7 +209,7 @@ class TinyClip:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def score(self, pixels: np.ndarray, caption: str) -> float:
-        """100 * max(cosine, 0) of a square picture (height, width, 3) uint8 and its caption, without padding."""
+        """100 * max(cosine, 0) of a square image (height, width, 3) uint8 and its caption, without padding."""
         batch = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].float()
         batch = interpolate(batch, (SIDE_PX, SIDE_PX), mode="bicubic", antialias=True).clamp(0, 255) / 127.5 - 1
         with torch.no_grad():
@@ -218,7 +218,7 @@ class TinyClip:
 
 
 def make_clip(folder: Path) -> TinyClip:
-    """A random CLIP for pictures of 32 px."""
+    """A random CLIP for images of 32 px."""
     save_clip(folder / "parts", projected=True)
     for path in (folder / "parts/tokenizer").iterdir():
         shutil.copy(path, folder / path.name)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from faults import encode, without_seal
 from forked import ForkedPython
-from making import CPU, label_recipe, make_class_folder, no_progress, picture, train_recipe, tree_digest
+from making import CPU, label_recipe, make_class_folder, no_progress, smooth_image, train_recipe, tree_digest
 from ranks import start_ranks
 from runs import bits
 
@@ -433,12 +433,12 @@ def test_conditioning_is_dropped_at_the_rate_of_the_recipe(
 def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """A store as it was with one and two revisions: 6 and 9 images of 3 classes; do not change them."""
     root, stores = tmp_path_factory.mktemp("grown"), {}
-    make_class_folder(root / "pictures", per_class=2)
+    make_class_folder(root / "images", per_class=2)
     for revision in (1, 2):
         for c in range(3 if revision > 1 else 0):
-            picture(1000 * revision + c).save(root / f"pictures/n{c:03d}/{revision}x.png")
+            smooth_image(1000 * revision + c).save(root / f"images/n{c:03d}/{revision}x.png")
         precompute(
-            label_recipe(), source_path=root / "pictures", store_path=root / "store", device=CPU, progress=no_progress
+            label_recipe(), source_path=root / "images", store_path=root / "store", device=CPU, progress=no_progress
         )
         stores[revision] = shutil.copytree(root / "store", root / f"store-{revision}")
     return stores

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from faults import (
     REVISION_FILES,
-    Pictures,
+    ImageSource,
     content,
     copy_of,
     dies_at,
@@ -26,7 +26,7 @@ from faults import (
     small_shards,
     without_seal,
 )
-from making import caption_recipe, label_recipe, make_class_folder, no_progress, picture, store_digest, tree_digest
+from making import caption_recipe, label_recipe, make_class_folder, no_progress, smooth_image, store_digest, tree_digest
 
 from leandit.datasets.errors import DamageError, ResourceError, StoreError
 from leandit.datasets.format.schema import Manifest
@@ -45,12 +45,12 @@ def _small() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=RECIPES)
-def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path, str]:
+def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageSource, Path, str]:
     return *make_grown(tmp_path_factory.mktemp("grown"), *RECIPES[request.param]), request.param
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageSource, Path]:
     return make_grown(tmp_path_factory.mktemp("plain"))
 
 
@@ -62,8 +62,10 @@ def size_of(root: Path) -> int:
     return sum((root / path).stat().st_size for path in files_of(root))
 
 
-def test_a_compacted_store_holds_the_same_and_nothing_else(grown: tuple[Pictures, Path, str], tmp_path: Path) -> None:
-    pictures, store, name = grown
+def test_a_compacted_store_holds_the_same_and_nothing_else(
+    grown: tuple[ImageSource, Path, str], tmp_path: Path
+) -> None:
+    images, store, name = grown
     root, old = tmp_path / "new", tree_digest(store)
     before, null = content(LatentStore(store)), LatentStore(store).null_caption.tobytes()
     assert any(said["reason"] == "truncated" for said, _, _ in before.values())  # rejected at decode: it had a row
@@ -89,20 +91,20 @@ def test_a_compacted_store_holds_the_same_and_nothing_else(grown: tuple[Pictures
     assert run(store, root) == manifest  # it is there
     assert tree_digest(root) == whole
 
-    report = encode(caption_recipe(*RECIPES[name]), pictures.root, root)
+    report = encode(caption_recipe(*RECIPES[name]), images.root, root)
     assert (report.num_encoded, report.manifest) == (0, manifest)
     with pytest.raises(StoreError, match=r"no complete revision 3. There are: 4"):
         LatentStore(root, revision=3)
 
 
 def test_a_compacted_store_grows_and_is_compacted_again(tmp_path: Path) -> None:
-    pictures, store = make_grown(tmp_path)
+    images, store = make_grown(tmp_path)
     root = tmp_path / "new"
     run(store, root)
-    pictures.put(40, words=" and a pink star")
-    pictures.drop(5)
-    pictures.write()
-    report = encode(caption_recipe(), pictures.root, root, drop_gone=True)
+    images.put(40, words=" and a pink star")
+    images.drop(5)
+    images.write()
+    report = encode(caption_recipe(), images.root, root, drop_gone=True)
     assert (report.num_encoded, report.manifest.revision) == (1, 5)
     assert {one[0] for array in report.manifest.arrays for one in array.ranges} == {4, 5}
     assert verify_store(root).findings == []
@@ -145,7 +147,7 @@ def test_a_compaction_that_is_killed_begins_again(tmp_path: Path) -> None:
     source, store = make_class_folder(tmp_path / "train", classes=2, per_class=2), tmp_path / "store"
     encode(label_recipe(), source, store)
     (source / "n000/1.png").unlink()
-    picture(7).save(source / "n001/9.png")
+    smooth_image(7).save(source / "n001/9.png")
     encode(label_recipe(), source, store, drop_gone=True)
     check_kills(store, tmp_path / "work", 12)
 
@@ -153,13 +155,15 @@ def test_a_compaction_that_is_killed_begins_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_compaction_that_is_killed_at_any_operation_begins_again(
-    grown: tuple[Pictures, Path, str], tmp_path: Path
+    grown: tuple[ImageSource, Path, str], tmp_path: Path
 ) -> None:
     check_kills(grown[1], tmp_path / "work", 1)
 
 
 @pytest.mark.parametrize("kind", ["latents", "captions", "null"])
-def test_a_damaged_row_is_refused_and_nothing_is_left(kind: str, plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+def test_a_damaged_row_is_refused_and_nothing_is_left(
+    kind: str, plain: tuple[ImageSource, Path], tmp_path: Path
+) -> None:
     root = copy_of(plain[1], tmp_path / "store")
     path = {
         "latents": "buckets/80x48/moments/c/0/0/0/0",
@@ -175,13 +179,13 @@ def test_a_damaged_row_is_refused_and_nothing_is_left(kind: str, plain: tuple[Pi
     assert verify_store(tmp_path / "new").findings == []
 
 
-def test_an_unfinished_revision_is_finished_first(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+def test_an_unfinished_revision_is_finished_first(plain: tuple[ImageSource, Path], tmp_path: Path) -> None:
     root = copy_of(plain[1], tmp_path / "store")
-    pictures = copy.copy(plain[0])
-    pictures.root = shutil.copytree(plain[0].root, tmp_path / "source")
-    pictures.put(50)
-    pictures.write()
-    without_seal(lambda: encode(caption_recipe(), pictures.root, root))
+    images = copy.copy(plain[0])
+    images.root = shutil.copytree(plain[0].root, tmp_path / "source")
+    images.put(50)
+    images.write()
+    without_seal(lambda: encode(caption_recipe(), images.root, root))
     before = tree_digest(root)
     with pytest.raises(StoreError, match="revision 4 is unfinished"):
         run(root, tmp_path / "new")
@@ -191,7 +195,7 @@ def test_an_unfinished_revision_is_finished_first(plain: tuple[Pictures, Path], 
 
 @pytest.mark.parametrize("name", ["local.json", "sources.parquet"])
 def test_a_store_that_has_lost_what_growth_needs_says_so(
-    name: str, plain: tuple[Pictures, Path], tmp_path: Path
+    name: str, plain: tuple[ImageSource, Path], tmp_path: Path
 ) -> None:
     root = copy_of(plain[1], tmp_path / "store")
     for path in list(root.glob(f"revisions/000003/**/{name}")):
@@ -201,7 +205,7 @@ def test_a_store_that_has_lost_what_growth_needs_says_so(
     assert list(tmp_path.iterdir()) == [root]
 
 
-def test_a_place_that_is_taken_or_lies_in_the_store_is_refused(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+def test_a_place_that_is_taken_or_lies_in_the_store_is_refused(plain: tuple[ImageSource, Path], tmp_path: Path) -> None:
     store = plain[1]
     before = tree_digest(store)
     (tmp_path / "file").write_text("mine")
@@ -218,7 +222,7 @@ def test_a_place_that_is_taken_or_lies_in_the_store_is_refused(plain: tuple[Pict
 
 
 def test_a_disk_that_is_too_small_is_refused(
-    plain: tuple[Pictures, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: tuple[ImageSource, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "leandit.datasets.maintenance.compact.shutil.disk_usage", lambda path: SimpleNamespace(free=1000)

@@ -16,7 +16,7 @@ import pytest
 from faults import (
     DAMAGES,
     REVISION_FILES,
-    Pictures,
+    ImageSource,
     copy_of,
     encode,
     files_of,
@@ -52,7 +52,7 @@ def _small() -> Iterator[None]:
 class Whole:
     """An intact store, and a copy of it to be damaged."""
 
-    def __init__(self, source: Pictures, path: Path, work: Path) -> None:
+    def __init__(self, source: ImageSource, path: Path, work: Path) -> None:
         self.source, self.path = source, path
         self.files = files_of(path)
         self.copy = copy_of(path, work)
@@ -258,7 +258,7 @@ def test_two_files_in_each_others_place_are_found_and_their_reader_is_never_misl
 
 
 def test_a_file_of_another_store_is_found_and_its_reader_is_never_misled(plain: Whole, tmp_path: Path) -> None:
-    other = Pictures(tmp_path / "other")
+    other = ImageSource(tmp_path / "other")
     for i in range(10):
         other.put(i, seed=i + 500)  # the same shapes and captions, other pixels
     other.write()

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from faults import Pictures, content, encode, make_grown, read_all, small_shards
-from making import caption_recipe, picture, tree_digest
+from faults import ImageSource, content, encode, make_grown, read_all, small_shards
+from making import caption_recipe, smooth_image, tree_digest
 from tiny_models import make_dinov2
 
 from leandit.datasets.disk.hashing import canonical_json, sha256_of
@@ -45,21 +45,21 @@ class Grown(NamedTuple):
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
     work = tmp_path_factory.mktemp("growth")
     make_dinov2(work / "dinov2")
-    store, pictures = work / "store", Pictures(work / "source")
+    store, images = work / "store", ImageSource(work / "source")
     feature = [f"features.dino.model={work / 'dinov2'}", "features.dino.output=both"]
     trees, read = [], []
 
     def run(*overrides: str) -> None:
-        encode(caption_recipe("vae.flip=true", *overrides), pictures.root, store, drop_gone=True)
+        encode(caption_recipe("vae.flip=true", *overrides), images.root, store, drop_gone=True)
         trees.append(tree_digest(store))
         read.append(read_all(store))
 
     run()
-    pictures.put(1, seed=101)
-    pictures.put(20, words=" and a yellow star")
-    pictures.put(21, words=" and two yellow stars")
-    pictures.drop(3)
-    pictures.write()
+    images.put(1, seed=101)
+    images.put(20, words=" and a yellow star")
+    images.put(21, words=" and two yellow stars")
+    images.drop(3)
+    images.write()
     run()
     run(*feature)
     return Grown(store, trees, read)
@@ -139,9 +139,9 @@ def test_growth_after_an_addition_decodes_a_new_image_once(
         return decode(self, path, *args, **how)
 
     monkeypatch.setattr(Decoders, "decode", counting)
-    picture(40, 64, 64).save(source / "images/40.png")
+    smooth_image(40, 64, 64).save(source / "images/40.png")
     with (source / "metadata.jsonl").open("a") as table:
-        table.write(json.dumps({"file_name": "images/40.png", "captions": ["a red circle", "a new picture"]}) + "\n")
+        table.write(json.dumps({"file_name": "images/40.png", "captions": ["a red circle", "a new image"]}) + "\n")
     dino = [f"features.dino.model={grown.root.parent / 'dinov2'}", "features.dino.output=both"]
     report = encode(caption_recipe("vae.flip=true", *dino), source, store, drop_gone=True)
     assert (report.num_encoded, decoded) == (1, ["40.png"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from making import label_recipe, latent_spec, no_progress, picture
+from making import label_recipe, latent_spec, no_progress, smooth_image
 
 from leandit.datasets.batches.latents import normalised_as
 from leandit.datasets.errors import RecipeError
@@ -115,7 +115,7 @@ def grown(class_folder: Path, tmp_path: Path, encode: Callable[..., Report], qui
     recipe = label_recipe("vae.flip=true")
     encode(recipe, tmp_path / "train", tmp_path / "store")
     for i in range(5):
-        picture(900 + i).save(tmp_path / f"train/n000/new{i}.png")
+        smooth_image(900 + i).save(tmp_path / f"train/n000/new{i}.png")
     encode(recipe, tmp_path / "train", tmp_path / "store")
     return tmp_path / "store"
 

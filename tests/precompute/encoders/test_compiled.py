@@ -37,7 +37,7 @@ def _traced(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
 
 
-def pictures(count: int, height_px: int, width_px: int) -> np.ndarray:
+def images(count: int, height_px: int, width_px: int) -> np.ndarray:
     return np.random.default_rng(width_px).integers(0, 256, (count, height_px, width_px, 3), np.uint8)
 
 
@@ -51,15 +51,15 @@ def test_every_shape_has_its_graph_and_none_falls_back(section: VaeSection) -> N
     before = num_graphs()
     for count, _ in enumerate(SHAPES, 1):
         size = SHAPES[count - 1]
-        moments = encoder.encode(pictures(4, *size))
-        np.testing.assert_allclose(moments, plain.encode(pictures(4, *size)), rtol=1e-4, atol=1e-5)
+        moments = encoder.encode(images(4, *size))
+        np.testing.assert_allclose(moments, plain.encode(images(4, *size)), rtol=1e-4, atol=1e-5)
         assert num_graphs() - before == count
     for size in SHAPES:  # again: all of them are there, and the last rows of a shard need none of their own
-        assert np.array_equal(encoder.encode(pictures(4, *size)), encoder.encode(pictures(4, *size)))
-        last = encoder.encode(pictures(4, *size)[:3])
+        assert np.array_equal(encoder.encode(images(4, *size)), encoder.encode(images(4, *size)))
+        last = encoder.encode(images(4, *size)[:3])
         assert len(last) == 3
-        np.testing.assert_allclose(last, plain.encode(pictures(4, *size)[:3]), rtol=1e-4, atol=1e-5)
-    encoder.encode_in_float32(pictures(1, 24, 24))
+        np.testing.assert_allclose(last, plain.encode(images(4, *size)[:3]), rtol=1e-4, atol=1e-5)
+    encoder.encode_in_float32(images(1, 24, 24))
     assert num_graphs() - before == len(SHAPES)
     assert not counters["graph_break"]
 
@@ -69,9 +69,9 @@ def test_what_would_run_eagerly_is_an_error(section: VaeSection, monkeypatch: py
     monkeypatch.setattr(compiled, "MAX_SHAPES", 2)
     encoder = ImageEncoder(section, CPU)
     for size in SHAPES[:2]:
-        encoder.encode(pictures(1, *size))
+        encoder.encode(images(1, *size))
     with pytest.raises(RecipeError, match=r"vae\.compile: the encoder cannot be compiled.*vae\.compile = false"):
-        encoder.encode(pictures(1, *SHAPES[2]))
+        encoder.encode(images(1, *SHAPES[2]))
 
 
 def test_without_a_compiler_the_error_says_what_to_install(section: VaeSection) -> None:
@@ -80,7 +80,7 @@ def test_without_a_compiler_the_error_says_what_to_install(section: VaeSection) 
     # By its own patch: pytest's would leave a key that is an alias hidden from all later tests of this process.
     changes = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
     with inductor_config.patch(changes), pytest.raises(ResourceError, match=message):
-        ImageEncoder(section, CPU).encode(pictures(1, 16, 16))
+        ImageEncoder(section, CPU).encode(images(1, 16, 16))
 
 
 @pytest.mark.usefixtures("_traced")
@@ -106,7 +106,7 @@ def test_inductor_gives_the_same_numbers_each_time(section: VaeSection) -> None:
     torch.compiler.reset()
     encoder = ImageEncoder(section, CPU)
     plain = ImageEncoder(section.model_copy(update={"compile": False}), CPU)
-    pixels = pictures(4, 16, 24)
+    pixels = images(4, 16, 24)
     first = encoder.encode(pixels)
     assert np.array_equal(first, encoder.encode(pixels))
     np.testing.assert_allclose(first, plain.encode(pixels), rtol=1e-3, atol=1e-5)

@@ -18,7 +18,7 @@ import torch
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
-from making import CPU, picture
+from making import CPU, smooth_image
 from safetensors.torch import load_file, save_file
 from tiny_autoencoders import FAMILIES, save_autoencoder
 
@@ -72,7 +72,7 @@ def caption_encoder(model: str | Path = "shipped:t5", **more: Any) -> CaptionEnc
 
 
 def pixels(count: int = 3, side_px: int = 64) -> np.ndarray:
-    return np.stack([np.asarray(picture(i, side_px, side_px)) for i in range(count)])
+    return np.stack([np.asarray(smooth_image(i, side_px, side_px)) for i in range(count)])
 
 
 def test_a_config_key_that_diffusers_does_not_use_is_no_warning_and_others_are(
@@ -138,7 +138,7 @@ def test_encoding_in_float32_leaves_the_arithmetic_as_it_was(save: Save, monkeyp
 
 
 @pytest.mark.parametrize(("family", "tile_px"), [("kl", 48), ("kl", 64), ("dc", 64)])
-def test_tiles_give_nearly_what_the_whole_picture_gives(family: str, tile_px: int, save: Save) -> None:
+def test_tiles_give_nearly_what_the_whole_image_gives(family: str, tile_px: int, save: Save) -> None:
     folder = save(family)
     whole, _ = image_encoder(folder)
     tiled, section = image_encoder(folder, tile_px=tile_px)
@@ -153,7 +153,7 @@ def test_tiles_give_nearly_what_the_whole_picture_gives(family: str, tile_px: in
     def likeness(other: np.ndarray) -> float:
         return float(np.corrcoef(found.ravel(), other.ravel())[0, 1])
 
-    # A norm over a tile is not that over the picture, and a tile has borders: they are near each other, not equal.
+    # A norm over a tile is not that over the image, and a tile has borders: they are near each other, not equal.
     assert likeness(wanted) > 0.95
     assert likeness(np.roll(wanted, 1, 3)) < 0.9  # a place further they are not
     np.testing.assert_array_equal(found, tiled.encode(batch))

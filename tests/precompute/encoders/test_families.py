@@ -1,4 +1,4 @@
-"""Every family of autoencoders: the model's input and the decoded picture are those of its pipeline in diffusers."""
+"""Every family of autoencoders: the model's input and the decoded image are those of its pipeline in diffusers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from diffusers.modular_pipelines.stable_diffusion_3.decoders import StableDiffus
 from diffusers.modular_pipelines.stable_diffusion_xl.decoders import StableDiffusionXLDecodeStep
 from diffusers.modular_pipelines.wan import encoders as wan
 from diffusers.modular_pipelines.wan.decoders import WanVaeDecoderStep
-from making import CPU, picture
+from making import CPU, smooth_image
 from tiny_autoencoders import FAMILIES, random_autoencoder, save_autoencoder
 
 from leandit.datasets.batches.latents import denormalise, final_latents
@@ -39,7 +39,7 @@ Decode = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def pixels(count: int = 3) -> np.ndarray:
-    return np.stack([np.asarray(picture(i, SIDE_PX, SIDE_PX)) for i in range(count)])
+    return np.stack([np.asarray(smooth_image(i, SIDE_PX, SIDE_PX)) for i in range(count)])
 
 
 def decode_step(step: Any, name: str = "images") -> Decode:
@@ -122,7 +122,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Encode, Decode]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_models_input_and_the_decoded_picture_are_those_of_the_pipeline(
+def test_the_models_input_and_the_decoded_image_are_those_of_the_pipeline(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, config, encode, decode = CASES[case]
@@ -195,7 +195,7 @@ def test_a_wan_of_patches_and_a_rae_have_no_tiles(tmp_path: Path) -> None:
             ImageEncoder(VaeSection(model=str(folder), tile_px=128), CPU)
 
 
-def test_a_rae_takes_only_the_pictures_of_its_own_size(tmp_path: Path) -> None:
+def test_a_rae_takes_only_the_images_of_its_own_size(tmp_path: Path) -> None:
     encoder = ImageEncoder(VaeSection(model=str(save_autoencoder(tmp_path / "vae", "rae"))), CPU)
     assert (encoder.fixed_side_px, encoder.downscale, encoder.num_channels) == (64, 16, 64)
     recipe = PrecomputeRecipe.model_validate({"images": {"resolution": 64}})

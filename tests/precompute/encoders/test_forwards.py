@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from faults import checked, deep
-from making import label_recipe, loaded_encoders, make_class_folder, picture, store_digest, tree_digest
+from making import label_recipe, loaded_encoders, make_class_folder, smooth_image, store_digest, tree_digest
 from PIL import Image
 
 from leandit.datasets.errors import ResourceError, SourceError
@@ -28,15 +28,15 @@ FORWARD: Forward = ImageEncoder._forward
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 8)  # of 15 pictures: shards of 8 and 7
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 8)  # of 15 images: shards of 8 and 7
     load = "leandit.precompute.encoders.loading.load_encoders"  # of a verification
     monkeypatch.setattr(load, lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
-    loaded_encoders(label_recipe().vae, label_recipe().text)  # which encodes one picture
+    loaded_encoders(label_recipe().vae, label_recipe().text)  # which encodes one image
 
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Give the encoder a memory for so many pictures, and tell the forwards that were tried."""
+    """Give the encoder a memory for so many images, and tell the forwards that were tried."""
 
     def limit(most: int, *, without: np.ndarray | None = None) -> list[int]:
         tried: list[int] = []
@@ -54,7 +54,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 
 
 def crop(path: Path) -> np.ndarray:
-    """A picture of 40x56 px as ADM's crop to 32 px has it."""
+    """An image of 40x56 px as ADM's crop to 32 px has it."""
     return np.asarray(Image.open(path).resize((45, 32), Image.Resampling.BICUBIC))[:, 6:38]
 
 
@@ -96,7 +96,7 @@ def test_a_batch_that_was_begun_too_large_is_what_waiting_would_have_made_it(
     assert fallbacks(tmp_path / "store") == ["batch:3"] * 15
 
 
-def test_a_picture_that_does_not_fit_alone_is_rejected_and_its_neighbours_are_stored(
+def test_a_image_that_does_not_fit_alone_is_rejected_and_its_neighbours_are_stored(
     encode: Encode, class_folder: Path, tmp_path: Path, sizes: Callable[..., list[int]]
 ) -> None:
     sizes(8, without=crop(class_folder / "n001/1.png"))
@@ -168,7 +168,7 @@ def test_what_is_told_stays_with_the_record_when_the_store_grows_and_is_compacte
     sizes(2)
     encode(label_recipe(), source, root)
     sizes(8)
-    picture(77).save(source / "n000/9.png")
+    smooth_image(77).save(source / "n000/9.png")
     encode(label_recipe(), source, root)
     assert fallbacks(root) == ["batch:2"] * 4 + [None]
     compact(root, tmp_path / "new", progress=lambda *_: None)
@@ -194,14 +194,14 @@ def test_the_largest_batch_is_the_last_doubling_that_fits(
     small = np.zeros((1, 32, 32, 3), np.uint8)
     monkeypatch.setattr(
         ImageEncoder, "_forward", lambda self, pixels: limited(self, small.repeat(len(pixels), 0))
-    )  # of large pictures only the number counts here
+    )  # of large images only the number counts here
     assert encoder.largest_batch(side_px, side_px) == found
     assert tried == [2**i for i in range(len(tried))]
     assert tried[-1] in (found, 2 * found)
 
 
 @pytest.mark.usefixtures("gpu")
-def test_where_not_one_picture_fits_nothing_is_planned(
+def test_where_not_one_image_fits_nothing_is_planned(
     encode: Encode, class_folder: Path, tmp_path: Path, sizes: Callable[..., list[int]]
 ) -> None:
     recipe = label_recipe("vae.batch_size=0")
@@ -229,7 +229,7 @@ def test_a_found_batch_is_kept_by_the_store_whatever_fits_later(
     assert LatentStore(root).spec.latent.batch_size == 4
     tried = sizes(100)
     encode(recipe, source, root)
-    picture(77).save(source / "n000/9.png")
+    smooth_image(77).save(source / "n000/9.png")
     encode(recipe, source, root)
     assert (tried, LatentStore(root).revision, LatentStore(root).spec.latent.batch_size) == ([1], 2, 4)
     assert deep(root, source).num_exact == 16

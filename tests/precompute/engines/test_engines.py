@@ -50,7 +50,7 @@ main()
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_caption_folder(tmp_path_factory.mktemp("engines") / "pictures", count=36)
+    return make_caption_folder(tmp_path_factory.mktemp("engines") / "images", count=36)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_where_every_process_dies_the_command_fails_and_the_next_one_goes_on(
 
 
 def test_the_share_of_rejects_holds_for_all_processes_together(tmp_path: Path, forked: None) -> None:
-    root = make_caption_folder(tmp_path / "pictures", count=36)
+    root = make_caption_folder(tmp_path / "images", count=36)
     for number in range(0, 36, 2):  # in every bucket some, in none more than ten
         path = root / f"images/{number}.png"
         path.write_bytes(path.read_bytes()[:-200])

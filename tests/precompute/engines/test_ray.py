@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from forked import ForkedPython
-from making import NO_CHECK, caption_recipe, encode, make_caption_folder, picture, store_digest
+from making import NO_CHECK, caption_recipe, encode, make_caption_folder, smooth_image, store_digest
 
 from leandit.datasets.errors import RecipeError, ResourceError
 from leandit.datasets.store import LatentStore
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(900)
 LEANDIT = ["-c", "from leandit.tools.cli.main import main; main()"]
 SIDES = range(32, 96, 8)
 BUCKETS = [f"{height}x{width}" for height in SIDES for width in SIDES if height == 64 or width == 64]
-# A bucket is a shard at least, so many buckets make many shards of few pictures.
+# A bucket is a shard at least, so many buckets make many shards of few images.
 SETTINGS = [f"images.buckets={BUCKETS}".replace("'", '"'), "vae.batch_size=4", "text.batch_size=8", NO_CHECK]
 POISON = "images/7.png"  # whoever decodes it is killed
 POISONED_CHILD = f"""
@@ -55,7 +55,7 @@ if "leandit.precompute.images.decoder_child" in words:
 
 @pytest.fixture(scope="module")
 def poison(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Decoders here, and those of processes started while this holds, die of the poisoned picture."""
+    """Decoders here, and those of processes started while this holds, die of the poisoned image."""
     folder = tmp_path_factory.mktemp("poison")
     (folder / "poisoned_child.py").write_text(POISONED_CHILD)
     (folder / "sitecustomize.py").write_text(EXCHANGE)
@@ -76,11 +76,11 @@ def address(poison: None) -> Iterator[str]:
 
 
 def make_source(root: Path, count: int) -> Path:
-    """Pictures of all shapes; one ends too early, and is rejected when it is decoded."""
+    """Images of all shapes; one ends too early, and is rejected when it is decoded."""
     make_caption_folder(root, count=count)
     for number in range(count):
         height_px, width_px = map(int, BUCKETS[number % len(BUCKETS)].split("x"))
-        picture(number, height_px, width_px).save(root / f"images/{number}.png")
+        smooth_image(number, height_px, width_px).save(root / f"images/{number}.png")
     whole = (root / "images/5.png").read_bytes()
     (root / "images/5.png").write_bytes(whole[: len(whole) * 2 // 3])
     return root
@@ -171,7 +171,7 @@ def disturb(address: str, source: Path, store: Path, plan: str) -> tuple[str, in
 def test_killed_decoders_actors_and_drivers_leave_the_bytes_of_one_process(
     plan: str, address: str, tmp_path: Path
 ) -> None:
-    source = make_source(tmp_path / "pictures", 45)
+    source = make_source(tmp_path / "images", 45)
     whole = whole_tree(source, tmp_path / "whole")
     said, kills = disturb(address, source, tmp_path / "store", plan)
     assert kills == len(plan)
@@ -191,7 +191,7 @@ def test_killed_decoders_actors_and_drivers_leave_the_bytes_of_one_process(
 def test_where_no_cluster_is_the_command_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = make_source(tmp_path / "pictures", 6)
+    source = make_source(tmp_path / "images", 6)
     words = ["--source", str(source), "--store", str(tmp_path / "store"), "--engine", "ray", "--address", "127.0.0.1:9"]
     monkeypatch.setattr(sys, "argv", ["leandit", "precompute", "demo", *words])
     with pytest.raises(SystemExit) as ended:
@@ -232,7 +232,7 @@ def test_a_gpu_or_a_machine_has_a_process_each_with_its_share_of_the_cpus(
 
 @pytest.mark.slow
 def test_twenty_kills_leave_the_bytes_of_one_process(address: str, tmp_path: Path) -> None:
-    source = make_source(tmp_path / "pictures", 900)
+    source = make_source(tmp_path / "images", 900)
     whole = whole_tree(source, tmp_path / "whole")
     store = tmp_path / "store"
     said, total = disturb(address, source, store, "aAd" * 6 + "ad")  # of 17 shards

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from image_files import encoded, exif, noise
 from making import SUPPORT, encode, label_recipe, make_class_folder
-from pictures import encoded, exif, noise
 
 from leandit.datasets.errors import RecordRejected, ResourceError
 from leandit.datasets.format.schema import Manifest
@@ -116,7 +116,7 @@ def test_a_name_that_is_no_utf8_is_read(shared: Decoders, photo: Path) -> None:
     assert np.array_equal(decode(shared, path).pixels, decode(shared, photo).pixels)
 
 
-@pytest.mark.parametrize("data", [b"", b"no picture", encoded(noise(8, 8), "PNG")[:90]], ids=["empty", "text", "cut"])
+@pytest.mark.parametrize("data", [b"", b"no image", encoded(noise(8, 8), "PNG")[:90]], ids=["empty", "text", "cut"])
 def test_a_reject_is_the_one_of_the_function_in_this_process(shared: Decoders, tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "broken"
     path.write_bytes(data)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
-from pictures import (
-    PICTURE_FORMATS,
+from image_files import (
+    IMAGE_FORMATS,
     as_stored,
     encoded,
     exif,
@@ -382,7 +382,7 @@ CASES = {
     "pgm 16": Case(lambda: b"P5 2 1 65535\n" + u16(257 * 9, 65535), grey(9, 255)),
     "ppm": Case(lambda: b"P6 1 1 255\n\1\2\3", row(INK)),
     "ppm 16": Case(lambda: b"P6 1 1 65535\n" + u16(257, 514, 771), row(INK)),
-    "ppm with a comment": Case(lambda: b"P6\n# no picture\n1 1\n255\n\1\2\3", row(INK)),
+    "ppm with a comment": Case(lambda: b"P6\n# no image\n1 1\n255\n\1\2\3", row(INK)),
     "pfm": refused(lambda: b"Pf\n1 1\n-1.0\n" + struct.pack("<f", 0.5), "unsupported_mode"),
     "ppm palette without its palette": refused(lambda: b"PyP 2 1 255\n\1\2", "decode_error"),
     "ppm beyond its maximum": refused(lambda: b"P3 1 1 255\n1 2 300\n", "decode_error"),
@@ -393,7 +393,7 @@ CASES = {
     "nothing": refused(lambda: b"", "not_an_image"),
     "a zero": refused(lambda: b"\0", "not_an_image"),
     "zeros": refused(lambda: bytes(100_000), "not_an_image"),
-    "text": refused(lambda: b"this is no picture\n" * 99, "not_an_image"),
+    "text": refused(lambda: b"this is no image\n" * 99, "not_an_image"),
     "html": refused(lambda: b"<!DOCTYPE html><title>404</title>", "not_an_image"),
     "svg": refused(lambda: b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>', "not_an_image"),
     "postscript": refused(lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", "not_an_image"),
@@ -445,7 +445,7 @@ def attempt(work: Callable[[], T]) -> T | RecordRejected:
 def test_an_odd_image_is_exactly_right_or_rejected(name: str, decoders: Decoders, tmp_path: Path) -> None:
     case = CASES[name]
     data = case.make()
-    path = tmp_path / "picture.jpg"  # whatever it is: names decide nothing
+    path = tmp_path / "image.jpg"  # whatever it is: names decide nothing
     path.write_bytes(data)
     size = attempt(lambda: decoders.size(path, 0, len(data)))
     if case.reasons:
@@ -455,7 +455,7 @@ def test_an_odd_image_is_exactly_right_or_rejected(name: str, decoders: Decoders
         assert found.reason in case.reasons, found
         if isinstance(size, RecordRejected):
             assert (size.stage, size.reason) == ("scan", found.reason)
-        else:  # the header of what is too large or no picture tells
+        else:  # the header of what is too large or no image tells
             assert found.reason not in ("too_large", "not_an_image")
         return
     expected = np.asarray(case.pixels, np.uint8)
@@ -488,15 +488,15 @@ def decode_mutants(kind: str, count: int, seed: int, folder: Path, decoders: Dec
     for mutant in found:
         place = (path, offset, len(mutant))
         size = attempt(lambda place=place: decoders.size(*place))
-        picture = attempt(lambda place=place: decoders.decode(*place, bucket=(16, 24), crop="bucket"))
+        image = attempt(lambda place=place: decoders.decode(*place, bucket=(16, 24), crop="bucket"))
         outcome = "decoded"
-        if isinstance(picture, RecordRejected):
-            outcome = picture.reason
+        if isinstance(image, RecordRejected):
+            outcome = image.reason
             assert outcome in REJECT_REASONS
             assert not isinstance(size, RecordRejected) or size.reason == outcome
         else:
-            assert picture.pixels.shape == (16, 24, 3)
-            assert size == (picture.height_px, picture.width_px)
+            assert image.pixels.shape == (16, 24, 3)
+            assert size == (image.height_px, image.width_px)
         outcomes[outcome] += 1
         offset += len(mutant)
     assert path.read_bytes() == b"".join(found)
@@ -505,7 +505,7 @@ def decode_mutants(kind: str, count: int, seed: int, folder: Path, decoders: Dec
 
 def check_mutants(count: int, seed: int, folder: Path, decoders: Decoders) -> None:
     outcomes: Counter[str] = Counter()
-    for kind in PICTURE_FORMATS:
+    for kind in IMAGE_FORMATS:
         found = decode_mutants(kind, count, seed, folder, decoders)
         assert found.total() == count
         assert len(found) > 1, f"{kind}: the mutants are all {found}"  # else they test nothing

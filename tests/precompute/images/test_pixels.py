@@ -6,8 +6,8 @@ import io
 
 import numpy as np
 import pytest
-from making import gray_mask, picture
-from pictures import adm_by_hand, bucket_by_hand, encoded, exif, noise
+from image_files import adm_by_hand, bucket_by_hand, encoded, exif, noise
+from making import gray_mask, smooth_image
 from PIL import Image
 
 from leandit.datasets.errors import RecordRejected
@@ -126,7 +126,7 @@ def test_a_companion_is_resized_to_the_size_of_its_record_and_cropped_at_the_sam
     size: tuple[int, int],
     halved: list[tuple[int, int]],
 ) -> None:
-    other = picture(3, *size)
+    other = smooth_image(3, *size)
     found, _ = decode_image(encoded(other, "PNG"), bucket=bucket, crop=crop, beside=beside)
     sizes, top, left = crop_geometry(*beside, bucket, crop)
     for height_px, width_px in halved:

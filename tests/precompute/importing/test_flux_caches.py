@@ -75,7 +75,7 @@ def test_captions_of_mlperf_may_be_stored_in_eight_bits_with_their_quality(tmp_p
 
 
 def test_captions_of_mlperf_are_named_by_a_column_or_by_their_record(tmp_path: Path) -> None:
-    texts = [f"a picture of {i % 5} things" for i in range(COUNT - 1)]
+    texts = [f"an image of {i % 5} things" for i in range(COUNT - 1)]
     made = make_mlperf_flux(tmp_path / "source", columns={"txt": [*texts, None], "timestep": [0] * COUNT})
     run_import(made, tmp_path / "store", "layout.text=txt", "source.max_reject_share=1.0")
     store = LatentStore(tmp_path / "store")

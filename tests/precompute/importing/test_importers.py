@@ -215,7 +215,7 @@ def test_an_unpacked_zip_gives_the_same_rows(tmp_path: Path) -> None:
     assert tree_digest(arrays[0]) == tree_digest(arrays[1])
 
 
-def test_latents_of_pictures_from_0_to_1_are_whitened_as_edm2_does_and_said_to_be_such(tmp_path: Path) -> None:
+def test_latents_of_images_from_0_to_1_are_whitened_as_edm2_does_and_said_to_be_such(tmp_path: Path) -> None:
     run_import(make_edm2(tmp_path / "source"), tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     spec = store.spec.latent

@@ -20,7 +20,7 @@ from making import (
     lasting_digest,
     make_caption_folder,
     make_class_folder,
-    picture,
+    smooth_image,
     tree_digest,
 )
 
@@ -49,27 +49,27 @@ class Crash(Exception):
 class Seen:
     """What reached the encoders."""
 
-    pictures: int = 0
+    images: int = 0
     texts: list[str] = field(default_factory=list)
 
     def forget(self) -> None:
-        self.pictures, self.texts = 0, []
+        self.images, self.texts = 0, []
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """A spy on both encoders."""
-    spy, encode_pictures, encode_texts = Seen(), ImageEncoder.encode, CaptionEncoder.encode
+    spy, encode_images, encode_texts = Seen(), ImageEncoder.encode, CaptionEncoder.encode
 
-    def pictures(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
-        spy.pictures += len(pixels) if hasattr(self, "identity") else 0  # it looks at one picture while it is loaded
-        return encode_pictures(self, pixels)
+    def images(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
+        spy.images += len(pixels) if hasattr(self, "identity") else 0  # it looks at one image while it is loaded
+        return encode_images(self, pixels)
 
     def texts(self: CaptionEncoder, captions: list[str], **how: bool) -> EncodedCaptions:
         spy.texts += captions
         return encode_texts(self, captions, **how)
 
-    monkeypatch.setattr(ImageEncoder, "encode", pictures)
+    monkeypatch.setattr(ImageEncoder, "encode", images)
     monkeypatch.setattr(CaptionEncoder, "encode", texts)
     return spy
 
@@ -114,13 +114,11 @@ def rewrite(source: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def add_pictures(source: Path, start: int, stop: int) -> None:
+def add_images(source: Path, start: int, stop: int) -> None:
     """Go on where ``make_caption_folder`` stopped."""
     for i in range(start, stop):
-        picture(i, *SIZES[i % 3]).save(source / f"images/{i}.png")
-    rows = [
-        {"file_name": f"images/{i}.png", "captions": [f"a red {i % 5}", f"picture {i}"]} for i in range(start, stop)
-    ]
+        smooth_image(i, *SIZES[i % 3]).save(source / f"images/{i}.png")
+    rows = [{"file_name": f"images/{i}.png", "captions": [f"a red {i % 5}", f"image {i}"]} for i in range(start, stop)]
     rewrite(source, lambda old: old.extend(rows))
 
 
@@ -190,16 +188,16 @@ def _revision_1_is_never_touched(request: pytest.FixtureRequest) -> Iterator[Non
 def test_adding_four_to_fourteen_encodes_exactly_four(pair: tuple[Path, Path], seen: Seen, tmp_path: Path) -> None:
     source, path = pair
     old = LatentStore(path)
-    add_pictures(source, 14, 18)
+    add_images(source, 14, 18)
     report = run(source, path)
-    assert (seen.pictures, report.num_encoded, report.manifest.num_planned, report.manifest.num_stored) == (
+    assert (seen.images, report.num_encoded, report.manifest.num_planned, report.manifest.num_stored) == (
         4,
         4,
         18,
         18,
     )
     assert sorted(seen.texts) == sorted(
-        [*(f"a red {i % 5}" for i in range(14, 18)), *(f"picture {i}" for i in range(14, 18))]
+        [*(f"a red {i % 5}" for i in range(14, 18)), *(f"image {i}" for i in range(14, 18))]
     )
     assert report.changes is not None
     assert (report.changes.num_added, report.changes.num_changed, report.changes.carried.num_rows) == (4, 0, 14)
@@ -211,7 +209,7 @@ def test_adding_four_to_fourteen_encodes_exactly_four(pair: tuple[Path, Path], s
         assert np.array_equal(row_of(store, f"images/{i}.png"), row_of(old, f"images/{i}.png"))
     # The same bits as a store of these four alone.
     alone = make_caption_folder(tmp_path / "alone", count=0)
-    add_pictures(alone, 14, 18)
+    add_images(alone, 14, 18)
     run(alone, tmp_path / "alone-store")
     four = LatentStore(tmp_path / "alone-store")
     for i in range(14, 18):
@@ -223,7 +221,7 @@ def test_adding_four_to_fourteen_encodes_exactly_four(pair: tuple[Path, Path], s
     assert_covers_once(store)
     seen.forget()
     assert run(source, path).manifest == report.manifest  # and now it is complete
-    assert (seen.pictures, seen.texts) == (0, [])
+    assert (seen.images, seen.texts) == (0, [])
 
 
 def test_of_changed_captions_only_the_new_texts_are_encoded(pair: tuple[Path, Path], seen: Seen) -> None:
@@ -238,7 +236,7 @@ def test_of_changed_captions_only_the_new_texts_are_encoded(pair: tuple[Path, Pa
 
     rewrite(source, change)
     report = run(source, path)
-    assert (seen.pictures, sorted(seen.texts)) == (0, ["a green thing", "a third caption"])
+    assert (seen.images, sorted(seen.texts)) == (0, ["a green thing", "a third caption"])
     assert report.changes is not None
     assert (report.changes.num_described, report.num_encoded) == (4, 0)
     store = LatentStore(path)
@@ -258,10 +256,10 @@ def test_of_changed_captions_only_the_new_texts_are_encoded(pair: tuple[Path, Pa
 def test_a_new_class_folder_moves_labels_and_encodes_only_its_own(label_pair: tuple[Path, Path], seen: Seen) -> None:
     source, path = label_pair
     (source / "n0005").mkdir()
-    picture(500).save(source / "n0005/0.png")
+    smooth_image(500).save(source / "n0005/0.png")
     report = run(source, path)
     store = LatentStore(path)
-    assert (seen.pictures, report.num_encoded) == (1, 1)
+    assert (seen.images, report.num_encoded) == (1, 1)
     assert store.spec.classes == ["n000", "n0005", "n001", "n002"]
     assert LatentStore(path, revision=1).spec.classes == ["n000", "n001", "n002"]
     for row in store.records.to_pylist():
@@ -279,14 +277,14 @@ def test_a_record_that_is_gone_stays_until_it_is_dropped(pair: tuple[Path, Path]
     report = run(source, path)
     assert report.changes is not None
     assert (report.changes.num_gone, report.changes.num_dropped, tree_digest(path)) == (2, 0, before)
-    add_pictures(source, 14, 15)
+    add_images(source, 14, 15)
     run(source, path)
     assert LatentStore(path).manifest.num_stored == 15  # pyright: ignore[reportOptionalMemberAccess]
 
     report = run(source, path, drop_gone=True)
     store = LatentStore(path)
     assert report.changes is not None
-    assert (seen.pictures, report.changes.num_dropped, store.revision) == (1, 2, 3)
+    assert (seen.images, report.changes.num_dropped, store.revision) == (1, 2, 3)
     assert report.manifest.num_stored == 13
     assert store.record("images/2.png").reason == "missing_file"
     with pytest.raises(StoreError, match=r"images/6\.png"):
@@ -318,7 +316,7 @@ def test_a_key_that_is_listed_twice_is_one_record_and_one_reject_for_ever(tmp_pa
     for seed in (None, 71, 72):  # the record is changed, so it stands behind its repetition; then again
         seen.forget()
         if seed:
-            picture(seed, 60, 100).save(source / "images/1.png")
+            smooth_image(seed, 60, 100).save(source / "images/1.png")
         manifest = run(source, path).manifest
         rows = [row for row in LatentStore(path).records.to_pylist() if row["key"] == "images/1.png"]
         assert sorted((row["status"], row["reason"]) for row in rows) == [
@@ -326,17 +324,17 @@ def test_a_key_that_is_listed_twice_is_one_record_and_one_reject_for_ever(tmp_pa
             ("stored", None),
         ]
         assert LatentStore(path).record("images/1.png").status == "stored"
-        assert (manifest.num_planned, manifest.num_stored, seen.pictures) == (5, 4, 1 if seed else 4)
+        assert (manifest.num_planned, manifest.num_stored, seen.images) == (5, 4, 1 if seed else 4)
         assert_covers_once(LatentStore(path))
     seen.forget()
-    add_pictures(source, 4, 5)
+    add_images(source, 4, 5)
     run(source, path)
-    assert seen.pictures == 1
+    assert seen.images == 1
 
 
 def test_a_mended_file_is_taken_up_without_asking_and_others_when_asked(tmp_path: Path, seen: Seen) -> None:
     source, path = make_class_folder(tmp_path / "source", classes=2, per_class=3), tmp_path / "store"
-    (source / "n000/1.png").write_text("no picture")
+    (source / "n000/1.png").write_text("no image")
     cut = source / "n001/2.png"
     cut.write_bytes(cut.read_bytes()[:-200])
     run(source, path)
@@ -344,19 +342,19 @@ def test_a_mended_file_is_taken_up_without_asking_and_others_when_asked(tmp_path
     run(source, path)
     assert tree_digest(path) == before
 
-    picture(5).save(source / "n000/1.png")
+    smooth_image(5).save(source / "n000/1.png")
     seen.forget()
     run(source, path)
     store = LatentStore(path)
     mended, broken = store.record("n000/1.png"), store.record("n001/2.png")
-    assert (mended.status, mended.attempts, mended.revision, seen.pictures) == ("stored", 1, 2, 1)
+    assert (mended.status, mended.attempts, mended.revision, seen.images) == ("stored", 1, 2, 1)
     assert (broken.status, broken.reason, broken.attempts, broken.revision) == ("rejected", "truncated", 1, 1)
 
     run(source, path, retry_rejected=True)
     broken = LatentStore(path).record("n001/2.png")
     assert (broken.status, broken.reason, broken.attempts, broken.revision) == ("rejected", "truncated", 2, 3)
     assert_covers_once(LatentStore(path))
-    picture(6).save(cut)
+    smooth_image(6).save(cut)
     run(source, path)
     assert (LatentStore(path).record("n001/2.png").status, LatentStore(path).buckets) == ("stored", {"32x32": 6})
 
@@ -400,9 +398,9 @@ def test_a_repacked_tar_encodes_nothing(tmp_path: Path, seen: Seen) -> None:
     seen.forget()
     pack(samples[::-1])  # other offsets, another time
     run(source, path)
-    assert (seen.pictures, tree_digest(path)) == (0, before)
+    assert (seen.images, tree_digest(path)) == (0, before)
     other = tmp_path / "other.png"
-    picture(50).save(other)
+    smooth_image(50).save(other)
     pack(
         [
             *samples[:2],
@@ -412,7 +410,7 @@ def test_a_repacked_tar_encodes_nothing(tmp_path: Path, seen: Seen) -> None:
         ]
     )
     run(source, path)
-    assert (seen.pictures, LatentStore(path).buckets) == (2, {"32x32": 6})
+    assert (seen.images, LatentStore(path).buckets) == (2, {"32x32": 6})
     assert_covers_once(LatentStore(path))
 
 
@@ -420,7 +418,7 @@ def test_a_source_that_changes_amid_growth_is_finished_first_and_grown_then(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, seen: Seen
 ) -> None:
     source, path = pair
-    add_pictures(source, 14, 16)
+    add_images(source, 14, 16)
     seal = StoreWriter.seal
 
     def dies(self: StoreWriter) -> Any:
@@ -432,7 +430,7 @@ def test_a_source_that_changes_amid_growth_is_finished_first_and_grown_then(
         patch.setattr(StoreWriter, "seal", dies)
         with pytest.raises(Crash):
             run(source, path)
-    add_pictures(source, 16, 17)
+    add_images(source, 16, 17)
     report = run(source, path)
     assert report.manifest.revision == 3
     assert LatentStore(path).records["revision"].to_pylist() == [1] * 14 + [2] * 2 + [3]
@@ -446,7 +444,7 @@ def test_an_image_that_changes_behind_the_plan_is_encoded_by_the_next_command(
     freeze = planner.freeze_plan
 
     def change_then_freeze(*args: Any, **kwargs: Any) -> Any:
-        picture(8, 90, 90).save(source / "n000/1.png")
+        smooth_image(8, 90, 90).save(source / "n000/1.png")
         return freeze(*args, **kwargs)
 
     with monkeypatch.context() as patch:
@@ -476,7 +474,7 @@ def test_a_source_of_which_too_much_is_broken_grows_nothing(label_pair: tuple[Pa
     source, path = label_pair
     before = tree_digest(path)
     for i in range(11):
-        (source / f"n000/broken-{i}.png").write_text("no picture")
+        (source / f"n000/broken-{i}.png").write_text("no image")
     with pytest.raises(SourceError, match=r"11 of 26 records are rejected.*not_an_image.*max_reject_share"):
         run(source, path)
     assert tree_digest(path) == before
@@ -486,7 +484,7 @@ def test_a_process_that_another_one_overtakes_reports_the_newest_revision(
     labelled: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, store = copies(labelled, tmp_path)
-    picture(77).save(source / "n000/new.png")
+    smooth_image(77).save(source / "n000/new.png")
     next_plan = pipeline.Stage1.next_plan
 
     def overtaken(*args: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from making import caption_recipe, encode, label_recipe, picture
+from making import caption_recipe, encode, label_recipe, smooth_image
 
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
@@ -24,28 +24,28 @@ BROKEN_TEXT = b"caf\xe9"  # not UTF-8
 SIZES = [(64, 64), (60, 100), (100, 60)]
 CAPTIONS: list[Any] = ["a circle", "a square ", ["a circle", "two"], " ", [], None, 7, LONG, "\ud800", [3], "new"]
 LABELS: list[Any] = [None, 0, 1, 3, "x", -5]
-PICTURES = ["same", "touched", "other", "other size", "no picture", "cut", "gone"]
-NUM_EDITED = 8  # pictures that every round of edits changes; one more stays as it is
+IMAGES = ["same", "touched", "other", "other size", "no image", "cut", "gone"]
+NUM_EDITED = 8  # images that every round of edits changes; one more stays as it is
 
 
-def edit_picture(path: Path, how: str, seed: int) -> None:
+def edit_image(path: Path, how: str, seed: int) -> None:
     """Change the file of an image, or do nothing."""
     if how == "touched" and path.exists():
         path.write_bytes(path.read_bytes())
     elif how == "other":
-        picture(seed, *SIZES[0]).save(path)
+        smooth_image(seed, *SIZES[0]).save(path)
     elif how == "other size":
-        picture(seed, *SIZES[seed % 3]).save(path)
-    elif how == "no picture":
-        path.write_text("no picture")
+        smooth_image(seed, *SIZES[seed % 3]).save(path)
+    elif how == "no image":
+        path.write_text("no image")
     elif how == "cut":
-        picture(seed, *SIZES[0]).save(path)
+        smooth_image(seed, *SIZES[0]).save(path)
         path.write_bytes(path.read_bytes()[:-200])
     elif how == "gone":
         path.unlink(missing_ok=True)
 
 
-def each_picture(**choices: list[Any]) -> st.SearchStrategy[list[dict[str, Any]]]:
+def each_image(**choices: list[Any]) -> st.SearchStrategy[list[dict[str, Any]]]:
     """A round of edits: one of each image."""
     values = {name: st.sampled_from(some) for name, some in choices.items()} | {"seed": st.integers(0, 50)}
     return st.lists(st.fixed_dictionaries(values), min_size=NUM_EDITED, max_size=NUM_EDITED)
@@ -54,18 +54,18 @@ def each_picture(**choices: list[Any]) -> st.SearchStrategy[list[dict[str, Any]]
 class TableSource:
     """Images that a ``metadata.jsonl`` names."""
 
-    edits = each_picture(picture=PICTURES, captions=CAPTIONS, label=LABELS, listed=[1, 1, 1, 1, 0, 2])
+    edits = each_image(smooth_image=IMAGES, captions=CAPTIONS, label=LABELS, listed=[1, 1, 1, 1, 0, 2])
 
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir()
         for i in range(NUM_EDITED + 1):
-            picture(i, *SIZES[i % 3]).save(root / f"{i}.png")
+            smooth_image(i, *SIZES[i % 3]).save(root / f"{i}.png")
 
     def edit(self, edits: list[dict[str, Any]]) -> None:
         rows: list[dict[str, Any]] = [{"file_name": f"{NUM_EDITED}.png", "captions": "a circle"}]
         for at, edit in enumerate(edits):
-            edit_picture(self.root / f"{at}.png", edit["picture"], edit["seed"])
+            edit_image(self.root / f"{at}.png", edit["image"], edit["seed"])
             row = {"file_name": f"{at}.png", "captions": edit["captions"], "label": edit["label"]}
             rows += [row, {**row, "captions": "again"}][: edit["listed"]]
         (self.root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -74,8 +74,8 @@ class TableSource:
 class SidecarSource:
     """Images with a text, or a JSON, beside each."""
 
-    edits = each_picture(
-        picture=PICTURES,
+    edits = each_image(
+        smooth_image=IMAGES,
         txt=[b"a circle", b"a square\na square\n", b" ", BROKEN_TEXT, LONG.encode(), None],
         json=[None, b'{"label": 1}', b'{"label": "x"}', b"{", b'{"caption": 5}'],
     )
@@ -84,12 +84,12 @@ class SidecarSource:
         self.root = root
         root.mkdir()
         for i in range(NUM_EDITED + 1):
-            picture(i, *SIZES[i % 3]).save(root / f"{i}.png")
+            smooth_image(i, *SIZES[i % 3]).save(root / f"{i}.png")
             (root / f"{i}.txt").write_text("a circle")
 
     def edit(self, edits: list[dict[str, Any]]) -> None:
         for at, edit in enumerate(edits):
-            edit_picture(self.root / f"{at}.png", edit["picture"], edit["seed"])
+            edit_image(self.root / f"{at}.png", edit["image"], edit["seed"])
             for suffix in ("txt", "json"):
                 path = self.root / f"{at}.{suffix}"
                 path.unlink(missing_ok=True)
@@ -100,18 +100,18 @@ class SidecarSource:
 class ClassSource:
     """Images in class folders."""
 
-    edits = each_picture(folder=list("abcde"), picture=PICTURES)
+    edits = each_image(folder=list("abcde"), smooth_image=IMAGES)
 
     def __init__(self, root: Path) -> None:
         self.root = root
         for i in range(NUM_EDITED + 1):
             (root / "ace"[i % 3]).mkdir(parents=True, exist_ok=True)
-            picture(i).save(root / "ace"[i % 3] / f"{i}.png")
+            smooth_image(i).save(root / "ace"[i % 3] / f"{i}.png")
 
     def edit(self, edits: list[dict[str, Any]]) -> None:
         for at, edit in enumerate(edits):
             (self.root / edit["folder"]).mkdir(exist_ok=True)
-            edit_picture(self.root / edit["folder"] / f"{at}.png", edit["picture"], edit["seed"])
+            edit_image(self.root / edit["folder"] / f"{at}.png", edit["image"], edit["seed"])
 
 
 Rounds = tuple[list[dict[str, Any]], list[dict[str, Any]]]
@@ -190,8 +190,8 @@ def test_of_a_table_whose_sizes_are_believed_from_now_on_or_no_longer(tmp_path: 
         row |= dict(zip(("height", "width"), said.get(name, ()), strict=False))
     source = TableSource(tmp_path / "source")
     for name, size in real.items():
-        picture(3, *size).save(source.root / f"{name}.png")
-    (source.root / "broken.png").write_text("no picture")
+        smooth_image(3, *size).save(source.root / f"{name}.png")
+    (source.root / "broken.png").write_text("no image")
     (source.root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     first, then = (caption_recipe(f"source.sizes={sizes}", *RECIPE) for sizes in (before, after))
     old = contents(grow(source, tmp_path / "grown", first))

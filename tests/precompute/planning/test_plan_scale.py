@@ -15,7 +15,7 @@ import pytest
 from forked import run_forked
 from hypothesis import given
 from hypothesis import strategies as st
-from making import SUPPORT, caption_recipe, encode, image_bytes, picture
+from making import SUPPORT, caption_recipe, encode, image_bytes, smooth_image
 
 from leandit.datasets.disk.hashing import sha256_of, xxh3_parts
 from leandit.datasets.disk.spill import one_chunk
@@ -95,12 +95,12 @@ def planned(
     comparison = all_fresh(source.records)
     with Decoders(1) as decoders:  # none is started: nothing is opened
         limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
-        pictures = image_plan.plan_images(source, source.records, recipe, decoders, limits)
-    texts = plan.planned_texts(comparison, pictures)
+        images = image_plan.plan_images(source, source.records, recipe, decoders, limits)
+    texts = plan.planned_texts(comparison, images)
     captions, ids = caption_plan.plan_captions(
         texts, [caption_plan.CaptionCounts("", tokenizer, MAX_TOKENS)], revision=2, known=known
     )
-    return plan.plan_records(comparison, pictures, ids, revision=2), captions
+    return plan.plan_records(comparison, images, ids, revision=2), captions
 
 
 def planned_in_one_piece(
@@ -252,7 +252,7 @@ def encoded(kind: str, height_px: int, width_px: int, **options: object) -> byte
 
 
 def turned(image_format: str, height_px: int, width_px: int, **options: object) -> bytes:
-    exif = picture(0).getexif()
+    exif = smooth_image(0).getexif()
     exif[0x0112] = 6
     return encoded(image_format, height_px, width_px, exif=exif.tobytes(), **options)
 
@@ -289,7 +289,7 @@ def test_a_manifest_that_lies_of_a_size_costs_that_record_alone(tmp_path: Path) 
     source.mkdir()
     lines = []
     for i in range(6):
-        picture(i, 64, 64).save(source / f"{i}.png")
+        smooth_image(i, 64, 64).save(source / f"{i}.png")
         lines.append({"file_name": f"{i}.png", "height": 60 if i == 2 else 64, "width": 64})
     del lines[4]["height"]  # not said: then its header is read
     (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -360,10 +360,10 @@ def make(count, store):
     comparison, recipe = all_fresh(source.records), caption_recipe("source.sizes=manifest")
     with Decoders(1) as decoders:
         limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
-        pictures = image_plan.plan_images(source, source.records, recipe, decoders, limits)
+        images = image_plan.plan_images(source, source.records, recipe, decoders, limits)
     counts = [caption_plan.CaptionCounts("", Words(), 6)]
-    captions, ids = caption_plan.plan_captions(plan.planned_texts(comparison, pictures), counts)
-    made = frozen_plan(plan.plan_records(comparison, pictures, ids, revision=2), captions)
+    captions, ids = caption_plan.plan_captions(plan.planned_texts(comparison, images), counts)
+    made = frozen_plan(plan.plan_records(comparison, images, ids, revision=2), captions)
     freeze_plan(store, made)
     found = read_plan(store, 2)
     assert len(found.positions_of(found.layout.parts["buckets/64x64"])) == count

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from harness import InProcessDecoders
-from making import CPU, make_class_folder, no_progress, picture
+from making import CPU, make_class_folder, no_progress, smooth_image
 
 from leandit.datasets.errors import EncoderError
 from leandit.datasets.format.schema import Manifest
@@ -257,7 +257,7 @@ def test_the_choice_depends_on_the_keys_alone(run: Run, tmp_path: Path) -> None:
 def test_a_grown_and_a_compacted_store_keep_it_and_one_that_starts_over_makes_its_own(run: Run, tmp_path: Path) -> None:
     vae = save_honest(tmp_path / "vae", "kl")
     first = run.go(vae)
-    picture(77).save(tmp_path / "train/n000/9.png")
+    smooth_image(77).save(tmp_path / "train/n000/9.png")
     grown = run.go(vae)
     assert (grown.revision, grown.self_check) == (2, first.self_check)
     compact(tmp_path / "store", tmp_path / "new", progress=no_progress)

@@ -136,14 +136,14 @@ def test_a_compacted_store_keeps_captions_and_quality(grown: tuple[Any, Path, st
 
 
 def test_a_deep_check_finds_all_captions_equal(grown: tuple[Any, Path, str]) -> None:
-    pictures, root, _ = grown
-    found = deep(root, pictures.root)
+    images, root, _ = grown
+    found = deep(root, images.root)
     assert found.findings == []
     assert found.num_captions == LatentStore(root).captions.num_rows
     assert found.num_exact == found.num_records + found.num_captions
 
 
-def test_the_text_encoder_is_dropped_before_pictures_are_encoded(
+def test_the_text_encoder_is_dropped_before_images_are_encoded(
     caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = caption_recipe()

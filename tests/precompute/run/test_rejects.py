@@ -14,7 +14,7 @@ from making import (
     encode,
     label_recipe,
     make_caption_folder,
-    picture,
+    smooth_image,
     write_file,
     write_tar,
 )
@@ -29,7 +29,7 @@ Run = Callable[..., Manifest | None]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Precompute 25 pictures: 6 have no caption, 6 are cut short, which only their decoder sees; shards of one row."""
+    """Precompute 25 images: 6 have no caption, 6 are cut short, which only their decoder sees; shards of one row."""
     monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 1)
     root = make_caption_folder(tmp_path / "source", count=25)
     rows = [json.loads(line) for line in (root / "metadata.jsonl").read_text().splitlines()]
@@ -84,7 +84,7 @@ def test_a_listing_that_rejects_too_much_says_all_reasons_and_what_to_do(run: Ru
 
 def test_a_tar_that_is_cut_short_during_a_run_stops_it(tmp_path: Path) -> None:
     buffer, source = io.BytesIO(), tmp_path / "source"
-    picture(0).save(buffer, "PNG")
+    smooth_image(0).save(buffer, "PNG")
     for name, count in (("a", 30), ("b", 90)):
         samples = [{"__key__": f"{name}{i}", "png": buffer.getvalue(), "cls": i % 3} for i in range(count)]
         write_file(source / f"{name}.tar")

@@ -49,14 +49,14 @@ def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoders are loaded once, pictures decoded in the process itself: a forked child shares no decoder either."""
+    """Encoders are loaded once, images decoded in the process itself: a forked child shares no decoder either."""
     monkeypatch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
     monkeypatch.setattr(pipeline, "Decoders", InProcessDecoders)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_caption_folder(tmp_path_factory.mktemp("parts") / "pictures", count=9)
+    return make_caption_folder(tmp_path_factory.mktemp("parts") / "images", count=9)
 
 
 def run(source: Path, store: Path, part: str = "") -> Report:

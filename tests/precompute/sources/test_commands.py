@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from making import LABEL_RECIPE, Ended, Leandit, make_class_folder, picture
+from making import LABEL_RECIPE, Ended, Leandit, make_class_folder, smooth_image
 from tiny_autoencoders import save_autoencoder
 
 from leandit.datasets.store import LatentStore
@@ -50,7 +50,7 @@ def test_a_lone_split_folder_is_entered_and_makes_the_store_of_the_folder_itself
     precompute: Precompute, tmp_path: Path
 ) -> None:
     make_class_folder(tmp_path / "imagenet/train", classes=2, per_class=2)
-    (tmp_path / "imagenet/README").write_text("no picture")
+    (tmp_path / "imagenet/README").write_text("no image")
     inside = precompute(tmp_path / "imagenet/train", tmp_path / "inside")
     above = precompute(tmp_path / "imagenet", tmp_path / "above")
     assert root_hash(above) == root_hash(inside)
@@ -124,7 +124,7 @@ NEEDS = "it has no labels, and the recipe encodes no captions"
 def flat(root: Path, *names: str) -> Path:
     root.mkdir(parents=True)
     for seed, name in enumerate(names):
-        picture(seed).save(root / name, "PNG")
+        smooth_image(seed).save(root / name, "PNG")
     return root
 
 
@@ -217,7 +217,7 @@ def test_buckets_of_a_small_resolution_fit_the_autoencoder(
     )
     source = make_class_folder(tmp_path / "source", classes=1, per_class=1) / "n000"
     for number, size in enumerate([(300, 400), (400, 300), (300, 450), (200, 600)]):
-        picture(number, *size).save(source / f"{number}.png")
+        smooth_image(number, *size).save(source / f"{number}.png")
     images = ["images.resolution=128", "images.crop=bucket", "images.buckets=area", f"vae.model={vae}"]
     done = precompute(source, tmp_path / "store", "source.labels=none", *images)
     assert done.code == 0, done.err

@@ -210,13 +210,13 @@ def as_caption_lists_in_parquet(root: Path) -> Path:
     return root
 
 
-PICTURE_KEYS = [key for key, *_ in CAPTIONED]
+IMAGE_KEYS = [key for key, *_ in CAPTIONED]
 NUMBERED_KEYS = [f"images/{i}" for i in range(len(CAPTIONED))]
 CAPTION_KINDS: dict[str, tuple[Callable[[Path], Path], str, list[str]]] = {
-    "metadata": (as_metadata, "metadata", PICTURE_KEYS),
-    "txt": (as_txt, "sidecars", PICTURE_KEYS),
-    "json": (as_json, "sidecars", PICTURE_KEYS),
-    "pixart": (as_pixart, "manifest", PICTURE_KEYS),
+    "metadata": (as_metadata, "metadata", IMAGE_KEYS),
+    "txt": (as_txt, "sidecars", IMAGE_KEYS),
+    "json": (as_json, "sidecars", IMAGE_KEYS),
+    "pixart": (as_pixart, "manifest", IMAGE_KEYS),
     "tar": (as_captioned_webdataset, "webdataset", NUMBERED_KEYS),
     "parquet": (as_captioned_parquet, "parquet", NUMBERED_KEYS),
     "lists in parquet": (as_caption_lists_in_parquet, "parquet", NUMBERED_KEYS),
@@ -451,7 +451,7 @@ def test_the_row_groups_in_memory_are_few_and_each_is_read_once_in_order(
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """A server of the S3 protocol, with the bucket "images"."""
-    with s3_server("pictures") as url:
+    with s3_server("images") as url:
         yield url
 
 
@@ -555,7 +555,7 @@ def test_planning_from_a_url_has_many_fetches_in_flight(tmp_path: Path, monkeypa
 
 
 def test_a_url_with_nothing_or_no_file_system_is_an_error_that_names_it(s3: str) -> None:
-    with pytest.raises(SourceError, match=r"s3://pictures/nowhere'.*no images found"):
+    with pytest.raises(SourceError, match=r"s3://images/nowhere'.*no images found"):
         list_source(f"{s3}/nowhere")
     with pytest.raises(SourceError, match=r"source 's3://no-such-bucket/x'"):
         list_source("s3://no-such-bucket/x")

@@ -60,9 +60,9 @@ def test_parquet_of_the_hub_is_read_by_split_with_classes_and_caption_lists(tmp_
 
 @pytest.mark.parametrize(("split", "name"), [("train", "a.jpg"), ("validation", "c.jpg")])
 def test_source_split_picks_one_of_cocos_lists(split: str, name: str, tmp_path: Path) -> None:
-    for year, picture in (("train2017", "a.jpg"), ("val2017", "c.jpg")):
-        make_image_folder(tmp_path / year, picture)
-        content = {"images": [{"id": 1, "file_name": picture}], "annotations": [{"image_id": 1, "caption": year}]}
+    for year, image in (("train2017", "a.jpg"), ("val2017", "c.jpg")):
+        make_image_folder(tmp_path / year, image)
+        content = {"images": [{"id": 1, "file_name": image}], "annotations": [{"image_id": 1, "caption": year}]}
         write_file(tmp_path / f"annotations/captions_{year}.json", json.dumps(content))
     source = list_source(tmp_path, SourceSection(split=split))
     assert [r.key for r in source.records] == [name]
@@ -114,13 +114,13 @@ def save_to_disk(
 
 def write_with_dictionary(path: Path) -> None:
     """An Arrow stream whose texts are a dictionary."""
-    table = pa.table({"image": [b"picture"], "text": pa.array(["x"]).dictionary_encode()})
+    table = pa.table({"image": [b"image"], "text": pa.array(["x"]).dictionary_encode()})
     with pa.ipc.new_stream(path, table.schema) as writer:
         writer.write_table(table)
 
 
 FEATURES = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
-SAVED = [{"image": {"bytes": b"picture %d" % i, "path": None}, "text": f"text {i}", "label": i % 2} for i in range(5)]
+SAVED = [{"image": {"bytes": b"image %d" % i, "path": None}, "text": f"text {i}", "label": i % 2} for i in range(5)]
 
 
 @pytest.mark.parametrize("codec", [None, "zstd"])
@@ -133,7 +133,7 @@ def test_datasets_saved_to_disk_are_read_row_by_row(codec: str | None, tmp_path:
     ]
     for i in (4, 0, 2, 1, 3):
         record = source.records[i]
-        assert source.read(record.path, record.offset, record.num_bytes, stage="decode") == b"picture %d" % i
+        assert source.read(record.path, record.offset, record.num_bytes, stage="decode") == b"image %d" % i
     with pytest.raises(RecordRejected, match="has 3 rows"):
         source.read(source.records[0].path, 3, 0, stage="decode")
 
@@ -165,7 +165,7 @@ def test_source_split_picks_a_split_of_a_saved_dataset_dict(names: tuple[str, st
     assert (source.kind, source.records[0].captions) == ("arrow", (f"{names[1]} text 1",))
     record = source.records[3]
     opened = open_source(tmp_path, source.settings)  # as a worker does
-    assert opened.read(record.path, record.offset, record.num_bytes, stage="decode") == b"picture 4"
+    assert opened.read(record.path, record.offset, record.num_bytes, stage="decode") == b"image 4"
     write_file(tmp_path / "dataset_dict.json", json.dumps({"splits": names[:1]}))
     assert len(list_source(tmp_path).records) == len(SAVED)
     write_file(tmp_path / "dataset_dict.json", json.dumps({"splits": ["../x"]}))
@@ -220,7 +220,7 @@ def test_no_change_of_one_byte_of_an_arrow_stream_is_more_than_an_error(tmp_path
 
 def test_braces_and_stars_choose_files_of_a_folder(tmp_path: Path) -> None:
     for i in range(5):
-        write_tar(tmp_path / f"{i:03d}.tar", {"__key__": "x", "jpg": b"picture %d" % i, "txt": f"text {i}"})
+        write_tar(tmp_path / f"{i:03d}.tar", {"__key__": "x", "jpg": b"image %d" % i, "txt": f"text {i}"})
     write_file(tmp_path / "notes.txt", "of no use")
     every = [r.key for r in list_source(tmp_path).records]
     assert every == [f"00{i}/x" for i in range(5)]
@@ -236,7 +236,7 @@ def test_braces_and_stars_choose_files_of_a_folder(tmp_path: Path) -> None:
         record = source.records[-1]
         assert source.is_read_by_decoders
         assert (
-            source.read(record.path, record.offset, record.num_bytes, stage="scan") == b"picture %d" % list(numbers)[-1]
+            source.read(record.path, record.offset, record.num_bytes, stage="scan") == b"image %d" % list(numbers)[-1]
         )
     make_image_folder(tmp_path / "p")
     assert [r.key for r in list_source(f"{tmp_path}/p/[ab].jpg").records] == ["a.jpg", "b.jpg"]

@@ -152,7 +152,7 @@ def test_a_long_list_takes_no_memory_of_its_own(tmp_path: Path) -> None:
     for name, rows in (("short", 2), ("long", count)):
         with open(tmp_path / f"{name}.jsonl", "w") as lines:
             for i in range(rows):
-                row = {"path": f"folder/{i:09d}/no-such-picture.jpg", "label": 7 if i else "cat"}
+                row = {"path": f"folder/{i:09d}/no-such-image.jpg", "label": 7 if i else "cat"}
                 lines.write(json.dumps(row) + "\n")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "short.jsonl"), str(tmp_path / "long.jsonl")],

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults import checked, deep
-from making import NO_CHECK, label_recipe, make_class_folder, picture, write_tar
+from making import NO_CHECK, label_recipe, make_class_folder, smooth_image, write_tar
 from typer.testing import CliRunner, Result
 
 from leandit.datasets.disk import spill
@@ -39,7 +39,7 @@ def folders(tmp_path: Path) -> list[Path]:
     names = sorted(path.name for path in first.iterdir())
     shutil.move(second / names[0], second / "aaa")  # stands before the classes of the first
     for number, path in enumerate(sorted(second.rglob("*.*"))):
-        picture(100 + number).save(path)
+        smooth_image(100 + number).save(path)
     return [first, second]
 
 
@@ -97,7 +97,7 @@ def test_damage_of_either_source_is_repaired(folders: list[Path], tmp_path: Path
 def test_kinds_may_differ_and_each_image_is_read_from_its_own_source(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
-    picture(0).save(texts / "a.jpg")
+    smooth_image(0).save(texts / "a.jpg")
     (texts / "a.txt").write_text("a cat")
     write_tar(tmp_path / "b.tar", {"__key__": "x", "jpg": b"of a tar", "txt": "a dog"})
     tar = tmp_path / "b.tar"
@@ -163,7 +163,7 @@ def test_a_source_is_given_once_and_names_do_not_depend_on_those_behind(tmp_path
 def test_a_key_that_both_have_is_a_reject(tmp_path: Path) -> None:
     for name in ("one/two/a.jpg", "two/a.jpg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        picture(0).save(tmp_path / name)
+        smooth_image(0).save(tmp_path / name)
     records = list_sources([tmp_path / "one", tmp_path / "two"], AUTO).records
     assert [(r.key, r.problem and r.problem[0]) for r in records] == [
         ("two/a.jpg", None),

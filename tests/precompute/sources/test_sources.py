@@ -196,9 +196,9 @@ def test_a_name_that_is_no_utf8_is_planned_or_rejected_but_never_a_crash(tmp_pat
     comparison = all_fresh(source.records)
     with Decoders(1) as decoders:
         limits = RejectLimits(recipe.source, 2)
-        pictures = plan_images(source, comparison.fresh, recipe, decoders, limits)
+        images = plan_images(source, comparison.fresh, recipe, decoders, limits)
     ids = pa.chunked_array([[[], []]], pa.list_(pa.int32()))
-    assert plan_records(comparison, pictures, ids, revision=1).num_rows == 2
+    assert plan_records(comparison, images, ids, revision=1).num_rows == 2
 
 
 def test_a_tar_gives_the_keys_bytes_labels_and_captions_that_webdataset_gives(tmp_path: Path) -> None:

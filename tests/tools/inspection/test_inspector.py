@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from faults import encode, without_seal
-from making import CPU, caption_recipe, label_recipe, no_progress, picture
+from making import CPU, caption_recipe, label_recipe, no_progress, smooth_image
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -164,10 +164,10 @@ def test_no_control_character_of_a_key_or_caption_reaches_the_terminal(tmp_path:
     source, lines = tmp_path / "source", []
     source.mkdir()
     for name in (HOSTILE, f"broken{HOSTILE}"):
-        picture(1, 64, 64).save(source / "p.png")
+        smooth_image(1, 64, 64).save(source / "p.png")
         (source / "p.png").rename(source / name)
         lines.append({"file_name": name, "caption": f"red {name}"})
-    (source / f"broken{HOSTILE}").write_bytes(b"no picture")
+    (source / f"broken{HOSTILE}").write_bytes(b"no image")
     (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     precompute(caption_recipe(), source_path=source, store_path=tmp_path / "s", device=CPU, progress=no_progress)
     ledger = json_of(tmp_path / "s", "--rejects")

@@ -160,8 +160,8 @@ def velocity_to_data(weights: dict[str, Tensor], spec: ModelSpec, x: Tensor, t: 
         v = v + gate2 * feed_forward(f"{name}.mlp", norm(f"{name}.norm2", v) * (1 + scale2) + shift2)
     shift, scale = linear("final_layer.adaLN_modulation.1", c)[:, None].chunk(2, dim=-1)
     patches = linear("final_layer.linear", norm("final_layer.norm_final", v) * (1 + scale) + shift)
-    pictures = patches.view(len(x), side, side, patch, patch, -1).permute(0, 5, 1, 3, 2, 4)
-    return pictures.reshape(len(x), -1, side * patch, side * patch)[:, :CHANNELS]
+    images = patches.view(len(x), side, side, patch, patch, -1).permute(0, 5, 1, 3, 2, 4)
+    return images.reshape(len(x), -1, side * patch, side * patch)[:, :CHANNELS]
 
 
 @pytest.mark.parametrize(

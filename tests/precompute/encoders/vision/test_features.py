@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from making import CPU, label_recipe, picture
+from making import CPU, label_recipe, smooth_image
 
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.datasets.format.token_dtypes import narrow, quality
@@ -81,7 +81,7 @@ def encoder_of(folder: Path, **more: Any) -> FeatureEncoder:
 
 
 def pixels(height_px: int, width_px: int, count: int = 2) -> np.ndarray:
-    return np.stack([np.asarray(picture(i, height_px, width_px)) for i in range(count)])
+    return np.stack([np.asarray(smooth_image(i, height_px, width_px)) for i in range(count)])
 
 
 def resize_matrix(before: int, after: int, sharpness: float, *, antialias: bool) -> np.ndarray:

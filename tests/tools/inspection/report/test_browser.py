@@ -15,15 +15,15 @@ from leandit.tools.inspection.report.run import report_run
 from leandit.tools.inspection.report.store_page import report_store
 from leandit.tools.terminal.text import printable
 
-ELSEWHERE = "https://elsewhere.example/picture.png"
+ELSEWHERE = "https://elsewhere.example/image.png"
 ATTACK = """
     window.refused = [];
     document.addEventListener("securitypolicyviolation", (event) => refused.push(event.effectiveDirective));
     const script = document.createElement("script");
     script.textContent = "window.attacked = true";
-    const picture = document.createElement("img");
-    picture.src = "%s";
-    document.body.append(script, picture);
+    const image = document.createElement("img");
+    image.src = "%s";
+    document.body.append(script, image);
 """
 LOADED = "[...document.images].every((image) => image.complete && image.naturalWidth)"
 WIDE = "document.documentElement.scrollWidth > document.documentElement.clientWidth"

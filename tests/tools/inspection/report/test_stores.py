@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from faults import rewrite_recipe, without_seal
-from making import CPU, caption_recipe, label_recipe, make_caption_folder, make_class_folder, no_progress, picture
+from making import CPU, caption_recipe, label_recipe, make_caption_folder, make_class_folder, no_progress, smooth_image
 from typer.testing import CliRunner
 from view_sites import Elements, hostile_store
 
@@ -67,7 +67,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[LatentStore, Page]:
         shutil.copy(source / "images/0.png", source / f"images/copy{number}.png")
         lines.append({"file_name": f"images/copy{number}.png", "captions": ["a red circle", "word " * 30]})
     whole = (source / "images/0.png").read_bytes()
-    for number, content in enumerate([b"no picture", whole[: len(whole) // 2]]):
+    for number, content in enumerate([b"no image", whole[: len(whole) // 2]]):
         (source / f"images/broken{number}.png").write_bytes(content)
         lines.append({"file_name": f"images/broken{number}.png", "captions": [f"broken {number}"]})
     (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -153,7 +153,7 @@ def test_captions_are_counted_by_their_uses(full: tuple[LatentStore, Page]) -> N
 
 def test_sources_and_classes_are_counted_from_the_columns(tmp_path: Path) -> None:
     source = make_class_folder(tmp_path / "train")
-    picture(7, 20, 60).save(source / "n000/wide.png")  # fewer pixels than its bucket
+    smooth_image(7, 20, 60).save(source / "n000/wide.png")  # fewer pixels than its bucket
     shutil.copy(source / "n001/1.png", source / "n002/copy.png")
     facts = StoreFacts(encode(label_recipe(), source, tmp_path / "s"))
     sources = facts.sources
@@ -260,7 +260,7 @@ def test_every_revision_is_listed(tmp_path: Path) -> None:
     source = make_class_folder(tmp_path / "train", classes=2, per_class=2)
     hashes = []
     for number in (1, 2):
-        picture(50 + number).save(source / f"n000/new{number}.png")
+        smooth_image(50 + number).save(source / f"n000/new{number}.png")
         hashes.append(encode(label_recipe(), source, tmp_path / "s").root_hash)
     html = page_of(tmp_path / "s", out=tmp_path).html
     rows = re.findall(r"<tr><td>(\d)</td><td>(\d)</td>.*?<td>([0-9a-f]{64})</td>", html)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from making import CPU, no_progress, picture, train_recipe
+from making import CPU, no_progress, smooth_image, train_recipe
 from PIL import Image
 from tiny_models import CLIP_TEXTS, make_clip, make_dinov2
 from typer.testing import CliRunner
@@ -42,7 +42,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / half / "deep").mkdir(parents=True)
     for seed in range(80):
         folder = root / ("one" if seed % 2 else "other") / ("deep" if seed % 3 else "")
-        picture(seed, 64, 64 + 8 * (seed % 3)).save(folder / f"{seed:03}.png")
+        smooth_image(seed, 64, 64 + 8 * (seed % 3)).save(folder / f"{seed:03}.png")
     (root / "noise").mkdir()
     random = np.random.default_rng(0)
     for i in range(40):
@@ -353,7 +353,7 @@ def test_what_cannot_be_measured_is_named(here: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "five").mkdir()
     for i in range(5):
-        picture(i).save(tmp_path / f"five/{i}.png")
+        smooth_image(i).save(tmp_path / f"five/{i}.png")
     for name, arrays in {
         "grey": {"arr_0": np.zeros((4, 8, 8), np.uint8)},
         "other": {"x": np.zeros(3)},

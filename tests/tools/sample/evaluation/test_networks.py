@@ -25,20 +25,20 @@ from leandit.tools.sample.evaluation.networks import (
 )
 
 
-def picture(height: int = 40, width: int = 56, seed: int = 0) -> np.ndarray:
+def image(height: int = 40, width: int = 56, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 @pytest.mark.parametrize(("height", "width"), [(40, 56), (200, 97), (24, 24)])
 def test_the_antialiased_resize_is_that_of_clean_fid(height: int, width: int) -> None:
-    pixels = picture(height, width)
+    pixels = image(height, width)
     planes = [Image.fromarray(pixels[..., i].astype(np.float32)) for i in range(3)]
     expected = [np.asarray(plane.resize((24, 24), Image.Resampling.BICUBIC)).clip(0, 255) for plane in planes]
     assert squares([pixels], 24, CPU)[0].numpy() == pytest.approx(np.stack(expected), abs=2e-3)
 
 
 def test_the_resize_of_tensorflow_takes_no_mean_of_what_it_skips() -> None:
-    pixels = picture(8, 8)
+    pixels = image(8, 8)
     halved = squares([pixels], 4, CPU, resize="tensorflow")[0].numpy()
     assert np.array_equal(halved, pixels[::2, ::2].transpose(2, 0, 1))  # every second pixel as it is
     doubled = squares([pixels], 16, CPU, resize="tensorflow")[0].numpy()
@@ -49,7 +49,7 @@ def test_the_resize_of_tensorflow_takes_no_mean_of_what_it_skips() -> None:
 
 
 def test_the_centre_square_is_in_the_middle() -> None:
-    assert np.array_equal(centre_square(picture(10, 15)), picture(10, 15)[:, 2:12])
+    assert np.array_equal(centre_square(image(10, 15)), image(10, 15)[:, 2:12])
 
 
 # ---------------------------------------------------------------------------------------------------------- Inception
@@ -88,7 +88,7 @@ def test_inception_has_the_parameters_of_the_published_files() -> None:
 
 def test_inception_gives_a_row_for_each_image_whatever_the_batch(inception_file: Path) -> None:
     network = open_network(str(inception_file), None, CPU)
-    images = [picture(40, 56), picture(64, 64, 1)]
+    images = [image(40, 56), image(64, 64, 1)]
     features = network.features(images)
     assert (features.shape, features.dtype) == ((2, 2048), np.float32)
     assert np.isfinite(features).all()
@@ -139,7 +139,7 @@ def test_another_model_than_inception_is_refused(tmp_path: Path) -> None:
 
 def test_of_dinov2_the_class_token_of_the_normalised_image_counts(tmp_path: Path) -> None:
     folder = make_dinov2(tmp_path / "dinov2")
-    network, pixels = open_network(str(folder), None, CPU), picture()
+    network, pixels = open_network(str(folder), None, CPU), image()
     mean, std = (np.array(numbers)[:, None, None] for numbers in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
     batch = (squares([pixels], 56, CPU).numpy() / 255 - mean) / std
     model = Dinov2Model.from_pretrained(folder).eval()
@@ -159,8 +159,8 @@ def test_of_clip_the_projected_embedding_counts(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
     network = open_network(str(tmp_path), None, CPU)
     with torch.no_grad():
-        expected = model(squares([picture()], 32, CPU) / 127.5 - 1).image_embeds
-    assert network.features([picture()]) == pytest.approx(expected.numpy(), abs=1e-5)
+        expected = model(squares([image()], 32, CPU) / 127.5 - 1).image_embeds
+    assert network.features([image()]) == pytest.approx(expected.numpy(), abs=1e-5)
     assert network.is_clip
     with pytest.raises(RecipeError, match="--resize tensorflow: only Inception has it"):
         open_network(str(tmp_path), "tensorflow", CPU)

@@ -1,4 +1,4 @@
-"""Pictures while a run trains: drawn by its averages, decoded beside it, and without a trace in what it learns."""
+"""Images while a run trains: drawn by its averages, decoded beside it, and without a trace in what it learns."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_training_is_the_same_to_the_bit_with_and_without_images_and_after_a_res
     run_to(recipe, store_of[name], tmp_path / "stopped", stop_at=2)
     run_to(recipe, store_of[name], tmp_path / "stopped")
     assert_same_training(tmp_path / "stopped", tmp_path / "with", 6)
-    for picture in names_in(tmp_path / "with"):
-        one, two = (tmp_path / run / "samples" / picture for run in ("with", "stopped"))
+    for image in names_in(tmp_path / "with"):
+        one, two = (tmp_path / run / "samples" / image for run in ("with", "stopped"))
         assert one.read_bytes() == two.read_bytes()
     accumulator = EventAccumulator(str(tmp_path / "with/tensorboard"))
     accumulator.Reload()
@@ -82,9 +82,9 @@ def test_training_is_the_same_to_the_bit_with_and_without_images_and_after_a_res
     for image in images:
         path = tmp_path / f"with/samples/step-{image.step}.png"
         assert image.encoded_image_string == path.read_bytes()
-        with Image.open(path) as picture:
-            assert picture.size == (image.width, image.height)
-            assert np.asarray(picture).std() > 0
+        with Image.open(path) as decoded:
+            assert decoded.size == (image.width, image.height)
+            assert np.asarray(decoded).std() > 0
 
 
 @pytest.mark.usefixtures("keeps_latents")

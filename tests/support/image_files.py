@@ -1,4 +1,4 @@
-"""Pictures for tests, byte by byte where Pillow writes none: PNG, TIFF and GIF of every kind, and damaged ones."""
+"""Images for tests, byte by byte where Pillow writes none: PNG, TIFF and GIF of every kind, and damaged ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-PICTURE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "MPO")
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "MPO")
 HEADER_BYTES = 160  # where a changed byte does most
 
 
@@ -111,7 +111,7 @@ def gif_with_small_frame(canvas: tuple[int, int], left: int, top: int, frame: Im
     return bytes(data)
 
 
-def whole_pictures() -> dict[str, list[bytes]]:
+def whole_images() -> dict[str, list[bytes]]:
     """Some small good images of each format, for mutants to be made of."""
     image, second = noise(16, 24, 1), noise(16, 24, 2)
     smooth = image.resize((3, 2)).resize((24, 16), Image.Resampling.BICUBIC)
@@ -158,8 +158,8 @@ def with_right_checksums(data: bytes) -> bytes:
 
 def mutants(kind: str, count: int, seed: int) -> Iterator[bytes]:
     """Damaged images of one format: flipped bits, overwritten runs, cut ends, spliced parts; half in the header."""
-    rng = np.random.default_rng([seed, PICTURE_FORMATS.index(kind)])
-    whole = whole_pictures()
+    rng = np.random.default_rng([seed, IMAGE_FORMATS.index(kind)])
+    whole = whole_images()
     strangers = [data for found in whole.values() for data in found]
     for number in range(count):
         data = bytearray(whole[kind][number % len(whole[kind])])
