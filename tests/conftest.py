@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import making
 import pytest
@@ -30,7 +30,7 @@ from making import (
     make_class_folder,
     shrink_models,
 )
-from three_texts import noise_store
+from stores import Everything, everything_in, make_everything, noise_store
 
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
@@ -75,9 +75,6 @@ def keep_decoders(patch: pytest.MonkeyPatch) -> Iterator[None]:
     for decoders in [one for idle in kept.values() for one in idle]:
         decoders.close()
 
-
-if TYPE_CHECKING:
-    from everything import Everything
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test touches a network
 torch.set_num_threads(1)  # the tests run in two processes
@@ -248,6 +245,4 @@ def three_text_store(golden: Golden) -> LatentStore:
 @pytest.fixture(scope="session")
 def everything(golden: Golden) -> Everything:
     """Stores of several text encoders and features, before and after an addition."""
-    from everything import everything_in, make_everything  # its models take seconds to import
-
     return everything_in(golden("everything", make_everything))

@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import zarr
-from everything import Everything
-from faults import encode
-from making import caption_recipe, no_progress
+from making import caption_recipe, encode, no_progress
+from stores import Everything
 
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.loader import make_loader

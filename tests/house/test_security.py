@@ -30,11 +30,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from everything import Everything
-from faults import dies_before, encode
+from faults import dies_before
 from forked import run_forked
-from making import CPU, NO_CHECK, caption_recipe, make_class_folder, smooth_image, train_recipe, tree_digest
+from making import CPU, NO_CHECK, caption_recipe, encode, make_class_folder, smooth_image, train_recipe, tree_digest
 from repository import MODULES, ROOT, name_of, parsed
+from stores import Everything
 from tiny_models import make_dinov2, save_qwen3
 
 from leandit.datasets.arrays.shard_file import ShardFile

@@ -128,18 +128,18 @@ class StoreMachine(RuleBasedStateMachine):
         list_images(self.source, {number: self.captions[number] for number in sorted(self.listed)})
 
     @rule(number=NUMBERS)
-    def add_or_change_a_image(self, number: int) -> None:
+    def add_or_change_an_image(self, number: int) -> None:
         self._save(number)
 
     @rule(number=st.integers(0, 9))
-    def describe_a_image_anew(self, number: int) -> None:
+    def describe_an_image_anew(self, number: int) -> None:
         if number in self.listed:
             self.captions[number] = f"an image described by {next(self.seeds) % 5}"
             self._list()
 
     @precondition(lambda self: len(self.listed) > 2)
     @rule(which=FRACTION)
-    def remove_a_image(self, which: float) -> None:
+    def remove_an_image(self, which: float) -> None:
         number = sorted(self.listed)[1 + int(which * (len(self.listed) - 1))]
         del self.listed[number]
         (self.source / f"images/{number}.png").unlink()

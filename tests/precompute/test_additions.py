@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from everything import Everything, several_shards
-from faults import DAMAGES, SHARD_ROWS, checked, copy_of, deep, encode, files_of
+from faults import DAMAGES
 from harness import InProcessDecoders, Scenario, assert_true_so_far, assert_whole
-from making import lasting_digest, store_digest, tree_digest
+from making import encode, lasting_digest, store_digest, tree_digest
+from stores import SHARD_ROWS, Everything, checked, copy_of, deep, files_of, several_shards
 
 from leandit.datasets.format.table_schemas import STORED
 from leandit.datasets.maintenance.findings import shard_place
@@ -177,7 +177,7 @@ def test_a_device_that_rounds_otherwise_is_no_damage(
     assert (found.findings, found.num_close > 3) == ([], True)
 
 
-def test_deep_names_a_image_that_has_changed_once(everything: Everything, tmp_path: Path) -> None:
+def test_deep_names_an_image_that_has_changed_once(everything: Everything, tmp_path: Path) -> None:
     source = copy_of(everything.source_then, tmp_path / "source")
     shutil.copy(source / "images/3.png", source / "images/0.png")  # of the same size
     (source / "images/4.png").unlink()

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import zarr
-from faults import small_shards
 from making import (
     COMPANIONS,
     CPU,
@@ -34,6 +33,7 @@ from making import (
     write_metadata,
 )
 from pydantic import ValidationError
+from stores import small_shards
 from tiny_models import make_dinov2
 
 from leandit.datasets.batches.latents import normalise

@@ -36,7 +36,7 @@ def make(recipe: PrecomputeRecipe, source: Path, store: Path) -> LatentStore:
     return LatentStore(store)
 
 
-def test_a_image_is_left_as_it_is_stored_where_exif_is_ignored(tmp_path: Path, decoders: Decoders) -> None:
+def test_an_image_is_left_as_it_is_stored_where_exif_is_ignored(tmp_path: Path, decoders: Decoders) -> None:
     turned, plain = encoded("JPEG", orientation=6), encoded("JPEG")
     assert (read_size(turned), read_size(turned, exif_orientation=False)) == ((80, 40), (40, 80))
     stored = decode_image(plain, bucket=(32, 64), crop="bucket")[0]

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import flip, small_shards
+from faults import flip
 from making import CAPTION_RECIPE, make_caption_folder, smooth_image, tree_digest
 from safetensors.torch import load_file, save_file
+from stores import small_shards
 from transformers import AutoTokenizer
 
 from leandit.datasets.loader import make_loader

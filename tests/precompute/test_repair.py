@@ -12,25 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import (
-    DAMAGES,
-    REVISION_FILES,
-    ImageSource,
-    checked,
-    copy_of,
-    deep,
-    dies_at,
-    encode,
-    files_of,
-    flip,
-    make_added,
-    make_grown,
-    make_plain,
-    num_operations,
-    small_shards,
-    without_seal,
-)
-from making import caption_recipe, smooth_image, store_digest, tree_digest
+from faults import DAMAGES, REVISION_FILES, dies_at, flip, num_operations, without_seal
+from making import caption_recipe, encode, smooth_image, store_digest, tree_digest
+from stores import ImageSource, checked, copy_of, deep, files_of, make_added, make_grown, make_plain, small_shards
 
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
 from leandit.datasets.errors import FingerprintMismatch, RecipeError, StoreError

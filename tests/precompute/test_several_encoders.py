@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from faults import small_shards
 from harness import Failpoint
 from making import (
     CPU,
@@ -23,6 +22,7 @@ from making import (
     tree_digest,
 )
 from safetensors.torch import load_file, save_file
+from stores import small_shards
 from tiny_models import make_dinov2, save_clip
 
 from leandit.datasets.disk import files
@@ -359,7 +359,7 @@ def test_captions_are_added_to_a_store_that_has_none(source: Path, tmp_path: Pat
         np.testing.assert_array_equal(store.caption(store.record(key)), whole.caption(whole.record(key)))
 
 
-def test_a_image_that_is_gone_or_changed_cannot_be_completed(
+def test_an_image_that_is_gone_or_changed_cannot_be_completed(
     stores: Stores, source: Path, tmp_path: Path, teacher: Path
 ) -> None:
     folder, root = shutil.copytree(source, tmp_path / "images"), shutil.copytree(stores.plain, tmp_path / "store")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faults import checked
 from making import (
     caption_recipe,
     encode,
@@ -20,6 +19,7 @@ from making import (
     tree_digest,
     write_metadata,
 )
+from stores import checked
 
 from leandit.datasets.errors import FingerprintMismatch, StoreError
 from leandit.datasets.loader import make_loader

@@ -1,152 +1,24 @@
-"""Stores to be damaged, ways to damage them, and a reader in a child process: what a user of a damaged store meets."""
+"""Ways to damage a store, and children that read it or die: what a user of a damaged store meets."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from making import CPU, SIZES, caption_recipe, encode, loaded_encoders, no_progress, smooth_image, write_metadata
+from stores import read_all
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, Failpoint
-from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.errors import LeanditError
-from leandit.datasets.loader import make_loader
-from leandit.datasets.maintenance.verify import Verification
-from leandit.datasets.revisions.local import read_local_file
-from leandit.datasets.store import LatentStore
-from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.encoders.loading import load_encoders
-from leandit.precompute.remake import DeepReport, deep_check
-from leandit.precompute.sources.several import SourcePaths
-from leandit.tools.inspection.verify import check, loaded_runner
 
-SHARD_ROWS = 2  # so that a store of a dozen images has a dozen shards
 EXIT_REFUSED, EXIT_OTHER, EXIT_WRONG = 40, 41, 42  # of a child: an error of ours, any other, wrong numbers
 REVISION_FILES = ("manifest.json", "records.parquet", "captions.parquet", "sources.parquet", "local.json")
-
-
-@contextmanager
-def small_shards() -> Iterator[None]:
-    """Shards of two rows, encoders that are loaded once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", SHARD_ROWS)
-        for module in ("pipeline", "encoders.loading"):
-            patch.setattr(f"leandit.precompute.{module}.load_encoders", _cached_encoders)
-        yield
-
-
-def _cached_encoders(recipe: PrecomputeRecipe, _device: object) -> Any:
-    if not (any(recipe.text) or recipe.features or recipe.companions):
-        return loaded_encoders(recipe.vae, recipe.text)
-    key = json.dumps(recipe.model_dump())
-    if key not in _LOADED:
-        _LOADED[key] = load_encoders(recipe, CPU)
-    return _LOADED[key]
-
-
-_LOADED: dict[str, Any] = {}
-
-
-def checked(
-    root: Path, source: SourcePaths | None = None, *overrides: str, deep: bool = False, repair: bool = False
-) -> tuple[Verification, dict[str, Any]]:
-    """``leandit verify``, with --deep or --repair, on a CPU."""
-    how: dict[str, Any] = {"quick": False, "device": lambda: CPU, "overrides": list(overrides), "progress": no_progress}
-    return check(root, deep=deep, repair=repair, source=source, **how)
-
-
-def deep(root: Path, source: SourcePaths, **options: int) -> DeepReport:
-    """What a deep check finds; of a small store, every record."""
-    with loaded_runner(root, source, CPU, []) as runner:
-        return deep_check(root, runner, **{"num_records": 64, "seed": 0} | options)
-
-
-class ImageSource:
-    """A source of captioned images that can be changed; two of its records are rejected, at scan and at decode."""
-
-    def __init__(self, root: Path, count: int = 10) -> None:
-        self.root, self._lines = root, {}
-        (root / "images").mkdir(parents=True)
-        for i in range(count):
-            self.put(i)
-        self.put(count)
-        self.put(count + 1)
-        (root / f"images/{count}.png").write_bytes(b"no image")
-        whole = (root / f"images/{count + 1}.png").read_bytes()
-        (root / f"images/{count + 1}.png").write_bytes(whole[: len(whole) // 2])
-        self.write()
-
-    def put(self, i: int, *, seed: int | None = None, words: str = "") -> None:
-        """Add an image, or change it or its captions."""
-        smooth_image(i if seed is None else seed, *SIZES[i % 3]).save(self.root / f"images/{i}.png")
-        self._lines[i] = [f"a red {('circle', 'square')[i % 2]}", f"a big blue circle above a tiny green square{words}"]
-
-    def drop(self, i: int) -> None:
-        """Remove an image."""
-        (self.root / f"images/{i}.png").unlink()
-        del self._lines[i]
-
-    def write(self) -> None:
-        """Write the metadata."""
-        rows = ({"file_name": f"images/{i}.png", "captions": texts} for i, texts in self._lines.items())
-        write_metadata(self.root, rows)
-
-
-def grow(images: ImageSource, recipe: PrecomputeRecipe, store: Path) -> None:
-    """Make three revisions: new, changed and dropped images, other captions."""
-    encode(recipe, images.root, store)
-    images.drop(0)
-    images.put(1, seed=101)
-    for i in (20, 21, 22):
-        images.put(i, words=" and a yellow star")
-    images.write()
-    encode(recipe, images.root, store, drop_gone=True)
-    images.put(3, words=" and a white triangle")
-    images.put(23)
-    images.drop(4)
-    images.write()
-    encode(recipe, images.root, store, drop_gone=True)
-
-
-def make_plain(root: Path, *overrides: str) -> tuple[ImageSource, Path]:
-    """A source and its store of one revision."""
-    images = ImageSource(root / "source")
-    encode(caption_recipe(*overrides), images.root, root / "store")
-    return images, root / "store"
-
-
-def make_grown(root: Path, *overrides: str) -> tuple[ImageSource, Path]:
-    """A source and its store of three revisions."""
-    images = ImageSource(root / "source")
-    grow(images, caption_recipe(*overrides), root / "store")
-    return images, root / "store"
-
-
-def make_added(root: Path, *overrides: str) -> tuple[ImageSource, Path]:
-    """A source and its store of three revisions, of which every image is still there."""
-    images, store = make_plain(root, *overrides)
-    for first in (20, 30):
-        for i in range(first, first + 3):
-            images.put(i, words=f" and {first} yellow stars")
-        images.write()
-        encode(caption_recipe(*overrides), images.root, store)
-    return images, store
-
-
-def files_of(root: Path) -> list[str]:
-    """Relative paths of all files, sorted."""
-    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
 
 
 def flip(path: Path, bit: int) -> None:
@@ -192,35 +64,6 @@ def undo_damage(path: Path, content: bytes) -> None:
         path.rmdir()
     path.unlink(missing_ok=True)
     path.write_bytes(content)
-
-
-def content(store: LatentStore) -> dict[str, Any]:
-    """Everything that a store says of its records, by key; what does not depend on the revision that holds it."""
-    found = {}
-    texts = store.captions["text"].to_pylist()
-    for i, row in enumerate(store.records.to_pylist()):
-        record = store.record_at(i)
-        said = {k: v for k, v in row.items() if k not in ("revision", "row", "caption_ids")}
-        arrays = []
-        if record.status == "stored":
-            assert record.bucket is not None
-            arrays = [np.array(store.latents(record.bucket)[record.row])]
-            if store.spec.latent.flip:
-                arrays.append(np.array(store.flipped_latents(record.bucket)[record.row]))
-        captions = {texts[j]: store.caption_embedding(j).tobytes() for j in record.caption_ids}
-        found[record.key] = (said, [array.tobytes() for array in arrays], captions)
-    return found
-
-
-def read_all(root: Path) -> dict[str, Any]:
-    """Read a store as training does, and as tools do: all records, the null caption, a loader over an epoch."""
-    store = LatentStore(root)
-    loader = make_loader(store, global_batch=4, seed=1)
-    with closing(loader.dataset):  # no thread reads on in what is cut next
-        read = [(batch.latents, batch.labels, batch.captions, batch.caption_lengths) for batch in loader]
-    batches = [tuple(part.numpy().tobytes() for part in parts) for parts in read]
-    null = store.null_caption.tobytes() if store.spec.text else b""
-    return {"content": content(store), "null": null, "batches": batches, "buckets": store.buckets}
 
 
 def in_child(work: Callable[[], int | None]) -> int:
@@ -309,15 +152,6 @@ def dies_before(name: str, work: Callable[[], Any]) -> None:
     assert code == EXIT_DIED, f"it ended with {code}"
 
 
-def rewrite_recipe(store: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the recipe that a store of one revision names, in ``local.json`` and its second copy."""
-    folder = store / "revisions/000001"
-    local = read_local_file(store, 1)
-    change(local.recipe)
-    for path in (folder / "local.json", folder / "twin/local.json"):
-        path.write_bytes(canonical_json(local.with_hash().model_dump()))
-
-
 class CutOff(Exception):
     """Stands for the end of a process."""
 
@@ -342,9 +176,3 @@ def num_operations(work: Callable[[], Any]) -> int:
         return len(files.failpoint.seen)
     finally:
         files.failpoint = None
-
-
-def copy_of(store: Path, to: Path) -> Path:
-    """A copy of a store, in place of what is there."""
-    shutil.rmtree(to, ignore_errors=True)
-    return shutil.copytree(store, to)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from faults import encode, without_seal
+from faults import without_seal
 from forked import ForkedPython
-from making import CPU, label_recipe, make_class_folder, no_progress, smooth_image, train_recipe, tree_digest
+from making import CPU, encode, label_recipe, make_class_folder, no_progress, smooth_image, train_recipe, tree_digest
 from ranks import start_ranks
 from runs import bits
 

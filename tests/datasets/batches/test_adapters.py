@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from three_texts import TEXTS, noise_store
+from stores import TEXTS, noise_store
 
 from leandit import LatentStore, adapters, make_loader
 from leandit.datasets.errors import RecipeError

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from faults import copy_of, files_of, flip, make_grown, make_plain, small_shards
+from faults import flip
+from stores import copy_of, files_of, make_grown, make_plain, small_shards
 
 from leandit.datasets.batches import row_checks
 from leandit.datasets.errors import DamageError, RecipeError

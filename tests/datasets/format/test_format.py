@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
-from everything import Everything
 from making import CPU, caption_recipe, make_caption_folder, no_progress
 from page_reader import PageReader, canonical_hash
 from pydantic import BaseModel
+from stores import Everything
 
 from leandit.datasets.format.layout import RevisionLayout
 from leandit.datasets.format.schema import (

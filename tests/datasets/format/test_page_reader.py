@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 import zarr
-from everything import Everything
 from making import no_progress
 from page_reader import PageReader, folder_of
+from stores import Everything
 
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore

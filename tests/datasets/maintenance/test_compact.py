@@ -11,22 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from faults import (
-    REVISION_FILES,
-    ImageSource,
-    content,
-    copy_of,
-    dies_at,
+from faults import REVISION_FILES, dies_at, flip, num_operations, without_seal
+from making import (
+    caption_recipe,
     encode,
-    files_of,
-    flip,
-    make_grown,
-    num_operations,
-    read_all,
-    small_shards,
-    without_seal,
+    label_recipe,
+    make_class_folder,
+    no_progress,
+    smooth_image,
+    store_digest,
+    tree_digest,
 )
-from making import caption_recipe, label_recipe, make_class_folder, no_progress, smooth_image, store_digest, tree_digest
+from stores import ImageSource, content, copy_of, files_of, make_grown, read_all, small_shards
 
 from leandit.datasets.errors import DamageError, ResourceError, StoreError
 from leandit.datasets.format.schema import Manifest

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults import DAMAGES, REVISION_FILES, copy_of, files_of, make_grown, read_all, small_shards
+from faults import DAMAGES, REVISION_FILES
 from making import tree_digest
+from stores import copy_of, files_of, make_grown, read_all, small_shards
 
 from leandit.datasets.errors import DamageError, LeanditError
 from leandit.datasets.maintenance.findings import shard_place

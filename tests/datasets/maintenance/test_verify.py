@@ -13,23 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from faults import (
-    DAMAGES,
-    REVISION_FILES,
-    ImageSource,
-    copy_of,
-    encode,
-    files_of,
-    flip,
-    make_grown,
-    make_plain,
-    read_after,
-    read_all,
-    small_shards,
-    undo_damage,
-    without_seal,
-)
-from making import caption_recipe
+from faults import DAMAGES, REVISION_FILES, flip, read_after, undo_damage, without_seal
+from making import caption_recipe, encode
+from stores import ImageSource, copy_of, files_of, make_grown, make_plain, read_all, small_shards
 
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
 from leandit.datasets.disk.hashing import canonical_json

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from faults import ImageSource, content, encode, make_grown, read_all, small_shards
-from making import caption_recipe, smooth_image, tree_digest
+from making import caption_recipe, encode, smooth_image, tree_digest
+from stores import ImageSource, content, make_grown, read_all, small_shards
 from tiny_models import make_dinov2
 
 from leandit.datasets.disk.hashing import canonical_json, sha256_of

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from faults import checked, deep
 from making import label_recipe, loaded_encoders, make_class_folder, smooth_image, store_digest, tree_digest
 from PIL import Image
+from stores import checked, deep
 
 from leandit.datasets.errors import ResourceError, SourceError
 from leandit.datasets.maintenance.compact import compact
@@ -96,7 +96,7 @@ def test_a_batch_that_was_begun_too_large_is_what_waiting_would_have_made_it(
     assert fallbacks(tmp_path / "store") == ["batch:3"] * 15
 
 
-def test_a_image_that_does_not_fit_alone_is_rejected_and_its_neighbours_are_stored(
+def test_an_image_that_does_not_fit_alone_is_rejected_and_its_neighbours_are_stored(
     encode: Encode, class_folder: Path, tmp_path: Path, sizes: Callable[..., list[int]]
 ) -> None:
     sizes(8, without=crop(class_folder / "n001/1.png"))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage
-from faults import checked
 from features import (
     COUNT,
     SIDE,
@@ -21,6 +20,7 @@ from features import (
     run_import,
 )
 from making import tree_digest
+from stores import checked
 
 from leandit.datasets.batches.latents import denormalise, final_latents
 from leandit.datasets.store import LatentStore

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from faults import checked
 from features import (
     COUNT,
     MAKERS,
@@ -30,6 +29,7 @@ from features import (
 )
 from making import CPU, store_digest, train_recipe, tree_digest
 from safetensors.torch import save_file
+from stores import checked
 
 from leandit.datasets.batches.latents import denormalise, final_latents
 from leandit.datasets.disk import files

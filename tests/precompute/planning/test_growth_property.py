@@ -54,7 +54,7 @@ def each_image(**choices: list[Any]) -> st.SearchStrategy[list[dict[str, Any]]]:
 class TableSource:
     """Images that a ``metadata.jsonl`` names."""
 
-    edits = each_image(smooth_image=IMAGES, captions=CAPTIONS, label=LABELS, listed=[1, 1, 1, 1, 0, 2])
+    edits = each_image(image=IMAGES, captions=CAPTIONS, label=LABELS, listed=[1, 1, 1, 1, 0, 2])
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -75,7 +75,7 @@ class SidecarSource:
     """Images with a text, or a JSON, beside each."""
 
     edits = each_image(
-        smooth_image=IMAGES,
+        image=IMAGES,
         txt=[b"a circle", b"a square\na square\n", b" ", BROKEN_TEXT, LONG.encode(), None],
         json=[None, b'{"label": 1}', b'{"label": "x"}', b"{", b'{"caption": 5}'],
     )
@@ -100,7 +100,7 @@ class SidecarSource:
 class ClassSource:
     """Images in class folders."""
 
-    edits = each_image(folder=list("abcde"), smooth_image=IMAGES)
+    edits = each_image(folder=list("abcde"), image=IMAGES)
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from faults import content, deep, encode, make_grown, small_shards
-from making import caption_recipe, loaded_encoders, no_progress
+from making import caption_recipe, encode, loaded_encoders, no_progress
+from stores import content, deep, make_grown, small_shards
 
 from leandit.datasets.errors import EncoderError
 from leandit.datasets.format.layout import CaptionLayout

@@ -16,10 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from faults import encode, in_child, without_seal
+from faults import in_child, without_seal
 from harness import InProcessDecoders
 from making import (
     caption_recipe,
+    encode,
     loaded_encoders,
     make_caption_folder,
     store_digest,

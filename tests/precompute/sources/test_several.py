@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faults import checked, deep
 from making import NO_CHECK, label_recipe, make_class_folder, smooth_image, write_tar
+from stores import checked, deep
 from typer.testing import CliRunner, Result
 
 from leandit.datasets.disk import spill

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 import typer
-from faults import encode, without_seal
+from faults import without_seal
 from forked import IN_TURN, ForkedPython
-from making import LABEL_RECIPE, TRAIN_RECIPE, Ended, Leandit, all_commands, label_recipe, tree_digest
+from making import LABEL_RECIPE, TRAIN_RECIPE, Ended, Leandit, all_commands, encode, label_recipe, tree_digest
 from safetensors.torch import load_file
 
 from leandit import __version__

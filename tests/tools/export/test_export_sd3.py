@@ -9,7 +9,7 @@ import pytest
 import torch
 from loaded import forward, load_pipeline, load_transformer
 from making import CPU, no_progress, train_recipe
-from three_texts import encoder_recipe
+from stores import encoder_recipe
 
 from leandit.datasets.errors import EncoderError, RunError
 from leandit.datasets.order.shuffle import keyed_hash

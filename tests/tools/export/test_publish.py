@@ -19,10 +19,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import encode, without_seal
+from faults import without_seal
 from forked import ForkedPython
 from hub_server import TOKEN, Hub, Repository, Stored, hub_server
-from making import CPU, caption_recipe, label_recipe, make_caption_folder, no_progress, train_recipe, tree_digest
+from making import (
+    CPU,
+    caption_recipe,
+    encode,
+    label_recipe,
+    make_caption_folder,
+    no_progress,
+    train_recipe,
+    tree_digest,
+)
 
 from leandit.datasets.errors import DamageError, LeanditError, RecipeError, StoreError, StoreIncomplete
 from leandit.datasets.loader import make_loader

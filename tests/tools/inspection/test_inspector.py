@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import encode, without_seal
-from making import CPU, caption_recipe, label_recipe, no_progress, smooth_image
+from faults import without_seal
+from making import CPU, caption_recipe, encode, label_recipe, no_progress, smooth_image
 from PIL import Image
 from typer.testing import CliRunner
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
-from faults import rewrite_recipe
 from hub_server import Hub, hub_server
 from making import CPU, TRAIN_RECIPE, label_recipe, no_progress, train_recipe
+from stores import rewrite_recipe
 from tiny_autoencoders import save_autoencoder
 from tiny_models import make_dinov2
 from typer.testing import CliRunner

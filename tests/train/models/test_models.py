@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from making import shaken, train_recipe
-from three_texts import TEXTS, noise_store, text_spec
+from stores import TEXTS, noise_store, text_spec
 from torch import Tensor
 from torch.nn.functional import pad
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import small_shards
 from making import COMPANIONS, CPU, caption_recipe, make_companion_folder, no_progress, train_recipe
+from stores import small_shards
 
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.store import LatentStore

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from faults import rewrite_recipe, without_seal
+from faults import without_seal
 from making import CPU, caption_recipe, label_recipe, make_caption_folder, make_class_folder, no_progress, smooth_image
+from stores import rewrite_recipe
 from typer.testing import CliRunner
 from view_sites import Elements, hostile_store
 

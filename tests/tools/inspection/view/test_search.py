@@ -13,10 +13,10 @@ from urllib.parse import parse_qsl
 
 import duckdb
 import pytest
-from faults import encode, without_seal
+from faults import without_seal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from making import CPU, caption_recipe, make_caption_folder, no_progress
+from making import CPU, caption_recipe, encode, make_caption_folder, no_progress
 from view_sites import ROOT, client, site
 
 from leandit.datasets.errors import DamageError, RecipeError

@@ -20,11 +20,11 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from everything import Everything
 from forked import ForkedPython
 from hub_server import Hub, hub_server
 from making import no_progress, tree_digest
 from PIL import Image
+from stores import Everything
 from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT, ROOT, TOKEN, client, grey, hostile_store, site
 
 from leandit.datasets.errors import EncoderError
