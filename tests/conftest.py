@@ -78,6 +78,7 @@ def keep_decoders(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test touches a network
 torch.set_num_threads(1)  # the tests run in two processes
+gc.get_freeze_count = lambda: 1  # each run of a training would count a million objects, for a tenth of a second
 
 MEMORY = Path("/dev/shm")
 ROOM_BYTES = 4 << 30  # more than all tests need together

@@ -82,6 +82,7 @@ class Handler(BaseHTTPRequestHandler):
     """One request."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # the body would wait for the acknowledgement of the headers
     server: Hub
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -69,6 +69,7 @@ def test_convolutions_are_timed_where_a_model_has_them_in_its_blocks(
 def test_no_step_of_a_run_is_interrupted_by_a_collection(
     fails: bool, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
     gc.unfreeze()  # what the session has frozen
     take, seen, collected = loop.train_step, list[bool](), list[int]()
 
