@@ -7,6 +7,7 @@ Measured once a round, in alternating order, on the same images, weights and dev
 - bare encoder: the VAE on up to four batches, decoded and in memory;
 - bare decode: reading, decoding and cropping, with the encoder idle;
 - leandit: a whole precompute into a fresh store (listing, planning, decoding, encoding, writing, sealing);
+- with ``--latency-ms``: the same from a URL, each of whose requests is answered so much later;
 - with ``--text``: the text stage of a precompute with its writing, and PixArt's loop, once it is seen to encode as we
   do; bytes a caption on disk.
 
@@ -27,9 +28,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any
 
+import fsspec
 import numpy as np
 import torch
 import typer
+from fsspec.implementations.local import LocalFileSystem
 from inputs import text_folder, vae_folder, write_sample
 from measuring import alternate, fresh_folder, machine, median_and_range, print_rates, print_table, ratios
 from PIL import Image
@@ -52,7 +55,7 @@ Figures = dict[str, list[float]]
 Scratch = Annotated[Path, typer.Option(help="Folder for samples, random encoders and stores.")]
 Vae = Annotated[str, typer.Option(help="Folder, shipped:vae or random:sd.")]
 Text = Annotated[str, typer.Option(help="Folder, shipped:t5 or random:t5-small to random:t5-xxl; else no captions.")]
-ENCODER, DECODER, OURS = "bare encoder", "bare decode", "leandit"
+ENCODER, DECODER, OURS, FAR = "bare encoder", "bare decode", "leandit", "leandit from a URL"
 OUR_CAPTIONS, PIXART_CAPTIONS, PADDING, BUSY = "leandit captions", "PixArt captions", "padding", "encode stage busy"
 BASE_RECIPE = "imagenet-256"
 NO_CHECK = "vae.min_psnr=0"  # random VAEs would fail it, and its time is not that of encoding
@@ -74,6 +77,7 @@ def main(
     records: Annotated[int, typer.Option(min=1, help="Images to encode; if the source has fewer, they repeat.")] = 256,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     seconds: Annotated[float, typer.Option(help="Least length of a measured loop.")] = 5.0,
+    latency_ms: Annotated[float, typer.Option(min=0, help="Of each request of a further cell, from a URL.")] = 0.0,
     device: Device = "auto",
     overrides: Overrides = None,
 ) -> None:
@@ -82,13 +86,15 @@ def main(
     shared: dict[str, Any] = {"device": where, "scratch": str(scratch.resolve()), "source": source, "records": records}
     shared |= {"rounds": rounds, "seconds": seconds, "settings": overrides or []}
     print(f"{machine()}; device {where}; VAE {vae}, text {text or 'none'}; medians of {rounds} rounds (ranges)\n")
-    found = measure_precompute(vae=vae, **shared)
-    print_rates("images/s", {name: found[name] for name in (ENCODER, DECODER, OURS)}, OURS)
+    found = measure_precompute(vae=vae, latency_ms=latency_ms, **shared)
+    print_rates("images/s", {name: found[name] for name in found if name != BUSY}, OURS)
     both = [1 / (1 / a + 1 / b) for a, b in zip(found[ENCODER], found[DECODER], strict=True)]
     facts = [
         ("encode stage busy, of the run", median_and_range(found[BUSY])),
         ("leandit, of one processor that decodes and encodes", median_and_range(ratios(found[OURS], both))),
     ]
+    if latency_ms:
+        facts.append(("leandit from a URL, of local", median_and_range(ratios(found[FAR], found[OURS]))))
     if text:
         found = measure_captions(text=text, tokenizer=tokenizer, with_bytes=True, **shared)
         print_rates("captions/s", {name: found[name] for name in (OUR_CAPTIONS, PIXART_CAPTIONS)}, OUR_CAPTIONS)
@@ -108,6 +114,7 @@ def measure_precompute(
     rounds: int,
     seconds: float,
     settings: list[str],
+    latency_ms: float = 0.0,
 ) -> Figures:
     """Images/s of each cell in each round, and the share of each precompute in which its encode stage is busy."""
     where, home, busy = torch.device(device), Path(scratch), list[float]()
@@ -130,17 +137,25 @@ def measure_precompute(
     with Decoders(num_threads()) as decoders:
         batches = decoded_batches(recipe, buckets, lambda number: decode(decoders, number))
 
-    def ours() -> float:
-        report, _ = run_precompute(recipe, folder, home, where)
+    def rate(images: Path | str) -> tuple[float, float]:
+        report, _ = run_precompute(recipe, images, home, where)
         seconds_loaded = report.total_seconds - report.seconds["load"]
-        busy.append(report.seconds["encode"] / seconds_loaded)
-        return report.num_encoded / seconds_loaded
+        return report.num_encoded / seconds_loaded, report.seconds["encode"] / seconds_loaded
+
+    def ours() -> float:
+        images_a_second, share = rate(folder)
+        busy.append(share)
+        return images_a_second
 
     cells = {
         ENCODER: lambda: encoder_rate(recipe, where, batches, seconds),
         DECODER: lambda: decoder_rate(decode, len(paths)),
         OURS: ours,
     }
+    if latency_ms:
+        FarAway.latency_seconds = latency_ms / 1000
+        fsspec.register_implementation(FarAway.protocol, FarAway, clobber=True)
+        cells[FAR] = lambda: rate(f"{FarAway.protocol}://{folder}")[0]
     return alternate(cells, rounds) | {BUSY: busy}
 
 
@@ -195,12 +210,35 @@ def measure_captions(
 
 
 def run_precompute(
-    recipe: PrecomputeRecipe, folder: Path, scratch: Path, device: torch.device
+    recipe: PrecomputeRecipe, folder: Path | str, scratch: Path, device: torch.device
 ) -> tuple[Report, LatentStore]:
     """Run a precompute into a fresh store."""
     path = fresh_folder(scratch, "store") / "store"
     report = precompute(recipe, source_path=folder, store_path=path, device=device, progress=no_progress)
     return report, LatentStore(path)
+
+
+class FarAway(LocalFileSystem):
+    """A local folder whose every request is answered late, as a store of objects does."""
+
+    protocol = "faraway"
+    cachable = False
+    latency_seconds = 0.0
+
+    def ls(self, *args: Any, **kwargs: Any) -> Any:
+        """One request a folder."""
+        time.sleep(self.latency_seconds)
+        return super().ls(*args, **kwargs)
+
+    def info(self, *args: Any, **kwargs: Any) -> Any:
+        """One request."""
+        time.sleep(self.latency_seconds)
+        return super().info(*args, **kwargs)
+
+    def cat_file(self, *args: Any, **kwargs: Any) -> bytes:
+        """One request a range."""
+        time.sleep(self.latency_seconds)
+        return super().cat_file(*args, **kwargs)
 
 
 def no_progress(stage: str, done: int, total: int) -> None:

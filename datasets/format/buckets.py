@@ -204,3 +204,19 @@ def adm_sizes(height_px: int, width_px: int, side_px: int) -> list[tuple[int, in
         sizes.append((height_px, width_px))
     scale = side_px / min(height_px, width_px)
     return [*sizes, (round(height_px * scale), round(width_px * scale))]
+
+
+def centre_crop(
+    height_px: int, width_px: int, bucket: tuple[int, int], crop: str
+) -> tuple[list[tuple[int, int]], int, int]:
+    """Sizes through which an image is resized, and the crop's top and left in the last of them, all in pixels.
+
+    Args:
+      crop: "adm" or "bucket".
+    """
+    if crop == "adm":
+        sizes = adm_sizes(height_px, width_px, bucket[0])
+        return sizes, (sizes[-1][0] - bucket[0]) // 2, (sizes[-1][1] - bucket[1]) // 2
+    height, width = cover_size(height_px, width_px, bucket)
+    # round() halves to even, as torchvision's CenterCrop, which PixArt's trainer uses.
+    return [(height, width)], round((height - bucket[0]) / 2), round((width - bucket[1]) / 2)

@@ -80,6 +80,8 @@ CAPTIONS_SCHEMA = pa.schema(
         ("max_error", pa.float32()),  # largest absolute difference of the same; null likewise
     ]
 )
+SIZE = ("height_px", "width_px")  # columns of the source image
+PLACEMENT = (*SIZE, "resized_height_px", "resized_width_px", "crop_top_px", "crop_left_px")  # and of its crop
 CAPTION_RESULTS = ("checksum", "min_cosine", "max_error")  # columns that encoding fills in
 CAPTION_COUNTS = ("num_tokens", "truncated")  # columns of a text encoder that planning fills in
 CAPTION_START = "start"  # column that the layout fills in
@@ -95,6 +97,8 @@ ROW_RESULTS = np.dtype(
         ("source_checksum", "<u8"),  # XXH3-64 of the image's file; 0 if it has none
         ("min_cosine", "<f4"),  # NaN if it was not narrowed
         ("max_error", "<f4"),
+        ("height_px", "<i4"),  # of the source image as it was decoded; 0 if it has none
+        ("width_px", "<i4"),
     ]
 )
 EMPTY, STORED, REJECTED = 0, 1, 2  # states: no record has the row; its results count; a reject names it

@@ -7,6 +7,7 @@ at a time. Memory does not grow with the store, except for the texts of rejects 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pyarrow.compute
 
 from ..disk.cached import cached_property
 from ..disk.spill import map_array, one_chunk
+from ..format.buckets import bucket_size, centre_crop
 from ..format.layout import CaptionLayout, Task
 from ..format.row_layout import LATENTS
 from ..format.schema import CommitRecord
@@ -22,6 +24,7 @@ from ..format.table_schemas import (
     CAPTION_RESULTS,
     CAPTION_START,
     COMPANION_RESULTS,
+    PLACEMENT,
     REJECTED,
     ROW_RESULTS,
     STORED,
@@ -35,6 +38,7 @@ from .plan import FrozenPlan, caption_owners
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
+KNOWN_SIZES = 1 << 16  # whose placement is kept
 STATUSES = pa.array(["stored", "rejected"])
 Columns = dict[str, pa.ChunkedArray]
 
@@ -49,6 +53,7 @@ class Merge:
         features = {one.name: CAPTION_RESULTS for one in plan.spec.features}
         companions = {one.name: COMPANION_RESULTS for one in plan.spec.companions}
         names = {LATENTS: COMPANION_RESULTS, **features, **companions}
+        self._place = lru_cache(KNOWN_SIZES)(partial(_placement, crop=plan.spec.images.crop))
         self._groups = {
             group: _Results(plan.records.num_rows, names[group], f"_{group}" if group else "") for group in names
         }
@@ -85,6 +90,7 @@ class Merge:
         for rows, columns in _row_groups(self._plan.records.select(records_schema(self._plan.spec).names)):
             for results in self._groups.values():
                 results.fill(columns, rows)
+            self._fill_sizes(columns, rows)
             self._rejects.fill(columns, rows)
             self._fallbacks.fill(columns, rows)
             states = [results.values["state"][rows] for results in self._groups.values()]
@@ -98,6 +104,19 @@ class Merge:
                 for name in ("fallback", *(name for results in self._groups.values() for name in results.columns)):
                     columns[name] = _where(~is_rejected, columns[name], pa.scalar(None, columns[name].type))
             yield pa.table(columns, schema=records_schema(self._plan.spec))
+
+    def _fill_sizes(self, columns: Columns, rows: slice) -> None:
+        """Put sizes and crops into the columns of some rows, where no header was read while planning."""
+        results, planned = self._groups[LATENTS].values[rows], columns["height_px"].is_null().to_numpy()
+        is_filled = planned & (results["state"] == STORED) & (results["height_px"] > 0)
+        if not is_filled.any():
+            return
+        sizes = zip(results["height_px"][is_filled].tolist(), results["width_px"][is_filled].tolist(), strict=True)
+        buckets = columns["bucket"].filter(pa.array(is_filled)).to_pylist()
+        values = np.zeros((len(is_filled), len(PLACEMENT)), np.int32)
+        values[is_filled] = [self._place(*size, bucket) for size, bucket in zip(sizes, buckets, strict=True)]
+        for name, column in zip(PLACEMENT, values.T, strict=True):
+            columns[name] = _where(is_filled, pa.array(np.ascontiguousarray(column)), columns[name])
 
     @cached_property
     def _caption_layouts(self) -> dict[str, CaptionLayout]:
@@ -152,6 +171,12 @@ class Merge:
                     columns[column] = _where(is_new, pa.array(starts), columns[column])
                 self._texts[name].fill(columns, rows)
             yield pa.table(columns, schema=captions_schema(self._plan.spec))
+
+
+def _placement(height_px: int, width_px: int, bucket: str, *, crop: str) -> tuple[int, ...]:
+    """PLACEMENT of an image."""
+    sizes, top_px, left_px = centre_crop(height_px, width_px, bucket_size(bucket), crop)
+    return height_px, width_px, *sizes[-1], top_px, left_px
 
 
 def _row_groups(planned: pa.Table) -> Iterator[tuple[slice, Columns]]:

@@ -77,6 +77,11 @@ class Decoded:
     decode_seconds: float = 0.0
     companions: Mapping[str, Decoded] = field(default_factory=dict)
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the source image in pixels."""
+        return self.height_px, self.width_px
+
 
 class Decoders:
     """Child processes that decode images; a context manager.

@@ -20,7 +20,7 @@ import xxhash
 from PIL import Image, ImageChops, ImageFile, UnidentifiedImageError
 
 from ...datasets.errors import RecordRejected
-from ...datasets.format.buckets import NO_EXIF, adm_sizes, cover_size
+from ...datasets.format.buckets import NO_EXIF, adm_sizes, centre_crop, cover_size
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 MAX_PIXELS = 89_478_485  # Pillow's own warning limit: 256 MiB of RGB
@@ -154,25 +154,20 @@ def _rejects(stage: str) -> Iterator[None]:
 def crop_geometry(
     height_px: int, width_px: int, bucket: tuple[int, int], crop: str, variant: Variant | None = None
 ) -> tuple[list[tuple[int, int]], int, int]:
-    """Sizes through which an image is resized, and the crop's top and left in the last of them, all in pixels.
+    """As ``centre_crop``, or of a variant.
 
     Source of variants: the random crop of the published data loader of Dhariwal and Nichol 2021, which resizes the
     image to a random size that is at least the crop's, and crops anywhere.
     """
-    if variant:
-        zoom, *shares = variant
-        height, width = (round(zoom * side_px) for side_px in bucket)
-        sizes = [cover_size(height_px, width_px, (height, width))]
-        if crop == "adm":
-            sizes = adm_sizes(height_px, width_px, height)
-        top, left = (int(share * (sizes[-1][i] - bucket[i] + 1)) for i, share in enumerate(shares))
-        return sizes, top, left
+    if variant is None:
+        return centre_crop(height_px, width_px, bucket, crop)
+    zoom, *shares = variant
+    height, width = (round(zoom * side_px) for side_px in bucket)
+    sizes = [cover_size(height_px, width_px, (height, width))]
     if crop == "adm":
-        sizes = adm_sizes(height_px, width_px, bucket[0])
-        return sizes, (sizes[-1][0] - bucket[0]) // 2, (sizes[-1][1] - bucket[1]) // 2
-    height, width = cover_size(height_px, width_px, bucket)
-    # round() halves to even, as torchvision's CenterCrop, which PixArt's trainer uses.
-    return [(height, width)], round((height - bucket[0]) / 2), round((width - bucket[1]) / 2)
+        sizes = adm_sizes(height_px, width_px, height)
+    top, left = (int(share * (sizes[-1][i] - bucket[i] + 1)) for i, share in enumerate(shares))
+    return sizes, top, left
 
 
 def crop_image(

@@ -1,7 +1,7 @@
 """The size, bucket, row and crop of every image of a revision, before any pixel is decoded.
 
-Headers are read here, unless the recipe trusts a manifest. An image that cannot be planned is rejected with a reason
-and has no row. Each size is placed once.
+Headers are read here, unless the recipe trusts a manifest or nothing depends on them (``reads_headers``). An image that
+cannot be planned is rejected with a reason and has no row. Each size is placed once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import pyarrow.compute
 
 from ...datasets.disk.spill import BATCH_ROWS, map_table, rebatched
 from ...datasets.errors import RecordRejected
-from ...datasets.format.buckets import assign_bucket, bucket_name
-from ...datasets.format.table_schemas import PLAN_SCHEMA
+from ...datasets.format.buckets import assign_bucket, bucket_name, centre_crop
+from ...datasets.format.table_schemas import PLACEMENT, PLAN_SCHEMA
 from ..config import ImagesSection, PrecomputeRecipe
 from ..images.decoders import Decoders
-from ..images.pixels import crop_geometry, resize_problem
+from ..images.pixels import resize_problem
 from ..run.rejects import RejectLimits
 from ..run.tasks import FETCHES
 from ..sources.files.record import NO_CAPTION
@@ -41,13 +41,19 @@ MAX_THREADS = 32
 DECODERS = "LEANDIT_DECODERS"  # environment variable of a process that shares its cores with others
 KNOWN_SIZES = 1 << 16  # whose placement is kept
 WHAT = "the plan of the images"
-PLACEMENT = "height_px", "width_px", "resized_height_px", "resized_width_px", "crop_top_px", "crop_left_px"
 REJECT = "stage", "reason", "detail"
 REJECTED_ROW = {"row": -1, "status": "rejected", "stage": "scan"}
 IMAGES_SCHEMA = pa.schema([PLAN_SCHEMA.field(name) for name in ("bucket", "row", *PLACEMENT, "status", *REJECT)])
 
 Size = tuple[int, int]
 """Height and width in pixels; (0, 0) if unknown."""
+
+
+def reads_headers(source: Source, images: ImagesSection) -> bool:
+    """Whether sizes are found while planning. Otherwise every image has one place, whatever its size, and headers would
+    be read from a URL or a row of a Parquet file: the size is that of the decoded image.
+    """
+    return source.is_read_by_decoders or len(images.table) > 1 or images.min_px > 1
 
 
 def plan_images(
@@ -116,14 +122,18 @@ def _planned(
 
 
 def place_image(height_px: int, width_px: int, images: ImagesSection) -> dict[str, Any] | RecordRejected:
-    """Bucket and crop for an image size, by the name of the column; or why it has none."""
+    """Bucket and crop for an image size, by the name of the column; or why it has none. The size may be unknown where
+    there is one bucket."""
+    if not height_px:
+        _, *bucket = images.table[0]
+        return {"bucket": bucket_name(*bucket), "status": "planned"}
     size = f"{height_px}x{width_px} px"
     if min(height_px, width_px) < images.min_px:
         return RecordRejected("scan", "too_small", f"{size}, images.min_px = {images.min_px}")
     bucket = assign_bucket(height_px, width_px, images.table, max_ratio=images.max_ratio)
     if bucket is None:
         return RecordRejected("scan", "aspect", f"{size} is outside the bucket table")
-    sizes, top, left = crop_geometry(height_px, width_px, bucket, images.crop)
+    sizes, top, left = centre_crop(height_px, width_px, bucket, images.crop)
     if problem := resize_problem(height_px, width_px, sizes[-1]):
         return RecordRejected("scan", "aspect", problem)
     placement = dict(zip(PLACEMENT, (height_px, width_px, *sizes[-1], top, left), strict=True))
@@ -157,7 +167,8 @@ def _find_sizes(
         sizes = list(zip(batch["height_px"].to_pylist(), batch["width_px"].to_pylist(), strict=True))
     for position, reject in listing_rejects(batch, recipe).items():
         sizes[position] = reject
-    unknown = [position for position, size in enumerate(sizes) if size == (0, 0)]
+    is_read = reads_headers(source, recipe.images)
+    unknown = [position for position, size in enumerate(sizes) if is_read and size == (0, 0)]
     columns = [batch[name].take(pa.array(unknown, pa.int64())).to_pylist() for name in ("path", "offset", "num_bytes")]
     places = list(zip(*columns, strict=True))
     if source.is_read_by_decoders:

@@ -63,14 +63,14 @@ class ImageReader:
         return decoded
 
     def decode_planned(
-        self, place: Place, size: tuple[int, int], bucket: tuple[int, int], **how: Any
+        self, place: Place, size: tuple[int | None, int | None], bucket: tuple[int, int], **how: Any
     ) -> Decoded | RecordRejected:
-        """As ``decode``, of a record's own image, which must have its planned height and width in pixels."""
+        """As ``decode``, of a record's own image, which must have the height and width in pixels that were planned, if
+        any were."""
         decoded = self.decode(place, bucket, **how)
-        if isinstance(decoded, RecordRejected) or (decoded.height_px, decoded.width_px) == size:
+        if isinstance(decoded, RecordRejected) or size in ((None, None), decoded.size):
             return decoded
-        planned = "{}x{}".format(*size)
-        detail = f"the image has {decoded.height_px}x{decoded.width_px} px, planned were {planned} px"
+        detail = "the image has {}x{} px, planned were {}x{} px".format(*decoded.size, *size)
         return RecordRejected("decode", "wrong_size", detail)
 
 
@@ -103,10 +103,10 @@ class PartImages:
         """Decode a record's own image and its companions; None for a row that no record has."""
         if self.positions[row] < 0:
             return None
-        bucket, size = bucket_size(self.part.bucket), _at(self._size, row)
+        bucket = bucket_size(self.part.bucket)
         variants = variant_draws(self.keys[row], self.spec.images.variants, self.spec.images.variant_zoom)
         how = {"variants": variants} if variants else {}
-        decoded = self.reader.decode_planned(_at(self._place, row), size, bucket, **how)
+        decoded = self.reader.decode_planned(_at(self._place, row), _at(self._size, row), bucket, **how)
         if isinstance(decoded, RecordRejected):
             return decoded
         if any(checksum not in (None, decoded.source_checksum) for checksum in _at(self._checksum, row)):
@@ -114,7 +114,7 @@ class PartImages:
         companions = {}
         for name, columns in self._companion_places.items():
             place, mask_px = _at(columns, row), self.spec.latent.downscale if self.companions[name] == MASK else 0
-            image = self.reader.decode(place, bucket, companion=name, beside=size, mask_px=mask_px, **how)
+            image = self.reader.decode(place, bucket, companion=name, beside=decoded.size, mask_px=mask_px, **how)
             if isinstance(image, RecordRejected):
                 return RecordRejected(image.stage, image.reason, f"companion '{name}', '{place[0]}': {image.detail}")
             companions[name] = image

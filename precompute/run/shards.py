@@ -88,6 +88,7 @@ class Shard:
         group: int = 0,
         quality: Quality | None = None,
         source_checksum: int = 0,
+        size: tuple[int, int] = (0, 0),
     ) -> None:
         """Store the rows of one record or caption.
 
@@ -98,6 +99,7 @@ class Shard:
           group: number of the group of arrays.
           quality: what narrowing cost.
           source_checksum: of the file that was encoded.
+          size: height and width in pixels of the image in it.
         """
         stored = []
         for layout, first, rows in zip(layouts, first_rows, values, strict=True):
@@ -106,6 +108,7 @@ class Shard:
             stored[-1][:] = rows
         result = self.results[item, group]
         result["state"], result["checksum"], result["source_checksum"] = STORED, row_checksum(*stored), source_checksum
+        result["height_px"], result["width_px"] = size
         if quality:
             result["min_cosine"], result["max_error"] = quality
 
@@ -227,6 +230,7 @@ class ImageShard(Shard):
                     group=number,
                     quality=result.qualities[number],
                     source_checksum=file.source_checksum,
+                    size=file.size,
                 )
             if result.fallback:
                 self.fallbacks.append(Fallback(row=row, how=result.fallback))

@@ -519,7 +519,7 @@ def test_planning_from_a_url_reads_the_first_bytes_of_a_jpeg(tmp_path: Path, mon
         return data
 
     monkeypatch.setattr(RemoteReader, "read", counting)
-    recipe = label_recipe("source.labels=none")
+    recipe = label_recipe("source.labels=none", "images.min_px=2")
     with Decoders(1) as decoders:
         limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
         planned = plan_images(source, source.records, recipe, decoders, limits)
@@ -527,6 +527,30 @@ def test_planning_from_a_url_reads_the_first_bytes_of_a_jpeg(tmp_path: Path, mon
     assert read["small.jpg"] == len(small)
     assert read["large.jpg"] == HEADER_BYTES
     assert read["late.jpg"] == HEADER_BYTES + len(content)
+
+
+@pytest.mark.parametrize("crop", ["adm", "bucket"])
+def test_where_there_is_one_bucket_a_url_is_read_once_and_the_store_is_that_of_a_folder(
+    crop: str, tmp_path: Path, encode: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = {f"{number}.jpg": jpeg(number, *size) for number, size in enumerate([(64, 64), (60, 190), (100, 33)])}
+    for name, content in contents.items():
+        write_file(tmp_path / "source" / name, content)
+    url = at_url(f"memory://once-{crop}/{tmp_path.name}", tmp_path / "source", tmp_path / "source")
+    read, original = Counter[str](), RemoteReader.read
+
+    def counting(self: RemoteReader, path: str, start: int, end: int) -> bytes:
+        data = original(self, path, start, end)
+        read[path] += len(data)
+        return data
+
+    monkeypatch.setattr(RemoteReader, "read", counting)
+    recipe = label_recipe("source.labels=none", f"images.crop={crop}", "vae.min_psnr=0")
+    here = encode(recipe, tmp_path / "source", tmp_path / "here").manifest
+    there = encode(recipe, url, tmp_path / "there").manifest
+    assert dict(read) == {name: len(content) for name, content in contents.items()}
+    assert there.root_hash == here.root_hash  # sizes and crops among the rest
+    assert LatentStore(tmp_path / "there").records["height_px"].to_pylist() == [64, 60, 100]
 
 
 def test_planning_from_a_url_has_many_fetches_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,7 +570,7 @@ def test_planning_from_a_url_has_many_fetches_in_flight(tmp_path: Path, monkeypa
         return original(self, path, start, end)
 
     monkeypatch.setattr(RemoteReader, "read", slow)
-    recipe = label_recipe("source.labels=none")
+    recipe = label_recipe("source.labels=none", "images.min_px=2")
     with Decoders(1) as decoders:
         limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
         planned = plan_images(source, source.records, recipe, decoders, limits)
