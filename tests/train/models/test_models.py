@@ -217,11 +217,7 @@ L_G_T5 = {"l": CLIP, "g": CLIP, "t5": T5}
             [],
             "CLIP-G.*both",
         ),
-        (
-            L_G_T5,
-            ['conditioning.texts=["l", "g", "t6"]'],
-            r"which has \[text.l\], \[text.g\], \[text.t5\]",
-        ),
+        (L_G_T5, ['conditioning.texts=["l", "g", "t6"]'], r"which has \[text.l\], \[text.g\], \[text.t5\]"),
         (L_G_T5, ['conditioning.texts=["l", "l", "t5"]'], "expected CLIP-L, CLIP-G, T5, in this order"),
         (L_G_T5, ['conditioning.texts=["l", "g"]'], "expected CLIP-L, CLIP-G, T5, in this order"),
         (L_G_T5 | {"more": T5}, [], r"\[text.more\]: name those to read, in this order, in conditioning.texts"),

@@ -16,13 +16,7 @@ from leandit.datasets.recipe import flatten
 from leandit.tools.plan.dry_run import describe_train
 from leandit.tools.plan.strategies import with_ds_config
 from leandit.train.config import ParallelSection, TrainRecipe
-from leandit.train.parallel.deepspeed_config import (
-    config_for_deepspeed,
-    drop_unknown,
-    may_compile,
-    merge,
-    read_config,
-)
+from leandit.train.parallel.deepspeed_config import config_for_deepspeed, drop_unknown, may_compile, merge, read_config
 
 RECIPE = train_recipe("dit-s-4", "run.grad_clip=0.5", "run.microbatch=2")
 DOCS = ROOT / "docs"

@@ -82,20 +82,13 @@ ZERO: dict[str, dict[str, Any]] = {
         "activation_checkpointing": {"partition_activations": True},
         "optimizer": ADAMW,
     },
-    "zero-3": {
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-        "gradient_clipping": "auto",
-    },
+    "zero-3": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "gradient_clipping": "auto"},
     "offloaded": {
         "train_batch_size": "auto",
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "optimizer": ADAMW,
     },
-    "fp16": {
-        "zero_optimization": {"stage": 2},
-        "fp16": {"enabled": True},
-        "optimizer": ADAMW,
-    },
+    "fp16": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}, "optimizer": ADAMW},
 }
 ALIGNED = [  # all that looks into the model; alignment stops, so that its projector has gradients of zero at last
     "objective.kind=flow",

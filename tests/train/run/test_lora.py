@@ -225,12 +225,7 @@ def test_adapters_can_be_trained_on_a_run_with_adapters(
     ],
 )
 def test_what_cannot_have_adapters_is_refused(
-    model: str,
-    settings: list[str],
-    words: str,
-    bases: dict[str, Path],
-    caption_store: LatentStore,
-    tmp_path: Path,
+    model: str, settings: list[str], words: str, bases: dict[str, Path], caption_store: LatentStore, tmp_path: Path
 ) -> None:
     base = [f"model.init_from={bases['pixart-tiny']}"] if "targets" in settings[-1] else []
     with pytest.raises(LeanditError, match=words):

@@ -255,9 +255,7 @@ def test_a_run_stays_at_its_revisions_while_a_store_grows_and_says_so(here: Path
     shutil.copytree("second", "photos", dirs_exist_ok=True)
     outcome, _ = run_to(recipe, said=said)
     assert outcome.first_step == 3
-    assert said == [
-        "store 'photos' has revision 2, this run reads 1; a new run with model.init_from=run can read it",
-    ]
+    assert said == ["store 'photos' has revision 2, this run reads 1; a new run with model.init_from=run can read it"]
     assert_equal_bits("whole", "run", 4)
     with pytest.raises(
         RunError, match=r"reads revision 1 of store 'photos', not 2, and stays there.*model\.init_from=run"

@@ -313,14 +313,7 @@ def test_a_state_that_no_release_wrote_is_damage(content: bytes, run: Path) -> N
 
 @pytest.mark.parametrize(
     "loader",
-    [
-        {},
-        {"number": -1},
-        {"number": 10**30},
-        {"draw_seed": 1},
-        {"root_hashes": ["other"]},
-        {"order": {}},
-    ],
+    [{}, {"number": -1}, {"number": 10**30}, {"draw_seed": 1}, {"root_hashes": ["other"]}, {"order": {}}],
     ids=str,
 )
 def test_a_place_in_the_data_that_does_not_exist_is_refused_before_a_tensor_is_applied(

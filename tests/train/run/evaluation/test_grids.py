@@ -113,9 +113,7 @@ def subjects_of(store: LatentStore, name: str, *overrides: str, count: int = 5) 
     return choose_subjects(reader, 0, recipe.data, takes_text=takes_text, count=count)
 
 
-def test_captions_are_those_of_held_out_records_and_classes_those_that_train(
-    store_of: dict[str, LatentStore],
-) -> None:
+def test_captions_are_those_of_held_out_records_and_classes_those_that_train(store_of: dict[str, LatentStore]) -> None:
     store = store_of["pixart-tiny"]
     held_out = np.flatnonzero(is_held_out(store.numbers("keys"), 0.4))
     texts = [store.captions["text"][store.record_at(int(i)).caption_ids[0]].as_py() for i in held_out]
