@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from forked import ForkedPython
+from forked import ForkedPython, run_forked
 from harness import start
-from making import CPU, LABEL_RECIPE, TRAIN_RECIPE, train_recipe
+from making import CPU, TRAIN_RECIPE, train_recipe
 from runs import bits, read_all
 
 from leandit.datasets.disk.strays import find_strays
@@ -57,17 +57,14 @@ main()
 """
 
 
-def set_options(overrides: Sequence[str]) -> list[str]:
-    return [word for override in overrides for word in ("--set", override)]
-
-
-def begin(*arguments: object, forked: bool = False) -> subprocess.Popen[str]:
+def begin_training(store: Path, run: Path, *, forked: bool) -> subprocess.Popen[str]:
     """Start the command in a process of its own; returns when its ``main()`` has begun, and catches SIGTERM.
 
     Args:
       forked: it has imported everything; otherwise most of its start are imports.
     """
-    command = ["-c", TINY_LEANDIT, *map(str, arguments)]
+    settings = [word for override in SETTINGS for word in ("--set", override)]
+    command = ["-c", TINY_LEANDIT, "train", "dit-s-2-256", "--store", str(store), "--run", str(run), *settings]
     how: Any = {"env": os.environ | {"OMP_NUM_THREADS": "1"}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if forked:
         process: subprocess.Popen[str] = ForkedPython(command, **how)
@@ -76,10 +73,6 @@ def begin(*arguments: object, forked: bool = False) -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "main\n"
     return process
-
-
-def begin_training(store: Path, run: Path, *, forked: bool) -> subprocess.Popen[str]:
-    return begin("train", "dit-s-2-256", "--store", store, "--run", run, *set_options(SETTINGS), forked=forked)
 
 
 def train_here(store: Path, run: Path, stop: StopRequest | None = None, *overrides: str) -> loop.Outcome:
@@ -183,7 +176,7 @@ try:
 finally:
     print(bool(stop), stop.is_terminated)
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    ended = run_forked(["-c", script])
     if held:
         assert (ended.returncode, ended.stdout) == (0, "True True\n")
     else:
@@ -191,16 +184,6 @@ finally:
         assert ended.stderr == "leandit: terminated; run the same command again to resume\n"
 
 
-def test_sigterm_at_the_start_of_precompute_ends_with_75(class_folder: Path, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    process = begin(
-        "precompute", "imagenet-256", "--source", class_folder, "--store", store, *set_options(LABEL_RECIPE)
-    )
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == EXIT_RESUMABLE, out + err
-    assert err.splitlines()[-1] == "leandit: terminated; run the same command again to resume"
 
 
 def kill_self() -> None:

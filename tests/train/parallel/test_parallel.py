@@ -514,12 +514,6 @@ def test_a_killed_rank_ends_the_others_soon_with_a_message(
     ranks[victim].communicate()
 
 
-def test_no_model_is_wrapped_any_more_when_the_ranks_part(label_store: LatentStore, tmp_path: Path) -> None:
-    """What DDP keeps until the interpreter ends can abort a run that has finished."""
-    settings = ("parallel.strategy=ddp", "run.steps=2")
-    for said in run_ranks([job(label_store, tmp_path / "run", *settings, connects=True)], 2):
-        assert {"wrapped": 0} in said
-        assert said[-1]["step"] == 2
 
 
 def test_a_rank_that_fails_alone_ends_the_others(label_store: LatentStore, tmp_path: Path) -> None:

@@ -244,23 +244,6 @@ def test_a_run_refuses_other_stores_and_shares(change: tuple[str, str], message:
         run_to(recipe_of(MIXTURE.replace(*change), "run.steps=4"))
 
 
-def test_a_run_stays_at_its_revisions_while_a_store_grows_and_says_so(here: Path, made: Path) -> None:
-    Path("photos").unlink()
-    shutil.copytree(made / "photos", "photos")
-    recipe, said = recipe_of(MIXTURE, "run.steps=4", "run.checkpoint_every=2"), list[str]()
-    run_to(recipe, "whole")
-    run_to(recipe_of(MIXTURE, "run.steps=2", "run.checkpoint_every=2"))
-    compact(Path("photos"), Path("second"), progress=no_progress)  # its records as revision 2
-    assert LatentStore("second").revision == 2
-    shutil.copytree("second", "photos", dirs_exist_ok=True)
-    outcome, _ = run_to(recipe, said=said)
-    assert outcome.first_step == 3
-    assert said == ["store 'photos' has revision 2, this run reads 1; a new run with model.init_from=run can read it"]
-    assert_equal_bits("whole", "run", 4)
-    with pytest.raises(
-        RunError, match=r"reads revision 1 of store 'photos', not 2, and stays there.*model\.init_from=run"
-    ):
-        run_to(recipe_of(MIXTURE.replace('"photos"', '"photos"\nrevision = 2'), "run.steps=6"))
 
 
 @pytest.mark.parametrize(
