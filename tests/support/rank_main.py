@@ -5,7 +5,6 @@ RANK=0 WORLD_SIZE=2 ... python rank_main.py '[{"recipe": "dit-s-4", "set": [...]
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.errors import LeanditError
@@ -89,18 +87,6 @@ def begin_with(run: Path, copy: Path, rank: str, step: int) -> None:
     dist.barrier()
 
 
-def count_wrapped_at_the_end() -> None:
-    """Print how many models DDP still wraps when the ranks part."""
-    destroy = dist.destroy_process_group
-
-    def counted() -> None:
-        wrapped = sum(type(one) is DistributedDataParallel for one in gc.get_objects())
-        print(json.dumps({"wrapped": wrapped}), flush=True)
-        destroy()
-
-    dist.destroy_process_group = counted
-
-
 def main() -> None:
     """Train all that the first argument says; what is refused goes to stdout as JSON lines."""
     from making import shrink_models, train_recipe
@@ -108,9 +94,7 @@ def main() -> None:
     torch.set_num_threads(1)
     shrink_models(pytest.MonkeyPatch())
     jobs = json.loads(sys.argv[1])
-    if jobs[0].get("connects"):  # as under torchrun; otherwise one group serves all jobs
-        count_wrapped_at_the_end()
-    elif os.environ.get("WORLD_SIZE", "1") != "1":
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         dist.init_process_group("gloo")
     rank = os.environ.get("RANK", "0")
     for job in jobs:

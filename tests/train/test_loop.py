@@ -331,8 +331,6 @@ def test_figures_of_a_gpu_are_read_once_the_next_step_is_launched_or_something_i
     assert_equal_bits(tmp_path / "run", run, 6)
 
 
-
-
 def test_a_loss_that_is_not_finite_is_seen_before_the_next_checkpoint_though_it_is_read_late(
     done: list[str], stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

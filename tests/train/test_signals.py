@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,8 +182,6 @@ finally:
     else:
         assert (ended.returncode, ended.stdout) == (EXIT_RESUMABLE, "")
         assert ended.stderr == "leandit: terminated; run the same command again to resume\n"
-
-
 
 
 def kill_self() -> None:

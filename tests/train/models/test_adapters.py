@@ -64,7 +64,7 @@ def test_a_model_with_new_adapters_computes_what_it_does_without(family: str) ->
     assert all(torch.equal(p, trained_parameters(build_model(spec, seed=0))[name]) for name, p in down.items())
 
 
-@pytest.mark.parametrize("family", ["pixart", "sana"])
+@pytest.mark.parametrize("family", ["pixart", pytest.param("sana", marks=pytest.mark.integration)])
 def test_blocks_with_adapters_compile_whole_and_to_two_graphs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, compile_by = [], torch.compile
 

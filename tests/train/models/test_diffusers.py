@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from making import shake, shaken, train_recipe
+from making import shake, shaken
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
@@ -336,9 +336,3 @@ def test_muon_leaves_the_modulations_to_adamw() -> None:
     assert not [name for name in names if "norm" in name]
     streams = {"attn.to_q", "attn.add_q_proj", "attn2.to_q", "ff.net.2", "ff_context.net.0.proj"}
     assert {f"transformer_blocks.0.{layer}.weight" for layer in streams} <= names
-
-
-def test_a_recipe_knows_how_many_text_encoders_its_model_reads() -> None:
-    for family in FAMILIES.values():
-        for name in family.sizes:
-            assert train_recipe("pixart-tiny", f"model.name={name}").num_texts == max(1, len(family.texts))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from making import CPU, train_recipe
+from runs import run_to
 from torch import Tensor, nn
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,12 +22,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from leandit.datasets.errors import DamageError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
-from leandit.train.loop import train
 from leandit.train.models.dit import SIZES
 from leandit.train.optim.ema import Ema, Exponential, Power, first_share
 from leandit.train.optim.posthoc_ema import Profile, combine, solve
 from leandit.train.optim.state import whole
-from leandit.train.parallel.stop import StopRequest
 from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.weights import checkpoint
 
@@ -236,8 +235,7 @@ def test_lengths_that_make_no_sense_are_refused(lengths: list[float]) -> None:
 
 def go(recipe_name: str, store: LatentStore, run: Path, steps: int) -> None:
     overrides = ["run.checkpoint_every=2", "ema.kind=power", "ema.keep_every=1", "schedule.kind=constant"]
-    recipe = train_recipe(recipe_name, f"run.steps={steps}", *overrides)
-    train(recipe, store_path=store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+    run_to(train_recipe(recipe_name, f"run.steps={steps}", *overrides), store, run)
 
 
 def test_a_run_stores_averages_resumes_them_to_the_bit_and_gives_a_snapshot_of_any_length(

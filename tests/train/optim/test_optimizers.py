@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 from forked import ForkedPython
-from making import CPU, SUPPORT, train_recipe
+from making import SUPPORT, train_recipe
+from runs import bits, run_to
 from torch import Tensor, nn
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
 from leandit.train.config import OptimizerSection
-from leandit.train.loop import train
 from leandit.train.models.dit import SIZES
 from leandit.train.optim import came
 from leandit.train.optim.build import build_optimizer, parameter_groups, set_learning_rate
 from leandit.train.optim.came import Came
 from leandit.train.optim.muon import MuonWithAdamW, hidden_matrices
 from leandit.train.optim.state import optimizer_state
-from leandit.train.parallel.stop import StopRequest
 
 NAMES = ["adamw", "adamw8bit", "came", "muon"]
 
@@ -140,13 +139,6 @@ def test_eight_bit_moments_become_numbers_and_back_within_their_rounding() -> No
             assert (numbers[key] - before[key]).abs().max() <= bound * value.abs().max()
 
 
-@pytest.mark.integration
-def test_torchao_says_nothing() -> None:
-    code = "import leandit.train.optim.adamw8bit"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (ended.stdout, ended.stderr) == ("", "")
-
-
 def test_a_missing_package_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.delitem(sys.modules, "torchao.optim", raising=False)
@@ -259,23 +251,10 @@ def test_a_run_resumes_with_every_optimizer_to_the_bit(
 ) -> None:
     monkeypatch.setitem(SIZES, "S", (2, 64, 2))
 
-    def go(run: str, steps: int) -> None:
-        recipe = train_recipe("dit-s-4", f"run.steps={steps}", f"optimizer.name={name}", "run.checkpoint_every=2")
-        train(
-            recipe,
-            store_path=label_store.path,
-            run=tmp_path / run,
-            device=CPU,
-            report=lambda _: None,
-            stop=StopRequest(),
-        )
-
-    go("whole", 4)
-    go("parts", 2)
-    go("parts", 4)
-    for file in ("model", "optimizer"):
-        one, other = ((tmp_path / run / f"checkpoint-4/{file}.safetensors").read_bytes() for run in ("whole", "parts"))
-        assert one == other
+    for run, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        overrides = (f"run.steps={steps}", f"optimizer.name={name}", "run.checkpoint_every=2")
+        run_to(train_recipe("dit-s-4", *overrides), label_store, tmp_path / run)
+    assert bits(tmp_path / "whole", 4) == bits(tmp_path / "parts", 4)
 
 
 def test_optimizers_and_averages_of_a_sharded_model_are_those_of_a_whole_one(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ TRAININGS = {
     "two streams": Training(
         "three_text_store",
         "sd3-tiny",
-        ["run.steps=6", "optimizer.weight_decay=0.1", "optimizer.decay_all=false"],
+        ["run.steps=3", "optimizer.weight_decay=0.1", "optimizer.decay_all=false"],
         ("ddp", "fsdp", "offloaded"),
     ),
 }
@@ -512,8 +512,6 @@ def test_a_killed_rank_ends_the_others_soon_with_a_message(
     assert "lost the connection to another rank" in error
     assert "start the same command again" in error
     ranks[victim].communicate()
-
-
 
 
 def test_a_rank_that_fails_alone_ends_the_others(label_store: LatentStore, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_snapshot_with_merged_adapters_computes_what_the_run_does(
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["adamw8bit", "muon", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "came"))]
+    "optimizer", ["muon", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "adamw8bit", "came"))]
 )
 def test_a_killed_run_resumes_bit_for_bit(
     optimizer: str, bases: dict[str, Path], caption_store: LatentStore, tmp_path: Path

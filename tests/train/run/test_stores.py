@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from making import CPU, TRAIN_RECIPE, label_recipe, no_progress
+from making import CPU, TRAIN_RECIPE
 from runs import bits
 
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.format.schema import UNKNOWN, FeatureEncoder, FeatureSpec
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.order.alike import check_alike
 from leandit.datasets.recipe import parse_recipe, to_toml
 from leandit.datasets.store import LatentStore
-from leandit.precompute.pipeline import precompute
 from leandit.tools.plan.dry_run import describe_train
 from leandit.tools.plan.workload import workload_of_stores
 from leandit.tools.synthetic.store import make_store
 from leandit.train import loop
 from leandit.train.config import TrainRecipe, load
 from leandit.train.loop import Outcome, StopRequest, train
-from leandit.train.run.fit import model_spec
 from leandit.train.weights import checkpoint
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -122,16 +118,13 @@ def test_stages_change_at_their_steps(here: Path) -> None:
     assert seen[7:] == [(3, "64x64")] * 2
 
 
-@pytest.mark.parametrize("first", ["small", "large"])
+@pytest.mark.parametrize(("first", "second"), [("32", "64"), ("64", "32")])
 def test_the_model_is_made_for_the_largest_images_whichever_stage_they_are_in(
-    first: str, here: Path, label_store: LatentStore, class_folder: Path
+    first: str, second: str, here: Path
 ) -> None:
-    Path("small").symlink_to(label_store.path)
-    larger = label_recipe("images.resolution=64")
-    precompute(larger, source_path=class_folder, store_path=Path("large-64"), device=CPU, progress=no_progress)
-    stores = {"small": "small", "large": "large-64"}
-    second = stores["large" if first == "small" else "small"]
-    text = f'[[data.stages]]\nstore = "{stores[first]}"\nsteps = 1\n[[data.stages]]\nstore = "{second}"\n'
+    for side_px in (32, 64):
+        make_store(Path(f"{side_px}"), {f"{side_px}x{side_px}": 8}, num_classes=3, resolution_px=side_px)
+    text = f'[[data.stages]]\nstore = "{first}"\nsteps = 1\n[[data.stages]]\nstore = "{second}"\n'
     _, seen = run_to(recipe_of(text, "run.steps=2"))
     assert {bucket for _, bucket in seen} == {"32x32", "64x64"}
     assert json.loads(Path("run/run.json").read_text())["spec"]["base_size"] == 64 // 8
@@ -242,25 +235,6 @@ def test_a_run_refuses_other_stores_and_shares(change: tuple[str, str], message:
     run_to(recipe_of(MIXTURE, "run.steps=2"))
     with pytest.raises(RunError, match=message):
         run_to(recipe_of(MIXTURE.replace(*change), "run.steps=4"))
-
-
-
-
-@pytest.mark.parametrize(
-    ("recipe", "resolution", "command"),
-    [
-        ("pixart-sigma-256", 256, "pixart-256"),
-        ("pixart-sigma-512", 1024, "pixart-1024"),
-        ("sd3.5-medium-512", 512, "sd3-512"),
-    ],
-)
-def test_a_store_without_captions_is_answered_with_the_recipe_of_its_resolution(
-    recipe: str, resolution: int, command: str, here: Path
-) -> None:
-    spec = LatentStore("photos").spec
-    images = spec.images.model_copy(update={"resolution_px": resolution})
-    with pytest.raises(RunError, match=f"there are none.*'leandit precompute {command}' makes a store that fits"):
-        model_spec(load(recipe, ["model.channels=4"]), spec.model_copy(update={"images": images}), "photos")
 
 
 def test_what_a_store_lacks_is_said_once_though_two_stages_read_it(here: Path) -> None:

@@ -6,6 +6,7 @@ What a GPU does with it is in ``tests/gpu``.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import Counter
 from typing import Any, NamedTuple
@@ -115,13 +116,12 @@ def products_of(model: str, precision: str) -> Counter[Product]:
     return products
 
 
+QUICK = [*((model, "bf16") for model in RECIPES), ("captions", "fp16")]
+LONG = [pair for pair in itertools.product(RECIPES, ("fp16", "fp32")) if pair not in QUICK]
+
+
 @pytest.mark.parametrize(
-    ("model", "precision"),
-    [
-        pytest.param(model, precision, marks=[pytest.mark.slow] if precision != "bf16" and model != "captions" else [])
-        for model in RECIPES
-        for precision in ("bf16", "fp16", "fp32")
-    ],
+    ("model", "precision"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in LONG)]
 )
 def test_the_host_waits_for_nothing_in_a_step(model: str, precision: str) -> None:
     assert products_of(model, precision)

@@ -6,12 +6,11 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 from torch import Tensor
 
 from leandit.datasets.errors import RecipeError
@@ -111,6 +110,8 @@ def test_ddpm_has_no_velocity_to_compare() -> None:
 REMOVED = """
 import sys
 import torch
+for name in [name for name in sys.modules if name.partition(".")[0] == "leandit"]:
+    del sys.modules[name]
 from leandit.tools.plan.workload import workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.train import step
@@ -149,14 +150,7 @@ def test_a_technique_is_removed_with_its_file_and_its_lines_in_the_registry(name
     settings = [setting for other, setting in OTHERS.items() if other != name]
     settings += [setting for setting in BLOCKS if not (name == "routing" and setting.startswith("routing"))]
     settings = [setting for setting in settings if not (name == "sra" and setting.startswith("self_align"))]
-    done = subprocess.run(
-        [sys.executable, "-c", REMOVED, *settings],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_forked(["-c", REMOVED, *settings], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     plain, others = done.stdout.splitlines()
     assert plain.startswith(f"{package}/train/step.py [] ")

@@ -165,8 +165,6 @@ def test_every_flipped_bit_is_refused_before_a_tensor_is_applied(
     assert trained.step == 2
 
 
-
-
 def swap(one: Path, other: Path) -> None:
     """Exchange two files."""
     first, second = one.read_bytes(), other.read_bytes()

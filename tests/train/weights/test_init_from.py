@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from making import CPU, label_recipe, make_class_folder, shaken, train_recipe
+from making import shaken, train_recipe
 from runs import bits, run_to
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,7 +24,6 @@ from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.layers import DiTOptions, position_table
 from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.run.fit import model_spec
-from leandit.train.run.state import Run
 from leandit.train.weights.init_from import initial_weights
 from leandit.train.weights.published import official_bytes, read_official
 from leandit.train.weights.sources import read_config, source_warnings
@@ -332,22 +331,15 @@ def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(label
 
 
 def test_a_run_warns_of_other_labels_than_those_of_the_run_that_it_begins_with(
-    label_store: LatentStore, encode: Callable[..., Any], tmp_path: Path
+    label_store: LatentStore, tmp_path: Path
 ) -> None:
-    first = tmp_path / "first"
-    recipe = train_recipe("dit-s-4", "run.steps=1")
+    first, recipe = tmp_path / "first", train_recipe("dit-s-4", "run.steps=1")
     run_to(recipe, label_store, first)
+    spec = model_spec(recipe, label_store.spec, "store")
 
     def warnings_of(*classes: str) -> list[str]:
-        folder = make_class_folder(tmp_path / "-".join(classes), classes=len(classes), per_class=2)
-        for old, new in zip(sorted(folder.iterdir()), classes, strict=True):
-            old.rename(folder / f"new-{new}")
-        for path in folder.iterdir():
-            path.rename(folder / path.name.removeprefix("new-"))
-        encode(label_recipe(), folder, store := folder.with_suffix(".store"))
-        tuned, said = train_recipe("dit-s-4", "model.num_classes=3", f"model.init_from={first}"), list[str]()
-        Run.open(tuned, [LatentStore(store)], CPU, said.append)
-        return [warning for warning in said if "labels" in warning]
+        found = source_warnings(str(first), spec, classes, label_store.spec.latent)
+        return [warning for warning in found if "labels" in warning]
 
     assert warnings_of("n000", "n001") == []
     assert warnings_of("0", "1") == []
