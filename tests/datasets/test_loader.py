@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from everything import Everything
 from faults import in_child, without_seal
-from hypothesis import given
-from hypothesis import strategies as st
-from making import CPU, caption_recipe, label_recipe, no_progress, smooth_image
+from making import CPU, caption_recipe, label_recipe, no_progress
 from torch.utils.data import DataLoader
 
 from leandit.datasets.batches import buffer_pool
 from leandit.datasets.batches.batch import Batch
-from leandit.datasets.batches.buffer_pool import MAX_BUFFERS, BufferPool
+from leandit.datasets.batches.buffer_pool import BufferPool
 from leandit.datasets.batches.latents import draw_keys, final_latents
 from leandit.datasets.batches.reader import BatchReader
 from leandit.datasets.disk.cached import cached_property
@@ -38,9 +37,7 @@ from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.filters import RecordFilter
 from leandit.datasets.order.mixture import Mixture, Stages
 from leandit.datasets.order.shuffle import ShardWindow
-from leandit.datasets.order.slices import rank_slice
 from leandit.datasets.store import LatentStore
-from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.pipeline import precompute
 
 GLOBAL_BATCH = 4
@@ -54,9 +51,18 @@ def flip_store(class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return LatentStore(path)
 
 
-@pytest.fixture(params=["label_store", "caption_store", "flip_store"])
-def store(request: pytest.FixtureRequest) -> LatentStore:
-    return request.getfixturevalue(request.param)
+@pytest.fixture(scope="module")
+def unfinished(caption_folder: Path, class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Stores of which all is encoded and nothing sealed."""
+    root = tmp_path_factory.mktemp("unfinished")
+    for name, recipe, source in (
+        ("captions", caption_recipe(), caption_folder),
+        ("labels", label_recipe(), class_folder),
+        ("means", label_recipe("vae.keep=mean"), class_folder),
+    ):
+        run = {"source_path": source, "store_path": root / name, "device": CPU, "progress": no_progress}
+        without_seal(lambda recipe=recipe, run=run: precompute(recipe, **run))
+    return {path.name: path for path in root.iterdir()}
 
 
 def endless(loader: Any) -> Iterator[Batch]:
@@ -122,30 +128,19 @@ def test_a_batch_is_what_the_store_holds_drawn_and_normalised(label_store: Laten
         assert len(batch) == len(records)
 
 
-@pytest.mark.parametrize("global_batch", [1, 4, 100])
-def test_an_epoch_covers_every_record_once_and_the_next_in_another_order(store: LatentStore, global_batch: int) -> None:
-    loader = make_loader(store, global_batch=global_batch)
-    orders = []
-    for epoch in range(2):
-        batches = list(loader)
-        assert [(batch.epoch, batch.number) for batch in batches] == [
-            (epoch, epoch * len(loader) + i) for i in range(len(loader))
-        ]
-        seen = [int(record) for batch in batches for record in batch.records]
-        assert Counter(seen) == Counter(range(store.records.num_rows))
-        orders.append(seen)
-    assert orders[0] != orders[1]
-
-
 @pytest.mark.parametrize("prefetch", [1, 2, 7])
-def test_batches_do_not_depend_on_how_far_is_read_ahead(store: LatentStore, prefetch: int) -> None:
-    count = 2 * len(make_loader(store, global_batch=GLOBAL_BATCH))
-    wanted = take(make_loader(store, global_batch=GLOBAL_BATCH), count)
-    assert_all_same(take(make_loader(store, global_batch=GLOBAL_BATCH, prefetch=prefetch), count), wanted)
+def test_batches_do_not_depend_on_how_far_is_read_ahead(caption_store: LatentStore, prefetch: int) -> None:
+    length = len(make_loader(caption_store, global_batch=GLOBAL_BATCH))
+    wanted = take(make_loader(caption_store, global_batch=GLOBAL_BATCH), 2 * length)
+    assert [(batch.epoch, batch.number) for batch in wanted] == [(i // length, i) for i in range(2 * length)]
+    found = take(make_loader(caption_store, global_batch=GLOBAL_BATCH, prefetch=prefetch), 2 * length)
+    assert_all_same(found, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")
-def test_a_resume_at_any_batch_gives_exactly_the_rest(store: LatentStore) -> None:
+@pytest.mark.parametrize("name", ["caption_store", "flip_store"])
+def test_a_resume_at_any_batch_gives_exactly_the_rest(name: str, request: pytest.FixtureRequest) -> None:
+    store: LatentStore = request.getfixturevalue(name)
     loader = make_loader(store, global_batch=GLOBAL_BATCH, seed=1)
     count = 2 * len(loader) + 2  # over two ends of an epoch
     states, wanted = [loader.state_dict()], []
@@ -153,8 +148,9 @@ def test_a_resume_at_any_batch_gives_exactly_the_rest(store: LatentStore) -> Non
         wanted.append(batch)
         states.append(loader.state_dict())
     for k, state in enumerate(states):
-        resumed = make_loader(store, global_batch=GLOBAL_BATCH, seed=1)
-        resumed.load_state_dict(state)
+        saved, resumed = (make_loader(store, global_batch=GLOBAL_BATCH, seed=1) for _ in range(2))
+        saved.load_state_dict(state)
+        resumed.load_state_dict(saved.state_dict())  # loaded and saved again, it is the same
         assert_all_same(take(resumed, count - k), wanted[k:])
 
 
@@ -186,27 +182,6 @@ def test_a_resume_of_a_resume_gives_exactly_the_rest(caption_store: LatentStore)
         assert_all_same(found, wanted)
 
 
-def test_a_state_that_is_loaded_and_saved_again_is_the_same(label_store: LatentStore) -> None:
-    loader = make_loader(label_store, global_batch=GLOBAL_BATCH)
-    take(loader, 3)
-    resumed = make_loader(label_store, global_batch=GLOBAL_BATCH)
-    resumed.load_state_dict(loader.state_dict())
-    rest = take(resumed, 1)
-    again = make_loader(label_store, global_batch=GLOBAL_BATCH)
-    again.load_state_dict(loader.state_dict())
-    third = make_loader(label_store, global_batch=GLOBAL_BATCH)
-    third.load_state_dict(again.state_dict())
-    assert_all_same(take(third, 1), rest)
-
-
-def test_a_state_counts_what_was_handed_out_not_what_was_read_ahead(label_store: LatentStore) -> None:
-    stream = BatchStream(BatchReader([label_store], BatchPlan(label_store.buckets, 2, 0)), prefetch=6)
-    batches = iter(stream)
-    next(batches)
-    next(batches)
-    assert stream.state_dict()["number"] == 2
-
-
 @pytest.mark.parametrize(
     ("changed", "word"),
     [
@@ -228,16 +203,11 @@ def test_a_state_of_another_order_is_refused(
         resume(resumed, loader.state_dict())
 
 
-def unfinished(recipe: PrecomputeRecipe, source: Path, store: Path) -> Path:
-    """A store of which all is encoded and nothing sealed."""
-    run = {"source_path": source, "store_path": store, "device": CPU, "progress": no_progress}
-    without_seal(lambda: precompute(recipe, **run))
-    return store
-
-
-def test_a_state_of_an_incomplete_store_that_has_grown_is_refused(caption_folder: Path, tmp_path: Path) -> None:
+def test_an_incomplete_store_hands_out_what_is_committed_and_refuses_a_state_of_fewer_records(
+    caption_store: LatentStore, unfinished: dict[str, Path]
+) -> None:
     # Its records are others than before, so the same position means another batch.
-    path = unfinished(caption_recipe(), caption_folder, tmp_path / "store")
+    path = unfinished["captions"]
     commit = path / "revisions/000001/commits/buckets/64x64/000000.json"
     content = commit.read_bytes()
     commit.unlink()
@@ -247,23 +217,15 @@ def test_a_state_of_an_incomplete_store_that_has_grown_is_refused(caption_folder
         return opened, make_loader(opened, global_batch=GLOBAL_BATCH)
 
     before, loader = new()
-    take(loader, 2)
+    seen: Counter[str] = Counter()
+    for batch in loader:
+        seen[batch.bucket] += len(batch)
+    assert seen == {bucket: count for bucket, count in caption_store.buckets.items() if bucket != "64x64"}
     commit.write_bytes(content)
     after, resumed = new()
     assert after.buckets != before.buckets
     with pytest.raises(RunError, match="order of records"):
         resume(resumed, loader.state_dict())
-
-
-def test_an_incomplete_store_hands_out_what_is_committed(
-    caption_store: LatentStore, caption_folder: Path, tmp_path: Path
-) -> None:
-    path = unfinished(caption_recipe(), caption_folder, tmp_path / "store")
-    (path / "revisions/000001/commits/buckets/64x64/000000.json").unlink()
-    seen: Counter[str] = Counter()
-    for batch in make_loader(LatentStore(path, allow_incomplete=True), global_batch=2):
-        seen[batch.bucket] += len(batch)
-    assert seen == {bucket: count for bucket, count in caption_store.buckets.items() if bucket != "64x64"}
 
 
 def test_flipped_rows_come_about_half_of_the_time_and_the_same_each_run(flip_store: LatentStore) -> None:
@@ -305,15 +267,8 @@ def test_every_caption_of_a_record_is_chosen_over_the_epochs(caption_store: Late
     assert len({tuple(sorted(counts.items())) for counts in chosen.values()}) > 3
 
 
-def test_another_seed_gives_another_order_and_other_draws(label_store: LatentStore) -> None:
-    one, two = (next(iter(make_loader(label_store, global_batch=100, seed=seed))) for seed in (0, 1))
-    assert one.records.tolist() != two.records.tolist()
-    order_one, order_two = np.argsort(one.records.numpy()), np.argsort(two.records.numpy())
-    assert not np.isclose(one.latents.numpy()[order_one], two.latents.numpy()[order_two]).all(axis=(1, 2, 3)).any()
-
-
-def test_a_store_without_records_is_refused(class_folder: Path, tmp_path: Path) -> None:
-    path = unfinished(label_recipe(), class_folder, tmp_path / "store")
+def test_a_store_without_records_is_refused(unfinished: dict[str, Path], tmp_path: Path) -> None:
+    path = shutil.copytree(unfinished["labels"], tmp_path / "store")
     shutil.rmtree(path / "revisions/000001/commits")
     with pytest.raises(RunError, match="no records"):
         make_loader(LatentStore(path, allow_incomplete=True), global_batch=4)
@@ -324,7 +279,7 @@ def reader_of(store: LatentStore, **settings: Any) -> BatchReader:
     return BatchReader([store], plan, **settings)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.integration)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_stock_dataloader_with_workers_gives_the_same_batches_from_any_step(
     method: str, caption_store: LatentStore
@@ -332,11 +287,8 @@ def test_a_stock_dataloader_with_workers_gives_the_same_batches_from_any_step(
     reader = reader_of(caption_store)
     next(iter(BatchStream(reader)))  # what the parent has open, a fork must not use
     wanted = [reader[number] for number in range(17)]
-    for first, workers in ((0, 2), (5, 3)) if method == "fork" else ((3, 1),):
-        loader = DataLoader(
-            reader, batch_size=None, sampler=range(first, 17), num_workers=workers, multiprocessing_context=method
-        )
-        assert_all_same(list(loader), wanted[first:])
+    how: dict[str, Any] = {"num_workers": 2 if method == "fork" else 1, "multiprocessing_context": method}
+    assert_all_same(list(DataLoader(reader, batch_size=None, sampler=range(5, 17), **how)), wanted[5:])
 
 
 def test_a_stream_goes_on_in_a_fork(label_store: LatentStore) -> None:
@@ -348,8 +300,8 @@ def test_a_stream_goes_on_in_a_fork(label_store: LatentStore) -> None:
     assert torch.equal(next(batches).stored, wanted)
 
 
-def test_a_batch_that_is_changed_is_whole_when_it_is_read_again(store: LatentStore) -> None:
-    reader = reader_of(store)
+def test_a_batch_that_is_changed_is_whole_when_it_is_read_again(caption_store: LatentStore) -> None:
+    reader = reader_of(caption_store)
     first, second = reader[0], reader[0]
     for value in values_of(first).values():
         if isinstance(value, torch.Tensor):
@@ -381,14 +333,6 @@ def test_ranks_and_forms_of_captions_that_are_none_are_refused(label_store: Late
         make_loader(label_store, global_batch=2, text="pakced")  # type: ignore[arg-type]
 
 
-def test_buffers_used_last_stay_where_too_many_come_back() -> None:
-    pool = BufferPool()
-    large = [pool.take((1 << 20,), "uint8") for _ in range(MAX_BUFFERS)]
-    large.clear()
-    first = pool.take((1 << 10,), "uint8").ctypes.data
-    assert pool.take((1 << 10,), "uint8").ctypes.data == first
-
-
 def test_a_numpy_view_keeps_its_buffer() -> None:
     pool = BufferPool()
     view = pool.take((4, 4), "float32")[1:2]  # the array itself is deleted
@@ -406,21 +350,17 @@ def test_a_stream_in_a_worker_says_what_to_do(label_store: LatentStore) -> None:
         next(iter(DataLoader(BatchStream(reader_of(label_store)), batch_size=None, num_workers=1)))
 
 
-@given(st.integers(1, 8), st.integers(1, 4), st.sampled_from(["short", "carry", "drop"]), st.integers(0, 200))
+@pytest.mark.parametrize(("world_size", "leftovers", "number"), [(2, "short", 3), (3, "carry", 6), (8, "drop", 41)])
 def test_the_slices_of_all_ranks_are_the_global_batch(
-    caption_store: LatentStore, world_size: int, accumulation: int, leftovers: str, number: int
+    caption_store: LatentStore, world_size: int, leftovers: str, number: int
 ) -> None:
+    how = {"leftovers": leftovers, "world_size": world_size}
     whole = reader_of(caption_store, leftovers=leftovers)[number]
-    ranks = [
-        reader_of(caption_store, leftovers=leftovers, rank=rank, world_size=world_size)[number]
-        for rank in range(world_size)
-    ]
+    ranks = [reader_of(caption_store, **how, rank=rank)[number] for rank in range(world_size)]
     assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
     assert {(rank.bucket, rank.number, rank.epoch) for rank in ranks} == {(whole.bucket, whole.number, whole.epoch)}
     for name in ("stored", "labels", "records", "latents", "caption_lengths"):
-        slices = [[rank_slice(len(rank), i, accumulation) for i in range(accumulation)] for rank in ranks]
-        parts = [getattr(rank, name)[part] for rank, cuts in zip(ranks, slices, strict=True) for part in cuts]
-        np.testing.assert_array_equal(torch.cat(parts), getattr(whole, name))
+        np.testing.assert_array_equal(torch.cat([getattr(rank, name) for rank in ranks]), getattr(whole, name))
     assert whole.captions is not None
     start = 0
     for rank in ranks:  # each is padded to its own longest
@@ -476,23 +416,6 @@ def test_memory_is_used_again(label_store: LatentStore, monkeypatch: pytest.Monk
         for _batch in loader:
             pass
     assert len(allocated) <= 3 + 3  # read ahead, handed out, and on the way between
-
-
-def test_buffers_are_aligned_and_fit(caption_store: LatentStore) -> None:
-    pool = BufferPool()
-    for size in (1, 7, 1000, 3, 10**6, 10**6 + 5, 0, 40):
-        array = pool.take((size, 2), "float16")
-        assert (array.shape, array.dtype, array.flags.c_contiguous) == ((size, 2), np.float16, True)
-        assert array.ctypes.data % 64 == 0
-
-
-def test_an_epoch_is_read_ahead_over_its_end(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = BatchStream(reader_of(label_store), prefetch=2)
-    for epoch in range(3):
-        assert {batch.epoch for batch in stream} == {epoch}
-        assert [number for number, _ in stream._ahead] == [stream.number, stream.number + 1]
-    stream.close()
-    assert not stream._ahead
 
 
 def test_a_mixture_of_stores_has_the_batches_of_each(label_store: LatentStore, flip_store: LatentStore) -> None:
@@ -594,16 +517,12 @@ def test_records_of_a_filter_alone_are_read(label_store: LatentStore) -> None:
         stream.load_state_dict(BatchStream(BatchReader([label_store], plan)).state_dict())
 
 
-def test_a_selection_of_an_earlier_revision_is_refused(class_folder: Path, tmp_path: Path) -> None:
-    source, path = tmp_path / "source", tmp_path / "store"
-    shutil.copytree(class_folder, source)
-    for _ in range(2):
-        precompute(label_recipe(), source_path=source, store_path=path, device=CPU, progress=no_progress)
-        smooth_image(99).save(source / "n000" / "new.png")
-    selection = RecordFilter(labels=[0]).select(LatentStore(path, revision=1))
-    make_loader(LatentStore(path, revision=1), global_batch=2, selection=selection)
+def test_a_selection_of_an_earlier_revision_is_refused(everything: Everything) -> None:
+    earlier = LatentStore(everything.grown, revision=1)
+    selection = RecordFilter(min_aspect=0.1).select(earlier)
+    make_loader(earlier, global_batch=2, selection=selection)
     with pytest.raises(RecipeError, match="another revision"):
-        make_loader(LatentStore(path), global_batch=2, selection=selection)
+        make_loader(LatentStore(everything.grown), global_batch=2, selection=selection)
 
 
 @pytest.mark.parametrize("place", [0, 5, 40])
@@ -617,12 +536,8 @@ def test_a_state_that_is_loaded_while_batches_are_read_is_gone_on_from(place: in
     assert [batch.number for batch in batches] == list(range(place, end))
 
 
-def test_a_state_of_another_incomplete_store_is_refused(class_folder: Path, tmp_path: Path) -> None:
-    def incomplete(name: str, *overrides: str) -> LatentStore:
-        path = unfinished(label_recipe(*overrides), class_folder, tmp_path / name)
-        return LatentStore(path, allow_incomplete=True)
-
-    first, second = incomplete("first"), incomplete("second", "vae.keep=mean")
+def test_a_state_of_another_incomplete_store_is_refused(unfinished: dict[str, Path]) -> None:
+    first, second = (LatentStore(unfinished[name], allow_incomplete=True) for name in ("labels", "means"))
     assert first.buckets == second.buckets
     state = make_loader(first, global_batch=2).state_dict()
     make_loader(first, global_batch=2).load_state_dict(state)

@@ -280,19 +280,13 @@ def test_a_system_that_takes_half_of_what_it_is_given_is_given_the_rest(tmp_path
     assert content(folder / "final") == NEW
 
 
-@pytest.mark.parametrize(("setting", "code"), [("die@0", EXIT_DIED), ("count", 0)])
-def test_a_failpoint_is_taken_from_the_environment(setting: str, code: int, tmp_path: Path) -> None:
-    script = """
-import sys
-from pathlib import Path
-from leandit.datasets.disk.files import write_atomic
-write_atomic(Path(sys.argv[1]), b"new")
-"""
-    command = [sys.executable, "-c", script, tmp_path / "file"]
-    environment = os.environ | {FAILPOINT_VARIABLE: setting}
-    done = subprocess.run(command, env=environment, capture_output=True, check=False)
-    assert done.returncode == code, done.stderr
-    assert (tmp_path / "file").exists() == (code == 0)
+def test_a_failpoint_is_taken_from_the_environment(tmp_path: Path) -> None:
+    script = "import pathlib, leandit.datasets.disk.files as files; files.write_atomic(pathlib.Path('file'), b'new')"
+    environment = os.environ | {FAILPOINT_VARIABLE: "die@0"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == EXIT_DIED, done.stderr
+    assert not (tmp_path / "file").exists()
 
 
 # --- Temporaries of dead processes ------------------------------------------------------------------------------------
@@ -466,6 +460,7 @@ def test_a_sweep_leaves_a_folder_that_is_being_replaced_or_removed(
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text('añ文"\\\n'),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=9,
 )
 
 
@@ -496,12 +491,33 @@ def test_what_json_cannot_hold_is_refused(value: Any) -> None:
         canonical_json(value)
 
 
-@pytest.mark.parametrize("content", [b"", b'{"a": ', b"\xff\xfe", b"{}{}"])
-def test_a_file_that_is_no_json_is_damage(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "file.json"
-    path.write_bytes(content)
+NO_JSON = [
+    "[" * 10_000,
+    '{"a": NaN}',
+    "1e999",
+    "9" * 5000,
+    '"\\ud800"',
+    "\xff",
+    '{"a": -Infinity}',
+    "",
+    '{"a": ',
+    "{}{}",
+]
+
+
+@pytest.mark.parametrize("text", NO_JSON)
+def test_a_file_that_is_no_json_or_could_not_be_written_again_is_damage(text: str, tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(DamageError, match=r"file\.json.*not valid JSON"):
-        read_json(path)
+        read_json(tmp_path / "file.json")
+
+
+def test_json_with_every_character_is_read_again(tmp_path: Path) -> None:
+    characters = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x10000)]))
+    value = {"path": "C:\\udir\\uDEAD", "text": characters, "pair": "😀"}
+    for content in (canonical_json(value), json.dumps(value).encode()):
+        (tmp_path / "file.json").write_bytes(content)
+        assert read_json(tmp_path / "file.json") == value
 
 
 @given(st.lists(st.binary(max_size=50), max_size=5))

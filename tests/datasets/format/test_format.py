@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
-from making import CPU, caption_recipe, make_caption_folder, no_progress
+from making import CPU, caption_recipe, no_progress
 from page_reader import PageReader, canonical_hash
 from pydantic import BaseModel
 from stores import Everything
@@ -127,53 +125,28 @@ def test_every_path_that_the_writer_makes_is_in_the_tree(name: str, request: pyt
         assert {"captions/null/zarr.json", "buckets/HxW/features/NAME/cls_scales_flip/zarr.json"} <= made
 
 
-def test_every_key_of_the_attribute_is_named() -> None:
+NESTED = {"images": ImageSpec, "latent": LatentSpec, "text": TextSpec, "text_encoder": EncoderIdentity}
+
+
+def test_every_key_of_the_attribute_and_of_its_parts_is_named() -> None:
     for key in keys_of(StoreSpec):
         assert key in quoted(row_of(2, key)), key
-
-
-@pytest.mark.parametrize(
-    ("key", "model"), [("images", ImageSpec), ("latent", LatentSpec), ("text", TextSpec), ("vae", EncoderIdentity)]
-)
-def test_every_nested_key_of_the_attribute_is_named_in_its_row(key: str, model: type[BaseModel]) -> None:
-    assert keys_of(model) - quoted(row_of(2, key)) == set()
+    for key, model in NESTED.items():
+        assert keys_of(model) - quoted(row_of(2, key)) == set()
     assert row_of(2, "vae") == row_of(2, "text_encoder")
-
-
-# Of further crops, of imported, compiled and patchified latents, and of unusual text encoders.
-ABSENT = {
-    "variants",
-    "variant_zoom",
-    "decoding",
-    "compiled",
-    "patchify",
-    "output",
-    "full_length",
-    "attend_padding",
-    "layers",
-    "drop_prefix_tokens",
-    "pooled_width",
-}
 
 
 def test_the_store_has_the_keys_that_are_named(caption_store: LatentStore) -> None:
     found = json.loads((caption_store.path / "zarr.json").read_bytes())["attributes"]["leandit"]
-    assert found.keys() == keys_of(StoreSpec) - {
-        "class_names",
-        "texts",
-        "features",
-        "companions",
-        "sample_captions",
-    }  # of a store that was given some
+    given = {"class_names", "texts", "features", "companions", "sample_captions"}  # to other stores
+    assert found.keys() == keys_of(StoreSpec) - given
     assert found["format_version"] == FORMAT_VERSION
     assert TEXT.startswith(f"# The store on disk, format version {FORMAT_VERSION}\n")
-    for key, model in (
-        ("images", ImageSpec),
-        ("latent", LatentSpec),
-        ("text", TextSpec),
-        ("text_encoder", EncoderIdentity),
-    ):
-        assert found[key].keys() == keys_of(model) - ABSENT
+    # Of further crops, of imported, compiled and patchified latents, and of unusual text encoders.
+    absent = {"variants", "variant_zoom", "decoding", "compiled", "patchify", "output", "full_length", "attend_padding"}
+    absent |= {"layers", "drop_prefix_tokens", "pooled_width"}
+    for key, model in NESTED.items():
+        assert found[key].keys() == keys_of(model) - absent
 
 
 def test_every_kind_of_latent_is_explained() -> None:
@@ -236,13 +209,9 @@ def test_the_places_of_the_images_are_in_the_table_that_is_named(caption_store: 
     said = " ".join(paragraph(5, "`sources.parquet`").split())
     assert set(pq.read_schema(path).names) <= quoted(said)
     assert pq.read_metadata(path).num_rows == caption_store.records.num_rows
-    local = json.loads((path.parent / "local.json").read_bytes())
-    data = path.read_bytes()
-    assert local["sources"] == {
-        "path": f"{OWN}/sources.parquet",
-        "bytes": len(data),
-        "xxh3_128": xxhash.xxh3_128_hexdigest(data),
-    }
+    entry, data = json.loads((path.parent / "local.json").read_bytes())["sources"], path.read_bytes()
+    assert entry.pop("path") == f"{OWN}/sources.parquet"
+    assert entry == {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
 
 
 @pytest.mark.parametrize("name", ["caption_store", "store_of_everything"])
@@ -270,39 +239,18 @@ def test_the_root_hash_and_the_files_are_made_as_said(name: str, request: pytest
 # The reader of tests/support/page_reader.py is written from FORMAT.md alone.
 
 
-def check_captions(reader: PageReader, ours: LatentStore) -> None:
-    assert len(reader.captions) == reader.manifest["num_captions"] == ours.captions.num_rows
+def test_a_reader_written_from_the_page_alone_reads_tokens_of_bfloat16(bfloat16_store: LatentStore) -> None:
+    reader = PageReader(bfloat16_store.path)
+    assert "bfloat16" in quoted(row_of(1, "bfloat16"))
+    assert reader.layouts["captions/embeddings"]["dtype"] == "uint16"
     for i, caption in enumerate(reader.captions):
         tokens, _, checksum = reader.caption("", i)
         assert tokens is not None
-        assert checksum == caption["checksum"]
-        assert len(tokens) == caption["num_tokens"]
-        np.testing.assert_array_equal(tokens, ours.caption_embedding(i))
-    null = reader.null("")[0]
-    assert null is not None
-    np.testing.assert_array_equal(null, ours.null_caption)
+        assert (checksum, len(tokens)) == (caption["checksum"], caption["num_tokens"])
+        np.testing.assert_array_equal(tokens, bfloat16_store.caption_embedding(i))
+    np.testing.assert_array_equal(reader.null("")[0], bfloat16_store.null_caption)  # pyright: ignore
     lengths = [(caption["revision"], caption["num_tokens"]) for caption in reader.captions]
     assert lengths == sorted(lengths)
-
-
-@pytest.mark.parametrize("name", ["caption_store", "bfloat16_store"])
-def test_such_a_reader_reads_tokens_of_16_bits(name: str, request: pytest.FixtureRequest) -> None:
-    store: LatentStore = request.getfixturevalue(name)
-    reader = PageReader(store.path)
-    dtype = reader.spec["text"]["dtype"]
-    assert dtype in quoted(row_of(1, dtype))
-    assert reader.layouts["captions/embeddings"]["dtype"] == {"float16": "float16", "bfloat16": "uint16"}[dtype]
-    check_captions(reader, store)
-
-
-def test_such_a_reader_reads_an_array_of_several_shards(
-    encode: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
-    encode(caption_recipe(), make_caption_folder(tmp_path / "source", count=13), tmp_path / "store")
-    store, reader = LatentStore(tmp_path / "store"), PageReader(tmp_path / "store")
-    assert len(list((store.path / "buckets/64x64/moments/c").iterdir())) == 3
-    np.testing.assert_array_equal(reader.array("buckets/64x64/moments"), store.latents("64x64").read(0, 5))
 
 
 def test_shards_grow_with_the_store_so_that_a_process_can_map_all(

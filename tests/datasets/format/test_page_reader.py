@@ -19,7 +19,7 @@ from stores import Everything
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 
-STORES = pytest.mark.parametrize("name", ["added", "grown", "compacted"])
+STORES = pytest.mark.parametrize("name", ["grown", "compacted"])
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def compacted(everything: Everything, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def root(name: str, everything: Everything, request: pytest.FixtureRequest) -> Path:
-    return request.getfixturevalue("compacted") if name == "compacted" else getattr(everything, name)
+    return request.getfixturevalue("compacted") if name == "compacted" else everything.grown
 
 
 def equal(found: np.ndarray | None, wanted: np.ndarray) -> None:
@@ -124,7 +124,7 @@ def test_such_a_reader_reads_the_features_of_every_record(root: Path) -> None:
     outputs = {"dino": {"patches", "cls"}, "grid": {"patches"}, "token": {"cls"}}
     stored = [record for record in reader.records if record["status"] == "stored"]
     assert len(stored) == len(store) >= 8
-    assert len({record["revision"] for record in stored}) == {"added": 2, "grown": 3}.get(root.name, 1)
+    assert len({record["revision"] for record in stored}) == {"grown": 3}.get(root.name, 1)
     for name, of_feature in outputs.items():
         for record in stored:
             found, checksum = reader.feature(name, record)
@@ -147,7 +147,7 @@ def zarr_arrays(root: Path) -> dict[str, Any]:
 
 
 @STORES
-def test_zarr_opens_the_root_group_and_lists_every_array(root: Path) -> None:
+def test_zarr_opens_the_root_group_and_lists_every_array_and_the_tables_have_their_columns(root: Path) -> None:
     reader, found = PageReader(root), zarr_arrays(root)
     assert found.keys() == reader.layouts.keys()
     assert {"captions/pair/pooled", "captions/vector/null_pooled", "captions/llm/scales"} <= found.keys()
@@ -161,7 +161,12 @@ def test_zarr_opens_the_root_group_and_lists_every_array(root: Path) -> None:
     group = LatentStore(root).zarr
     assert group.read_only
     assert group.attrs.asdict() == {"leandit": reader.spec}
-    assert list(reader.features) == ["dino", "grid", "token"]
+    folder, results = folder_of(root, reader.revision), ("checksum", "min_cosine", "max_error")
+    of_features = [f"{result}_{name}" for name in ("dino", "grid", "token") for result in results]
+    assert pq.read_schema(folder / "records.parquet").names[-9:] == of_features
+    names, of_texts = pq.read_schema(folder / "captions.parquet").names, ("num_tokens", "truncated", "start", *results)
+    assert names[:2] == ["text", "revision"]
+    assert names[-18:] == [f"{column}_{name}" for name in ("pair", "vector", "llm") for column in of_texts]
 
 
 def test_added_arrays_have_the_rows_of_all_revisions(everything: Everything) -> None:
@@ -197,16 +202,3 @@ def test_an_earlier_revision_is_read_as_it_was(revision: int, everything: Everyt
                 equal(now.caption(name, i)[0], store.text(name)[i])
             assert now.caption(name, i)[2] == then.caption(name, i)[2]
     assert store.features == list(then.features) == (["dino"] if revision < 3 else ["dino", "grid", "token"])
-
-
-@STORES
-def test_the_tables_have_the_columns_that_the_page_names_for_each_encoder(root: Path) -> None:
-    reader = PageReader(root)
-    folder = folder_of(root, reader.manifest["revision"])
-    names, results = pq.read_schema(folder / "records.parquet").names, ("checksum", "min_cosine", "max_error")
-    of_features = [f"{result}_{name}" for name in ("dino", "grid", "token") for result in results]
-    assert names[-9:] == of_features
-    names = pq.read_schema(folder / "captions.parquet").names
-    assert names[:2] == ["text", "revision"]
-    of_texts = ("num_tokens", "truncated", "start", *results)
-    assert names[-18:] == [f"{column}_{name}" for name in ("pair", "vector", "llm") for column in of_texts]

@@ -17,12 +17,17 @@ from leandit.datasets.format.zarr_shard import ArrayLayout, RowRange, pack_shard
 @pytest.mark.parametrize("layout", ARRAY_LAYOUTS, ids=lambda a: f"{a.codec}-{a.dtype}-{a.shape[0]}-{a.chunk_rows}")
 def test_the_bytes_are_those_of_zarr_s_own_writer(layout: ArrayLayout, tmp_path: Path) -> None:
     values = array_values(layout)
-    write_array(tmp_path / "ours", layout, values)
+    ours = write_array(tmp_path / "ours", layout, values)
     write_array_with_zarr(tmp_path / "theirs", layout, values)
     for shard in range(layout.num_shards):
         path = layout.shard_path(shard)
         assert (tmp_path / "ours" / path).read_bytes() == (tmp_path / "theirs" / path).read_bytes()
     assert len(list((tmp_path / "theirs").rglob("c/*"))) == layout.num_shards
+    read = np.asarray(zarr.open_array(tmp_path / "ours" / layout.path, mode="r")[:])
+    assert read.dtype == values.dtype
+    np.testing.assert_array_equal(read, values)
+    np.testing.assert_array_equal(ours.read(0, len(values)), values)
+    assert layout.problem() == ""
 
 
 def test_zarr_reads_a_grown_array_through_its_gaps(tmp_path: Path) -> None:
