@@ -143,18 +143,6 @@ class Equal:
         return False
 
 
-@pytest.mark.parametrize("mutant", ["never", "no comparison"])
-def test_without_the_checks_damage_is_silent(
-    mutant: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work = tmp_path_factory.mktemp("mutant")
-    with small_shards():
-        store = damaged(STORES["float16"](work / "made"), work)
-    if mutant == "no comparison":
-        monkeypatch.setattr(row_checks, "xxh3_64", lambda *_: Equal())
-    assert silent_damages(store, seed=1, count=16, check="never" if mutant == "never" else "first")[0]
-
-
 def damage_row(store: LatentStore, record: int) -> str:
     """Change a byte within the row of a record; returns its shard."""
     path, first, _ = store.array(f"buckets/256x256/{store.spec.latent.array}").place(store.record_at(record).row)
@@ -166,6 +154,17 @@ def damage_row(store: LatentStore, record: int) -> str:
 def plain(tmp_path: Path) -> Path:
     make_store(tmp_path / "s", {"256x256": 40}, token_counts=tuple(range(3, 13)), text_width=16, num_classes=4)
     return tmp_path / "s"
+
+
+@pytest.mark.parametrize("mutant", ["never", "no comparison"])
+def test_without_the_checks_damage_is_silent(mutant: str, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    intact, check = epoch_of(plain), "never" if mutant == "never" else "first"
+    damage_row(LatentStore(plain), 7)
+    with pytest.raises(DamageError):
+        epoch_of(plain)
+    if mutant == "no comparison":
+        monkeypatch.setattr(row_checks, "xxh3_64", lambda *_: Equal())
+    assert epoch_of(plain, check) != intact
 
 
 def test_the_error_names_record_bucket_row_shard_and_remedy(plain: Path) -> None:
