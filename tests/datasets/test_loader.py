@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from everything import Everything
 from faults import in_child, without_seal
 from making import CPU, caption_recipe, label_recipe, no_progress
+from stores import Everything
 from torch.utils.data import DataLoader
 
 from leandit.datasets.batches import buffer_pool
