@@ -30,7 +30,7 @@ from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
 
-RECIPES = {"plain": (), "packed": ("vae.flip=true", "store.codec=zstd")}
+PACKED = ("vae.flip=true", "store.codec=zstd")
 LITTER = ".leandit-tmp-"
 
 
@@ -40,14 +40,17 @@ def _small() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=RECIPES)
-def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageSource, Path, str]:
-    return *make_grown(tmp_path_factory.mktemp("grown"), *RECIPES[request.param]), request.param
-
-
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageSource, Path]:
-    return make_grown(tmp_path_factory.mktemp("plain"))
+def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageSource, Path]:
+    return make_grown(tmp_path_factory.mktemp("grown"), *PACKED)
+
+
+@pytest.fixture
+def growing(grown: tuple[ImageSource, Path], tmp_path: Path) -> tuple[ImageSource, Path]:
+    """Copies of the source and the store that a test may change."""
+    images = copy.deepcopy(grown[0])
+    images.root = shutil.copytree(grown[0].root, tmp_path / "source")
+    return images, copy_of(grown[1], tmp_path / "store")
 
 
 def run(store: Path, out: Path) -> Manifest:
@@ -58,10 +61,8 @@ def size_of(root: Path) -> int:
     return sum((root / path).stat().st_size for path in files_of(root))
 
 
-def test_a_compacted_store_holds_the_same_and_nothing_else(
-    grown: tuple[ImageSource, Path, str], tmp_path: Path
-) -> None:
-    images, store, name = grown
+def test_a_compacted_store_holds_the_same_and_nothing_else(grown: tuple[ImageSource, Path], tmp_path: Path) -> None:
+    images, store = grown
     root, old = tmp_path / "new", tree_digest(store)
     before, null = content(LatentStore(store)), LatentStore(store).null_caption.tobytes()
     assert any(said["reason"] == "truncated" for said, _, _ in before.values())  # rejected at decode: it had a row
@@ -87,20 +88,19 @@ def test_a_compacted_store_holds_the_same_and_nothing_else(
     assert run(store, root) == manifest  # it is there
     assert tree_digest(root) == whole
 
-    report = encode(caption_recipe(*RECIPES[name]), images.root, root)
+    report = encode(caption_recipe(*PACKED), images.root, root)
     assert (report.num_encoded, report.manifest) == (0, manifest)
     with pytest.raises(StoreError, match=r"no complete revision 3. There are: 4"):
         LatentStore(root, revision=3)
 
 
-def test_a_compacted_store_grows_and_is_compacted_again(tmp_path: Path) -> None:
-    images, store = make_grown(tmp_path)
-    root = tmp_path / "new"
+def test_a_compacted_store_grows_and_is_compacted_again(growing: tuple[ImageSource, Path], tmp_path: Path) -> None:
+    (images, store), root = growing, tmp_path / "new"
     run(store, root)
     images.put(40, words=" and a pink star")
     images.drop(5)
     images.write()
-    report = encode(caption_recipe(), images.root, root, drop_gone=True)
+    report = encode(caption_recipe(*PACKED), images.root, root, drop_gone=True)
     assert (report.num_encoded, report.manifest.revision) == (1, 5)
     assert {one[0] for array in report.manifest.arrays for one in array.ranges} == {4, 5}
     assert verify_store(root).findings == []
@@ -122,8 +122,18 @@ def test_shards_of_which_nothing_has_changed_are_the_same_bytes(tmp_path: Path) 
         assert (tmp_path / "new" / path).read_bytes() == (store / path).read_bytes()
 
 
-def check_kills(store: Path, work: Path, step: int) -> None:
-    """Kill a compaction at every so many operations: nothing is taken for a store, and the next call makes it."""
+@pytest.mark.parametrize("step", [pytest.param(24, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+def test_a_compaction_that_is_killed_begins_again(step: int, tmp_path: Path) -> None:
+    """Nothing is taken for a store, and the next call makes it."""
+    source, store, work = (
+        make_class_folder(tmp_path / "train", classes=2, per_class=2),
+        tmp_path / "store",
+        tmp_path / "w",
+    )
+    encode(label_recipe(), source, store)
+    (source / "n000/1.png").unlink()
+    smooth_image(7).save(source / "n001/9.png")
+    encode(label_recipe(), source, store, drop_gone=True)
     old, call = tree_digest(store), functools.partial(run, store, work / "new")
     work.mkdir()
     total = num_operations(call)
@@ -139,49 +149,25 @@ def check_kills(store: Path, work: Path, step: int) -> None:
     assert tree_digest(store) == old
 
 
-def test_a_compaction_that_is_killed_begins_again(tmp_path: Path) -> None:
-    source, store = make_class_folder(tmp_path / "train", classes=2, per_class=2), tmp_path / "store"
-    encode(label_recipe(), source, store)
-    (source / "n000/1.png").unlink()
-    smooth_image(7).save(source / "n001/9.png")
-    encode(label_recipe(), source, store, drop_gone=True)
-    check_kills(store, tmp_path / "work", 12)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_compaction_that_is_killed_at_any_operation_begins_again(
-    grown: tuple[ImageSource, Path, str], tmp_path: Path
-) -> None:
-    check_kills(grown[1], tmp_path / "work", 1)
-
-
-@pytest.mark.parametrize("kind", ["latents", "captions", "null"])
+@pytest.mark.parametrize("array", ["buckets/80x48/moments/c/0/0", "captions/embeddings/c", "captions/null/c"])
 def test_a_damaged_row_is_refused_and_nothing_is_left(
-    kind: str, plain: tuple[ImageSource, Path], tmp_path: Path
+    array: str, grown: tuple[ImageSource, Path], tmp_path: Path
 ) -> None:
-    root = copy_of(plain[1], tmp_path / "store")
-    path = {
-        "latents": "buckets/80x48/moments/c/0/0/0/0",
-        "captions": "captions/embeddings/c/0/0",
-        "null": "captions/null/c/0/0",
-    }[kind]
+    root, path = copy_of(grown[1], tmp_path / "store"), f"{array}/0/0"
     flip(root / path, 100)
     with pytest.raises(DamageError, match="verify --repair"):
         run(root, tmp_path / "new")
     assert list(tmp_path.iterdir()) == [root]
-    (root / path).write_bytes((plain[1] / path).read_bytes())
+    (root / path).write_bytes((grown[1] / path).read_bytes())
     run(root, tmp_path / "new")
     assert verify_store(tmp_path / "new").findings == []
 
 
-def test_an_unfinished_revision_is_finished_first(plain: tuple[ImageSource, Path], tmp_path: Path) -> None:
-    root = copy_of(plain[1], tmp_path / "store")
-    images = copy.copy(plain[0])
-    images.root = shutil.copytree(plain[0].root, tmp_path / "source")
+def test_an_unfinished_revision_is_finished_first(growing: tuple[ImageSource, Path], tmp_path: Path) -> None:
+    images, root = growing
     images.put(50)
     images.write()
-    without_seal(lambda: encode(caption_recipe(), images.root, root))
+    without_seal(lambda: encode(caption_recipe(*PACKED), images.root, root))
     before = tree_digest(root)
     with pytest.raises(StoreError, match="revision 4 is unfinished"):
         run(root, tmp_path / "new")
@@ -191,9 +177,9 @@ def test_an_unfinished_revision_is_finished_first(plain: tuple[ImageSource, Path
 
 @pytest.mark.parametrize("name", ["local.json", "sources.parquet"])
 def test_a_store_that_has_lost_what_growth_needs_says_so(
-    name: str, plain: tuple[ImageSource, Path], tmp_path: Path
+    name: str, grown: tuple[ImageSource, Path], tmp_path: Path
 ) -> None:
-    root = copy_of(plain[1], tmp_path / "store")
+    root = copy_of(grown[1], tmp_path / "store")
     for path in list(root.glob(f"revisions/000003/**/{name}")):
         path.unlink()
     with pytest.raises(DamageError, match=rf"{name}' is missing.*verify --repair"):
@@ -201,8 +187,8 @@ def test_a_store_that_has_lost_what_growth_needs_says_so(
     assert list(tmp_path.iterdir()) == [root]
 
 
-def test_a_place_that_is_taken_or_lies_in_the_store_is_refused(plain: tuple[ImageSource, Path], tmp_path: Path) -> None:
-    store = plain[1]
+def test_a_place_that_is_taken_or_lies_in_the_store_is_refused(grown: tuple[ImageSource, Path], tmp_path: Path) -> None:
+    store = grown[1]
     before = tree_digest(store)
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
@@ -218,11 +204,11 @@ def test_a_place_that_is_taken_or_lies_in_the_store_is_refused(plain: tuple[Imag
 
 
 def test_a_disk_that_is_too_small_is_refused(
-    plain: tuple[ImageSource, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grown: tuple[ImageSource, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "leandit.datasets.maintenance.compact.shutil.disk_usage", lambda path: SimpleNamespace(free=1000)
     )
     with pytest.raises(ResourceError, match="--out on another disk"):
-        run(plain[1], tmp_path / "new")
+        run(grown[1], tmp_path / "new")
     assert not list(tmp_path.iterdir())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from making import label_recipe, latent_spec, no_progress, smooth_image
+from making import latent_spec, no_progress
+from stores import Everything
 
 from leandit.datasets.batches.latents import normalised_as
 from leandit.datasets.errors import RecipeError
@@ -21,7 +20,6 @@ from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.revisions.latent_statistics import merge_statistics, statistics_of
 from leandit.datasets.store import LatentStore
-from leandit.precompute.pipeline import Report
 
 SHIFT, SCALE = [0.5, -1.0, 2.0], [0.18215, -2.0, 1.0]
 spec_of = partial(latent_spec, shift=SHIFT, scale=SCALE)
@@ -108,21 +106,12 @@ def statistics_in(store: Path, revision: int = 1) -> LatentStatistics | None:
     return read_manifest(store, revision).statistics
 
 
-@pytest.fixture
-def grown(class_folder: Path, tmp_path: Path, encode: Callable[..., Report], quick: None) -> Path:
-    """A store of two revisions: 15 images, then 5 more; flipped images are stored too."""
-    shutil.copytree(class_folder, tmp_path / "train")
-    recipe = label_recipe("vae.flip=true")
-    encode(recipe, tmp_path / "train", tmp_path / "store")
-    for i in range(5):
-        smooth_image(900 + i).save(tmp_path / f"train/n000/new{i}.png")
-    encode(recipe, tmp_path / "train", tmp_path / "store")
-    return tmp_path / "store"
-
-
-def test_a_manifest_has_those_of_all_its_latents_with_the_flipped_ones_and_of_earlier_revisions(grown: Path) -> None:
-    assert statistics_in(grown, 1) != statistics_in(grown, 2)
-    for revision in (1, 2):
+def test_a_manifest_has_those_of_all_its_latents_with_the_flipped_ones_and_of_earlier_revisions(
+    everything: Everything,
+) -> None:
+    grown = everything.grown
+    assert statistics_in(grown, 1) != statistics_in(grown, 4)
+    for revision in (1, 4):
         store, parts = LatentStore(grown, revision=revision), []
         for arrays in (store.latents, store.flipped_latents):
             parts += [
@@ -132,11 +121,11 @@ def test_a_manifest_has_those_of_all_its_latents_with_the_flipped_ones_and_of_ea
         assert_close(statistics_in(grown, revision), merge_statistics(parts))
 
 
-def test_a_compaction_computes_them_from_what_it_copies(grown: Path, tmp_path: Path) -> None:
-    compact(grown, tmp_path / "new", progress=no_progress)
-    before = statistics_in(grown, 2)
+def test_a_compaction_computes_them_from_what_it_copies(everything: Everything, tmp_path: Path) -> None:
+    compact(everything.grown, tmp_path / "new", progress=no_progress)
+    before = statistics_in(everything.grown, 4)
     assert before
-    assert_close(statistics_in(tmp_path / "new", 3), before)
+    assert_close(statistics_in(tmp_path / "new", 5), before)
 
 
 # --- As the model sees them -------------------------------------------------------------------------------------------
