@@ -195,20 +195,6 @@ def test_each_epoch_and_each_seed_has_its_own_order(window: ShardWindow | None) 
     assert len(set(batches)) == len(batches)
 
 
-@pytest.mark.parametrize("leftovers", ["short", "carry", "drop"])
-def test_batch_mates_meet_again_as_rarely_as_by_chance(leftovers: Any) -> None:
-    size, count = 64, 4096
-    plan = BatchPlan({"a": count}, size, seed=3, leftovers=leftovers)
-    batch_of = np.empty((2, count), np.int64)
-    for epoch in (0, 1):
-        for index, batch in enumerate(epoch_of(plan, epoch)):
-            batch_of[epoch, batch.positions] = index
-    mates = batch_of[0][:, None] == batch_of[0][None, :]
-    again = mates & (batch_of[1][:, None] == batch_of[1][None, :])
-    share = (again.sum() - count) / (mates.sum() - count)
-    assert 0.9 * size / count < share < 1.1 * size / count  # 258048 pairs, of which 1.56 %: a standard deviation is 2 %
-
-
 # The order must not change.
 
 GOLDEN_SHORT = [

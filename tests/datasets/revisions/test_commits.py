@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from faults import without_seal
 from making import CPU, label_recipe, make_class_folder, no_progress, store_digest
-from stores import copy_of
+from stores import copy_of, small_shards
 
 from leandit.datasets.disk.hashing import canonical_json, read_json
 from leandit.datasets.errors import DamageError
@@ -33,8 +33,7 @@ ROWS = COMMIT.replace(".json", ".rows")
 
 @pytest.fixture(scope="module", autouse=True)
 def _two_shards() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
+    with small_shards():
         yield
 
 
