@@ -17,6 +17,7 @@ from typing import Any
 import making
 import pytest
 import torch
+from faults import without_seal
 from filelock import FileLock
 from forked import start_server, stop_server
 from hypothesis import HealthCheck, settings
@@ -235,6 +236,12 @@ def label_store(class_folder: Path, golden: Golden) -> LatentStore:
 def caption_store(caption_folder: Path, golden: Golden) -> LatentStore:
     """A store of 14 captioned records in three buckets."""
     return golden_store(golden, "caption-store", caption_recipe(), caption_folder)
+
+
+@pytest.fixture(scope="session")
+def unsealed_store(caption_folder: Path, golden: Golden) -> Path:
+    """The caption store with all its shards, before its seal."""
+    return golden("unsealed", lambda path: without_seal(lambda: making.encode(caption_recipe(), caption_folder, path)))
 
 
 @pytest.fixture(scope="session")

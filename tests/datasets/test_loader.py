@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from faults import in_child, without_seal
-from making import CPU, caption_recipe, label_recipe, loaded_encoders, no_progress
+from making import CPU, label_recipe, loaded_encoders, no_progress
 from stores import Everything
 from torch.utils.data import DataLoader
 
@@ -50,15 +50,11 @@ def flip_store(class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def unfinished(caption_folder: Path, class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def unfinished(class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Stores of which all is encoded and nothing sealed."""
     root = tmp_path_factory.mktemp("unfinished")
-    for name, recipe, source in (
-        ("captions", caption_recipe(), caption_folder),
-        ("labels", label_recipe(), class_folder),
-        ("means", label_recipe("vae.keep=mean"), class_folder),
-    ):
-        run = {"source_path": source, "store_path": root / name, "device": CPU, "progress": no_progress}
+    for name, recipe in (("labels", label_recipe()), ("means", label_recipe("vae.keep=mean"))):
+        run = {"source_path": class_folder, "store_path": root / name, "device": CPU, "progress": no_progress}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipeline, "load_encoders", lambda recipe, _: loaded_encoders(recipe.vae, recipe.text))
             without_seal(lambda recipe=recipe, run=run: pipeline.precompute(recipe, **run))
@@ -191,10 +187,10 @@ def test_a_state_of_another_order_is_refused(
 
 
 def test_an_incomplete_store_hands_out_what_is_committed_and_refuses_a_state_of_fewer_records(
-    caption_store: LatentStore, unfinished: dict[str, Path]
+    caption_store: LatentStore, unsealed_store: Path, tmp_path: Path
 ) -> None:
     # Its records are others than before, so the same position means another batch.
-    path = unfinished["captions"]
+    path = shutil.copytree(unsealed_store, tmp_path / "store")
     commit = path / "revisions/000001/commits/buckets/64x64/000000.json"
     content = commit.read_bytes()
     commit.unlink()

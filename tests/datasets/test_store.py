@@ -44,18 +44,9 @@ def copied(caption_store: LatentStore, tmp_path: Path) -> Path:
     return Path(shutil.copytree(caption_store.path, tmp_path / "copied"))
 
 
-@pytest.fixture(scope="module")
-def whole_unfinished(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The caption store with all its shards, before the seal."""
-    path = tmp_path_factory.mktemp("unfinished") / "store"
-    run = {"source_path": caption_folder, "store_path": path, "device": CPU, "progress": no_progress}
-    without_seal(lambda: precompute(caption_recipe(), **run))
-    return path
-
-
 @pytest.fixture
-def unfinished(whole_unfinished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole_unfinished, tmp_path / "unfinished"))
+def unfinished(unsealed_store: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(unsealed_store, tmp_path / "unfinished"))
 
 
 def edit_json(path: Path, change: Callable[[Any], Any]) -> None:

@@ -58,19 +58,8 @@ def test_torch_is_imported_in_datasets_by_the_torch_side_only() -> None:
         if any(name.split(".")[0] in ("torch", "torchdata") for _, name in imported(path))
     }
     assert "loader.py" in users
-    assert users <= {
-        "loader.py",
-        *(
-            f"batches/{name}.py"
-            for name in ("adapters", "batch", "buffer_pool", "captions", "latents", "reader", "stream")
-        ),
-    }
-
-
-def test_imports_of_our_own_are_relative() -> None:
-    ours = {"leandit", *ROOMS}
-    absolute = [(path.name, name) for path in MODULES for level, name in imported(path) if level == 0]
-    assert [(path, name) for path, name in absolute if name.split(".")[0] in ours] == []
+    batches = ("adapters", "batch", "buffer_pool", "captions", "latents", "reader", "stream")
+    assert users <= {"loader.py", *(f"batches/{name}.py" for name in batches)}
 
 
 def test_no_room_has_an_init_and_nothing_in_it_hides_the_standard_library() -> None:
@@ -115,10 +104,6 @@ for name, store, run, *more in json.loads(sys.argv[1]):
 """
 
 
-def encoders_in(modules: set[str]) -> list[str]:
-    return sorted(name for name in modules if "autoencoder" in name or name.startswith("leandit.precompute"))
-
-
 @pytest.mark.integration
 def test_training_and_drawing_images_meanwhile_load_no_encoder(
     label_store: LatentStore, caption_store: LatentStore, tmp_path: Path
@@ -136,46 +121,31 @@ def test_training_and_drawing_images_meanwhile_load_no_encoder(
     assert (tmp_path / "drawing/samples/step-1.png").is_file()
     assert [name for name in drawing if name.startswith("leandit.tools")] == []
     assert "diffusers.models.transformers.pixart_transformer_2d" in captions
-    assert [encoders_in(modules) for modules in (plain, drawing, captions)] == [[], [], []]
+    encoders = [name for name in plain | drawing | captions if "autoencoder" in name or "leandit.precompute" in name]
+    assert encoders == []
 
 
-def test_inspect_runs_without_torch(label_store: LatentStore, tmp_path: Path) -> None:
-    code = """
+COMMAND = """
 import sys
 from leandit.tools.cli.main import main
-sys.argv = ["leandit", "inspect", sys.argv[1], "--json"]
+sys.argv = ["leandit", *sys.argv[1:]]
 try:
     main()
 except SystemExit as end:
     assert not end.code, end.code
 """
-    modules = loaded_after(code, str(label_store.path), cwd=tmp_path)
-    assert "leandit.tools.inspection.store_facts" in modules
+
+
+@pytest.mark.parametrize("command", ["inspect", pytest.param("report", marks=pytest.mark.integration)])
+def test_a_store_is_inspected_and_a_report_of_a_run_made_without_torch(
+    command: str, label_store: LatentStore, tmp_path: Path
+) -> None:
+    words = [str(label_store.path), "--json"]
+    if command == "report":
+        words = [str(make_run(tmp_path / "run")), "--out", "page.html"]
+    modules = loaded_after(COMMAND, command, *words, cwd=tmp_path)
+    assert command == "inspect" or (tmp_path / "page.html").is_file()
     assert [name for name in modules if name.split(".")[0] in ("torch", "diffusers", "transformers")] == []
-
-
-@pytest.mark.integration
-def test_a_report_of_a_run_is_made_without_torch(tmp_path: Path) -> None:
-    code = """
-import sys
-from leandit.tools.cli.main import main
-sys.argv = ["leandit", "report", sys.argv[1], "--out", "page.html"]
-try:
-    main()
-except SystemExit as end:
-    assert not end.code, end.code
-"""
-    modules = loaded_after(code, str(make_run(tmp_path / "run")), cwd=tmp_path)
-    assert (tmp_path / "page.html").is_file()
-    assert [name for name in modules if name.split(".")[0] in ("torch", "diffusers", "transformers")] == []
-
-
-def test_the_name_datasets_at_the_repository_root_is_not_ours() -> None:
-    code = "import importlib.util as u; s = u.find_spec('datasets'); print(s.origin if s else None)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    # Hugging Face's library where it is installed, else an empty namespace: never a module of this folder.
-    origin = done.stdout.strip()
-    assert origin == "None" or ROOT / "datasets" not in Path(origin).parents
 
 
 def test_the_public_names_are_loaded_when_they_are_first_used(tmp_path: Path) -> None:

@@ -30,10 +30,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from faults import dies_before
 from forked import run_forked
-from making import CPU, NO_CHECK, caption_recipe, encode, make_class_folder, smooth_image, train_recipe, tree_digest
-from repository import MODULES, ROOT, name_of, parsed
+from making import CPU, NO_CHECK, make_class_folder, smooth_image, train_recipe, tree_digest
+from repository import MODULES, name_of, parsed
 from stores import Everything
 from tiny_models import make_dinov2, save_qwen3
 
@@ -71,18 +70,10 @@ def copied(caption_store: LatentStore, tmp_path: Path) -> Path:
     return Path(shutil.copytree(caption_store.path, tmp_path / "copied"))
 
 
-@pytest.fixture(scope="module")
-def before_its_seal(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same store before its manifest was written."""
-    path = tmp_path_factory.mktemp("unfinished") / "store"
-    dies_before("rename manifest.json", lambda: encode(caption_recipe(), caption_folder, path))
-    return path
-
-
 @pytest.fixture
-def unfinished(before_its_seal: Path, tmp_path: Path) -> Path:
+def unfinished(unsealed_store: Path, tmp_path: Path) -> Path:
     """A copy of it that a test may forge."""
-    return Path(shutil.copytree(before_its_seal, tmp_path / "unfinished"))
+    return Path(shutil.copytree(unsealed_store, tmp_path / "unfinished"))
 
 
 @pytest.fixture(autouse=True)
@@ -231,21 +222,16 @@ def without_array(name: str) -> Spoil:
 ARRAYS: dict[str, Spoil] = {
     "10^12 rows": num_rows(MOMENTS, 10**12),
     "10^12 rows in one shard": num_rows(MOMENTS, 10**12, shard_rows=10**12),
-    "10^12 rows in one chunk": num_rows(MOMENTS, 10**12, shard_rows=10**12, chunk_rows=10**12),
     "10^12 shards": num_rows(MOMENTS, 10**12, shard_rows=1),
     "10^12 tokens": num_rows("captions/embeddings", 10**12, shard_rows=10**12, chunk_rows=10**12),
-    "10^12 tokens of the empty caption": num_rows("captions/null", 10**12, shard_rows=10**12, chunk_rows=10**12),
     "10^30 rows": num_rows(MOMENTS, 10**30),
     "no rows": num_rows(MOMENTS, 0),
     "negative rows": num_rows(MOMENTS, -5),
     "a row less": num_rows(MOMENTS, 4),
     "negative shape": in_array(MOMENTS, shape=[-5, -8, 8, 8]),
     "shape of text": in_array(MOMENTS, shape="5888"),
-    "shape of floats": in_array(MOMENTS, shape=[5.5, 8.0, 8.0, 8.0]),
-    "no shape": in_array(MOMENTS, shape=[]),
     "other row": in_array(MOMENTS, shape=[5, 8, 64]),
     "object dtype": in_array(MOMENTS, dtype="object"),
-    "numpy object dtype": in_array(MOMENTS, dtype="|O"),
     "other dtype": in_array(MOMENTS, dtype="float32"),
     "pickle codec": in_array(MOMENTS, codec="numcodecs.pickle"),
     "other codec": in_array(MOMENTS, codec="zstd"),
@@ -263,7 +249,6 @@ ARRAYS: dict[str, Spoil] = {
     "no captions": without_array("captions/embeddings"),
     "no empty caption": without_array("captions/null"),
     "deep JSON": lambda root: (root / MANIFEST).write_text("[" * 10_000 + "]" * 10_000),
-    "900 deep": lambda root: (root / MANIFEST).write_text("[" * 900 + "]" * 900),
     "a long JSON": lambda root: (root / MANIFEST).write_text(f'"{"x" * (2 << 20)}"'),
 }
 
@@ -329,22 +314,16 @@ CLAIMS: dict[str, Spoil] = {
     "indexed row beyond": in_index("rows", 10**6),
     "indexed row below": in_index("rows", -1),
     "indexed record beyond": in_index("records", 10**6),
-    "indexed record below": in_index("records", -1),
     "indexed label beyond": in_index("labels", 10**6),
-    "indexed label below": in_index("labels", -2),
     "indexed caption beyond": in_index("caption_ids", 10**6),
     "indexed captions that begin below": in_index("caption_starts", -5),
     "indexed captions that begin later": in_index("caption_starts", 2**31 - 1),
     "indexed start beyond": in_index("caption_start", 10**6),
-    "indexed start below": in_index("caption_start", -1),
     "indexed length beyond": in_index("caption_length", 2**31 - 1),
-    "indexed length below": in_index("caption_length", -1),
     "a shorter index": shorter_index("rows"),
-    "an index of captions that is shorter": shorter_index("caption_length"),
     "a path above": in_entry("../../x"),
     "an absolute path": in_entry("/etc/passwd"),
     "a path with NUL": in_entry("a\0b"),
-    "a long path": in_entry("a" * 5000),
     "half a surrogate": in_entry("\ud800"),
     "bucket with slashes": in_manifest("buckets", {"../x": 1}),
     "bucket of 10^14 pixels": in_manifest("buckets", {"9999999x9999999": 1}),
@@ -361,13 +340,10 @@ CLAIMS: dict[str, Spoil] = {
     "absurd width": in_spec("text", "width", 10**12),
     "absurd max_tokens": in_spec("text", "max_tokens", 10**12),
     "caption id beyond": at("records.parquet", "caption_ids", [10**6]),
-    "caption id below": at("records.parquet", "caption_ids", [-1]),
     "caption id null": at("records.parquet", "caption_ids", [None]),
     "row beyond": at("records.parquet", "row", 10**6),
-    "row beyond all": at("records.parquet", "row", 2**62),
     "row below": at("records.parquet", "row", -7),
     "revision beyond": at("records.parquet", "revision", 2**31 - 1),
-    "revision below": at("records.parquet", "revision", -1),
     "label below": at("records.parquet", "label", -(2**63)),
     "bucket above": at("records.parquet", "bucket", "../x"),
     "bucket beyond": at("records.parquet", "bucket", "9999999x9999999"),
@@ -434,10 +410,7 @@ def in_files(change: Callable[[list[Any]], Any]) -> Spoil:
 
 
 def without_file(ending: str) -> Spoil:
-    def change(files: list[Any]) -> None:
-        files[:] = [entry for entry in files if not entry["path"].endswith(ending)]
-
-    return in_files(change)
+    return in_files(lambda files: files.remove(next(entry for entry in files if entry["path"].endswith(ending))))
 
 
 def renamed(new: str) -> Spoil:
@@ -505,21 +478,9 @@ def test_folders_that_are_no_revisions_are_not_read_as_such(name: str, copied: P
     assert refused_or_right(copied, wanted) in ("right", "DamageError", "StoreError")
 
 
-def test_a_fifo_or_device_is_never_opened(copied: Path) -> None:
-    for name in ("captions.parquet", "manifest.json"):
-        path = copied / REVISION / name
-        path.unlink()
-        os.mkfifo(path)
-        with pytest.raises(DamageError):
-            LatentStore(copied)
-    path = copied / REVISION / "captions.parquet"
-    path.unlink()
-    path.symlink_to("/dev/zero")
-    with pytest.raises(LeanditError):
-        read_json(path)
-
-
-def test_a_link_is_followed_and_read_as_numbers_of_the_right_hash_only(copied: Path, tmp_path: Path) -> None:
+def test_a_link_is_followed_and_read_as_numbers_of_the_right_hash_only_and_no_fifo_or_device_is_opened(
+    copied: Path, tmp_path: Path
+) -> None:
     """Download caches keep the files of a folder elsewhere and link to them, so a link is no attack by itself."""
     wanted = read_all(copied)
     shard = copied / MOMENTS / "c/0/0/0/0"
@@ -531,25 +492,20 @@ def test_a_link_is_followed_and_read_as_numbers_of_the_right_hash_only(copied: P
     assert refused_or_right(copied, wanted) == "DamageError"
     forge(copied)
     assert refused_or_right(copied, wanted) == "DamageError"
+    for name in ("captions.parquet", "manifest.json"):
+        path = copied / REVISION / name
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(DamageError):
+            LatentStore(copied)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(LeanditError):
+        read_json(path)
 
 
-OTHER_VALUES: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    10**12,
-    10**400,
-    1e300,
-    "",
-    "x" * 3000,
-    "../../x",
-    [],
-    [[]],
-    {},
-    {"a": {}},
-    "\ud800",
-]
+OTHER_VALUES: list[Any] = [None, True, -1, 0, 10**12, 10**400, 1e300, "", "x" * 3000, "../../x", "\ud800"]
+OTHER_VALUES += [[], [[]], {}, {"a": {}}]
 
 
 def fuzzed(document: Any, rng: random.Random, count: int) -> Iterator[Any]:
@@ -571,15 +527,6 @@ def fuzzed(document: Any, rng: random.Random, count: int) -> Iterator[Any]:
         yield changed
 
 
-def write_plan_head(root: Path, head: Any) -> None:
-    head.pop("sha256", None)
-    try:
-        head["sha256"] = sha256_of(head)
-    except ValueError:
-        head["sha256"] = "0" * 64
-    (root / REVISION / "plan/plan.json").write_text(json.dumps(head))
-
-
 def write_hashed(path: Path, kind: Any, value: Any, field: str) -> None:
     """Write a file that has its own hash, in a field."""
     try:
@@ -589,39 +536,41 @@ def write_hashed(path: Path, kind: Any, value: Any, field: str) -> None:
     path.write_text(json.dumps(value))
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "local.json", "twin/local.json"])
-def test_any_json_of_a_sealed_store_with_wrong_types_is_refused_or_harmless(name: str, copied: Path) -> None:
-    wanted, path = read_all(copied), copied / REVISION / name
-    document, outcomes = json.loads(path.read_text()), set()
-    for changed in fuzzed(document, random.Random(name), 30):
+def write_plan(root: Path, head: Any) -> None:
+    head.pop("sha256", None)
+    try:
+        head["sha256"] = sha256_of(head)
+    except ValueError:
+        head["sha256"] = "0" * 64
+    (root / REVISION / "plan/plan.json").write_text(json.dumps(head))
+
+
+PLAN, COMMITS = "plan/plan.json", ("commits/buckets/64x64/000000.json", "commits/captions/000000.json")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "local.json", "twin/local.json", PLAN, *COMMITS])
+def test_any_json_of_a_store_with_wrong_types_is_refused_or_harmless(
+    name: str, caption_store: LatentStore, unsealed_store: Path, tmp_path: Path
+) -> None:
+    how = {"allow_incomplete": name in (PLAN, *COMMITS)}
+    root = Path(shutil.copytree(unsealed_store if how["allow_incomplete"] else caption_store.path, tmp_path / "store"))
+    wanted, path, outcomes = read_all(root, **how), root / REVISION / name, set[str]()
+    for changed in fuzzed(json.loads(path.read_text()), random.Random(name), 25):
         if name == "manifest.json":
-            write_manifest(copied, changed)
+            write_manifest(root, changed)
+        elif name == PLAN:
+            write_plan(root, changed)
+        elif name in COMMITS:
+            write_hashed(path, CommitRecord, changed, "record_hash")
         else:
             write_hashed(path, LocalFile, changed, "sha256")
-        outcomes.add(refused_or_right(copied, wanted))
+        outcomes.add(refused_or_right(root, wanted, **how))
     if name == "manifest.json":
-        assert "other numbers" not in outcomes
         assert "DamageError" in outcomes
-    else:  # training needs none of it
+    if "local" in name:  # training needs none of it
         assert outcomes == {"right"}
-
-
-@pytest.mark.parametrize(
-    "name", ["plan/plan.json", "commits/buckets/64x64/000000.json", "commits/captions/000000.json"]
-)
-def test_any_json_of_an_unfinished_store_with_wrong_types_is_refused_or_harmless(name: str, unfinished: Path) -> None:
-    wanted = read_all(unfinished, allow_incomplete=True)
-    document = json.loads((unfinished / REVISION / name).read_text())
-    outcomes = set()
-    for changed in fuzzed(document, random.Random(name), 20):
-        if name.startswith("plan"):
-            write_plan_head(unfinished, changed)
-        else:
-            write_hashed(unfinished / REVISION / name, CommitRecord, changed, "record_hash")
-        outcomes.add(refused_or_right(unfinished, wanted, allow_incomplete=True))
-    assert outcomes
-    # A record that does not hold is as one that is not there: its rows are not stored, then.
-    assert "other numbers" not in outcomes or name.startswith("commits")
+    # A commit record that does not hold is as one that is not there: its rows are not stored, then.
+    assert "other numbers" not in outcomes or name in COMMITS
 
 
 @pytest.mark.parametrize("part", ["buckets/64x64", "captions"])
@@ -662,7 +611,7 @@ def test_a_plan_that_cannot_be_is_refused(name: str, column: str, value: Any, un
     head = json.loads((plan / "plan.json").read_text())
     for entry in head["files"]:
         entry |= file_entry(entry["path"], (plan / entry["path"]).read_bytes()).model_dump()
-    write_plan_head(unfinished, head)
+    write_plan(unfinished, head)
     with pytest.raises(DamageError, match="plan"):
         read_all(unfinished, allow_incomplete=True)
 
@@ -680,26 +629,24 @@ def shard_file(path: Path, chunks: list[bytes], index: Callable[[np.ndarray], An
     return path
 
 
-def put(row: int, offset: int, length: int) -> Callable[[np.ndarray], Any]:
-    return lambda index: index.__setitem__(row, (offset, length))
-
-
 @pytest.mark.parametrize(
-    "index",
+    ("row", "offset", "length"),
     [
-        put(0, 10**6, 100),
-        put(0, 0, 10**6),
-        put(3, 2**64 - 8, 16),  # their sum wraps around to 8
-        put(3, 2**63, 2**63 + 8),
-        put(5, 2**64 - 1, 24),
-        put(2, 10, 3),
+        (0, 10**6, 100),
+        (0, 0, 10**6),
+        (3, 2**64 - 8, 16),  # their sum wraps around to 8
+        (3, 2**63, 2**63 + 8),
+        (5, 2**64 - 1, 24),
+        (2, 10, 3),  # shorter than a checksum
     ],
-    ids=["offset beyond", "length beyond", "wrapped", "wrapped amid", "half absent", "shorter than a checksum"],
 )
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("codec", CODECS)
 def test_a_shard_index_that_leads_outside_is_refused(
-    index: Callable[[np.ndarray], Any], codec: str, tmp_path: Path
+    row: int, offset: int, length: int, codec: str, tmp_path: Path
 ) -> None:
+    def index(places: np.ndarray) -> None:
+        places[row] = offset, length
+
     layout = ArrayLayout("a", LAYOUT.shape, "float16", 6, 1, codec)
     chunk = np.zeros(LAYOUT.shape[1:], np.float16)
     encode = CODECS[codec]
@@ -759,27 +706,21 @@ def test_damaged_chunks_with_right_checksums_kill_no_process(tmp_path: Path) -> 
     assert int(done.stdout.split()[-1]) > 75
 
 
-def wide_rows(table: pa.Table) -> pa.Table:
-    return table.take(pa.array(np.zeros(600_000, np.int64)))
-
-
-def one_long_text(table: pa.Table) -> pa.Table:
-    repeated = table.take(pa.array(np.zeros(20_000, np.int64)))
-    column = pa.DictionaryArray.from_arrays(np.zeros(20_000, np.int32), [os.urandom(9000).hex()])
-    at = repeated.schema.get_field_index("detail")
-    return repeated.set_column(at, "detail", column)
-
-
-def one_long_list(table: pa.Table) -> pa.Table:
-    at = table.schema.get_field_index("caption_ids")
-    lists = pa.array([np.zeros(20_000_000, np.int32), *[[]] * (table.num_rows - 1)], pa.list_(pa.int32()))
-    return table.set_column(at, table.schema.field(at), lists)
-
-
-@pytest.mark.parametrize("bomb", [wide_rows, one_long_text, one_long_list])
-def test_a_table_that_would_fill_the_memory_is_refused(bomb: Callable[[pa.Table], pa.Table], copied: Path) -> None:
+@pytest.mark.parametrize("bomb", ["wide rows", "one long text", "one long list"])
+def test_a_table_that_would_fill_the_memory_is_refused(bomb: str, copied: Path) -> None:
     path = copied / RECORDS
-    pq.write_table(bomb(pq.read_table(path)), path, compression="zstd", store_schema=False)
+    table = pq.read_table(path)
+    if bomb == "wide rows":
+        table = table.take(pa.array(np.zeros(600_000, np.int64)))
+    elif bomb == "one long text":
+        table = table.take(pa.array(np.zeros(20_000, np.int64)))
+        column = pa.DictionaryArray.from_arrays(np.zeros(20_000, np.int32), [os.urandom(9000).hex()])
+        table = table.set_column(table.schema.get_field_index("detail"), "detail", column)
+    else:
+        at = table.schema.get_field_index("caption_ids")
+        lists = pa.array([np.zeros(20_000_000, np.int32), *[[]] * (table.num_rows - 1)], pa.list_(pa.int32()))
+        table = table.set_column(at, table.schema.field(at), lists)
+    pq.write_table(table, path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 200_000
     forge(copied)
     with pytest.raises(DamageError, match="Parquet"), cheap():
@@ -899,18 +840,8 @@ def test_a_sparse_member_is_rejected_and_those_after_it_are_found(tmp_path: Path
     (tmp_path / "good.png").write_bytes(png())
     for form in ("gnu", "posix"):
         tar = tmp_path / f"{form}.tar"
-        command = [
-            "tar",
-            "--sparse",
-            f"--format={form}",
-            "-cf",
-            str(tar),
-            "-C",
-            str(tmp_path),
-            "sparse.png",
-            "good.png",
-        ]
-        subprocess.run(command, check=True)
+        command = f"tar --sparse --format={form} -cf {tar} -C {tmp_path} sparse.png good.png"
+        subprocess.run(command.split(), check=True)
         assert reasons(tar) == {f"{form}/sparse": "bad_metadata", f"{form}/good": ""}
         good = listed(tar)[f"{form}/good"]
         assert tar.read_bytes()[good.offset : good.offset + good.num_bytes] == png()
@@ -961,15 +892,11 @@ def test_any_tar_with_changed_bytes_is_listed_or_refused(tmp_path: Path) -> None
             list_source(tmp_path / "t.tar")
         except SourceError as error:
             assert "t.tar" in str(error)  # noqa: PT017 - either outcome is right
-
-
-def test_a_damaged_header_in_the_middle_is_no_end_of_the_archive(tmp_path: Path) -> None:
-    tar = make_tar(tmp_path / "t.tar", ("a.png", png(), FILE))
-    content = bytearray(tar.read_bytes())
+    content = bytearray(intact)
     content[content.index(b"good.png")] ^= 1
-    tar.write_bytes(bytes(content))
-    with pytest.raises(SourceError, match="checksum"):
-        list_source(tar)
+    (tmp_path / "t.tar").write_bytes(content)
+    with pytest.raises(SourceError, match="checksum"):  # a damaged header in the middle is no end of the archive
+        list_source(tmp_path / "t.tar")
 
 
 def write_lines(root: Path, *lines: bytes) -> Path:
@@ -998,8 +925,6 @@ def test_a_line_that_cannot_be_read_is_a_reject(line: bytes, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"file_name": "../x.png"}, "bad_metadata"),
-        ({"file_name": "/etc/passwd"}, "bad_metadata"),
         ({"file_name": "a\0.png"}, "missing_file"),
         ({"file_name": "\ud800.png"}, "bad_metadata"),
         ({"file_name": "x" * 100_000}, "bad_metadata"),
@@ -1180,9 +1105,8 @@ BY_KIND = {
 MODELS = {
     f"{kind}, {name}": (kind, spoil)
     for kind, of_kind in BY_KIND.items()
-    for name, spoil in (ANY_MODEL | of_kind).items()
+    for name, spoil in (of_kind if kind in ("t5", "dinov2") else ANY_MODEL | of_kind).items()
 }
-REMOTE_CODE = {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
 
 
 def model_with_trap(model: Path, tmp_path: Path) -> Path:
@@ -1203,18 +1127,6 @@ def test_a_hostile_model_is_one_clear_error_and_runs_no_code(
     assert not (tmp_path / "marker").exists()
 
 
-@pytest.mark.parametrize("kind", ["dinov2", "qwen3"])
-def test_a_model_that_only_code_of_its_own_could_load_is_refused(
-    kind: str, models: dict[str, Path], tmp_path: Path
-) -> None:
-    folder = model_with_trap(models[kind], tmp_path)
-    for key, value in (("auto_map", REMOTE_CODE), ("model_type", "evil"), ("architectures", ["Evil"])):
-        set_in("config.json", key, value)(folder)
-    with pytest.raises(EncoderError, match=r"config\.json"):
-        load_model(kind, folder)
-    assert not (tmp_path / "marker").exists()
-
-
 @pytest.mark.parametrize("kind", ["vae", "t5", "dinov2", "qwen3"])
 def test_code_and_pickles_beside_a_model_are_not_run(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
     folder = model_with_trap(models[kind], tmp_path)
@@ -1226,6 +1138,12 @@ def test_code_and_pickles_beside_a_model_are_not_run(kind: str, models: dict[str
     for name in ("pytorch_model.bin", "diffusion_pytorch_model.bin"):
         (folder / name).write_bytes(pickle.dumps(Payload(tmp_path / "marker")))
     load_model(kind, folder)
+    if kind in ("dinov2", "qwen3"):  # of a kind that only code of its own could load
+        remote = {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
+        for key, value in (("auto_map", remote), ("model_type", "evil"), ("architectures", ["Evil"])):
+            set_in("config.json", key, value)(folder)
+        with pytest.raises(EncoderError, match=r"config\.json"):
+            load_model(kind, folder)
     assert not (tmp_path / "marker").exists()
 
 
@@ -1286,78 +1204,34 @@ ALLOWED_WRITES = {
     ("tools/demo/scenes.py", "save"),  # the images that it generates, before the list that names them
     ("tools/bench/loader.py", "open"),  # a flat copy in a temporary folder
 }
+WRITING = {"write_text", "write_bytes", "save", "save_file", "tofile", "savez", "copyfile", "copytree", "touch"}
+OURS = ("save", "checkpoint.save", "safetensors.torch.save")  # held to this themselves
 
 
-def dotted(node: ast.expr) -> str:
-    """os.path.join of the call os.path.join(...); "" where it is no plain name."""
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def constant(call: ast.Call, name: str, position: int) -> Any:
-    """A literal argument of a call, by name or position; None where there is none."""
-    found = [keyword.value for keyword in call.keywords if keyword.arg == name] or call.args[position : position + 1]
-    return found[0].value if found and isinstance(found[0], ast.Constant) else None
-
-
-def unsafe_options(tree: ast.AST) -> Iterator[str]:
-    """Options of calls that let a file run code or a map write to it; ruff's rules S and TID251 find the rest."""
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name = dotted(call.func)
-        options = {keyword.arg: getattr(keyword.value, "value", "not a literal") for keyword in call.keywords}
-        if name.endswith("torch.load") and options.get("weights_only") is not True:
-            yield f"{name} that may run code"
-        if any(options.get(option, False) is not False for option in ("allow_pickle", "trust_remote_code")):
-            yield f"{name} that may run code"
-        if name.split(".")[-1] in ("memmap", "open_memmap") and constant(call, "mode", 2) != "r":
-            yield f"{name} that is not read-only"
-
-
-def writes(tree: ast.AST) -> Iterator[str]:
-    """Calls that write a file."""
-    methods = ("write_text", "write_bytes", "save", "save_file", "tofile", "savez", "copyfile", "copytree", "touch")
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = dotted(node.func)
-        last = node.func.attr if isinstance(node.func, ast.Attribute) else name
-        mode = constant(node, "mode", 0 if isinstance(node.func, ast.Attribute) else 1)
-        if last == "open" and isinstance(mode, str) and set(mode) & set("wax+"):
-            yield "open"
-        if last in methods and name not in (
-            "save",
-            "checkpoint.save",
-            "safetensors.torch.save",
-        ):  # ours, held to this themselves
-            yield last
-        if name in ("os.replace", "os.rename", "shutil.move", "shutil.copy", "np.save"):
-            yield name
-
-
-def test_no_module_can_run_what_a_file_says() -> None:
+def test_no_module_can_run_what_a_file_says_and_bytes_reach_the_disk_through_one() -> None:
+    """Options that let a file run code or a map write to it; ruff's rules S and TID251 find the rest."""
     assert len(MODULES) > 30  # so that an empty scan is no success
+    unsafe, writes = [], set[tuple[str, str]]()
     for path in MODULES:
-        assert not list(unsafe_options(parsed(path))), path
+        for call in (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)):
+            name = ast.unparse(call.func)
+            last = name.rpartition(".")[2]
+            options = {keyword.arg: getattr(keyword.value, "value", "not a literal") for keyword in call.keywords}
+            modes = [*call.args[0 if "." in name else 1 :][:1], *(k.value for k in call.keywords if k.arg == "mode")]
+            mode = getattr(modes[0], "value", None) if modes else None
+            unsafe += [name] * (name.endswith("torch.load") and options.get("weights_only") is not True)
+            unsafe += [name for one in ("allow_pickle", "trust_remote_code") if options.get(one, False) is not False]
+            unsafe += [name] * (last in ("memmap", "open_memmap") and "r" not in (options.get("mode"), *map_mode(call)))
+            if last == "open" and isinstance(mode, str) and set(mode) & set("wax+"):
+                writes.add((name_of(path), "open"))
+            if last in WRITING and name not in OURS:
+                writes.add((name_of(path), last))
+            if name in ("os.replace", "os.rename", "shutil.move", "shutil.copy", "np.save"):
+                writes.add((name_of(path), name))
+    assert unsafe == []
+    assert {(path, call) for path, call in writes if path != "datasets/disk/files.py"} == ALLOWED_WRITES
 
 
-def test_bytes_reach_the_disk_through_one_module() -> None:
-    one = ROOT / "datasets/disk/files.py"
-    others = [path for path in MODULES if path != one]
-    assert {(name_of(path), call) for path in others for call in writes(parsed(path))} - ALLOWED_WRITES == set()
-
-
-UNSAFE = [
-    "torch.load(x)",
-    "np.load(x, allow_pickle=flag)",
-    "m.from_pretrained(x, trust_remote_code=True)",
-    "np.memmap(x)",
-]
-
-
-WRITING = ["open(p, 'w')", "p.open('ab')", "p.write_text(x)", "os.replace(a, b)", "i.save(p)"]
-
-
-def test_the_lint_sees_unsafe_options_and_what_writes() -> None:
-    assert [code for code in UNSAFE if not list(unsafe_options(ast.parse(code)))] == []
-    assert [code for code in WRITING if not list(writes(ast.parse(code)))] == []
+def map_mode(call: ast.Call) -> list[Any]:
+    """The mode of a map that is given by its place."""
+    return [getattr(argument, "value", None) for argument in call.args[2:3]]

@@ -74,7 +74,7 @@ def test_every_seed_epoch_and_record_has_its_own_noise() -> None:
 
 
 def test_the_noise_is_standard_normal() -> None:
-    noise = keyed_noise(keys_of(list(range(500)), seed=1, epoch=2), (4, 32, 32)).double().numpy().ravel()
+    noise = keyed_noise(keys_of(list(range(250)), seed=1, epoch=2), (4, 32, 32)).double().numpy().ravel()
     assert abs(noise.mean()) < 0.005
     assert abs(noise.std() - 1) < 0.005
     assert abs((noise**3).mean()) < 0.01
@@ -101,6 +101,9 @@ def test_the_draw_is_diffusers_formula_for_the_same_noise(spread: float) -> None
     posterior: Any = DiagonalGaussianDistribution(stored.float())
     wanted = normalise(posterior.mean + posterior.std * keyed_noise(keys, SHAPE), latent_spec("mean"))
     np.testing.assert_allclose(final_latents(stored, latent_spec("mean_logvar"), keys), wanted, rtol=1e-6, atol=1e-6)
+    mean, std = stored.float().chunk(2, dim=1)  # a stored deviation is multiplied as it is
+    wanted = normalise(mean + std * keyed_noise(keys, SHAPE), latent_spec("mean"))
+    np.testing.assert_array_equal(final_latents(stored, latent_spec("mean_std"), keys), wanted)
 
 
 def test_a_sample_that_is_frozen_into_a_store_is_drawn_by_the_same_formula() -> None:
@@ -112,14 +115,6 @@ def test_a_sample_that_is_frozen_into_a_store_is_drawn_by_the_same_formula() -> 
     assert noise.std() == pytest.approx(1, abs=0.05)
     np.testing.assert_array_equal(drawn[2:3], sample_once(moments[2:3], np.array([2])))
     assert not np.array_equal(drawn[2:3], sample_once(moments[2:3], np.array([3])))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_stored_standard_deviation_is_multiplied_as_it_is(dtype: str) -> None:
-    stored, keys = stored_of(5, dtype=dtype), keys_of(list(range(5)))
-    mean, std = stored.float().chunk(2, dim=1)
-    wanted = normalise(mean + std * keyed_noise(keys, SHAPE), latent_spec("mean"))
-    np.testing.assert_array_equal(final_latents(stored, latent_spec("mean_std", dtype), keys), wanted)
 
 
 def test_what_was_applied_before_storing_is_undone_for_the_decoder_only() -> None:

@@ -101,6 +101,13 @@ def test_an_area_table_is_what_is_said_of_it(steps: int, step_px: int, more_px: 
 
 def test_the_area_table_for_1024_stays_as_it_is() -> None:
     # Another table moves images to other buckets: who plans on with a grown store would get both.
+    assert [area_step(px) for px in (128, 256, 448, 512)] == [
+        16,
+        32,
+        32,
+        64,
+    ]  # 48 would make the square of 448 one of 432
+    assert area_step(128, 32) == 64
     tall = [row[1:] for row in bucket_table("area", 1024) if row[1] > row[2]]
     assert tall == [
         (1088, 960), (1152, 896), (1216, 832), (1280, 768), (1344, 768), (1408, 704), (1472, 704), (1536, 640),
@@ -137,13 +144,6 @@ def test_an_image_goes_to_the_nearest_ratio_or_nowhere(height_px: int, width_px:
     if found is not None:
         distance = {(height, width): abs(ratio - height_px / width_px) for ratio, height, width in table}
         assert distance[found] == min(distance.values())
-
-
-def test_a_limit_of_ones_own_drops_what_is_longer() -> None:
-    table = bucket_table("area", 512, max_ratio=2.0)
-    assert assign_bucket(1000, 500, table, max_ratio=2.0) == (640, 384)
-    assert assign_bucket(1001, 500, table, max_ratio=2.0) is None
-    assert assign_bucket(500, 1001, table, max_ratio=2.0) is None
 
 
 @given(sides, sides, st.tuples(st.integers(1, 4096), st.integers(1, 4096)))
@@ -220,15 +220,3 @@ def test_too_few_buckets_are_warned_of_with_a_step_that_is_fine_enough(changes: 
     warnings = ImagesSection(**{"crop": "bucket", "buckets": "area"} | changes).warnings()
     assert len(warnings) == bool(said)
     assert re.search(said, "".join(warnings))
-
-
-@given(st.integers(16, 1200), st.sampled_from([1, 2, 4, 8, 16, 32, 64]))
-def test_the_step_of_an_area_table_fits_the_resolution_and_the_autoencoder(resolution_px: int, downscale: int) -> None:
-    step_px = area_step(resolution_px, downscale)
-    assert step_px == 64 if resolution_px >= 512 else step_px <= 64
-    assert step_px % downscale == 0
-    assert step_px <= max(resolution_px // 8, 2 * downscale)
-    assert area_step(128) == 16
-    assert area_step(256) == 32
-    assert area_step(448) == 32  # 48 would make the square 432
-    assert area_step(128, 32) == 64

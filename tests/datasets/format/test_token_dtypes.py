@@ -48,11 +48,6 @@ def test_the_tokens_of_several_images_are_converted_as_those_of_each(tokens: np.
     np.testing.assert_array_equal(widen(together, dtype), np.stack([widen(one, dtype) for one in alone]))
 
 
-def test_int8_ties_go_to_even() -> None:
-    tokens = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]], np.float32)
-    assert narrow(tokens, "int8").rows.tolist() == [[127, 0, 2, 2, 0, -2, -2]]
-
-
 @given(SMALL, st.sampled_from(["float16", "float32"]))
 def test_plain_floats_come_back_as_they_are(tokens: np.ndarray, dtype: str) -> None:
     stored = narrow(tokens, dtype)

@@ -193,7 +193,7 @@ def damaged_files(whole: Whole) -> list[str]:
     return [path for path in dict.fromkeys(chosen) if path in whole.files]
 
 
-EVERY = pytest.mark.parametrize("step", [pytest.param(3, id="sample"), pytest.param(1, id="all", marks=SLOW)])
+EVERY = pytest.mark.parametrize("step", [pytest.param(5, id="sample"), pytest.param(1, id="all", marks=SLOW)])
 
 
 @GROWN_FIRST

@@ -177,6 +177,9 @@ DIGESTS = [  # of 400 batches from the start, and of 20 far away
     ("3b4257b6c009f703", "cb7bf391678c60fa"),
     ("7e0573af86151341", "88c03abbbdeecfe4"),
     ("9a6b7b1e64726cda", "61ad0543db87da10"),
+    ("0a997876dda6e615", "cd2f2ebea94ef2da"),
+    ("981db4ee6562a7cb", "3fc26ab142dee375"),
+    ("80e9d3b4d38b0ebd", "b8b77be01ef85649"),
 ]
 
 
@@ -187,7 +190,7 @@ def digest(order: BatchOrder, first: int, count: int) -> str:
     return hashes.hexdigest()[:16]
 
 
-def test_the_order_of_selections_windows_mixtures_and_stages_does_not_change() -> None:
+def test_the_order_of_every_mode_of_selections_mixtures_and_stages_does_not_change() -> None:
     # As in test_batch_plan.py: these change with an ORDER break only.
     chosen = {"64x64": np.arange(0, 600, 2, dtype=np.uint16), "48x80": None, "80x48": np.zeros(0, np.uint8)}
     selection = Selection({"64x64": 300, "48x80": 333, "80x48": 0}, chosen, {}, {}, "")
@@ -196,5 +199,7 @@ def test_the_order_of_selections_windows_mixtures_and_stages_does_not_change() -
     selected = BatchPlan(selection.counts, 16, 7, leftovers="carry", window=ShardWindow(3, 40), selection=selection)
     mixture = Mixture([(whole, 0.7), (carried, 0.3)], 3)
     stages = Stages([(whole, 10), (mixture, 30), (carried, None)])
-    orders = (whole, carried, selected, mixture, stages)
+    windowed = BatchPlan(whole.buckets, 16, 7, window=ShardWindow(3, 40))
+    sized = BatchPlan(whole.buckets, {"64x64": 16, "48x80": 9, "80x48": 2}, 7)
+    orders = (whole, carried, selected, mixture, stages, BatchPlan(whole.buckets, 16, 7, "drop"), windowed, sized)
     assert [(digest(order, 0, 400), digest(order, 10**9, 20)) for order in orders] == DIGESTS

@@ -82,19 +82,6 @@ def test_a_shuffle_in_windows_is_a_permutation_that_stays_in_a_windows_blocks(
     assert not begun
 
 
-@given(st.integers(1, 10**12), st.integers(1, 10**5), st.integers(1, 1000), seeds, st.data())
-def test_a_shuffle_in_windows_of_some_places_is_part_of_the_whole(
-    size: int, rows: int, shards: int, seed: int, data: st.DataObject
-) -> None:
-    places = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True)))
-    found = in_windows(places, size, rows, shards, seed)
-    assert len(set(found.tolist())) == len(places)
-    assert 0 <= found.min() <= found.max() < size
-    assert [
-        int(in_windows(places[i : i + 1], size, rows, shards, seed)[0]) for i in range(len(places))
-    ] == found.tolist()
-
-
 def test_permute_spreads_every_index_evenly() -> None:
     places = np.array([permute(np.arange(10), 10, keyed_hash(key)) for key in range(2000)])
     counts = np.array([np.bincount(places[:, i], minlength=10) for i in range(10)])
