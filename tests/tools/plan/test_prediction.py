@@ -109,12 +109,12 @@ def test_what_is_done_once_is_not_timed(caption_folder: Path, monkeypatch: pytes
     def slow_at_first(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
         if pixels.shape not in seen:
             seen.add(pixels.shape)
-            time.sleep(2)
+            time.sleep(1)
         return encode(self, pixels)
 
     def slow_to_start(self: DecoderProcess, *job: Any, **how: Any) -> Any:
         if self._process is None:
-            time.sleep(2)
+            time.sleep(1)
         return ask(self, *job, **how)
 
     probes, run = list[Probe](), precompute_cost.run_probe
@@ -124,8 +124,8 @@ def test_what_is_done_once_is_not_timed(caption_folder: Path, monkeypatch: pytes
     describe_precompute(caption_recipe(), caption_folder, CPU)
     assert probes[0].images == 14
     assert seen
-    assert probes[0].encode_seconds < 2
-    assert probes[0].decode_seconds < 2
+    assert probes[0].encode_seconds < 1
+    assert probes[0].decode_seconds < 1
 
 
 def test_the_store_of_the_probe_is_removed_and_nothing_of_the_user_changes(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from making import CPU, no_progress, smooth_image, train_recipe
 from PIL import Image
-from tiny_models import CLIP_TEXTS, make_clip, make_dinov2
+from tiny_models import CLIP_TEXTS, TinyClip, make_clip, make_dinov2
 from typer.testing import CliRunner
 
 from leandit.datasets.errors import DamageError, EncoderError, RecipeError, SourceError
@@ -48,6 +48,11 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(40):
         Image.fromarray(random.integers(0, 256, (64, 64, 3), np.uint8)).save(root / f"noise/{i:03}.png")
     return root
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> TinyClip:
+    return make_clip(tmp_path_factory.mktemp("clip"))
 
 
 @pytest.fixture(autouse=True)
@@ -260,8 +265,8 @@ def test_a_run_is_drawn_and_measured(label_store: LatentStore, here: Path, tmp_p
 # ------------------------------------------------------------------------------------------------------------ captions
 
 
-def test_the_clip_score_is_that_of_transformers(here: Path, tmp_path: Path) -> None:
-    clip, captions = make_clip(tmp_path / "clip"), [CLIP_TEXTS[i % 2] for i in range(40)]
+def test_the_clip_score_is_that_of_transformers(clip: TinyClip, here: Path, tmp_path: Path) -> None:
+    captions = [CLIP_TEXTS[i % 2] for i in range(40)]
     (tmp_path / "captions.json").write_text(json.dumps({"samples": captions}))
     options = {"clip": str(clip.folder), "captions": tmp_path / "captions.json"}
     found = measured(here / "noise", None, here, **options)
@@ -277,8 +282,7 @@ def test_the_clip_score_is_that_of_transformers(here: Path, tmp_path: Path) -> N
     assert measured(here / "one", here / "one", here, features=str(clip.folder))["cmmd"] == 0
 
 
-def test_captions_are_found_by_name_and_long_ones_are_cut(here: Path, tmp_path: Path) -> None:
-    clip = make_clip(tmp_path / "clip")
+def test_captions_are_found_by_name_and_long_ones_are_cut(clip: TinyClip, here: Path, tmp_path: Path) -> None:
     names = folder_images(here / "one").names
     lines = [{"file_name": name, "text": "a cat " * 100 if i == 5 else "a cat"} for i, name in enumerate(names)]
     (tmp_path / "captions.jsonl").write_text("\n".join(map(json.dumps, reversed(lines))))
@@ -298,9 +302,9 @@ def test_captions_are_found_by_name_and_long_ones_are_cut(here: Path, tmp_path: 
         measured(here / "one", None, here, clip=str(clip.folder))
 
 
-def test_images_named_by_number_are_in_order_of_their_numbers(here: Path, tmp_path: Path) -> None:
+def test_images_named_by_number_are_in_order_of_their_numbers(clip: TinyClip, here: Path, tmp_path: Path) -> None:
     """Of a set of a million images and more, 1000000.png is after 999999.png, and so are the captions."""
-    clip, captions = make_clip(tmp_path / "clip"), [CLIP_TEXTS[i % 5 == 0] for i in range(12)]
+    captions = [CLIP_TEXTS[i % 5 == 0] for i in range(12)]
     for i, pixels in enumerate(pixels_of(here / "one")[:12]):
         for name in (f"padded/{i:06d}.png", f"plain/{i}.png"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
