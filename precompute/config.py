@@ -262,8 +262,9 @@ EncoderSection = VaeSection | TextSection | FeatureSection
 class StoreSection(Section):
     """The format on disk."""
 
-    dtype: Literal["float16", "float32"] = "float16"
-    """Of latents, and of caption embeddings unless text_dtype is set."""
+    dtype: Literal["float16", "float32", "int8"] = "float16"
+    """Of latents, and of caption embeddings unless text_dtype is set. "int8" has a scale for each latent position: for
+    latents of many channels without a posterior, as an RAE's."""
     text_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     """Of caption embeddings; "auto": as latents; "int8" has a scale for each token."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64

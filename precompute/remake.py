@@ -20,7 +20,7 @@ from ..datasets.disk.files import write_atomic
 from ..datasets.disk.hashing import xxh3_parts
 from ..datasets.errors import DamageError, LeanditError, RecordRejected
 from ..datasets.format.layout import Part, is_image_task
-from ..datasets.format.token_dtypes import StoredTokens, widen
+from ..datasets.format.token_dtypes import StoredTokens, widen, widen_latents
 from ..datasets.format.zarr_shard import pack_shard
 from ..datasets.maintenance.findings import Finding
 from ..datasets.maintenance.verify import Verification, verify_store
@@ -34,6 +34,7 @@ from .run.tasks import ShardRunner
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
+LATENT_SIDES = 3  # of a row of latents; rows of tokens and captions have fewer
 CLOSE = 2e-2  # of the largest value of an array; tolerance for another device or library version
 
 
@@ -270,6 +271,9 @@ def _numbers(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
     numbers, rest = [], [np.asarray(one) for one in rows]
     while rest:
         one = rest.pop(0)
+        if one.ndim == LATENT_SIDES:
+            numbers.append(widen_latents(one).astype(np.float64))
+            continue
         scales = np.asarray(rest.pop(0)) if one.dtype == np.int8 else None
         dtype = {np.dtype(np.int8): "int8", np.dtype(np.uint16): "bfloat16"}.get(one.dtype, "float32")
         numbers.append(widen(StoredTokens(one, scales), dtype).astype(np.float64))

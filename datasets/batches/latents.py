@@ -16,6 +16,7 @@ import torch
 
 from ..errors import RecipeError
 from ..format.schema import LOGVAR_RANGE, LatentSpec, LatentStatistics
+from ..format.token_dtypes import SCALE_CHANNELS
 from ..order.shuffle import FACTORS, GOLDEN, PURPOSE_DRAW, keyed_hash, mix
 
 QUANTILE_BITS = 16
@@ -56,13 +57,13 @@ def final_latents(stored: torch.Tensor, spec: LatentSpec, keys: torch.Tensor | N
     """The model's input of a batch of stored rows, on their device.
 
     Args:
-      stored: (B, 2C, H, W) moments or (B, C, H, W) latents, raw.
+      stored: (B, 2C, H, W) moments or (B, C, H, W) latents, raw; of int8 with the channels of the scales.
       spec: of the store.
       keys: (B,) int64, of ``draw_keys``; needed for a stored posterior.
     Returns: (B, C, H, W) float32, shifted and scaled.
     Source: Kingma and Welling 2014, section 2.4 (reparameterization); (z - shift) * scale as in diffusers.
     """
-    values = stored.float()
+    values = _numbers(stored)
     if spec.has_posterior:
         assert keys is not None
         mean, spread = values.chunk(2, dim=1)
@@ -73,7 +74,15 @@ def final_latents(stored: torch.Tensor, spec: LatentSpec, keys: torch.Tensor | N
 
 def mean_latents(stored: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
     """As ``final_latents`` without a draw: the mean of a stored posterior; (B, C, H, W) float32."""
-    return normalise(stored[:, : spec.channels].float(), spec)
+    return normalise(_numbers(stored)[:, : spec.channels], spec)
+
+
+def _numbers(stored: torch.Tensor) -> torch.Tensor:
+    """``token_dtypes.widen_latents`` on the device; float32."""
+    if stored.dtype != torch.int8:
+        return stored.float()
+    scales = stored[:, -SCALE_CHANNELS:].movedim(1, -1).contiguous().view(torch.float32)  # (B, H, W, 1)
+    return stored[:, :-SCALE_CHANNELS] * scales.movedim(-1, 1)
 
 
 def normalised_as(spec: LatentSpec, how: Normalise, statistics: LatentStatistics | None = None) -> LatentSpec:

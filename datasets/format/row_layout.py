@@ -110,7 +110,7 @@ def latent_shape(spec: StoreSpec, bucket: str) -> tuple[int, int, int]:
     """Shape of a row of latents: channels, height, width."""
     height_px, width_px = bucket_size(bucket)
     latent = spec.latent
-    return latent.stored_channels, height_px // latent.downscale, width_px // latent.downscale
+    return latent.row_channels, height_px // latent.downscale, width_px // latent.downscale
 
 
 def feature_rows(spec: FeatureSpec, bucket: str) -> dict[str, Row]:

@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from ..disk.hashing import sha256_of
 from .buckets import NO_EXIF
+from .token_dtypes import SCALE_CHANNELS
 from .zarr_shard import ArrayLayout, Count, Revision, StorePath
 
 FORMAT_VERSION = 1
@@ -28,6 +29,7 @@ Dtype = Annotated[str, Field(pattern=r"^float(16|32)$")]
 Name = Annotated[
     str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")
 ]  # of a text encoder, a feature or a companion: a folder and a column
+LatentDtype = Annotated[str, Field(pattern=r"^(float(16|32)|int8)$")]
 TextDtype = Annotated[str, Field(pattern=r"^(float(16|32)|bfloat16|int8)$")]
 BucketName = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,5}$")]
 
@@ -113,7 +115,7 @@ class LatentSpec(_Sparse):
     channels: Side
     stored_channels: Side
     downscale: Side
-    dtype: Dtype
+    dtype: LatentDtype
     shift: list[float]
     scale: list[float]
     flip: bool
@@ -128,8 +130,15 @@ class LatentSpec(_Sparse):
         """Whether a row is a mean and its spread."""
         return self.kind in POSTERIORS
 
+    @property
+    def row_channels(self) -> int:
+        """Channels of a row: those stored, and for int8 those of the scales."""
+        return self.stored_channels + (SCALE_CHANNELS if self.dtype == "int8" else 0)
+
     @model_validator(mode="after")
     def _fits_its_channels(self) -> LatentSpec:
+        if self.dtype == "int8" and self.has_posterior:
+            raise ValueError("int8 latents have no posterior")
         if self.stored_channels != self.channels * (2 if self.has_posterior else 1):
             raise ValueError(f"{self.stored_channels} stored channels, the latents have {self.channels}")
         per_channel = [self.shift, self.scale, *([self.decoding.shift, self.decoding.scale] if self.decoding else [])]

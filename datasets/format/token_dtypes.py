@@ -14,6 +14,7 @@ import numpy as np
 ON_DISK = {"float16": "float16", "float32": "float32", "bfloat16": "uint16", "int8": "int8"}
 INT8_LIMIT = 127  # symmetric: -128 is never used
 BFLOAT16_NAN = 0x7FC0  # bits of the quiet NaN
+SCALE_CHANNELS = 4  # of a row of int8 latents, the last: the bytes of each position's scale
 
 
 class StoredTokens(NamedTuple):
@@ -79,6 +80,32 @@ def widen(stored: StoredTokens, dtype: str) -> np.ndarray:
     if dtype == "bfloat16":
         return (stored.rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return stored.rows
+
+
+def narrow_latents(latents: np.ndarray) -> np.ndarray:
+    """Latents as int8 with a scale for each position.
+
+    Args:
+      latents: (B, C, H, W) float32, finite.
+    Returns: (B, C + SCALE_CHANNELS, H, W) int8; the last channels are the bytes of the scale, float32, little-endian.
+    """
+    rows, scales = narrow(np.moveaxis(latents, 1, -1), "int8")
+    assert scales is not None, "int8 tokens have scales"
+    scale_bytes = scales.astype("<f4")[..., None].view(np.int8)  # (B, H, W, SCALE_CHANNELS)
+    return np.ascontiguousarray(np.moveaxis(np.concatenate([rows, scale_bytes], axis=-1), -1, 1))
+
+
+def widen_latents(rows: np.ndarray) -> np.ndarray:
+    """Latents as numbers again: int8 rows as (..., C, H, W) float32, others unchanged.
+
+    Args:
+      rows: (..., channels, H, W) as stored.
+    """
+    if rows.dtype != np.int8:
+        return rows
+    channels_last = np.moveaxis(rows, -3, -1)
+    scales = np.ascontiguousarray(channels_last[..., -SCALE_CHANNELS:]).view("<f4").astype(np.float32)
+    return np.moveaxis(channels_last[..., :-SCALE_CHANNELS] * scales, -1, -3)
 
 
 def is_storable(stored: StoredTokens, dtype: str) -> bool:

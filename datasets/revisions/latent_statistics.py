@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 
 from ..format.schema import LOGVAR_RANGE, LatentSpec, LatentStatistics
+from ..format.token_dtypes import widen_latents
 
 PATTERNS = 1 << 16  # of a float16
 BLOCK_VALUES = 1 << 19  # counted at once, so that numpy's copy of them stays in the cache
@@ -22,7 +23,7 @@ def statistics_of(arrays: Iterable[np.ndarray], spec: LatentSpec) -> LatentStati
     """Statistics of the rows of a shard, with the variance of a stored posterior; rows of NaN count for nothing.
 
     Args:
-      arrays: (N, stored_channels, H, W) as stored: the latents, and those of the flipped images.
+      arrays: (N, row_channels, H, W) as stored: the latents, and those of the flipped images.
     """
     counts = np.zeros((spec.stored_channels, PATTERNS), np.int64)
     for rows in arrays:
@@ -65,10 +66,10 @@ def _count(rows: np.ndarray, counts: np.ndarray) -> None:
     """Add the patterns of (N, C, H, W) rows to (C, 65536) counts."""
     step = max(1, BLOCK_VALUES // max(1, rows[0, 0].size)) if len(rows) else 1
     for start in range(0, len(rows), step):
-        block = rows[start : start + step]
+        block = widen_latents(rows[start : start + step])
         if block.dtype != np.float16:
             block = np.clip(block, -MAX_HALF, MAX_HALF).astype(np.float16)
-        for channel in range(rows.shape[1]):
+        for channel in range(len(counts)):
             patterns = np.ascontiguousarray(block[:, channel]).view(np.uint16).reshape(-1)
             counts[channel] += np.bincount(patterns, minlength=PATTERNS)
     counts[:, ~np.isfinite(_patterns())] = 0

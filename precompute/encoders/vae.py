@@ -117,6 +117,11 @@ class ImageEncoder(Pretrained):
             )
         kinds = {"auto": "mean_logvar", "moments": "mean_logvar", "mean": "mean", "sample": "sample"}
         kind: Any = kinds[keep] if self.has_posterior else "latent"
+        if dtype == "int8" and kind == "mean_logvar":
+            raise RecipeError(
+                'store.dtype "int8": expected latents without a posterior, got mean and log-variance. Set vae.keep = '
+                '"mean", or store.dtype = "float16".'
+            )
         channels = self.num_channels
         shift, scale = self._shift_and_scale
         return LatentSpec(

@@ -16,10 +16,10 @@ import pyarrow as pa
 import torch
 from xxhash import xxh3_64_intdigest
 
-from ...datasets.batches.latents import denormalise, final_latents
+from ...datasets.batches.latents import denormalise, mean_latents
 from ...datasets.errors import EncoderError, RecordRejected, ResourceError
 from ...datasets.format.buckets import bucket_size
-from ...datasets.format.schema import CheckedImage, LatentSpec, SelfCheck
+from ...datasets.format.schema import CheckedImage, SelfCheck
 from ...datasets.revisions.plan import FrozenPlan
 from ..encoders.vae import ImageEncoder
 from ..images.decoders import Decoders
@@ -128,7 +128,7 @@ def _round_trip(
         stored = stored_row(encoded, 0, views, position, columns)
         if isinstance(stored, RecordRejected):
             return None
-        latent = model_latent(stored.rows[0][0], spec)
+        latent = mean_latents(torch.from_numpy(stored.rows[0][0][None]), spec)
         after = encoder.decode(denormalise(latent, spec).numpy())[0]
     except torch.OutOfMemoryError as error:
         raise ResourceError(
@@ -136,12 +136,6 @@ def _round_trip(
             f"memory of {encoder.device}. Set vae.min_psnr = 0 for no check, or vae.tile_px."
         ) from error
     return RoundTrip(row["key"], np.asarray(image.pixels), after, latent[0].numpy())
-
-
-def model_latent(stored: np.ndarray, spec: LatentSpec) -> torch.Tensor:
-    """What the model sees of a stored row without a draw, (1, C, H, W) float32; the mean of a posterior."""
-    mean = spec.model_copy(update={"kind": "mean"}) if spec.has_posterior else spec
-    return final_latents(torch.from_numpy(stored[None, : spec.channels]), mean, None)
 
 
 def _measure(trips: list[RoundTrip]) -> SelfCheck:

@@ -16,7 +16,7 @@ import numpy as np
 from ...datasets.errors import RecordRejected
 from ...datasets.format.row_layout import LATENTS, MASK
 from ...datasets.format.schema import LOGVAR_RANGE, LatentSpec
-from ...datasets.format.token_dtypes import StoredTokens, narrow, quality
+from ...datasets.format.token_dtypes import StoredTokens, narrow, narrow_latents, quality
 from ..encoders.loading import Encoders
 from ..encoders.pretrained import encode_if_it_fits
 from ..encoders.vae import ImageEncoder
@@ -121,12 +121,14 @@ def to_stored(moments: np.ndarray, spec: LatentSpec, records: np.ndarray) -> np.
     Args:
       moments: (B, 2C, H, W) mean and log-variance, or (B, C, H, W) latents; float32.
       records: (B,) positions in the records table: the key of a stored sample.
-    Returns: (B, stored_channels, H, W).
+    Returns: (B, row_channels, H, W); float32 if latents for int8 are not finite, which are rejected.
     """
     if spec.kind == "mean":
         moments = moments[:, : spec.channels]
     elif spec.kind == "sample":
         moments = sample_once(moments, records)
+    if spec.dtype == "int8":
+        return narrow_latents(moments) if np.isfinite(moments).all() else moments
     with np.errstate(over="ignore"):  # overflow becomes infinity, which is rejected
         return moments.astype(spec.dtype)
 

@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ...datasets.errors import EncoderError, RecordRejected, StoreError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import LatentSpec
+from ...datasets.format.token_dtypes import widen_latents
 from ...datasets.revisions.local import vae_of
 from ...datasets.store import LatentStore
 from ...precompute.config import SourceSection, VaeSection
@@ -82,7 +83,7 @@ class LatentDecoder:
 
         from ...datasets.batches.latents import raw_latents
 
-        means = torch.from_numpy(rows[:, : self._spec.channels].astype(np.float32))
+        means = torch.from_numpy(widen_latents(rows)[:, : self._spec.channels].astype(np.float32))
         return raw_latents(means, self._spec).numpy()
 
     def decode(self, raw: np.ndarray) -> np.ndarray:

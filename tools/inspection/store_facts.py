@@ -14,6 +14,7 @@ from ...datasets.disk.cached import cached_property
 from ...datasets.format.row_layout import COMPANIONS, FEATURES, caption_folder, caption_rows
 from ...datasets.format.schema import LatentStatistics, TextEncoder
 from ...datasets.format.table_schemas import suffixes
+from ...datasets.format.token_dtypes import widen_latents
 from ...datasets.revisions.latent_statistics import statistics_of
 from ...datasets.store import LatentStore, Record
 from .store_files import StoreFiles, padded_bytes
@@ -295,10 +296,11 @@ def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:
     if record.status != "stored" or record.bucket is None:
         return values
     array = store.latents(record.bucket)
-    row = array[record.row].astype(np.float64)
+    stored = array[record.row]
+    row = widen_latents(stored).astype(np.float64)
     return values | {
         "shard": array.shard_paths(np.array([record.row]))[0],
-        "stored_shape": list(row.shape),
+        "stored_shape": list(stored.shape),
         "finite": bool(np.isfinite(row).all()),
         "channel_mean": [_rounded(value) for value in row.mean(axis=(1, 2))],
         "channel_std": [_rounded(value) for value in row.std(axis=(1, 2))],

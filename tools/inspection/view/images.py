@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from ....datasets.errors import EncoderError, LeanditError, StoreError
 from ....datasets.format.row_layout import MASK
+from ....datasets.format.token_dtypes import widen_latents
 from ....datasets.store import LatentStore
 from ..report.page import RGB, latent_pixels
 from .tables import StoreTables
@@ -109,7 +110,7 @@ class ImageDecoder:
         if any(spec.kind == MASK for spec in self._store.spec.companions if spec.name == companion):
             return webp(np.repeat(rows[0][..., None], RGB, axis=2))
         if self.note:
-            return webp(latent_pixels(rows[0][: self._store.spec.latent.channels]))
+            return webp(latent_pixels(widen_latents(rows[0])[: self._store.spec.latent.channels]))
         try:
             return webp(self._decoder.result()(rows)[0])
         except LeanditError:

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from ....datasets.errors import LeanditError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from ....datasets.format.row_layout import LATENTS, bucket_part, row_arrays
 from ....datasets.format.table_schemas import REJECT_REASONS, suffixes
+from ....datasets.format.token_dtypes import widen_latents
 from ....datasets.revisions.writer import row_checksum
 from ....datasets.store import LatentStore, Record
 from ..report.page import latent_pixels
@@ -150,7 +151,7 @@ class StoreSite:
 
     def _channel(self, request: Request) -> Response:
         record, number = self._stored(request), request.path_params["number"]
-        row = self._store.latents(record.bucket or "")[record.row]
+        row = widen_latents(self._store.latents(record.bucket or "")[record.row])
         if number >= len(row):
             raise RowOutOfRange(f"record '{record.key}': channel {number}, there are {len(row)}")
         return Response(webp(latent_pixels(row[number : number + 1])), media_type="image/webp", headers=KEEP)

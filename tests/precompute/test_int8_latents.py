@@ -1,0 +1,97 @@
+"""Latents as int8 with a scale for each position (``store.dtype = "int8"``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from making import CPU, encode, label_recipe, no_progress, train_recipe
+from tiny_autoencoders import tiny_autoencoder
+
+from leandit.datasets.batches.latents import final_latents, mean_latents
+from leandit.datasets.errors import RecipeError
+from leandit.datasets.format.token_dtypes import narrow_latents, widen_latents
+from leandit.datasets.loader import make_loader
+from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.store import LatentStore
+from leandit.tools.inspection.images import LatentDecoder
+from leandit.tools.inspection.store_facts import describe_record
+
+MEAN = "vae.keep=mean"
+
+
+@pytest.fixture(scope="module")
+def stores(class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LatentStore]:
+    """The same images in float32 and in int8."""
+    root, found = tmp_path_factory.mktemp("int8"), {}
+    for dtype in ("float32", "int8"):
+        encode(label_recipe(MEAN, "vae.flip=true", f"store.dtype={dtype}"), class_folder, root / dtype)
+        found[dtype] = LatentStore(root / dtype)
+    return found
+
+
+def test_a_position_has_its_largest_number_over_127_as_scale_in_four_more_channels() -> None:
+    latents = np.random.default_rng(0).normal(size=(3, 6, 2, 5)).astype(np.float32)
+    latents[1, :, 0, 0] = 0
+    stored = narrow_latents(latents)
+    assert (stored.shape, stored.dtype, stored.flags.c_contiguous) == ((3, 10, 2, 5), np.dtype(np.int8), True)
+    for image, row, column in np.ndindex(3, 2, 5):  # FORMAT.md's words, a position at a time
+        largest = np.abs(latents[image, :, row, column]).max() / 127
+        assert np.frombuffer(stored[image, 6:, row, column].tobytes(), "<f4")[0] == np.float32(largest)
+    numbers = widen_latents(stored)
+    scales = np.abs(latents).max(axis=1, keepdims=True) / 127
+    assert (np.abs(numbers - latents) <= scales * 0.501).all()
+    assert (numbers[1, :, 0, 0] == 0).all()
+
+
+def test_batches_statistics_and_images_are_those_of_float32_but_for_the_rounding(stores: dict[str, LatentStore]) -> None:
+    exact, rounded = stores["float32"], stores["int8"]
+    (bucket,) = exact.buckets
+    assert rounded.latents(bucket)[0].dtype == np.int8
+    for flipped in (False, True):
+        before, after = (one.latents(bucket, flipped=flipped)[:] for one in (exact, rounded))
+        np.testing.assert_array_equal(after, narrow_latents(before))
+    batches = [next(iter(make_loader(store, batch_size=4, seed=1, num_workers=0))) for store in (exact, rounded)]
+    assert batches[0].keys == batches[1].keys
+    largest = batches[0].latents.abs().amax(dim=1, keepdim=True)
+    assert ((batches[1].latents - batches[0].latents).abs() <= largest / 127).all()
+    spec, stored = rounded.spec.latent, torch.from_numpy(rounded.latents(bucket)[:])
+    numbers = torch.from_numpy(widen_latents(stored.numpy()).copy())
+    as_float = spec.model_copy(update={"dtype": "float32"})
+    for function in (lambda rows, one: final_latents(rows, one, None), mean_latents):
+        assert torch.equal(function(stored, spec), function(numbers, as_float))
+    statistics = [store.manifest.statistics for store in (exact, rounded) if store.manifest]
+    np.testing.assert_allclose(statistics[1].channel_std, statistics[0].channel_std, rtol=0.02)
+    checks = [store.manifest.self_check for store in (exact, rounded) if store.manifest]
+    for one, other in zip(checks[0].images, checks[1].images, strict=True) if checks[0] and checks[1] else ():
+        assert abs(one.psnr_db - other.psnr_db) < 0.5
+    decoded = [LatentDecoder.of_store(one, None, CPU).decode_rows(one.latents(bucket)[:4]) for one in (exact, rounded)]
+    assert np.abs(decoded[0].astype(int) - decoded[1].astype(int)).max() <= 8
+    described = describe_record(rounded, rounded.record(batches[0].keys[0]))
+    assert described["stored_shape"][0] == spec.channels + 4
+    assert len(described["channel_mean"]) == spec.channels
+    assert described["finite"]
+
+
+def test_it_is_verified_encoded_again_bit_for_bit_and_trained_on(
+    stores: dict[str, LatentStore], class_folder: Path, tmp_path: Path
+) -> None:
+    from leandit.precompute.remake import verify_deep
+    from leandit.train.loop import train
+
+    root = stores["int8"].path
+    assert not verify_store(root).findings
+    found = verify_deep(root, class_folder, device=CPU, progress=no_progress)
+    assert (found.findings, found.num_close) == ([], 0)
+    result = train(train_recipe(), root, tmp_path / "run")
+    assert result.step == 6
+
+
+def test_what_is_not_finite_is_rejected_and_a_posterior_refused(
+    class_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RecipeError, match=r'store\.dtype "int8".*vae\.keep = "mean"'):
+        encode(label_recipe("store.dtype=int8"), class_folder, tmp_path / "moments")
+    assert not (tmp_path / "moments/revisions").exists()
