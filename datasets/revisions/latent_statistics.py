@@ -20,7 +20,7 @@ MAX_HALF = float(np.finfo(np.float16).max)
 
 
 def statistics_of(arrays: Iterable[np.ndarray], spec: LatentSpec) -> LatentStatistics:
-    """Statistics of the rows of a shard, with the variance of a stored posterior; rows of NaN count for nothing.
+    """Statistics of the rows of a shard, with the variance of a stored posterior; empty rows count for nothing.
 
     Args:
       arrays: (N, row_channels, H, W) as stored: the latents, and those of the flipped images.
@@ -66,7 +66,9 @@ def _count(rows: np.ndarray, counts: np.ndarray) -> None:
     """Add the patterns of (N, C, H, W) rows to (C, 65536) counts."""
     step = max(1, BLOCK_VALUES // max(1, rows[0, 0].size)) if len(rows) else 1
     for start in range(0, len(rows), step):
-        block = widen_latents(rows[start : start + step])
+        block = rows[start : start + step]
+        if block.dtype == np.int8:  # empty rows are zeros, also the scales
+            block = np.where(block.any(axis=1, keepdims=True), widen_latents(block), np.nan)
         if block.dtype != np.float16:
             block = np.clip(block, -MAX_HALF, MAX_HALF).astype(np.float16)
         for channel in range(len(counts)):

@@ -7,8 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from making import CPU, encode, label_recipe, no_progress, train_recipe
-from tiny_autoencoders import tiny_autoencoder
+from image_files import adm_by_hand
+from making import CPU, encode, label_recipe, train_recipe
+from PIL import Image
+from runs import run_to
+from stores import deep
 
 from leandit.datasets.batches.latents import final_latents, mean_latents
 from leandit.datasets.errors import RecipeError
@@ -16,6 +19,7 @@ from leandit.datasets.format.token_dtypes import narrow_latents, widen_latents
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
+from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.tools.inspection.images import LatentDecoder
 from leandit.tools.inspection.store_facts import describe_record
 
@@ -46,15 +50,15 @@ def test_a_position_has_its_largest_number_over_127_as_scale_in_four_more_channe
     assert (numbers[1, :, 0, 0] == 0).all()
 
 
-def test_batches_statistics_and_images_are_those_of_float32_but_for_the_rounding(stores: dict[str, LatentStore]) -> None:
+def test_batches_statistics_and_images_are_of_float32_but_for_the_rounding(stores: dict[str, LatentStore]) -> None:
     exact, rounded = stores["float32"], stores["int8"]
     (bucket,) = exact.buckets
     assert rounded.latents(bucket)[0].dtype == np.int8
     for flipped in (False, True):
         before, after = (one.latents(bucket, flipped=flipped)[:] for one in (exact, rounded))
         np.testing.assert_array_equal(after, narrow_latents(before))
-    batches = [next(iter(make_loader(store, batch_size=4, seed=1, num_workers=0))) for store in (exact, rounded)]
-    assert batches[0].keys == batches[1].keys
+    batches = [next(iter(make_loader(store, global_batch=4, seed=1))) for store in (exact, rounded)]
+    assert torch.equal(batches[0].records, batches[1].records)
     largest = batches[0].latents.abs().amax(dim=1, keepdim=True)
     assert ((batches[1].latents - batches[0].latents).abs() <= largest / 127).all()
     spec, stored = rounded.spec.latent, torch.from_numpy(rounded.latents(bucket)[:])
@@ -69,7 +73,7 @@ def test_batches_statistics_and_images_are_those_of_float32_but_for_the_rounding
         assert abs(one.psnr_db - other.psnr_db) < 0.5
     decoded = [LatentDecoder.of_store(one, None, CPU).decode_rows(one.latents(bucket)[:4]) for one in (exact, rounded)]
     assert np.abs(decoded[0].astype(int) - decoded[1].astype(int)).max() <= 8
-    described = describe_record(rounded, rounded.record(batches[0].keys[0]))
+    described = describe_record(rounded, rounded.record_at(0))
     assert described["stored_shape"][0] == spec.channels + 4
     assert len(described["channel_mean"]) == spec.channels
     assert described["finite"]
@@ -78,20 +82,34 @@ def test_batches_statistics_and_images_are_those_of_float32_but_for_the_rounding
 def test_it_is_verified_encoded_again_bit_for_bit_and_trained_on(
     stores: dict[str, LatentStore], class_folder: Path, tmp_path: Path
 ) -> None:
-    from leandit.precompute.remake import verify_deep
-    from leandit.train.loop import train
-
     root = stores["int8"].path
     assert not verify_store(root).findings
-    found = verify_deep(root, class_folder, device=CPU, progress=no_progress)
-    assert (found.findings, found.num_close) == ([], 0)
-    result = train(train_recipe(), root, tmp_path / "run")
-    assert result.step == 6
+    found = deep(root, class_folder)
+    assert (found.num_exact, found.num_close, found.findings) == (found.num_records, 0, [])
+    reports = run_to(train_recipe(), stores["int8"], tmp_path / "run")
+    assert [one.step for one in reports] == list(range(1, 7))
 
 
-def test_what_is_not_finite_is_rejected_and_a_posterior_refused(
-    class_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_posterior_is_refused(class_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r'store\.dtype "int8".*vae\.keep = "mean"'):
         encode(label_recipe("store.dtype=int8"), class_folder, tmp_path / "moments")
-    assert not (tmp_path / "moments/revisions").exists()
+
+
+def test_what_is_not_finite_is_rejected_and_counts_for_no_statistics(
+    class_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = ImageEncoder._forward
+
+    def failing(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
+        moments = forward(self, pixels).copy()
+        moments[pixels[:, 0, 0, 0] == first, 0, 0, 0] = np.nan
+        return moments
+
+    pixels = [adm_by_hand(Image.open(path), 32)[0, 0, 0] for path in sorted(class_folder.glob("*/*.png"))]
+    first = pixels[7]
+    monkeypatch.setattr(ImageEncoder, "_forward", failing)
+    manifest = encode(label_recipe(MEAN, "store.dtype=int8"), class_folder, tmp_path / "store").manifest
+    assert manifest.num_rejected == pixels.count(first)
+    assert manifest.statistics
+    assert manifest.statistics.count == manifest.num_stored * 4 * 4
+    assert {one["reason"] for one in LatentStore(tmp_path / "store").records.to_pylist()} == {"nonfinite", None}
