@@ -61,7 +61,7 @@ def test_batches_statistics_and_images_are_of_float32_but_for_the_rounding(store
     assert torch.equal(batches[0].records, batches[1].records)
     largest = batches[0].latents.abs().amax(dim=1, keepdim=True)
     assert ((batches[1].latents - batches[0].latents).abs() <= largest / 127).all()
-    spec, stored = rounded.spec.latent, torch.from_numpy(rounded.latents(bucket)[:])
+    spec, stored = rounded.spec.latent, torch.from_numpy(rounded.latents(bucket)[:].copy())
     numbers = torch.from_numpy(widen_latents(stored.numpy()).copy())
     as_float = spec.model_copy(update={"dtype": "float32"})
     for function in (lambda rows, one: final_latents(rows, one, None), mean_latents):
