@@ -33,12 +33,14 @@ from making import (
 )
 from stores import Everything, everything_in, make_everything, noise_store
 
+from leandit.datasets.format.schema import FeatureSpec
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report
 from leandit.tools.cli.main import main
+from leandit.tools.synthetic.store import make_store
 
 # Who starts decoders by this name; tests of what a start or an end does make their own.
 USERS = (
@@ -248,6 +250,24 @@ def unsealed_store(caption_folder: Path, golden: Golden) -> Path:
 def three_text_store(golden: Golden) -> LatentStore:
     """A store of noise, 15 records in two buckets, with the captions that SD3 reads."""
     return LatentStore(golden("three-texts", noise_store))
+
+
+@pytest.fixture(scope="session")
+def store_of(
+    label_store: LatentStore, caption_store: LatentStore, three_text_store: LatentStore
+) -> dict[str, LatentStore]:
+    """What each small model trains on."""
+    captioned = dict.fromkeys(("pixart-tiny", "sana-tiny"), caption_store)
+    return {"dit-s-4": label_store, "sd3-tiny": three_text_store, **captioned}
+
+
+@pytest.fixture(scope="session")
+def feature_store(golden: Golden) -> LatentStore:
+    """24 records of 32 px with 2 x 2 tokens of an image feature, and their class tokens, in int8."""
+    sizes: dict[str, Any] = {"width": 6, "patch_px": 14, "resolution_px": 28, "images_px": 32}
+    dino = FeatureSpec(output="both", layer=-1, dtype="int8", **sizes)
+    noise = {"num_classes": 3, "seed": 1, "features": {"dino": dino}}
+    return LatentStore(golden("features", lambda path: make_store(path, {"32x32": 24}, **noise)))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from making import CPU
+from making import CPU, train_recipe
 from PIL import Image
 
 from leandit.datasets.store import LatentStore
@@ -34,6 +34,23 @@ def run_to(
     path = None if store is None else store.path
     train(recipe, store_path=path, run=run, device=CPU, report=report, stop=stop, warn=warn)
     return seen
+
+
+ADAPTED = ("pixart-tiny", "sana-tiny", "sd3-tiny")  # models that take adapters
+MOVED = ["run.steps=2", "optimizer.lr=3e-2", "run.ema_decay=0.0"]  # a rate that moves all weights
+MOVED += ["schedule.kind=constant", "schedule.warmup_steps=0"]
+
+
+def runs_of_whole_models(golden: Any, store_of: Mapping[str, LatentStore]) -> dict[str, Path]:
+    """A run of all weights of each model that takes adapters, and "other", of another seed; do not change them."""
+
+    def make(root: Path) -> None:
+        for name in ADAPTED:
+            run_to(train_recipe(name, *MOVED), store_of[name], root / name)
+        run_to(train_recipe(ADAPTED[0], *MOVED, "run.seed=1"), store_of[ADAPTED[0]], root / "other")
+
+    root = golden("whole-models", make)
+    return {name: root / name for name in (*ADAPTED, "other")}
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from faults import without_seal
 from forked import ForkedPython
 from making import CPU, encode, label_recipe, make_class_folder, no_progress, smooth_image, train_recipe, tree_digest
 from ranks import start_ranks
-from runs import bits
+from runs import bits, lines
 
 from leandit.datasets.errors import DamageError, RunError, StoreError, StoreIncomplete
 from leandit.datasets.store import LatentStore
@@ -42,9 +42,8 @@ pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
 @pytest.fixture(scope="module")
-def stores(label_store: LatentStore, caption_store: LatentStore, three_text_store: LatentStore) -> dict[str, Path]:
-    """Store of each model."""
-    return {"dit-s-4": label_store.path, "pixart-tiny": caption_store.path, "sd3-tiny": three_text_store.path}
+def stores(store_of: dict[str, LatentStore]) -> dict[str, Path]:
+    return {name: store.path for name, store in store_of.items()}
 
 
 def run_to(
@@ -75,10 +74,10 @@ def assert_equal_bits(one: Path, other: Path, step: int) -> None:
     assert metrics(one) == metrics(other)
 
 
-def metrics(run: Path) -> list[tuple[int, int, int, float, float, float]]:
+def metrics(run: Path) -> list[tuple[Any, ...]]:
     """What must be equal of the lines of metrics.jsonl."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(m["step"], m["num_images"], m["epoch"], m["loss"], m["grad_norm"], m["learning_rate"]) for m in lines]
+    keys = ("step", "num_images", "epoch", "loss", "grad_norm", "learning_rate")
+    return [tuple(line[key] for key in keys) for line in lines(run)]
 
 
 @pytest.fixture(scope="module")
@@ -288,14 +287,14 @@ def test_an_incomplete_store_is_refused_unless_allowed(class_folder: Path, tmp_p
 
 def test_metrics_have_their_keys_with_units_and_one_line_a_report(stores: dict[str, Path], tmp_path: Path) -> None:
     run_to(constant_steps(5, "run.log_every=2", "run.checkpoint_every=100"), stores["dit-s-4"], tmp_path / "run")
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [2, 4, 5]
+    written = lines(tmp_path / "run")
+    assert [line["step"] for line in written] == [2, 4, 5]
     keys = """step num_images epoch loss grad_norm learning_rate seconds_per_step images_per_second tokens_per_second
     mfu data_wait_share gpu_busy_share memory_gib skipped_steps loss_scale loss_by_time held_out loss_terms"""
-    assert all(line.keys() == set(keys.split()) for line in lines)
+    assert all(line.keys() == set(keys.split()) for line in written)
     # 15 records in batches of 8: epochs of 8 + 7 images in some order, so 15 after two steps and 30 after four.
-    assert [line["num_images"] for line in lines[:2]] == [15, 30]
-    assert all(0 <= line["data_wait_share"] <= 1 and line["images_per_second"] > 0 for line in lines)
+    assert [line["num_images"] for line in written[:2]] == [15, 30]
+    assert all(0 <= line["data_wait_share"] <= 1 and line["images_per_second"] > 0 for line in written)
 
 
 @pytest.fixture

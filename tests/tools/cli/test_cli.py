@@ -615,16 +615,6 @@ def test_a_recipe_that_names_its_stores_needs_no_store(of_two_stores: str, leand
     assert not Path("other").exists()
 
 
-@pytest.mark.integration
-def test_a_plan_of_a_recipe_that_names_its_stores_counts_the_images_of_both(
-    of_two_stores: str, leandit: Leandit
-) -> None:
-    planned = leandit("plan", "train", of_two_stores, *TINY, "--network-gbit", 100)
-    assert planned.code == 0, planned.err
-    assert "32x64" in planned.out
-    assert "predicted, not measured" in planned.out
-
-
 def last_step(run: Path) -> int:
     """Of the last whole line of the metrics."""
     path = run / "metrics.jsonl"

@@ -11,7 +11,8 @@ import pytest
 import torch
 from loaded import forward, load_transformer
 from making import CPU, train_recipe, tree_digest
-from runs import run_to
+from runs import ADAPTED as MODELS
+from runs import run_to, runs_of_whole_models
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,27 +24,23 @@ from leandit.tools.export.export import export, transformer_of
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot
 
-MODELS = ("pixart-tiny", "sana-tiny", "sd3-tiny")
 WHOLE = ("pixart-tiny", "sana-tiny")  # SD3's store of noise names no encoders of a pipeline
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
 @pytest.fixture(scope="module")
-def stores(caption_store: LatentStore, three_text_store: LatentStore) -> dict[str, LatentStore]:
-    """What each model trains on."""
-    return dict.fromkeys(MODELS, caption_store) | {"sd3-tiny": three_text_store}
+def whole(store_of: dict[str, LatentStore], golden: Any) -> dict[str, Path]:
+    """A run of all weights of each model."""
+    return runs_of_whole_models(golden, store_of)
 
 
 @pytest.fixture(scope="module")
-def bases(stores: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run of all weights, and its transformer as diffusers has it, of each model."""
+def bases(whole: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Their transformers as diffusers has them."""
     root = tmp_path_factory.mktemp("bases")
     for name in MODELS:
-        constant = ["schedule.kind=constant", "schedule.warmup_steps=0", "run.ema_decay=0.0"]
-        recipe = train_recipe(name, "run.steps=2", "optimizer.lr=3e-2", *constant)
-        run_to(recipe, stores[name], root / f"{name} run")
-        config, weights = transformer_of(load_snapshot(root / f"{name} run", CPU))
+        config, weights = transformer_of(load_snapshot(whole[name], CPU))
         (root / name / "transformer").mkdir(parents=True)
         (root / name / "transformer/config.json").write_text(json.dumps(config))
         save_file(weights, root / name / "transformer/diffusion_pytorch_model.safetensors")
@@ -52,14 +49,14 @@ def bases(stores: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def runs(
-    bases: dict[str, Path], stores: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFactory
+    bases: dict[str, Path], store_of: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     """Adapters of each model, trained on its export, with an alpha that is not the rank."""
     root = tmp_path_factory.mktemp("runs")
     for name in MODELS:
         settings = [f"model.init_from={bases[name]}", "lora.rank=4", "lora.alpha=6", "optimizer.lr=1e-2"]
         recipe = train_recipe(name, *settings, "schedule.warmup_steps=0", "run.ema_decay=0.0")
-        run_to(recipe, stores[name], root / name)
+        run_to(recipe, store_of[name], root / name)
     return {name: root / name for name in MODELS}
 
 
@@ -128,11 +125,11 @@ def test_loaded_adapters_compute_what_the_run_does(
 
 
 def test_adapters_of_a_run_say_that_it_is_exported_too(
-    bases: dict[str, Path], runs: dict[str, Path], stores: dict[str, LatentStore], tmp_path: Path
+    whole: dict[str, Path], runs: dict[str, Path], store_of: dict[str, LatentStore], tmp_path: Path
 ) -> None:
-    base = bases["pixart-tiny"].parent / "pixart-tiny run"
+    base = whole["pixart-tiny"]
     settings = [f"model.init_from={base}", "lora.rank=2", "run.steps=1", "schedule.warmup_steps=0"]
-    run_to(train_recipe("pixart-tiny", *settings), stores["pixart-tiny"], tmp_path / "run")
+    run_to(train_recipe("pixart-tiny", *settings), store_of["pixart-tiny"], tmp_path / "run")
     said = [export(run, tmp_path / f"{n}")["notes"] for n, run in enumerate((tmp_path / "run", runs["pixart-tiny"]))]
     wanted = f"'leandit export {base} --step 2 --out FOLDER'"
     assert [any(wanted in note for note in notes) for notes in said] == [True, False]
@@ -157,9 +154,9 @@ def test_a_merged_export_is_a_whole_model(name: str, runs: dict[str, Path], tmp_
     ],
 )
 def test_options_that_do_not_fit_are_refused(
-    of_base: bool, options: dict[str, Any], words: str, bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+    of_base: bool, options: dict[str, Any], words: str, whole: dict[str, Path], runs: dict[str, Path], tmp_path: Path
 ) -> None:
-    run = bases["sana-tiny"].with_name("sana-tiny run") if of_base else runs["sana-tiny"]
+    run = (whole if of_base else runs)["sana-tiny"]
     with pytest.raises(RunError, match=words):
         export(run, tmp_path / "out", **options)
     assert tree_digest(tmp_path) == {}

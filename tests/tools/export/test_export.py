@@ -13,6 +13,7 @@ import pytest
 import torch
 from loaded import forward, load_pipeline, load_transformer
 from making import CPU, train_recipe, tree_digest
+from runs import run_to
 from torch import Tensor
 
 from leandit.datasets.batches.captions import Captions
@@ -23,7 +24,6 @@ from leandit.datasets.store import LatentStore
 from leandit.tools.export.cards import objective_words
 from leandit.tools.export.compatibility import compatibility_notes
 from leandit.tools.export.export import export, index_of, transformer_of
-from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.layers import time_features
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot
@@ -57,7 +57,7 @@ def runs(
         store = label_store if model == "dit-s-4" else caption_store
         more = ["run.steps=6", "run.ema_decay=0.0", "optimizer.lr=3e-2"]
         recipe = train_recipe(model, *more, *settings)
-        train(recipe, store_path=store.path, run=root / name, device=CPU, report=lambda _: None, stop=StopRequest())
+        run_to(recipe, store, root / name)
     return {name: root / name for name in RUNS}
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from loaded import forward, load_pipeline, load_transformer
 from making import CPU, no_progress, train_recipe
+from runs import run_to
 from stores import encoder_recipe
 
 from leandit.datasets.errors import EncoderError, RunError
@@ -17,7 +18,6 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.export.export import export
 from leandit.tools.sample.subjects import Captions
-from leandit.train.loop import StopRequest, train
 from leandit.train.models.build import diffusers_config, transformer_class
 from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.run.state import Run
@@ -51,7 +51,7 @@ def run(store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(made.parent / "model")
     settings = [f"model.init_from={made.parent / 'model'}", "objective.shift=3.0", "run.ema_decay=0.0"]
     recipe = train_recipe("sd3-tiny", *settings, "run.steps=2", "optimizer.lr=1e-2")
-    train(recipe, store_path=store.path, run=made, device=CPU, report=lambda _: None, stop=StopRequest())
+    run_to(recipe, store, made)
     return made
 
 
@@ -131,6 +131,6 @@ def test_a_caption_that_no_store_has_is_encoded_by_all_three(run: Path, store: L
 
 def test_what_the_pipeline_cannot_draw_is_refused(store: LatentStore, tmp_path: Path) -> None:
     recipe = train_recipe("sd3-tiny", "objective.kind=ddpm", "run.steps=1")
-    train(recipe, store_path=store.path, run=tmp_path / "run", device=CPU, report=lambda _: None, stop=StopRequest())
+    run_to(recipe, store, tmp_path / "run")
     with pytest.raises(RunError, match="draws flows alone"):
         export(tmp_path / "run", tmp_path / "out")

@@ -13,15 +13,15 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from faults import without_seal
+from faults import flip, without_seal
 from forked import ForkedPython
-from hub_server import TOKEN, Hub, Repository, Stored, hub_server
+from hub_server import TOKEN, Hub, Repository, Stored
 from making import (
     CPU,
     caption_recipe,
@@ -32,6 +32,7 @@ from making import (
     train_recipe,
     tree_digest,
 )
+from runs import run_to
 
 from leandit.datasets.errors import DamageError, LeanditError, RecipeError, StoreError, StoreIncomplete
 from leandit.datasets.loader import make_loader
@@ -44,7 +45,6 @@ from leandit.tools.cli.main import main
 from leandit.tools.export import publish as publishing
 from leandit.tools.export.cards import Terms, model_card
 from leandit.tools.export.publish import publish
-from leandit.train.loop import StopRequest, train
 from leandit.train.models.spec import AdapterSpec, ModelSpec
 from leandit.train.sampling.snapshot import load_snapshot
 
@@ -53,13 +53,6 @@ NAME = "somebody/images-64"
 URL = f"hf://datasets/{NAME}"
 SAID = {"private": True, "licence": "cc-by-4.0", "encoder_licence": "mit"}
 pytestmark = pytest.mark.usefixtures("tiny_models")
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with hub_server() as server:
-        yield server
 
 
 @pytest.fixture
@@ -249,12 +242,6 @@ def test_nothing_is_guessed(changes: dict, words: str, hub: Hub, caption_store: 
     assert hub.requests == []
 
 
-def flip_bit(path: Path, offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
-
-
 MANIFEST = "revisions/000001/manifest.json"
 SHARD = "buckets/64x64/moments/c/0/0/0/0"
 
@@ -262,8 +249,8 @@ SHARD = "buckets/64x64/moments/c/0/0/0/0"
 @pytest.mark.parametrize(
     ("damage", "error", "words"),
     [
-        (lambda store: flip_bit(store / MANIFEST, -1), DamageError, "manifest.json"),
-        (lambda store: flip_bit(store / SHARD, 100), DamageError, "its bytes are not those of the manifest"),
+        (lambda store: flip(store / MANIFEST, 800), DamageError, "manifest.json"),
+        (lambda store: flip(store / SHARD, 800), DamageError, "its bytes are not those of the manifest"),
         (lambda store: (store / SHARD).unlink(), DamageError, "verify --repair"),
     ],
     ids=["metadata", "shard", "missing"],
@@ -436,7 +423,7 @@ def run(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) ->
     """A run of a model of captions, whose recipe names a local folder."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     recipe = train_recipe("pixart-tiny", f"run.remote_folder={folder.parent}")
-    train(recipe, store_path=caption_store.path, run=folder, device=CPU, report=lambda _: None, stop=StopRequest())
+    run_to(recipe, caption_store, folder)
     return folder
 
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from making import CPU, train_recipe
+from making import train_recipe
+from runs import run_to
 
 from leandit.datasets.store import LatentStore
-from leandit.train.loop import StopRequest, train
 
 
 @pytest.fixture(scope="module")
@@ -18,5 +18,5 @@ def runs(label_store: LatentStore, caption_store: LatentStore, tmp_path_factory:
     root = tmp_path_factory.mktemp("runs")
     for name, store in (("dit-s-4", label_store), ("pixart-tiny", caption_store)):
         recipe = train_recipe(name, "run.steps=4", "run.ema_decay=0.0", "run.checkpoint_every=4", "optimizer.lr=1e-2")
-        train(recipe, store_path=store.path, run=root / name, device=CPU, report=lambda _: None, stop=StopRequest())
+        run_to(recipe, store, root / name)
     return SimpleNamespace(labels=root / "dit-s-4", captions=root / "pixart-tiny")

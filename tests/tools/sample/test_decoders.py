@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
-from hub_server import Hub, hub_server
+from hub_server import Hub
 from making import CPU, TRAIN_RECIPE, label_recipe, no_progress, train_recipe
+from runs import run_to
 from stores import rewrite_recipe
 from tiny_autoencoders import save_autoencoder
 from tiny_models import make_dinov2
@@ -118,7 +118,7 @@ def test_a_tiny_vae_is_given_what_its_large_one_scales_of_a_run(
     monkeypatch.setattr(Decoding, "start", lambda self: None)
     recipe = train_recipe("dit-s-4", *RUN, f"latent.normalise={normalise}", "run.sample_every=1", "run.sample_count=2")
     run, tiny = tmp_path / "run", str(home / "tiny")
-    train(recipe, store_path=store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+    run_to(recipe, store, run)
     drawn = torch.randn(2, 5, 8, 8)
     monkeypatch.setattr("leandit.tools.sample.sampler.draw_latents", lambda *_, **__: drawn)
     sample_grid(run, SampleRequest(labels=["0", "1"], steps=1, vae=tiny), out=tmp_path / "out", device=CPU)
@@ -138,13 +138,6 @@ def test_a_vae_of_other_channels_is_refused_by_every_command(home: Path, store: 
         assert isinstance(ended.exception, EncoderError)
         assert "it decodes 16 channels of 1/4 of the pixels, the latents of store" in str(ended.exception)
         assert "have 5 of 1/4" in str(ended.exception)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with hub_server() as server:
-        yield server
 
 
 def naming(store: LatentStore, path: Path, vae: str) -> Path:

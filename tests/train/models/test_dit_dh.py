@@ -9,6 +9,7 @@ import pytest
 import torch
 from making import CPU, no_progress, shake, train_recipe
 from PIL import Image
+from runs import run_to
 from tiny_autoencoders import save_autoencoder
 from torch import Tensor
 
@@ -149,7 +150,7 @@ def test_a_run_begins_from_published_weights_resumes_draws_and_is_exported(
         recipe = train_recipe(
             "dit-dh-s", f"run.steps={steps}", "schedule.kind=linear", "run.checkpoint_every=2", *settings
         )
-        train(recipe, store_path=label_store.path, run=tmp_path / run, device=CPU, report=print, stop=StopRequest())
+        run_to(recipe, label_store, tmp_path / run)
         return tmp_path / run
 
     spec = load_snapshot(go("first", 1), CPU).spec

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import runs
 import torch
 from making import CPU, train_recipe
 
@@ -15,10 +15,8 @@ from leandit.datasets.batches.latents import final_latents
 from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
 from leandit.train import loop
-from leandit.train.loop import train
 from leandit.train.metrics.meter import StepResult
 from leandit.train.optim.loss_scale import GROWTH_STEPS, LossScale
-from leandit.train.parallel.stop import StopRequest
 from leandit.train.run.state import Run
 from leandit.train.weights.checkpoint import EMA, MODEL, find
 
@@ -30,12 +28,8 @@ SETTINGS = ["run.steps=12", "schedule.kind=constant", "run.checkpoint_every=4", 
 def run_to(store: LatentStore, run: Path, *overrides: str) -> list[dict[str, float]]:
     """Train, and give the lines of its metrics."""
     recipe = train_recipe("dit-s-4", *SETTINGS, *overrides)
-    train(recipe, store_path=store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
-    return lines(run)
-
-
-def lines(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    runs.run_to(recipe, store, run)
+    return runs.lines(run)
 
 
 def test_the_scale_halves_at_an_overflow_and_doubles_after_many_good_updates() -> None:

@@ -19,12 +19,11 @@ import torch
 from forked import ForkedPython
 from making import CPU, train_recipe
 from ranks import Job, free_port, run_ranks, start_ranks
+from runs import lines, run_to
 from safetensors.torch import load_file
 
 from leandit.datasets.errors import RecipeError
-from leandit.datasets.format.schema import FeatureSpec
 from leandit.datasets.store import LatentStore
-from leandit.tools.synthetic.store import make_store
 from leandit.train.config import ParallelSection
 from leandit.train.loop import train
 from leandit.train.parallel.ranks import ALONE, SRUN, Ranks, read_ranks
@@ -53,13 +52,13 @@ def job(store: LatentStore, run: Path, *overrides: str, recipe: str = "dit-s-4",
 
 
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines(run)]
 
 
 def alone(store: LatentStore, run: Path, *overrides: str, recipe: str = "dit-s-4") -> list[float]:
     """Losses of the same training in this process."""
     settings = train_recipe(recipe, *SETTINGS, *overrides)
-    train(settings, store_path=store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+    run_to(settings, store, run)
     return losses(run)
 
 
@@ -178,15 +177,6 @@ def one(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="module")
-def feature_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
-    """Records of 32 px with 2 x 2 tokens of an image feature, and their class tokens."""
-    made = tmp_path_factory.mktemp("features") / "store"
-    spec = FeatureSpec(output="both", layer=-1, width=6, patch_px=14, resolution_px=28, images_px=32, dtype="int8")
-    make_store(made, {"32x32": 24}, num_classes=3, seed=1, features={"dino": spec})
-    return LatentStore(made)
-
-
-@pytest.fixture(scope="module")
 def folder(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a ds_config.json for each stage of ZeRO, and weights for adapters."""
     made = tmp_path_factory.mktemp("many")
@@ -289,10 +279,7 @@ def test_losses_and_checkpoints_are_those_of_one_process(
 ) -> None:
     run, wanted = folder / f"{training} {name}", whole(training)
     assert losses(run) == pytest.approx(losses(wanted), abs=EXACT)
-    ours, theirs = (
-        [json.loads(line)["loss_terms"] for line in (each / "metrics.jsonl").read_text().splitlines()]
-        for each in (run, wanted)
-    )
+    ours, theirs = ([line["loss_terms"] for line in lines(each)] for each in (run, wanted))
     for found, terms in zip(ours, theirs, strict=True):
         assert found == pytest.approx(terms, abs=EXACT)
     if training == "aligned":
@@ -310,16 +297,16 @@ def test_losses_and_checkpoints_are_those_of_one_process(
 def test_fp16_under_deepspeed_has_the_loss_scale_that_a_checkpoint_holds(
     said: list[Any], one: Path, folder: Path
 ) -> None:
-    lines = [json.loads(line) for line in (folder / "fp16/metrics.jsonl").read_text().splitlines()]
-    scales, skipped = ([line[key] for line in lines] for key in ("loss_scale", "skipped_steps"))
+    written = lines(folder / "fp16")
+    scales, skipped = ([line[key] for line in written] for key in ("loss_scale", "skipped_steps"))
     first = skipped.index(0)  # from 2^28 on, which is far too large, each overflow halves it
     assert first >= 2
     assert skipped[:first] == [1] * first
     assert scales[:first] == [2.0 ** (27 - step) for step in range(first)]
-    assert [line["step"] for line in lines] == list(range(1, 17))
+    assert [line["step"] for line in written] == list(range(1, 17))
     assert scales[14] == scales[13] / 2 ** skipped[14], "resumed with the scale of before"
-    assert np.isfinite([line["loss"] for line in lines]).all()
-    assert lines[STEPS - 1]["loss"] != pytest.approx(losses(one)[-1], abs=1e-7)
+    assert np.isfinite([line["loss"] for line in written]).all()
+    assert written[STEPS - 1]["loss"] != pytest.approx(losses(one)[-1], abs=1e-7)
     ema = load_file(folder / "fp16/checkpoint-16/ema.safetensors")
     assert ema.keys() == load_file(one / f"checkpoint-{STEPS}/ema.safetensors").keys()
 

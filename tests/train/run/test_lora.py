@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from making import CPU, train_recipe
-from runs import bits, lines, run_to
+from runs import ADAPTED as MODELS
+from runs import bits, lines, run_to, runs_of_whole_models
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,27 +30,13 @@ from leandit.train.run.state import Run
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot
 from leandit.train.weights.init_from import initial_weights
 
-MODELS = ("pixart-tiny", "sana-tiny", "sd3-tiny")
-BASE = ["run.steps=2", "optimizer.lr=3e-2", "run.ema_decay=0.0"]  # a rate that moves all weights
-BASE += ["schedule.kind=constant", "schedule.warmup_steps=0"]
-
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
 @pytest.fixture(scope="module")
-def stores(caption_store: LatentStore, three_text_store: LatentStore) -> dict[str, LatentStore]:
-    """What each model trains on."""
-    return dict.fromkeys(MODELS, caption_store) | {"sd3-tiny": three_text_store}
-
-
-@pytest.fixture(scope="module")
-def bases(stores: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def bases(store_of: dict[str, LatentStore], golden: Any) -> dict[str, Path]:
     """A run of all weights of each model, and another of the first."""
-    root = tmp_path_factory.mktemp("bases")
-    for name in MODELS:
-        run_to(train_recipe(name, *BASE), stores[name], root / name)
-    run_to(train_recipe(MODELS[0], *BASE, "run.seed=1"), stores[MODELS[0]], root / "other")
-    return {name: root / name for name in (*MODELS, "other")}
+    return runs_of_whole_models(golden, store_of)
 
 
 def lora(base: Path, *overrides: str, model: str = "pixart-tiny") -> TrainRecipe:
@@ -59,12 +47,12 @@ def lora(base: Path, *overrides: str, model: str = "pixart-tiny") -> TrainRecipe
 
 @pytest.fixture(scope="module")
 def tuned(
-    bases: dict[str, Path], stores: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFactory
+    bases: dict[str, Path], store_of: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     """Six steps of adapters of each model."""
     root = tmp_path_factory.mktemp("tuned")
     for name in MODELS:
-        run_to(lora(bases[name], model=name), stores[name], root / name)
+        run_to(lora(bases[name], model=name), store_of[name], root / name)
     return {name: root / name for name in MODELS}
 
 
@@ -95,10 +83,10 @@ def output_of(model: torch.nn.Module, spec: ModelSpec) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_step_has_the_loss_of_the_frozen_weights_and_later_ones_learn(
-    name: str, bases: dict[str, Path], tuned: dict[str, Path], stores: dict[str, LatentStore], tmp_path: Path
+    name: str, bases: dict[str, Path], tuned: dict[str, Path], store_of: dict[str, LatentStore], tmp_path: Path
 ) -> None:
     whole = train_recipe(name, f"model.init_from={bases[name]}", "run.steps=2")
-    run_to(whole, stores[name], tmp_path / "run")
+    run_to(whole, store_of[name], tmp_path / "run")
     first, theirs = lines(tuned[name])[0]["loss"], lines(tmp_path / "run")[0]["loss"]
     assert first == pytest.approx(theirs, rel=1e-5)
     adapters = load_file(tuned[name] / "checkpoint-6/model.safetensors")
@@ -109,9 +97,9 @@ def test_the_first_step_has_the_loss_of_the_frozen_weights_and_later_ones_learn(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpoints_and_snapshots_hold_adapters_alone_and_the_rest_is_frozen(
-    name: str, bases: dict[str, Path], tuned: dict[str, Path], stores: dict[str, LatentStore]
+    name: str, bases: dict[str, Path], tuned: dict[str, Path], store_of: dict[str, LatentStore]
 ) -> None:
-    state = resumed(lora(bases[name], model=name), stores[name], tuned[name])
+    state = resumed(lora(bases[name], model=name), store_of[name], tuned[name])
     trained = trained_parameters(state.engine.model)
     layers = 3 * 8 - 1 if name == "sd3-tiny" else 2 * 8  # queries, keys, values, outputs, twice; but for SD3's last one
     assert len(trained) == 2 * layers
@@ -128,9 +116,9 @@ def test_checkpoints_and_snapshots_hold_adapters_alone_and_the_rest_is_frozen(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_snapshot_with_merged_adapters_computes_what_the_run_does(
-    name: str, bases: dict[str, Path], tuned: dict[str, Path], stores: dict[str, LatentStore]
+    name: str, bases: dict[str, Path], tuned: dict[str, Path], store_of: dict[str, LatentStore]
 ) -> None:
-    state = resumed(lora(bases[name], model=name), stores[name], tuned[name])
+    state = resumed(lora(bases[name], model=name), store_of[name], tuned[name])
     with state.engine.averaged():
         wanted = output_of(state.engine.model, state.spec)
     snapshot = load_snapshot(tuned[name], CPU)

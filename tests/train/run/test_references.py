@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from making import COMPANIONS, CPU, caption_recipe, make_companion_folder, no_progress, train_recipe
+from runs import run_to
 from stores import small_shards
 
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
@@ -15,7 +16,6 @@ from leandit.precompute.pipeline import precompute
 from leandit.tools.plan.workload import workload_of_stores
 from leandit.tools.sample.request import SampleRequest
 from leandit.tools.sample.sample import sample_grid
-from leandit.train.loop import StopRequest, train
 from leandit.train.run.evaluation.held_out import Evaluation
 from leandit.train.run.state import Run
 from leandit.train.sampling.guided import Solver, draw_latents
@@ -45,7 +45,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
 
 def go(store: LatentStore, run: Path, *settings: str) -> Path:
     recipe = train_recipe("qwen-image-tiny", *EDITS, *settings)
-    train(recipe, store_path=store.path, run=run, device=CPU, report=print, stop=StopRequest())
+    run_to(recipe, store, run)
     return run
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from making import CPU, TRAIN_RECIPE
-from runs import bits
+from runs import bits, lines
 
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.format.schema import UNKNOWN, FeatureEncoder, FeatureSpec
@@ -105,8 +105,7 @@ def test_a_mixture_trains_with_exact_shares_and_each_part_at_its_own_pace(here: 
     for ten in (seen[:10], seen[10:]):
         assert Counter(store for store, _ in ten) == {0: 7, 1: 3}
     assert {bucket for store, bucket in seen if store == 1} == {"32x32", "32x64"}
-    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    epochs = [line["epoch"] for line, (store, _) in zip(lines, seen, strict=True) if store == 0]
+    epochs = [line["epoch"] for line, (store, _) in zip(lines(Path("run")), seen, strict=True) if store == 0]
     assert epochs == [0] * 6 + [1] * 6 + [2] * 2  # 24 records in batches of 4
 
 

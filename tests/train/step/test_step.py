@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 from making import CPU, train_recipe
 from torch import Tensor
 
 from leandit.datasets.errors import LeanditError, RecipeError
-from leandit.datasets.format.schema import FeatureSpec
 from leandit.datasets.store import LatentStore
-from leandit.tools.synthetic.store import make_store
 from leandit.train import step as step_module
-from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Extras, select
 from leandit.train.objectives.losses import PLAIN
 from leandit.train.run.state import Run
@@ -45,12 +42,8 @@ ALL = (*TERMS, *OWN, "routing.kind=tread", *ROUTED)
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
-    """Records of 32 px with 2 x 2 tokens of a feature, and their class tokens, in int8."""
-    folder = tmp_path_factory.mktemp("features") / "store"
-    spec = FeatureSpec(output="both", layer=-1, width=6, patch_px=14, resolution_px=28, images_px=32, dtype="int8")
-    make_store(folder, {"32x32": 24}, num_classes=3, seed=1, features={"dino": spec})
-    return LatentStore(folder)
+def store(feature_store: LatentStore) -> LatentStore:
+    return feature_store
 
 
 def state_of(store: LatentStore, *overrides: str) -> Run:
@@ -59,8 +52,8 @@ def state_of(store: LatentStore, *overrides: str) -> Run:
 
 def run_to(store: LatentStore, run: Path, steps: int, *overrides: str) -> list[dict[str, Any]]:
     recipe = train_recipe("dit-s-4", *overrides, f"run.steps={steps}", "run.log_every=1", "run.checkpoint_every=2")
-    train(recipe, store_path=store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    runs.run_to(recipe, store, run)
+    return runs.lines(run)
 
 
 def microbatches_of(state: Run, monkeypatch: pytest.MonkeyPatch) -> list[Microbatch]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from faults import flip
 from harness import start
 from making import CPU, train_recipe, tree_digest
 from runs import read_all
@@ -116,14 +117,6 @@ def saved_bytes(run: Path, step: int) -> dict[str, bytes]:
 # --- Damage -----------------------------------------------------------------------------------------------------------
 
 
-def flip_bit(path: Path, position: int, bit: int = 0) -> None:
-    with open(path, "r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 1 << bit]))
-
-
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_flipped_bit_is_refused_before_a_tensor_is_applied(
     count: int, run: Path, caption_store: LatentStore
@@ -150,14 +143,14 @@ def test_every_flipped_bit_is_refused_before_a_tensor_is_applied(
         group = path.stem if path.suffix == ".safetensors" else None
         if number % 3 == 0 and group in wanted and path.parent.name == "checkpoint-2":
             saved = read_all(path.parent)
-            flip_bit(path, position, bit)
+            flip(path, 8 * position + bit)
             with pytest.raises(DamageError, match=path.name):
                 saved.tensors(group, wanted[group])
         else:
-            flip_bit(path, position, bit)
+            flip(path, 8 * position + bit)
             with pytest.raises(DamageError, match=path.parent.name):
                 read_again(path.parent.name)
-        flip_bit(path, position, bit)
+        flip(path, 8 * position + bit)
         assert_untouched(trained, before)
     after = tree_digest(run)
     assert {name: after[name] for name in whole if name.startswith(("check", "snap"))}.items() <= whole.items()
@@ -409,7 +402,7 @@ def test_a_crash_while_a_damaged_checkpoint_is_set_aside_loses_nothing(
 
 def test_without_a_valid_checkpoint_nothing_begins_from_scratch(run: Path, caption_store: LatentStore) -> None:
     for step in (1, 2):
-        flip_bit(run / f"checkpoint-{step}/model.safetensors", 100)
+        flip(run / f"checkpoint-{step}/model.safetensors", 800)
     before = tree_digest(run)
     for _ in range(2):  # nothing was renamed, so the second time is as the first
         with pytest.raises(DamageError, match=r"no valid checkpoint.*checkpoint-2.*model\.safetensors"):
@@ -419,7 +412,7 @@ def test_without_a_valid_checkpoint_nothing_begins_from_scratch(run: Path, capti
         checkpoint.set_aside(run / f"checkpoint-{step}")
     with pytest.raises(DamageError, match="only 'damaged-checkpoint-2' is left"):
         go(caption_store, run, 4)
-    flip_bit(run / "damaged-checkpoint-1/model.safetensors", 100)  # restored from a copy
+    flip(run / "damaged-checkpoint-1/model.safetensors", 800)  # restored from a copy
     (run / "damaged-checkpoint-1").rename(run / "checkpoint-1")
     assert go(caption_store, run, 4).first_step == 2
 
@@ -432,7 +425,7 @@ def test_a_disk_that_gives_back_other_bytes_ends_the_run_and_nothing_is_pruned(
     def spoil(path: Path) -> None:
         drop_cached(path)
         if path.name == "model.safetensors" and "checkpoint-3" in str(path.parent):
-            flip_bit(path, path.stat().st_size - 3)
+            flip(path, 8 * (path.stat().st_size - 3))
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "drop_cached", spoil)

@@ -31,6 +31,7 @@ from leandit.tools.inspection.templating import share
 from leandit.tools.synthetic.store import make_store
 
 NUM_COPIES = 3
+SECTIONS = ("buckets", "captions", "classes", "latents")  # that have charts
 
 
 class Page(NamedTuple):
@@ -76,6 +77,12 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[LatentStore, Page]:
     return store, page_of(store, out=root)
 
 
+@pytest.fixture
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts take most of the time of a page."""
+    monkeypatch.setattr(store_page, "store_charts", lambda _: {key: [] for key in SECTIONS})
+
+
 def test_text_of_a_store_makes_no_element(tmp_path: Path) -> None:
     store = hostile_store(tmp_path)
     html = page_of(store, out=tmp_path).html
@@ -110,9 +117,10 @@ def test_a_page_shows_the_numbers_of_a_store(name: str, request: pytest.FixtureR
     linked = {value for name, value in Elements(html).attributes if name == "href"}
     assert {f"#{id}" for id in expected - {"warnings"}} <= linked
     assert len(html) < 600_000
-    assert page_of(store, out=tmp_path / "again").html == html
+    assert name != "caption_store" or page_of(store, out=tmp_path / "again").html == html
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_an_incomplete_store_is_reported_with_what_is_missing(class_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreNotFound):
         page_of(tmp_path / "nope", out=tmp_path)
@@ -223,6 +231,7 @@ def test_every_rule_has_a_test() -> None:
     assert {rule for _, _, expected in BROKEN for rule in expected} | others == TABLE["store"].keys()
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_without_its_autoencoder_a_store_shows_channels_and_says_so(
     label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +266,7 @@ def test_shares_are_short() -> None:
     assert shares == ["0 %", "0.4 %", "0.00033 %", "50 %", "100 %"]
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_every_revision_is_listed(tmp_path: Path) -> None:
     source = make_class_folder(tmp_path / "train", classes=2, per_class=2)
     hashes = []

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
@@ -21,7 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from forked import ForkedPython
-from hub_server import Hub, hub_server
+from hub_server import Hub
 from making import no_progress, tree_digest
 from PIL import Image
 from stores import Everything
@@ -280,21 +277,20 @@ def test_a_store_that_is_removed_while_it_is_shown_is_said(label_store: LatentSt
             assert 'role="alert"' in web.get(f"{ROOT}/{path}").text or "mark" in web.get(f"{ROOT}/{path}").text, path
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with hub_server() as server:
-        yield server
+WITH_HUB = """
+import sys, pytest
+from hub_server import use_hub
+from leandit.tools.cli.main import main
+use_hub(sys.argv.pop(1), pytest.MonkeyPatch())
+main()
+"""
 
 
 def test_a_store_on_the_hub_is_shown(label_store: LatentStore, hub: Hub) -> None:
     url = "hf://datasets/somebody/shown"
     publish(label_store.path, url, no_progress, private=True, licence="mit", encoder_licence="mit")
-    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "PYTHONUNBUFFERED": "1"}
-    environment.pop("HF_HUB_OFFLINE", None)  # of the tests
-    command = [sys.executable, "-m", "leandit.tools.cli.main", "view", url, "--no-open"]
-    # An interpreter of its own: huggingface_hub reads the environment as it is imported.
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as view:
+    command = ["-c", WITH_HUB, hub.url, "view", url, "--no-open"]
+    with ForkedPython(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as view:
         assert view.stdout is not None
         line = view.stdout.readline()
         view.send_signal(signal.SIGINT)

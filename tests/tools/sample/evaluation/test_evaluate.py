@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from making import CPU, no_progress, smooth_image, train_recipe
 from PIL import Image
+from runs import run_to
 from tiny_models import CLIP_TEXTS, TinyClip, make_clip, make_dinov2
 from typer.testing import CliRunner
 
@@ -27,7 +28,6 @@ from leandit.tools.sample.evaluation.evaluate import evaluate, rows_of
 from leandit.tools.sample.evaluation.images import folder_images
 from leandit.tools.sample.evaluation.networks import open_network
 from leandit.tools.sample.request import EvaluateRequest, SampleRequest
-from leandit.train.loop import StopRequest, train
 
 WIDTH = 256
 DISTANCES = ("frechet", "kid", "precision", "recall", "density", "coverage")
@@ -233,7 +233,7 @@ def test_a_source_without_a_record_of_the_store_is_refused(
 def test_a_run_is_drawn_and_measured(label_store: LatentStore, here: Path, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     recipe = train_recipe("dit-s-4", "run.steps=2")
-    train(recipe, store_path=label_store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+    run_to(recipe, label_store, run)
     draw = SampleRequest(count=8, steps=2, guidance=1.0, seed=3)
     found = measured(run, label_store.path, here, draw=draw, out=out)
     assert (found["images"]["kind"], found["images"]["snapshot"]) == ("run", "snapshot-2")

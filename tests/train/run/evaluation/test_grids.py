@@ -47,13 +47,6 @@ def keeps_latents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Decoding, "start", lambda _: None)
 
 
-@pytest.fixture
-def store_of(
-    label_store: LatentStore, caption_store: LatentStore, three_text_store: LatentStore
-) -> dict[str, LatentStore]:
-    return {"dit-s-4": label_store, "pixart-tiny": caption_store, "sd3-tiny": three_text_store}
-
-
 def names_in(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "samples").iterdir())
 

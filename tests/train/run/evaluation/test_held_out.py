@@ -35,13 +35,6 @@ from leandit.train.sampling.snapshot import load_snapshot
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
-@pytest.fixture
-def store_of(
-    label_store: LatentStore, caption_store: LatentStore, three_text_store: LatentStore
-) -> dict[str, LatentStore]:
-    return {"dit-s-4": label_store, "pixart-tiny": caption_store, "sd3-tiny": three_text_store}
-
-
 @pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny", pytest.param("sd3-tiny", marks=pytest.mark.slow)])
 def test_training_is_the_same_to_the_bit_with_and_without_it_and_after_a_resume(
     name: str, store_of: dict[str, LatentStore], tmp_path: Path
