@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import processes_of_session, start
 from harness import (
     Scenario,
     assert_true_so_far,
@@ -32,9 +33,7 @@ from harness import (
     make_small,
     make_source,
     precompute_command,
-    processes_of_session,
     save_image,
-    start,
 )
 
 from leandit.datasets.disk.files import Failpoint

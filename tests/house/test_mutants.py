@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import start
 from harness import (
     Scenario,
     assert_whole,
@@ -29,7 +30,6 @@ from harness import (
     replace_function,
     rewrite,
     save_image,
-    start,
     tree,
 )
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faults import start
 from harness import (
     InProcessDecoders,
     compact_command,
@@ -26,7 +27,6 @@ from harness import (
     precompute_command,
     recipe,
     save_image,
-    start,
     tree,
 )
 from hypothesis import HealthCheck, settings

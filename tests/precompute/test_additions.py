@@ -10,21 +10,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from faults import DAMAGES
-from harness import InProcessDecoders, Scenario, assert_true_so_far, assert_whole
-from making import encode, lasting_digest, store_digest, tree_digest
+from faults import DAMAGES, encode_wrongly
+from harness import Scenario, assert_true_so_far, assert_whole, precompute_command
+from making import lasting_digest, store_digest, tree_digest
 from stores import SHARD_ROWS, Everything, checked, copy_of, deep, files_of, several_shards
 
-from leandit.datasets.format.table_schemas import STORED
 from leandit.datasets.maintenance.findings import shard_place
 from leandit.datasets.maintenance.verify import verify_store
-from leandit.datasets.revisions.writer import StoreWriter, row_checksum
 from leandit.datasets.store import LatentStore
-from leandit.precompute import pipeline
 from leandit.precompute.sharing import leases
 
 LONG = pytest.mark.slow
@@ -112,39 +107,6 @@ def test_encoding_again_gives_the_same_bits_of_all_that_was_added(name: str, eve
     assert (few.num_records, few.num_captions) == (3, 3)
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, everything: Everything, root: Path, amount: float) -> Path:
-    """A store that is consistent, and wrong: in shard 0 of the arrays of WRONG a row differs, and its checksums fit.
-
-    Args:
-      amount: by which the first stored row differs from what it was, as a share.
-    """
-    real = StoreWriter.commit
-
-    def commit(
-        self: StoreWriter, name: str, shard: int, arrays: dict[str, np.ndarray], results: np.ndarray, **how: Any
-    ) -> int:
-        part = self.plan.layout.parts[name]
-        for array in arrays.keys() & set(WRONG) if not shard else ():
-            rows = arrays[array]
-            first = next(i for i, row in enumerate(rows) if not np.isnan(row).any())
-            rows[first] = (rows[first] * (1 + amount)).astype(rows.dtype)
-            if layout := part.captions:
-                count = int(layout.num_tokens[0])
-                pieces = [some[: 1 if path.endswith("pooled") else count] for path, some in arrays.items()]
-                results["checksum"][0, 0] = row_checksum(*pieces)
-                continue
-            for i, layouts in enumerate(part.groups.values()):
-                if results["state"][first, i] == STORED:
-                    results["checksum"][first, i] = row_checksum(*(arrays[one.path][first] for one in layouts))
-        return real(self, name, shard, arrays, results, **how)
-
-    copy_of(everything.before, root)
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreWriter, "commit", commit)
-        encode(everything.recipe, everything.source_then, root)
-    return root
-
-
 WRONG = [
     "buckets/64x64/features/grid/patches_flip",
     "buckets/80x48/features/grid/patches",
@@ -154,10 +116,15 @@ WRONG = [
 ]
 
 
+def planted(everything: Everything, root: Path, amount: float) -> Path:
+    encode_wrongly(everything.recipe, everything.source_then, copy_of(everything.before, root), WRONG, amount)
+    return root
+
+
 def test_deep_finds_every_added_row_that_is_wrong_and_fits_all_checksums(
-    everything: Everything, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    everything: Everything, tmp_path: Path
 ) -> None:
-    root = planted(monkeypatch, everything, tmp_path / "store", 0.25)
+    root = planted(everything, tmp_path / "store", 0.25)
     assert verify_store(root).findings == []
     found = deep(root, everything.source_then).findings
     assert {finding.cause for finding in found} == {"not_reproduced"}
@@ -169,24 +136,9 @@ def test_deep_finds_every_added_row_that_is_wrong_and_fits_all_checksums(
     assert {finding.revision for finding in found} == {3}
 
 
-def test_a_device_that_rounds_otherwise_is_no_damage(
-    everything: Everything, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = planted(monkeypatch, everything, tmp_path / "store", 0.008)
-    found = deep(root, everything.source_then)
+def test_a_device_that_rounds_otherwise_is_no_damage(everything: Everything, tmp_path: Path) -> None:
+    found = deep(planted(everything, tmp_path / "store", 0.008), everything.source_then)
     assert (found.findings, found.num_close > 3) == ([], True)
-
-
-def test_deep_names_an_image_that_has_changed_once(everything: Everything, tmp_path: Path) -> None:
-    source = copy_of(everything.source_then, tmp_path / "source")
-    shutil.copy(source / "images/3.png", source / "images/0.png")  # of the same size
-    (source / "images/4.png").unlink()
-    found = deep(everything.added, source)
-    assert sorted((one.cause, *one.records) for one in found.findings) == [
-        ("source_changed", "images/0.png"),
-        ("source_changed", "images/4.png"),
-    ]
-    assert found.num_exact + found.num_close == found.num_records + found.num_captions - 2
 
 
 # ------------------------------------------------------------ kill -9, and company
@@ -195,30 +147,12 @@ def test_deep_names_an_image_that_has_changed_once(everything: Everything, tmp_p
 @pytest.fixture(scope="module")
 def addition(everything: Everything, tmp_path_factory: pytest.TempPathFactory) -> Scenario:
     """Text encoders and features are added to a store of two revisions."""
-
-    def command(store: Path) -> dict[str, Any]:
-        pipeline.Decoders = InProcessDecoders
-        return add(everything, store)
-
+    command = precompute_command(everything.source_then, other=everything.recipe)
     scenario = Scenario(tmp_path_factory.mktemp("addition"), command, everything.before).undisturbed()
     added = {f"store/{path}": content for path, content in store_digest(everything.added).items()}
     whole = {name: content for name, content in scenario.whole.items() if not name.endswith(("/", "/local.json"))}
     assert whole == added
     return scenario
-
-
-def add(everything: Everything, store: Path) -> dict[str, Any]:
-    committed = []
-    commit = pipeline.StoreWriter.commit
-
-    def counting(self: Any, part: str, shard: int, *args: Any, **kwargs: Any) -> int:
-        committed.append([part, shard])
-        return commit(self, part, shard, *args, **kwargs)
-
-    pipeline.StoreWriter.commit = counting
-    report = encode(everything.recipe, everything.source_then, store)
-    assert report.manifest is not None
-    return {"committed": committed, "root_hash": report.manifest.root_hash}
 
 
 def assert_old_files_are_as_they_were(store: Path, everything: Everything) -> None:
@@ -232,7 +166,8 @@ def test_an_addition_killed_at_any_time_ends_in_the_same_root_hash(
 ) -> None:
     """The long form with the real decoder children, and the whole process group is killed."""
     rng, is_long, killed, stores = random.Random(START), kills > 3, 0, 0
-    scenario = replace(addition, command=lambda store: add(everything, store)) if is_long else addition
+    real = precompute_command(everything.source_then, other=everything.recipe, real_decoders=True)
+    scenario = replace(addition, command=real) if is_long else addition
     began = time.monotonic()
     with scenario.store() as store:
         root_hash = scenario.run(store).value["root_hash"]

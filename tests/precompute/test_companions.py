@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import zarr
+from faults import flip
 from making import (
     COMPANIONS,
     CPU,
@@ -33,7 +35,7 @@ from making import (
     write_metadata,
 )
 from pydantic import ValidationError
-from stores import small_shards
+from stores import checked, content, deep, small_shards
 from tiny_models import make_dinov2
 
 from leandit.datasets.batches.latents import normalise
@@ -42,18 +44,13 @@ from leandit.datasets.errors import FingerprintMismatch, RecipeError, SourceErro
 from leandit.datasets.format.buckets import bucket_size
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
-from leandit.datasets.maintenance.repair import repair_without_encoding
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.mixture import Mixture
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.loading import load_encoders
-from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.images.pixels import decode_image
-from leandit.precompute.remake import deep_check, repair
-from leandit.precompute.run.tasks import Runner
-from leandit.precompute.sources.several import list_sources
 from leandit.precompute.sources.source import list_source
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
@@ -112,12 +109,10 @@ def whole(stores: Stores, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stores.whole, tmp_path / "store"))
 
 
-def same_rows(one: LatentStore, other: LatentStore, name: str) -> None:
-    for bucket in one.buckets:
-        for flipped in (False, True):
-            ours, theirs = (store.companion(name, bucket, flipped=flipped)[:] for store in (one, other))
-            assert ours.dtype == theirs.dtype
-            np.testing.assert_array_equal(ours, theirs)
+def row_of(store: LatentStore, name: str, key: str) -> np.ndarray:
+    record = store.record(key)
+    assert record.bucket
+    return store.companion(name, record.bucket)[record.row]
 
 
 def test_a_companion_with_the_bytes_of_the_image_has_its_bits(stores: Stores) -> None:
@@ -232,10 +227,7 @@ def test_what_is_added_is_what_the_store_would_have_had(stores: Stores, source: 
     assert {path: content for path, content in after.items() if path in before} == before
     whole, added = LatentStore(stores.whole), LatentStore(stores.added)
     assert LatentStore(stores.added, revision=1).companions == []
-    for name in whole.companions:
-        same_rows(added, whole, name)
-        for column in (f"checksum_{name}", f"source_checksum_{name}"):
-            assert added.records[column].equals(whole.records[column])
+    assert content(added) == content(whole)
     assert encode(with_companions(), source, stores.added).num_encoded == 0
 
 
@@ -290,15 +282,9 @@ def test_a_changed_companion_makes_its_record_stale(check: str, folder: Path, wh
     assert {store.record(f"images/{i}.png").revision for i in range(COUNT) if i not in (3, 4)} == {1}
     encode(recipe, folder, whole.parent / "fresh")
     fresh = LatentStore(whole.parent / "fresh")
-    for i in range(COUNT):
-        before, after = store.record(f"images/{i}.png"), fresh.record(f"images/{i}.png")
-        assert before.bucket is not None
-        for name in store.companions:
-            ours, theirs = (
-                store.companion(name, before.bucket)[before.row],
-                fresh.companion(name, before.bucket)[after.row],
-            )
-            np.testing.assert_allclose(ours.astype(np.float32), theirs.astype(np.float32), rtol=2e-3, atol=2e-3)
+    for key, name in itertools.product(store.records["key"].to_pylist(), store.companions):
+        ours, theirs = (row_of(one, name, key).astype(np.float32) for one in (store, fresh))
+        np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=2e-3)
     assert verify_store(whole).findings == []
 
 
@@ -403,15 +389,9 @@ def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
     compact(root, tmp_path / "less", progress=lambda *_: None, without=["copy", "edit"])
     copied, less = LatentStore(tmp_path / "compact"), LatentStore(tmp_path / "less")
     assert (copied.companions, less.companions) == (store.companions, ["mask"])
-    for name in store.companions:
-        for key in store.records["key"].to_pylist():
-            before = store.record(key)
-            assert before.bucket is not None
-            for other in (copied, less) if name == "mask" else (copied,):
-                np.testing.assert_array_equal(
-                    store.companion(name, before.bucket)[before.row],
-                    other.companion(name, before.bucket)[other.record(key).row],
-                )
+    assert content(copied) == content(store)
+    for key in store.records["key"].to_pylist():
+        np.testing.assert_array_equal(row_of(store, "mask", key), row_of(less, "mask", key))
     for path, recipe in (("compact", with_companions()), ("less", caption_recipe(*BASE, "companions.mask.kind=mask"))):
         assert verify_store(tmp_path / path).findings == []
         assert encode(recipe, folder, tmp_path / path).num_encoded == 0
@@ -425,37 +405,24 @@ def test_every_flipped_bit_is_found_and_mended(stores: Stores, source: Path, tmp
     shards = sorted(path for path in files if "/companions/" in path and "/c/" in path)
     assert len(shards) > 12
     for path in shards:
-        data = bytearray(files[path])
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        (root / path).write_bytes(data)
+        flip(root / path, rng.randrange(8 * len(files[path])))
         found = {finding.path: finding for finding in verify_store(root).findings}
         assert found[path].bucket in path
         assert found[path].records
         (root / path).write_bytes(files[path])
-    recipe = with_companions()
-    with Decoders(2) as decoders:
-        listed = list_sources(source, recipe.source, recipe.companion_columns)
-        runner = Runner(load_encoders(recipe, CPU), decoders, listed)
-        assert deep_check(root, runner, num_records=COUNT, seed=0).findings == []
-        for path in rng.sample(shards, 6):
-            data = bytearray(files[path])
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            (root / path).write_bytes(data)
-        tables = sorted(path for path in files if path.endswith("records.parquet"))
-        (root / rng.choice(tables)).unlink()
-        left = repair(root, runner, repair_without_encoding(root, verify_store(root)), lambda *_: None)
-    assert left.findings == []
+    assert deep(root, source, num_records=COUNT).findings == []
+    for path in rng.sample(shards, 6):
+        flip(root / path, rng.randrange(8 * len(files[path])))
+    (root / rng.choice(sorted(path for path in files if path.endswith("records.parquet")))).unlink()
+    assert checked(root, source, repair=True)[0].findings == []
     assert tree_digest(root) == files
 
 
 def test_a_deep_check_tells_of_a_companion_that_is_another_now(folder: Path, whole: Path) -> None:
     gray_mask(99, 48, 48).save(folder / "masks/3.png")
-    recipe = with_companions()
-    with Decoders(2) as decoders:
-        listed = list_sources(folder, recipe.source, recipe.companion_columns)
-        runner = Runner(load_encoders(recipe, CPU), decoders, listed)
-        report = deep_check(whole, runner, num_records=COUNT, seed=0)
-    assert [(one.cause, one.records) for one in report.findings] == [("source_changed", ["images/3.png"])]
+    assert [(one.cause, one.records) for one in deep(whole, folder, num_records=COUNT).findings] == [
+        ("source_changed", ["images/3.png"])
+    ]
 
 
 def test_images_in_the_rows_of_parquet_have_their_companions_there(
@@ -476,14 +443,10 @@ def test_images_in_the_rows_of_parquet_have_their_companions_there(
     assert (reject.stage, reject.reason) == ("decode", "unreadable")
     assert reject.detail == "companion 'mask', 'train.parquet': train.parquet, row 2 has no bytes of an image"
     for i in (0, 1, 3, 4):
-        ours, theirs = store.record(f"train/{i}"), other.record(f"images/{i}.png")
-        assert ours.bucket is not None
-        np.testing.assert_array_equal(
-            store.companion("mask", ours.bucket)[ours.row], other.companion("mask", ours.bucket)[theirs.row]
-        )
-        np.testing.assert_array_equal(
-            store.companion("copy", ours.bucket)[ours.row], store.latents(ours.bucket)[ours.row]
-        )
+        np.testing.assert_array_equal(row_of(store, "mask", f"train/{i}"), row_of(other, "mask", f"images/{i}.png"))
+    for bucket in store.buckets:
+        rows = store.index(bucket).rows
+        np.testing.assert_array_equal(store.companion("copy", bucket).take(rows), store.latents(bucket).take(rows))
     assert encode(with_companions("vae.batch_size=1"), tmp_path / "rows", tmp_path / "store").num_encoded == 0
 
 
@@ -531,8 +494,7 @@ def test_several_sources_each_have_companions(folder: Path, tmp_path: Path) -> N
     encode(with_companions(), [folder, other], tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     assert len(store) == COUNT + 3
-    ours, theirs = store.record("images/0.png"), store.record("other/images/0.png")
-    assert not np.array_equal(store.companion("mask", "64x64")[ours.row], store.companion("mask", "64x64")[theirs.row])
+    assert not np.array_equal(row_of(store, "mask", "images/0.png"), row_of(store, "mask", "other/images/0.png"))
     for bucket in store.buckets:
         np.testing.assert_array_equal(store.companion("copy", bucket)[:], store.latents(bucket)[:])
     assert encode(with_companions(), [folder, other], tmp_path / "store").num_encoded == 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from making import CPU, caption_recipe, encode, make_caption_folder, train_recipe
+from making import CPU, caption_recipe, encode, make_caption_folder, read_metadata, train_recipe, write_metadata
 
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.loader import make_loader
@@ -24,10 +23,10 @@ WITHOUT = ("images/2.png", "images/5.png")
 def source(tmp_path: Path) -> Path:
     """12 images, two of them without a caption."""
     root = make_caption_folder(tmp_path / "source", count=12)
-    rows = [json.loads(line) for line in (root / "metadata.jsonl").read_text().splitlines()]
+    rows = read_metadata(root)
     rows[2].pop("captions")
     rows[5]["captions"] = [" "]
-    (root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_metadata(root, rows)
     return root
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import making
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from making import CPU, caption_recipe, label_recipe, no_progress, store_digest,
 from runs import HOLDOUT, run_to
 from safetensors import safe_open
 from safetensors.torch import load_file
+from stores import checked
 
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.batches.latents import denormalise
@@ -21,8 +23,7 @@ from leandit.datasets.errors import RecipeError
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
-from leandit.precompute.pipeline import Report, precompute
-from leandit.tools.inspection.verify import check
+from leandit.precompute.pipeline import Report
 from leandit.train.run.evaluation.decoding import Decoding
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
@@ -36,8 +37,7 @@ def with_captions(*texts: str) -> str:
 
 
 def encode(source: Path, store: Path, *overrides: str) -> Report:
-    recipe = caption_recipe(*overrides)
-    return precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    return making.encode(caption_recipe(*overrides), source, store)
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,7 @@ def test_a_damaged_sample_caption_is_repaired_and_compaction_keeps_it(caption_fo
     whole = tree_digest(root)
     (shard,) = [path for path in (root / "captions/embeddings").rglob("*") if path.name == "0" and path.is_file()]
     shard.unlink()
-    how = {"quick": False, "deep": False, "repair": True, "overrides": [], "progress": no_progress}
-    left, _ = check(root, source=caption_folder, device=lambda: CPU, **how)
-    assert (left.findings, tree_digest(root)) == ([], whole)
+    assert (checked(root, caption_folder, repair=True)[0].findings, tree_digest(root)) == ([], whole)
     compact(root, tmp_path / "compact", progress=no_progress)
     kept = LatentStore(tmp_path / "compact")
     assert kept.spec.sample_captions == [FOX]

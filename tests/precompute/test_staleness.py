@@ -17,13 +17,17 @@ import making
 import numpy as np
 import pytest
 from making import (
+    add_image,
     caption_recipe,
     label_recipe,
     lasting_digest,
     make_caption_folder,
     make_class_folder,
+    read_metadata,
+    set_json,
     smooth_image,
     tree_digest,
+    write_metadata,
 )
 from PIL import Image
 
@@ -36,8 +40,6 @@ from leandit.precompute.encoders import vae as encoders_module
 from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.encoders.text import encoder as text
-from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
-from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.images import pixels as images
 from leandit.precompute.pipeline import Report
 
@@ -50,10 +52,8 @@ ORIENTATION_TAG = 0x0112
 def captioned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Captioned images, among them one BMP (its size never changes) and one JPEG; and their store."""
     source = make_caption_folder(tmp_path_factory.mktemp("captioned") / "source", count=4)
-    smooth_image(20, 60, 100).save(source / "images/4.bmp")
-    smooth_image(21, 60, 100).save(source / "images/5.jpg")
-    names = ("images/4.bmp", "images/5.jpg")
-    rewrite(source, lambda rows: rows.extend({"file_name": name, "caption": f"image {name[7]}"} for name in names))
+    add_image(source, "images/4.bmp", smooth_image(20, 60, 100), caption="image 4")
+    add_image(source, "images/5.jpg", smooth_image(21, 60, 100), caption="image 5")
     making.encode(caption_recipe(), source, source.parent / "store")
     return source, source.parent / "store"
 
@@ -66,10 +66,8 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def rewrite(source: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
-    path = source / "metadata.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    change(rows)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    change(rows := read_metadata(source))
+    write_metadata(source, rows)
 
 
 # What the store's own description holds: refused, naming the field.
@@ -100,15 +98,6 @@ def flip_bit(file: str) -> Callable[[Path], Any]:
     return change
 
 
-def set_key(file: str, key: str, value: Any) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
-        said = json.loads((folder / file).read_text())
-        assert said[key] != value
-        (folder / file).write_text(json.dumps(said | {key: value}))
-
-    return change
-
-
 def recipe_with(*overrides: str) -> Callable[[Path, pytest.MonkeyPatch], list[str]]:
     return lambda _folder, _patch: list(overrides)
 
@@ -134,17 +123,17 @@ CHANGED: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] 
     "one bit of the VAE": (encoder_with("vae", flip_bit(VAE_WEIGHTS)), f"vae.weights_sha256 is {SHA} in"),
     "one bit of the T5": (encoder_with("t5", flip_bit(T5_WEIGHTS)), f"text_encoder.weights_sha256 is {SHA} in"),
     "the VAE's config": (
-        encoder_with("vae", set_key("config.json", "force_upcast", False)),
+        encoder_with("vae", set_json("config.json", force_upcast=False)),
         "vae.config.force_upcast is True in the store, False now",
     ),
-    "the VAE's scale": (encoder_with("vae", set_key("config.json", "scaling_factor", 0.5)), "latent.scale is "),
-    "the VAE's shift": (encoder_with("vae", set_key("config.json", "latents_mean", [0.0] * 4)), "latent.shift is "),
+    "the VAE's scale": (encoder_with("vae", set_json("config.json", scaling_factor=0.5)), "latent.scale is "),
+    "the VAE's shift": (encoder_with("vae", set_json("config.json", latents_mean=[0.0] * 4)), "latent.shift is "),
     "the T5's config": (
-        encoder_with("t5", set_key("config.json", "layer_norm_epsilon", 1e-5)),
+        encoder_with("t5", set_json("config.json", layer_norm_epsilon=1e-5)),
         "text_encoder.config.layer_norm_epsilon is 1e-06 in the store, 1e-05 now",
     ),
     "the tokenizer": (
-        encoder_with("t5", set_key("tokenizer.json", "normalizer", {"type": "Lowercase"})),
+        encoder_with("t5", set_json("tokenizer.json", normalizer={"type": "Lowercase"})),
         f"text_encoder.tokenizer_sha256 is {SHA} in",
     ),
     "arithmetic": (code_with(encoders_module, "arithmetic", lambda *_: "bfloat16"), "vae.dtype is 'float32' in"),
@@ -201,6 +190,7 @@ def test_what_changes_no_byte_is_not_refused(codec: str, encode: Encode, tmp_pat
     shipped = local_folder("shipped:vae")
     assert shipped
     elsewhere = shutil.copytree(shipped, tmp_path / "vae")
+    set_json("config.json", _diffusers_version="9.9")(elsewhere)
     for override in ("source.check=content", "source.max_reject_share=0.5", f"vae.model={elsewhere}"):
         assert encode(caption_recipe(f"store.codec={codec}", override), source, tmp_path / "store").num_encoded == 0
     assert tree_digest(tmp_path / "store") == before
@@ -234,25 +224,14 @@ def rotate(source: Path) -> None:
         image.save(path, exif=exif, quality="keep")
 
 
-def add(source: Path) -> None:
-    smooth_image(30, 64, 64).save(source / "images/6.png")
-    rewrite(source, lambda rows: rows.append({"file_name": "images/6.png", "caption": "image 5"}))
-
-
 def rename(source: Path) -> None:
     (source / "images/2.png").rename(source / "images/9.png")
     rewrite(source, lambda rows: rows[2].update(file_name="images/9.png"))
 
 
-def reorder(source: Path) -> None:
-    rewrite(source, lambda rows: rows.reverse())
-
-
 def reformat(source: Path) -> None:
-    path = source / "metadata.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    lines = [json.dumps({"licence": "none"} | dict(reversed(row.items())), indent=None) for row in rows]
-    path.write_text("\n\n".join(lines))
+    lines = [json.dumps({"licence": "none"} | dict(reversed(row.items()))) for row in read_metadata(source)]
+    (source / "metadata.jsonl").write_text("\n\n".join(lines))
 
 
 def rewrite_files(source: Path) -> None:
@@ -280,9 +259,14 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], set[str], set[str], bool]] = {
     "no caption any more": (set_row(4, caption=""), set(), set(), True),
     "gone from the disk": (lambda source: (source / "images/1.png").unlink(), set(), set(), False),
     "gone from the list": (lambda source: rewrite(source, lambda rows: rows.pop(1)), set(), set(), False),
-    "added": (add, {"images/6.png"}, set(), True),
+    "added": (
+        lambda source: add_image(source, "images/6.png", smooth_image(30, 64, 64), caption="image 5"),
+        {"images/6.png"},
+        set(),
+        True,
+    ),
     "renamed": (rename, {"images/9.png"}, set(), True),
-    "listed in another order": (reorder, set(), set(), False),
+    "listed in another order": (lambda source: rewrite(source, list.reverse), set(), set(), False),
     "listed in other words": (reformat, set(), set(), False),
     "written anew": (rewrite_files, set(), set(), False),
 }
@@ -295,29 +279,15 @@ ALIKE = ("other shape", "one caption more", "a caption of another", "gone from t
     "change", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in SOURCES]
 )
 def test_of_a_changed_source_exactly_what_changed_is_encoded(
-    change: str, captioned: tuple[Path, Path], encode: Encode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: str, captioned: tuple[Path, Path], encode: Encode, tmp_path: Path, seen: Any
 ) -> None:
     alter, keys, texts, grows = SOURCES[change]
     source, path = shutil.copytree(captioned[0], tmp_path / "source"), shutil.copytree(captioned[1], tmp_path / "store")
-    images_seen, texts_seen = [], []
-    encode_images, encode_texts = ImageEncoder.encode, CaptionEncoder.encode
-
-    def spy_on_images(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
-        images_seen.extend(pixels)
-        return encode_images(self, pixels)
-
-    def spy_on_texts(self: CaptionEncoder, captions: list[str], **options: bool) -> EncodedCaptions:
-        texts_seen.extend(captions)
-        return encode_texts(self, captions, **options)
-
     before = lasting_digest(path)
     alter(source)
     recipe = caption_recipe("source.check=content") if change == "and of the same time" else caption_recipe()
-    monkeypatch.setattr(ImageEncoder, "encode", spy_on_images)
-    monkeypatch.setattr(CaptionEncoder, "encode", spy_on_texts)
     report = encode(recipe, source, path)
-    assert (len(images_seen), report.num_encoded) == (len(keys), len(keys))
-    assert sorted(texts_seen) == sorted(texts)
+    assert (seen.images, report.num_encoded, sorted(seen.texts)) == (len(keys), len(keys), sorted(texts))
 
     after, whole = lasting_digest(path), tree_digest(path)
     assert {name: after.get(name) == content for name, content in before.items()} == dict.fromkeys(before, True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faults import flip
 from making import (
     caption_recipe,
     encode,
@@ -19,7 +20,7 @@ from making import (
     tree_digest,
     write_metadata,
 )
-from stores import checked
+from stores import checked, content
 
 from leandit.datasets.errors import FingerprintMismatch, StoreError
 from leandit.datasets.loader import make_loader
@@ -109,8 +110,7 @@ def test_an_epoch_has_each_image_once_in_a_view_that_is_drawn_evenly(
 
 def test_a_compaction_has_all_views(of_three: LatentStore, tmp_path: Path) -> None:
     compact(of_three.path, tmp_path / "compact", progress=no_progress)
-    for one, other in zip(views_of(of_three), views_of(LatentStore(tmp_path / "compact")), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert content(LatentStore(tmp_path / "compact")) == content(of_three)
 
 
 def test_a_store_with_variants_grows_by_the_new_image_alone_and_is_repaired_to_the_byte(tmp_path: Path) -> None:
@@ -128,9 +128,7 @@ def test_a_store_with_variants_grows_by_the_new_image_alone_and_is_repaired_to_t
         np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), rtol=0.01, atol=0.01)
     whole = tree_digest(store)
     for shard in [path for path in (store / "buckets/32x32/moments_v2_flip/c").rglob("0") if path.is_file()]:
-        damaged = bytearray(shard.read_bytes())
-        damaged[100] ^= 1
-        shard.write_bytes(damaged)
+        flip(shard, 800)
     found, _ = checked(store)
     assert {finding.path.split("/")[2] for finding in found.findings} == {"moments_v2_flip"}
     left, _ = checked(store, source, repair=True)

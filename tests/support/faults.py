@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
-import sys
+import select
+import signal
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from making import encode
 from stores import read_all
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, Failpoint
 from leandit.datasets.errors import LeanditError
+from leandit.datasets.format.table_schemas import STORED
+from leandit.datasets.revisions.writer import StoreWriter, row_checksum
+from leandit.precompute.config import PrecomputeRecipe
 
-EXIT_REFUSED, EXIT_OTHER, EXIT_WRONG = 40, 41, 42  # of a child: an error of ours, any other, wrong numbers
+EXIT_REFUSED, EXIT_WRONG = 40, 42  # of a child: an error of ours, wrong numbers
+CHILD_SECONDS = 240.0  # a child that takes longer hangs
 REVISION_FILES = ("manifest.json", "records.parquet", "captions.parquet", "sources.parquet", "local.json")
 
 
@@ -66,23 +76,120 @@ def undo_damage(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def in_child(work: Callable[[], int | None]) -> int:
-    """Run something in a forked child; its exit code, negative where a signal ended it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+@dataclass(frozen=True)
+class Outcome:
+    """How a child ended.
+
+    Args:
+      code: its exit status, or minus the signal that ended it.
+      value: what its work returned.
+      operations: of the I/O layer that it did, in order.
+      fsyncs: how often it asked the system to make something durable.
+      error: names of the exception's classes, the nearest first; empty where there was none.
+      message: the exception's text, or its traceback.
+    """
+
+    code: int
+    value: Any = None
+    operations: tuple[str, ...] = ()
+    fsyncs: int = 0
+    error: tuple[str, ...] = ()
+    message: str = ""
+
+    @property
+    def died(self) -> bool:
+        """It ended at its failpoint, or was killed."""
+        return self.code in (EXIT_DIED, -signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Child:
+    """A forked process that works."""
+
+    pid: int
+    pipe: int
+
+    def wait(self) -> Outcome:
+        """Wait for its end; one that hangs is killed, and that is an error."""
+        said = b""
+        deadline = time.monotonic() + CHILD_SECONDS
+        while True:
+            ready, _, _ = select.select([self.pipe], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise AssertionError(f"a child did not end in {CHILD_SECONDS} s")
+            if not (block := os.read(self.pipe, 1 << 20)):
+                break
+            said += block
+        os.close(self.pipe)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if not said:
+            return Outcome(code)
+        values = json.loads(said)
+        lists = {name: tuple(values.pop(name)) for name in ("operations", "error")}
+        return Outcome(code, **values, **lists)
+
+    def signal(self, number: int, *, group: bool = False) -> None:
+        """Send a signal to it, or to its whole process group."""
+        (os.killpg if group else os.kill)(self.pid, number)
+
+
+def start(work: Callable[[], Any], *, failpoint: Failpoint | None = None, own_session: bool = False) -> Child:
+    """Fork a child that does some work under a failpoint and says how it ended.
+
+    Args:
+      work: what it does; what it returns must be JSON.
+      own_session: it leads a session and a process group of its own.
+    """
+    reading, writing = os.pipe()
     pid = os.fork()
-    if not pid:
-        code = EXIT_OTHER
+    if pid:
+        os.close(writing)
+        return Child(pid, reading)
+    code = 1
+    said: dict[str, Any] = {"value": None, "fsyncs": 0, "error": [], "message": ""}
+    try:
+        os.close(reading)
+        if own_session:
+            os.setsid()
+        gc.disable()
+        files.failpoint = failpoint or Failpoint("count")
+        # Counted, not done: what a process wrote before it died is in the kernel. That it is asked for, and when, is
+        # looked at by check_order. The patch dies with the child.
+        fsynced: list[int] = []
+        os.fsync = fsynced.append
+        said["value"] = work()
+        said["fsyncs"] = len(fsynced)
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - the parent looks at it
+        said["error"] = [kind.__name__ for kind in type(error).__mro__]
+        said["message"] = f"{error}\n{''.join(traceback.format_exception(error))}"
+    finally:
+        said["operations"] = files.failpoint.seen if files.failpoint else []
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(json.dumps(said).encode())
+        os._exit(code)
+
+
+def processes_of_session(session: int) -> list[int]:
+    """Processes that still live in a session, whatever their group."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            code = work() or 0
-        except LeanditError:
-            code = EXIT_REFUSED
-        except BaseException:  # noqa: BLE001 - a child of a test must not come back into pytest
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # ended since
+        if int(fields[3]) == session and fields[0] not in "ZX":
+            found.append(int(path.parent.name))
+    return found
+
+
+def in_child(work: Callable[[], Any]) -> int:
+    """Run something in a forked child; its exit code or what it returned, negative where a signal ended it."""
+    outcome = start(work).wait()
+    print(outcome.message)
+    return EXIT_REFUSED if LeanditError.__name__ in outcome.error else outcome.code or outcome.value or 0
 
 
 def read_after(faults: Iterable[tuple[str, Callable[[], None], Callable[[], None]]], root: Path, wanted: Any) -> int:
@@ -116,15 +223,9 @@ def read_after(faults: Iterable[tuple[str, Callable[[], None], Callable[[], None
 
 def dies_at(at: int, work: Callable[[], Any]) -> bool:
     """Run something in a child that dies at an I/O operation; False where it came to its end before."""
-
-    def run() -> int:
-        files.failpoint = Failpoint("die", at)
-        work()
-        return 0
-
-    code = in_child(run)
-    assert code in (0, EXIT_DIED), f"it ended with {code}"
-    return code == EXIT_DIED
+    outcome = start(lambda: work() and None, failpoint=Failpoint("die", at)).wait()
+    assert outcome.code in (0, EXIT_DIED), outcome.message
+    return outcome.died
 
 
 @dataclass
@@ -142,14 +243,7 @@ class DiesBefore(Failpoint):
 
 def dies_before(name: str, work: Callable[[], Any]) -> None:
     """Run something in a child that dies before an I/O operation: all but the seal, before "rename manifest.json"."""
-
-    def run() -> int:
-        files.failpoint = DiesBefore(name=name)
-        work()
-        return 0
-
-    code = in_child(run)
-    assert code == EXIT_DIED, f"it ended with {code}"
+    assert start(lambda: work() and None, failpoint=DiesBefore(name=name)).wait().died
 
 
 class CutOff(Exception):
@@ -169,10 +263,34 @@ def without_seal(work: Callable[[], Any]) -> None:
 
 
 def num_operations(work: Callable[[], Any]) -> int:
-    """How many I/O operations something does, in this process."""
-    files.failpoint = Failpoint()
-    try:
-        work()
-        return len(files.failpoint.seen)
-    finally:
-        files.failpoint = None
+    """How many I/O operations something does."""
+    return len(start(lambda: work() and None).wait().operations)
+
+
+def encode_wrongly(recipe: PrecomputeRecipe, source: Path, store: Path, arrays: Iterable[str], amount: float) -> None:
+    """Make a store that is consistent, and wrong: in shard 0 of some arrays a row differs, and its checksums fit.
+
+    Args:
+      amount: by which the first stored row differs from what it was, as a share.
+    """
+    real = StoreWriter.commit
+
+    def commit(self: StoreWriter, name: str, shard: int, written: dict[str, Any], results: Any, **how: Any) -> int:
+        part = self.plan.layout.parts[name]
+        for array in written.keys() & set(arrays) if not shard else ():
+            rows = written[array]
+            first = next(i for i, row in enumerate(rows) if not np.isnan(row).any())
+            rows[first] = (rows[first] * (1 + amount)).astype(rows.dtype)
+            if layout := part.captions:
+                count = int(layout.num_tokens[0])
+                pieces = [some[: 1 if path.endswith("pooled") else count] for path, some in written.items()]
+                results["checksum"][0, 0] = row_checksum(*pieces)
+                continue
+            for i, layouts in enumerate(part.groups.values()):
+                if results["state"][first, i] == STORED:
+                    results["checksum"][first, i] = row_checksum(*(written[one.path][first] for one in layouts))
+        return real(self, name, shard, written, results, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoreWriter, "commit", commit)
+        encode(recipe, source, store)

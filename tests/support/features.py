@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 import xxhash
-from making import no_progress
+from making import no_progress, write_file
 from safetensors.torch import save_file
 
 from leandit.datasets.store import LatentStore
@@ -100,6 +100,12 @@ def make_lightningdit(root: Path, dtype: torch.dtype = torch.float32) -> Made:
     return Made("lightningdit", root, records)
 
 
+def write_zip(path: Path, members: Mapping[str, bytes]) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as packed:
+        for name, content in members.items():
+            packed.writestr(name, content)
+
+
 def make_edm2(root: Path, *, folder: bool = False) -> Made:
     """dataset_tool.py encode of EDM2: members of a ZIP that is not compressed, and labels."""
     root.mkdir(parents=True)
@@ -114,12 +120,9 @@ def make_edm2(root: Path, *, folder: bool = False) -> Made:
     members["dataset.json"] = json.dumps({"labels": labels}).encode()
     if folder:
         for name, content in members.items():
-            (root / name).parent.mkdir(exist_ok=True)
-            (root / name).write_bytes(content)
+            write_file(root / name, content)
         return Made("edm2", root, records)
-    with zipfile.ZipFile(root / "latents.zip", "w", zipfile.ZIP_STORED) as packed:
-        for name, content in members.items():
-            packed.writestr(name, content)
+    write_zip(root / "latents.zip", members)
     return Made("edm2", root / "latents.zip", records)
 
 
@@ -159,7 +162,7 @@ def make_mds(root: Path) -> Made:
         samples = []
         for row, i in enumerate(range(start, min(start + 4, COUNT))):
             latent, feature = noise(i, 4, SIDE, SIDE, dtype=np.float16), noise(100 + i % 7, 12, 16, dtype=np.float16)
-            text, mask = f"an image of {i % 7} things", (np.arange(12) < 2 + i % 7).astype(np.int16)
+            text, mask = f"a picture of {i % 7} things", (np.arange(12) < 2 + i % 7).astype(np.int16)
             shape = bytes([2 << 2, *feature.shape])  # two sides, of a byte each
             values = [text.encode(), shape + feature.tobytes(), np.int64(i % 5).tobytes(), latent.tobytes()]
             values.append(mask.tobytes())
@@ -314,6 +317,13 @@ def run_import(made: Made, store: Path, *overrides: str) -> ImportReport:
     return import_features(
         made.kind, settings, source_path=made.source, store_path=store, progress=no_progress, null=made.null
     )
+
+
+def imported(root: Path, make: Callable[..., Made], *overrides: str, **how: Any) -> tuple[Made, LatentStore]:
+    """Make a source in a folder, and import it."""
+    made = make(root / "source", **how)
+    run_import(made, root / "store", *overrides)
+    return made, LatentStore(root / "store")
 
 
 def by_encoder(values: np.ndarray | dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -12,17 +12,13 @@ import functools
 import gc
 import inspect
 import json
-import os
 import re
-import select
 import shutil
-import signal
 import sys
 import tempfile
 import textwrap
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -30,25 +26,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import Child, Outcome, start
 from making import CPU, caption_recipe, loaded_encoders, no_progress, smooth_image, write_metadata
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
 from leandit.datasets.disk.hashing import canonical_json, sha256_of, xxh3_file
-from leandit.datasets.errors import RecordRejected
 from leandit.datasets.format import row_layout
 from leandit.datasets.format.layout import CaptionLayout
 from leandit.datasets.maintenance import compact
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoder_child import answer
-from leandit.precompute.images.decoders import Decoded, ImagePlace
+from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning.compare import Options
 from leandit.precompute.sharing import leases
 
 SHARD_ROWS = 2
 CAPTION_SHARD_ROWS = 16  # at least max_tokens: no caption straddles two shards
-CHILD_SECONDS = 240.0  # a child that takes longer hangs
 RECIPE = (
     'images.buckets=["32x32", "32x48"]',
     "images.resolution=32",
@@ -115,161 +110,15 @@ def list_images(root: Path, captions: dict[int, str]) -> None:
     )
 
 
-class InProcessDecoders:
-    """Stands in for ``Decoders``: the same function on the same bytes, without a child, which costs time."""
-
-    num_at_once = 2
+class InProcessDecoders(Decoders):
+    """The same function on the same bytes, without a child, which costs time."""
 
     def __init__(self, num_children: int) -> None:
-        pass
+        super().__init__(2)
 
-    def __enter__(self) -> InProcessDecoders:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def size(
-        self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, *, exif_orientation: bool = True
-    ) -> tuple[int, int]:
-        """As ``Decoders.size``."""
+    def _try(self, job: dict[str, Any], data: bytes | None, *_: object) -> tuple[dict[str, Any], Any]:
         assert data is None
-        return answer({"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes})[0]["size"]
-
-    def sizes(
-        self, places: Sequence[ImagePlace], *, exif_orientation: bool = True
-    ) -> list[tuple[int, int] | RecordRejected]:
-        """As ``Decoders.sizes``."""
-        found = answer({"stage": "scan", "places": [place[:3] for place in places], "seconds": 5.0})[0]["sizes"]
-        return [RecordRejected(*one) if len(one) == 3 else one for one in found]
-
-    def decode(
-        self,
-        path: Path,
-        offset: int,
-        num_bytes: int,
-        data: bytes | None = None,
-        *,
-        exif_orientation: bool = True,
-        **how: Any,
-    ) -> Decoded:
-        """As ``Decoders.decode``."""
-        assert data is None
-        job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes, "how": how}
-        head, pixels = answer(job | {"exif_orientation": exif_orientation})
-        return Decoded(pixels, *head["size"], head["checksum"], *head["seconds"])
-
-
-# --- Children ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a child ended.
-
-    Args:
-      code: its exit status, or minus the signal that ended it.
-      value: what its work returned.
-      operations: of the I/O layer that it did, in order.
-      fsyncs: how often it asked the system to make something durable.
-      error: names of the exception's classes, the nearest first; empty where there was none.
-      message: the exception's text, or its traceback.
-    """
-
-    code: int
-    value: Any = None
-    operations: tuple[str, ...] = ()
-    fsyncs: int = 0
-    error: tuple[str, ...] = ()
-    message: str = ""
-
-    @property
-    def died(self) -> bool:
-        """It ended at its failpoint, or was killed."""
-        return self.code in (EXIT_DIED, -signal.SIGKILL)
-
-
-@dataclass(frozen=True)
-class Child:
-    """A forked process that works."""
-
-    pid: int
-    pipe: int
-
-    def wait(self) -> Outcome:
-        """Wait for its end; one that hangs is killed, and that is an error."""
-        said = b""
-        deadline = time.monotonic() + CHILD_SECONDS
-        while True:
-            ready, _, _ = select.select([self.pipe], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-                raise AssertionError(f"a child did not end in {CHILD_SECONDS} s")
-            if not (block := os.read(self.pipe, 1 << 20)):
-                break
-            said += block
-        os.close(self.pipe)
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        if not said:
-            return Outcome(code)
-        values = json.loads(said)
-        lists = {name: tuple(values.pop(name)) for name in ("operations", "error")}
-        return Outcome(code, **values, **lists)
-
-    def signal(self, number: int, *, group: bool = False) -> None:
-        """Send a signal to it, or to its whole process group."""
-        (os.killpg if group else os.kill)(self.pid, number)
-
-
-def start(work: Callable[[], Any], *, failpoint: Failpoint | None = None, own_session: bool = False) -> Child:
-    """Fork a child that does some work under a failpoint and says how it ended.
-
-    Args:
-      work: what it does; what it returns must be JSON.
-      own_session: it leads a session and a process group of its own.
-    """
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writing)
-        return Child(pid, reading)
-    code = 1
-    said: dict[str, Any] = {"value": None, "fsyncs": 0, "error": [], "message": ""}
-    try:
-        os.close(reading)
-        if own_session:
-            os.setsid()
-        gc.disable()
-        files.failpoint = failpoint or Failpoint("count")
-        # Counted, not done: what a process wrote before it died is in the kernel. That it is asked for, and when, is
-        # looked at by check_order. The patch dies with the child.
-        fsynced: list[int] = []
-        os.fsync = fsynced.append
-        said["value"] = work()
-        said["fsyncs"] = len(fsynced)
-        code = 0
-    except BaseException as error:  # noqa: BLE001 - the parent looks at it
-        said["error"] = [kind.__name__ for kind in type(error).__mro__]
-        said["message"] = f"{error}\n{''.join(traceback.format_exception(error))}"
-    finally:
-        said["operations"] = files.failpoint.seen if files.failpoint else []
-        with os.fdopen(writing, "wb") as pipe:
-            pipe.write(json.dumps(said).encode())
-        os._exit(code)
-
-
-def processes_of_session(session: int) -> list[int]:
-    """Processes that still live in a session, whatever their group."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # ended since
-        if int(fields[3]) == session and fields[0] not in "ZX":
-            found.append(int(path.parent.name))
-    return found
+        return answer(job)
 
 
 # --- Scenarios --------------------------------------------------------------------------------------------------------
@@ -346,7 +195,11 @@ class Scenario:
 
 
 def precompute_command(
-    source: Path, *overrides: str, real_decoders: bool = False, options: Options | None = None
+    source: Path,
+    *overrides: str,
+    other: PrecomputeRecipe | None = None,
+    real_decoders: bool = False,
+    options: Options | None = None,
 ) -> Callable[[Path], Any]:
     """A precompute of a source; returns the tasks that it committed and the root hash."""
 
@@ -361,9 +214,8 @@ def precompute_command(
         pipeline.StoreWriter.commit = counting
         if not real_decoders:
             pipeline.Decoders = InProcessDecoders
-        report = pipeline.precompute(
-            recipe(*overrides), source_path=source, store_path=store, device=CPU, progress=no_progress, options=options
-        )
+        where = {"source_path": source, "store_path": store, "device": CPU}
+        report = pipeline.precompute(other or recipe(*overrides), **where, progress=no_progress, options=options)
         return {"committed": committed, "root_hash": report.manifest.root_hash, "num_encoded": report.num_encoded}
 
     return command
@@ -579,8 +431,8 @@ def check_order(scenario: Scenario) -> int:
     assert names[-1] == "manifest.json", f"the last file is '{names[-1]}'"
     assert max(records) < min(tables), "a table was written before the last commit record"
     assert names.index("manifest.json") == len(names) - 2, "files follow the manifest that are not its second copy"
-    for start, record in pairwise([names.index("plan"), *records]):
-        assert "0" in names[start:record], "a commit record without its shard before it"
+    for first, record in pairwise([names.index("plan"), *records]):
+        assert "0" in names[first:record], "a commit record without its shard before it"
         assert names[record - 1] == names[record].replace(".json", ".rows"), "a commit record without its results"
     return len(names)
 

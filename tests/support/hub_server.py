@@ -84,6 +84,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # the body would wait for the acknowledgement of the headers
     server: Hub
+    repository: Repository  # that the request names
 
     def log_message(self, format: str, *args: Any) -> None:
         """Stay silent."""
@@ -111,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
                     named = {key: unquote(value or "") for key, value in match.groupdict().items()}
                     self.cut = fault == "cut"
                     try:
-                        method(self, body, **named)
+                        self._find_then(method, body, named)
                     finally:
                         self.close_connection = self.close_connection or fault in ("cut", "lost")
                     return None
@@ -139,8 +140,17 @@ class Handler(BaseHTTPRequestHandler):
     def _missing(self, what: str) -> None:
         self._answer(404, {"error": f"{what} not found"}, {"X-Error-Code": f"{what}NotFound"})
 
-    def _repository(self, kind: str, name: str) -> Repository | None:
-        return self.server.repositories.get(f"datasets/{name}" if kind.startswith("dataset") else name)
+    def _find_then(self, method: Callable[..., None], body: bytes, named: dict[str, str]) -> None:
+        """Look up the repository and the revision that a route names, and answer the request."""
+        if "name" in named and method is not Handler.batch:
+            kind, name = named.pop("kind"), named["name"]
+            found = self.server.repositories.get(f"datasets/{name}" if kind.startswith("dataset") else name)
+            if found is None:
+                return self._missing("Repo")
+            if method is not Handler.branch and named.get("revision", "main") not in found.branches:
+                return self._missing("Revision")
+            self.repository = found
+        return method(self, body, **named)
 
     # ------------------------------------------------------------------------------------------------------ requests
 
@@ -153,32 +163,23 @@ class Handler(BaseHTTPRequestHandler):
         self.server.repositories[key] = Repository(asked["visibility"] == "private")
         return self._answer(200, {"url": f"{self.server.url}/{key}"})
 
-    def branch(self, body: bytes, kind: str, name: str, revision: str) -> None:
-        repository = self._repository(kind, name)
-        assert repository is not None
-        if revision in repository.branches:
+    def branch(self, body: bytes, name: str, revision: str) -> None:
+        if revision in self.repository.branches:
             return self._answer(409, {"error": "Reference already exists"})
-        repository.branches[revision] = [repository.files()]
+        self.repository.branches[revision] = [self.repository.files()]
         return self._answer(200, {})
 
-    def info(self, body: bytes, kind: str, name: str, revision: str = "main") -> None:
-        repository = self._repository(kind, name)
-        if repository is None:
-            return self._missing("Repo")
-        if revision not in repository.branches:
-            return self._missing("Revision")
-        about = {"id": name, "sha": "1" * 40, "private": repository.private, "tags": [], "siblings": []}
-        return self._answer(200, about | {"downloads": 0, "likes": 0, "gated": False, "disabled": False})
+    def info(self, body: bytes, name: str, revision: str = "main") -> None:
+        about = {"id": name, "sha": "1" * 40, "private": self.repository.private, "tags": [], "siblings": []}
+        self._answer(200, about | {"downloads": 0, "likes": 0, "gated": False, "disabled": False})
 
     def validate(self, body: bytes) -> None:
         content = json.loads(body)["content"]
         errors = [] if content.startswith("---\nlicense: ") else [{"message": "no licence"}]
         self._answer(400 if errors else 200, {"errors": errors, "warnings": []})
 
-    def preupload(self, body: bytes, kind: str, name: str, revision: str) -> None:
-        repository = self._repository(kind, name)
-        assert repository is not None
-        files, there = [], repository.files(revision)
+    def preupload(self, body: bytes, name: str, revision: str) -> None:
+        files, there = [], self.repository.files(revision)
         for asked in json.loads(body)["files"]:
             is_text = b"\0" not in base64.b64decode(asked["sample"])
             mode = "regular" if asked["size"] <= PLAIN_BYTES and is_text else "lfs"
@@ -223,10 +224,8 @@ class Handler(BaseHTTPRequestHandler):
     def verify(self, body: bytes) -> None:
         self._answer(200 if json.loads(body)["oid"] in self.server.objects else 404, {})
 
-    def commit(self, body: bytes, kind: str, name: str, revision: str) -> None:
-        repository = self._repository(kind, name)
-        assert repository is not None
-        files = dict(repository.files(revision))
+    def commit(self, body: bytes, name: str, revision: str) -> None:
+        files = dict(self.repository.files(revision))
         for line in body.splitlines():
             one = json.loads(line)
             value = one["value"]
@@ -234,18 +233,13 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = Stored(base64.b64decode(value["content"]), "")
             elif one["key"] == "lfsFile":
                 files[value["path"]] = Stored(self.server.objects[value["oid"]], value["oid"])
-        repository.branches[revision].append(files)
+        self.repository.branches[revision].append(files)
         address = f"{self.server.url}/{name}/commit/{'2' * 40}"
         self._answer(200, {"commitUrl": address, "commitOid": "2" * 40, "success": True})
 
-    def tree(self, body: bytes, kind: str, name: str, revision: str, path: str = "") -> None:
-        repository = self._repository(kind, name)
-        if repository is None:
-            return self._missing("Repo")
-        if revision not in repository.branches:
-            return self._missing("Revision")
+    def tree(self, body: bytes, name: str, revision: str, path: str = "") -> None:
         query = parse_qs(urlsplit(self.path).query)
-        entries = _entries(repository.files(revision), path)
+        entries = _entries(self.repository.files(revision), path)
         if not entries and path:
             return self._missing("Entry")
         if query.get("recursive", ["false"])[0].lower() != "true":
@@ -259,20 +253,12 @@ class Handler(BaseHTTPRequestHandler):
             headers["Link"] = f'<{address}>; rel="next"'
         return self._answer(200, entries[start : start + PAGE], headers)
 
-    def paths(self, body: bytes, kind: str, name: str, revision: str) -> None:
-        repository = self._repository(kind, name)
-        if repository is None:
-            return self._missing("Repo")
-        if revision not in repository.branches:
-            return self._missing("Revision")
+    def paths(self, body: bytes, name: str, revision: str) -> None:
         asked = set(parse_qs(body.decode()).get("paths", []))
-        return self._answer(200, [one for one in _entries(repository.files(revision), "") if one["path"] in asked])
+        self._answer(200, [one for one in _entries(self.repository.files(revision), "") if one["path"] in asked])
 
-    def resolve(self, body: bytes, name: str, revision: str, path: str, kind: str = "") -> None:
-        repository = self._repository(kind, name)
-        if repository is None or revision not in repository.branches:
-            return self._missing("Repo" if repository is None else "Revision")
-        stored = repository.files(revision).get(path)
+    def resolve(self, body: bytes, name: str, revision: str, path: str) -> None:
+        stored = self.repository.files(revision).get(path)
         if stored is None:
             return self._missing("Entry")
         about = {"ETag": f'"{stored.sha256 or stored.git_sha1}"', "X-Repo-Commit": "1" * 40, "Accept-Ranges": "bytes"}
@@ -291,13 +277,12 @@ def _entries(files: dict[str, Stored], folder: str) -> list[dict[str, Any]]:
     for path, stored in files.items():
         if folder and not path.startswith(f"{folder}/"):
             continue
-        for parent in Path(path).parents:
-            if (name := parent.as_posix()) not in (".", folder) and len(name) > len(folder):
-                found[name] = {"type": "directory", "path": name, "oid": "3" * 40, "size": 0}
-        entry: dict[str, Any] = {"type": "file", "path": path, "size": len(stored.content), "oid": stored.git_sha1}
+        for parent in map(str, Path(path).parents):
+            if parent != "." and len(parent) > len(folder):
+                found[parent] = {"type": "directory", "path": parent, "oid": "3" * 40, "size": 0}
+        found[path] = {"type": "file", "path": path, "size": len(stored.content), "oid": stored.git_sha1}
         if stored.sha256:
-            entry["lfs"] = {"oid": stored.sha256, "size": len(stored.content), "pointerSize": 130}
-        found[path] = entry
+            found[path]["lfs"] = {"oid": stored.sha256, "size": len(stored.content), "pointerSize": 130}
     return [found[path] for path in sorted(found)]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import resource
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +107,12 @@ def read_metadata(root: Path) -> list[dict[str, Any]]:
 def write_metadata(root: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Replace the metadata.jsonl of a source."""
     (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def add_image(root: Path, name: str, image: Image.Image, **row: Any) -> None:
+    """Put an image into a source with a metadata.jsonl, and list it."""
+    image.save(root / name)
+    write_metadata(root, [*read_metadata(root), {"file_name": name} | row])
 
 
 class Ended(NamedTuple):
@@ -343,6 +351,32 @@ def make_image_folder(folder: Path, *names: str) -> Path:
 def bytes_of(source: Source, record: SourceRecord) -> bytes:
     """The file of a record's image."""
     return source.read(record.path, record.offset, record.num_bytes, stage="decode")
+
+
+@contextmanager
+def no_free_files() -> Iterator[None]:
+    """No further file can be opened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those below are open already
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def set_json(name: str, **values: Any) -> Callable[[Path], Any]:
+    """A change of a folder: other values in a JSON file; ``...`` leaves one out."""
+
+    def change(folder: Path) -> None:
+        said = json.loads((folder / name).read_text()) | values
+        (folder / name).write_text(json.dumps({key: value for key, value in said.items() if value is not ...}))
+
+    return change
+
+
+def drop_files(*names: str) -> Callable[[Path], Any]:
+    """A change of a folder: some files are gone."""
+    return lambda folder: [(folder / name).unlink() for name in names]
 
 
 def summary_of(source: Source) -> list[tuple[str, str, int, tuple[str, ...]]]:

@@ -9,7 +9,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from making import CPU, SIZES, caption_recipe, encode, loaded_encoders, no_progress, smooth_image, write_metadata
 
@@ -159,20 +158,26 @@ def deep(root: Path, source: SourcePaths, **options: int) -> DeepReport:
 
 
 def content(store: LatentStore) -> dict[str, Any]:
-    """Everything that a store says of its records, by key; what does not depend on the revision that holds it."""
+    """All that a store says and holds of its records, by key, but revisions and rows."""
     found = {}
-    texts = store.captions["text"].to_pylist()
+    texts = store.captions["text"].to_pylist() if store.spec.text_encoders else []
     for i, row in enumerate(store.records.to_pylist()):
-        record = store.record_at(i)
-        said = {k: v for k, v in row.items() if k not in ("revision", "row", "caption_ids")}
-        arrays = []
+        record, rows = store.record_at(i), {}
         if record.status == "stored":
-            assert record.bucket is not None
-            arrays = [np.array(store.latents(record.bucket)[record.row])]
-            if store.spec.latent.flip:
-                arrays.append(np.array(store.flipped_latents(record.bucket)[record.row]))
-        captions = {texts[j]: store.caption_embedding(j).tobytes() for j in record.caption_ids}
-        found[record.key] = (said, [array.tobytes() for array in arrays], captions)
+            paths = [path for path in store.layouts if path.startswith(f"buckets/{record.bucket}/")]
+            rows = {path: store.array(path)[record.row].tobytes() for path in paths}
+        said = {k: v for k, v in row.items() if k not in ("revision", "row", "caption_ids")}
+        found[record.key] = said, rows, {texts[j]: embeddings(store, j) for j in record.caption_ids}
+    return found
+
+
+def embeddings(store: LatentStore, caption: int) -> list[bytes]:
+    """What each text encoder gave for a caption: tokens, a pooled vector, or both."""
+    found: list[bytes] = []
+    for one in store.spec.text_encoders:
+        text = store.text(one.name)
+        found += [text[caption].tobytes()] if one.spec.output != "pooled" else []
+        found += [text.pooled_vector(caption).tobytes()] if one.spec.output != "tokens" else []
     return found
 
 

@@ -137,11 +137,7 @@ def save_qwen_vl(folder: Path) -> None:
 def save_mistral3(folder: Path, *, padding_side: str) -> None:
     """A Mistral-Small-3.1 with a vision tower; its tokenizer begins each text with <s>."""
     tokenizer = _byte_level(
-        MISTRAL_SPECIAL,
-        pad_token="<pad>",
-        bos_token="<s>",
-        chat_template=MISTRAL_CHAT,
-        padding_side=padding_side,
+        MISTRAL_SPECIAL, pad_token="<pad>", bos_token="<s>", chat_template=MISTRAL_CHAT, padding_side=padding_side
     )
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
@@ -155,7 +151,7 @@ def save_mistral3(folder: Path, *, padding_side: str) -> None:
     Mistral3ForConditionalGeneration(config).eval().save_pretrained(folder / "text_encoder")
 
 
-def save_gemma2(folder: Path) -> None:
+def save_gemma2(folder: Path, *, sliding_window: int = 4096) -> None:
     """A Gemma-2 whose tokenizer pads on the left, as published."""
     tokenizer = _byte_level(["<pad>", "<eos>", "<bos>", "<unk>"], pad_token="<pad>", bos_token="<bos>")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -164,7 +160,8 @@ def save_gemma2(folder: Path) -> None:
     tokenizer.padding_side = "left"
     tokenizer.save_pretrained(folder / "tokenizer")
     torch.manual_seed(5)
-    config = Gemma2Config(vocab_size=len(tokenizer), attn_logit_softcapping=1.0, **SIZES, **HEADS)
+    more = {"attn_logit_softcapping": 1.0, "sliding_window": sliding_window}
+    config = Gemma2Config(vocab_size=len(tokenizer), **more, **SIZES, **HEADS)
     Gemma2ForCausalLM(config).eval().save_pretrained(folder / "text_encoder")
 
 

@@ -12,7 +12,6 @@ from making import CPU, caption_recipe, make_caption_folder, no_progress, read_m
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from leandit.datasets.errors import EncoderError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.inspection.view.images import Decode
@@ -44,10 +43,6 @@ def grey(rows: np.ndarray) -> np.ndarray:
     """A decoder for tests: 8 grey pixels for each place of a latent."""
     height_px, width_px = (8 * side for side in rows.shape[2:])
     return np.full((len(rows), height_px, width_px, 3), 77, np.uint8)
-
-
-def no_decoder() -> Decode:
-    raise EncoderError("vae.model 'far/away': not a folder here.")
 
 
 def site(store: LatentStore, load: Callable[[], Decode] = lambda: grey) -> Starlette:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from faults import start
 from forked import ForkedPython, run_forked
-from harness import start
 from making import CPU, TRAIN_RECIPE, train_recipe
 from runs import bits, read_all
 

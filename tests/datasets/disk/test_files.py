@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Outcome, start
+from faults import Outcome, start
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import xxhash
 from aiohttp import ClientPayloadError
+from faults import Child, start
 from fsspec.implementations.memory import MemoryFileSystem
-from harness import Child, start
 from making import CPU, train_recipe, tree_digest
 from s3_server import s3_server
 from typer.testing import CliRunner

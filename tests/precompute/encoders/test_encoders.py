@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
-from making import CPU, smooth_image
+from making import CPU, drop_files, set_json, smooth_image, write_file
 from safetensors.torch import load_file, save_file
 from tiny_autoencoders import FAMILIES, save_autoencoder
 
@@ -73,30 +72,6 @@ def caption_encoder(model: str | Path = "shipped:t5", **more: Any) -> CaptionEnc
 
 def pixels(count: int = 3, side_px: int = 64) -> np.ndarray:
     return np.stack([np.asarray(smooth_image(i, side_px, side_px)) for i in range(count)])
-
-
-def test_a_config_key_that_diffusers_does_not_use_is_no_warning_and_others_are(
-    save: Save, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, said = save("tiny"), list[str]()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"block_out_channels": [64]}))
-    logger = logging.getLogger("diffusers.configuration_utils")
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
-    monkeypatch.setattr(logger, "handlers", [handler])
-    original = diffusers.AutoencoderTiny.from_config
-
-    def warns(*arguments: Any, **more: Any) -> Any:
-        logger.warning("another")
-        return original(*arguments, **more)
-
-    monkeypatch.setattr(diffusers.AutoencoderTiny, "from_config", warns)
-    image_encoder(folder)
-    assert said == ["another"]
-    diffusers.AutoencoderTiny.from_pretrained(folder)
-    assert said[1] == "another"
-    assert said[2].startswith("The config attributes {'block_out_channels': [64]} were passed to AutoencoderTiny")
 
 
 @pytest.mark.parametrize(
@@ -159,14 +134,6 @@ def test_tiles_give_nearly_what_the_whole_image_gives(family: str, tile_px: int,
     np.testing.assert_array_equal(found, tiled.encode(batch))
 
 
-def drop(*names: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        for name in names:
-            (folder / name).unlink()
-
-    return change
-
-
 def tear(name: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / name).write_bytes((folder / name).read_bytes()[:1000])
@@ -193,27 +160,16 @@ def wrong_shape(folder: Path) -> None:
     save_file(weights | {"encoder.conv_in.weight": torch.zeros(4, 3, 3, 3)}, folder / WEIGHTS)
 
 
-def config_with(**values: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | values))
-
-    return change
-
-
-def torn_config(folder: Path) -> None:
-    (folder / "config.json").write_text('{"_class_name": ')
-
-
+config_with = partial(set_json, "config.json")
 Q = "encoder.block.0.layer.0.SelfAttention.q.weight"
-UNUSABLE: list[tuple[str, Callable[[Path], None], str]] = [
-    ("vae", drop(WEIGHTS), r"no weights 'diffusion_pytorch_model.*found: config.json"),
-    ("vae", drop("config.json"), r"no 'config.json'"),
+UNUSABLE: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("vae", drop_files(WEIGHTS), r"no weights 'diffusion_pytorch_model.*found: config.json"),
+    ("vae", drop_files("config.json"), r"no 'config.json'"),
     ("vae", only_bin, r"no weights.*diffusion_pytorch_model\.bin.*[Oo]nly safetensors"),
     ("vae", tear(WEIGHTS), "cannot be loaded"),
     ("vae", lose(WEIGHTS, "encoder.conv_in.weight"), r"cannot be loaded|weights|conv_in"),
     ("vae", wrong_shape, "cannot be loaded"),
-    ("vae", torn_config, "not valid JSON"),
+    ("vae", lambda folder: write_file(folder / "config.json", '{"_class_name": '), "not valid JSON"),
     ("vae", config_with(_class_name="UNet2DModel"), r"says 'UNet2DModel', expected AutoencoderKL, "),
     ("vae", config_with(_class_name="AutoencoderThatIsNot"), r"says 'AutoencoderThatIsNot'"),
     ("vae", config_with(_class_name=None), r"expected AutoencoderKL, "),
@@ -226,9 +182,9 @@ UNUSABLE: list[tuple[str, Callable[[Path], None], str]] = [
     ("vae", config_with(latents_mean=None), r"one of 'latents_mean' and 'latents_std'"),
     ("vae", config_with(shift_factor=0.1), r"'latents_mean' and 'shift_factor', expected one"),
     ("vae", config_with(use_quant_conv=False), r"hold 'quant_conv\.bias', which its config\.json has no place for"),
-    ("t5", drop("model.safetensors"), "no weights"),
-    ("t5", drop("config.json"), "no 'config.json'"),
-    ("t5", drop("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
+    ("t5", drop_files("model.safetensors"), "no weights"),
+    ("t5", drop_files("config.json"), "no 'config.json'"),
+    ("t5", drop_files("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
     ("t5", config_with(model_type="bert"), r"says 'bert', expected 't5'"),
     ("t5", config_with(vocab_size=32128), r"tokenizer knows 2\d tokens, the encoder 32128.*do not belong together"),
     ("t5", tear("model.safetensors"), "cannot be loaded"),
@@ -238,20 +194,11 @@ UNUSABLE: list[tuple[str, Callable[[Path], None], str]] = [
 
 @pytest.mark.parametrize(("which", "spoil", "words"), UNUSABLE)
 def test_an_unusable_encoder_is_one_clear_error(
-    which: str, spoil: Callable[[Path], None], words: str, vae: Path, t5: Path
+    which: str, spoil: Callable[[Path], Any], words: str, vae: Path, t5: Path
 ) -> None:
     spoil(vae if which == "vae" else t5)
     with pytest.raises(EncoderError, match=rf"(?s){'vae' if which == 'vae' else 'text'}.*({words})"):
         image_encoder(vae) if which == "vae" else caption_encoder(t5).load()
-
-
-def without(key: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        del config[key]
-        (folder / "config.json").write_text(json.dumps(config))
-
-    return change
 
 
 SUPPORTED = {model_class.__name__ for model_class, *_ in FAMILIES.values()}
@@ -271,12 +218,12 @@ def test_every_other_autoencoder_of_diffusers_is_refused_by_name_before_its_weig
 
 def test_a_scale_that_the_config_leaves_out_is_taken_from_the_class_only_where_it_is_right(save: Save) -> None:
     four = save("kl", latent_channels=4)  # as the first Stable Diffusion's, whose config says nothing
-    without("scaling_factor")(four)
+    config_with(scaling_factor=...)(four)
     encoder, section = image_encoder(four)
     assert encoder.latent_spec(section, "float16").scale == [0.18215] * 4
     for family, config in (("kl", {"latent_channels": 16}), ("dc", {})):
         folder = save(family, **config)
-        without("scaling_factor")(folder)
+        config_with(scaling_factor=...)(folder)
         with pytest.raises(EncoderError, match=r"no 'scaling_factor'\. Add the one"):
             image_encoder(folder)
 
@@ -284,11 +231,8 @@ def test_a_scale_that_the_config_leaves_out_is_taken_from_the_class_only_where_i
 def test_weights_with_the_old_names_of_attention_are_loaded(save: Save) -> None:
     folder = save("kl", mid_block_add_attention=True)
     before, _ = image_encoder(folder)
-    weights, old = (
-        load_file(folder / WEIGHTS),
-        {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"},
-    )
-    for new, name in old.items():
+    weights = load_file(folder / WEIGHTS)
+    for new, name in {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}.items():
         weights = {key.replace(f"attentions.0.{new}.", f"attentions.0.{name}."): v for key, v in weights.items()}
     assert "encoder.mid_block.attentions.0.query.weight" in weights
     save_file(weights, folder / WEIGHTS)
@@ -381,10 +325,6 @@ vae_decoder/model.onnx vae_encoder/config.json text_encoder/model.fp16.safetenso
 text_encoder/model.safetensors.index.fp16.json text_encoder/model.fp16-00001-of-00002.safetensors
 text_encoder/pytorch_model.bin.index.json text_encoder/flax_model.msgpack text_encoder/onnx/model.safetensors
 text_encoder/openvino_model.xml tokenizer/onnx/tokenizer.json tokenizer/vocab.json.bak"""
-ALONE = """README.md diffusion_pytorch_model.bin diffusion_pytorch_model.fp16.safetensors sd-vae.ckpt
-sdxl_vae.safetensors model.safetensors.bak pytorch_model.bin pytorch_model-00001-of-00002.bin tf_model.h5
-flax_model.msgpack rust_model.ot onnx/config.json onnx/tokenizer.json onnx/model.safetensors generation_config.json
-model.fp16.safetensors 1_Pooling/config.json 2_Dense/model.safetensors"""
 
 
 def hub_with(folder: Path, models: dict[str, Path], others: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -436,40 +376,12 @@ def test_a_model_that_is_refused_by_its_config_is_not_fetched(
     assert fetched == {"vae/config.json"}
 
 
-def test_the_identity_follows_the_weights_not_the_folder(vae: Path, tmp_path: Path) -> None:
-    def what(folder: Path) -> dict[str, Any]:
-        return image_encoder(folder)[0].identity.model_dump(exclude={"model", "revision"})
-
-    before = what(vae)
-    moved = vae.rename(tmp_path / "elsewhere")
-    assert what(moved) == before == image_encoder("shipped:vae")[0].identity.model_dump(exclude={"model", "revision"})
-
-    config_with(_diffusers_version="9.9", _name_or_path="/somewhere")(moved)
-    assert what(moved) == before
-    weights = load_file(moved / WEIGHTS)
-    weights["encoder.conv_in.bias"][0] += 1e-3
-    save_file(weights, moved / WEIGHTS)
-    changed = what(moved)
-    assert changed.pop("weights_sha256") != before["weights_sha256"]
-    assert changed == {k: v for k, v in before.items() if k != "weights_sha256"}
-    config_with(scaling_factor=0.7)(moved)
-    assert what(moved)["config"]["scaling_factor"] == 0.7
-
-
 CAPTIONS = ["a red circle", "a tiny blue square above a big green triangle", "a circle"]
 
 
 def shipped_t5() -> tuple[Any, Any]:
     folder = local_folder("shipped:t5")
     return transformers.AutoTokenizer.from_pretrained(folder), transformers.T5EncoderModel.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("caption", CAPTIONS)
-def test_a_caption_alone_equals_transformers_called_directly(caption: str) -> None:
-    tokenizer, model = shipped_t5()
-    with torch.no_grad():
-        wanted = model.eval()(**tokenizer(caption, return_tensors="pt")).last_hidden_state.numpy()
-    assert np.array_equal(caption_encoder().encode([caption]).tokens, wanted)
 
 
 def test_tokens_are_counted_as_the_tokenizer_counts_them() -> None:
@@ -528,23 +440,3 @@ def test_a_caption_that_is_not_finite_is_encoded_again_in_float32(heals: bool, m
     assert np.array_equal(found[[0, 2]], plain[[0, 2]])
     monkeypatch.undo()
     assert np.array_equal(low.encode(captions).tokens, plain)
-
-
-def test_the_identity_of_a_t5_follows_weights_and_tokenizer(t5: Path) -> None:
-    before = caption_encoder(t5).identity
-    assert before.model_dump(exclude={"model"}) == caption_encoder().identity.model_dump(exclude={"model"})
-    tokenizer = json.loads((t5 / "tokenizer.json").read_text())
-    tokenizer["normalizer"] = {"type": "Lowercase"} if tokenizer["normalizer"] is None else None
-    (t5 / "tokenizer.json").write_text(json.dumps(tokenizer))
-    weights = load_file(t5 / "model.safetensors")
-    weights["encoder.final_layer_norm.weight"][0] += 1e-3
-    save_file(weights, t5 / "model.safetensors", {"format": "pt"})
-    after = caption_encoder(t5).identity
-    assert after.weights_sha256 != before.weights_sha256
-    assert after.tokenizer_sha256 != before.tokenizer_sha256
-
-
-def test_the_identity_has_the_arithmetic_of_the_recipe_on_a_gpu(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leandit.precompute.encoders.vae.arithmetic", lambda dtype, device: dtype)
-    dtypes = {image_encoder(save("kl"), dtype=dtype)[0].identity.dtype for dtype in ("float32", "bfloat16")}
-    assert dtypes == {"float32", "bfloat16"}

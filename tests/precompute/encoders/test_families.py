@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from diffusers.modular_pipelines.stable_diffusion_3.decoders import StableDiffus
 from diffusers.modular_pipelines.stable_diffusion_xl.decoders import StableDiffusionXLDecodeStep
 from diffusers.modular_pipelines.wan import encoders as wan
 from diffusers.modular_pipelines.wan.decoders import WanVaeDecoderStep
-from making import CPU, smooth_image
+from making import CPU, set_json, smooth_image
 from tiny_autoencoders import FAMILIES, random_autoencoder, save_autoencoder
 
 from leandit.datasets.batches.latents import denormalise, final_latents
@@ -182,8 +181,7 @@ def test_a_config_that_leaves_the_normalisation_open_is_refused(
     family: str, config: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     folder = save_autoencoder(tmp_path / "vae", family)
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | config))
+    set_json("config.json", **config)(folder)
     with pytest.raises(EncoderError, match=words):
         ImageEncoder(VaeSection(model=str(folder)), CPU)
 

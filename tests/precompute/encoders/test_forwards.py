@@ -83,11 +83,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_each_row_tells_it(
 
 
 def test_a_batch_that_was_begun_too_large_is_what_waiting_would_have_made_it(
-    encode: Encode,
-    class_folder: Path,
-    tmp_path: Path,
-    sizes: Callable[..., list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    encode: Encode, class_folder: Path, tmp_path: Path, sizes: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 16)
     sizes(3)
@@ -213,11 +209,7 @@ def test_where_not_one_image_fits_nothing_is_planned(
 
 
 def test_a_found_batch_is_kept_by_the_store_whatever_fits_later(
-    encode: Encode,
-    class_folder: Path,
-    tmp_path: Path,
-    sizes: Callable[..., list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    encode: Encode, class_folder: Path, tmp_path: Path, sizes: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, root = label_recipe("vae.batch_size=0"), tmp_path / "store"
     source = Path(shutil.copytree(class_folder, tmp_path / "train"))

@@ -15,8 +15,8 @@ from diffusers import SanaPipeline
 from hypothesis import given
 from hypothesis import strategies as st
 from making import CPU, SHIPPED, caption_recipe, make_caption_folder, store_digest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, Gemma2Model, PreTrainedTokenizerFast
+from tiny_models import TEXTS, save_gemma2
+from transformers import AutoTokenizer, Gemma2Model
 
 from leandit.datasets.errors import EncoderError, FingerprintMismatch
 from leandit.datasets.store import LatentStore
@@ -30,43 +30,26 @@ from leandit.tools.terminal.outcome import precompute_rows
 
 Encode = Callable[..., Report]
 MAX_TOKENS = 10
-TEXTS = ["a red circle", "a cat", "two cats sleep on a big red sofa near the window of a house by the sea", "a dog"]
+
+
+FOLDERS = {"subfolder": "text_encoder", "tokenizer_subfolder": "tokenizer"}
 
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Gemma2ForCausalLM of random weights and the real architecture, saved as the hub's, with a small tokenizer."""
+    """A Gemma-2 whose window is smaller than the instruction, so that it matters."""
     folder = tmp_path_factory.mktemp("gemma")
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
-    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
-    trainer: Any = trainers.BpeTrainer(vocab_size=400, special_tokens=special)  # pyright: ignore
-    tokenizer.train_from_iterator([*INSTRUCTIONS.values(), *TEXTS], trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", unk_token="<unk>", padding_side="left"
-    )
-    wrapped.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=len(wrapped),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=64,  # smaller than the instruction, so that it matters
-        attn_logit_softcapping=1.0,
-        initializer_range=0.5,
-    )
-    Gemma2ForCausalLM(config).save_pretrained(folder)
+    save_gemma2(folder, sliding_window=64)
     return folder
 
 
+def loaded(folder: Path) -> tuple[Any, Any]:
+    tokenizer = AutoTokenizer.from_pretrained(folder, subfolder="tokenizer", padding_side="right")
+    return tokenizer, Gemma2Model.from_pretrained(folder, subfolder="text_encoder").eval()
+
+
 def encoder_of(folder: Path, **more: Any) -> CaptionEncoder:
-    values = {"kind": "gemma2", "model": str(folder), "max_tokens": MAX_TOKENS, "dtype": "float32"} | more
+    values = {"kind": "gemma2", "model": str(folder), "max_tokens": MAX_TOKENS, "dtype": "float32"} | FOLDERS | more
     section = TextSection(**values)
     return CaptionEncoder(section, CaptionTokenizer(section), CPU)
 
@@ -74,16 +57,10 @@ def encoder_of(folder: Path, **more: Any) -> CaptionEncoder:
 @torch.no_grad()
 def as_sana_pads(folder: Path, texts: list[str], instruction: str) -> list[np.ndarray]:
     """Sana's computation as it is written: all padded to one length, some places selected; the valid ones of each."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), Gemma2Model.from_pretrained(folder).eval()
-    tokenizer.padding_side = "right"
+    tokenizer, model = loaded(folder)
     longest = len(tokenizer.encode(instruction)) + MAX_TOKENS - 2 if instruction else MAX_TOKENS
-    tokens = tokenizer(
-        [instruction + text for text in texts],
-        padding="max_length",
-        max_length=longest,
-        truncation=True,
-        return_tensors="pt",
-    )
+    how = {"padding": "max_length", "max_length": longest, "truncation": True, "return_tensors": "pt"}
+    tokens = tokenizer([instruction + text for text in texts], **how)
     selected = [0, *range(-MAX_TOKENS + 1, 0)]
     output = model(tokens.input_ids, tokens.attention_mask).last_hidden_state[:, selected]
     mask = tokens.attention_mask[:, selected].bool()
@@ -108,8 +85,7 @@ def test_gemma_equals_the_padded_computation_at_every_valid_place(name: str, gem
 
 def test_the_empty_caption_has_no_instruction_and_full_length(gemma: Path) -> None:
     encoder = encoder_of(gemma, instruction="sana")
-    tokenizer, model = AutoTokenizer.from_pretrained(gemma), Gemma2Model.from_pretrained(gemma).eval()
-    tokenizer.padding_side = "right"
+    tokenizer, model = loaded(gemma)
     tokens = tokenizer("", padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt")
     assert tokens.attention_mask.tolist() == [[1] + [0] * (MAX_TOKENS - 1)]
     with torch.no_grad():
@@ -145,7 +121,8 @@ def test_the_recipes_of_sana_have_its_instruction() -> None:
 
 def test_a_store_of_gemma_says_its_instruction_and_refuses_another(gemma: Path, tmp_path: Path, encode: Encode) -> None:
     source = make_caption_folder(tmp_path / "source", count=6)
-    recipe = ["text.kind=gemma2", f"text.model={gemma}", "text.max_tokens=12", "text.batch_tokens=256", *SHIPPED]
+    recipe = ["text.kind=gemma2", f"text.model={gemma}", *(f"text.{key}={name}" for key, name in FOLDERS.items())]
+    recipe += ["text.max_tokens=12", "text.batch_tokens=256", *SHIPPED]
     report = encode(caption_recipe(*recipe, "text.instruction=sana"), source, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     assert store.spec.text is not None
@@ -169,10 +146,9 @@ def test_a_store_of_gemma_says_its_instruction_and_refuses_another(gemma: Path, 
 
 
 def test_a_t5_in_float16_keeps_its_output_projections_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "leandit.precompute.encoders.text.encoder.arithmetic", lambda dtype, device: dtype
-    )  # as on a GPU
-    encoder = encoder_of(Path("shipped:t5"), kind="t5", model="shipped:t5", dtype="float16")
+    monkeypatch.setattr("leandit.precompute.encoders.text.encoder.arithmetic", lambda dtype, device: dtype)  # on a GPU
+    section = TextSection(kind="t5", model="shipped:t5", max_tokens=MAX_TOKENS, dtype="float16")
+    encoder = CaptionEncoder(section, CaptionTokenizer(section), CPU)
     encoder.load()
     dtypes = {name: tensor.dtype for name, tensor in encoder._model.named_parameters()}
     kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}

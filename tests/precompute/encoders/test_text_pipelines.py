@@ -24,15 +24,7 @@ from diffusers import (
 )
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from making import CPU
-from tiny_models import (
-    TEXTS,
-    save_clip,
-    save_gemma2,
-    save_mistral3,
-    save_qwen3,
-    save_qwen_vl,
-    save_t5,
-)
+from tiny_models import TEXTS, save_clip, save_gemma2, save_mistral3, save_qwen3, save_qwen_vl, save_t5
 from transformers import (
     AutoTokenizer,
     CLIPTextModel,

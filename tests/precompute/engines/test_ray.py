@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +13,12 @@ from typing import Any
 
 import pytest
 from forked import ForkedPython
-from making import NO_CHECK, caption_recipe, encode, make_caption_folder, smooth_image, store_digest
+from making import NO_CHECK, Leandit, caption_recipe, encode, make_caption_folder, smooth_image, store_digest
 
 from leandit.datasets.errors import RecipeError, ResourceError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.engines.cluster import plan_tasks
 from leandit.precompute.images.decoders import Decoders
-from leandit.tools.cli.main import main
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -188,16 +186,11 @@ def test_killed_decoders_actors_and_drivers_leave_the_bytes_of_one_process(
     }
 
 
-def test_where_no_cluster_is_the_command_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = make_source(tmp_path / "images", 6)
-    words = ["--source", str(source), "--store", str(tmp_path / "store"), "--engine", "ray", "--address", "127.0.0.1:9"]
-    monkeypatch.setattr(sys, "argv", ["leandit", "precompute", "demo", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 5
-    assert "no cluster answers at '127.0.0.1:9'" in capsys.readouterr().err
+def test_where_no_cluster_is_the_command_says_so(tmp_path: Path, leandit: Leandit) -> None:
+    where = "--source", make_source(tmp_path / "images", 6), "--store", tmp_path / "store"
+    done = leandit("precompute", "demo", *where, "--engine", "ray", "--address", "127.0.0.1:9")
+    assert done.code == 5
+    assert "no cluster answers at '127.0.0.1:9'" in done.err
 
 
 @pytest.mark.parametrize(

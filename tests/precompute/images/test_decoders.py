@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import xxhash
 from image_files import encoded, exif, noise
-from making import SUPPORT, encode, label_recipe, make_class_folder
+from making import SUPPORT, encode, label_recipe, make_class_folder, no_free_files
 
 from leandit.datasets.errors import RecordRejected, ResourceError
 from leandit.datasets.format.schema import Manifest
@@ -288,7 +288,7 @@ PARENT = """
 import sys, threading, time
 from pathlib import Path
 from leandit.precompute.images.decoders import Decoders
-decoders = Decoders(1, timeout_seconds=1, _child_module="decoder_stub")
+decoders = Decoders(1, timeout_seconds=0.5, _child_module="decoder_stub")
 decoders.size(Path(sys.argv[1]), 0, int(sys.argv[2]))
 print(decoders._children[0]._process.pid, flush=True)
 if sys.argv[3]:
@@ -320,20 +320,17 @@ def test_nothing_is_left_behind(tmp_path: Path, photo: Path, how: str) -> None:
     class Stop(Exception):
         pass
 
-    for _ in range(2 if how == "crash" else 1):
-        try:
-            with Decoders(2, timeout_seconds=1, _child_module=STUB) as decoders, ThreadPoolExecutor(3) as pool:
-                list(pool.map(lambda _: decode(decoders, photo), range(12)))
-                assert children() - processes
-                if how == "crash":
-                    for name in ("kill", "sleep", "exit"):
-                        rejected(lambda name=name: decode(decoders, named(tmp_path, name)))
-                if how == "error":
-                    raise Stop
-        except Stop:
-            pass
-        assert open_files() == files
-        assert children() == processes
+    with contextlib.suppress(Stop), Decoders(2, timeout_seconds=0.5, _child_module=STUB) as decoders:
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda _: decode(decoders, photo), range(12)))
+        assert children() - processes
+        if how == "crash":
+            for name in ("kill", "sleep", "exit"):
+                rejected(lambda name=name: decode(decoders, named(tmp_path, name)))
+        if how == "error":
+            raise Stop
+    assert open_files() == files
+    assert children() == processes
 
 
 @pytest.mark.parametrize("seconds", [0.05, 1.0])  # while children start, and while they work
@@ -386,14 +383,9 @@ def interrupt(*_: object) -> bytes:
 
 
 def test_too_few_free_files_are_an_error_of_resources(photo: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Decoders(1) as decoders:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those below are open already
-        try:
-            with pytest.raises(ResourceError, match="Too many open files"):
-                decoders.size(photo, 0, 9)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with no_free_files(), pytest.raises(ResourceError, match="Too many open files"):
+            decoders.size(photo, 0, 9)
         assert decode(decoders, photo).height_px == 60
 
 

@@ -120,11 +120,7 @@ def test_places_that_are_whole_pixels_are_plain_means_rounded_half_up() -> None:
     ],
 )
 def test_a_companion_is_resized_to_the_size_of_its_record_and_cropped_at_the_same_place(
-    crop: str,
-    bucket: tuple[int, int],
-    beside: tuple[int, int],
-    size: tuple[int, int],
-    halved: list[tuple[int, int]],
+    crop: str, bucket: tuple[int, int], beside: tuple[int, int], size: tuple[int, int], halved: list[tuple[int, int]]
 ) -> None:
     other = smooth_image(3, *size)
     found, _ = decode_image(encoded(other, "PNG"), bucket=bucket, crop=crop, beside=beside)

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from faults import flip
 from features import (
     MAKERS,
     SIDE,
@@ -38,6 +39,7 @@ from features import (
     rejects,
     run_import,
     without,
+    write_zip,
 )
 from safetensors.torch import load_file, save_file
 
@@ -63,12 +65,6 @@ def npy(header: str, body: bytes = b"") -> bytes:
 
 
 PICKLED = npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", b"cos\nsystem\n(S'true'\ntR.")
-
-
-def flip_bit(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
 
 
 def cut(path: Path, num_bytes: int) -> None:
@@ -100,9 +96,7 @@ def lose_features(made: Made) -> Rejects:
     if made.source.is_file():
         with zipfile.ZipFile(made.source) as packed:
             kept = {name: packed.read(name) for name in packed.namelist() if name != f"{gone}.npy"}
-        with zipfile.ZipFile(made.source, "w", zipfile.ZIP_STORED) as packed:
-            for name, content in kept.items():
-                packed.writestr(name, content)
+        write_zip(made.source, kept)
     else:
         next(path for path in made.source.rglob(f"{Path(gone).name}.npy") if "labels" not in path.parent.name).unlink()
     return {gone: MISSING}
@@ -114,7 +108,7 @@ def break_mar(made: Made) -> Rejects:
     np.savez(paths[0], moments=arrays["moments"])
     np.savez(paths[1], moments=arrays["moments"], moments_flip=arrays["moments_flip"][:, :4])
     np.savez(paths[2], other=arrays["moments"])
-    flip_bit(paths[3], paths[3].stat().st_size // 3)  # among the numbers of the first array
+    flip(paths[3], 8 * (paths[3].stat().st_size // 3))  # among the numbers of the first array
     cut(paths[4], 5000)
     return dict(zip(made.records, [SHAPE, SHAPE, SHAPE, ("decode", "unreadable"), UNREADABLE], strict=False))
 
@@ -144,7 +138,7 @@ def break_edm2(made: Made) -> Rejects:
             packed.writestr(name, stream.getvalue())
         packed.writestr("bomb.npy", bytes(1 << 22), zipfile.ZIP_DEFLATED)  # its 4 MB are no array
         packed.writestr("00000/object.npy", PICKLED)
-    flip_bit(made.source, made.source.read_bytes().index(made.records[keys[2]].arrays[0].tobytes()) + 100)
+    flip(made.source, 8 * (made.source.read_bytes().index(made.records[keys[2]].arrays[0].tobytes()) + 100))
     hostile = {"../../outside": METADATA, "/absolute": METADATA, "bomb": UNREADABLE, "00000/object": UNREADABLE}
     return hostile | {"unlabelled": NO_LABEL, keys[2]: UNREADABLE}
 
@@ -358,7 +352,7 @@ REFUSED: list[tuple[Make, Callable[[Made], None], str]] = [
     (make_lightningdit, save(STATISTICS, {"mean": torch.zeros(3)}), NO_STATISTICS),
     (make_lightningdit, write(STATISTICS, None), NO_STATISTICS),
     # Its first byte, so that it is read as a bare pickle.
-    (make_lightningdit, lambda made: flip_bit(made.source / STATISTICS, 0), NO_STATISTICS),
+    (make_lightningdit, lambda made: flip(made.source / STATISTICS, 0), NO_STATISTICS),
     (make_lightningdit, shorten(SAFETENSORS), rf"shard '{SAFETENSORS}' cannot be opened"),
     (make_edm2_folder, write(DATASET, "["), DATASET),
     (make_edm2_folder, write(DATASET, '{"labels": [1]}'), DATASET),

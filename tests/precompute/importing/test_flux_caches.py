@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage
-from features import (
-    COUNT,
-    SIDE,
-    assert_holds,
-    make_mlperf_flux,
-    make_nemo,
-    noise,
-    rejects,
-    run_import,
-)
+from features import COUNT, SIDE, assert_holds, imported, make_mlperf_flux, make_nemo, noise, rejects, run_import
 from making import tree_digest
 from stores import checked
 
@@ -32,12 +23,7 @@ from leandit.tools.inspection.store_text import render
 
 
 def test_the_set_of_mlperf_becomes_a_store_like_that_of_the_flux_recipe(tmp_path: Path) -> None:
-    made = make_mlperf_flux(tmp_path / "source")
-    run_import(made, tmp_path / "store")
-    store = LatentStore(tmp_path / "store")
-    latent, recipe = store.spec.latent, load_precompute("flux1-1024", [])
-    assert (latent.kind, latent.channels, latent.dtype, latent.downscale) == ("mean_logvar", 16, "float32", 8)
-    assert (latent.shift, latent.scale) == ([0.1159] * 16, [0.3611] * 16)
+    store, recipe = imported(tmp_path, make_mlperf_flux)[1], load_precompute("flux1-1024", [])
     assert store.texts == list(recipe.text)
     for one in store.spec.text_encoders:
         section, spec = recipe.text[one.name], one.spec
@@ -53,14 +39,9 @@ def test_the_set_of_mlperf_becomes_a_store_like_that_of_the_flux_recipe(tmp_path
 
 
 def test_captions_of_mlperf_may_be_stored_in_eight_bits_with_their_quality(tmp_path: Path) -> None:
-    made = make_mlperf_flux(tmp_path / "source")
-    run_import(made, tmp_path / "store", "store.text_dtype=int8", "store.dtype=float16")
-    store = LatentStore(tmp_path / "store")
-    assert (store.spec.latent.dtype, store.text("t5").spec.dtype, store.text("clip").pooled.dtype) == (
-        "float16",
-        "int8",
-        "float16",
-    )
+    made, store = imported(tmp_path, make_mlperf_flux, "store.text_dtype=int8", "store.dtype=float16")
+    dtypes = store.spec.latent.dtype, store.text("t5").spec.dtype, store.text("clip").pooled.dtype
+    assert dtypes == ("float16", "int8", "float16")
     captions = store.captions.to_pylist()
     assert all(0.999 < row["min_cosine_t5"] <= 1 and 0 < row["max_error_t5"] < 0.05 for row in captions)
     (embeddings,) = next(iter(made.records.values())).captions.values()
@@ -76,9 +57,11 @@ def test_captions_of_mlperf_may_be_stored_in_eight_bits_with_their_quality(tmp_p
 
 def test_captions_of_mlperf_are_named_by_a_column_or_by_their_record(tmp_path: Path) -> None:
     texts = [f"an image of {i % 5} things" for i in range(COUNT - 1)]
-    made = make_mlperf_flux(tmp_path / "source", columns={"txt": [*texts, None], "timestep": [0] * COUNT})
-    run_import(made, tmp_path / "store", "layout.text=txt", "source.max_reject_share=1.0")
-    store = LatentStore(tmp_path / "store")
+    columns, settings = (
+        {"txt": [*texts, None], "timestep": [0] * COUNT},
+        ("layout.text=txt", "source.max_reject_share=1"),
+    )
+    made, store = imported(tmp_path, make_mlperf_flux, *settings, columns=columns)
     assert store.captions["text"].to_pylist() == list(dict.fromkeys(texts))
     assert rejects(store) == {f"{COUNT - 1:09d}": ("scan", "no_caption")}
     run_import(made, tmp_path / "unread", "text.check=mask")
@@ -92,9 +75,7 @@ def test_captions_of_mlperf_are_named_by_a_column_or_by_their_record(tmp_path: P
 
 @pytest.mark.parametrize(("model", "recipe"), [("flux", "flux1-1024"), ("qwen_image", "qwen-image-1024")])
 def test_a_cache_of_nemo_becomes_a_store_like_that_of_the_recipe(model: str, recipe: str, tmp_path: Path) -> None:
-    made, texts = make_nemo(tmp_path / "source", model), load_precompute(recipe, []).text
-    run_import(made, tmp_path / "store")
-    store = LatentStore(tmp_path / "store")
+    (made, store), texts = imported(tmp_path, make_nemo, model=model), load_precompute(recipe, []).text
     assert_holds(store, made.records)
     assert store.buckets == {"64x64": 4, "32x96": 4, "96x32": 3}
     latent = store.spec.latent
@@ -115,10 +96,8 @@ def test_a_cache_of_nemo_becomes_a_store_like_that_of_the_recipe(model: str, rec
 
 
 def test_a_cache_of_flux_2_has_the_batch_norm_of_the_command(tmp_path: Path) -> None:
-    made = make_nemo(tmp_path / "source", "flux2")
     shift, scale = [i / 128 for i in range(128)], [1 + i / 128 for i in range(128)]
-    run_import(made, tmp_path / "store", f"vae.shift={shift}", f"vae.scale={scale}")
-    store = LatentStore(tmp_path / "store")
+    made, store = imported(tmp_path, make_nemo, f"vae.shift={shift}", f"vae.scale={scale}", model="flux2")
     assert_holds(store, made.records)
     latent = store.spec.latent
     assert (latent.kind, latent.channels, latent.downscale, latent.patchify) == ("mean", 128, 16, 2)

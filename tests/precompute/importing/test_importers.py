@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,16 +18,16 @@ from features import (
     Made,
     assert_has_null,
     assert_holds,
+    imported,
     make_edm2,
     make_fast_dit,
     make_lightningdit,
-    make_mar,
     make_mds,
     make_pixart,
     noise,
     run_import,
 )
-from making import CPU, store_digest, train_recipe, tree_digest
+from making import CPU, Leandit, store_digest, train_recipe, tree_digest
 from safetensors.torch import save_file
 from stores import checked
 
@@ -40,7 +40,6 @@ from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
-from leandit.tools.cli.main import main
 from leandit.train.loop import train
 from leandit.train.parallel.stop import StopRequest
 
@@ -50,9 +49,7 @@ pytestmark = pytest.mark.usefixtures("tiny_models")
 @pytest.fixture(scope="module")
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A source of one kind, imported into ``store_of`` it; do not change either."""
-    made = MAKERS[request.param](tmp_path_factory.mktemp(request.param) / "source")
-    run_import(made, store_of(made))
-    return made
+    return imported(tmp_path_factory.mktemp(request.param), MAKERS[request.param])[0]
 
 
 def store_of(made: Made) -> Path:
@@ -74,6 +71,21 @@ def test_every_number_of_the_source_is_in_the_store(made: Made, tmp_path: Path) 
     assert (again.num_imported, again.manifest) == (0, store.manifest)
     run_import(made, tmp_path / "narrow", "store.dtype=float16")
     assert_holds(LatentStore(tmp_path / "narrow"), made.records, "float16")
+
+
+SPECS: dict[str, dict[str, Any]] = {
+    "mar": {"kind": "mean_logvar", "channels": 16, "downscale": 16, "flip": True, "scale": [0.2325] * 16}
+    | {"shift": [0.0] * 16, "decoding": None},
+    "pixart": {"kind": "mean_std", "scale": [0.13025] * 4, "dtype": "float16"},
+    "mlperf-flux": {"kind": "mean_logvar", "channels": 16, "downscale": 8, "dtype": "float32"}
+    | {"shift": [0.1159] * 16, "scale": [0.3611] * 16},
+}
+
+
+@pytest.mark.parametrize("made", SPECS, indirect=True)
+def test_latents_are_of_the_kind_and_scale_of_their_program(made: Made) -> None:
+    spec = LatentStore(store_of(made)).spec.latent
+    assert {name: getattr(spec, name) for name in SPECS[made.kind]} == SPECS[made.kind]
 
 
 GOLDEN = {
@@ -139,8 +151,7 @@ def test_an_import_that_fails_anywhere_resumes_to_the_same_bytes(
 
 
 def test_other_settings_or_another_source_are_refused(tmp_path: Path) -> None:
-    made = make_fast_dit(tmp_path / "source")
-    run_import(made, tmp_path / "store")
+    made = imported(tmp_path, make_fast_dit)[0]
     before = tree_digest(tmp_path / "store")
     with pytest.raises(FingerprintMismatch, match=r"store\.dtype was 'source', is 'float16'"):
         run_import(made, tmp_path / "store", "store.dtype=float16")
@@ -153,13 +164,6 @@ def test_other_settings_or_another_source_are_refused(tmp_path: Path) -> None:
 def test_an_encoded_store_is_not_imported_into(label_store: LatentStore, tmp_path: Path) -> None:
     with pytest.raises(FingerprintMismatch, match="encoded, not imported"):
         run_import(make_fast_dit(tmp_path / "source"), label_store.path)
-
-
-def test_raw_moments_are_scaled_when_they_are_read(tmp_path: Path) -> None:
-    run_import(make_mar(tmp_path / "source"), tmp_path / "store")
-    spec = LatentStore(tmp_path / "store").spec.latent
-    assert (spec.kind, spec.channels, spec.downscale, spec.flip) == ("mean_logvar", 16, 16, True)
-    assert (spec.scale, spec.shift, spec.decoding) == ([0.2325] * 16, [0.0] * 16, None)
 
 
 # What is damaged later.
@@ -183,9 +187,8 @@ def test_a_damaged_shard_is_read_again_from_the_features(made: Made, tmp_path: P
 
 
 def test_samples_are_normalised_with_the_sources_own_statistics(tmp_path: Path) -> None:
-    made = make_lightningdit(tmp_path / "source")
-    run_import(made, tmp_path / "store", "vae.multiplier=0.5")
-    spec, rows = LatentStore(tmp_path / "store").spec.latent, torch.from_numpy(noise(3, 2, 32, SIDE, SIDE))
+    made, store = imported(tmp_path, make_lightningdit, "vae.multiplier=0.5")
+    spec, rows = store.spec.latent, torch.from_numpy(noise(3, 2, 32, SIDE, SIDE))
     statistics = torch.load(made.source / "latents_stats.pt", weights_only=True)
     wanted = (rows - statistics["mean"]) / statistics["std"] * 0.5
     np.testing.assert_allclose(final_latents(rows, spec, None), wanted, rtol=1e-5, atol=1e-6)
@@ -196,9 +199,7 @@ def test_samples_are_normalised_with_the_sources_own_statistics(tmp_path: Path) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_samples_of_any_precision_are_kept_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
-    made = make_lightningdit(tmp_path / "source", dtype)
-    run_import(made, tmp_path / "store")
-    store = LatentStore(tmp_path / "store")
+    made, store = imported(tmp_path, make_lightningdit, dtype=dtype)
     assert store.spec.latent.dtype == ("float32" if dtype == torch.bfloat16 else "float16")
     assert_holds(store, made.records, store.spec.latent.dtype)
 
@@ -207,17 +208,14 @@ def test_samples_of_any_precision_are_kept_exactly(dtype: torch.dtype, tmp_path:
 
 
 def test_an_unpacked_zip_gives_the_same_rows(tmp_path: Path) -> None:
-    packed, unpacked = make_edm2(tmp_path / "zip"), make_edm2(tmp_path / "folder", folder=True)
-    for made in (packed, unpacked):
-        run_import(made, tmp_path / f"store-{made.source.name}")
-        assert_holds(LatentStore(tmp_path / f"store-{made.source.name}"), made.records)
-    arrays = [tmp_path / f"store-{made.source.name}" / "buckets" for made in (packed, unpacked)]
-    assert tree_digest(arrays[0]) == tree_digest(arrays[1])
+    for name, folder in (("zip", False), ("folder", True)):
+        made, store = imported(tmp_path / name, make_edm2, folder=folder)
+        assert_holds(store, made.records)
+    assert tree_digest(tmp_path / "zip/store/buckets") == tree_digest(tmp_path / "folder/store/buckets")
 
 
 def test_latents_of_images_from_0_to_1_are_whitened_as_edm2_does_and_said_to_be_such(tmp_path: Path) -> None:
-    run_import(make_edm2(tmp_path / "source"), tmp_path / "store")
-    store = LatentStore(tmp_path / "store")
+    store = imported(tmp_path, make_edm2)[1]
     spec = store.spec.latent
     mean, std = [5.81, 3.25, 0.12, -2.15], [4.17, 4.62, 3.71, 3.28]
     wanted = [(1.0 - m) / s * 0.5 for m, s in zip(mean, std, strict=True)]
@@ -243,11 +241,8 @@ def test_features_without_labels_make_a_store_without_classes(tmp_path: Path) ->
 
 
 def test_buckets_are_the_sizes_of_the_latents(tmp_path: Path) -> None:
-    run_import(make_pixart(tmp_path / "source"), tmp_path / "store")
-    store = LatentStore(tmp_path / "store")
+    store = imported(tmp_path, make_pixart)[1]
     assert store.buckets == {"64x64": 4, "32x96": 4, "96x32": 3}
-    spec = store.spec.latent
-    assert (spec.kind, spec.scale, spec.dtype) == ("mean_std", [0.13025] * 4, "float16")
     text = store.spec.text
     assert text is not None
     assert (text.kind, text.width, text.max_tokens, text.dtype) == ("imported", 16, 12, "float16")
@@ -312,9 +307,7 @@ def test_a_caption_that_breaks_after_planning_stops_the_import_and_names_it(
 
 
 def test_samples_of_an_unknown_vae_have_the_scale_of_the_command(tmp_path: Path) -> None:
-    made = make_mds(tmp_path / "source")
-    run_import(made, tmp_path / "store")
-    spec = LatentStore(tmp_path / "store").spec.latent
+    spec = imported(tmp_path, make_mds)[1].spec.latent
     rows = torch.from_numpy(noise(3, 2, 4, SIDE, SIDE))
     np.testing.assert_array_equal(final_latents(rows, spec, None), rows)
     np.testing.assert_allclose(denormalise(rows, spec), rows / 0.13025, rtol=1e-6)
@@ -323,17 +316,10 @@ def test_samples_of_an_unknown_vae_have_the_scale_of_the_command(tmp_path: Path)
 # The command.
 
 
-def test_the_command_imports_and_says_what_it_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = make_fast_dit(tmp_path / "source")
-    words = ["leandit", "import", "fast-dit", "--source", str(made.source), "--store", str(tmp_path / "store")]
-    for arguments, code in ((words, 0), (words, 0), ([*words[:2], "slow-dit", *words[3:]], 2)):
-        monkeypatch.setattr(sys, "argv", arguments)
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert int(end.value.code or 0) == code
-    said = capsys.readouterr()
-    assert "11 planned = 11 stored + 0 rejected" in said.out
-    assert "nothing to copy, the store was complete" in said.out
-    assert "import 'slow-dit': no such kind of features. Expected one of fast-dit" in said.err
+def test_the_command_imports_and_says_what_it_did(tmp_path: Path, leandit: Leandit) -> None:
+    where = "--source", make_fast_dit(tmp_path / "source").source, "--store", tmp_path / "store"
+    done, again, other = (leandit("import", kind, *where) for kind in ("fast-dit", "fast-dit", "slow-dit"))
+    assert (done.code, again.code, other.code) == (0, 0, 2)
+    assert "11 planned = 11 stored + 0 rejected" in done.out
+    assert "nothing to copy, the store was complete" in again.out
+    assert "import 'slow-dit': no such kind of features. Expected one of fast-dit" in other.err

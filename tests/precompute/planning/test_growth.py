@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,41 +33,10 @@ from leandit.datasets.loader import Batch, make_loader
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
-from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-@dataclass
-class Seen:
-    """What reached the encoders."""
-
-    images: int = 0
-    texts: list[str] = field(default_factory=list)
-
-    def forget(self) -> None:
-        self.images, self.texts = 0, []
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """A spy on both encoders."""
-    spy, encode_images, encode_texts = Seen(), ImageEncoder.encode, CaptionEncoder.encode
-
-    def images(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
-        spy.images += len(pixels) if hasattr(self, "identity") else 0  # it looks at one image while it is loaded
-        return encode_images(self, pixels)
-
-    def texts(self: CaptionEncoder, captions: list[str], **how: bool) -> EncodedCaptions:
-        spy.texts += captions
-        return encode_texts(self, captions, **how)
-
-    monkeypatch.setattr(ImageEncoder, "encode", images)
-    monkeypatch.setattr(CaptionEncoder, "encode", texts)
-    return spy
 
 
 def run(source: Path, store: Path, recipe: PrecomputeRecipe | None = None, **options: bool) -> Report:
@@ -171,7 +139,7 @@ def _revision_1_is_never_touched(request: pytest.FixtureRequest) -> Iterator[Non
     assert_same_batches(batches(LatentStore(store, revision=1)), batches_before)
 
 
-def test_adding_four_to_fourteen_encodes_exactly_four(pair: tuple[Path, Path], seen: Seen, tmp_path: Path) -> None:
+def test_adding_four_to_fourteen_encodes_exactly_four(pair: tuple[Path, Path], seen: Any, tmp_path: Path) -> None:
     source, path = pair
     old = LatentStore(path)
     add_images(source, 14, 18)
@@ -204,7 +172,7 @@ def test_adding_four_to_fourteen_encodes_exactly_four(pair: tuple[Path, Path], s
     assert (seen.images, seen.texts) == (0, [])
 
 
-def test_of_changed_captions_only_the_new_texts_are_encoded(pair: tuple[Path, Path], seen: Seen) -> None:
+def test_of_changed_captions_only_the_new_texts_are_encoded(pair: tuple[Path, Path], seen: Any) -> None:
     source, path = pair
     old = LatentStore(path)
 
@@ -233,7 +201,7 @@ def test_of_changed_captions_only_the_new_texts_are_encoded(pair: tuple[Path, Pa
     assert_covers_once(store)
 
 
-def test_a_new_class_folder_moves_labels_and_encodes_only_its_own(label_pair: tuple[Path, Path], seen: Seen) -> None:
+def test_a_new_class_folder_moves_labels_and_encodes_only_its_own(label_pair: tuple[Path, Path], seen: Any) -> None:
     source, path = label_pair
     (source / "n0005").mkdir()
     smooth_image(500).save(source / "n0005/0.png")
@@ -249,7 +217,7 @@ def test_a_new_class_folder_moves_labels_and_encodes_only_its_own(label_pair: tu
     assert_covers_once(store)
 
 
-def test_a_record_that_is_gone_stays_until_it_is_dropped(pair: tuple[Path, Path], seen: Seen) -> None:
+def test_a_record_that_is_gone_stays_until_it_is_dropped(pair: tuple[Path, Path], seen: Any) -> None:
     source, path = pair
     (source / "images/2.png").unlink()  # still listed
     rewrite(source, lambda rows: rows.pop(6))  # not even that
@@ -290,7 +258,7 @@ def test_a_class_that_is_gone_keeps_its_name(label_pair: tuple[Path, Path]) -> N
     assert (LatentStore(path).spec.classes, LatentStore(path).records.num_rows) == (["n001", "n002"], 10)
 
 
-def test_a_key_that_is_listed_twice_is_one_record_and_one_reject_for_ever(tmp_path: Path, seen: Seen) -> None:
+def test_a_key_that_is_listed_twice_is_one_record_and_one_reject_for_ever(tmp_path: Path, seen: Any) -> None:
     source, path = make_caption_folder(tmp_path / "source", count=4), tmp_path / "store"
     rewrite(source, lambda rows: rows.append(rows[1] | {"label": 7}))  # of the same label it would join the first
     for seed in (None, 71, 72):  # the record is changed, so it stands behind its repetition; then again
@@ -310,7 +278,7 @@ def test_a_key_that_is_listed_twice_is_one_record_and_one_reject_for_ever(tmp_pa
     assert seen.images == 1
 
 
-def test_a_mended_file_is_taken_up_without_asking_and_others_when_asked(tmp_path: Path, seen: Seen) -> None:
+def test_a_mended_file_is_taken_up_without_asking_and_others_when_asked(tmp_path: Path, seen: Any) -> None:
     source, path = make_class_folder(tmp_path / "source", classes=2, per_class=3), tmp_path / "store"
     (source / "n000/1.png").write_text("no image")
     cut = source / "n001/2.png"
@@ -360,7 +328,7 @@ def test_what_was_rejected_for_the_machine_s_sake_is_stored_at_the_second_attemp
     assert tree_digest(path) == before
 
 
-def test_a_repacked_tar_encodes_nothing(tmp_path: Path, seen: Seen) -> None:
+def test_a_repacked_tar_encodes_nothing(tmp_path: Path, seen: Any) -> None:
     path, tar = tmp_path / "store", write_file(tmp_path / "source/one.tar")
     samples = [{"__key__": f"{i}", "png": image_bytes(i), "cls": i % 2} for i in range(5)]
     write_tar(tar, *samples)

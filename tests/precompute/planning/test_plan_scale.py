@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -192,9 +192,16 @@ def test_the_bytes_of_a_table_do_not_depend_on_its_chunks() -> None:
     assert bytes(parquet_file(empty)) == table_bytes(empty)
 
 
-def write(path: Path, content: bytes) -> tuple[Path, int, int]:
+def write(path: Path, content: bytes) -> tuple[str, int, int]:
     path.write_bytes(content)
-    return path, 0, len(content)
+    return str(path), 0, len(content)
+
+
+def size_or_reject(read: Callable[[], object]) -> object:
+    try:
+        return read()
+    except RecordRejected as reject:
+        return str(reject)
 
 
 def encoded(kind: str, height_px: int, width_px: int, **options: object) -> bytes:
@@ -223,15 +230,8 @@ def test_the_size_of_a_large_file_is_that_of_all_its_bytes(tmp_path: Path, monke
     for name, content in cases.items():
         assert len(content) > head
         place = write(tmp_path / name, content)
-        try:
-            wanted: object = decoder_child.read_size(content)
-        except RecordRejected as reject:
-            wanted = str(reject)
-        try:
-            found: object = decoder_child.size_in_file(str(place[0]), 0, len(content), exif_orientation=True)
-        except RecordRejected as reject:
-            found = str(reject)
-        assert found == wanted, name
+        found = size_or_reject(lambda place=place: decoder_child.size_in_file(*place, exif_orientation=True))
+        assert found == size_or_reject(lambda content=content: decoder_child.read_size(content)), name
 
 
 def test_a_manifest_that_lies_of_a_size_costs_that_record_alone(tmp_path: Path) -> None:

@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from making import CPU, caption_recipe, no_progress
+from making import caption_recipe, encode
 from PIL import Image
 
-from leandit.precompute.pipeline import precompute
 from leandit.precompute.run import bottleneck
 from leandit.precompute.run.bottleneck import Workers, advice, before_stages, bound_by, stage_times
 from leandit.tools.terminal.outcome import NOTHING_TO_DO, precompute_rows
@@ -56,8 +55,7 @@ def test_a_run_that_encodes_captions_alone_or_only_rejects_does_not_say_that_all
     source, lines = Path(shutil.copytree(caption_folder, tmp_path / "source")), caption_folder / "metadata.jsonl"
 
     def said() -> tuple[str, str]:
-        where = {"source_path": source, "store_path": tmp_path / "store"}
-        report = precompute(caption_recipe(), **where, device=CPU, progress=no_progress)
+        report = encode(caption_recipe(), source, tmp_path / "store")
         rows = precompute_rows(report, tmp_path / "store")
         assert report.num_encoded == 0
         return rows[-1]
@@ -65,7 +63,7 @@ def test_a_run_that_encodes_captions_alone_or_only_rejects_does_not_say_that_all
     def write(old: str, new: str, more: str = "") -> None:
         (source / "metadata.jsonl").write_text(lines.read_text().replace(old, new) + more)
 
-    precompute(caption_recipe(), source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    encode(caption_recipe(), source, tmp_path / "store")
     assert said() == ("this run", NOTHING_TO_DO)
     write("circle", "ring")
     assert said() == ("this run", "no image was encoded")
@@ -82,8 +80,7 @@ def test_a_run_tells_reading_from_decoding_and_what_to_change(
     for path in source.rglob("*.png"):  # large enough that decoding takes clearly longer than reading
         image = Image.open(path)
         image.resize((12 * image.width, 12 * image.height)).save(path)
-    where = {"source_path": source, "store_path": tmp_path / "store"}
-    report = precompute(caption_recipe(), **where, device=CPU, progress=lambda stage, *_: stages.add(stage))
+    report = encode(caption_recipe(), source, tmp_path / "store", progress=lambda stage, *_: stages.add(stage))
     times = {time.name: time for time in report.times}
     assert list(times) == ["read", "decode", "text", "encode", "write"]
     assert 0 < times["read"].seconds < times["decode"].seconds

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +10,12 @@ import pytest
 from making import (
     caption_recipe,
     encode,
+    image_bytes,
     label_recipe,
     make_caption_folder,
-    smooth_image,
+    read_metadata,
     write_file,
+    write_metadata,
     write_tar,
 )
 
@@ -32,12 +32,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Precompute 25 images: 6 have no caption, 6 are cut short, which only their decoder sees; shards of one row."""
     monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 1)
     root = make_caption_folder(tmp_path / "source", count=25)
-    rows = [json.loads(line) for line in (root / "metadata.jsonl").read_text().splitlines()]
+    rows = read_metadata(root)
     for i in range(6):
         rows[i].pop("captions")
         path = root / f"images/{10 + i}.png"
         path.write_bytes(path.read_bytes()[:-200])
-    (root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_metadata(root, rows)
 
     def precomputed(*overrides: str, part: Part | None = None) -> Manifest | None:
         return encode(caption_recipe(*overrides), root, tmp_path / "store", part=part).manifest
@@ -67,11 +67,11 @@ def test_rejects_of_all_parts_count_together(run: Run, tmp_path: Path) -> None:
 
 def test_a_listing_that_rejects_too_much_says_all_reasons_and_what_to_do(run: Run, tmp_path: Path) -> None:
     source = tmp_path / "source"
-    rows = [json.loads(line) for line in (source / "metadata.jsonl").read_text().splitlines()]
+    rows = read_metadata(source)
     for row in rows:
         row.pop("captions", None)
     rows[0]["file_name"] = "images/none.png"
-    (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_metadata(source, rows)
     with pytest.raises(SourceError) as caught:
         run()
     said = str(caught.value)
@@ -83,10 +83,9 @@ def test_a_listing_that_rejects_too_much_says_all_reasons_and_what_to_do(run: Ru
 
 
 def test_a_tar_that_is_cut_short_during_a_run_stops_it(tmp_path: Path) -> None:
-    buffer, source = io.BytesIO(), tmp_path / "source"
-    smooth_image(0).save(buffer, "PNG")
+    source = tmp_path / "source"
     for name, count in (("a", 30), ("b", 90)):
-        samples = [{"__key__": f"{name}{i}", "png": buffer.getvalue(), "cls": i % 3} for i in range(count)]
+        samples = [{"__key__": f"{name}{i}", "png": image_bytes(), "cls": i % 3} for i in range(count)]
         write_file(source / f"{name}.tar")
         write_tar(source / f"{name}.tar", *samples)
     whole = (source / "b.tar").read_bytes()

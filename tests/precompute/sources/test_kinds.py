@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import os
-import resource
 import shutil
 import tarfile
 import threading
@@ -20,7 +19,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from making import bytes_of, caption_recipe, image_bytes, label_recipe, tree_digest, write_file
+from making import bytes_of, caption_recipe, encode, image_bytes, label_recipe, no_free_files, tree_digest, write_file
 from s3_server import s3_server
 
 from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
@@ -30,17 +29,15 @@ from leandit.precompute.config import SourceSection
 from leandit.precompute.images import faults
 from leandit.precompute.images.decoder_child import HEADER_BYTES
 from leandit.precompute.images.decoders import Decoders
-from leandit.precompute.pipeline import Report
 from leandit.precompute.planning.images import plan_images
 from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.run.tasks import FETCHES
 from leandit.precompute.sources.files.files import LocalFiles
-from leandit.precompute.sources.source import list_source
+from leandit.precompute.sources.source import Source, list_source
 from leandit.precompute.sources.tables import embedded
 
 pytestmark = pytest.mark.usefixtures("quick")
 
-Encode = Callable[..., Report]
 WNIDS = ("n01440764", "n01443537", "n02084071")
 PER_CLASS = 3
 SIZES = ((64, 64), (60, 100), (100, 60))
@@ -52,6 +49,16 @@ def jpeg(seed: int, *size_px: int) -> bytes:
 
 LABELLED = [(f"{wnid}/{wnid}_{i}.JPEG", c, jpeg(10 * c + i)) for c, wnid in enumerate(WNIDS) for i in range(PER_CLASS)]
 CAPTIONED = [(f"images/{i}.jpg", f"a red thing of kind {i % 4}", jpeg(i, *SIZES[i % 3])) for i in range(9)]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    return write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_captioned(root: Path) -> Path:
+    for key, _, data in CAPTIONED:
+        write_file(root / key, data)
+    return root
 
 
 def tar_of(members: list[tuple[str, bytes]]) -> bytes:
@@ -130,8 +137,7 @@ def as_binary_parquet(root: Path) -> Path:
 
 def as_labelled_manifest(root: Path) -> Path:
     as_class_folder(root)
-    rows = [{"path": key, "label": label} for key, label, _ in LABELLED]
-    return write_file(root / "list.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    return write_rows(root / "list.jsonl", [{"path": key, "label": label} for key, label, _ in LABELLED])
 
 
 def as_labelled_parquet_manifest(root: Path) -> Path:
@@ -158,35 +164,27 @@ LABEL_KINDS: dict[str, tuple[Callable[[Path], Path], str, list[str], bool]] = { 
 
 
 def as_metadata(root: Path) -> Path:
-    rows = [{"file_name": key, "caption": caption} for key, caption, _ in CAPTIONED]
-    write_file(root / "metadata.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
-    for key, _, data in CAPTIONED:
-        write_file(root / key, data)
-    return root
+    write_rows(root / "metadata.jsonl", [{"file_name": key, "caption": caption} for key, caption, _ in CAPTIONED])
+    return write_captioned(root)
 
 
 def as_txt(root: Path) -> Path:
-    for key, caption, data in CAPTIONED:
-        write_file((root / key).with_suffix(".txt"), f"\n {caption}\n\n".encode())
-        write_file(root / key, data)
-    return root
+    for key, caption, _ in CAPTIONED:
+        write_file((root / key).with_suffix(".txt"), f"\n {caption}\n\n")
+    return write_captioned(root)
 
 
 def as_json(root: Path) -> Path:
-    for key, caption, data in CAPTIONED:
-        write_file((root / key).with_suffix(".json"), json.dumps({"captions": [caption], "size": 7}).encode())
-        write_file(root / key, data)
-    return root
+    for key, caption, _ in CAPTIONED:
+        write_file((root / key).with_suffix(".json"), json.dumps({"captions": [caption], "size": 7}))
+    return write_captioned(root)
 
 
 def as_pixart(root: Path) -> Path:
-    rows = [
-        {"width": 64, "height": 64, "ratio": 1.0, "path": key, "prompt": caption, "sharegpt4v": ""}
-        for key, caption, _ in CAPTIONED
-    ]
-    write_file(root / "InternData/data_info.json", json.dumps(rows, indent=2).encode())
-    for key, _, data in CAPTIONED:
-        write_file(root / "InternImgs" / key, data)
+    size = {"width": 64, "height": 64, "ratio": 1.0}
+    rows = [size | {"path": key, "prompt": caption, "sharegpt4v": ""} for key, caption, _ in CAPTIONED]
+    write_file(root / "InternData/data_info.json", json.dumps(rows, indent=2))
+    write_captioned(root / "InternImgs")
     return root
 
 
@@ -236,53 +234,27 @@ def columns_of(store: Path, *names: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder for the stores of the folders that the other kinds stand for."""
-    return tmp_path_factory.mktemp("reference")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Stores of the folders that the other kinds stand for."""
+    root = tmp_path_factory.mktemp("references")
+    encode(label_recipe(), as_class_folder(root / "folder"), root / "label")
+    encode(caption_recipe(), as_metadata(root / "metadata"), root / "caption_ids")
+    return {name: root / name for name in ("label", "caption_ids")}
 
 
-@pytest.fixture
-def label_reference(reference: Path, encode: Encode) -> Path:
-    if not (reference / "labels").exists():
-        encode(label_recipe(), as_class_folder(reference / "folder"), reference / "labels")
-    return reference / "labels"
-
-
-@pytest.fixture
-def caption_reference(reference: Path, encode: Encode) -> Path:
-    if not (reference / "captions").exists():
-        encode(caption_recipe(), as_metadata(reference / "metadata"), reference / "captions")
-    return reference / "captions"
-
-
-@pytest.mark.parametrize("case", LABEL_KINDS)
-def test_labelled_images_give_the_same_bytes_however_they_come(
-    case: str, label_reference: Path, encode: Encode, tmp_path: Path
-) -> None:
-    make, kind, keys, has_names = LABEL_KINDS[case]
-    source = make(tmp_path / "source")
+@pytest.mark.parametrize("case", LABEL_KINDS | CAPTION_KINDS)
+def test_images_give_the_same_bytes_however_they_come(case: str, references: dict[str, Path], tmp_path: Path) -> None:
+    make, kind, keys, *has_names = (LABEL_KINDS | CAPTION_KINDS)[case]
+    source, column = make(tmp_path / "source"), "label" if has_names else "caption_ids"
     listed = list_source(source)
-    assert (listed.kind, listed.classes) == (kind, list(WNIDS) if has_names else ["0", "1", "2"])
-    encode(label_recipe(), source, tmp_path / "store")
+    classes = (list(WNIDS) if has_names[0] else ["0", "1", "2"]) if has_names else None
+    assert (listed.kind, listed.classes) == (kind, classes)
+    assert has_names or listed.ignored.num_files == 0
+    encode(label_recipe() if has_names else caption_recipe(), source, tmp_path / "store")
     assert [key for (key,) in columns_of(tmp_path / "store", "key")] == keys
-    values = ("bucket", "row", "label", "height_px", "width_px", "status", "checksum", "source_checksum")
-    assert columns_of(tmp_path / "store", *values) == columns_of(label_reference, *values)
-    assert arrays_of(tmp_path / "store") == arrays_of(label_reference)
-
-
-@pytest.mark.parametrize("case", CAPTION_KINDS)
-def test_captioned_images_give_the_same_bytes_however_they_come(
-    case: str, caption_reference: Path, encode: Encode, tmp_path: Path
-) -> None:
-    make, kind, keys = CAPTION_KINDS[case]
-    source = make(tmp_path / "source")
-    listed = list_source(source)
-    assert (listed.kind, listed.classes, listed.ignored.num_files) == (kind, None, 0)
-    encode(caption_recipe(), source, tmp_path / "store")
-    assert [key for (key,) in columns_of(tmp_path / "store", "key")] == keys
-    values = ("bucket", "row", "caption_ids", "height_px", "width_px", "status", "checksum", "source_checksum")
-    assert columns_of(tmp_path / "store", *values) == columns_of(caption_reference, *values)
-    assert arrays_of(tmp_path / "store") == arrays_of(caption_reference)
+    values = ("bucket", "row", column, "height_px", "width_px", "status", "checksum", "source_checksum")
+    assert columns_of(tmp_path / "store", *values) == columns_of(references[column], *values)
+    assert arrays_of(tmp_path / "store") == arrays_of(references[column])
 
 
 # ------------------------------------------------------------ what is odd about a kind
@@ -505,12 +477,8 @@ def test_an_object_that_changed_or_went_is_rejected_with_its_reason(where: str, 
     assert list_source(base).listing_hash() != before
 
 
-def test_planning_from_a_url_reads_the_first_bytes_of_a_jpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    large, small = jpeg(1, 700, 900), jpeg(2)
-    content = large[:2] + (b"\xff\xfe\x80\x00" + bytes(0x7FFE)) * 3 + large[2:]  # comments before the size
-    for name, data in (("small", small), ("large", large + bytes(200_000)), ("late", content)):
-        write_file(tmp_path / f"source/{name}.jpg", data)
-    source = list_source(at_url(f"memory://heads/{tmp_path.name}", tmp_path / "source", tmp_path / "source"))
+def bytes_read(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many bytes of each object are read from here on."""
     read, original = Counter[str](), RemoteReader.read
 
     def counting(self: RemoteReader, path: str, start: int, end: int) -> bytes:
@@ -518,11 +486,25 @@ def test_planning_from_a_url_reads_the_first_bytes_of_a_jpeg(tmp_path: Path, mon
         read[path] += len(data)
         return data
 
-    monkeypatch.setattr(RemoteReader, "read", counting)
+    patch.setattr(RemoteReader, "read", counting)
+    return read
+
+
+def planned_images(source: Source) -> pa.Table:
     recipe = label_recipe("source.labels=none", "images.min_px=2")
     with Decoders(1) as decoders:
         limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
-        planned = plan_images(source, source.records, recipe, decoders, limits)
+        return plan_images(source, source.records, recipe, decoders, limits)
+
+
+def test_planning_from_a_url_reads_the_first_bytes_of_a_jpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large, small = jpeg(1, 700, 900), jpeg(2)
+    content = large[:2] + (b"\xff\xfe\x80\x00" + bytes(0x7FFE)) * 3 + large[2:]  # comments before the size
+    for name, data in (("small", small), ("large", large + bytes(200_000)), ("late", content)):
+        write_file(tmp_path / f"source/{name}.jpg", data)
+    source = list_source(at_url(f"memory://heads/{tmp_path.name}", tmp_path / "source", tmp_path / "source"))
+    read = bytes_read(monkeypatch)
+    planned = planned_images(source)
     assert planned["height_px"].to_pylist() == [700, 700, 40]
     assert read["small.jpg"] == len(small)
     assert read["large.jpg"] == HEADER_BYTES
@@ -531,20 +513,13 @@ def test_planning_from_a_url_reads_the_first_bytes_of_a_jpeg(tmp_path: Path, mon
 
 @pytest.mark.parametrize("crop", ["adm", "bucket"])
 def test_where_there_is_one_bucket_a_url_is_read_once_and_the_store_is_that_of_a_folder(
-    crop: str, tmp_path: Path, encode: Encode, monkeypatch: pytest.MonkeyPatch
+    crop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contents = {f"{number}.jpg": jpeg(number, *size) for number, size in enumerate([(64, 64), (60, 190), (100, 33)])}
     for name, content in contents.items():
         write_file(tmp_path / "source" / name, content)
     url = at_url(f"memory://once-{crop}/{tmp_path.name}", tmp_path / "source", tmp_path / "source")
-    read, original = Counter[str](), RemoteReader.read
-
-    def counting(self: RemoteReader, path: str, start: int, end: int) -> bytes:
-        data = original(self, path, start, end)
-        read[path] += len(data)
-        return data
-
-    monkeypatch.setattr(RemoteReader, "read", counting)
+    read = bytes_read(monkeypatch)
     recipe = label_recipe("source.labels=none", f"images.crop={crop}", "vae.min_psnr=0")
     here = encode(recipe, tmp_path / "source", tmp_path / "here").manifest
     there = encode(recipe, url, tmp_path / "there").manifest
@@ -570,10 +545,7 @@ def test_planning_from_a_url_has_many_fetches_in_flight(tmp_path: Path, monkeypa
         return original(self, path, start, end)
 
     monkeypatch.setattr(RemoteReader, "read", slow)
-    recipe = label_recipe("source.labels=none", "images.min_px=2")
-    with Decoders(1) as decoders:
-        limits = RejectLimits(recipe.source, len(source.records), is_planning=True)
-        planned = plan_images(source, source.records, recipe, decoders, limits)
+    planned = planned_images(source)
     assert planned["row"].to_pylist() == list(range(256))
     assert FETCHES // 2 < most <= FETCHES  # fewer where the machine is busy
 
@@ -587,28 +559,18 @@ def test_a_url_with_nothing_or_no_file_system_is_an_error_that_names_it(s3: str)
         list_source("nothing://x/y")
 
 
-class FailingFile(io.RawIOBase):
+class FailingFile(io.BytesIO):
     """A file whose disk fails for a number of reads."""
 
     def __init__(self, file: BinaryIO, failures: list[BaseException]) -> None:
-        self._file, self._failures = file, failures
+        with file:
+            super().__init__(file.read())
+        self._failures = failures
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def seek(self, *where: int) -> int:
-        return self._file.seek(*where)
-
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int | None = -1) -> bytes:
         if self._failures:
             raise self._failures.pop()
-        return self._file.read(size)
+        return super().read(size)
 
 
 @pytest.mark.parametrize(
@@ -641,11 +603,10 @@ def test_too_few_open_files_are_no_reject(tmp_path: Path, monkeypatch: pytest.Mo
         write_parquet(tmp_path / "a.parquet", {"image": struct_column([jpeg(0)])})
     else:
         write_file(tmp_path / "a.tar", tar_of([("a.jpg", jpeg(0))]))
-    source, (soft, hard) = list_source(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those below are open already
-    try:
-        with pytest.raises(ResourceError, match=r"Too many open files.*ulimit -n.*Nothing was rejected"):
-            bytes_of(source, source.records[0])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    source = list_source(tmp_path)
+    with (
+        no_free_files(),
+        pytest.raises(ResourceError, match=r"Too many open files.*ulimit -n.*Nothing was rejected"),
+    ):
+        bytes_of(source, source.records[0])
     assert bytes_of(source, source.records[0]) == jpeg(0)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from making import make_image_folder, summary_of, write_file, write_tar
+from making import bytes_of, make_image_folder, summary_of, write_file, write_tar
 
 from leandit.datasets.errors import RecordRejected, SourceError
 from leandit.precompute.config import SourceSection
@@ -67,7 +67,7 @@ def test_source_split_picks_one_of_cocos_lists(split: str, name: str, tmp_path: 
     source = list_source(tmp_path, SourceSection(split=split))
     assert [r.key for r in source.records] == [name]
     record, opened = source.records[0], open_source(tmp_path, source.settings)  # as a worker does
-    assert opened.read(record.path, record.offset, record.num_bytes, stage="decode")
+    assert bytes_of(opened, record)
     with pytest.raises(SourceError, match=r"no split 'test'. It holds: train \(1 file\), val \(1 file\)"):
         list_source(tmp_path, SourceSection(split="test"))
 
@@ -133,7 +133,7 @@ def test_datasets_saved_to_disk_are_read_row_by_row(codec: str | None, tmp_path:
     ]
     for i in (4, 0, 2, 1, 3):
         record = source.records[i]
-        assert source.read(record.path, record.offset, record.num_bytes, stage="decode") == b"image %d" % i
+        assert bytes_of(source, record) == b"image %d" % i
     with pytest.raises(RecordRejected, match="has 3 rows"):
         source.read(source.records[0].path, 3, 0, stage="decode")
 
@@ -165,7 +165,7 @@ def test_source_split_picks_a_split_of_a_saved_dataset_dict(names: tuple[str, st
     assert (source.kind, source.records[0].captions) == ("arrow", (f"{names[1]} text 1",))
     record = source.records[3]
     opened = open_source(tmp_path, source.settings)  # as a worker does
-    assert opened.read(record.path, record.offset, record.num_bytes, stage="decode") == b"image 4"
+    assert bytes_of(opened, record) == b"image 4"
     write_file(tmp_path / "dataset_dict.json", json.dumps({"splits": names[:1]}))
     assert len(list_source(tmp_path).records) == len(SAVED)
     write_file(tmp_path / "dataset_dict.json", json.dumps({"splits": ["../x"]}))
@@ -210,7 +210,7 @@ def test_no_change_of_one_byte_of_an_arrow_stream_is_more_than_an_error(tmp_path
         try:
             source = list_source(root)
             for record in source.records:
-                source.read(record.path, record.offset, 0, stage="decode")
+                bytes_of(source, record)
         except (SourceError, RecordRejected):
             pass
 
@@ -235,9 +235,7 @@ def test_braces_and_stars_choose_files_of_a_folder(tmp_path: Path) -> None:
         assert [r.key for r in source.records] == [every[i] for i in numbers]  # as of the whole folder
         record = source.records[-1]
         assert source.is_read_by_decoders
-        assert (
-            source.read(record.path, record.offset, record.num_bytes, stage="scan") == b"image %d" % list(numbers)[-1]
-        )
+        assert bytes_of(source, record) == b"image %d" % list(numbers)[-1]
     make_image_folder(tmp_path / "p")
     assert [r.key for r in list_source(f"{tmp_path}/p/[ab].jpg").records] == ["a.jpg", "b.jpg"]
 

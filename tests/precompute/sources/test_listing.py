@@ -9,7 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +24,6 @@ from leandit.precompute.sources.source import list_source
 
 NAMES = st.sampled_from(["a", "a-b", "a.b", "a b", "b", "B", "é", "🙂", "10", "9", "a.jpg", "~"])
 PATHS = st.lists(NAMES, min_size=1, max_size=4).map("/".join)
-KEYS = st.lists(st.sampled_from(["a", "b", "c", "d", "e", "f"]), max_size=30)
 
 
 def nothing(done: int) -> None:
@@ -54,35 +52,6 @@ def test_a_walk_comes_in_the_order_of_sorted_paths(
         assert [folder for i, (folder, _) in enumerate(first) if not i or first[i - 1][0] != folder] == list(
             dict.fromkeys(folder for folder, _ in first)
         )  # the files of a folder come together
-
-
-@given(keys=KEYS, rows=st.integers(1, 7))
-def test_a_listing_holds_what_came_and_rejects_what_comes_again(keys: list[str], rows: int) -> None:
-    records = [
-        SourceRecord(
-            key, f"{key}.jpg", i, i + 1, i + 2, i % 3, ("x", "y")[: i % 3], ("aspect", "wide") if i % 5 else None
-        )
-        for i, key in enumerate(keys)
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source_listing, "BATCH_ROWS", rows)
-        told: list[int] = []
-        listing = spool(record_batches(records), told.append)
-        expected, seen = [], {}
-        for i, record in enumerate(records):
-            first = seen.setdefault(record.key, i)
-            problem = ("duplicate_key", f"record {first + 1} of the source has the same key")
-            expected.append(record if first == i else SourceRecord(record.key, record.path, problem=problem))
-        assert list(listing) == expected == [listing[i] for i in range(len(listing))]
-        assert listing[1:-1] == expected[1:-1]
-        assert listing.largest_label() == max((record.label for record in expected), default=-1)
-        assert told == sorted(told)
-        assert (told or [0])[-1] == len(records)
-        order = np.random.default_rng(len(keys)).permutation(len(keys))
-        assert listing.take(order)["path"].to_pylist() == [expected[i].path for i in order]
-        for outside in (len(records), -len(records) - 1):
-            with pytest.raises(IndexError):
-                listing[outside]
 
 
 def test_nothing_is_left_of_a_listing_that_is_killed(tmp_path: Path) -> None:

@@ -11,17 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 import webdataset
-from making import bytes_of, caption_recipe, image_bytes, make_class_folder, make_image_folder, write_file, write_tar
+from making import (
+    bytes_of,
+    encode,
+    image_bytes,
+    label_recipe,
+    make_class_folder,
+    make_image_folder,
+    write_file,
+    write_tar,
+)
 
 from leandit.datasets.errors import SourceError
-from leandit.precompute.images.decoders import Decoders
-from leandit.precompute.planning.compare import all_fresh
-from leandit.precompute.planning.images import plan_images
-from leandit.precompute.planning.records import plan_records
-from leandit.precompute.run.rejects import RejectLimits
+from leandit.datasets.store import LatentStore
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.source import Source, list_source
 from leandit.precompute.sources.tables import formats
@@ -191,14 +195,8 @@ def test_a_name_that_is_no_utf8_is_planned_or_rejected_but_never_a_crash(tmp_pat
     write_file(tmp_path / "a/0.png", png())
     with open(os.path.join(os.fsencode(tmp_path), b"a", b"caf\xe9.png"), "wb") as file:
         file.write(png())
-    source = list_source(tmp_path)
-    recipe = caption_recipe("text.kind=none")
-    comparison = all_fresh(source.records)
-    with Decoders(1) as decoders:
-        limits = RejectLimits(recipe.source, 2)
-        images = plan_images(source, comparison.fresh, recipe, decoders, limits)
-    ids = pa.chunked_array([[[], []]], pa.list_(pa.int32()))
-    assert plan_records(comparison, images, ids, revision=1).num_rows == 2
+    encode(label_recipe("source.max_reject_share=1"), tmp_path, tmp_path.with_name("store"))
+    assert LatentStore(tmp_path.with_name("store")).records.num_rows == 2
 
 
 def test_a_tar_gives_the_keys_bytes_labels_and_captions_that_webdataset_gives(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from faults import flip
-from harness import start
+from faults import flip, start
 from making import CPU, train_recipe, tree_digest
 from runs import read_all
 
