@@ -635,25 +635,15 @@ def test_a_quiet_command_prints_results_and_errors_alone(class_folder: Path, tmp
 def test_verbose_tells_what_is_decided_and_why(class_folder: Path, tmp_path: Path, leandit: Leandit) -> None:
     store, run = tmp_path / "store", tmp_path / "run"
     command = ["precompute", "imagenet-256", "--source", class_folder, *settings(LABEL_RECIPE), "--store", store]
-    told = decisions(leandit("--verbose", *command).err)
-    shutil.rmtree(store)
-    without_seal(lambda: encode(label_recipe(), class_folder, store))
-    resumed = decisions(leandit("--verbose", *command).err)
+    made = decisions(leandit("--verbose", *command).err)
     assert decisions(leandit(*command).err) == []
-    train = ["--verbose", "train", "dit-s-2-256", "--store", store, "--run", run, *TINY, "--device", "cpu"]
-    trained, again = decisions(leandit(*train).err), decisions(leandit(*train, "--set", "run.steps=7").err)
+    train = ["train", "dit-s-2-256", "--store", store, "--run", run, *TINY, "--device", "cpu"]
+    trained = decisions(leandit("--verbose", *train).err)
     assert len(trained) < 25  # not one a step
     for lines, words in (
-        (told, "tools.cli.options] --device auto is "),
-        (told, "demo_encoders/vae' (AutoencoderKL) computes in float32 on "),
-        (told, f"store '{store}': revision 1 is new, fingerprint "),
-        (told, "shards missing (1): buckets/32x32 0"),
-        (resumed, "revision 1 is resumed"),
-        (resumed, "shards committed and skipped (1): buckets/32x32 0"),
+        (made, f"store '{store}': revision 1 is new, fingerprint "),
         (trained, f"train.run.stores] store '{store}': revision 1, the newest; 15 records"),
-        (trained, "rank 0 of 1 on cpu, parallel.strategy single"),
         (trained, f"run '{run}': no checkpoint, so it begins at step 0"),
-        (again, f"run '{run}': the checkpoint of step 6 is valid, and the newest"),
     ):
         assert any(words in line for line in lines), (words, lines)
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 from leandit.datasets.store import LatentStore
 from leandit.tools.demo import demo
-from leandit.tools.demo.judge import main_object_of, match_rates, nearest_colors, read_main_object
-from leandit.tools.demo.scenes import COLORS, draw_scene, make_scenes, write_image_folder
+from leandit.tools.demo.judge import main_object_of, match_rates, read_main_object
+from leandit.tools.demo.scenes import draw_scene, make_scenes, write_image_folder
 from leandit.tools.inspection.images import CELL_PX, MARGIN_PX
 from leandit.train.config import load
 from leandit.train.loop import StopRequest, train
@@ -99,10 +99,3 @@ def test_the_judge_sees_nothing_in_gray() -> None:
     gray = np.full((64, 64, 3), 200, np.uint8)
     assert read_main_object(gray) == ("", "")
     assert match_rates([gray], ["a red circle"]) == {"colour": 0, "shape": 0}
-
-
-def test_each_pixel_of_an_object_has_its_color() -> None:
-    scene = next(scene for scene in make_scenes(20, seed=3) if scene.relation)
-    nearest = nearest_colors(np.asarray(draw_scene(scene)))
-    names = {name for number, name in enumerate(COLORS) if (nearest == number).sum() > 20}
-    assert names == {scene.color, scene.other_color}

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 
-import hypothesis
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from leandit.train.metrics.meter import NUM_BANDS, band_means, band_sums
 from leandit.train.objectives.losses import (
     PLAIN,
     ddpm_schedule,
@@ -235,19 +232,3 @@ def test_draws_of_an_image_depend_neither_on_its_rank_nor_on_what_a_recipe_adds(
     assert whole["class_noise"].shape == (27, 6)
     assert all(torch.equal(tensor, whole[name][17:19]) for name, tensor in part.items())
     assert draw(FLOW, shape, more, rows=slice(5, 5), **how)["noise"].shape == (0, *shape)
-
-
-@hypothesis.given(st.lists(st.tuples(st.floats(0, 1, width=32), st.floats(-10, 10, width=32)), min_size=1, max_size=50))
-def test_bands_hold_the_mean_of_their_losses(pairs: list[tuple[float, float]]) -> None:
-    share, losses = torch.tensor(pairs).unbind(1)
-    half = len(pairs) // 2
-    sums = band_sums(share[:half], losses[:half]) + band_sums(share[half:], losses[half:])
-    means = band_means(sums)
-    assert len(means) == NUM_BANDS
-    for band, mean in enumerate(means):
-        inside = [loss for place, loss in pairs if min(NUM_BANDS - 1, int(np.float32(place) * np.float32(10))) == band]
-        if inside:
-            assert mean == pytest.approx(sum(inside) / len(inside), rel=1e-4, abs=1e-4)
-        else:
-            assert mean is None
-    assert sums[1].sum() == len(pairs)

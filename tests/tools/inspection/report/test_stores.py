@@ -27,7 +27,6 @@ from leandit.tools.cli.commands import app
 from leandit.tools.inspection.report import store_page
 from leandit.tools.inspection.report.rules import TABLE, alerts_of
 from leandit.tools.inspection.store_facts import ASPECT_EDGES, StoreFacts
-from leandit.tools.inspection.templating import share
 from leandit.tools.synthetic.store import make_store
 
 NUM_COPIES = 3
@@ -259,11 +258,6 @@ def test_many_buckets_share_the_images_of_a_page(tmp_path: Path, monkeypatch: py
     assert "Records of each class, the largest first" in page.sections["classes"]
     monkeypatch.setattr(store_page, "_decoder", lambda *_: pytest.fail("loaded"))
     assert "images" not in page_of(tmp_path / "s", out=tmp_path, options=("--count", "0")).sections
-
-
-def test_shares_are_short() -> None:
-    shares = [share(*pair) for pair in ((0, 9), (4, 1000), (1, 300000), (1, 2), (1, 0))]
-    assert shares == ["0 %", "0.4 %", "0.00033 %", "50 %", "100 %"]
 
 
 @pytest.mark.usefixtures("without_charts")

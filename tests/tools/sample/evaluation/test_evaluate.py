@@ -22,11 +22,10 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.images.decoders import Decoders
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection.report.run import report_run
-from leandit.tools.sample.evaluation import images, moments
+from leandit.tools.sample.evaluation import images
 from leandit.tools.sample.evaluation.distances import frechet_distance
 from leandit.tools.sample.evaluation.evaluate import evaluate, rows_of
 from leandit.tools.sample.evaluation.images import folder_images
-from leandit.tools.sample.evaluation.networks import open_network
 from leandit.tools.sample.request import EvaluateRequest, SampleRequest
 
 WIDTH = 256
@@ -88,15 +87,6 @@ def test_a_set_is_nearest_to_itself_then_to_its_other_half_then_to_noise(here: P
     assert half["cmmd"] is None
 
 
-def test_the_fréchet_distance_is_that_of_numpys_moments(here: Path) -> None:
-    network = open_network(str(here / "dinov2"), None, CPU)
-    sets = [network.features(pixels_of(here / name)).astype(float) for name in ("other", "one")]
-    (mean, covariance), (other_mean, other) = ((rows.mean(axis=0), np.cov(rows.T)) for rows in sets)
-    roots = np.sqrt(np.linalg.eigvals(covariance @ other).real.clip(min=0))
-    expected = ((mean - other_mean) ** 2).sum() + np.trace(covariance + other) - 2 * roots.sum()
-    assert measured(here / "other", here / "one", here)["frechet"] == pytest.approx(expected, rel=1e-4)
-
-
 def test_an_npz_is_as_its_folder_a_crop_makes_squares_and_fewer_are_spread(here: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "noise.npz", arr_0=np.stack(pixels_of(here / "noise")))
     folder = measured(here / "noise", here / "one", here)
@@ -109,12 +99,6 @@ def test_an_npz_is_as_its_folder_a_crop_makes_squares_and_fewer_are_spread(here:
     assert numbers(measured(here / "noise", here / "one", here, crop_px=32)) != numbers(folder)
     fewer = measured(here / "other", here / "one", here, most=20)
     assert (fewer["reference"]["count"], fewer["reference"]["of"]) == (20, 40)
-
-
-def test_many_batches_give_what_one_gives(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = measured(here / "other", here / "one", here)
-    monkeypatch.setattr(moments, "BATCH", 7)
-    assert numbers(measured(here / "other", here / "one", here)) == pytest.approx(numbers(whole), rel=1e-3, abs=1e-9)
 
 
 # --------------------------------------------------------------------------------------------------------- statistics

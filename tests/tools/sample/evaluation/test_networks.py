@@ -18,7 +18,6 @@ from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.tools.sample.evaluation.inception import Inception, Mixed
 from leandit.tools.sample.evaluation.networks import (
     INCEPTION_FILES,
-    centre_square,
     input_side_px,
     open_network,
     squares,
@@ -46,10 +45,6 @@ def test_the_resize_of_tensorflow_takes_no_mean_of_what_it_skips() -> None:
     between = (pixels[:, 0].astype(float) + pixels[:, 1]) / 2
     assert pytest.approx(between) == doubled[:, ::2, 1].T
     assert np.array_equal(doubled[:, :, 15], doubled[:, :, 14])  # the edge is repeated
-
-
-def test_the_centre_square_is_in_the_middle() -> None:
-    assert np.array_equal(centre_square(image(10, 15)), image(10, 15)[:, 2:12])
 
 
 # ---------------------------------------------------------------------------------------------------------- Inception
