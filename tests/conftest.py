@@ -31,7 +31,7 @@ from making import (
     make_class_folder,
     shrink_models,
 )
-from stores import Everything, everything_in, make_everything, noise_store
+from stores import Everything, everything_in, make_everything, make_grown, noise_store, small_shards
 
 from leandit.datasets.format.schema import FeatureSpec
 from leandit.datasets.store import LatentStore
@@ -244,6 +244,17 @@ def caption_store(caption_folder: Path, golden: Golden) -> LatentStore:
 def unsealed_store(caption_folder: Path, golden: Golden) -> Path:
     """The caption store with all its shards, before its seal."""
     return golden("unsealed", lambda path: without_seal(lambda: making.encode(caption_recipe(), caption_folder, path)))
+
+
+@pytest.fixture(scope="session")
+def grown_store(golden: Golden) -> Path:
+    """A store of three revisions in small shards: images new, changed and dropped, other captions."""
+
+    def make(folder: Path) -> None:
+        with small_shards():
+            make_grown(folder)
+
+    return golden("grown", make) / "store"
 
 
 @pytest.fixture(scope="session")

@@ -303,19 +303,6 @@ def test_a_plan_of_another_store_is_refused(change: str, caption_store: LatentSt
         BatchReader([caption_store], BatchPlan(buckets, 2, 0))
 
 
-def test_a_selection_of_another_store_is_refused(label_store: LatentStore, caption_store: LatentStore) -> None:
-    selection = RecordFilter(labels=[0]).select(label_store)
-    with pytest.raises(RecipeError, match="selection was made from another store"):
-        make_loader(caption_store, global_batch=2, selection=selection)
-
-
-def test_ranks_and_forms_of_captions_that_are_none_are_refused(label_store: LatentStore) -> None:
-    with pytest.raises(IndexError, match="expected 0 to 1"):
-        make_loader(label_store, global_batch=2, rank=2, world_size=2)
-    with pytest.raises(RecipeError, match="'pakced': expected one of padded, packed, none"):
-        make_loader(label_store, global_batch=2, text="pakced")  # type: ignore[arg-type]
-
-
 def test_a_stream_in_a_worker_says_what_to_do(label_store: LatentStore) -> None:
     with pytest.raises(RunError, match=r"num_workers=0, or DataLoader\(stream.reader"):
         next(iter(DataLoader(BatchStream(reader_of(label_store)), batch_size=None, num_workers=1)))
@@ -455,12 +442,16 @@ def test_stores_of_other_captions_are_not_mixed(width: int | None, caption_store
     BatchReader([caption_store, other], mixture, text="none")
 
 
-def test_a_selection_of_an_earlier_revision_is_refused(everything: Everything) -> None:
+def test_a_selection_of_an_earlier_revision_or_another_store_is_refused(
+    everything: Everything, caption_store: LatentStore
+) -> None:
     earlier = LatentStore(everything.grown, revision=1)
     selection = RecordFilter(min_aspect=0.1).select(earlier)
     make_loader(earlier, global_batch=2, selection=selection)
     with pytest.raises(RecipeError, match="another revision"):
         make_loader(LatentStore(everything.grown), global_batch=2, selection=selection)
+    with pytest.raises(RecipeError, match="selection was made from another store"):
+        make_loader(caption_store, global_batch=2, selection=selection)
 
 
 @pytest.mark.parametrize("place", [0, 5, 40])
@@ -538,6 +529,7 @@ def test_a_fork_does_not_wait_for_what_a_thread_computes(label_store: LatentStor
         ({"seed": 1.5}, "seed of 1.5"),
         ({"global_batch": {"32x32": 2.0}}, "expected a whole number"),
         ({"device": "cuda"}, "sees no GPU"),
+        ({"text": "pakced"}, "'pakced': expected one of padded, packed, none"),
     ],
 )
 def test_an_argument_that_cannot_be_is_refused(
@@ -546,6 +538,8 @@ def test_an_argument_that_cannot_be_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match=words):
         make_loader(label_store, **{"global_batch": 2, **arguments})
+    with pytest.raises(IndexError, match="expected 0 to 1"):
+        make_loader(label_store, global_batch=2, rank=2, world_size=2)
     with pytest.raises(RecipeError, match="expected one of map, pread"):
         LatentStore(label_store.path, access="mmap")  # type: ignore[arg-type]
 

@@ -126,18 +126,6 @@ def test_a_store_that_is_not_finished_is_refused_when_opened(
     test_a_store_that_is_not_whole_is_refused_when_opened(spoil, error, words, unfinished)
 
 
-def test_training_reads_no_metadata_of_zarr(caption_store: LatentStore, copied: Path) -> None:
-    for path in [*copied.rglob("zarr.json"), *copied.rglob("local.json"), *copied.rglob("sources.parquet")]:
-        path.unlink()
-    shutil.rmtree(copied / OWN / "twin")
-    store = LatentStore(copied)
-    assert store.root_hash == caption_store.root_hash
-    for found, wanted in zip(
-        make_loader(store, global_batch=4), make_loader(caption_store, global_batch=4), strict=True
-    ):
-        np.testing.assert_array_equal(found.latents, wanted.latents)
-
-
 def test_a_file_that_vanishes_before_its_first_read_is_damage_that_names_it(copied: Path) -> None:
     def read_all(store: LatentStore) -> None:
         for bucket in store.buckets:

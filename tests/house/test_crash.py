@@ -43,14 +43,9 @@ from leandit.precompute.planning import opening
 from leandit.precompute.planning.compare import Options
 from leandit.precompute.sharing import leases
 
-LONG = pytest.mark.slow
+LONG, ERRORS = pytest.mark.slow, ("eio", "enospc")
 BOTH_ARE_FORKED_SECONDS = 0.3
 START = int(os.environ.get("LEANDIT_SAMPLE", "0"))  # another number samples other operations
-
-
-def every(step: int) -> Any:
-    """Every so manieth operation by default, all of them in the long form."""
-    return pytest.mark.parametrize("step", [pytest.param(step, id="sample"), pytest.param(1, id="all", marks=LONG)])
 
 
 def points(scenario: Scenario, step: int) -> range:
@@ -114,23 +109,34 @@ def test_the_undisturbed_runs_are_worth_disturbing(first: Scenario, growth: Scen
     assert verbs == {"folder", "create", "write", "sync", "rename", "remove"}
 
 
-@every(60)
-def test_a_first_precompute_that_dies_at_any_operation_comes_out_the_same(first: Scenario, step: int) -> None:
-    assert check_dies(first, points(first, step)) == len(points(first, step))
+# Every so manieth operation by default, all of them in the long form.
+STEPS = {("first", "die"): 60, ("growth", "die"): 90, ("first", "eio"): 150, ("first", "enospc"): 150}
+MORE_STEPS = {("compaction", "die"): 90, **{(name, kind): 100 for name in ("growth", "compaction") for kind in ERRORS}}
+DISTURBED = [
+    *(pytest.param(*case, step, id=f"{'-'.join(case)}-sample") for case, step in STEPS.items()),
+    *(
+        pytest.param(*case, step, id=f"{'-'.join(case)}-sample", marks=pytest.mark.integration)
+        for case, step in MORE_STEPS.items()
+    ),
+    *(pytest.param(*case, 1, id=f"{'-'.join(case)}-all", marks=LONG) for case in STEPS | MORE_STEPS),
+]
 
 
-@every(150)
+@pytest.mark.parametrize(("name", "kind", "step"), DISTURBED)
+def test_a_death_or_an_error_at_any_operation_ends_cleanly_and_the_next_run_comes_out_the_same(
+    name: str, kind: str, step: int, request: pytest.FixtureRequest
+) -> None:
+    scenario: Scenario = request.getfixturevalue(name)
+    if kind == "die":
+        check_dies(scenario, points(scenario, step))
+    else:
+        assert check_fails(scenario, kind, points(scenario, step)) > 0
+
+
+@pytest.mark.parametrize("step", [pytest.param(150, id="sample"), pytest.param(1, id="all", marks=LONG)])
 def test_a_resume_that_dies_too_comes_out_the_same(first: Scenario, step: int) -> None:
     """The second death comes soon after the start of the resume, at another place each time."""
     check_dies(first, points(first, step), again_at=lambda at: at * 7 % 40)
-
-
-@every(150)
-@pytest.mark.parametrize("kind", ["eio", "enospc"])
-def test_an_io_error_at_any_operation_ends_cleanly_and_the_next_run_comes_out_the_same(
-    first: Scenario, kind: str, step: int
-) -> None:
-    assert check_fails(first, kind, points(first, step)) > 0
 
 
 def test_writes_that_the_system_takes_in_pieces_come_out_the_same(first: Scenario) -> None:
@@ -140,33 +146,6 @@ def test_writes_that_the_system_takes_in_pieces_come_out_the_same(first: Scenari
 def test_every_file_is_durable_before_the_next_is_begun(first: Scenario, growth: Scenario) -> None:
     assert check_order(first) > 30
     assert check_order(growth) > 20
-
-
-@every(90)
-def test_a_growth_that_dies_at_any_operation_comes_out_the_same(growth: Scenario, step: int) -> None:
-    check_dies(growth, points(growth, step))
-
-
-@pytest.mark.integration
-@every(100)
-@pytest.mark.parametrize("kind", ["eio", "enospc"])
-def test_a_growth_with_an_io_error_at_any_operation_comes_out_the_same(growth: Scenario, kind: str, step: int) -> None:
-    assert check_fails(growth, kind, points(growth, step)) > 0
-
-
-@pytest.mark.integration
-@every(90)
-def test_a_compaction_that_dies_at_any_operation_comes_out_the_same(compaction: Scenario, step: int) -> None:
-    check_dies(compaction, points(compaction, step))
-
-
-@pytest.mark.integration
-@every(100)
-@pytest.mark.parametrize("kind", ["eio", "enospc"])
-def test_a_compaction_with_an_io_error_at_any_operation_comes_out_the_same(
-    compaction: Scenario, kind: str, step: int
-) -> None:
-    assert check_fails(compaction, kind, points(compaction, step)) > 0
 
 
 # --- kill -9 ----------------------------------------------------------------------------------------------------------

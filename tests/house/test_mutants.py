@@ -37,7 +37,6 @@ from leandit.datasets.disk import files, strays
 from leandit.datasets.disk.files import TEMPORARY_PREFIX, Failpoint
 from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.errors import StoreError
-from leandit.datasets.format import schema
 from leandit.datasets.revisions import catalog, commits, merge, plan, seal
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter
@@ -257,7 +256,6 @@ LATER = "for path, parts in later:\n        write_atomic(self.root / path, parts
 NAMES = "for name in [name for name in files if name != MANIFEST]:"
 EARLY = 'write_unless_same(root / f"{prefix}{MANIFEST}", files[MANIFEST])'
 SEAL = "write_seal(self.root, files, manifest)"
-MANIFEST_FIRST = rewritten(seal, "write_seal", (NAMES, f"{EARLY}\n    {NAMES}"))
 
 MUTANTS: dict[str, tuple[Callable[[], None], Callable[[Scenario, Change], Any]]] = {
     "commit record before its data": (
@@ -280,10 +278,6 @@ MUTANTS: dict[str, tuple[Callable[[], None], Callable[[Scenario, Change], Any]]]
             leases.Leases, "sweep", ("path.unlink(missing_ok=True)", "pass"), ('self._folder.glob("*.lock")', "[]")
         ),
         crash_points,
-    ),
-    "fingerprint says nothing": (
-        replaced(schema.StoreSpec, "identity", lambda self: {}),
-        other_recipe_is_refused,
     ),
     "fingerprint is not compared": (replaced(opening, "check_fingerprint", lambda *_: None), other_recipe_is_refused),
     "file is not synced": (rewritten(files, "_write_file", ('_step("sync", path)', "pass"), FSYNC), right_order),
@@ -310,8 +304,10 @@ MUTANTS: dict[str, tuple[Callable[[], None], Callable[[Scenario, Change], Any]]]
         rewritten(commits, "read_commit", ("if check_bytes and", "if False and")),
         lost_shards_are_made_again,
     ),
-    "manifest before the tables": (MANIFEST_FIRST, crash_points),
-    "manifest before the tables, in order": (MANIFEST_FIRST, right_order),
+    "manifest before the tables": (
+        rewritten(seal, "write_seal", (NAMES, f"{EARLY}\n    {NAMES}")),
+        right_order,
+    ),
     "plan is removed before the manifest": (
         rewritten(StoreWriter, "seal", (SEAL, f"finish_seal(self.root, manifest)\n        {SEAL}")),
         right_order,

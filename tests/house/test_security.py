@@ -1205,6 +1205,7 @@ ALLOWED_WRITES = {
     ("tools/bench/loader.py", "open"),  # a flat copy in a temporary folder
 }
 WRITING = {"write_text", "write_bytes", "save", "save_file", "tofile", "savez", "copyfile", "copytree", "touch"}
+CALLS = {*WRITING, "load", "open", "replace", "rename", "move", "copy"}
 OURS = ("save", "checkpoint.save", "safetensors.torch.save")  # held to this themselves
 
 
@@ -1214,8 +1215,8 @@ def test_no_module_can_run_what_a_file_says_and_bytes_reach_the_disk_through_one
     unsafe, writes = [], set[tuple[str, str]]()
     for path in MODULES:
         for call in (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)):
-            name = ast.unparse(call.func)
-            last = name.rpartition(".")[2]
+            last = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            name = ast.unparse(call.func) if last in CALLS else last
             options = {keyword.arg: getattr(keyword.value, "value", "not a literal") for keyword in call.keywords}
             modes = [*call.args[0 if "." in name else 1 :][:1], *(k.value for k in call.keywords if k.arg == "mode")]
             mode = getattr(modes[0], "value", None) if modes else None

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from making import SHARD_ROWS, array_values, small_array, write_array, write_array_with_zarr
 
-from leandit.datasets.arrays import address_window, shard_folder, sharded_array
+from leandit.datasets.arrays import shard_folder, sharded_array
 from leandit.datasets.arrays.shard_file import ShardFile
 from leandit.datasets.arrays.shard_folder import ShardFolder
 from leandit.datasets.arrays.sharded_array import ShardedArray
@@ -189,16 +188,6 @@ def write_grown(root: Path, layout: ArrayLayout, values: np.ndarray) -> None:
     return values
 
 
-def test_the_layout_of_a_grown_array_knows_its_shards_and_rows() -> None:
-    layout = grown_array()
-    assert layout.problem() == ""
-    assert layout.row_ranges == tuple(RowRange(i, *rows) for i, rows in enumerate(GROWN, 1))
-    assert (layout.shape, layout.num_shards, layout.shards.tolist()) == ((25, 2, 3), 7, [0, 1, 2, 3, 4, 5, 6])
-    assert [list(layout.rows_of(shard)) for shard in (1, 2, 4, 6)] == [[4, 5], [8], [16, 17, 18, 19], [24]]
-    exist = [row for first, end in GROWN for row in range(first, end)]
-    assert np.flatnonzero(layout.has_rows(np.arange(-3, 40))).tolist() == [row + 3 for row in exist]
-
-
 @given(st.data(), st.sampled_from([*CODECS]), st.sampled_from(WAYS))
 def test_an_array_that_has_grown_is_read_by_its_row_numbers(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, codec: str, way: str
@@ -265,32 +254,6 @@ def test_a_gap_does_not_end_an_iteration_as_if_it_were_the_end(tmp_path: Path) -
             read(array)
     whole = write_array(tmp_path / "whole", small_array(), array_values(small_array()))
     np.testing.assert_array_equal(np.asarray(whole), array_values(small_array()))
-
-
-HOSTILE: list[tuple[dict[str, Any], str]] = [
-    ({"ranges": (RowRange(1, 0, 6), RowRange(2, 4, 9))}, "rows 4 to 9 of revision 2 behind row 6"),  # overlap
-    ({"ranges": (RowRange(1, 0, 6), RowRange(2, 7, 9))}, "rows 7 to 9"),  # not at a shard
-    ({"ranges": (RowRange(2, 0, 4), RowRange(1, 4, 9))}, "revision 1"),  # revisions fall
-    ({"ranges": (RowRange(1, 0, 4), RowRange(2, 4, 4), RowRange(3, 4, 9))}, "rows 4 to 4"),  # nothing
-    ({"ranges": (RowRange(1, 0, 6), RowRange(2, 12, 9))}, "rows 12 to 9"),
-    ({"ranges": (RowRange(1, 4, 9),)}, "rows that begin with 4"),
-    ({"ranges": (RowRange(1, 0, 6),)}, "9 rows, of which the last range ends at 6"),
-    ({"ranges": (RowRange(1, 0, 12),)}, "9 rows, of which"),
-    ({"shape": (0, 2, 3), "ranges": ()}, "shape"),
-    ({"shape": (9, 2, 0)}, "shape"),
-    ({"shape": (9, 1, 1, 1, 1)}, "shape"),
-    ({"shape": (9, 1 << 41)}, "shape"),
-    ({"shape": (9, 1 << 20, 1 << 20)}, "chunks of"),
-    ({"shape": (9, 1 << 28), "codec": "zstd"}, "chunks of"),
-    ({"chunk_rows": 3}, "in shards of 4 rows"),
-    ({"shard_rows": 0}, "0 rows a shard"),
-    ({"chunk_rows": 0}, "0 a chunk"),
-]
-
-
-@pytest.mark.parametrize(("changes", "said"), HOSTILE, ids=lambda one: one if isinstance(one, str) else "")
-def test_a_layout_that_no_array_has_is_described(changes: dict[str, Any], said: str) -> None:
-    assert said in replace(ArrayLayout("a", (9, 2, 3), "float16", 4), **changes).problem()
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -462,19 +425,3 @@ views.append(array.read(0, 1))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
-
-
-def test_a_shard_that_cannot_be_mapped_is_read_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = small_array()
-    values = array_values(layout)
-    write_array(tmp_path, layout, values)
-    map_file = address_window.AddressWindow.map_file
-
-    def refuse_one(self: address_window.AddressWindow, slot: int, file: int, size: int) -> None:
-        if slot == 1:
-            raise OSError("too many maps")
-        map_file(self, slot, file, size)
-
-    monkeypatch.setattr(address_window.AddressWindow, "map_file", refuse_one)
-    array = ShardedArray(ShardFolder(tmp_path), layout)
-    np.testing.assert_array_equal(array.take(np.arange(10)), values)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from faults import DAMAGES, REVISION_FILES
 from making import tree_digest
-from stores import copy_of, files_of, make_grown, read_all, small_shards
+from stores import copy_of, files_of, read_all
 
 from leandit.datasets.errors import DamageError, LeanditError
 from leandit.datasets.maintenance.findings import shard_place
@@ -19,21 +18,9 @@ from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.store import LatentStore
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small() -> Iterator[None]:
-    with small_shards():
-        yield
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of three revisions."""
-    return make_grown(tmp_path_factory.mktemp("twins"))[1]
-
-
 @pytest.fixture
-def root(whole: Path, tmp_path: Path) -> Path:
-    return copy_of(whole, tmp_path / "store")
+def root(grown_store: Path, tmp_path: Path) -> Path:
+    return copy_of(grown_store, tmp_path / "store")
 
 
 def small_files(root: Path) -> list[str]:
@@ -41,7 +28,7 @@ def small_files(root: Path) -> list[str]:
     return [path for path in files_of(root) if not shard_place(path)]
 
 
-def test_everything_that_is_there_twice_may_be_lost_at_once(whole: Path, root: Path) -> None:
+def test_everything_that_is_there_twice_may_be_lost_at_once(grown_store: Path, root: Path) -> None:
     """One copy of each small file, in turns the first and the second, and every ``zarr.json``."""
     for i, path in enumerate(sorted(path for path in small_files(root) if "/twin/" in path)):
         DAMAGES["a flipped bit"][0](root / (path if i % 2 else path.replace("/twin/", "/")))
@@ -52,16 +39,16 @@ def test_everything_that_is_there_twice_may_be_lost_at_once(whole: Path, root: P
         read_all(root)
     found = verify_store(root)
     assert len(found.findings) == 3 * len(REVISION_FILES) + sum(
-        path.endswith("zarr.json") for path in small_files(whole)
+        path.endswith("zarr.json") for path in small_files(grown_store)
     )
     assert repair_without_encoding(root, found).findings == []
-    assert tree_digest(root) == tree_digest(whole)
+    assert tree_digest(root) == tree_digest(grown_store)
 
 
 @pytest.mark.parametrize(("how", "revision"), [("half", 1), ("a flipped bit", 3)])
 @pytest.mark.parametrize("name", REVISION_FILES)
 def test_what_both_copies_have_lost_is_reported_and_nothing_is_made_worse(
-    name: str, revision: int, how: str, whole: Path, root: Path
+    name: str, revision: int, how: str, grown_store: Path, root: Path
 ) -> None:
     both = [f"revisions/{revision:06d}/{folder}{name}" for folder in ("", "twin/")]
     for path in both:
@@ -78,31 +65,31 @@ def test_what_both_copies_have_lost_is_reported_and_nothing_is_made_worse(
         path for path in before if path.endswith("zarr.json")
     }
     if revision == 1 or name in ("local.json", "sources.parquet"):
-        assert read_all(root) == read_all(whole)  # training needs none of these
+        assert read_all(root) == read_all(grown_store)  # training needs none of these
     else:
         with pytest.raises(LeanditError):
             read_all(root)
 
 
-def test_a_lost_manifest_does_not_let_a_reader_fall_back_to_an_earlier_revision(whole: Path, root: Path) -> None:
+def test_a_lost_manifest_does_not_let_a_reader_fall_back_to_an_earlier_revision(grown_store: Path, root: Path) -> None:
     (root / "revisions/000003/manifest.json").unlink()
     with pytest.raises(DamageError, match=r"manifest\.json' is missing.*verify --repair.*second copy"):
         LatentStore(root)
-    assert len(LatentStore(root, revision=2)) == len(LatentStore(whole, revision=2))
+    assert len(LatentStore(root, revision=2)) == len(LatentStore(grown_store, revision=2))
     repair_without_encoding(root, verify_store(root))
     assert LatentStore(root).revision == 3
 
 
-def test_a_table_that_another_revision_wrote_is_not_taken_for_a_copy(whole: Path, root: Path) -> None:
+def test_a_table_that_another_revision_wrote_is_not_taken_for_a_copy(grown_store: Path, root: Path) -> None:
     for name in REVISION_FILES:
-        shutil.copyfile(whole / "revisions/000002" / name, root / "revisions/000003" / name)
+        shutil.copyfile(grown_store / "revisions/000002" / name, root / "revisions/000003" / name)
         found = verify_store(root)
         assert [finding.path for finding in found.findings] == [f"revisions/000003/{name}"]
         assert repair_without_encoding(root, found).findings == []
-    assert tree_digest(root) == tree_digest(whole)
+    assert tree_digest(root) == tree_digest(grown_store)
 
 
-def test_what_a_revision_without_a_folder_left_behind_is_named_and_never_removed(whole: Path, root: Path) -> None:
+def test_what_a_revision_without_a_folder_left_behind_is_named_and_never_removed(grown_store: Path, root: Path) -> None:
     """Its folder may be lost: then these shards are all that is left of it."""
     shutil.rmtree(root / "revisions/000003")
     added = "buckets/64x64/features/dino"
@@ -112,7 +99,7 @@ def test_what_a_revision_without_a_folder_left_behind_is_named_and_never_removed
     found = verify_store(root)
     assert found.damaged
     left = {finding.path for finding in found.findings if finding.cause == "abandoned"}
-    newest = {path for path in files_of(whole) if shard_place(path)} - {
+    newest = {path for path in files_of(grown_store) if shard_place(path)} - {
         entry.path for entry in read_manifest(root, 2).files
     }
     assert newest

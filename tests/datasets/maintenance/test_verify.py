@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from faults import DAMAGES, REVISION_FILES, flip, read_after, undo_damage, without_seal
-from making import caption_recipe, encode
+from making import caption_recipe, encode, write_file
 from stores import ImageSource, copy_of, files_of, make_grown, make_plain, read_all, small_shards
 
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
@@ -269,30 +269,15 @@ def test_a_file_of_another_store_is_found_and_its_reader_is_never_misled(plain: 
 @STORES
 def test_what_does_not_belong_is_named_and_hinders_no_reader(whole: Whole) -> None:
     root = whole.again()
-    (root / "notes.txt").write_text("mine")
-    (root / "buckets/64x64/.DS_Store").write_text("")
-    (root / "revisions/000009").mkdir(parents=True)
-    (root / "revisions/000009/records.parquet").write_text("")
-    (root / "revisions/²/plan").mkdir(parents=True)
-    (root / "revisions/²/plan/plan.json").write_text("{}")
-    (root / "revisions/9/plan").mkdir(parents=True)
-    (root / "revisions/9/plan/plan.json").write_text("{}")
-    (root / "elsewhere").symlink_to(root / "buckets")
     temporary = f"{TEMPORARY_PREFIX}host@1-2@0.json"
-    (root / "revisions/000001" / temporary).write_text("half")
-    (root / "revisions/000002" / temporary).mkdir(parents=True)
-    (root / "revisions/000002" / temporary / "plan.json").write_text("half")
+    strays = ["notes.txt", "buckets/64x64/.DS_Store", "revisions/000009/records.parquet"]
+    strays += [f"revisions/{name}/plan/plan.json" for name in ("²", "9")]
+    for name in (*strays, f"revisions/000001/{temporary}", f"revisions/000002/{temporary}/plan.json"):
+        write_file(root / name, "mine")
+    (root / "elsewhere").symlink_to(root / "buckets")
     found = {f.path: f.cause for f in verify_store(root).findings}
-    assert found == {
-        "notes.txt": "stray",
-        "buckets/64x64/.DS_Store": "stray",
-        "revisions/000009/records.parquet": "stray",
-        "revisions/²/plan/plan.json": "stray",
-        "revisions/9/plan/plan.json": "stray",
-        "elsewhere": "stray",
-        f"revisions/000001/{temporary}": "temporary",
-        f"revisions/000002/{temporary}": "temporary",
-    }
+    temporaries = dict.fromkeys([f"revisions/00000{i}/{temporary}" for i in (1, 2)], "temporary")
+    assert found == dict.fromkeys([*strays, "elsewhere"], "stray") | temporaries
     assert read_all(root) == whole.read
 
 

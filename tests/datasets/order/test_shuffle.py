@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leandit.datasets.order.shuffle import keyed_choice, keyed_hash, permute, permute_groups, permute_in_windows
+from leandit.datasets.order.shuffle import keyed_choice, keyed_hash, permute, permute_in_windows
 
 seeds = st.integers(0, 2**64 - 1)
 
@@ -32,29 +32,12 @@ def test_the_permutations_for_a_fixed_key_are_those_of_the_first_release() -> No
     assert in_windows(np.arange(17), 17, rows=3, shards=2).tolist() == GOLDEN_WINDOWS
 
 
-@given(st.integers(1, 3000), seeds)
-def test_permute_is_a_permutation(size: int, key: int) -> None:
-    assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
-
-
 @given(st.integers(1, 10**12), seeds, st.data())
 def test_unpermute_undoes_permute_for_few_indices_and_for_many(size: int, key: int, data: st.DataObject) -> None:
     for count in (5, 60):
         indices = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=count, max_size=count)))
         assert permute(permute(indices, size, key), size, key, inverse=True).tolist() == indices.tolist()
         assert permute(permute(indices, size, key, inverse=True), size, key).tolist() == indices.tolist()
-
-
-@given(st.lists(st.tuples(st.integers(1, 10**9), seeds), min_size=1, max_size=5), st.integers(0, 200), seeds)
-def test_several_permutations_at_once_are_each_as_alone(permutations: list, count: int, seed: int) -> None:
-    sizes, keys = [size for size, _ in permutations], [key for _, key in permutations]
-    rng = np.random.default_rng(seed)
-    groups = rng.integers(0, len(sizes), count)
-    indices = rng.integers(0, np.array(sizes)[groups])
-    found = permute_groups(indices, groups, sizes, keys)
-    alone = [int(permute(indices[i : i + 1], sizes[g], keys[g])[0]) for i, g in enumerate(groups.tolist())]
-    assert found.tolist() == alone
-    assert permute_groups(found, groups, sizes, keys, inverse=True).tolist() == indices.tolist()
 
 
 window_shapes = st.tuples(st.integers(1, 60), st.integers(1, 9), st.integers(1, 5))
@@ -119,10 +102,3 @@ def test_choices_of_another_seed_epoch_or_purpose_are_independent() -> None:
         _choose(2, seed=0, epoch=0, count=4000, purpose=3),
     ]
     assert all(0.45 < (base == other).mean() < 0.55 for other in others)
-
-
-def test_a_keyed_choice_for_records_of_several_epochs_is_that_of_each_epoch() -> None:
-    epochs = np.array([3, 3, 4, 9, 4])
-    choices = {"num_choices": np.full(5, 1000), "seed": 5, "records": np.arange(5), "purpose": 2}
-    mixed = keyed_choice(epoch=epochs, **choices)
-    assert mixed.tolist() == [int(keyed_choice(epoch=int(e), **choices)[i]) for i, e in enumerate(epochs)]

@@ -25,24 +25,20 @@ def _small() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of three revisions."""
-    return make_grown(tmp_path_factory.mktemp("grown"))[1]
-
-
-def test_the_same_store_made_in_two_folders_has_one_root_hash_and_lasting_files(grown: Path, tmp_path: Path) -> None:
+def test_the_same_store_made_in_two_folders_has_one_root_hash_and_lasting_files(
+    grown_store: Path, tmp_path: Path
+) -> None:
     again = make_grown(tmp_path / "some/where/else")[1]
-    trees = [tree_digest(store) for store in (grown, again)]
+    trees = [tree_digest(store) for store in (grown_store, again)]
     assert trees[0].keys() == trees[1].keys()
-    manifests = [read_manifest(grown, revision) for revision in (1, 2, 3)]
+    manifests = [read_manifest(grown_store, revision) for revision in (1, 2, 3)]
     assert manifests == [read_manifest(again, revision) for revision in (1, 2, 3)]
     differing = {path.rpartition("/")[2] for path in trees[0] if trees[0][path] != trees[1][path]}
     assert differing == {"local.json", "sources.parquet"}  # when the plan and the images were made
     assert [manifest.base for manifest in manifests] == ["", *(manifest.root_hash for manifest in manifests[:2])]
     entries = [{entry.path: entry for entry in manifest.files if "/c/" in entry.path} for manifest in manifests]
     assert entries[0].items() < entries[1].items() < entries[2].items()
-    assert verify_store(grown).findings == []
+    assert verify_store(grown_store).findings == []
 
 
 # --- Manifests that are not valid; more of them are in tests/house/test_security.py -----------------------------------
@@ -59,8 +55,8 @@ def forge(root: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         path.write_bytes(canonical_json(manifest))
 
 
-def test_a_hostile_manifest_is_refused_and_the_revision_before_it_is_read(grown: Path, tmp_path: Path) -> None:
-    root = copy_of(grown, tmp_path / "store")
+def test_a_hostile_manifest_is_refused_and_the_revision_before_it_is_read(grown_store: Path, tmp_path: Path) -> None:
+    root = copy_of(grown_store, tmp_path / "store")
     forge(root, lambda manifest: manifest["arrays"][0].update(ranges=[[3, 0, 4], [1, 4, 6]]))
     with pytest.raises(DamageError, match=r"manifest\.json.*is not valid.*verify --repair"):
         LatentStore(root)
@@ -70,8 +66,8 @@ def test_a_hostile_manifest_is_refused_and_the_revision_before_it_is_read(grown:
     assert len(LatentStore(root, revision=1)) > 0  # it has a manifest of its own
 
 
-def test_a_record_of_a_row_that_does_not_exist_is_refused(grown: Path, tmp_path: Path) -> None:
-    root, store = copy_of(grown, tmp_path / "store"), LatentStore(grown)
+def test_a_record_of_a_row_that_does_not_exist_is_refused(grown_store: Path, tmp_path: Path) -> None:
+    root, store = copy_of(grown_store, tmp_path / "store"), LatentStore(grown_store)
     layout = store.layout("buckets/48x80/moments")
     gap = int(np.flatnonzero(~layout.has_rows(np.arange(layout.shape[0])))[0])
     path, rows = "revisions/000003/index/rows.bin", store.numbers("rows").copy()
