@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -182,6 +183,16 @@ def processes_of_session(session: int) -> list[int]:
             continue  # ended since
         if int(fields[3]) == session and fields[0] not in "ZX":
             found.append(int(path.parent.name))
+    return found
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Processes that a process has started, and those that they have."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended
+            for child in map(int, path.read_text().split()):
+                found += [child, *descendants_of(child)]
     return found
 
 

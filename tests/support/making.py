@@ -156,11 +156,12 @@ def encode(
 
 def loaded_encoders(vae: VaeSection, text: Mapping[str, TextSection]) -> Encoders:
     """The encoders of a recipe, loaded once: that is most of a small precompute's second."""
-    return _loaded(PrecomputeRecipe(vae=vae, text=dict(text)).model_dump_json())
+    return load_once(PrecomputeRecipe(vae=vae, text=dict(text)).model_dump_json())
 
 
 @functools.cache
-def _loaded(recipe: str) -> Encoders:
+def load_once(recipe: str) -> Encoders:
+    """The encoders of a recipe in JSON."""
     return load_encoders(PrecomputeRecipe.model_validate_json(recipe), CPU)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -10,7 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from making import CPU, SIZES, caption_recipe, encode, loaded_encoders, no_progress, smooth_image, write_metadata
+from making import (
+    CPU,
+    SIZES,
+    caption_recipe,
+    encode,
+    load_once,
+    loaded_encoders,
+    no_progress,
+    smooth_image,
+    write_metadata,
+)
 
 from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.format.layout import CaptionLayout
@@ -20,7 +29,6 @@ from leandit.datasets.maintenance.verify import Verification
 from leandit.datasets.revisions.local import read_local_file
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.remake import DeepReport, deep_check
 from leandit.precompute.sources.several import SourcePaths
 from leandit.tools.inspection.verify import check, loaded_runner
@@ -42,13 +50,7 @@ def small_shards() -> Iterator[None]:
 def _cached_encoders(recipe: PrecomputeRecipe, _device: object) -> Any:
     if not (any(recipe.text) or recipe.features or recipe.companions):
         return loaded_encoders(recipe.vae, recipe.text)
-    key = json.dumps(recipe.model_dump())
-    if key not in _LOADED:
-        _LOADED[key] = load_encoders(recipe, CPU)
-    return _LOADED[key]
-
-
-_LOADED: dict[str, Any] = {}
+    return load_once(recipe.model_dump_json())
 
 
 class ImageSource:
@@ -82,22 +84,6 @@ class ImageSource:
         write_metadata(self.root, rows)
 
 
-def grow(images: ImageSource, recipe: PrecomputeRecipe, store: Path) -> None:
-    """Make three revisions: new, changed and dropped images, other captions."""
-    encode(recipe, images.root, store)
-    images.drop(0)
-    images.put(1, seed=101)
-    for i in (20, 21, 22):
-        images.put(i, words=" and a yellow star")
-    images.write()
-    encode(recipe, images.root, store, drop_gone=True)
-    images.put(3, words=" and a white triangle")
-    images.put(23)
-    images.drop(4)
-    images.write()
-    encode(recipe, images.root, store, drop_gone=True)
-
-
 def make_plain(root: Path, *overrides: str) -> tuple[ImageSource, Path]:
     """A source and its store of one revision."""
     images = ImageSource(root / "source")
@@ -106,10 +92,20 @@ def make_plain(root: Path, *overrides: str) -> tuple[ImageSource, Path]:
 
 
 def make_grown(root: Path, *overrides: str) -> tuple[ImageSource, Path]:
-    """A source and its store of three revisions."""
-    images = ImageSource(root / "source")
-    grow(images, caption_recipe(*overrides), root / "store")
-    return images, root / "store"
+    """A source and its store of three revisions: new, changed and dropped images, other captions."""
+    images, store = make_plain(root, *overrides)
+    images.drop(0)
+    images.put(1, seed=101)
+    for i in (20, 21, 22):
+        images.put(i, words=" and a yellow star")
+    images.write()
+    encode(caption_recipe(*overrides), images.root, store, drop_gone=True)
+    images.put(3, words=" and a white triangle")
+    images.put(23)
+    images.drop(4)
+    images.write()
+    encode(caption_recipe(*overrides), images.root, store, drop_gone=True)
+    return images, store
 
 
 def make_added(root: Path, *overrides: str) -> tuple[ImageSource, Path]:

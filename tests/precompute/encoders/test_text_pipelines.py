@@ -39,7 +39,7 @@ from transformers import (
 
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.precompute.config import TextSection, load
-from leandit.precompute.encoders.text.encoder import CaptionEncoder, TokenCount
+from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions, TokenCount
 from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 
 LENGTH = 24  # cuts the longest text in most pipelines
@@ -98,6 +98,11 @@ def close(found: np.ndarray | None, wanted: torch.Tensor) -> None:
     np.testing.assert_allclose(found, wanted.detach().numpy(), rtol=1e-5, atol=1e-5)
 
 
+def encoded(encoder: CaptionEncoder, texts: list[str]) -> EncodedCaptions:
+    """Of an empty text alone, the null caption."""
+    return encoder.encode(texts) if any(texts) else encoder.encode_null()
+
+
 def each_is_close(encoder: CaptionEncoder, wanted: list[torch.Tensor]) -> None:
     """Each text alone, without padding, and its count; the null caption is the last one wanted."""
     for text, count, tokens in zip(TEXTS, encoder.tokenizer.count(TEXTS), wanted, strict=False):
@@ -123,11 +128,11 @@ def test_the_encoders_of_stable_diffusion_3_equal_its_pipeline(saved: Callable[[
         found = []
         for name in ("clip", "open_clip"):
             encoder = encoder_of(saved(name), "clip", output="both", full_length=True, max_tokens=77)
-            found.append(encoder.encode(texts) if any(texts) else encoder.encode_null())
+            found.append(encoded(encoder, texts))
         close(np.concatenate([one.tokens for one in found], axis=-1), wanted[:, :77, :64])
         close(np.concatenate([one.pooled for one in found if one.pooled is not None], axis=-1), pooled)
         encoder = encoder_of(saved("t5"), "t5", full_length=True, attend_padding=True)
-        close((encoder.encode(texts) if any(texts) else encoder.encode_null()).tokens, wanted[:, 77:])
+        close(encoded(encoder, texts).tokens, wanted[:, 77:])
 
 
 @torch.no_grad()
@@ -222,7 +227,7 @@ def test_several_layers_at_full_length_equal_the_pipeline_of_flux_2_klein(saved:
         wanted, _ = pipeline.encode_prompt(
             texts, device=CPU, max_sequence_length=LENGTH, text_encoder_out_layers=(1, 2, 3)
         )
-        close((encoder.encode(texts) if any(texts) else encoder.encode_null()).tokens, wanted)
+        close(encoded(encoder, texts).tokens, wanted)
     assert encoder.width == 3 * 32
 
 
@@ -240,7 +245,7 @@ def test_padding_is_on_the_tokenizers_own_side_as_in_the_pipeline_of_flux_2(
         wanted, _ = pipeline.encode_prompt(
             texts, device=CPU, max_sequence_length=length, text_encoder_out_layers=(1, 2, 4)
         )
-        close((encoder.encode(texts) if any(texts) else encoder.encode_null()).tokens, wanted)
+        close(encoded(encoder, texts).tokens, wanted)
     ids, mask = encoder.tokenizer.ids(TEXTS)
     assert (ids[mask.bool()] == tokenizer.bos_token_id).sum() == len(TEXTS)  # one each
     assert not mask[0, 0 if side == "left" else -1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import descendants_of
 from forked import fork_interpreters
 from making import CAPTION_RECIPE, caption_recipe, encode, make_caption_folder, store_digest
 
@@ -150,12 +150,6 @@ def test_the_share_of_rejects_holds_for_all_processes_together(tmp_path: Path, f
         with_processes(root, tmp_path / "store")
 
 
-def descendants_of(pid: int) -> list[int]:
-    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    children = [int(word) for text in lists for word in text.split()]
-    return children + [one for child in children for one in descendants_of(child)]
-
-
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -168,8 +162,7 @@ def started_by(pid: int, store: Path, has_ended: Callable[[], bool]) -> list[int
     started: list[int] = []
     while len(started) < 2 or not any(store.glob("revisions/*/plan")):
         assert not has_ended(), "it ended before it was stopped"
-        with contextlib.suppress(OSError):
-            started = list({*started, *descendants_of(pid)})
+        started = list({*started, *descendants_of(pid)})
         time.sleep(0.01)
     return started
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import descendants_of
 from forked import ForkedPython
 from making import NO_CHECK, Leandit, caption_recipe, encode, make_caption_folder, smooth_image, store_digest
 
@@ -102,22 +103,10 @@ def start(address: str, source: Path, store: Path) -> ForkedPython:
     )
 
 
-def descendants(pid: int) -> Iterator[int]:
-    """Processes that a process has started, and those that they have."""
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = [int(word) for word in path.read_text().split()]
-        except OSError:  # it has ended
-            continue
-        for child in children:
-            yield child
-            yield from descendants(child)
-
-
 def busy_actors() -> list[int]:
     """Processes of actors of this test's cluster that are encoding; Ray names its processes after what they do."""
     found = []
-    for pid in descendants(os.getpid()):
+    for pid in descendants_of(os.getpid()):
         try:
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::_encode"):
                 found.append(pid)

@@ -55,12 +55,14 @@ class TableSource:
     """Images that a ``metadata.jsonl`` names."""
 
     edits = each_image(image=IMAGES, captions=CAPTIONS, label=LABELS, listed=[1, 1, 1, 1, 0, 2])
+    folders = ("",)
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        root.mkdir()
         for i in range(NUM_EDITED + 1):
-            smooth_image(i, *SIZES[i % 3]).save(root / f"{i}.png")
+            path = root / self.folders[i % len(self.folders)] / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            smooth_image(i, *SIZES[i % 3]).save(path)
 
     def edit(self, edits: list[dict[str, Any]]) -> None:
         rows: list[dict[str, Any]] = [{"file_name": f"{NUM_EDITED}.png", "captions": "a circle"}]
@@ -71,7 +73,7 @@ class TableSource:
         (self.root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-class SidecarSource:
+class SidecarSource(TableSource):
     """Images with a text, or a JSON, beside each."""
 
     edits = each_image(
@@ -81,10 +83,8 @@ class SidecarSource:
     )
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        root.mkdir()
+        super().__init__(root)
         for i in range(NUM_EDITED + 1):
-            smooth_image(i, *SIZES[i % 3]).save(root / f"{i}.png")
             (root / f"{i}.txt").write_text("a circle")
 
     def edit(self, edits: list[dict[str, Any]]) -> None:
@@ -97,16 +97,11 @@ class SidecarSource:
                     path.write_bytes(edit[suffix])
 
 
-class ClassSource:
+class ClassSource(TableSource):
     """Images in class folders."""
 
     edits = each_image(folder=list("abcde"), image=IMAGES)
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        for i in range(NUM_EDITED + 1):
-            (root / "ace"[i % 3]).mkdir(parents=True, exist_ok=True)
-            smooth_image(i).save(root / "ace"[i % 3] / f"{i}.png")
+    folders = ("a", "c", "e")
 
     def edit(self, edits: list[dict[str, Any]]) -> None:
         for at, edit in enumerate(edits):
@@ -115,7 +110,6 @@ class ClassSource:
 
 
 Rounds = tuple[list[dict[str, Any]], list[dict[str, Any]]]
-AnySource = TableSource | SidecarSource | ClassSource
 
 
 def contents(store: LatentStore) -> list[tuple[Any, ...]]:
@@ -133,12 +127,12 @@ def contents(store: LatentStore) -> list[tuple[Any, ...]]:
     return sorted(found, key=lambda one: (one[0], one[1], one[2] or ""))
 
 
-def grow(source: AnySource, store: Path, recipe: PrecomputeRecipe) -> LatentStore:
+def grow(source: TableSource, store: Path, recipe: PrecomputeRecipe) -> LatentStore:
     encode(recipe, source.root, store, drop_gone=True)
     return LatentStore(store)
 
 
-def check(kind: Callable[[Path], AnySource], recipe: PrecomputeRecipe, rounds: Rounds, tmp: Path) -> None:
+def check(kind: Callable[[Path], TableSource], recipe: PrecomputeRecipe, rounds: Rounds, tmp: Path) -> None:
     """Grow a store after each round of edits, then compare it with a fresh one."""
     shutil.rmtree(tmp / "trial", ignore_errors=True)
     (tmp / "trial").mkdir()

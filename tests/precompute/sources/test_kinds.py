@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -196,15 +197,10 @@ def as_captioned_webdataset(root: Path) -> Path:
     return write_file(root / "images.tar", tar_of(members))
 
 
-def as_captioned_parquet(root: Path) -> Path:
-    columns = {"text": [caption for _, caption, _ in CAPTIONED], "image": struct_column([d for *_, d in CAPTIONED])}
-    write_parquet(root / "images.parquet", columns)
-    return root
-
-
-def as_caption_lists_in_parquet(root: Path) -> Path:
-    columns = {"image": struct_column([d for *_, d in CAPTIONED]), "captions": [[text] for _, text, _ in CAPTIONED]}
-    write_parquet(root / "images.parquet", columns)
+def as_captioned_parquet(root: Path, *, lists: bool = False) -> Path:
+    texts = [[text] if lists else text for _, text, _ in CAPTIONED]
+    images = struct_column([data for *_, data in CAPTIONED])
+    write_parquet(root / "images.parquet", {"captions" if lists else "text": texts, "image": images})
     return root
 
 
@@ -217,7 +213,7 @@ CAPTION_KINDS: dict[str, tuple[Callable[[Path], Path], str, list[str]]] = {
     "pixart": (as_pixart, "manifest", IMAGE_KEYS),
     "tar": (as_captioned_webdataset, "webdataset", NUMBERED_KEYS),
     "parquet": (as_captioned_parquet, "parquet", NUMBERED_KEYS),
-    "lists in parquet": (as_caption_lists_in_parquet, "parquet", NUMBERED_KEYS),
+    "lists in parquet": (partial(as_captioned_parquet, lists=True), "parquet", NUMBERED_KEYS),
 }
 
 
