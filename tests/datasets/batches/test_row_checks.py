@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from faults import flip
-from stores import copy_of, files_of, make_grown, make_plain, small_shards
+from stores import copy_of, files_of, make_plain, small_shards
 
 from leandit.datasets.batches import row_checks
 from leandit.datasets.errors import DamageError, RecipeError
@@ -55,14 +55,11 @@ def damaged(source: Path, work: Path) -> Damaged:
     return Damaged(source, root, epoch_of(root), shards)
 
 
-STORES: dict[str, Callable[[Path], Path]] = {
-    "float16": lambda root: make_plain(root, "vae.flip=true")[1],
-    "float32 means, int8 captions, zstd": lambda root: make_plain(
-        root, "store.dtype=float32", "vae.keep=mean", "store.text_dtype=int8", "store.codec=zstd"
-    )[1],
-    "grown, bfloat16 captions, zstd": lambda root: make_grown(
-        root, "vae.flip=true", "store.text_dtype=bfloat16", "store.codec=zstd"
-    )[1],
+ZSTD = "store.codec=zstd"
+STORES = {
+    "float16": ("vae.flip=true",),
+    "float32 means, int8 captions, zstd": ("store.dtype=float32", "vae.keep=mean", "store.text_dtype=int8", ZSTD),
+    "bfloat16 captions, zstd": ("vae.flip=true", "store.text_dtype=bfloat16", ZSTD),
 }
 
 
@@ -72,7 +69,7 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "everything":
         return damaged(request.getfixturevalue("everything").grown, work)
     with small_shards():
-        return damaged(STORES[request.param](work / "made"), work)
+        return damaged(make_plain(work / "made", *STORES[request.param])[1], work)
 
 
 def replace(path: Path, content: bytes | bytearray) -> None:
