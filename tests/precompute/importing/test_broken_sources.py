@@ -27,13 +27,7 @@ from features import (
     Made,
     assert_holds,
     make_edm2,
-    make_fast_dit,
-    make_lightningdit,
-    make_mar,
-    make_mds,
-    make_mlperf_flux,
     make_nemo,
-    make_pixart,
     noise,
     npy_of_bits,
     rejects,
@@ -53,7 +47,11 @@ METADATA, MISSING, NO_CAPTION, NO_LABEL, NONFINITE, SHAPE, UNREADABLE = (
     ("scan", reason)
     for reason in ("bad_metadata", "missing_file", "no_caption", "no_label", "nonfinite", "wrong_shape", "unreadable")
 )
-Make = Callable[[Path], Made]
+KINDS: dict[str, Callable[[Path], Made]] = MAKERS | {
+    "edm2 folder": partial(make_edm2, folder=True),
+    "flux2": partial(make_nemo, model="flux2"),
+    "mds without a scale": lambda root: replace(MAKERS["mds"](root), settings=["layout.mask=mask"]),
+}
 Rejects = dict[str, tuple[str, str]]
 """Stage and reason, by key."""
 
@@ -227,29 +225,28 @@ def break_nemo(made: Made) -> Rejects:
     return dict(zip(keys, broken, strict=False)) | dict.fromkeys([*lost, "64x64/unlisted"], METADATA)
 
 
-make_edm2_folder: Make = partial(make_edm2, folder=True)
-BROKEN: dict[str, tuple[Make, Callable[[Made], Rejects]]] = {
-    "fast-dit": (make_fast_dit, break_fast_dit),
-    "fast-dit without features": (make_fast_dit, lose_features),
-    "mar": (make_mar, break_mar),
-    "mar's zip bomb": (make_mar, unpack_to_more_than_it_claims),
-    "lightningdit without labels": (make_lightningdit, drop_labels_of_a_shard),
-    "edm2": (make_edm2, break_edm2),
-    "edm2 without features": (make_edm2, lose_features),
-    "edm2's folder without features": (make_edm2_folder, lose_features),
-    "pixart": (make_pixart, break_pixart),
-    "pixart's shared caption": (make_pixart, share_a_caption_file),
-    "mds": (make_mds, break_mds),
-    "mlperf-flux": (make_mlperf_flux, break_mlperf),
-    "nemo": (make_nemo, break_nemo),
+BROKEN: dict[str, tuple[str, Callable[[Made], Rejects]]] = {
+    "fast-dit": ("fast-dit", break_fast_dit),
+    "fast-dit without features": ("fast-dit", lose_features),
+    "mar": ("mar", break_mar),
+    "mar's zip bomb": ("mar", unpack_to_more_than_it_claims),
+    "lightningdit without labels": ("lightningdit", drop_labels_of_a_shard),
+    "edm2": ("edm2", break_edm2),
+    "edm2 without features": ("edm2", lose_features),
+    "edm2's folder without features": ("edm2 folder", lose_features),
+    "pixart": ("pixart", break_pixart),
+    "pixart's shared caption": ("pixart", share_a_caption_file),
+    "mds": ("mds", break_mds),
+    "mlperf-flux": ("mlperf-flux", break_mlperf),
+    "nemo": ("nemo", break_nemo),
 }
 
 
-@pytest.mark.parametrize(("make", "damage"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize(("kind", "damage"), BROKEN.values(), ids=BROKEN)
 def test_what_is_broken_is_rejected_with_its_reason_and_the_rest_is_stored(
-    make: Make, damage: Callable[[Made], Rejects], tmp_path: Path
+    kind: str, damage: Callable[[Made], Rejects], tmp_path: Path
 ) -> None:
-    made = make(tmp_path / "source")
+    made = KINDS[kind](tmp_path / "source")
     wanted = damage(made)
     run_import(made, tmp_path / "store", "source.max_reject_share=1.0")
     store = LatentStore(tmp_path / "store")
@@ -259,7 +256,7 @@ def test_what_is_broken_is_rejected_with_its_reason_and_the_rest_is_stored(
 
 
 def test_too_many_rejects_stop_an_import_before_anything_is_written(tmp_path: Path) -> None:
-    made = make_fast_dit(tmp_path / "source")
+    made = MAKERS["fast-dit"](tmp_path / "source")
     break_fast_dit(made)
     with pytest.raises(SourceError, match="3 records or captions in a row are rejected"):
         run_import(made, tmp_path / "store", "source.max_rejects_in_a_row=3")
@@ -272,7 +269,7 @@ def test_too_many_rejects_stop_an_import_before_anything_is_written(tmp_path: Pa
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_links_to_nothing_fifos_and_folders_in_place_of_files_are_told_and_not_waited_for(
-    make: Make, tmp_path: Path
+    make: Callable[[Path], Made], tmp_path: Path
 ) -> None:
     made = make(tmp_path / "whole" / "source")
     whole, copied, store = tmp_path / "whole", tmp_path / "copied", tmp_path / "store"
@@ -347,43 +344,43 @@ ARROW, INDEX, NEMO, DATASET = "data-00001-of-00002.arrow", "index.json", "metada
 NO_STATISTICS = r"latents_stats\.pt.*vae\.shift"
 NO_ARROW = rf"file '{ARROW}' cannot be read"
 OUTSIDE = "does not stay below its folder"
-REFUSED: list[tuple[Make, Callable[[Made], None], str]] = [
-    (make_lightningdit, save(STATISTICS, "evil"), NO_STATISTICS),
-    (make_lightningdit, save(STATISTICS, {"mean": torch.zeros(3)}), NO_STATISTICS),
-    (make_lightningdit, write(STATISTICS, None), NO_STATISTICS),
+REFUSED: list[tuple[str, Callable[[Made], Any], str]] = [
+    ("lightningdit", save(STATISTICS, "evil"), NO_STATISTICS),
+    ("lightningdit", save(STATISTICS, {"mean": torch.zeros(3)}), NO_STATISTICS),
+    ("lightningdit", write(STATISTICS, None), NO_STATISTICS),
     # Its first byte, so that it is read as a bare pickle.
-    (make_lightningdit, lambda made: flip(made.source / STATISTICS, 0), NO_STATISTICS),
-    (make_lightningdit, shorten(SAFETENSORS), rf"shard '{SAFETENSORS}' cannot be opened"),
-    (make_edm2_folder, write(DATASET, "["), DATASET),
-    (make_edm2_folder, write(DATASET, '{"labels": [1]}'), DATASET),
-    (make_edm2_folder, write(DATASET, '{"labels": [["a.npy", "cat"]]}'), DATASET),
-    (make_mds, change(INDEX, '"shard.00000.mds"', '"../shard.00000.mds"'), OUTSIDE),
-    (make_mds, change(INDEX, '"zstd:3"', '"br:3"'), "compression 'br:3'"),
-    (make_mds, change(INDEX, '"format": "mds"', '"format": "jsonl"'), "expected mds"),
-    (make_mds, change(INDEX, '"bytes", "nd', '"pkl", "nd'), "pickled ones are refused"),
-    (make_mds, change(INDEX, '"latents_256"', '"other"'), r"layout\.latents"),
-    (make_mds, change(INDEX, '"column_names": ["caption"', '"column_names": [5'), "no text"),
-    (make_mds, change(INDEX, '"column_encodings": ["str"', '"column_encodings": [5'), "no text"),
-    (make_mlperf_flux, shorten(ARROW), NO_ARROW),
-    (make_mlperf_flux, write(ARROW, "no Arrow stream at all"), NO_ARROW),
-    (make_mlperf_flux, drop_column, "no column 'logvar' among __key__"),
-    (make_mlperf_flux, write("state.json", None), r"state\.json.*missing"),
-    (make_mlperf_flux, short_null, r"t5_empty\.npy.*shape \(5, 16\).*shape \(6, 16\)"),
-    (make_nemo, write(NEMO, None), r"'metadata\.json' cannot be read.*when all images are done"),
-    (make_nemo, write(NEMO, "["), r"'metadata\.json' cannot be read"),
-    (make_nemo, write(NEMO, '{"model_type": "wan", "shards": []}'), "model_type 'wan'.*flux, flux2, qwen_image"),
-    (make_nemo, write(NEMO, '{"model_type": "flux", "shards": 3}'), "needs 'shards'"),
-    (make_nemo, write(NEMO, '{"model_type": "flux", "shards": ["../m.json"]}'), OUTSIDE),
-    (make_nemo, write("metadata_shard_0000.json", "{}"), "needs a list"),
-    (make_nemo, write("metadata_shard_0001.json", None), r"'metadata_shard_0001\.json' cannot be read"),
+    ("lightningdit", lambda made: flip(made.source / STATISTICS, 0), NO_STATISTICS),
+    ("lightningdit", shorten(SAFETENSORS), rf"shard '{SAFETENSORS}' cannot be opened"),
+    ("edm2 folder", write(DATASET, "["), DATASET),
+    ("edm2 folder", write(DATASET, '{"labels": [1]}'), DATASET),
+    ("edm2 folder", write(DATASET, '{"labels": [["a.npy", "cat"]]}'), DATASET),
+    ("mds", change(INDEX, '"shard.00000.mds"', '"../shard.00000.mds"'), OUTSIDE),
+    ("mds", change(INDEX, '"zstd:3"', '"br:3"'), "compression 'br:3'"),
+    ("mds", change(INDEX, '"format": "mds"', '"format": "jsonl"'), "expected mds"),
+    ("mds", change(INDEX, '"bytes", "nd', '"pkl", "nd'), "pickled ones are refused"),
+    ("mds", change(INDEX, '"latents_256"', '"other"'), r"layout\.latents"),
+    ("mds", change(INDEX, '"column_names": ["caption"', '"column_names": [5'), "no text"),
+    ("mds", change(INDEX, '"column_encodings": ["str"', '"column_encodings": [5'), "no text"),
+    ("mlperf-flux", shorten(ARROW), NO_ARROW),
+    ("mlperf-flux", write(ARROW, "no Arrow stream at all"), NO_ARROW),
+    ("mlperf-flux", drop_column, "no column 'logvar' among __key__"),
+    ("mlperf-flux", write("state.json", None), r"state\.json.*missing"),
+    ("mlperf-flux", short_null, r"t5_empty\.npy.*shape \(5, 16\).*shape \(6, 16\)"),
+    ("nemo", write(NEMO, None), r"'metadata\.json' cannot be read.*when all images are done"),
+    ("nemo", write(NEMO, "["), r"'metadata\.json' cannot be read"),
+    ("nemo", write(NEMO, '{"model_type": "wan", "shards": []}'), "model_type 'wan'.*flux, flux2, qwen_image"),
+    ("nemo", write(NEMO, '{"model_type": "flux", "shards": 3}'), "needs 'shards'"),
+    ("nemo", write(NEMO, '{"model_type": "flux", "shards": ["../m.json"]}'), OUTSIDE),
+    ("nemo", write("metadata_shard_0000.json", "{}"), "needs a list"),
+    ("nemo", write("metadata_shard_0001.json", None), r"'metadata_shard_0001\.json' cannot be read"),
 ]
 
 
-@pytest.mark.parametrize(("make", "damage", "match"), REFUSED)
+@pytest.mark.parametrize(("kind", "damage", "match"), REFUSED)
 def test_a_source_that_cannot_be_read_is_refused_and_nothing_is_written(
-    make: Make, damage: Callable[[Made], None], match: str, tmp_path: Path
+    kind: str, damage: Callable[[Made], Any], match: str, tmp_path: Path
 ) -> None:
-    made = make(tmp_path / "source")
+    made = KINDS[kind](tmp_path / "source")
     damage(made)
     with pytest.raises(SourceError, match=match):
         run_import(made, tmp_path / "store")
@@ -391,19 +388,19 @@ def test_a_source_that_cannot_be_read_is_refused_and_nothing_is_written(
 
 
 @pytest.mark.parametrize(
-    ("make", "settings", "match"),
+    ("kind", "settings", "match"),
     [
-        (make_fast_dit, ["vae.scal=[1]"], "did you mean 'vae.scale'"),
-        (make_fast_dit, ["vae.scale=[0.0]"], "a scale of 0"),
-        (make_fast_dit, ["vae.scale=[1.0, 2.0]"], "has 2 numbers, the latents have 4 channels"),
-        (make_fast_dit, ["store.codec=lz5"], "store.codec"),
-        (make_mlperf_flux, ["text.model=google/t5-v1_1-xxl"], r"2 text encoders: clip, t5.*Leave text\.model out"),
-        (partial(make_nemo, model="flux2"), [], r"a cache of 'flux2' lacks.*vae\.shift=\[running_mean"),
-        (lambda root: replace(make_mds(root), settings=["layout.mask=mask"]), [], r"vae\.scale is unknown for this"),
+        ("fast-dit", ["vae.scal=[1]"], "did you mean 'vae.scale'"),
+        ("fast-dit", ["vae.scale=[0.0]"], "a scale of 0"),
+        ("fast-dit", ["vae.scale=[1.0, 2.0]"], "has 2 numbers, the latents have 4 channels"),
+        ("fast-dit", ["store.codec=lz5"], "store.codec"),
+        ("mlperf-flux", ["text.model=google/t5-v1_1-xxl"], r"2 text encoders: clip, t5.*Leave text\.model out"),
+        ("flux2", [], r"a cache of 'flux2' lacks.*vae\.shift=\[running_mean"),
+        ("mds without a scale", [], r"vae\.scale is unknown for this"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(make: Make, settings: list[str], match: str, tmp_path: Path) -> None:
-    made = make(tmp_path / "source")
+def test_settings_that_cannot_be_are_refused(kind: str, settings: list[str], match: str, tmp_path: Path) -> None:
+    made = KINDS[kind](tmp_path / "source")
     with pytest.raises((RecipeError, SourceError), match=match):
         run_import(made, tmp_path / "store", *settings)
     assert not (tmp_path / "store").exists()
@@ -426,7 +423,7 @@ def test_what_is_no_null_caption_is_refused_and_never_unpickled(content: Any, ma
         np.save(path, content)
     else:
         torch.save({"y_embedding": Evil(mark)} if content is Evil else content, path)
-    made = replace(make_pixart(tmp_path / "source"), null=None if content is None else str(path))
+    made = replace(MAKERS["pixart"](tmp_path / "source"), null=None if content is None else str(path))
     with pytest.raises(SourceError, match=match):
         run_import(made, tmp_path / "store")
     assert not mark.exists()
@@ -494,4 +491,4 @@ def test_where_a_packed_shard_finds_no_room_it_is_no_reject(tmp_path: Path, monk
 
     monkeypatch.setattr(mds.tempfile, "NamedTemporaryFile", full)
     with pytest.raises(ResourceError, match="TMPDIR"):
-        run_import(make_mds(tmp_path / "source"), tmp_path / "store")
+        run_import(MAKERS["mds"](tmp_path / "source"), tmp_path / "store")
