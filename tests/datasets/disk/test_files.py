@@ -344,6 +344,8 @@ def test_of_another_host_or_without_locks_the_age_decides(
     os.utime(kept[1], (0, 0))  # a large file in an old folder still grows
     assert sweep_strays(tmp_path) == gone
     assert names(tmp_path) == sorted(path.name for path in kept)
+    write_both(starting(tmp_path / "other"))  # files are written all the same
+    assert (tmp_path / "other/file").read_bytes() == b"new"
 
 
 def test_all_strays_are_found_but_not_what_lies_in_one(tmp_path: Path) -> None:
