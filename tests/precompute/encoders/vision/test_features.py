@@ -6,14 +6,17 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 import transformers
-from making import CPU, drop_files, label_recipe, set_json, smooth_image
+from making import CPU, drop_files, encode, label_recipe, set_json, smooth_image
+from PIL import Image
 
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.datasets.format.token_dtypes import narrow, quality
@@ -21,7 +24,7 @@ from leandit.datasets.loader import make_loader
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import FeatureSection
 from leandit.precompute.encoders.vision.features import FeatureEncoder
-from leandit.precompute.images.pixels import decode_image
+from leandit.precompute.images.pixels import crop_image, decode_image, variant_draws
 
 IMAGES_PX, NUM_BLOCKS, NUM_REGISTERS = 64, 3, 3
 MEAN, STD = [0.48, 0.45, 0.4], [0.22, 0.23, 0.26]
@@ -367,3 +370,32 @@ def test_int8_bears_a_channel_that_is_much_larger_than_the_others(factor: int, m
     tokens = np.random.default_rng(0).standard_normal((256, 768)).astype(np.float32)
     tokens[:, 7] = factor  # a massive activation
     assert 1 - np.median(cosines(tokens)) == pytest.approx(1 - median, rel=0.2)  # the figures of docs/features.md
+
+
+def test_tokens_of_a_further_crop_are_of_that_crop_and_a_batch_draws_one_view_for_both(
+    saved: dict[str, Path], class_folder: Path, tmp_path: Path
+) -> None:
+    of_teacher = f"features.teacher.model={saved['dinov2']}"
+    encode(label_recipe("images.variants=2", "vae.flip=true", of_teacher), class_folder, tmp_path / "store")
+    url = f"memory://variants-{tmp_path.name}/store"
+    fsspec.filesystem("memory").put(str(tmp_path / "store"), url.removeprefix("memory:/"), recursive=True)
+    store, encoder = (
+        LatentStore(tmp_path / "store"),
+        FeatureEncoder(FeatureSection(model=str(saved["dinov2"])), 32, CPU),
+    )
+    keys = store.records["key"].to_pylist()
+    rows_of_tokens = dict[bytes, np.ndarray]()  # by those of latents
+    for variant, flipped in product(range(2), (False, True)):
+        (tokens,) = store.feature("teacher", "32x32").arrays("patches", variant=variant, flipped=flipped)
+        latents = store.latents("32x32", variant=variant, flipped=flipped)
+        for row, key in enumerate(keys):
+            draw = variant_draws(key, 2, 1.25)[0] if variant else None
+            crop = crop_image(Image.open(class_folder / key).convert("RGB"), (32, 32), "adm", variant=draw)
+            crop = np.ascontiguousarray(crop[:, ::-1] if flipped else crop)
+            np.testing.assert_allclose(tokens[row], encoder.encode(crop[None])[0][0], rtol=0.01, atol=0.01)
+            rows_of_tokens[latents[row].tobytes()] = tokens[row]
+    for place in (store, LatentStore(url, remote={"folder": tmp_path / "cache"})):
+        for batch in make_loader(place, global_batch=5, features=["teacher"]):
+            assert batch.features["teacher"].stored_patches is not None
+            for row, tokens in zip(batch.stored.numpy(), batch.features["teacher"].stored_patches.numpy(), strict=True):
+                np.testing.assert_array_equal(tokens, rows_of_tokens[row.tobytes()])
