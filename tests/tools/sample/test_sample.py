@@ -233,7 +233,9 @@ def test_another_vae_is_used_with_a_warning_and_one_of_other_channels_refused(
         go(runs.labels, labels=["0"], steps=1, vae=other_vae(tmp_path / "wide", 8))
 
 
-@pytest.mark.parametrize(("kind", "interval"), [("labels", "0,1"), ("captions", "0.3,1")])
+@pytest.mark.parametrize(
+    ("kind", "interval"), [pytest.param("labels", "0,1", marks=pytest.mark.integration), ("captions", "0.3,1")]
+)
 def test_images_of_one_size_compile_each_kind_of_block_once_and_are_those_of_eager_blocks(
     kind: str, interval: str, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,7 +180,7 @@ def test_few_graphs_serve_all_sizes(family: str, monkeypatch: pytest.MonkeyPatch
     plain, model = (shake(build_model(SPECS[family], seed=0)) for _ in range(2))
     model.load_state_dict(plain.state_dict())
     compile_blocks(model.blocks)
-    for size in ((8, 8), (8, 12), (4, 16), (12, 12), (16, 4)):
+    for size in ((8, 8), (8, 12), (16, 4)):
         for lengths in (RAGGED, (5, 70, 33)):
             x, given = torch.randn(3, 4, *size), conditioning(SPECS[family], lengths)
             with torch.no_grad():
