@@ -1,4 +1,4 @@
-"""Sizes and times in the units that read best. Machine-readable output keeps plain numbers."""
+"""Sizes, times and counts as they read best. Machine-readable output keeps plain numbers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def readable_size(num_bytes: float) -> str:
     if power + 1 < len(BYTE_UNITS) and round(abs(num_bytes) / 1024**power, min(1, power)) >= 1024:
         power += 1  # 1023.99 KiB is 1.0 MiB
     return f"{num_bytes / 1024**power:.{min(1, power)}f} {BYTE_UNITS[power]}"
+
+
+def plural(number: int, noun: str) -> str:
+    """A number with its noun: "1 record", "2 records"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def readable_time(seconds: float) -> str:

@@ -23,6 +23,7 @@ from ..format.schema import FileEntry, Manifest
 from ..format.table_schemas import CAPTION_START, suffixes
 from ..format.tables import map_parquet
 from ..format.zarr_shard import ArrayLayout
+from ..units import plural
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -79,7 +80,7 @@ class Finding:
         where = f"bucket '{self.bucket}', shard {self.shard}: " if self.bucket else ""
         where = where or (f"captions, shard {self.shard}: " if self.shard is not None else "")
         named = ", ".join(self.records[:3]) + (", ..." if self.num_records > 3 else "")
-        affected = f" ({self.num_records} records: {named})" if self.num_records else ""
+        affected = f" ({plural(self.num_records, 'record')}: {named})" if self.num_records else ""
         return f"{where}file '{self.path}': {self.detail}{affected}"
 
 

@@ -18,6 +18,7 @@ from ...datasets.format.table_schemas import plan_schema, suffixes
 from ...datasets.revisions.local import with_stored_encoder_paths
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ...datasets.store import LatentStore
+from ...datasets.units import plural
 from ..config import PrecomputeRecipe
 from ..encoders.text.tokenizer import CaptionTokenizer
 from ..images.decoders import Decoders
@@ -101,8 +102,8 @@ class Planner:
             return comparison, None
         if spec.groups != plan.spec.groups and comparison.num_gone > comparison.num_dropped:
             raise SourceError(
-                f"source '{source.name}': {comparison.num_gone} records of store '{self.root}' are gone from it, so "
-                "they cannot be encoded. Restore them, or add --drop-gone to leave them out of the new revision."
+                f"source '{source.name}': it lacks {plural(comparison.num_gone, 'record')} of store '{self.root}', "
+                "which therefore cannot be encoded. Restore them, or leave them out with --drop-gone."
             )
         return comparison, base
 

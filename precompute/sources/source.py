@@ -19,6 +19,7 @@ import pyarrow.compute
 
 from ...datasets.disk.hashing import sha256_of
 from ...datasets.errors import RecordRejected, SourceError
+from ...datasets.units import plural
 from ..config import Kind, SourceSection
 from ..images.decoder_child import HEADER_BYTES
 from ..images.decoders import ImagePlace
@@ -166,7 +167,7 @@ class Source(OpenedSource):
     def lines(self) -> list[str]:
         """Kind, path and number of records of each source."""
         counts = zip(self.parts, self.counts or [len(self.records)], strict=True)
-        return [f"{part.kind} '{part.name}', {count} records" for part, count in counts]
+        return [f"{part.kind} '{part.name}', {plural(count, 'record')}" for part, count in counts]
 
     @property
     def has_class_names(self) -> bool:

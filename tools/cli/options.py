@@ -92,17 +92,17 @@ STORE_HELP = "Store to train on, unless the recipe names stores: a folder, s3://
 Recipe = Annotated[str, Argument(metavar="RECIPE", help=RECIPE_HELP, autocompletion=complete_recipe)]
 Run = Annotated[Path, Argument(parser=read_path, metavar="RUN", help="Run, or output of 'leandit average'.")]
 LocalStore = Annotated[Path, Argument(parser=written_path, metavar="STORE", help="Folder of the store.")]
-AnyStore = Annotated[str, Argument(parser=path_or_url, metavar="STORE", help="Store: a folder, or a URL.")]
+AnyStore = Annotated[str, Argument(parser=path_or_url, metavar="STORE", help="Store: a folder or a URL.")]
 StoreOfRecipe = Annotated[str | None, Option("--store", parser=path_or_url, metavar="PATH", help=STORE_HELP)]
-Device = Annotated[str, Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")]
+Device = Annotated[str, Option(help="cpu, cuda or cuda:N; auto: a GPU if available.")]
 Overrides = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one recipe key; repeatable.")
 ]
 DryRun = Annotated[bool, Option("--dry-run", help="Print what would be done, then exit.")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 Revision = Annotated[int, Option(min=0, help="Revision of the store; 0: the newest.")]
-Vae = Annotated[str | None, Option(help="Folder or hub id to decode with, else the store's own VAE.")]
-Base = Annotated[str, Option(help="Present location of the weights that the run's adapters were trained on.")]
+Vae = Annotated[str | None, Option(help="VAE to decode with (folder or hub id); default: the store's.")]
+Base = Annotated[str, Option(help="Current location of the weights the run's adapters were trained on.")]
 Weights = Annotated[
     Literal["averaged", "raw"], Option(help="Averaged weights, or the raw ones of the newest checkpoint.")
 ]

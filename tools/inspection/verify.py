@@ -15,7 +15,7 @@ from ...datasets.maintenance.findings import HARMLESS
 from ...datasets.maintenance.verify import Verification, verify_store
 from ...datasets.revisions.catalog import sealed_revisions
 from ...datasets.revisions.plan import read_spec
-from ...datasets.units import readable_size, readable_time
+from ...datasets.units import plural, readable_size, readable_time
 from ...precompute.run.clock import Progress
 from ..terminal.text import printable
 
@@ -153,10 +153,10 @@ def render(checked: Verification, done: dict[str, Any]) -> str:
         ("checked", f"{checked.mode}: {checked.num_files:,} files, {rate}; {checked.num_records:,} records"),
     ]
     if "before" in done:
-        rows.append(("repaired", f"{done['before']} findings before, {len(checked.findings)} now"))
+        rows.append(("repaired", f"{plural(done['before'], 'finding')} before, {len(checked.findings)} now"))
     if "deep" in done:
         again = "{num_records} records and {num_captions} captions encoded again: {num_exact} equal bit for bit, "
-        again += "{num_close} within rounding, {findings} not"
+        again += "{num_close} within rounding, {findings} different"
         rows.append(("deep", again.format(**done["deep"]) if done["deep"] else "not done: see below"))
     rows += [(f"{finding.cause:<16}", finding.line()) for finding in checked.findings[:SHOWN]]
     if len(checked.findings) > SHOWN:

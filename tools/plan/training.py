@@ -55,7 +55,7 @@ def plan(
     """The plan as JSON values, in bytes and seconds.
 
     Args:
-      gpu: name of the GPU that the strategies are shown for.
+      gpu: name of the GPU to compare the strategies on.
       images: to train on; 0: those of the recipe's steps.
       run: gives a measured MFU.
       network_gbit: Gbit/s of each GPU between machines.

@@ -31,21 +31,23 @@ class SampleRequest:
     captions: Annotated[list[str], Option("--caption", help="Caption; repeatable.")] = field(default_factory=list)
     count: Annotated[
         int | None,
-        Option("--num", min=1, help="Images for each label or caption (1), or in total where neither is given (16)."),
+        Option(
+            "--num", min=1, help="Images per label or caption (default 1), or in total without either (default 16)."
+        ),
     ] = None
     batch: Annotated[int, Option(min=1, help="Images drawn at once.")] = 64
-    bucket: Annotated[str | None, Option(help="HxW in pixels, else the most common bucket.")] = None
-    guidance: Annotated[float, Option(help="Classifier-free guidance; 1 is none.")] = 4.0
+    bucket: Annotated[str | None, Option(help="HxW in pixels; default: the most common bucket.")] = None
+    guidance: Annotated[float, Option(help="Classifier-free guidance scale; 1: none.")] = 4.0
     guidance_times: Annotated[str, Option(metavar="LOW,HIGH", help="Times of guidance: 0 is data, 1 noise.")] = "0,1"
     guided_channels: Annotated[
-        int, Option("--guided-channels", min=0, help="Guide only the first channels; 0: all.")
+        int, Option("--guided-channels", min=0, help="Guide only this many channels, from the first; 0: all.")
     ] = 0
     sampler: Annotated[
         Literal["auto", "euler", "heun", "sde", "ddim", "dpm", "ddpm"],
         Option(help="flow: euler, heun, dpm, sde. ddpm: ddim, dpm, ddpm."),
     ] = "auto"
     shift: Annotated[
-        float | None, Option(min=0.01, help="Shift of the times of flow towards noise, else that of training.")
+        float | None, Option(min=0.01, help="Shift of flow times towards noise; default: the training shift.")
     ] = None
     diffusion: Annotated[
         Literal["sigma", "linear", "constant", "decreasing", "increasing-decreasing"],
@@ -65,9 +67,9 @@ class SampleRequest:
     ] = None
     recipe: Annotated[str, Option(help="Train recipe of a published checkpoint, given as RUN.")] = ""
     encoders: Annotated[str, Option(help="Precompute recipe of its VAE and text encoder.")] = ""
-    vae: Annotated[str | None, Option(help="Folder or hub id to decode with, else the store's VAE.")] = None
-    text: Annotated[str | None, Option(help="Folder or hub id for captions not in the store.")] = None
-    base: Annotated[str, Option(help="Present location of the weights that the run's adapters were trained on.")] = ""
+    vae: Annotated[str | None, Option(help="VAE to decode with (folder or hub id); default: the store's.")] = None
+    text: Annotated[str | None, Option(help="Text encoder (folder or hub id) for captions not in the store.")] = None
+    base: Annotated[str, Option(help="Current location of the weights the run's adapters were trained on.")] = ""
     weights: Annotated[
         Literal["averaged", "raw"], Option(help="Averaged weights, or the raw ones of the newest checkpoint.")
     ] = "averaged"
@@ -125,7 +127,7 @@ class EvaluateRequest:
     target: Path = Path()
     against: Path | None = None
     features: Annotated[
-        str, Option(help='"inception", a file of its weights, or folder or hub id of a vision model.')
+        str, Option(help='"inception", the file of its weights, or a vision model (folder or hub id).')
     ] = INCEPTION
     resize: Annotated[
         Literal["antialiased", "tensorflow"] | None,
@@ -135,13 +137,17 @@ class EvaluateRequest:
         field(default_factory=list)
     )
     crop_px: Annotated[
-        int, Option("--crop", min=0, metavar="PX", help="Crop images of folders to squares, as ADM; 0: as they are.")
+        int,
+        Option(
+            "--crop",
+            min=0,
+            metavar="PX",
+            help="Crop images of folders to squares of this side, like ADM; 0: do not crop.",
+        ),
     ] = 0
-    most: Annotated[
-        int, Option("--against-num", min=0, help="Images of the reference, spread evenly over it; 0: all.")
-    ] = 0
+    most: Annotated[int, Option("--against-num", min=0, help="Number of reference images, evenly spaced; 0: all.")] = 0
     clip: Annotated[
-        str | None, Option("--clip", help="Folder or hub id of a CLIP, for the CLIP score of the captions.")
+        str | None, Option("--clip", help="CLIP (folder or hub id) for the CLIP score of the captions.")
     ] = None
     keep: Path | None = None
     captions: Path | None = None

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ...datasets.batches.batch import Batch
 from ...datasets.errors import ResourceError
+from ...datasets.units import plural
 from .state import Run
 
 LOG = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def fit_microbatch(run: Run, batch: Batch, train_step: Callable[[Run, Batch], ob
         size = min(limits.get(bucket, images), images)
         if size <= fewest:
             raise ResourceError(
-                f"device '{run.device}': {size} images of bucket '{bucket}' do not fit beside the model. Use "
+                f"device '{run.device}': {plural(size, 'image')} of bucket '{bucket}' do not fit beside the model. Use "
                 "run.activation_checkpointing, parallel.strategy 'fsdp', or a smaller model."
             )
         limits[bucket] = max(fewest, -(-size // 2))

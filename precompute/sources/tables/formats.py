@@ -170,7 +170,7 @@ def _coco_cells(
         what = "the lists 'images' and 'annotations'" if lacking else "annotations with 'caption'"
         raise SourceError(f"{where}: a JSON object without {what}; expected COCO's captions, or a list of rows.")
     scan.notes.append(f"COCO: {images} images, {captions} captions")
-    scan.notes += [f"COCO: {unused} captions name no image of the list"] if unused else []
+    scan.notes += [f"COCO: captions that name no image of the list: {unused}"] if unused else []
     cells = [f"to_json({name}) AS {name}" for name in ("file_name", "caption", "height", "width")]
     position = "row_number() OVER (ORDER BY images.place, annotations.place) - 1"
     joined = "images LEFT JOIN annotations ON id = image_id"

@@ -34,7 +34,7 @@ def test_coco_joins_captions_to_images_in_the_order_of_the_images(tmp_path: Path
     ]
     assert (source.records[0].height_px, source.records[0].width_px) == (8, 9)
     assert any("3 images, 5 captions" in note for note in source.notes)
-    assert any("1 captions name no image" in note for note in source.notes)
+    assert any("captions that name no image of the list: 1" in note for note in source.notes)
 
 
 def test_parquet_of_the_hub_is_read_by_split_with_classes_and_caption_lists(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_kinds_may_differ_and_each_image_is_read_from_its_own_source(tmp_path: P
         ("a.jpg", "a.jpg", ("a cat",)),
         ("b/b/x", "//b//b.tar", ("a dog",)),
     ]
-    assert source.lines() == [f"sidecars '{texts}', 1 records", f"webdataset '{tar}', 1 records"]
+    assert source.lines() == [f"sidecars '{texts}', 1 record", f"webdataset '{tar}', 1 record"]
     assert source.is_read_by_decoders
     opened = open_sources([str(texts), str(tar)], AUTO)  # as a worker does
     for one in (source, opened):

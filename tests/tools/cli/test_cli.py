@@ -303,7 +303,7 @@ def test_verify_says_what_is_whole_damaged_repaired_and_unfinished(
     assert (ended.code, ended.out, "batch_size" in ended.err) == (3, "", True)
     ended = leandit(*repair, "--deep", "--device", "cpu")
     assert (ended.code, "repair: 1 of 1" in ended.err) == (0, True)
-    assert "1 findings before, 0 now" in ended.out
+    assert "1 finding before, 0 now" in ended.out
     assert "15 records and 0 captions encoded again: 15 equal bit for bit" in ended.out
     for name in ("manifest.json", "twin/manifest.json"):
         (path / "revisions/000001" / name).unlink()

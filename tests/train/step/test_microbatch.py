@@ -80,5 +80,5 @@ def test_what_cannot_fit_or_is_set_by_the_user_is_not_halved(monkeypatch: pytest
         if settings:
             fit_microbatch(steps.learner, steps.batch(), train_step)
         else:
-            with pytest.raises(ResourceError, match=r"1 images of bucket '64x64' do not fit.*smaller model"):
+            with pytest.raises(ResourceError, match=r"1 image of bucket '64x64' do not fit.*smaller model"):
                 fit_microbatch(steps.learner, steps.batch(), train_step)

@@ -25,7 +25,7 @@ def bench_options() -> None:
 @bench.command("loader")
 def bench_loader(
     store: Annotated[Path, Argument(parser=read_path, metavar="STORE", help="Folder of the store.")],
-    batch: Annotated[int, Option(min=1, help="Records of a batch.")] = 256,
+    batch: Annotated[int, Option(min=1, help="Records per batch.")] = 256,
     seconds: Annotated[float, Option(min=0.01, help="Length of each measured window.")] = 2.0,
     cold: Annotated[
         bool, Option("--cold", help="Also measure from disk: drop the store from the page cache first.")
@@ -51,7 +51,7 @@ def bench_train(
     recipe: Recipe,
     store: StoreOfRecipe = None,
     rounds: Annotated[int, Option(min=1, help="Number of measurements.")] = 3,
-    steps: Annotated[int, Option(min=1, help="Measured steps of each round.")] = 50,
+    steps: Annotated[int, Option(min=1, help="Steps per measurement.")] = 50,
     device: Device = "auto",
     overrides: Overrides = None,
     as_json: AsJson = False,

@@ -19,14 +19,14 @@ Layout = Annotated[Literal["diffusers", "official"], Option("--format", help=LAY
 
 def export(
     run: Run,
-    out: Annotated[Path, output("Folder to make.")],
+    out: Annotated[Path, output("Folder to create.")],
     layout: Layout = "diffusers",
     step: Annotated[int, Option(min=0, help="Step of the snapshot; 0: the newest.")] = 0,
     encoders: Annotated[
         bool, Option("--encoders", help="Copy the store's VAE, text encoder and tokenizer too.")
     ] = False,
-    vae: Annotated[str | None, Option(help="Present location of the VAE: folder or hub id.")] = None,
-    text: Annotated[str | None, Option(help="Present location of the text encoder: folder or hub id.")] = None,
+    vae: Annotated[str | None, Option(help="Current location of the VAE: folder or hub id.")] = None,
+    text: Annotated[str | None, Option(help="Current location of the text encoder: folder or hub id.")] = None,
     merged: Annotated[bool, Option("--merged", help="Merge the adapters into the weights.")] = False,
     base: Base = "",
     weights: Weights = "averaged",

@@ -13,7 +13,7 @@ from ...terminal.outcome import print_next
 from ...terminal.text import print_rows
 from ..options import Device, Revision, Vae, is_url, output, path_or_url, print_line, torch_device
 
-Target = Annotated[str, Argument(parser=path_or_url, metavar="STORE|RUN", help="Store: a folder, or a URL. Or a run.")]
+Target = Annotated[str, Argument(parser=path_or_url, metavar="STORE|RUN", help="Store (folder or URL) or run.")]
 
 
 def report(
@@ -47,12 +47,12 @@ def view(
     port: Annotated[int, Option(min=0, max=65535, help="Port of 127.0.0.1; 0: a free one.")] = 0,
     open_browser: Annotated[bool, Option("--open/--no-open", help="Open the page in your browser.")] = True,
     vae: Annotated[
-        str | None, Option(help="Folder or hub id to decode with, such as a tiny VAE; else the store's own.")
+        str | None, Option(help="VAE to decode with (folder or hub id), such as a tiny one; default: the store's.")
     ] = None,
     device: Device = "cpu",
     revision: Revision = 0,
 ) -> None:
-    """Show a store or a run in a browser; it reads and never writes. Ctrl-C or SIGTERM ends it.
+    """Browse a store or a run, read-only; Ctrl-C or SIGTERM ends it.
 
     Example: leandit view imagenet-256
     """

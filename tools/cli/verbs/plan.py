@@ -37,13 +37,13 @@ def plan_train(
     resolution: Annotated[
         int | None, typer.Option(min=8, help="Image side in pixels, if there is no store yet.")
     ] = None,
-    gpu: Annotated[str, typer.Option(help="GPU that the strategies are shown for.")] = "H200",
+    gpu: Annotated[str, typer.Option(help="GPU to compare the strategies on.")] = "H200",
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
     network_gbit: Annotated[
         float, typer.Option(min=1, help="Network bandwidth of each GPU between machines, Gbit/s.")
     ] = 400.0,
-    images: Annotated[int, typer.Option(min=0, help="Images to train on; 0: by the recipe's steps.")] = 0,
-    run: Annotated[Path | None, local_input("Run whose measured MFU is used, else an estimate.")] = None,
+    images: Annotated[int, typer.Option(min=0, help="Images to train on; 0: from the recipe's steps.")] = 0,
+    run: Annotated[Path | None, local_input("Run whose measured MFU to use instead of an estimate.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:

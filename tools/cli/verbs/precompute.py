@@ -39,9 +39,11 @@ def parse_part(text: str) -> Any:
 MAIN = f"{__name__.split('.')[0]}.tools.cli.main"
 THIS_RUN = "this run"  # the row after those of the store
 
-Part = Annotated[str | None, Option(parser=parse_part, metavar="I/N", help="Process shard group I of N.")]
-STORE_HELP = "Folder of the store; the same command again resumes."
-DEVICE_HELP = "cpu or cuda:N; several with commas, a process for each; cuda and auto take all GPUs."
+Part = Annotated[
+    str | None, Option(parser=parse_part, metavar="I/N", help="Encode only part I of N: every N-th shard.")
+]
+STORE_HELP = "Folder of the store; the same command resumes."
+DEVICE_HELP = "cpu or cuda:N, several separated by commas, one process each; cuda and auto: all GPUs."
 
 
 def precompute(
@@ -197,14 +199,14 @@ def import_(
     kind: Annotated[
         str, typer.Argument(metavar="KIND", help="fast-dit, lightningdit, mar, edm2, pixart, mds, mlperf-flux or nemo.")
     ],
-    source: Annotated[Path, local_input("Features: the folder or file that the other program wrote.")],
+    source: Annotated[Path, local_input("Folder or file written by the other program.")],
     store: Annotated[Path, output(STORE_HELP)],
     null: Annotated[
         str | None, Option(help="Null caption: .npy, a checkpoint, a folder for several text encoders, or zeros.")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Convert latents that another program has cached into a store, exactly, without re-encoding.
+    """Convert latents cached by another program into a store, exactly, without re-encoding.
 
     Example: leandit import mar --source cached-imagenet --store imagenet-256
     """

@@ -77,8 +77,10 @@ def sample(
     run: Run,
     out: Annotated[Path, output("Folder for grid.png and samples.json, or for the images of a set.")],
     request: SampleRequest,
-    store: Annotated[Path | None, local_input("Store of the captions, else the run's own.")] = None,
-    npz: Annotated[bool, Option("--npz", help=f"A set of files, as for more than {LARGEST_GRID} images.")] = False,
+    store: Annotated[Path | None, local_input("Store of the captions; default: the run's.")] = None,
+    npz: Annotated[
+        bool, Option("--npz", help=f"Write single files and an .npz, as for more than {LARGEST_GRID} images.")
+    ] = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -147,10 +149,10 @@ def evaluate(
     ] = None,
     keep: Annotated[
         Path | None,
-        output("Keep the statistics of the reference in this .npz, or read them from it.", "--keep-statistics"),
+        output("Cache the reference's statistics in this .npz.", "--keep-statistics"),
     ] = None,
     captions: Annotated[
-        Path | None, local_input("Captions of the images: samples.json or metadata.jsonl; else that of the folder.")
+        Path | None, local_input("Captions of the images: a samples.json or metadata.jsonl; default: the folder's.")
     ] = None,
     out: Annotated[Path | None, output("Folder for the images that a run draws.")] = None,
     num: Annotated[int, Option(min=6, help="Images that a run draws.")] = 50_000,

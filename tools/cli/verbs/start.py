@@ -21,7 +21,7 @@ def demo(
     num_images: Annotated[int, Option("--images", min=24, help="Images to draw.")] = 3000,
     overrides: Overrides = None,
 ) -> None:
-    """Full pipeline on synthetic images, on a CPU in minutes; measures whether samples match their captions.
+    """Run the full pipeline on synthetic images, on a CPU in minutes; measure whether samples match their captions.
 
     Example: leandit demo --out leandit-demo
     """

@@ -40,7 +40,7 @@ def train(
     context: typer.Context,
     recipe: Recipe,
     store: StoreOfRecipe = None,
-    run: Annotated[Path | None, output("Folder of the run; the same command again resumes.")] = None,
+    run: Annotated[Path | None, output("Folder of the run; the same command resumes.")] = None,
     device: Device = "auto",
     overrides: Overrides = None,
     dry_run: DryRun = False,
@@ -133,7 +133,7 @@ def average(
     out: Annotated[Path, output("Folder for the snapshot; sample from it as from a run.")],
     step: Annotated[int, Option(min=0, help="Average up to this step; 0: the newest stored one.")] = 0,
 ) -> None:
-    """Make a snapshot with a weight average of any length, from the averages that a run has stored.
+    """Compute a weight average of any length from the averages that a run has stored.
 
     Example: leandit average runs/dit-s --length 0.075 --out runs/dit-s-0.075
     """

@@ -16,6 +16,7 @@ from ....datasets.disk.hashing import read_json
 from ....datasets.errors import DamageError, RecipeError, SourceError
 from ....datasets.format.layout import GROUP
 from ....datasets.store import LatentStore
+from ....datasets.units import plural
 from ....precompute.run.clock import Progress
 from ....train.weights.folders import EVALUATIONS, is_run
 from ...inspection.images import spread
@@ -58,7 +59,7 @@ def evaluate(request: EvaluateRequest, *, device: torch.device, progress: Progre
         score, num_cut = clip_score(request, clip, target, progress)
         result |= {"clip": clip.description, "clip_score": score}
         if num_cut:
-            notes.append(f"{num_cut} captions are longer than CLIP reads; the rest of each does not count")
+            notes.append(f"{plural(num_cut, 'caption')} longer than CLIP reads: cut there")
     result = finite(result | {"notes": notes})
     if is_run(request.target):
         path = request.target / EVALUATIONS

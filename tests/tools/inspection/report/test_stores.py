@@ -139,7 +139,7 @@ def test_rejects_and_copies_are_counted_and_named(full: tuple[LatentStore, Page]
     assert "images/broken0.png not_an_image" in sections["records"]
     assert "images/broken1.png truncated" in sections["records"]
     assert "2 images were rejected, 11 % of 19: not_an_image 1, truncated 1." in sections["warnings"]
-    assert f"duplicates {NUM_COPIES} of an earlier image" in sections["records"]
+    assert f"duplicates {NUM_COPIES} repeat an earlier image" in sections["records"]
     assert "4 images/0.png, images/copy0.png, images/copy1.png, images/copy2.png" in sections["records"]
     assert f"{NUM_COPIES} images have the same bytes as an earlier one." in sections["warnings"]
 
@@ -153,7 +153,7 @@ def test_captions_are_counted_by_their_uses(full: tuple[LatentStore, Page]) -> N
     longest = max(uses, key=len)
     assert f"Longest characters caption {len(longest)} {longest.strip()}" in text
     assert f"captions of records {uses.total()}, {len(uses)} (" in text
-    assert "unused 1, of rejected" in text  # the truncated one's: the other was not planned
+    assert "unused 1, only of rejected" in text  # the truncated one's: the other was not planned
     cut = [row["truncated"] for row in store.captions.to_pylist() if row["text"] in uses]
     assert f"{sum(cut)} ({100 / len(cut):.2g} %) truncated at" in text
     assert f"({sum(cut)} of {len(cut)}) are cut at" in page.sections["warnings"]

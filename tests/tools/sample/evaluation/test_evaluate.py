@@ -272,7 +272,7 @@ def test_captions_are_found_by_name_and_long_ones_are_cut(clip: TinyClip, here: 
     (tmp_path / "captions.jsonl").write_text("\n".join(map(json.dumps, reversed(lines))))
     options: dict[str, Any] = {"clip": str(clip.folder), "captions": tmp_path / "captions.jsonl"}
     found = measured(here / "one", None, here, **options)
-    assert found["notes"] == ["1 captions are longer than CLIP reads; the rest of each does not count"]
+    assert found["notes"] == ["1 caption longer than CLIP reads: cut there"]
     for name, content, words in (
         ("a.jsonl", "\n".join(map(json.dumps, lines[:-2])), f"none for image '{names[-2]}', and 1 others"),
         ("a.jsonl", '{"file_name": 3}', "line 1: expected an object with file_name and text"),
