@@ -116,7 +116,7 @@ class ImagesSection(Section):
     @model_validator(mode="after")
     def _check(self) -> ImagesSection:
         if not self.table:
-            raise ValueError("expected at least one bucket, as ['512x768']")
+            raise ValueError("expected at least one bucket, such as ['512x768']")
         if self.crop == "adm" and self.buckets != "square":
             raise ValueError("crop 'adm' makes squares; use crop = \"bucket\" with these buckets")
         return self

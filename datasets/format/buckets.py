@@ -56,7 +56,7 @@ def bucket_size(name: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", name)
     if not match:
-        raise RecipeError(f"bucket '{name}': expected HEIGHTxWIDTH in pixels, as in '512x768'.")
+        raise RecipeError(f"bucket '{name}': expected HEIGHTxWIDTH in pixels, such as '512x768'.")
     return int(match[1]), int(match[2])
 
 

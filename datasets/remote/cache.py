@@ -125,7 +125,8 @@ class RemoteFolder:
                 if ahead or time.monotonic() > deadline:
                     raise ResourceError(
                         f"store '{self.url}': file '{path}' needs {readable_size(entry.bytes)}; its local folder's "
-                        f"{readable_size(self._capacity)} are taken by shards that others fetch. Give it more room."
+                        f"{readable_size(self._capacity)} are used by shards that other processes download. "
+                        "Increase its capacity."
                     ) from None
                 time.sleep(LOOK_SECONDS * random.uniform(0.5, 1.5))
         self._mark(path, ahead) if ahead else self.use(path)

@@ -134,7 +134,7 @@ def shift_and_scale(model: Any, family: Family, channels: int, where: str) -> tu
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise EncoderError(
             f"{where}: scaling_factor, shift_factor, latents_mean or latents_std of its config, or its batch norm, are "
-            f"not a number each, or one for each of {channels} channels ({error})."
+            f"expected one number, or one for each of {channels} channels ({error})."
         ) from error
     return shifts.tolist(), scales.tolist()
 

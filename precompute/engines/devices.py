@@ -61,7 +61,7 @@ def run_on_devices(
     kinds = sorted({device.partition(":")[0] for device in devices})
     if len(kinds) > 1:
         raise RecipeError(
-            f"--device '{','.join(devices)}': {' and '.join(kinds)} make different bits of one image. Expected "
+            f"--device '{','.join(devices)}': {' and '.join(kinds)} encode an image to different bits. Expected "
             "devices of one kind."
         )
     share = max(1, min(MAX_THREADS, num_cores() // len(devices)))

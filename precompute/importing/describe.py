@@ -177,11 +177,11 @@ def _per_channel(name: str, numbers: Sequence[float], channels: int) -> list[flo
     if not numbers:
         raise SourceError(
             f"import: vae.{name} is unknown for this kind of features, and decoding needs it. Give the factor that the "
-            f"latents were scaled with, as --set vae.{name}=[0.18215]."
+            f"latents were scaled with, such as --set vae.{name}=[0.18215]."
         )
     if len(numbers) not in (1, channels):
         raise SourceError(
             f"import: vae.{name} has {len(numbers)} numbers, the latents have {channels} channels. Expected one, or "
-            f"one a channel: check --set vae.{name}=[...], or the statistics that the source has."
+            f"one per channel: check --set vae.{name}=[...], or the statistics that the source has."
         )
     return [float(number) for number in (numbers if len(numbers) == channels else [numbers[0]] * channels)]

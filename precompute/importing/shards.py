@@ -138,7 +138,7 @@ class CaptionShard(ImportShard):
         if values.shape != wanted:
             raise SourceError(
                 f"record '{entry.key}': its caption features are {values.shape} now, {wanted} when the store was "
-                "planned. Restore the source; the same command then goes on."
+                "planned. Restore the source; the same command then continues."
             )
         return values
 

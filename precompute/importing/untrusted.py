@@ -140,6 +140,6 @@ def read_tensors(path: Path) -> Any:
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # its message explains how to read it anyway
-        raise ValueError("it holds something else than tensors, which is refused") from error
+        raise ValueError("it holds objects other than tensors, which are refused") from error
     except (zipfile.BadZipFile, RuntimeError, EOFError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"not a file of tensors: {next(iter(str(error).splitlines()), '')}"[:200]) from error

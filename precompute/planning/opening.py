@@ -63,7 +63,7 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
     Raises: StoreError: the path is something else, or the store has lost its plan.
     """
     if root.exists() and not root.is_dir():
-        raise StoreError(f"store '{root}': a file is there; expected a folder, or nothing. Give another --store.")
+        raise StoreError(f"store '{root}': it is a file; expected a folder, or nothing. Give another --store.")
     if not root.exists():
         return None
     if revisions := [*sealed_revisions(root), *planned_revisions(root)]:

@@ -29,5 +29,5 @@ def part_of(text: str) -> Part:
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     number, count = map(int, match.groups()) if match else (0, 0)
     if not 1 <= number <= count:
-        raise ValueError(f"'{text}': expected I/N with I from 1 to N, as 3/8.")
+        raise ValueError(f"'{text}': expected I/N with I from 1 to N, such as 3/8.")
     return Part(number, count)

@@ -319,5 +319,5 @@ def _batches(files: SourceFiles, images: SourceFiles, table: str | None, scan: S
         if is_fault(error):
             raise fault_error(files.name, error) from error
         raise SourceError(
-            f"source '{files.name}': it cannot be read ({error}). Look at the disk or the mount."
+            f"source '{files.name}': it cannot be read ({error}). Check the disk or the mount."
         ) from error

@@ -241,7 +241,7 @@ def test_a_run_that_another_process_trains_is_refused_and_untouched(
     with ForkedPython(["-c", HOLDS, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(RunError, match="another process trains it"):
+        with pytest.raises(RunError, match="another process is training it"):
             run_to(constant("dit-s-4", EVERY, "run.keep_checkpoints=10"), stores["dit-s-4"], run)
         other.kill()
     assert tree_digest(run) == before

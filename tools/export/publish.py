@@ -96,7 +96,7 @@ def store_files(root: Path, hub: HubRepository, terms: Terms) -> tuple[list[Outg
     checked = verify_store(root, quick=True)
     if damage := [one for one in checked.findings if one.cause not in {*HARMLESS, "stray"}]:
         raise DamageError(
-            f"store '{root}': {len(damage)} of its files are not as they were written, the first: "
+            f"store '{root}': {len(damage)} of its files differ from what was written, the first: "
             f"{printable(damage[0].line())}. Run 'leandit verify --repair --source PATH', then publish."
         )
     if not checked.complete:
@@ -239,8 +239,8 @@ def _refuse_other(hub: HubRepository, files: Mapping[str, OutgoingFile], listed:
     for path in sorted(listed):
         if path not in files and re.fullmatch(rf"{REVISIONS}/\d+/{re.escape(MANIFEST)}", path):
             raise StoreError(
-                f"'{hub.address}' holds a revision that this store lacks: '{path}'. Its readers would go on with that "
-                "one. Publish the store that has it, or give another name or another branch with --revision."
+                f"'{hub.address}' holds a revision that this store lacks: '{path}'. Its readers would continue with "
+                "that one. Publish the store that has it, or give another name or another branch with --revision."
             )
         if path in files and path.endswith(MANIFEST) and not files[path].is_same(listed[path]):
             problem = f"holds another store: its '{path}' differs."
@@ -267,8 +267,8 @@ def _check_listing(hub: HubRepository, files: Sequence[OutgoingFile]) -> None:
     listed = hub.listing()
     if wrong := [file.path for file in files if not file.is_same(listed.get(file.path))]:
         raise DamageError(
-            f"'{hub.address}': {len(wrong)} files there are not those that were sent, the first is '{wrong[0]}'. Run "
-            "the same command again: it sends them again."
+            f"'{hub.address}': {len(wrong)} files there differ from those that were sent, the first is '{wrong[0]}'. "
+            "Run the same command again: it sends them again."
         )
 
 

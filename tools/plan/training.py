@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from ...datasets.errors import RecipeError
-from ...datasets.units import readable_size, readable_time
+from ...datasets.units import plural, readable_size, readable_time
 from ...train.config import TrainRecipe
 from ...train.metrics.flops import meta_model, shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
@@ -227,9 +227,11 @@ def render(result: dict[str, Any]) -> str:
     kind = "measured"
     if not result["mfu"]:
         narrower = result["lora_rank"] and result["lora_frozen"] == "float32"
-        kind = f"none: not one image fits on {result['gpu']}" + (", try --set lora.frozen=int8" if narrower else "")
+        kind = f"none: not even one image fits on {result['gpu']}" + (
+            ", try --set lora.frozen=int8" if narrower else ""
+        )
     elif not result["mfu_is_measured"]:
-        kind = f"on {result['gpu']}, an estimate, not measured: of published trainers; --run gives yours"
+        kind = f"on {result['gpu']}, estimated from published trainers; --run takes a measured one"
     text = f", {result['caption_tokens']} caption tokens" if result["caption_tokens"] else ""
     size = f"{shortened(result['parameters'])} parameters"
     size += f" of which {shortened(result['trained_parameters'])} train" if result["lora_rank"] else ""
@@ -251,30 +253,30 @@ def render(result: dict[str, Any]) -> str:
     notes, mirrored = [], result["mirror_bytes"]
     if any(row["launch_bound"] for row in known):
         notes.append(
-            f"*: bound by launching operations, {LAUNCH_SECONDS * 1e6:.0f} us each: a rule, not measured on a GPU. A "
-            "larger batch on each GPU takes less time for an image."
+            f"*: bound by launching operations, {LAUNCH_SECONDS * 1e6:.0f} us each, a rule of thumb. A larger batch "
+            "per GPU takes less time per image."
         )
     if any(row["seconds"] is None for row in known):
         notes.append(
-            f"-: not one image fits, or it has no {result['precision']}, for which plan with another run.precision."
+            f"-: not even one image fits, or the GPU has no {result['precision']}: plan with another run.precision."
         )
     return "\n".join(
         [
             f"model       {result['model']}, {size}, {result['bucket']} px{text}",
-            f"arithmetic  {result['flops_per_image'] / 1e12:.3g} TFLOP an image, {result['precision']}",
-            f"batch       {result['global_batch']} images on {result['gpus']} GPUs",
-            f"strategy    {result['asked']} by the recipe; below are all",
+            f"arithmetic  {result['flops_per_image'] / 1e12:.3g} TFLOP per image, {result['precision']}",
+            f"batch       {result['global_batch']} images on {plural(result['gpus'], 'GPU')}",
+            f"strategy    {result['asked']} in the recipe; all are listed below",
             *(f"{'':<12}{line}" for line in result["changes"]),
             f"MFU         {result['mfu']:.0%}, {kind}" if result["mfu"] else f"MFU         {kind}",
-            f"checkpoint  {readable_size(result['checkpoint_bytes'])} of weights that train, optimizer and averages",
-            f"disk        {readable_size(result['run_bytes'])} of checkpoints and snapshots when it ends"
+            f"checkpoint  {readable_size(result['checkpoint_bytes'])} of trained weights, optimizer and averages",
+            f"disk        {readable_size(result['run_bytes'])} of checkpoints and snapshots at the end"
             + (f", {readable_size(mirrored)} of shards from URLs (run.remote_gib)" if mirrored else ""),
-            f"memory      traced, not compiled{'; torch.compile takes less' if result['compiled'] else ''}",
+            f"memory      traced{' without torch.compile, which takes less' if result['compiled'] else ''}",
             "",
-            f"GiB on each {result['gpu']}, at the largest microbatch that fits (0: none; then of one image)",
+            f"GiB on each {result['gpu']}, at the largest microbatch that fits (0: none fits, bytes are of one image)",
             *aligned(memory),
             "",
-            f"largest microbatch on each GPU, and {result['images']:,} images on {result['gpus']} of them",
+            f"largest microbatch per GPU, and time of {result['images']:,} images on {plural(result['gpus'], 'GPU')}",
             *aligned(gpus),
             *notes,
             "",

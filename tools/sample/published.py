@@ -44,15 +44,15 @@ def load_published(source: Path, request: SampleRequest, device: torch.device, *
         raise RecipeError("--weights raw: only a run has them. Leave it out for a published checkpoint.")
     if not (request.recipe and request.encoders):
         raise RecipeError(
-            "a published checkpoint needs --recipe (of its model, as 'dit-xl-2-256') and --encoders (of its VAE and "
-            "text encoder, as 'imagenet-256')."
+            "a published checkpoint needs --recipe (of its model, such as 'dit-xl-2-256') and --encoders (of its VAE "
+            "and text encoder, such as 'imagenet-256')."
         )
     recipe = train_config.load(request.recipe, [])
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"init_from": str(source)})})
     encoders = _encoder_recipe(request)
     takes_text, num_classes = bool(encoders.text), recipe.model.num_classes
     if not (takes_text or num_classes):
-        raise RecipeError("--recipe: its model.num_classes is 0. Expected the number of classes, as of 'dit-xl-2-256'.")
+        raise RecipeError("--recipe: its model.num_classes is 0. Expected the number of classes, as in 'dit-xl-2-256'.")
     loaded = load_encoders(encoders, device)
     wnids = list(imagenet_names())
     names = wnids if num_classes == len(wnids) else [str(label) for label in range(num_classes)]

@@ -91,7 +91,7 @@ class SampleRequest:
             low, high = 1.0, 0.0
         if not 0 <= low <= high <= 1:
             raise RecipeError(
-                f"--guidance-times '{self.guidance_times}': expected two times from 0 (data) to 1 (noise), as 0.1,0.8."
+                f"--guidance-times '{self.guidance_times}': expected two times, 0 (data) to 1 (noise), such as 0.1,0.8."
             )
         return low, high
 

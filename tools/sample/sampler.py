@@ -144,7 +144,7 @@ def check_solver(snapshot: Snapshot, request: SampleRequest, sampler: str) -> No
     """Raise RecipeError for guidance that the model cannot follow, or an option that the sampler does not have."""
     guidance, channels = request.guidance, snapshot.spec.channels
     if not 0 <= guidance <= LARGEST_GUIDANCE:
-        raise RecipeError(f"--guidance {guidance:g}: expected a number from 0 to {LARGEST_GUIDANCE:g}; 1 is none.")
+        raise RecipeError(f"--guidance {guidance:g}: expected a number from 0 to {LARGEST_GUIDANCE:g}; 1 means none.")
     if request.guided_channels > channels:
         raise RecipeError(f"--guided-channels {request.guided_channels}: the latents have {channels} channels.")
     if guidance != 1 and snapshot.state.get("drop") == 0:

@@ -19,8 +19,8 @@ def choose_strategy(section: ParallelSection, ranks: Ranks) -> str:
         raise RecipeError(f"parallel.strategy 'single': {world_size} ranks were started. Use 'ddp', 'fsdp' or 'hsdp'.")
     if asked in ("ddp", "fsdp", "hsdp") and world_size == 1:
         raise RecipeError(
-            f"parallel.strategy '{asked}': there is one rank. Start more, as 'torchrun --nproc-per-node 8 --no-python "
-            "-- leandit train ...', or use 'auto'."
+            f"parallel.strategy '{asked}': there is only one rank. Start more, for example '"
+            "torchrun --nproc-per-node 8 --no-python -- leandit train ...', or use 'auto'."
         )
     if (asked == "deepspeed") != bool(section.deepspeed_config):
         raise RecipeError(

@@ -145,7 +145,7 @@ def run_lock(run: Path) -> Iterator[None]:
     try:
         if not is_ours:
             raise RunError(
-                f"run '{run}': another process trains it. Wait until it has ended, stop it, or use another --run."
+                f"run '{run}': another process is training it. Wait until it ends, stop it, or use another --run."
             )
         yield
     finally:

@@ -31,9 +31,9 @@ def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) 
     if wanted == "auto":
         return known[0]
     if wanted == "dpm" and steps >= TRAIN_STEPS:
-        raise RecipeError(f"--steps {steps}: --sampler dpm needs {TRAIN_STEPS - 1} at most; 20 are usual.")
+        raise RecipeError(f"--steps {steps}: --sampler dpm takes at most {TRAIN_STEPS - 1}; 20 is usual.")
     if wanted in STOCHASTIC and steps < 2:  # the first and the last
-        raise RecipeError(f"--steps {steps}: --sampler {wanted} needs 2 at least; 250 are usual.")
+        raise RecipeError(f"--steps {steps}: --sampler {wanted} takes at least 2; 250 is usual.")
     if wanted not in known:
         raise RecipeError(f"--sampler {wanted}: the run has objective.kind '{objective.kind}'. Use {', '.join(known)}.")
     return wanted

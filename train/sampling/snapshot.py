@@ -124,7 +124,7 @@ def _read(run: Path, step: int, weights: Weights) -> tuple[checkpoint.Saved, che
     places = {at: path for at, path in steps(kind, run) if at in snapshots}
     if not places:
         raise RunError(
-            f"run '{run}': it has no checkpoint, which alone has raw weights. Use the averaged ones, or the folder "
+            f"run '{run}': without a checkpoint it has no raw weights. Use the averaged ones, or the folder "
             "that the run was trained in."
         )
     if step and step not in places:

@@ -79,7 +79,7 @@ def _read_pickle(path: Path) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except pickle.UnpicklingError as error:  # its message explains how to read it anyway
-        raise RunError(f"model.init_from '{path}': it holds other objects than tensors, which are refused.") from error
+        raise RunError(f"model.init_from '{path}': it holds objects other than tensors, which are refused.") from error
     except (RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), "")[:200]
         raise DamageError(f"model.init_from '{path}': not a file of tensors ({reason}). Fetch it again.") from error

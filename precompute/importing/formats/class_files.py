@@ -72,7 +72,7 @@ class Mar(Reader):
         folders = (path.name for path in root.iterdir() if path.is_dir())
         self.classes = sorted(name for name in folders if not is_system_folder(name))
         if not self.classes:
-            raise SourceError(f"source '{root}': no class folders in it; expected CLASS/NAME.npz.")
+            raise SourceError(f"source '{root}': it contains no class folders; expected CLASS/NAME.npz.")
         self._label_of = {name: label for label, name in enumerate(self.classes)}
 
     def entries(self) -> Iterator[Entry]:

@@ -57,9 +57,9 @@ class Edm2(Reader):
         try:
             self._labels = {str(name): label for name, label in listed}
         except (TypeError, ValueError) as error:
-            raise SourceError(f"source '{root}': '{LABELS}': its labels are no list of [name, label].") from error
+            raise SourceError(f"source '{root}': '{LABELS}': its labels are not a list of [name, label].") from error
         if wrong := [name for name, label in self._labels.items() if type(label) is not int]:
-            raise SourceError(f"source '{root}': '{LABELS}': the label of {wrong[0][:100]!r} is no class number.")
+            raise SourceError(f"source '{root}': '{LABELS}': the label of {wrong[0][:100]!r} is not a class number.")
         self.has_labels = bool(self._labels)
 
     def _open_zip(self) -> zipfile.ZipFile:

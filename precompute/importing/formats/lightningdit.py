@@ -47,7 +47,7 @@ class LightningDit(Reader):
         super().__init__(root, recipe)
         self._names = sorted((path.name for path in root.glob("*.safetensors")), key=natural_order)
         if not self._names:
-            raise SourceError(f"source '{root}': no *.safetensors in it.")
+            raise SourceError(f"source '{root}': it contains no *.safetensors.")
         if not recipe.vae.scale:
             mean, std = _statistics(root / STATISTICS)
             self.defaults = replace(self.defaults, shift=tuple(mean), scale=tuple(1 / one for one in std))
@@ -114,7 +114,7 @@ def _statistics(path: Path) -> tuple[list[float], list[float]]:
         raise SourceError(
             f"source '{path.parent}': '{path.name}' cannot be read ({why}). The latents are normalized with its mean "
             "and std. Put it there: LightningDiT's ImgLatentDataset writes it when it first opens the folder. Or say "
-            "what to normalize with: --set vae.shift=[MEAN, ...] --set vae.scale=[1/STD, ...], one number a channel, "
+            "what to normalize with: --set vae.shift=[MEAN, ...] --set vae.scale=[1/STD, ...], one number per channel, "
             "or [0.0] and [1.0] for raw latents, which a run normalizes with --set latent.normalise=store."
         ) from e
     return mean.tolist(), std.tolist()

@@ -93,7 +93,7 @@ class Mds(Reader):
             why = f"{type(error).__name__}: {error}"
             raise SourceError(f"source '{self.root}': '{INDEX}' cannot be read ({why}).") from error
         if not shards or any(shard.columns != shards[0].columns for shard in shards):
-            raise SourceError(f"source '{self.root}': '{INDEX}' lists no shards, or such of other columns.")
+            raise SourceError(f"source '{self.root}': '{INDEX}' lists no shards, or shards with other columns.")
         return {shard.path: shard for shard in shards}
 
     def _column(self, key: str, usual: str, *, optional: bool = False) -> str:
@@ -242,7 +242,7 @@ def _shard(entry: Any) -> MdsShard:
     if compression and str(compression).split(":")[0] != "zstd":
         raise ValueError(f"compression '{compression}'; expected zstd or none")
     if not all(isinstance(text, str) for text in (*entry["column_names"], *entry["column_encodings"])):
-        raise ValueError("columns whose names and encodings are no text")
+        raise ValueError("columns whose names and encodings are not text")
     sizes = [None if size is None else int(size) for size in entry["column_sizes"]]
     columns = dict(zip(entry["column_names"], zip(entry["column_encodings"], sizes, strict=True), strict=True))
     num_bytes, samples = int(entry["raw_data"]["bytes"]), int(entry["samples"])

@@ -89,7 +89,7 @@ class Nemo(Reader):
         if not self.defaults.scale and not recipe.vae.scale:
             raise SourceError(
                 f"source '{root}': its latents are normalized by the batch norm of the VAE, which a cache of "
-                f"'{model}' lacks, and decoding needs it. Give it, one number a channel: "
+                f"'{model}' lacks, and decoding needs it. Give it, one number per channel: "
                 "--set vae.shift=[running_mean, ...] --set vae.scale=[1/sqrt(running_var + eps), ...]."
             )
         shards = described.get("shards")
@@ -104,7 +104,7 @@ class Nemo(Reader):
             for i, found in enumerate(self.json(path, list, ADVICE)):
                 key, item = _item(found, f"{name}:{i}", model)
                 if key in self._items:
-                    key, item = f"{name}:{i}", Item(problem=f"'{item.path}' is there twice")
+                    key, item = f"{name}:{i}", Item(problem=f"'{item.path}' occurs twice")
                 self._items[key] = item
 
     def entries(self) -> Iterator[Entry]:

@@ -58,7 +58,7 @@ class PixArt(Reader):
         for i, found in enumerate(self.json(f"{folder}{LISTING}", list)):
             key, item = _item(found, f"{LISTING}:{i}")
             if key in self._items:
-                key, item = f"{LISTING}:{i}", Item(problem=f"'{key}' is there twice")
+                key, item = f"{LISTING}:{i}", Item(problem=f"'{key}' occurs twice")
             self._items[key] = item
 
     def _folder(self, base: Path, configured: str, key: str, pattern: str, files: str) -> str:
@@ -138,7 +138,7 @@ class PixArt(Reader):
     def _tokens(self, path: str) -> np.ndarray:
         feature, mask = read_npz(self.root / path, [FEATURE, MASK])
         if feature.ndim < 2 or mask.size * feature.shape[-1] != feature.size:
-            raise ValueError(f"'{FEATURE}' {feature.shape} and '{MASK}' {mask.shape} do not fit each other")
+            raise ValueError(f"'{FEATURE}' {feature.shape} and '{MASK}' {mask.shape} do not match")
         return feature.reshape(-1, feature.shape[-1])[mask.reshape(-1) != 0]
 
 

@@ -369,7 +369,7 @@ def open_files(source: Path | str) -> SourceFiles:
     folders = sorted({path.rpartition("/")[0] or "." for path in paths})
     if len(folders) > 1:
         raise SourceError(
-            f"source '{pattern}': it leads to files of {len(folders)} folders, '{folders[0]}' and '{folders[1]}'. "
+            f"source '{pattern}': it matches files of {len(folders)} folders, '{folders[0]}' and '{folders[1]}'. "
             "Expected files of one folder: link them into one."
         )
     files, names = open_source_files(folders[0]), [path.rpartition("/")[2] for path in paths]
@@ -379,8 +379,8 @@ def open_files(source: Path | str) -> SourceFiles:
             continue
         if os.path.isdir(os.path.join(folders[0], name)):
             raise SourceError(
-                f"source '{pattern}': it matches the folder '{name}'; expected files alone, as *.tar. Give each folder "
-                f"as a --source of its own, or as one source '{folders[0]}', which holds them."
+                f"source '{pattern}': it matches the folder '{name}'; expected only files, such as *.tar. Give each "
+                f"folder as a --source of its own, or as one source '{folders[0]}', which holds them."
             )
         raise SourceError(f"source '{pattern}': there is no file '{name}' in '{folders[0]}'. Check the pattern.")
     files.chosen, files.name = frozenset(names), pattern
@@ -392,7 +392,7 @@ def _expanded(pattern: str, *, is_remote: bool) -> list[str]:
         plain = list(islice(braceexpand(pattern), MAX_FILES + 1))
     except ValueError as error:
         raise SourceError(
-            f"source '{pattern}': its braces cannot be read ({error}). Expected as {{000..003}}."
+            f"source '{pattern}': its braces cannot be read ({error}). Expected a range such as {{000..003}}."
         ) from error
     paths: list[str] = []
     for name in plain:
@@ -400,7 +400,7 @@ def _expanded(pattern: str, *, is_remote: bool) -> list[str]:
         paths += sorted(islice(glob.iglob(name), MAX_FILES + 1)) if is_wild else [name]
     if not paths or len(paths) > MAX_FILES:
         raise SourceError(
-            f"source '{pattern}': it leads to {'no file' if not paths else f'more than {MAX_FILES} files'}. Check it."
+            f"source '{pattern}': it matches {'no file' if not paths else f'more than {MAX_FILES} files'}. Check it."
         )
     return paths
 

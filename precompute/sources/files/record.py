@@ -108,9 +108,9 @@ def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"captions {reprlib.repr(value)} are not text")
     if len(texts) > MAX_CAPTIONS:
-        raise ValueError(f"{len(texts)} captions, at most {MAX_CAPTIONS} are taken")
+        raise ValueError(f"{len(texts)} captions, at most {MAX_CAPTIONS} are allowed")
     if longest := max((len(text) for text in texts if len(text) > MAX_CAPTION_CHARS), default=0):
-        raise ValueError(f"a caption of {longest} characters, at most {MAX_CAPTION_CHARS} are taken")
+        raise ValueError(f"a caption of {longest} characters, at most {MAX_CAPTION_CHARS} are allowed")
     for text in texts:
         text.encode("utf-8")  # half a surrogate pair is no text
     return tuple(texts)

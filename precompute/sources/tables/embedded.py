@@ -358,7 +358,7 @@ def embedded_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]
                     scan.classes = classes
                 elif classes != scan.classes and settings.labels != "none":
                     raise SourceError(
-                        f"source '{where}': it names other classes than the first file. Write all files with the same "
+                        f"source '{where}': its classes differ from the first file's. Write all files with the same "
                         "classes, or leave labels out with --set source.labels=none."
                     )
                 query = _records_query(files.look(name) or FoundFile(name), file.schema, roles)

@@ -65,9 +65,9 @@ def row_columns(roles: Roles, *, has_class_names: bool) -> str:
         *label_problems,
         *map(_problem_of_captions, captions),
         f"CASE WHEN len({texts}) > {MAX_CAPTIONS} THEN len({texts}) || "
-        f"' captions, at most {MAX_CAPTIONS} are taken' END",
+        f"' captions, at most {MAX_CAPTIONS} are allowed' END",
         f"CASE WHEN {longest} > {MAX_CAPTION_CHARS} THEN 'a caption of ' || {longest} || "
-        f"' characters, at most {MAX_CAPTION_CHARS} are taken' END",
+        f"' characters, at most {MAX_CAPTION_CHARS} are allowed' END",
     ]
     sides = [f"TRY_CAST({identifier(name)} ->> '$' AS BIGINT)" for name in roles.sides] or ["NULL::BIGINT"] * 2
     names = coalesced([_text(identifier(name)) for name in roles.images])

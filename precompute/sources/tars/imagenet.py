@@ -109,11 +109,13 @@ def _validation_labels(files: SourceFiles) -> list[str]:
     if labels is None:
         return []
     if labels.problem or labels.num_bytes > MAX_LABELS_BYTES:
-        raise SourceError(f"source '{files.name}': '{VAL_LABELS}' is no file of wnids. Restore or remove it.")
+        raise SourceError(f"source '{files.name}': '{VAL_LABELS}' is not a file of wnids. Restore or remove it.")
     with files.open(VAL_LABELS) as file:
         wnids = file.read(MAX_LABELS_BYTES).decode("ascii", "replace").split()
     if wrong := next((wnid for wnid in wnids if not re.fullmatch(r"n\d{8}", wnid)), None):
-        raise SourceError(f"source '{files.name}': '{VAL_LABELS}' says {wrong[:40]!r}; expected wnids as n01440764.")
+        raise SourceError(
+            f"source '{files.name}': '{VAL_LABELS}' says {wrong[:40]!r}; expected wnids such as n01440764."
+        )
     return wnids
 
 

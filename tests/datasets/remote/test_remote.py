@@ -520,7 +520,7 @@ def test_waiting_for_room_comes_to_an_end(tmp_path: Path, monkeypatch: pytest.Mo
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(folder.fetch, PATHS[0])
         assert entered.wait(20)
-        with pytest.raises(ResourceError, match=rf"{PATHS[5]}.*taken by shards that others fetch"):
+        with pytest.raises(ResourceError, match=rf"{PATHS[5]}.*used by shards that other processes download"):
             folder.fetch(PATHS[5])
         gate.set()
         assert coming.result(240).read_bytes() == CONTENT[PATHS[0]]

@@ -359,8 +359,8 @@ REFUSED: list[tuple[str, Callable[[Made], Any], str]] = [
     ("mds", change(INDEX, '"format": "mds"', '"format": "jsonl"'), "expected mds"),
     ("mds", change(INDEX, '"bytes", "nd', '"pkl", "nd'), "pickled ones are refused"),
     ("mds", change(INDEX, '"latents_256"', '"other"'), r"layout\.latents"),
-    ("mds", change(INDEX, '"column_names": ["caption"', '"column_names": [5'), "no text"),
-    ("mds", change(INDEX, '"column_encodings": ["str"', '"column_encodings": [5'), "no text"),
+    ("mds", change(INDEX, '"column_names": ["caption"', '"column_names": [5'), "not text"),
+    ("mds", change(INDEX, '"column_encodings": ["str"', '"column_encodings": [5'), "not text"),
     ("mlperf-flux", shorten(ARROW), NO_ARROW),
     ("mlperf-flux", write(ARROW, "no Arrow stream at all"), NO_ARROW),
     ("mlperf-flux", drop_column, "no column 'logvar' among __key__"),
@@ -410,7 +410,7 @@ NO_TENSOR = "0 tensors whose name ends in 'y_embedding'"
 NULLS: dict[str, tuple[Any, str]] = {
     "none": (None, r"replaces some by a null caption of shape \(12, 16\).*--null"),
     "short": (noise(0, 5, 16), r"shape \(5, 16\); expected finite numbers of shape \(12, 16\)"),
-    "evil": (Evil, "something else than tensors"),
+    "evil": (Evil, "objects other than tensors"),
     "a tensor": (torch.zeros(12, 16), NO_TENSOR),
     "a list": ({"y_embedding": [1.0, 2.0]}, NO_TENSOR),
 }

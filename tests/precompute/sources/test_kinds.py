@@ -389,7 +389,7 @@ def test_files_with_other_classes_are_no_one_source(tmp_path: Path) -> None:
         write_parquet(
             tmp_path / f"{name}.parquet", {"image": struct_column([jpeg(0)]), "label": [0]}, features=features
         )
-    with pytest.raises(SourceError, match=r"b\.parquet.*other classes"):
+    with pytest.raises(SourceError, match=r"b\.parquet.*its classes differ"):
         list_source(tmp_path)
 
 

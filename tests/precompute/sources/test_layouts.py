@@ -144,7 +144,7 @@ def test_files_of_a_saved_dataset_that_name_other_classes_are_refused(second: li
     other = FEATURES | {"label": {"_type": "ClassLabel", "names": second}} if second else {}
     odd = save_to_disk(tmp_path / "odd", SAVED, features=other) / "data-00001-of-00002.arrow"
     odd.replace(root / odd.name)
-    with pytest.raises(SourceError, match=r"data-00001-of-00002\.arrow': it names other classes.*source\.labels=none"):
+    with pytest.raises(SourceError, match=r"data-00001-of-00002\.arrow': its classes differ.*source\.labels=none"):
         list_source(root)
     listed = list_source(root, SourceSection(labels="none")).records
     assert [record.label for record in listed] == [-1] * 5
@@ -244,8 +244,8 @@ def test_braces_and_stars_choose_files_of_a_folder(tmp_path: Path) -> None:
     ("pattern", "message"),
     [
         ("{000..007}.tar", r"no file '001\.tar'"),
-        ("*.zip", "leads to no file"),
-        ("?", r"matches the folder 'a'; expected files.*--source of its own"),
+        ("*.zip", "matches no file"),
+        ("?", r"matches the folder 'a'; expected only files.*--source of its own"),
         ("*/?.jpg", "files of 2 folders"),
         ("{000.tar", "no such file|braces"),
     ],

@@ -383,7 +383,7 @@ def test_the_card_says_what_it_is_and_how_it_is_read(hub: Hub, caption_store: La
     assert caption_store.spec.vae.weights_sha256 in card
     assert "14 planned = 14 stored" in card
     assert str(caption_store.root_hash) in card
-    assert "Of the encoders: mit" in card
+    assert "Encoders: mit" in card
     blocks = re.findall(r"```toml\n(.*?)```", card, re.DOTALL)
     assert tomllib.loads(blocks[0])["images"]["buckets"] == ["48x80", "64x64", "80x48"]
     assert causes(verify_remote(URL)) == {"single"}

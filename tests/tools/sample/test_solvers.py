@@ -284,8 +284,8 @@ def test_products_are_in_tf32_where_asked_and_only_while_drawing(tf32: bool, mon
     [
         ("flow", "ddim", 50, "--sampler ddim.*flow"),
         ("ddpm", "euler", 50, "--sampler euler.*ddpm"),
-        ("ddpm", "ddpm", 1, r"--steps 1.*2 at least"),
-        ("ddpm", "dpm", 1000, "--sampler dpm needs 999 at most"),
+        ("ddpm", "ddpm", 1, r"--steps 1.*at least 2"),
+        ("ddpm", "dpm", 1000, "--sampler dpm takes at most 999"),
     ],
 )
 def test_a_sampler_or_steps_that_the_objective_does_not_have_are_refused(

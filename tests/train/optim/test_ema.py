@@ -213,7 +213,7 @@ def test_what_cannot_be_combined_is_refused(walked: SimpleNamespace, tmp_path: P
     with pytest.raises(RunError, match="no averages of step 7; there are 20, 40"):
         combine(walked.run, 0.1, tmp_path / "out", step=7)
     combine(walked.run, 0.1, tmp_path / "out")
-    with pytest.raises(RunError, match="there already"):
+    with pytest.raises(RunError, match="already exists"):
         combine(walked.run, 0.1, tmp_path / "out")
 
 

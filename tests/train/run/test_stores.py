@@ -283,7 +283,7 @@ OTHER = MIXTURE.replace('"art"', '"other"')
         (OTHER, "stores 'photos' and 'other' cannot be mixed: latent channels 4 and 16", {"channels": 16}),
         (OTHER, "stores 'photos' and 'other' cannot be mixed: number of classes 3 and 4", {"num_classes": 4}),
         (OTHER, "stores 'photos' and 'other' cannot be mixed: number of classes 3 and 0", {"num_classes": 0}),
-        (MIXTURE.replace("0.7", "0.70001"), "Weights near to them: 700, 300", {}),
+        (MIXTURE.replace("0.7", "0.70001"), "Weights close to them: 700, 300", {}),
         (URLS, r"run\.remote_folder 'cache': it is of one store, the recipe names 2", {}),
     ],
 )

@@ -28,7 +28,7 @@ def report(
     """
     if not is_url(target) and is_run(Path(target)):
         if vae:
-            raise RecipeError(f"report '{target}': --vae is of stores, and it is a run. Leave it out.")
+            raise RecipeError(f"report '{target}': --vae is for stores, and this is a run. Leave it out.")
         from ...inspection.report.run import report_run
 
         done = report_run(Path(target), out)

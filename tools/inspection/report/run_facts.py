@@ -155,7 +155,7 @@ def _read_manifest(run: Path) -> _Manifest:
         return _Manifest.model_validate(read_json(run / RUN))
     except FileNotFoundError as error:
         raise DamageError(
-            f"run '{run}': it has no {RUN}, so it has not trained; what 'leandit average' has made has no figures. "
+            f"run '{run}': it has no {RUN}, so it has not trained; the output of 'leandit average' has no metrics. "
             "Give the run itself."
         ) from error
     except ValidationError as error:

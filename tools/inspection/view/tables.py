@@ -102,7 +102,7 @@ class Query:
                 raise RecipeError(f"{name}: {len(value)} characters, expected at most {MAX_CHARS}.")
         values: dict[str, Any] = {"page": "1", **parameters}
         if not re.fullmatch("[1-9][0-9]{0,8}", values["page"]):
-            raise RecipeError(f"page {values['page']!r}: expected a number from 1.")
+            raise RecipeError(f"page {values['page']!r}: expected a number of at least 1.")
         if values.get("order", "up") not in DIRECTIONS:
             raise RecipeError(f"order {values['order']!r}: expected one of {', '.join(DIRECTIONS)}.")
         values["page"] = int(values["page"])
@@ -289,7 +289,7 @@ class StoreTables:
             try:
                 value = pa.scalar(read(text), kind).as_py()
             except (ValueError, OverflowError, pa.ArrowException) as error:
-                raise RecipeError(f"where {column}: {text!r} is no {kind}.") from error
+                raise RecipeError(f"where {column}: {text!r} is not of type {kind}.") from error
         return f"{name} {operator} {parameter}", value  # the operator is one of seven
 
     def _select(self, sql: str, values: dict[str, Any] | None = None) -> list[dict[str, Any]]:

@@ -89,7 +89,7 @@ def open_reference(request: EvaluateRequest, network: Network, device: torch.dev
     assert request.against is not None
     path, most = request.against, request.most
     if request.source and path.exists() and not (path / GROUP).is_file():
-        raise RecipeError(f"--source: only a store has it, and '{path}' is none. Leave it out.")
+        raise RecipeError(f"--source: it is for stores, and '{path}' is not one. Leave it out.")
     images = open_images(path, network, request, device, request.source)
     options = {f"--against-num {most}": most, f"--keep-statistics '{request.keep}'": request.keep}
     if not images.read and (unused := [name for name, value in options.items() if value]):
@@ -137,7 +137,7 @@ def _open_npz(file: Npz, network: Network | None) -> ImageSet:
     """Images, kept statistics, or ``mu`` and ``sigma`` of another program, which are of Inception."""
     if network and (described := file.text()):
         if not all(isinstance(described.get(what), dict) for what in ("network", "images")):
-            raise DamageError(f"'{file.path}': it does not say of what its statistics are. Make it again.")
+            raise DamageError(f"'{file.path}': it does not say what its statistics are of. Create it again.")
         check_kept(file, network=network.description)
         description = described["images"] | {"statistics": str(file.path)}
         return ImageSet(description, None, statistics=read_moments(file))

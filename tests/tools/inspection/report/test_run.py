@@ -160,7 +160,7 @@ def test_a_recipe_is_compared_with_the_shipped_one_that_the_run_names(tmp_path: 
 
 
 def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="--vae is of stores"):
+    with pytest.raises(RecipeError, match="--vae is for stores"):
         report_command(str(make_run(tmp_path / "run")), tmp_path / "page.html", vae="taesd")
     with pytest.raises(DamageError, match="it has not trained"):
         RunFacts(tmp_path)

@@ -313,7 +313,7 @@ def test_images_named_by_number_are_in_order_of_their_numbers(clip: TinyClip, he
         (None, {"keep": Path("k.npz")}, "--keep-statistics: only a reference"),
         ("one", {"captions": Path("c.json")}, "--captions: they are for the CLIP score"),
         ("noise.npz", {"crop_px": 8}, "--crop: it crops folders"),
-        ("one", {"source": ["a"]}, "--source: only a store has it"),
+        ("one", {"source": ["a"]}, "--source: it is for stores"),
     ],
 )
 def test_an_option_that_would_change_nothing_is_refused(
@@ -355,7 +355,7 @@ def test_what_cannot_be_measured_is_named(here: Path, tmp_path: Path) -> None:
         (SourceError, tmp_path / "five", here / "one", "expected more than 5 of each"),
         (DamageError, tmp_path / "grey.npz", here / "one", r"arr_0 is \(4, 8, 8\) uint8"),
         (SourceError, tmp_path / "other.npz", here / "one", "neither images nor statistics"),
-        (DamageError, here / "one", tmp_path / "told.npz", "does not say of what"),
+        (DamageError, here / "one", tmp_path / "told.npz", "does not say what"),
         (SourceError, here / "one", tmp_path / "mu.npz", "which are of Inception"),
     )
     for kind, target, against, words in errors:
