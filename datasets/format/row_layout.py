@@ -27,7 +27,7 @@ EMBEDDINGS, SCALES, POOLED = "embeddings", "scales", "pooled"  # arrays of a tex
 NULL_EMBEDDING, NULL_SCALES, NULL_POOLED = "null", "null_scales", "null_pooled"  # the same for the empty caption
 CAPTION_ARRAYS = {EMBEDDINGS, SCALES, POOLED, NULL_EMBEDDING, NULL_SCALES, NULL_POOLED}
 
-MAX_SHARD_ROWS = 8192  # more make reads no faster; a shard's index (16 bytes a row) and results (25) stay small
+MAX_SHARD_ROWS = 8192  # more make reads no faster; a shard's index (16 bytes a row) and results (33) stay small
 # Of an array that would have more shards, these are larger: a process maps some 30,000 files at most, and a manifest
 # names each. A process that encodes holds a shard in memory.
 MAX_SHARDS, LARGEST_SHARD_MIB = 4096, 512
