@@ -330,6 +330,27 @@ def test_figures_of_a_gpu_are_read_once_the_next_step_is_launched_or_something_i
     assert_equal_bits(tmp_path / "run", run, 6)
 
 
+@pytest.mark.parametrize("stop_at", [2, 4])
+def test_a_stop_reads_the_figures_that_are_on_their_way(
+    stop_at: int, done: list[str], stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, store = constant("dit-s-4", "run.log_every=2", "run.checkpoint_every=100"), stores["dit-s-4"]
+    stop, seen, step = StopRequest(), list[int](), loop.train_step
+
+    def stopped(state: Any, batch: Any) -> Any:
+        if state.step + 1 == stop_at:
+            stop.set()
+        return step(state, batch)
+
+    monkeypatch.setattr(loop, "train_step", stopped)
+    outcome = train(
+        recipe, store_path=store, run=tmp_path / "run", device=CPU, report=lambda f: seen.append(f.step), stop=stop
+    )
+    assert (outcome.step, seen) == (stop_at, list(range(2, stop_at + 1, 2)))
+    run_to(recipe, store, tmp_path / "run")
+    assert [line[0] for line in metrics(tmp_path / "run")] == [2, 4, 6]
+
+
 def test_a_loss_that_is_not_finite_is_seen_before_the_next_checkpoint_though_it_is_read_late(
     done: list[str], stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

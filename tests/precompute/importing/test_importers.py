@@ -94,7 +94,7 @@ GOLDEN = {
     "lightningdit": "e477dcc963292a4a",
     "edm2": "8873d376f20b82d0",
     "pixart": "05323f39ecf10b61",
-    "mds": "9c8b78bafeb3b850",
+    "mds": "c12f440cefb89c5c",
     "mlperf-flux": "18e3d47f3d0cffa8",
     "nemo": "b6775b9a0c299aae",
 }
