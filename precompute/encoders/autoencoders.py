@@ -133,7 +133,7 @@ def shift_and_scale(model: Any, family: Family, channels: int, where: str) -> tu
             raise ValueError("not finite, or not above 0")
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise EncoderError(
-            f"{where}: scaling_factor, shift_factor, latents_mean or latents_std of its config, or its batch norm, are "
+            f"{where}: scaling_factor, shift_factor, latents_mean or latents_std of its config, or its batch norm: "
             f"expected one number, or one for each of {channels} channels ({error})."
         ) from error
     return shifts.tolist(), scales.tolist()

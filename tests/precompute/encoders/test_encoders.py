@@ -176,7 +176,7 @@ UNUSABLE: list[tuple[str, Callable[[Path], Any], str]] = [
     ("vae", config_with(in_channels=4), r"encodes 4 channels, expected 3"),
     ("vae", config_with(scaling_factor=None), r"no 'scaling_factor'"),
     ("vae", config_with(scaling_factor=0), r"not above 0"),
-    ("vae", config_with(scaling_factor="1"), r"not a number each"),
+    ("vae", config_with(scaling_factor="1"), r"expected one number, or one for each"),
     ("vae", config_with(latents_std=[1.0, 2.0], latents_mean=[0.0, 0.0]), r"one for each of 4 channels"),
     ("vae", config_with(latents_std=None), r"one of 'latents_mean' and 'latents_std'"),
     ("vae", config_with(latents_mean=None), r"one of 'latents_mean' and 'latents_std'"),

@@ -79,7 +79,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_each_row_tells_it(
     encode(label_recipe(), class_folder, tmp_path / "again")
     assert store_digest(tmp_path / "again") == store_digest(tmp_path / "store")
     shown = render(StoreFacts(LatentStore(tmp_path / "store")))
-    assert "stored as batch:2   15: the batch ran out of memory" in shown
+    assert "stored as batch:2   15: out of memory, encoded in smaller batches" in shown
 
 
 def test_a_batch_that_was_begun_too_large_is_what_waiting_would_have_made_it(
