@@ -155,7 +155,7 @@ def test_a_dry_run_shows_the_recipe_as_the_file_changes_it_and_what_cannot_run(t
         train_recipe("dit-s-4", f"parallel.deepspeed_config={path}", "parallel.strategy=ddp"), None, CPU
     )
     assert "\ngrad_clip = 0.25\n" in text
-    assert re.search(r"\ncannot run yet +parallel\.strategy 'ddp': there is one rank", text)
+    assert re.search(r"\ncannot run yet +parallel\.strategy 'ddp': there is only one rank", text)
 
 
 def test_a_plan_is_of_the_recipe_as_the_file_changes_it_on_so_many_gpus(tmp_path: Path) -> None:
