@@ -63,8 +63,8 @@ class Batch:
       texts: captions of each text encoder, by name; that of ``[text]`` is empty.
       pads: ``captions`` are padded, not packed.
       features: image features, by name.
-      stored_companions: companion images as stored, by name: (B, 2C, H, W) moments or (B, C, H, W) latents; of a mask
-        (B, H, W) uint8.
+      stored_companions: companion images as stored, by name: (B, 2C, H, W) moments or (B, C, H, W) latents (of int8
+        with the channels of the scales); of a mask (B, H, W) uint8.
     """
 
     stored: torch.Tensor

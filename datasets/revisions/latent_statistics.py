@@ -68,7 +68,7 @@ def _count(rows: np.ndarray, counts: np.ndarray) -> None:
     for start in range(0, len(rows), step):
         block = rows[start : start + step]
         if block.dtype == np.int8:  # empty rows are zeros, also the scales
-            block = np.where(block.any(axis=1, keepdims=True), widen_latents(block), np.nan)
+            block = np.where(block.any(axis=(1, 2, 3), keepdims=True), widen_latents(block), np.nan)
         if block.dtype != np.float16:
             block = np.clip(block, -MAX_HALF, MAX_HALF).astype(np.float16)
         for channel in range(len(counts)):

@@ -50,7 +50,13 @@ def whole_spec(shared: StoreSpec, local: LocalFile | None) -> StoreSpec:
         return shared
     origins = {section: origin.model_dump() for section, origin in local.origins.items()}
     whole = _with_encoders(shared, lambda section, one: one.model_copy(update=origins.get(section, {})))
-    return whole.model_copy(update={"recipe": local.recipe, "leandit_version": local.leandit_version})
+    recipe, asked = dict(local.recipe), local.recipe.get("companions")
+    if isinstance(asked, dict):  # in the order of the store: the file has its keys sorted
+        places = {one.name: i for i, one in enumerate(shared.companions)}
+        recipe["companions"] = {
+            name: asked[name] for name in sorted(asked, key=lambda name: places.get(name, len(asked)))
+        }
+    return whole.model_copy(update={"recipe": recipe, "leandit_version": local.leandit_version})
 
 
 def read_local(root: Path, revision: int) -> LocalFile | None:

@@ -399,6 +399,21 @@ def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
         compact(root, tmp_path / "other", progress=lambda *_: None, without=["depth"])
 
 
+def test_companions_in_any_order_are_encoded_again_and_repaired(source: Path, tmp_path: Path) -> None:
+    mask_first, root = ("companions.mask.kind=mask", "companions.copy.column=copy"), tmp_path / "store"
+    encode(caption_recipe(*BASE, *mask_first), source, root)
+    assert LatentStore(root).companions == ["mask", "copy"]
+    encode(caption_recipe(*BASE, *mask_first, 'companions.a.column="source image"'), source, root)
+    assert LatentStore(root).companions == ["mask", "copy", "a"]
+    report = deep(root, source, num_records=COUNT)
+    assert (report.findings, report.num_close) == ([], 0)
+    files = tree_digest(root)
+    shard = next(path for path in files if "/companions/copy/" in path and "/c/" in path)
+    flip(root / shard, 99)
+    left, _ = checked(root, source, repair=True)
+    assert (left.findings, tree_digest(root)) == ([], files)
+
+
 def test_every_flipped_bit_is_found_and_mended(stores: Stores, source: Path, tmp_path: Path) -> None:
     root, rng = Path(shutil.copytree(stores.added, tmp_path / "store")), random.Random(3)
     files = tree_digest(root)

@@ -18,6 +18,7 @@ from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.token_dtypes import narrow_latents, widen_latents
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.revisions.latent_statistics import statistics_of
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.tools.inspection.images import LatentDecoder
@@ -77,6 +78,16 @@ def test_batches_statistics_and_images_are_of_float32_but_for_the_rounding(store
     assert described["stored_shape"][0] == spec.channels + 4
     assert len(described["channel_mean"]) == spec.channels
     assert described["finite"]
+
+
+def test_a_position_of_zeros_counts_and_an_empty_row_does_not(stores: dict[str, LatentStore]) -> None:
+    spec = stores["int8"].spec.latent
+    latents = np.random.default_rng(0).normal(size=(4, spec.channels, 2, 2)).astype(np.float32)
+    latents[1, :, 0] = 0
+    rows = narrow_latents(latents)
+    expected = statistics_of([widen_latents(rows)], spec.model_copy(update={"dtype": "float32"}))
+    rows_and_empty = np.concatenate([rows, np.zeros_like(rows[:1])])
+    assert statistics_of([rows_and_empty], spec) == expected
 
 
 def test_it_is_verified_encoded_again_bit_for_bit_and_trained_on(

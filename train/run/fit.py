@@ -188,9 +188,13 @@ def _lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
         )
     images = [one.name for one in store.companions if one.kind == "image"]
     if (reference := recipe.model.reference) and reference not in images:
+        is_mask = any(one.name == reference for one in store.companions)
+        advice = (
+            "it is a mask" if is_mask else f"precompute again with a recipe that has a table [companions.{reference}]"
+        )
         yield (
             f"model.reference '{reference}': no companion image '{reference}', and there are "
-            f"{', '.join(images) or 'none'}: precompute again with a recipe that has a table [companions.{reference}]"
+            f"{', '.join(images) or 'none'}: {advice}"
         )
     for technique in techniques_of(recipe):
         yield from technique.lacks(store)
