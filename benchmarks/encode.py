@@ -219,26 +219,30 @@ def run_precompute(
 
 
 class FarAway(LocalFileSystem):
-    """A local folder whose every request is answered late, as a store of objects does."""
+    """A local folder whose every request is answered late, as a store of objects does.
+
+    Each is made of another file system, because ``ls`` and ``cat_file`` of a local one ask for ``info`` too.
+    """
 
     protocol = "faraway"
     cachable = False
     latency_seconds = 0.0
+    near = LocalFileSystem()
 
-    def ls(self, *args: Any, **kwargs: Any) -> Any:
+    def ls(self, path: str, *args: Any, **kwargs: Any) -> Any:
         """One request a folder."""
         time.sleep(self.latency_seconds)
-        return super().ls(*args, **kwargs)
+        return self.near.ls(self._strip_protocol(path), *args, **kwargs)
 
-    def info(self, *args: Any, **kwargs: Any) -> Any:
+    def info(self, path: str, **kwargs: Any) -> Any:
         """One request."""
         time.sleep(self.latency_seconds)
-        return super().info(*args, **kwargs)
+        return self.near.info(self._strip_protocol(path), **kwargs)
 
-    def cat_file(self, *args: Any, **kwargs: Any) -> bytes:
+    def cat_file(self, path: str, *args: Any, **kwargs: Any) -> bytes:
         """One request a range."""
         time.sleep(self.latency_seconds)
-        return super().cat_file(*args, **kwargs)
+        return self.near.cat_file(self._strip_protocol(path), *args, **kwargs)
 
 
 def no_progress(stage: str, done: int, total: int) -> None:

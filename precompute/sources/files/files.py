@@ -33,7 +33,7 @@ MAX_FILES = 1_000_000  # of one pattern
 WILD = "*?["
 READ_AHEAD_BYTES = 4 << 20  # of a file at a URL that is read from its beginning to its end
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
-LOOK_UP_THREADS, LOOK_UPS_AT_ONCE = 32, 64
+LOOK_UP_THREADS, LOOK_UPS_AT_ONCE = 64, 64
 
 LeftOut = Callable[[str], None]
 """Called with the name of a skipped folder."""
@@ -337,7 +337,8 @@ class _RangedFile(io.RawIOBase):
 
 def look_up(look: Callable[[str], T], paths: Sequence[str]) -> list[T]:
     """Call a function that describes a file for many paths, in threads: a network disk answers many at a time."""
-    parts = [paths[start : start + LOOK_UPS_AT_ONCE] for start in range(0, len(paths), LOOK_UPS_AT_ONCE)]
+    length = min(LOOK_UPS_AT_ONCE, -(-len(paths) // LOOK_UP_THREADS))  # all threads have work, also of a few paths
+    parts = [paths[start : start + length] for start in range(0, len(paths), max(1, length))]
     if len(parts) < 2:
         return [look(path) for path in paths]
     with ThreadPoolExecutor(LOOK_UP_THREADS, thread_name_prefix="leandit-list") as threads:
