@@ -80,8 +80,8 @@ CAPTIONS_SCHEMA = pa.schema(
         ("max_error", pa.float32()),  # largest absolute difference of the same; null likewise
     ]
 )
-SIZE = ("height_px", "width_px")  # columns of the source image
-PLACEMENT = (*SIZE, "resized_height_px", "resized_width_px", "crop_top_px", "crop_left_px")  # and of its crop
+# Columns of the source image and its crop.
+PLACEMENT = ("height_px", "width_px", "resized_height_px", "resized_width_px", "crop_top_px", "crop_left_px")
 CAPTION_RESULTS = ("checksum", "min_cosine", "max_error")  # columns that encoding fills in
 CAPTION_COUNTS = ("num_tokens", "truncated")  # columns of a text encoder that planning fills in
 CAPTION_START = "start"  # column that the layout fills in

@@ -84,7 +84,7 @@ def before_stages(seconds: Mapping[str, float], workers: Workers) -> str:
     check = seconds.get(CHECK, 0.0)
     plan = max(0.0, seconds.get(PLAN, 0.0) / workers.num_encoders - check)
     load = seconds.get(LOAD, 0.0) / workers.num_encoders
-    took = {"to load the encoders": load, "to plan": plan, "for the self-check": check}
+    took = {"loading the encoders": load, "planning": plan, "self-check": check}
     return ", ".join(f"{readable_time(value)} {what}" for what, value in took.items() if value >= LEAST_SECONDS)
 
 

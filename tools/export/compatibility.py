@@ -129,7 +129,7 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
             notes.append(f"{pipeline_class(snapshot)} takes an {FAMILIES[family].vae}, the store was made with {vae}.")
         most = spec.texts[-1].tokens if spec.texts else snapshot.text.max_tokens if snapshot.text else 0
         notes.append(
-            f"Trained with {most} caption tokens at most: give max_sequence_length={most}. For leandit's steps give "
+            f"Pass max_sequence_length={most}, as in training; for leandit's steps, "
             "sigmas=numpy.linspace(1, pipeline.scheduler.sigma_min, STEPS)."
         )
         if spec.config.get("guidance_embeds"):
@@ -152,7 +152,7 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
                 "tokenizer for both. For others give prompt_embeds and pooled_prompt_embeds."
             )
         if tokens[2] != SD3_TOKENS[2]:
-            notes.append(f"Trained with {tokens[2]} T5 tokens: give max_sequence_length={tokens[2]}.")
+            notes.append(f"Pass max_sequence_length={tokens[2]}, as in training.")
     elif any(any(one.shift) or len(set(one.scale)) > 1 for one in scalings):
         notes.append(
             f"The latents are shifted, or scaled by channel; the pipeline divides by scaling_factor alone. {decode}"
@@ -162,7 +162,7 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
     if snapshot.text is not None and spec.takes_text and not spec.texts:
         most = snapshot.text.max_tokens
         notes.append(
-            f"Trained with {most} caption tokens at most: give max_sequence_length={most}. In training, null has the "
+            f"Pass max_sequence_length={most}, as in training. There, the null caption has the "
             "mask of the caption that it replaces; the pipeline's has its own."
         )
         notes.append(

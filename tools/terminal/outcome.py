@@ -49,7 +49,7 @@ def precompute_rows(report: Report, store: Path) -> Rows:
         return [*rows, ("this run", nothing)]
     rows.append(("this run", _rate(report.num_encoded, "images", report.total_seconds, "images/s")))
     if before := before_stages(report.seconds, report.workers):
-        rows.append(("before", f"{before}; the stages overlap"))
+        rows.append(("startup", f"{before}; the stages overlap"))
     if not report.seconds.get(ENCODE):  # every image was rejected
         return rows
     rows.append(("stages", f"{'':<8}{'busy':>13}{'threads':>9}{'images/s':>10}  standalone rate"))

@@ -337,8 +337,8 @@ class _RangedFile(io.RawIOBase):
 
 def look_up(look: Callable[[str], T], paths: Sequence[str]) -> list[T]:
     """Call a function that describes a file for many paths, in threads: a network disk answers many at a time."""
-    length = min(LOOK_UPS_AT_ONCE, -(-len(paths) // LOOK_UP_THREADS))  # all threads have work, also of a few paths
-    parts = [paths[start : start + length] for start in range(0, len(paths), max(1, length))]
+    length = max(1, min(LOOK_UPS_AT_ONCE, -(-len(paths) // LOOK_UP_THREADS)))  # all threads have work, also of few
+    parts = [paths[start : start + length] for start in range(0, len(paths), length)]
     if len(parts) < 2:
         return [look(path) for path in paths]
     with ThreadPoolExecutor(LOOK_UP_THREADS, thread_name_prefix="leandit-list") as threads:

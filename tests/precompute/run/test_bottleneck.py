@@ -36,9 +36,9 @@ def test_the_stage_that_is_busy_longest_bounds_the_run(seconds: dict[str, float]
 
 def test_what_comes_before_the_stages_is_told_apart_and_for_several_processes_once() -> None:
     seconds = {"load": 4.0, "plan": 9.0, "check": 2.0, "encode": 5.0}
-    assert before_stages(seconds, WORKERS) == "4.0 s to load the encoders, 7.0 s to plan, 2.0 s for the self-check"
+    assert before_stages(seconds, WORKERS) == "4.0 s loading the encoders, 7.0 s planning, 2.0 s self-check"
     two = Workers("cpu", 2, 4)
-    assert before_stages(seconds, two) == "2.0 s to load the encoders, 2.5 s to plan, 2.0 s for the self-check"
+    assert before_stages(seconds, two) == "2.0 s loading the encoders, 2.5 s planning, 2.0 s self-check"
     assert before_stages({"encode": 5.0}, WORKERS) == ""
 
 
@@ -87,8 +87,8 @@ def test_a_run_tells_reading_from_decoding_and_what_to_change(
     assert times["decode"].threads == report.workers.num_decoders
     rows = precompute_rows(report, tmp_path / "store")
     assert [row[1].split()[0] for row in rows if not row[0]] == list(times)
-    said = dict(rows)["before"]
-    assert [words in said for words in ("s to load the encoders", "s to plan", "overlap")] == [True] * 3
+    said = dict(rows)["startup"]
+    assert [words in said for words in ("s loading the encoders", "s planning", "overlap")] == [True] * 3
     assert {"captions", "images"} <= stages
     assert rows[-1][0] == "bound by"
     assert rows[-1][1].startswith(bound_by(report.times))

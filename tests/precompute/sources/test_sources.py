@@ -7,6 +7,7 @@ import json
 import os
 import random
 import tarfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from making import (
 
 from leandit.datasets.errors import SourceError
 from leandit.datasets.store import LatentStore
+from leandit.precompute.sources.files.files import look_up
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.source import Source, list_source
 from leandit.precompute.sources.tables import formats
@@ -291,3 +293,8 @@ def test_the_listing_hash_changes_when_a_file_is_added_changed_or_gone(tmp_path:
     changed.unlink()
     gone = list_source(root).listing_hash()
     assert len({before, added, touched, longer, gone}) == 5
+
+
+def test_a_few_files_are_looked_up_at_the_same_time() -> None:
+    together = threading.Barrier(8)  # a look waits for seven others
+    assert len(look_up(lambda path: together.wait(timeout=240), [str(number) for number in range(64)])) == 64

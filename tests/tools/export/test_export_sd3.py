@@ -62,7 +62,7 @@ def test_the_pipeline_draws_from_prompts_what_the_sampler_draws_from_the_store(
     made = export(run, tmp_path / "out", encoders=True)
     assert (made["pipeline"], made["notes"]) == (
         "StableDiffusion3Pipeline",
-        ["Trained with 24 T5 tokens: give max_sequence_length=24."],
+        ["Pass max_sequence_length=24, as in training."],
     )
     snapshot = load_snapshot(run, CPU)
     captions = Captions(snapshot, run, None, None, CPU)
