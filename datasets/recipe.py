@@ -102,7 +102,7 @@ def _read_recipe(name: str, package: str) -> tuple[dict[str, Any], About]:
         if other := next((stage for stage in STAGES if name in shipped_recipes(f"leandit.{stage}")), None):
             hint = f" It is a recipe of 'leandit {other}'."
         raise RecipeError(
-            f"recipe '{name}': neither a file nor a shipped recipe.{hint} Shipped are: {', '.join(shipped)}."
+            f"recipe '{name}': neither a file nor a shipped recipe.{hint} Shipped recipes: {', '.join(shipped)}."
         )
     try:
         values = _parsed(text, f"recipe '{name}'")

@@ -239,7 +239,7 @@ class LatentStore(OpenedRevision):
         Raises: RowOutOfRange.
         """
         if not 0 <= index < self.num_records:
-            raise RowOutOfRange(f"store '{self.path}': record {index}, there are {self.num_records}")
+            raise RowOutOfRange(f"store '{self.path}': record {index} out of range, there are {self.num_records}")
         values = self.row(RECORDS, index)
         values["caption_ids"] = tuple(values["caption_ids"] or ())
         return Record(index=index, **{name: values[name] for name in Record.__dataclass_fields__ if name != "index"})
@@ -270,7 +270,7 @@ class LatentStore(OpenedRevision):
             raise StoreError(f"store '{self.path}': it holds no flipped latents. Precompute with vae.flip = true.")
         if not 0 <= variant < self.spec.images.variants:
             raise StoreError(
-                f"store '{self.path}': variant {variant}, it holds {self.spec.images.variants} of each image, from 0. "
+                f"store '{self.path}': variant {variant}, expected 0 to {self.spec.images.variants - 1}. "
                 "Precompute with a larger images.variants."
             )
         return view_suffix(variant, flipped=flipped)
@@ -312,7 +312,7 @@ class LatentStore(OpenedRevision):
 
     def _named(self, what: str, name: str, known: Sequence[Any]) -> Any:
         if name not in (names := [one.name for one in known]):
-            raise UnknownKey(f"store '{self.path}': no {what} '{name}'. There are: {', '.join(names) or 'none'}.")
+            raise UnknownKey(f"store '{self.path}': no {what} '{name}'. Available: {', '.join(names) or 'none'}.")
         return known[names.index(name)]
 
     # Captions.
@@ -358,7 +358,8 @@ class LatentStore(OpenedRevision):
         record = record if isinstance(record, Record) else self.record_at(int(record))
         if not 0 <= which < len(record.caption_ids):
             raise RowOutOfRange(
-                f"store '{self.path}': caption {which} of record '{record.key}', it has {len(record.caption_ids)}"
+                f"store '{self.path}': caption {which} of record '{record.key}' is out of range: it has "
+                f"{len(record.caption_ids)}"
             )
         return self.caption_embedding(record.caption_ids[which], text)
 

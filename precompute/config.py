@@ -43,7 +43,7 @@ class SourceSection(Section):
     split: str = ""
     """The split to store (train, validation, test), if there are several; "all": all of them."""
     labels: Literal["auto", "wnid", "none"] = "auto"
-    """"wnid": from the names of files, as n01440764_18.JPEG. "none": none, not even from class folders or columns."""
+    """"wnid": from file names, as in n01440764_18.JPEG. "none": none, not even from class folders or columns."""
     class_names: str = ""
     """Display names of the classes: "imagenet", or a text file; empty: the names of the source."""
     sizes: Literal["header", "manifest"] = "header"
@@ -64,19 +64,19 @@ class ImagesSection(Section):
     resolution: Annotated[int, Field(ge=16, le=8192)] = 256
     """In pixels: side of the square, or of the square with the area of the buckets."""
     crop: Literal["adm", "bucket"] = "adm"
-    """"adm": DiT's centre crop, bit-exact. "bucket": cover-resize, centre crop."""
+    """"adm": DiT's center crop, bit-exact. "bucket": cover-resize, center crop."""
     buckets: str | list[str] = "square"
     """"square", "pixart" (the published tables), "area" (computed), or a list such as ["512x768", "768x512"]."""
     step_px: Annotated[int, Field(ge=0, le=1024)] = 0
     """For "area": every side is a multiple of it; 0: an eighth of the resolution that fits the VAE, at most 64."""
     max_ratio: Annotated[float, Field(ge=1, le=16)] = MAX_RATIO
-    """Longest side over shortest: with several buckets, longer images are rejected; also the limit of "area"."""
+    """Longest side over shortest: with several buckets, longer shapes are rejected; also the limit of "area"."""
     min_px: Annotated[int, Field(ge=1, le=8192)] = 1
     """Images whose shorter side has fewer pixels are rejected (too_small)."""
     variants: Annotated[int, Field(ge=1, le=16)] = 1
     """Crops to store of each image, of which each epoch draws one: the planned crop, then random ones."""
     variant_zoom: Annotated[float, Field(ge=1, le=2)] = 1.25
-    """The random crops are of the image enlarged by a factor between 1 and this; 1: they only differ in place."""
+    """The random crops are of the image enlarged by a factor between 1 and this; 1: they differ only in position."""
     exif_orientation: bool = True
     """Apply the EXIF orientation; false: leave images as stored, like ADM's loader and ImageFolder."""
 
@@ -106,11 +106,13 @@ class ImagesSection(Section):
             self.model_copy(update={"step_px": step_px >> halvings}) for halvings in range(1, step_px.bit_length())
         )
         step = next((one.step_px for one in finer if one.step_px >= MIN_STEP_PX and not one.warnings()), None)
-        advice = f"Set a smaller step that is a multiple of the VAE's downscale, as --set images.step_px={step}."
+        advice = (
+            f"Set a smaller step that is a multiple of the VAE's downscale, for example --set images.step_px={step}."
+        )
         return [
             f"images.buckets 'area' at {self.resolution} px with images.step_px = {step_px} makes few buckets: an "
             f"image of height / width {ratio:.2f} loses {share:.0%} of its area to the crop. "
-            f"{advice if step else 'Take a larger images.resolution.'}"
+            f"{advice if step else 'Use a larger images.resolution.'}"
         ]
 
     @model_validator(mode="after")
@@ -177,15 +179,15 @@ class TextSection(Section):
     instruction: str = ""
     """Prompt before each caption, for gemma2: "sana" (as in Sana's training), "sana-diffusers", or a text."""
     output: Literal["tokens", "pooled", "both"] = "tokens"
-    """What to store of a clip: an embedding for each token, one for the caption ("pooled"), or both."""
+    """What to store with "clip": an embedding for each token, one for the caption ("pooled"), or both."""
     full_length: bool = False
     """Store what the encoder gives for padding too, for models that read it: max_tokens rows for every caption."""
     attend_padding: bool = False
-    """Captions see their padding, as in SD3 and Flux: no attention mask. Needs full_length; a clip always does."""
+    """Captions see their padding, as in SD3 and Flux: no attention mask. Needs full_length; "clip" always does."""
     padding_side: Literal["auto", "left", "right"] = "auto"
     """Side of the padding with full_length; "auto": the tokenizer's own, which varies with its library's release."""
     layers: list[int] = Field(default=[])
-    """Hidden states to store, concatenated: 0 is the first layer's input, -1 the last. Empty: of clip -2, else -1."""
+    """Hidden states to store, concatenated: 0: the first layer's input, -1: the last. Empty: -2 for "clip", else -1."""
     template: str = ""
     """Text around "{caption}", for causal_lm: a chat template written out, special tokens included."""
     drop_prefix_tokens: Annotated[int, Field(ge=0, le=4096)] = 0
@@ -204,11 +206,11 @@ class TextSection(Section):
     @model_validator(mode="after")
     def _gives_what_is_stored(self) -> TextSection:
         if self.output != "tokens" and self.kind not in ("none", "clip"):
-            raise ValueError('only a clip has a pooled vector; use output = "tokens"')
+            raise ValueError('only kind "clip" has a pooled vector; use output = "tokens"')
         if self.output == "both" and not self.full_length:
             raise ValueError('output "both" needs full_length = true, so that a shard holds both of the same captions')
         if self.output == "pooled" and self.layers:
-            raise ValueError("layers are of tokens, and a pooled vector comes from the last; leave out layers")
+            raise ValueError("layers apply to tokens, and a pooled vector comes from the last layer; leave out layers")
         if self.padding_side != "auto" and not self.full_length:
             raise ValueError("padding_side needs full_length = true; without it nothing is padded but the null caption")
         if self.attend_padding and not (self.full_length and self.kind in ("none", "t5", "umt5", "causal_lm")):
@@ -223,7 +225,7 @@ class CaptionsSection(Section):
     """Captions that belong to no image."""
 
     sample: list[Caption] = Field(default=[])
-    """Own prompts to draw while a run trains (run.sample_captions): encoded like every caption."""
+    """Your own prompts to draw while a run trains (run.sample_captions): encoded like every caption."""
 
 
 class FeatureSection(Section):
@@ -240,11 +242,11 @@ class FeatureSection(Section):
     layer: Annotated[int, Field(ge=-1, le=1000)] = -1
     """Hidden state to store, 0 before the first block; -1: the model's output, after the final norm."""
     resolution: Annotated[int, Field(ge=0, le=8192)] = 0
-    """Side of the model's input in pixels, for a square of images.resolution; 0: a patch for 16 px, as in REPA."""
+    """Side of the model's input in pixels, for a square of images.resolution; 0: one patch per 16 px, as in REPA."""
     encoder_dtype: Dtype = "float32"
     """Precision of the encoder; a CPU always computes in float32, which the store records."""
     dtype: Literal["float16", "int8"] = "float16"
-    """Of the stored tokens; "int8" has a scale for each token."""
+    """Dtype of the stored tokens; "int8" has a scale for each token."""
 
 
 class CompanionSection(Section):
@@ -253,7 +255,7 @@ class CompanionSection(Section):
     column: str = ""
     """Column of the table that names it, in Parquet and Arrow with its bytes; empty: the name of the section."""
     kind: Literal["image", "mask"] = "image"
-    """"image" is encoded as the record's own. "mask": its grey, 0 to 255, averaged over each latent pixel."""
+    """"image" is encoded as the record's own. "mask": its gray, 0 to 255, averaged over each latent pixel."""
 
 
 EncoderSection = VaeSection | TextSection | FeatureSection
@@ -263,10 +265,10 @@ class StoreSection(Section):
     """The format on disk."""
 
     dtype: Literal["float16", "float32", "int8"] = "float16"
-    """Of latents, and of caption embeddings unless text_dtype is set. "int8" has a scale for each latent position: for
-    latents of many channels without a posterior, as an RAE's."""
+    """Dtype of latents, and of caption embeddings unless text_dtype is set. "int8" has a scale for each latent
+    position: for latents of many channels without a posterior, as an RAE's."""
     text_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
-    """Of caption embeddings; "auto": as latents; "int8" has a scale for each token."""
+    """Dtype of caption embeddings; "auto": as for latents; "int8" has a scale for each token."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Size at which a shard is full."""
     codec: Literal["none", "zstd"] = "none"
@@ -324,7 +326,7 @@ class PrecomputeRecipe(Section):
     @model_validator(mode="after")
     def _named_encoders_differ(self) -> PrecomputeRecipe:
         if none := [name for name, section in self.text.items() if section.kind == "none"]:
-            raise ValueError(f'[text.{none[0]}] needs a kind, as kind = "clip"')
+            raise ValueError(f'[text.{none[0]}] needs a kind, such as kind = "clip"')
         if arrays := sorted(self.text.keys() & CAPTION_ARRAYS):
             raise ValueError(f"[text.{arrays[0]}] has the name of an array beside its folder; use another")
         names = [*self.text, *self.features, *self.companions]

@@ -64,13 +64,13 @@ def unchanged(
         return None
     plan = read_plan(store, sealed[-1])
     if not _has_same_settings(plan.spec, recipe, store) or not _has_same_encoders(plan.spec, recipe, device):
-        LOG.info("store '%s': settings or encoders may be others than its own, so the encoders are loaded", store)
+        LOG.info("store '%s': settings or encoders may differ from its own, so the encoders are loaded", store)
         return None
     source = list_sources(source_path, recipe.source, recipe.companion_columns)
     LatentStore(store)  # checks that no file is missing
     listing = source.listing_hash(null_captions=recipe.null_captions)
     if source.renames(plan.spec.classes) or listing != plan.listing:
-        LOG.info("store '%s': the listing of the source is another", store)
+        LOG.info("store '%s': the listing of the source has changed", store)
         return source
     names = dict(zip(plan.spec.classes or (), plan.spec.class_names or (), strict=False))
     if any(names.get(name) != now for name, now in zip(source.classes or (), source.class_names or (), strict=False)):

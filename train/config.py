@@ -31,15 +31,15 @@ class ModelSection(Section):
     "flux2-klein-4b", "flux2-klein-9b", "flux2-dev", "flux2-tiny", "qwen-image", "qwen-image-tiny", "z-image",
     "z-image-tiny"."""
     init_from: str = ""
-    """Weights to begin from: a run, a hub id or folder in diffusers' layout, of DiT also an official file."""
+    """Weights to begin from: a run, a hub id or folder in diffusers' layout, for DiT also an official file."""
     channels: Count = 0
-    """Latent channels the model is made for; 0: as the store."""
+    """Latent channels the model is made for; 0: the store's."""
     guidance: Annotated[float, Field(ge=0)] = 1.0
     """FLUX.1-dev, FLUX.2-dev: the scale of the guidance that these distilled models take as an input."""
     reference: str = ""
-    """Flux.1, FLUX.2, Qwen-Image: companion of the store that is edited; its latents are seen beside the noisy ones."""
+    """FLUX.1, FLUX.2, Qwen-Image: companion of the store that is edited; its latents are seen beside the noisy ones."""
     num_classes: Count = 0
-    """Classes the label table is made for; 0: as the store."""
+    """Classes the label table is made for; 0: the store's."""
     qk_norm: bool = False
     """DiT: RMS norm of queries and keys."""
     norm: Literal["layer", "rms"] = "layer"
@@ -47,7 +47,7 @@ class ModelSection(Section):
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """DiT: feed-forward; "gelu" as published."""
     positions: Literal["sincos", "rope", "both"] = "sincos"
-    """DiT: positions; "sincos": added once, as published; "rope": turn queries and keys, along both axes; "both"."""
+    """DiT: positions; "sincos": added once, as published; "rope": rotate queries and keys, along both axes; "both"."""
     time: Literal["steps", "share", "to_data"] = "steps"
     """DiT: the time it embeds; "steps": 0 to 1000, as published. "share": 0 to 1 (REPA). "to_data": 1 at the data, 0 at
     the noise, and it gives the velocity towards the data (SiT, LightningDiT); objective and sampler stay the same."""
@@ -61,11 +61,11 @@ class LoraSection(Section):
     rank: Count = 0
     """Rank of the product that is added to a weight; 0: no adapters, all weights train."""
     alpha: Annotated[float, Field(ge=0)] = 0.0
-    """The product is multiplied by alpha / rank; 0: as rank, by one."""
+    """The product is multiplied by alpha / rank; 0: alpha = rank."""
     targets: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
-    """Ends of the names of the linear layers that get adapters; empty: queries, keys, values, outputs of attention."""
+    """Name suffixes of the linear layers that get adapters; empty: queries, keys, values, outputs of attention."""
     frozen: Literal["float32", "bf16", "int8"] = "float32"
-    """How the frozen linear layers of the blocks are held. "bf16": half the memory and the same numbers, where products
+    """How the frozen linear layers of the blocks are held. "bf16": half the memory and the same numbers, where matmuls
     are in bf16. "int8": a quarter of the memory, rounded with a scale for each row, by torchao; not sharded."""
 
 
@@ -75,7 +75,7 @@ class ConditioningSection(Section):
     kind: Literal["auto", "label", "caption"] = "auto"
     """What a DiT is conditioned on; "auto": labels. Other models always take captions."""
     texts: list[str] = Field(default=[])
-    """The store's text encoders that SD3 (CLIP-L, CLIP-G, T5), Flux.1 (CLIP-L, T5) and FLUX.2 (one) read, by name; ""
+    """The store's text encoders that SD3 (CLIP-L, CLIP-G, T5), FLUX.1 (CLIP-L, T5) and FLUX.2 (one) read, by name; ""
     is [text]. Empty: all, in the order of the store's recipe."""
     drop: Share = 0.1
     """Share of labels or captions replaced by null; a caption of several text encoders is replaced in all of them."""
@@ -85,15 +85,15 @@ class LatentSection(Section):
     """The latents as the model sees them."""
 
     normalise: Literal["encoder", "store", "none"] = "encoder"
-    """"encoder": shift and scale of the VAE. "store": mean 0 and deviation 1 in each channel, by the statistics of all
-    stores of the run, which it keeps (LightningDiT). "none": raw latents."""
+    """"encoder": shift and scale of the VAE. "store": mean 0 and standard deviation 1 in each channel, by the
+    statistics of all stores of the run, which it keeps (LightningDiT). "none": raw latents."""
 
 
 class OptimizerSection(Section):
     """The optimizer."""
 
     name: Literal["adamw", "adamw8bit", "came", "muon"] = "adamw"
-    """"adamw"; "adamw8bit": its moments in 8 bits; "came": as Sana; "muon": for hidden matrices, AdamW for the rest."""
+    """"adamw"; "adamw8bit": its moments in 8 bits; "came": as in Sana; "muon": for hidden matrices, else AdamW."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
     """Peak learning rate."""
     lr_base_batch: Count = 0
@@ -101,11 +101,11 @@ class OptimizerSection(Section):
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=3)] = Field(
         default=[0.9, 0.999, 0.9999]
     )
-    """Decay of the first and second moment; the third is read by "came" alone, for its confidence."""
+    """Decay of the first and second moment; only "came" reads the third, for its confidence."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to AdamW's divisor; "came" has its own."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Of "muon"."""
+    """Momentum of "muon"."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     decay_all: bool = True
@@ -129,12 +129,12 @@ class EmaSection(Section):
     kind: Literal["exponential", "power"] = "exponential"
     """"exponential": run.ema_decay at each step. "power": longer as the run grows, with any length to choose later."""
     warmup: bool = True
-    """Of "exponential": the decay of update n is at most (1 + n) / (10 + n), so that a short run's average is of
+    """For "exponential": the decay of update n is at most (1 + n) / (10 + n), so that a short run averages
     about its last tenth; false: run.ema_decay from the first update on, as most papers have it."""
     lengths: Annotated[list[Annotated[float, Field(gt=0, lt=0.28)]], Field(min_length=1)] = Field(default=[0.05, 0.10])
-    """Of "power": an average for each, its standard deviation as a share of the run; snapshots hold the first."""
+    """For "power": an average for each, its standard deviation as a share of the run; snapshots hold the first."""
     keep_every: Count = 0
-    """Of "power": steps between stored averages, for `leandit average`; all stay. 0: with each checkpoint."""
+    """For "power": steps between stored averages, for `leandit average`; all are kept. 0: with each checkpoint."""
 
 
 class RunSection(Section):
@@ -147,7 +147,7 @@ class RunSection(Section):
     microbatch: Count = 0
     """Images per forward, of each rank; 0: the most that fit."""
     seed: Count = 0
-    """Of the weights, the order, the noise and every draw."""
+    """Seed of the weights, the order, the noise and every draw."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
     """Arithmetic of forward and backward; weights and optimizer stay float32. A device without bf16 uses fp32."""
     residual: Literal["float32", "bf16"] = "float32"
@@ -161,7 +161,7 @@ class RunSection(Section):
         "none"
     )
     """Recompute in the backward pass to save memory: "blocks" (or true): all of each block. "selective": only what is
-    cheap to compute again, not the products of matrices."""
+    cheap to compute again, not matrix products."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest gradient norm; 0: no clipping."""
     ema_decay: Share = 0.9999
@@ -169,15 +169,15 @@ class RunSection(Section):
     checkpoint_every: Positive = 5000
     """Steps between checkpoints; the last step and an interruption make one too."""
     keep_checkpoints: Positive = 2
-    """Newest checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     keep_every: Count = 0
-    """Checkpoints of steps that are a multiple of this stay too; 0: none of them."""
+    """Checkpoints of steps that are a multiple of this are kept too; 0: none of them."""
     async_checkpoint: bool = True
-    """Write checkpoints while the next steps are made; it takes memory for a copy of all state."""
+    """Write checkpoints while the next steps run; it takes memory for a copy of all state."""
     prefetch: Count = 2
-    """Batches read ahead, each by one thread; 0 reads them when they are asked for."""
+    """Batches read ahead, each by one thread; 0 reads them on demand."""
     remote_gib: Annotated[float, Field(gt=0)] = 64.0
-    """Room for the shards of a store at a URL, in GiB of the local folder."""
+    """Space in the local folder for the shards of a store at a URL, in GiB."""
     remote_folder: str = ""
     """That local folder; empty: one for the URL below ~/.cache/leandit. A store at a path is copied there too: name one
     in /dev/shm to train from memory."""
@@ -186,16 +186,16 @@ class RunSection(Section):
     evaluate_every: Count = 2000
     """Steps between losses of the records that data.holdout keeps out; 0: none. The last step has one too."""
     evaluate_images: Positive = 64
-    """Held-out records of which the loss is computed, at most: always the same ones."""
+    """Number of held-out records to compute the loss of, at most; always the same ones."""
     evaluate_times: Literal["all", "mlperf"] = "all"
     """"all": each record at eight times, the middles of eighths. "mlperf": each at one of 0, 1/8 ... 7/8 in turn, as
-    MLPerf Training measures Flux.1."""
+    MLPerf Training measures FLUX.1."""
     sample_every: Count = 0
-    """Steps between grids of images by the averaged weights, samples/step-N.png; 0: none. The last step has one."""
+    """Steps between image grids drawn with the averaged weights, samples/step-N.png; 0: none. The last step has one."""
     sample_count: Positive = 16
     """Images of a grid: classes, or captions of held-out records, spread evenly; always the same ones."""
     sample_captions: list[Caption] = Field(default=[])
-    """Captions of the grid instead of those, all of them: of the store, or own prompts that captions.sample of the
+    """Captions of the grid instead of those, all of them: of the store, or your own prompts that captions.sample of the
     precompute recipe has added to it."""
     sample_steps: Positive = 20
     """Steps of their sampler."""
@@ -214,14 +214,14 @@ class ParallelSection(Section):
 
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp", "deepspeed"] = "auto"
     """"auto": "single" with one rank, "ddp" with more, "deepspeed" where its config is given. "fsdp" shards parameters,
-    gradients, optimizer and averages over all ranks, "hsdp" over groups of ranks that hold the same."""
+    gradients, optimizer and averages over all ranks, "hsdp" within groups of ranks, each with a full copy."""
     shard: Literal["full", "gradient"] = "full"
-    """Of "fsdp" and "hsdp": "full" gathers each block when it is used (ZeRO-3); "gradient" keeps what is gathered from
+    """For "fsdp" and "hsdp": "full" gathers each block when it is used (ZeRO-3); "gradient" keeps what is gathered from
     forward to backward, with more memory and less traffic (ZeRO-2)."""
     replicas: Count = 0
-    """Of "hsdp": groups of ranks, each with all of the model; 0: one a machine."""
+    """For "hsdp": groups of ranks, each with all of the model; 0: one a machine."""
     cpu_offload: bool = False
-    """Of "fsdp" and "hsdp": parameters, gradients, optimizer and averages live and are updated in the CPU's memory."""
+    """For "fsdp" and "hsdp": parameters, gradients, optimizer and averages live and are updated in the CPU's memory."""
     deepspeed_config: str = ""
     """Path of a ds_config.json, for the engine of DeepSpeed; its settings override the recipe."""
 
@@ -297,7 +297,7 @@ class TrainRecipe(TechniqueSections, _ModelRecipe):
 def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
     """Where the sections of a recipe contradict each other, or themselves."""
     if recipe.run.revision and recipe.data.turns:
-        yield "run.revision is of --store; a store that the recipe names has a key revision of its own"
+        yield "run.revision applies to --store; a store that the recipe names has a key revision of its own"
     if recipe.run.sample_every and recipe.run.sample_guidance != 1 and not recipe.conditioning.drop:
         yield "run.sample_guidance needs conditioning.drop above 0; without it set it to 1"
     if recipe.run.sample_captions and not recipe.takes_captions:
@@ -307,7 +307,7 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
     if not recipe.lora.rank and (recipe.lora.alpha or recipe.lora.targets):
         yield "lora: alpha and targets are keys of adapters; set rank above 0"
     if recipe.optimizer.name == "came" and len(recipe.optimizer.betas) != 3:
-        yield 'optimizer.betas: "came" needs three, as [0.9, 0.999, 0.9999]'
+        yield 'optimizer.betas: "came" needs three, such as [0.9, 0.999, 0.9999]'
     if len({f"{length:g}" for length in recipe.ema.lengths}) < len(recipe.ema.lengths):
         yield "ema.lengths: two are the same"
     for technique in techniques_of(recipe):

@@ -21,19 +21,19 @@ class Objective(Section):
     predict: Literal["epsilon", "v"] = "epsilon"
     """What "ddpm" predicts: the noise, or v = signal * noise - noise_share * data."""
     variance: Literal["learned", "fixed"] = "learned"
-    """Of "ddpm": "learned" doubles the model's output channels; "fixed" has none for it."""
+    """For "ddpm": "learned" doubles the model's output channels; "fixed" has none for it."""
     min_snr_gamma: Annotated[float, Field(ge=0)] = 0.0
-    """Of "ddpm": largest weight of a step's error of the data (customary: 5); 0: no weighting."""
+    """For "ddpm": largest weight of a step's error of the data (customary: 5); 0: no weighting."""
     time: Literal["uniform", "logit_normal"] = "logit_normal"
     """How "flow" draws its times."""
     time_mean: float = 0.0
-    """Of "logit_normal": mean of the logit; above 0 is towards noise."""
+    """For "logit_normal": mean of the logit; above 0 is towards noise."""
     time_std: Annotated[float, Field(gt=0)] = 1.0
-    """Of "logit_normal": standard deviation of the logit."""
+    """For "logit_normal": standard deviation of the logit."""
     shift: Annotated[float, Field(gt=0)] = 1.0
     """Shift of the times of "flow" towards noise: t' = s t / (1 + (s - 1) t)."""
     cosine_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Of "flow": weight of 1 - cosine between velocity and target over the channels (LightningDiT: 1)."""
+    """For "flow": weight of 1 - cosine between velocity and target over the channels (LightningDiT: 1)."""
 
     @model_validator(mode="after")
     def _keys_of_the_other_kind_are_not_set(self) -> Objective:
@@ -120,7 +120,7 @@ class StageSection(RecordsSection):
     store: str = ""
     """Folder or URL, where the stage has one store."""
     revision: Count = 0
-    """Of this store, as in a mixture."""
+    """Revision of this store, as in a mixture."""
     mixture: list[StoreSection] = Field(default=[])
     """The stores, where there are several."""
 
@@ -129,7 +129,7 @@ class StageSection(RecordsSection):
         if bool(self.store) == bool(self.mixture):
             raise ValueError("a stage needs either store or mixture")
         if self.revision and self.mixture:
-            raise ValueError("revision stands with each store of the mixture")
+            raise ValueError("set revision for each store of the mixture instead")
         return self
 
     @property
@@ -166,7 +166,7 @@ class DataSection(RecordsSection):
     """The stores, which of their records train, and in what order."""
 
     leftovers: Literal["short", "carry", "drop"] = "short"
-    """Records of a bucket that fill no batch: a smaller one; "carry": into the next pass; "drop": not in this pass."""
+    """Records of a bucket that fill no batch: "short": a smaller batch; "carry": in the next pass; "drop": skipped."""
     window_shards: Count = 0
     """Shuffle within this many shards of a bucket at a time, for slow disks and stores at a URL; 0: over all."""
     check: Literal["first", "always", "never"] = "first"
@@ -176,7 +176,7 @@ class DataSection(RecordsSection):
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the records that never train, by a hash of their keys; run.evaluate_every reports their loss."""
     mixture: list[StoreSection] = Field(default=[])
-    """Stores that train together, each with a weight, in place of --store. Keys of records beside it hold for all."""
+    """Stores that train together, each with a weight, in place of --store. Record keys set next to it apply to all."""
     stages: list[StageSection] = Field(default=[])
     """Stores or mixtures that train one after the other, in place of --store."""
 

@@ -46,7 +46,7 @@ class AddressWindow:
         if total > MAX_WINDOW_BYTES:
             raise OSError(f"{num_slots} files of {self.slot_bytes} bytes do not fit into one address range")
         if num_slots > left:
-            raise OSError(f"cannot map {num_slots} more files, {left} are left")
+            raise OSError(f"cannot map {num_slots} more files, the limit allows {left}")
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._address = _map(None, total, PROT_NONE, flags, -1)
         _slots[self._address] = num_slots

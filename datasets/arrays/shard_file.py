@@ -138,7 +138,7 @@ class ShardFile:
             return self._map[offset : offset + length].tobytes()
         content = os.pread(self.file, length, offset)
         if len(content) != length:
-            raise self._damage(f"it ends at byte {offset + len(content)}, {offset + length} were expected")
+            raise self._damage(f"it ends at byte {offset + len(content)}, expected {offset + length}")
         return content
 
     def _read_runs(self, rows: np.ndarray, out: np.ndarray, where: np.ndarray) -> None:
@@ -152,7 +152,7 @@ class ShardFile:
             while done < len(target):  # short reads are allowed
                 count = os.preadv(self.file, [target[done:]], offset + done)
                 if not count:
-                    raise self._damage(f"it ends at byte {offset + done}, {offset + len(target)} were expected")
+                    raise self._damage(f"it ends at byte {offset + done}, expected {offset + len(target)}")
                 done += count
 
     def _chunk(self, chunk: int) -> np.ndarray:

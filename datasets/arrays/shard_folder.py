@@ -70,7 +70,7 @@ class ShardFolder:
         path = self.root / name
         size = path.stat().st_size if path.is_file() else None
         if size is None or (self._sizes is not None and size != self._sizes.get(name)):
-            state = "is missing" if size is None else f"has {size} bytes, not those of the manifest"
+            state = "is missing" if size is None else f"has {size} bytes, the manifest says {self._sizes.get(name)}"
             raise DamageError(f"shard '{path}': {state}. {REPAIR}")
         return ShardFile(path, layout, num_rows, mapped=mapped)
 

@@ -96,7 +96,7 @@ class ShardedArray:
         if isinstance(which, tuple):
             rows, *inner = which or (slice(None),)
             if not all(isinstance(part, (int, np.integer, slice)) for part in inner):
-                raise TypeError(f"array '{self.path}': expected integers and slices behind the rows, got {which}")
+                raise TypeError(f"array '{self.path}': expected integers and slices after the row index, got {which}")
             taken = self[rows]
             return taken[tuple(inner) if isinstance(rows, (int, np.integer)) else (slice(None), *inner)]
         if isinstance(which, slice):
@@ -124,7 +124,7 @@ class ShardedArray:
 
     def _out_of_range(self, first: int, last: int) -> RowOutOfRange:
         rows = f"row {first}" if first == last else f"rows {first} to {last}"
-        return RowOutOfRange(f"array '{self.path}': {rows}, there are {len(self)}")
+        return RowOutOfRange(f"array '{self.path}': {rows} out of range, there are {len(self)}")
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Rows start to stop, (stop - start, ...): a mapped view where they lie in one uncompressed shard."""

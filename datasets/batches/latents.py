@@ -100,10 +100,10 @@ def normalised_as(spec: LatentSpec, how: Normalise, statistics: LatentStatistics
         applied = (spec.decoding.shift, spec.decoding.scale) if spec.decoding else (np.zeros_like(shift), 1 + 0 * scale)
         shift, scale = -np.array(applied[0]) * applied[1], 1 / np.array(applied[1])
     elif statistics is None or min(statistics.channel_std) <= 0:
-        what = "none" if statistics is None else "a channel with deviation 0"
+        what = "none" if statistics is None else "a channel with standard deviation 0"
         raise RecipeError(
-            f'latent normalisation "store": the store has {what} in its statistics; expected a mean and a deviation '
-            'above 0 of each channel. An incomplete store has them when it is finished. Or use "encoder".'
+            f'latent normalisation "store": the store has {what} in its statistics; expected a mean and a standard '
+            'deviation above 0 of each channel. An incomplete store has them when it is finished. Or use "encoder".'
         )
     else:
         shift = shift + np.array(statistics.channel_mean) / scale

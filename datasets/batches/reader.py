@@ -256,8 +256,8 @@ def check_fit(store: LatentStore, plan: BatchPlan) -> None:
             planned = max(stored, int(chosen[-1]) + 1) if len(chosen) else stored
         if planned != stored:
             raise RecipeError(
-                f"store '{store.path}': it has {stored} records in bucket '{bucket}', the plan is of a store with "
-                f"{planned} there. Make the plan from store.buckets, or from a selection of this store."
+                f"store '{store.path}': it has {stored} records in bucket '{bucket}', the plan was made for a store "
+                f"with {planned} there. Make the plan from store.buckets, or from a selection of this store."
             )
 
 
@@ -265,7 +265,7 @@ def _check_has(store: LatentStore, what: str, names: Sequence[str], known: Seque
     """Raises: RecipeError: a store lacks a feature or companion."""
     if missing := set(names) - set(known):
         found = ", ".join(known) or "none"
-        raise RecipeError(f"store '{store.path}': it has no {what} '{min(missing)}'. There are: {found}.")
+        raise RecipeError(f"store '{store.path}': it has no {what} '{min(missing)}'. Available: {found}.")
 
 
 def _only(values: dict[str, torch.Tensor]) -> torch.Tensor:

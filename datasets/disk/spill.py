@@ -34,13 +34,12 @@ def named_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full, large = "Free some space there, or name", "Raise 'ulimit -f', or name"
+        full, large = "Free some space there, or set", "Raise 'ulimit -f', or set"
         advice = {errno.ENOSPC: full, errno.EDQUOT: full, errno.EFBIG: large}.get(error.errno or 0)
         if not advice and not (error.errno == errno.ENOENT and error.filename is None):  # tempfile: no usable folder
             raise
         raise ResourceError(
-            f"{what}: '{_folder()}' cannot hold it ({error}). {advice or 'Name'} another folder in the environment as "
-            "TMPDIR."
+            f"{what}: '{_folder()}' cannot hold it ({error}). {advice or 'Set'} TMPDIR to another folder."
         ) from error
 
 

@@ -310,7 +310,7 @@ class StoreSpec(_Sparse):
     def _has_unique_names(self) -> StoreSpec:
         names = [one.name for one in (*self.texts, *self.features, *self.companions)]
         if len(set(names)) != len(names) or (self.text is None) != (self.text_encoder is None):
-            raise ValueError("two text encoders, features or companions have one name, or [text] has half an encoder")
+            raise ValueError("two text encoders, features or companions share a name, or [text] has half an encoder")
         return self
 
     def with_fingerprint(self) -> StoreSpec:

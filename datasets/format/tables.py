@@ -75,7 +75,7 @@ def check_table(path: Path, *, texts: bool) -> None:
         parquet = pq.ParquetFile(file)
         columns = [(field.name, field.type) for field in parquet.schema_arrow]
         if columns[: len(wanted)] != [(field.name, field.type) for field in wanted]:
-            raise ValueError("its columns are not those of its name")
+            raise ValueError("its columns do not match its file name")
         metadata = parquet.metadata
         if metadata.num_rows > MAX_ROWS_PER_BYTE * room:
             raise ValueError(f"it claims {metadata.num_rows} rows in {file_bytes} bytes")
@@ -163,14 +163,14 @@ def _opened(path: Path) -> Iterator[pa.NativeFile]:
         with pa.OSFile(str(path)) as file:
             yield file
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise DamageError(f"table '{path}': not a readable Parquet file of ours ({error}).") from error
+        raise DamageError(f"table '{path}': not a readable leandit Parquet file ({error}).") from error
 
 
 def _valid(path: Path, rows: Any) -> Any:
     """Rows with valid offsets, UTF-8 and no null where there is none."""
     rows.validate(full=True)
     if nulls := [name for name in NEVER_NULL if name in rows.schema.names and rows.column(name).null_count]:
-        raise DamageError(f"table '{path}': nulls in column '{nulls[0]}', where there are none.")
+        raise DamageError(f"table '{path}': nulls in column '{nulls[0]}'; expected none.")
     return rows
 
 

@@ -177,11 +177,11 @@ class ArrayLayout:
         revision, row = 1, 0
         for added in self.row_ranges:
             if added.revision < revision or not row <= added.first < added.end or added.first % self.shard_rows:
-                return f"rows {added.first} to {added.end} of revision {added.revision} behind row {row}"
+                return f"rows {added.first} to {added.end} of revision {added.revision} after row {row}"
             revision, row = added.revision, added.end
         if self.row_ranges[0].first:
             return f"rows that begin with {self.row_ranges[0].first}"
-        return "" if row == self.shape[0] else f"{self.shape[0]} rows, of which the last range ends at {row}"
+        return "" if row == self.shape[0] else f"{self.shape[0]} rows, but the last range ends at {row}"
 
 
 def pack_shard(layout: ArrayLayout, rows: np.ndarray) -> list[Any]:

@@ -61,7 +61,7 @@ def compact(
     assert store.manifest is not None
     if unfinished := planned_revisions(root):
         raise StoreError(
-            f"store '{root}': revision {unfinished[0]} is unfinished. Run the same precompute command again, then this."
+            f"store '{root}': revision {unfinished[0]} is unfinished. Run its precompute command again, then this one."
         )
     if out.resolve().is_relative_to(root.resolve()):
         raise StoreError(f"store '{out}': it would lie in store '{root}'. Give an --out elsewhere.")
@@ -86,7 +86,7 @@ def spec_without(spec: StoreSpec, names: Collection[str]) -> StoreSpec:
     known = [*(one.name for one in spec.text_encoders[1:]), *spec.groups]
     if unknown := [name for name in names if name not in known]:
         raise RecipeError(
-            f"compact --without '{unknown[0]}': expected a text encoder, but not the first, a feature or a companion "
+            f"compact --without '{unknown[0]}': expected a feature, a companion or a text encoder other than the first "
             f"of the store: {', '.join(known) or 'it has none'}."
         )
     recipe = dict(spec.recipe)

@@ -28,14 +28,14 @@ from ..units import plural
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 CAUSES = {
-    "missing": "the file is not there",
-    "size": "the file has another size than it was written with",
+    "missing": "the file is missing",
+    "size": "the file size differs from what was written",
     "content": "the bytes differ from those that were written",
     "unsealed": "all shards are committed, but there is no manifest: the seal is pending",
     "link": "a symbolic link replaces a file that was written",
     "stray": "a file that belongs to no revision",
     "abandoned": "a shard or array of no revision: remove it if you gave up its revision, else restore that folder",
-    "single": "its files are there once, as in a published store: 'leandit verify --repair' makes the second copies",
+    "single": "there is only one copy of its files, as in a published store: 'leandit verify --repair' adds the others",
     "temporary": "left by a killed process, or still being written",
     "counts": "planned records are not stored plus rejected",
     "not_reproduced": "encoding the record again does not give what is stored",

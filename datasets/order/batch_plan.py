@@ -127,11 +127,11 @@ class BatchPlan:
             if number < 1:
                 raise RecipeError(f"{what}: {number}; expected at least 1.")
         if self.selection and dict(self.selection.counts) != dict(self.buckets):
-            raise RecipeError("the selection has other counts than the plan's buckets; give the plan selection.counts.")
+            raise RecipeError("the selection's counts differ from the plan's buckets; give the plan selection.counts.")
         if self.num_records and not self._rate:
             raise RecipeError(
-                "leftovers 'drop': no bucket has the records of one batch, so nothing would be trained on. "
-                "Lower the batch size, or take 'carry'."
+                "leftovers 'drop': no bucket has enough records for one batch, so nothing would be trained on. "
+                "Lower the batch size, or use 'carry'."
             )
 
     @cached_property

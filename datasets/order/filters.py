@@ -106,11 +106,11 @@ class RecordFilter:
             )
         low, high = self._aspects
         if not low <= high:
-            raise RecipeError(f"a filter with aspects from {low} to {high}: expected a minimum up to the maximum.")
+            raise RecipeError(f"a filter with aspects from {low} to {high}: expected a minimum not above the maximum.")
         if self.scores and not math.isfinite(self.scores.minimum):
             raise RecipeError(f"a filter with a minimum score of {self.scores.minimum}: expected a finite number.")
         if not 0 <= self.holdout < 1:
-            raise RecipeError(f"a filter with a holdout of {self.holdout}: expected a share from 0 to below 1.")
+            raise RecipeError(f"a filter with a holdout of {self.holdout}: expected a share of at least 0 and below 1.")
 
     @property
     def _aspects(self) -> tuple[float, float]:
@@ -220,7 +220,7 @@ def lines_by_key(
     try:
         names = pq.read_schema(path).names
         if missing := [name for name in (key, column) if name not in names]:
-            raise RecipeError(f"{where}: no column '{missing[0]}'. There are: {', '.join(names)}.")
+            raise RecipeError(f"{where}: no column '{missing[0]}'. Available: {', '.join(names)}.")
         table = pq.read_table(path, columns=[key, column])
     except FileNotFoundError as error:
         raise RecipeError(f"{where}: no such file.") from error
@@ -234,14 +234,14 @@ def lines_by_key(
     if len(pc.unique(keys)) < len(keys):
         counts = pc.value_counts(keys)
         twice = counts.field("values")[int(np.argmax(counts.field("counts").to_numpy()))]
-        raise RecipeError(f"{where}: duplicate key '{twice}'. Expected one line for each record.")
+        raise RecipeError(f"{where}: duplicate key '{twice}'. Expected one row for each record.")
     batches = (batch["key"].cast(pa.string()) for batch in store.record_batches(("key",)))
     lines = np.concatenate([pc.fill_null(pc.index_in(one, value_set=keys), -1).to_numpy() for one in batches])
     if not np.any(lines[stored := _is_stored(store)] >= 0):
         first = store.record_at(int(np.argmax(stored))).key
         raise RecipeError(
             f"{where}: no key in common with store '{store.path}', whose first is '{first}'. "
-            f"Its own are {', '.join(repr(one) for one in keys.slice(0, 3).to_pylist()) or 'none'}."
+            f"The table's are {', '.join(repr(one) for one in keys.slice(0, 3).to_pylist()) or 'none'}."
         )
     return lines, values
 

@@ -90,7 +90,7 @@ class Mixture(_Nested):
             near = ", ".join(str(max(1, round(1000 * weight / total))) for weight in self.weights)
             raise RecipeError(
                 f"a mixture with shares of {', '.join(map(str, self.weights))} in {self.period} batches: expected "
-                f"shares that are whole in at most {MAX_PERIOD}. Weights close to them: {near}."
+                f"shares that are whole numbers of batches in at most {MAX_PERIOD}. Weights close to them: {near}."
             )
 
     @property

@@ -49,7 +49,7 @@ def batch_sizes_by_tokens(
             needed = -(-multiple_of * height_px * width_px // token_area)
             raise RecipeError(
                 f"bucket '{bucket}': a batch of {multiple_of} has {needed} image tokens, {tokens} are allowed. Allow "
-                f"at least {needed}, or let the batch be a multiple of less than {multiple_of}."
+                f"at least {needed}, or set multiple_of below {multiple_of}."
             )
     return sizes
 
@@ -64,7 +64,7 @@ def by_bucket(what: str, value: int | Mapping[str, int], buckets: Iterable[str])
     if not isinstance(value, Mapping):
         raise RecipeError(f"a {what} of {value!r}: expected a whole number, or one for each bucket.")
     if missing := [bucket for bucket in buckets if bucket not in value]:
-        raise RecipeError(f"bucket '{missing[0]}': no {what} is given. There are: {', '.join(value) or 'none'}.")
+        raise RecipeError(f"bucket '{missing[0]}': no {what} is given. Available: {', '.join(value) or 'none'}.")
     for bucket in buckets:
         if not isinstance(value[bucket], Integral):
             raise RecipeError(f"bucket '{bucket}': a {what} of {value[bucket]!r}; expected a whole number.")

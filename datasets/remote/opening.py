@@ -86,7 +86,7 @@ def open_remote(
                 _check_listing(reader, manifest)
             _fetch(reader, local / STORE, (entry for entry in manifest.files if not is_shard(entry)))
             LOG.info(
-                "store '%s': shards come into '%s', at most %s of them", reader.url, local, readable_size(capacity)
+                "store '%s': shards are downloaded to '%s', at most %s", reader.url, local, readable_size(capacity)
             )
             return opened
     except LeanditError:
@@ -152,7 +152,7 @@ def _fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifes
     wanted = revision or sealed[-1]
     if wanted not in sealed:
         raise StoreError(
-            f"store '{reader.url}': it has no complete revision {wanted}. There are: {', '.join(map(str, sealed))}."
+            f"store '{reader.url}': it has no complete revision {wanted}. Available: {', '.join(map(str, sealed))}."
         )
     wanted_files = [revision_prefix(number) + name for number in sealed for name in (LOCAL, MANIFEST)]
     wanted_files += [f"{revision_prefix(number)}{PLAN}/{PLAN_FILE}" for number in numbers if number > sealed[-1]]

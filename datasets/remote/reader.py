@@ -135,7 +135,7 @@ class RemoteReader:
             return fetch()
         except _WrongBytes as error:
             LOG.warning(
-                "store '%s': file '%s' came with %s, not as in the manifest; again", self.url, entry.path, error
+                "store '%s': file '%s' arrived with %s, unlike the manifest; retrying", self.url, entry.path, error
             )
             self._fs.invalidate_cache()
         try:
@@ -180,19 +180,21 @@ class RemoteReader:
                 why = one_line(error)
                 if is_not_allowed(error):
                     raise StoreError(
-                        f"{where} may not be read ({one_line(error)}). Give credentials that may, in the way of "
+                        f"{where} may not be read ({one_line(error)}). Provide credentials with access, as expected by "
                         "the file system: for s3 the AWS_* variables or ~/.aws, for hf HF_TOKEN."
                     ) from error
                 if lasts(error):
                     raise StoreError(f"{where} cannot be read ({one_line(error)}). Check the URL.") from error
                 if attempt == ATTEMPTS - 1:
                     raise StoreError(
-                        f"{where} could not be read in {ATTEMPTS} attempts, the last gave: {one_line(error)}. Check "
-                        "the network and the service, then run the same command again."
+                        f"{where} could not be read in {ATTEMPTS} attempts, the last error was: {one_line(error)}. "
+                        "Check the network and the service, then run the same command again."
                     ) from error
             # Jitter, so that readers that failed together do not retry together.
             pause = min(FIRST_WAIT_SECONDS * 2**attempt, MAX_WAIT_SECONDS) * random.uniform(0.5, 1.0)
-            LOG.warning("%s: attempt %d of %d failed (%s), again in %.1f s", where, attempt + 1, ATTEMPTS, why, pause)
+            LOG.warning(
+                "%s: attempt %d of %d failed (%s), retrying in %.1f s", where, attempt + 1, ATTEMPTS, why, pause
+            )
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 

@@ -146,7 +146,7 @@ def arrays_problem(manifest: Manifest) -> str:
     named = {*manifest.buckets, *filter(BUCKET.fullmatch, buckets_of(arrays))}  # also those without stored records
     groups = array_groups(spec, named)
     if len(arrays) < len(manifest.arrays):
-        return "two arrays have one path"
+        return "two arrays have the same path"
     for path, layout in arrays.items():
         if problem := layout.problem():
             return f"array '{path}' has {problem}"
@@ -156,7 +156,7 @@ def arrays_problem(manifest: Manifest) -> str:
         if group is None or (layout.shape[1:], layout.dtype) != group.rows[path]:
             return f"array '{path}' has rows of {layout.dtype} {layout.shape[1:]}, unlike the encoders of the store"
         if layout.num_shards > num_shards:
-            return f"array '{path}' claims {layout.num_shards} shards, the files are fewer"
+            return f"array '{path}' claims {layout.num_shards} shards, but there are fewer files"
         num_rows = 0
         if group.is_null:
             num_rows = 1 if path.endswith(f"/{NULL_POOLED}") else spec.text_encoder_of(group.name).spec.max_tokens
@@ -164,7 +164,7 @@ def arrays_problem(manifest: Manifest) -> str:
             return f"array '{path}' has {layout.shape[0]} rows, expected {num_rows}"
         latents = arrays.get(f"{bucket_part(group.bucket)}/{spec.latent.array}") if group.bucket else layout
         if latents is None or [one[1:] for one in latents.row_ranges] != [one[1:] for one in layout.row_ranges]:
-            return f"array '{path}' has other rows than the latents of its bucket"
+            return f"array '{path}' has different rows from the latents of its bucket"
     for path, group in groups.items():
         may_miss = (
             group.bucket not in manifest.buckets if group.bucket else not (group.is_null or manifest.num_captions)
@@ -175,5 +175,5 @@ def arrays_problem(manifest: Manifest) -> str:
     expected |= {revision_prefix(manifest.revision) + name for name in (RECORDS, CAPTIONS)}
     expected |= {index_path(manifest.revision, name) for name in index_names(spec)}
     if expected != files:
-        return f"its files are not the shards of its arrays and its tables and numbers: '{min(expected ^ files)}'"
+        return f"its files do not match its arrays, tables and index: '{min(expected ^ files)}'"
     return "a file that it names twice" if len(files) != len(manifest.files) else ""

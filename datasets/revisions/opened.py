@@ -53,7 +53,7 @@ class OpenedRevision:
         if number and number not in (sealed or [1]):
             complete = ", ".join(map(str, sealed)) or "none"
             begun = f" {unsealed(number)}" if number in planned else ""
-            raise StoreError(f"store '{path}': it has no complete revision {number}. There are: {complete}.{begun}")
+            raise StoreError(f"store '{path}': it has no complete revision {number}. Available: {complete}.{begun}")
         self.path, self.root = path, Path(os.path.abspath(path))  # absolute, for files that are read later
         self.newest_revision = sealed[-1] if sealed else 1
         self.unfinished_revision = planned[-1] if planned else None

@@ -230,7 +230,7 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
         content, local = read_manifest(root, revision), read_local(root, revision)
         if local is None:
             raise DamageError(
-                f"store '{root}': '{prefix}{LOCAL}' is missing or damaged, which names the encoders and the recipe. "
+                f"store '{root}': '{prefix}{LOCAL}', which names the encoders and the recipe, is missing or damaged. "
                 f"{remedy}"
             )
         spec, listing, recorded_hash = whole_spec(content.spec, local), local.listing, ""

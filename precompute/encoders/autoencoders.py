@@ -68,8 +68,8 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     name = str(config.get("_class_name"))
     if name not in FAMILIES:
         raise EncoderError(
-            f"{where}: its config.json says '{name[:80]}', expected {', '.join(FAMILIES)}. How any other "
-            "normalises its latents is not known here."
+            f"{where}: its config.json says '{name[:80]}', expected {', '.join(FAMILIES)}. leandit does not know how "
+            "other classes normalize their latents."
         )
     family = FAMILIES[name]
     _check_channels(config, name, where)
@@ -186,7 +186,7 @@ def set_tiling(model: Any, tile_px: int, downscale: int) -> None:
     Raises: RecipeError: its class cannot, or the tile size is not divisible into latent positions.
     """
     if tile_px % (4 * downscale):
-        raise RecipeError(f"vae.tile_px {tile_px}: expected a multiple of {4 * downscale}, 4 places of a latent.")
+        raise RecipeError(f"vae.tile_px {tile_px}: expected a multiple of {4 * downscale}, 4 latent positions.")
     # A Wan with patches counts its tiles in pixels when it decodes, and in patches when it encodes.
     is_patched_wan = type(model).__name__ == "AutoencoderKLWan" and model.config.get("patch_size")
     if hasattr(model, "tile_sample_min_height") and hasattr(model, "tile_sample_stride_height") and not is_patched_wan:

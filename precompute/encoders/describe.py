@@ -37,7 +37,7 @@ def describe_store(
     for _, height_px, width_px in table:
         if height_px % downscale or width_px % downscale:
             raise RecipeError(
-                f"bucket '{bucket_name(height_px, width_px)}': the VAE makes one latent of {downscale} px, so "
+                f"bucket '{bucket_name(height_px, width_px)}': the VAE makes one latent position of {downscale} px, so "
                 f"both sides must be multiples of {downscale}. Use another resolution, table or VAE."
             )
         if side_px and (height_px, width_px) != (side_px, side_px):
@@ -52,7 +52,7 @@ def describe_store(
     elif not batch_size:  # one number for all buckets: what fits the largest
         _, height_px, width_px = max(table, key=lambda row: (row[1] * row[2], row))
         batch_size = encoders.image.largest_batch(height_px, width_px)
-        LOG.info("vae.batch_size 0: %d images of %dx%d px fit a forward", batch_size, height_px, width_px)
+        LOG.info("vae.batch_size 0: %d images of %dx%d px fit in one forward pass", batch_size, height_px, width_px)
     unnamed = encoders.captions.get("")
     latent = encoders.image.latent_spec(recipe.vae, recipe.store.dtype, batch_size=batch_size)
     return StoreSpec(

@@ -90,7 +90,7 @@ def resolve_model(
             )
         folder = model_folder(folder, subfolder)
         if not folder.is_dir():
-            hub = "" if set(model) & set("./~:\\") else f", and on the hub a name has its owner, as OWNER/{model}"
+            hub = "" if set(model) & set("./~:\\") else f", and on the hub a name has its owner, such as OWNER/{model}"
             raise EncoderError(f"{what} '{model}': there is no such folder as '{folder}'{hub}. Check the recipe.")
         return folder, None
     prefix = f"{subfolder.strip('/')}/" if subfolder else ""
@@ -103,12 +103,12 @@ def resolve_model(
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         if is_local:
             raise EncoderError(
-                f"{what} '{model}': it is not on this machine, and nothing is fetched because a store or run names it. "
+                f"{what} '{model}': it is not on this machine, and what only a store or run names is never fetched. "
                 f"Fetch it with 'hf download {model}'."
             ) from error
         how = f" with --set {what}=PATH" if "." in what else ""
         raise EncoderError(
-            f"{what} '{model}': not a folder here, and the hub does not give it ({shortened(error)}). "
+            f"{what} '{model}': not a local folder, and not available from the hub ({shortened(error)}). "
             f"Check the name, log in with 'hf auth login', or give a folder{how}."
         ) from error
     LOG.info("%s '%s': commit %s of the hub, in '%s'", what, model, fetched.name, fetched / subfolder)
@@ -126,7 +126,7 @@ def local_folder(model: str) -> Path | None:
         name = model.removeprefix(SHIPPED)
         folder = Path(__file__).parents[1] / "demo_encoders" / name
         if not name.isidentifier() or not folder.is_dir():
-            raise EncoderError(f"'{model}': no such encoder ships with leandit; there are shipped:vae and shipped:t5.")
+            raise EncoderError(f"'{model}': no such encoder ships with leandit. Available: shipped:vae, shipped:t5.")
         return folder
     path = Path(model).expanduser()
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:

@@ -65,7 +65,7 @@ class ImageEncoder(Pretrained):
         if left_out := sorted(key for key in loading["unexpected_keys"] if not key.startswith(DECODER)):
             raise EncoderError(
                 f"{place}: its weights hold '{left_out[0]}', which its config.json has no place for, so "
-                "its latents would be others. Fetch or save the model again."
+                "its latents would be wrong. Fetch or save the model again."
             )
         self._tile_px = section.tile_px
         self._model = self._on_device(loaded)

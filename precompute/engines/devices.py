@@ -167,13 +167,13 @@ def supervise(
                     losses[name] += 1
                     what = f"the process on {name} is gone: {_how_it_ended(ended)}"
                     if losses[name] < MAX_LOSSES:
-                        say(f"{what}. Another is started, the others go on")
+                        say(f"{what}. Restarting it; the others continue")
                         running[pool.submit(runs[name])] = name
                     elif running:
                         say(f"{what}. Giving up on it; the remaining processes take its shards")
                     elif not outputs:
                         raise ResourceError(
-                            f"{what}. No other is left. What is committed stays, the same command goes on."
+                            f"{what}. None is left. Committed shards are kept; the same command resumes."
                         )
         finally:
             stop()

@@ -41,9 +41,9 @@ def fault_error(what: str, error: BaseException) -> ResourceError:
       what: the file that was read.
     """
     return ResourceError(
-        f"source, '{what}': it cannot be read now ({error or 'out of memory'}). The disk, the network folder or this "
-        "machine fails (expected: memory, open files (ulimit -n), room for temporary files (TMPDIR)), not the file. "
-        "Nothing was rejected for it: make it work again, then run the same command again; it resumes."
+        f"source, '{what}': it cannot be read at the moment ({error or 'out of memory'}). The disk, the network folder "
+        "or this machine is failing, not the file; check memory, open files (ulimit -n) and space for temporary files "
+        "(TMPDIR). No record was rejected because of it. Fix the problem, then run the same command again; it resumes."
     )
 
 

@@ -230,7 +230,7 @@ def crop_mask(
 def check_aspect(size: tuple[int, int], beside: tuple[int, int]) -> None:
     """Raise RecordRejected unless a companion has the aspect of its record's image, within a pixel of rounding."""
     if abs(size[0] * beside[1] - size[1] * beside[0]) > max(beside):
-        detail = "{}x{} px, the record's image has {}x{} px; expected the same aspect".format(*size, *beside)
+        detail = "{}x{} px, the record's image has {}x{} px; expected the same aspect ratio".format(*size, *beside)
         raise RecordRejected("decode", "wrong_size", detail)
 
 
@@ -319,7 +319,7 @@ def _check_layout(image: Any) -> None:
         raise RecordRejected("decode", "unsupported_mode", "samples that are not unsigned integers")
     # TIFF 6.0, section 21: 2x2 by default. Pillow reads uncompressed pixels as if it were 1x1.
     if image.mode == "YCbCr" and image.tag_v2.get(SUBSAMPLING_TAG, (2, 2)) != (1, 1):
-        raise RecordRejected("decode", "unsupported_mode", "uncompressed YCbCr with subsampled colour")
+        raise RecordRejected("decode", "unsupported_mode", "uncompressed YCbCr with subsampled color")
 
 
 def _to_rgb(image: Image.Image, tile: Any) -> Image.Image:
@@ -357,7 +357,7 @@ def _to_rgb(image: Image.Image, tile: Any) -> Image.Image:
 def _scale_transparent_colour(image: Image.Image, raw_mode: str) -> None:
     """Scale a PNG's transparent color from the depth of the file to 8 bits, as Pillow does with the pixels."""
     if raw_mode == "RGB;16B":
-        raise RecordRejected("decode", "unsupported_mode", "a transparent colour in 16-bit RGB")
+        raise RecordRejected("decode", "unsupported_mode", "a transparent color in 16-bit RGB")
     if raw_mode in ("L;2", "L;4"):
         depth = int(raw_mode[-1])
         image.info["transparency"] = (image.info["transparency"] & (1 << depth) - 1) * (255 // ((1 << depth) - 1))

@@ -119,7 +119,7 @@ def _text_sections(reader: Reader, common: CommonFormat) -> dict[str, TextSectio
     model, texts = reader.recipe.text.model, reader.defaults.texts
     if model and len(texts) > 1:
         raise SourceError(
-            f"import: text.model '{model}', and these features have {len(texts)} text encoders: {', '.join(texts)}. "
+            f"import: text.model '{model}', but these features have {len(texts)} text encoders: {', '.join(texts)}. "
             "Leave text.model out."
         )
     sections = {}

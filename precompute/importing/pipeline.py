@@ -181,6 +181,6 @@ def check_resumes(root: Path, plan: FrozenPlan, reader: Reader, listing: str) ->
         )
     if plan.listing != listing:
         raise SourceError(
-            f"store '{root}': its source lists other files, or sizes, than when the store was planned. Nothing was "
+            f"store '{root}': its source lists different files or sizes than when the store was planned. Nothing was "
             "changed. Restore the source, or import it into another --store."
         )

@@ -126,7 +126,7 @@ def reject_outliers(headers: Sequence[ScannedRecord], reader: Reader) -> tuple[C
         if (kind := CommonFormat.of(header, reader.defaults)) != wanted:
             return RecordRejected("scan", "wrong_shape", f"{kind}; the other records: {wanted}")
         if 0 < classes <= header.label:
-            detail = f"label {header.label}, there are {classes} classes (source.num_classes)"
+            detail = f"label {header.label}; expected 0 to {classes - 1} (source.num_classes)"
             return RecordRejected("scan", "bad_metadata", detail)
         return header
 

@@ -74,13 +74,13 @@ class ImportLayout(Section):
     captions: str = ""
     """PixArt: folder of the caption features. MDS: the column of the embeddings, as "caption_latents"."""
     text: str = ""
-    """The column of the captions' text: of MDS, as "caption"; of mlperf-flux, whose set has none, if yours has one."""
+    """Column of the captions' text: for MDS, such as "caption"; for mlperf-flux, if your data has one."""
     label: str = ""
     """MDS: the column of the label."""
     mask: str = ""
     """MDS: the column of the captions' attention mask; empty: all tokens are kept."""
     dtype: Literal["float16", "float32"] = "float16"
-    """MDS: of arrays stored as plain bytes."""
+    """MDS: dtype of arrays stored as plain bytes."""
     channels: Annotated[int, Field(ge=1, le=1024)] = 4
     """MDS: latent channels of arrays stored as plain bytes; their latents are square."""
     width: Annotated[int, Field(ge=0, le=1 << 16)] = 0
@@ -91,9 +91,9 @@ class ImportStore(Section):
     """The format on disk."""
 
     dtype: Literal["source", "float16", "float32"] = "source"
-    """Of latents and caption embeddings; "source": as they are, so no number changes (latents of bfloat16: float32)."""
+    """Dtype of latents and caption embeddings; "source": theirs, so no number changes (bfloat16 latents: float32)."""
     text_dtype: Literal["same", "source", "float16", "bfloat16", "float32", "int8"] = "same"
-    """Of caption embeddings: "same" as store.dtype; "int8" with a scale for each token, half the bytes of bfloat16."""
+    """Dtype of caption embeddings: "same" as store.dtype; "int8", with a scale per token, halves bfloat16."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Size at which a shard is full."""
     codec: Literal["none", "zstd"] = "none"

@@ -103,7 +103,7 @@ class Planner:
         if spec.groups != plan.spec.groups and comparison.num_gone > comparison.num_dropped:
             raise SourceError(
                 f"source '{source.name}': it lacks {plural(comparison.num_gone, 'record')} of store '{self.root}', "
-                "which therefore cannot be encoded. Restore them, or leave them out with --drop-gone."
+                "so these cannot be encoded. Restore them, or leave them out with --drop-gone."
             )
         return comparison, base
 

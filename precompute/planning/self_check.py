@@ -193,9 +193,9 @@ def _likely_mistake(trips: list[RoundTrip]) -> str:
     if better > CLEARLY_BETTER_DB:
         return (
             f"The decoded images times {gain:.2f} plus {offset:.0f} are right: the VAE takes or gives pixels in "
-            "another range (0 to 1, not -1 to 1), or another class than its config.json says."
+            "another range (0 to 1, not -1 to 1), or is not of the class that its config.json names."
         )
     return (
-        "Encoder and decoder do not belong together, or one of them computes wrong: check that config.json and weights "
-        "are of one model, vae.dtype and store.dtype."
+        "Encoder and decoder do not belong together, or one of them computes incorrectly: check that config.json and "
+        "weights belong to the same model, and vae.dtype and store.dtype."
     )

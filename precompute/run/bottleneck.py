@@ -112,7 +112,7 @@ def advice(times: list[StageTime], *, on_cpu: bool, codec: str) -> str:
     text_device = "a GPU" if on_cpu else "text.batch_tokens, or another GPU"
     uncompressed = "" if codec == "none" else "set store.codec 'none', or "
     return {
-        READ: f"{threads} read {rate}: put the source on a faster disk, into tars, or copy it here first",
+        READ: f"{threads} read {rate}: put the source on a faster disk, pack it into tars, or copy it here first",
         DECODE: f"{threads} decode {rate}: give it more cores or more processes, or make the originals smaller",
         ENCODE: f"the VAE does {rate}: {device} would make it faster",
         TEXT: f"captions took {rate}: {text_device} would make them faster",

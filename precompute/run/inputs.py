@@ -70,7 +70,7 @@ class ImageReader:
         decoded = self.decode(place, bucket, **how)
         if isinstance(decoded, RecordRejected) or size in ((None, None), decoded.size):
             return decoded
-        detail = "the image has {}x{} px, planned were {}x{} px".format(*decoded.size, *size)
+        detail = "the image has {}x{} px, expected {}x{} px as planned".format(*decoded.size, *size)
         return RecordRejected("decode", "wrong_size", detail)
 
 

@@ -105,7 +105,7 @@ class RejectLimits:
         counts = ", ".join(f"{number} x {reason}" for reason, number in reasons.most_common())
         hints = [hint for reason, hint in HINTS.items() if reason in reasons]
         message = " ".join([f"{what}: {counts}.", *filter(None, [example]), *hints])
-        kept = "" if self._is_planning else " What is encoded stays, the same command goes on."
+        kept = "" if self._is_planning else " What is encoded is kept; the same command resumes."
         self.problem = self.problem or SourceError(
             f"{message} Look at the source; if it is right as it is, allow more with --set source.{setting}=...{kept}"
         )

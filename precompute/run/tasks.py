@@ -213,7 +213,7 @@ def check_disk(writer: StoreWriter, missing: list[Task]) -> None:
         raise ResourceError(
             f"store '{writer.root}': the disk has {readable_size(free)} free, the store needs "
             f"{readable_size(needed)} more. Free some space, or give a --store on another disk; the same command then "
-            "goes on."
+            "resumes."
         )
 
 

@@ -131,8 +131,8 @@ def _check_labels(listed: Sequence[Source]) -> None:
     numbered = next((source for source in labelled if not source.has_class_names), None)
     if named and numbered:
         raise SourceError(
-            f"source '{named.name}' labels by names of classes, '{numbered.name}' by numbers. Expected one of both; or "
-            "leave labels out with --set source.labels=none."
+            f"source '{named.name}' labels by names of classes, '{numbered.name}' by numbers. Expected the same for "
+            "both; or leave labels out with --set source.labels=none."
         )
 
 
@@ -152,7 +152,8 @@ def _joined(source: Source, name: str, classes: list[str]) -> Iterator[pa.Record
         labels = batch["label"].to_numpy()
         if len(labels) and labels.max() >= max(len(source_classes), 0):
             raise SourceError(
-                f"source '{source.name}': label {labels.max()} of {len(source_classes)} classes. Expected its class."
+                f"source '{source.name}': label {labels.max()} of {len(source_classes)} classes. Expected a class for "
+                "every label."
             )
         columns["label"] = pa.array(label_of[labels])
         columns["key"] = pc.binary_join_element_wise(f"{name}/", batch["key"], "")

@@ -268,7 +268,7 @@ def list_source(
     scan = Scan(settings, notes=notes, companions=dict(companions))
     if companions and kind not in WITH_COLUMNS:
         raise SourceError(
-            f"source '{files.name}': [companions.{next(iter(companions))}] needs a table with a column for it, JSONL, "
+            f"source '{files.name}': [companions.{next(iter(companions))}] needs a table with a column for it: JSONL, "
             f"CSV, Parquet or Arrow; this is {kind}."
         )
     if files.only and kind in ("imagefolder", "sidecars", "metadata", "arrow"):

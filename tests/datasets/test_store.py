@@ -235,7 +235,7 @@ def test_captions_are_found_by_the_number_of_their_record_and_by_their_exact_tex
             np.testing.assert_array_equal(caption_store.caption(np.int64(record.index), which), wanted)  # of a batch
     last = caption_store.records.num_rows - 1
     for index, which in ((last + 1, 0), (-1, 0), (last, 99), (last, -1)):
-        with pytest.raises(StoreError, match=r"record -?\d+, there are|caption -?\d+ of record") as caught:
+        with pytest.raises(StoreError, match=r"record -?\d+ out of range, there are|caption -?\d+ of record") as caught:
             caption_store.caption(index, which)
         assert isinstance(caught.value, IndexError)
     with pytest.raises(StoreError, match="there are") as caught:
@@ -292,7 +292,7 @@ def test_a_newer_revision_that_is_not_finished_is_warned_of(encode: Callable[...
     without_seal(lambda: encode(caption_recipe(), source, path))
     with pytest.warns(StoreWarning, match=r"revision 1 is opened\. Revision 2 was begun and is not finished"):
         assert LatentStore(path).unfinished_revision == 2
-    with pytest.raises(StoreError, match=r"no complete revision 2\. There are: 1\. Revision 2 was begun"):
+    with pytest.raises(StoreError, match=r"no complete revision 2\. Available: 1\. Revision 2 was begun"):
         LatentStore(path, revision=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

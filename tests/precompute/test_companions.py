@@ -189,9 +189,9 @@ def test_a_batch_has_the_mean_of_each_companion_as_the_model_sees_it(stores: Sto
     only = next(iter(make_loader(store, global_batch=2, companions=["mask"])))
     assert list(only.companions) == ["mask"]
     assert next(iter(make_loader(store, global_batch=2, companions=()))).companions == {}
-    with pytest.raises(RecipeError, match=r"no companion .depth.\. There are: copy, edit, mask"):
+    with pytest.raises(RecipeError, match=r"no companion .depth.\. Available: copy, edit, mask"):
         make_loader(store, global_batch=2, companions=["depth"])
-    with pytest.raises(UnknownKey, match=r"no companion 'depth'\. There are: copy, edit, mask"):
+    with pytest.raises(UnknownKey, match=r"no companion 'depth'\. Available: copy, edit, mask"):
         store.companion("depth", "64x64")
     with pytest.raises(UnknownKey, match="32x32"):
         store.companion("mask", "32x32")
@@ -239,7 +239,7 @@ REJECTS = {
     4: (
         "decode",
         "wrong_size",
-        "companion 'mask', 'masks/4.png': 45x45 px, the record's image has 60x100 px; expected the same aspect",
+        "companion 'mask', 'masks/4.png': 45x45 px, the record's image has 60x100 px; expected the same aspect ratio",
     ),
     5: ("scan", "bad_metadata", "companion 'edit': file_name leaves the source folder"),
 }
@@ -353,7 +353,7 @@ def test_stores_whose_images_differ_are_not_read_together(stores: Stores, source
     order = Mixture([(BatchPlan(store.buckets, 2, seed=0), 1) for store in pair], seed=0)
     with pytest.raises(RecipeError, match=r"'mask' is of kind 'image', of 'mask' in"):
         BatchReader(pair, order, companions=["copy", "mask"])
-    with pytest.raises(RecipeError, match=r"no companion 'edit'\. There are: copy, mask"):
+    with pytest.raises(RecipeError, match=r"no companion 'edit'\. Available: copy, mask"):
         BatchReader(pair, order)
     assert list(BatchReader(pair, order, companions=["copy"])[0].companions) == ["copy"]
 
@@ -395,7 +395,9 @@ def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
     for path, recipe in (("compact", with_companions()), ("less", caption_recipe(*BASE, "companions.mask.kind=mask"))):
         assert verify_store(tmp_path / path).findings == []
         assert encode(recipe, folder, tmp_path / path).num_encoded == 0
-    with pytest.raises(RecipeError, match=r"--without 'depth': expected .*a companion of the store: copy, edit, mask"):
+    with pytest.raises(
+        RecipeError, match=r"--without 'depth': expected .*a companion .*of the store: copy, edit, mask"
+    ):
         compact(root, tmp_path / "other", progress=lambda *_: None, without=["depth"])
 
 

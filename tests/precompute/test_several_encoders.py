@@ -130,7 +130,7 @@ def test_a_batch_has_the_rows_of_its_records(stores: Stores) -> None:
     assert seen == 2 * len(store)
     without = next(iter(make_loader(store, global_batch=4, text="none", features=())))
     assert (without.texts, without.features) == ({}, {})
-    with pytest.raises(RecipeError, match=r"no feature .clip.\. There are: dino"):
+    with pytest.raises(RecipeError, match=r"no feature .clip.\. Available: dino"):
         make_loader(store, global_batch=4, features=["clip"])
     with pytest.raises(UnknownKey, match="no feature 'clip'"):
         store.feature("clip", "64x64")
@@ -226,7 +226,7 @@ def test_a_feature_is_left_out_by_a_compaction(stores: Stores, tmp_path: Path) -
     assert not any("dino" in path or "short" in path for path in tree_digest(root))
     for bucket in store.buckets:
         np.testing.assert_array_equal(store.latents(bucket)[:], plain.latents(bucket)[:])
-    with pytest.raises(RecipeError, match=r"--without 'clip': expected a text encoder.*: short, dino"):
+    with pytest.raises(RecipeError, match=r"--without 'clip': expected a feature.*: short, dino"):
         compact(stores.added, tmp_path / "other", progress=lambda *_: None, without=["clip"])
     with pytest.raises(StoreError, match="it already exists"):
         compact(stores.added, root, progress=lambda *_: None, without=["dino"])

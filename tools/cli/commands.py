@@ -165,7 +165,7 @@ def _explain(error: Exception) -> tuple[str, int]:
         return f"{problem}. Install it with: pip install 'leandit[{extra}]'", EXIT_RESOURCES
     if isinstance(error, OSError) and error.errno in NOT_PERMITTED:
         problem = f"'{error.filename or 'a file'}': {error.strerror}"
-        hint = "Give this user the permission, or use another path; the same command then resumes"
+        hint = "Grant this user permission, or use another path; the same command then resumes"
         return f"{problem}. {hint}", EXIT_RESOURCES
     problem = f"{type(error).__name__}: {error}"
     hint = f"Run again with '{TRACEBACK}' before the command, and report it"

@@ -194,7 +194,7 @@ def render_result(stages: list[Stage], rates: dict[str, dict[str, float]], out: 
         f"{'total':<18}{readable_time(sum(stage.seconds for stage in stages)):>13}",
         "",
         f"{stages[-1].images} samples, main object as the caption says:",
-        f"  {'':<20}{'colour':>8}{'shape':>8}",
+        f"  {'':<20}{'color':>8}{'shape':>8}",
     ]
     for name, key in (("own captions", "score"), ("shuffled captions", "score_shuffled")):
         lines.append(f"  {name:<20}{rates[key]['colour']:8.0%}{rates[key]['shape']:8.0%}")

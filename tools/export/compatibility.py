@@ -63,7 +63,7 @@ def obstacle(layout: str, spec: ModelSpec, objective: ObjectiveSection, state: d
             problem = f"it reads captions of {', '.join(map(str, kinds))}, {pipeline} those of {known}"
             problem += ", the last at least as wide as the others" if len(kinds) > 1 else ""
         elif objective.kind != "flow" and spec.texts:
-            problem = f"it was trained with objective.kind = '{objective.kind}', {pipeline} draws flows alone"
+            problem = f"it was trained with objective.kind = '{objective.kind}', {pipeline} samples only flow models"
     else:
         instead = "Use --format official, which holds every DiT exactly."
         if is_dit_dh(spec.name):
@@ -103,7 +103,7 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
     spec, family, latent, notes = snapshot.spec, family_of(snapshot.spec.name), snapshot.latent, list[str]()
     if family is None:
         notes.append(
-            "diffusers' class embeds the time otherwise than DiT does, so its output differs from the trained model's; "
+            "diffusers' class embeds the time differently from DiT, so its output differs from the trained model's; "
             "the official layout is exact."
         )
         if spec.num_classes < NULL_LABEL:
@@ -113,8 +113,8 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
             )
     if snapshot.objective.kind == "flow" and not (family and FAMILIES[family].samples_flows):
         notes.append(
-            "It samples with DPM-Solver++ over the flow's noise levels, rounded to whole times, where leandit takes "
-            "Euler's steps: the same noise gives another image."
+            "It samples with DPM-Solver++ over the flow's noise levels, rounded to whole timesteps, where leandit "
+            "takes Euler's steps: the same noise gives another image."
         )
     if family == "sana":
         if vae_class(snapshot) != FAMILIES[family].vae:
@@ -123,7 +123,7 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
         text = instruction_text(snapshot.state["text_encoder"]["model"].get("instruction", ""))
         lines = json.dumps(text.split("\n")) if text else None
         which = "this" if text else "no"
-        notes.append(f"Captions were encoded behind {which} instruction: give complex_human_instruction={lines}.")
+        notes.append(f"Captions were encoded after {which} instruction: give complex_human_instruction={lines}.")
     if family and FAMILIES[family].is_flow:
         if (vae := vae_class(snapshot)) != FAMILIES[family].vae:
             notes.append(f"{pipeline_class(snapshot)} takes an {FAMILIES[family].vae}, the store was made with {vae}.")

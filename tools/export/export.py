@@ -89,11 +89,11 @@ def export(
     if not is_adapters and (problem := obstacle(layout, snapshot.spec, snapshot.objective, snapshot.state)):
         raise RunError(problem)
     if not is_pipeline and encoders:
-        raise RunError("--encoders: the official layout is of the model alone. Use --format diffusers.")
+        raise RunError("--encoders: the official layout holds only the model. Use --format diffusers.")
     if is_pipeline and merged and not adapter:
         raise RunError(f"--merged: run '{snapshot.path.parent}' has no adapters. Leave it out.")
     if is_adapters and encoders:
-        raise RunError("--encoders: adapters are a file beside a pipeline. Use --merged to write a whole one.")
+        raise RunError("--encoders: adapters are saved without a pipeline. Use --merged to write a whole one.")
     if is_adapters:
         files = adapter_files(snapshot)
     elif is_pipeline:

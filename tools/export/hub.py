@@ -189,7 +189,7 @@ class HubRepository:
                     problem = f"cannot {what} ({reason}). Correct that, then publish again."
                 elif attempt == ATTEMPTS:
                     hint = "Check the network, then run the same command again: it resumes."
-                    problem = f"could not {what} in {attempt} attempts, the last gave: {reason}. {hint}"
+                    problem = f"could not {what} in {attempt} attempts, the last error was: {reason}. {hint}"
                 if problem:
                     raise StoreError(f"'{self.address}' {problem}") from error
             time.sleep(min(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), MAX_WAIT_SECONDS) * random.uniform(0.5, 1.0))

@@ -37,7 +37,7 @@ LINE_BYTES = 1 << 16  # of a line that is compared
 SNAPSHOT_STATE = re.compile(r"snapshot-(\d+)/state\.json")
 REQUIRED = {
     "--private or --public": "who may read it",
-    "--license": "that of the images (of a run: of the weights), as 'cc-by-4.0', any other name, or a https link",
+    "--license": "that of the images (of a run: of the weights), such as 'cc-by-4.0', any other name, or an https link",
     "--encoder-license": "that of the encoders, whose output is published",
 }
 TEXTS, TEXT_BYTES = (".json", ".jsonl", ".toml", ".md"), 1 << 26  # a larger file is not searched for local paths
@@ -106,7 +106,7 @@ def store_files(root: Path, hub: HubRepository, terms: Terms) -> tuple[list[Outg
         )
     portable, notes = portable_files(root), list[str]()
     if strays := [one.path for one in checked.findings if one.cause != "single"]:
-        notes.append(f"{len(strays)} files that are not of the store stay here, such as '{strays[0]}'")
+        notes.append(f"{len(strays)} files that do not belong to the store are not uploaded, such as '{strays[0]}'")
     card = store_card(LatentStore(root), portable, hub, terms)
     files = [OutgoingFile(CARD, card, is_last=True)]
     for path, entry in portable.entries.items():
@@ -254,7 +254,7 @@ def _refuse_other(hub: HubRepository, files: Mapping[str, OutgoingFile], listed:
     if METRICS in files and METRICS in listed:
         line = files[METRICS].read().partition(b"\n")[0].decode(errors="replace")[:LINE_BYTES]
         if line and hub.read_text(METRICS, LINE_BYTES).partition("\n")[0] != line:
-            problem = f"holds another run: its '{METRICS}' begins otherwise."
+            problem = f"holds another run: its '{METRICS}' begins differently."
     if problem:
         raise StoreError(f"'{hub.address}' {problem} {ANOTHER_PLACE}")
 

@@ -130,7 +130,7 @@ def describe_precompute(
             state, comparison, before = _compare_with_store(planner, store, frozen, spec, options)
             rows += state
         if comparison is None:
-            return DryRun(shown, [*rows, ("would encode", "nothing: nothing would be encoded")])
+            return DryRun(shown, [*rows, ("would encode", "nothing")])
         limits = planner.limits(comparison)
         placed = planner.measure(comparison.fresh, limits, stops=False)
         refusal = limits.problem or planner.refusal(comparison, placed)
@@ -144,7 +144,7 @@ def describe_precompute(
             return DryRun(shown, rows, refusal=refusal)
         plan = planner.plan(comparison, before, placed)
     if num_completed := completed_rows(plan):
-        rows.append(("would complete", f"{num_completed:,} images that are there"))
+        rows.append(("would complete", f"{num_completed:,} images already in the store"))
     total = buckets.total()
     say(f"encoding {min(PROBE_RECORDS, total)} of {total:,} images, and captions, to measure time and memory")
     costs, new_bytes = predict(recipe, plan, source, comparison, placed, encoders, num_devices=num_devices)

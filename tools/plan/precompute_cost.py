@@ -93,7 +93,7 @@ def predict(
     num_devices = num_devices if device.type != "cpu" else 1
     probe = run_probe(recipe, plan, source, _choose(source, comparison, images), encoders)
     new_bytes, counts = store_bytes(plan, probe), _caption_counts(plan)
-    codec = "before any codec" if plan.spec.codec == "none" else f"with codec {plan.spec.codec}, as of the probe"
+    codec = "before any codec" if plan.spec.codec == "none" else f"with codec {plan.spec.codec}, as in the probe"
     notes = {LATENTS: f" {codec}", TABLES: " at most"}
     notes |= {label: f", {captions:,} distinct, {tokens:,} tokens" for label, (captions, tokens) in counts.items()}
     rows = [(name, f"{readable_size(size):>10}{notes.get(name, '')}") for name, size in new_bytes.items()]
@@ -101,9 +101,9 @@ def predict(
     rates = f"; decoding {probe.images / max(1e-9, probe.decode_seconds):.1f}, encoding "
     rates += f"{probe.images / max(1e-9, probe.encode_seconds):.1f} images/s, from {probe.images} images"
     rates += f" each of {num_devices} devices" if num_devices > 1 else ""
-    rates += "; at most: images that are there are probed with their latents" if num_completed else ""
+    rates += "; at most: images already in the store are probed with their latents" if num_completed else ""
     rows.append(("time", f"{readable_time(probe.seconds_for(num_images, num_tokens, num_devices)):>10}{rates}"))
-    place = "of the GPU, the probe" if device.type == "cuda" else "of this machine, the probe"
+    place = "on the GPU, during the probe" if device.type == "cuda" else "on this machine, during the probe"
     return [*rows, ("memory", f"{readable_size(probe.memory_bytes):>10} {place}")], new_bytes
 
 

@@ -131,7 +131,7 @@ def step_time(
     Raises: ValueError: the GPU lacks the precision.
     """
     if not (peak := gpu.peak_flops(work.precision)):
-        raise ValueError(f"a {gpu.name} has no {work.precision}. Expected another GPU or precision.")
+        raise ValueError(f"GPU '{gpu.name}' has no {work.precision}. Expected another GPU or precision.")
     # Compute: arithmetic, memory traffic and launches; the update.
     microbatches, memory_rate = math.ceil(images / microbatch), gpu.memory_gb_s * 1e9
     launches = (work.launches[0] + (microbatches - 1) * work.launches[1]) * LAUNCH_SECONDS

@@ -76,7 +76,7 @@ def _read(path: Path) -> tuple[np.ndarray, LatentSpec, dict[str, Any]]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Decode the grids that a run has drawn.")
     parser.add_argument("folder", type=Path, help="samples/ of a run")
-    parser.add_argument("--vae", help="hub id or folder of another VAE than that of the store")
+    parser.add_argument("--vae", help="hub id or folder of a VAE other than the store's")
     arguments = parser.parse_args()
     os.nice(NICENESS)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // CORES_SHARE))

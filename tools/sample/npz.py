@@ -140,8 +140,8 @@ class Npz:
                 except (TokenError, SyntaxError, RecursionError, TypeError) as error:
                     raise ValueError(f"its header is not one of an array ({type(error).__name__})") from error
                 if dtype.hasobject or dtype.name not in DTYPES or by_columns:
-                    order = " by columns" if by_columns else ""
-                    raise ValueError(f"it holds {dtype}{order}, expected {', '.join(DTYPES)} by rows")
+                    order = " in column-major order" if by_columns else ""
+                    raise ValueError(f"it holds {dtype}{order}, expected {', '.join(DTYPES)} in row-major order")
                 if min(shape, default=0) < 0 or member.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
                     raise ValueError(f"its header claims shape {shape}, it has {info.file_size} bytes")
                 yield member, shape, dtype

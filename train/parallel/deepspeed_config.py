@@ -52,7 +52,7 @@ def read_config(path: str) -> dict[str, Any]:
         for number, key in enumerate(keys, 1):
             if not isinstance(inside := inside.get(key, {}), dict):
                 where = ".".join(keys[:number])
-                raise RecipeError(f"ds_config.json: {where} is {inside!r}, expected an object, as {{}}.")
+                raise RecipeError(f"ds_config.json: {where} is {inside!r}, expected an object, such as {{}}.")
     zero = config.setdefault("zero_optimization", {})
     if zero.get("stage") not in (1, 2, 3):
         raise RecipeError(
@@ -239,5 +239,5 @@ def drop_unknown(config: dict[str, Any]) -> Iterator[str]:
         for key in sorted(keys.keys() - known):
             del keys[key]
             near = difflib.get_close_matches(key, sorted(documented - keys.keys()), n=1)  # one that is set is not meant
-            meant = f" The nearest that it has is '{near[0]}'." if near else ""
+            meant = f" Did you mean '{near[0]}'?" if near else ""
             yield f"ds_config.json: DeepSpeed has no key '{prefix}{key}', which is ignored.{meant}"

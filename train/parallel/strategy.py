@@ -29,8 +29,8 @@ def choose_strategy(section: ParallelSection, ranks: Ranks) -> str:
         )
     if section.cpu_offload and asked not in ("fsdp", "hsdp"):
         raise RecipeError(
-            f"parallel.cpu_offload: strategy '{asked}' keeps all on the GPU. Use 'fsdp' or 'hsdp', or a ds_config.json "
-            "that offloads."
+            f"parallel.cpu_offload: strategy '{asked}' keeps everything on the GPU. Use 'fsdp' or 'hsdp', or a "
+            "ds_config.json that offloads."
         )
     if asked == "hsdp":
         num_replicas(section, ranks)
@@ -45,7 +45,7 @@ def num_replicas(section: ParallelSection, ranks: Ranks) -> int:
     replicas = section.replicas or ranks.num_machines
     if ranks.world_size % replicas or not 1 < replicas < ranks.world_size:
         raise RecipeError(
-            f"parallel.replicas {section.replicas}: {ranks.world_size} ranks on {ranks.num_machines} machines are not "
-            f"{replicas} groups of equally many ranks, two or more. Set parallel.replicas, or use 'fsdp'."
+            f"parallel.replicas {section.replicas}: {ranks.world_size} ranks on {ranks.num_machines} machines cannot "
+            f"form {replicas} equal groups of two or more ranks. Set parallel.replicas, or use 'fsdp'."
         )
     return replicas

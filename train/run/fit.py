@@ -147,7 +147,7 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
     family = family_of(name)
     if family or is_dit_dh(name):
         if _options(recipe) != DiTOptions():
-            yield f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone."
+            yield f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options only of DiT."
         if keys := [technique.key for technique in techniques if technique.reads_blocks]:
             yield f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT."
         if recipe.run.sample_every and recipe.model.reference:
@@ -183,7 +183,7 @@ def _lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
     yield from _caption_lacks(recipe, place) if recipe.takes_captions else _class_lacks(recipe, store)
     if made_for not in (0, store.latent.channels):
         yield (
-            f"it is made for {made_for} latent channels (model.channels), and there are {store.latent.channels}: "
+            f"it is made for {made_for} latent channels (model.channels), but the store has {store.latent.channels}: "
             "precompute with its VAE, or --set model.channels=0 for those of the store"
         )
     images = [one.name for one in store.companions if one.kind == "image"]
@@ -193,7 +193,7 @@ def _lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
             "it is a mask" if is_mask else f"precompute again with a recipe that has a table [companions.{reference}]"
         )
         yield (
-            f"model.reference '{reference}': no companion image '{reference}', and there are "
+            f"model.reference '{reference}': no companion image '{reference}', available: "
             f"{', '.join(images) or 'none'}: {advice}"
         )
     for technique in techniques_of(recipe):
@@ -203,10 +203,10 @@ def _lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
 def _class_lacks(recipe: TrainRecipe, store: StoreSpec) -> Iterator[str]:
     num_stored, num_classes = len(store.classes or ()), recipe.model.num_classes
     if not num_stored:
-        yield "it needs class labels, and there are none: use a model with captions, or --set conditioning.kind=caption"
+        yield "it needs class labels, the store has none: use a model with captions, or set conditioning.kind=caption"
     elif 0 < num_classes < num_stored:
         yield (
-            f"it is made for {num_classes} classes (model.num_classes), and there are {num_stored}: use "
+            f"it is made for {num_classes} classes (model.num_classes), but the store has {num_stored}: use "
             "--set model.num_classes=0 for those of the store"
         )
 
@@ -235,7 +235,7 @@ def _config_lacks(recipe: TrainRecipe, spec: ModelSpec) -> Iterator[str]:
         actual["out_channels"] = actual["out_channels"] or actual["in_channels"]
     if differing := [f"{key} is {actual[key]}, not {value}" for key, value in needed.items() if actual[key] != value]:
         yield (
-            f"of model.init_from '{recipe.model.init_from}' the {', the '.join(differing)}: use the kind of store and "
+            f"in model.init_from '{recipe.model.init_from}', {', '.join(differing)}: use the kind of store and "
             f"objective it was trained with (here '{recipe.objective.kind}')"
         )
 
@@ -272,17 +272,17 @@ def _caption_lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
             )
         if not names and len(stored) != len(roles):
             do = ": name those to read, in this order, in conditioning.texts" if len(stored) > len(roles) else ""
-            yield f"it reads {len(roles)} text encoders, {needed}, and there are {tables}{do}"
+            yield f"it reads {len(roles)} text encoders, {needed}, but the store has {tables}{do}"
             return
         for role, encoder in zip(roles, _encoders(recipe, store), strict=True):
             yield from _role_lacks(role, encoder)
     elif store.text is None and store.texts:
-        yield f"it takes the captions of [text], and there are {tables} alone: precompute with its encoder as [text]"
+        yield f"it takes the captions of [text], but the store has only {tables}: precompute with its encoder as [text]"
     elif store.text is None:
-        yield "it needs captions, and there are none: precompute with text.kind"
+        yield "it needs captions, but the store has none: precompute with text.kind"
     elif not store.text.has_tokens:
         yield (
-            "it takes the tokens of captions, and [text] has pooled vectors alone: precompute with a text encoder that "
+            "it takes the tokens of captions, but [text] has only pooled vectors: precompute with a text encoder that "
             "gives tokens as [text]"
         )
 
@@ -291,11 +291,11 @@ def _role_lacks(role: TextInput, encoder: TextEncoder) -> Iterator[str]:
     """What an encoder does not give of what a role reads."""
     spec, reads = encoder.spec, f"it reads {role.name} from {_table(encoder.name)}, which has"
     if role.tokens and not spec.has_tokens:
-        yield f'{reads} pooled vectors alone: precompute with output = "both"'
+        yield f'{reads} only pooled vectors: precompute with output = "both"'
     if role.pooled_width and not spec.pooled_width:
         yield f'{reads} no pooled vectors: precompute with output = "both", or set the order in conditioning.texts'
     if role.tokens and spec.has_tokens and not spec.full_length:
-        yield f"{reads} the valid tokens alone, and the model reads padding too: precompute with full_length = true"
+        yield f"{reads} only the valid tokens, but the model reads padding too: precompute with full_length = true"
 
 
 def _input(role: TextInput, encoder: TextEncoder) -> TextInput:

@@ -37,8 +37,8 @@ def fit_microbatch(run: Run, batch: Batch, train_step: Callable[[Run, Batch], ob
         size = min(limits.get(bucket, images), images)
         if size <= fewest:
             raise ResourceError(
-                f"device '{run.device}': {plural(size, 'image')} of bucket '{bucket}' do not fit beside the model. Use "
-                "run.activation_checkpointing, parallel.strategy 'fsdp', or a smaller model."
+                f"device '{run.device}': {plural(size, 'image')} of bucket '{bucket}' do not fit in memory with the "
+                "model. Use run.activation_checkpointing, parallel.strategy 'fsdp', or a smaller model."
             )
         limits[bucket] = max(fewest, -(-size // 2))
     if run.engine.optimizer.state:

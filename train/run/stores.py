@@ -45,8 +45,8 @@ def open_stores(
     urls = {store for store in named if "://" in store}
     if recipe.run.remote_folder and len(urls or named) > 1:
         raise RecipeError(
-            f"run.remote_folder '{recipe.run.remote_folder}': it is of one store, the recipe names {len(urls or named)}"
-            f"{' at a URL' if urls else ''}. Leave it empty: then each at a URL has a folder below ~/.cache/leandit."
+            f"run.remote_folder '{recipe.run.remote_folder}': it is for one store, not {len(urls or named)}"
+            f"{' at a URL' if urls else ''}. Leave it empty: then each at a URL gets a folder below ~/.cache/leandit."
         )
     is_copied = bool(recipe.run.remote_folder) and not urls  # a local store, such as on a network file system
     opened: dict[tuple[str, int], LatentStore] = {}  # a store that the recipe names twice is opened once

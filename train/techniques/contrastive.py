@@ -22,7 +22,7 @@ class Keys(Objective):
     """Keys of [objective]."""
 
     contrastive_weight: Weight = 0.0
-    """Of "flow": weight of minus the error to the target of another image (contrastive flow matching: 0.05)."""
+    """For "flow": weight of minus the error to the target of another image (contrastive flow matching: 0.05)."""
 
 
 class Contrastive(Technique):

@@ -32,7 +32,7 @@ class Keys(Objective):
     dispersive_block: Count = 0
     """The block whose output disperses, from 1; 0: after a quarter of the depth."""
     dispersive_temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Of the dispersive loss; the published code has none, which is 1."""
+    """Temperature of the dispersive loss; the published code has none, which equals 1."""
 
 
 class Dispersive(Technique):
@@ -55,7 +55,7 @@ class Dispersive(Technique):
         first, last = max(one.routed(depth) for one in others)
         if first <= block <= last:
             raise RecipeError(
-                f"{BLOCK} {block}: its tokens are of other places in each image, since some skip "
+                f"{BLOCK} {block}: its tokens are at different positions in each image, since some skip "
                 f"the blocks {first} to {last} (routing). Expected a block before or after them."
             )
 

@@ -43,7 +43,7 @@ class AlignSection(AlignmentKeys):
     projector: Literal["mlp", "conv"] = "mlp"
     """"mlp": three linear maps (REPA). "conv": one convolution of 3 x 3 tokens (iREPA)."""
     spatial_norm: Share = 0.0
-    """Above 0, the feature's tokens less this share of their mean over the image, over their deviation (iREPA: 0.6)."""
+    """Above 0, the feature's tokens less this share of their mean over the image, over their std (iREPA: 0.6)."""
 
 
 class Keys(Section):
@@ -94,7 +94,7 @@ class Repa(Alignment):
                 yield f"align.{name}: a model has an attribute of this name: precompute the feature under another"
             if name not in outputs:
                 yield (
-                    f"align.{name}: no image feature '{name}', and there are {', '.join(outputs) or 'none'}: "
+                    f"align.{name}: no image feature '{name}' (available: {', '.join(outputs) or 'none'}): "
                     f"precompute again with a recipe that has a table [features.{name}]"
                 )
                 continue

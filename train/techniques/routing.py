@@ -36,7 +36,7 @@ class RoutingSection(Section):
     stop_step: Count = 0
     """Last step that routes, before steps with all tokens; 0: all."""
     path_drop: Share = 0.0
-    """Of "sprint": share of the images for which the middle blocks count for nothing (published: 0.05). The null of
+    """For "sprint": share of the images for which the middle blocks count for nothing (published: 0.05). The null of
     guidance then does without them too (path-drop guidance), which strengthens it."""
 
 
@@ -61,7 +61,7 @@ class Routing(Technique):
         if self.section.path_drop and not self.fuses:
             yield 'routing: path_drop needs kind = "sprint", whose mask token stands for the blocks'
         if self.is_on and self.section.first_block == 1 and recipe.model.value_residual:
-            yield "routing: first_block 1 has the values of kept tokens alone; model.value_residual needs at least 2"
+            yield "routing: first_block 1 has only the values of kept tokens; model.value_residual needs at least 2"
 
     def routed(self, depth: int) -> tuple[int, int]:
         section = self.section

@@ -212,7 +212,7 @@ def read(path: Path) -> Saved:
         with _bad_disk_is_damage(path, STATE):
             state, content = read_json(path / STATE), (path / STATE).read_bytes()
         if not isinstance(state, dict):
-            raise CheckpointDamage(path, f"'{STATE}' is no JSON object")
+            raise CheckpointDamage(path, f"'{STATE}' is not a JSON object")
         digest = state.pop(STATE_HASH, None)
         whole = digest == sha256_of(state) and content == canonical_json(state | {STATE_HASH: digest})
     except CheckpointDamage:

@@ -79,11 +79,11 @@ def _check_model(saved: ModelSpec, spec: ModelSpec, source: str) -> None:
     Most options change no tensor, so the weights would load and compute something else.
     """
     if saved.name != spec.name:
-        raise RunError(f"model.init_from '{source}': it is of model '{saved.name}', the recipe of '{spec.name}'.")
+        raise RunError(f"model.init_from '{source}': it is of model '{saved.name}', the recipe has '{spec.name}'.")
     theirs, ours = saved.options.model_dump(), spec.options.model_dump()
     if differing := [f"model.{key}={theirs[key]}".lower() for key in theirs if theirs[key] != ours[key]]:
         raise RunError(
-            f"model.init_from '{source}': it has learned {', '.join(differing)}, the recipe has other values. "
+            f"model.init_from '{source}': it was trained with {', '.join(differing)}, the recipe has other values. "
             f"Use {' '.join(f'--set {one}' for one in differing)}."
         )
 

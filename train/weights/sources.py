@@ -205,8 +205,8 @@ def source_warnings(source: str, spec: ModelSpec, classes: Sequence[str], latent
         np.allclose(theirs, ours, rtol=1e-3, atol=1e-3) for theirs, ours in pairs
     ):
         yield (
-            f"model.init_from '{source}' has learned latents of another shift or scale than those of this run. Its "
-            'first steps adapt to them. latent.normalise = "encoder" and the same VAE give the same ones.'
+            f"model.init_from '{source}' was trained on latents with a different shift or scale from this run's. The "
+            'first steps adapt to them. latent.normalise = "encoder" and the same VAE avoid this.'
         )
     if young := checkpoint.young_average(snapshot.path, snapshot.state):
         yield young
@@ -231,6 +231,6 @@ def _other_labels(
         yield (
             f"model.init_from '{source}' has learned {whose} {len(learned)} labels, {len(differing)} of this store's "
             f"{len(classes)} differ: labels are positions of sorted class names, so '{classes[first]}' is label "
-            f"{first}, which it has {was}. To keep the labels it has learned, use a store of all these classes; "
+            f"{first}, which was {was}. To keep the labels it has learned, use a store of all these classes; "
             "data.labels chooses which of them train."
         )

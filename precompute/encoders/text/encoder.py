@@ -197,7 +197,7 @@ class CaptionEncoder(Pretrained):
         self.computed = TokenCount.total([self.computed, count])
         for i in np.flatnonzero(~encoded.is_finite).tolist() if self._dtype != torch.float32 else ():
             LOG.warning(
-                "caption %r: NaN or infinity in %s, encoded again in float32, which takes long; "
+                "caption %r: NaN or infinity in %s, encoded again in float32, which is slow; "
                 'text.dtype = "bfloat16" or "float32" may avoid it',
                 captions[i][:80],
                 self.identity.dtype,
@@ -254,6 +254,6 @@ class CaptionEncoder(Pretrained):
         if len(prefixes) > 1:
             raise EncoderError(
                 f"text.model '{self._folder}': its weights hold several '{EMBEDDING}', so the language model among "
-                "them is not known. Save the language model alone."
+                "model is not known. Save the language model alone."
             )
         return {"config": config, "key_mapping": {f"^{prefixes.pop()}".replace(".", r"\."): ""}}

@@ -86,8 +86,8 @@ def class_name(section: TextSection, config: dict[str, Any], folder: Path) -> st
         name, is_in_other = MODEL_MAPPING_NAMES.get(str(model_type)), str(model_type).endswith("_text")
         if not (isinstance(name, str) and (is_in_other or model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
             raise EncoderError(
-                f"text.model '{folder}': its config.json says '{model_type}', expected a language model "
-                "that is a decoder alone. Check text.kind."
+                f"text.model '{folder}': its config.json says '{model_type}', expected a decoder-only "
+                "language model. Check text.kind."
             )
         return name
     if model_type != family.model_type:

@@ -83,7 +83,7 @@ def resample_positions(model: Any, family: Family, where: str) -> None:
     trained = trained.detach().float().cpu().reshape(-1, trained.shape[-1])  # (prefix + T, D)
     num_prefix, patch_px = int(family.has_class_token), model.config.patch_size
     if math.isqrt(len(trained) - num_prefix) ** 2 != len(trained) - num_prefix:
-        raise EncoderError(f"{where}: its {len(trained)} positions are not those of a square, which is needed.")
+        raise EncoderError(f"{where}: its {len(trained)} positions do not form a square grid.")
     embeddings.interpolate_pos_encoding = _resampler(trained, num_prefix, patch_px)
 
 
@@ -134,11 +134,13 @@ def normalisation(preprocessor: dict[str, Any], where: str) -> tuple[list[float]
     factor = preprocessor.get("rescale_factor", 1 / GREY_LEVELS)
     if not _is_finite(factor) or not math.isclose(factor, 1 / GREY_LEVELS, rel_tol=1e-3):
         raise EncoderError(
-            f"{where}: 'rescale_factor' of its {PREPROCESSOR} is {str(factor)[:80]}, expected 1/255. Models of pixels "
-            "in another range are not supported."
+            f"{where}: 'rescale_factor' of its {PREPROCESSOR} is {str(factor)[:80]}, expected 1/255. Models that take "
+            "pixels in another range are not supported."
         )
     if off := [key for key in ("do_rescale", "do_normalize") if preprocessor.get(key, True) is not True]:
-        raise EncoderError(f"{where}: '{off[0]}' of its {PREPROCESSOR} is not true, expected a model of such pixels.")
+        raise EncoderError(
+            f"{where}: '{off[0]}' of its {PREPROCESSOR} is {str(preprocessor[off[0]])[:80]}, expected true."
+        )
     return numbers[0], numbers[1]
 
 

@@ -33,7 +33,7 @@ class FastDit(Reader):
         folders = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name.endswith(FEATURES))
         if len(folders) != 1:
             raise SourceError(
-                f"source '{root}': {len(folders)} folders whose name ends in '{FEATURES}'; expected one, as "
+                f"source '{root}': {len(folders)} folders whose name ends in '{FEATURES}'; expected one, such as "
                 "'imagenet256_features'."
             )
         self._features, self._labels = folders[0], folders[0].removesuffix(FEATURES) + LABELS
@@ -54,7 +54,9 @@ class FastDit(Reader):
         with rejecting(path, "no_label"):
             label = parse_npy(read_file(self.root / path))
         if label.size != 1 or label.dtype.kind not in "iu":
-            raise RecordRejected("scan", "no_label", f"{path}: {label.dtype} of shape {label.shape}, no integer")
+            raise RecordRejected(
+                "scan", "no_label", f"{path}: {label.dtype} of shape {label.shape}, expected an integer"
+            )
         return RecordHeader(shape, dtype, label=int(label.reshape(())))
 
 
@@ -87,7 +89,7 @@ class Mar(Reader):
             found = look_npz(self.root / entry.path, MOMENTS)
         if "moments" not in found or len(set(found.values())) > 1:
             raise RecordRejected(
-                "scan", "wrong_shape", f"{entry.path}: arrays {found}; expected 'moments', flips as it"
+                "scan", "wrong_shape", f"{entry.path}: arrays {found}; expected 'moments', and 'moments_flip' like it"
             )
         shape, dtype = found["moments"]
         return RecordHeader(shape, dtype, has_flip=len(found) == 2, label=self._label_of[entry.path.split("/")[0]])

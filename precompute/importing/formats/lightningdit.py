@@ -110,7 +110,7 @@ def _statistics(path: Path) -> tuple[list[float], list[float]]:
         if len(mean) != len(std) or not (torch.isfinite(mean).all() and torch.isfinite(std).all() and (std > 0).all()):
             raise ValueError(f"mean of {len(mean)} and std of {len(std)} numbers, or not finite and positive")
     except (*UNREADABLE, TypeError, AttributeError) as e:
-        why = "there is none" if isinstance(e, FileNotFoundError) else f"{type(e).__name__}: {e}".splitlines()[0][:200]
+        why = "it is missing" if isinstance(e, FileNotFoundError) else f"{type(e).__name__}: {e}".splitlines()[0][:200]
         raise SourceError(
             f"source '{path.parent}': '{path.name}' cannot be read ({why}). The latents are normalized with its mean "
             "and std. Put it there: LightningDiT's ImgLatentDataset writes it when it first opens the folder. Or say "

@@ -185,7 +185,7 @@ class Mds(Reader):
             return array.reshape(without_batch(array.shape, 3))
         side = math.isqrt(len(array) // channels)
         if not side or len(array) != channels * side * side:
-            numbers = f"{len(array)} numbers are no square of {channels} channels"
+            numbers = f"{len(array)} numbers do not form a square of {channels} channels"
             raise ValueError(f"{numbers} (layout.channels, layout.dtype)")
         return array.reshape(channels, side, side)
 

@@ -1,4 +1,4 @@
-"""MLPerf's encoded images and captions for Flux.1, as torchtitan's MLPerf branch writes and reads them.
+"""MLPerf's encoded images and captions for FLUX.1, as torchtitan's MLPerf branch writes and reads them.
 
 The set is a dataset that Hugging Face's ``save_to_disk`` wrote: Arrow streams, which are mapped. A cell is a ``.npy``
 file whose uint16 are the bits of bfloat16. There is no text: captions with the same embeddings are one, named by their

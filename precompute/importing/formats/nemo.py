@@ -181,7 +181,7 @@ def _array(tensors: dict[str, Any], key: str, sides: int) -> np.ndarray:
     """A tensor without a leading batch of one, bfloat16 as float32; raises ValueError, RecordRejected."""
     tensor = tensors.get(key)
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES or tensor.layout != torch.strided:
-        raise ValueError(f"'{key}' is missing, or no tensor of float16, bfloat16 or float32")
+        raise ValueError(f"'{key}' is missing, or not a tensor of float16, bfloat16 or float32")
     if tensor.numel() * 4 > MAX_ARRAY_BYTES:
         raise ValueError(f"'{key}' of {tensor.numel()} numbers")
     tensor = tensor.reshape(without_batch(tuple(tensor.shape), sides))
@@ -201,9 +201,9 @@ def _item(found: Any, place: str, model: str) -> tuple[str, Item]:
     if found.get("model_type", model) != model:
         problem = f"of model_type {str(found['model_type'])[:80]!r}, the cache is of '{model}'"
     elif not isinstance(prompt, str) or not prompt.strip() or len(prompt) > MAX_CAPTION_CHARS:
-        problem = "its prompt is no text, empty, or too long"
+        problem = "its prompt is not text, empty, or too long"
     elif not all(isinstance(side, list) and len(side) == 2 and all(map(_is_side, side)) for side in sides):
-        problem = "its original_resolution or bucket_resolution is no [width, height]"
+        problem = "its original_resolution or bucket_resolution is not [width, height]"
     item = Item(path, problem=problem) if problem else Item(path, str(prompt), tuple(sides[0]), tuple(sides[1]))
     return path.rpartition(".")[0], item
 

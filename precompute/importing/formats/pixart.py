@@ -106,7 +106,7 @@ class PixArt(Reader):
         if item.problem:
             raise RecordRejected("scan", "bad_metadata", item.problem)
         if not entry.path:
-            raise RecordRejected("scan", "missing_file", f"{entry.key}: no .npy of it in '{self._latents}'")
+            raise RecordRejected("scan", "missing_file", f"{entry.key}: no .npy for it in '{self._latents}'")
         shape, dtype = self.look_latent(entry)
         return RecordHeader(shape, dtype, text=item.prompt, texts=(self._look_caption(entry),), size=item.size)
 
@@ -120,13 +120,13 @@ class PixArt(Reader):
         if len(shape) < 2 or mask.size != shape[-2] or np.prod(shape) != shape[-2] * shape[-1]:
             raise RecordRejected("scan", "wrong_shape", f"{path}: '{FEATURE}' {shape}, '{MASK}' {mask.shape}")
         if not mask.any():
-            raise RecordRejected("scan", "no_caption", f"{path}: not one valid token")
+            raise RecordRejected("scan", "no_caption", f"{path}: no valid token")
         return TextHeader(int(np.count_nonzero(mask)), shape[-2], shape[-1], dtype)
 
     def _caption_path(self, entry: Entry) -> str:
         path = self._find(self._captions, entry.key, ".npz")
         if not path:
-            raise RecordRejected("scan", "no_caption", f"{entry.key}: no .npz of it in '{self._captions}'")
+            raise RecordRejected("scan", "no_caption", f"{entry.key}: no .npz for it in '{self._captions}'")
         return path
 
     def read_caption(self, entry: Entry, name: str) -> np.ndarray:
@@ -152,6 +152,6 @@ def _item(found: Any, place: str) -> tuple[str, Item]:
     except RecordRejected as reject:
         return place, Item(problem=reject.detail)
     if not isinstance(prompt, str) or not prompt.strip():
-        return place, Item(problem="its prompt is no text, or empty")
+        return place, Item(problem="its prompt is not text, or empty")
     has_size = all(isinstance(side, int | float) and 1 <= side < 1 << 20 for side in sides)
     return key, Item(prompt, (int(sides[0]), int(sides[1])) if has_size else (0, 0))

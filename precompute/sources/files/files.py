@@ -94,7 +94,7 @@ class SourceFiles:
         """
         if self.chosen is not None:
             for name in sorted(self.chosen):
-                yield self.look(name) or FoundFile(name, problem=("unreadable", f"there is no file any more: {name}"))
+                yield self.look(name) or FoundFile(name, problem=("unreadable", f"the file no longer exists: {name}"))
             return
         seen = self._above()
         entered = [self._entries("", seen, files_first, left_out)]
@@ -212,8 +212,8 @@ class LocalFiles(SourceFiles):
                 return {entry.name: _leads_to_folder(entry) for entry in entries}
         except OSError as error:
             raise SourceError(
-                f"source '{self.name}': folder '{folder or self.root.name}' cannot be read ({error.strerror}). Allow "
-                "it, or move it away."
+                f"source '{self.name}': folder '{folder or self.root.name}' cannot be read ({error.strerror}). Make "
+                "it readable, or move it away."
             ) from error
 
     def _is_folder(self, info: Any) -> bool:
@@ -246,7 +246,7 @@ class LocalFiles(SourceFiles):
         except OSError as error:
             reason = error.strerror or "not a regular file"
             raise SourceError(
-                f"source '{self.root / path}': it cannot be read ({reason}). Allow it, or remove it from the source."
+                f"source '{self.root / path}': it cannot be read ({reason}). Make it readable, or remove it."
             ) from error
 
     def read(self, path: str, offset: int, num_bytes: int, stage: str, *, at_most: int | None = None) -> bytes:
@@ -296,11 +296,11 @@ class RemoteFiles(SourceFiles):
         try:
             data = self._reader.read(path, offset, offset + wanted + more)
         except FileNotFoundError as error:
-            raise RecordRejected(stage, "unreadable", f"there is no such object any more: {path}") from error
+            raise RecordRejected(stage, "unreadable", f"the object no longer exists: {path}") from error
         except StoreError as error:  # of the network or credentials, not of the image
             raise SourceError(str(error)) from error
         if len(data) != wanted:
-            detail = f"{path} has other bytes than when it was listed: {len(data)} of {num_bytes}"
+            detail = f"{path} has changed since it was listed: {len(data)} bytes, expected {num_bytes}"
             raise RecordRejected(stage, "source_changed", detail)
         return data
 

@@ -18,7 +18,7 @@ IMAGE_FOLDER, TEXT_FOLDERS = "images", ("captions", "labels", "texts", "prompts"
 OUTSIDE = 'the image lies outside the class folders; with source.labels = "none" all are taken, without labels'
 WNID = re.compile(r"(n[0-9]{8})_[0-9]+\.[^.]+")  # ILSVRC's names of training images
 UNLABELLED = re.compile(r"ILSVRC[0-9]{4}_(val|test)_[0-9]{8}\.[^.]+")
-NO_WNID = 'the file name does not begin with a wnid, as n01440764_18.JPEG; source.labels = "none" stores no labels'
+NO_WNID = 'the file name does not begin with a wnid, as in n01440764_18.JPEG; source.labels = "none" stores no labels'
 LOOKED_AT = 1000  # files, to see whether texts lie beside images
 
 
@@ -99,13 +99,13 @@ def _guess_wnids(files: SourceFiles, scan: Scan) -> bool:
     if 2 * with_wnid > total:
         others = "" if with_wnid == total else ", and the others have none"
         scan.notes.append(
-            f"labels: the wnid at the start of {with_wnid:,} of {total:,} file names, as n01440764_18.JPEG{others} "
+            f"labels: the wnid at the start of {with_wnid:,} of {total:,} file names, as in n01440764_18.JPEG{others} "
             "(source.labels=none: no labels)"
         )
     elif 2 * unlabelled > total:
         scan.notes.append(
-            "labels: none, and names such as ILSVRC2012_val_00000001.JPEG tell no class. Write a table next to the "
-            "images, as labels.csv with the header 'image,wnid' and a row for each image"
+            "labels: none, and names such as ILSVRC2012_val_00000001.JPEG contain no class. Write a table next to the "
+            "images, such as labels.csv with the header 'image,wnid' and a row for each image"
         )
     return 2 * with_wnid > total
 

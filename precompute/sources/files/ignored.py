@@ -62,7 +62,7 @@ class Ignored:
             lines.append("HEIC and HEIF are read with pillow-heif: pip install 'leandit[heif]'")
         if self.folders:
             count = _counted(self.folders.total(), "folder")
-            lines.append(f"{count}, hidden, of a system or linked twice: {_most(self.folders)}")
+            lines.append(f"{count}, hidden, system or linked twice: {_most(self.folders)}")
         return lines
 
 

@@ -82,7 +82,7 @@ def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[Source
         return files, []
     if len(holds_shards) > 1:
         raise SourceError(
-            f"source '{files.name}': several configurations: {', '.join(holds_shards)}. Give one of them, as "
+            f"source '{files.name}': several configurations: {', '.join(holds_shards)}. Give one of them, such as "
             f"--source {files.name}/{holds_shards[0]}."
         )
     if holds_shards:
@@ -171,7 +171,7 @@ def choose_split(where: str, counts: Counter[str], asked: str, show: Callable[[i
         return None
     if not asked:
         raise SourceError(
-            f"source '{where}': it holds several splits: {listed}. Name the one to store, as --set "
+            f"source '{where}': it holds several splits: {listed}. Name the one to store, for example with --set "
             f"source.split={_likely(splits)}; 'all' takes all of them as one source."
         )
     same = [name for name in splits if name == asked]

@@ -75,7 +75,7 @@ def database(where: str, *paths: str, memory_mib: int = MEMORY_MIB) -> Iterator[
         if isinstance(error, duckdb.OutOfMemoryException) or any(os.strerror(n) in text for n in RESOURCE_ERRNOS):
             raise ResourceError(
                 f"{where}: listing it needs more memory or disk ({text[:300]}). Free some space in "
-                f"'{tempfile.gettempdir()}', or name another folder in the environment as TMPDIR."
+                f"'{tempfile.gettempdir()}', or set TMPDIR to another folder."
             ) from error
         if "state machine" in text:  # in a text table
             text = "mixed line ends (\\n, \\r\\n or a lone \\r in an unquoted cell): convert them as with 'dos2unix'"

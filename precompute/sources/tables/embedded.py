@@ -229,7 +229,7 @@ def saved_split(files: SourceFiles, split: str) -> tuple[SourceFiles, list[str]]
     if split in ("", ALL) and len(names) > 1:
         raise SourceError(
             f"source '{files.name}': it holds several splits, each a dataset: {', '.join(names)[:500]}. Name the one "
-            f"to store, as --set source.split={names[0]}."
+            f"to store, for example with --set source.split={names[0]}."
         )
     chosen = choose_split(files.name, Counter(names), split) or names[0]
     return files.inside(chosen), [f"split '{chosen}' of {', '.join(names)[:500]}"]
@@ -434,7 +434,7 @@ class EmbeddedImages:
         try:
             starts, columns, index = self._file(path)
             if not 0 <= row < starts[-1]:
-                raise RecordRejected(stage, "source_changed", f"{path} has {starts[-1]} rows, the row was {row}")
+                raise RecordRejected(stage, "source_changed", f"{path} has {starts[-1]} rows; row {row} was planned")
             group = int(np.searchsorted(starts, row, "right")) - 1
             data = self._group(path, group, columns[companion], index)[row - int(starts[group])].as_py()
         except SourceError as error:

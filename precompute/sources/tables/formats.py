@@ -207,7 +207,7 @@ def read_layout(files: SourceFiles, table: str) -> TextLayout:
     with files.open(table) as file:
         data = file.read(SNIFFED_BYTES)
     if b"\0" in data:
-        raise SourceError(f"{where}: not UTF-8 text: it has zero bytes. Save it as UTF-8.")
+        raise SourceError(f"{where}: not UTF-8 text: it contains NUL bytes. Save it as UTF-8.")
     text = data.decode("utf-8-sig", "replace").lstrip("\r\n")
     if not text.strip():
         raise SourceError(f"{where}: it is empty.")
@@ -235,8 +235,8 @@ def image_in_header(layout: TextLayout) -> str:
 def missing_header(files: SourceFiles, table: str, image: str) -> SourceError:
     """The error of a text table whose first line names an image."""
     return SourceError(
-        f"source '{files.shown(table)}': its first line names no columns but the image {image[:80]!r}. Write a header, "
-        "as: sed -e 's/#[0-9]*\\t/\\t/' -e '1i image\\tcaption' OLD > captions.tsv"
+        f"source '{files.shown(table)}': its first line names no columns but the image {image[:80]!r}. Add a header, "
+        "for example: sed -e 's/#[0-9]*\\t/\\t/' -e '1i image\\tcaption' OLD > captions.tsv"
     )
 
 
@@ -281,7 +281,7 @@ def _broken_rows(
         )
     if encoding := next((line for line, kind, *_ in broken if kind == "INVALID ENCODING"), None):
         scan.notes.append(
-            f"'{table}', line {encoding}: expected UTF-8. Convert the table with its own encoding, as: "
+            f"'{table}', line {encoding}: expected UTF-8. Convert the table from its own encoding, for example: "
             "iconv -f LATIN1 -t UTF-8 OLD > NEW"
         )
     rejects = []

@@ -77,8 +77,8 @@ def find_table(files: SourceFiles, settings: SourceSection) -> str | None:
         lists = shards_of_split(files.name, lists, settings.split)
     if len(lists) > 1:
         raise SourceError(
-            f"source '{files.name}': several lists of COCO's captions: {', '.join(lists)}. Name the split of one, as "
-            f"--set source.split=train, or give one, as --source '{files.name}/{lists[0]}'."
+            f"source '{files.name}': several lists of COCO's captions: {', '.join(lists)}. Name the split of one, such "
+            f"as --set source.split=train, or give one, such as --source '{files.name}/{lists[0]}'."
         )
     return next(iter(lists), None)
 
@@ -94,7 +94,7 @@ def find_caption_table(files: SourceFiles, settings: SourceSection) -> str | Non
     tables = [name for name in names[:MAX_LISTS] if _names_images(files, name, settings)]
     if len(tables) > 1:
         raise SourceError(
-            f"source '{files.name}': several tables name its images: {', '.join(tables)}. Give the one to use, as "
+            f"source '{files.name}': several tables name its images: {', '.join(tables)}. Give the one to use, such as "
             f"--source '{files.name}/{tables[0]}'."
         )
     return next(iter(tables), None)
@@ -125,7 +125,7 @@ def root_elsewhere(files: SourceFiles, root: str) -> str | None:
     if not leaves_source(os.path.normpath(root)):
         return None
     if "://" in files.name and not os.path.isabs(root):
-        raise SourceError(f"source '{files.name}': source.root '{root}' leaves it. Give the URL of that folder.")
+        raise SourceError(f"source '{files.name}': source.root '{root}' lies outside it. Give the URL of that folder.")
     return os.path.join(os.path.dirname(files.name) if files.only else files.name, root)
 
 
@@ -168,8 +168,8 @@ def _folder(images: SourceFiles, table: str, names: list[str], scan: Scan, compa
     about = f"companion '{companion}': images" if companion else "images"
     if folder is None and names:
         scan.notes.append(
-            f"{about}: none of the first {len(names)} that the table names exists, as {names[0]!r}; source.root names "
-            "their folder"
+            f"{about}: none of the first {len(names)} that the table names exists, such as {names[0]!r}; set "
+            "source.root to their folder"
         )
     elif folder and folder != first:
         scan.notes.append(f"{about}: in '{folder}'")
@@ -231,7 +231,7 @@ def _classes(connection: Any, scan: Scan, where: str) -> pa.Table:
     names = sorted(name for (name,) in connection.execute(query).fetchall())
     if len(names) > MAX_CLASSES or sum(map(len, names)) > MAX_CLASS_BYTES:
         raise SourceError(
-            f"{where}: the column of labels has {len(names)} different values or more, so they are no labels. Name "
+            f"{where}: the column of labels has {len(names)} or more different values, so they are not labels. Name "
             "another with --set source.label=NAME, or rename the column."
         )
     numbers = list(range(len(names)))

@@ -65,7 +65,7 @@ def tar_members(file: BinaryIO, tar: str, *, start: int = 0, stop: int | None = 
             size = _pax_size(extended, size, tar, position)
         end = data + -(-size // BLOCK) * BLOCK
         if size < 0 or end > total:
-            raise _unreadable(tar, f"at byte {position}: a member of {size} bytes, {total - data} are left")
+            raise _unreadable(tar, f"at byte {position}: a member of {size} bytes, but only {total - data} are left")
         position = end
         if header.type in (tarfile.XGLTYPE, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, *LONG_NAMES):
             if size > MAX_EXTENDED_BYTES:
@@ -121,5 +121,5 @@ def _pax_size(extended: dict[str, str], size: int, tar: str, position: int) -> i
     if text is None:
         return size
     if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise _unreadable(tar, f"at byte {position}: its pax header says a size that is no number")
+        raise _unreadable(tar, f"at byte {position}: its pax header has a size that is not a number")
     return int(text)

@@ -90,7 +90,7 @@ def test_a_compacted_store_holds_the_same_and_nothing_else(grown: tuple[ImageSou
 
     report = encode(caption_recipe(*PACKED), images.root, root)
     assert (report.num_encoded, report.manifest) == (0, manifest)
-    with pytest.raises(StoreError, match=r"no complete revision 3. There are: 4"):
+    with pytest.raises(StoreError, match=r"no complete revision 3. Available: 4"):
         LatentStore(root, revision=3)
 
 
@@ -182,7 +182,7 @@ def test_a_store_that_has_lost_what_growth_needs_says_so(
     root = copy_of(grown[1], tmp_path / "store")
     for path in list(root.glob(f"revisions/000003/**/{name}")):
         path.unlink()
-    with pytest.raises(DamageError, match=rf"{name}' is missing.*verify --repair"):
+    with pytest.raises(DamageError, match=rf"{name}'.* is missing.*verify --repair"):
         run(root, tmp_path / "new")
     assert list(tmp_path.iterdir()) == [root]
 

@@ -219,10 +219,10 @@ def test_a_score_table_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     for name, column, said in [
         ("none", "score", "no such file"),
         ("text", "score", "not a readable Parquet"),
-        ("good", "aesthetic", "no column 'aesthetic'. There are: key, score"),
+        ("good", "aesthetic", "no column 'aesthetic'. Available: key, score"),
         ("words", "score", "expected text in 'key' and double in 'score'"),
         ("others", "score", r"no key in common with store 'made-up', whose first is 'k0'.*'x/1.png', 'x/2.png'"),
-        ("empty", "score", "no key in common.*Its own are none"),
+        ("empty", "score", "no key in common.*The table's are none"),
         ("twice", "score", "duplicate key 'k0'"),
     ]:
         table = ScoreTable(tmp_path / f"{name}.parquet", column, 1.0)
@@ -285,5 +285,5 @@ def test_a_record_trains_or_is_held_out_and_a_filter_comes_first(label_store: La
 
 @pytest.mark.parametrize("share", [1.0, -0.1])
 def test_a_holdout_that_leaves_nothing_is_refused(share: float) -> None:
-    with pytest.raises(RecipeError, match=r"expected a share from 0 to below 1"):
+    with pytest.raises(RecipeError, match=r"expected a share of at least 0 and below 1"):
         RecordFilter(holdout=share)

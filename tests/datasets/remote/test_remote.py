@@ -354,7 +354,7 @@ def test_manifests_that_are_gone_are_forgotten_and_those_that_came_are_seen(
         fs.pipe_file(f"/grows/{path.replace('000001', '000002')}", (caption_store.path / path).read_bytes())
     assert open_remote("faulty://grows", folder=tmp_path / "local").manifest == second
     assert open_remote("faulty://grows", folder=tmp_path / "local", revision=1).manifest.revision == 1
-    with pytest.raises(StoreError, match=r"no complete revision 3. There are: 1, 2"):
+    with pytest.raises(StoreError, match=r"no complete revision 3. Available: 1, 2"):
         open_remote("faulty://grows", folder=tmp_path / "local", revision=3)
     fs.rm_file("/grows/revisions/000002/manifest.json")
     fs.rm_file("/grows/revisions/000002/plan/plan.json")

@@ -161,5 +161,5 @@ def test_a_store_without_statistics_says_how_to_get_them(label_store: LatentStor
     with pytest.raises(RecipeError, match=f"the store has none in its statistics.*{advice}"):
         normalised_as(label_store.spec.latent, "store")
     constant = LatentStatistics(count=4, channel_mean=[1.0] * 3, channel_std=[0.0, 1.0, 1.0])
-    with pytest.raises(RecipeError, match="a channel with deviation 0"):
+    with pytest.raises(RecipeError, match="a channel with standard deviation 0"):
         normalised_as(spec_of("mean"), "store", constant)

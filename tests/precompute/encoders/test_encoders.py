@@ -212,7 +212,7 @@ def test_every_other_autoencoder_of_diffusers_is_refused_by_name_before_its_weig
     (vae / WEIGHTS).unlink()
     for name in OTHER_AUTOENCODERS:
         config_with(_class_name=name)(vae)
-        with pytest.raises(EncoderError, match=rf"says '{name}', expected AutoencoderKL.*normalises its latents"):
+        with pytest.raises(EncoderError, match=rf"says '{name}', expected AutoencoderKL.*normalize their latents"):
             image_encoder(vae)
 
 
@@ -246,7 +246,10 @@ def test_weights_with_the_old_names_of_attention_are_loaded(save: Save) -> None:
         ("weights/vae.safetensors", "a single file, expected a folder with config.json. Load it with the library"),
         ("taesd3_encoder.pth", "half of a TAESD, with the names of its publisher. Give the hub id, or a folder"),
         ("gone/away/vae.ckpt", "a single file, expected a folder with config.json. Load it with the library"),
-        ("t5-small", "there is no such folder as 't5-small', and on the hub a name has its owner, as OWNER/t5-small"),
+        (
+            "t5-small",
+            "there is no such folder as 't5-small', and on the hub a name has its owner, such as OWNER/t5-small",
+        ),
     ],
 )
 def test_names_that_are_no_folder_are_told_apart_in_a_line(

@@ -298,7 +298,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("clip", {"kind": "clip", "max_tokens": 77, "layers": [5]}, (), r"layers 5: .* has 4 layers, expected .* -5 to 4"),
     ("t5", {"kind": "umt5"}, (), "says 't5', expected 'umt5'"),
     ("gemma2", {"kind": "t5"}, (), "says 'gemma2', expected 't5'"),
-    ("t5", {"kind": "causal_lm"}, (), "says 't5', expected a language model that is a decoder alone"),
+    ("t5", {"kind": "causal_lm"}, (), "says 't5', expected a decoder-only language model"),
     (
         *("clip", {"kind": "clip", "max_tokens": 77}, (CONFIG, "CLIPTextModelWithProjection", "CLIPModel")),
         r"\['CLIPModel'\], expected one of CLIPTextModel, CLIPTextModelWithProjection",
@@ -328,7 +328,7 @@ def test_what_an_encoder_cannot_give_is_one_clear_error(
     ("overrides", "words"),
     [
         (["output=both", "kind=clip"], r'"both" needs full_length = true, so that a shard holds both'),
-        (["output=pooled"], "only a clip has a pooled vector"),
+        (["output=pooled"], "only kind .clip. has a pooled vector"),
         (["output=pooled", "kind=clip", "layers=[1]"], "leave out layers"),
         (["padding_side=left"], "padding_side needs full_length = true"),
         (["attend_padding=true"], "attend_padding needs full_length = true"),

@@ -112,7 +112,7 @@ def test_two_processes_of_which_one_is_killed_make_the_bytes_of_one(
 
     outputs = with_processes(source, tmp_path / "store", check=check, said=said)
     assert store_digest(tmp_path / "store") == whole
-    assert any("is gone: it was ended by signal 9 (Killed). Another is started" in line for line in said)
+    assert any("is gone: it was ended by signal 9 (Killed). Restarting it" in line for line in said)
     assert sum("columns:" in line for line in said) <= 2  # whoever lists
     assert any("36 planned" in output for output in outputs.values())
 
@@ -135,7 +135,7 @@ def test_where_every_process_dies_the_command_fails_and_the_next_one_goes_on(
         for process in started:
             process._process.kill()
 
-    with pytest.raises(ResourceError, match=r"signal 9 \(Killed\).*No other is left.*the same command goes on"):
+    with pytest.raises(ResourceError, match=r"signal 9 \(Killed\).*None is left.*the same command resumes"):
         with_processes(source, tmp_path / "store", check=check)
     encode(caption_recipe(), source, tmp_path / "store")
     assert store_digest(tmp_path / "store") == whole

@@ -451,7 +451,7 @@ def test_a_disk_that_fails_is_an_error_of_resources_and_no_reject(shared: Decode
         lambda: shared.size(path, 0, 9),
         lambda: shared.sizes([ImagePlace(path, 0, 9)]),
     ):
-        with pytest.raises(ResourceError, match=r"eio\.png.*Input/output error.*Nothing was rejected") as caught:
+        with pytest.raises(ResourceError, match=r"eio\.png.*Input/output error.*No record was rejected") as caught:
             work()
         assert caught.value.exit_code == 5
 

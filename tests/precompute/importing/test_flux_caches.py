@@ -19,7 +19,7 @@ from leandit.precompute.config import load as load_precompute
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
 
-# MLPerf's set for Flux.1.
+# MLPerf's set for FLUX.1.
 
 
 def test_the_set_of_mlperf_becomes_a_store_like_that_of_the_flux_recipe(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_other_settings_or_another_source_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FingerprintMismatch, match=r"store\.dtype was 'source', is 'float16'"):
         run_import(made, tmp_path / "store", "store.dtype=float16")
     np.save(tmp_path / "source/imagenet256_features/11.npy", noise(11, 1, 4, SIDE, SIDE))
-    with pytest.raises(SourceError, match="lists other files"):
+    with pytest.raises(SourceError, match="lists different files"):
         run_import(made, tmp_path / "store")
     assert tree_digest(tmp_path / "store") == before
 

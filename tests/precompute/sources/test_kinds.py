@@ -583,10 +583,10 @@ def test_a_disk_that_fails_under_a_parquet_file_is_no_reject(
     assert bytes_of(source, source.records[1]) == jpeg(1)  # three tries met it
     source = list_source(tmp_path)
     failures[:] = [error] * 100
-    with pytest.raises(ResourceError, match=r"a\.parquet.*Nothing was rejected") as caught:
+    with pytest.raises(ResourceError, match=r"a\.parquet.*No record was rejected") as caught:
         bytes_of(source, source.records[1])
     assert caught.value.exit_code == 5
-    with pytest.raises(ResourceError, match=r"Nothing was rejected"):
+    with pytest.raises(ResourceError, match=r"No record was rejected"):
         list_source(tmp_path)
 
 
@@ -602,7 +602,7 @@ def test_too_few_open_files_are_no_reject(tmp_path: Path, monkeypatch: pytest.Mo
     source = list_source(tmp_path)
     with (
         no_free_files(),
-        pytest.raises(ResourceError, match=r"Too many open files.*ulimit -n.*Nothing was rejected"),
+        pytest.raises(ResourceError, match=r"Too many open files.*ulimit -n.*No record was rejected"),
     ):
         bytes_of(source, source.records[0])
     assert bytes_of(source, source.records[0]) == jpeg(0)

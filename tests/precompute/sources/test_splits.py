@@ -124,7 +124,7 @@ def test_what_a_system_made_is_no_class_and_is_counted(tmp_path: Path) -> None:
     assert source.ignored.folders == dict.fromkeys(SYSTEM, 1) | {"@eaDir": 2}
     files, folders = source.ignored.lines()
     assert files == "1 file, not images by name: 1 .txt"
-    assert folders.startswith("8 folders, hidden, of a system or linked twice: 2 @eaDir, 1 ")
+    assert folders.startswith("8 folders, hidden, system or linked twice: 2 @eaDir, 1 ")
 
 
 def test_loose_images_beside_folders_are_taken_without_labels(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_store_gets_names_later_without_encoding_and_keeps_them(tmp_path: Path
 
     rows = dict(precompute_rows(make(), store))
     assert rows["classes"] == "2: n1 ... n2"
-    assert rows["ignored"] == "1 folder, hidden, of a system or linked twice: 1 __MACOSX"
+    assert rows["ignored"] == "1 folder, hidden, system or linked twice: 1 __MACOSX"
     first = LatentStore(store)
     assert "class_names" not in json.loads((store / "zarr.json").read_bytes())["attributes"]["leandit"]
     report = make(f"source.class_names={tmp_path / 'names.txt'}")

@@ -224,5 +224,5 @@ def test_lists_of_captions_stay_lists_and_rows_of_one_image_become_one_record(na
 def test_a_table_of_captions_without_a_header_is_not_left_out_in_silence(tmp_path: Path) -> None:
     make_image_folder(tmp_path / "Images")
     write_file(tmp_path / "Flickr8k.token.txt", "a.jpg#0\tA cat .\na.jpg#1\tA small cat .\nb.jpg#0\tA boat .\n")
-    with pytest.raises(SourceError, match=r"Flickr8k\.token\.txt.*names no columns.*Write a header"):
+    with pytest.raises(SourceError, match=r"Flickr8k\.token\.txt.*names no columns.*Add a header"):
         list_source(tmp_path)

@@ -178,7 +178,7 @@ MISTAKES = {  # the command, its exit code, and what its line begins with and ho
     "inspect nope --bucket 8x8": (2, "inspect: ", "Give --sheet"),
     "inspect nope --sheet s.png --originals": (2, "inspect --originals: the store", "--source PATH"),
     "inspect nope key --rejects": (2, "inspect --rejects: ", "Leave out KEY"),
-    "inspect nope key --sheet s.png --class 3": (2, "inspect KEY: it is one record"),
+    "inspect nope key --sheet s.png --class 3": (2, "inspect KEY: it shows one record"),
     "verify nope": (3, "store 'nope'"),
     "verify nope --deep": (2, "", "--deep", "--source"),
     "compact nope --out new": (3, "", "nope"),
@@ -348,7 +348,7 @@ def test_a_store_grows_and_is_compacted(class_folder: Path, tmp_path: Path, lean
         assert (ended.code, "revision 4, 13 records" in ended.out) == (0, True)
     assert tree_digest(store) == before
     ended = leandit("inspect", new, "--revision", 1)
-    assert (ended.code, ended.out, "There are: 4" in ended.err) == (3, "", True)
+    assert (ended.code, ended.out, "Available: 4" in ended.err) == (3, "", True)
     assert leandit("compact", store, "--out", source).code == 3
 
 
@@ -364,7 +364,7 @@ PRECOMPUTED, PLANNED = "precompute imagenet-256 --source . --store s", "train di
     [
         (PRECOMPUTED, MemoryError(), 5, "out of memory"),
         (PRECOMPUTED, KeyboardInterrupt(), 130, "interrupted"),
-        (PRECOMPUTED, PermissionError(errno.EACCES, "Permission denied", "s/a"), 5, "'s/a': Permission denied. Give"),
+        (PRECOMPUTED, PermissionError(errno.EACCES, "Permission denied", "s/a"), 5, "'s/a': Permission denied. Grant"),
         (PRECOMPUTED, ZeroDivisionError("by zero"), 1, "ZeroDivisionError"),
         (
             f"--quiet {PRECOMPUTED}",
@@ -437,7 +437,7 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
     assert "samples_3x32x32x3.npz" in ended.out
 
     ended = leandit("export", run, "--out", tmp_path / "folder", "--json")
-    assert (json.loads(ended.out)["pipeline"], "embeds the time otherwise" in ended.err) == ("DiTPipeline", True)
+    assert (json.loads(ended.out)["pipeline"], "embeds the time differently" in ended.err) == ("DiTPipeline", True)
     assert leandit("export", run, "--out", tmp_path / "folder").code == 3
 
 
@@ -486,7 +486,7 @@ def test_a_dry_run_counts_the_source_and_checks_the_store(
     assert ended.code == 0
     assert "14 records" in ended.out
     assert "9 distinct" in ended.out
-    assert ended.out.index("[store]") < ended.out.index("iB of this machine")
+    assert ended.out.index("[store]") < ended.out.index("iB on this machine")
     ended = leandit("train", "demo", "--store", caption_store.path, "--run", "new", "--dry-run", "--device", "cpu")
     assert ended.code == 0
     assert "14 records" in ended.out

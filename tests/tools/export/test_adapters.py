@@ -148,7 +148,7 @@ def test_a_merged_export_is_a_whole_model(name: str, runs: dict[str, Path], tmp_
 @pytest.mark.parametrize(
     ("of_base", "options", "words"),
     [
-        (False, {"encoders": True}, "--encoders: adapters are a file beside a pipeline. Use --merged"),
+        (False, {"encoders": True}, "--encoders: adapters are saved without a pipeline. Use --merged"),
         (False, {"layout": "official"}, "--format diffusers"),
         (True, {"merged": True}, "--merged: run .* has no adapters"),
     ],

@@ -1,4 +1,4 @@
-"""Flux.1, FLUX.2, Qwen-Image and Z-Image from images to diffusers: its pipelines draw from prompts what ours draws."""
+"""FLUX.1, FLUX.2, Qwen-Image and Z-Image from images to diffusers: its pipelines draw from prompts what ours draws."""
 
 from __future__ import annotations
 

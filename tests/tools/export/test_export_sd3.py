@@ -132,5 +132,5 @@ def test_a_caption_that_no_store_has_is_encoded_by_all_three(run: Path, store: L
 def test_what_the_pipeline_cannot_draw_is_refused(store: LatentStore, tmp_path: Path) -> None:
     recipe = train_recipe("sd3-tiny", "objective.kind=ddpm", "run.steps=1")
     run_to(recipe, store, tmp_path / "run")
-    with pytest.raises(RunError, match="draws flows alone"):
+    with pytest.raises(RunError, match="samples only flow models"):
         export(tmp_path / "run", tmp_path / "out")

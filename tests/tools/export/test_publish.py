@@ -450,7 +450,7 @@ def test_a_run_does_not_join_another(run: Path, hub: Hub, tmp_path: Path) -> Non
     other = Path(shutil.copytree(run, tmp_path / "other"))
     lines = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
     (other / "metrics.jsonl").write_text("".join([lines[0].replace('"loss": ', '"loss": 1'), *lines[1:]]))
-    with pytest.raises(StoreError, match=r"holds another run: its 'metrics\.jsonl' begins otherwise"):
+    with pytest.raises(StoreError, match=r"holds another run: its 'metrics\.jsonl' begins differently"):
         send(other, url=url)
     branch = hub.repositories["somebody/tiny"].branches["main"]
     branch.append(branch[-1] | {"snapshot-60/state.json": Stored(b"{}", "")})

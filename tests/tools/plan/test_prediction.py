@@ -135,7 +135,7 @@ def test_the_store_of_the_probe_is_removed_and_nothing_of_the_user_changes(
     (tmp_path / "temporary").mkdir()
     before = tree_digest(caption_folder)
     text = describe_precompute(caption_recipe(), caption_folder, CPU, store=tmp_path / "store").text
-    for words in ("iB before any codec", "9 distinct", "from 14 images", "iB of this machine", "s; decoding"):
+    for words in ("iB before any codec", "9 distinct", "from 14 images", "iB on this machine", "s; decoding"):
         assert words in text
     assert tree_digest(caption_folder) == before
     assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
@@ -160,7 +160,7 @@ def test_a_store_that_grows_says_what_would_be_encoded(
 ) -> None:
     source, store = shutil.copytree(caption_folder, tmp_path / "source"), tmp_path / "store"
     shutil.copytree(caption_store.path, store)
-    assert "nothing would be encoded" in describe_precompute(caption_recipe(), source, CPU, store=store).text
+    assert "would encode        nothing" in describe_precompute(caption_recipe(), source, CPU, store=store).text
     shutil.copy(source / "images/4.png", source / "images/3.png")
     with (source / "metadata.jsonl").open("a") as lines:
         lines.write(json.dumps({"file_name": "images/none.png", "caption": "no file"}) + "\n")

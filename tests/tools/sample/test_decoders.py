@@ -160,7 +160,7 @@ def test_nothing_is_fetched_because_a_store_or_a_run_names_it(store: LatentStore
         ["export", run, "--out", tmp_path / "exported", "--encoders"],
     ):
         ended = leandit(*words)
-        assert "nothing is fetched because a store or run names it" in str(ended.exception), words
+        assert "what only a store or run names is never fetched" in str(ended.exception), words
     assert leandit(*report).exit_code == 0
     assert "somebody/vae&#39;: it is not on this machine" in (tmp_path / "a.html").read_text()
     assert hub.requests == []

@@ -138,7 +138,7 @@ def test_the_noise_of_an_sde_is_of_the_image_and_its_settings_are_of_the_set(run
 def test_other_images_in_the_folder_are_refused_and_a_damaged_one_is_named(run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     shutil.copy(Image.__file__, tmp_path / "mine/cat.png")
-    with pytest.raises(RunError, match="not a set of leandit"):
+    with pytest.raises(RunError, match="not a set drawn by leandit"):
         go(run, tmp_path / "mine")
     go(run, tmp_path / "set", Ranks(0, 2))
     (tmp_path / "set/000002.png").write_bytes(b"no image")

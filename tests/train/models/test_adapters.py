@@ -117,7 +117,7 @@ def test_narrow_weights_that_do_not_fit_are_refused_and_float32_products_keep_fl
     model = build_model(SPECS["sana"], seed=0)
     with pytest.raises(RecipeError, match=r"it is for run\.precision 'bf16', not 'fp16'"):
         narrow_frozen(model.blocks, "bf16", torch.float16, sharded=False)
-    with pytest.raises(RecipeError, match="FSDP and DeepSpeed shard no 8-bit"):
+    with pytest.raises(RecipeError, match="FSDP and DeepSpeed cannot shard 8-bit"):
         narrow_frozen(model.blocks, "int8", torch.bfloat16, sharded=True)
     narrow_frozen(model.blocks, "bf16", None, sharded=False)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

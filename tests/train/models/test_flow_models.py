@@ -1,4 +1,4 @@
-"""Flux.1, FLUX.2, Qwen-Image, Z-Image: loss and gradients of diffusers' trainers, published sizes, few graphs."""
+"""FLUX.1, FLUX.2, Qwen-Image, Z-Image: loss and gradients of diffusers' trainers, published sizes, few graphs."""
 
 from __future__ import annotations
 

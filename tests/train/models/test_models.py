@@ -134,7 +134,7 @@ def test_models_take_any_size_start_at_zero_but_for_sana_and_depend_on_the_seed_
         ("sana-tiny", "label", [], RunError, ("captions", "none")),
         ("dit-s-4", "label", ["conditioning.kind=caption"], RunError, ("captions", "none")),
         ("pixart-tiny", "caption", ["conditioning.kind=label"], RecipeError, ("conditioning.kind", "captions")),
-        ("sana-tiny", "caption", ["model.qk_norm=true"], RecipeError, ("model.qk_norm", "DiT alone")),
+        ("sana-tiny", "caption", ["model.qk_norm=true"], RecipeError, ("model.qk_norm", "only of DiT")),
     ],
 )
 def test_a_model_that_does_not_fit_the_store_is_refused(
@@ -157,11 +157,11 @@ def test_a_store_without_tokens_of_its_text_encoder_is_refused_as_what_it_is(cap
     assert spec.text
     assert spec.text_encoder
     pooled = spec.text.model_copy(update={"output": "pooled", "pooled_width": 8})
-    with pytest.raises(RunError, match=r"takes the tokens of captions, .* has pooled vectors alone"):
+    with pytest.raises(RunError, match=r"takes the tokens of captions, .* has only pooled vectors"):
         model_spec(recipe, spec.model_copy(update={"text": pooled}), "store")
     named = [TextEncoder(name="t5", spec=spec.text, encoder=spec.text_encoder)]
     other = spec.model_copy(update={"text": None, "text_encoder": None, "texts": named})
-    with pytest.raises(RunError, match=r"the captions of \[text\], and there are \[text\.t5\] alone"):
+    with pytest.raises(RunError, match=r"the captions of \[text\], but the store has only \[text\.t5\]"):
         model_spec(recipe, other, "store")
 
 
@@ -209,7 +209,7 @@ L_G_T5 = {"l": CLIP, "g": CLIP, "t5": T5}
         (
             {"clip_l": CLIP, "t5": T5},
             [],
-            r"reads 3 text encoders, CLIP-L, CLIP-G, T5, and there are \[text.clip_l\], \[text.t5\]\. 'leandit",
+            r"reads 3 text encoders, CLIP-L, CLIP-G, T5, but the store has \[text.clip_l\], \[text.t5\]\. 'leandit",
         ),
         ({"l": CLIP, "g": CLIP, "t5": text_spec("t5", 9, 32, full_length=False)}, [], r"\[text.t5\].*full_length"),
         (
@@ -234,7 +234,7 @@ def test_a_store_without_what_is_read_is_refused_with_what_to_do(
 def test_other_models_refuse_stores_and_keys_of_several_texts(
     three_text_store: LatentStore, caption_store: LatentStore
 ) -> None:
-    with pytest.raises(RunError, match=r"\[text\], and there are \[text.clip_l\]"):
+    with pytest.raises(RunError, match=r"\[text\], but the store has only \[text.clip_l\]"):
         model_spec(train_recipe("pixart-tiny"), three_text_store.spec, "store")
     for model in ("pixart-tiny", "dit-s-4"):
         with pytest.raises(RecipeError, match="reads one text encoder at most"):
@@ -248,7 +248,7 @@ def test_all_that_a_store_lacks_is_said_at_once_with_the_recipe_of_one_that_fits
 ) -> None:
     needed = train_recipe("sd3-tiny", "model.channels=16")
     command = "'leandit precompute sd3-512'"
-    words = rf"and there are \[text\]; .*16 latent channels.*{command}"
+    words = rf"but the store has \[text\]; .*16 latent channels.*{command}"
     with pytest.raises(RunError, match=words):
         model_spec(needed, caption_store.spec, "store")
     t5_first = list(reversed(three_text_store.spec.texts))

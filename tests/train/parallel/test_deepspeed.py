@@ -125,7 +125,7 @@ def test_the_config_of_a_guide_is_read_as_it_is() -> None:
     config = read_config(path)
     (line,) = drop_unknown(config)
     assert "no key 'zero_optimization.stage3_max_reuse_parameters'" in line
-    assert line.endswith("The nearest that it has is 'stage3_max_reuse_distance'.")
+    assert line.endswith("Did you mean 'stage3_max_reuse_distance'?")
     merged, table = merge(config, RECIPE, 2)
     assert may_compile(ParallelSection(deepspeed_config=path)) == (config["zero_optimization"]["stage"] < 3)
     assert (merged.run.precision, merged.run.microbatch, merged.optimizer.lr) == ("fp16", 1, 1e-5)

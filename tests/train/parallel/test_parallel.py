@@ -423,9 +423,9 @@ def test_a_stop_on_one_rank_stops_all_after_the_same_step_and_the_run_goes_on(
     [
         ({"strategy": "single"}, Ranks(0, 2, 0, 2), "2 ranks were started"),
         ({"strategy": "fsdp"}, ALONE, "there is only one rank. Start more"),
-        ({"strategy": "ddp", "cpu_offload": True}, Ranks(0, 2, 0, 2), "keeps all on the GPU"),
-        ({"strategy": "hsdp", "replicas": 3}, Ranks(0, 4, 0, 4), "are not 3 groups"),
-        ({"strategy": "hsdp"}, Ranks(0, 4, 0, 4), "on 1 machines are not 1 groups"),
+        ({"strategy": "ddp", "cpu_offload": True}, Ranks(0, 2, 0, 2), "keeps everything on the GPU"),
+        ({"strategy": "hsdp", "replicas": 3}, Ranks(0, 4, 0, 4), "cannot form 3 equal groups"),
+        ({"strategy": "hsdp"}, Ranks(0, 4, 0, 4), "on 1 machines cannot form 1 equal groups"),
         ({"strategy": "deepspeed"}, Ranks(0, 2, 0, 2), "path of a ds_config.json"),
         ({"strategy": "ddp", "deepspeed_config": "x.json"}, Ranks(0, 2, 0, 2), "or neither"),
     ],

@@ -84,7 +84,7 @@ def test_weights_that_learned_another_scale_are_warned_of(store: LatentStore, tm
     train(store, tmp_path / "run", BY_STORE, "run.steps=3", "ema.warmup=true")  # an average that is not young
     said = list[str]()
     train(store, tmp_path / "other", f"model.init_from={tmp_path / 'run'}", "run.steps=1", said=said)
-    assert any("has learned latents of another shift or scale" in line for line in said)
+    assert any("was trained on latents with a different shift or scale" in line for line in said)
     said.clear()
     train(store, tmp_path / "same", f"model.init_from={tmp_path / 'run'}", BY_STORE, "run.steps=1", said=said)
     assert not said

@@ -85,7 +85,7 @@ def test_a_plan_counts_the_companion_that_is_read_alone(store: LatentStore) -> N
 @pytest.mark.parametrize(
     ("model", "settings", "error", "message"),
     [
-        ("qwen-image-tiny", ["model.reference=before"], RunError, "no companion image 'before', and there are copy"),
+        ("qwen-image-tiny", ["model.reference=before"], RunError, "no companion image 'before', available: copy"),
         ("qwen-image-tiny", ["model.reference=mask"], RunError, r"no companion image 'mask'"),
         ("z-image-tiny", ["model.reference=edit"], RecipeError, r"model 'z-image-tiny' takes none"),
         ("dit-s-4", ["model.reference=edit"], RecipeError, r"model 'DiT-S/4' takes none"),

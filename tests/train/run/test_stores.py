@@ -260,11 +260,11 @@ def test_a_store_is_named_once(here: Path) -> None:
         (STAGES + "steps = 4", "the last lasts until run.steps, leave out its steps"),
         ("[[data.stages]]\nsteps = 4\n" + STAGES, r"'data\.stages\.0': a stage needs either store or mixture"),
         (STAGES.replace("steps = 3", 'steps = 3\nstore = "art"'), "a stage needs either store or mixture"),
-        (STAGES.replace("steps = 3", "steps = 3\nrevision = 2"), "revision stands with each store"),
+        (STAGES.replace("steps = 3", "steps = 3\nrevision = 2"), "set revision for each store"),
         (MIXTURE.replace("0.3", "0"), r"data\.mixture\.1\.weight.*greater than 0"),
         (MIXTURE.replace("weight", "wieght"), r"data\.mixture\.0\.wieght', did you mean 'data\.mixture\.weight'"),
         (MIXTURE.replace('"art"', '""'), r"data\.mixture\.1\.store"),
-        ("[run]\nrevision = 2\n" + MIXTURE, r"run\.revision is of --store"),
+        ("[run]\nrevision = 2\n" + MIXTURE, r"run\.revision applies to --store"),
         (MIXTURE + "min_score = 2.0", "min_score needs scores"),
     ],
 )
@@ -284,7 +284,7 @@ OTHER = MIXTURE.replace('"art"', '"other"')
         (OTHER, "stores 'photos' and 'other' cannot be mixed: number of classes 3 and 4", {"num_classes": 4}),
         (OTHER, "stores 'photos' and 'other' cannot be mixed: number of classes 3 and 0", {"num_classes": 0}),
         (MIXTURE.replace("0.7", "0.70001"), "Weights close to them: 700, 300", {}),
-        (URLS, r"run\.remote_folder 'cache': it is of one store, the recipe names 2", {}),
+        (URLS, r"run\.remote_folder 'cache': it is for one store, not 2", {}),
     ],
 )
 def test_stores_that_do_not_go_together_are_refused(text: str, message: str, other: dict[str, Any], here: Path) -> None:

@@ -238,7 +238,10 @@ def test_the_null_of_a_model_that_drops_its_path_is_drawn_without_it(
     assert torch.equal(dropped, images.draws["path"] < 0.3)
     for settings, message in (
         (("routing.kind=tread", "routing.path_drop=0.1"), 'path_drop needs kind = "sprint"'),
-        (("routing.kind=tread", "routing.first_block=1", "model.value_residual=true"), "first_block 1 has the values"),
+        (
+            ("routing.kind=tread", "routing.first_block=1", "model.value_residual=true"),
+            "first_block 1 has only the values",
+        ),
     ):
         with pytest.raises(RecipeError, match=message):
             train_recipe("dit-s-4", *settings)
@@ -295,7 +298,7 @@ def state_without_teacher(state: Run) -> Run:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("align.clip.block=1",), r"no image feature 'clip'.*there are dino.*features\.clip"),
+        (("align.clip.block=1",), r"no image feature 'clip' .available: dino.*features\.clip"),
         (("align.dino.block=3",), r"align\.dino\.block 3: model 'DiT-S/1' has 2 blocks"),
         (("routing.kind=tread",), r"routing\.first_block 3, routing\.last_block 0: the model has 2 blocks"),
         (("objective.dispersive_weight=0.5", "objective.dispersive_block=7"), "has 2 blocks"),

@@ -325,8 +325,8 @@ def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(label
     subset = [wnids[0], wnids[207], wnids[360]]
     (warning,) = warnings(subset)
     assert "ImageNet's 1000 labels, 2 of this store's 3 differ" in warning
-    assert f"'{wnids[207]}' is label 1, which it has learned as '{wnids[1]}'." in warning
-    assert f"'cat' is label 0, which it has learned as '{wnids[0]}'." in warnings(["cat", "dog"])[0]
+    assert f"'{wnids[207]}' is label 1, which was learned as '{wnids[1]}'." in warning
+    assert f"'cat' is label 0, which was learned as '{wnids[0]}'." in warnings(["cat", "dog"])[0]
     assert warnings(subset, num_classes=3) == []
 
 
@@ -345,4 +345,4 @@ def test_a_run_warns_of_other_labels_than_those_of_the_run_that_it_begins_with(
     assert warnings_of("0", "1") == []
     (warning,) = warnings_of("cat", "n000")
     assert f"'{first}' has learned another store's 3 labels, 2 of this store's 2 differ" in warning
-    assert "'cat' is label 0, which it has learned as 'n000'." in warning
+    assert "'cat' is label 0, which was learned as 'n000'." in warning

@@ -53,5 +53,5 @@ def test_weights_of_a_run_with_other_options_are_refused(option: str, label_stor
     first = tmp_path / "first"
     run_to(recipe, label_store, first)
     other = train_recipe("dit-s-4", f"model.init_from={first}", "objective.kind=flow")
-    with pytest.raises(RunError, match=f"has learned model.{option}, .* Use --set model.{option}"):
+    with pytest.raises(RunError, match=f"was trained with model.{option}, .* Use --set model.{option}"):
         run_to(other, label_store, tmp_path / "second")

@@ -31,11 +31,11 @@ def bench_loader(
         bool, Option("--cold", help="Also measure from disk: drop the store from the page cache first.")
     ] = False,
     scratch: Annotated[
-        Path | None, output("Folder for a temporary flat copy of 512 MiB at most; else the system's.")
+        Path | None, output("Folder for a temporary flat copy of at most 512 MiB; default: the system's.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how fast a store is read, beside a flat gather of the same rows.
+    """Measure how fast a store is read, compared with a flat gather of the same rows.
 
     Example: leandit bench loader store --cold
     """

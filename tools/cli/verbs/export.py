@@ -13,7 +13,7 @@ from ...terminal.text import print_result
 from ..options import AsJson, Base, DryRun, Run, Weights, output, print_line, read_path
 from ..preflight import check_run
 
-LAYOUT_HELP = "A pipeline of diffusers, or the official layout of DiT."
+LAYOUT_HELP = "A diffusers pipeline, or DiT's official layout."
 Layout = Annotated[Literal["diffusers", "official"], Option("--format", help=LAYOUT_HELP)]
 
 

@@ -53,11 +53,11 @@ def inspect(
     contradictions = {
         f"inspect --originals: it takes no value, so '{key}' is the key of a record. Give the images that the "
         "store was made from with --source PATH.": originals and key and not source,
-        "inspect: --bucket, --class, --originals and --source are of a contact sheet. Give --sheet.": is_of_sheet
+        "inspect: --bucket, --class, --originals and --source apply only to a contact sheet. Give --sheet.": is_of_sheet
         and not sheet,
         "inspect --originals: the store does not hold the source images. Give --source PATH.": originals and not source,
-        "inspect --rejects: it has all rejects. Leave out KEY, --bucket and --class.": rejects and (key or is_chosen),
-        "inspect KEY: it is one record. Leave out --bucket and --class.": key and is_chosen,
+        "inspect --rejects: it lists all rejects. Leave out KEY, --bucket and --class.": rejects and (key or is_chosen),
+        "inspect KEY: it shows one record. Leave out --bucket and --class.": key and is_chosen,
     }
     for problem, is_found in contradictions.items():
         if is_found:

@@ -74,5 +74,5 @@ def _latents(facts: StoreFacts) -> Iterator[Chart]:
             axes.axhline(expected, **DOTTED)
 
     if facts.statistics.count:
-        title = "Mean and deviation of each latent channel; expected: 0 and 1 (dotted)"
+        title = "Mean and standard deviation of each latent channel; expected: 0 and 1 (dotted)"
         yield chart(title, "latent channel", "in the model's units", draw, wide=True)

@@ -97,7 +97,7 @@ class Query:
         known = {field.name for field in fields(Query)}
         for name, value in parameters.items():
             if name not in known:
-                raise RecipeError(f"no parameter {name!r}. There are: {', '.join(sorted(known))}.")
+                raise RecipeError(f"no parameter {name!r}. Available: {', '.join(sorted(known))}.")
             if len(value) > MAX_CHARS:
                 raise RecipeError(f"{name}: {len(value)} characters, expected at most {MAX_CHARS}.")
         values: dict[str, Any] = {"page": "1", **parameters}
@@ -238,7 +238,7 @@ class StoreTables:
         for position in positions:
             if not 0 <= position < self.num_records:
                 where = f"store '{self._store.path}'"
-                raise RowOutOfRange(f"{where}: record {position}, there are {self.num_records}")
+                raise RowOutOfRange(f"{where}: record {position} out of range, there are {self.num_records}")
         rows = self._at("SELECT * FROM records", positions)
         return [rows[position] for position in positions]
 
@@ -271,7 +271,7 @@ class StoreTables:
         Raises: RecipeError: there is no such column.
         """
         if column not in self.columns:
-            raise RecipeError(f"no column {column!r}. There are: {', '.join(self.columns)}.")
+            raise RecipeError(f"no column {column!r}. Available: {', '.join(self.columns)}.")
         return f'"{column}"'
 
     def _comparison(self, column: str, operator: str, text: str, parameter: str) -> tuple[str, Any]:

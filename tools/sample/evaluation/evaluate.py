@@ -169,7 +169,7 @@ def find_notes(images: Moments, reference: Moments, opened: ImageSet, network: N
             "numbers"
         )
     if images.features is None or reference.features is None:
-        notes.append("mean and covariance alone are known of one side, so only the Fréchet distance is measured")
+        notes.append("only the mean and covariance of one side are known, so only the Fréchet distance is measured")
     elif (fewest := min(len(images.features), len(reference.features))) < FEW_IMAGES:
         notes.append(
             f"precision, recall, density and coverage are rough with fewer than {FEW_IMAGES:,} images a side: a share "

@@ -178,7 +178,7 @@ class VisionModel:
         if family is TWO_TOWERS and not (
             config.get("model_type") == "clip" and isinstance(config.get("text_config"), dict)
         ):
-            raise EncoderError(f"{where}: its {CONFIG} is not that of a CLIP of two towers.")
+            raise EncoderError(f"{where}: its {CONFIG} is not that of a two-tower CLIP.")
         found = family or family_of(config, where)
         self.family = CLIP_EMBEDDING if found is CLIP else found
         self.model = load_transformer(self.family.class_name, self.folder, torch.float32, where)

@@ -84,7 +84,7 @@ def narrow_frozen(
         return
     if sharded:
         raise RecipeError(
-            "lora.frozen 'int8': FSDP and DeepSpeed shard no 8-bit weights. Use 'bf16', or parallel.strategy 'ddp'."
+            "lora.frozen 'int8': FSDP and DeepSpeed cannot shard 8-bit weights. Use 'bf16', or parallel.strategy 'ddp'."
         )
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -113,7 +113,7 @@ def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Lin
             names = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
             known = dict.fromkeys(match[1] for name in names if (match := IN_A_BLOCK.fullmatch(name)))
             raise RecipeError(
-                f"lora.targets '{target}': {kind}. Expected ends of names of linear layers; those of the blocks are "
+                f"lora.targets '{target}': {kind}. Expected name suffixes of linear layers; those of the blocks are "
                 f"{', '.join(known)}."
             )
         layers |= linear

@@ -1,4 +1,4 @@
-"""Flux.1 (Black Forest Labs 2024): blocks of two streams, then of one over captions and image.
+"""FLUX.1 (Black Forest Labs 2024): blocks of two streams, then of one over captions and image.
 
 First weights: as DiT's, as in torchtitan's Flux trainer, with which MLPerf trains schnell's architecture from scratch.
 """
@@ -45,7 +45,7 @@ def size(depth: int, single_depth: int, heads: int, axes: tuple[int, int, int], 
 
 
 class Flux1(DiffusersModel):
-    """Flux.1, which reads T5's padding."""
+    """FLUX.1, which reads T5's padding."""
 
     transformer_class, pipeline_class = "transformer_flux.FluxTransformer2DModel", "FluxPipeline"
     family, recipe, patch, is_flow, takes_guidance = "flux1", "flux1-1024", 1, True, True

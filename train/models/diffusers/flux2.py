@@ -1,4 +1,4 @@
-"""FLUX.2 (Black Forest Labs 2025): as Flux.1, with modulations that all blocks share, and a language model's captions.
+"""FLUX.2 (Black Forest Labs 2025): as FLUX.1, with modulations that all blocks share, and a language model's captions.
 
 Its trainer is not published: first weights are as DiT's.
 """

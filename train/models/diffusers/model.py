@@ -145,7 +145,7 @@ class DiffusersModel(nn.Module):
 def keep_streams(model: DiffusersModel, *embedders: nn.Module) -> None:
     """Keep the residual streams in ``model.residual`` under autocast, and queries and keys in the dtype of products.
 
-    The first block takes float32: Flux.1 and Qwen-Image round the time to the dtype of the embedded latents.
+    The first block takes float32: FLUX.1 and Qwen-Image round the time to the dtype of the embedded latents.
 
     Args:
       embedders: modules whose outputs are the streams.

@@ -139,6 +139,6 @@ class Log:
             records = "held-out records" if run.recipe.data.holdout else "records"
             self._warn(
                 f"run.sample_count {count}: the {records} have {len(subjects.names)} different first captions, so a "
-                "grid has as many images"
+                "grid has only that many images"
             )
         return subjects

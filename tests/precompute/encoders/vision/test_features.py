@@ -305,11 +305,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "std of zero": (set_json(PREPROCESSOR, image_std=[1, 0, 1]), "expected numbers above 0"),
     "a word": (set_json(PREPROCESSOR, image_mean=["a", 0, 0]), "'image_mean'.*expected three numbers"),
     "other pixels": (set_json(PREPROCESSOR, rescale_factor=0.0078), "'rescale_factor'.*expected 1/255"),
-    "raw pixels": (set_json(PREPROCESSOR, do_normalize=False), "'do_normalize'.*is not true"),
+    "raw pixels": (set_json(PREPROCESSOR, do_normalize=False), "'do_normalize'.*is False, expected true"),
     "patch of two": (set_json("config.json", patch_size=[14, 14]), "patches of .14, 14. px"),
     "patch of a word": (set_json("config.json", patch_size="x"), "cannot be loaded as Dinov2Model"),
     "another width": (set_json("config.json", hidden_size=64), "cannot be loaded as Dinov2Model"),
-    "a grid that is not square": (not_square, "21 positions are not those of a square"),
+    "a grid that is not square": (not_square, "21 positions do not form a square"),
 }
 
 

@@ -60,14 +60,14 @@ BROKEN: dict[str, tuple[Change, str]] = {
         "the averaged weights have a held-out loss of 1.2, the weights themselves 1",
     ),
     "waiting": (every(data_wait_share=0.02), "2.0% of the time was spent waiting for batches"),
-    "idle": (every(gpu_busy_share=0.8), "the GPU was busy for 80.0% of the time only"),
+    "idle": (every(gpu_busy_share=0.8), "the GPU was busy for only 80.0% of the time"),
     "slower": (
         lambda n, line: line.update(images_per_second=16.0 if n < 35 else 8.0),
         "the last lines have 8 images/s",
     ),
     "slow": (
         at({26, 29}, seconds_per_step=4.0),
-        "a step takes over 3 times the median of the lines around at steps 260, 290; the longest is 4 s, 8 times; "
+        "a step takes over 3 times the median of the surrounding lines at steps 260, 290; the longest is 4 s, 8 times; "
         "together 25.9% of the time",
     ),
     "clipped": (every(grad_norm=1.5), "100% of the lines have a gradient norm above run.grad_clip 1"),
@@ -86,7 +86,7 @@ def test_a_rule_warns_of_the_run_that_breaks_it(name: str, tmp_path: Path) -> No
 def test_a_run_that_stopped_says_where_and_what_a_restart_repeated(tmp_path: Path) -> None:
     starts = [{}, {"from_step": 100, "reached_step": 130}, {"from_step": 200, "reached_step": 200}]
     run = make_run(tmp_path / "run", "run.steps=1000", starts=starts)
-    resumed = "it was resumed 2 times, from steps 100, 200; 30 steps were lost and made again"
+    resumed = "it was resumed 2 times, from steps 100, 200; 30 steps were lost and repeated"
     assert warned(run) == [resumed, "it has stopped at step 400 of 1,000 before its end; no checkpoint"]
     (run / "checkpoint-300").mkdir()
     (run / "damaged-checkpoint-350").mkdir()

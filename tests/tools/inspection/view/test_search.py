@@ -160,7 +160,7 @@ def test_an_incomplete_store_is_searched_too(caption_store: LatentStore, caption
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ({"where": "height >= 3"}, "no column 'height'. There are: key"),
+        ({"where": "height >= 3"}, "no column 'height'. Available: key"),
         ({"where": "height_px is 3"}, "expected COLUMN, one of = !="),
         ({"where": "height_px = tall"}, "'tall' is not of type int32"),
         ({"where": "height_px = 99999999999"}, "is not of type int32"),

@@ -83,7 +83,7 @@ BAD = {
     "no array": (packed(b"nothing"), "magic"),
     "a header of more than there is": (packed(npy(np.zeros((9, 9)))[:-8]), "claims shape (9, 9)"),
     "objects": (packed(npy(np.array([{}]))), "it holds object"),
-    "columns first": (packed(npy(np.asfortranarray(np.zeros((3, 4))))), "by columns"),
+    "columns first": (packed(npy(np.asfortranarray(np.zeros((3, 4))))), "in column-major order"),
 }
 
 
