@@ -145,14 +145,6 @@ class VaeSection(Section):
     """Encode larger images in overlapping tiles with this side, to save memory; 0: no tiles."""
     min_psnr: Annotated[float, Field(ge=0, le=100)] = 15.0
     """Stop before anything is written if images of the source come back from the VAE with less dB; 0: no check."""
-    compile: bool = False
-    """torch.compile the encoder, once for each shape of a batch; part of the fingerprint, because bits differ."""
-
-    @model_validator(mode="after")
-    def _has_a_batch(self) -> VaeSection:
-        if self.compile and not self.batch_size:
-            raise ValueError("compile needs a batch_size: finding the largest would compile every size that is tried")
-        return self
 
 
 class TextSection(Section):

@@ -122,7 +122,6 @@ class LatentSpec(_Sparse):
     batch_size: Side
     tile_px: Annotated[int, Field(ge=0, le=1 << 20)]
     decoding: Decoding | None = None  # None if rows are raw latents, as our encoders give them
-    compiled: bool = False
     patchify: Annotated[int, Field(ge=1, le=16)] = 1  # side of the squares of positions made channels
 
     @property

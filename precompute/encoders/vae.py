@@ -20,7 +20,6 @@ from .autoencoders import (
     shift_and_scale,
     unpatchify,
 )
-from .compiled import compile_encoder, compiling, eager, filled_up
 from .model_files import VAE_WEIGHTS, ModelFiles, arithmetic
 from .pretrained import Pretrained, encode_if_it_fits, load_model
 
@@ -75,10 +74,7 @@ class ImageEncoder(Pretrained):
         self._dtype = getattr(torch, dtype)
         torch.nn.Module.to(self._model, self._dtype)  # diffusers' own method would warn
         self._tiled(self._model)
-        self._is_compiled, self._batch_size = section.compile, section.batch_size
-        if section.compile:  # after the probe, whose shape may not occur otherwise
-            compile_encoder(self._model)
-        LOG.info("%s (%s) computes in %s on %s, vae.compile %s", place, name, dtype, device, section.compile)
+        LOG.info("%s (%s) computes in %s on %s", place, name, dtype, device)
         self.identity = files.identity(name, dtype, "diffusers")
 
     @property
@@ -136,7 +132,6 @@ class ImageEncoder(Pretrained):
             flip=section.flip,
             batch_size=section.batch_size or batch_size,
             tile_px=section.tile_px,
-            compiled=section.compile,
             patchify=self._family.patchify,
         )
 
@@ -150,19 +145,15 @@ class ImageEncoder(Pretrained):
         Args:
           pixels: (B, height_px, width_px, 3) uint8.
         Returns: (B, 2C, H, W) mean then log-variance, or (B, C, H, W) latents, float32, raw, patchified.
-        Raises: ResourceError: vae.compile without a working compiler.
         """
-        if not self._is_compiled:
-            return self._forward(pixels)
-        with compiling():
-            return self._forward(filled_up(pixels, self._batch_size))[: len(pixels)]
+        return self._forward(pixels)
 
     def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
         """Encode in float32 whatever the recipe's dtype, one image at a time; as ``encode``.
 
         Raises: EncoderError: the weights can no longer be loaded.
         """
-        with self._in_float32(), eager():
+        with self._in_float32():
             return np.concatenate([self._forward(pixels[i : i + 1]) for i in range(len(pixels))])
 
     def largest_batch(self, height_px: int, width_px: int) -> int:

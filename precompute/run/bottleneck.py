@@ -108,7 +108,7 @@ def advice(times: list[StageTime], *, on_cpu: bool, codec: str) -> str:
     time = found.get(bound, StageTime(bound, 0.0, 1, None))
     rate = f"{time.images_per_second:,.1f} images/s" if time.images_per_second else readable_time(time.seconds)
     threads = f"{time.threads} thread{'s' if time.threads > 1 else ''}"
-    device = "a GPU" if on_cpu else "vae.dtype 'bfloat16', a larger vae.batch_size, vae.compile, or another GPU"
+    device = "a GPU" if on_cpu else "vae.dtype 'bfloat16', a larger vae.batch_size, or another GPU"
     text_device = "a GPU" if on_cpu else "text.batch_tokens, or another GPU"
     uncompressed = "" if codec == "none" else "set store.codec 'none', or "
     return {
