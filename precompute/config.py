@@ -77,8 +77,6 @@ class ImagesSection(Section):
     """Crops to store of each image, of which each epoch draws one: the planned crop, then random ones."""
     variant_zoom: Annotated[float, Field(ge=1, le=2)] = 1.25
     """The random crops are of the image enlarged by a factor between 1 and this; 1: they differ only in position."""
-    exif_orientation: bool = True
-    """Apply the EXIF orientation; false: leave images as stored, like ADM's loader and ImageFolder."""
 
     @property
     def table(self) -> Table:

@@ -39,7 +39,6 @@ MAX_RATIO = 4.5  # PixArt-Sigma drops images that are longer than this, either w
 STEP_PX = 64  # of the sides of the published tables for 1024 px
 DOWNSCALE = 8  # of most autoencoders: pixels a latent
 MAX_BUCKETS = 2048  # published tables have 40; every image is compared with all
-NO_EXIF = "no exif orientation"  # prefix of ``ImageSpec.colour`` if EXIF was ignored; here, decoders import it cheaply
 
 Table = tuple[tuple[float, int, int], ...]
 

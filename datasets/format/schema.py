@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from pydantic_core import PydanticUndefined
 
 from ..disk.hashing import sha256_of
-from .buckets import NO_EXIF
 from .token_dtypes import SCALE_CHANNELS
 from .zarr_shard import ArrayLayout, Count, Revision, StorePath
 
@@ -87,11 +86,6 @@ class ImageSpec(_Sparse):
     libraries: dict[str, str]
     variants: Annotated[int, Field(ge=1, le=16)] = 1  # crops stored of each image, the first as above
     variant_zoom: Annotated[float, Field(ge=1, le=2)] = 1.0  # the further ones are of images enlarged by up to this
-
-    @property
-    def exif_orientation(self) -> bool:
-        """Whether the EXIF orientation was applied."""
-        return not self.colour.startswith(NO_EXIF)
 
 
 class Decoding(_Model):

@@ -71,7 +71,7 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: i
     return data
 
 
-def size_of_head(head: bytes, num_bytes: int, *, exif_orientation: bool) -> tuple[int, int] | None:
+def size_of_head(head: bytes, num_bytes: int) -> tuple[int, int] | None:
     """Height and width in pixels of an image whose first bytes are at hand; None if more of them are needed.
 
     Args:
@@ -79,15 +79,15 @@ def size_of_head(head: bytes, num_bytes: int, *, exif_orientation: bool) -> tupl
     Raises: RecordRejected: all bytes are at hand, and they are no image.
     """
     if len(head) == num_bytes:
-        return read_size(head, exif_orientation=exif_orientation)
+        return read_size(head)
     if head.startswith(JPEG_BEGIN):  # its size and orientation precede the pixels
         with contextlib.suppress(RecordRejected):
-            return read_size(head, exif_orientation=exif_orientation)
+            return read_size(head)
     return None
 
 
 def size_in_file(
-    path: str, offset: int, num_bytes: int, *, exif_orientation: bool, told: Callable[[bytes], None] = lambda _: None
+    path: str, offset: int, num_bytes: int, *, told: Callable[[bytes], None] = lambda _: None
 ) -> tuple[int, int]:
     """Height and width in pixels of an image in a file; of a JPEG usually only the first bytes are read.
 
@@ -97,15 +97,15 @@ def size_in_file(
     """
     head = read_bytes(path, offset, num_bytes, "scan", at_most=HEADER_BYTES)
     told(READ)
-    if size := size_of_head(head, num_bytes, exif_orientation=exif_orientation):
+    if size := size_of_head(head, num_bytes):
         return size
     told(READING)
     data = read_bytes(path, offset, num_bytes, "scan")
     told(READ)
-    return read_size(data, exif_orientation=exif_orientation)
+    return read_size(data)
 
 
-def answer_sizes(places: list[tuple[str, int, int]], seconds: float, *, exif_orientation: bool) -> Answer:
+def answer_sizes(places: list[tuple[str, int, int]], seconds: float) -> Answer:
     """Read the headers of many images: as many as fit into the time limit, but at least one.
 
     Returns: "sizes": for each (height_px, width_px), or (stage, reason, detail) of a reject; those before a fault.
@@ -117,7 +117,7 @@ def answer_sizes(places: list[tuple[str, int, int]], seconds: float, *, exif_ori
         if sizes and time.monotonic() > end:
             break
         try:
-            sizes.append(size_in_file(*place, exif_orientation=exif_orientation))
+            sizes.append(size_in_file(*place))
         except RecordRejected as reject:
             sizes.append((reject.stage, reject.reason, reject.detail))
         except OSError:
@@ -132,26 +132,25 @@ def answer(job: dict[str, Any]) -> Answer:
 
     Args:
       job: stage "scan" or "decode"; of many images their places (path, offset, num_bytes) and seconds for all of them;
-        of one image path, offset, num_bytes, or its data; exif_orientation; told as for ``size_in_file``; for "decode"
-        the "how" of ``decode_image``.
+        of one image path, offset, num_bytes, or its data; told as for ``size_in_file``; for "decode" the
+        "how" of ``decode_image``.
     Returns: "sizes"; or "size" (height_px, width_px), "head" if only the data's beginning was sent; of a decoded image
       also "checksum", "seconds" (reading, decoding) and its pixels.
     Raises: as ``read_bytes``.
     """
     told: Callable[[bytes], None] = job.get("told", lambda _: None)
-    exif: dict[str, bool] = {"exif_orientation": job.get("exif_orientation", True)}
     if "places" in job:
-        return answer_sizes(job["places"], job["seconds"], **exif)
+        return answer_sizes(job["places"], job["seconds"])
     data, start = job.get("data"), time.perf_counter()
     if job["stage"] == "scan":
         if data is None:
-            return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"], **exif, told=told)}, None
-        return {"size": size_of_head(data, job["num_bytes"], **exif)}, None
+            return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"], told=told)}, None
+        return {"size": size_of_head(data, job["num_bytes"])}, None
     if data is None:
         data = read_bytes(job["path"], job["offset"], job["num_bytes"], "decode")
         told(READ)
     read_seconds = time.perf_counter() - start
-    pixels, size = decode_image(data, **exif, **job["how"])
+    pixels, size = decode_image(data, **job["how"])
     seconds = read_seconds, time.perf_counter() - start - read_seconds
     return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data), "seconds": seconds}, pixels
 

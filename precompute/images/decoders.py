@@ -136,15 +136,12 @@ class Decoders:
             self._idle.get().stop()
         self._idle.put(self._children[0])  # wakes threads that wait for an idle child, one after the other
 
-    def size(
-        self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, *, exif_orientation: bool = True
-    ) -> tuple[int, int] | None:
+    def size(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None) -> tuple[int, int] | None:
         """Height and width in pixels of an image, from its header.
 
         Args:
           path, offset, num_bytes: as in ``ImagePlace``.
           data: the bytes, if no local file holds them, or only the first of ``num_bytes``.
-          exif_orientation: as for ``pixels.read_size``.
         Returns: None if the first bytes are not enough.
         Raises:
           RecordRejected: stage "scan"; not an image, too large, unreadable, or it crashed its child.
@@ -152,12 +149,10 @@ class Decoders:
           RuntimeError: a bug in the decoder, or this is closed.
         """
         job = {"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes}
-        answer, _ = self._ask(job | {"exif_orientation": exif_orientation}, data)
+        answer, _ = self._ask(job, data)
         return answer["size"] and tuple(answer["size"])
 
-    def sizes(
-        self, places: Sequence[ImagePlace], *, exif_orientation: bool = True
-    ) -> list[tuple[int, int] | RecordRejected]:
+    def sizes(self, places: Sequence[ImagePlace]) -> list[tuple[int, int] | RecordRejected]:
         """As ``size`` for many files in one message, which is much faster; rejects are returned, not raised.
 
         If a child crashes or hangs, each image is tried alone, so that only the culprit is rejected.
@@ -168,15 +163,15 @@ class Decoders:
         while rest := [(str(path), offset, size) for path, offset, size, _ in places[len(found) :]]:
             job = {"stage": "scan", "places": rest, "seconds": self._timeout_seconds / 2}
             try:
-                head, _ = self._ask(job | {"exif_orientation": exif_orientation}, None, patience=(1,))
+                head, _ = self._ask(job, None, patience=(1,))
             except RecordRejected:
-                return found + [self._size_or_reject(place, exif_orientation) for place in places[len(found) :]]
+                return found + [self._size_or_reject(place) for place in places[len(found) :]]
             found += [RecordRejected(*size) if len(size) == 3 else (size[0], size[1]) for size in head["sizes"]]
         return found
 
-    def _size_or_reject(self, place: ImagePlace, exif_orientation: bool) -> tuple[int, int] | RecordRejected:
+    def _size_or_reject(self, place: ImagePlace) -> tuple[int, int] | RecordRejected:
         try:
-            size = self.size(*place, exif_orientation=exif_orientation)
+            size = self.size(*place)
             assert size, "a file has all bytes"
             return size
         except RecordRejected as reject:
@@ -188,19 +183,17 @@ class Decoders:
         offset: int,
         num_bytes: int,
         data: bytes | None = None,
-        *,
-        exif_orientation: bool = True,
         **how: Any,
     ) -> Decoded:
         """Decode an image and fit it into its bucket.
 
         Args:
           path, offset, num_bytes, data: as in ``ImagePlace``.
-          exif_orientation, how: as for ``pixels.decode_image``.
+          how: as for ``pixels.decode_image``.
         Raises: as ``size``, with the stage "decode".
         """
         job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes, "how": how}
-        head, pixels = self._ask(job | {"exif_orientation": exif_orientation}, data)
+        head, pixels = self._ask(job, data)
         assert pixels is not None, "a child answers a decode with pixels"
         height_px, width_px = head["size"]
         return Decoded(pixels, height_px, width_px, head["checksum"], *head["seconds"])

@@ -20,7 +20,7 @@ import xxhash
 from PIL import Image, ImageChops, ImageFile, UnidentifiedImageError
 
 from ...datasets.errors import RecordRejected
-from ...datasets.format.buckets import NO_EXIF, adm_sizes, centre_crop, cover_size
+from ...datasets.format.buckets import adm_sizes, centre_crop, cover_size
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 MAX_PIXELS = 89_478_485  # Pillow's own warning limit: 256 MiB of RGB
@@ -30,7 +30,8 @@ RESAMPLING = {
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
 }
-COLOUR = "white under alpha; 16-bit grey scaled; no colour profile"
+# What is done to an image before its crop, as the fingerprint of a store has it.
+COLOUR = "exif orientation; white under alpha; 16-bit grey scaled; no colour profile"
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")  # ISO/IEC 23008-12
 HEIF_LIBRARY = "pillow_heif"
 
@@ -54,20 +55,13 @@ Variant = tuple[float, float, float]
 PROGRAMMING_ERRORS = (NameError, AttributeError, ImportError, NotImplementedError, AssertionError)
 
 
-def describe_colour(*, exif_orientation: bool) -> str:
-    """What is done to an image before its crop, for the store's fingerprint."""
-    return f"{'exif orientation' if exif_orientation else NO_EXIF}; {COLOUR}"
+def read_size(data: bytes) -> tuple[int, int]:
+    """Height and width in pixels of an image, upright, from its header.
 
-
-def read_size(data: bytes, *, exif_orientation: bool = True) -> tuple[int, int]:
-    """Height and width in pixels of an image, from its header.
-
-    Args:
-      exif_orientation: apply the EXIF orientation; TIFF and HEIF are always upright.
     Raises: RecordRejected: stage "scan"; not an image, or too large.
     """
     with _rejects("scan"), _open(data) as image:
-        is_turned = exif_orientation and _orientation(image, data) in (5, 6, 7, 8)
+        is_turned = _orientation(image, data) in (5, 6, 7, 8)
         width_px, height_px = image.size
         return (width_px, height_px) if is_turned else (height_px, width_px)
 
@@ -78,7 +72,6 @@ def decode_image(
     bucket: tuple[int, int],
     crop: str,
     resize_filter: str = "bicubic",
-    exif_orientation: bool = True,
     beside: tuple[int, int] | None = None,
     mask_px: int = 0,
     variants: Sequence[Variant] = (),
@@ -90,7 +83,6 @@ def decode_image(
       bucket: (height_px, width_px).
       crop: "adm" or "bucket".
       resize_filter: of the last resize, one of RESAMPLING.
-      exif_orientation: as for ``read_size``.
       beside: of a companion, height and width in pixels of its record's image.
       mask_px: of a mask, side of the squares whose mean grey is returned; 0 for an image.
       variants: further crops.
@@ -100,7 +92,7 @@ def decode_image(
     """
     with _rejects("decode"):
         with _open(data) as opened:
-            orientation = _orientation(opened, data) if exif_orientation else 1
+            orientation = _orientation(opened, data)
             _check_layout(opened)
             tile = opened.tile[0] if opened.tile else None  # lost by loading
             opened.load()

@@ -173,24 +173,21 @@ def _find_sizes(
     places = list(zip(*columns, strict=True))
     if source.is_read_by_decoders:
         listed = [source.place(*place, stage="scan") for place in places]
-        answers = decoders.sizes(listed, exif_orientation=recipe.images.exif_orientation) if places else []
+        answers = decoders.sizes(listed) if places else []
     else:  # one at a time, to bound memory
-        answers = (_sent_size(source, place, decoders, recipe.images) for place in places)
+        answers = (_sent_size(source, place, decoders) for place in places)
     for position, answer in zip(unknown, answers, strict=True):
         sizes[position] = answer
     return sizes
 
 
-def _sent_size(
-    source: Source, place: tuple[str, int, int], decoders: Decoders, images: ImagesSection
-) -> Size | RecordRejected:
+def _sent_size(source: Source, place: tuple[str, int, int], decoders: Decoders) -> Size | RecordRejected:
     """Size of an image whose bytes this process reads: at a URL only the first, if they tell."""
     path, offset, num_bytes = place
-    exif: dict[str, bool] = {"exif_orientation": images.exif_orientation}
     try:
         head = source.read_head(*place)
-        size = decoders.size(Path(path), offset, num_bytes, head, **exif) if head else None
-        size = size or decoders.size(*source.place(*place, stage="scan"), **exif)
+        size = decoders.size(Path(path), offset, num_bytes, head) if head else None
+        size = size or decoders.size(*source.place(*place, stage="scan"))
         assert size, "all of its bytes were at hand"
         return size
     except RecordRejected as reject:

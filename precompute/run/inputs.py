@@ -53,9 +53,8 @@ class ImageReader:
             where = self.source.place(*place, stage="decode", companion=companion)
             fetch_seconds = time.perf_counter() - start
             images = self.images
-            settings = {"crop": images.crop, "resize_filter": images.resize_filter}
             decoded = self.decoders.decode(
-                *where, bucket=bucket, exif_orientation=images.exif_orientation, **settings, **how
+                *where, bucket=bucket, crop=images.crop, resize_filter=images.resize_filter, **how
             )
         except RecordRejected as reject:
             return reject

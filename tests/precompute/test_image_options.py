@@ -1,4 +1,4 @@
-"""EXIF orientation is a choice, HEIC is read where its library is, tiny images are rejected by request."""
+"""EXIF is applied, HEIC is read where its library is, tiny images are rejected by request."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import io
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from making import encode, label_recipe, smooth_image
 from PIL import Image
 
 from leandit.datasets.errors import RecordRejected
 from leandit.datasets.store import LatentStore
-from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.images.decoders import Decoders
-from leandit.precompute.images.pixels import decode_image, describe_colour, read_size
+from leandit.precompute.images.pixels import COLOUR, read_size
 from leandit.precompute.sources.files import record as source_record
 from leandit.precompute.sources.source import list_source
 
@@ -31,48 +28,25 @@ def encoded(format_name: str, *, orientation: int = 1) -> bytes:
     return buffer.getvalue()
 
 
-def make(recipe: PrecomputeRecipe, source: Path, store: Path) -> LatentStore:
-    encode(recipe, source, store)
-    return LatentStore(store)
-
-
-def test_an_image_is_left_as_it_is_stored_where_exif_is_ignored(tmp_path: Path, decoders: Decoders) -> None:
-    turned, plain = encoded("JPEG", orientation=6), encoded("JPEG")
-    assert (read_size(turned), read_size(turned, exif_orientation=False)) == ((80, 40), (40, 80))
-    stored = decode_image(plain, bucket=(32, 64), crop="bucket")[0]
-    found = decode_image(turned, bucket=(32, 64), crop="bucket", exif_orientation=False)[0]
-    assert np.array_equal(found, stored)
-    assert not np.array_equal(found, decode_image(turned, bucket=(32, 64), crop="bucket")[0])
-    (tmp_path / "0.jpg").write_bytes(turned)
-    place = tmp_path / "0.jpg", 0, len(turned)
-    assert (decoders.size(*place), decoders.size(*place, exif_orientation=False)) == ((80, 40), (40, 80))
-    decoded = decoders.decode(*place, bucket=(32, 64), crop="bucket", exif_orientation=False)
-    assert np.array_equal(decoded.pixels, stored)
-
-
-def test_the_fingerprint_with_exif_is_that_of_stores_before() -> None:
-    before = "exif orientation; white under alpha; 16-bit grey scaled; no colour profile"  # else no old store resumes
-    assert describe_colour(exif_orientation=True) == before
+def test_the_fingerprint_says_what_is_done_to_colours_in_the_same_words() -> None:
+    # Other words would change the fingerprint: no store could resume or grow.
+    assert COLOUR == "exif orientation; white under alpha; 16-bit grey scaled; no colour profile"
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_store_is_made_without_exif_and_without_tiny_images(tmp_path: Path) -> None:
+def test_a_store_has_upright_images_and_no_tiny_ones(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "a").mkdir(parents=True)
     (source / "a/0.jpg").write_bytes(encoded("JPEG", orientation=6))
     (source / "a/1.heic").write_bytes(encoded("HEIF"))
     smooth_image(1, 4, 200).save(source / "a/2.png")
-    upright = make(label_recipe("source.max_reject_share=1", "images.min_px=8"), source, tmp_path / "upright")
-    records = upright.records.select(["key", "height_px", "reason"]).to_pylist()
+    encode(label_recipe("source.max_reject_share=1", "images.min_px=8"), source, tmp_path / "store")
+    records = LatentStore(tmp_path / "store").records.select(["key", "height_px", "reason"]).to_pylist()
     assert [tuple(record.values()) for record in records] == [
         ("a/0.jpg", 80, None),
         ("a/1.heic", 40, None),
         ("a/2.png", None, "too_small"),
     ]
-    stored = make(label_recipe("images.exif_orientation=false"), source, tmp_path / "stored")
-    assert stored.records["height_px"].to_pylist()[:2] == [40, 40]
-    assert not stored.spec.images.exif_orientation
-    assert stored.spec.fingerprint != upright.spec.fingerprint
 
 
 def test_heic_without_its_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -373,7 +373,7 @@ def read_originals(store: LatentStore, source: SourcePaths, keys: Sequence[str])
     section = SourceSection.model_validate(store.spec.recipe.get("source", {}))  # an imported store has none
     listed = list_sources(source, section)
     remaining, originals = set(keys), dict[str, np.ndarray]()
-    how = {"crop": images.crop, "resize_filter": images.resize_filter, "exif_orientation": images.exif_orientation}
+    how = {"crop": images.crop, "resize_filter": images.resize_filter}
     with Decoders(1) as decoders:
         for record in listed.records:
             if not remaining:

@@ -85,7 +85,7 @@ def folder_images(folder: Path, crop_px: int = 0) -> ImageSet:
     names = [path.relative_to(folder).as_posix() for path in paths]
     key = sha256_of([[name, place.num_bytes] for name, place in zip(names, places, strict=True)])
     description = {"kind": "folder", "path": str(folder), "count": len(paths), "crop_px": crop_px, "key": key}
-    how = {"crop": "adm" if crop_px else "bucket", "resize_filter": "bicubic", "exif_orientation": True}
+    how = {"crop": "adm" if crop_px else "bucket", "resize_filter": "bicubic"}
     bucket = (crop_px, crop_px) if crop_px else None
     return ImageSet(description, _read_files(lambda number: (places[number], bucket), **how), names)
 
@@ -166,7 +166,7 @@ def source_images(store: LatentStore, source: Sequence[str]) -> ImageSet:
             raise SourceError(f"image '{path}': {reject.detail}. Expected all images of the store.") from reject
 
     images = store.spec.images
-    how = {"crop": images.crop, "resize_filter": images.resize_filter, "exif_orientation": images.exif_orientation}
+    how = {"crop": images.crop, "resize_filter": images.resize_filter}
     description = {"kind": "store, source images", "path": str(store.path), "count": len(records)}
     return ImageSet(description | {"key": store.root_hash}, _read_files(place_of, **how))
 
@@ -176,13 +176,13 @@ def _read_files(place_of: Callable[[int], tuple[ImagePlace, tuple[int, int] | No
 
     Args:
       place_of: number of an image to its place and its size (height, width); None: its own.
-      how: crop, filter and orientation of each.
+      how: crop and filter of each.
     """
 
     def read(batches: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
         def decode(place: ImagePlace, bucket: tuple[int, int] | None) -> np.ndarray:
             try:
-                bucket = bucket or decoders.size(*place, exif_orientation=how["exif_orientation"])
+                bucket = bucket or decoders.size(*place)
                 return decoders.decode(*place, bucket=bucket, **how).pixels
             except RecordRejected as reject:
                 raise SourceError(
