@@ -164,8 +164,6 @@ class TextSection(Section):
     """Precision of the encoder; a CPU always computes in float32, which the store records."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Captions of equal length per forward; part of the fingerprint."""
-    batch_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 0
-    """Tokens per forward, so short captions form larger batches; 0: batch_size captions. Part of the fingerprint."""
     instruction: str = ""
     """Prompt before each caption, for gemma2: "sana" (as in Sana's training), "sana-diffusers", or a text."""
     output: Literal["tokens", "pooled", "both"] = "tokens"

@@ -38,13 +38,11 @@ class _Model(BaseModel):
 
 
 class _Sparse(_Model):
-    """A field with a default is absent from the JSON where it has that value, unless it is in ALWAYS."""
-
-    ALWAYS: ClassVar[tuple[str, ...]] = ()
+    """A field with a default is absent from the JSON where it has that value."""
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        defaults = {name: field.default for name, field in type(self).model_fields.items() if name not in self.ALWAYS}
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
         # A field that is required has the default PydanticUndefined, which equals nothing else.
         return {
             name: value for name, value in serialise(self).items() if value != defaults.get(name, PydanticUndefined)
@@ -178,15 +176,12 @@ class FeatureSpec(_Model):
 class TextSpec(_Sparse):
     """The caption embeddings."""
 
-    ALWAYS = ("batch_tokens", "instruction")
-
     kind: Literal["t5", "umt5", "clip", "gemma2", "causal_lm", "imported"]
     width: Side
     max_tokens: Side
     dtype: TextDtype
     template: str
     batch_size: Side
-    batch_tokens: Count = 0
     instruction: str = ""
     output: Literal["tokens", "pooled", "both"] = "tokens"
     full_length: bool = False  # every caption has max_tokens rows, padding included

@@ -109,7 +109,7 @@ def advice(times: list[StageTime], *, on_cpu: bool, codec: str) -> str:
     rate = f"{time.images_per_second:,.1f} images/s" if time.images_per_second else readable_time(time.seconds)
     threads = f"{time.threads} thread{'s' if time.threads > 1 else ''}"
     device = "a GPU" if on_cpu else "vae.dtype 'bfloat16', a larger vae.batch_size, or another GPU"
-    text_device = "a GPU" if on_cpu else "text.batch_tokens, or another GPU"
+    text_device = "a GPU" if on_cpu else "a larger text.batch_size, or another GPU"
     uncompressed = "" if codec == "none" else "set store.codec 'none', or "
     return {
         READ: f"{threads} read {rate}: put the source on a faster disk, pack it into tars, or copy it here first",

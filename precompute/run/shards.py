@@ -264,7 +264,7 @@ class CaptionShard(Shard):
         if self.part.is_null:
             return [np.zeros(1, int)]
         lengths = self._layout.num_tokens[self._captions.start : self._captions.stop]
-        batches = caption_batches(lengths, self._layout.spec, self.model)
+        batches = equal_length_batches(lengths, self._layout.spec.batch_size)
         if self._wanted is None:
             return batches
         return [batch for batch in batches if self._wanted & set((self._captions.start + batch).tolist())]
@@ -326,27 +326,16 @@ def stored_caption(
     return rows, worst(measured)
 
 
-def caption_batches(lengths: np.ndarray, spec: TextSpec, encoder: CaptionEncoder | None) -> list[np.ndarray]:
-    """Split the captions of a shard into batches as the spec says; positions of each batch's captions."""
-    shared = encoder.tokenizer.num_shared if encoder else 0  # computed with each caption, though not stored
-    return equal_length_batches(lengths, spec.batch_size, batch_tokens=spec.batch_tokens, num_shared=shared)
-
-
-def equal_length_batches(
-    lengths: np.ndarray, batch_size: int, *, batch_tokens: int = 0, num_shared: int = 0
-) -> list[np.ndarray]:
+def equal_length_batches(lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
     """Split captions into batches of one length each, shortest first; within a length in their order.
 
     Args:
       lengths: (N,) tokens of each. Sorted for the first text encoder of a store; another one may count otherwise.
       batch_size: captions in a full batch.
-      batch_tokens: if not 0, tokens in a full batch instead; a longer caption is a batch by itself.
-      num_shared: tokens computed with each caption in addition to its own.
     Returns: positions of each batch's captions.
     """
     batches, order = [], np.argsort(lengths, kind="stable")
     borders = [0, *(np.flatnonzero(np.diff(lengths[order])) + 1).tolist(), len(lengths)]
     for start, stop in pairwise(borders) if len(lengths) else ():
-        size = max(1, batch_tokens // (int(lengths[order[start]]) + num_shared)) if batch_tokens else batch_size
-        batches += [order[i : min(i + size, stop)] for i in range(start, stop, size)]
+        batches += [order[i : min(i + batch_size, stop)] for i in range(start, stop, batch_size)]
     return batches

@@ -118,7 +118,6 @@ class CaptionEncoder(Pretrained):
             dtype=dtype,
             template=INSTRUCTED if self.tokenizer.instruction else section.template or TEMPLATE,
             batch_size=section.batch_size,
-            batch_tokens=section.batch_tokens,
             instruction=self.tokenizer.instruction,
             output=section.output,
             full_length=section.full_length,

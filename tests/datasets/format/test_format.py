@@ -149,7 +149,7 @@ def test_the_store_has_the_keys_that_are_named(caption_store: LatentStore) -> No
     assert TEXT.startswith(f"# The store on disk, format version {FORMAT_VERSION}\n")
     # Of further crops, of imported and patchified latents, and of unusual text encoders.
     absent = {"variants", "variant_zoom", "decoding", "patchify", "output", "full_length", "attend_padding"}
-    absent |= {"layers", "drop_prefix_tokens", "pooled_width"}
+    absent |= {"instruction", "layers", "drop_prefix_tokens", "pooled_width"}
     for key, model in NESTED.items():
         assert found[key].keys() == keys_of(model) - absent
 

@@ -122,7 +122,7 @@ def test_the_recipes_of_sana_have_its_instruction() -> None:
 def test_a_store_of_gemma_says_its_instruction_and_refuses_another(gemma: Path, tmp_path: Path, encode: Encode) -> None:
     source = make_caption_folder(tmp_path / "source", count=6)
     recipe = ["text.kind=gemma2", f"text.model={gemma}", *(f"text.{key}={name}" for key, name in FOLDERS.items())]
-    recipe += ["text.max_tokens=12", "text.batch_tokens=256", *SHIPPED]
+    recipe += ["text.max_tokens=12", "text.batch_size=16", *SHIPPED]
     report = encode(caption_recipe(*recipe, "text.instruction=sana"), source, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     assert store.spec.text is not None
@@ -140,8 +140,8 @@ def test_a_store_of_gemma_says_its_instruction_and_refuses_another(gemma: Path, 
     assert store_digest(tmp_path / "again") == store_digest(tmp_path / "store")
     with pytest.raises(FingerprintMismatch, match=r"text\.instruction is "):
         encode(caption_recipe(*recipe, "text.instruction=sana-diffusers"), source, tmp_path / "store")
-    smaller = caption_recipe(*recipe, "text.instruction=sana", "text.batch_tokens=128")
-    with pytest.raises(FingerprintMismatch, match=r"text\.batch_tokens is 256 in the store, 128 now"):
+    smaller = caption_recipe(*recipe, "text.instruction=sana", "text.batch_size=8")
+    with pytest.raises(FingerprintMismatch, match=r"text\.batch_size is 16 in the store, 8 now"):
         encode(smaller, source, tmp_path / "store")
 
 
@@ -156,16 +156,14 @@ def test_a_t5_in_float16_keeps_its_output_projections_in_float32(monkeypatch: py
     assert {dtypes[name] for name in dtypes.keys() - kept} == {torch.float16}
 
 
-@given(st.lists(st.integers(1, 20), max_size=40), st.integers(1, 7), st.integers(1, 60), st.integers(0, 9))
-def test_batches_by_tokens_cover_all_and_keep_to_their_size(
-    lengths: list[int], batch_size: int, batch_tokens: int, num_shared: int
-) -> None:
+@given(st.lists(st.integers(1, 20), max_size=40), st.integers(1, 7))
+def test_batches_of_captions_cover_all_and_keep_to_their_size(lengths: list[int], batch_size: int) -> None:
     array = np.sort(np.array(lengths, np.int64))
-    batches = equal_length_batches(array, batch_size, batch_tokens=batch_tokens, num_shared=num_shared)
+    batches = equal_length_batches(array, batch_size)
     assert [i for batch in batches for i in batch.tolist()] == list(range(len(array)))
     for batch, following in zip_longest(batches, batches[1:]):
-        each = int(array[batch[0]]) + num_shared
-        assert (array[batch] + num_shared == each).all()
-        assert len(batch) * each <= batch_tokens or len(batch) == 1
-        if following is not None and array[following[0]] + num_shared == each:  # full, since more would have fitted
-            assert (len(batch) + 1) * each > batch_tokens
+        length = int(array[batch[0]])
+        assert (array[batch] == length).all()
+        assert 1 <= len(batch) <= batch_size
+        if following is not None and array[following[0]] == length:
+            assert len(batch) == batch_size

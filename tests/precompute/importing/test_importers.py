@@ -93,10 +93,10 @@ GOLDEN = {
     "mar": "1ac510e1fc5ccc43",
     "lightningdit": "e477dcc963292a4a",
     "edm2": "8873d376f20b82d0",
-    "pixart": "05323f39ecf10b61",
-    "mds": "c12f440cefb89c5c",
-    "mlperf-flux": "18e3d47f3d0cffa8",
-    "nemo": "b6775b9a0c299aae",
+    "pixart": "ac32921312a367ea",
+    "mds": "4eb4245266b5ba41",
+    "mlperf-flux": "95944c4c41885333",
+    "nemo": "657b632278aae737",
 }
 
 
