@@ -17,8 +17,8 @@ def readable_size(num_bytes: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """A number with its noun: "1 record", "2 records"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """A number with its noun: "1 record", "2,000 records"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def readable_time(seconds: float) -> str:

@@ -39,6 +39,7 @@ from .planning.opening import (
     check_fingerprint,
     is_extension,
     label_warnings,
+    look_for_plan,
     newest_plan,
 )
 from .planning.planner import Planner
@@ -115,6 +116,8 @@ def precompute(
     Raises: LeanditError: its class says what to fix; then run the same command again.
     """
     start, clock, newest = time.perf_counter(), StageClock(), newest_revision(store_path)
+    if not newest:
+        look_for_plan(store_path)  # refuses a path that is no store before anything is loaded
     source = listed or open_sources(source_path, recipe.source, recipe.companion_columns)
     with clock.measure(LOAD):
         encoders = load_encoders(recipe, device)

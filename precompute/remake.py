@@ -28,6 +28,7 @@ from ..datasets.revisions.catalog import sealed_revisions
 from ..datasets.revisions.plan import FrozenPlan, read_plan, read_spec
 from ..datasets.revisions.writer import row_checksum
 from ..datasets.store import LatentStore
+from ..datasets.units import plural
 from .planning.opening import is_extension
 from .run.shards import Shard
 from .run.tasks import ShardRunner
@@ -88,15 +89,16 @@ def _replace_shard(root: Path, plan: FrozenPlan, shard: Shard, found: Verificati
             write_atomic(root / path, parts)
         return {}
     if shard.rejects:
-        why = ", ".join(f"{reject.reason} ({reject.key})" for reject in shard.rejects[:3])
-    elif plan.copies:
-        why = "its rows were encoded in other batches, before 'leandit compact'"
+        first = shard.rejects[0]
+        detail = (
+            f"{plural(len(shard.rejects), 'record')} of this shard cannot be encoded again, such as '{first.key}': "
+            f"{first.reason}, {first.detail}. Check --source"
+        )
     else:
         why = "another kind of device, number of CPU threads or version of a library, or another image in the source"
-    detail = (
-        f"encoded again, it has other bytes than were written: {why}. It was left as it is. Repair where it was made, "
-        "or precompute into another --store"
-    )
+        why = "its rows were encoded in other batches, before 'leandit compact'" if plan.copies else why
+        detail = f"encoded again, its bytes differ from those written: {why}. Repair where it was made, or precompute "
+        detail += "into another --store"
     return dict.fromkeys(files, detail)  # no file of the shard is replaced, so all of them share the reason
 
 

@@ -19,7 +19,7 @@ from ..disk.cached import cached_property
 from ..errors import DamageError
 from ..format.zarr_shard import ABSENT, CODECS, CRC_BYTES, ArrayLayout
 
-REPAIR = "Run 'leandit verify --repair --source PATH': it restores this shard."
+REPAIR = "Run 'leandit verify STORE --repair --source PATH': it restores this shard."
 
 
 class ShardFile:

@@ -281,5 +281,5 @@ class _Copy:
         if len(differing):
             raise DamageError(
                 f"store '{self._store.path}': '{table[name][int(differing[0])]}' is not what was written, so there is "
-                "no new store. Run 'leandit verify --repair --source PATH', then compact again."
+                "no new store. Run 'leandit verify STORE --repair --source PATH', then compact again."
             )

@@ -40,7 +40,7 @@ def portable_files(root: Path) -> StoreFiles:
     for revision in revisions:
         manifest, local, prefix = read_manifest(root, revision), read_local(root, revision), revision_prefix(revision)
         if local is None:
-            raise DamageError(f"store '{root}': '{prefix}{LOCAL}' is damaged. Run 'leandit verify --repair'.")
+            raise DamageError(f"store '{root}': '{prefix}{LOCAL}' is damaged. Run 'leandit verify {root} --repair'.")
         contents[prefix + MANIFEST] = canonical_json(manifest.model_dump())
         contents[prefix + LOCAL] = canonical_json(portable(local).model_dump())
         entries |= {entry.path: entry for entry in (*manifest.files, local.sources)}

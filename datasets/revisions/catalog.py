@@ -30,7 +30,7 @@ from ..format.table_schemas import index_names
 
 File = TypeVar("File", bound=HashedFile)
 BUCKET = re.compile("[1-9][0-9]{0,5}x[1-9][0-9]{0,5}")
-REPAIR = "Run 'leandit verify --repair --source PATH': it restores damaged files."
+REPAIR = "Run 'leandit verify STORE --repair --source PATH': it restores damaged files."
 
 
 def sealed_revisions(path: Path) -> list[int]:
@@ -128,7 +128,7 @@ def read_manifest(root: Path, revision: int, *, twin: bool = False) -> Manifest:
     Raises: as ``read_hashed``.
     """
     name = f"{revision_prefix(revision)}{TWIN}/{MANIFEST}" if twin else revision_prefix(revision) + MANIFEST
-    remedy = "Run 'leandit verify --repair': it restores the manifest from its second copy."
+    remedy = f"Run 'leandit verify {root} --repair': it restores the manifest from its second copy."
     manifest = read_hashed(root, name, Manifest, remedy)
     is_other = manifest.revision != revision
     if problem := f"it is of revision {manifest.revision}" if is_other else arrays_problem(manifest):

@@ -30,11 +30,9 @@ def missing_work(plan: FrozenPlan, missing: Sequence[Task]) -> str:
             part = plan.layout.parts[name]
             kind = "null" if part.is_null else "captions" if part.captions else "images"
             counts[f"{which} {kind}"] += len(part.items(shard))
-    described = f"{len(missing)} of {len(all_tasks)} shards, with {counts['missing images']} of "
-    described += f"{counts['all images']} images"
-    if not plan.spec.text_encoders:
-        return described
-    return f"{described} and {counts['missing captions']} of {counts['all captions']} captions"
+    kinds = [kind for kind in ("images", "captions") if counts[f"missing {kind}"]]
+    of_all = [f"{counts[f'missing {kind}']:,} of {counts[f'all {kind}']:,} {kind}" for kind in kinds]
+    return f"{len(missing):,} of {len(all_tasks):,} shards" + (f" ({', '.join(of_all)})" if of_all else "")
 
 
 def new_results(part: Part, num_rows: int) -> np.ndarray:

@@ -226,7 +226,7 @@ def read_plan(root: Path, revision: int) -> FrozenPlan:
 def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
     prefix = revision_prefix(revision)
     if is_sealed:
-        remedy = "Run 'leandit verify --repair'."
+        remedy = f"Run 'leandit verify {root} --repair'."
         content, local = read_manifest(root, revision), read_local(root, revision)
         if local is None:
             raise DamageError(
@@ -250,7 +250,7 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
     if before and before.root_hash != content.base:
         raise DamageError(
             f"store '{root}': revision {revision} builds on root hash {content.base}, revision {revision - 1} has "
-            f"{before.root_hash}. Run 'leandit verify --repair'."
+            f"{before.root_hash}. Run 'leandit verify {root} --repair'."
         )
     records, captions, *sources = (map_parquet(root / (folder + name)) for name in names)
     for table in sources:

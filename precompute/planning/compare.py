@@ -26,7 +26,8 @@ from ...datasets.revisions.plan import FrozenPlan
 from ..config import PrecomputeRecipe
 from ..sources.files.record import NO_CAPTION
 from ..sources.listing.duck import database, identifier, literal, numbered
-from ..sources.listing.listing import PLACE_NAMES, PLACES_SQL, SCHEMA, Listing, spool
+from ..sources.listing.listing import PLACES_SQL, SCHEMA, Listing, spool
+from ..sources.listing.places import listed_places, place_fields
 from ..sources.source import Source
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -338,22 +339,6 @@ def _carried(
             yield pa.RecordBatch.from_pydict(columns | {"position": pa.array(positions), "captions": captions}, schema)
 
     return map_table(schema, rebatched(batches(), BATCH_ROWS), WHAT)
-
-
-def place_fields(companions: Iterable[str]) -> list[pa.Field]:
-    """Columns of a plan with the places of a record's image and its companions, in the order of ``listed_places``."""
-    suffixes = ["", *(f"_{name}" for name in companions)]
-    return [PLAN_SCHEMA.field(name).with_name(f"{name}{suffix}") for suffix in suffixes for name in PLACES]
-
-
-def listed_places(listed: pa.RecordBatch, companions: Iterable[str]) -> dict[str, pa.Array]:
-    """Places of the images of a batch of the listing, by their columns in a plan; null where it has none."""
-    arrays = [listed[name] for name in PLACE_NAMES]
-    lengths = pc.list_value_length(listed["companions"]).to_numpy()
-    starts, places = np.cumsum(lengths) - lengths, listed["companions"].flatten()
-    for i, _ in enumerate(companions):
-        arrays += places.take(pa.array(starts + i, mask=lengths <= i)).flatten()
-    return dict(zip((field.name for field in place_fields(companions)), arrays, strict=True))
 
 
 def _classes_of_gone(base: Base, is_gone: np.ndarray, source: Source) -> tuple[list[str], dict[int, int]]:

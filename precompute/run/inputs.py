@@ -7,20 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pyarrow as pa
-
 from ...datasets.disk.spill import TakenColumn
 from ...datasets.errors import RecordRejected
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.layout import Part
 from ...datasets.format.row_layout import LATENTS, MASK
 from ...datasets.format.schema import ImageSpec
-from ...datasets.format.table_schemas import PLACES, place_columns
+from ...datasets.format.table_schemas import PLACES
 from ...datasets.revisions.plan import FrozenPlan
 from ..images.decoders import Decoded, Decoders
 from ..images.pixels import variant_draws
-from ..sources.files.record import SourceRecord
-from ..sources.source import OpenedSource, Source
+from ..sources.source import OpenedSource
 from .clock import StageClock
 
 Place = tuple[str, int, int]
@@ -122,26 +119,3 @@ class PartImages:
 
 def _at(columns: Sequence[TakenColumn], row: int) -> Any:
     return tuple(column[row] for column in columns)
-
-
-def with_places(plan: FrozenPlan, source: Source) -> FrozenPlan:
-    """The plan with the present places of its images in the source."""
-    now: dict[str, SourceRecord] = {}
-    for record in source.records:
-        if not record.problem:
-            now.setdefault(record.key, record)
-    columns = {name: plan.records[name] for name in plan.records.column_names}
-    keys, order = columns["key"].to_pylist(), list(source.companions)
-
-    def update(names: Sequence[str], companion: int | None) -> None:
-        planned = zip(*(columns[name].to_pylist() for name in names), strict=True)
-        places = [
-            place if key not in now else now[key].place if companion is None else now[key].companions[companion]
-            for key, place in zip(keys, planned, strict=True)
-        ]
-        columns.update(zip(names, zip(*places, strict=True), strict=True))
-
-    update(PLACES, None)
-    for image, names in zip(plan.spec.companions, place_columns(plan.spec), strict=True):
-        update(names, order.index(image.name))
-    return replace(plan, records=pa.table(columns, schema=plan.records.schema), recorded_hash=plan.recorded_hash)

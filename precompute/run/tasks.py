@@ -29,10 +29,11 @@ from ..encoders.loading import Encoders
 from ..encoders.text.encoder import CaptionEncoder, TokenCount
 from ..images.decoders import Decoders
 from ..sharing.leases import Leases, seal_alone
+from ..sources.listing.places import with_places
 from ..sources.source import OpenedSource, Source
 from .clock import Progress, StageClock
 from .columns import image_columns
-from .inputs import ImageReader, PartImages, with_places
+from .inputs import ImageReader, PartImages
 from .progress import RunProgress
 from .rejects import limits_of
 from .shards import CaptionShard, ImageShard, Outcomes, Pools, Shard
@@ -305,5 +306,6 @@ class Runner(ShardRunner):
     def remake(self, plan: FrozenPlan, tasks: Iterable[Task], wanted: Wanted | None = None) -> Iterator[Shard]:
         """Encode shards of a sealed revision again, from where their images are in the source now."""
         assert isinstance(self.source, Source), "the source is listed"
-        plan = with_places(plan, self.source)
-        yield from self.filled(self.empty_shards(plan, sorted(tasks, key=is_image_task), wanted or {}))
+        if tasks := sorted(tasks, key=is_image_task):
+            plan = with_places(plan, self.source.records, list(self.source.companions))
+        yield from self.filled(self.empty_shards(plan, tasks, wanted or {}))

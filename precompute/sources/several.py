@@ -138,9 +138,10 @@ def _check_labels(listed: Sequence[Source]) -> None:
 
 def _joined(source: Source, name: str, classes: list[str]) -> Iterator[pa.RecordBatch]:
     """Records of one source with prefixed keys and merged labels; unchanged if ``name`` is empty."""
-    source_classes = source.classes or []
     places = {name: i for i, name in enumerate(classes)}
-    label_of = np.array([*(places[name] for name in source_classes), -1], np.int32)  # the last is that of label -1
+    label_of = np.array(
+        [*(places[name] for name in source.classes or ()), -1], np.int32
+    )  # the last is that of label -1
     for batch in source.records.batches():
         if not name:  # labels of the first source stay
             paths = (batch["path"], batch["companions"].flatten().field("path"))
@@ -149,13 +150,7 @@ def _joined(source: Source, name: str, classes: list[str]) -> Iterator[pa.Record
             yield batch
             continue
         columns = {field: batch[field] for field in batch.schema.names}
-        labels = batch["label"].to_numpy()
-        if len(labels) and labels.max() >= max(len(source_classes), 0):
-            raise SourceError(
-                f"source '{source.name}': label {labels.max()} of {len(source_classes)} classes. Expected a class for "
-                "every label."
-            )
-        columns["label"] = pa.array(label_of[labels])
+        columns["label"] = pa.array(label_of[batch["label"].to_numpy()])
         columns["key"] = pc.binary_join_element_wise(f"{name}/", batch["key"], "")
         columns["path"] = pc.binary_join_element_wise(f"{MARK}{name}{MARK}", batch["path"], "")
         paths, *others = batch["companions"].flatten().flatten()

@@ -287,9 +287,14 @@ def list_source(
             f"*.parquet, or a {METADATA[0]} with 'file_name'; known extensions are "
             f"{', '.join(sorted(IMAGE_EXTENSIONS))}."
         )
-    classes = scan.classes
+    classes, largest = scan.classes, records.largest_label()
     if classes is None and kind not in NAMED:
-        classes = [str(i) for i in range(records.largest_label() + 1)] or None
+        classes = [str(i) for i in range(largest + 1)] or None
+    if largest >= len(classes or ()):
+        raise SourceError(
+            f"source '{files.name}': label {largest}, but it names {len(classes or ())} classes. Correct the labels or "
+            "the names, or leave labels out with --set source.labels=none."
+        )
     class_names = names_of_classes(settings.class_names, names, classes) if names else None
     return Source(
         *(settings, opened.files, records, classes, scan.ignored, scan.notes, class_names), companions=dict(companions)

@@ -78,7 +78,7 @@ def set_spec(name: str, value: Any) -> Callable[[Path], None]:
 
 
 SAME_COMMAND = "same precompute command again"
-REPAIR = "verify --repair"
+REPAIR = "--repair"
 SPOILED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] = [
     ("missing folder", shutil.rmtree, StoreNotFound, ["no such folder", "leandit precompute"]),
     ("empty folder", lambda p: shutil.rmtree(p) or p.mkdir(), StoreError, ["no 'zarr.json'", "not a leandit store"]),

@@ -236,8 +236,9 @@ def test_a_source_in_which_all_is_broken_is_an_error_and_seals_nothing(
     ids=["a file in its place", "a file", "folders of the same names", "another zarr group", "a later format"],
 )
 def test_a_foreign_folder_is_refused_and_untouched(
-    theirs: dict[str, str], encode: Encode, few: Path, tmp_path: Path
+    theirs: dict[str, str], encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pipeline, "load_encoders", lambda *_: pytest.fail("encoders are loaded too early"))
     for name, text in theirs.items():
         write_file(tmp_path / "store" / name, text)
     before = tree_digest(tmp_path)
@@ -251,7 +252,7 @@ def test_a_store_among_the_class_folders_is_refused_because_it_would_be_a_class(
 ) -> None:
     source = shutil.copytree(class_folder, tmp_path / "source")
     before = tree_digest(source)
-    for store in (source / "a-store", source / "n000" / "store", source):
+    for store in (source / "a-store", source / "n000" / "store"):
         with pytest.raises(SourceError, match=r"it is inside source .* Give a --store elsewhere"):
             encode(label_recipe(), source, store)
     assert tree_digest(source) == before
@@ -287,7 +288,7 @@ def test_whatever_file_a_sealed_store_loses_the_same_command_encodes_nothing_and
         if unread:
             encode(caption_recipe(), few, store)
         else:
-            with pytest.raises(DamageError, match="verify --repair"):
+            with pytest.raises(DamageError, match=r"verify .*--repair"):
                 encode(caption_recipe(), few, store)
         after = tree_digest(store)
         assert {path: content for path, content in after.items() if path != name} == {

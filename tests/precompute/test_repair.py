@@ -165,7 +165,7 @@ def test_a_changed_source_is_never_written_in_the_place_of_what_was_encoded(
     assert tree_digest(root) == before
     (source / record["key"]).unlink()
     found, _ = mended(root, source)
-    assert f"unreadable ({record['key']})" in found.findings[0].detail
+    assert f"such as '{record['key']}': unreadable" in found.findings[0].detail
     assert tree_digest(root) == before
     (source / record["key"]).write_bytes((plain[0].root / record["key"]).read_bytes())
     assert mended(root, source)[0].findings == []

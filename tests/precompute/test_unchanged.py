@@ -96,7 +96,7 @@ LOST = ["manifest.json", "records.parquet", "captions.parquet", "sources.parquet
 @pytest.mark.parametrize("name", [*(f"revisions/000001/{name}" for name in LOST), "buckets/32x32/moments/c/0/0/0/0"])
 def test_a_store_that_has_lost_a_file_is_not_called_complete(name: str, home: Path) -> None:
     (home / "store" / name).unlink()
-    with pytest.raises(DamageError, match=r"verify --repair"):
+    with pytest.raises(DamageError, match=r"verify .*--repair"):
         has_nothing_to_do()
 
 

@@ -97,7 +97,7 @@ def store_files(root: Path, hub: HubRepository, terms: Terms) -> tuple[list[Outg
     if damage := [one for one in checked.findings if one.cause not in {*HARMLESS, "stray"}]:
         raise DamageError(
             f"store '{root}': {len(damage)} of its files differ from what was written, the first: "
-            f"{printable(damage[0].line())}. Run 'leandit verify --repair --source PATH', then publish."
+            f"{printable(damage[0].line())}. Run 'leandit verify STORE --repair --source PATH', then publish."
         )
     if not checked.complete:
         raise StoreIncomplete(

@@ -20,7 +20,7 @@ from ...datasets.revisions.catalog import sealed_revisions
 from ...datasets.revisions.commits import missing_work, read_commit
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.store import LatentStore
-from ...datasets.units import readable_size
+from ...datasets.units import plural, readable_size
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.describe import describe_store
 from ...precompute.encoders.loading import load_encoders
@@ -146,7 +146,8 @@ def describe_precompute(
     if num_completed := completed_rows(plan):
         rows.append(("would complete", f"{num_completed:,} images already in the store"))
     total = buckets.total()
-    say(f"encoding {min(PROBE_RECORDS, total)} of {total:,} images, and captions, to measure time and memory")
+    captions = ", and captions," if recipe.text else ""
+    say(f"encoding {min(PROBE_RECORDS, total)} of {plural(total, 'image')}{captions} to measure time and memory")
     costs, new_bytes = predict(recipe, plan, source, comparison, placed, encoders, num_devices=num_devices)
     old_bytes = sum(path.stat().st_size for path in files_below(store)) if store and before else 0
     return DryRun(shown, [*rows, ("", ""), *costs], new_bytes, sum(new_bytes.values()) + old_bytes, refusal)

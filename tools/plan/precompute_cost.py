@@ -24,7 +24,7 @@ from ...datasets.disk.files import files_below
 from ...datasets.errors import ResourceError
 from ...datasets.format.zarr_shard import ArrayLayout
 from ...datasets.revisions.plan import FrozenPlan
-from ...datasets.units import readable_size, readable_time
+from ...datasets.units import plural, readable_size, readable_time
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.loading import Encoders
 from ...precompute.images.decoders import Decoders
@@ -99,10 +99,12 @@ def predict(
     rows = [(name, f"{readable_size(size):>10}{notes.get(name, '')}") for name, size in new_bytes.items()]
     num_images, num_tokens = sum(plan.new_rows.values()) + num_completed, sum(n for _, n in counts.values())
     rates = f"; decoding {probe.images / max(1e-9, probe.decode_seconds):.1f}, encoding "
-    rates += f"{probe.images / max(1e-9, probe.encode_seconds):.1f} images/s, from {probe.images} images"
+    rates += f"{probe.images / max(1e-9, probe.encode_seconds):.1f} images/s, from {plural(probe.images, 'image')}"
     rates += f" each of {num_devices} devices" if num_devices > 1 else ""
     rates += "; at most: images already in the store are probed with their latents" if num_completed else ""
-    rows.append(("time", f"{readable_time(probe.seconds_for(num_images, num_tokens, num_devices)):>10}{rates}"))
+    rows.append(
+        ("time", f"{readable_time(probe.seconds_for(num_images, num_tokens, num_devices)):>10} after startup{rates}")
+    )
     place = "on the GPU, during the probe" if device.type == "cuda" else "on this machine, during the probe"
     return [*rows, ("memory", f"{readable_size(probe.memory_bytes):>10} {place}")], new_bytes
 

@@ -12,7 +12,7 @@ from ...datasets.disk.hashing import read_json
 from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import ClassNames
-from ...datasets.units import readable_time
+from ...datasets.units import plural, readable_time
 from ...precompute.run.bottleneck import DECODE, ENCODE, advice, before_stages, bound_by
 from ...train.weights.folders import SNAPSHOT, STATE, find
 from .text import Rows, is_quiet, printable
@@ -44,10 +44,10 @@ def precompute_rows(report: Report, store: Path) -> Rows:
         nothing = "no image was encoded" if has_other_work or not report.manifest.num_stored else NOTHING_TO_DO
     if (tokens := report.tokens).num_captions:
         share = f"{tokens.num_padding / tokens.num_tokens:.1%} padding"
-        rows.append(("encoded", f"{tokens.num_tokens:,} tokens of {tokens.num_captions:,} captions, {share}"))
+        rows.append(("encoded", f"{tokens.num_tokens:,} tokens of {plural(tokens.num_captions, 'caption')}, {share}"))
     if not report.num_encoded:
         return [*rows, ("this run", nothing)]
-    rows.append(("this run", _rate(report.num_encoded, "images", report.total_seconds, "images/s")))
+    rows.append(("this run", _rate(report.num_encoded, "image", report.total_seconds)))
     if before := before_stages(report.seconds, report.workers):
         rows.append(("startup", f"{before}; the stages overlap"))
     if not report.seconds.get(ENCODE):  # every image was rejected
@@ -70,7 +70,7 @@ def import_rows(report: ImportReport, store: Path) -> Rows:
     """Results of an import."""
     latent, this_run = report.spec.latent, "nothing to copy, the store was complete"
     if report.num_imported:
-        this_run = _rate(report.num_imported, "records", report.total_seconds, "records/s")
+        this_run = _rate(report.num_imported, "record", report.total_seconds)
     flipped = ", with flipped copies" if latent.flip else ""
     imported = [
         ("latents", f"{latent.kind}, {latent.channels} channels, {latent.dtype}{flipped}"),
@@ -117,8 +117,8 @@ def _source_rows(classes: ClassNames, ignored: Ignored) -> Rows:
     return rows + [("ignored", line) for line in ignored.lines()]
 
 
-def _rate(count: int, what: str, seconds: float, unit: str) -> str:
-    return f"{count:,} {what} in {readable_time(seconds)}, {count / seconds:,.1f} {unit}"
+def _rate(count: int, noun: str, seconds: float) -> str:
+    return f"{plural(count, noun)} in {readable_time(seconds)}, {count / seconds:,.1f} {noun}s/s"
 
 
 def computed_precision(precision: str, device: torch.device) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # torch takes a second to import
     from ...train.metrics.history import StepReport
 
 PLAIN_EVERY_SECONDS = 30.0
+RATE_AFTER_SECONDS = 1.0  # batches that arrive together would look infinitely fast
 SPEED_OVER_SECONDS = 300.0  # a batch of a slow encoder takes over rich's 30 s, after which it knows no time left
 
 
@@ -61,7 +62,7 @@ class ProgressLine(Progress):
         was_finished = task.finished
         self.update(task.id, total=total or None, completed=done)
         seconds = (task.finished_time if task.finished else task.elapsed) or 0.0
-        rate = (done - task.fields["first"]) / max(seconds, 1e-9)
+        rate = (done - task.fields["first"]) / seconds if seconds >= RATE_AFTER_SECONDS else 0.0
         rejected = f"{self._num_rejected:,} rejected" if self._num_rejected else ""
         note = ", ".join(filter(None, [note or (f"{rate:,.1f}/s" if rate else ""), rejected]))
         self.update(task.id, note=note)

@@ -170,7 +170,13 @@ def test_the_error_names_record_bucket_row_shard_and_remedy(plain: Path) -> None
     with pytest.raises(DamageError) as caught:
         epoch_of(plain)
     message = str(caught.value)
-    for part in (f"record '{record.key}'", "bucket '256x256'", f"row {record.row}", path, "leandit verify --repair"):
+    for part in (
+        f"record '{record.key}'",
+        "bucket '256x256'",
+        f"row {record.row}",
+        path,
+        "leandit verify STORE --repair",
+    ):
         assert part in message
     assert caught.value.exit_code == 4
 

@@ -58,7 +58,7 @@ def forge(root: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def test_a_hostile_manifest_is_refused_and_the_revision_before_it_is_read(grown_store: Path, tmp_path: Path) -> None:
     root = copy_of(grown_store, tmp_path / "store")
     forge(root, lambda manifest: manifest["arrays"][0].update(ranges=[[3, 0, 4], [1, 4, 6]]))
-    with pytest.raises(DamageError, match=r"manifest\.json.*is not valid.*verify --repair"):
+    with pytest.raises(DamageError, match=r"manifest\.json.*is not valid.*verify .*--repair"):
         LatentStore(root)
     with pytest.raises(DamageError, match="is not valid"):
         read_manifest(root, 3)
@@ -79,7 +79,7 @@ def test_a_record_of_a_row_that_does_not_exist_is_refused(grown_store: Path, tmp
         manifest["files"] = [entry if one["path"] == path else one for one in manifest["files"]]
 
     forge(root, name_it)
-    with pytest.raises(DamageError, match=r"rows that do not exist.*verify --repair"):
+    with pytest.raises(DamageError, match=r"rows that do not exist.*verify .*--repair"):
         LatentStore(root).index("48x80")
     with pytest.raises(LeanditError):
         read_all(root)

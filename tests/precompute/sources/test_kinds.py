@@ -393,6 +393,15 @@ def test_files_with_other_classes_are_no_one_source(tmp_path: Path) -> None:
         list_source(tmp_path)
 
 
+def test_a_label_without_a_class_is_refused_and_left_out_where_labels_are(tmp_path: Path) -> None:
+    features = {"label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
+    images = struct_column([jpeg(0), jpeg(1)])
+    write_parquet(tmp_path / "a.parquet", {"image": images, "label": [1, 5]}, features=features)
+    with pytest.raises(SourceError, match=r"label 5, but it names 2 classes.*source\.labels=none"):
+        list_source(tmp_path)
+    assert list_source(tmp_path, SourceSection(labels="none")).records.largest_label() == -1
+
+
 def test_the_row_groups_in_memory_are_few_and_each_is_read_once_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

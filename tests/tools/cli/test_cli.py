@@ -517,7 +517,7 @@ def test_a_dry_run_refuses_what_a_precompute_would_and_says_what_is_there(
     assert ended.code == 3
     assert ended.err.endswith("now\n  images.resolution_px is 32 in the store, 64 now\n")
     ended = leandit(*command, "--store", plan_only)
-    assert "not complete, 1 of 1 shards, with 15 of 15 images are missing" in ended.out
+    assert "not complete, 1 of 1 shards (15 of 15 images) are missing" in ended.out
     for wrong in (tmp_path / "file", tmp_path / "elsewhere", class_folder / "a-store"):
         assert leandit(*command, "--store", wrong).code == 3
     monkeypatch.setattr("leandit.tools.plan.precompute_cost.disk_usage", lambda path: SimpleNamespace(free=1000))

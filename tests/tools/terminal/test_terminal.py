@@ -40,12 +40,16 @@ def test_elsewhere_a_plain_line_has_rate_rejects_and_the_time_left(clock: list[f
         line("images", 12_000, 12_000)
         clock[0] += 15
         line("images", 12_000, 12_000)  # it has ended
+        line("scan", 8, 16)
+        clock[0] += 0.1
+        line("scan", 16, 16)  # too short for a rate
         line("train", 2, 4)
         clock[0] += 40
         line("train", 3, 4, "a note of many words " * 6 + "[b]")
     assert stream.getvalue().splitlines() == [
         "images: 80 of 12,000  2.0/s, 3 rejected, 1 h 39 min left",
         "images: 12,000 of 12,000  266.7/s, 3 rejected",
+        "scan: 16 of 16  3 rejected",
         "train: 3 of 4  " + "a note of many words " * 6 + "[b], 3 rejected, 40.0 s left",
     ]
 

@@ -153,7 +153,7 @@ def test_captions_are_counted_by_their_uses(full: tuple[LatentStore, Page]) -> N
     longest = max(uses, key=len)
     assert f"Longest characters caption {len(longest)} {longest.strip()}" in text
     assert f"captions of records {uses.total()}, {len(uses)} (" in text
-    assert "unused 1, only of rejected" in text  # the truncated one's: the other was not planned
+    assert "unused 1, of no stored record" in text  # the truncated one's: the other was not planned
     cut = [row["truncated"] for row in store.captions.to_pylist() if row["text"] in uses]
     assert f"{sum(cut)} ({100 / len(cut):.2g} %) truncated at" in text
     assert f"({sum(cut)} of {len(cut)}) are cut at" in page.sections["warnings"]
