@@ -92,7 +92,7 @@ def test_an_addition_to_a_finished_store_is_predicted_and_not_refused(tmp_path: 
     assert tree_digest(store) == was
     assert found.new_bytes is not None
     assert found.refusal is None
-    for words in ("would add encoders or images to it", "would complete      8 images", "s after startup; decoding", "iB"):
+    for words in ("would add encoders or images to it", "would complete      8 images", "after startup", "iB"):
         assert words in found.text
     assert found.new_bytes["latents"] == 0
     precompute(caption_recipe(*more), source_path=source, store_path=store, device=CPU, progress=no_progress)
@@ -135,7 +135,7 @@ def test_the_store_of_the_probe_is_removed_and_nothing_of_the_user_changes(
     (tmp_path / "temporary").mkdir()
     before = tree_digest(caption_folder)
     text = describe_precompute(caption_recipe(), caption_folder, CPU, store=tmp_path / "store").text
-    for words in ("iB before any codec", "9 distinct", "from 14 images", "iB on this machine", "s after startup; decoding"):
+    for words in ("iB before any codec", "9 distinct", "from 14 images", "iB on this machine", "after startup"):
         assert words in text
     assert tree_digest(caption_folder) == before
     assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
