@@ -14,7 +14,7 @@ from ...datasets.units import readable_time
 READ, DECODE, ENCODE, TEXT, WRITE = "read", "decode", "encode", "text", "write"
 LOAD, PLAN, CHECK = "load", "plan", "check"  # before the stages; a plan includes its self-check
 
-LEAST_SECONDS = 0.05  # that are told
+MIN_SHOWN_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def before_stages(seconds: Mapping[str, float], workers: Workers) -> str:
     plan = max(0.0, seconds.get(PLAN, 0.0) / workers.num_encoders - check)
     load = seconds.get(LOAD, 0.0) / workers.num_encoders
     took = {"loading the encoders": load, "planning": plan, "self-check": check}
-    return ", ".join(f"{readable_time(value)} {what}" for what, value in took.items() if value >= LEAST_SECONDS)
+    return ", ".join(f"{readable_time(value)} {what}" for what, value in took.items() if value >= MIN_SHOWN_SECONDS)
 
 
 def bound_by(times: list[StageTime]) -> str:

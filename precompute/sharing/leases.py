@@ -27,7 +27,7 @@ LEASE_SECONDS = 60.0  # without a touch, until others may take it; all processes
 TOUCH_SECONDS = 15.0
 EMPTY_SECONDS = 2.0  # at most, from creating a lease's file to its first bytes
 MAY_NOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
-LOOK_SECONDS = 0.2  # between two checks of other processes
+POLL_SECONDS = 0.2  # between two checks of other processes
 # Without a commit, until other processes count as stuck and their shards are encoded here; far more than a shard takes.
 PATIENCE_SECONDS = 7200.0
 
@@ -73,11 +73,10 @@ class Leases:
 
     Args:
       writer: of the revision.
-      on_taken: called with each leased task.
     """
 
-    def __init__(self, writer: StoreWriter, *, on_taken: Callable[[Task], None] = lambda task: None) -> None:
-        self._writer, self._on_taken = writer, on_taken
+    def __init__(self, writer: StoreWriter) -> None:
+        self._writer = writer
         self._folder = writer.root / LEASES
         self._held: dict[Task, Lease] = {}
         self._wanted: dict[Task, Lease] = {}  # held by others; each remembers the last touch
@@ -115,7 +114,6 @@ class Leases:
             if self._writer.is_committed(task):  # between the check and the lease
                 self.release(task)
             else:
-                self._on_taken(task)
                 yield task
 
     def wait(self) -> None:
@@ -124,7 +122,7 @@ class Leases:
         if missing != self._missing:
             self._missing, self._since = missing, time.monotonic()
         self._patient = time.monotonic() - self._since < PATIENCE_SECONDS
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
     def release(self, task: Task) -> None:
         """Release a lease."""
@@ -168,7 +166,7 @@ def alone(root: Path, name: str, waiting: Callable[[], None]) -> Iterator[None]:
             is_taken = lease.take()
             if not is_taken:
                 waiting()
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
     try:
         yield
     finally:

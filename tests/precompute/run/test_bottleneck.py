@@ -75,7 +75,7 @@ def test_a_run_that_encodes_captions_alone_or_only_rejects_does_not_say_that_all
 def test_a_run_tells_reading_from_decoding_and_what_to_change(
     caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bottleneck, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(bottleneck, "MIN_SHOWN_SECONDS", 0.0)
     stages, source = set[str](), shutil.copytree(caption_folder, tmp_path / "source")
     for path in source.rglob("*.png"):  # large enough that decoding takes clearly longer than reading
         image = Image.open(path)
