@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from ...datasets.disk.hashing import read_json, sha256_file, sha256_of
 from ...datasets.errors import DamageError, EncoderError
 from ...datasets.format.schema import EncoderIdentity
+from ...datasets.remote.failures import one_line
 from ..config import EncoderSection
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -44,7 +45,6 @@ TOKENIZER_FILES = (
 SINGLE_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 _FETCHES: ContextVar[bool] = ContextVar("fetches", default=True)
 TAESD_FILE = re.compile(r"tae.*_(?:en|de)coder\.(?:safetensors|pth)")
-MAX_ERROR_CHARS = 200  # of a library's message; some list every weight
 MAX_JSON_BYTES = 1 << 26  # of a tokenizer.json; the largest published ones have 35 MB
 TOKENIZER_CLASSES = {None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend"} | {
     f"{family}Tokenizer{fast}" for family in ("T5", "Gemma", "CLIP", "GPT2", "Llama", "Qwen2") for fast in ("", "Fast")
@@ -108,7 +108,7 @@ def resolve_model(
             ) from error
         how = f" with --set {what}=PATH" if "." in what else ""
         raise EncoderError(
-            f"{what} '{model}': not a local folder, and not available from the hub ({shortened(error)}). "
+            f"{what} '{model}': not a local folder, and not available from the hub ({one_line(error)}). "
             f"Check the name, log in with 'hf auth login', or give a folder{how}."
         ) from error
     LOG.info("%s '%s': commit %s of the hub, in '%s'", what, model, fetched.name, fetched / subfolder)
@@ -206,7 +206,7 @@ def weights_in(files: Sequence[Path]) -> list[str]:
     try:
         return [name for path in files for name in _names_in(path)]
     except (SafetensorError, OSError) as error:
-        raise EncoderError(f"'{files[0].parent}': cannot be loaded: {shortened(error)}. Fetch it again.") from error
+        raise EncoderError(f"'{files[0].parent}': cannot be loaded: {one_line(error)}. Fetch it again.") from error
 
 
 def _names_in(path: Path) -> list[str]:
@@ -243,12 +243,6 @@ def check_header(path: Path, *, what: str) -> None:
         length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_JSON_BYTES):
         raise EncoderError(f"{what} '{path}': cannot be loaded: {size} bytes, header of {length}. Fetch it again.")
-
-
-def shortened(error: BaseException) -> str:
-    """The beginning of a library's message, in one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."
 
 
 class ModelFiles:

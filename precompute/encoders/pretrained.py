@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...datasets.errors import EncoderError
-from .model_files import shortened
+from ...datasets.remote.failures import one_line
 
 _Output = TypeVar("_Output")
 
@@ -53,7 +53,7 @@ def load_model(
         with silenced():
             model, loading = load(*arguments, **options)
     except Exception as error:  # of a config or weights, whatever a library makes of them
-        raise EncoderError(f"{where}: cannot be loaded as {class_name}: {shortened(error)}") from error
+        raise EncoderError(f"{where}: cannot be loaded as {class_name}: {one_line(error)}") from error
     if missing := sorted(loading.get("missing_keys") or ()):
         raise EncoderError(
             f"{where}: {len(missing)} weights are missing from its safetensors, the first is '{missing[0]}'. "

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ....datasets.errors import EncoderError
+from ....datasets.remote.failures import one_line
 from ...config import TextSection
-from ..model_files import read_config, shortened
+from ..model_files import read_config
 
 PROJECTED = "CLIPTextModelWithProjection"
 
@@ -60,7 +61,7 @@ def language_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     except Exception as error:  # whatever the library makes of it
-        raise EncoderError(f"text.model '{folder}': no usable config.json: {shortened(error)}") from error
+        raise EncoderError(f"text.model '{folder}': no usable config.json: {one_line(error)}") from error
 
 
 def whole_number(config: dict[str, Any], key: str, folder: Path) -> int:

@@ -12,8 +12,9 @@ import torch
 
 from ....datasets.disk.hashing import sha256_of
 from ....datasets.errors import EncoderError
+from ....datasets.remote.failures import one_line
 from ...config import TextSection
-from ..model_files import ModelFiles, check_tokenizer_files, hash_files, shortened, tokenizer_files
+from ..model_files import ModelFiles, check_tokenizer_files, hash_files, tokenizer_files
 from .families import text_config, whole_number
 from .instructions import instruction_text
 
@@ -169,7 +170,7 @@ def load_tokenizer(folder: Path, vocabulary_size: int, *, what: str = "text.mode
         # Explicit: otherwise the library asks on the terminal whether the folder's code may run.
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever the library makes of its files
-        raise EncoderError(f"{what} '{folder}': no usable tokenizer: {shortened(error)}") from error
+        raise EncoderError(f"{what} '{folder}': no usable tokenizer: {one_line(error)}") from error
     # A folder with only spiece.model may load as a few hundred tokens that map every word to <unk>.
     if not 0.9 * vocabulary_size <= len(tokenizer) <= vocabulary_size:
         raise EncoderError(

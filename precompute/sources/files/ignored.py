@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ....datasets.units import plural
 from .record import HEIF_EXTENSIONS
 
 # Of macOS archives, network storage, Windows and Linux disks, and Python; all in lower case.
@@ -57,17 +58,13 @@ class Ignored:
         """A line for files and a line for folders, if any."""
         lines = []
         if self.extensions:
-            lines.append(f"{_counted(self.num_files, 'file')}, not images by name: {_most(self.extensions)}")
+            lines.append(f"{plural(self.num_files, 'file')}, not images by name: {_most(self.extensions)}")
         if HEIF_EXTENSIONS & self.extensions.keys():
             lines.append("HEIC and HEIF are read with pillow-heif: pip install 'leandit[heif]'")
         if self.folders:
-            count = _counted(self.folders.total(), "folder")
+            count = plural(self.folders.total(), "folder")
             lines.append(f"{count}, hidden, system or linked twice: {_most(self.folders)}")
         return lines
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _most(counts: Counter[str]) -> str:

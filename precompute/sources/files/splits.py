@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from ....datasets.errors import SourceError
+from ....datasets.units import plural
 from ...config import SourceSection
 from .files import SourceFiles
 from .record import is_image
@@ -46,7 +47,7 @@ def shards_of_split(where: str, names: Iterable[str], split: str) -> list[str]:
     if not names or (not tell and _is_split(where, split)):
         return names
     chosen = choose_split(
-        where, Counter(_split_of_shard(name) for name in names), split, lambda count: _counted(count, "file")
+        where, Counter(_split_of_shard(name) for name in names), split, lambda count: plural(count, "file")
     )
     return names if chosen is None else [name for name in names if _split_of_shard(name) == chosen]
 
@@ -76,7 +77,7 @@ def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[Source
                 f"{files.name.rstrip('/')}/{splits[0]}; source.split=all makes it a class"
             ]
         counts = Counter({folder: _num_entries(files, folder) for folder in splits})
-        chosen = choose_split(files.name, counts, settings.split, lambda count: _counted(count, "entry"))
+        chosen = choose_split(files.name, counts, settings.split, lambda count: plural(count, "item"))
         if chosen is not None:
             return files.inside(chosen), [f"split '{chosen}' of {', '.join(splits)}"]
         return files, []
@@ -190,8 +191,3 @@ def _usual(name: str) -> str:
     """ "validation" of "val" and "imagenet-val", so that any usual name finds a split."""
     word = WORD.search(name)
     return USUAL[word[1].lower()] if word else name
-
-
-def _counted(count: int, what: str) -> str:
-    plural = "entries" if what == "entry" else f"{what}s"
-    return f"{count} {what if count == 1 else plural}"

@@ -66,7 +66,7 @@ def test_several_splits_of_parquet_are_refused_and_listed_and_one_is_taken_by_na
 
 def test_shards_in_folders_of_splits_and_configurations(tmp_path: Path) -> None:
     root = fill(tmp_path / "a", "train/0000.parquet", "train/0001.parquet", "test/0000.parquet")
-    with pytest.raises(SourceError, match=r"test \(1 entry\), train \(2 entries\)"):
+    with pytest.raises(SourceError, match=r"test \(1 item\), train \(2 items\)"):
         listed(root)
     assert keys(root, split="train") == keys(root / "train", split="train") == ["0000/0", "0001/0"]
     with pytest.raises(SourceError, match=r"folders of shards, which make one store each"):
@@ -88,7 +88,7 @@ FOLDERS = ("train/cat/0.png", "train/dog/1.png", "val/cat/2.png", "val/dog/3.png
 
 def test_folders_of_splits_are_no_classes_unless_the_user_says_so(tmp_path: Path) -> None:
     root = fill(tmp_path, *FOLDERS)
-    with pytest.raises(SourceError, match=r"several splits: train \(2 entries\), val \(2 entries\)"):
+    with pytest.raises(SourceError, match=r"several splits: train \(2 items\), val \(2 items\)"):
         listed(root)
     source = listed(root, split="train")
     assert ([record.key for record in source.records], source.classes) == (["cat/0.png", "dog/1.png"], ["cat", "dog"])
