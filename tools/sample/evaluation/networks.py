@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, interpolate
 
 from ....datasets.errors import EncoderError, RecipeError
+from ....datasets.remote.failures import one_line
 from ....precompute.encoders.model_files import (
     CONFIG,
     TEXT_WEIGHTS,
@@ -33,7 +34,6 @@ from ....precompute.encoders.model_files import (
     hash_files,
     read_config,
     resolve_model,
-    shortened,
     weight_files,
     weight_names,
 )
@@ -136,7 +136,7 @@ def _inception_tensors(path: Path, model: Inception) -> dict[str, Tensor]:
         else:
             loaded = read_tensors(path)
     except (OSError, ValueError, SafetensorError) as error:
-        raise EncoderError(f"{FEATURES} '{path}': {shortened(error)}. Fetch the file again.") from error
+        raise EncoderError(f"{FEATURES} '{path}': {one_line(error)}. Fetch the file again.") from error
     tensors = {}
     for key, expected in model.state_dict().items():
         tensor = loaded.get(key) if isinstance(loaded, dict) else None
