@@ -20,7 +20,6 @@ import xxhash
 
 from ...datasets.disk.spill import BATCH_ROWS, TakenColumn, map_array, map_table, rebatched
 from ...datasets.errors import RecordRejected
-from ...datasets.format.schema import Manifest
 from ...datasets.format.table_schemas import PLACES, PLAN_SCHEMA, place_columns
 from ...datasets.revisions.plan import FrozenPlan
 from ..config import PrecomputeRecipe
@@ -41,18 +40,6 @@ WHAT = "the comparison with the store"
 # Beyond the columns of a plan: a record's position in the source, -1 if it is gone; its captions, null where those of
 # the base stay.
 FOUND = (pa.field("position", pa.int64()), SCHEMA.field("captions"))
-
-
-@dataclass(frozen=True)
-class Base:
-    """The complete revision that a new one builds on: its plan, whose tables are mapped, and its manifest."""
-
-    plan: FrozenPlan
-    manifest: Manifest
-
-    def sizes_differ(self, recipe: PrecomputeRecipe) -> bool:
-        """Base and recipe disagree whether sizes come from headers or from the manifest."""
-        return self.plan.spec.recipe.get("source", {}).get("sizes", "header") != recipe.source.sizes
 
 
 @dataclass(frozen=True)
@@ -108,9 +95,14 @@ def all_fresh(records: Listing) -> Comparison:
     return Comparison(pa.schema([*PLAN_SCHEMA, *FOUND]).empty_table(), records, num_added=len(records))
 
 
+def sizes_differ(base: FrozenPlan, recipe: PrecomputeRecipe) -> bool:
+    """A revision and a recipe disagree whether sizes come from headers or from the manifest."""
+    return base.spec.recipe.get("source", {}).get("sizes", "header") != recipe.source.sizes
+
+
 def compare(
     source: Source,
-    base: Base,
+    base: FrozenPlan,
     options: Options,
     recipe: PrecomputeRecipe,
     *,
@@ -123,7 +115,7 @@ def compare(
       recipe: of the next revision; its ``source.check`` may request reading every file.
       progress: called with the number of records that are compared so far.
     """
-    num_known, num_listed = base.plan.records.num_rows, len(source.records)
+    num_known, num_listed = base.records.num_rows, len(source.records)
     states = map_array(num_known, "uint8", WHAT)
     is_described = map_array(num_known, "bool", WHAT)
     listed_of, known_of = map_array(num_known, "int64", WHAT), map_array(num_listed, "int64", WHAT)
@@ -137,7 +129,7 @@ def compare(
     is_gone, is_same = states == GONE, states == SAME
     is_kept = is_same.copy()
     if options.retry_rejected:
-        is_kept &= pc.equal(base.plan.records["status"], "stored").to_numpy()
+        is_kept &= pc.equal(base.records["status"], "stored").to_numpy()
     is_kept |= is_gone & (not options.drop_gone)
     is_new = known_of < 0
     is_fresh = is_new | ~is_kept[known_of]  # gone records that are still listed become rejects
@@ -145,11 +137,11 @@ def compare(
     attempts = None
     if is_retried.any():
         attempts, retried = np.ones(int(is_fresh.sum()), np.int32), np.flatnonzero(is_retried)
-        before = TakenColumn(base.plan.records["attempts"], known_of[retried])
+        before = TakenColumn(base.records["attempts"], known_of[retried])
         attempts[is_retried[is_fresh]] += np.array(before[:], np.int32)
     listed_of[is_gone] = -1
     gone_classes, labels = _classes_of_gone(base, is_gone & (not options.drop_gone), source)
-    has_new_texts = is_described if base.plan.spec.text_encoders else np.ones(num_known, bool)
+    has_new_texts = is_described if base.spec.text_encoders else np.ones(num_known, bool)
     fresh = _chosen(source.records.batches(), is_fresh)
     return Comparison(
         carried=_carried(source, base, is_kept, listed_of, has_new_texts, labels),
@@ -176,7 +168,7 @@ def _chosen(batches: Iterable[pa.RecordBatch], mask: np.ndarray) -> Iterator[pa.
 # ------------------------------------------------------------------------------------------------------- the join
 
 
-def _joined(source: Source, base: Base, recipe: PrecomputeRecipe) -> Iterator[pa.RecordBatch]:
+def _joined(source: Source, base: FrozenPlan, recipe: PrecomputeRecipe) -> Iterator[pa.RecordBatch]:
     """Each record of the base that is still listed: both positions, state, and whether label or captions differ.
 
     A record is found by its key, repetitions of a key by their number: order alone would not do, because a record that
@@ -184,7 +176,7 @@ def _joined(source: Source, base: Base, recipe: PrecomputeRecipe) -> Iterator[pa
     """
     with database(WHAT) as connection:
         _load_known(connection, base)
-        num_companions = len(base.plan.spec.companions)  # a recipe may add more
+        num_companions = len(base.spec.companions)  # a recipe may add more
         needs_caption = "len(captions) = 0" if recipe.needs_captions else "false"
         connection.register("stream", numbered(SCHEMA, source.records.batches()))
         connection.execute(
@@ -206,7 +198,7 @@ def _joined(source: Source, base: Base, recipe: PrecomputeRecipe) -> Iterator[pa
         if recipe.source.sizes == "manifest":
             size_differs = """l.height_px > 0
                 AND (l.height_px IS DISTINCT FROM k.height_px OR l.width_px IS DISTINCT FROM k.width_px)"""
-        manifest_decides = "l.height_px > 0" if base.sizes_differ(recipe) else "false"
+        manifest_decides = "l.height_px > 0" if sizes_differ(base, recipe) else "false"
         trusts_place = "k.place = l.place" if recipe.source.check == "stat" else "false"
         result = connection.sql(
             f"""SELECT k.position AS known, l.position AS listed, (CASE
@@ -227,23 +219,23 @@ def _joined(source: Source, base: Base, recipe: PrecomputeRecipe) -> Iterator[pa
         yield from result.to_arrow_reader(BATCH_ROWS)
 
 
-def _load_known(connection: duckdb.DuckDBPyConnection, base: Base) -> None:
+def _load_known(connection: duckdb.DuckDBPyConnection, base: FrozenPlan) -> None:
     """Load the records of the base as ``known``; ``texts`` is null where no captions were encoded."""
-    companions = place_columns(base.plan.spec)
+    companions = place_columns(base.spec)
     planned = [name for names in ([*PLACES], *companions) for name in names]
     described = ("status", "row", "reason", "detail", "height_px", "width_px")
-    table = base.plan.records.select(["key", "label", "caption_ids", *planned, *described])
+    table = base.records.select(["key", "label", "caption_ids", *planned, *described])
     connection.register("stream", numbered(table.schema, table.to_batches()))
     places = ", ".join(f"row({', '.join(map(identifier, names))})" for names in companions)
-    has_text = "row >= 0" if base.plan.spec.text_encoders else "false"
+    has_text = "row >= 0" if base.spec.text_encoders else "false"
     connection.execute(
         f"""CREATE TEMP TABLE known AS SELECT position, key, label, status = 'stored' AS is_stored, reason, detail,
         height_px, width_px, hash({", ".join(PLACES)},
         [{places}]::{PLACES_SQL}) AS place,
         CASE WHEN {has_text} THEN caption_ids END AS caption_ids, NULL::HUGEINT AS texts FROM stream"""
     )
-    if base.plan.spec.text_encoders:
-        texts = base.plan.captions.select(["text"])
+    if base.spec.text_encoders:
+        texts = base.captions.select(["text"])
         connection.register("texts", numbered(texts.schema, texts.to_batches()))
         connection.execute("CREATE TEMP TABLE hashes AS SELECT position AS id, hash(text) AS text FROM texts")
         connection.execute(
@@ -257,7 +249,7 @@ def _load_known(connection: duckdb.DuckDBPyConnection, base: Base) -> None:
 
 def _decide(
     source: Source,
-    base: Base,
+    base: FrozenPlan,
     states: np.ndarray,
     listed_of: np.ndarray,
     *,
@@ -267,9 +259,9 @@ def _decide(
     """Read the files of undecided records, in the order of the source, and compare their checksums."""
     undecided = np.flatnonzero(states == UNDECIDED)
     undecided = undecided[np.argsort(listed_of[undecided], kind="stable")]
-    spec = base.plan.spec
+    spec = base.spec
     checksums = {
-        name: TakenColumn(base.plan.records[f"source_checksum{suffix}"], undecided)
+        name: TakenColumn(base.records[f"source_checksum{suffix}"], undecided)
         for name, suffix in [("", ""), *((companion.name, f"_{companion.name}") for companion in spec.companions)]
     }
 
@@ -302,7 +294,7 @@ def _checksum(source: Source, place: tuple[str, int, int, int], companion: str) 
 
 def _carried(
     source: Source,
-    base: Base,
+    base: FrozenPlan,
     is_kept: np.ndarray,
     listed_of: np.ndarray,
     has_new_texts: np.ndarray,
@@ -315,13 +307,13 @@ def _carried(
       is_kept, listed_of, has_new_texts: of all records of the base; the position in the source is -1 if it is gone.
       labels: new ones of gone records, by those of the base.
     """
-    planned_schema = base.plan.records.schema
+    planned_schema = base.records.schema
     added = [field for field in place_fields(source.companions) if field.name not in planned_schema.names]
     schema = pa.schema([*planned_schema, *added, *FOUND])
 
     def batches() -> Iterator[pa.RecordBatch]:
         start = 0
-        for batch in base.plan.records.to_batches():
+        for batch in base.records.to_batches():
             rows = np.flatnonzero(is_kept[start : start + batch.num_rows])
             known, planned = start + rows, batch.take(pa.array(rows))
             positions, start = listed_of[known], start + batch.num_rows
@@ -341,10 +333,10 @@ def _carried(
     return map_table(schema, rebatched(batches(), BATCH_ROWS), WHAT)
 
 
-def _classes_of_gone(base: Base, is_gone: np.ndarray, source: Source) -> tuple[list[str], dict[int, int]]:
+def _classes_of_gone(base: FrozenPlan, is_gone: np.ndarray, source: Source) -> tuple[list[str], dict[int, int]]:
     """Classes missing from the source, and the new labels of gone records after the source's own classes."""
-    before, classes = base.plan.spec.classes, source.classes or []
-    batches = _chosen(base.plan.records.select(["label"]).to_batches(), is_gone)
+    before, classes = base.spec.classes, source.classes or []
+    batches = _chosen(base.records.select(["label"]).to_batches(), is_gone)
     labels = sorted({label for batch in batches for label in pc.unique(batch["label"]).to_pylist() if label >= 0})
     if not labels or before is None:
         return [], {}

@@ -15,6 +15,7 @@ from ...datasets.errors import RecordRejected, SourceError
 from ...datasets.format.layout import next_row
 from ...datasets.format.schema import SelfCheck, StoreSpec
 from ...datasets.format.table_schemas import plan_schema, suffixes
+from ...datasets.revisions.catalog import read_manifest
 from ...datasets.revisions.local import with_stored_encoder_paths
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ...datasets.store import LatentStore
@@ -27,7 +28,7 @@ from ..run.rejects import RejectLimits, count_reasons
 from ..sources.listing.listing import Listing
 from ..sources.source import Source
 from .captions import CaptionCounts, plan_captions
-from .compare import Base, Comparison, Options, all_fresh, compare
+from .compare import Comparison, Options, all_fresh, compare, sizes_differ
 from .images import num_threads, plan_images
 from .records import TEXTS, plan_records, planned_texts
 
@@ -74,22 +75,20 @@ class Planner:
             return None, comparison
         return freeze_plan(self.root, self.plan(comparison, base)), comparison
 
-    def compare(self, options: Options) -> tuple[Comparison | None, Base | None]:
+    def compare(self, options: Options) -> tuple[Comparison | None, FrozenPlan | None]:
         """Compare the source with the newest, complete revision; writes nothing.
 
         Returns: the changes, if the files were compared; and what the next revision builds on, None if nothing has to
           be done. The spec is the store's, or one that adds text encoders, features, companions or sample captions.
         Raises: SourceError: gone records cannot be encoded again or completed, and dropping them was not requested.
         """
-        store, source, spec = LatentStore(self.root), self.source, self._spec
-        plan = read_plan(self.root, store.revision)
-        assert store.manifest is not None
-        base = Base(plan, store.manifest)
-        extends, is_renamed = spec.fingerprint != plan.spec.fingerprint, self._is_renamed(plan.spec)
-        extends |= spec.sample_captions != plan.spec.sample_captions
-        must_look = extends or is_renamed or base.sizes_differ(self.recipe) or options != Options()
+        source, spec = self.source, self._spec
+        base = read_plan(self.root, LatentStore(self.root).revision)
+        extends, is_renamed = spec.fingerprint != base.spec.fingerprint, self._is_renamed(base.spec)
+        extends |= spec.sample_captions != base.spec.sample_captions
+        must_look = extends or is_renamed or sizes_differ(base, self.recipe) or options != Options()
         must_look |= self.recipe.source.check == "content"
-        if not must_look and source.listing_hash(null_captions=self.recipe.null_captions) == plan.listing:
+        if not must_look and source.listing_hash(null_captions=self.recipe.null_captions) == base.listing:
             return None, None
         total = len(source.records)
         comparison = compare(
@@ -100,7 +99,7 @@ class Planner:
         comparison = replace(comparison, is_renamed=is_renamed)
         if not (extends or comparison.changes_anything):
             return comparison, None
-        if spec.groups != plan.spec.groups and comparison.num_gone > comparison.num_dropped:
+        if spec.groups != base.spec.groups and comparison.num_gone > comparison.num_dropped:
             raise SourceError(
                 f"source '{source.name}': it lacks {plural(comparison.num_gone, 'record')} of store '{self.root}', "
                 "so these cannot be encoded. Restore them, or leave them out with --drop-gone."
@@ -155,7 +154,7 @@ class Planner:
             f"{RecordRejected(first['stage'], first['reason'], first['detail'])}. Nothing was written."
         )
 
-    def plan(self, comparison: Comparison, base: Base | None, images: pa.Table | None = None) -> FrozenPlan:
+    def plan(self, comparison: Comparison, base: FrozenPlan | None, images: pa.Table | None = None) -> FrozenPlan:
         """Plan a revision from carried-over and new records; writes nothing.
 
         Args:
@@ -163,7 +162,7 @@ class Planner:
           images: of the new records, if already planned.
         Raises: SourceError: nothing is carried over and no new record can be encoded; or too many are rejected.
         """
-        spec, manifest = self._spec, base and base.manifest
+        spec, manifest = self._spec, base and read_manifest(self.root, base.revision)
         revision = manifest.revision + 1 if manifest else 1
         if images is None:
             images = self.measure(comparison.fresh, self.limits(comparison))
@@ -177,11 +176,11 @@ class Planner:
             chain(planned_texts(comparison, images), [pa.array([spec.sample_captions], TEXTS)]),
             counts,
             revision=revision,
-            known=base and base.plan.captions,
+            known=base and base.captions,
         )
         caption_ids = caption_ids.slice(0, len(caption_ids) - 1)  # no record has the sample captions
         classes = [*(self.source.classes or ()), *comparison.gone_classes]
-        names = {"classes": classes or None, "class_names": self._names_of(classes, base and base.plan.spec)}
+        names = {"classes": classes or None, "class_names": self._names_of(classes, base and base.spec)}
         arrays = manifest.layouts() if manifest else {}
         first_rows = {bucket: next_row(spec, bucket, arrays) for bucket in manifest.buckets} if manifest else {}
         return FrozenPlan(

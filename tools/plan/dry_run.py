@@ -26,7 +26,7 @@ from ...precompute.encoders.describe import describe_store
 from ...precompute.encoders.loading import load_encoders
 from ...precompute.encoders.model_files import local_folder, model_folder, model_name
 from ...precompute.images.decoders import Decoders
-from ...precompute.planning.compare import Base, Comparison, Options, all_fresh
+from ...precompute.planning.compare import Comparison, Options, all_fresh
 from ...precompute.planning.images import num_threads
 from ...precompute.planning.opening import (
     check_apart,
@@ -155,7 +155,7 @@ def describe_precompute(
 
 def _compare_with_store(
     planner: Planner, store: Path, frozen: FrozenPlan, spec: StoreSpec, options: Options | None
-) -> tuple[Rows, Comparison | None, Base | None]:
+) -> tuple[Rows, Comparison | None, FrozenPlan | None]:
     """State of the store, the records to encode and what they build on; no comparison if nothing would be encoded."""
     is_complete = frozen.revision in sealed_revisions(store)
     adds = is_extension(frozen.spec, spec)

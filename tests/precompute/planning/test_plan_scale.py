@@ -266,8 +266,7 @@ from leandit.datasets.revisions.plan import freeze_plan, read_plan
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning import captions as caption_plan, images as image_plan, records as plan
 from leandit.datasets.disk.spill import map_table
-from leandit.datasets.format.schema import Manifest
-from leandit.precompute.planning.compare import Base, Options, all_fresh, compare
+from leandit.precompute.planning.compare import Options, all_fresh, compare
 from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.files.record import SourceRecord
@@ -310,7 +309,7 @@ def make(count, store):
     found = read_plan(store, 2)
     assert len(found.positions_of(found.layout.parts["buckets/64x64"])) == count
     records = map_table(made.records.schema, stored(made.records), "records")
-    base = Base(replace(made, records=records), Manifest.model_construct())
+    base = replace(made, records=records)
     grown = compare(listed(count, 2), base, Options(), recipe, num_threads=1, progress=lambda done: None)
     assert (len(grown.fresh), grown.num_changed, grown.num_described) == (count // 100, count // 100, count // 100)
     return source, made, found, grown  # all of it is held
