@@ -100,7 +100,7 @@ def _read_recipe(name: str, package: str) -> tuple[dict[str, Any], About]:
         near = difflib.get_close_matches(name, shipped, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         if other := next((stage for stage in STAGES if name in shipped_recipes(f"leandit.{stage}")), None):
-            hint = f" It is a recipe of 'leandit {other}'."
+            hint = f" It is a recipe for 'leandit {other}'."
         raise RecipeError(
             f"recipe '{name}': neither a file nor a shipped recipe.{hint} Shipped recipes: {', '.join(shipped)}."
         )

@@ -34,7 +34,7 @@ def check_shard(store: Any, group: ArrayGroup, path: str, shard: int, opened: Sh
         is_right = _first_item_is_right(store, group, path, shard, opened)
     if not is_right:
         raise DamageError(
-            f"store '{store.path}': shard '{name}' holds other rows than were written, perhaps another shard's. "
+            f"store '{store.path}': shard '{name}' holds rows that differ from those written, perhaps another shard's. "
             "Run 'leandit verify STORE --repair --source PATH': it finds all that is wrong."
         )
 

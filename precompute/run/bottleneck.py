@@ -116,5 +116,5 @@ def advice(times: list[StageTime], *, on_cpu: bool, codec: str) -> str:
         DECODE: f"{threads} decode {rate}: give it more cores or more processes, or make the originals smaller",
         ENCODE: f"the VAE does {rate}: {device} would make it faster",
         TEXT: f"captions took {rate}: {text_device} would make them faster",
-        WRITE: f"the disk takes {rate}: {uncompressed}put the store on a faster or a local disk",
+        WRITE: f"the disk writes {rate}: {uncompressed}put the store on a faster or a local disk",
     }[bound]

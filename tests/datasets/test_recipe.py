@@ -159,8 +159,8 @@ def test_an_override_that_is_none_is_refused_with_an_example(override: str) -> N
     [
         ("train", "dit-xl-2-255", "Did you mean 'dit-xl-2-256'?"),
         ("precompute", "imagnet-256", "Did you mean 'imagenet-256'?"),
-        ("train", "pixart-256", "It is a recipe of 'leandit precompute'. Shipped recipes: "),
-        ("precompute", "dit-xl-2-256", "It is a recipe of 'leandit train'. Shipped recipes: "),
+        ("train", "pixart-256", "It is a recipe for 'leandit precompute'. Shipped recipes: "),
+        ("precompute", "dit-xl-2-256", "It is a recipe for 'leandit train'. Shipped recipes: "),
     ],
 )
 def test_an_unknown_recipe_names_the_nearest_and_all_that_are_shipped(stage: str, name: str, said: str) -> None:

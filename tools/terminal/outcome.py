@@ -68,7 +68,7 @@ def unchanged_rows(found: Unchanged, store: Path) -> Rows:
 
 def import_rows(report: ImportReport, store: Path) -> Rows:
     """Results of an import."""
-    latent, this_run = report.spec.latent, "nothing to copy, the store was complete"
+    latent, this_run = report.spec.latent, "nothing to copy, the store was already complete"
     if report.num_imported:
         this_run = _rate(report.num_imported, "record", report.total_seconds)
     flipped = ", with flipped copies" if latent.flip else ""

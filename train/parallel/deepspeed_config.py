@@ -121,7 +121,7 @@ def _batches(config: Mapping[str, Any], recipe: TrainRecipe, world_size: int, ro
     total, micro, parts = (None if config.get(key) in AUTO else config[key] for key in BATCH_KEYS)
     for key, value in zip(BATCH_KEYS, (total, micro, parts), strict=True):
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise RecipeError(f'ds_config.json: {key} is {value!r}, expected a whole number from 1, or "auto".')
+            raise RecipeError(f'ds_config.json: {key} is {value!r}, expected a whole number of at least 1, or "auto".')
     if total and micro and parts and total != micro * parts * world_size:
         raise RecipeError(
             f"ds_config.json: train_batch_size {total} is not {micro} train_micro_batch_size_per_gpu * {parts} "

@@ -188,7 +188,7 @@ def _hash_of_written(final: Path, path: Path, tensors: Mapping[str, Tensor]) -> 
     with _bad_disk_is_damage(final, path.name), contextlib.suppress(SafetensorError), safe_open(path, "pt") as file:
         if all(torch.equal(_as_bytes(file.get_tensor(name)), _as_bytes(t)) for name, t in tensors.items()):
             return {"bytes": path.stat().st_size, "xxh3_128": xxh3_file(path)}
-    raise CheckpointDamage(final, f"the disk returned other bytes of '{path.name}' than were written")
+    raise CheckpointDamage(final, f"the disk returned bytes of '{path.name}' that differ from those written")
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

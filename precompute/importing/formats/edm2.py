@@ -112,7 +112,7 @@ class Edm2(Reader):
         if self._zip is None:
             return super().look_latent(entry)
         if entry.path not in self._zip.NameToInfo:
-            detail = f"{entry.path}: it has a label in '{LABELS}', but is not there"
+            detail = f"{entry.path}: it has a label in '{LABELS}', but the file is missing"
             raise RecordRejected("scan", "missing_file", detail)
         with rejecting(entry.path):
             return look(self._member(entry.path, MAX_HEADER), entry.num_bytes)

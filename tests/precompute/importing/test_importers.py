@@ -321,5 +321,5 @@ def test_the_command_imports_and_says_what_it_did(tmp_path: Path, leandit: Leand
     done, again, other = (leandit("import", kind, *where) for kind in ("fast-dit", "fast-dit", "slow-dit"))
     assert (done.code, again.code, other.code) == (0, 0, 2)
     assert "11 planned = 11 stored + 0 rejected" in done.out
-    assert "nothing to copy, the store was complete" in again.out
+    assert "nothing to copy, the store was already complete" in again.out
     assert "import 'slow-dit': no such kind of features. Expected one of fast-dit" in other.err

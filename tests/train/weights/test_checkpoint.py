@@ -428,7 +428,7 @@ def test_a_disk_that_gives_back_other_bytes_ends_the_run_and_nothing_is_pruned(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "drop_cached", spoil)
-        with pytest.raises(DamageError, match=r"checkpoint-3'.*other bytes of 'model\.safetensors'"):
+        with pytest.raises(DamageError, match=r"checkpoint-3'.*bytes of 'model\.safetensors'"):
             go(caption_store, run, 4)
     assert [path.name for path in checkpoint.find("checkpoint", run)] == ["checkpoint-1", "checkpoint-2"]
     assert find_strays(run) == []

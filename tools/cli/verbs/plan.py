@@ -17,7 +17,7 @@ plan = typer.Typer(no_args_is_help=True)
 
 @plan.callback()
 def plan_options() -> None:
-    """Estimate memory and time of a training before you rent a GPU.
+    """Estimate the memory and time of a training run before you rent a GPU.
 
     Example: leandit plan train dit-xl-2-256 --resolution 256
     """
