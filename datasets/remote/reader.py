@@ -54,6 +54,7 @@ class RemoteReader:
             ) from error
         except (ValueError, OSError, *library_errors()) as error:
             raise RecipeError(f"{what} '{self.url}': {one_line(error)}. Check the URL.") from error
+        self.is_http = url.startswith(("http://", "https://"))
         self._root, self._process = str(root).rstrip("/"), os.getpid()
         self._fs.invalidate_cache()  # earlier listings of this process may be outdated
 
@@ -76,9 +77,18 @@ class RemoteReader:
     def info(self, path: str) -> dict[str, Any] | None:
         """fsspec's ``info`` of a file or folder; None if it does not exist."""
         try:
-            return self._ask(path, lambda: self._fs.info(self._inside(path)))
+            return self._ask(path, lambda: self._info(self._inside(path)))
         except FileNotFoundError:
             return None
+
+    def _info(self, path: str) -> dict[str, Any]:
+        try:
+            return self._fs.info(path)
+        except FileNotFoundError as error:  # fsspec raises it over HTTP for every failure
+            cause = error.__cause__
+            if isinstance(cause, (OSError, *library_errors())) and not lasts(cause):
+                raise cause from error
+            raise
 
     def entries(self, folder: str) -> dict[str, dict[str, Any]]:
         """fsspec's ``info`` of the entries directly below a folder, by name, without hidden ones."""
@@ -98,7 +108,7 @@ class RemoteReader:
     def read(self, path: str, start: int, end: int) -> bytes:
         """Bytes of a file from ``start`` to ``end``, or to the end of the file.
 
-        Raises: FileNotFoundError; StoreError: access denied, or all attempts failed.
+        Raises: FileNotFoundError; StoreError: access denied, all attempts failed, or the server sends whole files only.
         """
         return self._ask(path, lambda: self._request(self._inside(path), start, end))
 
@@ -157,13 +167,29 @@ class RemoteReader:
             ) from error
 
     def _request(self, path: str, start: int, end: int) -> bytes:
+        async def check(answer: Any) -> None:  # before the body, which may be a file of many GiB
+            if answer.status == 200 and (answer.content_length or 0) > end - start:
+                answer.close()
+                raise self._no_ranges()
+
         try:
-            return self._fs.cat_file(path, start=start, end=end)
+            data = self._fs.cat_file(
+                path, start=start, end=end, **({"raise_for_status": check} if self.is_http else {})
+            )
         except (OSError, *library_errors()) as error:
             is_range = status_code(error) == 416 or (isinstance(error, OSError) and error.errno == errno.EINVAL)
             if is_range and self._fs.info(path)["size"] <= start:  # s3 refuses ranges that start at the end or later
                 return b""
             raise
+        if len(data) > end - start:
+            raise self._no_ranges()
+        return data
+
+    def _no_ranges(self) -> StoreError:
+        return StoreError(
+            f"{self.what} '{self.url}': the server ignores Range requests and sends whole files. Use a "
+            "server that supports them, such as nginx or S3, or copy the files to this machine."
+        )
 
     def _ask(self, path: str, request: Callable[[], Answer]) -> Answer:
         """Make a request; retry with exponential backoff after errors that may be transient.

@@ -244,7 +244,7 @@ def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource
     if settings.root and kind not in TABLES:
         raise SourceError(f"source '{files.name}': source.root is for a table that names images; this is {kind}.")
     elsewhere = root_elsewhere(files, settings.root) if settings.root else None
-    images = open_source_files(elsewhere) if elsewhere else files
+    images = open_source_files(elsewhere, is_folder=True) if elsewhere else files
     return OpenedSource(settings, images), files, table, notes
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+from urllib.parse import urlsplit
 
 import xxhash
 from braceexpand import braceexpand
@@ -255,16 +256,26 @@ class LocalFiles(SourceFiles):
 
 
 class RemoteFiles(SourceFiles):
-    """A folder or object at a URL. Failed requests are retried."""
+    """A folder or object at a URL. Failed requests are retried.
 
-    def __init__(self, url: str) -> None:
+    Args:
+      is_folder: do not look whether it is an object.
+    """
+
+    def __init__(self, url: str, *, is_folder: bool = False) -> None:
         self._reader = RemoteReader(url, what="source")
         self.name = self._reader.url
-        if self._look("") is not None:
+        if not is_folder and self._look("") is not None:
             parent, _, self.only = url.rstrip("/").rpartition("/")
             self._reader = RemoteReader(parent, what="source")
 
     def _list(self, folder: str) -> Mapping[str, Any]:
+        if self._reader.is_http:  # a page of links may lack files, or have others
+            raise SourceError(
+                f"source '{self.name}': no file, and HTTP cannot list a folder. Give a file (a .tar, a .parquet or a "
+                f"table), files of one folder with braces ('{self.name}/{{000..003}}.tar'), or a URL that can be "
+                "listed, such as s3:// or hf://."
+            )
         try:
             return self._reader.entries(folder)
         except StoreError as error:
@@ -281,7 +292,7 @@ class RemoteFiles(SourceFiles):
             info = self._reader.info(path)
         except StoreError as error:
             raise SourceError(str(error)) from error
-        return _remote_file(path, info) if info and info["type"] == "file" else None
+        return _remote_file(path, info) if info and info["type"] == "file" and not _is_page(info) else None
 
     def open(self, path: str, *, ahead: bool = True) -> BinaryIO:
         if (file := self._look(path)) is None:
@@ -328,8 +339,10 @@ class _RangedFile(io.RawIOBase):
             return 0
         try:
             data = self._reader.read(self._path, self._position, end)
-        except (FileNotFoundError, StoreError) as error:
-            raise SourceError(f"source '{self._reader.url}': '{self._path}' cannot be read ({error}).") from error
+        except FileNotFoundError as error:
+            raise SourceError(f"source '{self._reader.url}': '{self._path}' no longer exists.") from error
+        except StoreError as error:
+            raise SourceError(str(error)) from error
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
@@ -346,12 +359,14 @@ def look_up(look: Callable[[str], T], paths: Sequence[str]) -> list[T]:
         return [result for part in looked for result in part]
 
 
-def open_source_files(source: Path | str) -> SourceFiles:
+def open_source_files(source: Path | str, *, is_folder: bool = False) -> SourceFiles:
     """The files of a source: a folder, or a single file in its folder.
 
+    Args:
+      is_folder: a URL is that of a folder, which only some file systems can tell from a file.
     Raises: SourceError: it does not exist; RecipeError: no file system for the URL.
     """
-    return RemoteFiles(str(source)) if "://" in str(source) else LocalFiles(Path(source))
+    return RemoteFiles(str(source), is_folder=is_folder) if "://" in str(source) else LocalFiles(Path(source))
 
 
 def open_files(source: Path | str) -> SourceFiles:
@@ -373,7 +388,7 @@ def open_files(source: Path | str) -> SourceFiles:
             f"source '{pattern}': it matches files of {len(folders)} folders, '{folders[0]}' and '{folders[1]}'. "
             "Expected files of one folder: link them into one."
         )
-    files, names = open_source_files(folders[0]), [path.rpartition("/")[2] for path in paths]
+    files, names = open_source_files(folders[0], is_folder=True), [path.rpartition("/")[2] for path in paths]
     for name in names:
         info = files.look(name)
         if info and not info.problem:
@@ -422,6 +437,11 @@ def _identity(folder: Path) -> tuple[int, int]:
     except OSError as error:
         raise SourceError(f"source: folder '{folder}' cannot be read ({error.strerror}).") from error
     return status.st_dev, status.st_ino
+
+
+def _is_page(info: Mapping[str, Any]) -> bool:
+    """Whether a URL leads to a web page, such as the index of a folder."""
+    return info.get("mimetype") == "text/html" or urlsplit(str(info.get("url", ""))).path.endswith("/")
 
 
 def _remote_file(path: str, info: Mapping[str, Any]) -> FoundFile:

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import tarfile
 import threading
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -562,6 +564,70 @@ def test_a_url_with_nothing_or_no_file_system_is_an_error_that_names_it(s3: str)
         list_source("s3://no-such-bucket/x")
     with pytest.raises(ValueError, match=r"source 'nothing://x/y'.*Check the URL"):
         list_source("nothing://x/y")
+
+
+class WholeFiles(SimpleHTTPRequestHandler):
+    """Answers as ``python -m http.server``: pages of links for folders, and no ranges."""
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+class Ranges(WholeFiles):
+    """Answers ranges as well."""
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        wanted = re.fullmatch(r"bytes=([0-9]+)-([0-9]+)", self.headers.get("Range", ""))
+        if not wanted or not path.is_file():
+            super().do_GET()
+            return
+        data = path.read_bytes()[int(wanted[1]) : int(wanted[2]) + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def http(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """URL of the test's folder, on a server of the kind that is the fixture's parameter."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(request.param, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("http", [Ranges], indirect=True)
+def test_braces_and_a_root_over_http_are_read_where_folders_answer_with_a_page(http: str, tmp_path: Path) -> None:
+    as_labelled_webdataset(tmp_path / "tars")
+    as_labelled_manifest(tmp_path / "images")
+    listed = list_source(f"{http}/tars/shard-{{0,5}}.tar")
+    assert [bytes_of(listed, record) for record in listed.records] == [data for *_, data in LABELLED]
+    listed = list_source(tmp_path / "images/list.jsonl", SourceSection(root=f"{http}/images"))
+    assert [bytes_of(listed, record) for record in listed.records] == [data for *_, data in LABELLED]
+
+
+@pytest.mark.parametrize("http", [WholeFiles], indirect=True)
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("tars/big.tar", "ignores Range requests.*nginx or S3, or copy the files"),
+        *((folder, "HTTP cannot list a folder.*braces.*s3://") for folder in ("tars", "tars/", "", "nowhere")),
+    ],
+)
+def test_what_http_cannot_do_is_one_error(source: str, message: str, http: str, tmp_path: Path) -> None:
+    write_file(tmp_path / "tars/big.tar", tar_of([("0.jpg", bytes(5 << 20))]))
+    with pytest.raises(SourceError, match=message):
+        list_source(f"{http}/{source}")
+
+
+@pytest.mark.parametrize("http", [WholeFiles], indirect=True)
+def test_images_on_a_server_without_ranges_are_one_error_and_no_rejects(http: str, tmp_path: Path) -> None:
+    write_file(tmp_path / "a.jpg", jpeg(1) + bytes(HEADER_BYTES))
+    write_rows(tmp_path / "list.jsonl", [{"path": "a.jpg"}])
+    with pytest.raises(SourceError, match="ignores Range requests"):
+        planned_images(list_source(f"{http}/list.jsonl"))
 
 
 class FailingFile(io.BytesIO):
