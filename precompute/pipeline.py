@@ -27,6 +27,7 @@ from ..datasets.format.schema import Manifest, SelfCheck
 from ..datasets.revisions.catalog import planned_revisions, read_manifest, sealed_revisions
 from ..datasets.revisions.plan import FrozenPlan
 from ..datasets.revisions.writer import StoreWriter
+from ..datasets.units import plural
 from .config import PrecomputeRecipe
 from .encoders.describe import describe_store
 from .encoders.loading import load_encoders
@@ -240,6 +241,12 @@ class Stage1:
             else:
                 self.log_state(known, "was complete")
                 plan, self.changes = planner.plan_next(self.options)
+                if self.changes and 2 * self.changes.num_gone > (num_known := known.records.num_rows):
+                    self.say(
+                        f"{self.changes.num_gone:,} of the {plural(num_known, 'record')} of store '{self.root}' are "
+                        "not in the source. If nothing was removed, check --source: keys begin at its folder, and several "
+                        "sources keep their order."
+                    )
         if plan:
             self.check_fingerprint(plan, source)
             self.log_state(plan, "is new")

@@ -233,8 +233,8 @@ def test_what_is_added_is_what_the_store_would_have_had(stores: Stores, source: 
 
 REJECTS = {
     0: ("scan", "missing_file", "companion 'edit': there is no 'edits/gone.png'"),
-    1: ("scan", "bad_metadata", "companion 'mask': the row does not name its image as text in UTF-8"),
-    2: ("scan", "bad_metadata", "companion 'copy': the row does not name its image as text in UTF-8"),
+    1: ("scan", "bad_metadata", "companion 'mask': the row names no image; expected its path as text in UTF-8"),
+    2: ("scan", "bad_metadata", "companion 'copy': the row names no image; expected its path as text in UTF-8"),
     3: ("decode", "not_an_image", "companion 'copy', 'copies/3.png': no known image format"),
     4: (
         "decode",
@@ -482,7 +482,10 @@ def test_other_tables_list_the_same_companions(kind: str, folder: Path) -> None:
         rows[1]["mask"] = None
         pq.write_table(pa.Table.from_pylist(rows), folder / "metadata.parquet")
     records = list(list_source(folder, companions=columns).records)
-    assert records[1].problem == ("bad_metadata", "companion 'mask': the row does not name its image as text in UTF-8")
+    assert records[1].problem == (
+        "bad_metadata",
+        "companion 'mask': the row names no image; expected its path as text in UTF-8",
+    )
     assert [one.companions for i, one in enumerate(records) if i != 1] == [*expected[:1], *expected[2:]]
 
 

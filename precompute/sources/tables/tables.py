@@ -49,7 +49,7 @@ MAX_LISTS = 16  # of them that are opened in a folder
 MAX_CLASS_BYTES = 1 << 26  # of all class names
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")  # pandas writes integers as 3.0 if other cells are empty
 ODD_PATH = r"(^|/)\.{0,2}(/|$)"  # some part is empty, "." or ".."
-NO_NAME = ("bad_metadata", "the row does not name its image as text in UTF-8")
+NO_NAME = ("bad_metadata", "the row names no image; expected its path as text in UTF-8")
 
 
 def coco_names(files: SourceFiles) -> list[str]:
@@ -169,7 +169,7 @@ def _folder(images: SourceFiles, table: str, names: list[str], scan: Scan, compa
     if folder is None and names:
         scan.notes.append(
             f"{about}: none of the first {len(names)} that the table names exists, such as {names[0]!r}; set "
-            "source.root to their folder"
+            "source.root to their folder, relative to that of the table"
         )
     elif folder and folder != first:
         scan.notes.append(f"{about}: in '{folder}'")

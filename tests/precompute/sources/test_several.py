@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from making import NO_CHECK, Leandit, label_recipe, make_class_folder, smooth_image, write_tar
+from making import CPU, NO_CHECK, Leandit, label_recipe, make_class_folder, no_progress, smooth_image, write_tar
 from stores import checked, deep
 
 from leandit.datasets.disk import spill
@@ -17,7 +17,7 @@ from leandit.datasets.errors import RecipeError, SourceError
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import SourceSection
-from leandit.precompute.pipeline import Report
+from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.sources.listing import listing
 from leandit.precompute.sources.several import list_sources, open_sources, source_names
 from leandit.precompute.sources.source import list_source
@@ -38,6 +38,17 @@ def folders(tmp_path: Path) -> list[Path]:
     for number, path in enumerate(sorted(second.rglob("*.*"))):
         smooth_image(100 + number).save(path)
     return [first, second]
+
+
+@pytest.mark.usefixtures("quick")
+def test_sources_in_another_order_are_new_and_that_is_said(folders: list[Path], tmp_path: Path) -> None:
+    said: list[str] = []
+    for sources in (folders, folders[::-1]):
+        where = {"source_path": sources, "store_path": tmp_path / "store", "device": CPU}
+        precompute(label_recipe(), **where, progress=no_progress, say=said.append)
+    (line,) = [line for line in said if "of the 10 records of store" in line]
+    assert "are not in the source" in line
+    assert "several sources keep their order" in line
 
 
 @pytest.mark.usefixtures("quick")
