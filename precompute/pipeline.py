@@ -244,8 +244,8 @@ class Stage1:
                 if self.changes and 2 * self.changes.num_gone > (num_known := known.records.num_rows):
                     self.say(
                         f"{self.changes.num_gone:,} of the {plural(num_known, 'record')} of store '{self.root}' are "
-                        "not in the source. If nothing was removed, check --source: keys begin at its folder, and several "
-                        "sources keep their order."
+                        "not in the source. If nothing was removed, check --source: keys begin at its folder, and "
+                        "several sources keep their order."
                     )
         if plan:
             self.check_fingerprint(plan, source)
