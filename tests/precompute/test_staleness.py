@@ -40,7 +40,6 @@ from leandit.precompute.encoders import vae as encoders_module
 from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.encoders.text import encoder as text
-from leandit.precompute.images import pixels as images
 from leandit.precompute.pipeline import Report
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -147,7 +146,7 @@ CHANGED: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] 
     "max_tokens": (recipe_with("text.max_tokens=12"), "text.max_tokens is 16 in the store, 12 now"),
     "no text": (recipe_with("text.kind=none"), "text.kind is 't5' in the store, None now"),
     "template": (code_with(text, "TEMPLATE", "a photo of {caption}"), "text.template is '{caption}' in"),
-    "colour": (code_with(images, "COLOUR", "with profiles"), "images.colour is "),
+    "colour": (code_with(describe, "COLOUR", "with profiles"), "images.colour is "),
     "store dtype": (recipe_with("store.dtype=float32"), "latent.dtype is 'float16' in the store, 'float32' now"),
     "shard size": (recipe_with("store.shard_mib=2"), "shard_mib is 1 in the store, 2 now"),
     "codec": (recipe_with("store.codec=zstd"), "codec is 'none' in the store, 'zstd' now"),
