@@ -69,8 +69,9 @@ class ShardFolder:
             return self.remote.open(name, lambda path: ShardFile(path, layout, num_rows, mapped=mapped, remedy=remedy))
         path = self.root / name
         size = path.stat().st_size if path.is_file() else None
-        if size is None or (self._sizes is not None and size != self._sizes.get(name)):
-            state = "is missing" if size is None else f"has {size} bytes, the manifest says {self._sizes.get(name)}"
+        expected = size if self._sizes is None else self._sizes.get(name)
+        if size is None or size != expected:
+            state = "is missing" if size is None else f"has {size} bytes, the manifest says {expected}"
             raise DamageError(f"shard '{path}': {state}. {REPAIR}")
         return ShardFile(path, layout, num_rows, mapped=mapped)
 
