@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -127,6 +128,8 @@ class ForkedPython:
             self.stdin, self.stdout, self.stderr = pipes
             self._status, status = os.pipe()
             closing.callback(os.close, status)
+            weakref.finalize(self, os.close, self._status)  # not before: several threads may wait
+            self._reading = threading.Lock()
             place = dict(os.environ if env is None else env), str(cwd or os.getcwd())
             request = json.dumps([self.args, *place, list(pass_fds), process_group, start_new_session]).encode()
             assert len(request) < MAX_REQUEST_BYTES, "more than a message of the server may hold"
@@ -186,10 +189,12 @@ class ForkedPython:
         return bool(select.select([self._status], [], [], timeout)[0])
 
     def _read_status(self) -> int:
-        status = os.read(self._status, 4)  # nothing where the server itself has ended
-        os.close(self._status)
-        self.returncode = os.waitstatus_to_exitcode(int.from_bytes(status, "little")) if status else -signal.SIGKILL
-        return self.returncode
+        with self._reading:
+            if (code := self.returncode) is None:
+                status = os.read(self._status, 4)  # nothing where the server itself has ended
+                code = os.waitstatus_to_exitcode(int.from_bytes(status, "little")) if status else -signal.SIGKILL
+                self.returncode = code
+            return code
 
 
 def run_forked(
