@@ -31,7 +31,7 @@ from making import (
     make_class_folder,
     shrink_models,
 )
-from stores import Everything, everything_in, make_everything, make_grown, noise_store, small_shards
+from stores import Everything, copy_of, everything_in, make_everything, make_grown, noise_store, small_shards
 
 from leandit.datasets.format.schema import FeatureSpec
 from leandit.datasets.store import LatentStore
@@ -244,6 +244,18 @@ def caption_store(caption_folder: Path, golden: Golden) -> LatentStore:
 def unsealed_store(caption_folder: Path, golden: Golden) -> Path:
     """The caption store with all its shards, before its seal."""
     return golden("unsealed", lambda path: without_seal(lambda: making.encode(caption_recipe(), caption_folder, path)))
+
+
+@pytest.fixture
+def copied(caption_store: LatentStore, tmp_path: Path) -> Path:
+    """A copy of the caption store that a test may damage."""
+    return copy_of(caption_store.path, tmp_path / "copied")
+
+
+@pytest.fixture
+def unfinished(unsealed_store: Path, tmp_path: Path) -> Path:
+    """A copy of the caption store before its seal that a test may damage."""
+    return copy_of(unsealed_store, tmp_path / "unfinished")
 
 
 @pytest.fixture(scope="session")

@@ -1,24 +1,26 @@
-"""One suite for every kind of store: whatever its codec, dtypes, history and place, it is read as by zarr-python."""
+"""One suite for every kind of store: whatever its codec, dtypes, history and place, it reads as FORMAT.md says."""
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
-from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
+import xxhash
 import zarr
 from making import caption_recipe, encode, no_progress
+from page_reader import PageReader
 from stores import Everything
 
 from leandit.datasets.batches.batch import Batch
+from leandit.datasets.errors import StoreError
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
@@ -62,6 +64,7 @@ STORES: dict[str, tuple[Make, dict[str, Any]]] = {
     "zstd, float32 latents": (encoded("store.codec=zstd", "vae.flip=true", "store.dtype=float32"), {}),
     "bfloat16 captions": (encoded("store.text_dtype=bfloat16"), {}),
     "grown, features, four text encoders": (grown, {}),
+    "an earlier revision": (grown, {"revision": 2}),
     "compacted": (compacted, {}),
     "published": (published, {}),
     "at a URL": (grown, {"remote": {"capacity_gib": 1.0}}),
@@ -69,48 +72,8 @@ STORES: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-class Reference:
-    """A store as zarr-python and pyarrow read it."""
-
-    def __init__(self, root: Path) -> None:
-        folder = max(root.glob("revisions/0*"))
-        self.spec = json.loads((folder / "manifest.json").read_bytes())["spec"]
-        self.records, self.captions = (
-            pq.read_table(folder / f"{name}.parquet").to_pylist() for name in ("records", "captions")
-        )
-        self.stored = {i: record for i, record in enumerate(self.records) if record["status"] == "stored"}
-        self.arrays = {}
-        for path in root.rglob("zarr.json"):
-            if json.loads(path.read_bytes())["node_type"] == "array":
-                self.arrays[path.parent.relative_to(root).as_posix()] = np.asarray(zarr.open_array(path.parent)[:])
-
-    def images(self, i: int) -> dict[str, np.ndarray]:
-        """Rows of a record, by the path of each array of its bucket."""
-        prefix, row = f"buckets/{self.records[i]['bucket']}/", self.records[i]["row"]
-        return {path: rows[row] for path, rows in self.arrays.items() if path.startswith(prefix)}
-
-    @cached_property
-    def texts(self) -> dict[str, dict[str, Any]]:
-        unnamed = {"": self.spec["text"]} if self.spec["text"] else {}
-        return unnamed | {one["name"]: one["spec"] for one in self.spec.get("texts", [])}
-
-    def caption(self, name: str, i: int) -> list[np.ndarray]:
-        """Rows of a caption of a text encoder: tokens, scales, pooled vector."""
-        spec, folder = self.texts[name], f"captions/{name}".rstrip("/")
-        suffix, row = f"_{name}" if name != next(iter(self.texts)) else "", self.captions[i]
-        start = row[f"start{suffix}"]
-        count = spec["max_tokens"] if spec.get("full_length") else row[f"num_tokens{suffix}"]
-        parts = [self.arrays.get(f"{folder}/{array}") for array in ("embeddings", "scales")]
-        rows = [part[start : start + count] for part in parts if part is not None]
-        pooled, has_tokens = self.arrays.get(f"{folder}/pooled"), parts[0] is not None
-        if pooled is not None:
-            at = start // spec["max_tokens"] if has_tokens else start
-            rows.append(pooled[at : at + 1])
-        return rows
-
-
 @pytest.fixture(scope="module", params=STORES)
-def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LatentStore, Reference]:
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LatentStore, PageReader]:
     folder = tmp_path_factory.mktemp("conformance")
     make, arguments = STORES[request.param]
     root = make(request, folder / "store")
@@ -120,8 +83,8 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             "folder": folder / "local",
             "capacity_gib": arguments["remote"]["capacity_gib"] or 3 * largest / 2**30,
         }
-        return LatentStore(f"file://{root}", **arguments | {"remote": remote}), Reference(root)
-    return LatentStore(root, **arguments), Reference(root)
+        return LatentStore(f"file://{root}", **arguments | {"remote": remote}), PageReader(root)
+    return LatentStore(root, **arguments), PageReader(root, arguments.get("revision", 0))
 
 
 def equal(found: Any, wanted: Any) -> None:
@@ -130,56 +93,142 @@ def equal(found: Any, wanted: Any) -> None:
     np.testing.assert_array_equal(np.asarray(found), wanted, strict=True)
 
 
-def test_every_record_has_the_rows_that_its_table_names(opened: tuple[LatentStore, Reference]) -> None:
-    store, reference = opened
-    assert len(store) == len(reference.stored) > 4
-    assert store.records.to_pylist() == reference.records
+def stored_records(reader: PageReader) -> dict[int, dict[str, Any]]:
+    return {i: record for i, record in enumerate(reader.records) if record["status"] == "stored"}
+
+
+def test_every_record_has_the_rows_that_its_table_names(opened: tuple[LatentStore, PageReader]) -> None:
+    store, reader = opened
+    stored = stored_records(reader)
+    assert len(store) == len(stored) > 4
+    assert store.records.to_pylist() == reader.records
+    assert store.buckets == reader.manifest["buckets"]
     rng = np.random.default_rng(0)
     for bucket in store.buckets:
         index = store.index(bucket)
-        assert index.records.tolist() == [i for i, one in reference.stored.items() if one["bucket"] == bucket] or (
-            np.all(np.diff(index.rows) > 0)
-        )
+        assert sorted(index.records.tolist()) == [i for i, one in stored.items() if one["bucket"] == bucket]
         order = rng.permutation(len(index))
-        wanted = [reference.images(int(index.records[place])) for place in order]
+        wanted = [reader.images(reader.records[index.records[place]]) for place in order]
         for path in wanted[0]:
             rows = index.rows[order]
             equal(store.array(path).take(rows), np.stack([one[path] for one in wanted]))
             equal(store.array(path)[int(rows[0])], wanted[0][path])
-    for i, record in reference.stored.items():
-        found = store.record(record["key"])
-        assert (found.index, found.label, list(found.caption_ids)) == (i, record["label"], record["caption_ids"])
+    assert store.features == list(reader.features)
+    for i, record in stored.items():
+        found, bucket = store.record(record["key"]), record["bucket"]
+        assert (found.index, found.row) == (i, record["row"])
+        assert (found.label, list(found.caption_ids)) == (record["label"], record["caption_ids"])
+        latents, checksum = reader.latents(record)
+        assert checksum == record["checksum"]
+        arrays = (store.latents, store.flipped_latents)[: len(latents)]
+        for array, latent in zip(arrays, latents, strict=True):
+            equal(array(bucket)[found.row], latent)
+        for name in store.features:
+            tokens, checksum = reader.feature(name, record)
+            assert checksum == record[f"checksum_{name}"]
+            for output in store.feature(name, bucket).outputs:
+                equal(store.feature(name, bucket).row(found.row, output).astype(np.float32), narrow(tokens[output]))
+                assert not np.array_equal(tokens[output], tokens[f"{output}_flip"])
+            if "patches" in tokens:
+                assert len(tokens["patches"]) == reader.num_patches(name, bucket)
 
 
-def test_every_caption_has_the_rows_that_its_table_names(opened: tuple[LatentStore, Reference]) -> None:
-    store, reference = opened
-    assert store.texts == list(reference.texts)
+def narrow(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(np.float32)
+
+
+def test_every_caption_has_the_rows_that_its_table_names(opened: tuple[LatentStore, PageReader]) -> None:
+    store, reader = opened
+    assert store.texts == list(reader.texts)
+    assert len(reader.captions) == reader.manifest["num_captions"] == store.captions.num_rows
     for name in store.texts:
-        tokens = store.text(name)
-        for i in range(len(reference.captions)):
-            for found, wanted in zip(tokens.stored_rows(i), reference.caption(name, i), strict=True):
+        text, suffix = store.text(name), f"_{name}" if name != next(iter(reader.texts)) else ""
+        for i, caption in enumerate(reader.captions):
+            for found, wanted in zip(text.stored_rows(i), reader.caption_rows(name, i).values(), strict=True):
                 equal(found, wanted)
-        for found, path in zip(tokens.stored_null_rows, ("null", "null_scales", "null_pooled"), strict=False):
-            folder = f"captions/{name}".rstrip("/")
-            if f"{folder}/{path}" in reference.arrays:
-                equal(found, reference.arrays[f"{folder}/{path}"])
+            tokens, pooled, checksum = reader.caption(name, i)
+            assert checksum == caption[f"checksum{suffix}"]
+            if tokens is not None:
+                equal(narrow(text[i]), narrow(tokens))
+            if pooled is not None:
+                equal(narrow(text.pooled_vector(i)), narrow(pooled))
+        tokens, pooled = reader.null(name)
+        assert (tokens is None, pooled is None) == (not text.spec.has_tokens, text.spec.output == "tokens")
+        if tokens is not None:
+            equal(narrow(text.null), narrow(tokens))
+        if pooled is not None:
+            equal(narrow(text.null_pooled), narrow(pooled))
+
+
+def test_the_index_has_the_numbers_of_the_tables(opened: tuple[LatentStore, PageReader]) -> None:
+    _, reader = opened
+    size_px = lambda name: [int(side) for side in name.split("x")]  # noqa: E731
+    places = sorted((size_px(record["bucket"]), record["row"], i) for i, record in stored_records(reader).items())
+    stored = [reader.records[i] for *_, i in places]
+    ids, of_bucket = [record["caption_ids"] for record in stored], dict[str, list[int]]()
+    for record in stored:
+        of_bucket.setdefault(record["bucket"], []).append(len(record["caption_ids"]))
+    wanted = {
+        "rows": [row for _, row, _ in places],
+        "records": [i for *_, i in places],
+        "labels": [record["label"] for record in stored],
+        "caption_ids": [one for some in ids for one in some],
+        "caption_starts": [start for some in of_bucket.values() for start in (0, *accumulate(some))],
+        "keys": [xxhash.xxh3_64_intdigest(record["key"].encode(), seed=0x686F6C64) for record in reader.records],
+    }
+    for name in ("checksum", *(f"checksum_{name}" for name in reader.features)):
+        wanted[name] = [record[name] or 0 for record in reader.records]
+    for name, spec in reader.texts.items():
+        suffix = f"_{name}" if name != next(iter(reader.texts)) else ""
+        starts, tokens, sums = (
+            [one[f"{what}{suffix}"] for one in reader.captions] for what in ("start", "num_tokens", "checksum")
+        )
+        wanted[f"caption_start{suffix}"] = starts
+        wanted[f"caption_length{suffix}"] = [spec["max_tokens"]] * len(tokens) if spec.get("full_length") else tokens
+        wanted[f"caption_checksum{suffix}"] = [one or 0 for one in sums]
+    assert reader.index_names == wanted.keys()
+    for name, numbers in wanted.items():
+        assert reader.index(name, len(numbers)).tolist() == numbers, name
+
+
+def test_zarr_opens_the_root_group_and_lists_every_array(opened: tuple[LatentStore, PageReader]) -> None:
+    store, reader = opened
+    with warnings.catch_warnings():  # it wonders about tables, commit records and plans
+        warnings.simplefilter("ignore")
+        members = dict(zarr.open_group(reader.store, mode="r").members(max_depth=None))
+    arrays = {path: member for path, member in members.items() if isinstance(member, zarr.Array)}
+    is_newest = reader.revision == PageReader(reader.store).revision
+    assert arrays.keys() == reader.layouts.keys() or not is_newest
+    for path, layout in reader.layouts.items():  # the numbers of all rows that exist are those of the page
+        array = arrays[path]
+        assert list(array.shape) == layout["shape"] or not is_newest
+        assert array.dtype == layout["dtype"]
+        assert array.attrs.asdict() == ({"bits_of": "bfloat16"} if layout["dtype"] == "uint16" else {})
+        for _, first, end in layout["ranges"]:
+            np.testing.assert_array_equal(array[first:end], reader.array(path)[first:end])
+    if store.remote:
+        with pytest.raises(StoreError, match="zarr-python reads local stores"):
+            _ = store.zarr
+    else:
+        assert store.zarr.read_only
+        assert store.zarr.attrs.asdict() == {"leandit": reader.spec} or not is_newest
 
 
 @pytest.mark.parametrize("text", ["padded", "packed"])
-def test_an_epoch_has_every_record_once_with_all_its_rows(opened: tuple[LatentStore, Reference], text: Any) -> None:
-    store, reference = opened
+def test_an_epoch_has_every_record_once_with_all_its_rows(opened: tuple[LatentStore, PageReader], text: Any) -> None:
+    store, reader = opened
     batches = list(make_loader(store, global_batch=4, seed=3, text=text, check="always"))
     if store.remote and store.folder.access == "pread":
         assert store.remote.num_evicted > 0
-    assert sorted(i for batch in batches for i in batch.records.tolist()) == sorted(reference.stored)
+    assert sorted(i for batch in batches for i in batch.records.tolist()) == sorted(stored_records(reader))
     for batch in batches:
         for place, i in enumerate(batch.records.tolist()):
-            check_record(batch, place, reference, i)
+            check_record(batch, place, reader, i)
 
 
-def check_record(batch: Batch, place: int, reference: Reference, i: int) -> None:
-    record, images = reference.records[i], reference.images(i)
-    prefix, latents = f"buckets/{batch.bucket}/", reference.spec["latent"]["array"]
+def check_record(batch: Batch, place: int, reader: PageReader, i: int) -> None:
+    record, images = reader.records[i], reader.images(reader.records[i])
+    prefix, latents = f"buckets/{batch.bucket}/", reader.spec["latent"]["array"]
     assert (batch.bucket, int(batch.labels[place])) == (record["bucket"], record["label"])
     is_flipped = not np.array_equal(batch.stored[place], images[prefix + latents])
     flip = "_flip" if is_flipped else ""
@@ -201,8 +250,8 @@ def check_record(batch: Batch, place: int, reference: Reference, i: int) -> None
         stored = [captions.tokens[part], *([captions.scales[part]] if captions.scales is not None else [])]
         stored = stored if captions.has_tokens else []
         stored += [captions.pooled[place : place + 1]] if captions.pooled is not None else []
-        assert len(stored) == len(reference.caption(name, chosen[0]))
-        chosen = [one for one in chosen if all(map(same, stored, reference.caption(name, one)))]
+        assert len(stored) == len(reader.caption_rows(name, chosen[0]))
+        chosen = [one for one in chosen if all(map(same, stored, reader.caption_rows(name, one).values()))]
         if captions.has_tokens and batch.pads:
             assert not captions.padded[place, captions.lengths[place] :].count_nonzero()
             assert torch.equal(captions.padded[place, : captions.lengths[place]], captions.embeddings[part])
@@ -217,7 +266,7 @@ def same(found: Any, wanted: np.ndarray) -> bool:
     return True
 
 
-def test_ranks_resumes_and_copies_read_the_same(opened: tuple[LatentStore, Reference]) -> None:
+def test_ranks_resumes_and_copies_read_the_same(opened: tuple[LatentStore, PageReader]) -> None:
     store, _ = opened
     whole = list(make_loader(store, global_batch=4, seed=5))
     ranks = [list(make_loader(store, global_batch=4, seed=5, rank=rank, world_size=2)) for rank in range(2)]

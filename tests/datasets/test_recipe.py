@@ -12,7 +12,7 @@ from making import Leandit
 from pydantic import ValidationError
 
 from leandit.datasets.errors import RecipeError
-from leandit.datasets.recipe import Section, load_recipe, shipped_recipes, to_toml
+from leandit.datasets.recipe import load_recipe, shipped_recipes, to_toml
 from leandit.precompute import config as precompute_config
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.train import config as train_config
@@ -55,11 +55,9 @@ def test_every_shipped_recipe_loads_and_survives_being_written_as_toml(stage: st
     ("stage", "override", "unknown", "nearest"),
     [
         ("train", "optimizer.lrr=1e-3", "optimizer.lrr", "optimizer.lr"),
-        ("train", "run.step=5", "run.step", "run.steps"),
         ("train", "steps=5", "steps", "run.steps"),
         ("precompute", "images.codec=zstd", "images.codec", "store.codec"),
         ("precompute", "text.qwen.max_token=5", "text.qwen.max_token", "text.qwen.max_tokens"),
-        ("precompute", "features.dino.resolutoin=5", "features.dino.resolutoin", "features.dino.resolution"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(stage: str, override: str, unknown: str, nearest: str) -> None:
@@ -70,19 +68,23 @@ def test_an_unknown_key_names_the_nearest(stage: str, override: str, unknown: st
     assert caught.value.exit_code == 2
 
 
+MANY = [f"8x{8 * i}" for i in range(1, 2050)]
+
+
 @pytest.mark.parametrize(
     ("stage", "overrides", "words"),
     [
         ("train", ["run.steps=many"], ["'run.steps'", "integer", "'many'"]),
-        ("train", ["run.steps=0"], ["'run.steps'", "greater than or equal to 1", "0"]),
         ("train", ["optimizer.lr=fast"], ["'optimizer.lr'", "number", "'fast'"]),
+        ("train", ["optimizer.lr=nan"], ["'optimizer.lr'"]),
+        ("train", ["run.grad_clip=inf"], ["'run.grad_clip'"]),
         ("train", ["optimizer.betas=[0.9]"], ["'optimizer.betas'", "at least 2"]),
         ("train", ["objective.kind=edm"], ["'objective.kind'", "'ddpm'", "'flow'", "'edm'"]),
         ("train", ["run=5"], ["'run'", "5"]),
         ("precompute", ["images.buckets=sqare"], ["'sqare'", "'square'", "'pixart'"]),
         ("precompute", ['images.buckets=["5x"]'], ["'5x'", "HEIGHTxWIDTH"]),
         ("precompute", ["images.crop=adm"], ["'adm'", "squares"]),
-        ("train", ["run.steps=0", "optimizer.lr=0"], ["'run.steps'", "'optimizer.lr'"]),  # all at once
+        ("train", ["run.steps=0", "optimizer.lr=0"], ["'run.steps'", "equal to 1", "'optimizer.lr'"]),  # all at once
         ("train", ["model.depth=2"], ["unknown key 'model.depth'; [model] has name, ", ", mlp, "]),
         ("train", ["run.steps.more=5"], ["'steps' is a key, not a section"]),
         ("precompute", ["text.Qwen.kind=t5"], ["'text.Qwen': string should match pattern ", "(got 'Qwen')"]),
@@ -91,11 +93,7 @@ def test_an_unknown_key_names_the_nearest(stage: str, override: str, unknown: st
             ["images.buckets=pixart", "images.resolution=128"],
             ["2880, 4096 px; for other resolutions use "],
         ),
-        (
-            "precompute",
-            [f"images.buckets={[f'8x{8 * i}' for i in range(1, 2050)]}"],
-            ["2049 buckets. Expected at most"],
-        ),
+        ("precompute", [f"images.buckets={MANY}"], ["2049 buckets. Expected at most"]),
     ],
 )
 def test_a_wrong_value_names_the_key_what_was_got_and_what_is_needed(
@@ -106,24 +104,13 @@ def test_a_wrong_value_names_the_key_what_was_got_and_what_is_needed(
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("value", ["nan", "-nan", "inf"])
-@pytest.mark.parametrize(
-    "key", ["optimizer.lr", "optimizer.weight_decay", "run.ema_decay", "run.grad_clip", "objective.shift"]
-)
-def test_a_number_that_is_none_is_refused(key: str, value: str) -> None:
-    with pytest.raises(RecipeError, match=key):
-        load("train", "demo", f"{key}={value}")
-
-
 @pytest.mark.parametrize(
     ("stage", "override", "value"),
     [
         ("train", "optimizer.lr=2e-4", 2e-4),
-        ("train", " optimizer.lr = 2e-4 ", 2e-4),
         ("train", "run.steps=400_000", 400_000),
         ("train", 'run.precision="fp16"', "fp16"),
         ("train", "optimizer.betas=[0.8, 0.95]", [0.8, 0.95]),
-        ("train", "model.name=DiT-B/2", "DiT-B/2"),
         ("train", "model.init_from=true", "true"),
         ("train", "model.init_from=a=b", "a=b"),
         ("train", "model.init_from=", ""),
@@ -146,7 +133,7 @@ def test_the_last_override_wins_and_what_a_file_leaves_out_has_its_default(tmp_p
     assert load("precompute", str(path)) == PrecomputeRecipe()
 
 
-@pytest.mark.parametrize("override", ["run.steps", "", "=5", "run.=5", ".steps=5", "run..steps=5", "run"])
+@pytest.mark.parametrize("override", ["run.steps", "", "=5", "run..steps=5"])
 def test_an_override_that_is_none_is_refused_with_an_example(override: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load("train", "demo", override)
@@ -158,9 +145,7 @@ def test_an_override_that_is_none_is_refused_with_an_example(override: str) -> N
     ("stage", "name", "said"),
     [
         ("train", "dit-xl-2-255", "Did you mean 'dit-xl-2-256'?"),
-        ("precompute", "imagnet-256", "Did you mean 'imagenet-256'?"),
         ("train", "pixart-256", "It is a recipe for 'leandit precompute'. Shipped recipes: "),
-        ("precompute", "dit-xl-2-256", "It is a recipe for 'leandit train'. Shipped recipes: "),
     ],
 )
 def test_an_unknown_recipe_names_the_nearest_and_all_that_are_shipped(stage: str, name: str, said: str) -> None:
@@ -171,7 +156,7 @@ def test_an_unknown_recipe_names_the_nearest_and_all_that_are_shipped(stage: str
     assert all(shipped in str(caught.value) for known, shipped in SHIPPED if known == stage)
 
 
-@pytest.mark.parametrize("content", [b"[run", b"steps = \n", b"[run]\nsteps = 1\nsteps = 2\n", b"# \xff\n", b"\x00"])
+@pytest.mark.parametrize("content", [b"[run", b"[run]\nsteps = 1\nsteps = 2\n", b"# \xff\n"])
 def test_a_file_that_is_no_toml_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_bytes(content)
@@ -179,15 +164,10 @@ def test_a_file_that_is_no_toml_is_refused(content: bytes, tmp_path: Path) -> No
         load_recipe(str(path), TrainRecipe, package="leandit.train")
 
 
-@pytest.mark.parametrize("recipe", [PrecomputeRecipe(), TrainRecipe()])
-def test_a_recipe_is_frozen(recipe: Section) -> None:
-    for section in type(recipe).model_fields:
+def test_a_recipe_is_frozen() -> None:
+    for recipe in (TrainRecipe(), TrainRecipe().run):
         with pytest.raises(ValidationError, match="frozen"):
-            setattr(recipe, section, None)
-        inner = getattr(recipe, section)
-        for key in type(inner).model_fields if isinstance(inner, Section) else ():  # else named sections
-            with pytest.raises(ValidationError, match="frozen"):
-                setattr(inner, key, None)
+            setattr(recipe, next(iter(type(recipe).model_fields)), None)
 
 
 def test_the_recipes_of_pixart_sigma_are_its_published_configs() -> None:

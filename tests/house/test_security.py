@@ -9,7 +9,6 @@ import ast
 import contextlib
 import copy
 import hashlib
-import inspect
 import io
 import itertools
 import json
@@ -18,10 +17,10 @@ import pickle
 import random
 import shutil
 import subprocess
-import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from faults import start
+from features import Evil
 from forked import run_forked
-from making import CPU, NO_CHECK, make_class_folder, smooth_image, train_recipe, tree_digest
+from making import CPU, NO_CHECK, image_bytes, make_class_folder, train_recipe, tree_digest
 from repository import MODULES, name_of, parsed
-from stores import Everything
+from stores import Everything, copy_of
 from tiny_models import make_dinov2, save_qwen3
 
 from leandit.datasets.arrays.shard_file import ShardFile
@@ -62,18 +63,6 @@ from leandit.train.weights.checkpoint import find
 ROOM_BYTES = 4 << 30  # of address space beyond what the libraries take
 MAX_SECONDS = 10.0  # of the processor, so that other processes do not count
 Spoil = Callable[[Path], Any]
-
-
-@pytest.fixture
-def copied(caption_store: LatentStore, tmp_path: Path) -> Path:
-    """A copy of the caption store that a test may forge."""
-    return Path(shutil.copytree(caption_store.path, tmp_path / "copied"))
-
-
-@pytest.fixture
-def unfinished(unsealed_store: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may forge."""
-    return Path(shutil.copytree(unsealed_store, tmp_path / "unfinished"))
 
 
 @pytest.fixture(autouse=True)
@@ -133,16 +122,35 @@ def write_manifest(root: Path, value: Any, manifest: str = MANIFEST) -> None:
     (root / manifest).write_text(json.dumps(value))
 
 
-def change_manifest(root: Path, change: Callable[[dict[str, Any]], Any], manifest: str = MANIFEST) -> None:
-    value = json.loads((root / manifest).read_text())
-    change(value)
-    write_manifest(root, value, manifest)
+def changed(change: Callable[[Any], Any], manifest: str = MANIFEST) -> Spoil:
+    """A manifest that is changed, with the hash that fits."""
+
+    def spoil(root: Path) -> None:
+        change(value := json.loads((root / manifest).read_text()))
+        write_manifest(root, value, manifest)
+
+    return spoil
 
 
-def change_table(root: Path, name: str, column: str, change: Callable[[list[Any]], Any]) -> None:
-    """Change a column of a table in place and fit the manifest to it."""
-    change_column(root / REVISION / name, column, change)
-    forge(root)
+def put(value: Any, *place: Any, manifest: str = MANIFEST) -> Spoil:
+    """Another value at a place of a manifest."""
+
+    def change(document: Any) -> None:
+        for key in place[:-1]:
+            document = document[key]
+        document[place[-1]] = value
+
+    return changed(change, manifest)
+
+
+def in_array(name: str, manifest: str = MANIFEST, *, rows: int | None = None, **values: Any) -> Spoil:
+    """Other values of an array; ``rows``: in shape and ranges, so that it is consistent in itself."""
+
+    def change(document: Any) -> None:
+        (entry,) = (entry for entry in document["arrays"] if entry["path"] == name)
+        entry |= values if rows is None else {"shape": [rows, *entry["shape"][1:]], "ranges": [[1, 0, rows]], **values}
+
+    return changed(change, manifest)
 
 
 def change_column(path: Path, column: str, change: Callable[[list[Any]], Any]) -> None:
@@ -153,7 +161,7 @@ def change_column(path: Path, column: str, change: Callable[[list[Any]], Any]) -
     pq.write_table(table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type)), path)
 
 
-def read_all(path: Path, *, allow_incomplete: bool = False) -> dict[str, Any]:
+def read_all(path: Path, *, allow_incomplete: bool = False) -> str:
     """Read all of a store by every way that there is; a digest of its numbers."""
     store = LatentStore(path, allow_incomplete=allow_incomplete)
     digest = hashlib.sha256()
@@ -172,10 +180,10 @@ def read_all(path: Path, *, allow_incomplete: bool = False) -> dict[str, Any]:
     _ = facts.rejected
     if store.complete:
         facts.to_json()
-    return {"numbers": digest.hexdigest()}
+    return digest.hexdigest()
 
 
-def refused_or_right(path: Path, wanted: dict[str, Any], **options: Any) -> str:
+def refused_or_right(path: Path, wanted: str, **options: Any) -> str:
     """Read a forged store: the error's class, or "right" where the numbers are those of the store as it was."""
     try:
         with cheap():
@@ -186,27 +194,7 @@ def refused_or_right(path: Path, wanted: dict[str, Any], **options: Any) -> str:
 
 # ------------------------------------------------------------ stores
 
-MOMENTS = "buckets/64x64/moments"
-
-
-def in_array(name: str, manifest: str = MANIFEST, **values: Any) -> Spoil:
-    """Other values in what a manifest says of an array."""
-
-    def change(document: Any) -> None:
-        (entry,) = (entry for entry in document["arrays"] if entry["path"] == name)
-        entry |= values
-
-    return lambda root: change_manifest(root, change, manifest)
-
-
-def num_rows(name: str, rows: int, manifest: str = MANIFEST, **values: Any) -> Spoil:
-    """Another row count in shape and ranges, so that the array is consistent in itself."""
-
-    def change(document: Any) -> None:
-        (entry,) = (entry for entry in document["arrays"] if entry["path"] == name)
-        entry |= {"shape": [rows, *entry["shape"][1:]], "ranges": [[1, 0, rows]], **values}
-
-    return lambda root: change_manifest(root, change, manifest)
+MOMENTS, HUGE = "buckets/64x64/moments", 10**12
 
 
 def without_array(name: str) -> Spoil:
@@ -216,154 +204,71 @@ def without_array(name: str) -> Spoil:
         document["arrays"] = [entry for entry in document["arrays"] if entry["path"] != name]
         document["files"] = [entry for entry in document["files"] if not entry["path"].startswith(f"{name}/c/")]
 
-    return lambda root: change_manifest(root, change)
+    return changed(change)
 
 
-ARRAYS: dict[str, Spoil] = {
-    "10^12 rows": num_rows(MOMENTS, 10**12),
-    "10^12 rows in one shard": num_rows(MOMENTS, 10**12, shard_rows=10**12),
-    "10^12 rows in one chunk": num_rows(MOMENTS, 10**12, shard_rows=10**12, chunk_rows=10**12),
-    "10^12 shards": num_rows(MOMENTS, 10**12, shard_rows=1),
-    "10^12 tokens": num_rows("captions/embeddings", 10**12, shard_rows=10**12, chunk_rows=10**12),
-    "10^12 tokens of the empty caption": num_rows("captions/null", 10**12, shard_rows=10**12, chunk_rows=10**12),
-    "10^30 rows": num_rows(MOMENTS, 10**30),
-    "no rows": num_rows(MOMENTS, 0),
-    "negative rows": num_rows(MOMENTS, -5),
-    "a row less": num_rows(MOMENTS, 4),
-    "negative shape": in_array(MOMENTS, shape=[-5, -8, 8, 8]),
-    "shape of text": in_array(MOMENTS, shape="5888"),
-    "shape of floats": in_array(MOMENTS, shape=[5.5, 8.0, 8.0, 8.0]),
-    "no shape": in_array(MOMENTS, shape=[]),
-    "other row": in_array(MOMENTS, shape=[5, 8, 64]),
-    "object dtype": in_array(MOMENTS, dtype="object"),
-    "numpy object dtype": in_array(MOMENTS, dtype="|O"),
-    "other dtype": in_array(MOMENTS, dtype="float32"),
-    "pickle codec": in_array(MOMENTS, codec="numcodecs.pickle"),
-    "other codec": in_array(MOMENTS, codec="zstd"),
-    "no ranges": in_array(MOMENTS, ranges=[]),
-    "ranges that overlap": in_array(MOMENTS, ranges=[[1, 0, 5], [1, 0, 5]]),
-    "a range that begins in a shard": in_array(MOMENTS, ranges=[[1, 0, 2], [1, 3, 5]]),
-    "a range of a later revision": in_array(MOMENTS, ranges=[[2, 0, 5]]),
-    "a negative range": in_array(MOMENTS, ranges=[[1, -5, 5]]),
-    "shards of no rows": in_array(MOMENTS, shard_rows=0),
-    "an array of no encoder": in_array(MOMENTS, path="buckets/64x64/features/x/cls"),
-    "an array above": in_array(MOMENTS, path="../../x"),
-    "an array of another bucket": in_array(MOMENTS, path="buckets/9999x9999/moments"),
-    "an array twice": lambda root: change_manifest(root, lambda m: m["arrays"].append(m["arrays"][0])),
-    "no latents": without_array(MOMENTS),
-    "no captions": without_array("captions/embeddings"),
-    "no empty caption": without_array("captions/null"),
-    "deep JSON": lambda root: (root / MANIFEST).write_text("[" * 10_000 + "]" * 10_000),
-    "900 deep": lambda root: (root / MANIFEST).write_text("[" * 900 + "]" * 900),
-    "a long JSON": lambda root: (root / MANIFEST).write_text(f'"{"x" * (2 << 20)}"'),
-}
+def at(column: str, value: Any) -> Spoil:
+    """Another first value in a column of the records."""
 
-
-@pytest.mark.parametrize("spoil", ARRAYS.values(), ids=ARRAYS.keys())
-def test_an_array_that_cannot_be_is_refused_with_all_hashes_right(spoil: Spoil, copied: Path) -> None:
-    spoil(copied)
-    with pytest.raises(DamageError), cheap():
-        read_all(copied)
-
-
-@pytest.mark.parametrize("name", ["zarr.json", f"{MOMENTS}/zarr.json"])
-@pytest.mark.parametrize(
-    "content",
-    ['{"zarr_format": 2, "filters": [{"id": "pickle"}], "dtype": "|O", "shape": [1], "chunks": [1]}', "[" * 10_000],
-    ids=["Zarr v2", "deep JSON"],
-)
-def test_no_metadata_of_zarr_is_trusted(name: str, content: str, copied: Path) -> None:
-    wanted = read_all(copied)
-    (copied / name).write_text(content)
-    assert read_all(copied) == wanted
-
-
-def in_manifest(key: str, value: Any) -> Spoil:
-    return lambda root: change_manifest(root, lambda manifest: manifest.__setitem__(key, value))
-
-
-def in_entry(path: str) -> Spoil:
-    return lambda root: change_manifest(root, lambda manifest: manifest["files"][0].__setitem__("path", path))
-
-
-def in_spec(section: str, key: str, value: Any) -> Spoil:
-    return lambda root: change_manifest(root, lambda manifest: manifest["spec"][section].__setitem__(key, value))
-
-
-def at(name: str, column: str, value: Any) -> Spoil:
-    return lambda root: change_table(root, name, column, lambda values: values.__setitem__(0, value))
-
-
-def in_index(name: str, value: int, dtype: str = "<i4") -> Spoil:
-    """Another first number in a file of the index."""
-
-    def change(root: Path) -> None:
-        path = root / REVISION / "index" / f"{name}.bin"
-        numbers = np.fromfile(path, dtype)
-        numbers[0] = value
-        numbers.tofile(path)
+    def spoil(root: Path) -> None:
+        change_column(root / RECORDS, column, lambda values: values.__setitem__(0, value))
         forge(root)
 
-    return change
+    return spoil
 
 
-def shorter_index(name: str) -> Spoil:
-    def change(root: Path) -> None:
+def in_index(name: str, value: int | None) -> Spoil:
+    """Another first number in a file of the index, or, for None, one number less."""
+
+    def spoil(root: Path) -> None:
         path = root / REVISION / "index" / f"{name}.bin"
-        path.write_bytes(path.read_bytes()[:-4])
+        numbers = np.fromfile(path, "<i4")
+        numbers[0] = numbers[0] if value is None else value
+        numbers[: len(numbers) - (value is None)].tofile(path)
         forge(root)
 
-    return change
+    return spoil
 
 
+def each(what: str, spoil: Callable[[str, Any], Spoil], table: Mapping[str, Sequence[Any]]) -> dict[str, Spoil]:
+    """A case for each value of each key."""
+    return {f"{what}: {key} {str(value)[:20]!r}": spoil(key, value) for key in table for value in table[key]}
+
+
+def rows(name: str, count: int, manifest: str = MANIFEST, **values: Any) -> Spoil:
+    """So many rows of an array, in one shard of one chunk unless others are given."""
+    return in_array(name, manifest, rows=count, **{"shard_rows": count, "chunk_rows": count} | values)
+
+
+OF_ARRAY = {"shape": ([], [5, 8, 64]), "dtype": ("|O", "float32"), "codec": ("numcodecs.pickle", "zstd")}
+OF_ARRAY |= {"shard_rows": (0,), "path": ("buckets/64x64/features/x/cls", "../../x", "buckets/9999x9999/moments")}
+OF_ARRAY |= {"ranges": ([], [[1, 0, 5], [1, 0, 5]], [[1, 0, 2], [1, 3, 5]], [[2, 0, 5]], [[1, -5, 5]])}
+OF_INDEX = {"rows": (10**6, -1, None), "records": (10**6, -1), "labels": (10**6, -2), "caption_ids": (10**6,)}
+OF_INDEX |= {"caption_starts": (-5, 2**31 - 1), "caption_start": (10**6, -1), "caption_length": (2**31 - 1, -1)}
+OF_RECORDS = {"caption_ids": ([10**6], [-1], [None]), "row": (10**6, -7, None), "key": (None,)}
+OF_RECORDS |= {"revision": (2**31 - 1,), "label": (-(2**63),), "bucket": ("../x", "9999999x9999999")}
+OF_MANIFEST = {"buckets": ({"../x": 1}, {"9999999x9999999": 1}, {"64x64": -1}), "revision": (HUGE,)}
+OF_MANIFEST |= {"num_captions": (10**9,)}
+OF_LATENT = {"channels": (0, 10**9), "downscale": (0, 1000), "dtype": ("object",), "scale": ([1.0],)}
+PATHS = {"path": ("../../x", "/etc/passwd", "a\0b", "a" * 5000, "\ud800")}
 CLAIMS: dict[str, Spoil] = {
-    "indexed row beyond": in_index("rows", 10**6),
-    "indexed row below": in_index("rows", -1),
-    "indexed record beyond": in_index("records", 10**6),
-    "indexed record below": in_index("records", -1),
-    "indexed label beyond": in_index("labels", 10**6),
-    "indexed label below": in_index("labels", -2),
-    "indexed caption beyond": in_index("caption_ids", 10**6),
-    "indexed captions that begin below": in_index("caption_starts", -5),
-    "indexed captions that begin later": in_index("caption_starts", 2**31 - 1),
-    "indexed start beyond": in_index("caption_start", 10**6),
-    "indexed start below": in_index("caption_start", -1),
-    "indexed length beyond": in_index("caption_length", 2**31 - 1),
-    "indexed length below": in_index("caption_length", -1),
-    "a shorter index": shorter_index("rows"),
-    "an index of captions that is shorter": shorter_index("caption_length"),
-    "a path above": in_entry("../../x"),
-    "an absolute path": in_entry("/etc/passwd"),
-    "a path with NUL": in_entry("a\0b"),
-    "a long path": in_entry("a" * 5000),
-    "half a surrogate": in_entry("\ud800"),
-    "bucket with slashes": in_manifest("buckets", {"../x": 1}),
-    "bucket of 10^14 pixels": in_manifest("buckets", {"9999999x9999999": 1}),
-    "bucket that is not there": in_manifest("buckets", {"999999x999999": 14}),
-    "negative bucket": in_manifest("buckets", {"64x64": -1}),
-    "absurd revision": in_manifest("revision", 10**12),
-    "other number of captions": in_manifest("num_captions", 10**9),
-    "no channels": in_spec("latent", "channels", 0),
-    "10^9 channels": in_spec("latent", "channels", 10**9),
-    "no downscale": in_spec("latent", "downscale", 0),
-    "downscale of the picture": in_spec("latent", "downscale", 1000),
-    "object latents": in_spec("latent", "dtype", "object"),
-    "one scale": in_spec("latent", "scale", [1.0]),
-    "absurd width": in_spec("text", "width", 10**12),
-    "absurd max_tokens": in_spec("text", "max_tokens", 10**12),
-    "caption id beyond": at("records.parquet", "caption_ids", [10**6]),
-    "caption id below": at("records.parquet", "caption_ids", [-1]),
-    "caption id null": at("records.parquet", "caption_ids", [None]),
-    "row beyond": at("records.parquet", "row", 10**6),
-    "row beyond all": at("records.parquet", "row", 2**62),
-    "row below": at("records.parquet", "row", -7),
-    "revision beyond": at("records.parquet", "revision", 2**31 - 1),
-    "revision below": at("records.parquet", "revision", -1),
-    "label below": at("records.parquet", "label", -(2**63)),
-    "bucket above": at("records.parquet", "bucket", "../x"),
-    "bucket beyond": at("records.parquet", "bucket", "9999999x9999999"),
-    "no key": at("records.parquet", "key", None),
-    "no row": at("records.parquet", "row", None),
+    "10^12 rows": rows(MOMENTS, HUGE, chunk_rows=1),
+    "10^12 rows in one chunk": rows(MOMENTS, HUGE),
+    "10^12 shards": rows(MOMENTS, HUGE, shard_rows=1, chunk_rows=1),
+    "10^12 tokens": rows("captions/embeddings", HUGE),
+    "10^12 tokens of the empty caption": rows("captions/null", HUGE),
+    **{f"{count} rows": in_array(MOMENTS, rows=count) for count in (10**30, 0, -5, 4)},
+    **each("array", lambda key, value: in_array(MOMENTS, **{key: value}), OF_ARRAY),
+    "an array twice": changed(lambda manifest: manifest["arrays"].append(manifest["arrays"][0])),
+    **{f"no {name}": without_array(name) for name in (MOMENTS, "captions/embeddings", "captions/null")},
+    "deep JSON": lambda root: (root / MANIFEST).write_text("[" * 10_000 + "]" * 10_000),
+    "a long JSON": lambda root: (root / MANIFEST).write_text(f'"{"x" * (2 << 20)}"'),
+    **each("index", in_index, OF_INDEX),
+    **each("records", at, OF_RECORDS),
+    **each("files", lambda key, value: put(value, "files", 0, key), PATHS),
+    **each("manifest", lambda key, value: put(value, key), OF_MANIFEST),
+    **each("latent", lambda key, value: put(value, "spec", "latent", key), OF_LATENT),
+    **each("text", lambda key, value: put(value, "spec", "text", key), {"width": (HUGE,), "max_tokens": (HUGE,)}),
 }
 
 
@@ -374,58 +279,32 @@ def test_a_claim_that_cannot_be_is_refused_with_all_hashes_right(spoil: Spoil, c
         read_all(copied)
 
 
-ADDED = "revisions/000003/manifest.json"
-DINO = "buckets/64x64/features/dino"
+def test_no_metadata_of_zarr_is_trusted(copied: Path) -> None:
+    wanted = read_all(copied)
+    pickled = '{"zarr_format": 2, "filters": [{"id": "pickle"}], "dtype": "|O", "shape": [1], "chunks": [1]}'
+    for name, content in itertools.product(["zarr.json", f"{MOMENTS}/zarr.json"], [pickled, "[" * 10_000]):
+        (copied / name).write_text(content)
+        assert read_all(copied) == wanted
+
+
+ADDED, DINO = "revisions/000003/manifest.json", "buckets/64x64/features/dino"
 
 
 def in_named(kind: str, key: str, value: Any) -> Spoil:
-    """Another value in the spec of the first named text encoder or feature, or its name."""
-
-    def change(manifest: Any) -> None:
-        one = manifest["spec"][kind][0]
-        (one if key == "name" else one["spec"])[key] = value
-
-    return lambda root: change_manifest(root, change, ADDED)
-
-
-def in_shape(array: str, rows: int) -> Spoil:
-    """Another row count in shape, shards and chunks."""
-    return num_rows(array, rows, ADDED, shard_rows=rows, chunk_rows=rows)
-
-
-HUGE = (0, 10**12)  # values of other types: as of any JSON below
-OF_MANY: dict[str, Spoil] = {"nothing is spoilt": forge}
-OF_MANY |= {
-    f"{kind}: {key} {str(value)[:20]}": in_named(kind, key, value)
-    for kind, keys in {
-        "features": {"width": HUGE, "patch_px": HUGE, "resolution_px": HUGE, "images_px": (0, 10**12)},
-        "texts": {"width": HUGE, "max_tokens": HUGE, "pooled_width": (-1, 10**12)},
-    }.items()
-    for key, values in keys.items()
-    for value in values
-}
-OF_MANY |= {
-    f"{kind}: name {name[:20]!r}": in_named(kind, "name", name)
-    for kind in ("features", "texts")
-    for name in ("../../x", "/etc", "", "a\0b", "x" * 5000, "other")
-}
-OF_MANY |= {
-    "feature of another output": in_named("features", "output", "patches; cls"),
-    "feature of objects": in_named("features", "dtype", "object"),
-    "10^12 patches": in_shape(f"{DINO}/patches", 10**12),
-    "10^12 scales": in_shape(f"{DINO}/cls_scales", 10**12),
-    "10^12 vectors": in_shape("captions/vector/pooled", 10**12),
-    "10^12 tokens": in_shape("captions/llm/embeddings", 10**12),
-    "one row less": in_shape(f"{DINO}/patches", 1),
-}
+    """Another value in the spec of the first named text encoder or feature."""
+    return put(value, "spec", kind, 0, "spec", key, manifest=ADDED)
 
 
 def in_files(change: Callable[[list[Any]], Any]) -> Spoil:
-    return lambda root: change_manifest(root, lambda manifest: change(manifest["files"]), ADDED)
+    return changed(lambda manifest: change(manifest["files"]), ADDED)
 
 
 def without_file(ending: str) -> Spoil:
     return in_files(lambda files: files.remove(next(entry for entry in files if entry["path"].endswith(ending))))
+
+
+def with_file(path: str) -> Spoil:
+    return in_files(lambda files: files.append(files[0] | {"path": path}))
 
 
 def renamed(new: str) -> Spoil:
@@ -437,22 +316,28 @@ def renamed(new: str) -> Spoil:
         for entry in manifest["files"]:
             entry["path"] = entry["path"].replace(f"{DINO}/cls/c/", f"{new}/c/")
 
-    return lambda root: change_manifest(root, change, ADDED)
+    return changed(change, ADDED)
 
 
-OF_MANY |= {
-    "revisions that fall": in_array(f"{DINO}/patches", ADDED, ranges=[[3, 0, 2], [1, 2, 4]], shape=[4, 16, 32]),
-    "shards of other rows": in_array(f"{DINO}/patches", ADDED, shard_rows=4),
-    "chunks that do not fit": in_array(f"{DINO}/patches", ADDED, chunk_rows=3),
-    "flipped latents of other rows": num_rows(f"{MOMENTS}_flip", 2, ADDED),
+OF_FEATURE = {"width": (0, HUGE), "patch_px": (0,), "resolution_px": (HUGE,), "images_px": (0,), "dtype": ("object",)}
+OF_FEATURE |= {"output": ("patches; cls",)}
+OF_PATCHES = {"ranges": ([[3, 0, 2], [1, 2, 4]],), "shard_rows": (4,), "chunk_rows": (3,)}
+NAMES = {"features": ("../../x", "", "a\0b", "x" * 5000, "other"), "texts": ("/etc", "other")}
+OF_MANY: dict[str, Spoil] = {
+    "nothing is spoilt": forge,
+    **each("feature", partial(in_named, "features"), OF_FEATURE),
+    **each("text", partial(in_named, "texts"), {"width": (HUGE,), "max_tokens": (0,), "pooled_width": (-1,)}),
+    **each("name", lambda kind, name: put(name, "spec", kind, 0, "name", manifest=ADDED), NAMES),
+    **{name: rows(name, HUGE, ADDED) for name in (f"{DINO}/patches", f"{DINO}/cls_scales", "captions/vector/pooled")},
+    "10^12 tokens": rows("captions/llm/embeddings", HUGE, ADDED),
+    "one row less": rows(f"{DINO}/patches", 1, ADDED),
+    **each("patches", lambda key, value: in_array(f"{DINO}/patches", ADDED, **{key: value}), OF_PATCHES),
+    "flipped latents of other rows": in_array(f"{MOMENTS}_flip", ADDED, rows=2),
     "a shard is not in the files": without_file(f"{DINO}/cls/c/0/0"),
     "a table is missing": without_file("captions.parquet"),
-    "a shard of no array": in_files(lambda files: files.append(files[0] | {"path": f"{MOMENTS}/c/99/0/0/0"})),
-    "a file that is no shard": in_files(lambda files: files.append(files[0] | {"path": "zarr.json"})),
-    "a shard above": in_files(lambda files: files.append(files[0] | {"path": "captions/../../c/0"})),
+    **{path: with_file(path) for path in (f"{MOMENTS}/c/99/0/0/0", "zarr.json", "captions/../../c/0")},
     "a file twice": in_files(lambda files: files.append(files[0])),
-    "an array that the spec does not have": renamed("buckets/64x64/other"),
-    "an array of no known place": renamed("cls"),
+    **{f"an array {path}": renamed(path) for path in ("buckets/64x64/other", "cls")},
 }
 
 
@@ -462,9 +347,8 @@ def read_named(path: Path) -> None:
     for bucket in store.buckets:
         for name in store.features:
             feature = store.feature(name, bucket)
-            for record in store.index(bucket).rows:
-                for output in feature.outputs:
-                    feature.row(int(record), output)
+            for record, output in itertools.product(store.index(bucket).rows, feature.outputs):
+                feature.row(int(record), output)
     for name in store.texts:
         text = store.text(name)
         for caption in range(store.captions.num_rows):
@@ -477,14 +361,13 @@ def read_named(path: Path) -> None:
 def test_a_claim_of_a_feature_or_named_text_that_cannot_be_is_refused(
     spoil: Spoil, everything: Everything, tmp_path: Path
 ) -> None:
-    root = Path(shutil.copytree(everything.added, tmp_path / "copied"))
-    forge(root, ADDED)
+    forge(root := copy_of(everything.added, tmp_path / "copied"), ADDED)
     spoil(root)
     with pytest.raises((DamageError, StoreError)) if spoil is not forge else contextlib.nullcontext(), cheap():
         read_named(root)
 
 
-@pytest.mark.parametrize("name", ["999999999", "7", "²", "-00002", "00000002", "0" * 200])
+@pytest.mark.parametrize("name", ["999999999", "7", "²", "0" * 200])
 def test_folders_that_are_no_revisions_are_not_read_as_such(name: str, copied: Path) -> None:
     wanted = read_all(copied)
     folder = copied / "revisions" / name
@@ -534,12 +417,11 @@ def fuzzed(document: Any, rng: random.Random, count: int) -> Iterator[Any]:
 
     found = list(itertools.product(places(document, ()), OTHER_VALUES))
     for path, other in rng.sample(found, min(count, len(found))):
-        changed = copy.deepcopy(document)
-        parent = changed
+        parent = mutant = copy.deepcopy(document)
         for key in path[:-1]:
             parent = parent[key]
         parent[path[-1]] = other
-        yield changed
+        yield mutant
 
 
 def write_hashed(path: Path, kind: Any, value: Any, field: str) -> None:
@@ -570,15 +452,15 @@ def test_any_json_of_a_store_with_wrong_types_is_refused_or_harmless(
     how = {"allow_incomplete": name in (PLAN, *COMMITS)}
     root = Path(shutil.copytree(unsealed_store if how["allow_incomplete"] else caption_store.path, tmp_path / "store"))
     wanted, path, outcomes = read_all(root, **how), root / REVISION / name, set[str]()
-    for changed in fuzzed(json.loads(path.read_text()), random.Random(name), 25):
+    for mutant in fuzzed(json.loads(path.read_text()), random.Random(name), 25):
         if name == "manifest.json":
-            write_manifest(root, changed)
+            write_manifest(root, mutant)
         elif name == PLAN:
-            write_plan(root, changed)
+            write_plan(root, mutant)
         elif name in COMMITS:
-            write_hashed(path, CommitRecord, changed, "record_hash")
+            write_hashed(path, CommitRecord, mutant, "record_hash")
         else:
-            write_hashed(path, LocalFile, changed, "sha256")
+            write_hashed(path, LocalFile, mutant, "sha256")
         outcomes.add(refused_or_right(root, wanted, **how))
     if name == "manifest.json":
         assert "DamageError" in outcomes
@@ -612,7 +494,6 @@ def test_results_of_rows_with_any_bytes_are_refused_or_harmless(part: str, unfin
     [
         ("records.parquet", "row", 10**12),
         ("records.parquet", "bucket", "../x"),
-        ("records.parquet", "bucket", "1x1"),
         ("records.parquet", "bucket", None),
         ("records.parquet", "caption_ids", [99]),
         ("captions.parquet", "num_tokens", 2**31 - 1),
@@ -644,17 +525,11 @@ def shard_file(path: Path, chunks: list[bytes], index: Callable[[np.ndarray], An
     return path
 
 
-@pytest.mark.parametrize(
-    ("row", "offset", "length"),
-    [
-        (0, 10**6, 100),
-        (0, 0, 10**6),
-        (3, 2**64 - 8, 16),  # their sum wraps around to 8
-        (3, 2**63, 2**63 + 8),
-        (5, 2**64 - 1, 24),
-        (2, 10, 3),  # shorter than a checksum
-    ],
-)
+OUTSIDE = [(0, 10**6, 100), (0, 0, 10**6), (3, 2**63, 2**63 + 8), (5, 2**64 - 1, 24)]
+OUTSIDE += [(3, 2**64 - 8, 16), (2, 10, 3)]  # their sum wraps around to 8; shorter than a checksum
+
+
+@pytest.mark.parametrize(("row", "offset", "length"), OUTSIDE)
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_shard_index_that_leads_outside_is_refused(
     row: int, offset: int, length: int, codec: str, tmp_path: Path
@@ -674,51 +549,34 @@ def test_a_chunk_that_claims_gigabytes_is_refused_without_them(tmp_path: Path) -
     # Blocks of one repeated byte, each claiming 128 KiB, in a frame that does not say how long it is.
     block = (((128 << 10) - 1) << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
     bomb = b"\x28\xb5\x2f\xfd\x00\x58" + block * 30_000 + b"\x03\x00\x00\0"
-    layout = ArrayLayout("a", LAYOUT.shape, "float16", 6, 1, "zstd")
-    shard = ShardFile(shard_file(tmp_path / "s", [bomb] * 6), layout, 6)
+    shard = ShardFile(shard_file(tmp_path / "s", [bomb] * 6), LAYOUT, 6)
     with pytest.raises(DamageError), cheap(60):
         shard.read(0, 6)
 
 
-MUTANTS = """
-import random, resource, sys
-import google_crc32c
-import numpy as np
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-from leandit.datasets.arrays.shard_file import ShardFile
-from leandit.datasets.errors import DamageError
-from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout
-resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
-rng, refused = random.Random(0), 0
-for codec, known in CODECS.items():
-    if not known:
-        continue
-    layout = ArrayLayout("a", (1, 16, 8, 8), "float16", 1, 1, codec)
-    rows = np.random.default_rng(0).standard_normal(layout.shape[1:]).astype(np.float16)
-    intact = bytes(known[1].encode(rows))
-    for _ in range(250):
-        mutant = bytearray(intact)
-        for _ in range(rng.choice([1, 1, 4, 30])):
-            mutant[rng.randrange(rng.choice([24, 64, len(mutant)]))] = rng.randrange(256)
-        if rng.random() < 0.3:
-            del mutant[rng.randrange(len(mutant)):]
-        try:
-            ShardFile(shard_file(Path(sys.argv[1]), [bytes(mutant)]), layout, 1).read(0, 1)
-        except DamageError:
-            refused += 1
-print("refused", refused)
-"""
-
-
 def test_damaged_chunks_with_right_checksums_kill_no_process(tmp_path: Path) -> None:
-    head, tail = MUTANTS.split("resource.setrlimit", 1)
-    code = f"{head}{inspect.getsource(shard_file)}\nresource.setrlimit{tail}"
-    command = [sys.executable, "-c", code, str(tmp_path / "shard")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout.split()[-1]) > 75
+    layout = ArrayLayout("a", (1, 16, 8, 8), "float16", 1, 1, "zstd")
+    rows = np.random.default_rng(0).standard_normal(layout.shape[1:]).astype(np.float16)
+    assert CODECS["zstd"]
+    intact, rng = bytes(CODECS["zstd"][1].encode(rows)), random.Random(0)
+
+    def read_mutants() -> int:
+        refused = 0
+        for _ in range(250):
+            mutant = bytearray(intact)
+            for _ in range(rng.choice([1, 1, 4, 30])):
+                mutant[rng.randrange(rng.choice([24, 64, len(mutant)]))] = rng.randrange(256)
+            if rng.random() < 0.3:
+                del mutant[rng.randrange(len(mutant)) :]
+            try:
+                ShardFile(shard_file(tmp_path / "shard", [bytes(mutant)]), layout, 1).read(0, 1)
+            except DamageError:
+                refused += 1
+        return refused
+
+    outcome = start(read_mutants).wait()
+    assert outcome.code == 0, outcome.message
+    assert outcome.value > 75
 
 
 @pytest.mark.parametrize("bomb", ["wide rows", "one long text", "one long list"])
@@ -771,26 +629,13 @@ Member = tuple[str, bytes | int, bytes]  # name, content or a claimed size, type
 FILE = tarfile.REGTYPE
 
 
-def png(seed: int = 0) -> bytes:
-    buffer = io.BytesIO()
-    smooth_image(seed, 8, 8).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-class Payload:
-    """A pickle that leaves a mark when it is loaded."""
-
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> Any:
-        return (open, (str(self._marker), "w"))
+PNG = image_bytes(0, 8, 8)
 
 
 def make_tar(path: Path, *members: Member, kind: int = tarfile.PAX_FORMAT) -> Path:
     """A tar with a good record "good" at its end."""
     with tarfile.open(path, "w", format=kind) as tar:
-        for name, content, member_type in [*members, ("good.png", png(), FILE)]:
+        for name, content, member_type in [*members, ("good.png", PNG, FILE)]:
             info = tarfile.TarInfo(name)
             info.type, info.linkname = member_type, "/etc/passwd"
             if isinstance(content, bytes):
@@ -813,29 +658,26 @@ def reasons(path: Path) -> dict[str, str]:
 BAD = {"t/a": "bad_metadata"}
 
 
-@pytest.mark.parametrize(
-    ("members", "found"),
-    [
-        ([("../../evil.png", png(), FILE)], {"t/../../evil": ""}),
-        ([("/etc/evil.png", png(), FILE)], {"t//etc/evil": ""}),
-        ([("a.png", b"", tarfile.SYMTYPE), ("b.png", b"", tarfile.LNKTYPE)], {**BAD, "t/b": "bad_metadata"}),
-        ([("a.png", png(), FILE), ("a.txt", b"", tarfile.LNKTYPE)], BAD),
-        ([("a", b"", tarfile.SYMTYPE)], {}),
-        ([("a.png", b"", tarfile.CHRTYPE), ("b.png", b"", tarfile.FIFOTYPE), ("c.png", b"", tarfile.BLKTYPE)], {}),
-        ([("a.pyd", b"x", FILE), ("a.pkl", b"x", FILE), ("a.pth", b"x", FILE)], {}),
-        ([("a.png", png(), FILE), ("a.txt", b"x" * (MAX_TEXT_BYTES + 1), FILE)], BAD),
-        ([("a.png", png(), FILE), ("a.json", b"[" * 10_000, FILE)], BAD),
-        ([("a.png", png(), FILE), ("a.json", b'{"label": NaN}', FILE)], BAD),
-        ([("a.png", png(), FILE), ("a.cls", b"9" * 5000, FILE)], BAD),
-        ([("a.png", png(), FILE), ("a.txt", b"x" * (MAX_CAPTION_CHARS + 1), FILE)], BAD),
-        ([("a.png", png(), FILE)] * 3, BAD),
-        ([(f"a.{i}.png", b"", FILE) for i in range(3000)], BAD),
-        ([("a.png", png(), FILE), ("a.cls", b"1", FILE), ("a.cls", b"2", FILE)], BAD),
-        ([("caf\udce9.png", png(), FILE)], {"t/caf\\udce9": "bad_metadata"}),
-        ([("a" * 200_000 + ".png", png(), FILE)], {}),
-        ([("e.png", b"", FILE)], {"t/e": ""}),  # no image: rejected when it is looked at
-    ],
-)
+MEMBERS: list[tuple[list[Member], dict[str, str]]] = [
+    ([("../../evil.png", PNG, FILE), ("/etc/evil.png", PNG, FILE)], {"t/../../evil": "", "t//etc/evil": ""}),
+    ([("a.png", b"", tarfile.SYMTYPE), ("b.png", b"", tarfile.LNKTYPE)], {**BAD, "t/b": "bad_metadata"}),
+    ([("a.png", PNG, FILE), ("a.txt", b"", tarfile.LNKTYPE)], BAD),
+    ([("a.png", b"", tarfile.CHRTYPE), ("b.png", b"", tarfile.FIFOTYPE), ("c.png", b"", tarfile.BLKTYPE)], {}),
+    ([("a", b"", tarfile.SYMTYPE), ("a.pyd", b"x", FILE), ("a.pkl", b"x", FILE)], {}),
+    ([("a.png", PNG, FILE), ("a.txt", b"x" * (MAX_TEXT_BYTES + 1), FILE)], BAD),
+    ([("a.png", PNG, FILE), ("a.json", b"[" * 10_000, FILE)], BAD),
+    ([("a.png", PNG, FILE), ("a.json", b'{"label": NaN}', FILE)], BAD),
+    ([("a.png", PNG, FILE), ("a.cls", b"9" * 5000, FILE)], BAD),
+    ([("a.png", PNG, FILE), ("a.txt", b"x" * (MAX_CAPTION_CHARS + 1), FILE)], BAD),
+    ([("a.png", PNG, FILE)] * 3, BAD),
+    ([(f"a.{i}.png", b"", FILE) for i in range(3000)], BAD),
+    ([("a.png", PNG, FILE), ("a.cls", b"1", FILE), ("a.cls", b"2", FILE)], BAD),
+    ([("caf\udce9.png", PNG, FILE)], {"t/caf\\udce9": "bad_metadata"}),
+    ([("a" * 200_000 + ".png", PNG, FILE), ("e.png", b"", FILE)], {"t/e": ""}),  # no image: rejected when it is read
+]
+
+
+@pytest.mark.parametrize(("members", "found"), MEMBERS)
 def test_a_member_of_a_tar_is_a_name_and_a_place_and_nothing_else(
     members: list[Member], found: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -852,19 +694,18 @@ def test_a_sparse_member_is_rejected_and_those_after_it_are_found(tmp_path: Path
         for i in range(30):  # so many parts that their list needs blocks of its own
             file.seek(i * 200_000)
             file.write(b"x" * 4096)
-    (tmp_path / "good.png").write_bytes(png())
+    (tmp_path / "good.png").write_bytes(PNG)
     for form in ("gnu", "posix"):
         tar = tmp_path / f"{form}.tar"
         command = f"tar --sparse --format={form} -cf {tar} -C {tmp_path} sparse.png good.png"
         subprocess.run(command.split(), check=True)
         assert reasons(tar) == {f"{form}/sparse": "bad_metadata", f"{form}/good": ""}
         good = listed(tar)[f"{form}/good"]
-        assert tar.read_bytes()[good.offset : good.offset + good.num_bytes] == png()
+        assert tar.read_bytes()[good.offset : good.offset + good.num_bytes] == PNG
 
 
-@pytest.mark.parametrize("size", [10**9, 8**11 - 1, 2**62])
-@pytest.mark.parametrize("name", ["a.png", "a.txt", "a.pkl"])
-def test_a_member_that_claims_more_than_its_tar_has_is_refused(size: int, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "size"), [("a.png", 10**9), ("a.txt", 8**11 - 1), ("a.pkl", 2**62)])
+def test_a_member_that_claims_more_than_its_tar_has_is_refused(name: str, size: int, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"t\.tar.*are left"):
         list_source(make_tar(tmp_path / "t.tar", (name, size, FILE), kind=tarfile.GNU_FORMAT))
 
@@ -891,14 +732,13 @@ def test_a_damaged_pax_header_is_refused(content: bytes, tmp_path: Path) -> None
 
 
 def test_any_tar_with_changed_bytes_is_listed_or_refused(tmp_path: Path) -> None:
-    intact = make_tar(tmp_path / "t.tar", ("a.png", png(), FILE), ("a.json", b'{"label": 1}', FILE)).read_bytes()
+    intact = make_tar(tmp_path / "t.tar", ("a.png", PNG, FILE), ("a.json", b'{"label": 1}', FILE)).read_bytes()
     rng = random.Random(0)
     for _ in range(150):
         mutant = bytearray(intact)
         for _ in range(rng.choice([1, 5, 40])):
-            mutant[rng.randrange(5) * 512 + rng.choice([rng.randrange(512), rng.randrange(124, 157)])] = rng.randrange(
-                256
-            )
+            place = rng.choice([rng.randrange(512), rng.randrange(124, 157)])
+            mutant[rng.randrange(5) * 512 + place] = rng.randrange(256)
         if rng.random() < 0.5:  # half of them with a checksum that fits
             mutant[148:156] = b" " * 8
             mutant[148:156] = b"%06o\0 " % sum(mutant[:512])
@@ -914,55 +754,37 @@ def test_any_tar_with_changed_bytes_is_listed_or_refused(tmp_path: Path) -> None
         list_source(tmp_path / "t.tar")
 
 
-def write_lines(root: Path, *lines: bytes) -> Path:
-    root.mkdir(exist_ok=True)
-    (root / "a.png").write_bytes(png())
-    (root / "metadata.jsonl").write_bytes(b"\n".join([*lines, b'{"file_name": "a.png", "caption": "fine"}', b""]))
-    return root
-
-
-LINES = {
-    "long": b'{"file_name": "' + b"x" * MAX_ROW_BYTES + b'"}',
-    "deep": b"[" * 100_000,
-    "900 deep": b'{"file_name": ' + b"[" * 900 + b"]" * 900 + b"}",
-    "number": b'{"file_name": 7}',
-    "huge number": b'{"file_name": "b.png", "label": ' + b"9" * 5000 + b"}",
-}
-
-
-@pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
-def test_a_line_that_cannot_be_read_is_a_reject(line: bytes, tmp_path: Path) -> None:
-    records = list(list_source(write_lines(tmp_path / "s", line)).records)
-    assert [r.problem and r.problem[0] for r in records] == ["bad_metadata", None]
-    assert len(f"{records[0].key} {records[0].problem}") < 1500
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
+        (b'{"file_name": "' + b"x" * MAX_ROW_BYTES + b'"}', "bad_metadata"),
+        (b"[" * 100_000, "bad_metadata"),
+        (b'{"file_name": ' + b"[" * 900 + b"]" * 900 + b"}", "bad_metadata"),
+        (b'{"file_name": "b.png", "label": ' + b"9" * 5000 + b"}", "bad_metadata"),
+        ({"file_name": 7}, "bad_metadata"),
+        ({"file_name": ""}, "bad_metadata"),
         ({"file_name": "a\0.png"}, "missing_file"),
         ({"file_name": "\ud800.png"}, "bad_metadata"),
         ({"file_name": "x" * 100_000}, "bad_metadata"),
         ({"file_name": "b.png", "label": float("nan")}, "bad_metadata"),
-        ({"file_name": "b.png", "label": 10**4000}, "bad_metadata"),
         ({"file_name": "b.png", "captions": ["x"] * (MAX_CAPTIONS + 1)}, "bad_metadata"),
-        ({"file_name": "b.png", "captions": ["x"] * 10**6}, "bad_metadata"),
         ({"file_name": "b.png", "caption": "x" * (MAX_CAPTION_CHARS + 1)}, "bad_metadata"),
         ({"file_name": "b.png", "captions": {"a": [[[1]]]}}, "bad_metadata"),
         ({"file_name": "fifo.png"}, "unreadable"),
         ({"file_name": "zero.png"}, "unreadable"),
         ({"file_name": "loop.png"}, "missing_file"),
-        ({"file_name": ""}, "bad_metadata"),
     ],
     ids=lambda value: str(value)[:40].encode("ascii", "replace").decode(),
 )
-def test_a_row_of_a_list_is_rejected_and_the_rest_is_listed(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    root = write_lines(tmp_path / "s", json.dumps(row).encode())
-    (root / "b.png").write_bytes(png())
-    os.mkfifo(root / "fifo.png")
-    (root / "zero.png").symlink_to("/dev/zero")
-    (root / "loop.png").symlink_to("loop.png")
-    records = list_source(root).records
+def test_a_row_of_a_list_is_rejected_and_the_rest_is_listed(row: Any, reason: str, tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(PNG)
+    os.mkfifo(tmp_path / "fifo.png")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    line = row if isinstance(row, bytes) else json.dumps(row).encode()
+    (tmp_path / "metadata.jsonl").write_bytes(line + b'\n{"file_name": "a.png", "caption": "fine"}\n')
+    records = list_source(tmp_path).records
     assert [r.problem and r.problem[0] for r in records] == [reason, None]
     assert records[0].problem
     assert len(records[0].key) + len(records[0].problem[1]) < 3000
@@ -998,11 +820,6 @@ def set_in(file: str, key: str, value: Any) -> Spoil:
     return lambda f: (f / file).write_text(json.dumps(json.loads((f / file).read_text()) | {key: value}))
 
 
-def all_in(file: str, values: dict[str, tuple[Any, ...]]) -> dict[str, Spoil]:
-    """A case for each value of each key of a JSON file."""
-    return {f"{key} {str(value)[:20]}": set_in(file, key, value) for key in values for value in values[key]}
-
-
 def written(file: str, content: str) -> Spoil:
     return lambda folder: (folder / file).write_text(content)
 
@@ -1011,25 +828,17 @@ def long_file(file: str) -> Spoil:
     return lambda folder: os.truncate(folder / file, 1 << 30)
 
 
-def weights_as(name: str) -> Spoil:
-    """A pickle in place of the weights."""
-
-    def spoil(folder: Path) -> None:
-        next(folder.glob("*.safetensors")).unlink()
-        (folder / name).write_bytes(pickle.dumps(Payload(folder.parent / "marker")))
-
-    return spoil
+def pickled_weights(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(folder.parent / "marker")))
 
 
-def an_index(name: str) -> Spoil:
+def pickle_in_the_index(folder: Path) -> None:
     """The libraries load the files that an index names."""
-
-    def spoil(folder: Path) -> None:
-        stem = next(folder.glob("*.safetensors")).stem
-        (folder / "evil.bin").write_bytes(pickle.dumps(Payload(folder.parent / "marker")))
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"x": name}}))
-
-    return spoil
+    stem = next(folder.glob("*.safetensors")).stem
+    (folder.parent / "evil.bin").write_bytes(pickle.dumps(Evil(folder.parent / "marker")))
+    index = {"metadata": {}, "weight_map": {"x": "../evil.bin"}}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
 
 
 def header(length: int, text: bytes = b"") -> Spoil:
@@ -1037,91 +846,56 @@ def header(length: int, text: bytes = b"") -> Spoil:
 
 
 WRONG_OFFSETS = b'{"x": {"dtype": "F32", "shape": [1000000000], "data_offsets": [0, 4000000000]}}'
+DEEP = "[" * 100_000
 ANY_MODEL: dict[str, Spoil] = {
-    "bin": weights_as("pytorch_model.bin"),
-    "ckpt": weights_as("model.ckpt"),
-    "index of a pickle": an_index("evil.bin"),
-    "index that leaves": an_index("../../evil.safetensors"),
-    "header of 2^60": header(1 << 60),
+    "weights of a pickle": pickled_weights,
+    "index of a pickle": pickle_in_the_index,
     "wrong offsets": header(len(WRONG_OFFSETS), WRONG_OFFSETS),
-    "deep header": header(50_000, b"[" * 50_000),
-    "deep config": written("config.json", "[" * 100_000),
-    "config of a list": written("config.json", "[]"),
-    "NaN in config": written("config.json", '{"a": NaN}'),
+    "deep config": written("config.json", DEEP),
 }
-TOKENIZER = all_in("tokenizer_config.json", {"tokenizer_class": ("TransfoXLTokenizer",)}) | {
-    "tokenizer code": set_in("tokenizer_config.json", "auto_map", {"AutoTokenizer": ["evil.Evil", None]}),
-    "deep tokenizer": written("tokenizer.json", "[" * 100_000),
-    "empty tokenizer": written("tokenizer.json", "{}"),
-    "wrong tokenizer": set_in("tokenizer.json", "model", 7),
-    "long tokenizer": long_file("tokenizer.json"),
-}
-PREPROCESSOR = {
-    "no preprocessor": lambda folder: (folder / "preprocessor_config.json").unlink(),
-    "deep preprocessor": written("preprocessor_config.json", "[" * 100_000),
-    "long preprocessor": long_file("preprocessor_config.json"),
-    **all_in(
-        "preprocessor_config.json",
-        {
-            "image_mean": ("x", [0.5] * 2, [0.5, 0.5, "x"], [1e999] * 3, [10**400] * 3),
-            "image_std": ([0, 0, 0], [1, 1, -1], [True] * 3),
-            "rescale_factor": (1, "x"),
-            "do_normalize": ("evil",),
-        },
-    ),
-}
-SIZES = {"hidden_size": ("x", -8, 0, 10**12, [8]), "num_hidden_layers": (None, 10**9), "num_attention_heads": (0, 3)}
+AUTOENCODER = {"_class_name": ("UNet2DModel", ["AutoencoderKL"]), "block_out_channels": ("x",), "act_fn": ("evil",)}
+AUTOENCODER |= {"latent_channels": (-1,), "scaling_factor": ("x",), "latents_mean": ([1],), "latents_std": ([0] * 4,)}
+PREPROCESSOR = {"image_mean": ("x", [0.5] * 2, [1e999] * 3, [10**400] * 3), "image_std": ([0, 0, 0], [True] * 3)}
+PREPROCESSOR |= {"rescale_factor": (1, "x"), "do_normalize": ("evil",)}
+VISION = {"hidden_size": ("x", -8, HUGE, [8]), "num_hidden_layers": (None, 10**9), "num_attention_heads": (0, 3)}
+VISION |= {"patch_size": (0, [10**9], 10**30), "image_size": ("x", 10**6), "num_channels": (1, HUGE)}
+VISION |= {"mlp_ratio": (-1, HUGE), "hidden_act": ("../evil",), "model_type": (None, ["dinov2"], "../dinov2", "clip")}
+VISION |= {"vision_config": (7,)}
+LANGUAGE = {"hidden_size": (0, HUGE), "num_hidden_layers": (10**9,), "num_attention_heads": (0, 3)}
+LANGUAGE |= {"vocab_size": (1.5, HUGE), "head_dim": ("x", HUGE), "model_type": ("../qwen3", "bert")}
+LANGUAGE |= {"rope_parameters": ("evil", {"rope_type": "evil", "rope_theta": 1.0}), "layer_types": (["evil"] * 4,)}
+TOKENIZER = {"tokenizer_class": ("TransfoXLTokenizer",), "auto_map": ({"AutoTokenizer": ["evil.Evil", None]},)}
+of_config = partial(each, "config", partial(set_in, "config.json"))
 BY_KIND = {
-    "vae": all_in(
-        "config.json",
-        {
-            "_class_name": ("UNet2DModel", "AutoencoderMixin", ["AutoencoderKL"]),
-            "block_out_channels": ("x",),
-            "latent_channels": (-1,),
-            "down_block_types": (7,),
-            "act_fn": ("evil",),
-            "scaling_factor": ("x",),
-            "latents_mean": ([1],),
-            "latents_std": ([0, 0, 0, 0],),
-        },
-    ),
-    "t5": TOKENIZER
-    | all_in(
-        "config.json",
-        {"d_model": ("x",), "num_layers": (None,), "num_heads": (0,), "vocab_size": (1.5,), "model_type": ("evil",)},
-    ),
-    "dinov2": PREPROCESSOR
-    | all_in(
-        "config.json",
-        SIZES
-        | {
-            "patch_size": (0, "x", [10**9], 10**30),
-            "image_size": (0, "x", 10**6),
-            "num_channels": (1, 10**12),
-            "mlp_ratio": ("x", -1, 10**12),
-            "hidden_act": ("evil", "../evil"),
-            "model_type": ("evil", None, ["dinov2"], "../dinov2", "clip"),
-            "vision_config": (7,),
-        },
-    ),
-    "qwen3": TOKENIZER
-    | all_in(
-        "config.json",
-        SIZES
-        | {
-            "vocab_size": (1.5, 10**12),
-            "head_dim": ("x", 10**12),
-            "model_type": ("evil", "../qwen3", "bert"),
-            "rope_parameters": ("evil", {"rope_type": "evil", "rope_theta": 1.0}),
-            "layer_types": (["evil"] * 4,),
-        },
-    ),
+    "vae": {
+        "header of 2^60": header(1 << 60),
+        "deep header": header(50_000, b"[" * 50_000),
+        "config of a list": written("config.json", "[]"),
+        "NaN in config": written("config.json", '{"a": NaN}'),
+        **of_config(AUTOENCODER),
+    },
+    "t5": {
+        **each("tokenizer", partial(set_in, "tokenizer_config.json"), TOKENIZER),
+        "deep tokenizer": written("tokenizer.json", DEEP),
+        "empty tokenizer": written("tokenizer.json", "{}"),
+        "wrong tokenizer": set_in("tokenizer.json", "model", 7),
+        "long tokenizer": long_file("tokenizer.json"),
+        **of_config({"d_model": ("x",), "num_heads": (0,), "model_type": ("evil",)}),
+    },
+    "dinov2": {
+        "no preprocessor": lambda folder: (folder / "preprocessor_config.json").unlink(),
+        "deep preprocessor": written("preprocessor_config.json", DEEP),
+        "long preprocessor": long_file("preprocessor_config.json"),
+        **each("preprocessor", partial(set_in, "preprocessor_config.json"), PREPROCESSOR),
+        **of_config(VISION),
+    },
+    "qwen3": of_config(LANGUAGE),
 }
-MODELS = {
-    f"{kind}, {name}": (kind, spoil)
+MODELS = [
+    pytest.param(kind, spoil, id=f"{kind}, {name}")
     for kind, of_kind in BY_KIND.items()
     for name, spoil in (ANY_MODEL | of_kind).items()
-}
+]
 
 
 def model_with_trap(model: Path, tmp_path: Path) -> Path:
@@ -1131,7 +905,7 @@ def model_with_trap(model: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "spoil"), MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize(("kind", "spoil"), MODELS)
 def test_a_hostile_model_is_one_clear_error_and_runs_no_code(
     kind: str, spoil: Spoil, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -1151,7 +925,7 @@ def test_code_and_pickles_beside_a_model_are_not_run(kind: str, models: dict[str
     if kind == "qwen3":
         (folder / "chat_template.jinja").write_text("{{ cycler.__init__.__globals__.os.mkdir('marker') }}")
     for name in ("pytorch_model.bin", "diffusion_pytorch_model.bin"):
-        (folder / name).write_bytes(pickle.dumps(Payload(tmp_path / "marker")))
+        (folder / name).write_bytes(pickle.dumps(Evil(tmp_path / "marker")))
     load_model(kind, folder)
     if kind in ("dinov2", "qwen3"):  # of a kind that only code of its own could load
         remote = {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
@@ -1165,7 +939,7 @@ def test_code_and_pickles_beside_a_model_are_not_run(kind: str, models: dict[str
 @pytest.mark.usefixtures("tiny_models")
 def test_pickles_in_a_run_are_never_loaded(label_store: LatentStore, tmp_path: Path) -> None:
     run, marker = tmp_path / "run", tmp_path / "marker"
-    pickle.loads(pickle.dumps(Payload(marker))).close()
+    pickle.loads(pickle.dumps(Evil(marker))).close()
     assert marker.exists()  # the payload works
     marker.unlink()
 
@@ -1176,7 +950,7 @@ def test_pickles_in_a_run_are_never_loaded(label_store: LatentStore, tmp_path: P
     go_on(3)
     for folder in (run, *find("checkpoint", run), *find("snapshot", run)):
         for name in ("state.pt", ".metadata", "pytorch_model.bin", "optimizer.bin", "model.pt", "state.pkl"):
-            (folder / name).write_bytes(pickle.dumps(Payload(marker)))
+            (folder / name).write_bytes(pickle.dumps(Evil(marker)))
     # A reader may refuse a folder with files that are none of its own.
     with contextlib.suppress(RunError, DamageError):
         go_on(6)
@@ -1205,21 +979,15 @@ def test_a_token_of_the_environment_is_in_no_file_and_no_output(tmp_path: Path) 
 
 # ------------------------------------------------------------ lint
 
-# What writes beside datasets/disk/files.py, and why it may.
-ALLOWED_WRITES = {
-    ("train/metrics/writer.py", "open"),  # metrics.jsonl grows by a line at a time
-    ("train/weights/published.py", "save"),  # into memory, from where datasets/disk/files.py writes it
-    ("train/weights/checkpoint.py", "save_file"),  # into the temporary folder of write_folder, and compared there
-    ("train/parallel/stop.py", "touch"),  # an empty mark in torchrun's temporary folder
-    ("tools/sample/sample.py", "save"),  # likewise
-    ("tools/inspection/report/page.py", "save"),  # likewise
-    ("tools/inspection/view/images.py", "save"),  # into memory, for an answer
-    ("tools/inspection/images.py", "save"),  # images for people to look at, which nothing reads again
-    ("tools/demo/demo.py", "save"),
-    ("tools/demo/scenes.py", "save"),  # the images that it generates, before the list that names them
-    ("tools/bench/loader.py", "open"),  # a flat copy in a temporary folder
+# Modules that write beside datasets/disk/files.py: into memory, into a temporary folder that it renames, or images for
+# people to look at, which nothing reads again; metrics.jsonl grows by a line at a time.
+ALLOWED_WRITERS = {
+    *("train/metrics/writer.py", "train/weights/published.py", "train/weights/checkpoint.py", "train/parallel/stop.py"),
+    *("tools/sample/sample.py", "tools/inspection/report/page.py", "tools/inspection/view/images.py"),
+    *("tools/inspection/images.py", "tools/demo/demo.py", "tools/demo/scenes.py", "tools/bench/loader.py"),
 }
 WRITING = {"write_text", "write_bytes", "save", "save_file", "tofile", "savez", "copyfile", "copytree", "touch"}
+MOVING = {"os.replace", "os.rename", "shutil.move", "shutil.copy", "np.save"}
 CALLS = {*WRITING, "load", "open", "replace", "rename", "move", "copy"}
 OURS = ("save", "checkpoint.save", "safetensors.torch.save")  # held to this themselves
 
@@ -1227,27 +995,19 @@ OURS = ("save", "checkpoint.save", "safetensors.torch.save")  # held to this the
 def test_no_module_can_run_what_a_file_says_and_bytes_reach_the_disk_through_one() -> None:
     """Options that let a file run code or a map write to it; ruff's rules S and TID251 find the rest."""
     assert len(MODULES) > 30  # so that an empty scan is no success
-    unsafe, writes = [], set[tuple[str, str]]()
+    unsafe, writers = [], set[str]()
     for path in MODULES:
         for call in (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)):
             last = getattr(call.func, "attr", getattr(call.func, "id", ""))
             name = ast.unparse(call.func) if last in CALLS else last
             options = {keyword.arg: getattr(keyword.value, "value", "not a literal") for keyword in call.keywords}
-            modes = [*call.args[0 if "." in name else 1 :][:1], *(k.value for k in call.keywords if k.arg == "mode")]
-            mode = getattr(modes[0], "value", None) if modes else None
+            places = [getattr(argument, "value", None) for argument in call.args]
+            mode = next(iter(places[0 if "." in name else 1 :][:1]), options.get("mode"))
             unsafe += [name] * (name.endswith("torch.load") and options.get("weights_only") is not True)
             unsafe += [name for one in ("allow_pickle", "trust_remote_code") if options.get(one, False) is not False]
-            unsafe += [name] * (last in ("memmap", "open_memmap") and "r" not in (options.get("mode"), *map_mode(call)))
-            if last == "open" and isinstance(mode, str) and set(mode) & set("wax+"):
-                writes.add((name_of(path), "open"))
-            if last in WRITING and name not in OURS:
-                writes.add((name_of(path), last))
-            if name in ("os.replace", "os.rename", "shutil.move", "shutil.copy", "np.save"):
-                writes.add((name_of(path), name))
+            unsafe += [name] * (last in ("memmap", "open_memmap") and "r" not in (options.get("mode"), *places[2:3]))
+            is_opened = last == "open" and isinstance(mode, str) and bool(set(mode) & set("wax+"))
+            if is_opened or name in MOVING or (last in WRITING and name not in OURS):
+                writers.add(name_of(path))
     assert unsafe == []
-    assert {(path, call) for path, call in writes if path != "datasets/disk/files.py"} == ALLOWED_WRITES
-
-
-def map_mode(call: ast.Call) -> list[Any]:
-    """The mode of a map that is given by its place."""
-    return [getattr(argument, "value", None) for argument in call.args[2:3]]
+    assert writers - {"datasets/disk/files.py"} == ALLOWED_WRITERS

@@ -41,8 +41,9 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit % 8]))
 
 
-def _cut(path: Path, num_bytes: int) -> None:
-    os.truncate(path, num_bytes)
+def cut(path: Path, num_bytes: int = 1) -> None:
+    """Cut some bytes off the end of a file."""
+    os.truncate(path, path.stat().st_size - num_bytes)
 
 
 def _replace_by_folder(path: Path) -> None:
@@ -59,9 +60,9 @@ def _replace_by_link(path: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a flipped bit": (lambda path: flip(path, 4 * path.stat().st_size + 1), "content"),
     "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "content"),
-    "half": (lambda path: _cut(path, path.stat().st_size // 2), "size"),
-    "a byte less": (lambda path: _cut(path, path.stat().st_size - 1), "size"),
-    "empty": (lambda path: _cut(path, 0), "size"),
+    "half": (lambda path: cut(path, path.stat().st_size // 2), "size"),
+    "a byte less": (cut, "size"),
+    "empty": (lambda path: path.write_bytes(b""), "size"),
     "gone": (Path.unlink, "missing"),
     "a folder": (_replace_by_folder, "missing"),
     "a link": (_replace_by_link, "link"),
@@ -237,24 +238,6 @@ def dies_at(at: int, work: Callable[[], Any]) -> bool:
     outcome = start(lambda: work() and None, failpoint=Failpoint("die", at)).wait()
     assert outcome.code in (0, EXIT_DIED), outcome.message
     return outcome.died
-
-
-@dataclass
-class DiesBefore(Failpoint):
-    """Ends the process before the first operation of a name, such as "rename manifest.json"."""
-
-    name: str = ""
-
-    def step(self, operation: str, path: Path) -> bool:
-        """As ``Failpoint.step``."""
-        if f"{operation} {path.name}" == self.name:
-            os._exit(EXIT_DIED)
-        return super().step(operation, path)
-
-
-def dies_before(name: str, work: Callable[[], Any]) -> None:
-    """Run something in a child that dies before an I/O operation: all but the seal, before "rename manifest.json"."""
-    assert start(lambda: work() and None, failpoint=DiesBefore(name=name)).wait().died
 
 
 class CutOff(Exception):
