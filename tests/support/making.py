@@ -261,7 +261,7 @@ def array_values(layout: ArrayLayout) -> np.ndarray:
 def write_array(root: Path, layout: ArrayLayout, values: np.ndarray) -> ShardedArray:
     """Write an array as the store does."""
     write_atomic(root / layout.path / "zarr.json", canonical_json(layout.metadata()))
-    for shard in range(layout.num_shards):
+    for shard in layout.shards.tolist():
         rows = layout.rows_of(shard)
         write_atomic(root / layout.shard_path(shard), pack_shard(layout, values[rows.start : rows.stop]))
     return ShardedArray(ShardFolder(root), layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -24,9 +25,8 @@ from leandit.datasets.arrays.shard_file import ShardFile
 from leandit.datasets.arrays.shard_folder import ShardFolder
 from leandit.datasets.arrays.sharded_array import ShardedArray
 from leandit.datasets.batches.buffer_pool import BufferPool
-from leandit.datasets.disk.files import write_atomic
 from leandit.datasets.errors import DamageError, RowOutOfRange
-from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, RowRange, pack_shard
+from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, RowRange
 
 # How shards are read: all in one range of addresses, each mapped alone where that cannot be had, or not mapped.
 WAYS = ["window", "alone", "pread"]
@@ -42,15 +42,16 @@ def no_window(*_: int) -> None:
     raise OSError("no such range of addresses")
 
 
+OUTS = [np.empty((2, 2, 3), np.float16), np.empty((3, 2, 3), np.float32), np.empty((3, 6), np.float16)]
+
+
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(
-    "out", [np.empty((2, 2, 3), np.float16), np.empty((3, 2, 3), np.float32), np.empty((3, 6), np.float16)]
-)
-def test_a_buffer_that_does_not_fit_is_refused(codec: str, out: np.ndarray, tmp_path: Path) -> None:
+def test_a_buffer_that_does_not_fit_is_refused(codec: str, tmp_path: Path) -> None:
     layout = small_array(codec)
     array = write_array(tmp_path, layout, array_values(layout))
-    with pytest.raises(ValueError, match="float16 \\(3, 2, 3\\)"):
-        array.take([0, 1, 2], out=out)
+    for out in OUTS:
+        with pytest.raises(ValueError, match="float16 \\(3, 2, 3\\)"):
+            array.take([0, 1, 2], out=out)
     right = np.full((3, 2, 3), 7, np.float16)
     for rows in ([3, 1, 3], [9, 0, 4]):  # within one shard, over three
         assert array.take(rows, out=right) is right
@@ -78,26 +79,19 @@ def test_an_array_is_read_as_one_of_numpy(codec: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(array[range(3)], values[:3])
 
 
-@pytest.mark.parametrize(
-    ("key", "raised"),
-    [
-        ([0, 10], RowOutOfRange),
-        ([-11], RowOutOfRange),
-        ((10, 0), RowOutOfRange),
-        (MASK[:9], RowOutOfRange),
-        ("7", TypeError),
-        (1.5, TypeError),
-        ([[1]], TypeError),
-        ((..., 0), TypeError),
-        ((0, [1, 2]), TypeError),
-        (None, TypeError),
-    ],
-)
-def test_rows_that_are_none_are_refused(key: Any, raised: type[Exception], tmp_path: Path) -> None:
+NO_ROWS = {
+    RowOutOfRange: ([0, 10], [-11], (10, 0), MASK[:9]),
+    TypeError: ("7", 1.5, [[1]], (..., 0), (0, [1, 2]), None),
+}
+
+
+def test_rows_that_are_none_are_refused(tmp_path: Path) -> None:
     layout = small_array()
     array = write_array(tmp_path, layout, array_values(layout))
-    with pytest.raises(raised, match=layout.path):
-        array[key]
+    for raised, keys in NO_ROWS.items():
+        for key in keys:
+            with pytest.raises(raised, match=layout.path):
+                array[key]
 
 
 @pytest.mark.parametrize(("codec", "way"), [("zstd", "window"), *(("none", way) for way in WAYS)])
@@ -146,26 +140,22 @@ def test_an_uncompressed_row_is_a_read_only_view_onto_the_mapped_file(tmp_path: 
     assert mapped_file_of(array.take([5])) == ""  # a batch is the caller's own
 
 
-def test_a_shard_is_mapped_when_it_is_first_touched(tmp_path: Path) -> None:
-    layout = small_array()
-    array = write_array(tmp_path, layout, array_values(layout))
-    (tmp_path / layout.shard_path(2)).unlink()
-    assert array.take([0, 7]).shape == (2, 2, 3)
-    with pytest.raises(DamageError, match=r"a/c/2/0/0'.*is missing.*verify .*--repair"):
-        array[8]
-
-
-def test_a_shard_that_has_not_the_size_of_the_manifest_is_refused_when_it_is_mapped(tmp_path: Path) -> None:
+def test_a_shard_that_is_missing_or_has_not_the_size_of_the_manifest_is_refused_when_it_is_mapped(
+    tmp_path: Path,
+) -> None:
     layout = small_array()
     write_array(tmp_path, layout, array_values(layout))
-    sizes = {layout.shard_path(i): (tmp_path / layout.shard_path(i)).stat().st_size for i in range(3)}
-    array = ShardedArray(ShardFolder(tmp_path, sizes | {layout.shard_path(1): 1}), layout)
+    first, second, third = (layout.shard_path(i) for i in range(3))
+    (tmp_path / third).unlink()
+    sizes = {first: (tmp_path / first).stat().st_size, second: 1, third: 116}
+    array = ShardedArray(ShardFolder(tmp_path, sizes), layout)
     assert array[0].shape == (2, 3)
     with pytest.raises(DamageError, match=r"a/c/1/0/0'.*has 116 bytes, the manifest says 1"):
         array[4]
-    del sizes[layout.shard_path(2)]
+    with pytest.raises(DamageError, match=r"a/c/2/0/0'.*is missing.*verify .*--repair"):
+        array[8]
     with pytest.raises(DamageError, match=r"a/c/2/0/0'"):
-        ShardedArray(ShardFolder(tmp_path, sizes), layout)[8]
+        ShardedArray(ShardFolder(tmp_path, {first: sizes[first]}), layout)[8]
 
 
 # As a bucket of a grown store: a revision ends amid a shard, one fills its shards, and one has a single row.
@@ -180,14 +170,6 @@ def grown_array(codec: str = "none") -> ArrayLayout:
     return layout
 
 
-def write_grown(root: Path, layout: ArrayLayout, values: np.ndarray) -> None:
-    """Write all shards of an array with gaps."""
-    for shard in layout.shards.tolist():
-        rows = layout.rows_of(shard)
-        write_atomic(root / layout.shard_path(shard), pack_shard(layout, values[rows.start : rows.stop]))
-    return values
-
-
 @given(st.data(), st.sampled_from([*CODECS]), st.sampled_from(WAYS))
 def test_an_array_that_has_grown_is_read_by_its_row_numbers(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, codec: str, way: str
@@ -195,7 +177,7 @@ def test_an_array_that_has_grown_is_read_by_its_row_numbers(
     layout, root = grown_array(codec), tmp_path_factory.getbasetemp() / f"grown-{codec}"
     values = np.random.default_rng(3).standard_normal(layout.shape).astype(layout.dtype)
     if not root.exists():
-        write_grown(root, layout, values)
+        write_array(root, layout, values)
     with pytest.MonkeyPatch.context() as patch:
         array = open_array(root, layout, way, patch)
         first, end = data.draw(st.sampled_from([*GROWN, (12, 25)]))  # the last two follow each other without a gap
@@ -213,14 +195,13 @@ def test_an_array_that_has_grown_is_read_by_its_row_numbers(
         np.testing.assert_array_equal(found, np.concatenate([values[start:stop], values[row : row + 1]]))
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("codec", "way"), [("zstd", "window"), *(("none", way) for way in WAYS)])
 @pytest.mark.parametrize("touched", [False, True])
 def test_a_row_of_a_gap_is_refused_in_every_way(
     codec: str, way: str, touched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = grown_array(codec)
-    write_grown(tmp_path, layout, np.ones(layout.shape, np.float16))
+    write_array(tmp_path, layout, np.ones(layout.shape, np.float16))
     array = open_array(tmp_path, layout, way, monkeypatch)
     if touched:  # all shards are mapped: nothing is checked then but the row
         array.take([row for first, end in GROWN for row in range(first, end)])
@@ -229,7 +210,7 @@ def test_a_row_of_a_gap_is_refused_in_every_way(
         with pytest.raises(RowOutOfRange, match=said):
             read(*arguments, **how)
 
-    for row in (6, 7, 9, 10, 11):
+    for row in (6, 7, 9, 11):
         said, out = rf"array 'a': row {row} lies in a gap", np.empty((1, 2, 3), np.float16)
         for key in (row, row - 25):
             refused(said, array.__getitem__, key)
@@ -237,28 +218,18 @@ def test_a_row_of_a_gap_is_refused_in_every_way(
         refused(said, array.take, [0, row, 24])
         refused(said, array.take, np.array([row]), out=out)
         refused(said, array.take_ranges, np.array([0, row]), np.array([1, 1]))
-        refused(said, array.take_ranges, np.array([row]), np.array([1]), out=out)
-    for start, stop in ((0, 25), (5, 7), (5, 9), (8, 13)):
+    for start, stop in ((0, 25), (5, 7), (8, 13)):
         out, ranges = np.empty((stop - start, 2, 3), np.float16), (np.array([start]), np.array([stop - start]))
         refused("lies in a gap", array.read, start, stop)
         refused("lies in a gap", array.__getitem__, slice(start, stop))
         refused("lies in a gap", array.take_ranges, *ranges, out=out)
-
-
-def test_a_gap_does_not_end_an_iteration_as_if_it_were_the_end(tmp_path: Path) -> None:
-    layout = grown_array()
-    write_grown(tmp_path, layout, np.ones(layout.shape, np.float16))
-    array = ShardedArray(ShardFolder(tmp_path), layout)
-    for read in (list, np.asarray):
-        with pytest.raises(RowOutOfRange, match="row 6 lies in a gap"):
-            read(array)
-    whole = write_array(tmp_path / "whole", small_array(), array_values(small_array()))
-    np.testing.assert_array_equal(np.asarray(whole), array_values(small_array()))
+    refused("row 6 lies in a gap", list, array)  # and does not end the iteration
+    refused("row 6 lies in a gap", np.asarray, array)
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_flip_of_any_bit_of_the_index_is_found(codec: str, tmp_path: Path) -> None:
-    layout = small_array(codec, rows=3)
+def test_a_flip_of_any_bit_of_the_index_and_a_cut_shard_are_found(codec: str, tmp_path: Path) -> None:
+    layout = small_array(codec, rows=4)
     write_array(tmp_path, layout, array_values(layout))
     path = tmp_path / layout.shard_path(0)
     good = path.read_bytes()
@@ -266,22 +237,13 @@ def test_a_flip_of_any_bit_of_the_index_is_found(codec: str, tmp_path: Path) -> 
         bad = bytearray(good)
         bad[position] ^= 1 << position % 8
         path.write_bytes(bad)
-        with pytest.raises(DamageError, match="index") as caught:
-            ShardFile(path, layout, 3)
-        assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_cut_shard_is_found(codec: str, tmp_path: Path) -> None:
-    layout = small_array(codec, rows=4)
-    write_array(tmp_path, layout, array_values(layout))
-    path = tmp_path / layout.shard_path(0)
-    content = path.read_bytes()
-    for size in (0, 1, 3, 4, 67, len(content) - 1, len(content) // 2):
-        path.write_bytes(content[:size])
+        with pytest.raises(DamageError, match=rf"shard '{re.escape(str(path))}': the index"):
+            ShardFile(path, layout, 4)
+    for size in (0, 3, 67, len(good) - 1, len(good) // 2):
+        path.write_bytes(good[:size])
         with pytest.raises(DamageError, match=r"shard .*/a/c/0"):
             ShardFile(path, layout, 4)
-    path.write_bytes(content[12:])  # a row is gone in front, the index at the end is whole
+    path.write_bytes(good[12:])  # a row is gone in front, the index at the end is whole
     with pytest.raises(DamageError, match="not there"):
         ShardFile(path, layout, 4)
 
@@ -298,15 +260,13 @@ def test_a_flip_of_any_byte_of_a_compressed_chunk_is_found(tmp_path: Path) -> No
         bad[position] ^= 0x10
         path.write_bytes(bad)
         array = ShardedArray(ShardFolder(tmp_path), layout)
-        for read, rows in ((array.__getitem__, 2), (array.take, [0, 2])):
-            with pytest.raises(DamageError, match="chunk 2 "):
-                read(rows)
+        with pytest.raises(DamageError, match="chunk 2 "):
+            array.take([0, 2])
         np.testing.assert_array_equal(array[1], values[1])  # the neighbours are whole
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("codec", "way"), [("zstd", "window"), *(("none", way) for way in WAYS)])
 @pytest.mark.parametrize("empty", [0, 3])
-@pytest.mark.parametrize("way", WAYS)
 def test_a_shard_with_a_dropped_chunk_is_read_right(
     codec: str, empty: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

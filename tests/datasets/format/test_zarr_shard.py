@@ -9,8 +9,6 @@ import pytest
 import zarr
 from making import ARRAY_LAYOUTS, array_values, crc32c, small_array, write_array, write_array_with_zarr
 
-from leandit.datasets.disk.files import write_atomic
-from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.format.zarr_shard import ArrayLayout, RowRange, pack_shard
 
 
@@ -34,10 +32,7 @@ def test_zarr_reads_a_grown_array_through_its_gaps(tmp_path: Path) -> None:
     # Shard 1 ends early, shard 3 holds one row, and shard 2 is missing: zarr gives the fill value in their place.
     layout = small_array("zstd", rows=6).grown(RowRange(2, 12, 13)).grown(RowRange(3, 16, 24))
     values = array_values(layout)
-    write_atomic(tmp_path / "a/zarr.json", canonical_json(layout.metadata()))
-    for shard in layout.shards.tolist():
-        rows = layout.rows_of(shard)
-        write_atomic(tmp_path / layout.shard_path(shard), pack_shard(layout, values[rows.start : rows.stop]))
+    write_array(tmp_path, layout, values)
     found = np.asarray(zarr.open_array(tmp_path / "a", mode="r")[:])
     exists = layout.has_rows(np.arange(24))
     assert (found.shape, layout.shards.tolist()) == (values.shape, [0, 1, 3, 4, 5])
