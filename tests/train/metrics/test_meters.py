@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 from fake_cuda import RefuseWaits
 from making import CPU, train_recipe
@@ -20,7 +20,6 @@ from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.tools.terminal.progress import train_note
 from leandit.train.config import load
-from leandit.train.loop import StopRequest, train
 from leandit.train.metrics.flops import example_conditioning, forward_flops, meta_model
 from leandit.train.metrics.history import StepReport
 from leandit.train.metrics.meter import NUM_BANDS, Meter
@@ -107,33 +106,26 @@ def test_a_report_of_a_gpu_has_the_times_of_the_device_and_waits_at_its_end_alon
     (figures,) = meter.flush(due=False, at_once=False)
     assert (figures.step, figures.seconds_per_step, figures.images_per_second) == (2, 2.5, 1.6)
     assert (figures.gpu_busy_share, figures.memory_gib) == (2 / 5, 2.0)
-    assert figures.mfu == pytest.approx(it.flops * 1.6 / 1e12)
     assert [figures.step for figures in meter.flush(due=True, at_once=True)] == [4]
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 77, 300])
-def test_flops_of_any_caption_length_follow_from_two(tokens: int) -> None:
-    for name in ("pixart-tiny", "sana-tiny"):
-        spec = planned("demo", f"model.name={name}").spec
+@pytest.mark.parametrize("name", ["pixart-tiny", "sana-tiny"])
+def test_flops_of_any_caption_length_follow_from_two(name: str) -> None:
+    spec = planned("demo", f"model.name={name}").spec
+    for tokens in (1, 300):
         with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device("meta"):
             meta_model(spec)(torch.empty(1, 4, 16, 8), torch.empty(1), example_conditioning(spec, 1, tokens, (16, 8)))
         assert forward_flops(spec, (16, 8), tokens) == counter.get_total_flops()
 
 
-# ------------------------------------------------------------------------------------------------------ what is written
-
-
-def run_to(recipe: Any, store: Path, run: Path) -> list[StepReport]:
-    seen: list[StepReport] = []
-    train(recipe, store_path=store, run=run, device=CPU, report=seen.append, stop=StopRequest())
-    return seen
+def run_to(store: LatentStore, run: Path, *overrides: str) -> list[StepReport]:
+    return runs.run_to(train_recipe("dit-s-4", *overrides), store, run)
 
 
 def test_tensorboard_has_every_figure_that_is_known(label_store: LatentStore, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    overrides = ["data.holdout=0.4", "run.evaluate_every=4", "run.log_every=5"]
-    seen = run_to(train_recipe("dit-s-4", *overrides), label_store.path, tmp_path / "run")
+    seen = run_to(label_store, tmp_path / "run", "data.holdout=0.4", "run.evaluate_every=4", "run.log_every=5")
     assert [line.step for line in seen] == [3, 4, 5, 6]  # a checkpoint, an evaluation, a line, the end
     first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
     assert (first["mfu"], first["gpu_busy_share"], len(first["loss_by_time"])) == (None, None, NUM_BANDS)
@@ -162,18 +154,14 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("offline")
 def test_wandb_is_told_and_goes_on_with_the_run_it_began(label_store: LatentStore, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    run = tmp_path / "run"
-    ids = []
+    run, ids = tmp_path / "run", []
     for steps in (1, 2):
-        run_to(
-            train_recipe("dit-s-4", f"run.steps={steps}", "run.wandb=lean", "data.holdout=0.4"), label_store.path, run
-        )
+        run_to(label_store, run, f"run.steps={steps}", "run.wandb=lean", "data.holdout=0.4")
         ids.append((run / "wandb_id").read_text())
     assert ids[0] == ids[1]
     folders = sorted((run / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
-    # Two of one second differ by a number at the end.
-    assert all(re.fullmatch(rf"offline-run-\d+_\d+-{ids[0]}(-\d+)?", folder.name) for folder in folders)
+    assert all(ids[0] in folder.name for folder in folders)
     written = b"".join(path.read_bytes() for folder in folders for path in folder.glob("*.wandb"))
     assert b"tokens_per_second" in written
     assert b"held_out/averaged_loss_by_time/0.4375" in written
@@ -185,7 +173,7 @@ def test_without_wandb_the_error_says_what_to_do(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
     with pytest.raises(RecipeError, match="extra 'wandb'"):
-        run_to(train_recipe("dit-s-4", "run.wandb=lean"), label_store.path, tmp_path / "run")
+        run_to(label_store, tmp_path / "run", "run.wandb=lean")
     assert not (tmp_path / "run").exists()
 
 
@@ -200,4 +188,4 @@ def test_what_wandb_refuses_is_an_error_of_the_run(
 
     monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
     with pytest.raises(RunError, match="wandb login"):
-        run_to(train_recipe("dit-s-4", "run.wandb=lean"), label_store.path, tmp_path / "run")
+        run_to(label_store, tmp_path / "run", "run.wandb=lean")

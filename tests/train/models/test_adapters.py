@@ -17,19 +17,17 @@ from leandit.train.models.diffusers import pixart, sana, sd3
 from leandit.train.models.diffusers.adapters import DOWN, UP, adapter_shapes, narrow_frozen, trained_parameters
 from leandit.train.models.spec import AdapterSpec, ModelSpec, TextInput
 
+PLAIN = ModelSpec(name="", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
 SPECS = {
-    family: ModelSpec(
-        name=f"{family}-tiny",
-        channels=4,
-        out_channels=4,
-        num_classes=0,
-        caption_width=6,
-        base_size=8,
-        adapter=AdapterSpec(rank=2, alpha=2, targets=FAMILIES[family].adapted),
+    family: PLAIN.model_copy(
+        update={
+            "name": f"{family}-tiny",
+            "adapter": AdapterSpec(rank=2, alpha=2, targets=FAMILIES[family].adapted),
+            "texts": (TextInput(name="", tokens=5, width=6, pooled_width=7),) if family == "sd3" else (),
+        }
     )
     for family in ("pixart", "sana", "sd3")
 }
-SPECS["sd3"] = SPECS["sd3"].model_copy(update={"texts": (TextInput(name="", tokens=5, width=6, pooled_width=7),)})
 
 
 @pytest.fixture(autouse=True)
@@ -72,10 +70,7 @@ def test_blocks_with_adapters_compile_whole_and_to_two_graphs(family: str, monke
         graphs.append(graph)
         return graph.forward
 
-    def compiled(forward: Any, **how: bool) -> Any:
-        return compile_by(forward, backend=keep, **how)
-
-    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: compile_by(forward, backend=keep, **how))
     torch._dynamo.reset()
     plain, model = build_model(SPECS[family], seed=0), build_model(SPECS[family], seed=0)
     with torch._dynamo.config.patch({"recompile_limit": 8, "accumulated_recompile_limit": 256, "optimize_ddp": True}):
@@ -100,9 +95,8 @@ def test_frozen_layers_of_16_bits_give_the_same_numbers_and_those_of_8_bits_near
         with torch.autocast("cpu", torch.bfloat16):
             outputs[kind] = model(*inputs(family))
         outputs[kind].float().square().mean().backward()
-        gradients[kind] = torch.cat(
-            [p.grad.flatten() for p in trained_parameters(model).values() if p.grad is not None]
-        )
+        found = [p.grad.flatten() for p in trained_parameters(model).values() if p.grad is not None]
+        gradients[kind] = torch.cat(found)
         layers = [module for block in model.blocks for module in block.modules() if isinstance(module, torch.nn.Linear)]
         weights: list[Any] = [layer.weight for layer in layers if not layer.weight.requires_grad]
         frozen_bytes[kind] = sum(weight.qdata.nbytes if kind == "int8" else weight.nbytes for weight in weights)

@@ -121,48 +121,16 @@ def test_loss_and_gradients_are_those_of_diffusers_trainers(
         torch.testing.assert_close(parameter.grad, wanted_gradient, rtol=1e-4, atol=1e-6)
     for residual in ("float32", "bf16"):
         ours.residual, streams = residual, set[torch.dtype]()
+
+        def look(_: Any, __: Any, tokens: Any, seen: set[torch.dtype] = streams) -> None:
+            seen.update(one.dtype for one in (tokens if isinstance(tokens, tuple) else (tokens,)) if one is not None)
+
         for block in ours.blocks:
-            block.register_forward_hook(
-                lambda _, inputs, tokens, seen=streams: (
-                    seen.update(t.dtype for t in tokens if t is not None)
-                    if isinstance(tokens, tuple)
-                    else seen.add(tokens.dtype)
-                )
-            )
+            block.register_forward_hook(look)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             rounded = ours(noisy, TIMES, given)
         assert streams == {torch.bfloat16 if residual == "bf16" else torch.float32}
         assert (rounded - output).norm() < 0.05 * output.norm()
-
-
-@pytest.mark.parametrize(
-    ("name", "channels", "caption_width", "pooled_width", "millions"),
-    [
-        ("flux1-dev", 16, 4096, 768, 11901.4),
-        ("flux1-schnell", 16, 4096, 768, 11891.2),
-        ("flux2-klein-4b", 128, 7680, 0, 3875.5),
-        ("flux2-klein-9b", 128, 12288, 0, 9078.6),
-        ("flux2-dev", 128, 15360, 0, 32223.3),
-        ("qwen-image", 16, 3584, 0, 20430.4),
-        ("z-image", 16, 2560, 0, 6154.9),
-    ],
-)
-def test_published_sizes_have_their_number_of_parameters(
-    name: str, channels: int, caption_width: int, pooled_width: int, millions: float
-) -> None:
-    texts = (TextInput(name="t", tokens=8, width=caption_width, pooled_width=pooled_width),)
-    sizes = {"channels": channels, "out_channels": channels, "caption_width": caption_width}
-    reads = {"texts": texts} if name.startswith("flux") else {}
-    with torch.device("meta"):
-        model = build_model(BASE.model_copy(update={"name": name, **sizes, **reads}), seed=0)
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=1e-4)
-
-
-@pytest.mark.parametrize("family", SPECS)
-def test_a_new_model_gives_zero(family: str) -> None:
-    model = build_model(SPECS[family], seed=0)
-    x = torch.randn(3, 4, 8, 12)
-    assert not model(x, TIMES, conditioning(SPECS[family])).any()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +146,6 @@ def test_few_graphs_serve_all_sizes(family: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, **{**how, "backend": counted}))
     torch._dynamo.reset()
     plain, model = (shake(build_model(SPECS[family], seed=0)) for _ in range(2))
-    model.load_state_dict(plain.state_dict())
     compile_blocks(model.blocks)
     for size in ((8, 8), (8, 12), (16, 4)):
         for lengths in (RAGGED, (5, 70, 33)):

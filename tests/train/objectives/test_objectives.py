@@ -50,11 +50,8 @@ def numpy_schedule() -> dict[str, np.ndarray]:
 def test_the_velocity_is_noise_minus_data(data: tuple[Tensor, Tensor]) -> None:
     x, noise = data
     t = torch.linspace(0, 1, len(x))
-    loss = loss_of(FLOW, noise - x, x, noise, t)
-    assert loss.shape == (len(x),)
-    assert loss.abs().max() == 0
+    assert loss_of(FLOW, noise - x, x, noise, t).tolist() == [0.0] * len(x)
     torch.testing.assert_close(loss_of(FLOW, 0 * x, x, noise, t), (noise - x).square().mean((1, 2, 3)))
-    assert loss_of(FLOW, x - noise, x, noise, t).min() > 1
 
 
 def test_ddpm_noises_with_the_cumulative_schedule(data: tuple[Tensor, Tensor]) -> None:
@@ -71,9 +68,8 @@ def test_the_ddpm_loss_is_noise_error_plus_the_bound(data: tuple[Tensor, Tensor]
     x, noise = data
     generator = torch.Generator().manual_seed(1)
     steps = [0, 1, 20, 500, 999]
-    output = torch.cat(
-        [noise + 0.1 * torch.randn(SHAPE, generator=generator), torch.rand(SHAPE, generator=generator)], 1
-    )
+    predicted = noise + 0.1 * torch.randn(SHAPE, generator=generator)
+    output = torch.cat([predicted, torch.rand(SHAPE, generator=generator)], 1)
     got = loss_of(DDPM, output, x, noise, torch.tensor(steps).float())
 
     s, wanted = numpy_schedule(), []
@@ -112,46 +108,15 @@ def test_the_bound_does_not_move_the_predicted_noise(data: tuple[Tensor, Tensor]
 
 def test_the_schedule_is_the_published_one() -> None:
     ours, s = ddpm_schedule(CPU), numpy_schedule()
-    assert ddpm_schedule(torch.device("cpu")) is ours, "the tables are made once"
-    np.testing.assert_allclose(ours["noise_share"], np.sqrt(1 - s["alpha_bar"]), rtol=1e-7)
-    np.testing.assert_allclose(ours["signal"], np.sqrt(s["alpha_bar"]), rtol=1e-7)
-    np.testing.assert_allclose(ours["snr"], s["alpha_bar"] / (1 - s["alpha_bar"]), rtol=1e-7)
-    np.testing.assert_allclose(ours["alpha_bar"], s["alpha_bar"], rtol=1e-5)
-    np.testing.assert_allclose(ours["log_beta"], np.log(s["beta"]), rtol=1e-5)
-    np.testing.assert_allclose(ours["log_posterior"], np.log(s["posterior"]), rtol=1e-5)
-    np.testing.assert_allclose(ours["mean_x"], np.sqrt(s["before"]) * s["beta"] / (1 - s["alpha_bar"]), rtol=1e-5)
     mean_x_t = np.sqrt(s["alpha"]) * (1 - s["before"]) / (1 - s["alpha_bar"])
-    np.testing.assert_allclose(ours["mean_x_t"], mean_x_t, rtol=1e-5, atol=1e-12)
+    expected = {"noise_share": np.sqrt(1 - s["alpha_bar"]), "signal": np.sqrt(s["alpha_bar"]), "mean_x_t": mean_x_t}
+    expected |= {"snr": s["alpha_bar"] / (1 - s["alpha_bar"]), "alpha_bar": s["alpha_bar"]}
+    expected |= {"log_beta": np.log(s["beta"]), "log_posterior": np.log(s["posterior"])}
+    expected |= {"mean_x": np.sqrt(s["before"]) * s["beta"] / (1 - s["alpha_bar"])}
+    for name, values in expected.items():
+        rtol = 1e-7 if name in ("noise_share", "signal", "snr") else 1e-5
+        np.testing.assert_allclose(ours[name], values, rtol=rtol, atol=1e-12, err_msg=name)
     assert ours["alpha_bar"][-1] == pytest.approx(4.0358e-5, rel=1e-3)  # Ho et al.: the end is almost pure noise
-
-
-@pytest.mark.parametrize(
-    ("section", "low", "high"),
-    [
-        (DDPM, 0, 999),
-        (ObjectiveSection(kind="flow", time="uniform"), 0, 1),
-        (ObjectiveSection(kind="flow", time="logit_normal"), 0, 1),
-        (ObjectiveSection(kind="flow", time="uniform", shift=3.0), 0, 1),
-    ],
-)
-def test_times_stay_in_range_and_fill_it(section: ObjectiveSection, low: float, high: float) -> None:
-    times = draw_times(section, 50_000, torch.Generator().manual_seed(0))
-    assert times.dtype == torch.float32
-    assert low <= times.min() < low + 0.05 * (high - low)
-    assert high - 0.05 * (high - low) < times.max() <= high
-    if section.kind == "ddpm":
-        assert set(times.tolist()) == set(range(1000))
-
-
-@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0])
-def test_shift_moves_times_by_its_formula(shift: float) -> None:
-    plain = draw_times(ObjectiveSection(kind="flow", time="uniform"), 1000, torch.Generator().manual_seed(0))
-    shifted = draw_times(
-        ObjectiveSection(kind="flow", time="uniform", shift=shift), 1000, torch.Generator().manual_seed(0)
-    )
-    torch.testing.assert_close(shifted, shift * plain / (1 + (shift - 1) * plain))
-    if shift > 1:
-        assert (shifted > plain).float().mean() > 0.99  # towards noise
 
 
 def ddpm_section(predict: str = "epsilon", variance: str = "fixed", gamma: float = 0.0) -> ObjectiveSection:
@@ -189,17 +154,20 @@ def test_the_variance_learns_the_same_with_every_prediction_and_weight(data: tup
         torch.testing.assert_close(other, gradients[0], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("key", [{"predict": "v"}, {"variance": "fixed"}, {"min_snr_gamma": 5.0}])
-def test_keys_of_ddpm_are_refused_for_flow(key: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="keys of kind"):
-        ObjectiveSection.model_validate({"kind": "flow", **key})
+def test_times_of_ddpm_are_all_steps_and_those_of_flow_uniform_or_logit_normal_as_the_recipe_says() -> None:
+    def times(count: int = 100_000, **how: object) -> Tensor:
+        return draw_times(ObjectiveSection.model_validate(how), count, torch.Generator().manual_seed(0))
 
-
-def test_logit_normal_times_have_the_mean_and_deviation_of_the_recipe() -> None:
-    for section, mean, std in ((FLOW, 0, 1), (ObjectiveSection(kind="flow", time_mean=-0.5, time_std=0.7), -0.5, 0.7)):
-        logits = draw_times(section, 100_000, torch.Generator().manual_seed(0)).logit()
-        assert logits.mean() == pytest.approx(mean, abs=0.02)
-        assert logits.std() == pytest.approx(std, abs=0.02)
+    assert set(times(kind="ddpm").tolist()) == set(range(1000))
+    uniform = times(kind="flow", time="uniform")
+    assert torch.histc(uniform, 10, 0, 1).tolist() == pytest.approx([10_000] * 10, rel=0.05)
+    for how, mean, std in (({}, 0, 1), ({"time_mean": -0.5, "time_std": 0.7}, -0.5, 0.7)):
+        logits = times(kind="flow", **how).logit()
+        assert (logits.mean(), logits.std()) == (pytest.approx(mean, abs=0.02), pytest.approx(std, abs=0.02))
+    for shift in (0.5, 3.0):
+        shifted = times(kind="flow", time="uniform", shift=shift)
+        torch.testing.assert_close(shifted, shift * uniform / (1 + (shift - 1) * uniform))
+    assert (shifted > uniform).float().mean() > 0.99  # towards noise
 
 
 def test_the_direction_is_compared_over_the_channels_of_each_place(data: tuple[Tensor, Tensor]) -> None:
@@ -216,14 +184,13 @@ def test_the_direction_is_compared_over_the_channels_of_each_place(data: tuple[T
     assert direction_error(x, 7 * x).abs().max() < 1e-6
     with pytest.raises(ValidationError, match="has no velocity"):
         ObjectiveSection(kind="ddpm", cosine_weight=0.1)
+    with pytest.raises(ValidationError, match="keys of kind"):
+        ObjectiveSection(kind="flow", min_snr_gamma=5.0)
 
 
 def test_draws_of_an_image_depend_neither_on_its_rank_nor_on_what_a_recipe_adds() -> None:
     how = {"seed": 3, "step": 5, "device": CPU}
-    shape, more = (
-        (4, 4, 4),
-        {"class_noise": ("normal", (6,)), "token_order": ("uniform", (16,)), "less": ("uniform", ())},
-    )
+    shape, more = (4, 4, 4), {"class_noise": ("normal", (6,)), "order": ("uniform", (16,)), "less": ("uniform", ())}
     plain = draw(FLOW, shape, {}, rows=slice(3, 30), **how)
     whole = draw(FLOW, shape, more, rows=slice(3, 30), **how)
     part = draw(FLOW, shape, more, rows=slice(20, 22), **how)

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
 from leandit.train.config import OptimizerSection
+from leandit.train.models.build import build_model
 from leandit.train.models.dit import SIZES
+from leandit.train.models.spec import ModelSpec
 from leandit.train.optim import came
 from leandit.train.optim.build import build_optimizer, parameter_groups, set_learning_rate
 from leandit.train.optim.came import Came
@@ -34,21 +36,15 @@ class Tiny(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(5, 16)
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "fc": nn.Linear(16, 256),
-                    "proj": nn.Linear(256, 16, bias=False),
-                    "adaLN_modulation": nn.Sequential(nn.SiLU(), nn.Linear(16, 16)),
-                    "norm": nn.LayerNorm(16),
-                }
-            )
-            for _ in range(2)
-        )
+        self.blocks = nn.ModuleList(nn.ModuleDict(self._layers()) for _ in range(2))
         self.conv = nn.Conv2d(16, 8, 1)
         self.deep = nn.Conv2d(8, 8, 3, groups=8, padding=1)
         self.table = nn.Parameter(torch.randn(6, 16))
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def _layers(self) -> dict[str, nn.Module]:
+        layers = {"fc": nn.Linear(16, 256), "proj": nn.Linear(256, 16, bias=False), "norm": nn.LayerNorm(16)}
+        return {**layers, "adaLN_modulation": nn.Sequential(nn.SiLU(), nn.Linear(16, 16))}
 
     def forward(self, index: Tensor) -> Tensor:
         x = self.embedding(index) + self.table[0]
@@ -77,35 +73,12 @@ def test_the_state_of_a_fresh_optimizer_has_the_names_and_shapes_of_a_used_one_a
     fresh, used = Tiny(), Tiny()
     optimizers = [build_optimizer(section(name, decay_all=False), model) for model in (fresh, used)]
     steps(used, optimizers[1], 0, 1)
-    of_fresh, of_used = optimizer_state(fresh, optimizers[0]), optimizer_state(used, optimizers[1])
-    assert {key: (t.shape, t.dtype) for key, t in of_fresh.items()} == {
-        key: (t.shape, t.dtype) for key, t in of_used.items()
-    }
-    assert not any(key.startswith("frozen") for key in of_fresh)
-    assert not any(tensor.any() for key, tensor in of_fresh.items() if not key.endswith(".codes"))
+    states = [optimizer_state(model, optimizer) for model, optimizer in zip((fresh, used), optimizers, strict=True)]
+    shapes = [{key: (t.shape, t.dtype) for key, t in state.items()} for state in states]
+    assert shapes[0] == shapes[1]
+    assert not any(key.startswith("frozen") for key in states[0])
+    assert not any(tensor.any() for key, tensor in states[0].items() if not key.endswith(".codes"))
     assert all(torch.equal(p, fresh.get_parameter(n)) for n, p in Tiny().named_parameters())
-
-
-def test_fused_adamw_is_the_papers() -> None:
-    model, plain = Tiny(), Tiny().double()
-    optimizer = build_optimizer(section("adamw"), model)
-    assert optimizer.param_groups[0]["fused"] is True
-    first = {n: torch.zeros_like(p) for n, p in plain.named_parameters()}
-    second = {n: torch.zeros_like(p) for n, p in plain.named_parameters()}
-    for step in range(1, 4):
-        for n, p in plain.named_parameters():
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).double()
-            model.get_parameter(n).grad = p.grad.float()
-        optimizer.step()
-        for n, p in plain.named_parameters():
-            if n != "frozen":  # Loshchilov and Hutter 2019, algorithm 2
-                assert p.grad is not None
-                first[n] = 0.9 * first[n] + 0.1 * p.grad
-                second[n] = 0.999 * second[n] + 0.001 * p.grad**2
-                step_of = (first[n] / (1 - 0.9**step)) / ((second[n] / (1 - 0.999**step)).sqrt() + 1e-8)
-                p.data -= 1e-2 * (step_of + 0.1 * p)
-    for n, p in plain.named_parameters():
-        torch.testing.assert_close(model.get_parameter(n), p.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_eight_bit_adamw_follows_adamw_with_moments_of_eight_bits() -> None:
@@ -139,12 +112,14 @@ def test_eight_bit_moments_become_numbers_and_back_within_their_rounding() -> No
             assert (numbers[key] - before[key]).abs().max() <= bound * value.abs().max()
 
 
-def test_a_missing_package_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_what_to_do_and_came_needs_three_betas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.delitem(sys.modules, "torchao.optim", raising=False)
     monkeypatch.delitem(sys.modules, "leandit.train.optim.adamw8bit", raising=False)
     with pytest.raises(RecipeError, match=r"torchao.*extra 'optimizers'"):
         build_optimizer(section("adamw8bit"), Tiny())
+    with pytest.raises(RecipeError, match="needs three"):
+        train_recipe("dit-s-4", "optimizer.name=came", "optimizer.betas=[0.9, 0.99]")
 
 
 def test_came_is_the_librarys_where_both_factor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,10 +132,9 @@ def test_came_is_the_librarys_where_both_factor(monkeypatch: pytest.MonkeyPatch)
     reference = CAME([p for p in theirs.parameters() if p.ndim < 4], **options, foreach=False)  # type: ignore
     for step in range(5):
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            one.grad = (
-                torch.randn(one.shape, generator=torch.Generator().manual_seed(step)) if one.requires_grad else None
-            )
-            other.grad = one.grad.clone() if one.grad is not None else None
+            if one.requires_grad:
+                one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
+                other.grad = one.grad.clone()
         optimizer.step()
         reference.step()
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -211,10 +185,7 @@ def test_muon_is_torchs(shape: tuple[int, int]) -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_the_matrices_of_the_models_are_those_of_attention_and_mlp() -> None:
-    from leandit.train.models.build import build_model
-    from leandit.train.models.spec import ModelSpec
-
+def test_the_matrices_of_a_dit_are_those_of_attention_and_mlp() -> None:
     spec = ModelSpec(name="DiT-S/4", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
     model = build_model(spec, seed=0)
     matrices = hidden_matrices(model)
@@ -239,18 +210,11 @@ def test_biases_norms_embeddings_and_tables_decay_unless_they_are_excluded() -> 
     assert decays == {*layers, "conv.weight", "deep.weight"}
 
 
-def test_came_needs_three_betas() -> None:
-    with pytest.raises(RecipeError, match="needs three"):
-        train_recipe("dit-s-4", "optimizer.name=came", "optimizer.betas=[0.9, 0.99]")
-    assert section("muon", betas=[0.9, 0.99]).betas == [0.9, 0.99]
-
-
 @pytest.mark.parametrize("name", ["adamw8bit", "came", "muon"])
 def test_a_run_resumes_with_every_optimizer_to_the_bit(
     name: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SIZES, "S", (2, 64, 2))
-
     for run, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
         overrides = (f"run.steps={steps}", f"optimizer.name={name}", "run.checkpoint_every=2")
         run_to(train_recipe("dit-s-4", *overrides), label_store, tmp_path / run)
@@ -258,9 +222,7 @@ def test_a_run_resumes_with_every_optimizer_to_the_bit(
 
 
 def test_optimizers_and_averages_of_a_sharded_model_are_those_of_a_whole_one(tmp_path: Path) -> None:
-    script = SUPPORT / "sharded_ranks.py"
-    commands = [[script, rank, tmp_path / "meeting", *NAMES] for rank in (0, 1)]
-    ranks = [ForkedPython(command, stderr=subprocess.PIPE) for command in commands]
-    for rank in ranks:
+    command = [SUPPORT / "sharded_ranks.py", tmp_path / "meeting", *NAMES]
+    for rank in [ForkedPython([command[0], number, *command[1:]], stderr=subprocess.PIPE) for number in (0, 1)]:
         _, said = rank.communicate(timeout=200)
         assert rank.returncode == 0, said

@@ -21,6 +21,7 @@ from leandit.train.parallel.deepspeed_config import config_for_deepspeed, drop_u
 
 RECIPE = train_recipe("dit-s-4", "run.grad_clip=0.5", "run.microbatch=2")
 DOCS = ROOT / "docs"
+FOUR_PARTS = {"gradient_accumulation_steps": 4}
 
 
 def file(config: dict[str, Any]) -> dict[str, Any]:
@@ -63,9 +64,9 @@ def test_what_is_auto_missing_or_null_comes_from_the_recipe_and_weights_stay_flo
         ({"gradient_clipping": 1.0}, "run.grad_clip", 1.0),
         ({"train_batch_size": 64}, "run.global_batch", 64),
         ({"train_micro_batch_size_per_gpu": 4}, "run.microbatch", 4),
-        ({"gradient_accumulation_steps": 4}, "run.microbatch", 1),  # 8 images, 2 ranks
-        ({"gradient_accumulation_steps": 4, "train_batch_size": 32}, "run.microbatch", 4),
-        ({"gradient_accumulation_steps": 4, "train_micro_batch_size_per_gpu": 3}, "run.global_batch", 24),
+        (FOUR_PARTS, "run.microbatch", 1),  # 8 images, 2 ranks
+        (FOUR_PARTS | {"train_batch_size": 32}, "run.microbatch", 4),
+        (FOUR_PARTS | {"train_micro_batch_size_per_gpu": 3}, "run.global_batch", 24),
         ({"fp16": {"enabled": True}}, "run.precision", "fp16"),
         ({"bf16": {"enabled": True}}, "run.precision", "bf16"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "run.precision", "fp16"),
@@ -85,13 +86,18 @@ def test_where_they_differ_the_file_holds_and_the_table_says_so(config: dict[str
     assert merge(file(config), merged, 2) == (merged, [])
 
 
+def test_a_disabled_precision_asks_for_float32_and_what_would_change_adamw_is_said_to_be_unused() -> None:
+    merged, (_, row) = both({"bf16": {"enabled": False}}, "run.precision=bf16")
+    assert (merged.run.precision, row.split()) == ("fp32", ["run.precision", "bf16", "fp32"])
+    assert both({"fp16": {"enabled": False}}, "run.precision=bf16")[0].run.precision == "bf16"
+    _, table = both({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False}}})
+    assert any("optimizer.params.adam_w_mode" in line and "it is torch's AdamW" in line for line in table)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4},
-            "64 is not 4",
-        ),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, **FOUR_PARTS}, "64 is not 4"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0, expected a whole number"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16 and fp16 are both enabled"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer 'lamb' with DeepSpeed: expected 'adamw'"),
@@ -108,19 +114,12 @@ def test_what_cannot_be_merged_is_refused_by_its_key(config: dict[str, Any], wor
         both(config)
 
 
-def test_what_would_make_another_optimizer_of_adamw_is_said_to_be_unused() -> None:
-    _, table = both({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False}}})
-    assert any("optimizer.params.adam_w_mode" in line and "it is torch's AdamW" in line for line in table)
-
-
-def test_a_file_that_disables_the_recipes_precision_asks_for_float32() -> None:
-    merged, (_, row) = both({"bf16": {"enabled": False}}, "run.precision=bf16")
-    assert merged.run.precision == "fp32"
-    assert row.split() == ["run.precision", "bf16", "fp32"]
-    assert both({"fp16": {"enabled": False}}, "run.precision=bf16")[0].run.precision == "bf16"
-
-
-def test_the_config_of_a_guide_is_read_as_it_is() -> None:
+def test_the_configs_of_the_documentation_are_read_as_they_are() -> None:
+    sample = read_config(str(DOCS / "ds-zero-2.json"))
+    assert not list(drop_unknown(sample))
+    for precision in ("fp32", "bf16", "fp16"):
+        recipe = train_recipe("dit-s-4", f"run.precision={precision}")
+        assert merge(sample, recipe, 2) == (recipe, [])
     path = str(DOCS / "ds-stable-diffusion.json")
     config = read_config(path)
     (line,) = drop_unknown(config)
@@ -133,14 +132,6 @@ def test_the_config_of_a_guide_is_read_as_it_is() -> None:
         assert any(key in line and "not used" in line for line in table)
 
 
-def test_the_sample_is_a_config_for_every_precision() -> None:
-    config = read_config(str(DOCS / "ds-zero-2.json"))
-    assert not list(drop_unknown(config))
-    for precision in ("fp32", "bf16", "fp16"):
-        recipe = train_recipe("dit-s-4", f"run.precision={precision}")
-        assert merge(config, recipe, 2) == (recipe, [])
-
-
 def test_a_dry_run_shows_the_recipe_as_the_file_changes_it_and_what_cannot_run(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"gradient_clipping": 0.25, "zero_optimization": {"stage": 2}, "steps_per_prints": 1}')
@@ -150,11 +141,8 @@ def test_a_dry_run_shows_the_recipe_as_the_file_changes_it_and_what_cannot_run(t
     table = lines[lines.index("[parallel]") :]
     assert ["#", "run.grad_clip", "1.0", "0.25"] in [line.split() for line in table]
     assert any("no key 'steps_per_prints'" in line for line in table)
-    assert not any("cannot run yet" in line for line in table)
-    text = describe_train(
-        train_recipe("dit-s-4", f"parallel.deepspeed_config={path}", "parallel.strategy=ddp"), None, CPU
-    )
-    assert "\ngrad_clip = 0.25\n" in text
+    other = train_recipe("dit-s-4", f"parallel.deepspeed_config={path}", "parallel.strategy=ddp")
+    text = describe_train(other, None, CPU)
     assert re.search(r"\ncannot run yet +parallel\.strategy 'ddp': there is only one rank", text)
 
 

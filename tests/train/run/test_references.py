@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from making import COMPANIONS, CPU, caption_recipe, make_companion_folder, no_progress, train_recipe
-from runs import run_to
+from runs import bits, run_to
 from stores import small_shards
 
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
@@ -23,14 +24,8 @@ from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.step import prepare
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
-EDITS = (
-    "model.reference=edit",
-    "schedule.kind=constant",
-    "run.steps=2",
-    "run.checkpoint_every=1",
-    "data.holdout=0.3",
-    "run.evaluate_every=1",
-)
+EDITS = ("model.reference=edit", "schedule.kind=constant", "run.steps=2", "run.checkpoint_every=1")
+EDITS += ("data.holdout=0.3", "run.evaluate_every=1")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +39,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
 
 
 def go(store: LatentStore, run: Path, *settings: str) -> Path:
-    recipe = train_recipe("qwen-image-tiny", *EDITS, *settings)
-    run_to(recipe, store, run)
+    run_to(train_recipe("qwen-image-tiny", *EDITS, *settings), store, run)
     return run
 
 
@@ -61,16 +55,12 @@ def test_a_run_reads_the_companion_resumes_and_draws_with_it(store: LatentStore,
     go(store, tmp_path / "parts", "run.steps=1")
     for name in ("parts", "whole"):
         go(store, tmp_path / name)
-    files = [tmp_path / f"{name}/checkpoint-2/model.safetensors" for name in ("parts", "whole")]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    assert bits(tmp_path / "parts", 2) == bits(tmp_path / "whole", 2)
     snapshot = load_snapshot(tmp_path / "whole", CPU)
     assert snapshot.spec.reference == "edit"
-    one = images.conditioning._replace(reference=reference + 1)
-    drawn = [
-        draw_latents(snapshot, given, size=tuple(reference.shape[2:]), seed=0, solver=Solver(steps=2))  # pyright: ignore
-        for given in (images.conditioning, one)
-    ]
-    assert not torch.equal(*drawn)
+    how: Any = {"size": tuple(reference.shape[2:]), "seed": 0, "solver": Solver(steps=2)}  # pyright: ignore
+    other = images.conditioning._replace(reference=reference + 1)
+    assert not torch.equal(draw_latents(snapshot, images.conditioning, **how), draw_latents(snapshot, other, **how))
     with pytest.raises(RecipeError, match=r"edits the companion 'edit'.*leandit export"):
         sample_grid(tmp_path / "whole", SampleRequest(), out=tmp_path / "out", device=CPU)
 
@@ -86,9 +76,7 @@ def test_a_plan_counts_the_companion_that_is_read_alone(store: LatentStore) -> N
     ("model", "settings", "error", "message"),
     [
         ("qwen-image-tiny", ["model.reference=before"], RunError, "no companion image 'before', available: copy"),
-        ("qwen-image-tiny", ["model.reference=mask"], RunError, r"no companion image 'mask'"),
         ("z-image-tiny", ["model.reference=edit"], RecipeError, r"model 'z-image-tiny' takes none"),
-        ("dit-s-4", ["model.reference=edit"], RecipeError, r"model 'DiT-S/4' takes none"),
         ("qwen-image-tiny", ["model.reference=edit", "run.sample_every=1"], RecipeError, r"run\.sample_every"),
     ],
 )

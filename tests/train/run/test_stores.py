@@ -77,15 +77,9 @@ def run_to(
     recipe: TrainRecipe, run: str = "run", said: list[str] | None = None
 ) -> tuple[Outcome, list[tuple[int, str]]]:
     """Train; returns the store and the bucket of each step too."""
-    seen, take = list[tuple[int, str]](), loop.train_step
-
-    def step(state: Any, batch: Any) -> Any:
-        seen.append((batch.store, batch.bucket))
-        return take(state, batch)
-
+    seen, take, warn = list[tuple[int, str]](), loop.train_step, [].append if said is None else said.append
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", step)
-        warn = (said if said is not None else []).append
+        patch.setattr(loop, "train_step", lambda it, of: (seen.append((of.store, of.bucket)), take(it, of))[1])
         outcome = train(recipe, run=Path(run), device=CPU, report=lambda _: None, stop=StopRequest(), warn=warn)
     return outcome, seen
 
@@ -94,9 +88,6 @@ def assert_equal_bits(one: str, other: str, step: int) -> None:
     assert bits(Path(one), step) == bits(Path(other), step)
     states = [checkpoint.read(Path(f"{run}/checkpoint-{step}")).state for run in (one, other)]
     assert states[0] == states[1]
-
-
-# --- Shares and stages ------------------------------------------------------------------------------------------------
 
 
 def test_a_mixture_trains_with_exact_shares_and_each_part_at_its_own_pace(here: Path) -> None:
@@ -109,24 +100,25 @@ def test_a_mixture_trains_with_exact_shares_and_each_part_at_its_own_pace(here: 
     assert epochs == [0] * 6 + [1] * 6 + [2] * 2  # 24 records in batches of 4
 
 
-def test_stages_change_at_their_steps(here: Path) -> None:
-    outcome, seen = run_to(recipe_of(STAGES, "run.steps=9"))
+def test_stages_change_at_their_steps_and_their_snapshots_know_their_buckets(here: Path) -> None:
+    outcome, seen = run_to(recipe_of(STAGES, "run.steps=9", "run.checkpoint_every=1"))
     assert outcome.finished
     assert [bucket for _, bucket in seen[:4]] == ["32x32"] * 4
     assert Counter(store for store, _ in seen[4:7]) == {1: 1, 2: 2}
     assert seen[7:] == [(3, "64x64")] * 2
+    buckets = [checkpoint.read(Path(f"run/snapshot-{step}")).state["buckets"] for step in (4, 5, 7, 8)]
+    both = {"32x32": 24, "64x64": 10}
+    assert buckets == [{"32x32": 24}, both, both, {"64x64": 10}]
 
 
-@pytest.mark.parametrize(("first", "second"), [("32", "64"), ("64", "32")])
-def test_the_model_is_made_for_the_largest_images_whichever_stage_they_are_in(
-    first: str, second: str, here: Path
-) -> None:
+def test_the_model_is_made_for_the_largest_images_whichever_stage_they_are_in(here: Path) -> None:
     for side_px in (32, 64):
         make_store(Path(f"{side_px}"), {f"{side_px}x{side_px}": 8}, num_classes=3, resolution_px=side_px)
-    text = f'[[data.stages]]\nstore = "{first}"\nsteps = 1\n[[data.stages]]\nstore = "{second}"\n'
-    _, seen = run_to(recipe_of(text, "run.steps=2"))
-    assert {bucket for _, bucket in seen} == {"32x32", "64x64"}
-    assert json.loads(Path("run/run.json").read_text())["spec"]["base_size"] == 64 // 8
+    for first, second in (("32", "64"), ("64", "32")):
+        stages = f"data.stages=[{{store='{first}', steps=1}}, {{store='{second}'}}]"
+        _, seen = run_to(recipe_of("", stages, "run.steps=2"), f"run-{first}")
+        assert {bucket for _, bucket in seen} == {"32x32", "64x64"}
+        assert json.loads(Path(f"run-{first}/run.json").read_text())["spec"]["base_size"] == 64 // 8
 
 
 def test_one_store_in_the_recipe_is_as_on_the_command_line(here: Path) -> None:
@@ -136,18 +128,8 @@ def test_one_store_in_the_recipe_is_as_on_the_command_line(here: Path) -> None:
     assert_equal_bits("named", "given", 6)
 
 
-def test_the_snapshot_of_a_stage_knows_its_buckets(here: Path) -> None:
-    run_to(recipe_of(STAGES, "run.steps=9", "run.checkpoint_every=1"))
-    buckets = [checkpoint.read(Path(f"run/snapshot-{step}")).state["buckets"] for step in (4, 5, 7, 8)]
-    both = {"32x32": 24, "64x64": 10}
-    assert buckets == [{"32x32": 24}, both, both, {"64x64": 10}]
-
-
 def test_a_store_has_the_filter_that_stands_with_it_else_that_of_the_section(here: Path) -> None:
-    text = "[data]\nlabels = [0]\n" + MIXTURE + "labels = [1, 2]\n"
-    recipe = recipe_of(text, "run.steps=10")
-    assert [turn.section.labels for turn in recipe.turns(None)] == [[0], [1, 2]]
-    said: list[str] = []
+    recipe, said = recipe_of("[data]\nlabels = [0]\n" + MIXTURE + "labels = [1, 2]\n", "run.steps=10"), list[str]()
     run_to(recipe, said=said)
     counts = [Counter(LatentStore(name).record_columns(("label",))["label"].to_pylist()) for name in ("photos", "art")]
     assert [line.split(": ")[1] for line in said] == [
@@ -159,30 +141,17 @@ def test_a_store_has_the_filter_that_stands_with_it_else_that_of_the_section(her
 def test_a_resolved_recipe_is_read_back_as_it_was(here: Path) -> None:
     for text in ("[data]\nmax_aspect = 2.0\n" + MIXTURE, STAGES):
         recipe = recipe_of(text, "data.min_aspect=0.5")
-        assert [turn.section.min_aspect for turn in recipe.turns(None)] == [0.5] * len(recipe.turns(None))
+        assert {turn.section.min_aspect for turn in recipe.turns(None)} == {0.5}
         Path("again.toml").write_text(to_toml(recipe))
-        assert load("again.toml", []) == recipe
-        assert parse_recipe("dumped", TrainRecipe, recipe.model_dump()) == recipe
+        assert load("again.toml", []) == recipe == parse_recipe("dumped", TrainRecipe, recipe.model_dump())
         again = load("again.toml", ["data.min_aspect=0.7"])
         assert {turn.section.min_aspect for turn in again.turns(None)} == {0.7}
     recipe = recipe_of("[data]\nmin_score = 2.0\n" + MIXTURE.replace("weight", 'scores = "s.parquet"\nweight'))
     assert [turn.section.min_score for turn in recipe.turns(None)] == [2.0, 2.0]
 
 
-# --- Resuming ---------------------------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    pass
-
-
 @pytest.mark.parametrize(
-    ("text", "step"),
-    [
-        pytest.param(text, step, marks=[pytest.mark.slow] * ((text, step) not in {(MIXTURE, 3), (STAGES, 7)}))
-        for text in (MIXTURE, STAGES)
-        for step in (3, 4, 7)
-    ],
+    ("text", "step"), [(MIXTURE, 3), (STAGES, 7), *(pytest.param(STAGES, n, marks=pytest.mark.slow) for n in (3, 4))]
 )
 def test_a_run_that_was_killed_goes_on_bit_for_bit(
     text: str, step: int, here: Path, monkeypatch: pytest.MonkeyPatch
@@ -194,12 +163,12 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(
 
     def killed_after(state: Any, batch: Any) -> Any:
         if state.step == step:
-            raise Killed
+            raise KeyboardInterrupt
         return take(state, batch)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", killed_after)
-        with pytest.raises(Killed):
+        with pytest.raises(KeyboardInterrupt):
             run_to(recipe)
     outcome, seen = run_to(recipe)
     assert outcome.first_step == step // 2 * 2 + 1
@@ -210,11 +179,10 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(
 def test_the_manifest_names_every_store_with_its_root_hash_and_a_store_may_move(here: Path) -> None:
     run_to(recipe_of(MIXTURE, "run.steps=3"))
     stores = json.loads(Path("run/run.json").read_text())["stores"]
-    assert [store["path"] for store in stores] == ["../photos", "../art"]
-    for name, store in zip(("photos", "art"), stores, strict=True):
-        root_hash = LatentStore(name).root_hash
-        assert (store["revision"], store["root_hash"]) == (1, root_hash)
-    assert checkpoint.read(Path("run/snapshot-3")).state["root_hashes"] == [store["root_hash"] for store in stores]
+    hashes = [LatentStore(name).root_hash for name in ("photos", "art")]
+    assert [(s["path"], s["revision"]) for s in stores] == [("../photos", 1), ("../art", 1)]
+    assert [s["root_hash"] for s in stores] == hashes
+    assert checkpoint.read(Path("run/snapshot-3")).state["root_hashes"] == hashes
     Path("photos").rename("moved")
     outcome, _ = run_to(recipe_of(MIXTURE.replace("photos", "moved"), "run.steps=5"))
     assert (outcome.first_step, outcome.finished) == (4, True)
@@ -236,15 +204,6 @@ def test_a_run_refuses_other_stores_and_shares(change: tuple[str, str], message:
         run_to(recipe_of(MIXTURE.replace(*change), "run.steps=4"))
 
 
-def test_what_a_store_lacks_is_said_once_though_two_stages_read_it(here: Path) -> None:
-    with pytest.raises(RunError, match="bucket '32x32' is not divisible") as refused:
-        run_to(recipe_of(STAGES, "model.name=DiT-S/8"))
-    assert str(refused.value).count("'32x32'") == 1
-
-
-# --- What is refused --------------------------------------------------------------------------------------------------
-
-
 def test_a_store_is_named_once(here: Path) -> None:
     with pytest.raises(RecipeError, match=r"--store 'art': the recipe names its own, 'photos' first"):
         train(recipe_of(MIXTURE), store_path="art", run=Path("r"), device=CPU, report=print, stop=StopRequest())
@@ -259,11 +218,9 @@ def test_a_store_is_named_once(here: Path) -> None:
         (STAGES.replace("steps = 4", ""), "stages: each but the last needs steps"),
         (STAGES + "steps = 4", "the last lasts until run.steps, leave out its steps"),
         ("[[data.stages]]\nsteps = 4\n" + STAGES, r"'data\.stages\.0': a stage needs either store or mixture"),
-        (STAGES.replace("steps = 3", 'steps = 3\nstore = "art"'), "a stage needs either store or mixture"),
         (STAGES.replace("steps = 3", "steps = 3\nrevision = 2"), "set revision for each store"),
         (MIXTURE.replace("0.3", "0"), r"data\.mixture\.1\.weight.*greater than 0"),
         (MIXTURE.replace("weight", "wieght"), r"data\.mixture\.0\.wieght', did you mean 'data\.mixture\.weight'"),
-        (MIXTURE.replace('"art"', '""'), r"data\.mixture\.1\.store"),
         ("[run]\nrevision = 2\n" + MIXTURE, r"run\.revision applies to --store"),
         (MIXTURE + "min_score = 2.0", "min_score needs scores"),
     ],
@@ -282,7 +239,6 @@ OTHER = MIXTURE.replace('"art"', '"other"')
     [
         (OTHER, "stores 'photos' and 'other' cannot be mixed: latent channels 4 and 16", {"channels": 16}),
         (OTHER, "stores 'photos' and 'other' cannot be mixed: number of classes 3 and 4", {"num_classes": 4}),
-        (OTHER, "stores 'photos' and 'other' cannot be mixed: number of classes 3 and 0", {"num_classes": 0}),
         (MIXTURE.replace("0.7", "0.70001"), "Weights close to them: 700, 300", {}),
         (URLS, r"run\.remote_folder 'cache': it is for one store, not 2", {}),
     ],
@@ -300,10 +256,8 @@ def test_stores_that_do_not_go_together_are_refused(text: str, message: str, oth
         ("classes", ["0000", "a dog", "0002"], "class 1 0001 and a dog"),
         ("vae", {"weights_sha256": "1" * 64}, "VAE weights 000000000000 and 111111111111"),
         ("text", {"max_tokens": 9}, "tokens of the longest caption 8 and 9"),
-        ("text", {"instruction": "Say: "}, "instruction '' and 'Say: '"),
         ("text", {"template": "[{caption}]"}, r"template '' and '\[\{caption\}\]'"),
         ("text", {"layers": [-2]}, r"layers \[\] and \[-2\]"),
-        ("text", {"output": "pooled"}, "output tokens and pooled"),
         ("text", {"full_length": True}, "full length False and True"),
         ("text_encoder", {"weights_sha256": "1" * 64}, "text encoder weights 0+ and 1+"),
     ],
@@ -337,14 +291,13 @@ def test_features_of_other_models_or_layers_are_refused_where_they_are_read(here
 
 def test_encoders_of_which_nothing_is_known_hinder_nothing(here: Path) -> None:
     spec = LatentStore("photos").spec
-    imported = spec.model_copy(update={"vae": spec.vae.model_copy(update={"weights_sha256": UNKNOWN})})
+    imported, other = (
+        spec.model_copy(update={"vae": spec.vae.model_copy(update={"weights_sha256": sha256})})
+        for sha256 in (UNKNOWN, "1" * 64)
+    )
     check_alike([("a", spec), ("b", imported)], captions=False)
-    other = spec.model_copy(update={"vae": spec.vae.model_copy(update={"weights_sha256": "1" * 64})})
     with pytest.raises(RecipeError, match="stores 'a' and 'c' cannot be mixed: VAE weights"):
         check_alike([("b", imported), ("a", spec), ("c", other)], captions=False)
-
-
-# --- Other commands ---------------------------------------------------------------------------------------------------
 
 
 def test_the_memory_is_planned_for_the_largest_bucket_and_the_time_for_all(here: Path) -> None:
@@ -365,10 +318,10 @@ def test_a_dry_run_says_when_each_store_trains(here: Path) -> None:
         "'large', 10 records, steps 5 to 7, 0.6667 of the batches: 0.8 epochs",
         "'large', 10 records, steps 8 to 10: 1.2 epochs",
     ]
-    short = describe_train(recipe_of(STAGES, "run.steps=5"), None, CPU)
-    assert "'large', 10 records, after the last step: 0.0 epochs" in short
-    for unknown in ("data.labels=[0]", "data.batch_tokens=512"):
-        assert "epochs" not in describe_train(recipe_of(STAGES, "run.steps=10", unknown), None, CPU)
+    assert "'large', 10 records, after the last step: 0.0 epochs" in describe_train(
+        recipe_of(STAGES, "run.steps=5"), None, CPU
+    )
+    assert "epochs" not in describe_train(recipe_of(STAGES, "run.steps=10", "data.labels=[0]"), None, CPU)
     make_store(Path("other"), {"32x32": 8}, num_classes=4)
     with pytest.raises(RecipeError, match="cannot be mixed"):
         describe_train(recipe_of(MIXTURE.replace('"art"', '"other"')), None, CPU)

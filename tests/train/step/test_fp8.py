@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,46 +49,28 @@ def losses_of(steps: TinySteps) -> torch.Tensor:
     return torch.stack(losses)
 
 
-@functools.cache
-def plain_losses(model: str) -> torch.Tensor:
-    return losses_of(TinySteps(model, CPU, "optimizer.lr=1e-3", "schedule.warmup_steps=0"))
-
-
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
-        pytest.param(model, kind, marks=[pytest.mark.slow] if model == "sd3" else [])
-        for model in ("labels", "pixart", "sana", "sd3")
-        for kind in (KINDS if model == "labels" else ("rowwise",))
+        *(("labels", kind) for kind in KINDS),
+        *(pytest.param(m, "rowwise", marks=[pytest.mark.slow] * (m == "sd3")) for m in ("pixart", "sana", "sd3")),
     ],
 )
 @pytest.mark.usefixtures("tiny_models", "emulated")
-def test_losses_are_near_and_not_those_of_float32(model: str, kind: str) -> None:
-    wanted = plain_losses(model)
-    found = losses_of(TinySteps(model, CPU, f"run.fp8={kind}", "optimizer.lr=1e-3", "schedule.warmup_steps=0"))
+def test_layers_of_tokens_keep_their_names_and_losses_are_near_those_of_float32(model: str, kind: str) -> None:
+    how = ("optimizer.lr=1e-3", "schedule.warmup_steps=0")
+    plain, steps = TinySteps(model, CPU, *how), TinySteps(model, CPU, f"run.fp8={kind}", *how)
+    network: Any = steps.learner.engine.model
+    axes = {name: list[int]() for name, layer in network.named_modules() if isinstance(layer, nn.Linear)}
+    for name, seen in axes.items():
+        network.get_submodule(name).register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given[0].ndim))
+    names = [[(name, p.shape) for name, p in one.learner.engine.model.named_parameters()] for one in (plain, steps)]
+    assert names[0] == names[1]
+    wanted, found = losses_of(plain), losses_of(steps)
     assert not torch.equal(found, wanted)
     torch.testing.assert_close(found, wanted, rtol=NEAR, atol=0)
-
-
-@pytest.mark.parametrize("model", RECIPES)
-@pytest.mark.usefixtures("tiny_models", "emulated")
-def test_all_linear_layers_of_tokens_in_the_blocks_are_converted_and_keep_their_names(model: str) -> None:
-    plain, steps = TinySteps(model, CPU), TinySteps(model, CPU, "run.fp8=rowwise")
-    network: Any = steps.learner.engine.model
-    seen = {name: list[int]() for name, layer in network.named_modules() if isinstance(layer, nn.Linear)}
-    for name, axes in seen.items():
-        network.get_submodule(name).register_forward_pre_hook(lambda _, given, axes=axes: axes.append(given[0].ndim))
-    steps.step(2)
-    inside = {name for name in seen if "blocks." in name}
-    of_tokens = {name for name in inside if seen[name] and min(seen[name]) > 2}
+    of_tokens = {name for name, seen in axes.items() if "blocks." in name and seen and min(seen) > 2}
     assert fp8_layers(network) == of_tokens
-    assert of_tokens
-    shapes = [[(name, p.shape) for name, p in one.learner.engine.model.named_parameters()] for one in (plain, steps)]
-    assert shapes[0] == shapes[1]
-
-
-def new_model() -> Any:
-    return build_model(tiny_workload("labels").spec, seed=0)
 
 
 class Products(TorchDispatchMode):
@@ -112,7 +93,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.usefixtures("tiny_models")
 def test_products_of_any_number_of_tokens_have_sides_that_the_kernels_take(kind: str, products: int) -> None:
     """Of forward and backward; all but the rows of the first factor are multiples of 16."""
-    model = new_model()
+    model: Any = build_model(tiny_workload("labels").spec, seed=0)
     use_fp8(model, kind)
     layer = model.blocks[0].mlp.to("meta")
     x = torch.empty(3, 7, 32, device="meta", dtype=torch.bfloat16, requires_grad=True)
@@ -153,40 +134,32 @@ def test_a_run_goes_on_without_fp8_and_with_it_from_the_same_checkpoints(
     assert [run_to(2, "rowwise"), run_to(4, "none"), run_to(6, "tensorwise")] == [1, 3, 5]
 
 
-Change = Callable[[pytest.MonkeyPatch], None]
-
-
-def without_torchao(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(sys.modules, "torchao", None)
-
-
-def on_ampere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-
-
 @pytest.mark.parametrize(
-    ("settings", "how", "change", "words"),
+    ("settings", "how", "words"),
     [
-        (["run.precision=fp16"], {}, None, "run.precision 'bf16', not 'fp16'"),
-        (["lora.rank=4", "model.init_from=x"], {}, None, r"lora.rank 4.*Train all weights"),
-        (["parallel.deepspeed_config=ds.json"], {}, None, "DeepSpeed.*parallel.strategy 'fsdp'"),
-        ([], {"device": CPU}, None, "'cpu' has compute capability none, expected 8.9"),
-        ([], {}, on_ampere, "capability 8.0, expected 8.9"),
-        ([], {"compiled": False}, None, "run.compile to true"),
-        ([], {}, without_torchao, "'torchao'.*extra 'optimizers'"),
+        (["run.precision=fp16"], {}, "run.precision 'bf16', not 'fp16'"),
+        (["lora.rank=4", "model.init_from=x"], {}, r"lora.rank 4.*Train all weights"),
+        (["parallel.deepspeed_config=ds.json"], {"strategy": "deepspeed"}, "DeepSpeed.*parallel.strategy 'fsdp'"),
+        ([], {"device": CPU}, "'cpu' has compute capability none, expected 8.9"),
+        ([], {"compiled": False}, "run.compile to true"),
+        ([], {"capability": (8, 0)}, "capability 8.0, expected 8.9"),
+        ([], {"torchao": None}, "'torchao'.*extra 'optimizers'"),
     ],
 )
 def test_what_a_run_cannot_have_is_refused(
-    settings: list[str], how: dict[str, Any], change: Change | None, words: str, monkeypatch: pytest.MonkeyPatch
+    settings: list[str], how: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    given: dict[str, Any] = {"device": CUDA, "compiled": True, "strategy": "single"}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    given = {"device": CUDA, "compiled": True, "strategy": "deepspeed" if "deepspeed" in str(settings) else "single"}
-    check_fp8(recipe_of("run.fp8=rowwise"), CUDA, "single", compiled=True)
-    if change:
-        change(monkeypatch)
+    check_fp8(recipe_of("run.fp8=rowwise"), **given)
+    given |= how
+    if capability := given.pop("capability", None):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    if "torchao" in given:
+        monkeypatch.setitem(sys.modules, "torchao", given.pop("torchao"))
     with pytest.raises(RecipeError, match=f"run.fp8 'rowwise'.*{words}.*run.fp8 to 'none'"):
-        check_fp8(recipe_of("run.fp8=rowwise", *settings), **given | how)
-    check_fp8(recipe_of(*settings), **given | how)
+        check_fp8(recipe_of("run.fp8=rowwise", *settings), **given)
+    check_fp8(recipe_of(*settings), **given)
 
 
 def recipe_of(*settings: str) -> TrainRecipe:

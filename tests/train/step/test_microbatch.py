@@ -36,8 +36,7 @@ def test_microbatches_cover_every_rank_and_are_as_many_on_all(size: int, world_s
 
 @pytest.mark.usefixtures("tiny_models")
 def test_a_gpu_halves_the_images_until_a_step_fits_and_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried, room = [], 2
-    updates = []
+    tried, room, updates = [], 2, []
 
     def losses(learner: Any, images: Any, step: int) -> Any:
         tried.append(len(images.latents))

@@ -11,20 +11,18 @@ from typing import Any
 import pytest
 import torch
 from making import CPU, train_recipe
+from runs import run_to
+from tiny_steps import TinySteps
 
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
-from leandit.tools.plan.workload import workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.train import loop
 from leandit.train.config import load
 from leandit.train.metrics.meter import StepResult
 from leandit.train.optim import process
 from leandit.train.optim.process import set_allocator, set_precision
-from leandit.train.parallel.stop import StopRequest
 from leandit.train.run.state import Run
-from leandit.train.step import train_step
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
@@ -65,59 +63,42 @@ def test_convolutions_are_timed_where_a_model_has_them_in_its_blocks(
         assert [backend.allow_tf32 for backend in backends] == [precision == "tf32"] * 2
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_no_step_of_a_run_is_interrupted_by_a_collection(
-    fails: bool, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_step_of_a_run_is_interrupted_by_a_collection_and_its_end_turns_collections_on(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
     gc.unfreeze()  # what the session has frozen
-    take, seen, collected = loop.train_step, list[bool](), list[int]()
+    take, seen, collected, collect = loop.train_step, list[bool](), list[int](), gc.collect
 
     def step(state: Run, batch: Batch) -> StepResult:
         seen.append(gc.isenabled())
-        if fails and state.step == 3:
+        if state.step == 5:
             raise RunError("no step")
         return take(state, batch)
 
     monkeypatch.setattr(loop, "train_step", step)
     monkeypatch.setattr(process, "COLLECT_EVERY", 2)
-    really_collect = gc.collect
-    monkeypatch.setattr(gc, "collect", lambda *of: collected.append(len(seen)) or really_collect(*of))
-    recipe = train_recipe("dit-s-4", "run.steps=5")
-    arguments = {"store_path": label_store.path, "run": tmp_path / "run", "device": CPU}
+    monkeypatch.setattr(gc, "collect", lambda *of: collected.append(len(seen)) or collect(*of))
+    with pytest.raises(RunError, match="no step"):
+        run_to(train_recipe("dit-s-4", "run.steps=9"), label_store, tmp_path / "run")
     assert gc.isenabled()
-    if fails:
-        with pytest.raises(RunError, match="no step"):
-            loop.train(recipe, **arguments, report=lambda _: None, stop=StopRequest())
-    else:
-        loop.train(recipe, **arguments, report=lambda _: None, stop=StopRequest())
-    assert gc.isenabled()
-    assert not gc.get_freeze_count()
-    assert seen == [False] * (4 if fails else 5)
-    assert [at for at in collected if at] == ([2] if fails else [2, 4])
+    assert seen == [False] * 6
+    assert [at for at in collected if at] == [2, 4]
     gc.freeze()
 
 
 @pytest.mark.parametrize(
-    ("name", "override"),
-    [
-        pytest.param("dit-s-2-256", "run.microbatch=2", marks=pytest.mark.slow),
-        ("dit-s-2-256", "run.activation_checkpointing=blocks"),
-        ("sana-600m-512", "model.name=sana-tiny"),
-    ],
+    ("model", "setting"), [("labels", "run.activation_checkpointing=blocks"), ("sana", "run.microbatch=2")]
 )
-def test_a_step_leaves_no_cycle_that_holds_tensors(name: str, override: str) -> None:
-    tiny = ["run.global_batch=4", "run.precision=fp32", "run.compile=false", "model.num_classes=3"]
-    it = workload_at_resolution(load(name, [*tiny, override]), 64)
-    learner = synthetic_run(it.recipe, it.spec, it.tokens, CPU)
-    batch = synthetic_batch(it.store, it.largest_bucket, 4, it.tokens, CPU)
-    train_step(learner, batch)
+def test_a_step_leaves_no_cycle_that_holds_tensors(model: str, setting: str) -> None:
+    steps = TinySteps(model, CPU, setting)
+    steps.step(4)
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        train_step(learner, batch)
-        train_step(learner, batch)
+        for _ in range(2):
+            steps.step(4)
         gc.collect()
         left = [type(one).__name__ for one in gc.garbage if isinstance(one, torch.Tensor)]
     finally:

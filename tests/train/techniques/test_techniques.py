@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import run_forked
+from making import ROOT
 from torch import Tensor
 
 from leandit.datasets.errors import RecipeError
@@ -18,10 +19,10 @@ from leandit.train.config import load
 from leandit.train.techniques.alignment import misalignment
 from leandit.train.techniques.contrastive import contrast
 from leandit.train.techniques.dispersive import dispersion
-from leandit.train.techniques.registry import ObjectiveSection, techniques_of
+from leandit.train.techniques.registry import ObjectiveSection, routed_blocks, techniques_of
 from leandit.train.techniques.repa import resampled, spatially_normalized
 
-ROOT = Path(__file__).parents[3]
+ROUTED = ("routing.kind=tread", "routing.first_block=2", "routing.last_block=4")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -50,38 +51,39 @@ def test_spatial_normalization_is_over_the_tokens_of_an_image() -> None:
             torch.testing.assert_close(found[:, channel], expected.float(), rtol=1e-5, atol=1e-5)
 
 
-CONV = ("model.name=DiT-S/2", "align.dino.projector=conv", "align.dino.block=3", "objective.kind=flow")
-
-
-def test_a_convolution_needs_the_whole_grid() -> None:
+def test_a_convolution_needs_the_whole_grid_and_contrast_a_velocity() -> None:
+    conv = ("model.name=DiT-S/2", "align.dino.projector=conv", "align.dino.block=3", "objective.kind=flow")
     with pytest.raises(RecipeError, match="a class token has no place in the grid"):
-        load("dit-s-2-256", [*CONV, "align.dino.class_weight=0.03"])
-    routed = ("routing.kind=tread", "routing.first_block=2", "routing.last_block=4")
-    techniques = techniques_of(load("dit-s-2-256", [*CONV, *routed]))
+        load("dit-s-2-256", [*conv, "align.dino.class_weight=0.03"])
+    techniques = techniques_of(load("dit-s-2-256", [*conv, *ROUTED]))
     (align,) = [technique for technique in techniques if technique.key == "align"]
     with pytest.raises(RecipeError, match=r"it needs the whole grid\. Use a block before 2"):
         align.check_model("DiT-S/2", 12, techniques)
+    with pytest.raises(RecipeError, match="has no velocity"):
+        load("dit-s-2-256", ["objective.contrastive_weight=0.1"])
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_route_is_where_it_is_published_unless_it_is_set() -> None:
+    """Of TREAD: config of DiT-B, from the third block to the ninth, and half of the tokens."""
+
+    def blocks(depth: int, *settings: str) -> tuple[int, int]:
+        return routed_blocks(techniques_of(load("dit-s-2-256", [*settings])), depth)
+
+    assert load("dit-s-2-256", []).routing.share == 0.5
+    assert [blocks(depth, "routing.kind=tread") for depth in (12, 28)] == [(3, 9), (3, 25)]
+    assert [blocks(depth, "routing.kind=sprint") for depth in (12, 28)] == [(3, 10), (3, 26)]
+    assert (blocks(12, *ROUTED), blocks(12)) == ((2, 4), (0, 0))
+
+
+@pytest.mark.parametrize("count", [1, 5])
 def test_dispersion_is_the_log_of_the_mean_similarity_of_all_pairs(count: int) -> None:
-    tokens = random(count, 3, 4)
-    similarities = [math.exp(-((a - b) ** 2).mean().item() / 0.5) for a in tokens for b in tokens]
-    expected = math.log(sum(similarities) / count**2)
-    torch.testing.assert_close(dispersion(tokens, 0.5), torch.full((count,), expected), rtol=1e-4, atol=1e-5)
-
-
-def test_the_default_dispersion_is_that_of_the_published_code() -> None:
-    tokens = random(5, 3, 4)
-    flat = tokens.flatten(1)
-    published = (-torch.cdist(flat, flat).square() / 12).exp().mean().log()  # there is no temperature
-    found = dispersion(tokens, ObjectiveSection().dispersive_temperature)
-    torch.testing.assert_close(found, published.expand(5).float(), rtol=1e-4, atol=1e-5)
-
-
-def test_what_all_images_share_does_not_round_their_distances_away() -> None:
-    tokens = random(5, 3, 4).float()
-    torch.testing.assert_close(dispersion(tokens + 10_000, 0.5), dispersion(tokens, 0.5), rtol=1e-2, atol=0)
+    tokens, temperature = random(count, 3, 4), ObjectiveSection().dispersive_temperature  # of the published code: none
+    for scale in (0.5, temperature):
+        similarities = [math.exp(-((a - b) ** 2).mean().item() / scale) for a in tokens for b in tokens]
+        expected = torch.full((count,), math.log(sum(similarities) / count**2))
+        torch.testing.assert_close(dispersion(tokens, scale), expected, rtol=1e-4, atol=1e-5)
+    # What all images share does not round their distances away.
+    torch.testing.assert_close(dispersion(tokens.float() + 10_000, 0.5), dispersion(tokens, 0.5), rtol=1e-2, atol=0)
 
 
 def test_misalignment_is_the_mean_of_one_minus_cosine_over_the_tokens() -> None:
@@ -100,11 +102,6 @@ def test_tokens_of_another_grid_keep_their_places() -> None:
     assert coarse[0, 0, 1] < coarse[0, 1, 1] < coarse[0, 3, 1]
     constant = resampled(torch.ones(1, 32, 3), (4, 8), (3, 5))
     torch.testing.assert_close(constant, torch.ones(1, 15, 3))
-
-
-def test_ddpm_has_no_velocity_to_compare() -> None:
-    with pytest.raises(RecipeError, match="has no velocity"):
-        load("dit-s-2-256", ["objective.contrastive_weight=0.1"])
 
 
 REMOVED = """
@@ -126,18 +123,12 @@ for settings in ([], ["objective.kind=flow", *sys.argv[1:]]):
     result = step.train_step(run, synthetic_batch(work.store, work.largest_bucket, 4, 0, cpu))
     print(step.__file__, sorted(result.terms), float(result.loss))
 """
-OTHERS = {
-    "contrastive": "objective.contrastive_weight=0.05",
-    "sra": "self_align.weight=0.5",
-    "routing": "routing.kind=tread",
-}
-BLOCKS = ("self_align.block=1", "self_align.teacher_block=2", "routing.first_block=1", "routing.last_block=1")
+OTHERS = {"contrastive": ["objective.contrastive_weight=0.05"], "dispersive": [], "repa": []}
+OTHERS["sra"] = ["self_align.weight=0.5", "self_align.block=1", "self_align.teacher_block=2"]
+OTHERS["routing"] = ["routing.kind=tread", "routing.first_block=1", "routing.last_block=1"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["routing", *(pytest.param(one, marks=pytest.mark.slow) for one in ("contrastive", "dispersive", "repa", "sra"))],
-)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one != "routing")) for one in OTHERS])
 def test_a_technique_is_removed_with_its_file_and_its_lines_in_the_registry(name: str, tmp_path: Path) -> None:
     package = tmp_path / "leandit"
     for folder in ("datasets", "train", "tools"):
@@ -147,9 +138,7 @@ def test_a_technique_is_removed_with_its_file_and_its_lines_in_the_registry(name
     lines = registry.read_text().splitlines(keepends=True)
     registry.write_text("".join(line for line in lines if not re.match(rf"\s+{name}[.,]", line)))
     (package / f"train/techniques/{name}.py").unlink()
-    settings = [setting for other, setting in OTHERS.items() if other != name]
-    settings += [setting for setting in BLOCKS if not (name == "routing" and setting.startswith("routing"))]
-    settings = [setting for setting in settings if not (name == "sra" and setting.startswith("self_align"))]
+    settings = [setting for other, its in OTHERS.items() if other != name for setting in its]
     done = run_forked(["-c", REMOVED, *settings], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     plain, others = done.stdout.splitlines()

@@ -21,22 +21,17 @@ from leandit.train.weights.init_from import initial_weights
 
 CLASSES, CHANNELS = 3, 4
 DEPTH, WIDTH, HEADS = 3, 96, 2  # of a small "S"; int(8 / 3 * WIDTH) is a multiple of 64, as of the published sizes
-SIT = ModelSpec(
-    name="DiT-S/2",
-    channels=CHANNELS,
-    out_channels=CHANNELS,
-    num_classes=CLASSES,
-    caption_width=0,
-    base_size=8,
-    options=DiTOptions(time="to_data"),
-)
-LIGHTNING = SIT.model_copy(
-    update={
-        "name": "DiT-S/1",
-        "base_size": 4,
-        "options": DiTOptions(time="to_data", norm="rms", mlp="swiglu", positions="both"),
-    }
-)
+SIZES_OF = {"channels": CHANNELS, "out_channels": CHANNELS, "num_classes": CLASSES, "caption_width": 0}
+SIT = ModelSpec(name="DiT-S/2", base_size=8, options=DiTOptions(time="to_data"), **SIZES_OF)
+LIKE_LIGHTNING = DiTOptions(time="to_data", norm="rms", mlp="swiglu", positions="both")
+LIGHTNING = ModelSpec(name="DiT-S/1", base_size=4, options=LIKE_LIGHTNING, **SIZES_OF)
+
+
+def with_options(spec: ModelSpec, **options: Any) -> ModelSpec:
+    return spec.model_copy(update={"options": spec.options.model_copy(update=options)})
+
+
+LIGHTNING_LAYER = with_options(LIGHTNING, norm="layer")  # use_rmsnorm = false
 
 
 @pytest.fixture(autouse=True)
@@ -44,33 +39,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "S", (DEPTH, WIDTH, HEADS))
 
 
-LIGHTNING_LAYER = LIGHTNING.model_copy(
-    update={"options": LIGHTNING.options.model_copy(update={"norm": "layer"})}  # use_rmsnorm = false
-)
-
-
 def published(spec: ModelSpec, *, lightning: bool, qk_norm: bool = False) -> dict[str, Tensor]:
     """Random weights in the published layout, of both models with 2C outputs or C."""
     patch = int(spec.name[-1])
     outputs = patch * patch * CHANNELS * (1 if lightning else 2)
-    shapes = {
-        "x_embedder.proj": (WIDTH, CHANNELS, patch, patch),
-        "t_embedder.mlp.0": (WIDTH, 256),
-        "t_embedder.mlp.2": (WIDTH, WIDTH),
-        "final_layer.linear": (outputs, WIDTH),
-        "final_layer.adaLN_modulation.1": (2 * WIDTH, WIDTH),
-    }
-    for i in range(DEPTH):
-        block = f"blocks.{i}"
-        shapes |= {
-            f"{block}.attn.qkv": (3 * WIDTH, WIDTH),
-            f"{block}.attn.proj": (WIDTH, WIDTH),
-            f"{block}.adaLN_modulation.1": (6 * WIDTH, WIDTH),
-        }
-        hidden = int(2 / 3 * 4 * WIDTH)
-        names = {"w12": (2 * hidden, WIDTH), "w3": (WIDTH, hidden)}
-        plain = {"fc1": (4 * WIDTH, WIDTH), "fc2": (WIDTH, 4 * WIDTH)}
-        shapes |= {f"{block}.mlp.{name}": shape for name, shape in (names if lightning else plain).items()}
+    shapes = {"x_embedder.proj": (WIDTH, CHANNELS, patch, patch), "final_layer.linear": (outputs, WIDTH)}
+    shapes |= {"t_embedder.mlp.0": (WIDTH, 256), "t_embedder.mlp.2": (WIDTH, WIDTH)}
+    shapes["final_layer.adaLN_modulation.1"] = (2 * WIDTH, WIDTH)
+    hidden = int(2 / 3 * 4 * WIDTH)
+    plain = {"mlp.fc1": (4 * WIDTH, WIDTH), "mlp.fc2": (WIDTH, 4 * WIDTH)}
+    layers = {"mlp.w12": (2 * hidden, WIDTH), "mlp.w3": (WIDTH, hidden)} if lightning else plain
+    layers |= {"attn.qkv": (3 * WIDTH, WIDTH), "attn.proj": (WIDTH, WIDTH), "adaLN_modulation.1": (6 * WIDTH, WIDTH)}
+    shapes |= {f"blocks.{i}.{name}": shape for i in range(DEPTH) for name, shape in layers.items()}
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, scale: float) -> Tensor:
@@ -120,8 +100,7 @@ def neighbour_angles(side: int) -> Tensor:
 def test_a_published_checkpoint_gives_the_published_velocity(
     spec: ModelSpec, lightning: bool, qk_norm: bool, tmp_path: Path
 ) -> None:
-    if qk_norm:
-        spec = spec.model_copy(update={"options": spec.options.model_copy(update={"qk_norm": True})})
+    spec = with_options(spec, qk_norm=qk_norm)
     weights = published(spec, lightning=lightning, qk_norm=qk_norm)
     torch.save({"ema": {f"module.{name}": tensor for name, tensor in weights.items()}}, tmp_path / "published.pt")
     model = build_model(spec, seed=0)
@@ -141,21 +120,16 @@ def test_a_published_checkpoint_gives_the_published_velocity(
     ("learned", "norm", "positions"),
     [(LIGHTNING, "rms", "rope"), (LIGHTNING, "layer", "both"), (LIGHTNING_LAYER, "rms", "both")],
 )
-def test_a_lightningdit_without_its_options_is_refused(
-    learned: ModelSpec, norm: Any, positions: Any, tmp_path: Path
+def test_a_lightningdit_without_its_options_or_without_shifts_is_refused(
+    learned: ModelSpec, norm: str, positions: str, tmp_path: Path
 ) -> None:
-    torch.save(published(learned, lightning=True), tmp_path / "published.pt")
-    options = DiTOptions(time="to_data", mlp="swiglu", norm=norm, positions=positions)
-    spec = LIGHTNING.model_copy(update={"options": options})
+    weights, path = published(learned, lightning=True), tmp_path / "published.pt"
+    torch.save(weights, path)
+    spec = with_options(LIGHTNING, norm=norm, positions=positions)
     with pytest.raises(RunError, match=rf"LightningDiT.*model\.norm={learned.options.norm} .*model\.positions=both"):
-        initial_weights(str(tmp_path / "published.pt"), build_model(spec, seed=0), spec)
-
-
-@pytest.mark.parametrize("spec", [LIGHTNING, LIGHTNING_LAYER])
-def test_a_lightningdit_without_shifts_is_refused(spec: ModelSpec, tmp_path: Path) -> None:
-    weights = published(spec, lightning=True)
+        initial_weights(str(path), build_model(spec, seed=0), spec)
     for name in [name for name in weights if name.startswith("blocks.") and "adaLN" in name]:
         weights[name] = weights[name][: 4 * WIDTH].clone()
-    torch.save(weights, tmp_path / "published.pt")
+    torch.save(weights, path)
     with pytest.raises(RunError, match=r"wo_shift = true.* 4 vectors.*Only blocks with 6"):
-        initial_weights(str(tmp_path / "published.pt"), build_model(spec, seed=0), spec)
+        initial_weights(str(path), build_model(learned, seed=0), learned)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from forked import ForkedPython
-from making import CPU, ROOT, label_recipe, no_progress, train_recipe
+from making import CPU, ROOT, label_recipe, no_progress, train_recipe, tree_digest
 from PIL import Image
 from runs import HOLDOUT, assert_same_training, run_to
 from safetensors.torch import load_file
@@ -61,13 +61,10 @@ def test_training_is_the_same_to_the_bit_with_and_without_images_and_after_a_res
     run_to(train_recipe(name, HOLDOUT), store_of[name], tmp_path / "without")
     run_to(recipe, store_of[name], tmp_path / "with")
     assert_same_training(tmp_path / "without", tmp_path / "with", 6)
-    assert names_in(tmp_path / "with") == ["step-2.png", "step-4.png", "step-6.png"]
     run_to(recipe, store_of[name], tmp_path / "stopped", stop_at=2)
     run_to(recipe, store_of[name], tmp_path / "stopped")
     assert_same_training(tmp_path / "stopped", tmp_path / "with", 6)
-    for image in names_in(tmp_path / "with"):
-        one, two = (tmp_path / run / "samples" / image for run in ("with", "stopped"))
-        assert one.read_bytes() == two.read_bytes()
+    assert tree_digest(tmp_path / "with/samples") == tree_digest(tmp_path / "stopped/samples")
     accumulator = EventAccumulator(str(tmp_path / "with/tensorboard"))
     accumulator.Reload()
     images = accumulator.Images("samples")
@@ -75,28 +72,27 @@ def test_training_is_the_same_to_the_bit_with_and_without_images_and_after_a_res
     for image in images:
         path = tmp_path / f"with/samples/step-{image.step}.png"
         assert image.encoded_image_string == path.read_bytes()
-        with Image.open(path) as decoded:
-            assert decoded.size == (image.width, image.height)
-            assert np.asarray(decoded).std() > 0
+        assert np.asarray(Image.open(path)).std() > 0
 
 
 @pytest.mark.usefixtures("keeps_latents")
 @pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny", "sd3-tiny"])
 def test_the_latents_are_those_of_the_snapshot(name: str, store_of: dict[str, LatentStore], tmp_path: Path) -> None:
     said: list[str] = []
-    recipe = train_recipe(name, HOLDOUT, *DRAWN, "run.sample_count=9")
-    run_to(recipe, store_of[name], tmp_path / "run", said=said)
+    run_to(train_recipe(name, HOLDOUT, *DRAWN, "run.sample_count=9"), store_of[name], tmp_path / "run", said=said)
     snapshot, subjects = load_snapshot(tmp_path / "run", CPU), subjects_of(store_of[name], name, count=9)
     bucket = max(snapshot.state["buckets"], key=snapshot.state["buckets"].__getitem__)
-    height, width = (int(side) // snapshot.latent.downscale for side in bucket.split("x"))
-    given = subjects.conditioning(snapshot.conditioner, CPU)
-    wanted = draw_latents(snapshot, given, size=(height, width), seed=0, solver=Solver(steps=2, guidance=4.0))
+    size = [int(side) // snapshot.latent.downscale for side in bucket.split("x")]
+    given, solver = subjects.conditioning(snapshot.conditioner, CPU), Solver(steps=2, guidance=4.0)
+    wanted = draw_latents(snapshot, given, size=(size[0], size[1]), seed=0, solver=solver)
     found = load_file(tmp_path / "run/samples/step-6.safetensors")["latents"]
     torch.testing.assert_close(found, denormalise(wanted, snapshot.latent))
     warnings = [line for line in said if "run.sample_count 9" in line]
-    assert (len(found), len(warnings)) == (9, 0) if name == "dit-s-4" else len(found) < 9
-    assert all(f"held-out records have {len(found)} different first captions" in line for line in warnings)
-    assert name == "dit-s-4" or len(warnings) == 1
+    if name == "dit-s-4":
+        assert (len(found), warnings) == (9, [])
+    else:
+        assert len(found) < 9
+        assert [f"held-out records have {len(found)} different first captions" in line for line in warnings] == [True]
 
 
 def subjects_of(store: LatentStore, name: str, *overrides: str, count: int = 5) -> Subjects:
@@ -163,7 +159,6 @@ def test_a_decoder_that_hangs_does_not_hold_up_a_stop_and_its_grid_is_decoded_la
 
 
 def test_guidance_without_a_null_is_refused() -> None:
-    train_recipe("dit-s-4", "conditioning.drop=0")
     with pytest.raises(RecipeError, match=r"run\.sample_guidance needs conditioning\.drop above 0"):
         train_recipe("dit-s-4", "conditioning.drop=0", *DRAWN)
     train_recipe("dit-s-4", "conditioning.drop=0", *DRAWN, "run.sample_guidance=1")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,6 @@ RANKS = {
     "zero-3": ["parallel.deepspeed_config={folder}/3.json"],
 }
 QUICK = ("ddp", "gradient")  # the others in the long form
-STRATEGIES = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in RANKS]
-)
 DRAWN = ["run.sample_count=3", "run.sample_steps=2"]
 MANY = ["run.steps=4", "run.microbatch=1", "run.global_batch=4", "run.evaluate_images=5"]
 WITH_BOTH = [HOLDOUT, "run.evaluate_every=1", "run.sample_every=1", *DRAWN]
@@ -48,31 +46,18 @@ def run_with(names: Iterable[str], store: LatentStore, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def quick_runs(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quick")
-    run_with(QUICK, label_store, folder)
-    return folder
+def runs_of(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    """Where the runs are: of the quick strategies, or of those in the long form."""
 
+    @functools.cache
+    def made(quick: bool) -> Path:
+        folder = tmp_path_factory.mktemp("runs")
+        for stage in (1, 3):
+            (folder / f"{stage}.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+        run_with([name for name in RANKS if (name in QUICK) == quick], label_store, folder)
+        return folder
 
-@pytest.fixture(scope="module")
-def slow_runs(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("slow")
-    for stage in (1, 3):
-        (folder / f"{stage}.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    run_with((name for name in RANKS if name not in QUICK), label_store, folder)
-    return folder
-
-
-@pytest.fixture
-def of_ranks(name: str, request: pytest.FixtureRequest) -> Path:
-    """Where the runs with a strategy are."""
-    return request.getfixturevalue("quick_runs" if name in QUICK else "slow_runs")
-
-
-@STRATEGIES
-def test_with_every_strategy_training_is_the_same_to_the_bit(name: str, of_ranks: Path) -> None:
-    assert_same_training(of_ranks / f"{name}-0", of_ranks / f"{name}-2", 4)
-    assert list(losses_held_out(of_ranks / f"{name}-2")) == [2, 4]
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +76,21 @@ def of_one(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-@STRATEGIES
-def test_two_ranks_find_the_loss_of_one(name: str, of_ranks: Path, of_one: Path) -> None:
-    assert losses_held_out(of_ranks / f"{name}-still") == losses_held_out(of_one / "still")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in RANKS])
+def test_training_is_the_same_to_the_bit_and_two_ranks_find_and_draw_what_one_does(
+    name: str, runs_of: Callable[[bool], Path], of_one: Path
+) -> None:
+    of_ranks = runs_of(name in QUICK)
+    drawn, still = of_ranks / f"{name}-2", of_ranks / f"{name}-still"
+    assert_same_training(of_ranks / f"{name}-0", drawn, 4)
+    assert losses_held_out(still) == losses_held_out(of_one / "still")
+    assert list(losses_held_out(drawn)) == [2, 4]
     for step, losses in losses_held_out(of_one / "run").items():
-        for one, two in zip(losses, losses_held_out(of_ranks / f"{name}-2")[step], strict=True):
+        for one, two in zip(losses, losses_held_out(drawn)[step], strict=True):
             assert two == pytest.approx(one, rel=1e-4)
-    ema = load_file(of_ranks / f"{name}-2/checkpoint-4/ema.safetensors")
-    own = load_file(of_ranks / f"{name}-2/checkpoint-4/model.safetensors")
+    ema, own = (load_file(drawn / f"checkpoint-4/{part}.safetensors") for part in ("ema", "model"))
     assert any(not torch.equal(ema[key], own[key]) for key in ema)
-
-
-@STRATEGIES
-def test_two_ranks_draw_what_one_draws(name: str, of_ranks: Path, of_one: Path) -> None:
-    for run, step in (("still", 1), ("run", 2), ("run", 4)):
-        found = of_ranks / (f"{name}-still" if run == "still" else f"{name}-2")
+    for run, found, step in (("still", still, 1), ("run", drawn, 2), ("run", drawn, 4)):
         one, two = (load_file(each / f"samples/step-{step}.safetensors")["latents"] for each in (of_one / run, found))
         assert len(one) == 3
         assert one.std() > 0.1
