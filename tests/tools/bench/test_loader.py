@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from making import tree_digest
 
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli.main import main
 from leandit.tools.synthetic.store import make_store
 
-ROOT = Path(__file__).parents[3]
 FIGURES = {"first_batch_ms", "records_per_second", "limit_records_per_second", "ratio"}
 Bench = Callable[..., tuple[int, str, str]]
 
@@ -32,14 +32,10 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
-def everything_in(folder: Path) -> set[Path]:
-    return set(folder.rglob("*"))
-
-
 def test_a_store_is_read_beside_a_gather_of_the_same_bytes(
     bench: Bench, label_store: LatentStore, tmp_path: Path
 ) -> None:
-    before = everything_in(label_store.path)
+    before = tree_digest(label_store.path)
     code, out, _ = bench(label_store.path, "--json", "--scratch", tmp_path / "scratch")
     result = json.loads(out)
     assert code == 0
@@ -52,8 +48,8 @@ def test_a_store_is_read_beside_a_gather_of_the_same_bytes(
     assert warm["sample_records"] == 15
     assert min(warm.values()) > 0
     assert warm["min_ratio"] <= warm["ratio"] <= warm["max_ratio"]
-    assert everything_in(tmp_path) == {tmp_path / "scratch"}  # the copy is gone
-    assert everything_in(label_store.path) == before
+    assert list(tmp_path.rglob("*")) == [tmp_path / "scratch"]  # the copy is gone
+    assert tree_digest(label_store.path) == before
 
 
 @pytest.mark.parametrize("kind", ["captions", "three texts", "compressed"])
@@ -61,13 +57,10 @@ def test_whatever_a_store_holds_is_read(
     kind: str, bench: Bench, caption_store: LatentStore, three_text_store: LatentStore, tmp_path: Path
 ) -> None:
     stores = {"captions": caption_store.path, "three texts": three_text_store.path, "compressed": tmp_path / "zstd"}
-    if kind == "compressed":
-        how = {"token_counts": [3, 5, 8], "text_width": 16, "codec": "zstd"}
-        make_store(stores[kind], {"64x64": 9, "48x80": 6}, **how)
+    make_store(tmp_path / "zstd", {"64x64": 9, "48x80": 6}, token_counts=[3, 5, 8], text_width=16, codec="zstd")
     code, out, _ = bench(stores[kind], "--json", "--cold")
-    result = json.loads(out)
     assert code == 0
-    assert all(min(result[measured][figure] for figure in FIGURES) > 0 for measured in ("warm", "cold"))
+    assert all(min(json.loads(out)[measured][figure] for figure in FIGURES) > 0 for measured in ("warm", "cold"))
 
 
 def test_cold_reads_come_from_the_disk(bench: Bench, tmp_path: Path) -> None:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 from click.testing import CliRunner
-from forked import ForkedPython, run_forked
+from forked import run_forked
 from making import ROOT
 
 from leandit.datasets.store import LatentStore
@@ -28,46 +23,32 @@ SCRIPT = Path(sys.executable).with_name("leandit")  # as pip installs it
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.integration
-def test_the_demo_begins_without_an_option_and_a_signal_ends_it(tmp_path: Path) -> None:
-    process = ForkedPython([SCRIPT, "demo"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + 240
-        while not list(tmp_path.glob("leandit-demo/*/*")) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    assert (process.returncode, os.listdir(tmp_path)) == (75, ["leandit-demo"]), err
-
-
-def readme_commands() -> list[list[str]]:
-    """Words of each command of the README, without the name of the script."""
-    lines = re.findall(r"^leandit .*$", README, re.MULTILINE)
-    return [shlex.split(line, comments=True)[1:] for line in lines]
-
-
-def test_the_commands_of_the_readme_run(label_store: LatentStore, class_folder: Path, tmp_path: Path) -> None:
+def test_the_commands_and_imports_of_the_readme_work(
+    label_store: LatentStore, class_folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "imagenet").mkdir()
     (tmp_path / "imagenet/train").symlink_to(class_folder)
     (tmp_path / "imagenet-256").symlink_to(label_store.path)
     ended = {}
-    for words in readme_commands():
+    for line in re.findall(r"^leandit .*$", README, re.MULTILINE):
+        words = shlex.split(line, comments=True)[1:]
         only_looks = ["--dry-run"] if words[0] in ("precompute", "train") else []
         only_looks += ["--help"] if words[0] == "view" else []  # it would serve pages until Ctrl-C
         ended[words[0]] = run_forked([SCRIPT, *words, *only_looks], cwd=tmp_path)
     codes = {name: one.returncode for name, one in ended.items()}
-    errors = {name: one.stderr for name, one in ended.items()}
     # There is no run to sample from yet.
-    assert codes == {"precompute": 0, "view": 0, "train": 0, "sample": 3, "verify": 0}, errors
-    assert "run 'runs/xl'" in errors["sample"]
+    assert codes == {"precompute": 0, "view": 0, "train": 0, "sample": 3, "verify": 0}, ended
+    assert "run 'runs/xl'" in ended["sample"].stderr
+    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    imports = [node for node in ast.parse(snippet).body if isinstance(node, ast.ImportFrom)]
+    names = [(node.module, alias.name) for node in imports for alias in node.names]
+    assert names
+    assert [name for module, name in names if not hasattr(importlib.import_module(module or ""), name)] == []
 
 
 def help_pages(command: Any, *names: str) -> Iterator[tuple[str, str]]:
     """Help of a command and of those below it, at 80 columns."""
     page = CliRunner().invoke(command, ["--help"], prog_name="leandit", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
-    assert page.exit_code == 0, page.output
     yield " ".join(names), page.output
     for name, child in getattr(command, "commands", {}).items():
         yield from help_pages(child, *names, name)
@@ -78,11 +59,3 @@ def test_help_at_80_columns_cuts_nothing() -> None:
     assert {"", "train", "plan train", "bench loader"} <= pages.keys()
     assert [name for name, page in pages.items() if "…" in page] == []
     assert max(len(line) for page in pages.values() for line in page.splitlines()) <= 80
-
-
-def test_the_imports_of_the_readme_work() -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    imports = [node for node in ast.parse(snippet).body if isinstance(node, ast.ImportFrom)]
-    names = [(node.module, alias.name) for node in imports for alias in node.names]
-    assert names
-    assert [name for module, name in names if not hasattr(importlib.import_module(module or ""), name)] == []

@@ -67,26 +67,15 @@ TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 TIMES = torch.tensor([10.0, 700.0])
 
 
-def drawn(snapshot: Snapshot) -> tuple[Tensor, Conditioning]:
-    """Noise and captions."""
+def outputs(model: Any, snapshot: Snapshot) -> Tensor:
+    """Of our model or of a transformer of diffusers, for the same noise and captions."""
     spec, generator = snapshot.spec, torch.Generator().manual_seed(0)
     captions = torch.randn((2, 5, spec.caption_width), generator=generator)
     x = torch.randn((2, spec.channels, 8, 8), generator=generator)
-    if spec.pooled_width:
-        return x, Conditioning(captions=captions, pooled=torch.randn((2, spec.pooled_width), generator=generator))
-    return x, Conditioning(captions=Captions.of(list(captions)))
-
-
-def outputs(model: Any, snapshot: Snapshot) -> Tensor:
-    """Of a transformer of diffusers."""
-    x, given = drawn(snapshot)
-    return forward(model, x, TIMES, given)
-
-
-def of_run(snapshot: Snapshot) -> Tensor:
-    x, given = drawn(snapshot)
+    pooled = torch.randn((2, spec.pooled_width), generator=generator) if spec.pooled_width else None
+    given = Conditioning(captions=captions if spec.pooled_width else Captions.of(list(captions)), pooled=pooled)
     with torch.no_grad():
-        return snapshot.model(x, TIMES, given)
+        return model(x, TIMES, given) if model is snapshot.model else forward(model, x, TIMES, given)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -95,7 +84,7 @@ def test_loaded_adapters_compute_what_the_run_does(
 ) -> None:
     made = export(runs[name], tmp_path / "out")
     snapshot, theirs = load_snapshot(runs[name], CPU), load_transformer(CLASSES[name], bases[name])
-    plain, wanted = outputs(theirs, snapshot), of_run(snapshot)
+    plain, wanted = outputs(theirs, snapshot), outputs(snapshot.model, snapshot)
     assert (made["format"], made["pipeline"]) == ("adapters", PIPELINES[name])
     if "pixart" in name:
         from peft import PeftModel
@@ -124,17 +113,6 @@ def test_loaded_adapters_compute_what_the_run_does(
     assert "rank 4, alpha 6" in card
 
 
-def test_adapters_of_a_run_say_that_it_is_exported_too(
-    whole: dict[str, Path], runs: dict[str, Path], store_of: dict[str, LatentStore], tmp_path: Path
-) -> None:
-    base = whole["pixart-tiny"]
-    settings = [f"model.init_from={base}", "lora.rank=2", "run.steps=1", "schedule.warmup_steps=0"]
-    run_to(train_recipe("pixart-tiny", *settings), store_of["pixart-tiny"], tmp_path / "run")
-    said = [export(run, tmp_path / f"{n}")["notes"] for n, run in enumerate((tmp_path / "run", runs["pixart-tiny"]))]
-    wanted = f"'leandit export {base} --step 2 --out FOLDER'"
-    assert [any(wanted in note for note in notes) for notes in said] == [True, False]
-
-
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_merged_export_is_a_whole_model(name: str, runs: dict[str, Path], tmp_path: Path) -> None:
     made = export(runs[name], tmp_path / "out", merged=True)
@@ -142,7 +120,7 @@ def test_a_merged_export_is_a_whole_model(name: str, runs: dict[str, Path], tmp_
     assert "model_index.json" in made["files"]
     snapshot = load_snapshot(runs[name], CPU)
     found = outputs(load_transformer(CLASSES[name], tmp_path / "out"), snapshot)
-    torch.testing.assert_close(found, of_run(snapshot), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, outputs(snapshot.model, snapshot), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -96,12 +96,9 @@ def test_from_images_to_what_the_pipeline_draws(name: str, caption_folder: Path,
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.2) if parameter.ndim > 1 else None
     net.save_pretrained(tmp_path / "base/transformer")
-    run_to(
-        train_recipe(name, "run.steps=1", *SETTINGS, f"model.init_from={tmp_path / 'base'}"), store, tmp_path / "run"
-    )
-    run_to(
-        train_recipe(name, "run.steps=2", *SETTINGS, f"model.init_from={tmp_path / 'base'}"), store, tmp_path / "run"
-    )
+    for steps in (1, 2):
+        settings = (f"run.steps={steps}", *SETTINGS, f"model.init_from={tmp_path / 'base'}")
+        run_to(train_recipe(name, *settings), store, tmp_path / "run")
 
     made = export(tmp_path / "run", tmp_path / "out", encoders=True)
     snapshot = load_snapshot(tmp_path / "run", CPU)
@@ -134,23 +131,15 @@ def drawn(family: str, pipeline: Any, channels: int, side: int) -> torch.Tensor:
     how: dict[str, Any] = {"height": px, "width": px, "num_inference_steps": STEPS, "output_type": "latent"}
     how["sigmas"] = np.linspace(1, pipeline.scheduler.sigma_min, STEPS)
     sizes = (2, channels, side, side)
-    if family == "flux1":
-        how |= {"latents": pipeline._pack_latents(noise, *sizes), "guidance_scale": 1.0, "max_sequence_length": 24}
-        return pipeline._unpack_latents(pipeline(prompt=[*PROMPTS], **how).images, px, px, 8)
-    if family == "qwen-image":
-        how |= {"latents": pipeline._pack_latents(noise, *sizes), "true_cfg_scale": 1.0, "max_sequence_length": 160}
-        return pipeline._unpack_latents(pipeline(prompt=[*PROMPTS], **how).images, px, px, 8).squeeze(2)
+    if family in ("flux1", "qwen-image"):
+        scale, tokens = ("guidance_scale", 24) if family == "flux1" else ("true_cfg_scale", 160)
+        how |= {"latents": pipeline._pack_latents(noise, *sizes), scale: 1.0, "max_sequence_length": tokens}
+        images = pipeline._unpack_latents(pipeline(prompt=[*PROMPTS], **how).images, px, px, 8)
+        return images if family == "flux1" else images.squeeze(2)
     if family == "z-image":  # it writes into the list of prompts
         return pipeline(prompt=[*PROMPTS], **how, latents=noise, guidance_scale=0.0, max_sequence_length=48).images
-    kept = []
-    step = pipeline.scheduler.step
+    kept, step = [], pipeline.scheduler.step
     pipeline.scheduler.step = lambda *args, **more: kept.append(step(*args, **more)) or kept[-1]
-    pipeline(
-        prompt=[*PROMPTS],
-        **how,
-        latents=noise,
-        guidance_scale=1.0,
-        max_sequence_length=48,
-        text_encoder_out_layers=(1, 2, 3),
-    )
+    how |= {"latents": noise, "guidance_scale": 1.0, "max_sequence_length": 48}
+    pipeline(prompt=[*PROMPTS], **how, text_encoder_out_layers=(1, 2, 3))
     return kept[-1][0].transpose(1, 2).unflatten(2, (side, side))

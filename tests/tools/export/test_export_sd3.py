@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,21 +83,22 @@ def test_the_pipeline_draws_from_prompts_what_the_sampler_draws_from_the_store(
     assert pipeline(PROMPTS[:1], **options, output_type="np").images.shape == (1, 64, 64, 3)
 
 
+def test_a_model_that_is_no_flow_is_refused(store: LatentStore, tmp_path: Path) -> None:
+    run_to(train_recipe("sd3-tiny", "objective.kind=ddpm", "run.steps=1"), store, tmp_path / "run")
+    with pytest.raises(RunError, match="samples only flow models"):
+        export(tmp_path / "run", tmp_path / "out")
+
+
 def test_what_is_exported_is_read_again_as_it_was(run: Path, store: LatentStore, tmp_path: Path) -> None:
     """With its table of positions; a run begins with it and has the trained model's output."""
     export(run, tmp_path / "out")
     snapshot, theirs = load_snapshot(run, CPU), load_transformer("SD3Transformer2DModel", tmp_path / "out")
     index = json.loads((tmp_path / "out/model_index.json").read_text())
-    parts = {name: value for name, value in index.items() if not name.startswith("_")}
-    assert {name: value[1] for name, value in parts.items()} == {
-        "transformer": "SD3Transformer2DModel",
-        "scheduler": "FlowMatchEulerDiscreteScheduler",
-        "vae": "AutoencoderKL",
-        **dict.fromkeys(("text_encoder", "text_encoder_2"), "CLIPTextModelWithProjection"),
-        **dict.fromkeys(("tokenizer", "tokenizer_2"), "CLIPTokenizer"),
-        "text_encoder_3": "T5EncoderModel",
-        "tokenizer_3": "T5Tokenizer",
-    }
+    expected = {"transformer": "SD3Transformer2DModel", "scheduler": "FlowMatchEulerDiscreteScheduler"}
+    expected |= dict.fromkeys(("text_encoder", "text_encoder_2"), "CLIPTextModelWithProjection")
+    expected |= dict.fromkeys(("tokenizer", "tokenizer_2"), "CLIPTokenizer") | {"vae": "AutoencoderKL"}
+    expected |= {"text_encoder_3": "T5EncoderModel", "tokenizer_3": "T5Tokenizer"}
+    assert {name: value[1] for name, value in index.items() if not name.startswith("_")} == expected
     recipe = train_recipe("sd3-tiny", f"model.init_from={tmp_path / 'out'}")
     state = Run.open(recipe, [store], CPU, print)
     batch = next(iter(state.loader))
@@ -113,24 +115,14 @@ def test_what_is_exported_is_read_again_as_it_was(run: Path, store: LatentStore,
 def test_a_caption_that_no_store_has_is_encoded_by_all_three(run: Path, store: LatentStore) -> None:
     snapshot = load_snapshot(run, CPU)
     captions = Captions(snapshot, run, None, None, CPU)
-    (stored,) = captions.embed(PROMPTS[:1])
-    (encoded,) = captions.embed_live(PROMPTS[:1])
+    (stored,), (encoded,) = captions.embed(PROMPTS[:1]), captions.embed_live(PROMPTS[:1])
     assert list(encoded) == list(stored) == ["clip_g", "clip_l", "t5"]
     for name, one in stored.items():
         for ours, theirs in zip(one, encoded[name], strict=True):
             assert (ours is None) == (theirs is None)
-            if ours is not None:
-                torch.testing.assert_close(torch.from_numpy(ours), torch.from_numpy(theirs), rtol=1e-4, atol=1e-4)
+            assert ours is None or ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)
     assert store.find_captions(["a green cat"]) == [None]
-    given = captions.conditioning(captions.embed(["a green cat", *PROMPTS]))
-    assert given.captions is not None
+    given: Any = captions.conditioning(captions.embed(["a green cat", *PROMPTS]))
     assert given.captions.shape == (3, 77 + 24, 96)
     with pytest.raises(EncoderError, match="reads 3 text encoders"):
         Captions(snapshot, run, None, "somewhere", CPU)
-
-
-def test_what_the_pipeline_cannot_draw_is_refused(store: LatentStore, tmp_path: Path) -> None:
-    recipe = train_recipe("sd3-tiny", "objective.kind=ddpm", "run.steps=1")
-    run_to(recipe, store, tmp_path / "run")
-    with pytest.raises(RunError, match="samples only flow models"):
-        export(tmp_path / "run", tmp_path / "out")

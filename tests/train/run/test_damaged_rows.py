@@ -32,9 +32,7 @@ def intact(label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Records of each step of a run over the intact store."""
     steps, step = list[list[int]](), loop.train_step
     with monkeypatch.context() as patch:
-        patch.setattr(
-            loop, "train_step", lambda run, it: (steps.append(it.records.tolist()), step(run, it))[1]
-        )
+        patch.setattr(loop, "train_step", lambda run, it: (steps.append(it.records.tolist()), step(run, it))[1])
         run_on(label_store.path, tmp_path / "intact")
     return steps
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from runs import LINES, LOG_EVERY, Change, make_run, report_line
 
-from leandit.tools.inspection.report.rules import TABLE, alerts_of
+from leandit.tools.inspection.report.rules import alerts_of
 from leandit.tools.inspection.report.run_facts import RunFacts
 
 NOW = 2e9  # long after any run of the tests has written
@@ -108,19 +108,8 @@ def test_lines_that_do_not_count_and_grids_that_wait_are_told_unless_the_run_goe
     assert file.startswith(f"metrics.jsonl: {repeated}")
 
 
-def test_a_run_without_a_step_breaks_one_rule(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    (run / "metrics.jsonl").write_text("")
-    assert warned(run) == ["it has not reported a step yet"]
-
-
 def test_the_first_line_of_each_start_is_neither_slow_nor_waiting(tmp_path: Path) -> None:
     first = at({1, 21}, seconds_per_step=20.0, data_wait_share=0.9)
     starts = [{}, {"from_step": 20 * LOG_EVERY, "reached_step": 20 * LOG_EVERY}]
     (warning,) = warned(make_run(tmp_path / "run", change=first, starts=starts))
     assert warning.startswith("it was resumed once")
-
-
-def test_every_rule_has_a_test() -> None:
-    others = 5  # restarts, state, damage, grids, lines
-    assert len(TABLE["run"]) == len(BROKEN) - 2 + others  # three kinds of loss break one rule

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -13,15 +12,13 @@ from urllib.parse import parse_qsl
 
 import duckdb
 import pytest
-from faults import without_seal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from making import CPU, caption_recipe, encode, make_caption_folder, no_progress
+from making import caption_recipe, encode, make_caption_folder, write_metadata
 from view_sites import ROOT, client, site
 
 from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.store import LatentStore
-from leandit.precompute.pipeline import precompute
 from leandit.tools.inspection.view import tables as module
 from leandit.tools.inspection.view.tables import Query, StoreTables
 
@@ -46,16 +43,14 @@ HOSTILE = [
 def store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
     """32 records with awkward keys and captions, some shared, and two rejects."""
     folder = make_caption_folder(tmp_path_factory.mktemp("search") / "source", count=32)
-    lines = []
+    rows = []
     for number in range(34):
-        name = f"images/{number}.png" if number < 32 else f"images/gone {number}.png"
-        captions = [
-            "".join(LETTERS[(number * 7 + i * i * (2 + number % 3)) % len(LETTERS)] for i in range(n)) for n in (5, 9)
-        ]
-        lines.append({"file_name": name, "captions": ["shared", *captions][number % 2 :]})
-    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        letters = [LETTERS[(number * 7 + i * i * (2 + number % 3)) % len(LETTERS)] for i in range(9)]
+        captions = ["shared", "".join(letters[:5]), "".join(letters)][number % 2 :]
+        rows.append({"file_name": f"images/{'gone ' * (number > 31)}{number}.png", "captions": captions})
+    write_metadata(folder, rows)
     path = folder.parent / "it's [a] store*"  # DuckDB would read a pattern
-    precompute(caption_recipe(), source_path=folder, store_path=path, device=CPU, progress=no_progress)
+    encode(caption_recipe(), folder, path)
     return LatentStore(path)
 
 
@@ -94,15 +89,10 @@ def filtered(store: LatentStore, query: Query) -> list[int]:
     return hits
 
 
-CONDITIONS = st.one_of(
-    st.builds(
-        "{} {} {}".format, st.sampled_from(["height_px", "row"]), st.sampled_from(sorted(COMPARE)), st.integers(-1, 120)
-    ),
-    st.builds("{} {} null".format, st.sampled_from(["reason", "bucket"]), st.sampled_from(["=", "!="])),
-    st.builds(
-        "{} {} {}".format, st.just("key"), st.sampled_from(["<", ">=", "~"]), st.sampled_from(["images/2", "G", "_"])
-    ),
-)
+NUMBERS = st.sampled_from(["height_px", "row"]), st.sampled_from(sorted(COMPARE)), st.integers(-1, 120)
+NULLS = st.sampled_from(["reason", "bucket"]), st.sampled_from(["=", "!="]), st.just("null")
+KEYS = st.just("key"), st.sampled_from(["<", ">=", "~"]), st.sampled_from(["images/2", "G", "_"])
+CONDITIONS = st.one_of([st.builds("{} {} {}".format, *parts) for parts in (NUMBERS, NULLS, KEYS)])
 QUERIES = st.builds(
     Query,
     q=st.one_of(st.just(""), st.text(LETTERS, max_size=6), st.sampled_from(["SHARED", "images 1", '"gone 33"'])),
@@ -134,7 +124,7 @@ def keys(store: LatentStore, **query: str) -> list[str]:
 
 
 def test_words_are_looked_for_in_one_caption_the_class_or_the_key(
-    caption_store: LatentStore, label_store: LatentStore
+    caption_store: LatentStore, label_store: LatentStore, unsealed_store: Path
 ) -> None:
     everything = caption_store.records["key"].to_pylist()
     assert keys(caption_store, q="RED circ") == everything[::3]
@@ -142,19 +132,12 @@ def test_words_are_looked_for_in_one_caption_the_class_or_the_key(
     assert keys(caption_store, q='"big blue" tiny green') == everything
     assert keys(caption_store, q='"blue big"') == []
     assert keys(caption_store, q="images/1.PNG") == [everything[1]]
+    incomplete = LatentStore(unsealed_store, allow_incomplete=True)
+    assert keys(incomplete, q="RED circ", sort="key", order="down") == sorted(everything[::3], reverse=True)
     assert keys(label_store, q="n002 3") == ["n002/3.png"]
     assert keys(label_store, class_="n001") == [f"n001/{number}.png" for number in range(5)]
     checksum = caption_store.records["checksum"][4].as_py()
     assert keys(caption_store, where=f"checksum = {checksum:#x}") == [everything[4]]
-
-
-def test_an_incomplete_store_is_searched_too(caption_store: LatentStore, caption_folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    without_seal(lambda: encode(caption_recipe(), caption_folder, path))
-    store = LatentStore(path, allow_incomplete=True)
-    assert not store.complete
-    everything = caption_store.records["key"].to_pylist()
-    assert keys(store, q="RED circ", sort="key", order="down") == sorted(everything[::3], reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +148,8 @@ def test_an_incomplete_store_is_searched_too(caption_store: LatentStore, caption
         ({"where": "height_px = tall"}, "'tall' is not of type int32"),
         ({"where": "height_px = 99999999999"}, "is not of type int32"),
         ({"where": "fallback > null"}, "expected = or !="),
-        ({"where": "position >= 1"}, "no column 'position'"),
-        ({"sort": "caption_ids"}, "no column 'caption_ids'"),
         ({"sort": '"key" DESC; --'}, "no column"),
         ({"page": "0"}, "page '0': expected a number of at least 1"),
-        ({"page": "9" * 900}, "expected a number of at least 1"),
         ({"order": "sideways"}, "expected one of up, down"),
         ({"color": "red"}, "no parameter 'color'"),
         ({"q": "x" * 1001}, "1001 characters, expected at most 1000"),
@@ -202,23 +182,14 @@ def test_what_is_typed_is_a_value_and_never_sql(text: str, store: LatentStore) -
         assert "<strong>34</strong> of 34 records" in web.get(ROOT + "/").text
 
 
-@pytest.mark.parametrize(
-    "sql",
-    [
-        "SELECT * FROM read_csv('/etc/passwd')",
-        "SELECT * FROM read_text('/proc/self/environ')",
-        "SELECT * FROM glob('/*')",
-        "SELECT * FROM 'https://elsewhere.example/x.parquet'",
-        "COPY records TO '{folder}/stolen.csv'",
-        "COPY records TO '{folder}/records.parquet' (FORMAT parquet)",
-        "ATTACH '{folder}/new.db'",
-        "INSTALL httpfs",
-        "SET enable_external_access = true",
-        "SET memory_limit = '100GB'",
-        "SET lock_configuration = false",
-        "RESET max_execution_time",
-    ],
-)
+READERS = ("read_csv('/etc/passwd')", "glob('/*')", "read_text('/proc/1/environ')")
+LOCKED_OUT = [f"SELECT * FROM {reader}" for reader in READERS]
+LOCKED_OUT += ["SELECT * FROM 'https://elsewhere.example/x.parquet'", "COPY records TO '{folder}/stolen.csv'"]
+LOCKED_OUT += ["COPY records TO '{folder}/x.parquet' (FORMAT parquet)", "ATTACH '{folder}/new.db'", "INSTALL httpfs"]
+LOCKED_OUT += ["SET enable_external_access = true", "SET memory_limit = '100GB'", "SET lock_configuration = false"]
+
+
+@pytest.mark.parametrize("sql", [*LOCKED_OUT, "RESET max_execution_time"])
 def test_the_database_reads_two_files_and_is_locked(sql: str, tables: StoreTables, tmp_path: Path) -> None:
     with pytest.raises(duckdb.Error):
         tables._database.execute(sql.format(folder=tmp_path))
@@ -226,12 +197,9 @@ def test_the_database_reads_two_files_and_is_locked(sql: str, tables: StoreTable
 
 
 def test_a_search_ends_after_its_time(store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE a.range * b.range <> $size + $first"
     monkeypatch.setitem(module.CONFIG, "max_execution_time", 200)
-    monkeypatch.setattr(
-        module,
-        "FIND",
-        "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE a.range * b.range <> $size + $first",
-    )
+    monkeypatch.setattr(module, "FIND", product)
     tables = StoreTables(store)
     with pytest.raises(RecipeError, match="it takes longer than 30 s"):
         tables.find(Query())
