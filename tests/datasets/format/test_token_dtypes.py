@@ -40,22 +40,6 @@ def test_int8_is_within_half_a_step_and_keeps_the_largest_value(tokens: np.ndarr
     assert not widen(stored, "int8")[largest == 0].any()  # zero stays zero
 
 
-@given(hnp.arrays(np.float32, (2, 3, 5), elements=FINITE), st.sampled_from(list(ON_DISK)))
-def test_the_tokens_of_several_images_are_converted_as_those_of_each(tokens: np.ndarray, dtype: str) -> None:
-    together, alone = narrow(tokens, dtype), [narrow(one, dtype) for one in tokens]
-    for found, wanted in zip(together.parts, zip(*(one.parts for one in alone), strict=True), strict=True):
-        np.testing.assert_array_equal(found, np.stack(wanted))
-    np.testing.assert_array_equal(widen(together, dtype), np.stack([widen(one, dtype) for one in alone]))
-
-
-@given(SMALL, st.sampled_from(["float16", "float32"]))
-def test_plain_floats_come_back_as_they_are(tokens: np.ndarray, dtype: str) -> None:
-    stored = narrow(tokens, dtype)
-    assert stored.scales is None
-    assert widen(stored, dtype) is stored.rows
-    np.testing.assert_array_equal(stored.rows, tokens.astype(dtype))
-
-
 @given(SMALL)
 def test_a_batch_is_widened_like_a_caption(tokens: np.ndarray) -> None:
     stored = narrow(tokens, "int8")
