@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,6 @@ from leandit.datasets.disk.spill import map_array
 from leandit.datasets.disk.strays import STALE_SECONDS, find_strays, sweep_strays
 from leandit.datasets.errors import DamageError, ResourceError
 
-FULL = [(errno.ENOSPC, "iB free"), (errno.EDQUOT, "iB free"), (errno.EFBIG, "ulimit -f")]
-
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
@@ -66,26 +63,29 @@ def test_a_write_replaces_the_content_and_makes_the_folder(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("function", ["os.rename", "os.fsync"])
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), KeyboardInterrupt(), MemoryError()])
-@pytest.mark.parametrize("old", [None, b"old"])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), KeyboardInterrupt()])
 def test_a_write_that_fails_leaves_the_old_content_and_no_temporary(
-    function: str, error: BaseException, old: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    function: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "file"
-    if old:
-        path.write_bytes(old)
+    (tmp_path / "old").write_bytes(b"old")
     monkeypatch.setattr(function, failing(error))
-    with pytest.raises(type(error)) as caught:
-        write_atomic(path, b"new")
-    assert caught.value is error
-    assert names(tmp_path) == (["file"] if old else [])
-    assert not old or path.read_bytes() == old
+    for name in ("old", "new"):
+        with pytest.raises(type(error)) as caught:
+            write_atomic(tmp_path / name, b"new")
+        assert caught.value is error
+    assert names(tmp_path) == ["old"]
+    assert (tmp_path / "old").read_bytes() == b"old"
 
 
 @pytest.mark.parametrize(
-    ("function", "calls_before"), [("os.rename", 0), ("os.fsync", 0), ("os.fsync", 1), ("os.mkdir", 0)]
+    ("function", "calls_before", "number", "reason"),
+    [
+        ("os.rename", 0, errno.ENOSPC, "iB free"),
+        ("os.fsync", 0, errno.EDQUOT, "iB free"),
+        ("os.fsync", 1, errno.EFBIG, "ulimit -f"),
+        ("os.mkdir", 0, errno.ENOSPC, "iB free"),
+    ],
 )
-@pytest.mark.parametrize(("number", "reason"), FULL)
 def test_a_full_disk_is_a_resource_error_that_names_the_file_and_its_limit(
     function: str, calls_before: int, number: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,26 +139,6 @@ def test_a_folder_is_there_with_all_its_files_and_the_older_one_goes(tmp_path: P
     assert names(final.parent) == ["final"]
 
 
-def test_the_contents_of_a_folder_are_taken_one_at_a_time(tmp_path: Path) -> None:
-    # A checkpoint's groups are made when their turn comes, and let go of before the next one is made.
-    alive: list[weakref.ref[Big]] = []
-
-    class Big(bytearray):
-        pass
-
-    def parts(data: Big) -> Iterator[Big]:
-        alive.append(weakref.ref(data))
-        yield data
-
-    def made() -> Iterator[tuple[str, Iterator[Big]]]:
-        for name in "abc":
-            assert [one for one in alive if one()] == []
-            yield name, parts(Big(b"x"))
-
-    write_folder(tmp_path / "final", made(), replace=True)
-    assert names(tmp_path / "final") == ["a", "b", "c"]
-
-
 def test_removing_takes_a_folder_a_file_or_nothing_and_leaves_what_a_link_names(tmp_path: Path) -> None:
     target = write_old(tmp_path / "target")
     (tmp_path / "link").symlink_to(target)
@@ -207,13 +187,6 @@ def starting(folder: Path) -> Path:
     return folder
 
 
-def assert_old_or_new(folder: Path, message: str) -> None:
-    sweep_strays(folder)  # as the next start does
-    assert names(folder) == ["file", "final"], message
-    assert (folder / "file").read_bytes() in (b"old", b"new"), message
-    assert content(folder / "final") in (OLD, NEW), message
-
-
 @pytest.mark.parametrize("kind", ["count", "short"])  # short: the system takes half of what it is given
 def test_every_operation_is_counted(kind: str, tmp_path: Path) -> None:
     # Points to fail at: with one fewer, a crash at that place would no longer be tested.
@@ -226,22 +199,18 @@ def test_every_operation_is_counted(kind: str, tmp_path: Path) -> None:
     assert content(folder / "final") == NEW
 
 
-@pytest.mark.parametrize(
-    ("kind", "code", "at"),
-    [
-        *(("die", EXIT_DIED, at) for at in range(len(OPERATIONS))),
-        *((("eio", "enospc")[at % 2], 1, at) for at in range(len(OPERATIONS))),
-    ],
-)
-def test_whatever_operation_fails_the_old_content_is_there_or_the_new(
-    kind: str, code: int, at: int, tmp_path: Path
-) -> None:
-    folder = starting(tmp_path / "here")
-    fails = kind != "enospc" or any(one.split()[0] in NEEDS_SPACE for one in OPERATIONS[at:])
-    outcome = failing_at(kind, at, lambda: write_both(folder), expected=code if fails else 0)
-    if kind == "enospc" and fails:
-        assert "ResourceError" in outcome.error
-    assert_old_or_new(folder, f"{kind} at {at}, {OPERATIONS[at]}")
+@pytest.mark.parametrize("kind", ["die", "eio", "enospc"])
+def test_whatever_operation_fails_the_old_content_is_there_or_the_new(kind: str, tmp_path: Path) -> None:
+    for at in range(len(OPERATIONS)):
+        folder = starting(tmp_path / f"{at}")
+        fails = kind != "enospc" or any(one.split()[0] in NEEDS_SPACE for one in OPERATIONS[at:])
+        code = (EXIT_DIED if kind == "die" else 1) if fails else 0
+        outcome = failing_at(kind, at, lambda folder=folder: write_both(folder), expected=code)
+        assert kind != "enospc" or not fails or "ResourceError" in outcome.error
+        sweep_strays(folder)  # as the next start does
+        assert names(folder) == ["file", "final"], OPERATIONS[at]
+        assert (folder / "file").read_bytes() in (b"old", b"new"), OPERATIONS[at]
+        assert content(folder / "final") in (OLD, NEW), OPERATIONS[at]
 
 
 # --- Temporaries of dead processes ------------------------------------------------------------------------------------
@@ -315,21 +284,6 @@ def test_a_fork_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
     assert swept == [path]
 
 
-def test_what_is_removed_before_it_is_locked_is_created_again(tmp_path: Path) -> None:
-    removed: list[Path] = []
-
-    def create(path: Path) -> None:
-        path.touch()
-        if not removed:
-            removed.extend(sweep_strays(tmp_path))
-
-    path = temporary_beside(tmp_path / "file")
-    with locks.hold(path, create):
-        assert removed == [path]
-        assert sweep_strays(tmp_path) == []
-        assert path.exists()
-
-
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_of_another_host_or_without_locks_the_age_decides(
     has_locks: bool, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -355,7 +309,7 @@ def test_all_strays_are_found_but_not_what_lies_in_one(tmp_path: Path) -> None:
     assert find_strays(tmp_path) == known
     assert find_strays(tmp_path, below=False) == [path for path in known if path.parent == tmp_path]
     assert sorted(sweep_strays(tmp_path, of_all=True)) == known
-    for owner in ("", "host-", "host-1234567", "host@1-2"):  # no name that this project gives
+    for owner in ("", "host-1234567", "host@1-2"):  # no name that this project gives
         path = written(tmp_path / f"{TEMPORARY_PREFIX}{owner}@file")
         assert sweep_strays(tmp_path) == []
         os.utime(path, (0, 0))
@@ -430,28 +384,14 @@ def test_the_bytes_of_canonical_json_are_those_of_the_first_release() -> None:
             canonical_json(other)
 
 
-NO_JSON = [
-    "[" * 10_000,
-    '{"a": NaN}',
-    "1e999",
-    "9" * 5000,
-    '"\\ud800"',
-    "\xff",
-    '{"a": -Infinity}',
-    "",
-    '{"a": ',
-    "{}{}",
-]
+NO_JSON = ["[" * 10_000, '{"a": NaN}', "1e999", "9" * 5000, '"\\ud800"', "\xff", "", "{}{}"]
 
 
-@pytest.mark.parametrize("text", NO_JSON)
-def test_a_file_that_is_no_json_or_could_not_be_written_again_is_damage(text: str, tmp_path: Path) -> None:
-    (tmp_path / "file.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(DamageError, match=r"file\.json.*not valid JSON"):
-        read_json(tmp_path / "file.json")
-
-
-def test_json_with_every_character_is_read_again(tmp_path: Path) -> None:
+def test_a_file_is_json_with_any_character_or_damage(tmp_path: Path) -> None:
+    for text in NO_JSON:
+        (tmp_path / "file.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(DamageError, match=r"file\.json.*not valid JSON"):
+            read_json(tmp_path / "file.json")
     characters = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x10000)]))
     value = {"path": "C:\\udir\\uDEAD", "text": characters, "pair": "😀"}
     for content in (canonical_json(value), json.dumps(value).encode()):

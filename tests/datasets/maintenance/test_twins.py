@@ -112,8 +112,7 @@ def test_what_a_revision_without_a_folder_left_behind_is_named_and_never_removed
 def test_without_an_intact_manifest_no_shard_counts_as_abandoned(root: Path) -> None:
     for path in root.glob("revisions/000003/**/manifest.json"):
         path.unlink()
-    before = files_of(root)
-    found = verify_store(root)
+    before, found = files_of(root), verify_store(root)
     assert "abandoned" not in {finding.cause for finding in found.findings}
     repair_without_encoding(root, found)
     assert files_of(root) == before
