@@ -243,6 +243,26 @@ def test_two_files_in_each_others_place_are_found_and_their_reader_is_never_misl
     read_after(faults, root, whole.read)
 
 
+def test_a_file_of_another_store_is_found_and_its_reader_is_never_misled(plain: Whole, tmp_path: Path) -> None:
+    other = ImageSource(tmp_path / "other")
+    for i in range(10):
+        other.put(i, seed=i + 500)  # the same shapes and captions, other pixels
+    other.write()
+    encode(caption_recipe(), other.root, tmp_path / "store")
+    root, faults = plain.again(), []
+    for path in files_of(tmp_path / "store"):
+        foreign, before = (tmp_path / "store" / path).read_bytes(), (root / path).read_bytes()
+        if foreign == before:
+            continue
+        (root / path).write_bytes(foreign)
+        assert [f.path for f in verify_store(root).findings] == [path]  # and not its second copy, which is right
+        (root / path).write_bytes(before)
+        put = (root / path).write_bytes
+        faults.append((path, functools.partial(put, foreign), functools.partial(put, before)))
+    assert {"manifest.json", "local.json", "records.parquet"} <= {path.rpartition("/")[2] for path, *_ in faults}
+    read_after(faults, root, plain.read)
+
+
 @STORES
 def test_what_does_not_belong_is_named_and_hinders_no_reader(whole: Whole) -> None:
     root = whole.again()

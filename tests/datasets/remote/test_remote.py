@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -219,12 +218,10 @@ NOT_OPENED: dict[str, tuple[Callable[[Any, str], None], type[LeanditError], list
     "only a plan": (only((OWN + "plan/plan.json", b"{}")), StoreIncomplete, ["no complete revision"]),
     "missing shard": (set_object(None), DamageError, [MOMENTS, "is missing", "leandit verify"]),
     "cut shard": (set_object(lambda c: c[:-1]), DamageError, [MOMENTS, "bytes, the manifest says"]),
-    "longer shard": (set_object(lambda c: c + b"x"), DamageError, [MOMENTS, "bytes, the manifest says"]),
     "missing table": (set_object(None, TABLE), DamageError, [TABLE, "is missing"]),
     "damaged table": (set_object(flip, TABLE), DamageError, [TABLE, "hash", "manifest says"]),
     "cut table": (set_object(lambda c: c[:-9], TABLE), DamageError, [TABLE, "bytes, the"]),
     "longer table": (set_object(lambda c: c + b"x", TABLE), DamageError, [TABLE, "more than"]),
-    "empty table": (set_object(lambda c: b"", TABLE), DamageError, [TABLE, "has 0 bytes"]),
     "damaged manifest": (set_object(flip, MANIFEST), DamageError, [MANIFEST, "JSON"]),
     "edited manifest": (replaced(b'"num_rejected": 0', b'"num_rejected": 1'), DamageError, [MANIFEST, "root hash"]),
     "newer version": (replaced(b'_version": 1', b'_version": 2'), FormatVersionError, ["version 2", "reads 1"]),
@@ -246,21 +243,19 @@ def test_a_remote_store_that_is_not_whole_is_named_when_opened(
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [(lambda c: c + b"x", "more than"), (lambda c: c[:-9], "bytes, the manifest"), (lambda c: b"", "has 0 bytes")],
-)
 def test_a_shard_that_changes_after_the_store_was_opened_is_named(
-    change: Callable[[bytes], bytes], words: str, s3: str, caption_store: LatentStore, tmp_path: Path
+    s3: str, caption_store: LatentStore, tmp_path: Path
 ) -> None:
     fs = upload(caption_store.path, f"{s3}/changes")
     folder = open_remote(f"{s3}/changes", folder=tmp_path / "local")
-    set_object(change)(fs, "latents/changes")
-    with pytest.raises(DamageError, match=f"{MOMENTS}.*{words}"):
-        folder.fetch(MOMENTS)
+    content = fs.cat_file(f"latents/changes/{MOMENTS}")
+    for new, words in ((content + b"x", "more than"), (content[:-9], "bytes, the manifest"), (b"", "has 0 bytes")):
+        fs.pipe_file(f"latents/changes/{MOMENTS}", new)
+        with pytest.raises(DamageError, match=f"{MOMENTS}.*{words}"):
+            folder.fetch(MOMENTS)
 
 
-def test_a_bucket_that_is_not_there_and_credentials_that_are_not_are_one_line(
+def test_a_bucket_credentials_or_a_protocol_that_is_not_there_is_one_line(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(StoreNotFound, match=r"s3://no-such-bucket/store.*Check the URL"):
@@ -270,9 +265,6 @@ def test_a_bucket_that_is_not_there_and_credentials_that_are_not_are_one_line(
     with pytest.raises(StoreError, match=r"may not be read.*credentials.*AWS_") as caught:
         open_remote(f"{s3}/whole", folder=tmp_path / "b", options={"skip_instance_cache": True})
     assert "\n" not in str(caught.value)
-
-
-def test_a_url_that_cannot_be_read_here_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"no-such-protocol.*Check the URL"):
         open_remote("no-such-protocol://x/y", folder=tmp_path / "a")
     with pytest.raises(RecipeError, match=r"its extra .remote."):
@@ -315,25 +307,6 @@ def test_a_shard_that_is_truncated_in_the_local_folder_is_named(caption_store: L
         store.latents(bucket).take([0])
 
 
-def test_a_loader_that_is_closed_or_dropped_brings_no_more_shards(caption_store: LatentStore, tmp_path: Path) -> None:
-    upload(caption_store.path, "faulty://one")
-    store = LatentStore("faulty://one", remote={"folder": tmp_path / "local"})
-    lists: list[int] = []
-    assert store.remote is not None
-    store.remote.prefetch = lambda paths: lists.append(len(list(paths)))  # type: ignore[method-assign]
-    for end in ("close", "drop"):
-        loader = make_loader(store, global_batch=2)
-        next(iter(loader))
-        assert lists.pop() > 0
-        if end == "close":
-            loader.dataset.close()
-        del loader
-        gc.collect()
-        wait_until(lambda: gc.collect() < 0 or lists)  # a thread that reads ahead holds it until its batch is there
-        assert lists == [0], end
-        lists.clear()
-
-
 def test_manifests_that_are_gone_are_forgotten_and_those_that_came_are_seen(
     caption_store: LatentStore, tmp_path: Path
 ) -> None:
@@ -362,19 +335,6 @@ def test_manifests_that_are_gone_are_forgotten_and_those_that_came_are_seen(
     assert {path.parent.name for path in (tmp_path / "local/store").rglob("*.json")} == {"000001"}
 
 
-def test_small_files_come_once_and_again_where_they_are_damaged(caption_store: LatentStore, tmp_path: Path) -> None:
-    upload(caption_store.path, "faulty://small")
-    folder = open_remote("faulty://small", folder=tmp_path / "local")
-    table = folder.store / OWN / "records.parquet"
-    FaultyFileSystem.requests.clear()
-    open_remote("faulty://small", folder=tmp_path / "local")
-    assert {path.rpartition("/")[2] for path in FaultyFileSystem.requests} == {"manifest.json", "local.json"}
-    assert len(FaultyFileSystem.requests) == 2
-    table.write_bytes(flip(table.read_bytes()))
-    open_remote("faulty://small", folder=tmp_path / "local")
-    assert table.read_bytes() == (caption_store.path / OWN / "records.parquet").read_bytes()
-
-
 def test_a_large_store_is_opened_without_a_listing(
     caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +344,10 @@ def test_a_large_store_is_opened_without_a_listing(
     folder = open_remote("faulty://large", folder=tmp_path / "local")
     with pytest.raises(DamageError, match=f"{MOMENTS}' is missing"):
         folder.fetch(MOMENTS)
+    table = folder.store / TABLE
+    table.write_bytes(flip(table.read_bytes()))  # what is damaged here comes again
+    open_remote("faulty://large", folder=tmp_path / "local")
+    assert table.read_bytes() == (caption_store.path / TABLE).read_bytes()
 
 
 # ------------------------------------------------------------ faults
@@ -397,13 +361,8 @@ class OfALibrary(Exception):
         self.status = status
 
 
-PASSING = [
-    OSError(16, "SlowDown"),
-    ConnectionResetError("reset"),
-    TimeoutError("no answer"),
-    ClientPayloadError("closed"),
-]
-PASSING += [OfALibrary(status) for status in (503, 500, 429)]
+PASSING = [OSError(16, "SlowDown"), ConnectionResetError("reset"), TimeoutError("no answer"), OfALibrary(503)]
+PASSING += [OfALibrary(429), ClientPayloadError("closed")]
 
 
 @pytest.fixture
@@ -431,7 +390,6 @@ def test_what_passes_is_tried_again_for_a_bounded_number_of_times(fault: Excepti
         (PermissionError("Access Denied"), StoreError, "may not be read.*Access Denied.*credentials"),
         (FileNotFoundError("gone"), DamageError, "is missing"),
         (OSError(22, "bucket name"), StoreError, "cannot be read.*bucket name"),
-        (OfALibrary(404), StoreError, "status 404"),
         (OfALibrary(400), StoreError, "status 400"),
     ],
 )
@@ -457,15 +415,6 @@ def test_wrong_bytes_are_tried_again_once(wrong: Callable[[bytes], bytes], tmp_p
     folder = made_up(tmp_path / "local")
     assert folder.fetch(PATHS[1]).read_bytes() == CONTENT[PATHS[1]]
     assert folder.num_fetched == 1
-
-
-def test_a_shard_comes_in_pieces_and_a_broken_one_alone_comes_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_reader, "PIECE_BYTES", 100)
-    FaultyFileSystem.faults = {PATHS[0]: [lambda c: c, lambda c: c, ConnectionResetError()]}
-    assert made_up(tmp_path / "local").fetch(PATHS[0]).read_bytes() == CONTENT[PATHS[0]]
-    assert FaultyFileSystem.requests.total() == 7 + 1
 
 
 def test_a_path_that_is_no_shard_and_a_hash_that_is_no_name_are_refused(tmp_path: Path) -> None:
@@ -557,37 +506,6 @@ def test_a_new_list_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     assert not folder._threads
 
 
-def test_what_goes_wrong_ahead_is_told_by_the_fetch(tmp_path: Path) -> None:
-    FaultyFileSystem.faults = {PATHS[0]: [PermissionError("no")] * 2, PATHS[1]: [PermissionError("no")]}
-    folder = made_up(tmp_path / "local", threads=1)
-    folder.prefetch(PATHS[:3])
-    wait_until(lambda: PATHS[2] in here(folder))
-    with pytest.raises(StoreError, match=rf"{PATHS[0]}.*may not be read"):
-        folder.fetch(PATHS[0])
-    assert folder.fetch(PATHS[1]).read_bytes() == CONTENT[PATHS[1]]
-
-
-def test_threads_in_a_narrow_folder_read_right_bytes_and_never_exceed_it(tmp_path: Path) -> None:
-    local, capacity = tmp_path / "local", 5000  # at least three shards, so that two threads never wait for each other
-    seen: list[int] = []
-    folder = made_up(local, capacity, threads=2)
-    FaultyFileSystem.watch = lambda: seen.append(bytes_in(local))
-
-    def read(seed: int) -> None:
-        rng = random.Random(seed)
-        for _ in range(40):
-            path = rng.choice(PATHS)
-            assert folder.open(path, Path.read_bytes) == CONTENT[path]
-            if rng.random() < 0.2:
-                folder.prefetch(rng.sample(PATHS, 5))
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(read, range(4)))
-    folder.close()
-    assert max(seen) <= capacity
-    assert bytes_in(local) <= capacity
-
-
 # ------------------------------------------------------------ earlier runs, other processes
 
 
@@ -646,41 +564,35 @@ def test_a_download_that_was_killed_leaves_nothing_that_is_believed(
     assert other.fetch(PATHS[5]).read_bytes() == CONTENT[PATHS[5]]
 
 
-def test_processes_that_share_a_narrow_folder_read_right_bytes(
+def test_threads_and_processes_that_share_a_narrow_folder_read_right_bytes_and_never_exceed_it(
     opened: Callable[..., RemoteFolder], tmp_path: Path
 ) -> None:
-    local, capacity = tmp_path / "local", 4000
+    local, capacity = tmp_path / "local", 7000  # so many shards that six threads never wait for each other
 
-    def work(seed: int) -> list[int]:
-        folder, rng = opened(capacity), random.Random(seed)
-        most = 0
-        for _ in range(60):
-            path = rng.choice(PATHS)
-            mapped = folder.open(path, lambda file: np.memmap(file, np.uint8, mode="r"))
-            assert mapped.tobytes() == CONTENT[path]
-            most = max(most, min(bytes_in(local), bytes_in(local)))  # a look may count a file before and after a rename
-        return [most, folder.num_fetched]
+    def work(seed: int) -> int:
+        folder = opened(capacity)
+
+        def read(seed: int) -> int:
+            rng, most = random.Random(seed), 0
+            for _ in range(40):
+                path = rng.choice(PATHS)
+                mapped = folder.open(path, lambda file: np.memmap(file, np.uint8, mode="r"))
+                assert mapped.tobytes() == CONTENT[path]
+                if rng.random() < 0.2:
+                    folder.prefetch(rng.sample(PATHS, 5))
+                most = max(most, min(bytes_in(local), bytes_in(local)))  # a look may count a file twice at its rename
+            return most
+
+        with ThreadPoolExecutor(2) as pool:
+            most = max(pool.map(read, (seed, seed + 10)))
+        folder.close()
+        return most
 
     children: list[Child] = [start(lambda seed=seed: work(seed)) for seed in range(3)]
     outcomes = [child.wait() for child in children]
     assert [outcome.message for outcome in outcomes] == [""] * 3
-    assert max(outcome.value[0] for outcome in outcomes) <= capacity
+    assert max(outcome.value for outcome in outcomes) <= capacity
     assert bytes_in(local) <= capacity
-
-
-def test_processes_and_threads_that_want_the_same_shards_bring_them_once(opened: Callable[..., RemoteFolder]) -> None:
-    def work() -> int:
-        folder = opened()
-        folder.prefetch(PATHS)
-        with ThreadPoolExecutor(8) as pool:
-            for path, local in zip(PATHS * 8, pool.map(folder.fetch, PATHS * 8), strict=True):
-                assert local.read_bytes() == CONTENT[path]
-        return folder.num_fetched
-
-    children = [start(work) for _ in range(3)]
-    outcomes = [child.wait() for child in children]
-    assert [outcome.message for outcome in outcomes] == [""] * 3
-    assert sum(outcome.value for outcome in outcomes) == len(PATHS)
 
 
 def test_a_fork_reads_on(s3: str, caption_store: LatentStore, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from faults import without_seal
-from making import CPU, label_recipe, make_class_folder, no_progress, store_digest
+from faults import cut, flip, without_seal
+from making import encode, label_recipe, make_class_folder, store_digest
 from stores import copy_of, small_shards
 
 from leandit.datasets.disk.hashing import canonical_json, read_json
@@ -23,7 +23,6 @@ from leandit.datasets.revisions import plan as plan_module
 from leandit.datasets.revisions.catalog import file_entry
 from leandit.datasets.revisions.commits import read_commit
 from leandit.datasets.revisions.plan import read_plan
-from leandit.precompute.pipeline import precompute
 from leandit.precompute.planning import planner
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -65,10 +64,7 @@ def store(not_sealed: Path, tmp_path: Path) -> Path:
 
 
 def run(source: Path, store: Path) -> Manifest:
-    recipe = label_recipe("source.max_reject_share=0.5")
-    manifest = precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress).manifest
-    assert manifest is not None
-    return manifest
+    return encode(label_recipe("source.max_reject_share=0.5"), source, store).manifest
 
 
 REJECT = Reject(row=3, key="n000/3.png", stage="decode", reason="truncated", detail="")
@@ -89,9 +85,8 @@ def test_a_row_that_is_not_stored_or_rejected_once_is_not_sealed(
     assert results["state"].tolist() == [STORED, REJECTED]
     results["state"][1], results["checksum"][1] = state, how == "both"
     results.tofile(store / ROWS)
-    record = CommitRecord.model_validate(read_json(store / COMMIT))
-    changed = {"rejects": rejects, "files": [*record.files[:-1], file_entry(ROWS, results.tobytes())]}
-    (store / COMMIT).write_bytes(canonical_json(record.model_copy(update=changed).with_hash().model_dump()))
+    files = CommitRecord.model_validate(read_json(store / COMMIT)).files
+    change_record(store, rejects=rejects, files=[*files[:-1], file_entry(ROWS, results.tobytes())])
     with pytest.raises(DamageError) as raised:
         run(source, store)
     assert raised.value.exit_code == 4
@@ -104,22 +99,25 @@ def test_a_row_that_is_not_stored_or_rejected_once_is_not_sealed(
     assert store_digest(store) == store_digest(sealed)
 
 
-@pytest.mark.parametrize("what", ["rows cut", "rows flipped", "rows gone", "shard cut", "other plan", "other shard"])
-def test_a_shard_whose_commit_record_does_not_fit_is_encoded_again(
-    what: str, source: Path, store: Path, sealed: Path
-) -> None:
-    rows, shard = store / ROWS, store / "buckets/32x32/moments/c/1/0/0/0"
+def change_record(store: Path, **changed: Any) -> None:
     record = CommitRecord.model_validate(read_json(store / COMMIT))
-    if what in ("rows cut", "shard cut"):
-        path = rows if what == "rows cut" else shard
-        path.write_bytes(path.read_bytes()[:-1])
-    elif what == "rows flipped":
-        rows.write_bytes(bytes([rows.read_bytes()[0] ^ 4]) + rows.read_bytes()[1:])
-    elif what == "rows gone":
-        rows.unlink()
-    else:
-        other = {"plan": "0" * 64} if what == "other plan" else {"shard": 0}
-        (store / COMMIT).write_bytes(canonical_json(record.model_copy(update=other).with_hash().model_dump()))
+    (store / COMMIT).write_bytes(canonical_json(record.model_copy(update=changed).with_hash().model_dump()))
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "rows cut": lambda store: cut(store / ROWS),
+    "rows flipped": lambda store: flip(store / ROWS, 2),
+    "shard cut": lambda store: cut(store / "buckets/32x32/moments/c/1/0/0/0"),
+    "other plan": lambda store: change_record(store, plan="0" * 64),
+    "other shard": lambda store: change_record(store, shard=0),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_shard_whose_commit_record_does_not_fit_is_encoded_again(
+    damage: Callable[[Path], Any], source: Path, store: Path, sealed: Path
+) -> None:
+    damage(store)
     plan = read_plan(store, 1)
     assert read_commit(store, plan, "buckets/32x32", 0, check_bytes=True) is not None
     assert read_commit(store, plan, "buckets/32x32", 1, check_bytes=True) is None

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from making import CPU, TRAIN_RECIPE, label_recipe, no_progress
+from making import TRAIN_RECIPE, encode, label_recipe, no_progress
 from typer.testing import CliRunner, Result
 
 from leandit.datasets.errors import EncoderError
@@ -14,7 +14,6 @@ from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.revisions.local import encoder_section, openable, with_stored_encoder_paths
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.model_files import local_folder
-from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
 from leandit.train.parallel.stop import StopRequest
 
@@ -31,9 +30,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def make_store(store: Path, source: Path, vae: str = "models/vae") -> LatentStore:
-    recipe = label_recipe(f"vae.model={vae}")
-    precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+def make_store(store: Path, source: Path) -> LatentStore:
+    encode(label_recipe("vae.model=models/vae"), source, store)
     return LatentStore(store)
 
 
@@ -59,34 +57,24 @@ def test_a_store_and_its_encoder_may_move_together_and_the_fingerprint_stays(
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_encoder_far_from_the_store_is_named_absolutely(home: Path, class_folder: Path) -> None:
-    store = make_store(home / "stores/a", class_folder)
-    assert store.spec.recipe["vae"]["model"] == store.spec.vae.model == str(home / "models/vae")
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_compacted_store_finds_the_encoders_of_the_old_one(home: Path, class_folder: Path) -> None:
+def test_an_encoder_far_from_the_store_is_named_absolutely_and_found_after_a_compaction(
+    home: Path, class_folder: Path
+) -> None:
     make_store(Path("a"), class_folder)
     compact(Path("a"), Path("stores/new"), progress=no_progress)
-    store = LatentStore("stores/new")
-    assert store.spec.recipe["vae"]["model"] == store.spec.vae.model == str(home / "models/vae")
-    assert make_store(Path("stores/new"), class_folder).manifest == store.manifest  # nothing to be done
+    for store in (LatentStore("stores/new"), make_store(home / "stores/a", class_folder)):
+        assert store.spec.recipe["vae"]["model"] == store.spec.vae.model == str(home / "models/vae")
+    assert make_store(Path("stores/new"), class_folder).manifest == LatentStore("stores/new").manifest  # nothing to do
 
 
-def test_hub_ids_and_the_relative_paths_of_earlier_releases_are_found_as_before(
-    home: Path, label_store: LatentStore
-) -> None:
+def test_hub_ids_relative_paths_and_every_encoder_of_a_recipe_are_found(home: Path, label_store: LatentStore) -> None:
     def placed(model: str) -> str:
         recipe = label_store.spec.recipe | {"vae": label_store.spec.recipe["vae"] | {"model": model}}
         return encoder_section(label_store.spec.model_copy(update={"recipe": recipe}), "vae", label_store.path)["model"]
 
     assert placed("models/vae") == str(home / "models/vae")  # from where the user stands
-    assert placed("shipped:vae") == "shipped:vae"
     assert placed("stabilityai/sd-vae-ft-ema") == "stabilityai/sd-vae-ft-ema"
     assert with_stored_encoder_paths(label_store.spec, home / "store") == label_store.spec  # shipped:vae
-
-
-def test_the_recipe_of_a_store_names_every_encoder_so_that_it_opens(home: Path, label_store: LatentStore) -> None:
     named = {"text": {"long": {"kind": "t5", "model": "models/vae"}}, "features": {"dino": {"model": "models/vae"}}}
     spec = label_store.spec.model_copy(update={"recipe": label_store.spec.recipe | named})
     stored = with_stored_encoder_paths(spec, home / "a")

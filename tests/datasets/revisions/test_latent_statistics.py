@@ -70,10 +70,14 @@ def test_however_the_rows_are_split_the_merge_is_that_of_all(kind: str, seed: in
     np.testing.assert_allclose(merged.channel_std, whole.channel_std, rtol=1e-12)
 
 
-def test_their_bits_do_not_depend_on_the_order_of_values_or_arrays() -> None:
+def test_their_bits_do_not_depend_on_the_order_of_values_or_arrays_and_rejects_count_for_nothing() -> None:
     spec = spec_of("mean_logvar")
     rows, flipped = rows_of(spec, 0, count=60), rows_of(spec, 1, count=60)
-    assert statistics_of([rows, flipped], spec) == statistics_of([flipped[::-1], rows[:, :, ::-1]], spec)
+    some = statistics_of([rows, flipped], spec)
+    assert some == statistics_of([flipped[::-1], rows[:, :, ::-1]], spec)
+    empty = statistics_of([np.full((3, 6, 2, 2), np.nan, np.float16)], spec)
+    assert empty == LatentStatistics(count=0, channel_mean=[0.0] * 3, channel_std=[0.0] * 3)
+    assert merge_statistics([empty, some, empty]).count == some.count
 
 
 def test_a_small_variance_beside_a_large_mean_is_not_lost() -> None:
@@ -84,19 +88,12 @@ def test_a_small_variance_beside_a_large_mean_is_not_lost() -> None:
     np.testing.assert_allclose(merge_statistics(parts).channel_std, 0.25 * np.abs(SCALE), rtol=1e-9)
 
 
-def test_a_shard_of_rejects_has_none() -> None:
-    spec = spec_of("mean_logvar")
-    empty = statistics_of([np.full((3, 6, 2, 2), np.nan, np.float16)], spec)
-    assert empty == LatentStatistics(count=0, channel_mean=[0.0] * 3, channel_std=[0.0] * 3)
-    some = statistics_of([rows_of(spec, 0)], spec)
-    assert merge_statistics([empty, some, empty]).count == some.count
-
-
 # --- In a store -------------------------------------------------------------------------------------------------------
 
 
-def assert_close(found: LatentStatistics | None, wanted: LatentStatistics) -> None:
+def assert_close(found: LatentStatistics | None, wanted: LatentStatistics | None) -> None:
     assert found
+    assert wanted
     assert found.count == wanted.count
     np.testing.assert_allclose(found.channel_mean, wanted.channel_mean, rtol=1e-9)
     np.testing.assert_allclose(found.channel_std, wanted.channel_std, rtol=1e-9)
@@ -106,16 +103,9 @@ def statistics_in(store: Path, revision: int = 1) -> LatentStatistics | None:
     return read_manifest(store, revision).statistics
 
 
-@pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of three revisions; flipped images are stored too."""
+def test_a_manifest_has_those_of_all_its_latents_flipped_earlier_and_compacted(tmp_path: Path) -> None:
     with small_shards():
-        return make_added(tmp_path_factory.mktemp("grown"), "vae.flip=true")[1]
-
-
-def test_a_manifest_has_those_of_all_its_latents_with_the_flipped_ones_and_of_earlier_revisions(
-    grown: Path,
-) -> None:
+        grown = make_added(tmp_path, "vae.flip=true")[1]
     assert statistics_in(grown, 1) != statistics_in(grown, 3)
     for revision in (1, 3):
         store, parts = LatentStore(grown, revision=revision), []
@@ -125,13 +115,8 @@ def test_a_manifest_has_those_of_all_its_latents_with_the_flipped_ones_and_of_ea
                 for bucket in store.buckets
             ]
         assert_close(statistics_in(grown, revision), merge_statistics(parts))
-
-
-def test_a_compaction_computes_them_from_what_it_copies(grown: Path, tmp_path: Path) -> None:
     compact(grown, tmp_path / "new", progress=no_progress)
-    before = statistics_in(grown, 3)
-    assert before
-    assert_close(statistics_in(tmp_path / "new", 4), before)
+    assert_close(statistics_in(tmp_path / "new", 4), statistics_in(grown, 3))
 
 
 # --- As the model sees them -------------------------------------------------------------------------------------------
