@@ -55,7 +55,7 @@ def test_a_draw_is_the_same_in_a_large_batch_and_with_any_number_of_threads() ->
     keys, before = keys_of(list(range(301))), torch.get_num_threads()
     whole = final_latents(stored, spec, keys)
     try:
-        for threads in (1, 2, 3):
+        for threads in (1, 3):
             torch.set_num_threads(threads)
             parts = [final_latents(stored[i : i + 7], spec, keys[i : i + 7]) for i in range(0, 301, 7)]
             np.testing.assert_array_equal(torch.cat(parts), whole)
@@ -75,10 +75,8 @@ def test_every_seed_epoch_and_record_has_its_own_noise() -> None:
 
 def test_the_noise_is_standard_normal() -> None:
     noise = keyed_noise(keys_of(list(range(250)), seed=1, epoch=2), (4, 32, 32)).double().numpy().ravel()
-    assert abs(noise.mean()) < 0.005
-    assert abs(noise.std() - 1) < 0.005
-    assert abs((noise**3).mean()) < 0.01
-    assert abs((noise**4).mean() - 3) < 0.02
+    for power, wanted, most in ((1, 0, 0.005), (2, 1, 0.01), (3, 0, 0.01), (4, 3, 0.02)):
+        assert abs((noise**power).mean() - wanted) < most
     # Kolmogorov and Smirnov: the largest gap between the two distributions, 1.63 / sqrt(n) in one case of a hundred.
     ordered = np.sort(noise)
     normal = torch.special.ndtr(torch.from_numpy(ordered)).numpy()
@@ -86,10 +84,7 @@ def test_the_noise_is_standard_normal() -> None:
     # The two of a pair, and the pairs of a record, have nothing to do with each other.
     for step in (1, 2, 1024):
         assert abs(np.corrcoef(noise[:-step], noise[step:])[0, 1]) < 0.005
-
-
-def test_the_noise_of_a_key_is_the_one_of_the_first_release() -> None:
-    # If this changes, a run resumed after an update sees other latents, and a published seed gives another run: an
+    # If these change, a run resumed after an update sees other latents, and a published seed gives another run: an
     # ORDER break in the changelog.
     found = keyed_noise(keys_of([3], seed=1, epoch=2), (4,))
     assert found.numpy().tobytes().hex() == "c8d81940c0f8093d775bd43f2c8b5bbf"
