@@ -162,37 +162,42 @@ def test_a_shard_that_is_missing_or_has_not_the_size_of_the_manifest_is_refused_
 GROWN = [(0, 6), (8, 9), (12, 20), (20, 25)]
 
 
-def grown_array(codec: str = "none") -> ArrayLayout:
+def grown_array(codec: str = "none", shape: tuple[int, ...] = (2, 3)) -> ArrayLayout:
     """Layout of an array of four revisions; rows 6, 7, 9, 10 and 11 do not exist."""
-    layout = ArrayLayout("a", (6, 2, 3), "float16", SHARD_ROWS, 1, codec)
+    layout = ArrayLayout("a", (6, *shape), "float16", SHARD_ROWS, 1, codec)
     for revision, (first, end) in enumerate(GROWN[1:], 2):
         layout = layout.grown(RowRange(revision, first, end))
     return layout
 
 
-@given(st.data(), st.sampled_from([*CODECS]), st.sampled_from(WAYS))
-def test_an_array_that_has_grown_is_read_by_its_row_numbers(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, codec: str, way: str
+@given(st.data(), st.sampled_from([*CODECS]), st.sampled_from(WAYS), st.sampled_from([(2, 3), (1,), (26, 38), (17,)]))
+def test_an_array_that_has_grown_is_read_by_its_row_numbers_whatever_a_row_measures(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, codec: str, way: str, shape: tuple[int, ...]
 ) -> None:
-    layout, root = grown_array(codec), tmp_path_factory.getbasetemp() / f"grown-{codec}"
+    # In the window the rows of all shards share one grid, whatever a row measures; 17 and 2 bytes share little.
+    layout, root = grown_array(codec, shape), tmp_path_factory.getbasetemp() / f"grown-{codec}-{shape}"
     values = np.random.default_rng(3).standard_normal(layout.shape).astype(layout.dtype)
     if not root.exists():
         write_array(root, layout, values)
     with pytest.MonkeyPatch.context() as patch:
         array = open_array(root, layout, way, patch)
-        first, end = data.draw(st.sampled_from([*GROWN, (12, 25)]))  # the last two follow each other without a gap
-        start = data.draw(st.integers(first, end))
-        stop = data.draw(st.integers(start, end))
+        ranges = []
+        for _ in range(data.draw(st.integers(1, 9))):
+            first, end = data.draw(st.sampled_from([*GROWN, (12, 25)]))  # the last two follow without a gap
+            start = data.draw(st.integers(first, end))
+            ranges.append((start, data.draw(st.integers(start, end))))
         one = st.sampled_from([row for first, end in GROWN for row in range(first, end)])
         row, rows = data.draw(one), data.draw(st.lists(one, max_size=20))
         assert len(array) == 25
-        np.testing.assert_array_equal(array.read(start, stop), values[start:stop])
+        np.testing.assert_array_equal(array.read(*ranges[0]), values[slice(*ranges[0])])
         np.testing.assert_array_equal(array.take(rows), values[rows] if rows else values[:0])
         np.testing.assert_array_equal(array[row], values[row])
         np.testing.assert_array_equal(array[row - 25], values[row])
-        ranges = [(start, stop - start), (row, 1)]
-        found = array.take_ranges(*np.array(ranges).T)
-        np.testing.assert_array_equal(found, np.concatenate([values[start:stop], values[row : row + 1]]))
+        starts, stops = np.array(ranges).T
+        found, out = array.take_ranges(starts, stops - starts), np.empty((sum(stops - starts), *shape), np.float16)
+        np.testing.assert_array_equal(found, np.concatenate([values[start:stop] for start, stop in ranges]))
+        assert array.take_ranges(starts, stops - starts, out=out) is out
+        np.testing.assert_array_equal(out, found)
 
 
 @pytest.mark.parametrize(("codec", "way"), [("zstd", "window"), *(("none", way) for way in WAYS)])
@@ -278,26 +283,6 @@ def test_a_shard_with_a_dropped_chunk_is_read_right(
     array = open_array(tmp_path, layout, way, monkeypatch)
     np.testing.assert_array_equal(array.read(0, 4), values)
     np.testing.assert_array_equal(array.take([3, 0, 1, 3, 2]), values[[3, 0, 1, 3, 2]])
-
-
-@given(st.data(), st.sampled_from(WAYS), st.sampled_from([(2, 3), (1,), (4, 26, 38), (17,)]))
-def test_rows_of_any_size_are_gathered_right_in_every_way(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, way: str, shape: tuple[int, ...]
-) -> None:
-    # In the window the rows of all shards share one grid, whatever a row measures; 17 and 2 bytes share little.
-    layout = ArrayLayout("a", (29, *shape), "float16", 5)
-    root, values = tmp_path_factory.getbasetemp() / f"sizes-{shape}", array_values(layout)
-    if not root.exists():
-        write_array(root, layout, values)
-    with pytest.MonkeyPatch.context() as patch:
-        array = open_array(root, layout, way, patch)
-        starts = data.draw(st.lists(st.integers(0, 28), min_size=1, max_size=9))
-        longest = data.draw(st.sampled_from([2, 29]))  # short ranges mostly lie within a shard of 5 rows
-        lengths = [data.draw(st.integers(0, min(longest, 29 - start))) for start in starts]
-        out = np.empty((sum(lengths), *shape), np.float16)
-        assert array.take_ranges(np.array(starts), np.array(lengths), out=out) is out
-    ranges = [values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-    np.testing.assert_array_equal(out, np.concatenate(ranges))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -74,31 +74,6 @@ def test_pixart_takes_lanczos_for_its_tables_of_2048_and_2880_only() -> None:
     assert {resize_filter(buckets, 2048) for buckets in ("square", "area", ("2048x1024",))} == {"bicubic"}
 
 
-def area_by_hand(resolution_px: int, step_px: int, max_ratio: float) -> set[tuple[int, int]]:
-    """Of all sizes in steps that are neither too large nor too long: the square, and those that could not be wider."""
-    sides = range(step_px, resolution_px * resolution_px // step_px + 1, step_px)
-    fits = {(h, w) for h in sides for w in sides if h * w <= resolution_px**2 and max(h, w) <= max_ratio * min(h, w)}
-    square = max(h for h, w in fits if h == w)
-    tall = {(h, w) for h, w in fits if h >= square and h * (w + step_px) > resolution_px**2}
-    return {(square, square)} | tall | {size[::-1] for size in tall}
-
-
-@given(
-    st.integers(1, 32),
-    st.sampled_from([8, 16, 32, 64, 96]),
-    st.integers(0, 95),
-    st.sampled_from([1.0, 1.5, 2.0, 4.0, 4.5]),
-)
-def test_an_area_table_is_what_is_said_of_it(steps: int, step_px: int, more_px: int, max_ratio: float) -> None:
-    resolution_px = steps * step_px + more_px % step_px
-    table = bucket_table("area", resolution_px, step_px=step_px, max_ratio=max_ratio)
-    sizes = {(height, width) for _, height, width in table}
-    assert sizes == area_by_hand(resolution_px, step_px, max_ratio)
-    assert sizes == {size[::-1] for size in sizes}
-    assert len(table) == len(sizes)
-    assert list(table) == sorted((height / width, height, width) for height, width in sizes)
-
-
 def test_the_area_table_for_1024_stays_as_it_is() -> None:
     # Another table moves images to other buckets: who plans on with a grown store would get both.
     steps = {px: area_step(px) for px in (128, 256, 448, 512)}
@@ -133,20 +108,6 @@ def test_an_image_goes_to_the_nearest_ratio_or_nowhere(height_px: int, width_px:
     if found is not None:
         distance = {(height, width): abs(ratio - height_px / width_px) for ratio, height, width in table}
         assert distance[found] == min(distance.values())
-
-
-@given(sides, sides, st.tuples(st.integers(1, 4096), st.integers(1, 4096)))
-def test_cover_size_covers_the_bucket_with_one_side_exact(
-    height_px: int, width_px: int, bucket: tuple[int, int]
-) -> None:
-    height, width = cover_size(height_px, width_px, bucket)
-    assert height >= bucket[0]
-    assert width >= bucket[1]
-    assert height == bucket[0] or width == bucket[1]
-    # The other side keeps the ratio to within a pixel.
-    by_height = height == bucket[0] and abs(width - height * width_px / height_px) < 1
-    by_width = width == bucket[1] and abs(height - width * height_px / width_px) < 1
-    assert by_height or by_width
 
 
 def published_adm_sizes(width: int, height: int, image_size: int) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -137,40 +137,6 @@ def test_a_run_resumed_twice_at_other_world_sizes_reads_what_one_rank_reads_in_o
         part, state = run(fresh, state, count, world_size)
         read += part
     assert (read, state) == (whole, end)
-
-
-@st.composite
-def windowed(draw: st.DrawFn, leftovers: tuple[str, ...]) -> BatchPlan:
-    """Plans with a window of K >= 2 blocks, and batches of at most K - 1."""
-    shards, rows = draw(st.integers(2, 4)), draw(st.integers(2, 8))
-    buckets = {name: draw(st.integers(1, 150)) for name in NAMES[: draw(st.integers(1, 3))]}
-    size, mode = draw(st.integers(1, (shards - 1) * rows)), draw(st.sampled_from(leftovers))
-    assume(mode != "drop" or max(buckets.values()) >= size)
-    return BatchPlan(buckets, size, draw(seeds), leftovers=mode, window=ShardWindow(shards, rows))  # type: ignore[arg-type]
-
-
-@given(windowed(("short", "carry", "drop")))
-def test_a_batch_reads_the_blocks_of_one_window_or_of_two_at_a_seam(plan: BatchPlan) -> None:
-    assert plan.window is not None
-    most = (3 if plan.leftovers == "carry" else 2) * plan.window.shards  # "carry" has the seam of epochs, too
-    batches = plan.batches(0, plan.batches_before(2))
-    blocks = [set((b.positions // plan.window.rows).tolist()) for b in batches]
-    assert max(map(len, blocks), default=0) <= most
-
-
-@pytest.mark.parametrize("window", [None, ShardWindow(4, 8)])
-def test_buckets_are_mixed_and_each_epoch_and_each_seed_has_its_own_order(window: ShardWindow | None) -> None:
-    names = [batch.bucket for batch in epoch_of(BatchPlan({"a": 400, "b": 400}, 4, seed=0, window=window), 0)]
-    changes = sum(first != second for first, second in pairwise(names))
-    assert 70 < changes < 130  # of 199; in turn it would be 199, one after the other 1
-    assert 30 < names[:100].count("a") < 70
-    plans = [BatchPlan({"a": 64, "b": 64}, 8, seed, window=window) for seed in range(6)]
-    epochs = [epoch_of(plan, epoch) for plan in plans for epoch in range(6)]
-    orders = [[(batch.bucket, batch.positions.tolist()) for batch in epoch] for epoch in epochs]
-    assert len({repr(order) for order in orders}) == 36
-    # Not the same batches in another order: a record meets other records.
-    batches = [frozenset(positions) for order in orders for bucket, positions in order if bucket == "a"]
-    assert len(set(batches)) == len(batches)
 
 
 def test_the_order_for_a_fixed_seed_is_the_one_of_the_first_release() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,12 +64,6 @@ def test_a_shuffle_in_windows_is_a_permutation_that_stays_in_a_windows_blocks(
     assert not begun
 
 
-def test_permute_spreads_every_index_evenly() -> None:
-    places = np.array([permute(np.arange(10), 10, keyed_hash(key)) for key in range(2000)])
-    counts = np.array([np.bincount(places[:, i], minlength=10) for i in range(10)])
-    assert abs(counts - 200).max() < 70  # 5 standard deviations
-
-
 def _choose(choices: int, *, seed: int, epoch: int, count: int, purpose: int = 2) -> np.ndarray:
     return keyed_choice(np.full(count, choices), seed=seed, epoch=epoch, records=np.arange(count), purpose=purpose)
 
@@ -83,22 +76,3 @@ def test_a_keyed_choice_is_in_range_and_depends_on_its_record_alone(choices: lis
     assert (found < counts).all()
     last = keyed_choice(counts[-1:], seed=seed, epoch=epoch, records=records[-1:], purpose=2)
     assert last[0] == found[-1]
-
-
-@pytest.mark.parametrize("choices", [1, 2, 5, 7])
-def test_a_keyed_choice_is_even_over_records_and_over_epochs(choices: int) -> None:
-    over_records = _choose(choices, seed=3, epoch=0, count=20_000)
-    over_epochs = np.array([_choose(choices, seed=3, epoch=e, count=9)[8] for e in range(2000)])
-    for found in (over_records, over_epochs):
-        expected = len(found) / choices
-        assert abs(np.bincount(found, minlength=choices) - expected).max() < 5 * expected**0.5
-
-
-def test_choices_of_another_seed_epoch_or_purpose_are_independent() -> None:
-    base = _choose(2, seed=0, epoch=0, count=4000)
-    others = [
-        _choose(2, seed=1, epoch=0, count=4000),
-        _choose(2, seed=0, epoch=1, count=4000),
-        _choose(2, seed=0, epoch=0, count=4000, purpose=3),
-    ]
-    assert all(0.45 < (base == other).mean() < 0.55 for other in others)
