@@ -34,6 +34,7 @@ TINY = "AutoencoderTiny"
 CELL_PX, MARGIN_PX, GAP_PX = 192, 12, 4  # of a frame; between cells; inside a cell
 FONT_PX, LINE_PX = 13, 17
 COLUMNS, CAPTION_LINES = 6, 3
+DECODED, EDITED = ("original", "decoded"), ("original", "edited")  # titles of two frames
 MAX_CHARS, DOTS = 1000, "..."  # of a text that is measured; in place of what is cut
 FRAME, EMPTY, KEY_COLOUR = (190, 190, 190), (236, 236, 236), (110, 110, 110)
 
@@ -85,6 +86,19 @@ class LatentDecoder:
 
         means = torch.from_numpy(widen_latents(rows)[:, : self._spec.channels].astype(np.float32))
         return raw_latents(means, self._spec).numpy()
+
+    def encode(self, pixels: np.ndarray) -> np.ndarray:
+        """Raw latents of images, the means of moments: what ``decode`` takes.
+
+        Args:
+          pixels: (B, height_px, width_px, 3) uint8.
+        Returns: (B, C, H, W) float32.
+        """
+        raw = self._encoder.encode(pixels)[:, : self._spec.channels]
+        if self._rescaling:
+            shift, scale, own_shift, own_scale = self._rescaling
+            raw = (raw - own_shift) * own_scale / scale + shift
+        return raw
 
     def decode(self, raw: np.ndarray) -> np.ndarray:
         """Images of raw latents.
@@ -144,7 +158,7 @@ class Cell(NamedTuple):
       pixels: (height, width, 3) uint8, of any size; None draws a gray field.
       caption: below the image, cut after ``CAPTION_LINES`` lines.
       key: one line in gray above the caption; a long key loses its middle.
-      original: the source image, for the frame on the left.
+      original: the source image, or the one that is edited, for the frame on the left.
     """
 
     pixels: np.ndarray | None
@@ -153,15 +167,15 @@ class Cell(NamedTuple):
     original: np.ndarray | None = None
 
 
-def draw_sheet(cells: Sequence[Cell], *, columns: int = COLUMNS, with_originals: bool = False) -> Image.Image:
+def draw_sheet(cells: Sequence[Cell], *, columns: int = COLUMNS, titles: tuple[str, str] | None = None) -> Image.Image:
     """Lay out images in a grid, each scaled to its frame, with its key and caption below.
 
     Args:
       columns: largest number of images in a row; half as many with originals.
-      with_originals: each cell has two labelled frames, the original on the left.
+      titles: of the two frames of a cell, the original on the left; None: one frame, without a title.
     """
     font: Any = ImageFont.load_default(FONT_PX)
-    frames = 2 if with_originals else 1
+    frames = 2 if titles else 1
     columns = min(max(1, columns // frames), len(cells))
     width = frames * CELL_PX + (frames - 1) * GAP_PX
     texts = [_wrapped(cell.caption, font, width) for cell in cells]
@@ -174,12 +188,12 @@ def draw_sheet(cells: Sequence[Cell], *, columns: int = COLUMNS, with_originals:
     for i, (cell, key, lines) in enumerate(zip(cells, keys, texts, strict=True)):
         left, top = MARGIN_PX + i % columns * step_x, MARGIN_PX + i // columns * step_y
         below = top + CELL_PX + GAP_PX
-        if with_originals:
+        if titles:
             x = left + CELL_PX + GAP_PX
             _paste(sheet, cell.original, left, top)
             _paste(sheet, cell.pixels, x, top)
-            draw.text((left, below), "original", fill=KEY_COLOUR, font=font)
-            draw.text((x, below), "decoded", fill=KEY_COLOUR, font=font)
+            draw.text((left, below), titles[0], fill=KEY_COLOUR, font=font)
+            draw.text((x, below), titles[1], fill=KEY_COLOUR, font=font)
             below += LINE_PX
         else:
             _paste(sheet, cell.pixels, left, top)
@@ -350,7 +364,7 @@ def store_sheet(
     for record in records:
         pixels = decoder.decode_rows(store.latents(record.bucket).take(np.array([record.row])))[0]
         cells.append(Cell(pixels, record.caption, record.key, (originals or {}).get(record.key)))
-    return draw_sheet(cells, with_originals=originals is not None)
+    return draw_sheet(cells, titles=DECODED if originals is not None else None)
 
 
 def reject_cells(rejects: Sequence[Mapping[str, Any]], originals: Mapping[str, np.ndarray]) -> list[Cell]:

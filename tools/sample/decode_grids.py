@@ -20,7 +20,7 @@ from ...datasets.disk.files import remove, write_atomic
 from ...datasets.errors import DamageError, EncoderError, LeanditError
 from ...datasets.format.schema import LatentSpec
 from ...train.run.evaluation.decoding import IMAGE, LATENTS, grid_files
-from ..inspection.images import Cell, LatentDecoder, draw_sheet
+from ..inspection.images import EDITED, Cell, LatentDecoder, draw_sheet
 from .sample import png_bytes
 from .sampler import decode_in_parts
 
@@ -41,7 +41,7 @@ def decode_grids(folder: Path, vae: str | None = None) -> None:
     unreadable: dict[Path, DamageError] = {}
     while path := next((path for path in grid_files(folder, LATENTS).values() if path not in unreadable), None):
         try:
-            latents, spec, grid = _read(path)
+            latents, references, spec, grid = _read(path)
         except DamageError as error:
             unreadable[path] = error
             continue
@@ -54,21 +54,28 @@ def decode_grids(folder: Path, vae: str | None = None) -> None:
                 )
         images = decode_in_parts(decoder.decode, latents, DECODED)
         cells = [Cell(pixels, name) for pixels, name in zip(images, grid["names"], strict=True)]
-        write_atomic(path.with_suffix(f".{IMAGE}"), png_bytes(draw_sheet(cells)))
+        if references is not None:
+            originals = decode_in_parts(decoder.decode, references, DECODED)
+            cells = [cell._replace(original=pixels) for cell, pixels in zip(cells, originals, strict=True)]
+        sheet = draw_sheet(cells, titles=None if references is None else EDITED)
+        write_atomic(path.with_suffix(f".{IMAGE}"), png_bytes(sheet))
         remove(path)
     for error in unreadable.values():
         raise error
 
 
-def _read(path: Path) -> tuple[np.ndarray, LatentSpec, dict[str, Any]]:
-    """(B, C, H, W) float32 raw latents, their spec, and the description by their writer."""
+def _read(path: Path) -> tuple[np.ndarray, np.ndarray | None, LatentSpec, dict[str, Any]]:
+    """(B, C, H, W) float32 raw latents, those of the edited images or None, their spec, and the rest of the file."""
     try:
         with safe_open(path, framework="np") as file:
             grid = json.loads(file.metadata()["grid"])
             latents, spec = file.get_tensor("latents"), LatentSpec.model_validate(grid["latent"])
             if latents.ndim != 4 or latents.shape[1] != spec.channels:
                 raise ValueError(f"latents of {latents.shape}, expected (B, {spec.channels}, H, W)")
-            return latents, spec, grid
+            references = file.get_tensor("reference") if "reference" in file.keys() else None  # noqa: SIM118
+            if references is not None and references.shape != latents.shape:
+                raise ValueError(f"edited images of {references.shape}, expected {latents.shape}")
+            return latents, references, spec, grid
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DamageError(f"grid '{path}': it cannot be read ({error}). Remove it.") from error
 

@@ -36,6 +36,10 @@ class SampleRequest:
         ),
     ] = None
     batch: Annotated[int, Option(min=1, help="Images drawn at once.")] = 64
+    image: Annotated[
+        Path | None,
+        Option(help="Image to edit, for a model with model.reference; default: those of the store's records."),
+    ] = None
     bucket: Annotated[str | None, Option(help="HxW in pixels; default: the most common bucket.")] = None
     guidance: Annotated[float, Option(help="Classifier-free guidance scale; 1: none.")] = 4.0
     guidance_times: Annotated[str, Option(metavar="LOW,HIGH", help="Times of guidance: 0 is data, 1 noise.")] = "0,1"

@@ -7,6 +7,7 @@ all images packs them for ADM's evaluator (guided-diffusion, evaluations/evaluat
 
 from __future__ import annotations
 
+import hashlib
 import io
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ...datasets.errors import DamageError, RunError
 from ...datasets.format.buckets import bucket_size
 from ...precompute.run.clock import Progress
 from ...train.parallel.ranks import ALONE, Ranks
-from ..inspection.images import COLUMNS, Cell, draw_sheet
+from ..inspection.images import COLUMNS, EDITED, Cell, draw_sheet
 from .npz import Rows, write_npz
 from .request import SampleRequest
 from .sampler import ImageSampler, open_sampler
@@ -47,8 +48,12 @@ def sample_grid(run: Path, request: SampleRequest, *, out: Path, device: torch.d
     classes, subjects = sampler.snapshot.class_names, [sampler.subjects[number] for number in numbers]
     names = [each if isinstance(each, str) else f"{each}: {classes.describe(each)}" for each in subjects]
     cells = [Cell(pixels, name) for (_, pixels), name in zip(sampler.draw(numbers), names, strict=True)]
+    titles = None
+    if sampler.snapshot.spec.reference:
+        originals, titles = sampler.originals(numbers), EDITED
+        cells = [cell._replace(original=pixels) for cell, pixels in zip(cells, originals, strict=True)]
     columns = of_each if request.num_subjects and 1 < of_each <= LARGEST_ROW else COLUMNS
-    write_atomic(out / "grid.png", png_bytes(draw_sheet(cells, columns=columns)))
+    write_atomic(out / "grid.png", png_bytes(draw_sheet(cells, columns=columns, titles=titles)))
     files = {"samples": names, "grid": str(out / "grid.png")}
     result = sampler.summary() | {"steps": request.steps, "seed": request.seed} | files
     write_atomic(out / RESULT, canonical_json(result))
@@ -106,6 +111,7 @@ def describe(sampler: ImageSampler) -> dict[str, Any]:
         "seed": request.seed,
         "labels": sampler.subjects.labels,
         "captions": request.captions,
+        **({"image_sha256": hashlib.sha256(request.image.read_bytes()).hexdigest()} if request.image else {}),
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...datasets.batches.latents import denormalise
+from ...datasets.batches.latents import denormalise, model_latents
 from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.buckets import bucket_size
 from ...train.models.build import most_tokens_a_side, patch_of
@@ -20,6 +20,7 @@ from ...train.sampling.guided import Solver, draw_latents
 from ...train.sampling.schedulers import choose_sampler
 from ...train.sampling.snapshot import Snapshot, load_snapshot
 from ..inspection.images import LatentDecoder
+from .own_image import read_own_image
 from .published import load_published
 from .request import SampleRequest
 from .subjects import Subjects
@@ -47,11 +48,6 @@ def open_sampler(
         snapshot = load_published(run, request, device, compiled=compiled)
     else:
         snapshot = load_snapshot(run, device, compiled=compiled, frozen=request.base, weights=request.weights)
-    if reference := snapshot.spec.reference:
-        raise RecipeError(
-            f"run '{run}': its model edits the companion '{reference}', and images to edit are not read here. Export "
-            f"it with 'leandit export {run} --out FOLDER', and draw with the pipeline of diffusers that edits."
-        )
     return ImageSampler(snapshot, run, request, device, evenly=evenly, compiled=compiled)
 
 
@@ -85,14 +81,19 @@ class ImageSampler:
     ) -> None:
         self.snapshot, self.request, self._compiled = snapshot, request, compiled
         self.sampler = choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
-        check_solver(snapshot, request, self.sampler)
+        check_request(snapshot, request, self.sampler)
         self.bucket = choose_bucket(snapshot, request.bucket)
         how: dict[str, Any] = {name: getattr(request, name) for name in SOLVER}
         precision = request.precision
         self.solver = Solver(**how, autocast=autocast_dtype(precision, device), tf32=precision == "tf32")
-        self.subjects = Subjects(snapshot, run, request, device, evenly=evenly)
         where = f"snapshot '{snapshot.path}'"
         self.decoder = LatentDecoder(snapshot.state["vae"], snapshot.latent, request.vae, device, where=where)
+        own_image = None
+        if request.image:
+            buckets = [self.bucket] if request.bucket else list(snapshot.state["buckets"])
+            pixels, self.bucket = read_own_image(request.image, buckets)
+            own_image = model_latents(torch.from_numpy(self.decoder.encode(pixels[None])), snapshot.latent)
+        self.subjects = Subjects(snapshot, run, request, device, evenly=evenly, bucket=self.bucket, own_image=own_image)
 
     def summary(self) -> dict[str, Any]:
         """What it draws with, as plain values; a warning for a young average, or another VAE than that of the store."""
@@ -128,8 +129,15 @@ class ImageSampler:
                     f"snapshot '{snapshot.path}': the latents of image {batch[finite.index(False)]} are not finite. "
                     "Use an earlier snapshot, or --precision fp32."
                 )
-            raw = denormalise(latents.cpu(), snapshot.latent).numpy()
-            yield from zip(batch, decode_in_parts(self.decoder.decode, raw), strict=True)
+            yield from zip(batch, self._decode(latents), strict=True)
+
+    def originals(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
+        """The images that the model edits, as it sees them, by number: (height_px, width_px, 3) uint8."""
+        for number in numbers:
+            yield from self._decode(self.subjects.references([number]))
+
+    def _decode(self, latents: torch.Tensor) -> Iterator[np.ndarray]:
+        return decode_in_parts(self.decoder.decode, denormalise(latents.cpu(), self.snapshot.latent).numpy())
 
 
 def decode_in_parts(
@@ -140,8 +148,8 @@ def decode_in_parts(
         yield from decode(rows[start : start + most])
 
 
-def check_solver(snapshot: Snapshot, request: SampleRequest, sampler: str) -> None:
-    """Raise RecipeError for guidance that the model cannot follow, or an option that the sampler does not have."""
+def check_request(snapshot: Snapshot, request: SampleRequest, sampler: str) -> None:
+    """Raise RecipeError for guidance or an image that the model does not take, or an option of another sampler."""
     guidance, channels = request.guidance, snapshot.spec.channels
     if not 0 <= guidance <= LARGEST_GUIDANCE:
         raise RecipeError(f"--guidance {guidance:g}: expected a number from 0 to {LARGEST_GUIDANCE:g}; 1 means none.")
@@ -152,6 +160,10 @@ def check_solver(snapshot: Snapshot, request: SampleRequest, sampler: str) -> No
             f"--guidance {guidance:g}: the model was trained with conditioning.drop = 0, so it has not learned the "
             "null condition that guidance needs. Use --guidance 1."
         )
+    if request.image and not snapshot.spec.reference:
+        raise RecipeError(f"--image: model '{snapshot.spec.name}' edits no image. Leave it out.")
+    if request.image and not request.captions:
+        raise RecipeError("--image: expected a caption that says what to change. Give --caption.")
     if sampler != "sde" and (request.diffusion, request.last_step) != ("sigma", "mean"):
         raise RecipeError("--diffusion, --last-step: only --sampler sde has them. Give it, or leave them out.")
     if snapshot.objective.kind != "flow" and request.shift is not None:

@@ -6,10 +6,11 @@ Embeddings of captions are read from a store, or encoded live by its text encode
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from ...datasets.batches.captions import Captions as PackedCaptions
@@ -23,6 +24,7 @@ from ...precompute.encoders.model_files import nothing_fetched
 from ...precompute.encoders.text.encoder import CaptionEncoder, EncodedCaption
 from ...precompute.encoders.text.tokenizer import CaptionTokenizer
 from ...train.models.conditioning import Conditioning
+from ...train.sampling.edits import EditRecords
 from ...train.sampling.snapshot import Snapshot, text_encoders
 from ...train.weights.folders import RUN
 from .request import SampleRequest, find_labels
@@ -37,34 +39,53 @@ class Subjects:
     Requested labels or captions alternate. Without any, a grid has classes of the run or captions of the store that are
     evenly spread over all of them, and a set draws one uniformly for each image, from the seed and its number.
 
+    A model that edits gets records of the store in the same way, each with its own caption, or the requested ones.
+
     Args:
       evenly: as for a grid.
-    Raises: RecipeError: the model does not take these subjects; RunError: there is no store to choose captions from;
-      EncoderError: a caption cannot be encoded.
+      bucket: of the records to edit.
+      own_image: (1, C, H, W) latents of an image to edit instead, as the model sees them; None: there is none.
+    Raises: RecipeError: the model does not take these subjects; RunError: there is no store to choose captions or
+      images to edit from; EncoderError: a caption cannot be encoded; UnknownKey: the store has no images to edit.
     """
 
     def __init__(
-        self, snapshot: Snapshot, run: Path, request: SampleRequest, device: torch.device, *, evenly: bool
+        self,
+        snapshot: Snapshot,
+        run: Path,
+        request: SampleRequest,
+        device: torch.device,
+        *,
+        evenly: bool,
+        bucket: str,
+        own_image: torch.Tensor | None = None,
     ) -> None:
         self._snapshot, self._device, self.total = snapshot, device, request.total
+        self._seed, self._evenly, self._own_image = request.seed, evenly, own_image
         self.labels = find_labels(snapshot.state, request.labels, request.captions)
         texts = [caption.strip() for caption in request.captions]
         requested = self.labels or texts
         takes_text = snapshot.spec.takes_text
         self._captions = Captions(snapshot, run, request.store, request.text, device) if takes_text else None
         self._embedded = self._captions.embed(texts) if self._captions and texts else []
+        self._records = self._open_records(request, bucket)
         if requested:
             self._choices, self._choose = requested, lambda number: number % len(requested)
+            if self._records:  # each record with all captions
+                choose = self._spread(len(self._records), -(-self.total // len(requested)))
+                self._choose_record = lambda number: choose(number // len(requested))
+            return
+        if self._records and self._captions:
+            self.total = min(self.total, len(self._records)) if evenly else self.total
+            self._choose_record = self._choose = self._spread(len(self._records), self.total)
+            ids = pa.array(self._records.caption_ids(np.arange(len(self._records))))
+            self._choices = self._captions.store.captions["text"].take(ids)
             return
         self._choices = (
             self._captions.store.captions["text"] if self._captions else range(len(snapshot.state["classes"]))
         )
-        num_choices = len(self._choices)
-        if evenly:
-            self.total = min(self.total, num_choices) if self._captions else self.total
-            self._choose = np.linspace(0, num_choices - 1, self.total).round().astype(int).tolist().__getitem__
-        else:
-            self._choose = lambda number: keyed_hash(request.seed, number, CHOICE) % num_choices
+        self.total = min(self.total, len(self._choices)) if self._captions and evenly else self.total
+        self._choose = self._spread(len(self._choices), self.total)
 
     def __getitem__(self, number: int) -> int | str:
         """The class index or caption of an image."""
@@ -77,8 +98,33 @@ class Subjects:
             labels = torch.tensor([self[number] for number in numbers], device=self._device)
             return self._snapshot.conditioner(labels, {})
         if self._embedded:
-            return self._captions.conditioning([self._embedded[self._choose(number)] for number in numbers])
-        return self._captions.conditioning(self._captions.embed([str(self[number]) for number in numbers]))
+            given = self._captions.conditioning([self._embedded[self._choose(number)] for number in numbers])
+        else:
+            given = self._captions.conditioning(self._captions.embed([str(self[number]) for number in numbers]))
+        if self._snapshot.spec.reference:
+            given = given._replace(reference=self.references(numbers).to(self._device))
+        return given
+
+    def references(self, numbers: Sequence[int]) -> torch.Tensor:
+        """The images that some images edit, (B, C, H, W) float32 latents as the model sees them."""
+        if self._own_image is not None:
+            return self._own_image.expand(len(numbers), -1, -1, -1)
+        assert self._records, "a model that edits has one or the other"
+        return self._records.latents(np.array([self._choose_record(number) for number in numbers]))
+
+    def _open_records(self, request: SampleRequest, bucket: str) -> EditRecords | None:
+        """The records of the store to edit; None: the model edits no image, or one of the user."""
+        name = self._snapshot.spec.reference
+        if not name or request.image:
+            return None
+        assert self._captions, "a model that edits takes captions"
+        return EditRecords(self._captions.store, name, bucket, self._snapshot.latent)
+
+    def _spread(self, num_choices: int, count: int) -> Callable[[int], int]:
+        """From a number to a choice: ``count`` of them evenly from the first to the last, or each drawn by the seed."""
+        if self._evenly:
+            return np.linspace(0, num_choices - 1, count).round().astype(int).tolist().__getitem__
+        return lambda number: keyed_hash(self._seed, number, CHOICE) % num_choices
 
 
 class Captions:
@@ -111,7 +157,10 @@ class Captions:
         Raises: RunError: there is none.
         """
         if not self._stores:
-            raise RunError(f"run '{self._run}': its store is gone, so it has no captions. Give --caption or --store.")
+            raise RunError(
+                f"run '{self._run}': its store is gone, so it has no captions or images to edit. Give --store, or "
+                "--caption (with --image, if the model edits images)."
+            )
         return self._stores[0]
 
     def embed(self, captions: Sequence[str]) -> list[Embedded]:

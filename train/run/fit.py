@@ -150,8 +150,6 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
             yield f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options only of DiT."
         if keys := [technique.key for technique in techniques if technique.reads_blocks]:
             yield f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT."
-        if recipe.run.sample_every and recipe.model.reference:
-            yield "run.sample_every: images are not drawn while a model with a reference trains. Set it to 0."
         if (not family or FAMILIES[family].is_flow) and recipe.objective.kind != "flow":
             yield f"objective.kind '{recipe.objective.kind}': model '{name}' gives a velocity. Use 'flow'."
         if recipe.conditioning.kind == ("label" if family else "caption"):

@@ -54,7 +54,7 @@ FLAGS = {
     "view": "--device --open --port --revision --vae",
     "sample": (
         "--base --batch --bucket --caption --compile --device --diffusion --encoders --guidance "
-        "--guidance-times --guided-channels --json --label --last-step --npz --num --out --precision --recipe "
+        "--guidance-times --guided-channels --image --json --label --last-step --npz --num --out --precision --recipe "
         "--sampler --seed --shift --steps --store --text --vae --weights"
     ),
     "evaluate": (

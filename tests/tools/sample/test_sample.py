@@ -26,7 +26,7 @@ from leandit.precompute.encoders.model_files import local_folder
 from leandit.tools.cli.preflight import check_evaluation, check_subjects
 from leandit.tools.sample.request import SampleRequest
 from leandit.tools.sample.sample import sample_grid, sample_set
-from leandit.tools.sample.sampler import check_solver, compiles, open_sampler
+from leandit.tools.sample.sampler import check_request, compiles, open_sampler
 from leandit.tools.sample.subjects import Captions
 from leandit.tools.synthetic.store import make_store
 from leandit.train.sampling.snapshot import load_snapshot
@@ -173,8 +173,8 @@ def test_guidance_of_a_model_that_never_saw_null_is_refused(runs: Any) -> None:
     assert snapshot.state["drop"] == 0.1
     unguided = dataclasses.replace(snapshot, state=snapshot.state | {"drop": 0.0})
     with pytest.raises(RecipeError, match=r"trained with conditioning\.drop = 0"):
-        check_solver(unguided, SampleRequest(guidance=4.0), "ddim")
-    check_solver(unguided, SampleRequest(guidance=1.0), "ddim")
+        check_request(unguided, SampleRequest(guidance=4.0), "ddim")
+    check_request(unguided, SampleRequest(guidance=1.0), "ddim")
 
 
 def test_a_clip_score_of_classes_is_refused_before_they_are_drawn(runs: Any, tmp_path: Path) -> None:

@@ -81,11 +81,11 @@ def test_a_set_is_pngs_and_an_npz_as_adms_evaluator_reads_it(run: Path, tmp_path
 
 def test_classes_are_drawn_uniformly_and_by_number(run: Path) -> None:
     snapshot = load_snapshot(run, CPU)
-    subjects = Subjects(snapshot, run, request(seed=3), CPU, evenly=False)
+    subjects = Subjects(snapshot, run, request(seed=3), CPU, evenly=False, bucket="32x32")
     labels = np.array([subjects[number] for number in range(3000)])
     assert np.bincount(labels).tolist() == pytest.approx([1000] * 3, abs=100)
     assert (labels[:-1] == labels[1:]).mean() == pytest.approx(1 / 3, abs=0.05)
-    requested = Subjects(snapshot, run, request(labels=["2", "0"]), CPU, evenly=False)
+    requested = Subjects(snapshot, run, request(labels=["2", "0"]), CPU, evenly=False, bucket="32x32")
     assert [requested[i] for i in range(5)] == [2, 0, 2, 0, 2]
 
 

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from making import COMPANIONS, CPU, caption_recipe, make_companion_folder, no_progress, train_recipe
+from making import (
+    COMPANIONS,
+    CPU,
+    caption_recipe,
+    make_companion_folder,
+    no_progress,
+    shrink_models,
+    train_recipe,
+)
+from PIL import Image
 from runs import bits, run_to
+from safetensors.torch import load_file
 from stores import small_shards
 
-from leandit.datasets.errors import LeanditError, RecipeError, RunError
+from leandit.datasets.batches.latents import denormalise, mean_latents
+from leandit.datasets.errors import LeanditError, RecipeError, RunError, SourceError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.plan.workload import workload_of_stores
 from leandit.tools.sample.request import SampleRequest
-from leandit.tools.sample.sample import sample_grid
+from leandit.tools.sample.sample import sample_grid, sample_set
+from leandit.tools.sample.sampler import open_sampler
+from leandit.train.metrics.flops import latent_size_of
+from leandit.train.run.evaluation.decoding import Decoding
+from leandit.train.run.evaluation.grids import choose_edits
 from leandit.train.run.evaluation.held_out import Evaluation
 from leandit.train.run.state import Run
 from leandit.train.sampling.guided import Solver, draw_latents
@@ -61,8 +79,99 @@ def test_a_run_reads_the_companion_resumes_and_draws_with_it(store: LatentStore,
     how: Any = {"size": tuple(reference.shape[2:]), "seed": 0, "solver": Solver(steps=2)}  # pyright: ignore
     other = images.conditioning._replace(reference=reference + 1)
     assert not torch.equal(draw_latents(snapshot, images.conditioning, **how), draw_latents(snapshot, other, **how))
-    with pytest.raises(RecipeError, match=r"edits the companion 'edit'.*leandit export"):
-        sample_grid(tmp_path / "whole", SampleRequest(), out=tmp_path / "out", device=CPU)
+
+
+@pytest.fixture(scope="module")
+def edited(store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that draws its grids while it trains."""
+    with pytest.MonkeyPatch.context() as patch:
+        shrink_models(patch)
+        draws = ("run.sample_every=2", "run.sample_count=2", "run.sample_steps=2")
+        return go(store, tmp_path_factory.mktemp("run") / "edited", *draws)
+
+
+def test_a_grid_while_training_shows_held_out_images_beside_their_edits(
+    store: LatentStore, edited: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.open(train_recipe("qwen-image-tiny", *EDITS), [store], CPU, print)
+    subjects = choose_edits(run, 0, {bucket: store.buckets[bucket] for bucket in store.buckets}, count=2)
+    held_out = run.loader.dataset.reader.order.plans[0].selection.held_out  # pyright: ignore[reportOptionalMemberAccess]
+    assert subjects.reference is not None
+    (bucket,) = {
+        name for name in store.buckets if latent_size_of(name, store.spec.latent) == subjects.reference.shape[2:]
+    }
+    records = store.index(bucket).records[held_out[bucket]]
+    captions = {store.captions["text"][store.record_at(int(each)).caption_ids[0]].as_py() for each in records}
+    assert set(subjects.names) <= captions
+    with Image.open(edited / "samples/step-2.png") as grid:
+        assert grid.width > grid.height  # two frames for each image
+    # The image that is edited is the companion as it is stored.
+    snapshot = load_snapshot(edited, CPU)
+    given = subjects.conditioning(snapshot.conditioner, CPU)
+    size = subjects.reference.shape[2], subjects.reference.shape[3]
+    wanted = draw_latents(snapshot, given, size=size, seed=0, solver=Solver(steps=2, guidance=4.0))
+    monkeypatch.setattr(Decoding, "start", lambda _: None)
+    kept = go(store, tmp_path / "kept", "run.sample_every=2", "run.sample_count=2", "run.sample_steps=2")
+    file = load_file(kept / "samples/step-2.safetensors")
+    torch.testing.assert_close(file["latents"], denormalise(wanted, snapshot.latent))
+    torch.testing.assert_close(file["reference"], denormalise(subjects.reference, snapshot.latent))
+
+
+def test_edits_of_records_and_of_an_own_image_are_drawn(store: LatentStore, edited: Path, tmp_path: Path) -> None:
+    small: dict[str, Any] = {"steps": 2, "vae": "shipped:vae"}
+    result = sample_grid(edited, SampleRequest(count=2, **small), out=tmp_path / "grid", device=CPU)
+    texts = set(store.captions["text"].to_pylist())
+    assert len(result["samples"]) == 2
+    assert set(result["samples"]) <= texts
+    sampler = open_sampler(edited, SampleRequest(count=2, **small), CPU, evenly=True)
+    index = store.index(sampler.bucket)
+    ends = index.rows[[0, len(index) - 1]]
+    moments = store.companion("edit", sampler.bucket).take(ends)
+    wanted = mean_latents(torch.from_numpy(moments), sampler.snapshot.latent)
+    assert torch.equal(sampler.subjects.references([0, 1]), wanted)
+
+    # An image of the user that is the companion's own file: the same latents as the store has.
+    source = store.path.parent / "source"
+    record = store.record_at(int(index.records[0]))
+    rows = [json.loads(line) for line in (source / "metadata.jsonl").read_text().splitlines()]
+    image = next(source / row["source image"] for row in rows if record.key.endswith(row["file_name"]))
+    request = SampleRequest(captions=[sorted(texts)[0]], image=image, bucket=sampler.bucket, count=2, **small)
+    own = open_sampler(edited, request, CPU, evenly=True)
+    torch.testing.assert_close(own.subjects.references([0, 1]), wanted[:1].expand(2, -1, -1, -1), rtol=0.01, atol=0.01)
+    nearest = open_sampler(edited, replace(request, bucket=None), CPU, evenly=True)
+    assert nearest.bucket == record.bucket
+    first, second = (pixels for _, pixels in own.draw([0, 1]))
+    assert not np.array_equal(first, second)
+
+    # A set: another image is another set.
+    sample_set(edited, request, out=tmp_path / "set", device=CPU, progress=no_progress)
+    other = next(path for path in sorted(source.rglob("*.png")) if path.read_bytes() != image.read_bytes())
+    with pytest.raises(RunError, match="image_sha256"):
+        sample_set(edited, replace(request, image=other), out=tmp_path / "set", device=CPU, progress=no_progress)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"image": Path("absent.png"), "captions": ["a"]}, SourceError, r"--image 'absent\.png'"),
+        ({"image": Path(__file__), "captions": ["a"]}, SourceError, "--image"),
+        ({"image": Path(__file__)}, LeanditError, "--caption"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    changes: dict[str, Any], error: type[LeanditError], message: str, edited: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        open_sampler(edited, SampleRequest(vae="shipped:vae", **changes), CPU)
+
+
+def test_a_model_that_edits_nothing_takes_no_image(store: LatentStore, tmp_path: Path) -> None:
+    run = tmp_path / "plain"
+    run_to(train_recipe("qwen-image-tiny", "schedule.kind=constant", "run.steps=1"), store, run)
+    image = next((store.path.parent / "source").rglob("*.png"))
+    request = SampleRequest(vae="shipped:vae", image=image, captions=["a"])
+    with pytest.raises(RecipeError, match="edits no image"):
+        open_sampler(run, request, CPU)
 
 
 def test_a_plan_counts_the_companion_that_is_read_alone(store: LatentStore) -> None:
@@ -77,7 +186,6 @@ def test_a_plan_counts_the_companion_that_is_read_alone(store: LatentStore) -> N
     [
         ("qwen-image-tiny", ["model.reference=before"], RunError, "no companion image 'before', available: copy"),
         ("z-image-tiny", ["model.reference=edit"], RecipeError, r"model 'z-image-tiny' takes none"),
-        ("qwen-image-tiny", ["model.reference=edit", "run.sample_every=1"], RecipeError, r"run\.sample_every"),
     ],
 )
 def test_what_cannot_be_edited_is_refused(

@@ -34,7 +34,16 @@ from ..options import (
 )
 from ..preflight import check_evaluation, check_run, check_subjects
 
-NOT_EVALUATED = ("labels", "captions", "count", "batch", "recipe", "encoders", "compiled")  # options of sample alone
+NOT_EVALUATED = (
+    "labels",
+    "captions",
+    "image",
+    "count",
+    "batch",
+    "recipe",
+    "encoders",
+    "compiled",
+)  # options of sample alone
 
 
 def expand(name: str, request: Any, *left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

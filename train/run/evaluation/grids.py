@@ -18,6 +18,7 @@ from ....datasets.store import LatentStore
 from ...data_recipe import RecordsSection
 from ...metrics.flops import tokens_per_image
 from ...models.conditioning import Conditioner, Conditioning, select
+from ...sampling.edits import EditRecords
 from ...sampling.guided import SamplingModel, Solver, draw_latents
 from ..state import Run
 
@@ -32,17 +33,20 @@ class Subjects(NamedTuple):
       names: for display.
       labels: class indexes, or None.
       captions: of each text encoder, by name, or None.
+      reference: (count, C, H, W) latents of the images to edit, or None.
     """
 
     names: list[str]
     labels: list[int] | None = None
     captions: Mapping[str, Captions] | None = None
+    reference: Tensor | None = None
 
     def conditioning(self, conditioner: Conditioner, device: torch.device) -> Conditioning:
         """Of all images, on a device."""
         if self.captions is None:
             return conditioner(torch.tensor(self.labels, device=device), {})
-        return conditioner(None, {name: text.to(device) for name, text in self.captions.items()})
+        given = conditioner(None, {name: text.to(device) for name, text in self.captions.items()})
+        return given if self.reference is None else given._replace(reference=self.reference.to(device))
 
 
 def draw_grid(run: Run, subjects: Subjects, size: tuple[int, int]) -> Tensor:
@@ -100,6 +104,37 @@ def choose_subjects(
     places = {bucket: positions for bucket, positions in held_out.items() if len(positions)}
     known = _first_captions(store, places or dict.fromkeys(store.buckets, slice(None)))
     ids = [int(known[place]) for place in _spread(len(known), min(count, len(known)))]
+    return _captioned(store, ids)
+
+
+def choose_edits(
+    run: Run, number: int, buckets: Mapping[str, int], *, count: int, own: Subjects | None = None
+) -> Subjects:
+    """Records to edit, spread evenly over the held-out ones of a bucket, else over all that train, with their captions.
+
+    Args:
+      number: of the store.
+      buckets: that train, with their number of records.
+      count: of images; fewer if the bucket has fewer records.
+      own: captions instead, each for another record.
+    """
+    reader = run.loader.dataset.reader
+    store, selection = reader.stores[number], reader.order.plans[number].selection
+    held_out = selection.held_out if selection else {}
+    held_out = {bucket: held_out[bucket] for bucket in buckets if len(held_out.get(bucket, ()))}
+    counts = {bucket: len(positions) for bucket, positions in held_out.items()} or buckets
+    bucket = max(counts, key=lambda name: counts[name])
+    records = EditRecords(store, run.spec.reference, bucket, reader.latent_specs[number])
+    of_bucket = held_out or (selection.positions if selection else {})
+    positions = np.asarray(of_bucket.get(bucket, range(len(records))))
+    count = len(own.names) if own else min(count, len(positions))
+    chosen = positions[_spread(len(positions), count)]
+    subjects = own or _captioned(store, records.caption_ids(chosen))
+    return subjects._replace(reference=records.latents(chosen))
+
+
+def _captioned(store: LatentStore, ids: list[int]) -> Subjects:
+    """Stored captions as subjects."""
     texts = store.captions["text"]
     captions = {name: captions_of(store.text(name), ids) for name in store.texts}
     return Subjects([texts[each].as_py() for each in ids], captions=captions)

@@ -6,7 +6,7 @@ The trainer never loads a decoder and never waits for one, except at the end of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from ...weights.folders import SAMPLES
 from ..data import buckets_at
 from ..state import Run
 from .decoding import Decoding
-from .grids import Subjects, choose_subjects, draw_grid, own_subjects
+from .grids import Subjects, choose_edits, choose_subjects, draw_grid, own_subjects
 from .held_out import Evaluation
 
 
@@ -116,29 +116,38 @@ class Log:
         run, data = self._run, self._run.recipe.data
         first = ((number, turn.section) for number, turn in enumerate(data.turns) if turn.has(run.step))
         number, section = next(first, (0, data))
-        if number not in self._subjects:
-            self._subjects[number] = self._choose_subjects(number, section)
-        subjects, latent = self._subjects[number], run.loader.dataset.reader.latent_specs[number]
         buckets = buckets_at(data, run.stores, run.step)
-        bucket = max(buckets, key=lambda name: buckets[name])  # the most common one
-        latents = draw_grid(run, subjects, latent_size_of(bucket, latent))
+        if number not in self._subjects:
+            self._subjects[number] = self._choose_subjects(number, section, buckets)
+        subjects, latent = self._subjects[number], run.loader.dataset.reader.latent_specs[number]
+        if subjects.reference is None:
+            size = latent_size_of(max(buckets, key=lambda name: buckets[name]), latent)  # the most common one
+        else:
+            size = subjects.reference.shape[2], subjects.reference.shape[3]
+        images = {"latents": draw_grid(run, subjects, size), "reference": subjects.reference}
         if self._decoding:
             content = {"names": subjects.names, "vae": run.extra["vae"], "latent": latent.model_dump()}
-            raw = {"latents": denormalise(latents.cpu(), latent).contiguous()}
+            raw = {
+                name: denormalise(each.cpu(), latent).contiguous() for name, each in images.items() if each is not None
+            }
             file = safetensors.torch.save(raw, metadata={"grid": json.dumps(content)})
             write_atomic(self._decoding.path_of(run.step), file)
             self._decoding.start()
 
-    def _choose_subjects(self, number: int, section: RecordsSection) -> Subjects:
-        run, count = self._run, self._run.recipe.run.sample_count
-        if self._own_subjects:
-            return self._own_subjects
+    def _choose_subjects(self, number: int, section: RecordsSection, buckets: Mapping[str, int]) -> Subjects:
+        run, count, own = self._run, self._run.recipe.run.sample_count, self._own_subjects
         reader, takes_text = run.loader.dataset.reader, run.spec.takes_text
-        subjects = choose_subjects(reader, number, section, takes_text=takes_text, count=count)
-        if len(subjects.names) < count and run.ranks.is_first:
+        if run.spec.reference:
+            subjects, kind = choose_edits(run, number, buckets, count=count, own=own), "images to edit in one bucket"
+        elif own:
+            return own
+        else:
+            subjects = choose_subjects(reader, number, section, takes_text=takes_text, count=count)
+            kind = "different first captions"
+        if len(subjects.names) < count and not own and run.ranks.is_first:
             records = "held-out records" if run.recipe.data.holdout else "records"
             self._warn(
-                f"run.sample_count {count}: the {records} have {len(subjects.names)} different first captions, so a "
-                "grid has only that many images"
+                f"run.sample_count {count}: the {records} have {len(subjects.names)} {kind}, so a grid has only that "
+                "many images"
             )
         return subjects
