@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from faults import cut, flip, without_seal
-from making import caption_recipe, encode, make_caption_folder, set_json, tree_digest
+from faults import flip, without_seal
+from making import caption_recipe, cut, encode, make_caption_folder, set_json, tree_digest
 
 from leandit.datasets.errors import (
     DamageError,

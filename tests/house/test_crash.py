@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from faults import processes_of_session, start
+from faults import processes_of_session
 from harness import (
+    IMAGE_SIZES,
     Scenario,
     assert_true_so_far,
     assert_whole,
@@ -29,23 +29,24 @@ from harness import (
     check_order,
     check_short_writes,
     compact_command,
-    list_images,
     make_small,
-    make_source,
     precompute_command,
-    save_image,
 )
+from stores import ImageSource
 
 from leandit.datasets.disk.files import Failpoint
-from leandit.datasets.disk.strays import sweep_strays
 from leandit.datasets.store import LatentStore
-from leandit.precompute.planning import opening
 from leandit.precompute.planning.compare import Options
 from leandit.precompute.sharing import leases
 
 LONG, ERRORS = pytest.mark.slow, ("eio", "enospc")
 BOTH_ARE_FORKED_SECONDS = 0.3
 START = int(os.environ.get("LEANDIT_SAMPLE", "0"))  # another number samples other operations
+
+
+TRIALS = pytest.mark.parametrize(
+    "trials", [pytest.param(2, id="2 trials"), pytest.param(50, id="50 trials", marks=LONG)]
+)
 
 
 def points(scenario: Scenario, step: int) -> range:
@@ -63,21 +64,22 @@ def _small() -> Iterator[None]:
 def first(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
     """A first precompute."""
     place = tmp_path_factory.mktemp("first")
-    return Scenario(place, precompute_command(make_source(place / "source"))).undisturbed()
+    return Scenario(place, precompute_command(ImageSource(place / "source", 6, IMAGE_SIZES).root)).undisturbed()
 
 
 @pytest.fixture(scope="module")
 def growth(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
     """A second revision: two records new, one changed, one gone and dropped, one with another caption."""
     place = tmp_path_factory.mktemp("growth")
-    source = make_source(place / "source")
-    outcome = Scenario(place, precompute_command(source)).run(place / "before")
+    source = ImageSource(place / "source", 6, IMAGE_SIZES)
+    outcome = Scenario(place, precompute_command(source.root)).run(place / "before")
     assert outcome.code == 0, outcome.message
     for number, seed in ((8, 8), (9, 9), (1, 101)):
-        save_image(source, number, seed=seed)
-    captions = {i: f"an image of number {i % 4}" for i in range(10) if i != 3}
-    list_images(source, captions | {0: "an image described anew"})
-    command = precompute_command(source, options=Options(drop_gone=True))
+        source.put(number, seed=seed)
+    source.drop(3)
+    source.describe(0, " and a cat")
+    source.write()
+    command = precompute_command(source.root, options=Options(drop_gone=True))
     return Scenario(place, command, place / "before").undisturbed()
 
 
@@ -199,18 +201,7 @@ def assert_gone(session: int) -> None:
 # --- Company ----------------------------------------------------------------------------------------------------------
 
 
-def run_two(scenario: Scenario, store: Path) -> list[list[list[Any]]]:
-    """Two coordinators on one store; returns what each committed."""
-    begin = time.monotonic() + BOTH_ARE_FORKED_SECONDS
-    pair = [scenario.start(store, begin=begin) for _ in range(2)]
-    outcomes = [child.wait() for child in pair]
-    for outcome in outcomes:
-        assert outcome.code == 0, outcome.message
-    assert len({outcome.value["root_hash"] for outcome in outcomes}) == 1
-    return [outcome.value["committed"] for outcome in outcomes]
-
-
-@pytest.mark.parametrize("trials", [pytest.param(2, id="2 trials"), pytest.param(50, id="50 trials", marks=LONG)])
+@TRIALS
 @pytest.mark.parametrize("kind", ["first", "growth"])
 def test_two_coordinators_make_one_store(kind: str, trials: int, request: pytest.FixtureRequest) -> None:
     """Whether they begin together or at what a dead one left; that a shard is made twice is allowed, and rare."""
@@ -222,7 +213,12 @@ def test_two_coordinators_make_one_store(kind: str, trials: int, request: pytest
             if trial % 2:
                 at = rng.randrange(len(scenario.operations))
                 assert scenario.run(store, Failpoint("die", at)).died
-            tasks = collections.Counter(tuple(task) for committed in run_two(scenario, store) for task in committed)
+            begin = time.monotonic() + BOTH_ARE_FORKED_SECONDS
+            pair = [scenario.start(store, begin=begin) for _ in range(2)]
+            outcomes = [child.wait() for child in pair]
+            assert [outcome.code for outcome in outcomes] == [0, 0], [outcome.message for outcome in outcomes]
+            assert len({outcome.value["root_hash"] for outcome in outcomes}) == 1
+            tasks = collections.Counter(tuple(task) for one in outcomes for task in one.value["committed"])
             made += len(tasks)
             twice += sum(number - 1 for number in tasks.values())
             assert_whole(store, scenario, f"trial {trial}")
@@ -230,7 +226,7 @@ def test_two_coordinators_make_one_store(kind: str, trials: int, request: pytest
     assert twice <= made // 4, f"{twice} of {made}"
 
 
-@pytest.mark.parametrize("trials", [pytest.param(2, id="2 trials"), pytest.param(50, id="50 trials", marks=LONG)])
+@TRIALS
 def test_when_one_of_two_coordinators_is_killed_the_other_finishes(first: Scenario, trials: int) -> None:
     rng = random.Random(START)
     for trial in range(trials):
@@ -267,33 +263,6 @@ def test_a_coordinator_that_stands_still_is_not_waited_for(
         assert outcome.code == (0 if ending == signal.SIGCONT else -signal.SIGKILL), outcome.message
         assert first.run(store).code == 0
         assert_whole(store, first, "after the other woke up")
-
-
-def test_a_sweep_survives_what_others_remove_meanwhile(tmp_path: Path) -> None:
-    def come_and_go() -> None:
-        while True:
-            for verb in (Path.mkdir, Path.rmdir):
-                for i in range(20):
-                    verb(tmp_path / f"leases-{i}")
-
-    other = start(come_and_go)
-    try:
-        deadline = time.monotonic() + 1
-        while time.monotonic() < deadline:
-            assert sweep_strays(tmp_path) == []
-    finally:
-        other.signal(signal.SIGKILL)
-        other.wait()
-
-
-def test_a_plan_that_others_finish_between_two_looks_is_found(first: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
-    look, looks = opening.planned_revisions, iter([[]])
-    monkeypatch.setattr(opening, "planned_revisions", lambda root: next(looks, None) or look(root))
-    with first.store() as store:
-        assert first.run(store, Failpoint("die", len(first.operations) // 2)).died
-        plan = opening.newest_plan(store)
-        assert plan is not None
-        assert plan.revision == 1
 
 
 # --- A lying disk -----------------------------------------------------------------------------------------------------

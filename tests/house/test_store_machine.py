@@ -20,13 +20,12 @@ import numpy as np
 import pytest
 from faults import start
 from harness import (
+    IMAGE_SIZES,
     InProcessDecoders,
     compact_command,
-    list_images,
     make_small,
     precompute_command,
     recipe,
-    save_image,
     tree,
 )
 from hypothesis import HealthCheck, settings
@@ -39,7 +38,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from making import CPU, loaded_encoders, no_progress, smooth_image, tree_digest
+from making import encode, loaded_encoders, smooth_image, tree_digest, write_metadata
+from stores import checked
 
 from leandit.datasets.disk.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
 from leandit.datasets.format.buckets import bucket_size
@@ -53,7 +53,6 @@ from leandit.precompute.encoders import loading
 from leandit.precompute.images import decoders
 from leandit.precompute.images.pixels import crop_image
 from leandit.precompute.planning.compare import Options
-from leandit.tools.inspection import verify
 
 ALONE = ("vae.batch_size=1", "text.batch_size=1", "vae.keep=mean", "vae.flip=false")
 NUMBERS = st.integers(1, 9)  # image 0 stays as it is: a first plan of which nothing is left to encode is refused
@@ -74,7 +73,7 @@ def _small() -> Iterator[None]:
 @functools.cache
 def latent_of(number: int, seed: int, bucket: str) -> bytes:
     """What the encoder gives for an image alone."""
-    image = smooth_image(seed, 32, 48 if number % 3 == 2 else 32)  # as save_image
+    image = smooth_image(seed, *IMAGE_SIZES[number % 3])
     pixels = crop_image(image, bucket_size(bucket), "bucket")[None]
     moments = loaded_encoders(recipe().vae, recipe().text).image.encode(pixels)
     return moments[0, : moments.shape[1] // 2].astype(np.float16).tobytes()
@@ -119,13 +118,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.listed[number] = seed
         self.history.setdefault(number, set()).add(seed)
         self.captions.setdefault(number, f"an image of number {number % 4}")
-        save_image(self.source, number, seed=seed)
+        smooth_image(seed, *IMAGE_SIZES[number % 3]).save(self.source / f"images/{number}.png")
         # A file that is written anew within the clock's resolution, with the same size, cannot be told by "stat".
         os.utime(self.source / f"images/{number}.png", (next(self.clock),) * 2)
         self._list()
 
     def _list(self) -> None:
-        list_images(self.source, {number: self.captions[number] for number in sorted(self.listed)})
+        names = {number: f"images/{number}.png" for number in sorted(self.listed)}
+        rows = ({"file_name": name, "captions": [self.captions[number], "an image"]} for number, name in names.items())
+        write_metadata(self.source, rows)
 
     @rule(number=NUMBERS)
     def add_or_change_an_image(self, number: int) -> None:
@@ -150,14 +151,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(drop=st.booleans())
     def precompute(self, drop: bool) -> None:
         known = self._planned()
-        report = pipeline.precompute(
-            recipe(*ALONE),
-            source_path=self.source,
-            store_path=self.store,
-            device=CPU,
-            progress=no_progress,
-            options=Options(drop_gone=drop),
-        )
+        report = encode(recipe(*ALONE), self.source, self.store, drop_gone=drop)
         self._is_complete(known, drop)
         assert report.manifest.revision == max(self.sealed)
 
@@ -221,16 +215,7 @@ class StoreMachine(RuleBasedStateMachine):
         found = verify_store(self.store)
         assert found.damaged, f"'{name}' {how}: not found"
         assert name in {finding.path for finding in found.findings}, f"'{name}' {how}: {found.findings}"
-        left, _ = verify.check(
-            self.store,
-            quick=False,
-            deep=False,
-            repair=True,
-            source=self.source,
-            device=lambda: CPU,
-            overrides=[],
-            progress=no_progress,
-        )
+        left, _ = checked(self.store, self.source, repair=True)
         if left.damaged:  # allowed only where the source no longer holds what was encoded
             stored = [(number, seed) for rows in self.sealed.values() for number, seed in rows.items()]
             lost = any(seed is not None and self.listed.get(number) != seed for number, seed in stored)

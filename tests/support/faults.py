@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from making import encode
+from making import cut, encode
 from stores import read_all
 
 from leandit.datasets.disk import files
@@ -39,11 +39,6 @@ def flip(path: Path, bit: int) -> None:
         (byte,) = file.read(1)
         file.seek(bit // 8)
         file.write(bytes([byte ^ 1 << bit % 8]))
-
-
-def cut(path: Path, num_bytes: int = 1) -> None:
-    """Cut some bytes off the end of a file."""
-    os.truncate(path, path.stat().st_size - num_bytes)
 
 
 def _replace_by_folder(path: Path) -> None:

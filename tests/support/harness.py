@@ -27,7 +27,8 @@ from typing import Any
 
 import pytest
 from faults import Child, Outcome, start
-from making import CPU, caption_recipe, loaded_encoders, no_progress, smooth_image, write_metadata
+from making import CPU, caption_recipe, encode, loaded_encoders, no_progress
+from stores import ImageSource
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
@@ -43,7 +44,7 @@ from leandit.precompute.planning.compare import Options
 from leandit.precompute.sharing import leases
 
 SHARD_ROWS = 2
-CAPTION_SHARD_ROWS = 16  # at least max_tokens: no caption straddles two shards
+IMAGE_SIZES = ((32, 32), (32, 32), (32, 48))  # height and width in px, in turn
 RECIPE = (
     'images.buckets=["32x32", "32x48"]',
     "images.resolution=32",
@@ -60,7 +61,7 @@ RECIPE = (
 def make_small(patch: pytest.MonkeyPatch) -> None:
     """Several shards from few images, and encoders that are loaded already; children inherit it."""
     patch.setattr(row_layout, "MAX_SHARD_ROWS", SHARD_ROWS)
-    patch.setattr(CaptionLayout, "_shard_rows", lambda self: (CAPTION_SHARD_ROWS, CAPTION_SHARD_ROWS // 4))
+    patch.setattr(CaptionLayout, "_shard_rows", lambda self: (16, 4))  # rows of a shard: at least max_tokens
     patch.setattr(leases, "EMPTY_SECONDS", 0.2)
     patch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
     _warm_up()
@@ -71,12 +72,11 @@ def _warm_up() -> None:
     """One run in the parent: what is imported late is then there for all children."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "Decoders", InProcessDecoders)
-        source = make_source(Path(folder) / "source")
-        run = {"device": CPU, "progress": no_progress, "source_path": source, "store_path": Path(folder) / "store"}
-        pipeline.precompute(recipe(), **run)
-        save_image(source, 0, seed=77)
-        pipeline.precompute(recipe(), **run)
-        compact_command(Path(folder) / "store")
+        source, store = ImageSource(Path(folder) / "source", 2, IMAGE_SIZES), Path(folder) / "store"
+        encode(recipe(), source.root, store)
+        source.put(0, seed=77)
+        encode(recipe(), source.root, store)
+        compact_command(store)
     gc.collect()
     gc.freeze()  # a child that collects garbage would copy every page
 
@@ -84,30 +84,6 @@ def _warm_up() -> None:
 def recipe(*overrides: str) -> PrecomputeRecipe:
     """Captions, two buckets, flipped latents, a drawn sample: what can depend on order or process is in it."""
     return caption_recipe(*RECIPE, *overrides)
-
-
-def make_source(root: Path, count: int = 8) -> Path:
-    """Captioned images of two shapes; one file is no image (rejected at scan), one ends too early (at decode)."""
-    (root / "images").mkdir(parents=True)
-    for i in range(count):
-        save_image(root, i, seed=i)
-    (root / "images/2.png").write_bytes(b"not an image")
-    whole = (root / "images/5.png").read_bytes()
-    (root / "images/5.png").write_bytes(whole[: len(whole) * 2 // 3])
-    list_images(root, {i: f"an image of number {i % 4}" for i in range(count)})
-    return root
-
-
-def save_image(root: Path, number: int, *, seed: int) -> None:
-    """Write one image of a source; its shape follows from its number."""
-    smooth_image(seed, 32, 48 if number % 3 == 2 else 32).save(root / f"images/{number}.png")
-
-
-def list_images(root: Path, captions: dict[int, str]) -> None:
-    """Write the metadata.jsonl of a source."""
-    write_metadata(
-        root, ({"file_name": f"images/{i}.png", "captions": [text, "an image"]} for i, text in captions.items())
-    )
 
 
 class InProcessDecoders(Decoders):

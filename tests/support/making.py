@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import resource
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -332,6 +333,11 @@ def make_companion_folder(root: Path, *, count: int = 8) -> Path:
         row |= {"copy": f"copies/{i}.png", "source image": f"edits/{i}.png", "mask": f"masks/{i}.png"}
     write_metadata(root, rows)
     return root
+
+
+def cut(path: Path, num_bytes: int = 1) -> None:
+    """Cut some bytes off the end of a file."""
+    os.truncate(path, path.stat().st_size - num_bytes)
 
 
 IMAGE_NAMES = ("a.jpg", "b.jpg", "c.jpg")

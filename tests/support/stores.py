@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from making import (
     CPU,
     SIZES,
     caption_recipe,
+    cut,
     encode,
     load_once,
     loaded_encoders,
@@ -54,23 +55,31 @@ def _cached_encoders(recipe: PrecomputeRecipe, _device: object) -> Any:
 
 
 class ImageSource:
-    """A source of captioned images that can be changed; two of its records are rejected, at scan and at decode."""
+    """A source of captioned images that can be changed; two of its records are rejected, at scan and at decode.
 
-    def __init__(self, root: Path, count: int = 10) -> None:
-        self.root, self._lines = root, {}
+    Args:
+      count: of good images.
+      sizes: height and width in px of the images, in turn.
+    """
+
+    def __init__(self, root: Path, count: int = 10, sizes: Sequence[tuple[int, int]] = SIZES) -> None:
+        self.root, self._lines, self._sizes = root, {}, sizes
         (root / "images").mkdir(parents=True)
-        for i in range(count):
+        for i in range(count + 2):
             self.put(i)
-        self.put(count)
-        self.put(count + 1)
         (root / f"images/{count}.png").write_bytes(b"no image")
-        whole = (root / f"images/{count + 1}.png").read_bytes()
-        (root / f"images/{count + 1}.png").write_bytes(whole[: len(whole) // 2])
+        cut(root / f"images/{count + 1}.png", (root / f"images/{count + 1}.png").stat().st_size // 2)
         self.write()
 
     def put(self, i: int, *, seed: int | None = None, words: str = "") -> None:
         """Add an image, or change it or its captions."""
-        smooth_image(i if seed is None else seed, *SIZES[i % 3]).save(self.root / f"images/{i}.png")
+        smooth_image(i if seed is None else seed, *self._sizes[i % len(self._sizes)]).save(
+            self.root / f"images/{i}.png"
+        )
+        self.describe(i, words)
+
+    def describe(self, i: int, words: str) -> None:
+        """Change the captions of an image."""
         self._lines[i] = [f"a red {('circle', 'square')[i % 2]}", f"a big blue circle above a tiny green square{words}"]
 
     def drop(self, i: int) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from faults import cut, flip, without_seal
-from making import encode, label_recipe, make_class_folder, store_digest
+from faults import flip, without_seal
+from making import cut, encode, label_recipe, make_class_folder, store_digest
 from stores import copy_of, small_shards
 
 from leandit.datasets.disk.hashing import canonical_json, read_json
