@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 
 import pytest
+from image_files import encoded, exif
 from making import encode, label_recipe, smooth_image
-from PIL import Image
 
 from leandit.datasets.errors import RecordRejected
 from leandit.datasets.store import LatentStore
@@ -19,13 +18,10 @@ from leandit.precompute.sources.source import list_source
 pillow_heif = pytest.importorskip("pillow_heif")
 
 
-def encoded(format_name: str, *, orientation: int = 1) -> bytes:
-    """An image of 40x80 px in landscape, that EXIF may turn."""
+def heic() -> bytes:
+    """An image of 40x80 px."""
     pillow_heif.register_heif_opener()
-    exif, buffer = Image.Exif(), io.BytesIO()
-    exif[0x0112] = orientation
-    smooth_image(0, 40, 80).save(buffer, format_name, exif=exif.tobytes(), quality=95)
-    return buffer.getvalue()
+    return encoded(smooth_image(0, 40, 80), "HEIF")
 
 
 def test_the_fingerprint_says_what_is_done_to_colours_in_the_same_words() -> None:
@@ -37,20 +33,17 @@ def test_the_fingerprint_says_what_is_done_to_colours_in_the_same_words() -> Non
 def test_a_store_has_upright_images_and_no_tiny_ones(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "a").mkdir(parents=True)
-    (source / "a/0.jpg").write_bytes(encoded("JPEG", orientation=6))
-    (source / "a/1.heic").write_bytes(encoded("HEIF"))
+    (source / "a/0.jpg").write_bytes(encoded(smooth_image(0, 40, 80), "JPEG", exif=exif(6)))
+    (source / "a/1.heic").write_bytes(heic())
     smooth_image(1, 4, 200).save(source / "a/2.png")
     encode(label_recipe("source.max_reject_share=1", "images.min_px=8"), source, tmp_path / "store")
     records = LatentStore(tmp_path / "store").records.select(["key", "height_px", "reason"]).to_pylist()
-    assert [tuple(record.values()) for record in records] == [
-        ("a/0.jpg", 80, None),
-        ("a/1.heic", 40, None),
-        ("a/2.png", None, "too_small"),
-    ]
+    wanted = [("a/0.jpg", 80, None), ("a/1.heic", 40, None), ("a/2.png", None, "too_small")]
+    assert [tuple(record.values()) for record in records] == wanted
 
 
 def test_heic_without_its_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encoded("HEIF")
+    data = heic()
     assert read_size(data) == (40, 80)
     smooth_image(0).save(tmp_path / "0.png")
     (tmp_path / "1.heic").write_bytes(data)

@@ -2,49 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from faults import flip
-from making import CAPTION_RECIPE, Leandit, add_image, encode, make_caption_folder, smooth_image, tree_digest
+from making import add_image, caption_recipe, encode, make_caption_folder, no_progress, smooth_image, tree_digest
 from safetensors.torch import load_file, save_file
-from stores import small_shards
+from stores import checked, content, copy_of, deep, small_shards
 from transformers import AutoTokenizer
 
+from leandit.datasets.errors import LeanditError
 from leandit.datasets.loader import make_loader
+from leandit.datasets.maintenance.compact import compact
+from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
-from leandit.precompute.config import load
 
-Run = Callable[..., tuple[int, Any, str]]
 BROKEN = "triangle"  # four of the fourteen records of the folder have it in both captions
 SHIPPED = Path(__file__).parents[2] / "precompute/demo_encoders/t5"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _several_shards() -> Iterator[None]:
     with small_shards():
         yield
 
 
-def break_word(folder: Path, word: str) -> Path:
-    """Save the shipped text encoder with an embedding of NaN for a word that the colors and shapes of captions have."""
+def break_word(folder: Path, word: str) -> str:
+    """The shipped text encoder with an embedding of NaN for a word of the captions, or for all, as a setting."""
     shutil.copytree(SHIPPED, folder)
     tensors, tokenizer = load_file(folder / "model.safetensors"), AutoTokenizer.from_pretrained(folder)
-    ids = set(tokenizer(f"a {word}")["input_ids"]) - set(tokenizer("a big green circle")["input_ids"])
-    assert ids
-    tensors["shared.weight"][sorted(ids)] = torch.nan
+    ids = {*tokenizer(f"a {word}")["input_ids"]} - {*tokenizer("a big green circle" if word else "a")["input_ids"]}
+    tensors["shared.weight"][sorted(ids) if word else slice(None)] = torch.nan
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
+    return f"text.model={folder}"
 
 
 @pytest.fixture(scope="module")
-def broken_t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def broken_t5(tmp_path_factory: pytest.TempPathFactory) -> str:
     return break_word(tmp_path_factory.mktemp("t5") / "t5", BROKEN)
 
 
@@ -53,132 +51,82 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_caption_folder(tmp_path_factory.mktemp("source") / "images")
 
 
-def settings(t5: Path, *more: str) -> list[str]:
-    """The demo's recipe with this text encoder, as options of the command."""
-    small = (*CAPTION_RECIPE, f"text.model={t5}", *more)
-    return ["demo", "--device", "cpu", *(word for one in small for word in ("--set", one))]
-
-
-@pytest.fixture
-def run(leandit: Leandit) -> Run:
-    """Exit code, JSON and messages of a command, run in this process, whose shards are small."""
-
-    def command(*words: object) -> tuple[int, Any, str]:
-        done = leandit(*words, *(["--json"] if words[0] in ("inspect", "verify") else []))
-        return done.code, json.loads(done.out) if done.out.startswith("{") else {}, done.err
-
-    return command
-
-
 @pytest.fixture(scope="module")
-def rejected(source: Path, broken_t5: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rejected(source: Path, broken_t5: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = tmp_path_factory.mktemp("rejected") / "store"
-    with small_shards():
-        encode(load("demo", [*CAPTION_RECIPE, f"text.model={broken_t5}"]), source, store)
+    encode(caption_recipe(broken_t5), source, store)
     return store
 
 
 def test_its_records_are_rejected_and_the_others_are_as_without_it(
-    rejected: Path, source: Path, tmp_path: Path, run: Run
+    rejected: Path, source: Path, tmp_path: Path
 ) -> None:
-    code, facts, _ = run("inspect", rejected)
-    assert code == 0
-    assert (facts["num_planned"], facts["num_stored"], facts["num_rejected"], facts["complete"]) == (14, 10, 4, True)
-    records = LatentStore(rejected).records.to_pylist()
-    refused = [one for one in records if one["status"] == "rejected"]
-    assert {(one["stage"], one["reason"]) for one in refused} == {("encode", "nonfinite_caption")}
-    assert all("T5EncoderModel in float32 gave NaN" in one["detail"] and BROKEN in one["detail"] for one in refused)
-    assert all(one["checksum"] is None for one in refused)
-    assert run("precompute", "--source", source, "--store", tmp_path / "good", *settings(SHIPPED))[0] == 0
-    good, store = LatentStore(tmp_path / "good"), LatentStore(rejected)
-    kept = [one for one in good.records.to_pylist() if one["key"] not in {one["key"] for one in refused}]
-    assert [one["checksum"] for one in kept] == [one["checksum"] for one in records if one["status"] == "stored"]
-    for one in kept:
-        for i in range(len(one["caption_ids"])):
-            assert np.array_equal(store.caption(store.record(one["key"]), i), good.caption(good.record(one["key"]), i))
+    encode(caption_recipe(), source, tmp_path / "good")
+    store, good = LatentStore(rejected), content(LatentStore(tmp_path / "good"))
+    refused = {key: row for key, (row, *_) in content(store).items() if row["status"] == "rejected"}
+    assert (len(refused), len(store), store.records.num_rows) == (4, 10, 14)
+    for row in refused.values():
+        assert (row["stage"], row["reason"], row["checksum"]) == ("encode", "nonfinite_caption", None)
+        assert "T5EncoderModel in float32 gave NaN" in row["detail"]
+        assert BROKEN in row["detail"]
+    assert {key: found for key, found in content(store).items() if key not in refused} == {
+        key: wanted for key, wanted in good.items() if key not in refused
+    }
     ids = [i for i, text in enumerate(store.captions["text"].to_pylist()) if BROKEN in text]
     assert ids
     assert all(np.isnan(store.caption_embedding(i)).all() for i in ids)  # never zeros
     assert store.find_captions([f"a red {BROKEN}", "a red circle"])[0] is None
-    for batch, _ in zip(make_loader(store, global_batch=4, seed=0), range(6), strict=False):
+    for batch in make_loader(store, global_batch=2, seed=0):
         assert torch.isfinite(batch.latents).all()
         assert torch.isfinite(batch.captions).all()
 
 
-def test_verify_deep_and_repair_know_it(rejected: Path, source: Path, tmp_path: Path, run: Run) -> None:
-    store = tmp_path / "store"
-    shutil.copytree(rejected, store)
-    before = tree_digest(store)
-    code, found, _ = run("verify", store, "--deep", "--source", source, "--device", "cpu")
-    assert (code, found["findings"]) == (0, [])
+def test_verify_deep_and_repair_know_it(rejected: Path, source: Path, tmp_path: Path) -> None:
+    store, before = copy_of(rejected, tmp_path / "store"), tree_digest(rejected)
+    assert deep(store, source).findings == []
     for path in [*store.glob("captions/embeddings/c/*/0"), *store.glob("buckets/*/moments/c/*/0/0/0")]:
         flip(path, path.stat().st_size // 3)
-    code, found, _ = run("verify", store)
-    assert code == 4
-    assert len(found["findings"]) > 2
-    code, found, _ = run("verify", store, "--repair", "--source", source, "--device", "cpu")
-    assert (code, found["findings"]) == (0, [])
+    assert len(verify_store(store).findings) > 2
+    assert checked(store, source, repair=True)[0].findings == []
     assert tree_digest(store) == before
 
 
-def test_a_later_record_with_the_caption_is_rejected_and_a_compact_store_is_whole(
-    rejected: Path, source: Path, broken_t5: Path, tmp_path: Path, run: Run
+def test_later_records_with_the_caption_are_rejected_and_a_compact_store_is_whole(
+    rejected: Path, source: Path, broken_t5: str, tmp_path: Path
 ) -> None:
-    shutil.copytree(rejected, tmp_path / "store")
-    shutil.copytree(source, tmp_path / "more")
+    root, more = copy_of(rejected, tmp_path / "store"), copy_of(source, tmp_path / "more")
     for name, caption in (("new", f"a red {BROKEN}"), ("fine", "a red circle")):
-        add_image(tmp_path / "more", f"images/{name}.png", smooth_image(77), captions=[caption])
-    words = ["precompute", "--source", tmp_path / "more", "--store", tmp_path / "store", *settings(broken_t5)]
-    code, _, err = run(*words)
-    assert code == 0, err
-    new = LatentStore(tmp_path / "store").record("images/new.png")
-    assert (new.status, new.reason) == ("rejected", "nonfinite_caption")
-    assert LatentStore(tmp_path / "store").record("images/fine.png").status == "stored"
-    code, _, err = run("compact", tmp_path / "store", "--out", tmp_path / "compacted")
-    assert code == 0, err
-    assert run("verify", tmp_path / "compacted")[0] == 0
-    _, facts, _ = run("inspect", tmp_path / "compacted")
-    assert (facts["num_planned"], facts["num_stored"], facts["num_rejected"]) == (16, 11, 5)
+        add_image(more, f"images/{name}.png", smooth_image(77), captions=[caption])
+    encode(caption_recipe(broken_t5), more, root)
+    compact(root, tmp_path / "compacted", progress=no_progress)
+    for path in (root, tmp_path / "compacted"):
+        store = LatentStore(path)
+        assert store.record("images/new.png").reason == "nonfinite_caption"
+        assert store.record("images/fine.png").status == "stored"
+        assert (len(store), store.records.num_rows, verify_store(path).findings) == (11, 16, [])
 
 
-def test_an_added_text_encoder_rejects_records_that_were_stored(
-    source: Path, broken_t5: Path, tmp_path: Path, run: Run
-) -> None:
-    words = ["precompute", "--source", source, "--store", tmp_path / "store", *settings(SHIPPED)]
-    assert run(*words)[0] == 0
-    second = [f"text.second.{one}" for one in ("kind=t5", f"model={broken_t5}", "max_tokens=16")]
-    code, _, err = run(*words, *(word for one in second for word in ("--set", one)))
-    assert code == 0, err
-    refused = [one for one in LatentStore(tmp_path / "store").records.to_pylist() if one["status"] == "rejected"]
-    assert len(refused) == 4
-    assert {one["reason"] for one in refused} == {"nonfinite_caption"}
-    assert run("verify", tmp_path / "store")[0] == 0
+def test_an_added_text_encoder_rejects_records_that_were_stored(source: Path, broken_t5: str, tmp_path: Path) -> None:
+    encode(caption_recipe(), source, tmp_path / "store")
+    second = [f"text.second.{one}" for one in ("kind=t5", broken_t5.removeprefix("text."), "max_tokens=16")]
+    encode(caption_recipe(*second), source, tmp_path / "store")
+    reasons = LatentStore(tmp_path / "store").records["reason"].to_pylist()
+    assert (reasons.count("nonfinite_caption"), reasons.count(None)) == (4, 10)
+    assert verify_store(tmp_path / "store").findings == []
 
 
 @pytest.mark.parametrize(
-    ("word", "setting", "words"),
+    ("word", "setting", "message"),
     [
-        (BROKEN, "source.max_rejects_in_a_row=1", "1 records or captions in a row are rejected"),
-        ("red", "source.max_rejects_in_a_row=100", "of 14 records are rejected"),
+        (BROKEN, "source.max_rejects_in_a_row=1", "1 records or captions in a row are rejected.*nonfinite_caption"),
+        ("red", "source.max_rejects_in_a_row=100", "of 14 records are rejected.*nonfinite_caption"),
+        ("", "source.max_reject_share=1", "T5EncoderModel in float32 gave NaN or infinity for the caption ''"),
     ],
 )
-def test_too_many_of_them_stop_the_run(
-    word: str, setting: str, words: str, source: Path, tmp_path: Path, run: Run
+def test_too_many_of_them_and_the_null_caption_stop_the_run(
+    word: str, setting: str, message: str, source: Path, tmp_path: Path
 ) -> None:
-    encoder, store = break_word(tmp_path / "t5", word), tmp_path / "store"
-    code, _, err = run("precompute", "--source", source, "--store", store, *settings(encoder, setting))
-    assert code == 3
-    assert words in err
-    assert "nonfinite_caption" in err
-    assert run("inspect", store)[1]["complete"] is False
-
-
-def test_a_null_caption_that_is_not_finite_stops_the_run(source: Path, tmp_path: Path, run: Run) -> None:
-    shutil.copytree(SHIPPED, tmp_path / "t5")
-    weights = tmp_path / "t5/model.safetensors"
-    tensors = load_file(weights)
-    save_file({name: one * torch.nan for name, one in tensors.items()}, weights, {"format": "pt"})
-    words = ["precompute", "--source", source, "--store", tmp_path / "store", "--set", "source.max_reject_share=1"]
-    code, _, err = run(*words, *settings(tmp_path / "t5"))
-    assert code == 3
-    assert "T5EncoderModel in float32 gave NaN or infinity for the caption ''" in err
+    with pytest.raises(LeanditError, match=message) as caught:
+        encode(caption_recipe(break_word(tmp_path / "t5", word), setting), source, tmp_path / "store")
+    assert caught.value.exit_code == 3
+    assert not list(tmp_path.glob("store/revisions/*/manifest.json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,17 +87,11 @@ def stores(source: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory
     return Stores(root / "plain", root / "whole", root / "added", recipe)
 
 
-def test_what_is_added_lies_beside_what_is_there_and_changes_none_of_it(stores: Stores) -> None:
+def test_rows_are_those_of_a_store_that_had_the_feature_from_the_start(stores: Stores) -> None:
     before, after = lasting_digest(stores.plain), lasting_digest(stores.added)
     assert {path: content for path, content in after.items() if path in before} == before
-    new = after.keys() - before.keys()
-    assert any(path.startswith("captions/short/") for path in new)
-    assert any("/features/dino/patches_flip/c/" in path for path in new)
     # The arrays of text are those of a store that had the encoder from the start.
     assert tree_digest(stores.added / "captions") == tree_digest(stores.whole / "captions")
-
-
-def test_rows_are_those_of_a_store_that_had_the_feature_from_the_start(stores: Stores) -> None:
     whole, added = LatentStore(stores.whole), LatentStore(stores.added)
     assert added.texts == ["", "short"]
     assert (added.features, LatentStore(stores.added, revision=1).features) == (["dino"], [])
@@ -124,7 +119,9 @@ def test_a_batch_has_the_rows_of_its_records(stores: Stores) -> None:
                 record = store.record_at(position)
                 own = [store.caption_embedding(caption, "short") for caption in record.caption_ids]
                 assert any(np.array_equal(rows[i].numpy(), one) for one in own)
-                views = [widen_rows(store, batch.bucket, record.row, flipped=flipped) for flipped in (False, True)]
+                feature = store.feature("dino", batch.bucket)
+                stored = ([array[record.row] for array in feature.arrays("patches", flipped=f)] for f in (False, True))
+                views = [widen(StoredTokens(*parts), "int8") for parts in stored]
                 assert any(np.array_equal(dino.patches[i].numpy(), view) for view in views)
                 seen += 1
     assert seen == 2 * len(store)
@@ -138,28 +135,31 @@ def test_a_batch_has_the_rows_of_its_records(stores: Stores) -> None:
         store.text("long")
 
 
-def widen_rows(store: LatentStore, bucket: str, row: int, *, flipped: bool) -> np.ndarray:
-    tokens, scales = (array[row] for array in store.feature("dino", bucket).arrays("patches", flipped=flipped))
-    return widen(StoredTokens(tokens, scales), "int8")
-
-
-def test_the_same_command_again_does_nothing_and_another_recipe_is_refused(
-    stores: Stores, source: Path, tmp_path: Path
+def test_another_recipe_is_refused_and_says_what_to_do_with_what_only_one_of_them_has(
+    stores: Stores, source: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = shutil.copytree(stores.added, tmp_path / "store")
-    before = tree_digest(root)
-    assert encode(stores.recipe, source, root).num_encoded == 0
-    with pytest.raises(FingerprintMismatch, match=r"\[features\.dino\] is in the store, not in the recipe"):
-        encode(caption_recipe(*BASE), source, root)
+    before = tree_digest(stores.added)
+    assert encode(stores.recipe, source, stores.added).num_encoded == 0
+    with pytest.raises(FingerprintMismatch) as caught:
+        encode(caption_recipe(*BASE), source, stores.added)
+    assert f"'leandit compact {stores.added} --out NEW --without short --without dino'" in str(caught.value)
+    lines = str(caught.value).splitlines()[1:]
+    assert lines == [f"  [{name}] is in the store, not in the recipe" for name in ("text.short", "features.dino")]
+    longer = caption_recipe(*BASE, *SHORT, "text.short.max_tokens=6", *feature(teacher))
     with pytest.raises(FingerprintMismatch, match=r"texts\.short\.spec\.max_tokens is 5"):
-        encode(PrecomputeRecipe.model_validate(changed(stores.recipe)), source, root)
-    assert tree_digest(root) == before
-
-
-def changed(recipe: PrecomputeRecipe) -> dict:
-    values = recipe.model_dump()
-    values["text"]["short"]["max_tokens"] = 6
-    return values
+        encode(longer, source, stores.added)
+    assert tree_digest(stores.added) == before
+    # An addition that was cut off is finished by its own recipe.
+    root = shutil.copytree(stores.plain, tmp_path / "store")
+    monkeypatch.setattr(files, "failpoint", Failpoint("eio", 30))
+    with pytest.raises(OSError, match="Input/output error"):
+        encode(stores.recipe, source, root)
+    monkeypatch.setattr(files, "failpoint", None)
+    more = caption_recipe(*BASE, *SHORT, *feature(teacher), f"features.more.model={teacher}")
+    with pytest.raises(FingerprintMismatch, match=r"it adds the rest\. To give the addition up, remove its folder"):
+        encode(more, source, root)
+    encode(stores.recipe, source, root)
+    assert encode(more, source, root).manifest
 
 
 def test_the_order_of_tables_in_a_recipe_makes_no_other_store(source: Path, teacher: Path, tmp_path: Path) -> None:
@@ -177,45 +177,12 @@ def test_the_order_of_tables_in_a_recipe_makes_no_other_store(source: Path, teac
     store = LatentStore(root)
     assert (store.texts, store.features) == (["long", "short"], ["dino", "token", "other"])
     assert verify_store(root).findings == []
-
-
-def test_tables_that_only_a_store_or_a_recipe_has_are_named_with_what_to_do(
-    stores: Stores, source: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = shutil.copytree(stores.plain, tmp_path / "store")
-    with pytest.raises(FingerprintMismatch) as caught:
-        encode(caption_recipe(*BASE), source, stores.added)
-    assert f"'leandit compact {stores.added} --out NEW --without short --without dino'" in str(caught.value)
-    lines = str(caught.value).splitlines()[1:]
-    assert lines == [f"  [{name}] is in the store, not in the recipe" for name in ("text.short", "features.dino")]
-    monkeypatch.setattr(files, "failpoint", Failpoint("eio", 30))
-    with pytest.raises(OSError, match="Input/output error"):
-        encode(stores.recipe, source, root)
-    monkeypatch.setattr(files, "failpoint", None)
-    more = caption_recipe(*BASE, *SHORT, *feature(teacher), f"features.more.model={teacher}")
-    with pytest.raises(FingerprintMismatch, match=r"it adds the rest\. To give the addition up, remove its folder"):
-        encode(more, source, root)
-    encode(stores.recipe, source, root)
-    assert encode(more, source, root).manifest
-
-
-def test_a_store_grows_after_an_addition(stores: Stores, source: Path, tmp_path: Path) -> None:
-    folder, root = shutil.copytree(source, tmp_path / "images"), shutil.copytree(stores.added, tmp_path / "store")
-    add_image(folder, "images/new.png", smooth_image(77, 64, 64), captions=["a new green circle"])
-    assert encode(stores.recipe, folder, root).num_encoded == 1
-    store = LatentStore(root)
-    assert store.revision == 3
-    record = store.record("images/new.png")
-    assert store.feature("dino", "64x64").row(record.row).shape == (16, 8)
-    assert len(store.feature("dino", "64x64").arrays("cls")[0]) == len(store.latents("64x64"))
-    assert store.caption(record, text="short").shape == (5, store.spec.texts[0].spec.width)
-    assert verify_store(root).findings == []
     compact(root, tmp_path / "compact", progress=lambda *_: None)
     assert verify_store(tmp_path / "compact").findings == []
     assert content(LatentStore(tmp_path / "compact")) == content(store)
 
 
-def test_a_feature_is_left_out_by_a_compaction(stores: Stores, tmp_path: Path) -> None:
+def test_an_added_feature_is_left_out_by_a_compaction(stores: Stores, tmp_path: Path) -> None:
     root = tmp_path / "compact"
     for _ in range(2):  # the second finds it made
         compact(stores.added, root, progress=lambda *_: None, without=["dino", "short"])
@@ -232,18 +199,18 @@ def test_a_feature_is_left_out_by_a_compaction(stores: Stores, tmp_path: Path) -
         compact(stores.added, root, progress=lambda *_: None, without=["dino"])
 
 
-@pytest.mark.parametrize("name", ["embeddings", "scales", "pooled", "null", "null_pooled"])
-def test_a_text_encoder_cannot_have_the_name_of_an_array_beside_it(name: str) -> None:
-    with pytest.raises(RecipeError, match=rf"\[text\.{name}\] has the name of an array"):
-        caption_recipe(f"text.{name}.kind=t5", f"text.{name}.model=shipped:t5")
-
-
-@pytest.mark.parametrize("kind", ["text", "features", "companions"])
-@pytest.mark.parametrize("name", ["c", "buckets", "captions", "features", "companions"])
-def test_nothing_can_have_the_name_of_a_folder_of_every_store(kind: str, name: str) -> None:
-    settings = {"text": ("kind=t5", "model=shipped:t5"), "features": ("model=any",), "companions": ("kind=mask",)}[kind]
-    with pytest.raises(RecipeError, match=f"'{name}' is a folder of every store"):
-        caption_recipe(*(f"{kind}.{name}.{setting}" for setting in settings))
+@pytest.mark.parametrize(
+    ("name", "setting", "message"),
+    [
+        *(("text", f"{name}.kind=t5", "has the name of an array") for name in ("scales", "null_pooled")),
+        *(("text", f"{name}.kind=t5", "is a folder of every store") for name in ("c", "buckets", "captions")),
+        ("features", "companions.model=any", "is a folder of every store"),
+        ("companions", "features.kind=mask", "is a folder of every store"),
+    ],
+)
+def test_no_table_can_have_the_name_of_an_array_or_folder_beside_it(name: str, setting: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        caption_recipe(f"{name}.{setting}")
 
 
 def test_an_error_of_a_text_encoder_says_which_table_it_is_about(source: Path, tmp_path: Path) -> None:
@@ -280,18 +247,14 @@ def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path
     assert len(both.pooled) == len(pooled.pooled) == store.captions.num_rows
     assert both.lengths.tolist() == [16] * store.captions.num_rows
     encoder = load_encoders(recipe, CPU).captions["both"]
+    null, close = encoder.encode_null().row(0), partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-2)
     for caption, text in enumerate(store.captions["text"].to_pylist()):
         alone = encoder.encode([text]).row(0)
-        assert alone.tokens is not None
-        assert alone.pooled is not None
-        np.testing.assert_allclose(both[caption], alone.tokens, rtol=1e-2, atol=1e-2)
-        np.testing.assert_allclose(both.pooled_vector(caption), alone.pooled, rtol=1e-2, atol=1e-2)
-        np.testing.assert_allclose(pooled.pooled_vector(caption), alone.pooled, rtol=1e-2, atol=1e-2)
-    null = encoder.encode_null().row(0)
-    assert null.tokens is not None
-    assert null.pooled is not None
-    np.testing.assert_allclose(both.null_pooled, null.pooled, rtol=1e-2, atol=1e-2)
-    np.testing.assert_allclose(both.null, null.tokens, rtol=1e-2, atol=1e-2)
+        close(both[caption], alone.tokens)
+        close(both.pooled_vector(caption), alone.pooled)
+        close(pooled.pooled_vector(caption), alone.pooled)
+    close(both.null_pooled, null.pooled)
+    close(both.null, null.tokens)
     batch = next(iter(make_loader(store, global_batch=4)))
     vectors, tokens = batch.texts["vector"].pooled, batch.texts["both"].padded
     assert vectors is not None
@@ -318,34 +281,29 @@ def test_captions_are_added_to_a_store_that_has_none(source: Path, tmp_path: Pat
     assert content(store) == content(whole)
 
 
-def test_an_image_that_is_gone_or_changed_cannot_be_completed(
-    stores: Stores, source: Path, tmp_path: Path, teacher: Path
-) -> None:
+def test_an_image_that_is_gone_or_changed_cannot_be_completed(stores: Stores, source: Path, tmp_path: Path) -> None:
     folder, root = shutil.copytree(source, tmp_path / "images"), shutil.copytree(stores.plain, tmp_path / "store")
     (folder / "images/3.png").unlink()
     before = tree_digest(root)
-    with small_shards():
-        with pytest.raises(SourceError, match=r"it lacks 1 record of store"):
-            encode(stores.recipe, folder, root)
-        assert tree_digest(root) == before
-        encode(caption_recipe(*BASE, *SHORT), folder, root)  # text needs no image
-        assert LatentStore(root).buckets == LatentStore(stores.plain).buckets
-        smooth_image(99, 64, 64).save(folder / "images/6.png")
-        encode(stores.recipe, folder, root, drop_gone=True)
+    with pytest.raises(SourceError, match=r"it lacks 1 record of store"):
+        encode(stores.recipe, folder, root)
+    assert tree_digest(root) == before
+    encode(caption_recipe(*BASE, *SHORT), folder, root)  # text needs no image
+    assert LatentStore(root).buckets == LatentStore(stores.plain).buckets
+    smooth_image(99, 64, 64).save(folder / "images/6.png")
+    encode(stores.recipe, folder, root, drop_gone=True)
     store = LatentStore(root)
-    assert store.record("images/6.png").revision == 3
+    assert (len(store), store.record("images/6.png").revision) == (13, 3)
     assert verify_store(root).findings == []
-    assert len(store) == 13
 
 
 def test_inspect_tells_of_each(stores: Stores) -> None:
     facts = StoreFacts(LatentStore(stores.added))
-    summary = facts.to_json()
+    summary, shown = facts.to_json(), render(facts)
     assert summary["features"]["dino"]["spec"]["output"] == "both"
     assert summary["features"]["dino"]["bytes_per_record"] > 0
     assert summary["texts"]["short"]["caption_quality"]["min_cosine"] > 0.99
     assert {"feature dino", "captions short", "captions"} <= summary["bytes"].keys()
-    shown = render(facts)
     assert "feature dino        4 x 4 patches and class token, 8 wide, stored as int8, 56 px for the model" in shown
     width = LatentStore(stores.added).spec.texts[0].spec.width
     assert f"captions short      tokens, {width} wide, stored as int8, all 5 tokens" in shown

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from making import cut, encode
 from stores import read_all
@@ -190,6 +191,17 @@ def descendants_of(pid: int) -> list[int]:
             for child in map(int, path.read_text().split()):
                 found += [child, *descendants_of(child)]
     return found
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    """Whether a process ends in time."""
+    end = time.monotonic() + seconds
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # dead, though its parent has not asked yet
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+    return True
 
 
 def in_child(work: Callable[[], Any]) -> int:

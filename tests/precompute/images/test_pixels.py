@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,11 +18,6 @@ SIZES = [
     (h, w) for h in (1, 17, 32, 33, 63, 64, 65, 95, 127, 131, 255, 301) for w in (1, 31, 32, 47, 64, 128, 129, 257)
 ]
 BUCKETS = [(32, 32), (48, 80), (80, 48), (64, 32)]
-
-
-def decoded(data: bytes, height_px: int, width_px: int) -> np.ndarray:
-    """Pixels with neither resize nor crop."""
-    return decode_image(data, bucket=(height_px, width_px), crop="bucket")[0]
 
 
 @pytest.mark.parametrize("side", [16, 32, 50])
@@ -42,28 +38,19 @@ def test_the_bucket_crop_covers_its_bucket_and_equals_pixarts(bucket: tuple[int,
         assert np.array_equal(large, bucket_by_hand(image, bucket, Image.Resampling.LANCZOS)), size
 
 
-@pytest.mark.parametrize("orientation", [0, 9, 65535])
-def test_an_orientation_that_does_not_exist_is_ignored(orientation: int) -> None:
-    data = encoded(noise(24, 40), "PNG", exif=exif(orientation))
-    assert np.array_equal(decoded(data, 24, 40), np.asarray(noise(24, 40)))
-
-
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-def test_broken_exif_does_not_cost_the_image() -> None:
-    data = encoded(noise(24, 40), "PNG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
+@pytest.mark.parametrize("tags", [exif(0), exif(9), b"Exif\0\0MM\0*\xff\xff\xff\xff"])
+def test_broken_exif_does_not_cost_the_image(tags: Image.Exif | bytes) -> None:
+    data = encoded(noise(24, 40), "PNG", exif=tags)
     assert read_size(data) == (24, 40)
-    assert np.array_equal(decoded(data, 24, 40), np.asarray(noise(24, 40)))
+    assert np.array_equal(decode_image(data, bucket=(24, 40), crop="bucket")[0], np.asarray(noise(24, 40)))
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
-def test_the_header_of_an_image_is_read_without_its_pixels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_the_header_of_an_image_is_read_without_its_pixels(kind: str) -> None:
     data = encoded(noise(24, 40), kind)
-    with Image.open(io.BytesIO(data)) as image:
-        format_class = type(image)
-    calls, load = [], format_class.load
-    monkeypatch.setattr(format_class, "load", lambda self: (calls.append(kind), load(self))[1])
-    assert read_size(data) == (24, 40)
-    assert not calls  # else a scan costs as much as a decode
+    with patch.object(type(Image.open(io.BytesIO(data))), "load", side_effect=AssertionError):
+        assert read_size(data) == (24, 40)  # else a scan costs as much as a decode
 
 
 PLACE_PX = 8
@@ -80,14 +67,7 @@ def coverage(length: int, resized: int, first: int, count: int, step: int) -> np
 @pytest.mark.parametrize("crop", ["bucket", "adm"])
 @pytest.mark.parametrize(
     ("beside", "size"),
-    [
-        ((64, 64), (64, 64)),
-        ((60, 100), (60, 100)),
-        ((100, 60), (75, 45)),
-        ((100, 60), (5, 3)),
-        ((300, 200), (601, 400)),
-        ((301, 203), (1204, 812)),
-    ],
+    [((60, 100), (60, 100)), ((100, 60), (5, 3)), ((300, 200), (601, 400)), ((301, 203), (1204, 812))],
 )
 def test_a_mask_is_the_area_average_of_its_crop(crop: str, beside: tuple[int, int], size: tuple[int, int]) -> None:
     bucket = (48, 80) if crop == "bucket" else (64, 64)
