@@ -33,11 +33,11 @@ class SourceSection(Section):
     kind: Kind = "auto"
     """"auto" detects it: a table of paths, *.parquet, *.tar, texts next to the images, else class folders."""
     image: str = ""
-    """Column with the paths of images, in Parquet and Arrow with their bytes; empty: found by usual names."""
+    """Column of image paths (in Parquet and Arrow: of image bytes); empty: guessed from the usual names."""
     caption: str = ""
-    """Column of the captions, text or a list of texts; empty: found by usual names."""
+    """Column of the captions, text or a list of texts; empty: guessed from the usual names."""
     label: str = ""
-    """Column of the labels; empty: found by usual names."""
+    """Column of the labels; empty: guessed from the usual names."""
     root: str = ""
     """Folder of the images that a table names, absolute or relative to the table; empty: searched near the table."""
     split: str = ""
@@ -49,11 +49,11 @@ class SourceSection(Section):
     sizes: Literal["header", "manifest"] = "header"
     """"manifest" trusts a table's height and width and opens no image for planning; wrong ones are rejected."""
     check: Literal["stat", "content"] = "stat"
-    """When a store grows: "stat" reads a file again only if its size, time or place differs; "content" reads all."""
+    """When a store grows: "stat" rereads a file only if its size, time or location differs; "content" rereads all."""
     missing_caption: Literal["reject", "null"] = "reject"
     """An image without a caption, if text is encoded: "null" stores it with the null caption."""
     max_reject_share: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Stop when more than this share of all records is rejected (and more than ten, or than half of all)."""
+    """Stop when rejects exceed this share of all records (and also exceed ten, or half of all)."""
     max_rejects_in_a_row: Annotated[int, Field(ge=1)] = 100
     """Stop after this many rejects in a row."""
 
@@ -62,21 +62,21 @@ class ImagesSection(Section):
     """How an image becomes pixels."""
 
     resolution: Annotated[int, Field(ge=16, le=8192)] = 256
-    """In pixels: side of the square, or of the square with the area of the buckets."""
+    """Side of the square in pixels, or of a square with the buckets' area."""
     crop: Literal["adm", "bucket"] = "adm"
     """"adm": DiT's center crop, bit-exact. "bucket": cover-resize, center crop."""
     buckets: str | list[str] = "square"
     """"square", "pixart" (the published tables), "area" (computed), or a list such as ["512x768", "768x512"]."""
     step_px: Annotated[int, Field(ge=0, le=1024)] = 0
-    """For "area": every side is a multiple of it; 0: an eighth of the resolution that fits the VAE, at most 64."""
+    """For "area": every side is a multiple of this; 0: an eighth of the resolution that fits the VAE, at most 64."""
     max_ratio: Annotated[float, Field(ge=1, le=16)] = MAX_RATIO
-    """Longest side over shortest: with several buckets, longer shapes are rejected; also the limit of "area"."""
+    """Largest long side / short side: with several buckets, longer images are rejected; also the limit of "area"."""
     min_px: Annotated[int, Field(ge=1, le=8192)] = 1
     """Images whose shorter side has fewer pixels are rejected (too_small)."""
     variants: Annotated[int, Field(ge=1, le=16)] = 1
-    """Crops to store of each image, of which each epoch draws one: the planned crop, then random ones."""
+    """Crops to store per image, one drawn each epoch: the planned crop, then random ones."""
     variant_zoom: Annotated[float, Field(ge=1, le=2)] = 1.25
-    """The random crops are of the image enlarged by a factor between 1 and this; 1: they differ only in position."""
+    """Random crops are taken from the image enlarged by a factor between 1 and this; 1: only positions differ."""
 
     @property
     def table(self) -> Table:
@@ -142,7 +142,7 @@ class VaeSection(Section):
     tile_px: Annotated[int, Field(ge=0, le=8192)] = 0
     """Encode larger images in overlapping tiles with this side, to save memory; 0: no tiles."""
     min_psnr: Annotated[float, Field(ge=0, le=100)] = 15.0
-    """Stop before anything is written if images of the source come back from the VAE with less dB; 0: no check."""
+    """Stop before anything is written if the PSNR (dB) of images reconstructed by the VAE is lower; 0: no check."""
 
 
 class TextSection(Section):
@@ -169,9 +169,9 @@ class TextSection(Section):
     output: Literal["tokens", "pooled", "both"] = "tokens"
     """What to store with "clip": an embedding for each token, one for the caption ("pooled"), or both."""
     full_length: bool = False
-    """Store what the encoder gives for padding too, for models that read it: max_tokens rows for every caption."""
+    """Also store the encoder's output for padding, for models that read it: max_tokens rows for every caption."""
     attend_padding: bool = False
-    """Captions see their padding, as in SD3 and Flux: no attention mask. Needs full_length; "clip" always does."""
+    """Captions attend to their padding, as in SD3 and Flux: no mask. Requires full_length; "clip" always attends."""
     padding_side: Literal["auto", "left", "right"] = "auto"
     """Side of the padding with full_length; "auto": the tokenizer's own, which varies with its library's release."""
     layers: list[int] = Field(default=[])
@@ -179,7 +179,7 @@ class TextSection(Section):
     template: str = ""
     """Text around "{caption}", for causal_lm: a chat template written out, special tokens included."""
     drop_prefix_tokens: Annotated[int, Field(ge=0, le=4096)] = 0
-    """First tokens of the template that are not stored; max_tokens counts those that are."""
+    """Number of leading template tokens to drop; max_tokens counts the rest."""
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> TextSection:
@@ -213,7 +213,7 @@ class CaptionsSection(Section):
     """Captions that belong to no image."""
 
     sample: list[Caption] = Field(default=[])
-    """Your own prompts to draw while a run trains (run.sample_captions): encoded like every caption."""
+    """Your own prompts to sample while a run trains (run.sample_captions): encoded like every caption."""
 
 
 class FeatureSection(Section):
@@ -241,9 +241,9 @@ class CompanionSection(Section):
     """A second image of every record, from another column of the table: a control image, an edit source, a mask."""
 
     column: str = ""
-    """Column of the table that names it, in Parquet and Arrow with its bytes; empty: the name of the section."""
+    """Table column of its path (in Parquet and Arrow: of its bytes); empty: the name of the section."""
     kind: Literal["image", "mask"] = "image"
-    """"image" is encoded as the record's own. "mask": its gray, 0 to 255, averaged over each latent pixel."""
+    """"image": encoded like the record's own. "mask": gray, 0 to 255, averaged over each latent position."""
 
 
 EncoderSection = VaeSection | TextSection | FeatureSection
@@ -254,7 +254,7 @@ class StoreSection(Section):
 
     dtype: Literal["float16", "float32", "int8"] = "float16"
     """Dtype of latents, and of caption embeddings unless text_dtype is set. "int8" has a scale for each latent
-    position: for latents of many channels without a posterior, as an RAE's."""
+    position: for latents of many channels without a posterior, such as an RAE's."""
     text_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     """Dtype of caption embeddings; "auto": as for latents; "int8" has a scale for each token."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64

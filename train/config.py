@@ -31,15 +31,15 @@ class ModelSection(Section):
     "flux2-klein-4b", "flux2-klein-9b", "flux2-dev", "flux2-tiny", "qwen-image", "qwen-image-tiny", "z-image",
     "z-image-tiny"."""
     init_from: str = ""
-    """Weights to begin from: a run, a hub id or folder in diffusers' layout, for DiT also an official file."""
+    """Weights to start from: a run, a hub id or folder in diffusers' layout, for DiT also an official file."""
     channels: Count = 0
-    """Latent channels the model is made for; 0: the store's."""
+    """Latent channels the model is built for; 0: the store's."""
     guidance: Annotated[float, Field(ge=0)] = 1.0
-    """FLUX.1-dev, FLUX.2-dev: the scale of the guidance that these distilled models take as an input."""
+    """FLUX.1-dev, FLUX.2-dev: the guidance scale that these distilled models take as an input."""
     reference: str = ""
-    """FLUX.1, FLUX.2, Qwen-Image: companion of the store that is edited; its latents are seen beside the noisy ones."""
+    """FLUX.1, FLUX.2, Qwen-Image: companion to edit; the model sees its latents beside the noisy ones."""
     num_classes: Count = 0
-    """Classes the label table is made for; 0: the store's."""
+    """Classes the label table is built for; 0: the store's."""
     qk_norm: bool = False
     """DiT: RMS norm of queries and keys."""
     norm: Literal["layer", "rms"] = "layer"
@@ -50,23 +50,24 @@ class ModelSection(Section):
     """DiT: positions; "sincos": added once, as published; "rope": rotate queries and keys, along both axes; "both"."""
     time: Literal["steps", "share", "to_data"] = "steps"
     """DiT: the time it embeds; "steps": 0 to 1000, as published. "share": 0 to 1 (REPA). "to_data": 1 at the data, 0 at
-    the noise, and it gives the velocity towards the data (SiT, LightningDiT); objective and sampler stay the same."""
+    the noise, and the model predicts the velocity towards the data (SiT, LightningDiT); objective and sampler do not
+    change."""
     value_residual: bool = False
-    """DiT: each block mixes the values of its attention with those of the first block, by a share that it learns."""
+    """DiT: each block mixes the values of its attention with those of the first block, by a learned share."""
 
 
 class LoraSection(Section):
     """Low-rank adapters (LoRA) of a model of diffusers: they train, the weights of model.init_from are frozen."""
 
     rank: Count = 0
-    """Rank of the product that is added to a weight; 0: no adapters, all weights train."""
+    """Rank of the adapters; 0: none, all weights are trained."""
     alpha: Annotated[float, Field(ge=0)] = 0.0
-    """The product is multiplied by alpha / rank; 0: alpha = rank."""
+    """The adapters' output is scaled by alpha / rank; 0: alpha = rank."""
     targets: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Name suffixes of the linear layers that get adapters; empty: queries, keys, values, outputs of attention."""
     frozen: Literal["float32", "bf16", "int8"] = "float32"
-    """How the frozen linear layers of the blocks are held. "bf16": half the memory and the same numbers, where matmuls
-    are in bf16. "int8": a quarter of the memory, rounded with a scale for each row, by torchao; not sharded."""
+    """How the blocks' frozen linear layers are stored. "bf16": half the memory and the same results, where matmuls are
+    in bf16. "int8": a quarter of the memory, rounded with a scale for each row, by torchao; not sharded."""
 
 
 class ConditioningSection(Section):
@@ -97,13 +98,13 @@ class OptimizerSection(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-4
     """Peak learning rate."""
     lr_base_batch: Count = 0
-    """Images per update that lr is for: it is multiplied by sqrt(run.global_batch / lr_base_batch); 0: it is not."""
+    """Batch size that lr is meant for: lr is multiplied by sqrt(run.global_batch / lr_base_batch); 0: it is not."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=3)] = Field(
         default=[0.9, 0.999, 0.9999]
     )
     """Decay of the first and second moment; only "came" reads the third, for its confidence."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to AdamW's divisor; "came" has its own."""
+    """Added to AdamW's denominator; "came" has its own."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Momentum of "muon"."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -116,7 +117,7 @@ class ScheduleSection(Section):
     """The learning rate over the steps."""
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: constant, or a line or half a cosine that ends at the last step."""
+    """After the warm-up: constant, or a linear or half-cosine decay until the last step."""
     warmup_steps: Count = 0
     """Steps of linear warm-up."""
     final_lr_share: Share = 0.0
@@ -127,10 +128,10 @@ class EmaSection(Section):
     """The averaged weights."""
 
     kind: Literal["exponential", "power"] = "exponential"
-    """"exponential": run.ema_decay at each step. "power": longer as the run grows, with any length to choose later."""
+    """"exponential": run.ema_decay at each step. "power": lengthens with the run; choose the length later."""
     warmup: bool = True
     """For "exponential": the decay of update n is at most (1 + n) / (10 + n), so that a short run averages
-    about its last tenth; false: run.ema_decay from the first update on, as most papers have it."""
+    about its last tenth; false: run.ema_decay from the first update on, as in most papers."""
     lengths: Annotated[list[Annotated[float, Field(gt=0, lt=0.28)]], Field(min_length=1)] = Field(default=[0.05, 0.10])
     """For "power": an average for each, its standard deviation as a share of the run; snapshots hold the first."""
     keep_every: Count = 0
@@ -145,7 +146,7 @@ class RunSection(Section):
     global_batch: Positive = 256
     """Images per update."""
     microbatch: Count = 0
-    """Images per forward, of each rank; 0: the most that fit."""
+    """Images per forward on each rank; 0: the most that fit."""
     seed: Count = 0
     """Seed of the weights, the order, the noise and every draw."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
@@ -153,58 +154,58 @@ class RunSection(Section):
     residual: Literal["float32", "bf16"] = "float32"
     """Residual stream under bf16: "float32"; "bf16", as in diffusers' scripts: less memory, larger rounding errors."""
     fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Linear layers of blocks in FP8 on an H100, scaled by torchao; "tensorwise": each matrix; "rowwise": each row;
-    "rowwise_with_gw_hp": the same, and gradients of weights from bf16."""
+    """Linear layers of blocks in FP8 (Ada, Hopper or newer), scaled by torchao; "tensorwise": per matrix; "rowwise":
+    per row; "rowwise_with_gw_hp": the same, with weight gradients in bf16."""
     compile: bool = True
     """torch.compile per block, on a GPU; not with DeepSpeed."""
     activation_checkpointing: Annotated[Literal["none", "blocks", "selective"], BeforeValidator(_checkpointing)] = (
         "none"
     )
     """Recompute in the backward pass to save memory: "blocks" (or true): all of each block. "selective": only what is
-    cheap to compute again, not matrix products."""
+    cheap to recompute, not matrix products."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest gradient norm; 0: no clipping."""
     ema_decay: Share = 0.9999
-    """Decay of the averaged weights, per step; of ema.kind = "exponential"."""
+    """Decay of the averaged weights per step, for ema.kind = "exponential"."""
     checkpoint_every: Positive = 5000
-    """Steps between checkpoints; the last step and an interruption make one too."""
+    """Steps between checkpoints; the last step and an interruption save one too."""
     keep_checkpoints: Positive = 2
     """Number of newest checkpoints to keep."""
     keep_every: Count = 0
-    """Checkpoints of steps that are a multiple of this are kept too; 0: none of them."""
+    """Also keep checkpoints at multiples of this step; 0: none."""
     async_checkpoint: bool = True
-    """Write checkpoints while the next steps run; it takes memory for a copy of all state."""
+    """Write checkpoints while the next steps run; needs memory for a copy of all state."""
     prefetch: Count = 2
     """Batches read ahead, each by one thread; 0 reads them on demand."""
     remote_gib: Annotated[float, Field(gt=0)] = 64.0
     """Space in the local folder for the shards of a store at a URL, in GiB."""
     remote_folder: str = ""
-    """That local folder; empty: one for the URL below ~/.cache/leandit. A store at a path is copied there too: name one
+    """That local folder; empty: one per URL in ~/.cache/leandit. A store at a path is copied there too: name one
     in /dev/shm to train from memory."""
     log_every: Positive = 10
     """Steps between lines of metrics.jsonl."""
     evaluate_every: Count = 2000
-    """Steps between losses of the records that data.holdout keeps out; 0: none. The last step has one too."""
+    """Steps between held-out losses (data.holdout); 0: none. The last step has one too."""
     evaluate_images: Positive = 64
-    """Number of held-out records to compute the loss of, at most; always the same ones."""
+    """Largest number of held-out records to evaluate; always the same ones."""
     evaluate_times: Literal["all", "mlperf"] = "all"
-    """"all": each record at eight times, the middles of eighths. "mlperf": each at one of 0, 1/8 ... 7/8 in turn, as
+    """"all": each record at eight times, the midpoints of eighths. "mlperf": each at one of 0, 1/8 ... 7/8 in turn, as
     MLPerf Training measures FLUX.1."""
     sample_every: Count = 0
-    """Steps between image grids drawn with the averaged weights, samples/step-N.png; 0: none. The last step has one."""
+    """Steps between grids (samples/step-N.png) sampled with the averaged weights; 0: none. The last step has one."""
     sample_count: Positive = 16
     """Images of a grid: classes, or captions of held-out records, spread evenly; always the same ones."""
     sample_captions: list[Caption] = Field(default=[])
-    """Captions of the grid instead of those, all of them: of the store, or your own prompts that captions.sample of the
-    precompute recipe has added to it."""
+    """Captions for the grid instead of held-out ones: captions of the store, or your own prompts that captions.sample
+    of the precompute recipe has added to it."""
     sample_steps: Positive = 20
-    """Steps of their sampler."""
+    """Sampler steps of the grid."""
     sample_guidance: Annotated[float, Field(ge=0, le=100)] = 4.0
-    """Their guidance; 1: none."""
+    """Guidance scale of the grid; 1: none."""
     wandb: str = ""
     """Weights & Biases project to log to as well; empty: none."""
     revision: Count = 0
-    """Revision of --store; 0: the newest when the run begins, then always the same."""
+    """Revision of --store; 0: the newest when the run starts, which the run then keeps."""
     allow_incomplete: bool = False
     """Train on a store whose precompute has not finished."""
 
@@ -216,14 +217,14 @@ class ParallelSection(Section):
     """"auto": "single" with one rank, "ddp" with more, "deepspeed" where its config is given. "fsdp" shards parameters,
     gradients, optimizer and averages over all ranks, "hsdp" within groups of ranks, each with a full copy."""
     shard: Literal["full", "gradient"] = "full"
-    """For "fsdp" and "hsdp": "full" gathers each block when it is used (ZeRO-3); "gradient" keeps what is gathered from
-    forward to backward, with more memory and less traffic (ZeRO-2)."""
+    """For "fsdp" and "hsdp": "full" gathers each block when it is used (ZeRO-3); "gradient" keeps gathered parameters
+    from forward to backward, with more memory and less traffic (ZeRO-2)."""
     replicas: Count = 0
-    """For "hsdp": groups of ranks, each with all of the model; 0: one a machine."""
+    """For "hsdp": groups of ranks, each with the whole model; 0: one per machine."""
     cpu_offload: bool = False
-    """For "fsdp" and "hsdp": parameters, gradients, optimizer and averages live and are updated in the CPU's memory."""
+    """For "fsdp" and "hsdp": parameters, gradients, optimizer and averages are kept and updated in host memory."""
     deepspeed_config: str = ""
-    """Path of a ds_config.json, for the engine of DeepSpeed; its settings override the recipe."""
+    """Path of a ds_config.json for DeepSpeed's engine; its settings override the recipe."""
 
 
 class _ModelRecipe(Section):

@@ -21,11 +21,11 @@ class Objective(Section):
     predict: Literal["epsilon", "v"] = "epsilon"
     """What "ddpm" predicts: the noise, or v = signal * noise - noise_share * data."""
     variance: Literal["learned", "fixed"] = "learned"
-    """For "ddpm": "learned" doubles the model's output channels; "fixed" has none for it."""
+    """For "ddpm": "learned" doubles the model's output channels; "fixed" adds none."""
     min_snr_gamma: Annotated[float, Field(ge=0)] = 0.0
-    """For "ddpm": largest weight of a step's error of the data (customary: 5); 0: no weighting."""
+    """For "ddpm": cap on the SNR that weights a step (usually 5); 0: no weighting."""
     time: Literal["uniform", "logit_normal"] = "logit_normal"
-    """How "flow" draws its times."""
+    """Distribution of the times of "flow"."""
     time_mean: float = 0.0
     """For "logit_normal": mean of the logit; above 0 is towards noise."""
     time_std: Annotated[float, Field(gt=0)] = 1.0
@@ -48,11 +48,11 @@ class RecordsSection(Section):
     """Which records of a store train, and how often each of their captions."""
 
     labels: list[str | int] = Field(default=[])
-    """Names or numbers of the classes that train; empty: all."""
+    """Names or numbers of the classes to train on; empty: all."""
     min_aspect: Annotated[float, Field(ge=0)] = 0.0
-    """Least height over width of the source image; 0: no limit."""
+    """Smallest height / width of the source image; 0: no limit."""
     max_aspect: Annotated[float, Field(ge=0)] = 0.0
-    """Largest height over width of the source image; 0: no limit."""
+    """Largest height / width of the source image; 0: no limit."""
     scores: str = ""
     """Parquet file with a score for each record; empty: no scores."""
     score_column: str = "score"
@@ -60,15 +60,15 @@ class RecordsSection(Section):
     score_key: str = "key"
     """Its column with the records' keys."""
     min_score: float = 0.0
-    """Records with a lower score, or none, do not train."""
+    """Records with a lower score, or none, are left out."""
     caption_scores: str = ""
-    """Parquet file with a list of scores for each record, one a caption (Sana: CLIP's); empty: all are drawn alike."""
+    """Parquet file with a list of scores for each record, one per caption (Sana: CLIP's); empty: equal odds."""
     min_caption_score: float = 0.0
     """Captions with a lower score are not drawn, unless a record has no better one (Sana's clip_thr: 25)."""
     caption_temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Captions are drawn in proportion to score ** (1 / temperature) (Sana's clip_thr_temperature: 0.1)."""
     original_share: Share = 0.0
-    """Share of draws that take a record's first caption (PixArt-Sigma's real_prompt_ratio: 0.5); 0: as the others."""
+    """Share of draws that take a record's first caption (PixArt-Sigma's real_prompt_ratio: 0.5); 0: like the others."""
 
     @model_validator(mode="before")
     @classmethod
@@ -109,14 +109,14 @@ class StoreSection(RecordsSection):
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the batches: this weight over the sum of all weights."""
     revision: Count = 0
-    """Revision of the store; 0: the newest when the run begins, then always the same."""
+    """Revision of the store; 0: the newest when the run starts, which the run then keeps."""
 
 
 class StageSection(RecordsSection):
     """A stage of progressive training: a store, or a mixture."""
 
     steps: Count = 0
-    """Steps of the stage; the last has none, it lasts until run.steps."""
+    """Steps of the stage; the last sets none and lasts until run.steps."""
     store: str = ""
     """Folder or URL, where the stage has one store."""
     revision: Count = 0
@@ -166,19 +166,19 @@ class DataSection(RecordsSection):
     """The stores, which of their records train, and in what order."""
 
     leftovers: Literal["short", "carry", "drop"] = "short"
-    """Records of a bucket that fill no batch: "short": a smaller batch; "carry": in the next pass; "drop": skipped."""
+    """Records left over in a bucket: "short": in a smaller batch; "carry": in the next epoch; "drop": skipped."""
     window_shards: Count = 0
     """Shuffle within this many shards of a bucket at a time, for slow disks and stores at a URL; 0: over all."""
     check: Literal["first", "always", "never"] = "first"
     """When rows are compared with their checksums: the first time that they are read, always, or never."""
     batch_tokens: Count = 0
-    """Image tokens of an update, so that large buckets have smaller batches; 0: run.global_batch images of any size."""
+    """Image tokens per update, so that large buckets have smaller batches; 0: run.global_batch images of any size."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the records that never train, by a hash of their keys; run.evaluate_every reports their loss."""
+    """Share of the records kept out of training, by a hash of their keys; run.evaluate_every reports their loss."""
     mixture: list[StoreSection] = Field(default=[])
-    """Stores that train together, each with a weight, in place of --store. Record keys set next to it apply to all."""
+    """Stores to train on together, each with a weight, instead of --store. Record keys beside it apply to all."""
     stages: list[StageSection] = Field(default=[])
-    """Stores or mixtures that train one after the other, in place of --store."""
+    """Stores or mixtures to train on one after the other, instead of --store."""
 
     @model_validator(mode="after")
     def _stages_follow_each_other(self) -> DataSection:

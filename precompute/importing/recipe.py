@@ -22,7 +22,7 @@ class ImportSource(Section):
     num_classes: Annotated[int, Field(ge=0)] = 0
     """Number of classes; 0: one more than the largest label."""
     max_reject_share: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Stop when more than this share of all records is rejected (and more than ten, or than half of all)."""
+    """Stop when rejects exceed this share of all records (and also exceed ten, or half of all)."""
     max_rejects_in_a_row: Annotated[int, Field(ge=1)] = 100
     """Stop after this many rejects in a row."""
 
@@ -41,11 +41,11 @@ class ImportVae(Section):
     downscale: Annotated[int, Field(ge=0, le=4096)] = 0
     """Pixels per latent position, along each side; 0: the kind's."""
     shift: list[float] = Field(default=[])
-    """The model's input is (z - shift) * scale: one number, or one a channel; empty: the kind's."""
+    """The model's input is (z - shift) * scale: one number, or one per channel; empty: the kind's."""
     scale: list[float] = Field(default=[])
     """As shift. For features that were scaled before storing: the scale that was applied."""
     multiplier: Annotated[float, Field(gt=0)] = 1.0
-    """An additional factor of the scale, as LightningDiT's latent_multiplier."""
+    """An additional factor on the scale, like LightningDiT's latent_multiplier."""
     pixels: Literal["auto", "-1..1", "0..1"] = "auto"
     """Range of the VAE's input pixels; "auto": the kind's."""
 
@@ -63,16 +63,16 @@ class ImportText(Section):
     model: str = ""
     """Hub id or folder; empty: the one that the kind was published with."""
     check: Literal["content", "mask"] = "content"
-    """What is read of a caption for planning: all of it, so that a broken one is rejected; or only its mask."""
+    """What planning reads of a caption: all of it, so that a damaged one is rejected, or only its mask."""
 
 
 class ImportLayout(Section):
     """Names of folders or columns in a source; empty: those of the kind's own programs."""
 
     latents: str = ""
-    """PixArt: folder of the VAE features. MDS: the column of the latents, as "latents_256"."""
+    """PixArt: folder of the VAE features. MDS: the column of the latents, such as "latents_256"."""
     captions: str = ""
-    """PixArt: folder of the caption features. MDS: the column of the embeddings, as "caption_latents"."""
+    """PixArt: folder of the caption features. MDS: the column of the embeddings, such as "caption_latents"."""
     text: str = ""
     """Column of the captions' text: for MDS, such as "caption"; for mlperf-flux, if your data has one."""
     label: str = ""

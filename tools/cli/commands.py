@@ -64,7 +64,7 @@ In order: leandit precompute RECIPE --source IMAGES --store STORE, then leandit 
 then leandit sample RUN --out SAMPLES.
 
 A recipe is a name or a TOML file; --set section.key=value changes a setting, and --dry-run shows what would be done.
-The same command resumes.
+To resume, run the same command again.
 """
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
 app.add_typer(bench, name="bench")

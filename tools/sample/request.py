@@ -35,7 +35,7 @@ class SampleRequest:
             "--num", min=1, help="Images per label or caption (default 1), or in total without either (default 16)."
         ),
     ] = None
-    batch: Annotated[int, Option(min=1, help="Images drawn at once.")] = 64
+    batch: Annotated[int, Option(min=1, help="Images generated at once.")] = 64
     image: Annotated[
         Path | None,
         Option(help="Image to edit, for a model with model.reference; default: those of the store's records."),

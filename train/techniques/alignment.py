@@ -20,7 +20,7 @@ class AlignmentKeys(Section):
     """Keys of an alignment; each technique adds ``block`` and ``weight``."""
 
     stop_step: Count = 0
-    """Last step that aligns (HASTE); 0: all."""
+    """Last step with alignment (HASTE); 0: all."""
     projector_width: Positive = 2048
     """Hidden width of a projector of three linear maps with SiLU between."""
 

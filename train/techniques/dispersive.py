@@ -28,9 +28,9 @@ class Keys(Objective):
     """Keys of [objective]."""
 
     dispersive_weight: Weight = 0.0
-    """DiT: weight of the loss that drives the tokens of different images apart (dispersive loss: 0.5)."""
+    """DiT: weight of the loss that pushes the tokens of different images apart (dispersive loss: 0.5)."""
     dispersive_block: Count = 0
-    """The block whose output disperses, from 1; 0: after a quarter of the depth."""
+    """The block whose output is dispersed, from 1; 0: after a quarter of the depth."""
     dispersive_temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of the dispersive loss; the published code has none, which equals 1."""
 

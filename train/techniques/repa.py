@@ -37,13 +37,13 @@ class AlignSection(AlignmentKeys):
     block: Positive = 8
     """The block whose output is projected and compared with the feature, from 1."""
     weight: Weight = 0.5
-    """Weight of 1 - cosine, the mean over the tokens."""
+    """Weight of 1 - cosine, averaged over the tokens."""
     class_weight: Weight = 0.0
     """Above 0, the model denoises the feature's class token too (REG: 0.03): weight of the error of its velocity."""
     projector: Literal["mlp", "conv"] = "mlp"
     """"mlp": three linear maps (REPA). "conv": one convolution of 3 x 3 tokens (iREPA)."""
     spatial_norm: Share = 0.0
-    """Above 0, the feature's tokens less this share of their mean over the image, over their std (iREPA: 0.6)."""
+    """Above 0, subtract this share of the tokens' mean over the image, then divide by their std (iREPA: 0.6)."""
 
 
 class Keys(Section):

@@ -25,8 +25,8 @@ class RoutingSection(Section):
     """Some tokens skip the middle blocks of a DiT in training; each image has its own random ones."""
 
     kind: Literal["none", "tread", "sprint"] = "none"
-    """"tread": they come back unchanged. "sprint": the outputs of both ways are fused, with a mask token for skipped
-    ones; a fused model keeps this layer when it draws."""
+    """"tread": they return unchanged. "sprint": the outputs of both paths are fused, with a mask token for skipped
+    ones; a fused model keeps this layer when it samples."""
     share: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Share of the tokens that skip; the number is the same for all images, so compiled shapes stay the same."""
     first_block: Positive = 3
@@ -34,10 +34,10 @@ class RoutingSection(Section):
     last_block: Count = 0
     """The last one; 0: three blocks follow it for "tread", as published, two for "sprint"."""
     stop_step: Count = 0
-    """Last step that routes, before steps with all tokens; 0: all."""
+    """Last step with routing, before steps with all tokens; 0: all."""
     path_drop: Share = 0.0
-    """For "sprint": share of the images for which the middle blocks count for nothing (published: 0.05). The null of
-    guidance then does without them too (path-drop guidance), which strengthens it."""
+    """For "sprint": share of the images that skip the middle blocks entirely (published: 0.05). The unconditional
+    branch of guidance then skips them too (path-drop guidance), which strengthens guidance."""
 
 
 class Keys(Section):

@@ -33,11 +33,11 @@ class SelfAlignSection(AlignmentKeys):
     block: Positive = 4
     """The block whose output is projected, from 1."""
     weight: Weight = 0.0
-    """Weight of 1 - cosine, the mean over the tokens (SRA: 0.5); 0: none."""
+    """Weight of 1 - cosine, averaged over the tokens (SRA: 0.5); 0: none."""
     teacher_block: Positive = 8
     """The block of the averaged model whose output is the target."""
     less_time: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """The averaged model sees a time that is earlier by 0 to this, uniform for each image."""
+    """The averaged model's time is lower by a uniform draw from 0 to this, for each image."""
 
 
 class Keys(Section):

@@ -20,7 +20,7 @@ def report(
     target: Target,
     out: Annotated[Path, output("HTML file to write.")],
     vae: Vae = None,
-    count: Annotated[int, Option(min=0, max=60, help="Images for each bucket of a store.")] = 8,
+    count: Annotated[int, Option(min=0, max=60, help="Images shown per bucket of a store.")] = 8,
 ) -> None:
     """Write one HTML file about a store or a run, warnings first.
 

@@ -49,7 +49,7 @@ def plan_train(
 ) -> None:
     """Print memory for each strategy, largest microbatch, GPUs that fit, time, and scaling.
 
-    Nothing is computed.
+    No model is run.
 
     Example: leandit plan train dit-xl-2-256 --resolution 256 --gpus 8 --gpu A100-40
     """

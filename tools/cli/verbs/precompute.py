@@ -39,7 +39,7 @@ def parse_part(text: str) -> Any:
 MAIN = f"{__name__.split('.')[0]}.tools.cli.main"
 THIS_RUN = "this run"  # the row after those of the store
 
-Part = Annotated[str | None, Option(parser=parse_part, metavar="I/N", help="Process shard group I of N.")]
+Part = Annotated[str | None, Option(parser=parse_part, metavar="I/N", help="Encode only part I of N of the shards.")]
 STORE_HELP = "Folder of the store; the same command resumes."
 DEVICE_HELP = "cpu or cuda:N, several separated by commas, one process each; cuda and auto: all GPUs."
 

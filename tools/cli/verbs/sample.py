@@ -93,7 +93,7 @@ def sample(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Draw images with a trained model: a PNG grid, or files and an .npz for an evaluation.
+    """Generate images with a trained model: a PNG grid, or files and an .npz for evaluation.
 
     Example: leandit sample runs/dit-s --out samples --label 207 --label 360
     """
@@ -149,7 +149,7 @@ def _after_grid(run: Path, base: str) -> list[Command]:
 @expand("draw", SampleRequest, *NOT_EVALUATED)
 def evaluate(
     target: Annotated[
-        Path, typer.Argument(parser=read_path, metavar="RUN|FOLDER|NPZ", help="Run to draw from, or images.")
+        Path, typer.Argument(parser=read_path, metavar="RUN|FOLDER|NPZ", help="Run to sample from, or images.")
     ],
     *,
     against: Annotated[
@@ -163,8 +163,8 @@ def evaluate(
     captions: Annotated[
         Path | None, local_input("Captions of the images: a samples.json or metadata.jsonl; default: the folder's.")
     ] = None,
-    out: Annotated[Path | None, output("Folder for the images that a run draws.")] = None,
-    num: Annotated[int, Option(min=6, help="Images that a run draws.")] = 50_000,
+    out: Annotated[Path | None, output("Folder for the images generated from a run.")] = None,
+    num: Annotated[int, Option(min=6, help="Images to generate from a run.")] = 50_000,
     measure: EvaluateRequest,
     draw: SampleRequest,
     json_file: Annotated[Path | None, output("Write the numbers here, as one JSON object.", "--json")] = None,

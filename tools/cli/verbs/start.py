@@ -18,7 +18,7 @@ from ..options import AsJson, Overrides, complete_recipe, output
 def demo(
     context: typer.Context,
     out: Annotated[Path, output("Folder for everything the demo makes.")] = Path("leandit-demo"),
-    num_images: Annotated[int, Option("--images", min=24, help="Images to draw.")] = 3000,
+    num_images: Annotated[int, Option("--images", min=24, help="Synthetic images to generate.")] = 3000,
     overrides: Overrides = None,
 ) -> None:
     """Run the full pipeline on synthetic images, on a CPU in minutes; measure whether samples match their captions.
