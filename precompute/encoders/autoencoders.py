@@ -161,6 +161,28 @@ def fixed_side_px(config: Mapping[str, Any]) -> int | None:
     return config.get("image_size") or config.get("patch_size", 16) * patches
 
 
+def name_siglip_layers() -> None:
+    """Let diffusers' AutoencoderRAE load SigLIP2 with a transformers that no longer has the layers it names.
+
+    Its weights are called ``encoder.vision_model.*``, and its constructor reads ``vision_model.post_layernorm``; since
+    transformers 5 these layers may be those of ``SiglipVisionModel`` itself.
+    """
+    import torch
+    from diffusers.models.autoencoders import autoencoder_rae
+    from transformers import SiglipVisionModel
+
+    class NamedLayers(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            model = SiglipVisionModel(config)
+            self.vision_model = getattr(model, "vision_model", model)
+
+        def forward(self, *inputs: Any, **how: Any) -> Any:
+            return self.vision_model(*inputs, **how)
+
+    autoencoder_rae.SiglipVisionModel = NamedLayers  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def patchify(latents: Any, side: int) -> Any:
     """Squares of latent positions to channels: (B, C, H, W) to (B, C * side * side, H / side, W / side).
 

@@ -15,6 +15,7 @@ from .autoencoders import (
     DECODER,
     family_of,
     fixed_side_px,
+    name_siglip_layers,
     patchify,
     set_tiling,
     shift_and_scale,
@@ -50,6 +51,8 @@ class ImageEncoder(Pretrained):
         self.fixed_side_px = fixed_side_px(config)
         name = config["_class_name"]
         model_class: Any = getattr(diffusers, name)
+        if config.get("encoder_type") == "siglip2":
+            name_siglip_layers()
         _ = files.weights  # checked before a library opens them
         dtype = arithmetic(section.dtype, device)
 

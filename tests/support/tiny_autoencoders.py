@@ -8,6 +8,8 @@ from typing import Any
 import diffusers
 import torch
 
+from leandit.precompute.encoders.autoencoders import name_siglip_layers
+
 KL: dict[str, Any] = {
     "block_out_channels": (8, 16),
     "down_block_types": ("DownEncoderBlock2D",) * 2,
@@ -74,6 +76,8 @@ def random_autoencoder(family: str, **config: Any) -> Any:
     """A random autoencoder of a family, with a batch norm that is not that of an untrained one."""
     torch.manual_seed(0)
     model_class, base, _ = FAMILIES[family]
+    if config.get("encoder_type") == "siglip2":
+        name_siglip_layers()
     model = model_class(**base | config).eval()
     if hasattr(model, "bn"):
         model.bn.running_mean.normal_()

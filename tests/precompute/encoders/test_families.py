@@ -22,7 +22,9 @@ from diffusers.modular_pipelines.stable_diffusion_xl.decoders import StableDiffu
 from diffusers.modular_pipelines.wan import encoders as wan
 from diffusers.modular_pipelines.wan.decoders import WanVaeDecoderStep
 from making import CPU, set_json, smooth_image
+from safetensors.torch import load_file
 from tiny_autoencoders import FAMILIES, random_autoencoder, save_autoencoder
+from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from leandit.datasets.batches.latents import denormalise, final_latents
 from leandit.datasets.errors import EncoderError, RecipeError
@@ -103,6 +105,11 @@ def zero_to_one(vae: Any, image: torch.Tensor) -> torch.Tensor:
     return vae.encode((image + 1) / 2).latent
 
 
+def decoded_tokens(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    return vae.decode(latents).sample * 2 - 1
+
+
+RAE_OF_16_PX = {"encoder_patch_size": 16, "encoder_input_size": 64}
 SD3 = {"latent_channels": 16, "scaling_factor": 1.5305, "shift_factor": 0.0609}
 STATISTICS = {"latent_channels": 4, "latents_mean": [1.0, -2.0, 3.0, 0.5], "latents_std": [2.0, 4.0, 0.5, 1.0]}
 CASES: dict[str, tuple[str, dict[str, Any], Encode, Decode]] = {
@@ -116,8 +123,30 @@ CASES: dict[str, tuple[str, dict[str, Any], Encode, Decode]] = {
     "qwen": ("qwen", {}, frames(qwen), decoded_frames(QwenImageDecoderStep)),
     "wan": ("wan", {}, frames(wan), decoded_frames(WanVaeDecoderStep, "videos")),
     "wan 2.2": ("wan_patched", {}, frames(wan), decoded_frames(WanVaeDecoderStep, "videos")),
-    "rae": ("rae", {"scaling_factor": 0.5}, zero_to_one, lambda vae, z: vae.decode(z).sample * 2 - 1),
+    "rae": ("rae", {"scaling_factor": 0.5}, zero_to_one, decoded_tokens),
+    "rae, SigLIP2": ("rae", RAE_OF_16_PX | {"encoder_type": "siglip2"}, zero_to_one, decoded_tokens),
+    "rae, MAE": ("rae", RAE_OF_16_PX | {"encoder_type": "mae"}, zero_to_one, decoded_tokens),
 }
+
+
+def test_the_tokens_of_siglip2_are_those_of_transformers(tmp_path: Path) -> None:
+    folder = save_autoencoder(tmp_path / "vae", "rae", **RAE_OF_16_PX, encoder_type="siglip2")
+    weights = load_file(folder / "diffusion_pytorch_model.safetensors")
+    prefix = "encoder.vision_model."
+    layers = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    size = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": 16, "image_size": 256}
+    siglip = SiglipVisionModel(SiglipVisionConfig(**size)).eval()
+    missing, unexpected = siglip.load_state_dict(layers, strict=False)
+    assert (set(missing), unexpected) == ({"post_layernorm.weight", "post_layernorm.bias"}, [])  # ones and zeros
+    vae = FAMILIES["rae"][0].from_pretrained(folder)
+    images = torch.rand(2, 3, 64, 64)
+    normalised = (images - vae.encoder_mean) / vae.encoder_std
+    with torch.no_grad():
+        tokens = siglip(normalised, interpolate_pos_encoding=True).last_hidden_state
+        latents = vae.encode(images).latent * torch.tensor(vae.config.latents_std) + torch.tensor(
+            vae.config.latents_mean
+        )
+    torch.testing.assert_close(latents.flatten(2).transpose(1, 2), tokens, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
