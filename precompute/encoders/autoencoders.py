@@ -180,7 +180,7 @@ def name_siglip_layers() -> None:
         def forward(self, *inputs: Any, **how: Any) -> Any:
             return self.vision_model(*inputs, **how)
 
-    autoencoder_rae.SiglipVisionModel = NamedLayers  # pyright: ignore[reportAttributeAccessIssue]
+    setattr(autoencoder_rae, SiglipVisionModel.__name__, NamedLayers)
 
 
 def patchify(latents: Any, side: int) -> Any:

@@ -25,6 +25,7 @@ from making import (
     ROOT,
     caption_recipe,
     encode,
+    label_recipe,
     make_caption_folder,
     no_progress,
     read_metadata,
@@ -107,6 +108,19 @@ def test_a_published_store_is_read_where_it_lies(hub: Hub, caption_store: Latent
     assert (again["files_sent"], again["bytes_sent"]) == (0, 0)
     assert len(hub.dataset(NAME).branches["main"]) == commits
     assert_uploaded_once(hub)
+
+
+def test_all_crops_of_an_image_are_published(hub: Hub, class_folder: Path, tmp_path: Path) -> None:
+    encode(label_recipe("images.variants=2", "vae.flip=true"), class_folder, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    send(store.path)
+    rows = store.index("32x32").rows
+    for variant, flipped in ((0, False), (1, False), (1, True)):
+        here, there = (each.latents("32x32", variant=variant, flipped=flipped) for each in (store, LatentStore(URL)))
+        np.testing.assert_array_equal(there.take(rows), here.take(rows))
+    batches = (make_loader(place, global_batch=4, seed=0) for place in (store, LatentStore(URL)))
+    for here, there in zip(*batches, strict=True):
+        np.testing.assert_array_equal(there.latents, here.latents)
 
 
 def test_nobody_reads_half_of_a_store(hub: Hub, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
