@@ -1,12 +1,15 @@
-"""Who may import whom, and what a process has loaded afterwards."""
+"""The shape of the house: small folders in layers, who may import whom, and what a process has loaded afterwards."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -30,12 +33,6 @@ def imported(path: Path) -> list[tuple[int, str]]:
     return names
 
 
-def rooms_of(path: Path) -> set[str]:
-    """Our other rooms that a module imports from."""
-    depth = len(path.relative_to(ROOT).parts)  # so many dots lead to the root
-    return {name.split(".")[0] for level, name in imported(path) if level == depth} & set(ROOMS)
-
-
 BELOW: dict[str, set[str]] = {
     "datasets": set(),
     "precompute": {"datasets"},
@@ -44,11 +41,76 @@ BELOW: dict[str, set[str]] = {
 }
 
 
+MOST_MODULES, MOST_FOLDERS, MOST_AT_THE_DOOR = 10, 9, 5
+Graph = dict[str, dict[str, str]]
+"""For each place the places that it imports, each with one import that shows it."""
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """Sub-folders with code; ``recipes`` and ``demo_encoders`` hold data."""
+    return sorted(path.parent for path in folder.glob("*/__init__.py"))
+
+
+FOLDERS = [ROOT / room for room in ROOMS]
+for _folder in FOLDERS:
+    FOLDERS += folders_in(_folder)
+
+
+def imports_of(module: Path) -> Iterator[Path]:
+    """Our modules that a module imports, also in functions and for type checkers."""
+    for node in ast.walk(parsed(module)):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        package = [module, *module.parents][node.level].joinpath(*(node.module or "").split("."))
+        if package.with_suffix(".py").is_file():
+            yield package.with_suffix(".py")
+        else:
+            yield from (path for alias in node.names if (path := package / f"{alias.name}.py").is_file())
+
+
+def graph_of(folder: Path) -> Graph:
+    """What the modules and sub-folders of a folder import of each other."""
+    graph: Graph = {}
+    for module in sorted(folder.rglob("*.py")):
+        here = module.relative_to(folder).parts[0]
+        for target in imports_of(module):
+            if target.is_relative_to(folder) and (there := target.relative_to(folder).parts[0]) != here:
+                graph.setdefault(here, {}).setdefault(there, f"{name_of(module)} imports {name_of(target)}")
+    return graph
+
+
+def test_every_folder_is_small_and_has_no_circle() -> None:
+    for folder in FOLDERS:
+        modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= (MOST_AT_THE_DOOR if folder.parent == ROOT else MOST_MODULES), (folder, modules)
+        assert len(folders_in(folder)) <= MOST_FOLDERS, (folder, folders_in(folder))
+        TopologicalSorter(graph_of(folder)).prepare()  # a CycleError names the circle
+    # A folder without ``__init__.py`` would be passed over by every check here.
+    with_code = {path.parent for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    assert with_code <= set(FOLDERS)
+    assert len(FOLDERS) > 30
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_readme_lists_the_folders_of_a_room_from_the_bottom_up(room: str) -> None:
+    tree = (ROOT / "README.md").read_text().split(f"\n{room}/ ")[1]
+    listed = re.findall(r"^  ([a-z_]+)/ ", re.split(r"\n[a-z]", tree)[0], re.MULTILINE)
+    assert sorted(listed) == [path.name for path in folders_in(ROOT / room)]
+    for here, targets in graph_of(ROOT / room).items():
+        for there, arrow in targets.items():
+            if here in listed and there in listed:
+                assert listed.index(there) < listed.index(here), arrow
+
+
 def test_each_room_imports_only_those_below_it() -> None:
     for room, below in BELOW.items():
-        found = {name_of(path): rooms_of(path) for path in MODULES if name_of(path).startswith(f"{room}/")}
-        assert {name: rooms for name, rooms in found.items() if rooms - below} == {}
-        assert set().union(*found.values()) == below  # so that an empty scan is no success
+        rooms = {name_of(path): {name_of(it).split("/")[0] for it in imports_of(path)} for path in modules_of(room)}
+        assert {name: found - below for name, found in rooms.items() if found - below - {room}} == {}
+        assert set().union(*rooms.values()) - {room} == below  # so that an empty scan is no success
+
+
+def modules_of(room: str) -> list[Path]:
+    return [path for path in MODULES if name_of(path).startswith(f"{room}/")]
 
 
 def test_torch_is_imported_in_datasets_by_the_torch_side_only() -> None:
