@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
@@ -83,19 +82,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test touches a network
 torch.set_num_threads(1)  # the tests run in two processes
 gc.get_freeze_count = lambda: 1  # each run of a training would count a million objects, for a tenth of a second
 
-MEMORY = Path("/dev/shm")
-ROOM_BYTES = 4 << 30  # more than all tests need together
-
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Temporary folders lie in memory where there is room, so that what is made durable is not waited for."""
-    if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    """Temporary folders lie in memory where 4 GiB are free there, so that what is made durable is not waited for."""
+    memory = Path("/dev/shm")
+    if memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 4 << 30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
 
 
 # Property tests look at few examples here; "make test-long" looks at many.
-EXAMPLES = {"default": 20, "long": 300}
-for name, count in EXAMPLES.items():
+for name, count in {"default": 20, "long": 300}.items():
     settings.register_profile(
         name, max_examples=count, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
     )
@@ -151,18 +147,10 @@ def tiny_models() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def decoders() -> Iterator[Decoders]:
-    """Two processes that decode images."""
-    with Decoders(2) as children:
-        yield children
-
-
 @pytest.fixture
-def quick(decoders: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a precompute takes a second to start is started once; the encoders and decoders are the real ones."""
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoders, which a precompute takes a second to load, are loaded once."""
     monkeypatch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
-    monkeypatch.setattr(pipeline, "Decoders", lambda num_children: contextlib.nullcontext(decoders))
 
 
 @pytest.fixture

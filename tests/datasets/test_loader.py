@@ -216,9 +216,7 @@ def reader_of(store: LatentStore, **settings: Any) -> BatchReader:
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.integration)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_a_stock_dataloader_with_workers_gives_the_same_batches_from_any_step(
-    method: str, caption_store: LatentStore
-) -> None:
+def test_a_stock_dataloader_with_workers_gives_the_same_batches(method: str, caption_store: LatentStore) -> None:
     reader = reader_of(caption_store)
     next(iter(BatchStream(reader)))  # what the parent has open, a fork must not use
     wanted = [reader[number] for number in range(17)]
@@ -336,9 +334,7 @@ def test_stores_of_other_captions_are_not_mixed(width: int | None, caption_store
     BatchReader([caption_store, other], mixture, text="none")
 
 
-def test_a_selection_of_an_earlier_revision_or_another_store_is_refused(
-    everything: Everything, caption_store: LatentStore
-) -> None:
+def test_a_selection_of_another_revision_is_refused(everything: Everything, caption_store: LatentStore) -> None:
     earlier = LatentStore(everything.grown, revision=1)
     selection = RecordFilter(min_aspect=0.1).select(earlier)
     make_loader(earlier, global_batch=2, selection=selection)

@@ -96,9 +96,7 @@ MANY = [f"8x{8 * i}" for i in range(1, 2050)]
         ("precompute", [f"images.buckets={MANY}"], ["2049 buckets. Expected at most"]),
     ],
 )
-def test_a_wrong_value_names_the_key_what_was_got_and_what_is_needed(
-    stage: str, overrides: list[str], words: list[str]
-) -> None:
+def test_a_wrong_value_names_the_key_and_what_is_needed(stage: str, overrides: list[str], words: list[str]) -> None:
     with pytest.raises(RecipeError) as caught:
         load(stage, "demo", *overrides)
     assert [word for word in words if word not in str(caught.value)] == []

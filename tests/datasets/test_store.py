@@ -25,7 +25,6 @@ from leandit.datasets.errors import (
     UnknownKey,
 )
 from leandit.datasets.format.buckets import bucket_size
-from leandit.datasets.format.layout import CaptionLayout
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
@@ -125,25 +124,6 @@ def test_an_incomplete_store_lists_only_what_is_committed(caption_store: LatentS
             wanted | {"status": "planned", "checksum": None, "source_checksum": None} if missing else wanted
         )
     assert store.captions.equals(caption_store.captions)
-
-
-def test_the_checksums_of_an_incomplete_store_stand_beside_their_captions(
-    caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Shards of one caption at full length, of which the first is not committed (any more): the others must not move up.
-    monkeypatch.setattr(CaptionLayout, "_shard_rows", lambda self: (16, 4))
-    path = tmp_path / "store"
-    without_seal(lambda: encode(caption_recipe(), caption_folder, path))
-    whole = LatentStore(path, allow_incomplete=True).captions
-    shard_of = whole["start"].to_numpy() // 16
-    assert shard_of.max() >= 2
-    (path / OWN / "commits/captions/000000.json").unlink()
-    left = LatentStore(path, allow_incomplete=True)
-    checksums = whole["checksum"].to_pylist()
-    assert None not in checksums
-    wanted = [None if shard == 0 else one for one, shard in zip(checksums, shard_of.tolist(), strict=True)]
-    assert left.captions["checksum"].to_pylist() == wanted
-    assert left.captions["start"].equals(whole["start"])  # they follow from the plan
 
 
 def test_the_sizes_of_a_batch_s_images_and_crops_are_found_by_its_records(caption_store: LatentStore) -> None:

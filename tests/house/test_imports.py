@@ -199,9 +199,7 @@ except SystemExit as end:
 
 
 @pytest.mark.parametrize("command", ["inspect", pytest.param("report", marks=pytest.mark.integration)])
-def test_a_store_is_inspected_and_a_report_of_a_run_made_without_torch(
-    command: str, label_store: LatentStore, tmp_path: Path
-) -> None:
+def test_inspecting_and_reporting_load_no_torch(command: str, label_store: LatentStore, tmp_path: Path) -> None:
     words = [str(label_store.path), "--json"]
     if command == "report":
         words = [str(make_run(tmp_path / "run")), "--out", "page.html"]

@@ -358,9 +358,7 @@ def read_named(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", OF_MANY.values(), ids=OF_MANY.keys())
-def test_a_claim_of_a_feature_or_named_text_that_cannot_be_is_refused(
-    spoil: Spoil, everything: Everything, tmp_path: Path
-) -> None:
+def test_a_false_claim_of_a_feature_or_text_is_refused(spoil: Spoil, everything: Everything, tmp_path: Path) -> None:
     forge(root := copy_of(everything.added, tmp_path / "copied"), ADDED)
     spoil(root)
     with pytest.raises((DamageError, StoreError)) if spoil is not forge else contextlib.nullcontext(), cheap():
@@ -376,9 +374,7 @@ def test_folders_that_are_no_revisions_are_not_read_as_such(name: str, copied: P
     assert refused_or_right(copied, wanted) in ("right", "DamageError", "StoreError")
 
 
-def test_a_link_is_followed_and_read_as_numbers_of_the_right_hash_only_and_no_fifo_or_device_is_opened(
-    copied: Path, tmp_path: Path
-) -> None:
+def test_a_link_is_read_as_numbers_of_the_right_hash_only(copied: Path, tmp_path: Path) -> None:
     """Download caches keep the files of a folder elsewhere and link to them, so a link is no attack by itself."""
     wanted = read_all(copied)
     shard = copied / MOMENTS / "c/0/0/0/0"

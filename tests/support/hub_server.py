@@ -22,7 +22,6 @@ import pytest
 
 TOKEN = "hf_a_secret_of_nobody"
 PLAIN_BYTES = 4096  # larger files, and those that are no text, go to large file storage
-PART_BYTES = 50_000  # larger objects come in parts
 PAGE = 20  # entries of a listing
 
 
@@ -62,7 +61,6 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
-        self.parts: dict[str, dict[int, bytes]] = {}
         self.uploads = Counter[str]()  # whole objects received, by SHA-256
         self.requests: list[str] = []
         self.fault: Callable[[int, str], str] = lambda number, request: ""
@@ -92,10 +90,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._handle()
 
-    do_POST = do_PUT = do_HEAD = do_GET  # noqa: N815 - the names of http.server
+    do_POST = do_PUT = do_GET  # noqa: N815 - the names of http.server
 
     def _handle(self) -> None:
-        path, body = urlsplit(self.path).path, self._body()
+        path = urlsplit(self.path).path
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         with self.server.lock:
             request = f"{self.command} {path}"
             self.server.requests.append(request)
@@ -104,11 +103,11 @@ class Handler(BaseHTTPRequestHandler):
                 return self._answer(500, {"error": "made up"})
             if fault == "lost":  # what was asked for is done, and nobody is told
                 self.wfile = open("/dev/null", "wb")  # noqa: SIM115 - the answer
-            is_written = self.command in ("POST", "PUT") and not path.startswith(("/lfs/", "/lfs-complete/"))
+            is_written = self.command == "POST"
             if is_written and self.headers.get("Authorization") != f"Bearer {TOKEN}":
                 return self._answer(401, {"error": "Invalid credentials"})
             for command, pattern, method in ROUTES:
-                if self.command in command and (match := re.fullmatch(pattern, path)):
+                if self.command == command and (match := re.fullmatch(pattern, path)):
                     named = {key: unquote(value or "") for key, value in match.groupdict().items()}
                     self.cut = fault == "cut"
                     try:
@@ -118,24 +117,13 @@ class Handler(BaseHTTPRequestHandler):
                     return None
             return self._answer(404, {"error": f"no such route: {request}"})
 
-    def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            parts = []
-            while size := int(self.rfile.readline(), 16):
-                parts.append(self.rfile.read(size))
-                self.rfile.readline()
-            self.rfile.readline()
-            return b"".join(parts)
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
     def _answer(self, status: int, value: Any = None, headers: dict[str, str] | None = None) -> None:
         content = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
         for name, text in ({"Content-Length": str(len(content))} | (headers or {})).items():
             self.send_header(name, text)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content[: len(content) // 2] if getattr(self, "cut", False) else content)
+        self.wfile.write(content[: len(content) // 2] if getattr(self, "cut", False) else content)
 
     def _missing(self, what: str) -> None:
         self._answer(404, {"error": f"{what} not found"}, {"X-Error-Code": f"{what}NotFound"})
@@ -194,32 +182,17 @@ class Handler(BaseHTTPRequestHandler):
             oid, size, upload = asked["oid"], asked["size"], f"{self.server.url}/lfs/{asked['oid']}"
             actions: dict[str, Any] = {}
             if oid not in self.server.objects:
-                header: dict[str, str] = {}
-                if size > PART_BYTES:
-                    header = {str(n + 1): f"{upload}/{n}" for n in range(-(-size // PART_BYTES))}
-                    header["chunk_size"] = str(PART_BYTES)
-                    upload = f"{self.server.url}/lfs-complete/{oid}"
-                actions = {"actions": {"upload": {"href": f"{upload}?X-Amz-Signature=secret", "header": header}}}
-                actions["actions"]["verify"] = {"href": f"{self.server.url}/lfs-verify", "header": {}}
+                actions = {"upload": {"href": f"{upload}?X-Amz-Signature=secret", "header": {}}}
+                actions = {"actions": actions | {"verify": {"href": f"{self.server.url}/lfs-verify", "header": {}}}}
             objects.append({"oid": oid, "size": size} | actions)
         self._answer(200, {"transfer": "basic", "objects": objects})
 
-    def put(self, body: bytes, oid: str, part: str = "") -> None:
-        if part:
-            self.server.parts.setdefault(oid, {})[int(part)] = body
-            return self._answer(200, b"", {"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
-        return self._keep(oid, body)
-
-    def _keep(self, oid: str, content: bytes) -> None:
-        if hashlib.sha256(content).hexdigest() != oid:
+    def put(self, body: bytes, oid: str) -> None:
+        if hashlib.sha256(body).hexdigest() != oid:
             return self._answer(400, {"error": "other bytes"})
-        self.server.objects[oid] = content
+        self.server.objects[oid] = body
         self.server.uploads[oid] += 1
         return self._answer(200, b"")
-
-    def complete(self, body: bytes, oid: str) -> None:
-        parts = self.server.parts.pop(oid)
-        self._keep(oid, b"".join(parts[n] for n in sorted(parts)))
 
     def verify(self, body: bytes) -> None:
         self._answer(200 if json.loads(body)["oid"] in self.server.objects else 404, {})
@@ -253,10 +226,6 @@ class Handler(BaseHTTPRequestHandler):
             headers["Link"] = f'<{address}>; rel="next"'
         return self._answer(200, entries[start : start + PAGE], headers)
 
-    def paths(self, body: bytes, name: str, revision: str) -> None:
-        asked = set(parse_qs(body.decode()).get("paths", []))
-        self._answer(200, [one for one in _entries(self.repository.files(revision), "") if one["path"] in asked])
-
     def resolve(self, body: bytes, name: str, revision: str, path: str) -> None:
         stored = self.repository.files(revision).get(path)
         if stored is None:
@@ -289,20 +258,18 @@ def _entries(files: dict[str, Stored], folder: str) -> list[dict[str, Any]]:
 _API = r"/api/(?P<kind>dataset|model)s/(?P<name>[^/]+/[^/]+)"
 _READ = r"/(?P<kind>datasets/)?(?P<name>[^/]+/[^/]+)"
 ROUTES = [
-    (("POST",), "/api/repos/create", Handler.create),
-    (("POST",), "/api/validate-yaml", Handler.validate),
-    (("POST",), rf"{_API}/branch/(?P<revision>[^/]+)", Handler.branch),
-    (("POST",), rf"{_API}/preupload/(?P<revision>[^/]+)", Handler.preupload),
-    (("POST",), rf"{_API}/commit/(?P<revision>[^/]+)", Handler.commit),
-    (("POST",), rf"{_API}/paths-info/(?P<revision>[^/]+)", Handler.paths),
-    (("GET",), rf"{_API}/tree/(?P<revision>[^/]+)(/(?P<path>.+))?", Handler.tree),
-    (("GET",), rf"{_API}/revision/(?P<revision>[^/]+)", Handler.info),
-    (("GET",), _API, Handler.info),
-    (("POST",), rf"{_READ}\.git/info/lfs/objects/batch", Handler.batch),
-    (("PUT",), r"/lfs/(?P<oid>[0-9a-f]{64})(/(?P<part>\d+))?", Handler.put),
-    (("POST",), r"/lfs-complete/(?P<oid>[0-9a-f]{64})", Handler.complete),
-    (("POST",), "/lfs-verify", Handler.verify),
-    (("GET", "HEAD"), rf"{_READ}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", Handler.resolve),
+    ("POST", "/api/repos/create", Handler.create),
+    ("POST", "/api/validate-yaml", Handler.validate),
+    ("POST", rf"{_API}/branch/(?P<revision>[^/]+)", Handler.branch),
+    ("POST", rf"{_API}/preupload/(?P<revision>[^/]+)", Handler.preupload),
+    ("POST", rf"{_API}/commit/(?P<revision>[^/]+)", Handler.commit),
+    ("GET", rf"{_API}/tree/(?P<revision>[^/]+)(/(?P<path>.+))?", Handler.tree),
+    ("GET", rf"{_API}/revision/(?P<revision>[^/]+)", Handler.info),
+    ("GET", _API, Handler.info),
+    ("POST", rf"{_READ}\.git/info/lfs/objects/batch", Handler.batch),
+    ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", Handler.put),
+    ("POST", "/lfs-verify", Handler.verify),
+    ("GET", rf"{_READ}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", Handler.resolve),
 ]
 
 

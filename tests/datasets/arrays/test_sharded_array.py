@@ -140,9 +140,7 @@ def test_an_uncompressed_row_is_a_read_only_view_onto_the_mapped_file(tmp_path: 
     assert mapped_file_of(array.take([5])) == ""  # a batch is the caller's own
 
 
-def test_a_shard_that_is_missing_or_has_not_the_size_of_the_manifest_is_refused_when_it_is_mapped(
-    tmp_path: Path,
-) -> None:
+def test_a_shard_that_is_missing_or_of_another_size_is_refused_when_it_is_mapped(tmp_path: Path) -> None:
     layout = small_array()
     write_array(tmp_path, layout, array_values(layout))
     first, second, third = (layout.shard_path(i) for i in range(3))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.buckets import (
-    MAX_RATIO,
     PIXART_1024,
     PIXART_2880,
     PIXART_RESOLUTIONS_PX,
@@ -21,8 +20,6 @@ from leandit.datasets.format.buckets import (
     area_step,
     assign_bucket,
     bucket_table,
-    cover_size,
-    largest_crop,
     resize_filter,
 )
 from leandit.precompute.config import ImagesSection
@@ -128,28 +125,6 @@ def test_adm_sizes_are_those_of_the_published_loader(height_px: int, width_px: i
     assert [size[::-1] for size in sizes] == published_adm_sizes(width_px, height_px, side_px)
     assert min(sizes[-1]) == side_px
     assert all(side_px <= min(size) for size in sizes[:-1])
-
-
-@pytest.mark.parametrize(
-    ("name", "side", "max_ratio"),
-    [("area", 64, MAX_RATIO), ("area", 128, 1.0), ("area", 512, 2.0), ("pixart", 512, MAX_RATIO)],
-)
-def test_no_image_loses_more_than_the_largest_crop(name: str, side: int, max_ratio: float) -> None:
-    table = bucket_table(name, side, max_ratio=max_ratio)
-
-    def lost(ratio: float) -> float:
-        size = round(ratio * 1e5), 100_000
-        bucket = assign_bucket(*size, table, max_ratio=max_ratio)
-        assert bucket
-        height, width = cover_size(*size, (bucket[0] * 1000, bucket[1] * 1000))
-        return 1 - bucket[0] * bucket[1] * 1e6 / (height * width)
-
-    share, worst = largest_crop(table, max_ratio)
-    some = [max_ratio ** (i / 500) for i in range(-500, 501)]
-    inside = [ratio for ratio in some if 1 / max_ratio <= round(ratio * 1e5) / 1e5 <= max_ratio]
-    assert max(map(lost, inside), default=0) <= share + 1e-4
-    near = [ratio for ratio in (worst, worst * 0.9999, worst * 1.0001) if 1 / max_ratio <= ratio <= max_ratio]
-    assert max(map(lost, near)) == pytest.approx(share, abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,7 @@ def test_every_path_that_the_writer_makes_is_in_the_tree(name: str, request: pyt
 NESTED = {"images": ImageSpec, "latent": LatentSpec, "text": TextSpec, "text_encoder": EncoderIdentity}
 
 
-def test_every_key_of_the_attribute_and_of_its_parts_is_named_and_those_of_a_plain_store_are_there(
-    caption_store: LatentStore,
-) -> None:
+def test_every_key_of_the_spec_is_named_and_those_of_a_plain_store_are_there(caption_store: LatentStore) -> None:
     for key in keys_of(StoreSpec):
         assert key in quoted(row_of(2, key)), key
     for key, model in NESTED.items():

@@ -146,9 +146,7 @@ def test_a_compaction_that_is_killed_begins_again(step: int, tmp_path: Path) -> 
     assert tree_digest(store) == old
 
 
-def test_what_is_damaged_or_lost_is_refused_and_nothing_is_left(
-    grown: tuple[ImageSource, Path], tmp_path: Path
-) -> None:
+def test_what_is_damaged_is_refused_and_nothing_is_left(grown: tuple[ImageSource, Path], tmp_path: Path) -> None:
     for name in ("buckets/80x48/moments/c/0/0/0/0", "captions/embeddings/c/0/0", "captions/null/c/0/0"):
         root = copy_of(grown[1], tmp_path / "store")
         flip(root / name, 100)

@@ -104,9 +104,7 @@ def test_each_stage_begins_at_its_own_first_batch_and_has_its_length(lengths: li
 
 
 @given(orders, st.integers(0, 60), st.integers(0, 30))
-def test_any_order_is_pure_and_its_batches_in_one_go_are_those_one_by_one(
-    order: BatchOrder, first: int, count: int
-) -> None:
+def test_the_batches_of_any_order_are_those_one_by_one(order: BatchOrder, first: int, count: int) -> None:
     alone = [order.batch_at(number) for number in reversed(range(first, first + count))]
     assert values(order.batches(first, count)) == values(alone[::-1])
     for batch in alone:

@@ -43,9 +43,7 @@ window_shapes = st.tuples(st.integers(1, 60), st.integers(1, 9), st.integers(1, 
 
 
 @given(window_shapes, seeds)
-def test_a_shuffle_in_windows_is_a_permutation_that_stays_in_a_windows_blocks(
-    shape: tuple[int, int, int], seed: int
-) -> None:
+def test_a_shuffle_in_windows_stays_in_the_blocks_of_a_window(shape: tuple[int, int, int], seed: int) -> None:
     size, rows, shards = shape
     found = in_windows(np.arange(size), size, rows, shards, seed)
     assert sorted(found.tolist()) == list(range(size))

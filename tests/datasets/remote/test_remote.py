@@ -229,9 +229,7 @@ NOT_OPENED: dict[str, tuple[Callable[[Any, str], None], type[LeanditError], list
 
 
 @pytest.mark.parametrize("case", NOT_OPENED)
-def test_a_remote_store_that_is_not_whole_is_named_when_opened(
-    case: str, caption_store: LatentStore, tmp_path: Path
-) -> None:
+def test_a_store_that_is_not_whole_is_named_when_opened(case: str, caption_store: LatentStore, tmp_path: Path) -> None:
     spoil, error, words = NOT_OPENED[case]
     url = "faulty://store"
     spoil(upload(caption_store.path, url), fsspec.core.url_to_fs(url)[1])
@@ -243,9 +241,7 @@ def test_a_remote_store_that_is_not_whole_is_named_when_opened(
     assert "\n" not in message
 
 
-def test_a_shard_that_changes_after_the_store_was_opened_is_named(
-    s3: str, caption_store: LatentStore, tmp_path: Path
-) -> None:
+def test_a_shard_that_changes_after_opening_is_named(s3: str, caption_store: LatentStore, tmp_path: Path) -> None:
     fs = upload(caption_store.path, f"{s3}/changes")
     folder = open_remote(f"{s3}/changes", folder=tmp_path / "local")
     content = fs.cat_file(f"latents/changes/{MOMENTS}")
@@ -307,9 +303,7 @@ def test_a_shard_that_is_truncated_in_the_local_folder_is_named(caption_store: L
         store.latents(bucket).take([0])
 
 
-def test_manifests_that_are_gone_are_forgotten_and_those_that_came_are_seen(
-    caption_store: LatentStore, tmp_path: Path
-) -> None:
+def test_manifests_that_went_or_came_are_seen(caption_store: LatentStore, tmp_path: Path) -> None:
     fs = upload(caption_store.path, "faulty://grows")
     assert caption_store.manifest
     own = [entry.path for entry in caption_store.manifest.files if entry.path.startswith(OWN)]
@@ -431,9 +425,7 @@ def test_a_path_that_is_no_shard_and_a_hash_that_is_no_name_are_refused(tmp_path
 # ------------------------------------------------------------ the bound
 
 
-def test_a_shard_that_is_larger_than_the_room_is_refused_before_anything_comes(
-    caption_store: LatentStore, tmp_path: Path
-) -> None:
+def test_a_shard_larger_than_the_room_is_refused_at_once(caption_store: LatentStore, tmp_path: Path) -> None:
     upload(caption_store.path, "faulty://narrow")
     with pytest.raises(ResourceError, match=r"shard '.*' has .*iB, the local folder may hold .* B.*capacity_gib"):
         open_remote("faulty://narrow", folder=tmp_path / "local", capacity_gib=1e-7)
@@ -564,9 +556,7 @@ def test_a_download_that_was_killed_leaves_nothing_that_is_believed(
     assert other.fetch(PATHS[5]).read_bytes() == CONTENT[PATHS[5]]
 
 
-def test_threads_and_processes_that_share_a_narrow_folder_read_right_bytes_and_never_exceed_it(
-    opened: Callable[..., RemoteFolder], tmp_path: Path
-) -> None:
+def test_processes_that_share_a_narrow_folder_keep_to_it(opened: Callable[..., RemoteFolder], tmp_path: Path) -> None:
     local, capacity = tmp_path / "local", 7000  # so many shards that six threads never wait for each other
 
     def work(seed: int) -> int:

@@ -77,9 +77,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("how", FORGED)
-def test_a_row_that_is_not_stored_or_rejected_once_is_not_sealed(
-    how: str, source: Path, store: Path, sealed: Path
-) -> None:
+def test_a_row_that_is_not_counted_once_is_not_sealed(how: str, source: Path, store: Path, sealed: Path) -> None:
     rejects, state, said = FORGED[how]
     results = np.fromfile(store / ROWS, ROW_RESULTS)
     assert results["state"].tolist() == [STORED, REJECTED]

@@ -57,9 +57,7 @@ def test_a_store_and_its_encoder_may_move_together_and_the_fingerprint_stays(
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_encoder_far_from_the_store_is_named_absolutely_and_found_after_a_compaction(
-    home: Path, class_folder: Path
-) -> None:
+def test_an_encoder_far_from_the_store_is_named_absolutely(home: Path, class_folder: Path) -> None:
     make_store(Path("a"), class_folder)
     compact(Path("a"), Path("stores/new"), progress=no_progress)
     for store in (LatentStore("stores/new"), make_store(home / "stores/a", class_folder)):
