@@ -13,7 +13,7 @@ from making import caption_recipe, encode, smooth_image, store_digest, tree_dige
 from stores import ImageSource, checked, copy_of, deep, files_of, make_added, make_grown, make_plain, small_shards
 
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
-from leandit.datasets.errors import FingerprintMismatch, StoreError
+from leandit.datasets.errors import FingerprintMismatch, RecipeError, StoreError
 from leandit.datasets.format.layout import commit_path
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
@@ -234,6 +234,8 @@ def test_encoding_again_gives_the_same_bits(name: str, request: pytest.FixtureRe
 def test_deep_names_a_changed_image_and_finds_no_fault_in_the_store(
     plain: tuple[ImageSource, Path], tmp_path: Path
 ) -> None:
+    with pytest.raises(RecipeError, match="--source"):
+        checked(plain[1], deep=True)
     source = copy_of(plain[0].root, tmp_path / "source")
     smooth_image(77, 64, 64).save(source / "images/0.png")
     (source / "images/3.png").unlink()

@@ -23,6 +23,7 @@ from making import (
 from safetensors.torch import load_file, save_file
 from stores import copy_of
 
+from leandit.datasets.errors import DamageError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.model_files import local_folder
@@ -72,6 +73,10 @@ def test_whatever_has_changed_goes_the_ordinary_way(
     assert has_nothing_to_do()
     for override in ("images.resolution=48", "source.check=content", "store.shard_mib=8", "vae.keep=mean"):
         assert not has_nothing_to_do(override), override
+    for lost in ("records.parquet", "sources.parquet", "manifest.json"):
+        (store / "revisions/000001" / lost).unlink()
+        with pytest.raises(DamageError, match=r"verify .*--repair"):
+            has_nothing_to_do()
 
 
 def test_the_text_encoder_and_its_tokenizer_are_compared_too(tmp_path: Path, caption_folder: Path) -> None:

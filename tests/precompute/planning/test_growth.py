@@ -32,6 +32,7 @@ from stores import content
 from leandit.datasets.errors import FingerprintMismatch, SourceError, StoreError
 from leandit.datasets.loader import Batch, make_loader
 from leandit.datasets.store import LatentStore
+from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.pipeline import Report
 
@@ -302,6 +303,23 @@ def test_an_image_that_changes_behind_the_plan_is_encoded_by_the_next_command(tm
     run(source, path)
     record = LatentStore(path).record("n000/1.png")
     assert (record.status, record.revision, record.height_px) == ("stored", 2, 90)
+
+
+def test_a_process_that_another_one_overtakes_reports_the_newest_revision(
+    label_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smooth_image(77).save(label_pair[0] / "n000/new.png")
+    next_plan = pipeline.Stage1.next_plan
+
+    def overtaken(*args: Any) -> Any:
+        monkeypatch.setattr(pipeline.Stage1, "next_plan", next_plan)
+        assert run(*label_pair).num_encoded == 1
+        return next_plan(*args)
+
+    monkeypatch.setattr(pipeline.Stage1, "next_plan", overtaken)
+    report = run(*label_pair)
+    assert (report.num_encoded, report.manifest.revision) == (0, 2)
+    assert report.manifest.root_hash == LatentStore(label_pair[1]).root_hash
 
 
 def test_an_unfinished_store_of_other_settings_says_that_it_must_be_finished_first(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from leandit.precompute.planning.images import plan_images
 from leandit.precompute.run.rejects import RejectLimits
 from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.source import Source, list_source
+from leandit.precompute.sources.tables import embedded
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -327,6 +328,19 @@ def test_a_label_without_a_class_is_refused_and_left_out_where_labels_are(tmp_pa
     assert list_source(tmp_path, SourceSection(labels="none")).records.largest_label() == -1
 
 
+def test_row_groups_beyond_what_is_kept_are_read_and_too_large_ones_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = [os.urandom(1000) for _ in range(40)]
+    write_parquet(tmp_path / "a.parquet", {"image": contents}, rows=4)
+    monkeypatch.setattr(embedded, "CACHE_BYTES", 9000)
+    source = list_source(tmp_path)
+    assert [bytes_of(source, record) for record in source.records] == contents
+    monkeypatch.setattr(embedded, "MAX_GROUP_BYTES", 3000)
+    with pytest.raises(SourceError, match=r"row group 0.*smaller row groups"):
+        list_source(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """A server of the S3 protocol, with the bucket "images"."""
@@ -506,6 +520,14 @@ def test_what_http_cannot_do_is_one_error(source: str, message: str, http: str, 
     write_file(tmp_path / "tars/big.tar", tar_of([("0.jpg", bytes(5 << 20))]))
     with pytest.raises(SourceError, match=message):
         list_source(f"{http}/{source}")
+
+
+@pytest.mark.parametrize("http", [WholeFiles], indirect=True)
+def test_images_on_a_server_without_ranges_are_one_error_and_no_rejects(http: str, tmp_path: Path) -> None:
+    write_file(tmp_path / "a.jpg", jpeg(1) + bytes(HEADER_BYTES))
+    write_rows(tmp_path / "list.jsonl", [{"path": "a.jpg"}])
+    with pytest.raises(SourceError, match="ignores Range requests"):
+        planned_images(list_source(f"{http}/list.jsonl"))
 
 
 class FailingFile(io.BytesIO):

@@ -6,52 +6,17 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from leandit.datasets.errors import ResourceError, SourceError
-from leandit.precompute.sources.files import files as files_of_source
-from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.listing import duck
 from leandit.precompute.sources.listing import listing as source_listing
 from leandit.precompute.sources.listing.listing import record_batches, spool
 from leandit.precompute.sources.source import list_source
-
-NAMES = st.sampled_from(["a", "a-b", "a.b", "a b", "b", "B", "é", "🙂", "10", "9", "a.jpg", "~"])
-PATHS = st.lists(NAMES, min_size=1, max_size=4).map("/".join)
-
-
-def nothing(done: int) -> None:
-    """Progress that nobody watches."""
-
-
-def usable(paths: set[str]) -> list[str]:
-    """Paths of which none is a folder of another."""
-    return [path for path in paths if not any(other.startswith(path + "/") for other in paths)]
-
-
-@given(paths=st.sets(PATHS, max_size=12), at_once=st.sampled_from([2, 1 << 12]))
-def test_a_walk_comes_in_the_order_of_sorted_paths(
-    paths: set[str], at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch:
-        patch.setattr(files_of_source, "STATS_AT_ONCE", at_once)
-        made = usable(paths)
-        for path in made:
-            (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
-            (Path(folder) / path).touch()
-        files = LocalFiles(Path(folder))
-        assert [found.path for found in files.walk()] == sorted(made, key=lambda path: path.split("/"))
-        first = [(found.path.rpartition("/")[0], found.path) for found in files.walk(files_first=True)]
-        assert sorted(path for _, path in first) == sorted(made)
-        assert [folder for i, (folder, _) in enumerate(first) if not i or first[i - 1][0] != folder] == list(
-            dict.fromkeys(folder for folder, _ in first)
-        )  # the files of a folder come together
 
 
 def test_nothing_is_left_of_a_listing_that_is_killed(tmp_path: Path) -> None:
@@ -68,12 +33,10 @@ spool(record_batches(records), lambda done: None)
 
 
 def test_a_full_disk_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(source_listing.pa.ipc, "new_file", full)
     with pytest.raises(ResourceError, match=r"No space left.*TMPDIR"):
-        spool(record_batches([SourceRecord("a", "a")]), nothing)
+        spool(record_batches([SourceRecord("a", "a")]), lambda done: None)
 
 
 def test_a_folder_that_cannot_be_read_is_an_error_and_not_passed_over(
@@ -146,25 +109,19 @@ def test_linked_class_folders_are_followed_each_once_and_two_links_belong_to_the
     assert listed.ignored.folders == {"inner": 1}
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "SELECT * FROM read_csv('{path}')",
-        "COPY (SELECT 1) TO '{path}'",
+def test_sql_opens_no_other_file_installs_nothing_and_keeps_its_limits(tmp_path: Path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text("a\n1\n")
+    for statement in (
+        f"SELECT * FROM read_csv('{path}')",
+        f"COPY (SELECT 1) TO '{path}'",
         "INSTALL httpfs",
         "SELECT * FROM read_csv('http://127.0.0.1:1/a.csv')",
         "SET enable_external_access = true",
-    ],
-)
-def test_sql_opens_no_other_file_installs_nothing_and_keeps_its_limits(statement: str, tmp_path: Path) -> None:
-    path = tmp_path / "other.csv"
-    path.write_text("a\n1\n")
-    with pytest.raises(SourceError, match="table"), duck.database("table", str(tmp_path / "table.csv")) as connection:
-        connection.execute(statement.format(path=path))
+    ):
+        with pytest.raises(SourceError, match="table"), duck.database("table", str(tmp_path / "table.csv")) as sql:
+            sql.execute(statement)
     assert path.read_text() == "a\n1\n"
-
-
-def test_sql_downloads_no_extension() -> None:
-    settings = ", ".join(f"current_setting('auto{what}_known_extensions')" for what in ("install", "load"))
-    with duck.database("table") as connection:
-        assert connection.sql(f"SELECT {settings}").fetchall() == [(False, False)]
+    with duck.database("table") as sql:
+        settings = ", ".join(f"current_setting('auto{what}_known_extensions')" for what in ("install", "load"))
+        assert sql.sql(f"SELECT {settings}").fetchall() == [(False, False)]

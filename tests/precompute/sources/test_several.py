@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from faults import flip
 from making import CPU, NO_CHECK, Leandit, label_recipe, make_class_folder, no_progress, smooth_image, write_tar
 from stores import checked, deep
 
-from leandit.datasets.disk import spill
 from leandit.datasets.errors import RecipeError, SourceError
-from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import SourceSection
 from leandit.precompute.pipeline import Report, precompute
-from leandit.precompute.sources.listing import listing
 from leandit.precompute.sources.several import list_sources, open_sources, source_names
 from leandit.precompute.sources.source import list_source
-from leandit.precompute.sources.tables import tables
 from leandit.tools.inspection.images import read_originals
 
 Encode = Callable[..., Report]
@@ -38,17 +35,6 @@ def folders(tmp_path: Path) -> list[Path]:
     for number, path in enumerate(sorted(second.rglob("*.*"))):
         smooth_image(100 + number).save(path)
     return [first, second]
-
-
-@pytest.mark.usefixtures("quick")
-def test_sources_in_another_order_are_new_and_that_is_said(folders: list[Path], tmp_path: Path) -> None:
-    said: list[str] = []
-    for sources in (folders, folders[::-1]):
-        where = {"source_path": sources, "store_path": tmp_path / "store", "device": CPU}
-        precompute(label_recipe(), **where, progress=no_progress, say=said.append)
-    (line,) = [line for line in said if "of the 10 records of store" in line]
-    assert "are not in the source" in line
-    assert "several sources keep their order" in line
 
 
 @pytest.mark.usefixtures("quick")
@@ -79,21 +65,21 @@ def test_a_store_of_one_source_grows_by_another_and_encodes_only_that(
         mine, theirs = (s.latents(row["bucket"])[s.record(row["key"]).row] for s in (store, fresh))
         assert np.allclose(mine, theirs, atol=1e-2)
     assert encode(label_recipe(), folders, tmp_path / "store").num_encoded == 0  # nothing has changed
+    said: list[str] = []
+    where = {"source_path": folders[::-1], "store_path": tmp_path / "both", "device": CPU}
+    precompute(label_recipe(), **where, progress=no_progress, say=said.append)
+    (line,) = [line for line in said if "of the 10 records of store" in line]
+    assert re.search("are not in the source.*several sources keep their order", line)
     found = deep(tmp_path / "store", folders)
     assert (found.findings, found.num_records) == ([], 10)
+    shards = [path for path in (tmp_path / "store/buckets").rglob("0") if path.is_file()]
+    whole = [path.read_bytes() for path in shards]
+    for path in shards:
+        flip(path, 400)
+    assert not checked(tmp_path / "store", folders, repair=True)[0].damaged
+    assert [path.read_bytes() for path in shards] == whole
     with pytest.raises(SourceError, match=r"another source too, 'second'.*Give every --source"):
         deep(tmp_path / "store", folders[:1])
-
-
-@pytest.mark.usefixtures("quick")
-def test_damage_of_either_source_is_repaired(folders: list[Path], tmp_path: Path, encode: Encode) -> None:
-    encode(label_recipe(), folders, tmp_path / "store")
-    shard = tmp_path / "store" / read_plan(tmp_path / "store", 1).layout.parts["buckets/32x32"].arrays[0].shard_path(0)
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:40] + b"?" * 9 + whole[49:])
-    found, _ = checked(tmp_path / "store", folders, repair=True)
-    assert not found.damaged
-    assert shard.read_bytes() == whole
 
 
 def test_kinds_may_differ_and_each_image_is_read_from_its_own_source(tmp_path: Path) -> None:
@@ -118,20 +104,6 @@ def test_kinds_may_differ_and_each_image_is_read_from_its_own_source(tmp_path: P
         list_source(texts).read(source.records[1].path, 0, 1, stage="decode")
     assert list_sources([texts], AUTO).listing_hash() == list_source(texts).listing_hash()
     assert source.listing_hash() != list_sources([tar, texts], AUTO).listing_hash()
-
-
-@pytest.mark.parametrize(("counts", "rows"), [([1, 7], 3), ([4, 4, 2], 1), ([3, 6], 4), ([7, 1, 5], 5)])
-def test_sources_merged_in_batches_are_those_merged_whole(
-    counts: list[int], rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = [tmp_path / f"{i}.jsonl" for i in range(len(counts))]
-    for i, (path, count) in enumerate(zip(paths, counts, strict=True)):
-        lines = [{"file_name": f"{n % 5}.jpg", "label": n % 3, "text": f"text {i} {n}"} for n in range(count)]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    whole = list_sources(paths, AUTO)
-    for module in (spill, listing, tables):
-        monkeypatch.setattr(module, "BATCH_ROWS", rows)
-    assert list(list_sources(paths, AUTO).records) == list(whole.records)
 
 
 def test_labels_without_names_are_the_same_numbers_and_are_not_joined_with_names(
@@ -160,17 +132,6 @@ def test_a_source_is_given_once_and_names_do_not_depend_on_those_behind(tmp_path
     for again in ("a", "a/", "b", "b/../a"):
         with pytest.raises(RecipeError, match="the same source as"):
             source_names([f"{tmp_path}/a", f"{tmp_path}/{again}"])
-
-
-def test_a_key_that_both_have_is_a_reject(tmp_path: Path) -> None:
-    for name in ("one/two/a.jpg", "two/a.jpg"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        smooth_image(0).save(tmp_path / name)
-    records = list_sources([tmp_path / "one", tmp_path / "two"], AUTO).records
-    assert [(r.key, r.problem and r.problem[0]) for r in records] == [
-        ("two/a.jpg", None),
-        ("two/a.jpg", "duplicate_key"),
-    ]
 
 
 def test_the_commands_take_several_sources(folders: list[Path], tmp_path: Path, leandit: Leandit) -> None:

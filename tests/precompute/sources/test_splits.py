@@ -48,17 +48,14 @@ def keys(root: Path, **settings: Any) -> list[str]:
     return [record.key for record in listed(root, **settings).records]
 
 
-HUB = ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "validation-00000-of-00001.parquet")
-TRAIN = ["train-00000-of-00002/0", "train-00001-of-00002/0"]
-
-
-@pytest.mark.parametrize("folder", ["", "data/", "my-config/"])
+@pytest.mark.parametrize("folder", ["", "my-config/"])
 def test_several_splits_of_parquet_are_refused_and_listed_and_one_is_taken_by_name(tmp_path: Path, folder: str) -> None:
-    root = fill(tmp_path, "README.md", *(folder + name for name in HUB))
+    names = [f"train-0000{i}-of-00002" for i in range(2)] + ["validation-00000-of-00001"]
+    root = fill(tmp_path, "README.md", *(f"{folder}{name}.parquet" for name in names))
     with pytest.raises(SourceError, match=r"train \(2 files\), validation \(1 file\).*source\.split=train"):
         listed(root)
-    assert keys(root, split="train") == TRAIN
-    assert keys(root, split="validation") == keys(root, split="val") == ["validation-00000-of-00001/0"]
+    assert keys(root, split="train") == [f"{name}/0" for name in names[:2]]
+    assert keys(root, split="validation") == keys(root, split="val") == [f"{names[2]}/0"]
     assert len(keys(root, split="all")) == 3
     with pytest.raises(SourceError, match=r"no split 'test'.*train \(2 files\)"):
         listed(root, split="test")
@@ -75,12 +72,8 @@ def test_shards_in_folders_of_splits_and_configurations(tmp_path: Path) -> None:
     assert keys(root, split="test") == ["0000/0"]
     with pytest.raises(SourceError, match=r"several configurations: a, b"):
         listed(fill(tmp_path / "c", "a/train-0.parquet", "b/train-0.parquet"))
-
-
-def test_shards_whose_names_tell_no_split_are_all_taken(tmp_path: Path) -> None:
-    assert keys(fill(tmp_path, "0.parquet", "trains.parquet", "latest.parquet")) == ["0/0", "latest/0", "trains/0"]
-    with pytest.raises(SourceError, match="no split 'train'"):
-        listed(tmp_path, split="train")
+    root = fill(tmp_path / "d", "0.parquet", "trains.parquet", "latest.parquet")  # names that tell no split
+    assert keys(root) == ["0/0", "latest/0", "trains/0"]
 
 
 FOLDERS = ("train/cat/0.png", "train/dog/1.png", "val/cat/2.png", "val/dog/3.png", "annotations/a.json")
@@ -96,61 +89,29 @@ def test_folders_of_splits_are_no_classes_unless_the_user_says_so(tmp_path: Path
     assert listed(root, split="all").classes == ["annotations", "train", "val"]
     opened = open_source(root, source.settings)  # as a worker does
     assert bytes_of(opened, source.records[0]) == png(0)
-
-
-def test_a_class_that_is_called_like_a_split_stays_a_class(tmp_path: Path) -> None:
-    root = fill(tmp_path, "train/0.png", "test/1.png", "bus/2.png")
+    root = fill(tmp_path / "classes", "train/0.png", "test/1.png", "bus/2.png")  # a class that is called like a split
     assert listed(root).classes == ["bus", "test", "train"]
     with pytest.raises(SourceError, match="no split 'train'"):
         listed(root, split="train")
 
 
-SYSTEM = (
-    "__MACOSX",
-    ".ipynb_checkpoints",
-    "@eaDir",
-    "$RECYCLE.BIN",
-    "lost+found",
-    ".hidden",
-    "System Volume Information",
-)
-
-
-def test_what_a_system_made_is_no_class_and_is_counted(tmp_path: Path) -> None:
-    root = fill(tmp_path, "b/0.png", "a/0.png", "a/notes.txt", "a/@eaDir/0.png", *(f"{name}/0.png" for name in SYSTEM))
+def test_what_a_system_made_is_no_class_and_loose_images_are_taken_without_labels(tmp_path: Path) -> None:
+    system = ("__MACOSX", ".ipynb_checkpoints", "@eaDir", "$RECYCLE.BIN", "lost+found", ".hidden")
+    root = fill(tmp_path, "b/0.png", "a/0.png", "a/notes.txt", "a/@eaDir/0.png", *(f"{name}/0.png" for name in system))
     source = listed(root)
     assert source.classes == ["a", "b"]
     assert [(record.key, record.label) for record in source.records] == [("a/0.png", 0), ("b/0.png", 1)]
-    assert source.ignored.folders == dict.fromkeys(SYSTEM, 1) | {"@eaDir": 2}
+    assert source.ignored.folders == dict.fromkeys(system, 1) | {"@eaDir": 2}
     files, folders = source.ignored.lines()
     assert files == "1 file, not images by name: 1 .txt"
-    assert folders.startswith("8 folders, hidden, system or linked twice: 2 @eaDir, 1 ")
-
-
-def test_loose_images_beside_folders_are_taken_without_labels(tmp_path: Path) -> None:
-    root = fill(tmp_path, "a/0.png", "loose.png")
+    assert folders.startswith("7 folders, hidden, system or linked twice: 2 @eaDir, 1 ")
+    fill(root, "loose.png")
     problem = next(record.problem for record in listed(root).records if record.key == "loose.png")
     assert problem
     assert 'source.labels = "none"' in problem[1]
     source = listed(root, labels="none")
-    assert [(record.key, record.label, record.problem) for record in source.records] == [
-        ("a/0.png", -1, None),
-        ("loose.png", -1, None),
-    ]
-    assert source.classes is None
-    root = fill(tmp_path / "parquet", "0.parquet", "1.parquet")
-    assert listed(root).classes == ["0", "1"]
-    assert ({record.label for record in listed(root, labels="none").records}, listed(root, labels="none").classes) == (
-        {-1},
-        None,
-    )
-
-
-@pytest.mark.parametrize("names", ["Cat\n\nDog\n", "n2\tDog\nn1\tCat\n", "1\tDog\n0\tCat\n"])
-def test_names_of_classes_are_read_from_a_file(tmp_path: Path, names: str) -> None:
-    root = fill(tmp_path / "source", "n1/0.png", "n2/0.png")
-    (tmp_path / "names.txt").write_text(names)
-    assert listed(root, class_names=str(tmp_path / "names.txt")).class_names == ["Cat", "Dog"]
+    assert {(record.label, record.problem) for record in source.records} == {(-1, None)}
+    assert (len(source.records), source.classes) == (3, None)
 
 
 def test_imagenets_names_fit_wnids_and_numbers_and_nothing_else(tmp_path: Path) -> None:
@@ -172,10 +133,14 @@ def test_imagenets_names_fit_wnids_and_numbers_and_nothing_else(tmp_path: Path) 
         ("\n", RecipeError, "names nothing"),
     ],
 )
-def test_names_that_cannot_be_used_are_refused(
+def test_names_of_classes_are_read_from_a_file_and_refused_where_they_cannot_be_used(
     content: str | None, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     root = fill(tmp_path / "source", "n1/0.png", "n2/0.png")
+    for names in ("Cat\n\nDog\n", "n2\tDog\nn1\tCat\n", "1\tDog\n0\tCat\n"):
+        (tmp_path / "names.txt").write_text(names)
+        assert listed(root, class_names=str(tmp_path / "names.txt")).class_names == ["Cat", "Dog"]
+    (tmp_path / "names.txt").unlink()
     if content is not None:
         (tmp_path / "names.txt").write_text(content)
     with pytest.raises(error, match=message):
