@@ -58,40 +58,32 @@ def test_parquet_of_the_hub_is_read_by_split_with_classes_and_caption_lists(tmp_
     assert source.read(f"{name}.parquet", 1, 0, stage="scan") == b"1"
 
 
-@pytest.mark.parametrize(("split", "name"), [("train", "a.jpg"), ("validation", "c.jpg")])
-def test_source_split_picks_one_of_cocos_lists(split: str, name: str, tmp_path: Path) -> None:
+def test_source_split_picks_one_of_cocos_lists(tmp_path: Path) -> None:
     for year, image in (("train2017", "a.jpg"), ("val2017", "c.jpg")):
         make_image_folder(tmp_path / year, image)
         content = {"images": [{"id": 1, "file_name": image}], "annotations": [{"image_id": 1, "caption": year}]}
         write_file(tmp_path / f"annotations/captions_{year}.json", json.dumps(content))
-    source = list_source(tmp_path, SourceSection(split=split))
-    assert [r.key for r in source.records] == [name]
-    record, opened = source.records[0], open_source(tmp_path, source.settings)  # as a worker does
-    assert bytes_of(opened, record)
+    source = list_source(tmp_path, SourceSection(split="validation"))
+    assert [r.key for r in source.records] == ["c.jpg"]
+    assert bytes_of(open_source(tmp_path, source.settings), source.records[0])  # as a worker does
     with pytest.raises(SourceError, match=r"no split 'test'. It holds: train \(1 file\), val \(1 file\)"):
         list_source(tmp_path, SourceSection(split="test"))
 
 
-@pytest.mark.parametrize("folder", ["labels", "captions"])
-def test_texts_in_a_folder_beside_the_images_are_their_captions(folder: str, tmp_path: Path) -> None:
+def test_texts_in_a_folder_beside_the_images_are_their_captions(tmp_path: Path) -> None:
     make_image_folder(tmp_path / "images/train")
-    write_file(tmp_path / folder / "train/a.txt", "a cat\nthe cat")
-    write_file(tmp_path / folder / "train/b.txt", b"\xff")
+    write_file(tmp_path / "labels/train/a.txt", "a cat\nthe cat")
+    write_file(tmp_path / "labels/train/b.txt", b"\xff")
     source = list_source(tmp_path)
     assert summary_of(source) == [
         ("images/train/a.jpg", "images/train/a.jpg", -1, ("a cat", "the cat")),
         ("images/train/b.jpg", "bad_metadata", -1, ()),
         ("images/train/c.jpg", "images/train/c.jpg", -1, ()),
     ]
-    assert any(folder in note for note in source.notes)
+    assert any("labels" in note for note in source.notes)
 
 
-# ------------------------------------------------------------ save_to_disk
-
-
-def save_to_disk(
-    folder: Path, rows: list[dict[str, Any]], *, features: dict[str, Any], codec: str | None = None
-) -> Path:
+def save_to_disk(folder: Path, rows: list[dict[str, Any]], *, features: dict[str, Any]) -> Path:
     """Write what ``Dataset.save_to_disk`` writes: two Arrow streams of small batches, and JSON that lists them."""
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     kinds = {"image": image, "text": pa.string(), "label": pa.int64()}
@@ -102,12 +94,11 @@ def save_to_disk(
     for number in range(2):
         names.append(f"data-0000{number}-of-00002.arrow")
         part = pa.Table.from_pylist(rows[number * 3 : number * 3 + 3], schema)
-        options = pa.ipc.IpcWriteOptions(compression=codec)
+        options = pa.ipc.IpcWriteOptions(compression="zstd" if number else None)
         with pa.ipc.new_stream(folder / names[-1], schema, options=options) as writer:
             writer.write_table(part, max_chunksize=2)
-    write_file(
-        folder / "state.json", json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"})
-    )
+    state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
+    write_file(folder / "state.json", json.dumps(state))
     write_file(folder / "dataset_info.json", json.dumps({"features": features}))
     return folder
 
@@ -123,25 +114,21 @@ FEATURES = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names
 SAVED = [{"image": {"bytes": b"image %d" % i, "path": None}, "text": f"text {i}", "label": i % 2} for i in range(5)]
 
 
-@pytest.mark.parametrize("codec", [None, "zstd"])
-def test_datasets_saved_to_disk_are_read_row_by_row(codec: str | None, tmp_path: Path) -> None:
-    source = list_source(save_to_disk(tmp_path / "train", SAVED, features=FEATURES, codec=codec))
+def test_datasets_saved_to_disk_are_read_row_by_row(tmp_path: Path) -> None:
+    source = list_source(save_to_disk(tmp_path / "train", SAVED, features=FEATURES))
     assert (source.kind, source.classes) == ("arrow", ["cat", "dog"])
     keys = [f"data-00000-of-00002/{i}" for i in range(3)] + [f"data-00001-of-00002/{i}" for i in range(2)]
-    assert [(r.key, r.label, r.captions) for r in source.records] == [
-        (key, i % 2, (f"text {i}",)) for i, key in enumerate(keys)
-    ]
+    wanted = [(key, i % 2, (f"text {i}",)) for i, key in enumerate(keys)]
+    assert [(r.key, r.label, r.captions) for r in source.records] == wanted
     for i in (4, 0, 2, 1, 3):
-        record = source.records[i]
-        assert bytes_of(source, record) == b"image %d" % i
+        assert bytes_of(source, source.records[i]) == b"image %d" % i
     with pytest.raises(RecordRejected, match="has 3 rows"):
         source.read(source.records[0].path, 3, 0, stage="decode")
 
 
-@pytest.mark.parametrize("second", [["dog", "cat"], None])
-def test_files_of_a_saved_dataset_that_name_other_classes_are_refused(second: list[str] | None, tmp_path: Path) -> None:
+def test_files_of_a_saved_dataset_that_name_other_classes_are_refused(tmp_path: Path) -> None:
     root = save_to_disk(tmp_path / "train", SAVED, features=FEATURES)
-    other = FEATURES | {"label": {"_type": "ClassLabel", "names": second}} if second else {}
+    other = FEATURES | {"label": {"_type": "ClassLabel", "names": ["dog", "cat"]}}
     odd = save_to_disk(tmp_path / "odd", SAVED, features=other) / "data-00001-of-00002.arrow"
     odd.replace(root / odd.name)
     with pytest.raises(SourceError, match=r"data-00001-of-00002\.arrow': its classes differ.*source\.labels=none"):
@@ -150,8 +137,8 @@ def test_files_of_a_saved_dataset_that_name_other_classes_are_refused(second: li
     assert [record.label for record in listed] == [-1] * 5
 
 
-@pytest.mark.parametrize("names", [("train", "validation"), ("easy", "hard")])
-def test_source_split_picks_a_split_of_a_saved_dataset_dict(names: tuple[str, str], tmp_path: Path) -> None:
+def test_source_split_picks_a_split_of_a_saved_dataset_dict(tmp_path: Path) -> None:
+    names = ("easy", "hard")
     for number, name in enumerate(names):
         rows = [row | {"text": f"{name} {row['text']}"} for row in SAVED[number:]]
         save_to_disk(tmp_path / name, rows, features=FEATURES)
@@ -182,11 +169,7 @@ def test_source_split_picks_a_split_of_a_saved_dataset_dict(names: tuple[str, st
             lambda root: write_file(root / "state.json", '{"_indices_data_files": [{"filename": "i"}]}'),
             "flatten_indices",
         ),
-        (
-            lambda root: write_file(root / "data-00001-of-00002.arrow", b"\xff\xff\xff\xff" * 40),
-            "not a readable Arrow stream",
-        ),
-        (lambda root: write_file(root / "data-00001-of-00002.arrow", b""), "not a readable Arrow stream"),
+        (lambda root: write_file(root / "data-00001-of-00002.arrow", b"\xff" * 99), "not a readable Arrow stream"),
         (lambda root: write_with_dictionary(root / "data-00001-of-00002.arrow"), "dictionaries.*to_parquet"),
         (lambda root: save_to_disk(root, [{"text": "x"}] * 5, features={}), "no column of images.*'text'"),
     ],
@@ -213,9 +196,6 @@ def test_no_change_of_one_byte_of_an_arrow_stream_is_more_than_an_error(tmp_path
                 bytes_of(source, record)
         except (SourceError, RecordRejected):
             pass
-
-
-# ------------------------------------------------------------ patterns
 
 
 def test_braces_and_stars_choose_files_of_a_folder(tmp_path: Path) -> None:
