@@ -9,7 +9,6 @@ while it does, is tested with an interpreter.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
 import fcntl
 import gc
@@ -24,11 +23,10 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,135 +82,62 @@ def stop_server() -> None:
         os.waitpid(_server[1], 0)
 
 
-class ForkedPython:
-    """As ``subprocess.Popen`` of ``python -c CODE``, ``python -m MODULE`` or ``python FILE``, forked by the server.
+class ForkedPython(subprocess.Popen[Any]):
+    """``subprocess.Popen`` of ``python -c CODE``, ``python -m MODULE`` or ``python FILE``, forked by the server.
 
     Args:
       command: without the interpreter.
-      stdin, stdout, stderr, env, cwd, pass_fds, process_group, start_new_session, text: those of ``Popen``; the child
-        searches PYTHONPATH first.
+      how: as of ``Popen``, with ``text`` by default; the child searches PYTHONPATH first.
     """
 
-    def __init__(
-        self,
-        command: Sequence[object],
-        *,
-        stdin: Any = None,
-        stdout: Any = None,
-        stderr: Any = None,
-        env: Mapping[str, str] | None = None,
-        cwd: Path | str | None = None,
-        pass_fds: Sequence[int] = (),
-        process_group: int = -1,
-        start_new_session: bool = False,
-        text: bool = True,
-    ) -> None:
+    def __init__(self, command: Sequence[object], **how: Any) -> None:
+        self._reading = threading.Lock()
+        super().__init__(list(map(str, command)), **{"text": True} | how)
+
+    def _execute_child(self, *given: Any) -> None:
+        """Let the server fork it: the files that ``Popen`` has made are its own."""
+        args, _, _, _, pass_fds, cwd, env, *_, start_new_session, process_group = given
+        ends = given[10:16]  # of stdin, stdout and stderr
+        theirs = [number if end == -1 else end for number, end in enumerate((ends[0], ends[3], ends[5]))]
+        self._status, status = os.pipe()
+        weakref.finalize(self, os.close, self._status)  # not before: several threads may wait
+        place = dict(os.environ if env is None else env), str(cwd or os.getcwd())
+        request = json.dumps([args, *place, list(pass_fds), process_group, start_new_session]).encode()
+        assert len(request) < MAX_REQUEST_BYTES, "more than a message of the server may hold"
         assert _server is not None
-        self.args, self.returncode = list(map(str, command)), None
-        self._contents, self._readers = dict[Any, Any](), list[threading.Thread]()
-        pipes, theirs = list[Any](), list[int]()
-        with contextlib.ExitStack() as closing:
-            for number, file in enumerate((stdin, stdout, stderr)):
-                pipes.append(None)
-                if file == subprocess.PIPE:
-                    reading, writing = os.pipe()
-                    ours, fd = (writing, reading) if number == 0 else (reading, writing)
-                    pipes[number] = open(ours, ("r" if number else "w") + ("" if text else "b"))  # noqa: SIM115
-                    closing.callback(os.close, fd)
-                elif file == subprocess.DEVNULL:
-                    fd = os.open(os.devnull, os.O_RDWR)
-                    closing.callback(os.close, fd)
-                else:
-                    fd = number if file is None else file if isinstance(file, int) else file.fileno()
-                theirs.append(fd)
-            self.stdin, self.stdout, self.stderr = pipes
-            self._status, status = os.pipe()
-            closing.callback(os.close, status)
-            weakref.finalize(self, os.close, self._status)  # not before: several threads may wait
-            self._reading = threading.Lock()
-            place = dict(os.environ if env is None else env), str(cwd or os.getcwd())
-            request = json.dumps([self.args, *place, list(pass_fds), process_group, start_new_session]).encode()
-            assert len(request) < MAX_REQUEST_BYTES, "more than a message of the server may hold"
-            socket.send_fds(_server[0], [request], [*theirs, status, *pass_fds])
+        socket.send_fds(_server[0], [request], [*theirs, status, *pass_fds])
+        os.close(status)
+        self._close_pipe_fds(*ends)  # pyright: ignore[reportAttributeAccessIssue]
         self.pid = int.from_bytes(os.read(self._status, 4), "little")
+        self._child_created = True
 
-    def __enter__(self) -> ForkedPython:
-        return self
+    def _internal_poll(self, _deadstate: object = None) -> int | None:
+        return self._wait(0, poll=True)
 
-    def __exit__(self, *_: object) -> None:
-        for file in (self.stdin, self.stdout, self.stderr):
-            if file:
-                file.close()
-        self.wait()
-
-    def poll(self) -> int | None:
-        """Its exit code, minus the signal that ended it, or None while it runs."""
-        return self.returncode if self.returncode is not None or not self._has_ended(0) else self._read_status()
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; its exit code. Raises: subprocess.TimeoutExpired: it runs longer, in seconds."""
-        if self.returncode is None and not self._has_ended(timeout):
+    def _wait(self, timeout: float | None, *, poll: bool = False) -> int | None:
+        if self.returncode is None and not select.select([self._status], [], [], timeout)[0]:
+            if poll:
+                return None
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
-        return self._read_status() if self.returncode is None else self.returncode
-
-    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
-        """Close its stdin, wait for its end and read its stdout and stderr. Raises: subprocess.TimeoutExpired."""
-        if self.stdin:
-            self.stdin.close()
-        if not self._readers:
-            for file in filter(None, (self.stdout, self.stderr)):
-                self._readers.append(threading.Thread(target=self._read_all, args=(file,), daemon=True))
-                self._readers[-1].start()
-        self.wait(timeout)
-        for reader in self._readers:
-            reader.join(timeout)
-        return self._contents.get(self.stdout), self._contents.get(self.stderr)
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.send_signal(signal.SIGKILL)
-
-    def _read_all(self, file: Any) -> None:
-        with file:
-            self._contents[file] = file.read()
-
-    def _has_ended(self, timeout: float | None) -> bool:
-        return bool(select.select([self._status], [], [], timeout)[0])
-
-    def _read_status(self) -> int:
         with self._reading:
-            if (code := self.returncode) is None:
+            if self.returncode is None:
                 status = os.read(self._status, 4)  # nothing where the server itself has ended
                 code = os.waitstatus_to_exitcode(int.from_bytes(status, "little")) if status else -signal.SIGKILL
                 self.returncode = code
-            return code
+            return self.returncode
 
 
 def run_forked(
     command: Sequence[object], *, input: Any = None, timeout: float | None = None, check: bool = False, **how: Any
 ) -> subprocess.CompletedProcess[Any]:
     """As ``subprocess.run`` with captured output."""
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
-    with tempfile.TemporaryFile() as file:
-        if input is not None:
-            file.write(input)
-            file.seek(0)
-            how |= {"stdin": file}
-        process = ForkedPython(command, **how)
-        try:
-            out, err = process.communicate(timeout)
-        except BaseException:
-            process.kill()
-            raise
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = ForkedPython(command, **pipes | how, **({} if input is None else {"stdin": subprocess.PIPE}))
+    try:
+        out, err = process.communicate(input, timeout)
+    except BaseException:
+        process.kill()
+        raise
     ended = subprocess.CompletedProcess(process.args, process.returncode, out, err)
     if check:
         ended.check_returncode()
