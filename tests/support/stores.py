@@ -229,7 +229,6 @@ def several_shards() -> Iterator[None]:
         return shard_rows(self) if self.spec.full_length else (32, 8)
 
     with small_shards(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", SHARD_ROWS)
         patch.setattr(CaptionLayout, "_shard_rows", small)
         yield
 

@@ -63,34 +63,17 @@ def page(sd3_store: LatentStore, flux_store: LatentStore, tmp_path: Path, monkey
 def small_sd3() -> Any:
     from diffusers import SD3Transformer2DModel
 
-    return SD3Transformer2DModel(
-        sample_size=8,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        caption_projection_dim=16,
-        pooled_projection_dim=16,
-        pos_embed_max_size=16,
-    )
+    sizes = {"sample_size": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2, "pos_embed_max_size": 16}
+    heads = {"attention_head_dim": 8, "num_attention_heads": 2, "caption_projection_dim": 16}
+    return SD3Transformer2DModel(**sizes, **heads, joint_attention_dim=32, pooled_projection_dim=16)
 
 
 def small_flux() -> Any:
     from diffusers import FluxTransformer2DModel
 
-    return FluxTransformer2DModel(
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=6,
-        axes_dims_rope=(2, 2, 4),
-        guidance_embeds=True,
-    )
+    sizes = {"in_channels": 16, "num_layers": 1, "num_single_layers": 1, "guidance_embeds": True}
+    heads = {"attention_head_dim": 8, "num_attention_heads": 2, "axes_dims_rope": (2, 2, 4)}
+    return FluxTransformer2DModel(**sizes, **heads, joint_attention_dim=32, pooled_projection_dim=6)
 
 
 def captions_of(store: LatentStore, records: torch.Tensor, name: str) -> np.ndarray:
@@ -125,19 +108,11 @@ def test_a_batch_of_sdxl_has_its_sizes_and_trains(tmp_path: Path) -> None:
     store = noise_store(tmp_path / "store", texts={"clip_l": clip_l, "clip_g": TEXTS["clip_g"]})
     sizes = np.arange(6 * len(store.records), dtype=np.int32).reshape(-1, 6)
     store.__dict__["sizes"] = sizes  # noise has none
-    unet = UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(8, 8),
-        layers_per_block=1,
-        norm_num_groups=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4,
-        cross_attention_dim=20,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=4,
-        projection_class_embeddings_input_dim=10 + 6 * 4,
-    )
+    sizes_of = {"sample_size": 8, "block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4}
+    sizes_of |= {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "attention_head_dim": 4}
+    sizes_of |= {"up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "cross_attention_dim": 20}
+    added = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4}
+    unet = UNet2DConditionModel(**sizes_of, **added, projection_class_embeddings_input_dim=10 + 6 * 4)
     for batch in make_loader(store, global_batch=4, seed=1):
         named = adapters.diffusers_sdxl(store)(batch)
         clips = [captions_of(store, batch.records, name) for name in ("clip_l", "clip_g")]
